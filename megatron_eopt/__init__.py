@@ -1,0 +1,36 @@
+"""Muon and its family as the optimizer layer of Megatron-Core trainers.
+
+The names below are imported when they are first used, so that ``import megatron_eopt`` is cheap and
+works before and after megatron-core is imported.
+"""
+
+import importlib
+from typing import Any
+
+_PLACES = {
+    "AdamOptimizerConfig": "assembly.config",
+    "ConfigurationError": "base.errors",
+    "ConfigurationTypeError": "base.errors",
+    "EmergingOptimizerConfig": "assembly.config",
+    "EmergingOptimizerEntry": "optimizers.registry",
+    "OptimizerConfig": "assembly.config",
+    "SGDOptimizerConfig": "assembly.config",
+    "TensorParallelAdaptiveMuon": "optimizers.adaptive_muon",
+    "TensorParallelMuon": "optimizers.muon",
+    "get_megatron_optimizer": "assembly.factory",
+    "register_optimizer": "optimizers.registry",
+}
+
+__all__ = sorted(_PLACES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PLACES})

@@ -1,0 +1,1 @@
+"""Errors, names and version probes that everything else may use."""

@@ -1,0 +1,88 @@
+"""What every refused configuration looks like.
+
+A message names the argument, its value, the rule it breaks and the way out, so that whoever reads
+it in a cluster's log can mend the run without reading our source.
+"""
+
+import difflib
+import math
+from collections.abc import Iterable
+
+
+class ConfigurationError(ValueError):
+    """A value, or a combination of values, that cannot be honoured.
+
+    Args:
+        argument: Name of the option as the user wrote it (a flag, a field or a parameter).
+        value: What the user gave.
+        rule: What must hold, as a clause without a full stop.
+        way_out: What to do instead, as a sentence without a full stop.
+    """
+
+    def __init__(self, argument: str, value: object, rule: str, way_out: str) -> None:
+        super().__init__(f"{argument}={value!r}: {rule}. {way_out}.")
+        self.argument = argument
+        self.value = value
+
+
+class ConfigurationTypeError(TypeError):
+    """Like :class:`ConfigurationError`, for a value of the wrong kind."""
+
+    def __init__(self, argument: str, value: object, rule: str, way_out: str) -> None:
+        kind = type(value).__name__
+        super().__init__(f"{argument}={value!r} (a {kind}): {rule}. {way_out}.")
+        self.argument = argument
+        self.value = value
+
+
+def check_choice(argument: str, value: object, choices: Iterable[str]) -> None:
+    """Raise unless ``value`` is one of ``choices``; the message offers the nearest ones.
+
+    Raises:
+        ConfigurationError: If it is not.
+    """
+    names = list(choices)
+    if value in names:
+        return
+    near = difflib.get_close_matches(str(value), names, n=3)
+    hint = f"Did you mean {' or '.join(map(repr, near))}" if near else "Choose one of these"
+    raise ConfigurationError(argument, value, f"must be one of {', '.join(names)}", hint)
+
+
+def check_number(
+    argument: str,
+    value: object,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+) -> None:
+    """Raise unless ``value`` is a finite number within the given bounds.
+
+    Args:
+        argument: Name of the option.
+        value: What the user gave.
+        at_least: Smallest allowed value.
+        above: Bound that the value must exceed.
+        below: Bound that the value must stay under.
+
+    Raises:
+        ConfigurationTypeError: If ``value`` is not a number.
+        ConfigurationError: If it is not finite or out of bounds.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigurationTypeError(argument, value, "must be a number", "Give a plain number")
+    bounds = [
+        f"{word} {bound:g}"
+        for word, bound in (("at least", at_least), ("above", above), ("below", below))
+        if bound is not None
+    ]
+    inside = (
+        math.isfinite(value)
+        and (at_least is None or value >= at_least)
+        and (above is None or value > above)
+        and (below is None or value < below)
+    )
+    if not inside:
+        rule = "must be a finite number" + (f" {' and '.join(bounds)}" if bounds else "")
+        raise ConfigurationError(argument, value, rule, "Choose a value inside these bounds")

@@ -1,0 +1,29 @@
+"""Names that several layers share: the choices a user can make, and older spellings of them."""
+
+from typing import Literal
+
+TpModeT = Literal["blockwise", "duplicated", "distributed", "exchange", "auto"]
+"""Where the orthogonalization of a tensor-parallel matrix happens.
+
+``blockwise`` orthogonalizes each rank's piece by itself, which is a different update;
+``duplicated`` gathers the matrix on every rank; ``distributed`` keeps the pieces and reduces Gram
+matrices; ``exchange`` brings each matrix to one owner; ``auto`` picks the cheapest exact one.
+"""
+
+OptimizerDefaultsT = Literal["megatron", "recommended"]
+"""Whose default values a command line means."""
+
+STANDARD_OPTIMIZERS = ("adam", "sgd")
+"""Element-wise optimizers that megatron-core builds without emerging-optimizers."""
+
+SCALAR_OPTIMIZERS = ("adam", "lion", "sgd")
+"""Optimizers built by :mod:`megatron_eopt.optimizers.scalar`."""
+
+OLD_SPELLINGS = {"use_nesterov": "nesterov", "mode": "tp_mode", "momentum_beta": "momentum"}
+"""Constructor arguments of Muon as earlier releases of megatron-core called them."""
+
+NO_MUON_ATTRIBUTE = "use_muon"
+"""A parameter with this attribute set to ``False`` goes to the scalar optimizer."""
+
+SPLIT_ATTRIBUTE = "eopt_logical_split"
+"""Attribute of a routed parameter and of its main copy: its ``Split``, None for one matrix."""

@@ -1,0 +1,113 @@
+"""Pretrain a GPT with Megatron's trainer and the optimizers of megatron-eopt.
+
+Takes every flag of Megatron-LM's own script of this name. Start it with torchrun:
+
+    torchrun --nproc-per-node 2 scripts/pretrain_gpt.py --num-layers 4 ... --optimizer muon
+
+Without a GPU the processes run on the CPU and talk over gloo (MEGATRON_EOPT_DEVICE=cpu|cuda
+chooses by hand).
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from megatron_eopt import cpu, megatron_lm
+
+# Before megatron.training is imported: it asks for the GPU while it loads.
+cpu.enable_if_chosen()
+
+from megatron.core import parallel_state
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt import GPTModel
+from megatron.training import get_args, get_tokenizer, pretrain
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.arguments import parse_and_validate_args
+from megatron.training.utils import get_blend_and_blend_per_split
+
+
+def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tuple[Any, ...]:
+    """Return the train, valid and test data sets that the flags ask for.
+
+    Args:
+        num_samples: Samples to draw for each of the three.
+        vp_stage: Which virtual pipeline stage asks; each of them reads the same data.
+    """
+    args = get_args()
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        path_to_cache=args.data_cache_path,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=get_tokenizer(),
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+    )
+    dataset = MockGPTDataset if args.mock_data else GPTDataset
+    return tuple(BlendedMegatronDatasetBuilder(dataset, num_samples, lambda: True, config).build())
+
+
+# Each rank reads the samples it needs itself instead of receiving them from tensor-parallel rank 0.
+datasets_provider.is_distributed = True  # type: ignore[attr-defined]
+
+
+def next_batch(iterator: Iterator[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor | None]:
+    """Return the next micro-batch: tokens, labels, ... of shape (micro batch, sequence)."""
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    first = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+    last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+    if stages > 1 and not (first or last):
+        return dict.fromkeys(("tokens", "labels", "loss_mask", "position_ids", "attention_mask"))
+    batch = {name: value.cuda(non_blocking=True) for name, value in next(iterator).items()}
+    return {"attention_mask": None, **batch}
+
+
+def masked_loss(
+    loss_mask: torch.Tensor, per_token: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Return (summed loss, number of tokens, what to report) of one micro-batch.
+
+    Args:
+        loss_mask: 1 where a token counts, of shape (micro batch, sequence).
+        per_token: Cross entropy in nats, of the same shape.
+    """
+    mask = loss_mask.reshape(-1).float()
+    loss = (per_token.reshape(-1).float() * mask).sum()
+    tokens = mask.sum()
+    report = torch.stack([loss.detach(), tokens])
+    return loss, tokens.to(torch.int), {"lm loss": report}
+
+
+def forward_step(
+    iterator: Iterator[dict[str, torch.Tensor]], model: GPTModel
+) -> tuple[torch.Tensor, Any]:
+    """Run one micro-batch through ``model``, as Megatron's schedules expect it."""
+    batch = next_batch(iterator)
+    output = model(
+        batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"]
+    )
+    return output, partial(masked_loss, batch["loss_mask"])
+
+
+def main() -> None:
+    args = parse_and_validate_args(extra_args_provider=megatron_lm.add_arguments)
+    if cpu.is_enabled():
+        cpu.check_supported(args)
+    with megatron_lm.installed():
+        config = pretrain_cfg_container_from_args(args, model_cfg=gpt_config_from_args(args))
+        pretrain(config, datasets_provider, ModelType.encoder_or_decoder, forward_step)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""Train a small byte-level GPT with Muon on the source code of Python's standard library.
+
+Runs Megatron-Core's real trainer on two processes: on GPUs where there are two, else on the CPU.
+Further Megatron flags are passed through, for example --tensor-model-parallel-size 2.
+"""
+
+import argparse
+import collections
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import psutil
+from tqdm import tqdm
+
+SCRIPTS = Path(__file__).resolve().parent
+ITERATION = re.compile(r"iteration\s+(\d+)/\s*(\d+) .*?lm loss: (\S+)")
+REPORTED = re.compile(r"lm loss|saving checkpoint|successfully (saved|loaded)|^\w*Error: ")
+PROCESSES = 2
+
+
+def model_flags() -> list[str]:
+    """Return the flags of a GPT with about 4 million parameters that trains on any machine."""
+    return [
+        *("--num-layers", "4", "--hidden-size", "256", "--num-attention-heads", "8"),
+        *("--group-query-attention", "--num-query-groups", "4", "--swiglu"),
+        *("--ffn-hidden-size", "704", "--normalization", "RMSNorm", "--disable-bias-linear"),
+        *("--position-embedding-type", "rope", "--seq-length", "128"),
+        *("--max-position-embeddings", "128", "--attention-dropout", "0", "--hidden-dropout", "0"),
+        *("--tokenizer-type", "NullTokenizer", "--vocab-size", "257"),
+        *("--make-vocab-size-divisible-by", "64", "--untie-embeddings-and-output-weights"),
+        *("--transformer-impl", "local", "--attention-backend", "unfused"),
+        *("--no-masked-softmax-fusion", "--no-bias-gelu-fusion", "--no-bias-dropout-fusion"),
+        *("--no-bias-swiglu-fusion", "--no-rope-fusion", "--no-persist-layer-norm"),
+        *("--no-gradient-accumulation-fusion", "--use-cpu-initialization"),
+    ]
+
+
+def training_flags(steps: int, out: Path, corpus: Path) -> list[str]:
+    """Return the flags of data, schedule, logging and checkpoints."""
+    interval = str(max(1, steps // 4))
+    return [
+        *("--micro-batch-size", "8", "--global-batch-size", "16"),
+        *("--train-iters", str(steps), "--lr", "2e-3", "--min-lr", "2e-4"),
+        *("--lr-decay-style", "cosine", "--lr-warmup-iters", str(max(1, min(20, steps // 10)))),
+        *("--weight-decay", "0.1", "--clip-grad", "1.0", "--optimizer", "muon"),
+        *("--train-data-path", str(corpus / "train"), "--valid-data-path", str(corpus / "valid")),
+        *("--test-data-path", str(corpus / "test"), "--data-cache-path", str(out / "cache")),
+        *("--num-workers", "0", "--eval-interval", interval, "--eval-iters", "10"),
+        *("--log-interval", "1", "--tensorboard-dir", str(out / "tensorboard")),
+        *("--save", str(out / "checkpoints"), "--load", str(out / "checkpoints")),
+        *("--save-interval", interval, "--ckpt-format", "torch_dist"),
+        # a later run with other --steps goes on with its own schedule
+        *("--exit-signal-handler", "--override-opt_param-scheduler", "--seed", "1234"),
+    ]
+
+
+def prepare_corpus(corpus: Path) -> None:
+    """Write the standard library's source as training data, unless that is done already."""
+    if (corpus / "test.idx").exists():
+        print(f"Using the corpus in {corpus}")
+        return
+    print(f"Preparing the corpus in {corpus}: Python's standard library, byte by byte", flush=True)
+    library = sysconfig.get_paths()["stdlib"]
+    skipped = ("test", "tests", "site-packages", "idlelib", "__pycache__")
+    command = [sys.executable, str(SCRIPTS / "prepare_corpus.py"), library, "--suffix", ".py"]
+    command += ["--out", str(corpus), "--exclude", *skipped]
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
+    subprocess.run(command, check=True, env=environment)
+
+
+def on_gpu() -> bool:
+    """Whether the training processes will find a GPU each."""
+    if os.environ.get("MEGATRON_EOPT_DEVICE") == "cpu" or shutil.which("nvidia-smi") is None:
+        return False
+    listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
+    return listing.stdout.count("GPU ") >= PROCESSES
+
+
+def stop_gently(launcher: subprocess.Popen[str]) -> None:
+    """Ask the training processes to save and stop; the launcher then ends by itself."""
+    for child in psutil.Process(launcher.pid).children():
+        child.send_signal(signal.SIGTERM)
+
+
+def train(flags: list[str], log: Path) -> tuple[int, bool]:
+    """Run the training job and show what it prints, with a progress bar on a terminal.
+
+    Returns:
+        The launcher's exit code and whether the user interrupted the run.
+    """
+    gpu = on_gpu()
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "PYTHONUNBUFFERED": "1",
+        "MEGATRON_EOPT_DEVICE": "cuda" if gpu else "cpu",
+    }
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(PROCESSES)]
+    command += ["--master-addr", "127.0.0.1", "--master-port", "0"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+    command += [str(SCRIPTS / "pretrain_gpt.py"), *flags]
+    command += ["--distributed-backend", "nccl" if gpu else "gloo"]
+    interrupted = False
+    launcher = subprocess.Popen(
+        command,
+        env=environment,
+        text=True,
+        errors="replace",
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    with log.open("w") as file, tqdm(desc="Training", unit="step", disable=None) as bar:
+        while True:
+            try:
+                line = launcher.stdout.readline()
+                if not line:
+                    break
+                file.write(line)
+                show(line, bar)
+            except KeyboardInterrupt:
+                if interrupted:
+                    os.killpg(launcher.pid, signal.SIGKILL)
+                interrupted = True
+                bar.write("Interrupted: saving a checkpoint (once more to stop at once)")
+                stop_gently(launcher)
+    return launcher.wait(), interrupted
+
+
+def show(line: str, bar: "tqdm[None]") -> None:
+    """Pass on the lines that report on training and move the bar."""
+    if match := ITERATION.search(line):
+        bar.total, bar.n = int(match[2]), int(match[1])
+        bar.set_postfix_str(f"loss {float(match[3]):.3f}")
+    if REPORTED.search(line):
+        bar.write(line.rstrip())
+
+
+def scalars(folder: Path) -> dict[str, dict[int, float]]:
+    """Return the TensorBoard scalars below ``folder``: name -> {step: value}."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found: dict[str, dict[int, float]] = collections.defaultdict(dict)
+    for path in sorted(folder.glob("events.*"), key=lambda path: path.stat().st_mtime):
+        events = EventAccumulator(str(path), size_guidance={"scalars": 0})
+        events.Reload()
+        for name in events.Tags()["scalars"]:
+            found[name].update({event.step: event.value for event in events.Scalars(name)})
+    return found
+
+
+def plot(curves: dict[str, dict[int, float]], path: Path) -> None:
+    """Draw the training and held-out loss over steps."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    train_loss, held_out = curves["lm loss"], curves["lm loss validation"]
+    axes.plot(*zip(*sorted(train_loss.items()), strict=True), lw=1, label="training")
+    if held_out:
+        axes.plot(*zip(*sorted(held_out.items()), strict=True), "o-", label="held-out")
+    axes.set(xlabel="training step", ylabel="cross entropy (nats per byte)", title="Byte-level GPT")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def report(out: Path) -> None:
+    """Print the held-out loss and where to look next, and draw the loss curve."""
+    curves = scalars(out / "tensorboard")
+    plot(curves, out / "loss.png")
+    train_loss, held_out = curves["lm loss"], curves["lm loss validation"]
+    print(f"\nFirst training loss: {train_loss[min(train_loss)]:.4f}")
+    print(f"Held-out loss: {held_out[max(held_out)]:.4f} (nats per byte, step {max(held_out)})")
+    print(f"Loss curve: {out / 'loss.png'}    TensorBoard: tensorboard --logdir {out}")
+    print("Next: the same run with Adam: ./scripts/quickstart.sh --optimizer adam --out runs/adam")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="./scripts/quickstart.sh", description=__doc__, allow_abbrev=False
+    )
+    parser.add_argument("--steps", type=int, default=360, help="training steps (default: 360)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/quickstart"), help="folder for all that is written"
+    )
+    args, flags = parser.parse_known_args()
+    if args.steps < 1:
+        parser.error(f"--steps {args.steps}: must be at least 1")
+    out = args.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    corpus = out.parent / "corpus"
+    prepare_corpus(corpus)
+    print(f"Training {args.steps} steps on {PROCESSES} processes; everything lands in {out}")
+    all_flags = [*model_flags(), *training_flags(args.steps, out, corpus), *flags]
+    code, interrupted = train(all_flags, out / "training.log")
+    if interrupted:
+        print("Stopped. The same command goes on from the last checkpoint.")
+        return 130
+    if code:
+        lines = (out / "training.log").read_text().splitlines()
+        print(*lines[-40:], sep="\n")
+        print(f"Training failed (exit code {code}); the whole output is in {out / 'training.log'}")
+        return code
+    report(out)
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

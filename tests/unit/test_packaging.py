@@ -1,0 +1,66 @@
+"""The wheel holds megatron_eopt and nothing else at top level."""
+
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def wheel_names(tmp_path_factory) -> list[str]:
+    # Only tracked files, so that leftovers of this checkout cannot slip in.
+    source = tmp_path_factory.mktemp("source")
+    tracked = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+    )
+    for name in filter(None, tracked.stdout.decode().split("\0")):
+        target = source / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / name).is_symlink():
+            target.symlink_to((ROOT / name).readlink())
+        elif (ROOT / name).exists():
+            target.write_bytes((ROOT / name).read_bytes())
+    out = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out)]
+    subprocess.run([*command, str(source)], check=True, capture_output=True, timeout=120)
+    (wheel,) = out.glob("*.whl")
+    return zipfile.ZipFile(wheel).namelist()
+
+
+def test_one_top_level_package(wheel_names):
+    top = {name.split("/")[0] for name in wheel_names}
+    assert {name for name in top if not name.endswith(".dist-info")} == {"megatron_eopt"}
+
+
+def test_arguments_are_installed_inside_the_package(wheel_names):
+    assert "megatron_eopt/arguments/__init__.py" in wheel_names
+    assert "megatron_eopt/py.typed" in wheel_names
+
+
+def test_every_module_is_installed(wheel_names):
+    modules = {p.relative_to(ROOT).as_posix() for p in (ROOT / "megatron_eopt").rglob("*.py")}
+    modules |= {f"megatron_eopt/arguments/{p.name}" for p in (ROOT / "arguments").glob("*.py")}
+    assert modules <= set(wheel_names)
+
+
+def test_the_lock_file_holds_exact_versions_and_no_addresses():
+    lines = (ROOT / "requirements.lock").read_text().splitlines()
+    pins = [line for line in lines if line and not line.lstrip().startswith("#")]
+    assert all("==" in line for line in pins)
+    assert "://" not in "\n".join(lines)
+
+
+def test_versions_of_what_we_build_on_are_bounded():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["requires-python"] == ">=3.12"
+    assert {"megatron-core>=0.19.2,<0.20", "emerging-optimizers>=0.3,<0.4"} <= set(
+        project["dependencies"]
+    )
