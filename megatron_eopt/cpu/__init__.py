@@ -1,0 +1,22 @@
+"""Runs unmodified megatron-core and megatron.training on CPU processes with gloo.
+
+Megatron names the device ``cuda`` in hundreds of places. :func:`enable` lets those places mean the
+CPU: tensors asked for on a GPU are made on the CPU, streams and events become no-ops (a CPU
+computes in program order), and the random number state of the GPU becomes that of the CPU.
+:func:`disable` takes everything back.
+"""
+
+from megatron_eopt.cpu.backend import disable, enable, enabled, is_enabled
+from megatron_eopt.cpu.choice import Device, choose_device, enable_if_chosen
+from megatron_eopt.cpu.support import check_supported
+
+__all__ = [
+    "Device",
+    "check_supported",
+    "choose_device",
+    "disable",
+    "enable",
+    "enable_if_chosen",
+    "enabled",
+    "is_enabled",
+]

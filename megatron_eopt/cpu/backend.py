@@ -1,0 +1,114 @@
+"""Turning the CPU back end on and off."""
+
+import contextlib
+import importlib
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._dynamo import trace_rules
+
+from megatron_eopt.cpu.cuda_standins import cuda_patches
+from megatron_eopt.cpu.gloo import collective_patches
+from megatron_eopt.cpu.mode import CudaIsCpu, Switch, engine_patches, put_on_stack, take_off_stack
+from megatron_eopt.cpu.patches import Patch, PatchList
+from megatron_eopt.cpu.threads import thread_patches
+
+logger = logging.getLogger(__name__)
+
+_RNG_LOGGER = logging.getLogger("megatron.core.tensor_parallel.random")
+
+
+def _not_about_shared_rng(record: logging.LogRecord) -> bool:
+    """Drop Megatron's warning that the CPU's random state moved with the GPU's: they are one."""
+    return "CPU RNG state changed within GPU RNG context" not in record.getMessage()
+
+
+def _dataset_helpers() -> list[Patch]:
+    """Skip building the dataset helper: Megatron's wheel brings it built, without a Makefile."""
+    module = importlib.import_module("megatron.core.datasets.utils")
+    folder = Path(module.__file__ or "").parent
+    if (folder / "Makefile").exists():
+        return []
+    return [Patch(module, "compile_helpers", lambda: None)]
+
+
+class _Backend:
+    """What :func:`enable` has set and :func:`disable` takes back."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._switch = Switch()
+        self._mode = CudaIsCpu(self._switch)
+        self._patches = PatchList()
+        self._stance: Any = None
+
+    @property
+    def on(self) -> bool:
+        return self._switch.on
+
+    def enable(self) -> None:
+        with self._lock:
+            if not self.on:
+                self._patches.apply(
+                    [
+                        *cuda_patches(),
+                        *collective_patches(),
+                        *engine_patches(self._mode),
+                        *thread_patches(self._mode),
+                        *_dataset_helpers(),
+                    ]
+                )
+                # Dynamo cannot trace calls under a function mode of Python code like this one
+                self._stance = torch.compiler.set_stance("force_eager")
+                _RNG_LOGGER.addFilter(_not_about_shared_rng)
+                self._switch.on = True
+            put_on_stack(self._mode)
+
+    def disable(self) -> None:
+        with self._lock:
+            take_off_stack(self._mode)
+            if self.on:
+                self._switch.on = False
+                _RNG_LOGGER.removeFilter(_not_about_shared_rng)
+                self._stance.__exit__(None, None, None)
+                self._stance = None
+                self._patches.restore()
+                # Dynamo keeps a table of torch's functions, by now perhaps with stand-ins in it
+                trace_rules.clear_lru_cache()
+
+
+_BACKEND = _Backend()
+
+
+def enable() -> None:
+    """Let ``cuda`` mean the CPU in this process; does nothing if it does already.
+
+    Threads started from now on follow. A thread that ran before needs a call of its own.
+    """
+    _BACKEND.enable()
+
+
+def disable() -> None:
+    """Take back everything that :func:`enable` did; does nothing if it is off."""
+    _BACKEND.disable()
+
+
+def is_enabled() -> bool:
+    """Return whether the CPU back end is on."""
+    return _BACKEND.on
+
+
+@contextlib.contextmanager
+def enabled() -> Iterator[None]:
+    """Enable the back end for a block; it stays on afterwards if it was on before."""
+    before = is_enabled()
+    enable()
+    try:
+        yield
+    finally:
+        if not before:
+            disable()

@@ -1,0 +1,94 @@
+"""Collectives that NCCL has and gloo lacks."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from megatron_eopt.cpu.patches import Patch
+
+
+class _Works:
+    """The handle of several collectives that together are one."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = works
+
+    def wait(self, *args: Any) -> bool:
+        """Wait for all of them."""
+        for work in self._works:
+            work.wait(*args)
+        return True
+
+    def is_completed(self) -> bool:
+        """Return whether all of them are done."""
+        return all(work.is_completed() for work in self._works)
+
+
+def _as_list(sizes: Any) -> Any:
+    return sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes
+
+
+def _all_to_all_with_tensor_sizes(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """``all_to_all_single`` that also takes its split sizes as tensors.
+
+    Megatron's MoE dispatcher passes them so unless they are on a GPU.
+    """
+
+    @functools.wraps(plain)
+    def all_to_all_single(
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Any = None,
+        input_split_sizes: Any = None,
+        group: dist.ProcessGroup | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        sizes = _as_list(output_split_sizes), _as_list(input_split_sizes)
+        return plain(output, input, *sizes, group=group, async_op=async_op)
+
+    return all_to_all_single
+
+
+def _all_gather_of_any_sizes(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """``all_gather`` that also takes tensors of another shape from every rank.
+
+    As with NCCL, the list has the shapes of the ranks' tensors, the same list on every rank.
+    """
+
+    @functools.wraps(plain)
+    def all_gather(
+        tensor_list: list[torch.Tensor],
+        tensor: torch.Tensor,
+        group: dist.ProcessGroup | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        rank = dist.get_rank(group)
+        if rank < 0 or len({entry.shape for entry in tensor_list}) <= 1:
+            return plain(tensor_list, tensor, group=group, async_op=async_op)
+        with torch.no_grad():
+            tensor_list[rank].copy_(tensor)
+        works = [
+            dist.broadcast(entry, group_src=source, group=group, async_op=async_op)
+            for source, entry in enumerate(tensor_list)
+            if entry.numel()
+        ]
+        return _Works(works) if async_op else None
+
+    return all_gather
+
+
+def collective_patches() -> list[Patch]:
+    """Return the replacements, under both names that torch gives each collective."""
+    functions = (
+        _all_to_all_with_tensor_sizes(distributed_c10d.all_to_all_single),
+        _all_gather_of_any_sizes(distributed_c10d.all_gather),
+    )
+    return [
+        Patch(owner, function.__name__, function)
+        for owner in (dist, distributed_c10d)
+        for function in functions
+    ]

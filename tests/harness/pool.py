@@ -1,0 +1,216 @@
+"""Worker processes for one number of ranks, kept over the tests of a session.
+
+The workers are forked from a server process that has imported torch and megatron-core once, so a
+pool starts in about a second, and a broken one is thrown away without regret: after any error or
+time-out the next test gets fresh processes.
+"""
+
+import atexit
+import contextlib
+import itertools
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from tests.harness.worker import PRELOADED, Job, Reply, serve
+
+START_TIMEOUT_S = 180.0
+# how long the other ranks may still report their own errors once one rank has failed
+GRACE_S = 0.5
+
+
+class RankError(RuntimeError):
+    """One or more ranks raised; the message holds their tracebacks."""
+
+
+class RankTimeoutError(RankError):
+    """Some ranks did not finish in time; the message holds their stacks."""
+
+
+@dataclass(frozen=True)
+class _Worker:
+    rank: int
+    process: Any
+    connection: Connection
+    life: Connection
+    stacks: Path
+
+    def dump_stacks(self) -> str:
+        """Let the worker write the Python stacks of its threads, also when it hangs in C++."""
+        self.stacks.write_text("")
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, signal.SIGUSR1)
+        deadline = time.monotonic() + 2
+        while time.monotonic() < deadline and not self.stacks.read_text().endswith("\n"):
+            time.sleep(0.02)
+        return self.stacks.read_text().strip() or "no stack: the process did not answer"
+
+
+@contextlib.contextmanager
+def _environment(**variables: str) -> Iterator[None]:
+    """Give processes that are started in this block these environment variables."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+class Pool:
+    """``world_size`` worker processes; see :meth:`run`."""
+
+    def __init__(self, world_size: int) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+        self._jobs = itertools.count()
+        self._workers: list[_Worker] = []
+        try:
+            for rank in range(world_size):
+                self._workers.append(self._start(rank, world_size))
+            self._collect(dict(enumerate(self._workers)), START_TIMEOUT_S, "starting")
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, rank: int, world_size: int) -> _Worker:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(list(PRELOADED))
+        ours, theirs = context.Pipe()
+        their_life, our_life = context.Pipe(duplex=False)
+        stacks = self._folder / f"stacks-{rank}"
+        # not daemonic: a daemon may not start the processes of a data loader or a checkpoint
+        process = context.Process(
+            target=serve, args=(rank, world_size, theirs, their_life, stacks), daemon=False
+        )
+        with _environment(OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore"):
+            process.start()
+        theirs.close()
+        their_life.close()
+        return _Worker(rank, process, ours, our_life, stacks)
+
+    def run(
+        self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float, cpu: bool
+    ) -> list[Any]:
+        """Call ``function(*args)`` on every rank and return the results in the order of ranks."""
+        payload = pickle.dumps((function, args))
+        store = self._folder / f"store-{next(self._jobs)}"
+        job = pickle.dumps(Job(store, tuple(sys.path), cpu, payload))
+        for worker in self._workers:
+            with contextlib.suppress(BrokenPipeError):  # found dead, with its exit code, below
+                worker.connection.send_bytes(job)
+        name = getattr(function, "__qualname__", str(function))
+        return self._collect({w.rank: w for w in self._workers}, timeout, name)
+
+    def _collect(self, waiting: dict[int, _Worker], timeout: float, name: str) -> list[Any]:
+        """Receive one reply from every waiting worker; raise on the first that is an error."""
+        results: dict[int, Any] = {}
+        errors: dict[int, str] = {}
+        deadline = time.monotonic() + timeout
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            connections = {worker.connection: rank for rank, worker in waiting.items()}
+            for connection in wait(list(connections), left):
+                assert isinstance(connection, Connection)
+                rank = connections[connection]
+                reply = _receive(waiting.pop(rank))
+                if reply.error is None:
+                    results[rank] = pickle.loads(reply.result)
+                else:
+                    errors[rank] = reply.error
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        if errors:
+            raise RankError(_describe(errors, f"{name}: rank {_ranks(errors)} failed", waiting))
+        if waiting:
+            stacks = {rank: worker.dump_stacks() for rank, worker in waiting.items()}
+            title = f"{name}: rank {_ranks(stacks)} not done after {timeout:g} s"
+            raise RankTimeoutError(_describe(stacks, title, {}))
+        return [results[rank] for rank in sorted(results)]
+
+    def close(self) -> None:
+        """End the processes, whatever they are doing."""
+        for worker in self._workers:
+            worker.process.kill()
+            worker.connection.close()
+            worker.life.close()
+        for worker in self._workers:
+            worker.process.join()
+        self._workers.clear()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _receive(worker: _Worker) -> Reply:
+    try:
+        reply = pickle.loads(worker.connection.recv_bytes())
+    except (EOFError, ConnectionResetError):
+        worker.process.join(5)
+        return Reply(error=f"the process ended with exit code {worker.process.exitcode}")
+    assert isinstance(reply, Reply)
+    return reply
+
+
+def _ranks(ranks: dict[int, Any]) -> str:
+    return ", ".join(map(str, sorted(ranks)))
+
+
+def _describe(texts: dict[int, str], title: str, waiting: dict[int, Any]) -> str:
+    if waiting:
+        title += f" while rank {_ranks(waiting)} waited"
+    return "\n".join([title, *(f"--- rank {r} ---\n{texts[r]}" for r in sorted(texts))])
+
+
+_POOLS: dict[int, Pool] = {}
+
+
+def run_ranks(
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout: float = 60.0,
+    cpu: bool = True,
+) -> list[Any]:
+    """Call ``function(*args)`` in ``world_size`` processes connected by gloo.
+
+    Args:
+        world_size: Number of ranks.
+        function: A module-level function of an importable module.
+        args: Its arguments; pickled once per rank.
+        timeout: Seconds after which the ranks are stopped.
+        cpu: Whether ``megatron_eopt.cpu`` is enabled while the function runs.
+
+    Returns:
+        The results in the order of ranks.
+
+    Raises:
+        RankError: If a rank raised or died.
+        RankTimeoutError: If a rank was not done in time.
+    """
+    if world_size not in _POOLS:
+        _POOLS[world_size] = Pool(world_size)
+    pool = _POOLS.pop(world_size)
+    try:
+        results = pool.run(function, args, timeout, cpu)
+    except BaseException:
+        pool.close()
+        raise
+    _POOLS[world_size] = pool
+    return results
+
+
+def close_pools() -> None:
+    """End all worker processes."""
+    while _POOLS:
+        _POOLS.popitem()[1].close()
+
+
+# registered after multiprocessing's own handler, hence runs before it waits for our processes
+atexit.register(close_pools)

@@ -1,0 +1,77 @@
+"""The state that every job finds: a fresh process group, and nothing left of the job before."""
+
+import gc
+import logging
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_eopt import cpu
+
+# below the parent's time-out a rank would report gloo's own one, above it the parent speaks first
+_COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+
+
+def set_scene(
+    rank: int, world_size: int, store: Path, on_cpu: bool, environment: dict[str, str]
+) -> None:
+    """Forget the job before, and connect the ranks over gloo.
+
+    Done at the start of a job and not at the end of one: only now have all ranks ended the job
+    before, so no rank loses a connection that another one still reads from.
+    """
+    forget_everything()
+    os.environ.clear()
+    os.environ.update(environment)
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1"
+    )
+    os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world_size,
+        timeout=_COLLECTIVE_TIMEOUT,
+    )
+    if on_cpu:
+        cpu.enable()
+
+
+def forget_everything() -> None:
+    """Drop megatron-core's global state, the process groups and changed defaults of torch."""
+    forget_megatron()
+    cpu.disable()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    logging.disable(logging.NOTSET)
+    gc.collect()
+
+
+def forget_megatron() -> None:
+    """Drop the global state of megatron-core and of the trainer; process groups stay."""
+    if "megatron.core.parallel_state" not in sys.modules:
+        return
+    from megatron.core import num_microbatches_calculator, parallel_state
+    from megatron.core.rerun_state_machine import destroy_rerun_state_machine
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import moe_logging
+
+    parallel_state.destroy_model_parallel()
+    num_microbatches_calculator.unset_num_microbatches_calculator()
+    destroy_rerun_state_machine()
+    random._CUDA_RNG_STATE_TRACKER = None
+    random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False
+    moe_logging.destroy_moe_metrics_tracker()
+    training: Any = sys.modules.get("megatron.training.global_vars")
+    if training is not None:
+        training.destroy_global_vars()

@@ -1,0 +1,83 @@
+"""What runs inside a worker process: receive a job, set the scene, call, reply, clean up."""
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+# imported once by the server process that the workers are forked from
+PRELOADED = ("megatron.core.models.gpt.gpt_layer_specs", "megatron_eopt.cpu")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A call to make.
+
+    Attributes:
+        store: File for the rendezvous, new for every job.
+        path: The parent's ``sys.path``, so that the test module can be found.
+        cpu: Whether to enable the CPU back end.
+        payload: The pickled function and its arguments.
+    """
+
+    store: Path
+    path: tuple[str, ...]
+    cpu: bool
+    payload: bytes
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A pickled result, or an error's text."""
+
+    result: bytes = b""
+    error: str | None = None
+
+
+def serve(
+    rank: int, world_size: int, connection: Connection, life: Connection, stacks: Path
+) -> None:
+    """Serve jobs until the parent closes ``connection``; die when it closes ``life``."""
+    threading.Thread(target=_die_with_parent, args=(life,), daemon=True).start()
+    # what a test starts (data loaders, checkpoint writers) it starts as a plain process would
+    multiprocessing.set_start_method("fork", force=True)
+    # Ctrl-C reaches the whole foreground group; the parent is the one to react
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with stacks.open("a") as file:
+        faulthandler.register(signal.SIGUSR1, file=file)
+        connection.send_bytes(pickle.dumps(Reply(pickle.dumps(None))))
+        environment = dict(os.environ)
+        while True:
+            try:
+                message = connection.recv_bytes()
+            except EOFError:
+                return
+            reply = _answer(pickle.loads(message), rank, world_size, environment)
+            connection.send_bytes(pickle.dumps(reply))
+
+
+def _die_with_parent(life: Connection) -> None:
+    """End this process when the parent is gone, also while it waits in a collective."""
+    try:
+        life.recv_bytes()
+    except (EOFError, OSError):
+        os._exit(1)
+
+
+def _answer(job: Job, rank: int, world_size: int, environment: dict[str, str]) -> Reply:
+    from tests.harness.scene import set_scene
+
+    try:
+        sys.path[:] = job.path
+        set_scene(rank, world_size, job.store, job.cpu, environment)
+        function, args = pickle.loads(job.payload)
+        return Reply(pickle.dumps(function(*args)))
+    except BaseException:
+        return Reply(error=traceback.format_exc().strip())

@@ -1,0 +1,60 @@
+"""The collectives that gloo lacks equal what NCCL's would give."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.harness import RankError, run_ranks
+
+
+def _uneven_all_gather(async_op: bool) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    lengths = [3, 0, 5, 1][:size]
+    own = torch.arange(lengths[rank], dtype=torch.bfloat16) + 10 * rank
+    gathered = [torch.full((length,), -1, dtype=torch.bfloat16) for length in lengths]
+    gathered[rank] = own  # as megatron-core does
+    work = dist.all_gather(gathered, own, async_op=async_op)
+    if async_op:
+        work.wait()
+        assert work.is_completed()
+    else:
+        assert work is None
+    for other, length in enumerate(lengths):
+        assert gathered[other].tolist() == [10 * other + i for i in range(length)]
+
+
+def _uneven_all_gather_in_a_group() -> None:
+    group = dist.new_group([1, 2])
+    rank = dist.get_rank()
+    gathered = [torch.zeros(2), torch.zeros(3)]
+    if rank in (1, 2):
+        dist.all_gather(gathered, torch.full((rank + 1,), float(rank)), group=group)
+        assert [entry.tolist() for entry in gathered] == [[1, 1], [2, 2, 2]]
+
+
+def _all_to_all_with_tensor_sizes() -> None:
+    rank = dist.get_rank()
+    sent = torch.tensor([[1, 2], [3, 1]])
+    given = torch.arange(int(sent[rank].sum())) + 10 * rank
+    received = torch.empty(int(sent[:, rank].sum()), dtype=torch.int64)
+    dist.all_to_all_single(received, given, sent[:, rank], sent[rank])
+    assert received.tolist() == ([0, 10, 11, 12] if rank == 0 else [1, 2, 13])
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_uneven_all_gather(ranks: int, async_op: bool) -> None:
+    run_ranks(ranks, _uneven_all_gather, async_op)
+
+
+def test_uneven_all_gather_in_a_group() -> None:
+    run_ranks(4, _uneven_all_gather_in_a_group)
+
+
+def test_all_to_all_with_tensor_sizes() -> None:
+    run_ranks(2, _all_to_all_with_tensor_sizes)
+
+
+def test_gloo_alone_cannot_do_it() -> None:
+    with pytest.raises(RankError):
+        run_ranks(2, _uneven_all_gather, False, cpu=False)

@@ -1,0 +1,55 @@
+import argparse
+from typing import Any
+
+import pytest
+from megatron.core.transformer.enums import AttnBackend
+
+from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.cpu import check_supported
+
+SUPPORTED = {
+    "distributed_backend": "gloo",
+    "context_parallel_size": 1,
+    "transformer_impl": "local",
+    "sequence_parallel": False,
+    "fp8": None,
+    "cuda_graph_impl": "none",
+    "attention_backend": AttnBackend.auto,
+    "moe_token_dispatcher_type": "alltoall",
+    "gradient_accumulation_fusion": False,
+    "no_persist_layer_norm": True,
+    "tensor_model_parallel_size": 2,
+    "num_experts": None,
+    "position_embedding_type": "learned_absolute",
+    "apply_rope_fusion": True,
+}
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"distributed_backend": "nccl"}, "--distributed-backend='nccl'.*gloo"),
+    ({"context_parallel_size": 2}, "--context-parallel-size=2: context parallelism"),
+    ({"transformer_impl": "transformer_engine"}, "--transformer-impl.*local"),
+    ({"sequence_parallel": True}, "--sequence-parallel=True"),
+    ({"use_megatron_fsdp": True}, "--use-megatron-fsdp"),
+    ({"use_torch_fsdp2": True}, "--use-torch-fsdp2"),
+    ({"fp8": "e4m3"}, "--fp8-format='e4m3'"),
+    ({"fp4": "e2m1"}, "--fp4-format='e2m1'"),
+    ({"cuda_graph_impl": "local"}, "--cuda-graph-impl='local': a CPU has no CUDA graphs"),
+    ({"attention_backend": AttnBackend.flash}, "--attention-backend.*unfused"),
+    ({"attention_backend": "fused"}, "--attention-backend.*unfused"),
+    ({"moe_token_dispatcher_type": "flex"}, "--moe-token-dispatcher-type.*alltoall"),
+    ({"gradient_accumulation_fusion": True}, "--no-gradient-accumulation-fusion"),
+    ({"no_persist_layer_norm": False}, "Pass --no-persist-layer-norm"),
+    ({"num_experts": 4}, "--tensor-model-parallel-size=2: Megatron trains experts"),
+    ({"position_embedding_type": "rope"}, "--no-rope-fusion"),
+]
+
+
+def test_supported_and_missing_fields_pass() -> None:
+    check_supported(argparse.Namespace(**SUPPORTED))
+    check_supported(argparse.Namespace())
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED)
+def test_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        check_supported(argparse.Namespace(**(SUPPORTED | change)))
