@@ -1,0 +1,166 @@
+"""Which iteration serves a matrix: the one place where cost and accuracy decide.
+
+Accuracy comes first. docs/numerics.md holds the study (``benchmarks.newton_schulz_accuracy`` writes
+it): per coefficient schedule and dtype, the error of the standard and of the Gram iteration
+against float64 on named spectra. Its outcome is baked into the two tables below, and a test keeps
+them honest:
+
+* float32: a Gram form is taken if its error is at most :data:`FLOAT32_TOLERANCE` times the standard
+  iteration's; both are rounding noise, about 1e-6 on Gaussian matrices.
+* 16 bits: only if it is at least as accurate as the standard iteration on every named spectrum.
+* Schedules outside the tables: float32 restarts often enough to be safe, 16 bits stay standard.
+
+Cost is FLOPs. With ``m <= n`` and ``S`` steps the standard iteration takes ``S (4 n/m + 2) m^3``,
+Gram's with ``r`` restarts ``(4 (r+1) n/m + 8 S - 6 (r+1)) m^3``.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, get_args
+
+import torch
+
+from megatron_eopt.base.errors import ConfigurationError, check_choice
+from megatron_eopt.math.coefficients import CoefficientT, Triple, resolve_coefficients
+from megatron_eopt.math.precision import PrecisionT, compute_dtype
+
+AlgorithmT = Literal["auto", "standard", "gram"]
+"""``auto`` takes the Gram iteration where it is cheaper and accurate enough."""
+
+ALGORITHMS: tuple[AlgorithmT, ...] = get_args(AlgorithmT)
+
+FLOAT32_TOLERANCE = 1.5
+"""How much larger than the standard iteration's error a float32 Gram form's may be."""
+
+_STUDIED: dict[Literal["float32", "16-bit"], dict[tuple[CoefficientT, int], tuple[int, ...]]] = {
+    "float32": {
+        ("simple", 5): (3,),
+        ("quintic", 5): (3,),
+        ("polar_express", 5): (2, 3),
+        ("polar_express", 8): (2, 3, 5),
+        ("cans", 5): (2, 3),
+        ("aol", 4): (2,),
+        ("aol", 5): (3,),
+        ("deepseekv4", 10): (3, 5),
+    },
+    # Fewer restarts are faster and were less accurate, or (deepseekv4) diverged on low rank. No
+    # form of polar_express with 5 steps, cans or aol with 4 steps was accurate and cheaper.
+    "16-bit": {
+        ("simple", 5): (3,),
+        ("quintic", 5): (2, 4),
+        ("polar_express", 8): (2, 4, 6),
+        ("aol", 5): (2, 4),
+        ("deepseekv4", 10): (3, 5, 7),
+    },
+}
+
+# Largest product of the coefficients a (the amplification of small singular values) of a segment,
+# first and later ones, for schedules outside the table; 2 to 10 steps of every set stay within
+# FLOAT32_TOLERANCE.
+_FIRST_SEGMENT_GROWTH = 20.0
+_LATER_SEGMENT_GROWTH = 8.5
+
+# The 16-bit study covers matrices from this short side on; smaller ones gain little.
+_SMALLEST_16_BIT = 256
+
+# Gram's element-wise passes and smaller products cost time that FLOPs do not show.
+_WORTHWHILE = 0.85
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one shape is computed.
+
+    Attributes:
+        algorithm: ``standard`` or ``gram``.
+        restarts: Steps, counted from 0, that start on a fresh Gram matrix; empty for standard.
+        dtype: Of the matrix products' operands.
+    """
+
+    algorithm: Literal["standard", "gram"]
+    restarts: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def standard_flops(m: int, n: int, steps: int) -> int:
+    """Return the FLOPs of the standard iteration on an ``m x n`` matrix, either side longer."""
+    m, n = min(m, n), max(m, n)
+    return steps * (4 * n * m**2 + 2 * m**3)
+
+
+def gram_flops(m: int, n: int, steps: int, restarts: int) -> int:
+    """Return the FLOPs of the Gram iteration on an ``m x n`` matrix, either side longer."""
+    m, n = min(m, n), max(m, n)
+    segments = restarts + 1
+    return 4 * segments * n * m**2 + (8 * steps - 6 * segments) * m**3
+
+
+@lru_cache(maxsize=4)
+def _studied(width: Literal["float32", "16-bit"]) -> dict[tuple[Triple, ...], tuple[int, ...]]:
+    """Key the table by the triples themselves: equal schedules have several names."""
+    return {
+        resolve_coefficients(name, steps): restarts
+        for (name, steps), restarts in _STUDIED[width].items()
+    }
+
+
+def cautious_restarts(schedule: Sequence[Triple]) -> tuple[int, ...]:
+    """Return restarts that bound how much any segment amplifies small singular values."""
+    restarts: list[int] = []
+    growth, cap = 1.0, _FIRST_SEGMENT_GROWTH
+    for step, (a, _, _) in enumerate(schedule):
+        if step and growth * abs(a) > cap:
+            restarts.append(step)
+            growth, cap = 1.0, _LATER_SEGMENT_GROWTH
+        growth *= abs(a)
+    return tuple(restarts)
+
+
+@lru_cache(maxsize=4096)
+def choose_algorithm(
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    precision: PrecisionT,
+    schedule: tuple[Triple, ...],
+    algorithm: AlgorithmT = "auto",
+) -> Plan:
+    """Decide how matrices of one shape are orthogonalized.
+
+    Args:
+        shape: Rows and columns of the whole logical matrix.
+        dtype: Of the input.
+        precision: Of the products.
+        schedule: One coefficient triple per step.
+        algorithm: ``standard`` and ``gram`` are taken at their word, even where they are slower or
+            less accurate.
+
+    Raises:
+        ConfigurationError: If the algorithm is unknown or a side is below 1.
+        ConfigurationTypeError: If the dtype is not a float dtype we compute with.
+    """
+    check_choice("algorithm", algorithm, ALGORITHMS)
+    operand = compute_dtype(dtype, precision)
+    if min(shape) < 1:
+        raise ConfigurationError(
+            "shape",
+            shape,
+            "a matrix to orthogonalize must have at least one row and one column",
+            "Leave empty parameters to an element-wise optimizer",
+        )
+    standard = Plan("standard", (), operand)
+    if algorithm == "standard":
+        return standard
+    # TF32 rounds operands to 11 bits, so its forms are judged as 16-bit ones
+    coarse = operand == torch.bfloat16 or (operand == torch.float32 and precision == "high")
+    studied = _studied("16-bit" if coarse else "float32").get(schedule)
+    gram = Plan("gram", studied or cautious_restarts(schedule), operand)
+    if algorithm == "gram":
+        return gram
+    accurate = studied is not None and min(shape) >= _SMALLEST_16_BIT if coarse else True
+    # float64 is there to be a reference, so it stays with the textbook
+    if operand == torch.float64 or not accurate:
+        return standard
+    steps = len(schedule)
+    cost = gram_flops(*shape, steps, len(gram.restarts))
+    return gram if cost <= _WORTHWHILE * standard_flops(*shape, steps) else standard

@@ -1,0 +1,142 @@
+"""Who computes the iteration: our torch code, or another package by name.
+
+A back end is a function on *wide* matrices (see :mod:`megatron_eopt.math.newton_schulz`). The names
+``torch``, ``syrk``, ``transformer_engine`` and ``gram_newton_schulz`` are known; others can be
+registered. Asking for one whose package is absent is an error, never a fall-back.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from megatron_eopt.base.errors import ConfigurationError, check_choice
+from megatron_eopt.math import external
+from megatron_eopt.math.algorithm import AlgorithmT, Plan
+from megatron_eopt.math.coefficients import Triple
+from megatron_eopt.math.gram import iterate_gram
+from megatron_eopt.math.newton_schulz import ReduceT, iterate_standard, normalize
+
+
+class Compute(Protocol):
+    """The work of a back end."""
+
+    def __call__(
+        self,
+        wide: Tensor,
+        schedule: tuple[Triple, ...],
+        plan: Plan,
+        *,
+        eps: float,
+        reduce: ReduceT | None,
+        columns: int,
+    ) -> Tensor:
+        """Orthogonalize ``wide``, ``(m, n)`` or ``(batch, m, n)`` with ``m <= n`` as a whole.
+
+        Args:
+            wide: Not modified; any strides; not normalised.
+            schedule: One coefficient triple per step.
+            plan: Algorithm, restarts and operand dtype.
+            eps: Smallest norm to divide by.
+            reduce: Sums over the ranks that hold the other columns; None if there are none.
+            columns: Columns of the whole matrix.
+
+        Returns:
+            A new tensor shaped like ``wide``, of any float dtype.
+        """
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A plug.
+
+    Attributes:
+        compute: Does the work.
+        algorithms: What it can be asked for; the first is what ``auto`` means to it.
+        distributed: Whether it can work on a matrix whose long side is cut over ranks.
+    """
+
+    compute: Compute
+    algorithms: tuple[AlgorithmT, ...] = ("standard",)
+    distributed: bool = False
+
+    def algorithm(self, name: str, asked: AlgorithmT) -> AlgorithmT:
+        """Return what to plan for; raise a ConfigurationError if it cannot do what was asked."""
+        if asked in self.algorithms:
+            return asked
+        if asked == "auto":
+            return self.algorithms[0]
+        raise ConfigurationError(
+            "algorithm",
+            asked,
+            f"back end {name!r} computes {' or '.join(self.algorithms)}",
+            "Choose auto, or backend='torch'",
+        )
+
+
+def _compute_torch(
+    wide: Tensor,
+    schedule: tuple[Triple, ...],
+    plan: Plan,
+    *,
+    eps: float,
+    reduce: ReduceT | None,
+    columns: int,
+) -> Tensor:
+    tall = wide.stride(-2) < wide.stride(-1)
+    x = normalize(wide.mT if tall else wide, eps, plan.dtype, reduce)
+    if plan.algorithm == "standard":
+        x = iterate_standard(x, schedule, reduce, tall=tall)
+    else:
+        x = iterate_gram(x, schedule, plan.restarts, reduce, columns=columns, tall=tall)
+    return x.mT if tall else x
+
+
+def _load_torch() -> Backend:
+    return Backend(_compute_torch, ("auto", "standard", "gram"), distributed=True)
+
+
+def _load_syrk() -> Backend:
+    external.require_syrk()
+    return Backend(external.compute_syrk)
+
+
+def _load_transformer_engine() -> Backend:
+    return Backend(external.TransformerEngine())
+
+
+def _load_gram_newton_schulz() -> Backend:
+    external.require_gram_newton_schulz()
+    return Backend(external.compute_gram_newton_schulz, ("gram", "standard"))
+
+
+_LOADERS: dict[str, Callable[[], Backend]] = {
+    "torch": _load_torch,
+    "syrk": _load_syrk,
+    "transformer_engine": _load_transformer_engine,
+    "gram_newton_schulz": _load_gram_newton_schulz,
+}
+_LOADED: dict[str, Backend] = {}
+
+
+def backend_names() -> tuple[str, ...]:
+    """Return the names of all back ends, installed or not."""
+    return tuple(dict.fromkeys((*_LOADERS, *_LOADED)))
+
+
+def register_backend(name: str, backend: Backend) -> None:
+    """Make a back end of your own available, or replace one (for instance to give it a group)."""
+    _LOADED[name] = backend
+
+
+def get_backend(name: str) -> Backend:
+    """Return a back end by name.
+
+    Raises:
+        ConfigurationError: If the name is unknown, or its package or device is absent.
+    """
+    check_choice("backend", name, backend_names())
+    if name not in _LOADED:
+        _LOADED[name] = _LOADERS[name]()
+    return _LOADED[name]

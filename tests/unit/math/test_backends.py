@@ -1,0 +1,72 @@
+import importlib.util
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.math import backends
+from megatron_eopt.math.algorithm import Plan
+from megatron_eopt.math.backends import Backend, backend_names, get_backend, register_backend
+from megatron_eopt.math.coefficients import Triple
+from megatron_eopt.math.newton_schulz import ReduceT
+from megatron_eopt.math.orthogonalize import orthogonalize
+from tests.unit.math.spectra import gaussian
+
+NO_GPU = not torch.cuda.is_available()
+PACKAGES = {
+    "transformer_engine": "transformer-engine",
+    "gram_newton_schulz": "gram-newton-schulz",
+}
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_an_absent_package_is_named_with_its_install_command(name: str) -> None:
+    if importlib.util.find_spec(name) is not None:
+        pytest.skip(f"{name} is installed")
+    with pytest.raises(
+        ConfigurationError, match=f"backend='{name}'.*pip install.*{PACKAGES[name]}"
+    ):
+        orthogonalize(gaussian(4, 6), backend=name)
+
+
+@pytest.mark.skipif(not NO_GPU, reason="needs a machine without a GPU")
+def test_syrk_without_a_gpu_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="backend='syrk'.*NVIDIA GPU.*backend='torch'"):
+        get_backend("syrk")
+
+
+@pytest.mark.skipif(NO_GPU, reason="needs a GPU")
+def test_syrk_equals_torch() -> None:
+    x = gaussian(256, 512).cuda()
+    expected = orthogonalize(x, precision="medium", algorithm="standard")
+    result = orthogonalize(x, precision="medium", backend="syrk")
+    # two orders of bfloat16 arithmetic
+    assert (result - expected).norm() < 1.7e-2 * expected.norm()
+
+
+def test_all_names_are_known_whatever_is_installed() -> None:
+    assert set(backend_names()) >= {"torch", "syrk", *PACKAGES}
+
+
+def _sign(
+    wide: Tensor,
+    schedule: tuple[Triple, ...],
+    plan: Plan,
+    *,
+    eps: float,
+    reduce: ReduceT | None,
+    columns: int,
+) -> Tensor:
+    assert wide.shape[-2] <= wide.shape[-1]
+    assert (len(schedule), plan.algorithm, columns) == (5, "standard", 6)
+    return wide.sign()
+
+
+def test_a_backend_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "_LOADED", {})
+    register_backend("sign", Backend(_sign))
+    x = gaussian(6, 4)
+    assert torch.equal(orthogonalize(x, backend="sign"), x.sign())
+    with pytest.raises(ConfigurationError, match="algorithm='gram'.*'sign' computes standard"):
+        orthogonalize(x, backend="sign", algorithm="gram")

@@ -1,0 +1,71 @@
+import pytest
+import torch
+from emerging_optimizers.orthogonalized_optimizers import muon_utils
+
+from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
+from megatron_eopt.math.coefficients import (
+    COEFFICIENT_NAMES,
+    CoefficientT,
+    resolve_coefficients,
+    response,
+    table,
+)
+from megatron_eopt.math.orthogonalize import orthogonalize
+from tests.unit.math.spectra import relative_error
+
+
+def test_every_set_of_emerging_optimizers_is_offered() -> None:
+    assert set(COEFFICIENT_NAMES) == set(muon_utils._COEFFICIENT_SETS)
+
+
+@pytest.mark.parametrize("name", COEFFICIENT_NAMES)
+@pytest.mark.parametrize("extra", [-1, 0, 3])
+def test_schedules_of_any_length_behave_as_emerging_optimizers(
+    name: CoefficientT, extra: int
+) -> None:
+    steps = max(1, len(table(name)) + extra)
+    x = torch.randn(12, 20, generator=torch.Generator().manual_seed(1))
+    expected = muon_utils.newton_schulz(x, steps, name)
+    result = orthogonalize(x, coefficients=name, steps=steps, algorithm="standard")
+    # the same float32 products on inputs that differ by the rounding of one norm
+    assert relative_error(result, expected) < 2e-5
+
+
+def test_a_set_of_ones_own_starts_again_after_its_last_triple() -> None:
+    first, second = (2.0, -1.5, 0.5), (1.875, -1.25, 0.375)
+    assert resolve_coefficients([first, second], 3) == (first, second, first)
+    assert resolve_coefficients([list(first)], 2) == (first, first)
+
+
+@pytest.mark.parametrize(
+    ("coefficients", "error"),
+    [
+        ("quintik", ConfigurationError),
+        ([], ConfigurationError),
+        ([(1.0, 2.0)], ConfigurationTypeError),
+        ([(1.0, 2.0, float("nan"))], ConfigurationError),
+        ([("a", 2.0, 3.0)], ConfigurationTypeError),
+        (7, ConfigurationTypeError),
+        ([(30.0, 20.0, 10.0)], ConfigurationError),
+    ],
+)
+def test_bad_sets_are_refused_by_name(coefficients: object, error: type[Exception]) -> None:
+    with pytest.raises(error, match="coefficients="):
+        resolve_coefficients(coefficients, 5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("steps", [0, -1])
+def test_steps_below_one_are_refused(steps: int) -> None:
+    with pytest.raises(ConfigurationError, match="steps="):
+        resolve_coefficients("quintic", steps)
+
+
+@pytest.mark.parametrize("steps", [2.0, True, "5"])
+def test_steps_must_be_an_integer(steps: object) -> None:
+    with pytest.raises(ConfigurationTypeError, match="steps="):
+        resolve_coefficients("quintic", steps)  # type: ignore[arg-type]
+
+
+def test_response_is_the_scalar_iteration() -> None:
+    a, b, c = 2.0, -1.5, 0.5
+    assert response([(a, b, c)], 0.5) == pytest.approx(a * 0.5 + b * 0.125 + c * 0.03125)

@@ -1,0 +1,41 @@
+import pytest
+import torch
+
+from megatron_eopt.math.finite import NonFiniteError, check_finite, non_finite_flag
+
+NAMED = {
+    "fine": torch.ones(3, 4),
+    "half": torch.ones(5, dtype=torch.bfloat16),
+    "large": torch.full((2,), 3e38),
+    "double": torch.full((2,), 1e300, dtype=torch.float64),
+    "empty": torch.ones(0, 3),
+}
+
+
+def test_finite_tensors_pass() -> None:
+    check_finite(NAMED.items())
+    check_finite([])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", ["fine", "half", "double"])
+def test_the_culprit_is_named(bad: float, name: str) -> None:
+    tensors = {key: value.clone() for key, value in NAMED.items()}
+    tensors[name].view(-1)[-1] = bad
+    with pytest.raises(NonFiniteError, match=f"non-finite momentum of {name}:") as raised:
+        check_finite(tensors.items(), "momentum")
+    assert raised.value.names == [name]
+
+
+def test_the_flag_is_a_tensor_and_waits_for_nobody() -> None:
+    assert not non_finite_flag([torch.ones(2)])
+    flag = non_finite_flag([torch.ones(2), torch.tensor([float("nan")])])
+    assert flag.shape == ()
+    assert flag
+    # a meta tensor cannot be read, so this would fail if the host looked at a value
+    assert non_finite_flag([torch.ones(2, device="meta")]).dtype == torch.bool
+
+
+def test_many_culprits_are_cut_short() -> None:
+    with pytest.raises(NonFiniteError, match="and 4 more"):
+        check_finite((f"layer{i}", torch.tensor([float("nan")])) for i in range(12))

@@ -1,0 +1,187 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
+from megatron_eopt.math.algorithm import AlgorithmT
+from megatron_eopt.math.coefficients import (
+    COEFFICIENT_NAMES,
+    CoefficientT,
+    resolve_coefficients,
+    table,
+)
+from megatron_eopt.math.orthogonalize import orthogonalize
+from tests.unit.math.spectra import NAMED, gaussian, oracle, relative_error
+
+RANGES = {
+    "simple": (5, 0.68, 1.13),
+    "quintic": (5, 0.978, 1.032),
+    "polar_express": (8, 0.9995, 1.0005),
+    "aol": (4, 0.988, 1.012),
+    "cans": (5, 0.887, 1.108),
+    "deepseekv4": (10, 0.9999, 1.0005),
+}
+
+
+@pytest.mark.parametrize("name", COEFFICIENT_NAMES)
+@pytest.mark.parametrize("algorithm", ["standard", "gram"])
+def test_singular_values_land_in_the_range_of_the_set(
+    name: CoefficientT, algorithm: AlgorithmT
+) -> None:
+    steps, low, high = RANGES[name]
+    for seed in range(4):
+        x = gaussian(16, 32, seed)
+        result = orthogonalize(x, coefficients=name, steps=steps, algorithm=algorithm)
+        sigma = torch.linalg.svdvals(result.double())
+        # a different draw than the published one moves the ends by a little
+        assert sigma.min() > low - 0.012
+        assert sigma.max() < high + 0.012
+
+
+@pytest.mark.parametrize("name", COEFFICIENT_NAMES)
+@pytest.mark.parametrize("algorithm", ["standard", "gram"])
+@pytest.mark.parametrize("shape", [(16, 48), (48, 16), (24, 24)])
+def test_float64_equals_the_svd_oracle(
+    name: CoefficientT, algorithm: AlgorithmT, shape: tuple[int, int]
+) -> None:
+    triples = resolve_coefficients(name, len(table(name)))
+    for draw in NAMED.values():
+        x = draw(*shape).double()
+        result = orthogonalize(x, coefficients=triples, steps=len(triples), algorithm=algorithm)
+        # float64 rounding, amplified by at most the growth of the smallest singular values squared
+        assert relative_error(result, oracle(x, triples)) < 1e-9
+
+
+def test_gram_equals_standard_in_float32() -> None:
+    for m, n in [(128, 512), (96, 960), (512, 128)]:
+        x = gaussian(m, n, seed=m)
+        standard = orthogonalize(x, algorithm="standard")
+        # the bound of float32 arithmetic on a Gaussian matrix: 1.4e-6 of it is the standard's own
+        assert relative_error(orthogonalize(x, algorithm="gram"), standard) <= 2e-6
+
+
+@pytest.mark.parametrize("algorithm", ["standard", "gram"])
+@pytest.mark.parametrize("shape", [(6, 16, 40), (2, 3, 40, 16)])
+def test_a_batch_equals_a_loop(shape: tuple[int, ...], algorithm: AlgorithmT) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    result = orthogonalize(x, algorithm=algorithm)
+    loop = [orthogonalize(one, algorithm=algorithm) for one in x.flatten(0, -3)]
+    # batched and single products add in another order
+    assert relative_error(result, torch.stack(loop).reshape(shape)) < 5e-6
+
+
+@pytest.mark.parametrize("algorithm", ["standard", "gram"])
+@pytest.mark.parametrize("precision", ["highest", "medium"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_shape_dtype_and_input_are_kept(
+    algorithm: AlgorithmT, precision: str, dtype: torch.dtype
+) -> None:
+    x = gaussian(24, 8).to(dtype)
+    before = x.clone()
+    result = orthogonalize(x, algorithm=algorithm, precision=precision)  # type: ignore[arg-type]
+    assert result.shape == x.shape
+    assert result.dtype == dtype
+    assert torch.equal(x, before)
+    assert result.data_ptr() != x.data_ptr()
+
+
+EDGES = {
+    "zero": torch.zeros(8, 24),
+    "tiny": 1e-30 * gaussian(8, 24),
+    "denormal": torch.full((8, 24), 1e-42),
+    "rank one": torch.ones(8, 24),
+    "rank deficient": gaussian(8, 2) @ gaussian(2, 24),
+    "huge": 1e18 * gaussian(8, 24),
+    "row": gaussian(1, 24),
+    "column": gaussian(24, 1),
+    "one number": gaussian(1, 1),
+}
+
+
+@pytest.mark.parametrize("algorithm", ["standard", "gram"])
+@pytest.mark.parametrize("precision", ["highest", "medium"])
+@pytest.mark.parametrize("edge", EDGES)
+def test_edge_cases_stay_finite(edge: str, precision: str, algorithm: AlgorithmT) -> None:
+    for eps in (1e-7, 1e-30):
+        result = orthogonalize(
+            EDGES[edge],
+            algorithm=algorithm,
+            precision=precision,  # type: ignore[arg-type]
+            eps=eps,
+        )
+        assert result.isfinite().all()
+        # quintic's largest value is 1.14; 16-bit rounding adds a little
+        assert torch.linalg.matrix_norm(result, 2) < 1.25
+
+
+def test_zero_gives_zero() -> None:
+    assert not orthogonalize(torch.zeros(4, 6)).any()
+
+
+def test_the_scale_of_the_input_does_not_matter() -> None:
+    x = gaussian(8, 24)
+    reference = orthogonalize(x)
+    for scale in (1e-5, 1e-12, 1e12):
+        # below eps the update shrinks by design; with a smaller eps it does not
+        assert relative_error(orthogonalize(scale * x, eps=1e-25), reference) < 5e-6
+
+
+def strided(kind: str, x: Tensor) -> Tensor:
+    match kind:
+        case "transposed":
+            return x.T.contiguous().T
+        case "sliced":
+            return torch.stack([x, x], dim=-1)[..., 0]
+        case _:
+            return x.expand(3, *x.shape)[1]
+
+
+@pytest.mark.parametrize("kind", ["transposed", "sliced", "expanded"])
+def test_strides_do_not_matter(kind: str) -> None:
+    for shape in ((8, 24), (24, 8)):
+        x = gaussian(*shape)
+        # another summation order inside the products
+        assert relative_error(orthogonalize(strided(kind, x)), orthogonalize(x)) < 5e-6
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 20), st.integers(1, 40), st.integers(0, 99))
+def test_transposing_and_rotating_commute_with_it(m: int, n: int, seed: int) -> None:
+    x = gaussian(m, n, seed).double()
+    result = orthogonalize(x)
+    assert relative_error(orthogonalize(x.T), result.T) < 1e-9
+    turn = torch.linalg.qr(gaussian(m, m, seed + 1).double())[0]
+    assert relative_error(orthogonalize(turn @ x), turn @ result) < 1e-9
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (3, 0, 4)])
+def test_a_side_of_size_zero_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigurationError, match="at least one row"):
+        orthogonalize(torch.zeros(shape))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ({"eps": 0.0}, "eps"),
+        ({"eps": -1e-7}, "eps"),
+        ({"eps": float("nan")}, "eps"),
+        ({"precision": "low"}, "precision"),
+        ({"algorithm": "fast"}, "algorithm"),
+        ({"backend": "tourch"}, "backend"),
+        ({"reduce": lambda x: x}, "whole_shape"),
+        ({"reduce": lambda x: x, "whole_shape": (5, 12)}, "whole_shape"),
+    ],
+)
+def test_bad_arguments_are_refused_by_name(arguments: dict[str, object], name: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"{name}="):
+        orthogonalize(gaussian(4, 6), **arguments)  # type: ignore[arg-type]
+
+
+def test_what_is_not_a_float_matrix_is_refused() -> None:
+    with pytest.raises(ConfigurationTypeError, match="dtype="):
+        orthogonalize(torch.ones(3, 4, dtype=torch.int64))
+    with pytest.raises(ConfigurationTypeError, match="two dimensions"):
+        orthogonalize(torch.ones(3))

@@ -1,0 +1,53 @@
+import pytest
+import torch
+
+from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.math.orthogonalize import orthogonalize
+from megatron_eopt.math.precision import PRECISIONS, PrecisionT, compute_dtype, matmul_precision
+from tests.unit.math.spectra import gaussian, relative_error
+
+
+@pytest.mark.parametrize("outside", ["highest", "high", "medium"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_process_wide_setting_returns(outside: str, precision: PrecisionT) -> None:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(outside)
+    try:
+        orthogonalize(gaussian(4, 6), precision=precision)
+        assert torch.get_float32_matmul_precision() == outside
+        with pytest.raises(RuntimeError, match="stop"), matmul_precision(precision):
+            raise RuntimeError("stop")
+        assert torch.get_float32_matmul_precision() == outside
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_the_process_wide_setting_does_not_lower_highest() -> None:
+    x = gaussian(64, 256)
+    exact = orthogonalize(x)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert torch.equal(orthogonalize(x), exact)
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_medium_computes_in_bfloat16() -> None:
+    x = gaussian(64, 256)
+    error = relative_error(orthogonalize(x, precision="medium"), orthogonalize(x))
+    # bfloat16 keeps 8 bits: far from float32's 1e-6 and still a good update
+    assert 1e-3 < error < 3e-2
+
+
+def test_low_is_not_a_precision() -> None:
+    with pytest.raises(ConfigurationError, match="precision='low'"):
+        compute_dtype(torch.float32, "low")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_operand_dtypes(dtype: torch.dtype) -> None:
+    assert compute_dtype(dtype, "highest") == torch.float32
+    assert compute_dtype(dtype, "high") == torch.float32
+    assert compute_dtype(dtype, "medium") == torch.bfloat16
+    assert compute_dtype(torch.float64, "medium") == torch.float64
