@@ -1,0 +1,125 @@
+"""Builders of the splits that fused weights need; sizes are those of the unsharded parameter."""
+
+from collections.abc import Iterable, Mapping
+
+from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.matrices.split import Field, Section, Split
+
+__all__ = ["gated", "periodic", "qkv", "side_by_side", "whole"]
+
+
+def whole(shape: tuple[int, ...]) -> Split:
+    """Return the split of a plain weight: one matrix, or one per expert.
+
+    Args:
+        shape: ``(rows, cols)`` or ``(experts, rows, cols)``.
+
+    Raises:
+        ConfigurationError: If ``shape`` is neither.
+    """
+    kind = "experts" if len(shape) == 3 else "whole"
+    return Split(kind, tuple(shape), (Section((Field("weight", _rows(shape)),)),))
+
+
+def periodic(
+    kind: str,
+    shape: tuple[int, ...],
+    lengths: Mapping[str, int],
+    *,
+    units: Mapping[str, int] | None = None,
+) -> Split:
+    """Return one section whose pattern repeats to the end of the weight.
+
+    Tensor parallelism cuts such a weight into equal slabs, wherever the pattern may be.
+
+    Args:
+        kind: Name of the split.
+        shape: ``(rows, cols)`` or ``(experts, rows, cols)``.
+        lengths: Rows of each field in one block, top to bottom.
+        units: Rows of one logical matrix for the fields that are stacks (heads).
+
+    Raises:
+        ConfigurationError: If the pattern does not divide the rows.
+    """
+    fields = _fields(lengths, units)
+    blocks = max(_rows(shape) // max(sum(lengths.values()), 1), 1)
+    return Split(kind, tuple(shape), (Section(fields, blocks),))
+
+
+def side_by_side(
+    kind: str,
+    shape: tuple[int, ...],
+    lengths: Mapping[str, int],
+    *,
+    units: Mapping[str, int] | None = None,
+) -> Split:
+    """Return one section per field: tensor parallelism gives each rank a piece of every field.
+
+    Args:
+        kind: Name of the split.
+        shape: ``(rows, cols)`` or ``(experts, rows, cols)``.
+        lengths: Rows of each field in the unsharded weight, top to bottom.
+        units: Rows of one logical matrix for the fields that are stacks (heads).
+
+    Raises:
+        ConfigurationError: If the lengths do not add up to the rows.
+    """
+    sections = tuple(Section((field,)) for field in _fields(lengths, units))
+    return Split(kind, tuple(shape), sections)
+
+
+def gated(shape: tuple[int, ...], *, interleave: int | None = None) -> Split:
+    """Return gate and up of a gated MLP's first weight.
+
+    Args:
+        shape: ``(2 x ffn, hidden)`` or ``(experts, 2 x ffn, hidden)``.
+        interleave: Where gate and up alternate in blocks, the rows of one block; ``None`` where
+            the upper half is the gate and the lower half is up.
+
+    Raises:
+        ConfigurationError: If the rows are not two equal halves, or not whole pairs of blocks.
+    """
+    if interleave is not None:
+        return periodic("gated", shape, {"gate": interleave, "up": interleave})
+    half, odd = divmod(_rows(shape), 2)
+    if odd:
+        rule = "the rows of a gated weight must be two equal halves"
+        raise ConfigurationError("shape", shape, rule, "Take the gated split from this weight")
+    return side_by_side("gated", shape, {"gate": half, "up": half})
+
+
+def qkv(
+    shape: tuple[int, ...],
+    lengths: Iterable[int],
+    *,
+    head_dim: int | None = None,
+) -> Split:
+    """Return Q, K and V of a fused projection in grouped-query order.
+
+    The order is that of megatron-core: group after group, and in each the queries of all its
+    heads, then (where attention has an output gate) their gates, then one key and one value.
+
+    Args:
+        shape: ``(rows, hidden)`` of the fused weight.
+        lengths: Rows in one query group: three of q, k, v or four of q, gate, k, v.
+        head_dim: Rows of one head, to make every head a matrix of its own.
+
+    Raises:
+        ConfigurationError: If ``lengths`` is not three or four numbers that divide the rows.
+    """
+    sizes = tuple(lengths)
+    names = {3: ("q", "k", "v"), 4: ("q", "gate", "k", "v")}.get(len(sizes))
+    if names is None:
+        rule = "must be the rows of q, k, v or of q, gate, k, v in one query group"
+        raise ConfigurationError("qkv_split_shapes", sizes, rule, "Give three or four numbers")
+    units = None if head_dim is None else dict.fromkeys(names, head_dim)
+    return periodic("qkv", shape, dict(zip(names, sizes, strict=True)), units=units)
+
+
+def _fields(lengths: Mapping[str, int], units: Mapping[str, int] | None) -> tuple[Field, ...]:
+    return tuple(Field(name, rows, (units or {}).get(name)) for name, rows in lengths.items())
+
+
+def _rows(shape: tuple[int, ...]) -> int:
+    """Rows of a weight; 0, which no split accepts, where there are no rows and columns."""
+    return shape[-2] if len(shape) > 1 else 0

@@ -1,0 +1,195 @@
+"""What one parameter is made of: the logical matrices that a fused weight glues together.
+
+Note [Sections, fields, parts]
+    Read a weight of shape ``(rows, cols)`` from top to bottom. It is a pile of *sections*.
+    A section is a pattern of *fields* (so many rows for the queries of a group, so many for its
+    key, its value) that repeats ``blocks`` times. All rows of one field, taken from every block in
+    order, make a *part*: Q, K, V, gate, up. A part is one logical matrix, or, where its field names
+    a ``unit``, a stack of equal ones (heads).
+
+    Sections exist because of tensor parallelism: every rank holds an equal slab of *each* section,
+    one slab after the other. A fused QKV is one section, cut wherever its rows happen to
+    end, even inside a query group. Gate and up are two sections, so that each rank holds a piece
+    of both. A weight of shape ``(experts, rows, cols)`` is that many weights, one per expert.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from megatron_eopt.base.errors import ConfigurationError
+
+__all__ = ["Field", "LogicalMatrix", "Part", "Section", "Split", "SplitT"]
+
+type SplitT = Literal["qkv", "gated", "mla", "linear_attention", "per_head"]
+"""Kinds of fused weights that can be split; ``per_head`` makes every head of the others' attention
+projections a matrix of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """Rows that belong together inside one block of a section.
+
+    Attributes:
+        name: Name of the part that these rows build, for example ``"q"``.
+        rows: Number of rows in every block.
+        unit: Rows of one logical matrix; ``None`` when the whole part is one.
+    """
+
+    name: str
+    rows: int
+    unit: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A pattern of fields, repeated; see Note [Sections, fields, parts].
+
+    Attributes:
+        fields: The fields of one block, top to bottom.
+        blocks: How often the pattern repeats.
+    """
+
+    fields: tuple[Field, ...]
+    blocks: int = 1
+
+    @property
+    def period(self) -> int:
+        """Rows of one block."""
+        return sum(field.rows for field in self.fields)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the whole section in the unsharded parameter."""
+        return self.period * self.blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """All rows of one field: ``count`` logical matrices of equal shape.
+
+    Attributes:
+        name: The field's name.
+        count: Number of matrices (1, heads, experts, or experts x heads).
+        shape: ``(rows, cols)`` of each of them; updates are scaled by this shape.
+    """
+
+    name: str
+    count: int
+    shape: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class LogicalMatrix:
+    """What the optimizer treats as one matrix.
+
+    Attributes:
+        name: The part's name, with an index where the part is a stack: ``q``, ``gate.17``.
+        shape: ``(rows, cols)`` of the unsharded matrix.
+    """
+
+    name: str
+    shape: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Split:
+    """The logical matrices of one unsharded parameter; hashable, equal on all ranks.
+
+    Attributes:
+        kind: What was split, for tables and logs: ``"qkv"``, ``"gated"``, ``"mla"``, ...
+        shape: Unsharded shape, ``(rows, cols)`` or ``(experts, rows, cols)``.
+        sections: The sections, top to bottom.
+
+    Raises:
+        ConfigurationError: If the sections do not add up to the rows of ``shape``, a size is not
+            positive, a name occurs twice, or a unit does not divide its part.
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    sections: tuple[Section, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.shape) not in (2, 3) or min(self.shape) < 1:
+            raise ConfigurationError(
+                "shape",
+                self.shape,
+                "must be (rows, cols) or (experts, rows, cols) without a size of 0",
+                "Leave other parameters to an element-wise optimizer",
+            )
+        total = sum(section.rows for section in self.sections)
+        if total != self.rows:
+            raise ConfigurationError(
+                "shape",
+                self.shape,
+                f"its {self.rows} rows must be the {total} that the {self.kind} split "
+                f"{self.describe()} adds up to",
+                "Give the unsharded shape, or another split",
+            )
+        self._check_fields()
+
+    def _check_fields(self) -> None:
+        names = [field.name for field in self._fields()]
+        if len(set(names)) != len(names):
+            raise ConfigurationError(
+                "sections", names, "every field needs a name of its own", "Rename one of them"
+            )
+        for section in self.sections:
+            for field in section.fields:
+                rows = field.rows * section.blocks
+                unit = rows if field.unit is None else field.unit
+                if rows < 1 or unit < 1 or rows % unit:
+                    raise ConfigurationError(
+                        field.name,
+                        (field.rows, section.blocks, field.unit),
+                        "(rows, blocks, unit) must be positive, and the unit divide rows x blocks",
+                        "Choose sizes that fit",
+                    )
+
+    def _fields(self) -> Iterator[Field]:
+        return (field for section in self.sections for field in section.fields)
+
+    @property
+    def experts(self) -> int:
+        """Length of the leading dimension, 1 for a two-dimensional weight."""
+        return self.shape[0] if len(self.shape) == 3 else 1
+
+    @property
+    def rows(self) -> int:
+        """Rows of one expert's unsharded weight."""
+        return self.shape[-2]
+
+    @property
+    def cols(self) -> int:
+        """Columns of the unsharded weight."""
+        return self.shape[-1]
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """The parts, in the order of their fields."""
+        parts = []
+        for section in self.sections:
+            for field in section.fields:
+                rows = field.rows * section.blocks
+                unit = rows if field.unit is None else field.unit
+                parts.append(Part(field.name, self.experts * (rows // unit), (unit, self.cols)))
+        return tuple(parts)
+
+    @cached_property
+    def matrices(self) -> tuple[LogicalMatrix, ...]:
+        """Every logical matrix: part by part, and inside a part expert by expert, head by head."""
+        return tuple(
+            LogicalMatrix(part.name if part.count == 1 else f"{part.name}.{index}", part.shape)
+            for part in self.parts
+            for index in range(part.count)
+        )
+
+    def describe(self) -> str:
+        """Return the pattern in one short line, such as ``(q 256 | k 64 | v 64) x 8``."""
+        patterns = []
+        for section in self.sections:
+            fields = " | ".join(f"{field.name} {field.rows}" for field in section.fields)
+            patterns.append(f"({fields}) x {section.blocks}" if section.blocks > 1 else fields)
+        return " | ".join(patterns)
