@@ -1,0 +1,39 @@
+"""Where matrices are stored, where they are computed on, and how they travel between the two.
+
+* A **layout** says which **pieces** of a **logical matrix** lie on which rank, and where.
+* An **owner** is the rank that computes on a whole matrix; :func:`assign_owners` chooses it.
+* A **plan** holds the intersections of storage and compute layouts as split sizes and copies.
+* A **wave** is a set of matrices that travel together; :func:`plan_waves` makes them.
+* A **redistribution** runs a plan: one all-to-all in and one out per wave.
+"""
+
+from megatron_eopt.layouts.assignment import assign_owners, iteration_cost, lower_bound
+from megatron_eopt.layouts.dtensor import dtensor_layout
+from megatron_eopt.layouts.layout import Layout
+from megatron_eopt.layouts.plan import Matrix, Plan, build_plan
+from megatron_eopt.layouts.redistribution import Redistribution, WaveBatch
+from megatron_eopt.layouts.transport import (
+    Buffers,
+    RedistributionError,
+    RedistributionTimeoutError,
+    verify_same_on_all_ranks,
+)
+from megatron_eopt.layouts.waves import plan_waves
+
+__all__ = [
+    "Buffers",
+    "Layout",
+    "Matrix",
+    "Plan",
+    "Redistribution",
+    "RedistributionError",
+    "RedistributionTimeoutError",
+    "WaveBatch",
+    "assign_owners",
+    "build_plan",
+    "dtensor_layout",
+    "iteration_cost",
+    "lower_bound",
+    "plan_waves",
+    "verify_same_on_all_ranks",
+]

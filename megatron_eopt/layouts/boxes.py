@@ -1,0 +1,174 @@
+"""Boxes: rectangles of logical matrices and where ranks store them, as one integer table.
+
+A run of rows, a tensor-parallel slab, a slice of a flat buffer (at most three boxes per slab it
+meets) and their intersections are all boxes, so layouts of thousands of ranks stay small and every
+question about them is a few vectorised lines.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Boxes", "Int64Array", "IntLike", "intersect", "matching", "ragged_arange"]
+
+type Int64Array = npt.NDArray[np.int64]
+type IntLike = int | Int64Array | list[int]
+
+RANK, ROW, COLUMN, HEIGHT, WIDTH, OFFSET, STRIDE, SOURCE = range(8)
+
+
+@dataclass(frozen=True, eq=False)
+class Boxes:
+    """Rectangles ``[row, row + height) x [column, column + width)`` of a logical matrix.
+
+    Element ``(row + i, column + j)`` is element ``offset + i * stride + j`` of the flattened
+    storage tensor of ``rank``. ``source`` is 1 where that rank's copy is the one that is sent.
+
+    Attributes:
+        table: int64 ``(n, 8)``: rank, row, column, height, width, offset, stride, source.
+    """
+
+    table: Int64Array
+
+    @classmethod
+    def make(
+        cls,
+        *,
+        rank: IntLike,
+        row: IntLike,
+        column: IntLike,
+        height: IntLike,
+        width: IntLike,
+        offset: IntLike,
+        stride: IntLike,
+        source: IntLike = 1,
+    ) -> "Boxes":
+        """Broadcast the fields against each other and drop empty boxes."""
+        fields = (rank, row, column, height, width, offset, stride, source)
+        columns = np.broadcast_arrays(*(np.atleast_1d(np.asarray(f, np.int64)) for f in fields))
+        table = np.stack(columns, axis=1)
+        return cls(table[(table[:, HEIGHT] > 0) & (table[:, WIDTH] > 0)])
+
+    @classmethod
+    def join(cls, parts: list["Boxes"]) -> "Boxes":
+        """Lay tables below one another."""
+        return cls(np.concatenate([np.empty((0, 8), np.int64), *(part.table for part in parts)]))
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def take(self, index: npt.NDArray[np.int64] | npt.NDArray[np.bool_]) -> "Boxes":
+        """Return the boxes of an index or a mask."""
+        return Boxes(self.table[index])
+
+    def replace(self, field: int, values: IntLike) -> "Boxes":
+        """Return a copy with one field (RANK ... SOURCE) replaced."""
+        table = self.table.copy()
+        table[:, field] = values
+        return Boxes(table)
+
+    def clip(self, top: IntLike, bottom: IntLike, left: IntLike, right: IntLike) -> "Boxes":
+        """Intersect every box with its own rows ``[top, bottom)``, columns ``[left, right)``."""
+        row, column = np.maximum(self.row, top), np.maximum(self.column, left)
+        return Boxes.make(
+            rank=self.rank,
+            row=row,
+            column=column,
+            height=np.maximum(np.minimum(self.bottom, bottom) - row, 0),
+            width=np.maximum(np.minimum(self.right, right) - column, 0),
+            offset=self.place(row, column),
+            stride=self.stride,
+            source=self.source,
+        )
+
+    def place(self, row: Int64Array, column: Int64Array) -> Int64Array:
+        """Storage place of element ``(row[i], column[i])``, which lies in box ``i``."""
+        return self.offset + (row - self.row) * self.stride + column - self.column
+
+    @property
+    def rank(self) -> Int64Array:
+        """Rank in the group."""
+        return self.table[:, RANK]
+
+    @property
+    def row(self) -> Int64Array:
+        """First row in the logical matrix."""
+        return self.table[:, ROW]
+
+    @property
+    def column(self) -> Int64Array:
+        """First column in the logical matrix."""
+        return self.table[:, COLUMN]
+
+    @property
+    def height(self) -> Int64Array:
+        """Number of rows."""
+        return self.table[:, HEIGHT]
+
+    @property
+    def width(self) -> Int64Array:
+        """Number of columns."""
+        return self.table[:, WIDTH]
+
+    @property
+    def offset(self) -> Int64Array:
+        """Place of the first element in the rank's flattened storage tensor."""
+        return self.table[:, OFFSET]
+
+    @property
+    def stride(self) -> Int64Array:
+        """Storage elements from one row to the next."""
+        return self.table[:, STRIDE]
+
+    @property
+    def source(self) -> Int64Array:
+        """1 where this copy is the one that is sent, 0 where it only receives."""
+        return self.table[:, SOURCE]
+
+    @property
+    def bottom(self) -> Int64Array:
+        """One past the last row."""
+        return self.row + self.height
+
+    @property
+    def right(self) -> Int64Array:
+        """One past the last column."""
+        return self.column + self.width
+
+    @property
+    def area(self) -> Int64Array:
+        """Number of elements."""
+        return self.height * self.width
+
+    @property
+    def extent(self) -> Int64Array:
+        """One past the last storage place."""
+        return self.offset + (self.height - 1) * self.stride + self.width
+
+
+def ragged_arange(counts: Int64Array) -> Int64Array:
+    """Return ``0 .. counts[0]-1, 0 .. counts[1]-1, ...`` in one array."""
+    return np.arange(counts.sum(), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def matching(left: Int64Array, right: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """Return the index pairs ``(i, j)`` with ``left[i] == right[j]``, ordered by ``(i, j)``."""
+    order = np.argsort(right, kind="stable")
+    keys = right[order]
+    first = np.searchsorted(keys, left, "left")
+    counts = np.searchsorted(keys, left, "right") - first
+    i = np.repeat(np.arange(len(left), dtype=np.int64), counts)
+    return i, order[np.repeat(first, counts) + ragged_arange(counts)]
+
+
+def intersect(a: Boxes, b: Boxes) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array]:
+    """Intersect the ``i``-th box of ``a`` with the ``i``-th box of ``b``.
+
+    Returns:
+        ``(row, column, height, width)``; height or width is 0 where they do not meet.
+    """
+    row, column = np.maximum(a.row, b.row), np.maximum(a.column, b.column)
+    height = np.maximum(np.minimum(a.bottom, b.bottom) - row, 0)
+    width = np.maximum(np.minimum(a.right, b.right) - column, 0)
+    return row, column, height, width

@@ -1,0 +1,60 @@
+"""Waves: batches of matrices that travel together, balanced and of bounded size."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_eopt.base.errors import check_number
+from megatron_eopt.layouts.boxes import Int64Array
+
+__all__ = ["plan_waves"]
+
+
+def plan_waves(
+    owners: Sequence[int] | Int64Array,
+    costs: Sequence[float],
+    sizes: Sequence[int],
+    *,
+    max_bytes: int,
+    at_least: int = 1,
+) -> list[list[int]]:
+    """Partition matrices into waves in which every owner has about the same share of its work.
+
+    Args:
+        owners: Owner of every matrix; all the same where every rank computes on every matrix.
+        costs: Estimated cost of every matrix.
+        sizes: Bytes of every matrix.
+        max_bytes: What one owner may hold in one wave, unless a single matrix is larger.
+        at_least: Waves wanted even if all would fit into fewer, so that the communication of one
+            can overlap the arithmetic of another.
+
+    Returns:
+        Indices of matrices, wave by wave, matrices of equal cost side by side; no wave is empty.
+        The same on every rank: a pure function.
+
+    Raises:
+        ConfigurationError: If a bound is not positive.
+    """
+    check_number("max_bytes", max_bytes, at_least=1)
+    check_number("at_least", at_least, at_least=1)
+    queues: dict[int, list[int]] = {}
+    for i in sorted(range(len(sizes)), key=lambda i: (-costs[i], i)):
+        queues.setdefault(int(owners[i]), []).append(i)
+    fullest = max((sum(sizes[i] for i in queue) for queue in queues.values()), default=0)
+    wanted = max(at_least, -(-fullest // max_bytes))
+    numbers = np.zeros(len(sizes), np.int64)
+    for queue in queues.values():
+        total = sum(costs[i] for i in queue)
+        wave, held, done = 0, 0, 0.0
+        for i in queue:
+            middle = (done + costs[i] / 2) / total if total else 0.0
+            due = max(wave, min(int(middle * wanted), wanted - 1))
+            if due == wave and held and held + sizes[i] > max_bytes:
+                due = wave + 1
+            wave, held = due, sizes[i] + (held if due == wave else 0)
+            done += costs[i]
+            numbers[i] = wave
+    waves: dict[int, list[int]] = {}
+    for i in sorted(range(len(sizes)), key=lambda i: (numbers[i], -costs[i], i)):
+        waves.setdefault(int(numbers[i]), []).append(i)
+    return list(waves.values())

@@ -1,0 +1,92 @@
+"""DTensor layouts against the shards that torch itself makes."""
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
+
+from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.layouts import Layout, dtensor_layout
+from tests.harness import run_ranks
+from tests.unit.layouts.strategies import store
+
+CASES = [
+    ((4,), (5, 3), [Shard(0)]),
+    ((4,), (3, 7), [Shard(1)]),
+    ((4,), (9, 2), [Shard(0)]),  # torch.chunk: 3, 3, 3, 0
+    ((4,), (5, 4, 3), [Shard(0)]),
+    ((4,), (2, 6, 3), [Shard(1)]),
+    ((4,), (2, 3, 6), [Shard(-1)]),
+    ((2, 2), (5, 3), [Replicate(), Shard(0)]),
+    ((2, 2), (5, 3), [Shard(0), Replicate()]),
+    ((2, 2), (5, 7), [Shard(0), Shard(1)]),
+    ((2, 2), (7, 3), [Shard(0), Shard(0)]),
+    ((2, 2), (3, 3), [Replicate(), Replicate()]),
+    ((2, 2), (3, 5, 3), [Shard(0), Shard(1)]),
+]
+
+
+def check_against_torch():
+    rank = torch.distributed.get_rank()
+    for mesh_shape, shape, placements in CASES:
+        mesh = init_device_mesh("cpu", mesh_shape)
+        full = torch.arange(float(np.prod(shape))).view(shape)
+        check_local(distribute_tensor(full, mesh, placements), full, rank)
+    check_fsdp_on_tp(rank)
+
+
+def check_fsdp_on_tp(rank):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for placement in (Shard(0), Shard(1)):
+        linear = torch.nn.Linear(5, 10, bias=False)
+        full = torch.arange(50.0).view(10, 5)
+        sharded = distribute_tensor(full, mesh["tp"], [placement])
+        linear.weight = torch.nn.Parameter(sharded)
+        fully_shard(linear, mesh=mesh["dp"])
+        assert isinstance(linear.weight, DTensor)
+        check_local(linear.weight.detach(), full, rank)
+
+
+def check_local(tensor, full, rank):
+    mesh = tensor.device_mesh.mesh.numpy().astype(np.int64)
+    layout = dtensor_layout(tuple(full.shape), mesh, tensor.placements, copy=1)
+    layout.check("w", 4)
+    local = tensor.to_local().flatten()
+    assert torch.equal(store(layout, full.reshape(layout.shape), 4)[rank], local)
+
+
+def test_layouts_equal_torchs_shards():
+    run_ranks(4, check_against_torch)
+
+
+def test_replicas_share_the_sending():
+    mesh = np.arange(4).reshape(2, 2)
+    for copy in range(3):
+        layout = dtensor_layout((4, 4), mesh, [Replicate(), Shard(0)], copy=copy)
+        senders = layout.boxes.rank[layout.boxes.source == 1].tolist()
+        assert senders == mesh[copy % 2].tolist()
+
+
+def test_one_expert_of_many():
+    layout = dtensor_layout((4, 2, 3), np.arange(2), [Shard(0)])
+    expert = layout.select_rows(3 * 2, 2)
+    assert expert.boxes.rank.tolist() == [1]
+    assert expert.boxes.offset.tolist() == [6]
+    assert isinstance(expert, Layout)
+
+
+@pytest.mark.parametrize(
+    ("shape", "mesh", "placements", "message"),
+    [
+        ((4, 4), (2,), [Partial()], "w=.*Partial.* must be Shard or Replicate"),
+        ((4,), (2,), [Shard(0)], "at least two dimensions"),
+        ((4, 4), (2, 2), [Shard(0)], "one placement for each of the 2 mesh dimensions"),
+    ],
+)
+def test_bad_placements(shape, mesh, placements, message):
+    ranks = np.arange(np.prod(mesh)).reshape(mesh)
+    with pytest.raises(ConfigurationError, match=message):
+        dtensor_layout(shape, ranks, placements, name="w")

@@ -1,0 +1,99 @@
+"""Plans: counts, batches, tables, digests, and the size of a large one."""
+
+import time
+
+import numpy as np
+import pytest
+
+from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.layouts import Layout, Matrix, build_plan
+
+
+def exchange_over_tp(shape=(8, 6), owner=0, name="w"):
+    return Matrix(name, Layout.slabs(shape, 1, [0, 1]), Layout.whole(shape, owner))
+
+
+def test_batches_are_stacks_of_equal_shapes():
+    matrices = [
+        exchange_over_tp((8, 6), 0, "a"),
+        exchange_over_tp((4, 6), 0, "b"),
+        exchange_over_tp((8, 6), 0, "c"),
+        exchange_over_tp((8, 6), 1, "d"),
+    ]
+    plan = build_plan(matrices, [[0, 1, 2, 3]], rank=0, world_size=2)
+    first, second = plan.waves[0].batches
+    assert (first.shape, first.matrices) == ((8, 6), (0, 2))
+    assert (second.shape, second.matrices) == ((4, 6), (1,))
+    assert second.offset % 64 == 0
+    assert second.offset >= 2 * 48
+
+
+def test_counts_and_table():
+    matrices = [exchange_over_tp((8, 6), 0, "a"), exchange_over_tp((4, 6), 1, "b")]
+    plan = build_plan(matrices, [[0], [1]], rank=0, world_size=2, element_size=2)
+    assert plan.calls == 4
+    assert plan.bytes_sent == 2 * (24 + 12)  # half of a out, half of b in
+    assert plan.bytes_received == 2 * (24 + 12)
+    table = plan.describe()
+    assert "rank 0 of 2: 4 calls, 72 bytes sent, 72 received" in table
+    assert table.splitlines()[2].split() == ["0", "1", "1", "2", "0", "24", "24", "0"]
+
+
+def test_digest_notices_every_difference():
+    def digest(matrix, waves=((0,),), rank=0, element_size=4):
+        plan = build_plan([matrix], waves, rank=rank, world_size=2, element_size=element_size)
+        return plan.digest
+
+    base = digest(exchange_over_tp())
+    assert base == digest(exchange_over_tp(), rank=1)
+    storage, compute = exchange_over_tp().storage, exchange_over_tp().compute
+    assert base not in {
+        digest(exchange_over_tp(owner=1)),
+        digest(exchange_over_tp((8, 8))),
+        digest(exchange_over_tp(name="v")),
+        digest(Matrix("w", storage, compute, "fused")),
+        digest(Matrix("w", Layout.slabs((8, 6), 1, [1, 0]), compute)),
+        digest(exchange_over_tp(), element_size=2),
+    }
+
+
+def test_bad_lists():
+    a = exchange_over_tp(name="a")
+    with pytest.raises(ConfigurationError, match=r"'a'.*unique names"):
+        build_plan([a, a], [[0], [1]], rank=0, world_size=2)
+    for waves in ([], [[0], [0]], [[0, 1]]):
+        with pytest.raises(ConfigurationError, match="every index below 1 exactly once"):
+            build_plan([a], waves, rank=0, world_size=2)
+    wider = Matrix("a", a.storage, Layout.whole((8, 7), 0))
+    with pytest.raises(ConfigurationError, match=r"a \(compute\).*inside the matrix"):
+        build_plan([wider], [[0]], rank=0, world_size=2)
+    fragments = Layout.whole((8, 6), 0).fragments([0, 1], 0, [0, 9], [9, 48])
+    with pytest.raises(ConfigurationError, match="dense local matrix"):
+        build_plan([Matrix("a", a.storage, fragments)], [[0]], rank=0, world_size=2)
+
+
+def flat_buffer_matrices(count, tp, dp, rows=64, cols=48):
+    """A ZeRO-1 buffer of ``count`` matrices, column-cut over ``tp``, cut evenly over ``dp``."""
+    local = rows * cols // tp
+    edges = np.linspace(0, count * local, dp + 1).astype(np.int64)
+    for i in range(count):
+        first = int(np.searchsorted(edges, i * local, "right")) - 1
+        last = int(np.searchsorted(edges, (i + 1) * local, "left"))
+        d = np.tile(np.arange(first, last), tp)
+        t = np.repeat(np.arange(tp), last - first)
+        start = np.clip(edges[d] - i * local, 0, local)
+        stop = np.clip(edges[d + 1] - i * local, 0, local)
+        slabs = Layout.slabs((rows, cols), 1, list(range(tp)))
+        yield Matrix(
+            str(i), slabs.fragments(d * tp + t, t, start, stop), Layout.whole((rows, cols), i % dp)
+        )
+
+
+def test_a_plan_for_4096_ranks_is_quick():
+    matrices = list(flat_buffer_matrices(2000, 8, 512))
+    began = time.process_time()
+    plan = build_plan(matrices, [list(range(2000))], rank=77, world_size=4096)
+    assert time.process_time() - began < 10  # about 0.3 s on a quiet core
+    stored = sum(sum(w.inward.send_sizes) for w in plan.waves)
+    assert stored == pytest.approx(2000 * 64 * 48 / 4096, abs=1)
+    assert plan.calls == 2

@@ -1,0 +1,301 @@
+"""Redistributions over real processes: results, counts of calls and bytes, and what goes wrong."""
+
+import logging
+import time
+from collections import Counter
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.layouts import (
+    Buffers,
+    Layout,
+    Matrix,
+    Redistribution,
+    RedistributionError,
+    RedistributionTimeoutError,
+    assign_owners,
+    iteration_cost,
+    plan_waves,
+)
+from megatron_eopt.layouts.watch import Watch
+from tests.harness import run_ranks
+from tests.unit.layouts.strategies import full_matrix, store
+
+SHAPES = [(12, 8), (12, 8), (4, 8), (4, 8), (8, 12), (8, 12), (12, 8), (6, 7), (7, 6), (12, 8)]
+
+
+def tp_layout(index, shape, ranks):
+    """Rows and columns in turn, uneven where the size does not divide."""
+    return Layout.slabs(shape, index % 2, list(range(ranks)))
+
+
+def zero_layout(index, shape, ranks):
+    """Flat fragments of uneven size; some ranks hold nothing of some matrices."""
+    total = shape[0] * shape[1]
+    cuts = [0, *(min(total, (k + 1) * total // ranks + 5 * (index % 3)) for k in range(ranks))]
+    cuts[-1] = total
+    return Layout.whole(shape, 0).fragments(list(range(ranks)), 0, cuts[:-1], cuts[1:])
+
+
+def tp_zero_layout(index, shape, ranks):
+    """Two slabs, each cut flat over the other half of the ranks."""
+    slabs = tp_layout(index, shape, 2)
+    half = ranks // 2
+    table = []
+    for slab in range(2):
+        extent = int(slabs.held(2)[slab])
+        for k in range(half):
+            table.append((2 * k + slab, slab, k * extent // half, (k + 1) * extent // half))
+    rank, holder, start, stop = (list(column) for column in zip(*table, strict=True))
+    return slabs.fragments(rank, holder, start, stop)
+
+
+def replicated_layout(index, shape, ranks):
+    return Layout.replicated(shape, list(range(ranks)))
+
+
+STORAGES = [tp_layout, zero_layout, tp_zero_layout, replicated_layout]
+
+
+def matrices_of(storage, ranks, shapes=SHAPES):
+    owners = assign_owners([iteration_cost(*shape) for shape in shapes], ranks)
+    return [
+        Matrix(f"w{i}", storage(i, shape, ranks), Layout.whole(shape, int(owners[i])))
+        for i, shape in enumerate(shapes)
+    ], owners
+
+
+def waves_of(owners, shapes=SHAPES, at_least=3):
+    costs = [iteration_cost(*shape) for shape in shapes]
+    sizes = [4 * a * b for a, b in shapes]
+    return plan_waves(owners, costs, sizes, max_bytes=1 << 20, at_least=at_least)
+
+
+@contextmanager
+def counted(counts):
+    """Count collectives and the bytes that leave this rank."""
+    original = dist.all_to_all_single
+
+    def counting(output, tensor, output_sizes, input_sizes, **more):
+        own = input_sizes[dist.get_rank()]
+        counts["calls"] += 1
+        counts["bytes"] += (tensor.numel() - own) * tensor.element_size()
+        return original(output, tensor, output_sizes, input_sizes, **more)
+
+    dist.all_to_all_single = counting
+    try:
+        yield
+    finally:
+        dist.all_to_all_single = original
+
+
+def double_and_record(seen):
+    def compute(batch):
+        assert batch.tensor.is_contiguous()
+        for index, matrix in zip(batch.matrices, batch.tensor, strict=True):
+            seen[index] = matrix.clone()
+        batch.tensor.mul_(2)
+
+    return compute
+
+
+def run_all_storages():
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    buffers = Buffers()
+    held = []
+    for storage in STORAGES:
+        matrices, owners = matrices_of(storage, ranks)
+        waves = waves_of(owners)
+        engine = Redistribution(matrices, waves, dist.group.WORLD, buffers=buffers)
+        for step in range(3):
+            full = [full_matrix(shape, 10 * step + i) for i, shape in enumerate(SHAPES)]
+            stored = [store(m.storage, f, ranks)[rank] for m, f in zip(matrices, full, strict=True)]
+            seen, counts = {}, Counter()
+            with counted(counts):
+                outputs = engine.run(
+                    {m.name: t for m, t in zip(matrices, stored, strict=True)},
+                    double_and_record(seen),
+                )
+            assert sorted(seen) == [i for i, owner in enumerate(owners) if owner == rank]
+            assert all(torch.equal(seen[i], full[i]) for i in seen)
+            for matrix, tensor in zip(matrices, stored, strict=True):
+                if tensor.numel():
+                    assert torch.equal(outputs[matrix.name], 2 * tensor)
+            per_wave = 1 if storage is replicated_layout else 2
+            assert counts["calls"] == engine.plan.calls == per_wave * len(waves)
+            assert counts["bytes"] == engine.plan.bytes_sent
+        held.append(buffers.nbytes)
+        nbytes = buffers.nbytes
+        engine.run({m.name: t for m, t in zip(matrices, stored, strict=True)}, lambda batch: None)
+        assert buffers.nbytes == nbytes, "buffers grow once, not with every step"
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_whole_matrices_arrive_and_updates_return(ranks):
+    run_ranks(ranks, run_all_storages)
+
+
+GPT = 4 * [(512, 512), (256, 512), (256, 512), (512, 512), (2048, 512), (512, 2048)]
+
+
+def exchange_bytes(ranks):
+    rank = dist.get_rank()
+    matrices, owners = matrices_of(tp_layout, ranks, GPT)
+    engine = Redistribution(matrices, waves_of(owners, GPT), dist.group.WORLD)
+    counts = Counter()
+    inputs = {m.name: torch.ones(int(m.storage.held(ranks)[rank])) for m in matrices}
+    with counted(counts):
+        engine.run(inputs, lambda batch: None)
+    return counts["bytes"]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_exchange_moves_less_than_a_gather(ranks):
+    """An fp32 all-gather sends every rank's piece to all others."""
+    elements = sum(a * b for a, b in GPT)
+    gathered = 4 * elements / ranks * (ranks - 1)
+    sent = run_ranks(ranks, exchange_bytes, ranks)
+    assert max(sent) <= 2.1 / ranks * gathered
+
+
+def dtypes_and_outputs():
+    rank = dist.get_rank()
+    matrix = Matrix("w", Layout.slabs((4, 4), 0, [0, 1]), Layout.whole((4, 4), 1))
+    engine = Redistribution(
+        [matrix], [[0]], dist.group.WORLD, dtype=torch.bfloat16, compute_dtype=torch.float32
+    )
+    full = full_matrix((4, 4))
+    seen = {}
+    shard = full[2 * rank : 2 * rank + 2].clone()
+    result = engine.run({"w": shard}, double_and_record(seen), {"w": shard})
+    assert result["w"] is shard
+    # bfloat16 on the wire: what did not travel keeps its digits
+    rounded = full[:2].bfloat16().float()
+    assert engine.plan.bytes_sent == 2 * 8
+    if rank == 1:
+        assert seen[0].dtype == torch.float32
+        assert torch.equal(seen[0], torch.cat([rounded, full[2:]]))
+    assert torch.equal(shard, 2 * full[2:] if rank else 2 * rounded)
+
+
+def test_dtypes_and_given_outputs():
+    run_ranks(2, dtypes_and_outputs)
+
+
+def test_a_single_process_needs_no_group():
+    matrices, owners = matrices_of(zero_layout, 1)
+    engine = Redistribution(matrices, waves_of(owners))
+    assert engine.plan.calls == 0
+    inputs = {m.name: torch.randn(m.storage.shape) for m in matrices}
+    outputs = engine.run(inputs, double_and_record({}))
+    assert all(torch.equal(outputs[name], 2 * tensor) for name, tensor in inputs.items())
+
+
+def test_bad_tensors():
+    engine = Redistribution([Matrix("w", Layout.whole((4, 4), 0), Layout.whole((4, 4), 0))], [[0]])
+    with pytest.raises(ConfigurationError, match=r"tensors=.*'w'.*must pass its tensor"):
+        engine.run({}, lambda batch: None)
+    for bad in (torch.zeros(15), torch.zeros(4, 8)[:, ::2]):
+        with pytest.raises(ConfigurationError, match=r"inputs\['w'\].*contiguous with at least 16"):
+            engine.run({"w": bad}, lambda batch: None)
+
+
+def differing_lists():
+    # rank 1 of 3 believes in another owner
+    owner = 2 if dist.get_rank() == 1 else 0
+    matrix = Matrix("w", Layout.slabs((6, 4), 0, [0, 1, 2]), Layout.whole((6, 4), owner))
+    with pytest.raises(RedistributionError, match=r"plan of 'dense'.*group rank \[1\]"):
+        Redistribution([matrix], [[0]], dist.group.WORLD, name="dense")
+
+
+def test_ranks_that_disagree_are_named():
+    run_ranks(3, differing_lists)
+
+
+def one_rank_is_late():
+    group = dist.new_group(timeout=timedelta(seconds=30))
+    matrices = [
+        Matrix(name, Layout.slabs((4, 4), 0, [0, 1]), Layout.whole((4, 4), 0)) for name in "ab"
+    ]
+    engine = Redistribution(matrices, [[0], [1]], group, timeout_s=1.0, name="tensor-parallel")
+    inputs = {name: torch.ones(2, 4) for name in "ab"}
+    engine.run(inputs, lambda batch: None)
+    if dist.get_rank() == 0:
+
+        def fail(batch):
+            if batch.wave == 1:
+                raise ArithmeticError("a failing rank")
+
+        with pytest.raises(ArithmeticError):
+            engine.run(inputs, fail)
+        time.sleep(3)  # alive, and not taking part
+        return ""
+    with pytest.raises(RedistributionTimeoutError) as caught:
+        engine.run(inputs, lambda batch: None)
+    return str(caught.value)
+
+
+def test_a_rank_that_does_not_take_part_is_a_timeout_with_names():
+    message = run_ranks(2, one_rank_is_late)[1]
+    assert "after 1 s at step 1, wave 1 (out), group 'tensor-parallel' of 2 ranks (0, 1)" in message
+
+
+def fused_fragments():
+    """Q, K and V of one fused weight, cut by rows over 2 and then flat over 2 more."""
+    rank, group = dist.get_rank(), 4  # rows of one query group: 2 of Q, 1 of K, 1 of V
+    parent = Layout.slabs((4 * group, 6), 0, [0, 1])
+    starts = [group * g for g in range(4)]
+    takes = {"q": (0, 2), "k": (2, 1), "v": (3, 1)}
+    cuts = {"rank": [0, 1, 2, 3], "holder": [0, 1, 0, 1], "start": [0, 0, 19, 19]}
+    cuts["stop"] = [19, 19, 48, 48]
+    matrices = [
+        Matrix(
+            f"qkv/{part}",
+            parent.select_rows([s + first for s in starts], [count] * 4).fragments(**cuts),
+            Layout.whole((4 * count, 6), owner),
+            "qkv",
+        )
+        for owner, (part, (first, count)) in enumerate(takes.items())
+    ]
+    engine = Redistribution(matrices, [[0], [1, 2]], dist.group.WORLD)
+    full = full_matrix((16, 6))
+    slab = full[8 * (rank % 2) : 8 * (rank % 2) + 8].flatten()
+    mine = slab[:19] if rank < 2 else slab[19:]
+    seen = {}
+    output = engine.run({"qkv": mine}, double_and_record(seen))["qkv"]
+    assert torch.equal(output, 2 * mine)
+    rows = {0: [0, 1, 4, 5, 8, 9, 12, 13], 1: [2, 6, 10, 14], 2: [3, 7, 11, 15]}
+    assert sorted(seen) == ([rank] if rank < 3 else [])
+    assert all(torch.equal(seen[i], full[rows[i]]) for i in seen)
+
+
+def test_matrices_of_one_fused_weight_share_its_tensor():
+    run_ranks(4, fused_fragments)
+
+
+def late_on_a_gpu():
+    """The thread that stands in where the host does not wait, on a real collective."""
+    tensor = torch.ones(2)
+    if dist.get_rank() == 0:
+        time.sleep(2.5)
+        dist.all_to_all_single(torch.empty(2), tensor, [1, 1], [1, 1])
+        return []
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("megatron_eopt.layouts.watch").addHandler(handler)
+    work = dist.all_to_all_single(torch.empty(2), tensor, [1, 1], [1, 1], async_op=True)
+    Watch().add(work, "step 7, wave 2 (in), group 'dense'", 0.1)
+    work.wait()
+    return messages
+
+
+def test_a_late_collective_is_logged_with_its_names():
+    messages = run_ranks(2, late_on_a_gpu)[1]
+    assert len(messages) == 1, "reported once"
+    assert messages[0].startswith("all-to-all not done after 0.1 s at step 7, wave 2 (in), group")
