@@ -26,7 +26,7 @@ from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.training import get_args, get_tokenizer, pretrain
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
-from megatron.training.arguments import parse_and_validate_args
+from megatron.training.arguments import parse_and_validate_args, parse_args
 from megatron.training.utils import get_blend_and_blend_per_split
 
 
@@ -101,9 +101,10 @@ def forward_step(
 
 
 def main() -> None:
-    args = parse_and_validate_args(extra_args_provider=megatron_lm.add_arguments)
     if cpu.is_enabled():
-        cpu.check_supported(args)
+        # Before the trainer's own checks, which do not know about CPUs.
+        cpu.check_supported(parse_args(megatron_lm.add_arguments))
+    args = parse_and_validate_args(megatron_lm.add_arguments)
     with megatron_lm.installed():
         config = pretrain_cfg_container_from_args(args, model_cfg=gpt_config_from_args(args))
         pretrain(config, datasets_provider, ModelType.encoder_or_decoder, forward_step)

@@ -34,9 +34,9 @@ def model_flags() -> list[str]:
         *("--max-position-embeddings", "128", "--attention-dropout", "0", "--hidden-dropout", "0"),
         *("--tokenizer-type", "NullTokenizer", "--vocab-size", "257"),
         *("--make-vocab-size-divisible-by", "64", "--untie-embeddings-and-output-weights"),
+        # plain layers, so that the same model runs with and without a GPU
         *("--transformer-impl", "local", "--attention-backend", "unfused"),
-        *("--no-masked-softmax-fusion", "--no-bias-gelu-fusion", "--no-bias-dropout-fusion"),
-        *("--no-bias-swiglu-fusion", "--no-rope-fusion", "--no-persist-layer-norm"),
+        *("--no-masked-softmax-fusion", "--no-rope-fusion", "--no-persist-layer-norm"),
         *("--no-gradient-accumulation-fusion", "--use-cpu-initialization"),
     ]
 

@@ -8,6 +8,7 @@ computes in program order), and the random number state of the GPU becomes that 
 
 from megatron_eopt.cpu.backend import disable, enable, enabled, is_enabled
 from megatron_eopt.cpu.choice import Device, choose_device, enable_if_chosen
+from megatron_eopt.cpu.defaults import set_defaults
 from megatron_eopt.cpu.support import check_supported
 
 __all__ = [
@@ -19,4 +20,5 @@ __all__ = [
     "enable_if_chosen",
     "enabled",
     "is_enabled",
+    "set_defaults",
 ]

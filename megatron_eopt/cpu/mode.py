@@ -3,9 +3,9 @@
 Torch keeps one stack of function modes per thread, hands a call to the topmost mode first, and
 takes a mode off the stack while it handles a call. Hence three rules here:
 
-* The mode stands at the bottom of the stack (only the context of ``torch.set_default_device``, which
-  insists on being there, goes below it), because a mode that leaves takes the topmost one off,
-  whichever that is. So modes entered earlier or later leave without taking this one along.
+* The mode stands at the bottom of the stack, because a mode that leaves takes the topmost one off,
+  whichever that is. So modes entered earlier or later leave without taking this one along. Only
+  the context of ``torch.set_default_device``, which insists on the bottom, goes below it.
 * ``Tensor.backward`` and its like run Python code (recomputation, the MoE all-to-all) inside one
   call. The autograd engine therefore gets the mode back while it runs, see :func:`engine_patches`.
 * A mode can only be taken off the stack of the running thread. Whether it acts is therefore a

@@ -1,14 +1,16 @@
 """Who computes the iteration: our torch code, or another package by name.
 
 A back end is a function on *wide* matrices (see :mod:`megatron_eopt.math.newton_schulz`). The names
-``torch``, ``syrk``, ``transformer_engine`` and ``gram_newton_schulz`` are known; others can be
-registered. Asking for one whose package is absent is an error, never a fall-back.
+``torch``, ``emerging_optimizers``, ``syrk``, ``transformer_engine`` and ``gram_newton_schulz`` are
+known; others can be registered. Asking for one whose package is absent is an error, never a
+fall-back.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from megatron_eopt.base.errors import ConfigurationError, check_choice
@@ -75,6 +77,22 @@ class Backend:
         )
 
 
+# A core's second-level cache: a CPU runs a batch in chunks that stay inside it, which measured
+# 1.2x on 64 matrices of 128 x 512. A GPU wants the whole batch at once.
+_CHUNK_BYTES = 2 << 20
+
+
+def _chunk(wide: Tensor, plan: Plan, reduce: ReduceT | None) -> int:
+    """Return how many matrices of a batch to take at once."""
+    batch = wide.shape[0]
+    # every chunk would cost its own sums over the ranks
+    if wide.device.type != "cpu" or reduce is not None:
+        return batch
+    matrix = wide.shape[-2] * wide.shape[-1] * plan.dtype.itemsize
+    # threads share a batched product by matrices
+    return min(batch, torch.get_num_threads() * max(1, _CHUNK_BYTES // matrix))
+
+
 def _compute_torch(
     wide: Tensor,
     schedule: tuple[Triple, ...],
@@ -84,17 +102,35 @@ def _compute_torch(
     reduce: ReduceT | None,
     columns: int,
 ) -> Tensor:
+    if wide.ndim == 3 and (size := _chunk(wide, plan, reduce)) < wide.shape[0]:
+        parts = [
+            _compute_torch(part, schedule, plan, eps=eps, reduce=reduce, columns=columns)
+            for part in torch.split(wide, size)
+        ]
+        return torch.cat(parts)
     tall = wide.stride(-2) < wide.stride(-1)
     x = normalize(wide.mT if tall else wide, eps, plan.dtype, reduce)
     if plan.algorithm == "standard":
         x = iterate_standard(x, schedule, reduce, tall=tall)
     else:
-        x = iterate_gram(x, schedule, plan.restarts, reduce, columns=columns, tall=tall)
+        x = iterate_gram(
+            x,
+            schedule,
+            plan.restarts,
+            reduce,
+            columns=columns,
+            tall=tall,
+            shifted=plan.shifted,
+        )
     return x.mT if tall else x
 
 
 def _load_torch() -> Backend:
     return Backend(_compute_torch, ("auto", "standard", "gram"), distributed=True)
+
+
+def _load_emerging_optimizers() -> Backend:
+    return Backend(external.compute_emerging_optimizers)
 
 
 def _load_syrk() -> Backend:
@@ -113,6 +149,7 @@ def _load_gram_newton_schulz() -> Backend:
 
 _LOADERS: dict[str, Callable[[], Backend]] = {
     "torch": _load_torch,
+    "emerging_optimizers": _load_emerging_optimizers,
     "syrk": _load_syrk,
     "transformer_engine": _load_transformer_engine,
     "gram_newton_schulz": _load_gram_newton_schulz,

@@ -1,4 +1,4 @@
-"""The iteration as other packages compute it; all of them need an NVIDIA GPU.
+"""The iteration as other packages compute it; all but emerging-optimizers' plain one need a GPU.
 
 Each works on *wide* matrices like our own (see :mod:`megatron_eopt.math.backends`). What it cannot
 do is refused with the way out: nothing here falls back to another back end.
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from emerging_optimizers import triton_kernels
 from emerging_optimizers.orthogonalized_optimizers import muon_utils
+from emerging_optimizers.utils import fp32_matmul_precision
 from torch import Tensor
 
 from megatron_eopt.base.errors import ConfigurationError
@@ -51,6 +52,36 @@ def _require_half(backend: str, plan: Plan) -> None:
         raise ConfigurationError(
             "backend", backend, "computes in 16 bits only", "Use it with precision='medium'"
         )
+
+
+def compute_emerging_optimizers(
+    wide: Tensor,
+    schedule: tuple[Triple, ...],
+    plan: Plan,
+    *,
+    eps: float,
+    reduce: ReduceT | None,
+    columns: int,
+) -> Tensor:
+    """Run emerging-optimizers' own iteration, matrix by matrix: bit for bit what Megatron gets.
+
+    In 16 bits two ways to round drift apart within a few training steps, however exact both are.
+    """
+    _require_whole("emerging_optimizers", reduce)
+    coarse = plan.dtype == torch.bfloat16
+    with fp32_matmul_precision("medium" if coarse else torch.get_float32_matmul_precision()):
+        results = [
+            muon_utils.newton_schulz(
+                matrix.to(torch.float32),
+                len(schedule),
+                "custom",
+                custom_coefficient_sets=list(schedule),
+                eps=eps,
+                transpose=False,
+            )
+            for matrix in (wide if wide.ndim == 3 else wide.unsqueeze(0))
+        ]
+    return torch.stack(results) if wide.ndim == 3 else results[0]
 
 
 def require_syrk() -> None:

@@ -1,13 +1,14 @@
 """Second moments of orthogonalized updates: AdaMuon, NorMuon and NAMO.
 
-All act on a batch of whole logical matrices ``(batch, rows, cols)`` before the shape's scale factor
-is applied, so the factor is applied once. Statistics start at zero; with ``bias_correction`` they
-are divided by ``1 - beta2^step`` as Adam does (arXiv:1412.6980), without it the first steps of
-AdaMuon and NAMO are ``1 / sqrt(1 - beta2)`` times as long.
+All act on orthogonal factors before the shape's scale factor is applied, so the factor is applied
+once. Statistics start at zero; with bias correction they are divided by ``1 - beta2^step`` as Adam
+does (arXiv:1412.6980), without it the first steps of AdaMuon and NAMO are ``1 / sqrt(1 - beta2)``
+times as long. NorMuon keeps the update's norm, so the correction matters to it only near ``eps``.
 """
 
 from typing import Literal, get_args
 
+import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
@@ -30,21 +31,37 @@ def statistic_shape(method: Moment2MethodT, rows: int, cols: int) -> tuple[int, 
         case "normuon":
             return (rows, 1) if rows >= cols else (1, cols)
         case "namo":
-            return (1, 1)
+            return (1,)
 
 
-def correction(beta2: float, step: int, bias_correction: bool) -> float:
+def correction(beta2: float, step: float, bias_correction: bool) -> float:
     """Return what to divide a statistic by after ``step`` updates."""
     return 1 - beta2**step if bias_correction else 1.0
 
 
-def adamuon_(update: Tensor, moment2: Tensor, beta2: float, eps: float, divisor: float) -> None:
+def adamuon_(
+    updates: list[Tensor], moments: list[Tensor], beta2: float, eps: float, divisors: list[float]
+) -> None:
     """Divide each entry by the root of its running mean square; all in place.
 
-    Element-wise, so ``update`` and ``moment2`` may be pieces of any shape.
+    Element-wise, so any pieces of matrices will do.
+
+    Args:
+        updates: Orthogonal factors, or pieces of them, of any shapes.
+        moments: Running mean squares, of the same shapes and dtypes.
+        beta2: Decay of the running means.
+        eps: Added to the roots.
+        divisors: One for each update, see :func:`correction`.
     """
-    moment2.lerp_(update.square(), 1 - beta2)
-    update.div_(moment2.div(divisor).sqrt_().add_(eps))
+    if not updates:
+        return
+    torch._foreach_mul_(moments, beta2)
+    torch._foreach_addcmul_(moments, updates, updates, value=1 - beta2)
+    roots = torch._foreach_sqrt(moments)
+    if any(divisor != 1 for divisor in divisors):
+        torch._foreach_div_(roots, [divisor**0.5 for divisor in divisors])
+    torch._foreach_add_(roots, eps)
+    torch._foreach_div_(updates, roots)
 
 
 def normuon_(
@@ -53,50 +70,62 @@ def normuon_(
     beta2: float,
     eps: float,
     divisor: float,
+    *,
+    shape: tuple[int, int],
     reduce: ReduceT | None = None,
 ) -> None:
     """Divide the slices along the long side by their running root mean square; all in place.
 
+    Both Frobenius norms follow from the slices' square sums, so the update is read once and
+    written once.
+
     Args:
-        update: Orthogonal matrices ``(batch, rows, cols)``, or slabs cut along the long side.
+        update: Orthogonal matrices ``(batch, rows, cols)``, or slabs cut along the long side (along
+            the columns of a square matrix).
         moment2: ``(batch, *statistic_shape)``, or the slab's part of it.
         beta2: Decay of the running mean.
         eps: Smallest mean square and smallest norm.
         divisor: See :func:`correction`.
-        reduce: Sums squared norms over the ranks that share the long side.
+        shape: Rows and columns of the whole matrix.
+        reduce: Sums over the ranks that share the matrix.
     """
-    along = -1 if moment2.size(-1) == 1 else -2
-    before = _square_norm(update, reduce)
-    moment2.lerp_(update.square().mean(dim=along, keepdim=True), 1 - beta2)
-    update.mul_(moment2.div(divisor).clamp_(min=eps).rsqrt_())
-    after = _square_norm(update, reduce)
-    update.mul_((before.sqrt() / after.sqrt_().clamp_(min=eps)))
+    along = -1 if shape[0] >= shape[1] else -2
+    square_sums = vector_norm(update, dim=along, keepdim=True).square_()
+    if reduce is not None and update.size(along) < shape[along]:
+        square_sums, reduce = reduce(square_sums), None
+    moment2.lerp_(square_sums / shape[along], 1 - beta2)
+    step_sizes = moment2.div(divisor).clamp_(min=eps).rsqrt_()
+    norms = torch.cat([_total(square_sums), _total(square_sums * step_sizes.square())], dim=-1)
+    if reduce is not None:
+        norms = reduce(norms)
+    before, after = norms.sqrt_().to(update.dtype).chunk(2, dim=-1)
+    update.mul_(step_sizes.mul_(before / after.clamp_(min=eps)))
 
 
 def namo_(
-    update: Tensor,
     moment2: Tensor,
     grad_square_norm: Tensor,
-    direction_norm: Tensor,
+    direction_square_norm: Tensor,
     beta2: float,
     eps: float,
     divisor: float,
-) -> None:
-    """Scale each matrix by its direction's norm over the running norm of its gradient, in place.
+) -> Tensor:
+    """Update the running gradient norms in place and return the factor on each orthogonal update.
 
     Args:
-        update: Orthogonal matrices ``(batch, rows, cols)``.
-        moment2: Running squared gradient norms ``(batch, 1, 1)``.
-        grad_square_norm: Squared Frobenius norms of the gradients, ``(batch, 1, 1)``.
-        direction_norm: Frobenius norms of what was orthogonalized, ``(batch, 1, 1)``.
+        moment2: Running squared gradient norms ``(matrices,)``.
+        grad_square_norm: Squared Frobenius norms of the gradients, ``(matrices,)``.
+        direction_square_norm: Squared norms of what is orthogonalized, ``(matrices,)``.
         beta2: Decay of the running mean.
         eps: Added to the running norm.
         divisor: See :func:`correction`.
+
+    Returns:
+        ``|direction| / (sqrt(moment2) + eps)``, ``(matrices,)``.
     """
     moment2.lerp_(grad_square_norm, 1 - beta2)
-    update.mul_(direction_norm / moment2.div(divisor).sqrt_().add_(eps))
+    return direction_square_norm.sqrt() / moment2.div(divisor).sqrt_().add_(eps)
 
 
-def _square_norm(update: Tensor, reduce: ReduceT | None) -> Tensor:
-    squared = vector_norm(update, dim=(-2, -1), keepdim=True).square_()
-    return squared if reduce is None else reduce(squared)
+def _total(square_sums: Tensor) -> Tensor:
+    return square_sums.sum(dim=(-2, -1), keepdim=True, dtype=torch.float64)

@@ -196,7 +196,8 @@ def test_threads_started_while_it_is_on_follow_the_switch() -> None:
     class Looker(threading.Thread):
         run = staticmethod(look)  # type: ignore[assignment]
 
-    for kind in (lambda: threading.Thread(target=look), Looker):
+    kinds: list[Any] = [lambda: threading.Thread(target=look), Looker]
+    for kind in kinds:
         seen: list[str] = []
         go_on = threading.Event()
         cpu.enable()
@@ -258,10 +259,12 @@ def test_functions_compiled_while_it_is_on_are_compiled_afterwards() -> None:
 
 def test_streams_and_events_do_nothing() -> None:
     cpu.enable()
-    stream = torch.cuda.Stream(device="cuda")
+    new_stream: Any = torch.cuda.Stream
+    stream = new_stream(device="cuda")
     stream.wait_stream(torch.cuda.current_stream())
+    new_event: Any = torch.cuda.Event
     with torch.cuda.stream(stream), torch.cuda.device(0):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start, end = new_event(enable_timing=True), new_event(enable_timing=True)
         start.record()
         stream.record_event(end)
     end.synchronize()

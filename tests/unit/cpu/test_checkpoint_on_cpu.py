@@ -1,6 +1,7 @@
 """megatron.core.dist_checkpointing writes and reads under the CPU back end, in both layouts."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state
@@ -12,14 +13,14 @@ from tests.harness.models import tiny_gpt
 
 def _save(folder: Path) -> dict[str, torch.Tensor]:
     initialize_megatron(tp=2)
-    model = tiny_gpt()
+    model: Any = tiny_gpt()
     dist_checkpointing.save(model.sharded_state_dict(), folder)
     return _weights(model)
 
 
 def _load(folder: Path, tp: int) -> dict[str, torch.Tensor]:
     initialize_megatron(tp=tp, seed=5)
-    model = tiny_gpt()
+    model: Any = tiny_gpt()
     state = dist_checkpointing.load(model.sharded_state_dict(), folder)
     model.load_state_dict(state)
     return _weights(model)

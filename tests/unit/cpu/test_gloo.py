@@ -1,5 +1,7 @@
 """The collectives that gloo lacks equal what NCCL's would give."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,17 +16,16 @@ def _uneven_all_gather(async_op: bool) -> None:
     gathered = [torch.full((length,), -1, dtype=torch.bfloat16) for length in lengths]
     gathered[rank] = own  # as megatron-core does
     work = dist.all_gather(gathered, own, async_op=async_op)
-    if async_op:
+    assert (work is not None) == async_op
+    if work is not None:
         work.wait()
         assert work.is_completed()
-    else:
-        assert work is None
     for other, length in enumerate(lengths):
         assert gathered[other].tolist() == [10 * other + i for i in range(length)]
 
 
 def _uneven_all_gather_in_a_group() -> None:
-    group = dist.new_group([1, 2])
+    group: Any = dist.new_group([1, 2])
     rank = dist.get_rank()
     gathered = [torch.zeros(2), torch.zeros(3)]
     if rank in (1, 2):
@@ -37,7 +38,8 @@ def _all_to_all_with_tensor_sizes() -> None:
     sent = torch.tensor([[1, 2], [3, 1]])
     given = torch.arange(int(sent[rank].sum())) + 10 * rank
     received = torch.empty(int(sent[:, rank].sum()), dtype=torch.int64)
-    dist.all_to_all_single(received, given, sent[:, rank], sent[rank])
+    sizes: Any = sent[:, rank], sent[rank]
+    dist.all_to_all_single(received, given, *sizes)
     assert received.tolist() == ([0, 10, 11, 12] if rank == 0 else [1, 2, 13])
 
 

@@ -17,7 +17,8 @@ def decaying(m: int, n: int, seed: int = 0) -> Tensor:
     short = min(m, n)
     left = torch.linalg.qr(gaussian(m, short, seed).double())[0]
     right = torch.linalg.qr(gaussian(n, short, seed + 1).double())[0]
-    return ((left * torch.logspace(0, -3, short, dtype=torch.float64)) @ right.T).float()
+    result: Tensor = (left * torch.logspace(0, -3, short, dtype=torch.float64)) @ right.T
+    return result.float()
 
 
 def low_rank(m: int, n: int, seed: int = 0) -> Tensor:
@@ -25,7 +26,8 @@ def low_rank(m: int, n: int, seed: int = 0) -> Tensor:
     rank = max(1, min(m, n) // 8)
     signal = gaussian(m, rank, seed) @ gaussian(rank, n, seed + 1)
     noise = gaussian(m, n, seed + 2)
-    return signal / signal.norm() + 1e-3 * noise / noise.norm()
+    result: Tensor = signal / signal.norm() + 1e-3 * noise / noise.norm()
+    return result
 
 
 def few_rows(m: int, n: int, seed: int = 0) -> Tensor:
@@ -43,7 +45,8 @@ def oracle(x: Tensor, triples: Sequence[Triple]) -> Tensor:
     left, sigma, right = torch.linalg.svd(x.double(), full_matrices=False)
     norm = sigma.square().sum().sqrt()
     sent = torch.tensor([response(triples, float(s / norm)) for s in sigma], dtype=torch.float64)
-    return (left * sent) @ right
+    result: Tensor = (left * sent) @ right
+    return result
 
 
 def relative_error(result: Tensor, reference: Tensor) -> float:

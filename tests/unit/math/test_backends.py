@@ -25,14 +25,14 @@ def test_an_absent_package_is_named_with_its_install_command(name: str) -> None:
     if importlib.util.find_spec(name) is not None:
         pytest.skip(f"{name} is installed")
     with pytest.raises(
-        ConfigurationError, match=f"backend='{name}'.*pip install.*{PACKAGES[name]}"
+        ConfigurationError, match=rf"backend='{name}'.*pip install.*{PACKAGES[name]}"
     ):
         orthogonalize(gaussian(4, 6), backend=name)
 
 
 @pytest.mark.skipif(not NO_GPU, reason="needs a machine without a GPU")
 def test_syrk_without_a_gpu_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="backend='syrk'.*NVIDIA GPU.*backend='torch'"):
+    with pytest.raises(ConfigurationError, match=r"backend='syrk'.*NVIDIA GPU.*backend='torch'"):
         get_backend("syrk")
 
 
@@ -68,5 +68,5 @@ def test_a_backend_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     register_backend("sign", Backend(_sign))
     x = gaussian(6, 4)
     assert torch.equal(orthogonalize(x, backend="sign"), x.sign())
-    with pytest.raises(ConfigurationError, match="algorithm='gram'.*'sign' computes standard"):
+    with pytest.raises(ConfigurationError, match=r"algorithm='gram'.*'sign' computes standard"):
         orthogonalize(x, backend="sign", algorithm="gram")

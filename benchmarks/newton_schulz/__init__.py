@@ -1,0 +1,1 @@
+"""How fast we orthogonalize: ours against emerging-optimizers, alternating in one run."""

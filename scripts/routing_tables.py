@@ -1,0 +1,146 @@
+"""Write docs/routing.md: the routing tables of three small models, made by the code itself.
+
+    python scripts/routing_tables.py [--check]
+
+With ``--check`` the file is compared instead, and the exit code tells whether it is up to date.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_eopt import cpu
+
+if __name__ == "__main__":
+    cpu.enable()
+
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.identity_op import IdentityOp
+
+from megatron_eopt import EmergingOptimizerConfig
+from megatron_eopt.assembly.routing import routing_table
+
+TARGET = Path(__file__).resolve().parents[1] / "docs" / "routing.md"
+
+COMMON: dict[str, Any] = {
+    "num_layers": 1,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "add_bias_linear": False,
+    "gradient_accumulation_fusion": False,
+    "persist_layer_norm": False,
+}
+GATED = {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
+MODELS: dict[str, tuple[type, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "GPT, learned positions, tied embeddings": (
+        TransformerConfig,
+        {"add_bias_linear": True},
+        {},
+        {"share_embeddings_and_output_weights": True},
+    ),
+    "Grouped-query attention, gated experts": (
+        TransformerConfig,
+        {
+            "num_query_groups": 2,
+            "num_moe_experts": 4,
+            "moe_ffn_hidden_size": 96,
+            "moe_router_topk": 2,
+            "moe_token_dispatcher_type": "alltoall",
+            **GATED,
+        },
+        {"num_experts": 4},
+        {"position_embedding_type": "rope", "share_embeddings_and_output_weights": False},
+    ),
+    "Multi-latent attention": (
+        MLATransformerConfig,
+        {
+            "multi_latent_attention": True,
+            "q_lora_rank": 32,
+            "kv_lora_rank": 16,
+            "qk_head_dim": 16,
+            "qk_pos_emb_head_dim": 8,
+            "v_head_dim": 16,
+            "rope_type": "rope",
+            **GATED,
+        },
+        {"multi_latent_attention": True},
+        {"position_embedding_type": "rope", "share_embeddings_and_output_weights": False},
+    ),
+}
+
+INTRODUCTION = """\
+# Routing: which parameter gets which optimizer
+
+Matrices go to the emerging optimizer (here `muon`). Embedding tables (learned positions too), the
+output layer, norms, biases and parameters with an attribute `use_muon = False` go to the scalar
+optimizer, `muon_scalar_optimizer`. The weights of mixture-of-experts routers stay with Muon unless
+`muon_orthogonalize_router` is off (`--no-muon-orthogonalize-router`).
+
+An override routes any parameter to any registered optimizer:
+
+```python
+from megatron.core.optimizer import ParamKey, get_standard_config_overrides
+
+overrides = get_standard_config_overrides(config)
+overrides[ParamKey(name="*.linear_proj.weight")] = {"optimizer": "soap", "max_lr": 1e-3}
+optimizer = megatron_eopt.get_megatron_optimizer(config, model_chunks, overrides)
+```
+
+`--print-optimizer-routing` (or `EmergingOptimizerConfig(print_optimizer_routing=True)`) logs such a
+table for your own model. The tables below were written by `python scripts/routing_tables.py`, with
+the recommended defaults, `lr=0.001`, `weight_decay=0.1` and megatron-core's standard overrides.
+"""
+
+
+def initialize() -> None:
+    """Make one process a Megatron world of its own."""
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tempfile.mkdtemp()}/store", rank=0, world_size=1
+    )
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(1)
+
+
+def table_of(title: str) -> str:
+    """Return the Markdown table of one of :data:`MODELS`."""
+    config_cls, fields, spec, options = MODELS[title]
+    layer = get_gpt_layer_local_spec(**spec)
+    # Attention proper has no parameters, and multi-latent attention's needs Transformer Engine.
+    layer.submodules.self_attention.submodules.core_attention = IdentityOp
+    model = GPTModel(
+        config=config_cls(**(COMMON | fields)),
+        transformer_layer_spec=layer,
+        vocab_size=128,
+        max_sequence_length=32,
+        **options,
+    )
+    config = EmergingOptimizerConfig(optimizer="muon", lr=0.001, weight_decay=0.1)
+    return routing_table(config, [model])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="Compare instead of writing.")
+    args = parser.parse_args()
+    initialize()
+    parts = [INTRODUCTION, *(f"## {title}\n\n{table_of(title)}\n" for title in MODELS)]
+    text = "\n".join(parts)
+    if args.check:
+        return 0 if TARGET.read_text() == text else 1
+    TARGET.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)
