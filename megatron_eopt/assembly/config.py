@@ -1,0 +1,83 @@
+"""Configuration classes.
+
+The class decides what a configuration means: megatron-core's own ``OptimizerConfig`` means exactly
+what it means to megatron-core, and :class:`EmergingOptimizerConfig` has the defaults recommended
+here.
+"""
+
+from dataclasses import dataclass
+
+from megatron.core.optimizer.optimizer_config import (
+    AdamOptimizerConfig,
+    OptimizerConfig,
+    SGDOptimizerConfig,
+)
+
+from megatron_eopt.assembly.refusals import refuse_unsupported_modes
+from megatron_eopt.base.names import TpModeT
+from megatron_eopt.math import AlgorithmT
+
+__all__ = [
+    "AdamOptimizerConfig",
+    "EmergingOptimizerConfig",
+    "OptimizerConfig",
+    "SGDOptimizerConfig",
+]
+
+
+@dataclass
+class EmergingOptimizerConfig(OptimizerConfig):
+    """An ``OptimizerConfig`` with recommended defaults and the further choices made here."""
+
+    muon_tp_mode: TpModeT = "auto"
+    """Where a tensor-parallel matrix is orthogonalized; "auto" picks the cheapest exact way."""
+
+    muon_lr: float | None = None
+    """Largest learning rate of the emerging optimizer; None means ``lr``."""
+
+    muon_min_lr: float | None = None
+    """Smallest learning rate of the emerging optimizer's schedule; None means ``min_lr``."""
+
+    muon_exempt_from_clipping: bool = False
+    """Leave the emerging optimizer's gradients out when gradients are clipped. Its update does not
+    depend on their size, and clipping can push them down to its eps floor."""
+
+    muon_orthogonalize_router: bool = True
+    """Whether the weights of mixture-of-experts routers are matrices (megatron-core says yes) or go
+    to the scalar optimizer."""
+
+    muon_split_gated: bool = True
+    """Whether gate and up projection of a fused gated MLP are two matrices."""
+
+    muon_split_mla: bool = True
+    """Whether the fused projections of multi-latent attention are split into their matrices."""
+
+    muon_split_linear_attention: bool = True
+    """Whether the input projection of linear attention layers is split into its matrices."""
+
+    muon_split_per_head: bool = False
+    """Whether each head's rows of an attention projection are a matrix of their own."""
+
+    muon_algorithm: AlgorithmT = "auto"
+    """Newton-Schulz by the book ("standard"), on the Gram matrix ("gram"), or whichever is cheaper
+    among those that are accurate enough ("auto")."""
+
+    muon_backend: str = "torch"
+    """Whose kernels run the iteration."""
+
+    muon_use_nesterov: bool | None = None
+    """Old spelling of ``muon_nesterov``."""
+
+    muon_mode: TpModeT | None = None
+    """Old spelling of ``muon_tp_mode``."""
+
+    muon_momentum_beta: float | None = None
+    """Old spelling of ``muon_momentum``."""
+
+    print_optimizer_routing: bool = False
+    """Log a table of every parameter's optimizer, split, learning rate, weight decay and why."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be honoured before megatron-core asserts on it."""
+        refuse_unsupported_modes(self, self.optimizer)
+        super().__post_init__()

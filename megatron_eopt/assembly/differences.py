@@ -1,0 +1,97 @@
+"""Where we differ from megatron-core although the configuration is its own: said once."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core.utils import log_single_rank
+
+from megatron_eopt.assembly.meaning import Meaning
+from megatron_eopt.matrices import Split
+from megatron_eopt.routing.routes import Route
+
+logger = logging.getLogger(__name__)
+
+_said: set[str] = set()
+
+
+def differences(
+    config: Any,
+    meaning: Meaning,
+    routes: Sequence[Route],
+    splits: Mapping[torch.nn.Parameter, Split],
+) -> list[str]:
+    """Return what is different for this configuration and model, as sentences.
+
+    Args:
+        config: The configuration.
+        meaning: What it means.
+        routes: Where this rank's parameters go.
+        splits: How its fused weights are split.
+    """
+    if meaning.is_standard or meaning.recommended:
+        return []
+    found = []
+    tables = [
+        route.parameter.name
+        for route in routes
+        if route.parameter.is_embedding
+        and len(route.parameter.shape) == 2
+        and not getattr(route.parameter.param, "is_embedding_or_output_parameter", False)
+        and route.optimizer != meaning.optimizer
+    ]
+    if tables:
+        found.append(
+            f"{', '.join(tables)}: an embedding table goes to {meaning.scalar}; megatron-core "
+            f"gives it to {meaning.optimizer}"
+        )
+    uneven = [
+        route.parameter.name
+        for route in routes
+        if _is_split_here_alone(route.parameter.param, splits)
+    ]
+    if uneven:
+        found.append(
+            f"{', '.join(uneven)}: Q, K and V are split although tensor parallelism cuts a query "
+            "group; megatron-core orthogonalizes them as one matrix"
+        )
+    if not config.decoupled_weight_decay:
+        found.append(
+            "decoupled_weight_decay=False holds for every optimizer; megatron-core ignores it for "
+            f"{meaning.optimizer}"
+        )
+    if meaning.optimizer == "lion":
+        found.append("lion takes lion_beta1 and lion_beta2; megatron-core gives it Adam's betas")
+    if config.loss_scale and config.bf16:
+        found.append("loss_scale holds for every optimizer; megatron-core unscales Adam's only")
+    return found
+
+
+def _is_split_here_alone(param: Any, splits: Mapping[torch.nn.Parameter, Split]) -> bool:
+    split = splits.get(param)
+    if split is None or split.kind != "qkv" or hasattr(param, "eopt_split"):
+        return False
+    return not getattr(param, "is_qkv", False)
+
+
+def log_differences(sentences: Sequence[str]) -> None:
+    """Log each sentence, on one rank, unless it was logged before."""
+    for sentence in sentences:
+        if sentence not in _said:
+            _said.add(sentence)
+            log_single_rank(logger, logging.INFO, f"unlike megatron-core: {sentence}")
+
+
+def warn_if_inexact(config: Any, meaning: Meaning, tensor_parallel_size: int) -> None:
+    """Warn once that ``blockwise`` is another update where matrices are cut."""
+    mode = getattr(config, "muon_tp_mode", None)
+    if "muon" not in meaning.prefixes or mode != "blockwise" or tensor_parallel_size == 1:
+        return
+    sentence = (
+        "muon_tp_mode='blockwise' orthogonalizes each tensor-parallel rank's piece by itself, so "
+        "the result depends on the number of ranks; 'duplicated' and 'auto' are exact"
+    )
+    if sentence not in _said:
+        _said.add(sentence)
+        log_single_rank(logger, logging.WARNING, sentence)

@@ -1,0 +1,55 @@
+"""The entry point of megatron-core's older releases."""
+
+import copy
+import warnings
+from typing import Any
+
+from megatron_eopt.assembly.factory import get_megatron_optimizer
+
+__all__ = ["get_megatron_muon_optimizer"]
+
+
+def get_megatron_muon_optimizer(
+    config: Any,
+    model_chunks: list[Any],
+    config_overrides: Any = None,
+    use_gloo_process_groups: bool = True,
+    layer_wise_distributed_optimizer: bool = False,
+    pg_collection: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """Return Muon for matrices and Adam for the rest; deprecated.
+
+    Use :func:`megatron_eopt.get_megatron_optimizer` with ``optimizer="muon"``.
+
+    Args:
+        config: An ``OptimizerConfig``; one whose optimizer is adam or sgd means Muon here.
+        model_chunks: The wrapped model.
+        config_overrides: As in ``get_megatron_optimizer``.
+        use_gloo_process_groups: As there.
+        layer_wise_distributed_optimizer: Keep the state in fragments.
+        pg_collection: As there.
+        **kwargs: Further arguments of ``get_megatron_optimizer``.
+
+    Raises:
+        ConfigurationError: As there.
+    """
+    warnings.warn(
+        "get_megatron_muon_optimizer is deprecated; call get_megatron_optimizer with "
+        "optimizer='muon'",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    config = copy.copy(config)
+    if config.optimizer.removeprefix("dist_") not in ("muon", "adaptive_muon"):
+        config.optimizer = "muon"
+    if layer_wise_distributed_optimizer:
+        config.use_layer_wise_distributed_optimizer = True
+    return get_megatron_optimizer(
+        config,
+        model_chunks,
+        config_overrides,
+        use_gloo_process_groups,
+        pg_collection=pg_collection,
+        **kwargs,
+    )

@@ -1,0 +1,1 @@
+"""Routing: which parameter gets which optimizer, with which settings, and why."""

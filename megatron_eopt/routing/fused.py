@@ -1,0 +1,155 @@
+"""What megatron-core's own modules fuse, and in which order of rows.
+
+Each function below answers for one family of modules; the orders are those in which the modules'
+``forward`` slices their activations (megatron-core 0.19).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.core.ssm.mamba_mixer import MambaMixer
+from megatron.core.transformer.attention import CrossAttention, SelfAttention
+from megatron.core.transformer.experimental_attention_variant.absorbed_mla import (
+    AbsorbedMLASelfAttention,
+)
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.experts import TEGroupedMLP
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
+from torch import nn
+
+from megatron_eopt.matrices import Field, Section, Split, SplitT, gated, periodic, side_by_side
+
+__all__ = ["FusedWeight", "fused_weight"]
+
+type _Lengths = Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class FusedWeight:
+    """How the weight of one linear module is fused.
+
+    Attributes:
+        kind: The option that turns its split on.
+        rows: Rows of the unsharded weight; ``None`` where any number that divides will do.
+        build: Makes the split from the unsharded shape.
+        build_per_head: The same with one matrix per head, where the weight has heads.
+    """
+
+    kind: SplitT
+    rows: int | None
+    build: Callable[[tuple[int, ...]], Split]
+    build_per_head: Callable[[tuple[int, ...]], Split] | None = field(default=None)
+
+
+def fused_weight(owner: nn.Module, child: str) -> FusedWeight | None:
+    """Say how the linear module ``owner.child`` is fused.
+
+    Args:
+        owner: The module that uses the linear one; its type decides, never the linear's class,
+            of which there is one per back end.
+        child: The linear module's attribute name in ``owner``.
+
+    Returns:
+        Its fusion, or ``None`` if the weight is one matrix or the owner is unknown.
+    """
+    if isinstance(owner, SelfAttention) and child == "linear_qkv":
+        return _grouped_query(owner)
+    if isinstance(owner, CrossAttention) and child == "linear_kv":
+        head_dim = owner.config.kv_channels
+        heads = owner.config.num_attention_heads
+        return _by_head("qkv", {"k": head_dim, "v": head_dim}, heads)
+    if isinstance(owner, MultiLatentAttention | AbsorbedMLASelfAttention):
+        return _latent_attention(owner.config, child)
+    if isinstance(owner, MLP | TEGroupedMLP) and child == "linear_fc1":
+        return _gated_linear_unit(owner)
+    if child == "in_proj":
+        return _linear_attention(owner)
+    return None
+
+
+def _grouped_query(owner: Any) -> FusedWeight:
+    """Each query group: its heads' queries, (its heads' gates,) one key, one value."""
+    config = owner.config
+    heads = config.num_attention_heads // config.num_query_groups
+    lengths = {"q": heads * config.kv_channels}
+    if getattr(config, "attention_output_gate", False):
+        lengths["gate"] = heads * config.kv_channels
+    lengths |= {"k": config.kv_channels, "v": config.kv_channels}
+    units = dict.fromkeys(lengths, config.kv_channels)
+    return _repeated("qkv", lengths, config.num_query_groups, units)
+
+
+def _latent_attention(config: Any, child: str) -> FusedWeight | None:
+    """Per head in the up projections; compressed part, then shared rotary part, in the down."""
+    nope, rotary, value = config.qk_head_dim, config.qk_pos_emb_head_dim, config.v_head_dim
+    heads = config.num_attention_heads
+    latent = {"kv": config.kv_lora_rank, "k_pos": rotary}
+    match child:
+        case "linear_q_proj" | "linear_q_up_proj":
+            return _by_head("mla", {"q_nope": nope, "q_pos": rotary}, heads)
+        case "linear_kv_up_proj":
+            return _by_head("mla", {"k_nope": nope, "v": value}, heads)
+        case "linear_kv_down_proj":
+            return _repeated("mla", latent, 1)
+        case "linear_qkv_down_proj":
+            return _fused_down_projection(config.q_lora_rank, latent)
+    return None
+
+
+def _fused_down_projection(q_rank: int, latent: _Lengths) -> FusedWeight:
+    """Queries beside keys and values; each rank holds a slab of the one and of the other."""
+    sections = (
+        Section((Field("q", q_rank),)),
+        Section(tuple(Field(name, rows) for name, rows in latent.items())),
+    )
+    rows = sum(section.rows for section in sections)
+    return FusedWeight("mla", rows, lambda shape: Split("mla", shape, sections))
+
+
+def _gated_linear_unit(owner: Any) -> FusedWeight | None:
+    """Gate over up on every rank; grouped experts may alternate them in blocks instead."""
+    if not owner.config.gated_linear_unit:
+        return None
+    grouped = isinstance(owner, TEGroupedMLP)
+    interleave = owner.config.moe_mlp_glu_interleave_size if grouped else None
+    return FusedWeight("gated", None, lambda shape: gated(shape, interleave=interleave))
+
+
+def _linear_attention(owner: Any) -> FusedWeight | None:
+    """Projections beside one another, each cut over the tensor-parallel ranks by itself."""
+    heads: _Lengths = {}
+    if isinstance(owner, MambaMixer):
+        names, sizes = ("z", "x", "B", "C", "dt"), owner.in_proj.weight.partition_sizes
+        heads = {"z": owner.headdim, "x": owner.headdim, "B": owner.d_state, "C": owner.d_state}
+    elif hasattr(owner, "in_proj_split_sections") and hasattr(owner, "in_proj_split_names"):
+        # the gated-delta-net family publishes its own table
+        names, sizes = owner.in_proj_split_names, owner.in_proj_split_sections
+        key, value = owner.key_head_dim, owner.value_head_dim
+        heads = {"query": key, "key": key, "value": value, "z": value}
+    else:
+        return None
+    ranks = owner.pg_collection.tp.size()
+    lengths = {name: ranks * size for name, size in zip(names, sizes, strict=True)}
+    units = {name: unit for name, unit in heads.items() if name in lengths}
+    return FusedWeight(
+        "linear_attention",
+        sum(lengths.values()),
+        lambda shape: side_by_side("linear_attention", shape, lengths),
+        lambda shape: side_by_side("linear_attention", shape, lengths, units=units),
+    )
+
+
+def _by_head(kind: SplitT, lengths: _Lengths, heads: int) -> FusedWeight:
+    return _repeated(kind, lengths, heads, units=lengths)
+
+
+def _repeated(
+    kind: SplitT, lengths: _Lengths, blocks: int, units: _Lengths | None = None
+) -> FusedWeight:
+    return FusedWeight(
+        kind,
+        blocks * sum(lengths.values()),
+        lambda shape: periodic(kind, shape, lengths),
+        None if units is None else lambda shape: periodic(kind, shape, lengths, units=units),
+    )

@@ -1,0 +1,212 @@
+"""Finding the fused weights of a model: from what the user declared, else from the module types.
+
+A user declares a weight's split on the parameter, where it wins over everything else:
+
+* ``param.eopt_split = Split(...)``, with the unsharded shape: these parts;
+* ``param.eopt_split = "whole"``: one matrix (per expert), whatever its module;
+* ``param.is_qkv = True`` with ``param.qkv_split_shapes = [q, k, v]`` (or ``[q, gate, k, v]``), the
+  rows of one query group: megatron-core's own spelling, used if ``"qkv"`` is on.
+"""
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import NamedTuple, get_args
+
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.experts import TEGroupedMLP
+from megatron.core.utils import get_pg_size
+from torch import nn
+
+from megatron_eopt.base.errors import ConfigurationError, check_choice
+from megatron_eopt.matrices import Split, SplitT, check_fits, local_shape, qkv, whole
+from megatron_eopt.routing.fused import fused_weight
+
+__all__ = ["find_splits", "tensor_parallel_cut"]
+
+logger = logging.getLogger(__name__)
+
+# Names that fused projections go by, in megatron-core and in models ported to it.
+_FUSED_NAMES = frozenset(
+    [
+        "linear_qkv",
+        "linear_kv",
+        "linear_qkv_down_proj",
+        "in_proj",
+        "in_proj_qkv",
+        "in_proj_qkvz",
+        "in_proj_ba",
+        "qkv",
+        "qkv_proj",
+        "wqkv",
+        "kv_proj",
+        "query_key_value",
+        "gate_up_proj",
+        "w13",
+        "c_attn",
+    ]
+)
+
+
+class _Weight(NamedTuple):
+    """One trainable weight and where it was found."""
+
+    name: str
+    param: nn.Parameter
+    owner: nn.Module
+    child: str
+    linear: nn.Module
+
+
+def find_splits(
+    model_chunks: Iterable[nn.Module], *, which: Collection[SplitT]
+) -> dict[nn.Parameter, Split]:
+    """Describe every fused trainable weight whose kind of split is on.
+
+    A weight that is not in the result is one matrix: use ``whole(shape)`` for it. A weight that
+    looks fused but is of no known kind is named in one warning.
+
+    Args:
+        model_chunks: The model, in pipeline chunks, wrapped (DDP, Float16Module) or not.
+        which: The kinds of split that are on.
+
+    Returns:
+        Parameter to split, with the parameter's *unsharded* shape. Three-dimensional expert
+        weights are always in it: no option makes one matrix of several experts.
+
+    Raises:
+        ConfigurationError: If ``which`` has an unknown name or ``per_head`` alone; if a split
+            does not fit its weight; if a fused weight is cut by weight rematerialization.
+    """
+    for kind in which:
+        check_choice("which", kind, get_args(SplitT.__value__))
+    if set(which) == {"per_head"}:
+        rule = "per_head refines the splits of attention projections, none of which is on"
+        raise ConfigurationError("which", which, rule, "Add 'qkv', 'mla' or 'linear_attention'")
+    splits: dict[nn.Parameter, Split] = {}
+    unknown: list[str] = []
+    for weight in _weights(model_chunks):
+        split = _split_of(weight, which, unknown)
+        if split is not None:
+            splits[weight.param] = split
+    if unknown:
+        logger.warning(
+            "These weights look fused but how is not known, so each is treated as one matrix: %s. "
+            "Set param.eopt_split to a megatron_eopt.matrices.Split, or to 'whole' if it is one.",
+            ", ".join(unknown),
+        )
+    return splits
+
+
+def tensor_parallel_cut(param: nn.Parameter, *modules: nn.Module) -> tuple[int, int]:
+    """Return ``(tp_size, partition_dim)`` of a weight, ``(1, -1)`` if it is not sharded.
+
+    ``partition_dim`` alone does not tell: Transformer Engine sets it on duplicated weights too,
+    which megatron-core then marks with ``tensor_model_parallel = False``.
+
+    Args:
+        param: The weight.
+        modules: Its linear module and the modules around it, asked in turn for their group.
+
+    Raises:
+        ConfigurationError: If the weight is sharded over a group that cannot be found.
+    """
+    dim = getattr(param, "partition_dim", -1)
+    if dim not in (0, 1) or not getattr(param, "tensor_model_parallel", False):
+        return 1, -1
+    for module in modules:
+        for group in (getattr(module, "tp_group", None), getattr(module, "_tp_group", None)):
+            if group is not None:
+                return get_pg_size(group), dim
+    if not parallel_state.model_parallel_is_initialized():
+        rule = "says that the weight is sharded, but no tensor-parallel group is known"
+        way_out = "Initialize megatron.core.parallel_state or give the module a tp_group"
+        raise ConfigurationError("partition_dim", dim, rule, way_out)
+    if getattr(param, "allreduce", True):
+        return parallel_state.get_tensor_model_parallel_world_size(), dim
+    return parallel_state.get_expert_tensor_parallel_world_size(), dim
+
+
+def _weights(model_chunks: Iterable[nn.Module]) -> Iterator[_Weight]:
+    """Yield each trainable weight of two or three dimensions once."""
+    seen: set[int] = set()
+    for chunk in model_chunks:
+        for owner_name, owner, child, linear in _linears(chunk):
+            for leaf, param in linear.named_parameters(recurse=False):
+                if param.dim() in (2, 3) and param.requires_grad and id(param) not in seen:
+                    seen.add(id(param))
+                    name = ".".join(filter(None, (owner_name, child, leaf)))
+                    yield _Weight(name, param, owner, child, linear)
+
+
+def _linears(chunk: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
+    """Yield every module with its owner, the chunk itself as its own."""
+    yield "", chunk, "", chunk
+    for owner_name, owner in chunk.named_modules():
+        for child, linear in owner.named_children():
+            yield owner_name, owner, child, linear
+
+
+def _split_of(weight: _Weight, which: Collection[SplitT], unknown: list[str]) -> Split | None:
+    """Return one weight's split; ``None`` if it is one matrix. Adds to ``unknown``."""
+    declared = getattr(weight.param, "eopt_split", None)
+    if isinstance(declared, Split):
+        return _fitted(weight, lambda _: declared)
+    if declared not in (None, "whole"):
+        rule = "must be a megatron_eopt.matrices.Split or 'whole'"
+        argument = f"{weight.name}.eopt_split"
+        raise ConfigurationError(argument, declared, rule, "Declare one of these")
+    if declared is None:
+        lengths = getattr(weight.param, "qkv_split_shapes", None)
+        if getattr(weight.param, "is_qkv", False) and lengths is not None:
+            return _fitted(weight, lambda shape: qkv(shape, lengths)) if "qkv" in which else None
+        fused = fused_weight(weight.owner, weight.child)
+        if fused is not None and fused.kind in which:
+            build = fused.build_per_head if "per_head" in which else None
+            return _fitted(weight, build or fused.build, fused.rows)
+        if fused is None and _looks_fused(weight):
+            unknown.append(weight.name)
+    # other three-dimensional weights, those of convolutions, are no stacks of matrices
+    grouped = declared == "whole" or isinstance(weight.owner, TEGroupedMLP)
+    return _fitted(weight, whole) if grouped and weight.param.dim() == 3 else None
+
+
+def _fitted(
+    weight: _Weight, build: Callable[[tuple[int, ...]], Split], rows: int | None = None
+) -> Split:
+    """Build a split from the unsharded shape and compare it with what this rank holds.
+
+    Args:
+        weight: The weight.
+        build: Makes the split from the unsharded shape.
+        rows: The unsharded rows where the module's config tells them.
+    """
+    local = tuple(weight.param.shape)
+    if getattr(weight.param, "is_gtp_weight_remat", False):
+        rule = "a fused weight that weight rematerialization cuts once more cannot be split"
+        way_out = "Turn weight rematerialization off, or this kind of split"
+        raise ConfigurationError(weight.name, local, rule, way_out)
+    size, dim = tensor_parallel_cut(weight.param, weight.linear, weight.owner)
+    shape = list(local)
+    if dim != -1:
+        shape[dim - 2] *= size
+    if rows is not None:
+        shape[-2] = rows
+    try:
+        split = build(tuple(shape))
+        local_shape(split, size, dim)
+    except ConfigurationError as error:
+        rule = f"cannot be split, because {str(error).rstrip('.')}"
+        way_out = "Correct what is declared for this weight, or leave this kind of split off"
+        raise ConfigurationError(weight.name, local, rule, way_out) from error
+    check_fits(weight.name, local, split, size, dim)
+    return split
+
+
+def _looks_fused(weight: _Weight) -> bool:
+    """Tell by name, or by megatron-core's own marks, that a weight holds several matrices."""
+    names = {weight.child, weight.name.rpartition(".")[2].removesuffix("_weight")}
+    return weight.param.dim() == 2 and (
+        bool(names & _FUSED_NAMES)
+        or len(getattr(weight.param, "partition_sizes", None) or ()) > 1
+        or getattr(weight.param, "partition_stride", 1) > 1
+    )

@@ -1,0 +1,57 @@
+"""The training script at tiny sizes on two CPU processes."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.functional.script import EXPERTS, ROOT, SCRIPT, TINY, losses, train
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--optimizer", "adam"],
+        ["--optimizer", "muon", "--tensor-model-parallel-size", "2"],
+        ["--optimizer", "muon", "--pipeline-model-parallel-size", "2"],
+        ["--optimizer", "muon", *EXPERTS],
+        ["--optimizer", "muon", "--bf16"],
+        ["--optimizer", "adam", "--fp16", "--initial-loss-scale", "256"],
+    ],
+    ids=["adam", "muon-tp2", "muon-pp2", "muon-ep2", "muon-bf16", "adam-fp16"],
+)
+def test_trains(flags):
+    values = [float(loss) for loss in losses(train(*flags))]
+    assert len(values) == 6
+    # Mock data repeats a simple pattern: a few steps already learn some of it.
+    assert values[-1] < values[0] - 0.05
+
+
+def start(*flags: str) -> subprocess.CompletedProcess[str]:
+    """Start the script as a user does."""
+    environment = {**os.environ, "MEGATRON_EOPT_DEVICE": "cpu", "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+    return subprocess.run(
+        [*command, str(SCRIPT), *TINY, *flags],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=ROOT,
+    )
+
+
+def test_two_runs_with_one_seed_print_the_same_losses():
+    first, second = start("--optimizer", "muon"), start("--optimizer", "muon")
+    assert first.returncode == second.returncode == 0, first.stderr[-3000:]
+    assert len(losses(first.stdout)) == 6
+    assert losses(first.stdout) == losses(second.stdout)
+    assert losses(first.stdout) == losses(train("--optimizer", "muon"))
+
+
+def test_what_needs_a_gpu_is_refused_with_the_flag():
+    done = start("--context-parallel-size", "2")
+    assert done.returncode != 0
+    assert "--context-parallel-size=2: context parallelism is done by" in done.stderr

@@ -1,0 +1,53 @@
+"""The quickstart as a newcomer runs it, at a tiny size: interrupted, gone on with, finished."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ["--num-layers", "1", "--hidden-size", "64", "--ffn-hidden-size", "128"]
+
+
+def command(out: Path, steps: int) -> list[str]:
+    script = str(ROOT / "scripts" / "quickstart.py")
+    return [sys.executable, script, "--steps", str(steps), "--out", str(out), *SMALL]
+
+
+@pytest.fixture
+def environment(tmp_path) -> dict[str, str]:
+    return {**os.environ, "MEGATRON_EOPT_DEVICE": "cpu", "PYTHONWARNINGS": "ignore"}
+
+
+def test_interrupted_and_gone_on_with(tmp_path, environment):
+    out = tmp_path / "run"
+    # Many steps, so that the interruption falls into training.
+    started = subprocess.Popen(
+        command(out, 4000), env=environment, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, cwd=ROOT,
+    )  # fmt: skip
+    lines = []
+    for line in started.stdout:
+        lines.append(line)
+        if re.search(r"iteration +5/", line):
+            started.send_signal(signal.SIGINT)
+    assert started.wait(timeout=60) == 130
+    output = "".join(lines)
+    assert "successfully saved checkpoint" in output
+    assert "Traceback" not in output
+    saved = int((out / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
+
+    steps = saved + 4
+    done = subprocess.run(
+        command(out, steps), env=environment, text=True, capture_output=True, timeout=180, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    iterations = [int(i) for i in re.findall(r"iteration +(\d+)/", done.stdout)]
+    assert min(iterations) == saved + 1
+    assert max(iterations) == steps
+    assert re.search(r"Held-out loss: \d+\.\d+", done.stdout)
+    assert (out / "loss.png").stat().st_size > 10_000

@@ -1,0 +1,106 @@
+"""The command line: one surface, extended and never doubled, with two sets of defaults."""
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+import pytest
+from megatron.core.optimizer import OptimizerConfig
+from megatron.training.arguments import add_megatron_arguments
+
+from megatron_eopt import EmergingOptimizerConfig
+from megatron_eopt.arguments import add_arguments, config_from_args
+
+FROZEN = Path(__file__).with_name("surface.txt")
+PREFIXES = ("muon_", "adaptive_muon_", "soap_", "lion_")
+
+
+def parser() -> argparse.ArgumentParser:
+    return add_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+
+
+def parse(*argv: str) -> argparse.Namespace:
+    args = parser().parse_args([*argv, "--lr", "0.1"])
+    for name in ("main_grads", "main_params", "exp_avg", "exp_avg_sq"):
+        delattr(args, f"{name}_dtype")  # validate_args turns these into dtypes
+    return args
+
+
+def surface() -> str:
+    """Every flag that this package adds or extends, with its choices."""
+    stock = {a.dest: a for a in add_megatron_arguments(argparse.ArgumentParser())._actions}
+    lines = []
+    for action in parser()._actions:
+        changed = action.dest not in stock or action.choices != stock[action.dest].choices
+        if changed:
+            choices = " ".join(map(str, action.choices or ()))
+            lines.append(f"{' '.join(action.option_strings)}: {choices}".rstrip())
+    return "\n".join(sorted(lines)) + "\n"
+
+
+def test_the_surface_is_frozen():
+    assert surface() == FROZEN.read_text()
+
+
+def test_adding_twice_changes_nothing():
+    once = parser()
+    assert len(add_arguments(once)._actions) == len(parser()._actions)
+
+
+def test_every_field_of_an_optimizer_has_a_flag():
+    dests = {action.dest for action in parser()._actions}
+    fields = {f.name for f in dataclasses.fields(EmergingOptimizerConfig)}
+    assert {name for name in fields if name.startswith(PREFIXES)} <= dests
+    assert "print_optimizer_routing" in dests
+
+
+def test_recommended_defaults_are_the_own_class():
+    config, overrides = config_from_args(parse("--optimizer", "muon"))
+    expected = EmergingOptimizerConfig(optimizer="muon", lr=0.1)
+    for item in dataclasses.fields(config):
+        if item.name.startswith(PREFIXES):
+            assert getattr(config, item.name) == getattr(expected, item.name), item.name
+    assert len(overrides) == 1
+
+
+def test_megatrons_defaults_are_the_trainers():
+    config, _ = config_from_args(parse("--optimizer-defaults", "megatron"))
+    trainer = add_megatron_arguments(argparse.ArgumentParser()).parse_args(["--lr", "0.1"])
+    for item in dataclasses.fields(OptimizerConfig):
+        if item.name.startswith(PREFIXES):
+            stock = getattr(trainer, item.name, getattr(OptimizerConfig(), item.name))
+            assert getattr(config, item.name) == stock, item.name
+    assert not config.muon_split_gated
+
+
+@pytest.mark.parametrize("defaults", ["megatron", "recommended"])
+def test_given_flags_win(defaults):
+    flags = "--muon-momentum 0.8 --no-muon-split-mla --muon-no-split-qkv --soap-shampoo-beta 0.5"
+    config, _ = config_from_args(parse("--optimizer-defaults", defaults, *flags.split()))
+    assert (config.muon_momentum, config.soap_shampoo_beta) == (0.8, 0.5)
+    assert not config.muon_split_mla
+    assert not config.muon_split_qkv
+
+
+@pytest.mark.parametrize("defaults", ["megatron", "recommended"])
+def test_old_spellings(defaults):
+    config, _ = config_from_args(
+        parse("--optimizer-defaults", defaults, "--muon-momentum-beta", "0.7")
+    )
+    assert config.muon_momentum == 0.7
+    assert config.muon_momentum_beta is None
+    with pytest.raises(ValueError, match="--muon-momentum-beta"):
+        parse("--muon-momentum-beta", "0.7", "--muon-momentum", "0.8")
+
+
+def test_the_param_layout_flag_is_accepted(caplog):
+    with caplog.at_level("INFO"):
+        parse("--no-use-layer-wise-param-layout")
+    assert [r for r in caplog.records if "--no-use-layer-wise-param-layout" in r.message]
+
+
+@pytest.mark.parametrize("flags", [("--muon-tp-mode", "foo"), ("--optimizer", "muonn")])
+def test_wrong_choices_are_refused(flags, capsys):
+    with pytest.raises(SystemExit):
+        parse(*flags)
+    assert flags[1] in capsys.readouterr().err

@@ -1,0 +1,162 @@
+"""Each configuration mistake is an error when the optimizer is built, naming argument and value."""
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.optimizer import OptimizerConfig, ParamKey
+
+from megatron_eopt import ConfigurationError, EmergingOptimizerConfig, get_megatron_optimizer
+
+MODEL_CONFIG = SimpleNamespace(
+    num_attention_heads=4, num_query_groups=4, kv_channels=8, attention_output_gate=False
+)
+
+
+class Chunk(torch.nn.Module):
+    """Looks like a wrapped model as far as checks go; all fail before it is used."""
+
+    def __init__(self, **ddp: Any) -> None:
+        super().__init__()
+        self.config = MODEL_CONFIG
+        self.linear = torch.nn.Linear(4, 4)
+        flags = {
+            "use_distributed_optimizer": False,
+            "overlap_param_gather": False,
+            "use_megatron_fsdp": False,
+        }
+        self.ddp_config = SimpleNamespace(**(flags | ddp))
+
+
+def build(fields: dict[str, Any], overrides: Any = None, **ddp: Any) -> Any:
+    config = OptimizerConfig(lr=0.1, optimizer="muon")
+    for name, value in fields.items():
+        setattr(config, name, value)
+    return get_megatron_optimizer(config, [Chunk(**ddp)], overrides)
+
+
+NAN = float("nan")
+VALUES = [
+    {"muon_momentum": 1.0},
+    {"muon_momentum": -0.1},
+    {"muon_momentum": NAN},
+    {"muon_momentum": "0.9"},
+    {"muon_num_ns_steps": 0},
+    {"muon_num_ns_steps": 2.5},
+    {"muon_coefficient_type": "quintik"},
+    {"muon_tp_mode": "foo"},
+    {"muon_scale_mode": "spectrum"},
+    {"muon_fp32_matmul_prec": "low"},
+    {"muon_scalar_optimizer": "adamm"},
+    {"muon_extra_scale_factor": float("inf")},
+    {"optimizer": "muonn"},
+    {"optimizer": 3},
+    {"adam_eps": 0.0},
+    {"adam_beta1": 1.0},
+    {"lr": -1.0},
+    {"lr": None},
+    {"lr": float("inf")},
+    {"min_lr": -1.0},
+    {"weight_decay": -0.1},
+    {"weight_decay": NAN},
+    {"clip_grad": -1.0},
+    {"optimizer": "adaptive_muon", "adaptive_muon_eps": 0.0},
+    {"optimizer": "adaptive_muon", "adaptive_muon_moment2_method": "normuonn"},
+    {"optimizer": "lion", "lion_beta1": 1.0},
+    {"optimizer": "soap", "soap_shampoo_beta": -0.5},
+    {"optimizer": "soap", "soap_precondition_frequency": 7},
+    {"muon_unknown": 1},
+    {"use_precision_aware_optimizer": True},
+    {"optimizer_cpu_offload": True},
+    {"optimizer_cuda_graph": True},
+    {"overlap_param_gather_with_optimizer_step": True},
+    {"optimizer": "adam", "overlap_param_gather_with_optimizer_step": True},
+    {"optimizer": "adam", "use_layer_wise_distributed_optimizer": True},
+    {"optimizer": "adam", "use_distributed_optimizer": True},
+]
+
+
+@pytest.mark.parametrize("fields", VALUES, ids=str)
+def test_bad_values_name_the_argument_and_the_value(fields):
+    name, value = list(fields.items())[-1]
+    with pytest.raises((ValueError, TypeError)) as caught:
+        build(fields)
+    assert name in str(caught.value)
+    assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["muonn", "sopa"])
+def test_unknown_optimizers_come_with_the_nearest_names(name):
+    with pytest.raises(ConfigurationError, match="muon" if name == "muonn" else "soap"):
+        build({"optimizer": name})
+
+
+DDP_FLAGS = [
+    ({}, {"use_distributed_optimizer": True}),
+    ({}, {"overlap_param_gather": True}),
+    ({}, {"use_megatron_fsdp": True}),
+]
+
+
+@pytest.mark.parametrize(("fields", "ddp"), DDP_FLAGS, ids=str)
+def test_a_wrapper_that_trains_wrongly_is_refused(fields, ddp):
+    with pytest.raises(ConfigurationError, match=next(iter(ddp))):
+        build(fields, **ddp)
+
+
+OVERRIDES = [
+    ({ParamKey(name="*"): {"params": []}}, "params"),
+    ({ParamKey(name="*"): {"betas": [0.9, 0.99]}}, "betas"),
+    ({ParamKey(name="*"): {"max_lr": float("nan")}}, "max_lr"),
+    ({ParamKey(name="*"): {"wd_mult": -1.0}}, "wd_mult"),
+    ({ParamKey(name="*"): {"optimizer": "mon"}}, "mon"),
+    ({ParamKey(name="*.bias"): {"optimizer": "muon"}}, "matrices only"),
+    ({ParamKey(name="*"): {"optimizer_cpu_offload": True}}, "optimizer_cpu_offload"),
+    ({"linear.*": {"wd_mult": 0.0}}, "ParamKey"),
+    ({ParamKey(name="*"): 0.5}, "mapping"),
+    (
+        {
+            ParamKey(name="*.weight"): {"wd_mult": 0.5},
+            ParamKey(name="linear.*"): {"wd_mult": 0.25},
+        },
+        "linear.weight",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "words"), OVERRIDES, ids=[w for _, w in OVERRIDES])
+def test_bad_overrides(overrides, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        build({}, overrides)
+
+
+def test_an_optimizer_without_parameters_is_refused():
+    with pytest.raises(ConfigurationError, match="got no parameter on any rank"):
+        build({}, {ParamKey(name="*"): {"optimizer": "adam"}})
+
+
+def test_old_spellings_that_disagree_are_refused():
+    config = EmergingOptimizerConfig(
+        lr=0.1, optimizer="muon", muon_tp_mode="blockwise", muon_mode="duplicated"
+    )
+    with pytest.raises(ConfigurationError, match="old spelling of muon_tp_mode"):
+        get_megatron_optimizer(config, [Chunk()])
+
+
+def test_the_own_class_refuses_before_megatron_asserts():
+    with pytest.raises(ConfigurationError, match="use_precision_aware_optimizer"):
+        EmergingOptimizerConfig(optimizer="muon", use_precision_aware_optimizer=True)
+
+
+@pytest.mark.parametrize("name", ["transformer_engine", "gram_newton_schulz"])
+def test_missing_packages_are_named(name):
+    config = EmergingOptimizerConfig(lr=0.1, optimizer="muon", muon_backend=name)
+    with pytest.raises(ConfigurationError, match="install"):
+        get_megatron_optimizer(config, [Chunk()])
+
+
+def test_every_field_of_the_own_class_is_documented_by_type():
+    own = {f.name for f in dataclasses.fields(EmergingOptimizerConfig)}
+    assert {f.name for f in dataclasses.fields(OptimizerConfig)} <= own

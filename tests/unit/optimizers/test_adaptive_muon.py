@@ -1,0 +1,383 @@
+"""Adaptive Muon against float64, emerging-optimizers' class, and itself over two ranks."""
+
+import copy
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from emerging_optimizers.orthogonalized_optimizers import AdaptiveMuon, OrthogonalizedOptimizer
+
+from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
+from megatron_eopt.optimizers.muon import TensorParallelMuon
+from tests.harness import run_ranks
+from tests.reference.adaptive_muon import AdaptiveReference
+
+METHODS = ["adamuon", "normuon", "namo"]
+QKV = [8, 4, 4]
+# name: whole shape, partition_dim, fused
+SHAPES = {
+    "column": ((24, 16), 0, False),
+    "row": ((16, 24), 1, False),
+    "square": ((16, 16), 0, False),
+    "square by columns": ((16, 16), 1, False),
+    "tall by columns": ((40, 8), 1, False),
+    "replicated": ((12, 8), -1, False),
+    # Q is 32 x 24 and scaled by another factor than K and V, 16 x 24 each
+    "qkv": ((64, 24), 0, True),
+}
+
+
+def qkv_rows(rows):
+    groups = np.arange(rows).reshape(-1, sum(QKV))
+    return [part.ravel() for part in np.split(groups, np.cumsum(QKV)[:-1], axis=1)]
+
+
+def values(seed, scale=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    return {n: scale * torch.randn(s, generator=generator) for n, (s, _, _) in SHAPES.items()}
+
+
+def local(tensors, rank, size):
+    cut = {}
+    for name, tensor in tensors.items():
+        dim = SHAPES[name][1]
+        cut[name] = tensor if dim == -1 or size == 1 else tensor.chunk(size, dim)[rank].contiguous()
+    return cut
+
+
+def build(method, rank=0, size=1, group=None, **options):
+    params = []
+    for name, value in local(values(0), rank, size).items():
+        param = torch.nn.Parameter(value.clone())
+        if size > 1:
+            param.partition_dim = SHAPES[name][1]
+        param.is_qkv = SHAPES[name][2]
+        params.append((name, param))
+    settings = {
+        "lr": 0.02,
+        "momentum": 0.9,
+        "weight_decay": 0.1,
+        "fp32_matmul_prec": "highest",
+        "split_qkv": True,
+        "qkv_split_shapes": QKV,
+        "pg_collection": SimpleNamespace(tp=group),
+        "moment2_method": method,
+    }
+    return TensorParallelAdaptiveMuon(params, **(settings | options)), dict(params)
+
+
+def run_steps(optimizer, params, steps, rank=0, size=1, without=()):
+    """Step with gradients that shrink, so that running norms matter; ``without`` by step."""
+    for step in range(steps):
+        grads = local(values(step + 1, scale=0.5**step), rank, size)
+        for name, param in params.items():
+            absent = len(without) > step and name in without[step]
+            param.grad = None if absent else grads[name]
+        optimizer.step()
+
+
+def whole_parameters(params, rank, size):
+    """Gather slabs into whole parameters."""
+    whole = {}
+    for name, param in params.items():
+        pieces = [torch.empty_like(param) for _ in range(size)]
+        dist.all_gather(pieces, param.detach())
+        dim = SHAPES[name][1]
+        whole[name] = pieces[0] if dim == -1 else torch.cat(pieces, dim)
+    return whole
+
+
+@pytest.mark.parametrize("bias_correction", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_five_steps_equal_the_float64_reference(method, bias_correction):
+    optimizer, params = build(method, bias_correction=bias_correction)
+    run_steps(optimizer, params, 5)
+    for name, (shape, _, fused) in SHAPES.items():
+        start = values(0)[name].numpy()
+        parts = qkv_rows(shape[0]) if fused else None
+        reference = AdaptiveReference(start, method, parts, bias_correction=bias_correction)
+        for step in range(5):
+            reference.step(values(step + 1, scale=0.5**step)[name].numpy())
+        after = params[name].detach().double().numpy()
+        error = np.linalg.norm(after - reference.weight) / np.linalg.norm(reference.weight - start)
+        # relative to the way gone; float32 iterations amplify rounding in small singular values
+        assert error < 2e-5, name
+
+
+def tensor_parallel_run(method, mode, without=()):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    optimizer, params = build(method, rank, size, dist.group.WORLD, tp_mode=mode)
+    run_steps(optimizer, params, 3, rank, size, without)
+    optimizer.complete_statistics()
+    moments = {name: optimizer.state[param]["moment2_buffer"] for name, param in params.items()}
+    return whole_parameters(params, rank, size), moments
+
+
+@pytest.mark.parametrize("mode", ["duplicated", "exchange", "distributed", "auto"])
+@pytest.mark.parametrize("method", METHODS)
+def test_two_ranks_equal_one_process(method, mode):
+    optimizer, params = build(method)
+    run_steps(optimizer, params, 3)
+    for whole, moments in run_ranks(2, tensor_parallel_run, method, mode):
+        for name, param in params.items():
+            error = (whole[name] - param).norm() / param.norm()
+            assert error < 2e-6, name
+            if method != "adamuon":
+                mine = optimizer.state[param]["moment2_buffer"]
+                # squares of float32 factors, summed in another order
+                torch.testing.assert_close(moments[name], mine, rtol=2e-5, atol=1e-8)
+
+
+def test_statistics_follow_a_matrix_that_changes_its_owner():
+    """Which parameters step together decides who owns them; nobody may start from old numbers."""
+    without = [(), ("qkv", "square"), ("column",)]
+    optimizer, params = build("normuon")
+    run_steps(optimizer, params, 3, without=without)
+    for whole, _ in run_ranks(2, tensor_parallel_run, "normuon", "exchange", without):
+        for name, param in params.items():
+            assert (whole[name] - param).norm() / param.norm() < 2e-6, name
+
+
+def blockwise_run(method):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    whole = torch.randn(24, 16)
+    sharded, alone = (torch.nn.Parameter(whole.chunk(size)[rank].clone()) for _ in range(2))
+    sharded.partition_dim = 0
+    for param, group in ((sharded, dist.group.WORLD), (alone, None)):
+        optimizer = TensorParallelAdaptiveMuon(
+            [param],
+            pg_collection=SimpleNamespace(tp=group),
+            tp_mode="blockwise",
+            moment2_method=method,
+        )
+        for _ in range(2):
+            param.grad = whole.chunk(size)[rank] + 1
+            optimizer.step()
+    return torch.equal(sharded, alone)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_blockwise_treats_each_slab_as_a_matrix(method):
+    assert run_ranks(2, blockwise_run, method) == [True, True]
+
+
+@pytest.mark.parametrize("shape", [(32, 128), (128, 32), (32, 32)])
+@pytest.mark.parametrize("method", METHODS)
+def test_equals_emerging_optimizers_on_plain_matrices(method, shape):
+    """So the scale is applied once: twice would be 2.26 times as long for 32 x 128 (NorMuon)."""
+    torch.manual_seed(0)
+    start = torch.randn(shape)
+    ours, theirs = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
+    common = {"moment2_method": method, "fp32_matmul_prec": "highest", "nesterov": True}
+    optimizers = [
+        TensorParallelAdaptiveMuon([ours], 0.01, 0.9, weight_decay=0.1, **common),
+        AdaptiveMuon([theirs], 0.01, 0.9, 0.1, **common),
+    ]
+    for step in range(3):
+        grad = torch.randn(shape) * 0.5**step
+        for param, optimizer in zip((ours, theirs), optimizers, strict=True):
+            param.grad = grad.clone()
+            optimizer.step()
+    assert (ours - theirs).norm() / (theirs - start).norm() < 1e-5
+    moments = [
+        o.state[p]["moment2_buffer"] for o, p in zip(optimizers, (ours, theirs), strict=True)
+    ]
+    assert moments[0].shape == moments[1].shape
+    torch.testing.assert_close(*moments, rtol=1e-4, atol=1e-8)
+
+
+def first_step(method, bias_correction, nesterov=False):
+    torch.manual_seed(0)
+    param = torch.nn.Parameter(torch.zeros(16, 32))
+    optimizer = TensorParallelAdaptiveMuon(
+        [param],
+        lr=1.0,
+        momentum=0.9,
+        nesterov=nesterov,
+        weight_decay=0.0,
+        extra_scale_factor=32**-0.5,
+        moment2_method=method,
+        bias_correction=bias_correction,
+        fp32_matmul_prec="highest",
+    )
+    param.grad = torch.randn(16, 32)
+    factor = optimizer.orthogonalize(param, param.grad)
+    optimizer.step()
+    return -param.detach(), factor
+
+
+@pytest.mark.parametrize(("bias_correction", "size"), [(False, 0.05**-0.5), (True, 1.0)])
+def test_the_first_step_has_the_documented_size(bias_correction, size):
+    update, factor = first_step("adamuon", bias_correction)
+    # eps is not nothing beside entries below 1e-4
+    large = factor.abs() > 1e-4
+    assert large.float().mean() > 0.99
+    expected = size * factor.sign()
+    torch.testing.assert_close(update[large], expected[large], rtol=1e-3, atol=0)
+    update, factor = first_step("namo", bias_correction)
+    # without Nesterov the first direction is (1 - momentum) times the gradient
+    torch.testing.assert_close(update, 0.1 * size * factor, rtol=1e-5, atol=1e-7)
+    update, factor = first_step("normuon", bias_correction)
+    assert update.norm() == pytest.approx(factor.norm().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("bias_correction", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_state_is_there_before_the_first_step_and_survives_a_round_trip(method, bias_correction):
+    optimizer, params = build(method, bias_correction=bias_correction)
+    shapes = {n: {k: v.shape for k, v in optimizer.state[p].items()} for n, p in params.items()}
+    keys = {"momentum_buffer", "moment2_buffer"} | ({"step"} if bias_correction else set())
+    assert all(state.keys() == keys for state in shapes.values())
+    run_steps(optimizer, params, 2)
+    for name, param in params.items():
+        assert shapes[name] == {k: v.shape for k, v in optimizer.state[param].items()}
+    other, others = build(method, bias_correction=bias_correction)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for name, param in others.items():
+        param.data.copy_(params[name])
+    run_steps(optimizer, params, 2)
+    run_steps(other, others, 2)
+    for name, param in others.items():
+        assert torch.equal(param, params[name])
+        for key, value in other.state[param].items():
+            assert torch.equal(value, optimizer.state[params[name]][key])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_gradients_stay_what_they_are(method):
+    optimizer, params = build(method)
+    run_steps(optimizer, params, 1)
+    for name, grad in values(1).items():
+        assert torch.equal(params[name].grad, grad), name
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_groups_have_their_own_beta2_and_eps(method):
+    def step(groups, **options):
+        params = [torch.nn.Parameter(torch.ones(8, 12)) for _ in range(2)]
+        listed = [{"params": [p], **g} for p, g in zip(params, groups, strict=True)]
+        optimizer = TensorParallelAdaptiveMuon(listed, moment2_method=method, **options)
+        torch.manual_seed(0)
+        for step in range(2):
+            for param in params:
+                param.grad = torch.randn(8, 12, generator=torch.Generator().manual_seed(step))
+            optimizer.step()
+        return [param.detach() for param in params]
+
+    mixed = step([{}, {"beta2": 0.5, "eps": 1e-3}], beta2=0.9)
+    first = step([{}, {}], beta2=0.9)[0]
+    second = step([{}, {}], beta2=0.5, eps=1e-3)[1]
+    assert torch.equal(mixed[0], first)
+    assert torch.equal(mixed[1], second)
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_batched_and_single_matrices_agree(method):
+    results = []
+    for batched in (True, False):
+        optimizer, params = build(method, batched=batched)
+        run_steps(optimizer, params, 2)
+        results.append(params)
+    for name in SHAPES:
+        torch.testing.assert_close(results[0][name], results[1][name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_experts_have_statistics_of_their_own(method):
+    torch.manual_seed(0)
+    stacked = torch.nn.Parameter(torch.randn(3, 8, 12))
+    apart = [torch.nn.Parameter(matrix.clone()) for matrix in stacked.detach()]
+    options = {"moment2_method": method, "fp32_matmul_prec": "highest"}
+    one = TensorParallelAdaptiveMuon([stacked], **options)
+    several = TensorParallelAdaptiveMuon(apart, **options)
+    for _ in range(2):
+        stacked.grad = torch.randn(3, 8, 12) * torch.tensor([1.0, 10.0, 0.1]).view(3, 1, 1)
+        for param, grad in zip(apart, stacked.grad, strict=True):
+            param.grad = grad.clone()
+        one.step()
+        several.step()
+    torch.testing.assert_close(stacked, torch.stack(list(apart)), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_zero_tiny_and_rank_deficient_gradients_are_finite(method):
+    grads = [torch.zeros(8, 12), torch.full((8, 12), 1e-30), torch.ones(8, 12)]
+    params = [torch.nn.Parameter(torch.ones(8, 12)) for _ in grads]
+    optimizer = TensorParallelAdaptiveMuon(params, moment2_method=method)
+    for _ in range(2):
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad.clone()
+        optimizer.step()
+    assert all(param.isfinite().all() for param in params)
+    assert all(v.isfinite().all() for p in params for v in optimizer.state[p].values())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_bfloat16_parameters_keep_their_dtype(method):
+    param = torch.nn.Parameter(torch.ones(8, 12, dtype=torch.bfloat16))
+    exact = torch.nn.Parameter(torch.ones(8, 12))
+    optimizer = TensorParallelAdaptiveMuon([param], moment2_method=method)
+    reference = TensorParallelAdaptiveMuon([exact], moment2_method=method)
+    exact.grad = torch.randn(8, 12, generator=torch.Generator().manual_seed(0))
+    param.grad = exact.grad.to(torch.bfloat16)
+    optimizer.step()
+    reference.step()
+    assert param.dtype == optimizer.state[param]["moment2_buffer"].dtype == torch.bfloat16
+    # eight bits of mantissa
+    torch.testing.assert_close(param.float(), exact, rtol=0.01, atol=0.003)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_overridden_orthogonalize_is_normalized_and_scaled(method):
+    class Doubled(TensorParallelAdaptiveMuon):
+        def orthogonalize(self, p, grad, **kwargs):
+            return 2 * super().orthogonalize(p, grad, **kwargs)
+
+    starts, params = [], []
+    for cls in (TensorParallelAdaptiveMuon, Doubled):
+        param = torch.nn.Parameter(torch.zeros(8, 12))
+        param.grad = torch.randn(8, 12, generator=torch.Generator().manual_seed(0))
+        optimizer = cls([param], lr=1.0, moment2_method=method, fp32_matmul_prec="highest")
+        optimizer.step()
+        params.append(param.detach())
+        starts.append(optimizer.state[param]["moment2_buffer"])
+    # AdaMuon's update does not depend on its length, NorMuon and NAMO keep it
+    factor = 1 if method == "adamuon" else 2
+    # eps is not nothing beside AdaMuon's smallest entries
+    torch.testing.assert_close(params[1], factor * params[0], rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(starts[1], starts[0] * (1 if method == "namo" else 4))
+
+
+def test_it_is_both_upstream_classes():
+    optimizer, _ = build("adamuon")
+    assert isinstance(optimizer, TensorParallelMuon)
+    assert isinstance(optimizer, AdaptiveMuon)
+    assert isinstance(optimizer, OrthogonalizedOptimizer)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [("moment2_method", "adam"), ("beta2", 1.0), ("beta2", -0.1), ("eps", 0.0), ("eps", -1e-8)],
+)
+def test_bad_values_are_refused_by_name(argument, value):
+    param = torch.nn.Parameter(torch.ones(4, 4))
+    with pytest.raises(ConfigurationError, match=f"{argument}={value!r}"):
+        TensorParallelAdaptiveMuon([param], **{argument: value})
+    if argument != "moment2_method":
+        with pytest.raises(ConfigurationError, match=f"{argument}={value!r}"):
+            TensorParallelAdaptiveMuon([{"params": [param], argument: value}])
+
+
+@pytest.mark.parametrize(
+    "options", [{"use_decoupled_weight_decay": False}, {"weight_decay_method": "l2"}]
+)
+def test_namo_refuses_l2_weight_decay(options):
+    param = torch.nn.Parameter(torch.ones(4, 4))
+    with pytest.raises(ConfigurationError, match=r"moment2_method='namo'.*l2"):
+        TensorParallelAdaptiveMuon([param], moment2_method="namo", **options)
+    TensorParallelAdaptiveMuon([param], moment2_method="normuon", **options)

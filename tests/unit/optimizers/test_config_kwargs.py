@@ -1,0 +1,136 @@
+"""The keyword contract between configuration fields and constructor arguments."""
+
+from types import SimpleNamespace
+
+import pytest
+from emerging_optimizers.orthogonalized_optimizers import MuonHyperball
+from megatron.core.optimizer import OptimizerConfig
+
+from megatron_eopt import ConfigurationError, EmergingOptimizerConfig
+from megatron_eopt import emerging_optimizers as compat
+from megatron_eopt.optimizers.config_kwargs import (
+    check_all_consumed,
+    constructor_arguments,
+    first_field,
+    kwargs_from_config,
+)
+from megatron_eopt.optimizers.entries import constructor_kwargs
+
+MODEL = SimpleNamespace(
+    config=SimpleNamespace(num_attention_heads=8, num_query_groups=2, kv_channels=16)
+)
+
+
+class Example:
+    def __init__(self, params, lr=0.1, momentum=0.9, nesterov=False, betas=(0.9, 0.99), eps=1.0):
+        pass
+
+
+def test_own_prefix_then_parents_then_plain():
+    config = SimpleNamespace(lr=1, muon_lr=None, muon_momentum=3, mine_momentum=4, muon_nesterov=5)
+    kwargs = kwargs_from_config(Example, ("mine", "muon"), config)
+    assert kwargs == {"lr": 1, "momentum": 4, "nesterov": 5}
+
+
+def test_pairs_of_betas_make_betas():
+    config = SimpleNamespace(mine_beta1=0.5, mine_beta2=0.6)
+    assert kwargs_from_config(Example, "mine", config) == {"betas": (0.5, 0.6)}
+
+
+def test_arguments_of_bases_are_followed_through_keyword_arguments():
+    names = constructor_arguments(MuonHyperball)
+    assert {"hyperball_eps", "lr", "num_ns_steps"} <= set(names)
+    assert not {"self", "params", "args", "kwargs"} & set(names)
+
+
+@pytest.mark.parametrize(
+    ("old", "argument", "value"),
+    [
+        ("muon_use_nesterov", "nesterov", True),
+        ("muon_mode", "tp_mode", "blockwise"),
+        ("muon_momentum_beta", "momentum", 0.5),
+    ],
+)
+def test_old_spellings_work(old, argument, value):
+    config = EmergingOptimizerConfig(optimizer="muon", lr=0.1, **{old: value})
+    assert constructor_kwargs("muon", config, [MODEL], None)[argument] == value
+
+
+def test_weight_decay_follows_the_configuration():
+    for decoupled in (True, False):
+        config = OptimizerConfig(lr=0.1, decoupled_weight_decay=decoupled)
+        muon = constructor_kwargs("muon", config, [MODEL], None)
+        assert muon["use_decoupled_weight_decay"] is decoupled
+        method = constructor_kwargs("soap", config, [MODEL], None)["weight_decay_method"]
+        assert method == ("decoupled" if decoupled else "l2")
+
+
+def test_changed_fields_that_nobody_takes_are_errors():
+    config = OptimizerConfig(muon_momentum=0.8)
+    check_all_consumed(config, ("muon",), {"muon_momentum"})
+    check_all_consumed(config, ("lion",), set())
+    with pytest.raises(ConfigurationError, match=r"muon_momentum=0\.8"):
+        check_all_consumed(config, ("muon",), set())
+    config.muon_unheard_of = 1
+    with pytest.raises(ConfigurationError, match="muon_unheard_of"):
+        check_all_consumed(config, ("muon",), {"muon_momentum"})
+
+
+def test_first_field_skips_what_is_not_set():
+    config = SimpleNamespace(adaptive_lr=None, muon_lr=0.5)
+    assert first_field(config, "lr", ("adaptive", "muon")) == 0.5
+    assert first_field(config, "min_lr", ("adaptive", "muon"), 7) == 7
+
+
+# What the API page of megatron.core.optimizer.emerging_optimizers lists.
+NAMES = [
+    "EmergingOptimizerEntry",
+    "_EMERGING_OPTIMIZERS",
+    "_adaptive_muon_config_to_kwargs",
+    "_create_emerging_optimizer",
+    "_default_adam_based_eopt_config_to_kwargs",
+    "_default_param_overrides_factory",
+    "_eopt_init_state_fn",
+    "_get_qkv_split_shapes",
+    "_is_nonlinear_or_embedding",
+    "_kwargs_from_config",
+    "_muon_config_to_kwargs",
+    "get_supported_coefficient_types",
+    "validate_coefficient_type",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_megatrons_names_exist_with_their_signatures(name):
+    import inspect
+
+    from megatron.core.optimizer import emerging_optimizers as theirs
+
+    ours, stock = getattr(compat, name), getattr(theirs, name)
+    if inspect.isfunction(stock):
+        assert list(inspect.signature(ours).parameters) == list(inspect.signature(stock).parameters)
+    elif name == "EmergingOptimizerEntry":
+        fields = list(inspect.signature(stock).parameters)
+        assert list(inspect.signature(ours).parameters)[: len(fields)] == fields
+    else:
+        assert set(stock) - {"adaptive_muon"} <= set(ours)
+
+
+def test_megatrons_helpers_give_what_megatrons_give():
+    from megatron.core.optimizer import emerging_optimizers as theirs
+
+    config = OptimizerConfig(optimizer="muon", lr=0.1, muon_num_ns_steps=7)
+    ours = compat._muon_config_to_kwargs(config, [MODEL], None)
+    stock = theirs._muon_config_to_kwargs(config, [MODEL], None)
+    assert {k: ours[k] for k in stock if k != "is_qkv_fn"} == {
+        k: v for k, v in stock.items() if k != "is_qkv_fn"
+    }
+    gated = SimpleNamespace(**vars(MODEL.config), attention_output_gate=True)
+    for model_config in (MODEL.config, gated):
+        assert compat._get_qkv_split_shapes(model_config) == theirs._get_qkv_split_shapes(
+            model_config
+        )
+    assert compat._default_param_overrides_factory() == theirs._default_param_overrides_factory()
+    compat.validate_coefficient_type("polar_express")
+    with pytest.raises(ValueError, match="nope"):
+        compat.validate_coefficient_type("nope")

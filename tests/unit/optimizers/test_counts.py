@@ -1,0 +1,183 @@
+"""What each mode sends, counted at torch.distributed's own functions."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from emerging_optimizers.orthogonalized_optimizers.muon_utils import newton_schulz_tp
+
+from megatron_eopt.math import choose_algorithm, orthogonalize, resolve_coefficients
+from megatron_eopt.matrices import qkv, whole
+from megatron_eopt.optimizers.engine import MatrixEngine
+from megatron_eopt.optimizers.stored import Fragment, StoredParameter
+from megatron_eopt.optimizers.triangle import packed_elements
+from tests.harness import run_ranks
+
+COLLECTIVES = (
+    "all_to_all_single",
+    "all_to_all",
+    "all_reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "reduce_scatter_tensor",
+    "broadcast",
+    "send",
+    "recv",
+    "barrier",
+)
+
+
+@contextlib.contextmanager
+def counted():
+    """Yield a list of (name, bytes that this rank hands over, dtype), filled while inside."""
+    calls = []
+    originals = {name: getattr(dist, name) for name in COLLECTIVES}
+
+    def recorder(name):
+        def call(*args, **kwargs):
+            # the input comes second in functions with a separate output
+            tensor = args[0] if name in ("all_reduce", "broadcast", "send", "recv") else args[1]
+            calls.append((name, tensor.nbytes, tensor.dtype))
+            return originals[name](*args, **kwargs)
+
+        return call
+
+    for name in COLLECTIVES:
+        setattr(dist, name, recorder(name))
+    try:
+        yield calls
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+
+
+def stored(name, split, dim, size):
+    numel = torch.Size(split.shape).numel() // size
+    return StoredParameter(
+        name, split, dim, size, tuple(Fragment(r, 0, numel) for r in range(size))
+    )
+
+
+def muon(precision, algorithm="auto"):
+    def update(stack, matrices, reduce, shape):
+        settings = {"precision": precision, "algorithm": algorithm}
+        shape = None if reduce is None else shape
+        stack.copy_(orthogonalize(stack, reduce=reduce, whole_shape=shape, **settings))
+
+    return update
+
+
+def run_counted(parameters, mode, precision="highest", wave_bytes=64 << 20, algorithm="auto"):
+    """Return the calls of one step, the number of waves, and what the plan says about itself."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    built = [stored(f"w{i}", split, dim, size) for i, (split, dim) in enumerate(parameters)]
+    engine = MatrixEngine(
+        built, muon(precision, algorithm), dist.group.WORLD, mode=mode, wave_bytes=wave_bytes
+    )
+    directions = [
+        torch.randn(p.fragments[rank].stop, generator=torch.Generator().manual_seed(i))
+        for i, p in enumerate(built)
+    ]
+    engine.updates(directions)
+    with counted() as calls:
+        engine.updates(directions)
+    return calls, len(engine.plan.waves), engine.plan.calls, engine.plan.bytes_sent
+
+
+# every rank stores 1/P of each and owns as many as the others
+MODEL = [(whole((128, 64)), 0), (whole((64, 128)), 1), (qkv((192, 64), (16, 16, 16)), 0)] * 4
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("wave_bytes", [64 << 20, 100_000])
+def test_exchange_takes_two_collectives_a_wave_and_duplicated_one(size, wave_bytes):
+    sent = {}
+    for mode, per_wave in (("duplicated", 1), ("exchange", 2)):
+        ranks = run_ranks(size, run_counted, MODEL, mode, "highest", wave_bytes)
+        for calls, waves, planned_calls, planned_bytes in ranks:
+            assert [name for name, _, _ in calls] == ["all_to_all_single"] * per_wave * waves
+            assert (waves > 1) == (wave_bytes < 64 << 20)
+            assert planned_calls == len(calls)
+            assert planned_bytes == sum(nbytes for _, nbytes, _ in calls)
+        sent[mode] = [sum(nbytes for _, nbytes, _ in calls) for calls, *_ in ranks]
+    elements = sum(torch.Size(split.shape).numel() for split, _ in MODEL)
+    assert sent["duplicated"] == [4 * elements // size * (size - 1)] * size
+    for exchange, duplicated in zip(sent["exchange"], sent["duplicated"], strict=True):
+        assert exchange <= 2.1 / size * duplicated
+
+
+def emerging_bytes(shape, dim, precision):
+    size = dist.get_world_size()
+    local = list(shape)
+    local[dim] //= size
+    torch.set_float32_matmul_precision(precision)
+    with counted() as calls:
+        newton_schulz_tp(
+            torch.randn(local), 5, "quintic", dist.group.WORLD, dim, tp_mode="distributed"
+        )
+    torch.set_float32_matmul_precision("highest")
+    return calls
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((512, 128), 0), ((128, 512), 1)])
+def test_distributed_reduces_a_gram_matrix_per_restart(shape, dim):
+    schedule = resolve_coefficients("quintic", 5)
+    plan = choose_algorithm(shape, torch.float32, "highest", schedule)
+    assert plan.algorithm == "gram"
+    calls, *_ = run_ranks(2, run_counted, [(whole(shape), dim)], "distributed")[0]
+    norm, *grams = calls
+    assert norm[:2] == ("all_reduce", 8)
+    assert len(grams) == 1 + len(plan.restarts)
+    assert {call[:2] for call in grams} == {("all_reduce", 4 * packed_elements(128))}
+    theirs = run_ranks(2, emerging_bytes, shape, dim, "highest")[0]
+    assert {dtype for _, _, dtype in theirs[1:]} == {torch.float32}
+    ours = sum(nbytes for _, nbytes, _ in calls)
+    assert ours <= 0.25 * sum(nbytes for _, nbytes, _ in theirs)
+
+
+def test_sixteen_bit_gram_matrices_travel_in_sixteen_bits():
+    """Three Gram matrices where float32 needs two: accuracy decides, see docs/numerics.md."""
+    shape = (1024, 256)
+    calls, *_ = run_ranks(2, run_counted, [(whole(shape), 0)], "distributed", "medium")[0]
+    theirs = run_ranks(2, emerging_bytes, shape, 0, "medium")[0]
+    assert {dtype for _, _, dtype in calls[1:]} == {torch.bfloat16}
+    schedule = resolve_coefficients("quintic", 5)
+    restarts = choose_algorithm(shape, torch.float32, "medium", schedule).restarts
+    assert len(calls) == 2 + len(restarts)
+    ours, stock = (sum(nbytes for _, nbytes, _ in c) for c in (calls, theirs))
+    assert ours <= 0.54 * (1 + len(restarts)) / 5 * stock + 64
+
+
+def test_square_matrices_reduce_once_a_step_and_one_call_serves_a_stack():
+    square = [(whole((64, 64)), 1)] * 6
+    for algorithm in ("auto", "standard"):
+        calls, waves, planned, _ = run_ranks(
+            2, run_counted, square, "distributed", "highest", 64 << 20, algorithm
+        )[0]
+        assert waves == 1
+        assert planned == 0
+        assert [name for name, _, _ in calls] == ["all_reduce"] * 6
+        assert [nbytes for _, nbytes, _ in calls[1:]] == [6 * 4 * packed_elements(64)] * 5
+
+
+def test_a_cut_short_side_is_recut_first_and_counted_apart():
+    narrow = [(whole((64, 512)), 0)] * 2
+    for calls, _, planned_calls, planned_bytes in run_ranks(2, run_counted, narrow, "distributed"):
+        assert [name for name, _, _ in calls] == [
+            "all_to_all_single",
+            "all_reduce",
+            "all_reduce",
+            "all_reduce",
+            "all_to_all_single",
+        ]
+        assert planned_calls == 2
+        # half of what a rank stores is computed on by the other, in both directions
+        assert planned_bytes == 2 * 4 * 2 * (32 * 256)
+        assert planned_bytes == sum(n for name, n, _ in calls if name == "all_to_all_single")
+
+
+def test_blockwise_and_one_rank_send_nothing():
+    for size, mode in ((1, "auto"), (1, "distributed"), (2, "blockwise")):
+        for calls, *_ in run_ranks(size, run_counted, MODEL, mode):
+            assert calls == []

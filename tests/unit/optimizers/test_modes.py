@@ -1,0 +1,107 @@
+"""Which compute layout a mode means, and what ``auto`` chooses: pure functions."""
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_eopt.layouts import Layout
+from megatron_eopt.optimizers.costs import GroupCosts, home
+from megatron_eopt.optimizers.modes import plan_work
+
+WAVE = 64 << 20
+
+
+def rows(shape, ranks):
+    return Layout.slabs(shape, 0, range(ranks))
+
+
+def columns(shape, ranks):
+    return Layout.slabs(shape, 1, range(ranks))
+
+
+def modes(storage, ranks, mode="auto"):
+    return [work.mode for work in plan_work(storage, ranks, mode, WAVE).matrices]
+
+
+def test_auto_gives_many_large_matrices_to_owners():
+    storage = [rows((4096, 4096), 4) for _ in range(64)]
+    work = plan_work(storage, 4, "auto", WAVE)
+    assert {matrix.mode for matrix in work.matrices} == {"exchange"}
+    owners = [home(matrix.compute)[0] for matrix in work.matrices]
+    assert np.bincount(owners).tolist() == [16] * 4
+
+
+def test_auto_shares_large_matrices_where_ranks_would_idle():
+    """Fewer matrices than ranks, or a rest that does not come out even."""
+    assert modes([rows((8192, 2048), 8)], 8) == ["distributed"]
+    assert modes([rows((8192, 2048), 8)] * 2, 8) == ["distributed"] * 2
+    assert set(modes([rows((8192, 2048), 8)] * 9, 8)) <= {"distributed", "exchange"}
+    assert "distributed" in modes([rows((8192, 2048), 8)] * 9, 8)
+
+
+def test_auto_shares_only_the_one_that_outweighs_the_others():
+    storage = [rows((1024, 512), 2) for _ in range(8)] + [columns((4096, 16384), 2)]
+    assert modes(storage, 2) == ["exchange"] * 8 + ["distributed"]
+
+
+def test_auto_gathers_matrices_that_cost_less_than_a_second_collective():
+    assert set(modes([rows((32, 32), 2)] * 8, 2)) == {"duplicated"}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=12),
+    st.integers(2, 9),
+)
+def test_auto_is_never_blockwise_and_never_dearer_than_one_mode_for_all(sizes, ranks):
+    storage = [rows((512 * a, 512 * b), ranks) for a, b in sizes]
+    first = plan_work(storage, ranks, "auto", WAVE)
+    again = plan_work(storage, ranks, "auto", WAVE)
+    chosen = [work.mode for work in first.matrices]
+    assert [work.mode for work in again.matrices] == chosen
+    assert first.waves == again.waves
+    assert "blockwise" not in chosen
+    costs = GroupCosts.of(storage, [a >= b for a, b in sizes], ranks)
+    everything = np.arange(len(storage))
+    picked = costs.cheapest()
+    cost = costs.duplicated() if picked is None else costs.owned_but(picked)
+    for other in (costs.duplicated(), costs.owned_but(everything[:0]), costs.owned_but(everything)):
+        assert cost <= other * (1 + 1e-12)
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((96, 32), 0), ((32, 96), 1), ((64, 64), 1)])
+def test_long_side_slabs_are_computed_where_they_are_stored(shape, dim):
+    storage = Layout.slabs(shape, dim, range(4))
+    (matrix,) = plan_work([storage], 4, "distributed", WAVE).matrices
+    assert np.array_equal(matrix.compute.boxes.table, storage.compact().boxes.table)
+
+
+def test_a_slightly_uneven_cut_stays_and_a_very_uneven_one_is_evened_out():
+    slightly, very = (Layout.slabs((96, 32), 0, range(2), s) for s in ([50, 46], [80, 16]))
+    work = plan_work([slightly, very, slightly], 2, "distributed", WAVE)
+    held = [matrix.compute.held(2).tolist() for matrix in work.matrices]
+    assert held == [[1600, 1472], [1536, 1536], [1600, 1472]]
+    # a wave's matrices have one local shape on every rank, so all ranks stack them alike
+    assert sorted(work.waves) == [(0, 2), (1,)]
+
+
+def test_short_side_cuts_are_recut_to_the_long_side():
+    (matrix,) = plan_work([rows((32, 96), 4)], 4, "distributed", WAVE).matrices
+    assert matrix.compute.local_shape(3) == (32, 24)
+
+
+def test_a_matrix_with_fewer_columns_than_ranks_has_an_owner():
+    assert modes([rows((8, 4), 16)], 16, "distributed") == ["exchange"]
+
+
+def test_a_large_model_is_planned_in_seconds():
+    """Layouts are objects, so they are shared between matrices; 20 s for 100,000 with the plan."""
+    shapes = [(4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336)]
+    layouts = [rows(shape, 64) for shape in shapes]
+    began = time.perf_counter()
+    work = plan_work([layouts[i % 4] for i in range(10_000)], 64, "auto", WAVE)
+    assert time.perf_counter() - began < 10
+    assert sorted(i for wave in work.waves for i in wave) == list(range(10_000))

@@ -1,0 +1,312 @@
+"""TensorParallelMuon: its arithmetic against float64, and its contract."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from emerging_optimizers.orthogonalized_optimizers import Muon as EmergingMuon
+from emerging_optimizers.orthogonalized_optimizers import OrthogonalizedOptimizer
+
+from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.math import NonFiniteError
+from megatron_eopt.matrices import whole
+from megatron_eopt.optimizers.muon import TensorParallelMuon
+from tests.reference.muon import muon_step, newton_schulz, spectral_scale
+
+EXACT = {"fp32_matmul_prec": "highest"}
+QKV = [8, 4, 4]
+
+
+def parameter(*shape, seed=0, grad=True):
+    generator = torch.Generator().manual_seed(seed)
+    param = torch.nn.Parameter(torch.randn(shape, generator=generator))
+    if grad:
+        param.grad = torch.randn(shape, generator=generator)
+    return param
+
+
+def matrix(tensor):
+    return tensor.detach().double().numpy().copy()
+
+
+def relative(got, want, start):
+    return np.linalg.norm(matrix(got) - want) / np.linalg.norm(want - start)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("method", ["decoupled", "l2", "independent"])
+def test_three_steps_equal_float64_for_each_kind_of_weight_decay(method, nesterov):
+    param = parameter(12, 20)
+    optimizer = TensorParallelMuon(
+        [param], 0.02, 0.9, nesterov, 0.1, weight_decay_method=method, **EXACT
+    )
+    start = weight = matrix(param)
+    momentum = np.zeros_like(weight)
+    for step in range(3):
+        param.grad = parameter(12, 20, seed=step).grad
+        grad = matrix(param.grad)
+        optimizer.step()
+        decayed = {"decoupled": 1 - 0.02 * 0.1, "l2": 1, "independent": 1 - 0.1}[method] * weight
+        effective = grad + 0.1 * weight if method == "l2" else grad
+        weight, momentum = muon_step(
+            decayed, effective, momentum, lr=0.02, momentum=0.9, nesterov=nesterov
+        )
+        assert np.array_equal(matrix(param.grad), grad)
+    # relative to the way gone: float32 iterations amplify rounding in small singular values
+    assert relative(param, weight, start) < 1e-5
+    buffer = optimizer.state[param]["momentum_buffer"]
+    np.testing.assert_allclose(matrix(buffer), momentum, rtol=1e-5, atol=1e-6)
+
+
+def test_the_old_switch_means_l2():
+    params = [parameter(6, 8), parameter(6, 8)]
+    TensorParallelMuon([params[0]], use_decoupled_weight_decay=False, weight_decay=0.5).step()
+    TensorParallelMuon([params[1]], weight_decay_method="l2", weight_decay=0.5).step()
+    assert torch.equal(*params)
+
+
+@pytest.mark.parametrize("shape", [(32, 128), (128, 32), (48, 48)])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_equals_emerging_optimizers_on_a_plain_matrix(shape, nesterov):
+    ours, theirs = parameter(*shape), parameter(*shape)
+    # both with the standard iteration: Gram's rounding is another one
+    options = {"nesterov": nesterov, "weight_decay": 0.1, **EXACT}
+    optimizers = (
+        TensorParallelMuon([ours], 0.01, 0.9, algorithm="standard", **options),
+        EmergingMuon([theirs], 0.01, 0.9, **options),
+    )
+    for step in range(3):
+        for param, optimizer in zip((ours, theirs), optimizers, strict=True):
+            param.grad = parameter(*shape, seed=step).grad
+            optimizer.step()
+    assert (ours - theirs).norm() / theirs.norm() < 1e-6
+
+
+def test_no_process_group_is_needed():
+    assert not dist.is_initialized()
+    param = parameter(4, 6)
+    before = param.detach().clone()
+    TensorParallelMuon([param]).step()
+    assert not torch.equal(param, before)
+    assert isinstance(TensorParallelMuon([param]), OrthogonalizedOptimizer)
+
+
+def test_closures_run_with_gradients_and_their_loss_is_returned():
+    param = parameter(4, 6, grad=False)
+    optimizer = TensorParallelMuon([param])
+
+    def closure():
+        assert torch.is_grad_enabled()
+        loss = param.square().sum()
+        loss.backward()
+        return loss
+
+    expected = param.square().sum().item()
+    assert optimizer.step(closure).item() == pytest.approx(expected)
+    assert TensorParallelMuon([param]).step() is None
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("shape", [(4, 6), (6, 4), (2, 4, 6)])
+def test_updates_never_alias_momentum_or_gradients(shape, nesterov):
+    class Spoiling(TensorParallelMuon):
+        def pre_weight_update_fn_inplace(self, p, update):
+            update.fill_(7.0)
+
+    param = parameter(*shape)
+    grad = param.grad.clone()
+    optimizer = Spoiling([param], momentum=0.5, nesterov=nesterov)
+    optimizer.step()
+    torch.testing.assert_close(optimizer.state[param]["momentum_buffer"], 0.5 * grad)
+    assert torch.equal(param.grad, grad)
+    optimizer.orthogonalize(param, param.grad).fill_(7.0)
+    assert torch.equal(param.grad, grad)
+
+
+def test_state_exists_before_the_first_step_and_for_later_groups():
+    first, late = parameter(4, 6), parameter(6, 4, grad=False)
+    optimizer = TensorParallelMuon([first])
+    optimizer.add_param_group({"params": [late], "lr": 0.5})
+    for param in (first, late):
+        assert list(optimizer.state[param]) == ["momentum_buffer"]
+        assert torch.equal(optimizer.state[param]["momentum_buffer"], torch.zeros_like(param))
+    before = late.detach().clone()
+    optimizer.step()
+    assert torch.equal(late, before)  # no gradient, no step
+
+
+def test_groups_step_with_their_own_settings():
+    together = [parameter(6, 8), parameter(6, 8, seed=1)]
+    settings = [{"lr": 0.1, "momentum": 0.5}, {"lr": 0.2, "weight_decay": 0.3}]
+    groups = [{"params": [p], **s} for p, s in zip(together, settings, strict=True)]
+    TensorParallelMuon(groups, batched=False).step()
+    for seed, (param, setting) in enumerate(zip(together, settings, strict=True)):
+        alone = parameter(6, 8, seed=seed)
+        TensorParallelMuon([alone], **setting).step()
+        assert torch.equal(param, alone)
+
+
+def test_non_finite_gradients_are_named_and_nothing_changes():
+    good, bad = parameter(4, 6), parameter(4, 6, seed=1)
+    bad.grad[2, 3] = float("nan")
+    optimizer = TensorParallelMuon([("good", good), ("layer.bad", bad)], weight_decay=0.5)
+    before = [good.detach().clone(), bad.detach().clone()]
+    with pytest.raises(NonFiniteError, match=r"layer\.bad") as caught:
+        optimizer.step()
+    assert caught.value.names == ["layer.bad"]
+    for param, value in zip((good, bad), before, strict=True):
+        assert torch.equal(param, value)
+        assert not optimizer.state[param]["momentum_buffer"].any()
+
+
+@pytest.mark.parametrize("declared", ["constructor", "parameter", "splits"])
+def test_fused_qkv_equals_the_reference_part_by_part(declared):
+    param = parameter(48, 20)
+    param.is_qkv = True
+    options = {"split_qkv": True, "qkv_split_shapes": QKV}
+    if declared == "parameter":
+        param.qkv_split_shapes, options["qkv_split_shapes"] = QKV, [1, 1, 1]
+    if declared == "splits":
+        from megatron_eopt.matrices import qkv
+
+        options = {"splits": {param: qkv((48, 20), QKV)}}
+    start, grad = matrix(param), matrix(param.grad)
+    TensorParallelMuon([param], 0.1, 0.9, weight_decay=0.1, **options, **EXACT).step()
+    groups = np.arange(48).reshape(-1, 16)
+    parts = [part.ravel() for part in np.split(groups, [8, 12], axis=1)]
+    want, _ = muon_step(start, grad, 0 * grad, lr=0.1, momentum=0.9, weight_decay=0.1, parts=parts)
+    assert relative(param, want, start) < 1e-5
+
+
+def test_a_fused_weight_of_unknown_rows_is_refused_by_name():
+    param = parameter(48, 20)
+    with pytest.raises(ConfigurationError, match=r"qkv_split_shapes.*'attention\.qkv'"):
+        TensorParallelMuon(
+            [("attention.qkv", param)], split_qkv=True, is_qkv_fn=lambda _: True
+        ).step()
+
+
+def test_experts_are_matrices_of_their_own():
+    param = parameter(3, 8, 12)
+    start, grad = matrix(param), matrix(param.grad)
+    TensorParallelMuon([param], 0.1, 0.9, weight_decay=0.1, **EXACT).step()
+    for i in range(3):
+        want, _ = muon_step(start[i], grad[i], 0 * grad[i], lr=0.1, momentum=0.9, weight_decay=0.1)
+        assert relative(param[i], want, start[i]) < 1e-5
+
+
+def test_zero_tiny_and_rank_deficient_gradients_are_finite():
+    params = [parameter(8, 12, seed=i) for i in range(3)]
+    params[0].grad.zero_()
+    params[1].grad.fill_(1e-30)
+    params[2].grad = torch.ones(8, 12)
+    zero_before = params[0].detach().clone()
+    TensorParallelMuon(params, weight_decay=0.0).step()
+    assert all(param.isfinite().all() for param in params)
+    assert torch.equal(params[0], zero_before)
+
+
+def test_a_subclass_may_orthogonalize_in_its_own_way():
+    class Sign(TensorParallelMuon):
+        def orthogonalize(self, p, grad, **kwargs):
+            return grad.sign()
+
+    param = parameter(4, 6)
+    want = param.detach() - 0.5 * param.grad.sign()
+    Sign([param], lr=0.5, weight_decay=0.0).step()
+    torch.testing.assert_close(param.detach(), want)
+
+
+def test_both_hooks_of_a_subclass_are_called_for_each_parameter():
+    class Hooked(TensorParallelMuon):
+        def pre_weight_update_fn_inplace(self, p, update):
+            update.mul_(2)
+
+        def post_weight_update_fn_inplace(self, p):
+            p.data += 100
+
+    hooked, plain = [parameter(4, 6), parameter(6, 4)], [parameter(4, 6), parameter(6, 4)]
+    Hooked(hooked, lr=0.1, weight_decay=0.0).step()
+    TensorParallelMuon(plain, lr=0.2, weight_decay=0.0).step()
+    for one, other in zip(hooked, plain, strict=True):
+        torch.testing.assert_close(one, other + 100)
+
+
+def test_orthogonalize_is_what_a_step_subtracts():
+    param = parameter(48, 20)
+    param.is_qkv = True
+    optimizer = TensorParallelMuon(
+        [param], lr=1.0, momentum=0.0, weight_decay=0.0, split_qkv=True, qkv_split_shapes=QKV
+    )
+    before, update = param.detach().clone(), optimizer.orthogonalize(param, param.grad)
+    optimizer.step()
+    torch.testing.assert_close(param.detach(), before - update, rtol=0, atol=1e-6)
+
+
+def test_batched_and_single_matrices_agree():
+    results = []
+    for batched in (True, False):
+        params = [parameter(8, 12, seed=i) for i in range(4)] + [parameter(12, 8)]
+        TensorParallelMuon(params, lr=0.1, batched=batched, **EXACT).step()
+        results.append(params)
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["spectral", "unit_rms_norm", "shape_scaling", "adamw_rms"])
+def test_the_update_is_nearly_orthogonal_times_its_scale(mode):
+    param = parameter(64, 16)
+    optimizer = TensorParallelMuon([param], scale_mode=mode, extra_scale_factor=0.5)
+    scale = {"spectral": 8, "unit_rms_norm": 2, "shape_scaling": 2, "adamw_rms": 0.2 * 8}[mode]
+    singular = torch.linalg.svdvals(optimizer.orthogonalize(param, param.grad)) / (0.5 * scale)
+    # the quintic set maps singular values into [0.65, 1.25], bfloat16 adds about 0.01
+    assert singular.min() > 0.6
+    assert singular.max() < 1.3
+
+
+def test_it_minimizes_a_least_squares_problem():
+    torch.manual_seed(0)
+    inputs, target = torch.randn(64, 12), torch.randn(8, 12)
+    param = torch.nn.Parameter(torch.zeros(8, 12))
+    optimizer = TensorParallelMuon([param], lr=0.05, weight_decay=0.0)
+    losses = []
+    for step in range(150):
+        optimizer.param_groups[0]["lr"] = 0.05 * (1 - step / 150)
+        optimizer.zero_grad()
+        loss = (inputs @ (param - target).T).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 1e-3 * losses[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_dtypes_step_in_their_own(dtype):
+    exact = parameter(8, 12)
+    param = torch.nn.Parameter(exact.detach().to(dtype))
+    param.grad = exact.grad.to(dtype)
+    optimizer = TensorParallelMuon([param], lr=0.1)
+    optimizer.step()
+    TensorParallelMuon([exact], lr=0.1).step()
+    assert param.dtype == optimizer.state[param]["momentum_buffer"].dtype == dtype
+    # the iteration multiplies in bfloat16 (medium), weights have 8 bits of mantissa at least
+    torch.testing.assert_close(param.float(), exact.detach(), rtol=0.02, atol=0.02)
+
+
+def test_scaled_orthogonalize_fn_takes_whole_matrices():
+    param = parameter(8, 12)
+    optimizer = TensorParallelMuon([param], **EXACT)
+    got = matrix(optimizer.scaled_orthogonalize_fn(param.grad))
+    want = newton_schulz(matrix(param.grad))
+    np.testing.assert_allclose(got, want * spectral_scale(want), rtol=1e-4, atol=1e-4)
+    with pytest.raises(ConfigurationError, match="tp_group"):
+        optimizer.scaled_orthogonalize_fn(param.grad, tp_group=object(), partition_dim=0)
+
+
+def test_a_declared_split_goes_before_is_qkv():
+    param, plain = parameter(48, 20), parameter(48, 20)
+    param.is_qkv = True
+    splits = {param: whole((48, 20))}
+    TensorParallelMuon([param], split_qkv=True, qkv_split_shapes=QKV, splits=splits).step()
+    TensorParallelMuon([plain]).step()
+    assert torch.equal(param, plain)

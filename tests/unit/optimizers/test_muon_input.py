@@ -1,0 +1,114 @@
+"""Muon refuses what it cannot do, and reads every parameter's own cut."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
+from megatron_eopt.optimizers.muon import TensorParallelMuon
+from tests.harness import run_ranks
+
+EXACT = {"fp32_matmul_prec": "highest"}
+QKV = [8, 4, 4]
+
+
+def parameter(*shape, seed=0, grad=True):
+    generator = torch.Generator().manual_seed(seed)
+    param = torch.nn.Parameter(torch.randn(shape, generator=generator))
+    if grad:
+        param.grad = torch.randn(shape, generator=generator)
+    return param
+
+
+@pytest.mark.parametrize("value", ["rows", 2, -2])
+def test_an_unknown_partition_dim_is_refused(value):
+    param = parameter(4, 6)
+    param.partition_dim = value
+    with pytest.raises(ConfigurationError, match="partition_dim"):
+        TensorParallelMuon([param])
+
+
+@pytest.mark.parametrize("mode", ["duplicated", "distributed", "exchange", "auto"])
+@pytest.mark.parametrize("collection", [None, SimpleNamespace(tp=None)])
+def test_a_sharded_parameter_without_group_is_refused(mode, collection):
+    param = parameter(4, 6)
+    param.partition_dim = 0
+    with pytest.raises(ConfigurationError, match=r"group 'tp'.*partition_dim 0"):
+        TensorParallelMuon([param], pg_collection=collection, tp_mode=mode)
+    for attribute, value in (("partition_dim", -1), ("tensor_model_parallel", False)):
+        param = parameter(4, 6)
+        param.partition_dim = 0
+        setattr(param, attribute, value)
+        TensorParallelMuon([param], pg_collection=collection, tp_mode=mode).step()
+
+
+def mixed_cuts(mode):
+    """Step parameters that are cut by rows, by columns and not at all; return errors."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    cuts = {"rows": ((12, 8), 0), "columns": ((8, 12), 1), "whole": ((6, 8), -1)}
+    params, alone = {}, {}
+    for seed, (name, (shape, dim)) in enumerate(cuts.items()):
+        alone[name] = parameter(*shape, seed=seed)
+        cut = [
+            t if dim == -1 else t.chunk(size, dim)[rank].contiguous()
+            for t in (alone[name].detach(), alone[name].grad)
+        ]
+        params[name] = torch.nn.Parameter(cut[0].clone())
+        params[name].grad = cut[1].clone()
+        params[name].partition_dim = dim
+    groups = SimpleNamespace(tp=dist.group.WORLD)
+    TensorParallelMuon(params.items(), 0.1, pg_collection=groups, tp_mode=mode, **EXACT).step()
+    TensorParallelMuon(alone.items(), 0.1, **EXACT).step()
+    errors = {}
+    for name, (_, dim) in cuts.items():
+        want = alone[name] if dim == -1 else alone[name].chunk(size, dim)[rank]
+        errors[name] = ((params[name] - want).norm() / want.norm()).item()
+    return errors
+
+
+@pytest.mark.parametrize("mode", ["duplicated", "exchange", "distributed", "auto", "blockwise"])
+def test_partition_dim_is_each_parameters_own(mode):
+    for errors in run_ranks(2, mixed_cuts, mode):
+        assert errors["whole"] == 0
+        cut = [errors["rows"], errors["columns"]]
+        if mode == "blockwise":
+            assert min(cut) > 1e-3  # another update, as documented
+        else:
+            assert max(cut) < 2e-6  # the order of sums differs
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "error"),
+    [
+        ("lr", -1.0, ConfigurationError),
+        ("lr", "fast", ConfigurationTypeError),
+        ("momentum", 1.0, ConfigurationError),
+        ("momentum", -0.1, ConfigurationError),
+        ("weight_decay", -0.1, ConfigurationError),
+        ("weight_decay", float("nan"), ConfigurationError),
+        ("weight_decay_method", "L2", ConfigurationError),
+        ("fp32_matmul_prec", "low", ConfigurationError),
+        ("coefficient_type", "quintics", ConfigurationError),
+        ("num_ns_steps", 0, ConfigurationError),
+        ("num_ns_steps", 2.5, ConfigurationTypeError),
+        ("scale_mode", "spectrall", ConfigurationError),
+        ("extra_scale_factor", float("inf"), ConfigurationError),
+        ("tp_mode", "dupe", ConfigurationError),
+        ("algorithm", "grams", ConfigurationError),
+        ("backend", "torchh", ConfigurationError),
+        ("ns_eps", 0.0, ConfigurationError),
+    ],
+)
+def test_bad_values_are_refused_by_name(argument, value, error):
+    with pytest.raises(error) as caught:
+        TensorParallelMuon([parameter(4, 4)], **{argument: value})
+    assert argument in str(caught.value)
+    assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize("shape", [(4,), (), (2, 3, 4, 5), (0, 4), (4, 0)])
+def test_what_is_no_matrix_is_refused_by_name(shape):
+    with pytest.raises(ConfigurationError, match=r"embedding\.bias"):
+        TensorParallelMuon([("embedding.bias", torch.nn.Parameter(torch.zeros(shape)))])

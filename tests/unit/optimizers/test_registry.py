@@ -1,0 +1,80 @@
+"""Every registered optimizer trains; names, entries and packages' entry points."""
+
+import importlib.metadata
+from types import SimpleNamespace
+
+import pytest
+import torch
+from emerging_optimizers import registry as emerging_registry
+from emerging_optimizers.utils import SinkhornMapper
+from megatron.core.optimizer import OptimizerConfig
+
+from megatron_eopt import ConfigurationError, EmergingOptimizerEntry, get_megatron_optimizer
+from megatron_eopt.optimizers import registry
+from tests.harness import run_ranks
+from tests.harness.megatron import initialize_megatron
+from tests.harness.models import synthetic_batch, tiny_gpt, train_step, wrap_ddp
+
+# These keep every row (or column) of a weight at unit length and say that it must start there.
+ON_A_SPHERE = {"oblique_sgd", "oblique_adam"}
+
+
+def _train(names: list[str]) -> dict[str, list[float]]:
+    initialize_megatron()
+    found = {}
+    for name in names:
+        torch.manual_seed(1)
+        chunk = wrap_ddp(tiny_gpt(layers=1))
+        config = OptimizerConfig(optimizer=name, lr=1e-3, min_lr=1e-3, clip_grad=1.0)
+        if name in ON_A_SPHERE:
+            for param in chunk.parameters():
+                if param.dim() == 2:
+                    param.data = torch.nn.functional.normalize(param.data, dim=0)
+        if name == "sinkhorn_muon":  # keeps weights non-negative with equal sums
+            for param in chunk.parameters():
+                if param.dim() == 2:
+                    param.data = SinkhornMapper(num_iters=50)(param.data.abs())
+        optimizer = get_megatron_optimizer(config, [chunk])
+        assert optimizer.chained_optimizers[0].optimizer.param_groups[0]["optimizer"] == name
+        batch = [synthetic_batch(0)]
+        found[name] = [train_step([chunk], optimizer, batch) for _ in range(5)]
+    return found
+
+
+def test_every_optimizer_trains():
+    names = [name for name in registry.optimizer_names() if name != "everything"]
+    assert set(emerging_registry.get_optimizer_name_list()) - {"adaptive_muon"} <= set(names)
+    for name, losses in run_ranks(1, _train, names, timeout=120)[0].items():
+        assert losses[-1] < losses[0], name
+
+
+def test_entry_points_of_installed_packages_are_loaded(monkeypatch):
+    class Theirs(torch.optim.SGD):
+        pass
+
+    point = SimpleNamespace(
+        name="theirs", value="theirs:Theirs", load=lambda: EmergingOptimizerEntry(Theirs)
+    )
+    registry.entries()
+    monkeypatch.setattr(registry, "_entries", dict(registry.entries()))
+    monkeypatch.setattr(registry, "_from_packages", set())
+
+    def entry_points(*, group: str) -> list[SimpleNamespace]:
+        return [point] if group == "megatron_eopt.optimizers" else []
+
+    monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
+    assert registry.entry_of("theirs").optimizer_cls is Theirs
+    assert registry.entry_of("theirs").optimizer_cls is Theirs
+
+
+def test_entries_are_checked(monkeypatch):
+    registry.entries()
+    monkeypatch.setattr(registry, "_entries", dict(registry.entries()))
+    entry = EmergingOptimizerEntry(torch.optim.SGD)
+    with pytest.raises(TypeError, match="EmergingOptimizerEntry"):
+        registry.register_optimizer("odd", 3)
+    with pytest.raises(TypeError, match="state_layout"):
+        registry.register_optimizer("odd", entry, state_layout="matrix_state")
+    registry.register_optimizer("odd", entry)
+    with pytest.raises(ConfigurationError, match="odd"):
+        registry.register_optimizer("odd", entry)

@@ -1,0 +1,55 @@
+"""Layout invariance: the same gradients, cut in every way, give the same weights in every mode."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.harness import run_ranks
+from tests.unit.optimizers.tp_cases import CASES, cut, muon, step, weights
+
+# Relative to the distance travelled, in float32. The differences are rounding in another order:
+# sums over slabs, batched products, and the parts of the Gram iteration that they decide.
+TOLERANCE = 2e-6
+STEPS = (1, 10)
+
+
+def errors_of_modes(modes, batched):
+    """Return {(mode, steps): {case: (relative error, bit-equal)}} against one process."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    alone = muon(1, 0, "duplicated", batched=batched)
+    group = dist.group.WORLD
+    together = {mode: muon(size, rank, mode, group, batched=batched) for mode in modes}
+    result = {}
+    for number in range(1, max(STEPS) + 1):
+        step(alone, number, 1, 0)
+        for mode, optimizer in together.items():
+            step(optimizer, number, size, rank)
+            if number in STEPS:
+                result[mode, number] = compare(weights(optimizer), weights(alone), size, rank)
+    return result
+
+
+def compare(ours, alone, size, rank):
+    compared = {}
+    for (name, case), mine, full in zip(CASES.items(), ours, alone, strict=True):
+        want = cut(full, case, size, rank)
+        error = torch.linalg.vector_norm(mine - want) / torch.linalg.vector_norm(want)
+        compared[name] = (float(error), torch.equal(mine, want))
+    return compared
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_exact_mode_gives_what_one_process_gives(size):
+    modes = ["duplicated", "exchange", "distributed", "auto"]
+    for by_mode in run_ranks(size, errors_of_modes, modes, True):
+        for (mode, number), compared in by_mode.items():
+            for case, (error, _) in compared.items():
+                assert error < TOLERANCE, (mode, number, case)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_whole_matrices_are_bit_equal_without_batching(size):
+    for by_mode in run_ranks(size, errors_of_modes, ["duplicated", "exchange"], False):
+        for (mode, number), compared in by_mode.items():
+            for case, (_, equal) in compared.items():
+                assert equal, (mode, number, case)

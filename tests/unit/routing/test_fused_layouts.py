@@ -1,0 +1,246 @@
+"""Each split against what megatron-core's own code does with the fused weight."""
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.layers import _initialize_affine_weight_cpu
+from torch import nn
+
+from megatron_eopt.matrices import (
+    Split,
+    gated,
+    matrix_rows,
+    merge_local,
+    qkv,
+    split_local,
+    split_parts,
+)
+from megatron_eopt.routing.splits import find_splits
+from tests.harness import run_ranks
+from tests.unit.routing import modules
+
+ALL: Any = ("qkv", "gated", "mla", "linear_attention")
+
+
+def only(module: nn.Module, which: tuple[Any, ...] = ALL) -> tuple[nn.Parameter, Split]:
+    ((param, split),) = find_splits([module], which=which).items()
+    return param, split
+
+
+def pieces_of(param: nn.Parameter, split: Split, tp_size: int) -> list[np.ndarray]:
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    found = split_local(param.detach(), split, tp_size, rank, 0 if tp_size > 1 else -1)
+    return [piece.numpy() for piece in found]
+
+
+def assemble(split: Split, pieces: list[list[np.ndarray]]) -> dict[str, np.ndarray]:
+    """Put the pieces of all ranks where the runs say; every row must come from one rank."""
+    tp_size = len(pieces)
+    matrices = {}
+    for index, matrix in enumerate(split.matrices):
+        rebuilt = np.full(matrix.shape, np.nan, dtype=np.float32)
+        for rank in range(tp_size):
+            taken = 0
+            runs = matrix_rows(split, tp_size, rank, 0)[index]
+            for _, logical, length in runs.triples():
+                rebuilt[logical : logical + length] = pieces[rank][index][taken : taken + length]
+                taken += length
+        matrices[matrix.name] = rebuilt
+    return matrices
+
+
+def rows_used(activations: torch.Tensor) -> np.ndarray:
+    """Turn ``(hidden, 1, heads, dim)``, what an identity matrix gave, into the rows used."""
+    return activations.detach().flatten(1).T.numpy()
+
+
+def attention_rank(tp_size: int, groups: int, gate: bool, which: tuple[Any, ...]) -> Any:
+    modules.set_up(tp_size)
+    settings = modules.config(tp_size, num_query_groups=groups, attention_output_gate=gate)
+    module = modules.attention(settings)
+    param, split = only(module, which)
+    identity = torch.eye(modules.HIDDEN).unsqueeze(1)
+    used = module.get_query_key_value_tensors(identity, output_gate=gate)
+    return split, pieces_of(param, split, tp_size), [rows_used(tensor) for tensor in used]
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "groups", "gate"),
+    [
+        (1, 2, False),
+        (1, 4, False),
+        (1, 1, True),
+        (2, 2, False),
+        (2, 2, True),
+        (2, 1, True),
+        (4, 2, False),
+        (4, 2, True),
+        (4, 1, False),
+    ],
+)
+def test_attention_uses_these_rows(tp_size: int, groups: int, gate: bool) -> None:
+    ranks = run_ranks(tp_size, attention_rank, tp_size, groups, gate, ("qkv",))
+    split = ranks[0][0]
+    found = assemble(split, [pieces for _, pieces, _ in ranks])
+    copies = max(tp_size // groups, 1)  # ranks that share the key of one group
+    for number, name in enumerate(["q", "k", "v", "gate"] if gate else ["q", "k", "v"]):
+        step = copies if name in "kv" else 1
+        used = np.concatenate([rows[number] for _, _, rows in ranks[::step]])
+        # an identity times a weight adds zeros to each element, so nothing is rounded
+        assert np.array_equal(found[name], used)
+
+
+def test_each_head_is_a_matrix_if_asked() -> None:
+    ranks = run_ranks(2, attention_rank, 2, 1, False, ("qkv", "per_head"))
+    found = assemble(ranks[0][0], [pieces for _, pieces, _ in ranks])
+    used = np.concatenate([rows[0] for _, _, rows in ranks])
+    assert np.array_equal(np.concatenate([found[f"q.{head}"] for head in range(4)]), used)
+    assert np.array_equal(found["k"], ranks[0][2][1])
+
+
+def mlp_rank(tp_size: int) -> Any:
+    modules.set_up(tp_size)
+    silu = torch.nn.functional.silu
+    module = modules.mlp(modules.config(tp_size, gated_linear_unit=True, activation_func=silu))
+    param, split = only(module)
+    torch.manual_seed(5)
+    inputs = torch.randn(7, 1, modules.HIDDEN)
+    fc2 = module.linear_fc2.weight.detach().numpy()
+    output = module(inputs)[0].detach().numpy()
+    return split, pieces_of(param, split, tp_size), fc2, inputs.numpy(), output
+
+
+def test_gate_and_up_of_a_mlp() -> None:
+    whole = run_ranks(1, mlp_rank, 1)
+    cut = run_ranks(2, mlp_rank, 2)
+    expected = assemble(whole[0][0], [whole[0][1]])
+    found = assemble(cut[0][0], [rank[1] for rank in cut])
+    for name in ("gate", "up"):
+        assert np.array_equal(found[name], expected[name])
+    inputs, output = cut[0][3].astype(np.float64), cut[0][4]
+    gate, up = inputs @ found["gate"].T, inputs @ found["up"].T
+    by_hand = (gate / (1 + np.exp(-gate)) * up) @ np.concatenate([r[2] for r in cut], 1).T
+    # float32 sums of at most 24 and 20 products
+    np.testing.assert_allclose(output, by_hand, rtol=1e-4, atol=1e-8)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 3, 6])
+def test_the_initial_cut_of_megatron_core(tp_size: int) -> None:
+    cases = [(gated((24, 5)), 2), (qkv((24, 5), [2, 1, 1]), 1)]
+    for split, stride in cases:
+        for rank in range(tp_size):
+            weight = torch.empty(24 // tp_size, 5)
+            torch.manual_seed(3)
+            master = _initialize_affine_weight_cpu(
+                weight, 24, 5, 24 // tp_size, 0, nn.init.normal_, stride, True,
+                rank=rank, world_size=tp_size,
+            )  # fmt: skip
+            matrices = [part[0] for part in split_parts(master, split)]
+            pieces = split_local(weight, split, tp_size, rank, 0)
+            for whole, piece, runs in zip(
+                matrices, pieces, matrix_rows(split, tp_size, rank, 0), strict=True
+            ):
+                rows = [whole[at : at + length] for _, at, length in runs.triples()]
+                assert torch.equal(piece, torch.cat([whole[:0], *rows]))
+
+
+# (linear module, part set to zero) and what of query, key, value must become zero by that
+ZEROED = [
+    ("linear_q_up_proj", "q_pos", {"q_pos"}),
+    ("linear_q_up_proj", "q_nope", {"q_nope"}),
+    ("linear_kv_up_proj", "k_nope", {"k_nope"}),
+    ("linear_kv_up_proj", "v", {"v"}),
+    ("linear_kv_down_proj", "k_pos", {"k_pos"}),
+    ("linear_kv_down_proj", "kv", {"k_nope", "v"}),
+]
+ZEROED_FUSED = [
+    *ZEROED[:4],
+    ("linear_qkv_down_proj", "q", {"q_pos", "q_nope"}),
+    ("linear_qkv_down_proj", "kv", {"k_nope", "v"}),
+    ("linear_qkv_down_proj", "k_pos", {"k_pos"}),
+]
+NO_LOW_RANK = [("linear_q_proj", "q_pos", {"q_pos"}), ("linear_q_proj", "q_nope", {"q_nope"})]
+
+
+def mla_rank(tp_size: int, fused: bool, low_rank: bool, cases: list[tuple[str, str, Any]]) -> Any:
+    """Return, for each case, the names of what became zero."""
+    modules.set_up(tp_size)
+    settings = modules.mla_config(tp_size, **({} if low_rank else {"q_lora_rank": None}))
+    module = modules.mla(settings, fused=fused)
+    splits = find_splits([module], which=["mla"])
+    assert len(splits) == len({linear for linear, _, _ in cases}) + (0 if low_rank else 2)
+    return [zeros_after(module, splits, tp_size, *case[:2]) for case in cases]
+
+
+def zeros_after(
+    module: Any, splits: dict[nn.Parameter, Split], tp_size: int, linear: str, part: str
+) -> set[str]:
+    weight = getattr(module, linear).weight
+    split = splits[weight]
+    before = weight.detach().clone()
+    cut = (split, tp_size, parallel_state.get_tensor_model_parallel_rank(), 0)
+    pieces = [piece.clone() for piece in split_local(before, *cut)]
+    for matrix, piece in zip(split.matrices, pieces, strict=True):
+        if matrix.name == part:
+            piece.zero_()
+    weight.data.copy_(merge_local(pieces, *cut))
+    torch.manual_seed(7)
+    inputs = torch.randn(5, 1, modules.HIDDEN)
+    query, key, value = module.get_query_key_value_tensors(inputs, None, None)[:3]
+    weight.data.copy_(before)
+    nope = module.config.qk_head_dim
+    parts = {
+        "q_nope": query[..., :nope],
+        "q_pos": query[..., nope:],
+        "k_nope": key[..., :nope],
+        "k_pos": key[..., nope:],
+        "v": value,
+    }
+    return {name for name, tensor in parts.items() if not tensor.any()}
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize(
+    ("fused", "low_rank", "cases"),
+    [(False, True, ZEROED), (True, True, ZEROED_FUSED), (False, False, NO_LOW_RANK)],
+)
+def test_latent_attention_uses_these_rows(
+    tp_size: int, fused: bool, low_rank: bool, cases: list[tuple[str, str, Any]]
+) -> None:
+    for zeros in run_ranks(tp_size, mla_rank, tp_size, fused, low_rank, cases):
+        assert zeros == [expected for _, _, expected in cases]
+
+
+def linear_attention_rank(tp_size: int, build: Any) -> Any:
+    """Return our pieces and what the module's own checkpoint splits its weight into."""
+    modules.set_up(tp_size)
+    module = build(tp_size)
+    param, split = only(module)
+    factory = module.sharded_state_dict(metadata=None)["in_proj.weight"]
+    saved = [
+        (
+            piece.key.rpartition(".")[2],
+            piece.global_shape,
+            piece.global_offset,
+            piece.data.detach().numpy(),
+        )
+        for piece in factory.build()
+    ]
+    return split, pieces_of(param, split, tp_size), saved
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("build", [modules.gated_delta_net, modules.mamba])
+def test_linear_attention_is_split_as_its_checkpoint_is(tp_size: int, build: Any) -> None:
+    ranks = run_ranks(tp_size, linear_attention_rank, tp_size, partial(build))
+    split = ranks[0][0]
+    for rank, (_, pieces, saved) in enumerate(ranks):
+        found = zip(split.matrices, pieces, matrix_rows(split, tp_size, rank, 0), strict=True)
+        for (matrix, piece, runs), (name, shape, offset, data) in zip(found, saved, strict=True):
+            assert (matrix.name, matrix.shape) == (name, tuple(shape))
+            assert np.array_equal(piece, data)
+            assert [at for _, at, _ in runs.triples()] == [offset[0]]
