@@ -1,0 +1,255 @@
+"""Steps with injected gradients: what a parameter's gradient is depends on its global name alone.
+
+So runs in any parallel layout do the same work as one process, up to rounding in the optimizer.
+"""
+
+import math
+import zlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core import optimizer as megatron_optimizer
+from megatron.core import parallel_state
+from megatron.core.optimizer import OptimizerConfig, get_standard_config_overrides
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron_eopt.optimizers.muon import TensorParallelMuon
+from megatron_eopt.storage import LayerWiseDistributedOptimizer
+from tests.harness.megatron import initialize_megatron
+from tests.harness.models import tiny_gpt, wrap_ddp
+
+DENSE = {"query_groups": 2, "gated": True, "heads": 4, "bias": True}
+MOE = {"query_groups": 4, "heads": 4, "experts": 4, "moe_grouped_gemm": False}
+
+ZERO_EVERY = 5
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a few steps.
+
+    Attributes:
+        optimizer: "stock" for megatron-core's plain Muon, else one of :data:`BUILDERS`.
+        model: Arguments of ``tiny_gpt``.
+        parallel: Arguments of ``initialize_megatron``.
+        ddp: Fields of ``DistributedDataParallelConfig``.
+        config: Fields of ``OptimizerConfig``.
+        steps: Number of steps.
+        muon: Part of the names of the matrices that Muon gets.
+        frozen: Part of the names of parameters that are frozen.
+    """
+
+    optimizer: str = "layer_wise"
+    model: dict[str, Any] = field(default_factory=lambda: DENSE)
+    parallel: dict[str, Any] = field(default_factory=dict)
+    ddp: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    steps: int = 3
+    muon: str = ""
+    frozen: str | None = None
+
+
+@dataclass(frozen=True)
+class Slab:
+    """One rank's part of a parameter: ``part`` of ``parts`` of its rows (0) or columns (1)."""
+
+    dim: int
+    part: int
+    parts: int
+    halves: int
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        if self.dim == -1:
+            return whole
+        pieces = whole.chunk(self.halves, self.dim)
+        return torch.cat([p.chunk(self.parts, self.dim)[self.part] for p in pieces], self.dim)
+
+
+@dataclass
+class Result:
+    """What a rank saw: its weights with their places, and what each step returned."""
+
+    weights: dict[str, tuple[Slab, torch.Tensor]]
+    steps: list[tuple[bool, float | None, float | None]]
+    extra: Any = None
+
+
+def slab_of(name: str, param: Any, gated: bool) -> Slab:
+    cut = getattr(param, "tensor_model_parallel", False)
+    dim = param.partition_dim if cut else -1
+    if getattr(param, "allreduce", True):
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        size = parallel_state.get_tensor_model_parallel_world_size()
+    else:
+        rank = parallel_state.get_expert_tensor_parallel_rank()
+        size = parallel_state.get_expert_tensor_parallel_world_size()
+    # tensor parallelism cuts gate and up each by itself
+    halves = 2 if gated and "linear_fc1" in name else 1
+    return Slab(dim if size > 1 else -1, rank, size, halves)
+
+
+def global_name(name: str, model: dict[str, Any]) -> str:
+    """Count experts over the whole model."""
+    parts = name.split(".")
+    while parts[0] == "module":  # wrappers of DDP and of 16-bit models
+        parts = parts[1:]
+    if "local_experts" in parts:
+        at = parts.index("local_experts") + 1
+        local = model["experts"] // parallel_state.get_expert_model_parallel_world_size()
+        first = local * parallel_state.get_expert_model_parallel_rank()
+        parts[at] = str(first + int(parts[at]))
+    return ".".join(parts)
+
+
+def global_values(name: str, slab: Slab, shape: torch.Size, salt: int) -> torch.Tensor:
+    """Return a random tensor of the unsharded shape."""
+    sizes = list(shape)
+    if slab.dim != -1:
+        sizes[slab.dim] *= slab.parts
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + salt)
+    return torch.randn(sizes, generator=generator) / math.sqrt(sizes[-1])
+
+
+def make_chunk(run: Run) -> Any:
+    """Return a wrapped model whose weights depend on their global names alone."""
+    if not parallel_state.model_parallel_is_initialized():
+        initialize_megatron(**run.parallel)
+    model = tiny_gpt(**run.model)
+    gated = run.model.get("gated", False)
+    for name, param in model.named_parameters():
+        if run.frozen is not None and run.frozen in name:
+            param.requires_grad = False
+        slab = slab_of(name, param, gated)
+        whole = global_values(global_name(name, run.model), slab, param.shape, 0)
+        param.data.copy_(slab.of(whole))
+    return wrap_ddp(model, **({"use_distributed_optimizer": run.optimizer != "stock"} | run.ddp))
+
+
+def make_config(run: Run) -> OptimizerConfig:
+    fields: dict[str, Any] = {
+        "optimizer": "muon",
+        "lr": 0.01,
+        "min_lr": 0.001,
+        "weight_decay": 0.1,
+        "clip_grad": 1.0,
+        "muon_momentum": 0.95,
+        "muon_nesterov": True,
+        "muon_fp32_matmul_prec": "highest",
+        "muon_tp_mode": "duplicated",
+        "log_num_zeros_in_grad": True,
+    }
+    return OptimizerConfig(**(fields | run.config))
+
+
+def param_groups(run: Run, config: Any, chunk: Any) -> tuple[list[Any], list[Any]]:
+    """Return megatron-core's groups, split into those of matrices and the others."""
+    overrides = get_standard_config_overrides(config)
+    matrices, others = [], []
+    names = {param: name for name, param in chunk.named_parameters()}
+    for group in megatron_optimizer._get_param_groups([chunk], config, overrides):
+        mine, rest = [], []
+        for param in group["params"]:
+            embedding = getattr(param, "is_embedding_or_output_parameter", False)
+            is_matrix = param.dim() == 2 and not embedding and run.muon in names[param]
+            (mine if is_matrix else rest).append(param)
+        matrices.append({**group, "params": mine, "optimizer": run.optimizer})
+        others.append({**group, "params": rest, "optimizer": "adam"})
+    return matrices, others
+
+
+def adam_over(groups: list[Any], config: Any) -> torch.optim.AdamW:
+    betas = (config.adam_beta1, config.adam_beta2)
+    return torch.optim.AdamW(
+        groups, lr=config.lr, betas=betas, eps=config.adam_eps, weight_decay=config.weight_decay
+    )
+
+
+def muon_over(groups: list[Any], config: Any, chunk: Any) -> TensorParallelMuon:
+    model = chunk.config
+    head = model.kv_channels
+    queries = model.num_attention_heads // model.num_query_groups * head
+    return TensorParallelMuon(
+        groups,
+        lr=config.lr,
+        momentum=config.muon_momentum,
+        nesterov=config.muon_nesterov,
+        weight_decay=config.weight_decay,
+        fp32_matmul_prec=config.muon_fp32_matmul_prec,
+        tp_mode=config.muon_tp_mode,
+        split_qkv=config.muon_split_qkv,
+        is_qkv_fn=lambda param: bool(getattr(param, "test_is_qkv", False)),
+        qkv_split_shapes=[queries, head, head],
+        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+    )
+
+
+def make_optimizer(run: Run, chunk: Any) -> Any:
+    config = make_config(run)
+    if run.optimizer == "stock":
+        return megatron_optimizer.get_megatron_optimizer(config, [chunk])
+    for name, param in chunk.named_parameters():
+        param.test_is_qkv = name.endswith("linear_qkv.weight")
+    matrices, others = param_groups(run, config, chunk)
+    bases = [muon_over(matrices, config, chunk), adam_over(others, config)]
+    return LayerWiseDistributedOptimizer(bases, config, None, None, [chunk])
+
+
+def inject(run: Run, chunk: Any, step: int) -> None:
+    """Set gradients; where reduce-scatter would leave partial sums, leave nan."""
+    gated = run.model.get("gated", False)
+    values = {}
+    for name, param in chunk.named_parameters():
+        if param.requires_grad:
+            slab = slab_of(name, param, gated)
+            whole = global_values(global_name(name, run.model), slab, param.shape, 1 + step)
+            # zeros to be counted
+            whole.view(-1)[::ZERO_EVERY] = 0
+            values[param] = slab.of(whole)
+    for param, value in values.items():
+        param.main_grad.copy_(value)
+    if not chunk.ddp_config.use_distributed_optimizer:
+        return
+    for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+        size, rank = buffer.data_parallel_group.size(), buffer.data_parallel_group.rank()
+        for bucket in buffer.buckets:
+            shards = bucket.grad_data.chunk(size)
+            for number, shard in enumerate(shards):
+                if number != rank:
+                    shard.fill_(math.nan)
+
+
+def weights(run: Run, chunk: Any) -> dict[str, tuple[Slab, torch.Tensor]]:
+    gated = run.model.get("gated", False)
+    return {
+        global_name(name, run.model): (slab_of(name, param, gated), param.detach().clone())
+        for name, param in chunk.named_parameters()
+    }
+
+
+def set_lr(optimizer: Any, config: Any) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = config.lr
+
+
+def train(run: Run) -> Result:
+    """Build, step, and return this rank's weights."""
+    chunk = make_chunk(run)
+    optimizer = make_optimizer(run, chunk)
+    set_lr(optimizer, make_config(run))
+    steps = []
+    for step in range(run.steps):
+        optimizer.zero_grad()
+        inject(run, chunk, step)
+        steps.append(optimizer.step())
+    return Result(weights(run, chunk), steps)
+
+
+def deviation(results: list[Result], reference: Result) -> float:
+    """Return the largest relative deviation of a weight from one process's."""
+    worst = 0.0
+    for result in results:
+        for name, (slab, weight) in result.weights.items():
+            expected = slab.of(reference.weights[name][1])
+            worst = max(worst, float((weight - expected).norm() / expected.norm()))
+    return worst
