@@ -17,7 +17,7 @@ from megatron_eopt.math.coefficients import (
     Triple,
     resolve_coefficients,
 )
-from megatron_eopt.math.finite import NonFiniteError, check_finite, non_finite_flag
+from megatron_eopt.math.finite import NonFiniteError, check_finite, suspicion
 from megatron_eopt.math.newton_schulz import ReduceT
 from megatron_eopt.math.orthogonalize import DEFAULT_EPS, orthogonalize
 from megatron_eopt.math.precision import PrecisionT, check_precision, matmul_precision
@@ -43,10 +43,10 @@ __all__ = [
     "get_backend",
     "gram_flops",
     "matmul_precision",
-    "non_finite_flag",
     "orthogonalize",
     "register_backend",
     "resolve_coefficients",
     "scale_factor",
     "standard_flops",
+    "suspicion",
 ]

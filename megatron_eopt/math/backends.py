@@ -57,11 +57,14 @@ class Backend:
         compute: Does the work.
         algorithms: What it can be asked for; the first is what ``auto`` means to it.
         distributed: Whether it can work on a matrix whose long side is cut over ranks.
+        linear_in_last_step: Whether it takes the triples as they are, so that a factor on the last
+            one is a factor on the result.
     """
 
     compute: Compute
     algorithms: tuple[AlgorithmT, ...] = ("standard",)
     distributed: bool = False
+    linear_in_last_step: bool = False
 
     def algorithm(self, name: str, asked: AlgorithmT) -> AlgorithmT:
         """Return what to plan for; raise a ConfigurationError if it cannot do what was asked."""
@@ -82,13 +85,19 @@ class Backend:
 _CHUNK_BYTES = 2 << 20
 
 
-def _chunk(wide: Tensor, plan: Plan, reduce: ReduceT | None) -> int:
-    """Return how many matrices of a batch to take at once."""
+def chunk_size(wide: Tensor, dtype: torch.dtype, reduce: ReduceT | None) -> int:
+    """Return how many matrices of a batch to take at once.
+
+    Args:
+        wide: ``(batch, m, n)``.
+        dtype: Of the products' operands.
+        reduce: Sums over ranks, if they share the matrices.
+    """
     batch = wide.shape[0]
     # every chunk would cost its own sums over the ranks
     if wide.device.type != "cpu" or reduce is not None:
         return batch
-    matrix = wide.shape[-2] * wide.shape[-1] * plan.dtype.itemsize
+    matrix = wide.shape[-2] * wide.shape[-1] * dtype.itemsize
     # threads share a batched product by matrices
     return min(batch, torch.get_num_threads() * max(1, _CHUNK_BYTES // matrix))
 
@@ -102,7 +111,7 @@ def _compute_torch(
     reduce: ReduceT | None,
     columns: int,
 ) -> Tensor:
-    if wide.ndim == 3 and (size := _chunk(wide, plan, reduce)) < wide.shape[0]:
+    if wide.ndim == 3 and (size := chunk_size(wide, plan.dtype, reduce)) < wide.shape[0]:
         parts = [
             _compute_torch(part, schedule, plan, eps=eps, reduce=reduce, columns=columns)
             for part in torch.split(wide, size)
@@ -126,7 +135,8 @@ def _compute_torch(
 
 
 def _load_torch() -> Backend:
-    return Backend(_compute_torch, ("auto", "standard", "gram"), distributed=True)
+    algorithms: tuple[AlgorithmT, ...] = ("auto", "standard", "gram")
+    return Backend(_compute_torch, algorithms, distributed=True, linear_in_last_step=True)
 
 
 def _load_emerging_optimizers() -> Backend:

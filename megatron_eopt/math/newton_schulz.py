@@ -38,19 +38,27 @@ def normalize(x: Tensor, eps: float, dtype: torch.dtype, reduce: ReduceT | None 
     Returns:
         A new contiguous tensor shaped like ``x``; every spectral norm is at most 1.
     """
-    small = x.dtype == torch.float64 or eps < _FLOAT32_SAFE_EPS
-    row_dtype = torch.float64 if small else torch.float32
+    careful = x.dtype == torch.float64 or eps < _FLOAT32_SAFE_EPS
+    row_dtype = torch.float64 if careful else torch.float32
+    scratch = not x.is_cuda and x.dtype.itemsize == 2
+    if scratch:
+        # On a CPU kernels that mix dtypes are several times slower than passes that do not.
+        x = x.to(torch.float32)
     # The norm over the contiguous dimension first: it is the fast one.
     inner, outer = (-1, -2) if x.stride(-1) <= x.stride(-2) else (-2, -1)
     rows = torch.linalg.vector_norm(x, dim=inner, keepdim=True, dtype=row_dtype)
     norm = torch.linalg.vector_norm(rows, dim=outer, keepdim=True, dtype=torch.float64)
     if reduce is not None:
         norm = reduce(norm.square_()).sqrt_()
+    factor = norm.clamp_(min=eps).reciprocal_()
+    if x.dtype != torch.float64:
+        factor = factor.to(torch.float32)
     # Contiguous: products that write into a transposed bfloat16 batch leave the vendor's library on
     # a CPU and take a thousand times longer.
-    factor = norm.clamp_(min=eps).reciprocal_()
-    out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    return torch.mul(x, factor if x.dtype == torch.float64 else factor.to(torch.float32), out=out)
+    if x.is_cuda:
+        return torch.mul(x, factor, out=torch.empty(x.shape, dtype=dtype, device=x.device))
+    product = x.mul_(factor) if scratch else x * factor
+    return product.to(dtype).contiguous()
 
 
 def multiply_add(

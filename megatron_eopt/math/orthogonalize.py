@@ -22,6 +22,7 @@ def orthogonalize(
     precision: PrecisionT = "highest",
     eps: float = DEFAULT_EPS,
     backend: str = "torch",
+    scale: float = 1.0,
     reduce: ReduceT | None = None,
     whole_shape: tuple[int, int] | None = None,
 ) -> Tensor:
@@ -44,6 +45,8 @@ def orthogonalize(
         precision: Precision of the products for every input but float64, which stays float64.
         eps: Smallest norm to divide by, above 0.
         backend: Who computes; see :mod:`megatron_eopt.math.backends`.
+        scale: A factor on the result. Our own code puts it into the last step's coefficients, where
+            it costs neither a pass over the matrix nor another rounding.
         reduce: Sums a tensor over the ranks that share the matrix; may work in place.
         whole_shape: ``(rows, columns)`` of the whole matrix; needed with ``reduce``.
 
@@ -66,10 +69,15 @@ def orthogonalize(
     wide = x.mT if transposed else x
     if x.ndim > 3:
         wide = wide.flatten(0, -3)
+    if plug.linear_in_last_step:
+        last = schedule[-1]
+        schedule = (*schedule[:-1], (last[0] * scale, last[1] * scale, last[2] * scale))
     with matmul_precision(precision):
         result = plug.compute(wide, schedule, plan, eps=eps, reduce=reduce, columns=max(shape)).to(
             x.dtype
         )
+    if scale != 1.0 and not plug.linear_in_last_step:
+        result = result * scale
     return (result.mT if transposed else result).reshape(x.shape)
 
 

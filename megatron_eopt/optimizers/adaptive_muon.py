@@ -183,6 +183,11 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon, AdaptiveMuon):
         blockwise = self.tp_mode == "blockwise" and group is not None
         return empty_statistics(self.moment2_method, param, matrix_shapes(stored, rank, blockwise))
 
+    @property
+    def _stack_dtype(self) -> torch.dtype:
+        # statistics want the factors in float32
+        return torch.float32
+
     def _update_stack(
         self, stack: Tensor, matrices: Sequence[int], reduce: ReduceT | None, shape: tuple[int, int]
     ) -> None:

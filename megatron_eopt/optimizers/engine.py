@@ -47,6 +47,7 @@ class MatrixEngine:
         mode: Where the work happens.
         wave_bytes: Upper bound of what one owner holds of a wave.
         batched: Whether equal shapes share a call; without, every matrix is computed by itself.
+        dtype: Of the stacks and of what travels; directions are rounded to it at every layout.
         device: Where the tensors live.
         buffers: Shared with other engines that never run at the same time.
 
@@ -68,6 +69,7 @@ class MatrixEngine:
         mode: TpModeT = "auto",
         wave_bytes: int = DEFAULT_WAVE_BYTES,
         batched: bool = True,
+        dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         buffers: Buffers | None = None,
     ) -> None:
@@ -91,7 +93,13 @@ class MatrixEngine:
             for (name, tensor, layout), work in zip(stored, self._work.matrices, strict=True)
         ]
         self._redistribution = Redistribution(
-            matrices, self._work.waves, group, device=device, name=f"Muon {mode}", buffers=buffers
+            matrices,
+            self._work.waves,
+            group,
+            dtype=dtype,
+            device=device,
+            name=f"Muon {mode}",
+            buffers=buffers,
         )
         self._parameters = tuple(parameter.name for parameter in parameters)
         plan = self._redistribution.plan

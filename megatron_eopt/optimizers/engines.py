@@ -86,6 +86,7 @@ class ParameterEngines:
         name_of: A parameter's name.
         mode: Where the work on cut parameters happens.
         batched: See :class:`MatrixEngine`.
+        dtype: See :class:`MatrixEngine`.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class ParameterEngines:
         name_of: Callable[[Tensor], str],
         mode: TpModeT,
         batched: bool,
+        dtype: torch.dtype,
     ) -> None:
         self._update = update
         self._cut_of = cut_of
@@ -104,6 +106,7 @@ class ParameterEngines:
         self._name_of = name_of
         self._mode = mode
         self._batched = batched
+        self._dtype = dtype
         self._buffers = Buffers()
         self._built: dict[tuple[Tensor, ...], list[tuple[list[int], MatrixEngine]]] = {}
 
@@ -147,6 +150,7 @@ class ParameterEngines:
                 group,
                 mode=self._mode,
                 batched=self._batched,
+                dtype=self._dtype,
                 device=params[places[0]].device,
                 buffers=self._buffers,
             )

@@ -138,6 +138,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             name_of=self._name_of,
             mode=tp_mode,
             batched=batched,
+            dtype=self._stack_dtype,
         )
         # Not super(): further bases of a subclass have other arguments.
         OrthogonalizedOptimizer.__init__(
@@ -293,6 +294,11 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     def _has_own(self, method: str) -> bool:
         """Whether a subclass defines its own version of one of emerging-optimizers' hooks."""
         return getattr(type(self), method) is not getattr(OrthogonalizedOptimizer, method)
+
+    @property
+    def _stack_dtype(self) -> torch.dtype:
+        """Dtype in which matrices travel and are stacked for :meth:`_update_stack`."""
+        return self.orthogonalization.stack_dtype
 
     def _update_stack(
         self, stack: Tensor, matrices: Sequence[int], reduce: ReduceT | None, shape: tuple[int, int]

@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from megatron_eopt.base.errors import ConfigurationTypeError, check_choice, check_number
 from megatron_eopt.math.algorithm import ALGORITHMS, AlgorithmT
-from megatron_eopt.math.backends import get_backend
+from megatron_eopt.math.backends import chunk_size, get_backend
 from megatron_eopt.math.coefficients import (
     COEFFICIENT_NAMES,
     CoefficientsLike,
@@ -65,13 +66,28 @@ class Orthogonalization:
         get_backend(self.backend).algorithm(self.backend, self.algorithm)
         check_number("ns_eps", self.eps, above=0)
 
-    def orthogonal(self, stack: Tensor, reduce: ReduceT | None, shape: tuple[int, int]) -> Tensor:
-        """Return the orthogonal factors of a stack of matrices, not yet scaled.
+    @property
+    def stack_dtype(self) -> torch.dtype:
+        """Dtype in which matrices travel and are stacked.
+
+        Where the products take bfloat16 operands, directions are rounded to it before they travel
+        and results after the last step: half the bytes, the same update at every layout, and no
+        rounding of the result that the iteration had not done already. Other packages' iterations
+        round by themselves and get float32.
+        """
+        own = get_backend(self.backend).linear_in_last_step
+        return torch.bfloat16 if own and self.precision == "medium" else torch.float32
+
+    def orthogonal(
+        self, stack: Tensor, reduce: ReduceT | None, shape: tuple[int, int], scale: float = 1.0
+    ) -> Tensor:
+        """Return the orthogonal factors of a stack of matrices, times ``scale``.
 
         Args:
             stack: ``(batch, rows, cols)``; a batch of one is computed as a plain matrix.
             reduce: Sums over the ranks that share the long side.
             shape: Rows and columns of the whole matrix.
+            scale: A factor on the result.
         """
         single = len(stack) == 1
         result = orthogonalize(
@@ -82,6 +98,7 @@ class Orthogonalization:
             precision=self.precision,
             eps=self.eps,
             backend=self.backend,
+            scale=scale,
             reduce=reduce,
             whole_shape=None if reduce is None else shape,
         )
@@ -95,4 +112,6 @@ class Orthogonalization:
         self, stack: Tensor, matrices: Sequence[int], reduce: ReduceT | None, shape: tuple[int, int]
     ) -> None:
         """Replace directions by updates, in place; the engine's callback."""
-        stack.copy_(self.orthogonal(stack, reduce, shape).mul_(self.scale(shape)))
+        scale = self.scale(shape)
+        for part in torch.split(stack, chunk_size(stack, stack.dtype, reduce)):
+            part.copy_(self.orthogonal(part, reduce, shape, scale))

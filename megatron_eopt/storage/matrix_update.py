@@ -45,8 +45,15 @@ class MatrixUpdatePart:
         self._nesterov: bool = optimizer.nesterov
         self._weight_decay_method = optimizer.weight_decay_method
         device = torch.device("cuda", torch.cuda.current_device())
-        update = optimizer.orthogonalization.update
-        self._engine = MatrixEngine(stored, update, group, mode="auto", device=device)
+        arithmetic = optimizer.orthogonalization
+        self._engine = MatrixEngine(
+            stored,
+            arithmetic.update,
+            group,
+            mode="auto",
+            dtype=arithmetic.stack_dtype,
+            device=device,
+        )
         self._params = list(params)
         self._numbers: dict[int, int] = {}
         self._nothing: list[Tensor] = []

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from megatron_eopt.math.finite import NonFiniteError, check_finite, non_finite_flag
+from megatron_eopt.math.finite import NonFiniteError, check_finite, suspicion
 
 NAMED = {
     "fine": torch.ones(3, 4),
@@ -28,12 +28,12 @@ def test_the_culprit_is_named(bad: float, name: str) -> None:
 
 
 def test_the_flag_is_a_tensor_and_waits_for_nobody() -> None:
-    assert not non_finite_flag([torch.ones(2)])
-    flag = non_finite_flag([torch.ones(2), torch.tensor([float("nan")])])
+    assert not suspicion([torch.ones(2)])
+    flag = suspicion([torch.ones(2), torch.tensor([float("nan")])])
     assert flag.shape == ()
     assert flag
     # a meta tensor cannot be read, so this would fail if the host looked at a value
-    assert non_finite_flag([torch.ones(2, device="meta")]).dtype == torch.bool
+    assert suspicion([torch.ones(2, device="meta")]).dtype == torch.bool
 
 
 def test_many_culprits_are_cut_short() -> None:

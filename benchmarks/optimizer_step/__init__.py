@@ -1,0 +1,1 @@
+"""How long one optimizer step takes, against megatron-core and emerging-optimizers."""

@@ -1,0 +1,114 @@
+"""What is compared: models of real megatron-core parts with the optimizers of either package."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from megatron.core import optimizer as megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+from megatron_eopt import EmergingOptimizerConfig, get_megatron_optimizer
+from tests.harness.models import tiny_gpt, wrap_ddp
+
+LAYERS, HIDDEN, HEADS, VOCABULARY = 4, 512, 8, 1024
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One contestant.
+
+    Attributes:
+        name: In tables.
+        factory: Whose ``get_megatron_optimizer``.
+        config: Class of its configuration; megatron-core's own one asks us for its iteration, to
+            the bit, ours for the fastest one of equal accuracy.
+        tp_mode: Its ``muon_tp_mode``.
+    """
+
+    name: str
+    factory: Literal["megatron-core", "megatron-eopt"]
+    config: type[OptimizerConfig]
+    tp_mode: str
+
+
+@dataclass(frozen=True)
+class Section:
+    """Contestants that share a parallel layout.
+
+    Attributes:
+        name: In tables.
+        tp: Tensor-parallel size.
+        ranks: Processes.
+        arms: The first is ours.
+    """
+
+    name: str
+    tp: int
+    ranks: int
+    arms: tuple[Arm, ...]
+
+
+SECTIONS = (
+    Section(
+        "TP 2",
+        tp=2,
+        ranks=2,
+        arms=(
+            Arm("ours, auto", "megatron-eopt", EmergingOptimizerConfig, "auto"),
+            Arm("ours, auto, stock's iteration", "megatron-eopt", OptimizerConfig, "auto"),
+            Arm("stock, duplicated", "megatron-core", OptimizerConfig, "duplicated"),
+            Arm("stock, distributed", "megatron-core", OptimizerConfig, "distributed"),
+        ),
+    ),
+)
+
+
+class Contestant:
+    """A model of its own with its optimizer; all start from the same weights."""
+
+    def __init__(self, arm: Arm) -> None:
+        model_parallel_cuda_manual_seed(1234)
+        torch.manual_seed(1234)
+        self.arm = arm
+        model = tiny_gpt(
+            layers=LAYERS,
+            hidden=HIDDEN,
+            heads=HEADS,
+            vocabulary=VOCABULARY,
+            # stock sends learned position embeddings to Muon, which this package does not
+            position_embedding="rope",
+            dtype=torch.bfloat16,
+        )
+        self.model = wrap_ddp(model)
+        config = arm.config(
+            optimizer="muon",
+            lr=1e-2,
+            weight_decay=0.01,
+            bf16=True,
+            params_dtype=torch.bfloat16,
+            muon_tp_mode=arm.tp_mode,
+            muon_nesterov=True,
+            muon_momentum=0.95,
+            muon_split_qkv=True,
+            muon_fp32_matmul_prec="medium",
+        )
+        factory: Any = get_megatron_optimizer
+        if arm.factory == "megatron-core":
+            factory = megatron_optimizer.get_megatron_optimizer
+        self.optimizer = factory(config, [self.model])
+
+    def set_gradients(self, seed: int) -> None:
+        """Write the same gradients in every contestant: noise and a rank-8 signal."""
+        generator = torch.Generator().manual_seed(seed)
+        for param in self.model.parameters():
+            grad = param.main_grad
+            grad.normal_(generator=generator)
+            if grad.dim() == 2:
+                left = torch.randn(grad.shape[0], 8, generator=generator)
+                right = torch.randn(8, grad.shape[1], generator=generator)
+                grad.addmm_(left, right, alpha=0.1)
+
+    def weights(self) -> list[torch.Tensor]:
+        """Return copies of the model's weights, in float32."""
+        return [param.detach().float().clone() for param in self.model.parameters()]
