@@ -13,7 +13,7 @@ from torch import distributed
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.storage.redistribution_groups import (
     Coordinates,
-    Redistribution,
+    RankGrid,
     redistribution_groups,
 )
 from megatron_eopt.storage.replicated import ReplicatedBuffer
@@ -43,7 +43,7 @@ class BufferSet:
     data: Any
     data_gloo: Any
     model_rank: int
-    ranks: Redistribution
+    ranks: RankGrid
     stats: Any
     instance: int
     tensor: Any

@@ -11,7 +11,7 @@ from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import SPLIT_ATTRIBUTE
 from megatron_eopt.matrices import Split, whole
 from megatron_eopt.optimizers.stored import Fragment, StoredParameter
-from megatron_eopt.storage.redistribution_groups import Redistribution
+from megatron_eopt.storage.redistribution_groups import RankGrid
 
 __all__ = ["BufferPlace", "locate", "stored_parameter"]
 
@@ -56,7 +56,7 @@ def locate(
 
 
 def stored_parameter(
-    param: Any, place: BufferPlace, optimizer: Any, ranks: Redistribution, *, slabs: bool = False
+    param: Any, place: BufferPlace, optimizer: Any, ranks: RankGrid, *, slabs: bool = False
 ) -> StoredParameter:
     """Return how a group stores one parameter.
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-__all__ = ["Coordinates", "Redistribution", "data_parallel_only", "redistribution_groups"]
+__all__ = ["Coordinates", "RankGrid", "data_parallel_only", "redistribution_groups"]
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Coordinates:
 
 
 @dataclass(frozen=True)
-class Redistribution:
+class RankGrid:
     """A group and where each of its members stands.
 
     Attributes:
@@ -49,7 +49,7 @@ class Redistribution:
     tensor_size: int
 
 
-def data_parallel_only(ranks: Redistribution, group: Any) -> Redistribution:
+def data_parallel_only(ranks: RankGrid, group: Any) -> RankGrid:
     """Return the ranks that hold fragments of one tensor-parallel slab.
 
     Args:
@@ -57,7 +57,7 @@ def data_parallel_only(ranks: Redistribution, group: Any) -> Redistribution:
         group: Its data-parallel group.
     """
     size = distributed.get_world_size(group)
-    return Redistribution(
+    return RankGrid(
         group=None if size == 1 else group,
         tensor_ranks=(0,) * size,
         data_ranks=tuple(range(size)),
@@ -66,7 +66,7 @@ def data_parallel_only(ranks: Redistribution, group: Any) -> Redistribution:
     )
 
 
-def redistribution_groups(wanted: Sequence[Coordinates]) -> list[Redistribution]:
+def redistribution_groups(wanted: Sequence[Coordinates]) -> list[RankGrid]:
     """Return one group per entry; all ranks of the world call this with as many entries.
 
     Args:
@@ -140,13 +140,13 @@ def _members(group: Any) -> list[int]:
     return sorted(ranks) if distributed.get_rank() in ranks else []
 
 
-def _describe(table: torch.Tensor, classes: list[list[int]], group: Any) -> Redistribution:
+def _describe(table: torch.Tensor, classes: list[list[int]], group: Any) -> RankGrid:
     me = distributed.get_rank()
     members = next(ranks for ranks in classes if me in ranks)
     if group is not None:
         members = distributed.get_process_group_ranks(group)
     alone = len(members) == 1
-    return Redistribution(
+    return RankGrid(
         group=None if alone else group,
         tensor_ranks=tuple(int(table[rank, 1]) for rank in members),
         data_ranks=tuple(int(table[rank, 3]) for rank in members),
