@@ -5,7 +5,9 @@ names are replaced in its module and put back afterwards.
 """
 
 import argparse
-from collections.abc import Iterator
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,14 @@ def install() -> None:
 
     _rebind(training, "get_megatron_optimizer", get_megatron_optimizer)
     _rebind(training, "get_megatron_optimizer_config", config_from_args)
+    _rebind(
+        training, "get_megatron_ddp_config", _sharding_ddp_config(training.get_megatron_ddp_config)
+    )
+    _rebind(
+        training,
+        "wrap_model_chunks_with_ddp",
+        _in_the_usual_layout(training.wrap_model_chunks_with_ddp),
+    )
     if not Path(dataset_helpers.__file__).with_name("Makefile").exists():
         # the wheel brings the helpers compiled, and nothing to compile them with
         _rebind(dataset_helpers, "compile_helpers", lambda: None)
@@ -65,6 +75,32 @@ def installed() -> Iterator[None]:
         yield
     finally:
         uninstall()
+
+
+def _sharding_ddp_config(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Let Megatron's DDP reduce-scatter gradients for layer-wise optimizers as it does for Adam.
+
+    The trainer's argument check has turned ``use_distributed_optimizer`` off for them.
+    """
+
+    @functools.wraps(original)
+    def get_megatron_ddp_config(args: Any) -> Any:
+        config = original(args)
+        if getattr(args, "use_layer_wise_distributed_optimizer", False):
+            config = dataclasses.replace(config, use_distributed_optimizer=True)
+        return config
+
+    return get_megatron_ddp_config
+
+
+def _in_the_usual_layout(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Lay parameters out without padding, whatever the optimizer."""
+
+    @functools.wraps(original)
+    def wrap_model_chunks_with_ddp(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **{**kwargs, "use_layer_wise_distributed_optimizer": False})
+
+    return wrap_model_chunks_with_ddp
 
 
 def _rebind(owner: Any, name: str, replacement: Any) -> None:

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.functional.script import EXPERTS, ROOT, SCRIPT, TINY, losses, train
+from tests.functional.script import EXPERTS, OVERLAP, ROOT, SCRIPT, TINY, losses, train
 
 
 @pytest.mark.parametrize(
@@ -17,9 +17,24 @@ from tests.functional.script import EXPERTS, ROOT, SCRIPT, TINY, losses, train
         ["--optimizer", "muon", "--pipeline-model-parallel-size", "2"],
         ["--optimizer", "muon", *EXPERTS],
         ["--optimizer", "muon", "--bf16"],
+        ["--optimizer", "muon", "--fp16", "--initial-loss-scale", "256"],
+        ["--optimizer", "muon", "--use-distributed-optimizer"],
+        [*("--optimizer", "muon", "--use-distributed-optimizer", "--bf16"), *OVERLAP],
+        [*("--optimizer", "muon", "--use-distributed-optimizer"), *EXPERTS],
         ["--optimizer", "adam", "--fp16", "--initial-loss-scale", "256"],
     ],
-    ids=["adam", "muon-tp2", "muon-pp2", "muon-ep2", "muon-bf16", "adam-fp16"],
+    ids=[
+        "adam",
+        "muon-tp2",
+        "muon-pp2",
+        "muon-ep2",
+        "muon-bf16",
+        "muon-fp16",
+        "muon-layer-wise",
+        "muon-layer-wise-overlap",
+        "muon-layer-wise-ep2",
+        "adam-fp16",
+    ],
 )
 def test_trains(flags):
     values = [float(loss) for loss in losses(train(*flags))]
