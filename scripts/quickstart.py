@@ -217,6 +217,9 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    # Also where the shell that started this ignores interrupts, and for a scheduler's SIGTERM.
+    for stop in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(stop, signal.default_int_handler)
     try:
         sys.exit(main())
     except KeyboardInterrupt:

@@ -9,6 +9,8 @@ from megatron.core.utils import log_single_rank
 
 from megatron_eopt.assembly.meaning import Meaning
 from megatron_eopt.matrices import Split
+from megatron_eopt.optimizers.config_kwargs import constructor_arguments
+from megatron_eopt.optimizers.registry import entry_of
 from megatron_eopt.routing.routes import Route
 
 logger = logging.getLogger(__name__)
@@ -84,14 +86,24 @@ def log_differences(sentences: Sequence[str]) -> None:
 
 
 def warn_if_inexact(config: Any, meaning: Meaning, tensor_parallel_size: int) -> None:
-    """Warn once that ``blockwise`` is another update where matrices are cut."""
-    mode = getattr(config, "muon_tp_mode", None)
-    if "muon" not in meaning.prefixes or mode != "blockwise" or tensor_parallel_size == 1:
+    """Warn once where the update will depend on how tensor parallelism cuts matrices."""
+    if tensor_parallel_size == 1 or meaning.is_standard:
         return
-    sentence = (
-        "muon_tp_mode='blockwise' orthogonalizes each tensor-parallel rank's piece by itself, so "
-        "the result depends on the number of ranks; 'duplicated' and 'auto' are exact"
-    )
-    if sentence not in _said:
+    sentence = None
+    entry = entry_of(meaning.optimizer)
+    if "tp_mode" in constructor_arguments(entry.optimizer_cls):
+        if getattr(config, "muon_tp_mode", None) == "blockwise":
+            sentence = (
+                "muon_tp_mode='blockwise' orthogonalizes each tensor-parallel rank's piece by "
+                "itself, so the result depends on the number of ranks; 'duplicated' and 'auto' are "
+                "exact"
+            )
+    elif meaning.storage == "replicated" and entry.state_layout != "element_wise":
+        sentence = (
+            f"optimizer={meaning.optimizer!r} updates each tensor-parallel rank's piece of a "
+            "matrix by itself, so the result depends on the number of ranks; with "
+            "use_distributed_optimizer=True it gets whole matrices"
+        )
+    if sentence is not None and sentence not in _said:
         _said.add(sentence)
         log_single_rank(logger, logging.WARNING, sentence)

@@ -27,7 +27,7 @@ def test_interrupted_and_gone_on_with(tmp_path, environment):
     out = tmp_path / "run"
     # Many steps, so that the interruption falls into training.
     started = subprocess.Popen(
-        command(out, 4000), env=environment, text=True, stdout=subprocess.PIPE,
+        command(out, 2000), env=environment, text=True, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, cwd=ROOT,
     )  # fmt: skip
     lines = []

@@ -203,6 +203,7 @@ def train_step(
     models: list[DistributedDataParallel], optimizer: Any, batches: list[Batch]
 ) -> float | None:
     """Do one step; return the loss before it, on the last pipeline stage (None on others)."""
+    optimizer.zero_grad()
     loss = forward_backward(models, batches)
     optimizer.step()
     return loss

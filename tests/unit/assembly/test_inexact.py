@@ -1,0 +1,48 @@
+"""Who gets an update that depends on the number of tensor-parallel ranks is told so."""
+
+import logging
+
+import pytest
+
+from tests.harness import run_ranks
+from tests.unit.assembly.factories import losses
+
+
+class _Lines(logging.Handler):
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
+def _warnings(config, ddp, tp):
+    handler = _Lines()
+    logger = logging.getLogger("megatron_eopt.assembly.differences")
+    logger.addHandler(handler)
+    try:
+        losses("ours", 1, config=config, ddp=ddp, parallel={"tp": tp})
+    finally:
+        logger.removeHandler(handler)
+    return [line for line in handler.lines if "depends on the number of ranks" in line]
+
+
+SHARDED = {"use_distributed_optimizer": True}
+
+
+@pytest.mark.parametrize(
+    ("config", "ddp", "tp", "expected"),
+    [
+        ({"optimizer": "muon", "muon_tp_mode": "blockwise"}, {}, 2, "muon_tp_mode='blockwise'"),
+        ({"optimizer": "soap"}, {}, 2, "optimizer='soap'"),
+        ({"optimizer": "muon", "muon_tp_mode": "duplicated"}, {}, 2, None),
+        ({"optimizer": "muon", "muon_tp_mode": "blockwise"}, {}, 1, None),
+        ({"optimizer": "soap", **SHARDED}, SHARDED, 2, None),
+        ({"optimizer": "lion"}, {}, 2, None),
+    ],
+)
+def test_a_warning_names_the_field(config, ddp, tp, expected):
+    found = run_ranks(2, _warnings, config, ddp, tp)[0]
+    assert len(found) == (expected is not None)
+    assert all(expected in line for line in found)
