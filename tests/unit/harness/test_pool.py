@@ -129,6 +129,9 @@ def _alive(pid: int) -> bool:
 def test_no_process_survives_the_session(number: signal.Signals, tmp_path: Path) -> None:
     script = tmp_path / "session.py"
     script.write_text(
+        "import signal\n"
+        # a shell that runs this in the background has interrupts ignored
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from tests.harness import pool\n"
         "from tests.unit.harness import test_pool as t\n"
         "pool.PRELOADED = ('torch',)\n"  # starts sooner
