@@ -1,6 +1,24 @@
 """What all tests share."""
 
+from pathlib import Path
+
 from tests.harness import close_pools
+from tests.harness.result_table import ResultTable
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--write-table",
+        type=Path,
+        metavar="FILE",
+        help="write outcomes, times and figures of the long tests there",
+    )
+
+
+def pytest_configure(config):
+    path = config.getoption("--write-table")
+    if path is not None:
+        config.pluginmanager.register(ResultTable(path.absolute()))
 
 
 def pytest_sessionfinish() -> None:

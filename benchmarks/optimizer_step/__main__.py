@@ -5,7 +5,8 @@ from pathlib import Path
 
 from benchmarks.optimizer_step.arms import HIDDEN, LAYERS, SECTIONS
 from benchmarks.optimizer_step.measure import measure
-from benchmarks.optimizer_step.report import draw, table, write_json
+from benchmarks.optimizer_step.report import draw, table, train_table, write_json
+from benchmarks.optimizer_step.train_step import TOKENS, measure_train_step
 
 
 def main() -> None:
@@ -19,16 +20,21 @@ def main() -> None:
         ),
     )
     parser.add_argument("--rounds", type=int, default=15, help="steps of each, at least 10")
+    parser.add_argument("--only", choices=[section.name for section in SECTIONS])
     parser.add_argument("--timeout", type=float, default=170.0, help="seconds for one section")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the times here")
     args = parser.parse_args()
     if args.rounds < 10:
         parser.error("--rounds must be at least 10")
-    results = [measure(section, args.rounds, args.timeout) for section in SECTIONS]
+    sections = [section for section in SECTIONS if args.only in (None, section.name)]
+    results = [measure(section, args.rounds, args.timeout) for section in sections]
     print(table(results))
+    whole = measure_train_step(args.rounds, args.timeout)
+    print(f"\nA whole train step, DP 2, {TOKENS} tokens a rank:\n")
+    print(train_table(whole))
     if args.json is not None:
-        write_json(results, args.json)
+        write_json(results, whole, args.json)
     if args.png is not None:
         draw(results, args.png)
 

@@ -5,13 +5,17 @@ from typing import Any, Literal
 
 import torch
 from megatron.core import optimizer as megatron_optimizer
+from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.utils import get_model_config
 
 from megatron_eopt import EmergingOptimizerConfig, get_megatron_optimizer
 from tests.harness.models import tiny_gpt, wrap_ddp
 
 LAYERS, HIDDEN, HEADS, VOCABULARY = 4, 512, 8, 1024
+
+type StorageT = Literal["whole", "fragments", "padded"]
 
 
 @dataclass(frozen=True)
@@ -24,12 +28,17 @@ class Arm:
         config: Class of its configuration; megatron-core's own one asks us for its iteration, to
             the bit, ours for the fastest one of equal accuracy.
         tp_mode: Its ``muon_tp_mode``.
+        storage: Everything on every rank, as the distributed optimizer does for Adam, or
+            megatron-core's layer-wise optimizer with its padded layout.
+        optimizer: "muon" or "adam".
     """
 
     name: str
     factory: Literal["megatron-core", "megatron-eopt"]
     config: type[OptimizerConfig]
     tp_mode: str
+    storage: StorageT = "whole"
+    optimizer: str = "muon"
 
 
 @dataclass(frozen=True)
@@ -49,17 +58,42 @@ class Section:
     arms: tuple[Arm, ...]
 
 
+OURS: Literal["megatron-eopt"] = "megatron-eopt"
+STOCK: Literal["megatron-core"] = "megatron-core"
+
 SECTIONS = (
     Section(
         "TP 2",
         tp=2,
         ranks=2,
         arms=(
-            Arm("ours, auto", "megatron-eopt", EmergingOptimizerConfig, "auto"),
-            Arm("ours, auto, stock's iteration", "megatron-eopt", OptimizerConfig, "auto"),
-            Arm("stock, duplicated", "megatron-core", OptimizerConfig, "duplicated"),
-            Arm("stock, distributed", "megatron-core", OptimizerConfig, "distributed"),
+            Arm("ours, auto", OURS, EmergingOptimizerConfig, "auto"),
+            Arm("ours, auto, stock's iteration", OURS, OptimizerConfig, "auto"),
+            Arm("stock, duplicated", STOCK, OptimizerConfig, "duplicated"),
+            Arm("stock, distributed", STOCK, OptimizerConfig, "distributed"),
         ),
+    ),
+    Section(
+        "DP 2",
+        tp=1,
+        ranks=2,
+        arms=(
+            Arm("ours, fragments", OURS, EmergingOptimizerConfig, "auto", "fragments"),
+            Arm("ours, stock's iteration", OURS, OptimizerConfig, "auto", "fragments"),
+            Arm("stock, padded layer-wise", STOCK, OptimizerConfig, "duplicated", "padded"),
+            Arm("stock, plain", STOCK, OptimizerConfig, "duplicated"),
+        ),
+    ),
+)
+
+# forward, backward and step
+TRAIN_SECTION = Section(
+    "DP 2",
+    tp=1,
+    ranks=2,
+    arms=(
+        Arm("ours, Muon", OURS, EmergingOptimizerConfig, "auto", "fragments"),
+        Arm("stock, Adam", STOCK, OptimizerConfig, "duplicated", "fragments", "adam"),
     ),
 )
 
@@ -80,9 +114,11 @@ class Contestant:
             position_embedding="rope",
             dtype=torch.bfloat16,
         )
-        self.model = wrap_ddp(model)
+        self.model = _wrap(model, arm.storage)
         config = arm.config(
-            optimizer="muon",
+            optimizer=arm.optimizer,
+            use_distributed_optimizer=arm.storage == "fragments",
+            use_layer_wise_distributed_optimizer=arm.storage == "padded",
             lr=1e-2,
             weight_decay=0.01,
             bf16=True,
@@ -94,7 +130,7 @@ class Contestant:
             muon_fp32_matmul_prec="medium",
         )
         factory: Any = get_megatron_optimizer
-        if arm.factory == "megatron-core":
+        if arm.factory == STOCK:
             factory = megatron_optimizer.get_megatron_optimizer
         self.optimizer = factory(config, [self.model])
 
@@ -112,3 +148,18 @@ class Contestant:
     def weights(self) -> list[torch.Tensor]:
         """Return copies of the model's weights, in float32."""
         return [param.detach().float().clone() for param in self.model.parameters()]
+
+
+def _wrap(model: torch.nn.Module, storage: StorageT) -> Any:
+    if storage != "padded":
+        return wrap_ddp(model, use_distributed_optimizer=storage == "fragments")
+    # heavy to import, and only this contestant needs it
+    from megatron.training.training import wrap_model_chunks_with_ddp
+
+    (wrapped,) = wrap_model_chunks_with_ddp(
+        [model],
+        get_model_config(model),
+        DistributedDataParallelConfig(grad_reduce_in_fp32=True),
+        use_layer_wise_distributed_optimizer=True,
+    )
+    return wrapped

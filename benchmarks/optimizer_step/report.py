@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.optimizer_step.measure import Result
+from benchmarks.optimizer_step.train_step import TrainStep
 
 
 def table(results: Sequence[Result]) -> str:
@@ -29,9 +30,29 @@ def table(results: Sequence[Result]) -> str:
     return "\n".join(lines)
 
 
-def write_json(results: Sequence[Result], path: Path) -> None:
+def train_table(steps: Sequence[TrainStep]) -> str:
+    """Return a Markdown table of whole train steps, each against the last one's."""
+    lines = [
+        "| optimizer | forward, backward ms | step ms | step's share | whole, x the last |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for one in steps:
+        pairs = [a / b for a, b in zip(one.whole, steps[-1].whole, strict=True)]
+        shares = [a / b for a, b in zip(one.step, one.whole, strict=True)]
+        cells = [one.name, f"{statistics.median(one.gradients):.0f}"]
+        cells += [f"{statistics.median(one.step):.0f}", f"{statistics.median(shares):.1%}"]
+        cells += [f"{statistics.median(pairs):.2f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def write_json(results: Sequence[Result], whole: Sequence[TrainStep], path: Path) -> None:
     """Write all figures."""
-    path.write_text(json.dumps([result.to_json() for result in results], indent=2) + "\n")
+    figures = {
+        "steps": [result.to_json() for result in results],
+        "train_steps": [one.to_json() for one in whole],
+    }
+    path.write_text(json.dumps(figures, indent=2) + "\n")
 
 
 def draw(results: Sequence[Result], path: Path) -> None:

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.model_shapes import MODELS
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.layouts import assign_owners, iteration_cost, lower_bound, plan_waves
-from tests.unit.layouts.model_shapes import MODELS
 
 WORLD_SIZES = [2**k for k in range(3, 13)]
 

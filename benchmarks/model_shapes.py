@@ -1,8 +1,8 @@
 """Logical matrices of published models: what Muon orthogonalizes, embeddings and output left out.
 
-Shapes (out, in) follow the models' published configurations (config.json of
-meta-llama/Meta-Llama-3-8B and -70B, Qwen/Qwen3-30B-A3B, deepseek-ai/DeepSeek-V3); fused weights are
-counted as their Q, K, V, gate and up matrices.
+In the order of the layers. Shapes (out, in) follow the models' published configurations
+(config.json of meta-llama/Meta-Llama-3-8B and -70B, Qwen/Qwen3-30B-A3B, deepseek-ai/DeepSeek-V3);
+fused weights are counted as their Q, K, V, gate and up matrices.
 """
 
 type Shape = tuple[int, int]
@@ -42,7 +42,7 @@ def _deepseek_v3() -> list[Shape]:
         (hidden, heads * value),
     ]
     moe = [(256, hidden), *_gated(hidden, 2048, experts=256 + 1)]
-    return 61 * attention + 3 * _gated(hidden, 18432) + 58 * moe
+    return 3 * (attention + _gated(hidden, 18432)) + 58 * (attention + moe)
 
 
 MODELS: dict[str, list[Shape]] = {
