@@ -15,7 +15,7 @@ if [[ "${1:-}" == "--all" ]]; then
     shift
     tier=()
     # part of the tests would make a table that looks complete
-    [[ $# -gt 0 ]] || tier=(--write-table docs/long_tier.md)
+    [[ $# -gt 0 ]] || tier=("--write-table=docs/long_tier.md")
 fi
 
 step() { echo "== $*"; "$@"; }
