@@ -50,7 +50,8 @@ class MatrixUpdatePart:
             stored,
             arithmetic.update,
             group,
-            mode="auto",
+            # At one owner: each rank sends and receives its share twice, at any number of ranks.
+            mode="exchange",
             dtype=arithmetic.stack_dtype,
             device=device,
         )

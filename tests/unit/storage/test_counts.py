@@ -83,6 +83,12 @@ def count_calls(run: Run) -> dict[str, int]:
         "all-to-alls": calls["all_to_all_single"].call_count,
         "all-gathers": calls["dist_all_gather_func"].call_count,
         "bucket groups": len(groups),
+        "bytes": max(sum(plan.bytes_sent for plan in plans), sum(p.bytes_received for p in plans)),
+        "matrices": sum(
+            param.numel()
+            for child in optimizer.chained_optimizers
+            for param in child.optimizer.parts[0]._params
+        ),
     }
 
 
@@ -92,3 +98,13 @@ def test_two_all_to_alls_a_wave_at_most_and_one_all_gather_a_bucket():
     for calls in run_ranks(4, count_calls, run):
         assert calls["all-to-alls"] == calls["planned"] <= 2 * calls["waves"]
         assert calls["all-gathers"] == calls["bucket groups"] > 3
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_rank_sends_and_receives_its_share_twice(world):
+    results = run_ranks(world, count_calls, Run())
+    for result in results:
+        assert result["all-to-alls"] == 2 * result["waves"]
+    # in float32; the owners' shares differ by at most the largest matrix of this tiny model
+    average = sum(result["bytes"] for result in results) / world
+    assert average <= 8 * results[0]["matrices"] / world
