@@ -9,14 +9,13 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from megatron_eopt import cpu
 from megatron_eopt.arguments import add_arguments as _extend_parser
 from megatron_eopt.arguments import config_from_args
 from megatron_eopt.assembly.factory import get_megatron_optimizer
-from megatron_eopt.base.versions import check_megatron
+from megatron_eopt.base.versions import check_megatron, dataset_helpers_to_skip
 
 __all__ = ["add_arguments", "install", "installed", "uninstall"]
 
@@ -42,7 +41,6 @@ def install() -> None:
     if _originals:
         return
     check_megatron()
-    from megatron.core.datasets import utils as dataset_helpers
     from megatron.training import training
 
     _rebind(training, "get_megatron_optimizer", get_megatron_optimizer)
@@ -55,9 +53,9 @@ def install() -> None:
         "wrap_model_chunks_with_ddp",
         _in_the_usual_layout(training.wrap_model_chunks_with_ddp),
     )
-    if not Path(dataset_helpers.__file__).with_name("Makefile").exists():
-        # the wheel brings the helpers compiled, and nothing to compile them with
-        _rebind(dataset_helpers, "compile_helpers", lambda: None)
+    helpers = dataset_helpers_to_skip()
+    if helpers is not None:
+        _rebind(helpers, "compile_helpers", lambda: None)
 
 
 def uninstall() -> None:

@@ -9,19 +9,12 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+from pathlib import Path
+from types import ModuleType
 from typing import Any
-
-from megatron_eopt.base.errors import ConfigurationError
 
 SUPPORTED_MEGATRON = ((0, 19, 2), (0, 20))
 """First supported release of megatron-core and the first one that is not."""
-
-_INSTALL = {
-    "apex": "pip install -v --no-build-isolation git+https://github.com/NVIDIA/apex",
-    "transformer_engine": "pip install 'transformer-engine[pytorch]'",
-    "emerging_optimizers": "pip install 'emerging-optimizers>=0.3,<0.4'",
-    "gram_newton_schulz": "pip install gram-newton-schulz",
-}
 
 _PLACES = {
     "DynamicGradScaler": "megatron.core.optimizer.grad_scaler",
@@ -60,27 +53,14 @@ def version_of(distribution: str) -> str:
         return "none"
 
 
-def is_installed(package: str) -> bool:
-    """Whether ``package`` (an import name) can be imported, without importing it."""
-    return importlib.util.find_spec(package) is not None
+def dataset_helpers_to_skip() -> ModuleType | None:
+    """Return megatron-core's module whose ``compile_helpers`` cannot work, None if it can.
 
-
-def require(package: str, argument: str, value: object) -> None:
-    """Raise unless ``package`` is installed.
-
-    Args:
-        package: Import name.
-        argument: The option that needs it.
-        value: That option's value.
-
-    Raises:
-        ConfigurationError: If it is missing; the message has the command that installs it.
+    The wheel brings the dataset helpers compiled, and no Makefile to compile them with.
     """
-    if not is_installed(package):
-        command = _INSTALL.get(package, f"pip install {package.replace('_', '-')}")
-        raise ConfigurationError(
-            argument, value, f"needs the package {package}, which is not installed", command
-        )
+    module = importlib.import_module("megatron.core.datasets.utils")
+    makefile = Path(module.__file__ or "").with_name("Makefile")
+    return None if makefile.exists() else module
 
 
 def check_megatron() -> None:

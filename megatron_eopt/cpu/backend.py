@@ -1,16 +1,15 @@
 """Turning the CPU back end on and off."""
 
 import contextlib
-import importlib
 import logging
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch._dynamo import trace_rules
 
+from megatron_eopt.base.versions import dataset_helpers_to_skip
 from megatron_eopt.cpu.cuda_standins import cuda_patches
 from megatron_eopt.cpu.gloo import collective_patches
 from megatron_eopt.cpu.mode import CudaIsCpu, Switch, engine_patches, put_on_stack, take_off_stack
@@ -28,12 +27,9 @@ def _not_about_shared_rng(record: logging.LogRecord) -> bool:
 
 
 def _dataset_helpers() -> list[Patch]:
-    """Skip building the dataset helper: Megatron's wheel brings it built, without a Makefile."""
-    module = importlib.import_module("megatron.core.datasets.utils")
-    folder = Path(module.__file__ or "").parent
-    if (folder / "Makefile").exists():
-        return []
-    return [Patch(module, "compile_helpers", lambda: None)]
+    """Skip building the dataset helpers where that cannot work and is not needed."""
+    module = dataset_helpers_to_skip()
+    return [] if module is None else [Patch(module, "compile_helpers", lambda: None)]
 
 
 class _Backend:

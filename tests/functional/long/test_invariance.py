@@ -13,12 +13,7 @@ from tests.unit.storage.runs import (
     Result,
     Run,
     deviation,
-    inject,
-    make_chunk,
-    make_config,
-    make_optimizer,
-    set_lr,
-    weights,
+    train,
 )
 
 pytestmark = pytest.mark.long
@@ -45,18 +40,8 @@ CASES = [(model, *sizes) for model, layouts in LAYOUTS.items() for sizes in layo
 
 
 def step_by_step(run: Run) -> Result:
-    """Step on injected gradients; gather parameters whose gather waits for a forward pass."""
-    chunk = make_chunk(run)
-    optimizer = make_optimizer(run, chunk)
-    set_lr(optimizer, make_config(run))
-    steps = []
-    for step in range(run.steps):
-        optimizer.zero_grad()
-        inject(run, chunk, step)
-        steps.append(optimizer.step())
-    if chunk.ddp_config.overlap_param_gather:
-        chunk.disable_forward_pre_hook()
-    return Result(weights(run, chunk), steps)
+    """Step on injected gradients; parameters are gathered at the end."""
+    return train(run, gathered=True)
 
 
 @functools.cache

@@ -12,17 +12,10 @@ from megatron_eopt.math import NonFiniteError
 from megatron_eopt.matrices import whole
 from megatron_eopt.optimizers.muon import TensorParallelMuon
 from tests.reference.muon import muon_step, newton_schulz, spectral_scale
+from tests.unit.optimizers.parameters import parameter
 
 EXACT = {"fp32_matmul_prec": "highest"}
 QKV = [8, 4, 4]
-
-
-def parameter(*shape, seed=0, grad=True):
-    generator = torch.Generator().manual_seed(seed)
-    param = torch.nn.Parameter(torch.randn(shape, generator=generator))
-    if grad:
-        param.grad = torch.randn(shape, generator=generator)
-    return param
 
 
 def matrix(tensor):

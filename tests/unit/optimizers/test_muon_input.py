@@ -9,17 +9,10 @@ import torch.distributed as dist
 from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
 from megatron_eopt.optimizers.muon import TensorParallelMuon
 from tests.harness import run_ranks
+from tests.unit.optimizers.parameters import parameter
 
 EXACT = {"fp32_matmul_prec": "highest"}
 QKV = [8, 4, 4]
-
-
-def parameter(*shape, seed=0, grad=True):
-    generator = torch.Generator().manual_seed(seed)
-    param = torch.nn.Parameter(torch.randn(shape, generator=generator))
-    if grad:
-        param.grad = torch.randn(shape, generator=generator)
-    return param
 
 
 @pytest.mark.parametrize("value", ["rows", 2, -2])

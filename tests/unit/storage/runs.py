@@ -232,8 +232,13 @@ def set_lr(optimizer: Any, config: Any) -> None:
         group["lr"] = config.lr
 
 
-def train(run: Run) -> Result:
-    """Build, step, and return this rank's weights."""
+def train(run: Run, *, gathered: bool = False) -> Result:
+    """Build, step, and return this rank's weights.
+
+    Args:
+        run: What to run.
+        gathered: Gather parameters at the end whose gather waits for a forward pass.
+    """
     chunk = make_chunk(run)
     optimizer = make_optimizer(run, chunk)
     set_lr(optimizer, make_config(run))
@@ -242,6 +247,8 @@ def train(run: Run) -> Result:
         optimizer.zero_grad()
         inject(run, chunk, step)
         steps.append(optimizer.step())
+    if gathered and chunk.ddp_config.overlap_param_gather:
+        chunk.disable_forward_pre_hook()
     return Result(weights(run, chunk), steps)
 
 
