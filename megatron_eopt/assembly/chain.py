@@ -5,7 +5,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+
+from megatron_eopt.assembly.plain_checkpoint import PlainCheckpoint
+from megatron_eopt.assembly.saved_groups import children_of
+from megatron_eopt.storage.fragment_optimizer import FragmentOptimizer
+from megatron_eopt.storage.loss_scale import UnscaledOnce
+from megatron_eopt.storage.non_finite import FiniteNormChain
+from megatron_eopt.storage.saved_groups import parts_of
 
 
 class SharedGradScaler:
@@ -54,26 +61,59 @@ class SharedGradScaler:
         self._scaler.update(found_inf)
 
 
-class OneScaleChain(ChainedOptimizer):
-    """megatron-core's chain, with one loss scale over all its optimizers.
+class OneScaleChain(FiniteNormChain):
+    """megatron-core's chain, with one loss scale over all its optimizers and finite gradients.
 
     Args:
         optimizers: The optimizers, in the order in which they step and are saved.
         scaler: The scaler they share; None without loss scaling.
+        model_chunks: The whole model, which names the parameters in messages.
     """
 
     def __init__(
-        self, optimizers: Sequence[MegatronOptimizer], scaler: SharedGradScaler | None = None
+        self,
+        optimizers: Sequence[MegatronOptimizer],
+        scaler: SharedGradScaler | None = None,
+        model_chunks: Sequence[Any] = (),
     ) -> None:
         super().__init__(list(optimizers))
         self._scaler = scaler
+        self.watched_chunks = model_chunks
+        self._unscaled = UnscaledOnce(model_chunks)
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Load what :meth:`state_dict` or ``dist_checkpointing`` returned.
+
+        Raises:
+            ConfigurationError: If it is not of these optimizers, or lacks state of theirs.
+        """
+        if all(isinstance(child, PlainCheckpoint) for child in self.chained_optimizers):
+            state_dict = children_of(state_dict, self.chained_optimizers)
+        elif all(isinstance(child, FragmentOptimizer) for child in self.chained_optimizers):
+            parts = parts_of(state_dict, len(self.chained_optimizers))
+            state_dict = parts[0] if len(parts) == 1 else dict(enumerate(parts))
+        super().load_state_dict(state_dict)
 
     def prepare_grads(self) -> bool:
-        """Copy and unscale all gradients; return whether any overflowed."""
-        found_inf = bool(super().prepare_grads())
-        if self._scaler is not None:
+        """Copy and unscale all gradients, at most once; return whether any overflowed."""
+        if self._scaler is None:
+            return bool(super().prepare_grads())
+        found_inf = self._unscaled.recall()
+        if found_inf is None:
+            found_inf = bool(super().prepare_grads())
             self._scaler.settle(found_inf)
+            self._unscaled.remember(found_inf)
         return found_inf
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the main parameters' gradients."""
+        self._unscaled.forget()
+        super().zero_grad(set_to_none)
+
+    def step_with_ready_grads(self) -> bool:
+        """Step all optimizers; return whether they did."""
+        self._unscaled.forget()
+        return bool(super().step_with_ready_grads())
 
 
 def exempt_from_clipping(optimizers: Iterable[MegatronOptimizer]) -> None:

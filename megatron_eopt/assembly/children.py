@@ -11,14 +11,16 @@ from megatron_eopt.assembly.process_groups import OptimizerGroups
 from megatron_eopt.assembly.tags import copy_tags
 from megatron_eopt.assembly.wrappers import (
     Float32Optimizer,
-    FragmentOptimizer,
     MainParamsOptimizer,
+    OffloadedOptimizer,
 )
 from megatron_eopt.base.names import SCALAR_OPTIMIZERS
 from megatron_eopt.base.versions import megatron_name
 from megatron_eopt.optimizers.entries import create
+from megatron_eopt.optimizers.muon import TensorParallelMuon
 from megatron_eopt.optimizers.scalar import build_scalar_optimizer
 from megatron_eopt.routing.groups import Group, param_group
+from megatron_eopt.storage.fragment_optimizer import FragmentOptimizer
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,7 @@ def build_child(
     model_chunks: Sequence[Any],
     groups: OptimizerGroups,
     scaler: SharedGradScaler | None,
+    number: int = 0,
 ) -> Any:
     """Return the wrapped optimizer of ``child``.
 
@@ -102,11 +105,16 @@ def build_child(
         model_chunks: The whole wrapped model.
         groups: Process groups.
         scaler: The loss scale of the chain.
+        number: Its place in the chain.
     """
     inner, init_state_fn = build_torch_optimizer(child, config, model_chunks, groups)
+    if isinstance(inner, TensorParallelMuon):
+        # the chain has looked at the gradient norm when its members step
+        inner.check_finite = False
     chunks = [model_chunks[index] for index in child.chunks]
     if groups.dense is not None:
         wrapper = _fragment_optimizer(child, inner, config, scaler, init_state_fn, chunks, groups)
+        wrapper.number = number
     else:
         made_early = bool(getattr(inner, "state", None))
         if inner is not None and made_early:
@@ -162,11 +170,12 @@ def _fragment_optimizer(
     init_state_fn: Callable[..., None] | None,
     chunks: list[Any],
     groups: OptimizerGroups,
-) -> FragmentOptimizer:
+) -> FragmentOptimizer | OffloadedOptimizer:
     sharding = groups.expert if child.is_expert else groups.dense
     assert sharding is not None
     kind = "expert_parallel_buffers" if child.is_expert else "buffers"
-    wrapper = FragmentOptimizer(
+    wrapper_cls = OffloadedOptimizer if config.optimizer_cpu_offload else FragmentOptimizer
+    wrapper = wrapper_cls(
         inner,
         config,
         scaler,

@@ -74,6 +74,12 @@ class EmergingOptimizerConfig(OptimizerConfig):
     muon_momentum_beta: float | None = None
     """Old spelling of ``muon_momentum``."""
 
+    checkpoint_fresh_state: tuple[str, ...] = ()
+    """Names of optimizer states that may be missing in a checkpoint and then start anew."""
+
+    checkpoint_momentum_from_adam: bool = False
+    """Whether momentum that a checkpoint of Adam lacks starts as Adam's first moment."""
+
     print_optimizer_routing: bool = False
     """Log a table of every parameter's optimizer, split, learning rate, weight decay and why."""
 

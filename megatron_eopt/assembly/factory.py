@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron.core import optimizer as megatron_optimizer
+from megatron.core.optimizer import get_megatron_optimizer as megatrons_own_factory
 from megatron.core.utils import get_pg_size, log_single_rank
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -20,7 +21,9 @@ from megatron_eopt.assembly.children import (
 from megatron_eopt.assembly.differences import differences, log_differences, warn_if_inexact
 from megatron_eopt.assembly.meaning import Meaning, resolve
 from megatron_eopt.assembly.process_groups import OptimizerGroups, optimizer_groups
+from megatron_eopt.assembly.refusals import refuse_replaced_grouping
 from megatron_eopt.assembly.routing import Routing, format_routing, route_model
+from megatron_eopt.assembly.torch_fsdp2 import assemble_sharded, is_torch_fsdp2
 from megatron_eopt.base.versions import check_megatron, megatron_name
 from megatron_eopt.routing.groups import Group
 from megatron_eopt.routing.overrides import Overrides, check_overrides
@@ -62,7 +65,7 @@ def get_megatron_optimizer(
     """
     check_megatron()
     if isinstance(model_chunks[0], megatron_name("MimoModel")):
-        return megatron_optimizer.get_megatron_optimizer(config, model_chunks)
+        return megatrons_own_factory(config, model_chunks)
     if config_overrides is None:
         config_overrides = megatron_optimizer.get_standard_config_overrides(config)
     meaning = resolve(config)
@@ -70,7 +73,7 @@ def get_megatron_optimizer(
     check_ddp(meaning, config, model_chunks)
     if _is_megatron_fsdp(model_chunks):
         check_overrides(config_overrides, config)
-        return megatron_optimizer.get_megatron_optimizer(
+        return megatrons_own_factory(
             config,
             model_chunks,
             dict(config_overrides),
@@ -78,12 +81,18 @@ def get_megatron_optimizer(
             pg_collection,
             dump_param_to_param_group_map,
         )
+    refuse_replaced_grouping()
     routing = route_model(config, meaning, model_chunks, config_overrides)
     check_storage(meaning, {group.key.optimizer for group in routing.groups})
     _report(config, meaning, routing)
-    optimizer = _assemble(
-        config, model_chunks, meaning, routing.groups, use_gloo_process_groups, pg_collection
-    )
+    optimizer: Any
+    if is_torch_fsdp2(model_chunks) and not meaning.is_standard:
+        process_groups = optimizer_groups(meaning, model_chunks, False, pg_collection)
+        optimizer = assemble_sharded(config, model_chunks, meaning, routing, process_groups)
+    else:
+        optimizer = _assemble(
+            config, model_chunks, meaning, routing.groups, use_gloo_process_groups, pg_collection
+        )
     if dump_param_to_param_group_map is not None:
         _dump(routing.groups, model_chunks, dump_param_to_param_group_map)
     return optimizer
@@ -107,12 +116,13 @@ def _assemble(
         return _layer_wise(children, config, model_chunks, process_groups)
     scaler = make_scaler(config)
     optimizers = [
-        build_child(child, config, model_chunks, process_groups, scaler) for child in children
+        build_child(child, config, model_chunks, process_groups, scaler, number)
+        for number, child in enumerate(children)
     ]
     for index, chunk in enumerate(model_chunks):
         # The wrapped model asks for this when it gathers parameters.
         chunk.overlap_param_gather_with_optimizer_step = early_gather and index == 0
-    chain = OneScaleChain(optimizers, scaler)
+    chain = OneScaleChain(optimizers, scaler, model_chunks)
     if meaning.exempt_from_clipping:
         exempt_from_clipping(
             optimizer

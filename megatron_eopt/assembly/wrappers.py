@@ -6,8 +6,10 @@ from typing import Any
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 
+from megatron_eopt.assembly.plain_checkpoint import PlainCheckpoint
 from megatron_eopt.base.versions import megatron_name
 from megatron_eopt.routing.groups import GROUP_ID
+from megatron_eopt.storage.non_finite import WatchedGradients
 
 
 def adopt_present_settings(
@@ -58,13 +60,13 @@ class _StableGroups:
         super().load_state_dict(state_dict)  # type: ignore[misc]
 
 
-class MainParamsOptimizer(_StableGroups, Float16OptimizerWithFloat16Params):
+class MainParamsOptimizer(PlainCheckpoint, WatchedGradients, Float16OptimizerWithFloat16Params):
     """For bf16 and fp16: steps on float32 copies of the parameters."""
 
 
-class Float32Optimizer(_StableGroups, FP32Optimizer):
+class Float32Optimizer(PlainCheckpoint, WatchedGradients, FP32Optimizer):
     """For float32: steps on the parameters themselves."""
 
 
-class FragmentOptimizer(_StableGroups, DistributedOptimizer):
-    """megatron-core's distributed optimizer: steps on fragments of the parameters."""
+class OffloadedOptimizer(_StableGroups, WatchedGradients, DistributedOptimizer):
+    """Steps on fragments of the parameters, whose state is partly in the host's memory."""

@@ -25,5 +25,12 @@ OLD_SPELLINGS = {"use_nesterov": "nesterov", "mode": "tp_mode", "momentum_beta":
 NO_MUON_ATTRIBUTE = "use_muon"
 """A parameter with this attribute set to ``False`` goes to the scalar optimizer."""
 
+STACK_ATTRIBUTE = "eopt_matrix_stack"
+"""A 3-D parameter with this attribute set to ``True`` is a stack of matrices (experts)."""
+
 SPLIT_ATTRIBUTE = "eopt_logical_split"
 """Attribute of a routed parameter and of its main copy: its ``Split``, None for one matrix."""
+
+ELEMENT_WISE_STATE = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"})
+"""Kinds of optimizer state that have one number for each of the parameter. Of other kinds the shape
+does not tell: the Kronecker factors of a square matrix look like one."""

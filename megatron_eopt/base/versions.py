@@ -16,6 +16,9 @@ from typing import Any
 SUPPORTED_MEGATRON = ((0, 19, 2), (0, 20))
 """First supported release of megatron-core and the first one that is not."""
 
+TESTED_MEGATRON = ("0.19.2",)
+"""Releases whose own names may be replaced, see :mod:`megatron_eopt.megatron_lm`."""
+
 _PLACES = {
     "DynamicGradScaler": "megatron.core.optimizer.grad_scaler",
     "ConstantGradScaler": "megatron.core.optimizer.grad_scaler",
@@ -63,13 +66,35 @@ def dataset_helpers_to_skip() -> ModuleType | None:
     return None if makefile.exists() else module
 
 
-def check_megatron() -> None:
-    """Raise unless the installed megatron-core is one this package was written for.
+def megatron_version() -> str:
+    """Return the release of the megatron-core that is imported, an installed one or a checkout."""
+    version = importlib.import_module("megatron.core").__version__
+    # it appends the commit of any repository that it happens to lie in
+    return str(version).partition("+")[0]
+
+
+def check_tested_megatron() -> None:
+    """Raise unless megatron-core is a release that all of this package was tested with.
 
     Raises:
         ImportError: If it is not.
     """
-    found = version_of("megatron-core")
+    found = megatron_version()
+    if found not in TESTED_MEGATRON:
+        raise ImportError(
+            f"megatron-core {found} is not among the releases whose names megatron-eopt was "
+            f"tested to replace ({', '.join(TESTED_MEGATRON)}); install one of these, or build "
+            "the optimizer with megatron_eopt.get_megatron_optimizer in your own script"
+        )
+
+
+def check_megatron() -> None:
+    """Raise unless megatron-core is one this package was written for.
+
+    Raises:
+        ImportError: If it is not.
+    """
+    found = megatron_version()
     numbers = tuple(int(part) for part in found.split(".")[:3] if part.isdigit())
     first, end = SUPPORTED_MEGATRON
     if not first <= numbers < end:

@@ -1,8 +1,10 @@
 """Refusing non-finite input by name before it spreads through a matrix product."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 
@@ -17,8 +19,9 @@ class NonFiniteError(FloatingPointError):
         shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
         super().__init__(
             f"non-finite {what} of {shown}: one inf or nan would spread over the whole matrix when "
-            "it is orthogonalized. Lower the learning rate, clip gradients, or find the layer that "
-            "overflows; with loss scaling such a step is skipped before it comes here."
+            "it is orthogonalized. No weight and no state has changed. Lower the learning rate, "
+            "clip gradients, or find the layer that overflows; with loss scaling such a step is "
+            "skipped before it comes here."
         )
         self.names = names
 
@@ -36,22 +39,60 @@ def suspicion(tensors: list[Tensor]) -> Tensor:
     return ~torch.stack([norm.to(torch.float32) for norm in norms]).isfinite().all()
 
 
-def check_finite(named: Iterable[tuple[str, Tensor]], what: str = "gradients") -> None:
+def not_finite(named: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """Return the names of the tensors that hold inf or nan; one host synchronization for each."""
+    return [name for name, tensor in named if not bool(tensor.isfinite().all())]
+
+
+def names_of_all(names: Iterable[str], groups: Iterable[dist.ProcessGroup | None]) -> list[str]:
+    """Return the names that any rank of the groups has, sorted; collective over each of them.
+
+    Args:
+        names: This rank's names.
+        groups: Process groups in the same order on all their ranks. A name travels on from the
+            ranks of one to the ranks of the next.
+    """
+    known = set(names)
+    for group in groups:
+        everyones: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(everyones, known, group=group)
+        known = known.union(*everyones)
+    return sorted(known)
+
+
+def check_finite(
+    named: Iterable[tuple[str, Tensor]],
+    what: str = "gradients",
+    groups: Sequence[dist.ProcessGroup] = (),
+) -> None:
     """Raise if a tensor holds inf or nan, naming every such tensor.
 
-    One host synchronization for all tensors together; the search for the culprits runs only on
-    failure.
+    One host synchronization for all tensors together, and one all-reduce of one number for each
+    group; the search for the culprits runs only on failure.
 
     Args:
         named: Pairs of parameter name and tensor, any shapes and float dtypes.
         what: What the tensors are, for the message.
+        groups: Whose ranks must raise together, each with its own tensors; the same groups in the
+            same order on all their ranks.
 
     Raises:
-        NonFiniteError: If any entry is inf or nan.
+        NonFiniteError: If any entry is inf or nan on any rank of the groups, with the same names on
+            each of them.
     """
-    pairs = [(name, tensor) for name, tensor in named if tensor.numel()]
-    if not pairs or not bool(suspicion([tensor for _, tensor in pairs])):
+    pairs = list(named)
+    if not pairs:
         return
-    culprits = [name for name, tensor in pairs if not bool(tensor.isfinite().all())]
+    filled = [(name, tensor) for name, tensor in pairs if tensor.numel()]
+    flag = torch.zeros((), dtype=torch.int32, device=pairs[0][1].device)
+    if filled:
+        flag += suspicion([tensor for _, tensor in filled])
+    for group in groups:
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
+    if not bool(flag):
+        return
+    culprits = not_finite(filled)
+    if groups:
+        culprits = names_of_all(culprits, groups)
     if culprits:
         raise NonFiniteError(what, culprits)

@@ -29,7 +29,7 @@ from megatron_eopt.math.newton_schulz import ReduceT
 from megatron_eopt.optimizers.engine import MatrixEngine
 from megatron_eopt.optimizers.orthogonalization import Orthogonalization
 from megatron_eopt.optimizers.segments import Segments, SquareNorms
-from megatron_eopt.optimizers.stored import StoredParameter, storage_layouts
+from megatron_eopt.optimizers.stored import Stored, storage_layouts
 
 __all__ = ["AdaMuonRule", "Coefficients", "NamoRule", "NorMuonRule", "Rule", "Served", "make_rule"]
 
@@ -63,7 +63,7 @@ class Served:
 
     engine: MatrixEngine
     params: tuple[Tensor, ...]
-    stored: tuple[StoredParameter, ...]
+    stored: tuple[Stored, ...]
     group: dist.ProcessGroup | None
     device: torch.device
     blockwise: bool
@@ -74,7 +74,7 @@ class Served:
         return 0 if self.group is None else dist.get_rank(self.group)
 
 
-def matrix_shapes(parameter: StoredParameter, rank: int, blockwise: bool) -> list[tuple[int, int]]:
+def matrix_shapes(parameter: Stored, rank: int, blockwise: bool) -> list[tuple[int, int]]:
     """Return the shape of each matrix of a parameter; blockwise of this rank's pieces."""
     if not blockwise:
         return [matrix.shape for matrix in parameter.split.matrices]
@@ -320,6 +320,8 @@ class NamoRule(Rule):
             for a, b, coefficient in _runs(self._coefficients)
         ]
         self._factors = torch.cat(factors)
+        # inf would stay, and make nan of the next mean
+        running.clamp_(max=torch.finfo(moments[0].dtype).max)
         torch._foreach_copy_(list(moments), list(torch.split(running, self.counts)))
 
     def on_orthogonal(

@@ -1,5 +1,6 @@
 """Muon with second moments: AdaMuon, NorMuon and NAMO."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +11,12 @@ from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.base.errors import ConfigurationError, check_choice, check_number
 from megatron_eopt.base.names import TpModeT
-from megatron_eopt.math.moments import MOMENT2_METHODS, Moment2MethodT, correction
+from megatron_eopt.math.moments import (
+    MOMENT2_METHODS,
+    Moment2MethodT,
+    correction,
+    statistic_shape,
+)
 from megatron_eopt.math.newton_schulz import ReduceT
 from megatron_eopt.optimizers.adaptive import (
     Coefficients,
@@ -165,6 +171,19 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon, AdaptiveMuon):
         """
         self._complete(self._stepped_by)
 
+    def statistics_of(self, param: Tensor) -> list[Tensor]:
+        """Return views of a parameter's second moments, one for each of its logical matrices.
+
+        They have the shapes of whole matrices' statistics, blockwise those of this rank's pieces;
+        AdaMuon's is one view in the parameter's shape.
+        """
+        moment = self.state[param]["moment2_buffer"]
+        if self.moment2_method == "adamuon":
+            return [moment]
+        sizes = [statistic_shape(self.moment2_method, *shape) for shape in self._shapes_of(param)]
+        parts = torch.split(moment.view(-1), [math.prod(shape) for shape in sizes])
+        return [part.view(shape) for part, shape in zip(parts, sizes, strict=True)]
+
     def _init_group(self, group: dict[str, Any], skip_non_grad_params: bool = True) -> None:
         for param in group["params"]:
             state = self.state[param]
@@ -177,11 +196,13 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon, AdaptiveMuon):
                 state["step"] = torch.zeros((), dtype=torch.float32)
 
     def _empty_statistics(self, param: Tensor) -> Tensor:
+        return empty_statistics(self.moment2_method, param, self._shapes_of(param))
+
+    def _shapes_of(self, param: Tensor) -> list[tuple[int, int]]:
         stored = self.engines.stored(self._name_of(param), param)
         group = self._cut_of(param)[1]
         rank = 0 if group is None else torch.distributed.get_rank(group)
-        blockwise = self.tp_mode == "blockwise" and group is not None
-        return empty_statistics(self.moment2_method, param, matrix_shapes(stored, rank, blockwise))
+        return matrix_shapes(stored, rank, self.tp_mode == "blockwise" and group is not None)
 
     @property
     def _stack_dtype(self) -> torch.dtype:

@@ -11,7 +11,7 @@ from megatron_eopt.base.names import TpModeT
 from megatron_eopt.layouts import Buffers, Layout, Matrix, Redistribution, WaveBatch
 from megatron_eopt.math.newton_schulz import ReduceT
 from megatron_eopt.optimizers.modes import Work, plan_work
-from megatron_eopt.optimizers.stored import StoredParameter, storage_layouts
+from megatron_eopt.optimizers.stored import Stored, storage_layouts
 from megatron_eopt.optimizers.triangle import pack_triangle, unpack_triangle
 
 __all__ = ["DEFAULT_WAVE_BYTES", "MatrixEngine"]
@@ -62,7 +62,7 @@ class MatrixEngine:
 
     def __init__(
         self,
-        parameters: Sequence[StoredParameter],
+        parameters: Sequence[Stored],
         update: UpdateT,
         group: dist.ProcessGroup | None = None,
         *,

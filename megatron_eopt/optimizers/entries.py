@@ -15,11 +15,13 @@ from megatron_eopt.optimizers.config_kwargs import (
     kwargs_from_config,
     weight_decay_kwargs,
 )
+from megatron_eopt.optimizers.initial_state import INITIALIZERS
 from megatron_eopt.optimizers.muon import TensorParallelMuon
 from megatron_eopt.optimizers.registry import (
     EmergingOptimizerEntry,
     StateLayoutT,
     entry_of,
+    init_state,
     is_registered,
     register_optimizer,
 )
@@ -173,6 +175,7 @@ def _register_emerging(name: str, cls: type) -> None:
         layout = "matrix_update"
     entry = EmergingOptimizerEntry(
         cls,
+        init_state_fn=INITIALIZERS.get(name, init_state),
         state_layout=layout,
         prefixes=(name, "muon") if is_muon else (name,),
         consumes=MUON_FACTORY_FIELDS if is_muon else frozenset(),

@@ -72,8 +72,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         backend: Whose kernels compute it.
         ns_eps: Smallest norm that a matrix is divided by, above 0.
         splits: Logical matrices of fused parameters, by unsharded shape; goes before ``split_qkv``.
-        check_finite: Refuse inf and nan by parameter name before any state changes. Reading the
-            answer makes the host wait for a GPU, so the default is to check on CPUs only.
+        check_finite: Refuse inf and nan by parameter name before any state changes, on all ranks
+            that share a matrix alike; it takes an all-reduce of one number. Reading the answer
+            makes the host wait for a GPU, so the default is to check on CPUs only.
         batched: Whether equal shapes share a call.
 
     Raises:
@@ -181,7 +182,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             The closure's loss.
 
         Raises:
-            NonFiniteError: If a gradient holds inf or nan, with nothing changed.
+            NonFiniteError: If a gradient holds inf or nan on any rank of these groups, with nothing
+                changed.
         """
         loss = None
         if closure is not None:
@@ -260,8 +262,14 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         wanted = self.check_finite
         if wanted is None:
             wanted = all(param.device.type == "cpu" for param in params)
-        if wanted:
-            check_finite((self._name_of(param), param.grad) for param in params)  # type: ignore[misc]
+        if not wanted:
+            return
+        groups = dict.fromkeys(self._cut_of(param)[1] for param in params)
+        check_finite(
+            ((self._name_of(param), param.grad) for param in params),  # type: ignore[misc]
+            # the others would wait for a rank that has raised
+            groups=[group for group in groups if group is not None],
+        )
 
     def _directions(self, group: dict[str, Any], params: list[Tensor]) -> list[Tensor]:
         """Decay weights, update momenta, and return what to orthogonalize."""

@@ -36,7 +36,18 @@ def default_param_overrides() -> dict[ParamKey, dict[str, Any]]:
 
 
 def init_state(opt: Any, config: Any = None) -> None:
-    """Make every parameter's state exist, also before the first step; loading needs it."""
+    """Make every parameter's state exist, also before the first step; loading needs it.
+
+    Raises:
+        ConfigurationError: If the optimizer has no method for it.
+    """
+    if not hasattr(opt, "_init_group"):
+        raise ConfigurationError(
+            "init_state_fn",
+            type(opt).__name__,
+            "must make the state exist before the first step, and the class has no _init_group",
+            "Register the optimizer with an init_state_fn of its own",
+        )
     for group in opt.param_groups:
         opt._init_group(group, skip_non_grad_params=False)
 

@@ -5,7 +5,7 @@ megatron-core makes the same choice, so the classes are taken from it.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -54,7 +54,7 @@ def build_scalar_optimizer(
         groups, lr=config.lr, weight_decay=config.weight_decay, momentum=config.sgd_momentum
     )
     _log_choice(sgd)
-    return sgd, None
+    return sgd, _init_sgd_state
 
 
 def _adam(groups: list[dict[str, Any]], config: Any) -> torch.optim.Optimizer:
@@ -129,22 +129,38 @@ def _offloaded(name: str, groups: list[dict[str, Any]], config: Any) -> torch.op
 
 
 def _init_adam_state(opt: Any, config: Any = None) -> None:
+    counts_per_parameter = isinstance(opt, torch.optim.Adam)
     for group in opt.param_groups:
         for param in group["params"]:
-            if opt.state[param]:
+            state = opt.state[param]
+            if state:
                 continue
             if config is not None and config.use_precision_aware_optimizer:
                 opt.initialize_state(param)
-            else:
-                opt.state[param]["exp_avg"] = torch.zeros_like(param.data)
-                opt.state[param]["exp_avg_sq"] = torch.zeros_like(param.data)
+                continue
+            if counts_per_parameter:
+                on_device = group["capturable"] or group["fused"]
+                device = param.device if on_device else torch.device("cpu")
+                state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+            state["exp_avg"] = torch.zeros_like(param.data)
+            state["exp_avg_sq"] = torch.zeros_like(param.data)
 
 
 def _init_lion_state(opt: Any, config: Any = None) -> None:
-    for group in opt.param_groups:
-        for param in group["params"]:
+    _init_buffer(opt, "exp_avg", [group["params"] for group in opt.param_groups])
+
+
+def _init_sgd_state(opt: Any, config: Any = None) -> None:
+    # without momentum there is no buffer
+    params = [group["params"] for group in opt.param_groups if group["momentum"]]
+    _init_buffer(opt, "momentum_buffer", params)
+
+
+def _init_buffer(opt: Any, name: str, groups: Iterable[Iterable[torch.Tensor]]) -> None:
+    for params in groups:
+        for param in params:
             if not opt.state[param]:
-                opt.state[param]["exp_avg"] = torch.zeros_like(param.data)
+                opt.state[param][name] = torch.zeros_like(param.data)
 
 
 _logged: set[type] = set()

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_eopt.layouts.boxes import Boxes
-from megatron_eopt.optimizers.stored import StoredParameter, storage_layouts
+from megatron_eopt.optimizers.stored import Stored, storage_layouts
 
 __all__ = ["Segments", "SquareNorms"]
 
@@ -32,7 +32,7 @@ class Segments:
     matrices: int
 
     @classmethod
-    def of(cls, parameter: StoredParameter, rank: int, device: torch.device) -> "Segments":
+    def of(cls, parameter: Stored, rank: int, device: torch.device) -> "Segments":
         """Return the runs of what ``rank`` stores."""
         pieces = [layout.piece(rank) for layout in storage_layouts(parameter)]
         matrix = np.repeat(np.arange(len(pieces)), [len(piece) for piece in pieces])
@@ -81,7 +81,7 @@ class SquareNorms:
 
     def __init__(
         self,
-        parameters: Sequence[StoredParameter],
+        parameters: Sequence[Stored],
         rank: int,
         group: dist.ProcessGroup | None,
         device: torch.device,

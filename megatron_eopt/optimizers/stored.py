@@ -9,7 +9,7 @@ from megatron_eopt.layouts import Layout
 from megatron_eopt.layouts.boxes import Boxes
 from megatron_eopt.matrices import Split, matrix_rows
 
-__all__ = ["Fragment", "StoredParameter", "storage_layouts"]
+__all__ = ["Fragment", "PlacedParameter", "Stored", "StoredParameter", "storage_layouts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +49,32 @@ class StoredParameter:
     fragments: tuple[Fragment, ...]
 
 
-def storage_layouts(parameter: StoredParameter) -> list[Layout]:
+@dataclass(frozen=True, slots=True)
+class PlacedParameter:
+    """One parameter whose layouts are known already, for instance from a DTensor's placements.
+
+    Attributes:
+        name: The parameter's name, for messages; unique in its group.
+        split: Its logical matrices.
+        layouts: Where each of them is stored, in the split's order.
+    """
+
+    name: str
+    split: Split
+    layouts: tuple[Layout, ...]
+
+
+type Stored = StoredParameter | PlacedParameter
+"""How a group stores a parameter."""
+
+
+def storage_layouts(parameter: Stored) -> list[Layout]:
     """Return the storage layout of every logical matrix of a parameter, over its group.
 
     Of ranks that hold the same range the first is the source.
     """
+    if isinstance(parameter, PlacedParameter):
+        return list(parameter.layouts)
     holders: dict[Fragment, list[int]] = {}
     for rank, fragment in enumerate(parameter.fragments):
         if fragment.start < fragment.stop:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_eopt.base.names import NO_MUON_ATTRIBUTE
+from megatron_eopt.base.names import NO_MUON_ATTRIBUTE, STACK_ATTRIBUTE
 from megatron_eopt.base.versions import megatron_name
 
 
@@ -38,13 +38,19 @@ class ModelParameter:
         return tuple(self.param.shape)
 
     @property
+    def has_matrix_shape(self) -> bool:
+        """Whether it is a matrix, or marked as a stack of matrices, by its shape."""
+        stack = len(self.shape) == 3 and getattr(self.param, STACK_ATTRIBUTE, False)
+        return len(self.shape) == 2 or bool(stack)
+
+    @property
     def why_not_matrix(self) -> str | None:
         """Why this parameter is no matrix that an emerging optimizer could take; None if it is."""
         if getattr(self.param, NO_MUON_ATTRIBUTE, None) is False:
             return f"{NO_MUON_ATTRIBUTE}=False"
         if self.is_embedding:
             return "embedding or output layer"
-        if len(self.shape) != 2:
+        if not self.has_matrix_shape:
             return f"{len(self.shape)}-D"
         return None
 

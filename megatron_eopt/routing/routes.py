@@ -112,7 +112,7 @@ def _default_settings(parameter: ModelParameter, rules: Rules) -> Settings:
 
 def _check_wish(parameter: ModelParameter, optimizer: object, rules: Rules) -> None:
     check_choice("config_overrides[...]['optimizer']", optimizer, rules.names)
-    if optimizer in rules.matrices_only and len(parameter.shape) != 2:
+    if optimizer in rules.matrices_only and not parameter.has_matrix_shape:
         raise ConfigurationError(
             "config_overrides[...]['optimizer']",
             optimizer,

@@ -1,5 +1,6 @@
 """Megatron's distributed optimizer for one set of buffers, around a composite."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -8,12 +9,14 @@ from torch import Tensor
 
 from megatron_eopt.storage.checkpoint import CheckpointMixin
 from megatron_eopt.storage.composite import CompositeOptimizer
+from megatron_eopt.storage.non_finite import WatchedGradients
+from megatron_eopt.storage.owned import OwnedMatrix
 from megatron_eopt.storage.replicated import ReplicatedBuffer
 
 __all__ = ["BufferSetOptimizer"]
 
 
-class BufferSetOptimizer(CheckpointMixin, DistributedOptimizer):
+class BufferSetOptimizer(CheckpointMixin, WatchedGradients, DistributedOptimizer):
     """Keeps main weights and state of one buffer set in fragments; the composite steps them.
 
     The chain that holds this optimizer gathers parameters and handles the loss scale, once for all
@@ -54,13 +57,11 @@ class BufferSetOptimizer(CheckpointMixin, DistributedOptimizer):
         self._quantized = self.ddp_config.fp8_param_gather or self.ddp_config.fp4_param_gather
         if self._quantized:
             return
-        self._moved_mains, self._param_views = [], []
-        for param, main in self.main_of.items():
-            view = self._param_view(param)
-            # the main copy of a float32 parameter is the parameter itself
-            if view.data_ptr() != main.data_ptr():
-                self._moved_mains.append(main)
-                self._param_views.append(view)
+        pairs = [(main, self._param_view(param)) for param, main in self.main_of.items()]
+        self._copies = [pair for pair in pairs if _lie_apart(*pair)]
+        # the main copy of a float32 parameter is the parameter itself, until a caller has moved it
+        # to another device and back
+        self._shared = [pair for pair in pairs if not _lie_apart(*pair)]
 
     def _grad_view(self, param: Any) -> Tensor:
         held = self._get_model_param_range_map(param)["param"]
@@ -89,18 +90,28 @@ class BufferSetOptimizer(CheckpointMixin, DistributedOptimizer):
     def _copy_main_params_to_model_params(self) -> None:
         if self._quantized:
             super()._copy_main_params_to_model_params()
-        elif self._param_views:
-            torch._foreach_copy_(self._param_views, self._moved_mains)
-
-    @torch.no_grad()
-    def step_with_ready_grads(self) -> bool:
-        """Step the composite and write the model's parameters of this rank's fragments."""
-        done = bool(super().step_with_ready_grads())
-        self.steps += done
-        return done
+            return
+        copies = self._copies + [pair for pair in self._shared if _lie_apart(*pair)]
+        if copies:
+            mains, views = zip(*copies, strict=True)
+            torch._foreach_copy_(views, mains)
 
     def _copy_model_params_to_main_params(self, state_dict: Any = None) -> None:
         super()._copy_model_params_to_main_params(state_dict=state_dict)
+        self.optimizer.refresh()
+
+    def owned_matrices(self) -> Iterator[OwnedMatrix]:
+        """Yield the whole matrices that this rank owns, with their state."""
+        for part in self.optimizer.parts:
+            yield from part.owned_matrices()
+
+    def _make_state_exist(self) -> None:
+        self.optimizer.expect_state()
+
+    def _set_steps(self, steps: int) -> None:
+        self.optimizer.set_steps(steps)
+
+    def _after_loading(self) -> None:
         self.optimizer.refresh()
 
     def gather_replicated_params(self) -> None:
@@ -108,3 +119,7 @@ class BufferSetOptimizer(CheckpointMixin, DistributedOptimizer):
         for buffer in self.buffers:
             if isinstance(buffer, ReplicatedBuffer):
                 buffer.gather_params()
+
+
+def _lie_apart(one: Tensor, other: Tensor) -> bool:
+    return one.data_ptr() != other.data_ptr()

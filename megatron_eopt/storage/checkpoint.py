@@ -1,55 +1,50 @@
-"""What a checkpoint of a composite in fragments holds, and how it is read back.
+"""Saves and loads the state of a distributed optimizer, at any layout.
 
-Megatron's distributed optimizer takes an Adam for granted: one pair of state keys for a whole
-buffer, a step counter where Adam keeps it. Here a buffer holds fragments of several optimizers, and
-the wrapper counts the steps.
+State is saved under the names and in the shapes of the parameters it belongs to (see
+:mod:`megatron_eopt.storage.model_space`), and only what exists: no zeros stand in for state that
+an optimizer does not have. The wrapper counts the steps, so that ranks without a fragment agree
+with the others.
 """
 
-import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 from torch import Tensor
 
-from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.base.versions import megatron_name
-from megatron_eopt.routing.groups import GROUP_ID
+from megatron_eopt.storage.bucket_space import BucketSpace
+from megatron_eopt.storage.model_space import ModelSpace, model_spaces
+from megatron_eopt.storage.owned import OwnedMatrix, wanted_of
+from megatron_eopt.storage.requests import StateRequests, Wanted
+from megatron_eopt.storage.saved_groups import adopt, saved_groups, saved_scaler, saved_steps
+from megatron_eopt.storage.sources import MAIN, STEP
 
 __all__ = ["CheckpointMixin"]
 
-_LOADERS = {
-    "dp_zero_gather_scatter": "load_parameter_state_from_dp_zero",
-    "fully_reshardable": "load_parameter_state_from_fully_reshardable",
-    "dp_reshardable": "load_parameter_state_from_dp_reshardable",
-    "fully_sharded_model_space": "load_parameter_state_from_fs_model_space",
-}
+_COMMON = ("optimizer", "grad_scaler")
+"""What a checkpoint by bucket keeps with the buckets, and all others once."""
+
+_FORM = "fully_reshardable"
+"""Megatron's name for state in the parameters' shapes."""
 
 
 class CheckpointMixin:
-    """Saves and loads the state of a ``BufferSetOptimizer``; stands before its Megatron base.
+    """Saves and loads the state of a distributed optimizer; stands before its Megatron base.
 
     Attributes:
         steps: Steps done, the same on every rank.
-        state_keys: Names of all tensors that some fragment of the buffers has on some rank.
+        number: Place of this optimizer in its chain.
     """
 
     steps: int = 0
-    state_keys: tuple[str, ...] = ()
+    number: int = 0
     optimizer: Any
+    config: Any
     grad_scaler: Any
     model_param_group_index_map: Any
-    buffers: list[Any]
-
-    @property
-    def optimizer_state_keys(self) -> tuple[str, ...]:
-        """Names of the state tensors that every fragment is saved with."""
-        return self.state_keys
-
-    def local_state_keys(self) -> set[str]:
-        """Return the names of this rank's state tensors, step counters apart."""
-        states = self.optimizer.state.values()
-        return {name for state in states for name, value in state.items() if _is_saved(name, value)}
+    distributed_optimizer_instance_id: int
+    _requests: StateRequests | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything but the parameters' state: groups, steps and loss scale."""
@@ -65,121 +60,149 @@ class CheckpointMixin:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` returned and, where it is there, the parameters' state.
 
-        Groups are matched by identity, and keep the present run's settings of their schedule.
-
-        Raises:
-            ConfigurationError: If a group is not in the checkpoint.
+        Groups are matched by identity, and keep the present run's settings of their schedule. A
+        group that the checkpoint does not know keeps all its settings. Main weights that the
+        checkpoint does not have are taken from the model, which must be loaded before.
         """
-        saved = state_dict["optimizer"]["param_groups"]
+        param_state = state_dict.get("param_state", {})
+        common = param_state.get("buckets", {})
+        known = {**state_dict, **{key: common[key] for key in _COMMON if key in common}}
+        saved = saved_groups(known)
         for group in self.optimizer.param_groups:
-            self._adopt(group, _find(group, saved))
-        steps = {int(group["step"]) for group in saved if group.get("step") is not None}
-        self.steps = max(steps, default=0)
-        self.optimizer.set_steps(self.steps)
-        if self.grad_scaler and "grad_scaler" in state_dict:
-            self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
-        if "param_state" in state_dict:
-            loader = _LOADERS[state_dict["param_state_sharding_type"]]
-            getattr(self, loader)(state_dict["param_state"])
-            self.optimizer.refresh()
+            adopt(group, saved)
+        self.steps = saved_steps(known)
+        scaler = saved_scaler(known)
+        if self.grad_scaler and scaler is not None:
+            self.grad_scaler.load_state_dict(scaler)
+        fresh: list[Tensor] = []
+        if self._requests is not None and "param_state" in state_dict:
+            fresh = self._take(self._requests, param_state)
+            self._requests = None
+        self._set_steps(self.steps)
+        for param in fresh:
+            self._restart(param)
+        self._after_loading()
 
-    def _adopt(self, group: dict[str, Any], saved: Mapping[str, Any]) -> None:
-        keep = {"params", "step", "default_config", *megatron_name("param_group_identifier_keys")}
-        group.update({key: value for key, value in saved.items() if key not in keep})
+    def sharded_state_dict(
+        self,
+        model_sharded_state_dict: Mapping[str, Any],
+        is_loading: bool = False,
+        sharding_type: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Return what ``dist_checkpointing`` saves or loads.
 
-    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what ``dist_checkpointing`` saves or loads; arguments are those of the base.
+        Args:
+            model_sharded_state_dict: The model's, with its parameters themselves as data.
+            is_loading: Whether to load.
+            sharding_type: Megatron's form; state is in the parameters' shapes in every form.
+            metadata: The trainer's choice of a form, likewise.
 
         Raises:
-            ConfigurationError: If an optimizer keeps matrix-wide state at owners.
+            ConfigurationError: If a parameter is not in the model's state.
         """
-        for part in self.optimizer.parts:
-            if part.owned_state is not None:
-                raise ConfigurationError(
-                    "optimizers",
-                    part.name,
-                    "keeps whole matrices' state at their owners, which no checkpoint format holds",
-                    "Train with it without saving optimizer state (--no-save-optim)",
-                )
-        return super().sharded_state_dict(*args, **kwargs)  # type: ignore[misc]
-
-    def sharded_param_state_fully_reshardable(self, *args: Any, **kwargs: Any) -> Any:
-        """Return one tensor per parameter and state key.
-
-        Megatron concatenates buckets without the padding at their ends, and then looks parameters
-        up by places that count it: all after the first padded bucket would be shifted.
-        """
-        maps = [buffer.param_index_map for buffer in self.buffers]
-        try:
-            for buffer in self.buffers:
-                buffer.param_index_map = _without_padding(buffer)
-            return super().sharded_param_state_fully_reshardable(*args, **kwargs)  # type: ignore[misc]
-        finally:
-            for buffer, original in zip(self.buffers, maps, strict=True):
-                buffer.param_index_map = original
-
-    def get_parameter_state_dp_reshardable(self) -> Any:
-        """Return the fragments bucket by bucket.
-
-        Megatron refuses an empty bucket, which a rank has whose shard is nothing but padding.
-        """
-        state = super().get_parameter_state_dp_reshardable()  # type: ignore[misc]
-        for number in range(len(self.buffers)):
-            for buckets in state[number].values():
-                for fragments in buckets:
-                    if not fragments:
-                        nothing = {"gbuf_local_start": 0, "gbuf_local_end": 0, "padding": True}
-                        fragments.append(nothing)
+        if is_loading:
+            self._make_state_exist()
+        state = self.state_dict()
+        requests = self._state_requests(model_sharded_state_dict)
+        state["param_state"] = requests.param_state
+        state["param_state_sharding_type"] = _FORM
+        if is_loading:
+            self._requests = requests
+            state["requests"] = LocalNonpersistentObject(requests)
         return state
 
-    def _get_main_param_and_optimizer_states(self, model_param: Tensor) -> dict[str, Tensor]:
-        main, state = self._main_and_state(model_param)
-        tensors = {"param": main}
-        for name in self.state_keys:
-            tensors[name] = state[name] if name in state else torch.zeros_like(main)
+    def step_with_ready_grads(self) -> bool:
+        """Step, and count the step if it was done."""
+        done = bool(super().step_with_ready_grads())  # type: ignore[misc]
+        self.steps += done
+        return done
+
+    def owned_matrices(self) -> Iterable[OwnedMatrix]:
+        """Return the whole matrices that this rank owns, with their state."""
+        return ()
+
+    def params(self) -> list[Tensor]:
+        """Return the model's parameters that this rank holds a fragment of."""
+        return list(self.model_param_group_index_map)
+
+    def tensors_of(self, param: Tensor) -> dict[str, Tensor]:
+        """Return main weights and state of a fragment, each flat, by kind."""
+        tensors: dict[str, Tensor] = self._get_main_param_and_optimizer_states(param)
         return tensors
+
+    def put_tensors(self, param: Tensor, tensors: Mapping[str, Tensor]) -> None:
+        """Take over what was written to what :meth:`tensors_of` returned."""
+        self._set_main_param_and_optimizer_states(param, tensors)
+
+    def held(self, param: Tensor) -> tuple[int, int]:
+        """Return which elements of the flattened local parameter this rank holds."""
+        held = self._get_model_param_range_map(param)["param"]  # type: ignore[attr-defined]
+        return held.start, held.end
+
+    def _state_requests(self, model_state: Mapping[str, Any]) -> StateRequests:
+        owned = list(self.owned_matrices())
+        params = dict.fromkeys([*self.params(), *(item.param for item in owned)])
+        spaces = model_spaces(model_state, params)
+        wanted = [self._wanted(param, spaces[param]) for param in self.params()]
+        wanted += [wanted_of(item, spaces) for item in owned]
+        bucket_space = BucketSpace(self, self.number)
+        return StateRequests(wanted, self.distributed_optimizer_instance_id, bucket_space)
+
+    def _wanted(self, param: Tensor, space: ModelSpace) -> Wanted:
+        tensors = self.tensors_of(param)
+        return Wanted(space, space.boxes(*self.held(param)), tensors, param)
+
+    @torch.no_grad()
+    def _take(self, requests: StateRequests, param_state: Mapping[str, Any]) -> list[Tensor]:
+        """Write what was loaded to where it belongs; return the parameters without state."""
+        fresh = []
+        for item, loaded in requests.take(param_state):
+            if item.param is None:
+                if loaded and STEP not in loaded:
+                    item.take_step(self.steps)
+                continue
+            self.put_tensors(item.param, item.tensors)
+            if MAIN not in loaded:
+                start, stop = self.held(item.param)
+                main = self.tensors_of(item.param)[MAIN]
+                main.copy_(item.param.detach().view(-1)[start:stop])
+            if not loaded - {MAIN}:
+                fresh.append(item.param)
+        return fresh
+
+    def _restart(self, param: Tensor) -> None:
+        """Count the steps of a parameter anew, where they are counted by parameter."""
+        group, place = self.model_param_group_index_map[param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][place]]
+        if STEP in state:
+            state[STEP] = torch.zeros_like(torch.as_tensor(state[STEP]))
+
+    def _get_main_param_and_optimizer_states(self, model_param: Tensor) -> dict[str, Tensor]:
+        tensors = super()._get_main_param_and_optimizer_states(model_param)  # type: ignore[misc]
+        return {
+            kind: value.detach()
+            for kind, value in tensors.items()
+            if isinstance(value, Tensor) and kind != "step"
+        }
 
     def _set_main_param_and_optimizer_states(
         self, model_param: Tensor, tensors: Mapping[str, Tensor]
     ) -> None:
-        main, state = self._main_and_state(model_param)
-        with torch.no_grad():
-            main.copy_(tensors["param"])
-            for name, value in state.items():
-                if _is_saved(name, value):
-                    value.copy_(tensors[name])
+        if self.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
+            super()._set_main_param_and_optimizer_states(model_param, tensors)  # type: ignore[misc]
+            return
+        for kind, value in self._get_main_param_and_optimizer_states(model_param).items():
+            if kind in tensors and tensors[kind].data_ptr() != value.data_ptr():
+                value.copy_(tensors[kind])
 
-    def _main_and_state(self, model_param: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        group, place = self.model_param_group_index_map[model_param]
-        main = self.optimizer.param_groups[group]["params"][place]
-        return main, self.optimizer.state[main]
+    def _make_state_exist(self) -> None:
+        """Let every fragment and matrix have the state that it is about to load."""
+        raise NotImplementedError
 
+    def _set_steps(self, steps: int) -> None:
+        """Continue after ``steps`` steps that another run did."""
+        raise NotImplementedError
 
-def _without_padding(buffer: Any) -> dict[Tensor, tuple[int, int, int]]:
-    """Return where parameters lie if the buckets follow one another without padding."""
-    padding = [bucket.grad_data.numel() - bucket.numel_unpadded for bucket in buffer.buckets]
-    before = [0, *itertools.accumulate(padding)]
-    return {
-        param: (start - before[bucket], stop - before[bucket], bucket)
-        for param, (start, stop, bucket) in buffer.param_index_map.items()
-    }
-
-
-def _is_saved(name: str, value: Any) -> bool:
-    return isinstance(value, Tensor) and name != "step"
-
-
-def _find(group: Mapping[str, Any], saved: list[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return the saved twin of ``group``: by its identity, else by Megatron's keys."""
-    keys = (GROUP_ID,) if GROUP_ID in group else megatron_name("param_group_identifier_keys")
-    identity = [group.get(key) for key in keys]
-    for candidate in saved:
-        if [candidate.get(key) for key in keys] == identity:
-            return candidate
-    known = [[candidate.get(key) for key in keys] for candidate in saved]
-    raise ConfigurationError(
-        "state_dict",
-        identity,
-        f"must have this parameter group, and has {known}",
-        "Resume with the optimizers and overrides of the run that wrote the checkpoint",
-    )
+    def _after_loading(self) -> None:
+        """Take over loaded values where copies of them are kept."""

@@ -12,7 +12,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["CompositeOptimizer", "InitState", "ParamGroup", "Part", "State", "bind"]
+from megatron_eopt.storage.owned import OwnedMatrix
+
+__all__ = ["CompositeOptimizer", "InitState", "ParamGroup", "Part", "SavedPart", "State", "bind"]
 
 type ParamGroup = dict[str, Any]
 type State = defaultdict[Tensor, dict[str, Any]]
@@ -24,12 +26,10 @@ class Part(Protocol):
 
     Attributes:
         needs_matrices: Whether it brings whole matrices together.
-        owned_state: State of whole matrices at their owner; None if all state is in fragments.
         name: Class of the optimizer.
     """
 
     needs_matrices: bool
-    owned_state: State | None
     name: str
 
     def attach(self, main_of: dict[Tensor, Tensor]) -> None:
@@ -45,7 +45,7 @@ class Part(Protocol):
         ...
 
     def init_state(self, groups: Sequence[ParamGroup], state: State) -> None:
-        """Make the state of every parameter exist."""
+        """Make the state of every parameter exist, as far as it can be without a step."""
         ...
 
     def set_steps(self, groups: Sequence[ParamGroup], state: State, steps: int) -> None:
@@ -57,6 +57,18 @@ class Part(Protocol):
         ...
 
 
+class SavedPart(Part, Protocol):
+    """A part whose state checkpoints can hold."""
+
+    def expect_state(self, groups: Sequence[ParamGroup], state: State) -> None:
+        """Make all state exist that is about to be loaded."""
+        ...
+
+    def owned_matrices(self) -> Iterable[OwnedMatrix]:
+        """Return the whole matrices that this rank owns, with their state."""
+        ...
+
+
 class CompositeOptimizer(torch.optim.Optimizer):
     """Steps each parameter group with the part that it belongs to.
 
@@ -65,7 +77,7 @@ class CompositeOptimizer(torch.optim.Optimizer):
         parts: The parts.
     """
 
-    def __init__(self, groups: Sequence[Sequence[ParamGroup]], parts: Sequence[Part]) -> None:
+    def __init__(self, groups: Sequence[Sequence[ParamGroup]], parts: Sequence[SavedPart]) -> None:
         # torch refuses an optimizer without groups; a pipeline stage without experts has none
         super().__init__([{"params": []}], {})
         self.param_groups = [group for part in groups for group in part]
@@ -73,7 +85,7 @@ class CompositeOptimizer(torch.optim.Optimizer):
         ends = [sum(map(len, groups[: number + 1])) for number in range(len(parts))]
         self._slices = [slice(a, b) for a, b in zip([0, *ends], ends, strict=False)]
 
-    def groups_of(self, part: Part) -> list[ParamGroup]:
+    def groups_of(self, part: SavedPart) -> list[ParamGroup]:
         """Return the parameter groups that ``part`` steps."""
         return self.param_groups[self._slices[self.parts.index(part)]]
 
@@ -91,6 +103,24 @@ class CompositeOptimizer(torch.optim.Optimizer):
         """Make the state of every parameter exist, so that it can be saved and loaded."""
         for part in self.parts:
             part.init_state(self.groups_of(part), self.state)
+            # listed with the fragments' state, for those who move all of it to another device
+            self.state.update({item.matrix: item.state for item in part.owned_matrices()})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return groups and fragments' state; that of whole matrices belongs to no group."""
+        members = {id(param) for group in self.param_groups for param in group["params"]}
+        owned = [key for key in self.state if id(key) not in members]
+        hidden = {key: self.state.pop(key) for key in owned}
+        try:
+            return super().state_dict()
+        finally:
+            self.state.update(hidden)
+
+    def expect_state(self) -> None:
+        """Make all state exist that is about to be loaded."""
+        for part in self.parts:
+            part.init_state(self.groups_of(part), self.state)
+            part.expect_state(self.groups_of(part), self.state)
 
     def set_steps(self, steps: int) -> None:
         """Continue after ``steps`` steps that another run did."""

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.storage.composite import InitState, ParamGroup, State, bind
+from megatron_eopt.storage.dry_step import dry_step
+from megatron_eopt.storage.owned import OwnedMatrix
 
-__all__ = ["ElementWisePart"]
+__all__ = ["ElementWisePart", "complete_state", "set_steps"]
 
 _COUNT_IN_GROUPS = ("transformer_engine", "apex")
 
@@ -23,7 +25,6 @@ class ElementWisePart:
     """
 
     needs_matrices = False
-    owned_state: State | None = None
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, init_state_fn: InitState, config: Any
@@ -42,26 +43,51 @@ class ElementWisePart:
     def init_state(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Make the state of every fragment exist, with step counters of their own."""
         optimizer = bind(self._optimizer, groups, state)
-        if self._init_state_fn is not None:
-            self._init_state_fn(optimizer, self._config)
-        for group in groups:
-            for param in group["params"]:
-                _complete(optimizer, group, state[param], param)
+        complete_state(optimizer, self._init_state_fn, self._config)
+
+    def expect_state(self, groups: Sequence[ParamGroup], state: State) -> None:
+        """Make all state exist that is about to be loaded."""
+        dry_step(bind(self._optimizer, groups, state))
+
+    def owned_matrices(self) -> tuple[OwnedMatrix, ...]:
+        """Return nothing: all state is in fragments."""
+        return ()
 
     def set_steps(self, groups: Sequence[ParamGroup], state: State, steps: int) -> None:
-        """Set the counters where the optimizer keeps them: in states, or in groups."""
-        for group in groups:
-            group.pop("step", None)
-            if type(self._optimizer).__module__.startswith(_COUNT_IN_GROUPS):
-                group["step"] = steps
-            for param in group["params"]:
-                if "step" in state[param]:
-                    # a tensor for each: torch counts in place
-                    state[param]["step"] = torch.tensor(float(steps))
+        """Set the counters where the optimizer keeps them."""
+        set_steps(bind(self._optimizer, groups, state), steps)
 
     def step(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Let the optimizer step."""
         bind(self._optimizer, groups, state).step()
+
+
+def complete_state(optimizer: Any, init_state_fn: InitState, config: Any) -> None:
+    """Make the state of every parameter exist, with step counters of their own.
+
+    Args:
+        optimizer: A torch optimizer that updates each number by itself.
+        init_state_fn: Makes most of its state exist, called as ``(optimizer, config)``; may be
+            None.
+        config: An ``OptimizerConfig``.
+    """
+    if init_state_fn is not None:
+        init_state_fn(optimizer, config)
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            _complete(optimizer, group, optimizer.state[param], param)
+
+
+def set_steps(optimizer: Any, steps: int) -> None:
+    """Set the counters of steps where an optimizer keeps them: in states, or in groups."""
+    for group in optimizer.param_groups:
+        group.pop("step", None)
+        if type(optimizer).__module__.startswith(_COUNT_IN_GROUPS):
+            group["step"] = steps
+        for param in group["params"]:
+            if "step" in optimizer.state[param]:
+                # a tensor for each: torch counts in place
+                optimizer.state[param]["step"] = torch.tensor(float(steps))
 
 
 def _complete(

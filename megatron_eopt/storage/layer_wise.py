@@ -6,33 +6,36 @@
 4. When all have stepped, the parameters are gathered, once.
 """
 
-import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from megatron.core.optimizer.optimizer import GRAD_NORM_GROUP_ATTR, ChainedOptimizer
-from torch import Tensor, distributed
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import GRAD_NORM_GROUP_ATTR
+from torch import Tensor
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.storage.buffer_set import BufferSetOptimizer
 from megatron_eopt.storage.buffer_sets import BufferSet, buffer_sets
 from megatron_eopt.storage.composite import bind
-from megatron_eopt.storage.loss_scale import make_scaler, overflowed, unscale_
+from megatron_eopt.storage.loss_scale import UnscaledOnce, make_scaler, overflowed, unscale_
+from megatron_eopt.storage.non_finite import FiniteNormChain
 from megatron_eopt.storage.parts import Base, build_composite
+from megatron_eopt.storage.rank_files import load_rank_file, save_rank_file
 from megatron_eopt.storage.refusals import (
     check_base_optimizers,
     check_buffers,
     check_config,
     check_model_chunks,
 )
+from megatron_eopt.storage.saved_groups import parts_of
 
 __all__ = ["LayerWiseDistributedOptimizer"]
 
 
-class LayerWiseDistributedOptimizer(ChainedOptimizer):
+class LayerWiseDistributedOptimizer(FiniteNormChain):
     """Keeps every optimizer's state in fragments of Megatron's buffers, or whole at an owner.
 
     Takes base torch optimizers and wraps them itself: those that update each number by itself step
@@ -42,7 +45,7 @@ class LayerWiseDistributedOptimizer(ChainedOptimizer):
 
     Args:
         optimizers: Base torch optimizers over the model's parameters; every trainable parameter in
-        XX
+            exactly one of them.
         config: An ``OptimizerConfig``.
         pg_collection: Process groups; None means Megatron's global ones.
         init_state_fn_list: For each optimizer a function ``(optimizer, config)`` that makes its
@@ -53,6 +56,9 @@ class LayerWiseDistributedOptimizer(ChainedOptimizer):
         ConfigurationTypeError: If an optimizer is wrapped already, or the model is not.
         ConfigurationError: If a mode, a group or a parameter cannot be served.
     """
+
+    # Callers ask this class how DDP is to lay parameters out: as for Adam, without padding.
+    compute_full_param_layout = staticmethod(DistributedOptimizer.compute_full_param_layout)
 
     def __init__(
         self,
@@ -68,20 +74,24 @@ class LayerWiseDistributedOptimizer(ChainedOptimizer):
         chunks = list(model_chunks or ())
         self.pg_collection = pg_collection
         self._scaler = make_scaler(config)
+        self._unscaled = UnscaledOnce(chunks)
         bases = _bases(optimizers, init_state_fn_list)
         children = _children(bases, config, pg_collection, chunks, self._scaler)
         super().__init__(children)
-        self.model_chunks = chunks
+        self._names = _names(chunks)
+        self.model_chunks = self.watched_chunks = chunks
         self.is_stub_optimizer = False
         self._clipped = self._clipped_params()
 
     @torch.no_grad()
     def prepare_grads(self) -> bool:
-        """Copy all gradients to the main parameters and unscale them.
+        """Copy all gradients to the main parameters and unscale them, at most once.
 
         Returns:
             Whether any gradient on any rank overflowed; the loss scale has then been told.
         """
+        if self._scaler is not None and (known := self._unscaled.recall()) is not None:
+            return known
         for child in self.chained_optimizers:
             child._copy_model_grads_to_main_grads()
         if self._scaler is None:
@@ -89,7 +99,13 @@ class LayerWiseDistributedOptimizer(ChainedOptimizer):
         found = unscale_([p.grad for p in self.get_parameters()], self._scaler.inv_scale)
         found_inf = overflowed(found, self.get_grad_stats_parallel_group())
         self._scaler.update(found_inf)
+        self._unscaled.remember(found_inf)
         return found_inf
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the main parameters' gradients."""
+        self._unscaled.forget()
+        super().zero_grad(set_to_none)
 
     @torch.no_grad()
     def step(self) -> tuple[bool, float | None, float | None]:
@@ -98,6 +114,10 @@ class LayerWiseDistributedOptimizer(ChainedOptimizer):
         Returns:
             Whether they were updated, the gradient norm before clipping, and the number of zeros in
             the gradients if the configuration asks for it.
+
+        Raises:
+            NonFiniteError: If a gradient is inf or nan and no loss scale lets the step be skipped;
+                on every rank, with the same names, before anything has changed.
         """
         self.grad_norms_by_group: dict[str, float] = {}
         if self.prepare_grads():
@@ -105,14 +125,14 @@ class LayerWiseDistributedOptimizer(ChainedOptimizer):
         grad_norm = self.get_grad_norm()
         self._clip(grad_norm)
         zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else None
-        threshold = self.config.grad_norm_skip_threshold
-        if math.isfinite(threshold) and grad_norm > threshold:
+        if self.is_above_skip_threshold(grad_norm):
             return False, grad_norm, zeros
         return self.step_with_ready_grads(), grad_norm, zeros
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
         """Step all buffer sets, then gather parameters unless the forward pass will."""
+        self._unscaled.forget()
         for child in self.chained_optimizers:
             child.step_with_ready_grads()
         for chunk in self.model_chunks:
@@ -123,6 +143,45 @@ class LayerWiseDistributedOptimizer(ChainedOptimizer):
         for child in self.chained_optimizers:
             child.gather_replicated_params()
         return True
+
+    def sharded_state_dict(
+        self, model_sharded_state_dict: Mapping[str, Any], is_loading: bool = False, **kwargs: Any
+    ) -> dict[Any, Any]:
+        """Return what ``dist_checkpointing`` saves or loads.
+
+        State is saved by parameter, so it loads at any layout; no name depends on this chain.
+
+        Args:
+            model_sharded_state_dict: The model's, with its parameters themselves as data.
+            is_loading: Whether to load.
+            **kwargs: ``metadata``, the trainer's choice of a form.
+        """
+        states = [
+            child.sharded_state_dict(model_sharded_state_dict, is_loading, **kwargs)
+            for child in self.chained_optimizers
+        ]
+        return states[0] if len(states) == 1 else dict(enumerate(states))
+
+    def load_state_dict(self, state_dict: Mapping[Any, Any]) -> None:
+        """Load what :meth:`sharded_state_dict` asked for, or :meth:`state_dict` returned.
+
+        What is common to all parameters is found wherever another chain of optimizers has put it.
+        """
+        parts = parts_of(state_dict, len(self.chained_optimizers))
+        for child, part in zip(self.chained_optimizers, parts, strict=True):
+            child.load_state_dict(part)
+
+    def save_state_dict_to_file(self, filename: str) -> None:
+        """Write this rank's state, for checkpoints of format ``torch``; see :mod:`.rank_files`."""
+        save_rank_file(filename, self.chained_optimizers, self._names)
+
+    def load_state_dict_from_file(self, filename: str) -> None:
+        """Read what :meth:`save_state_dict_to_file` wrote at the same layout.
+
+        Raises:
+            ConfigurationError: On every rank, if a file is missing, broken or of another layout.
+        """
+        load_rank_file(filename, self.chained_optimizers, self._names)
 
     def _clip(self, grad_norm: float) -> None:
         if self.config.clip_grad <= 0:
@@ -172,10 +231,10 @@ def _children(
     for item in sets:
         composite = build_composite(bases, item, names, config)
         children.append(_child(composite, item, config, chunks, scaler))
+        children[-1].number = len(children) - 1
     for base in bases:
         # state that was made for the model's parameters would only take memory
         bind(base.optimizer, [], defaultdict(dict))
-    _share_state_keys(children)
     return children
 
 
@@ -207,12 +266,3 @@ def _child(
     child.tp_group = item.tensor
     child.expert_tp_group = item.expert_tensor
     return child
-
-
-def _share_state_keys(children: Sequence[BufferSetOptimizer]) -> None:
-    """Let all ranks save the same tensors, also those that hold no fragment of some optimizer."""
-    local = [child.local_state_keys() for child in children]
-    everyones: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(everyones, local)
-    for child, keys in zip(children, zip(*everyones, strict=True), strict=True):
-        child.state_keys = tuple(sorted(set().union(*keys)))

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from megatron_eopt.math.newton_schulz import ReduceT
 from megatron_eopt.optimizers.engine import MatrixEngine
-from megatron_eopt.optimizers.stored import StoredParameter
+from megatron_eopt.optimizers.stored import Stored, StoredParameter
 from megatron_eopt.storage.composite import InitState, ParamGroup, State, bind
+from megatron_eopt.storage.dry_step import dry_step
+from megatron_eopt.storage.owned import OwnedMatrix
 
 __all__ = ["MatrixStatePart"]
 
@@ -35,6 +37,7 @@ class MatrixStatePart:
         group: The ranks that store pieces; None for one.
         init_state_fn: Makes the optimizer's state exist, called as ``(optimizer, config)``.
         config: An ``OptimizerConfig``.
+        device: Where the fragments live; the current CUDA device by default.
     """
 
     needs_matrices = True
@@ -42,19 +45,22 @@ class MatrixStatePart:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        stored: Sequence[StoredParameter],
+        stored: Sequence[Stored],
         params: Sequence[Tensor],
         groups: Sequence[ParamGroup],
         group: torch.distributed.ProcessGroup | None,
         init_state_fn: InitState,
         config: Any,
+        device: torch.device | None = None,
     ) -> None:
         self.name = type(optimizer).__name__
-        device = torch.device("cuda", torch.cuda.current_device())
+        device = device or torch.device("cuda", torch.cuda.current_device())
         self._optimizer = optimizer
         self._init_state_fn = init_state_fn
         self._config = config
         self._params = list(params)
+        self._stored = list(stored)
+        self._group = group
         self._engine = MatrixEngine(
             stored, self._receive, group, mode="exchange", wave_bytes=_ONE_WAVE, device=device
         )
@@ -64,10 +70,22 @@ class MatrixStatePart:
         self._when_all_arrived: Callable[[], None] = self._step_owned
         self._groups: Sequence[ParamGroup] = groups
         self.owned: dict[int, torch.nn.Parameter] = {}
-        self._state: State = defaultdict(dict)
-        self.owned_state: State | None = self._state
+        self.owned_state: State = defaultdict(dict)
         self._own_groups: list[ParamGroup] = [{"params": []} for _ in groups]
-        self._make_owned(stored, groups, device)
+        # of each owned matrix: its parameter's place, and its own among the parameter's
+        self._source: dict[Tensor, tuple[int, int]] = {}
+        self._make_owned(groups, device)
+
+    @property
+    def counters(self) -> frozenset[str]:
+        """Names of what the optimizer counts in its groups instead of in states."""
+        pairs = zip(self._own_groups, self._groups, strict=True)
+        return frozenset(key for own, group in pairs for key in own.keys() - group.keys())
+
+    @property
+    def plan(self) -> Any:
+        """What travels in a step, for its counts of bytes and calls."""
+        return self._engine.plan
 
     def attach(self, main_of: dict[Tensor, Tensor]) -> None:
         """Number this rank's fragments in the engine's order."""
@@ -91,6 +109,30 @@ class MatrixStatePart:
         self._groups = groups
         if self._init_state_fn is not None and self.owned:
             self._init_state_fn(self._bound(), self._config)
+
+    def expect_state(self, groups: Sequence[ParamGroup], state: State) -> None:
+        """Make the state exist of every owned matrix that has none before its first step."""
+        dry_step(self._bound())
+
+    def owned_matrices(self) -> Iterator[OwnedMatrix]:
+        """Yield the whole matrices that this rank owns, with their state."""
+        rank = 0 if self._group is None else torch.distributed.get_rank(self._group)
+        for own, group in zip(self._own_groups, self._groups, strict=True):
+            counters = tuple(sorted(own.keys() - group.keys() - {"params"}))
+            for matrix in own["params"]:
+                place, index = self._source[matrix]
+                stored = self._stored[place]
+                assert isinstance(stored, StoredParameter)
+                yield OwnedMatrix(
+                    self._params[place],
+                    stored,
+                    stored.fragments[rank].tp_rank,
+                    index,
+                    matrix,
+                    self.owned_state[matrix],
+                    own,
+                    counters,
+                )
 
     def set_steps(self, groups: Sequence[ParamGroup], state: State, steps: int) -> None:
         """Set counters in the optimizer's groups; those in states come with the states."""
@@ -117,24 +159,24 @@ class MatrixStatePart:
                 values[self._numbers[id(param)]] = value(param)
         return values
 
-    def _make_owned(
-        self, stored: Sequence[StoredParameter], groups: Sequence[ParamGroup], device: torch.device
-    ) -> None:
+    def _make_owned(self, groups: Sequence[ParamGroup], device: torch.device) -> None:
         """Make the owned matrices, by the engine's index, and put them into groups."""
         group_of = {p: number for number, group in enumerate(groups) for p in group["params"]}
-        source = [
-            (param, len(item.split.matrices))
-            for param, item in zip(self._params, stored, strict=True)
-            for _ in item.split.matrices
+        sources = [
+            (place, part)
+            for place, item in enumerate(self._stored)
+            for part in range(len(item.split.matrices))
         ]
         for index in sorted(self._engine.owned):
-            param, parts = source[index]
+            place, _ = sources[index]
+            param = self._params[place]
             shape: tuple[int, ...] = self._engine.shapes[index]
-            if parts == 1 and param.dim() != 2:
+            if len(self._stored[place].split.matrices) == 1 and param.dim() != 2:
                 # travels as a matrix, steps in its own number of dimensions
                 shape = (-1, *param.shape[1:])
             whole = torch.zeros(self._engine.shapes[index], device=device).view(shape)
             self.owned[index] = torch.nn.Parameter(whole)
+            self._source[self.owned[index]] = sources[index]
             self._own_groups[group_of[param]]["params"].append(self.owned[index])
 
     def _receive(
@@ -169,4 +211,4 @@ class MatrixStatePart:
         """
         for own, group in zip(self._own_groups, self._groups, strict=True):
             own.update({key: value for key, value in group.items() if key != "params"})
-        return bind(self._optimizer, self._own_groups, self._state)
+        return bind(self._optimizer, self._own_groups, self.owned_state)

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_eopt.optimizers.muon import TensorParallelMuon
 from megatron_eopt.optimizers.registry import StateLayoutT, entries
 from megatron_eopt.storage.buffer_sets import BufferSet
-from megatron_eopt.storage.composite import CompositeOptimizer, InitState, ParamGroup, Part
+from megatron_eopt.storage.composite import CompositeOptimizer, InitState, ParamGroup, SavedPart
 from megatron_eopt.storage.element_wise import ElementWisePart
 from megatron_eopt.storage.fragments import BufferPlace, locate, stored_parameter
 from megatron_eopt.storage.matrix_state import MatrixStatePart
@@ -72,7 +72,7 @@ def build_composite(
     """
     places = locate(buffer_set.all_buffers, names)
     groups: list[list[ParamGroup]] = []
-    parts: list[Part] = []
+    parts: list[SavedPart] = []
     for base in bases:
         mine = groups_in(base.optimizer, places, is_expert=buffer_set.is_expert)
         if not mine:
@@ -93,7 +93,7 @@ def _matrix_part(
     buffer_set: BufferSet,
     places: Mapping[Tensor, BufferPlace],
     config: Any,
-) -> Part:
+) -> SavedPart:
     optimizer: Any = base.optimizer
     members = {param for group in groups for param in group["params"]}
     params = [param for param in places if param in members]

@@ -139,6 +139,8 @@ class Pool:
     def close(self) -> None:
         """End the processes, whatever they are doing."""
         for worker in self._workers:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(worker.process.pid, signal.SIGKILL)
             worker.process.kill()
             worker.connection.close()
             worker.life.close()

@@ -45,6 +45,8 @@ def serve(
     rank: int, world_size: int, connection: Connection, life: Connection, stacks: Path
 ) -> None:
     """Serve jobs until the parent closes ``connection``; die when it closes ``life``."""
+    # a group of its own, so that what it starts (a checkpoint writer's manager) ends with it
+    os.setpgid(0, 0)
     threading.Thread(target=_die_with_parent, args=(life,), daemon=True).start()
     # what a test starts (data loaders, checkpoint writers) it starts as a plain process would
     multiprocessing.set_start_method("fork", force=True)
@@ -68,7 +70,7 @@ def _die_with_parent(life: Connection) -> None:
     try:
         life.recv_bytes()
     except (EOFError, OSError):
-        os._exit(1)
+        os.killpg(0, signal.SIGKILL)
 
 
 def _answer(job: Job, rank: int, world_size: int, environment: dict[str, str]) -> Reply:

@@ -1,0 +1,58 @@
+"""What emerging-optimizers' classes keep that have no complete initializer of their own.
+
+Loading a checkpoint needs every state to exist before the first step.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_eopt.optimizers.registry import init_state
+
+__all__ = ["INITIALIZERS"]
+
+
+def _oblique_sgd(opt: Any, config: Any = None) -> None:
+    for state, param in _empty_states(opt):
+        state["momentum_buffer"] = torch.zeros_like(param)
+
+
+def _oblique_adam(opt: Any, config: Any = None) -> None:
+    for state, param in _empty_states(opt):
+        state["step"] = 0
+        state["exp_avg"] = torch.zeros_like(param)
+        state["exp_avg_sq"] = torch.zeros_like(param)
+
+
+def _psgd_pro(opt: Any, config: Any = None) -> None:
+    for state, param in _empty_states(opt):
+        device = param.device
+        state["step"] = 0
+        state["exp_avg"] = torch.zeros_like(param)
+        # one Kronecker factor and one Lipschitz constant for each dimension, in float32
+        state["Q"] = [torch.eye(n, device=device) * opt.precond_init_scale for n in param.shape]
+        state["L"] = [torch.ones((), device=device) for _ in param.shape]
+
+
+def _muon_hyperball(opt: Any, config: Any = None) -> None:
+    init_state(opt)
+    for group in opt.param_groups:
+        for param in group["params"]:
+            radius = opt.hyperball_radius
+            norm = param.norm().item() if radius is None else radius
+            opt.state[param].setdefault("hyperball_R", norm)
+
+
+def _empty_states(opt: Any) -> list[tuple[dict[str, Any], torch.Tensor]]:
+    params = [param for group in opt.param_groups for param in group["params"]]
+    return [(opt.state[param], param) for param in params if not opt.state[param]]
+
+
+INITIALIZERS: dict[str, Callable[..., None]] = {
+    "muon_hyperball": _muon_hyperball,
+    "oblique_adam": _oblique_adam,
+    "oblique_sgd": _oblique_sgd,
+    "psgd_pro": _psgd_pro,
+}
+"""Functions that make every parameter's state exist, by the name of the optimizer."""
