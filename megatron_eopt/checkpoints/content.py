@@ -1,0 +1,98 @@
+"""What a sharded state dict holds, in terms that do not depend on the layout of the run."""
+
+import hashlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedTensorFactory,
+    is_main_replica,
+)
+from torch import distributed
+
+from megatron_eopt.checkpoints.agreement import everyones
+
+__all__ = ["describe", "device_of_collectives", "hash_of_text", "keys", "split_key", "tensors"]
+
+_OPTIMIZER = re.compile(
+    r"(?:chained_\d+\.)?optimizer\.(?:(?:matrix_)?state\.([^.]+)\.)?(.+?)(?:/shard_[\d.]+_[\d.]+)?"
+)
+
+
+def split_key(key: str) -> tuple[str | None, str] | None:
+    """Split the key of an optimizer's tensor or object into the kind of state and the parameter.
+
+    Returns:
+        (kind, parameter or matrix), (None, rest) for what holds buckets of many parameters, and
+        None if ``key`` is none of an optimizer.
+    """
+    match = _OPTIMIZER.fullmatch(key)
+    return None if match is None else (match[1], match[2])
+
+
+def tensors(sharded_state_dict: Any) -> Iterator[ShardedTensor]:
+    """Yield this rank's sharded tensors, those that factories make included."""
+    for value in nested_values(sharded_state_dict):
+        if isinstance(value, ShardedTensor):
+            yield value
+        elif isinstance(value, ShardedTensorFactory):
+            yield from tensors({"built": value.build()})
+
+
+def keys(sharded_state_dict: Any) -> set[str]:
+    """Return the checkpoint's keys of this rank's sharded tensors and objects."""
+    objects = (v for v in nested_values(sharded_state_dict) if isinstance(v, ShardedObject))
+    found = {item.key for item in tensors(sharded_state_dict)}
+    return found | {item.unique_key for item in objects}
+
+
+def describe(sharded_state_dict: Any) -> dict[str, Any]:
+    """Return what a manifest says of a model; all ranks call this together.
+
+    Args:
+        sharded_state_dict: Of a model; an optimizer's tensors may be among its own.
+
+    Returns:
+        "parameters": elements of all model tensors; "tensors": their number; "digest": of their
+        names and global shapes; "optimizer_state": kinds of state in the optimizer's tensors.
+    """
+    elements, count, digest = 0, 0, 0
+    kinds = set()
+    for item in tensors(sharded_state_dict):
+        of_optimizer = split_key(item.key)
+        if of_optimizer is not None:
+            kinds.add(of_optimizer[0] or "buckets")
+        elif is_main_replica(item.replica_id) and not any(item.global_offset):
+            elements += torch.Size(item.global_shape).numel()
+            count += 1
+            digest += hash_of_text(f"{item.key} {tuple(item.global_shape)}")
+    totals = torch.tensor([elements, count, _as_int64(digest)], device=device_of_collectives())
+    if distributed.is_initialized():
+        distributed.all_reduce(totals)
+    return {
+        "parameters": int(totals[0]),
+        "tensors": int(totals[1]),
+        "digest": f"{int(totals[2]) % 2**64:016x}",
+        "optimizer_state": sorted(everyones(sorted(kinds))),
+    }
+
+
+def hash_of_text(text: str) -> int:
+    """Return a number below 2^63 that stands for ``text``."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
+
+
+def device_of_collectives() -> torch.device:
+    """Return where tensors must lie that the default process group reduces."""
+    on_gpu = distributed.is_initialized() and "nccl" in distributed.get_backend()
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+def _as_int64(number: int) -> int:
+    """Return the int64 with the same lowest 64 bits."""
+    return (number + 2**63) % 2**64 - 2**63

@@ -1,0 +1,273 @@
+"""What a run asks for against what a checkpoint has, agreed over all ranks before anything is read.
+
+An optimizer asks for state by requests that can be adapted: to another optimizer's checkpoint, or
+to state that may start fresh. Whatever remains unmatched is an error that lists parameters.
+"""
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
+from torch import distributed
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from megatron_eopt.checkpoints.agreement import (
+    CheckpointError,
+    agreed,
+    everyones,
+    from_rank_0,
+    is_rank_0,
+)
+from megatron_eopt.checkpoints.content import device_of_collectives, keys, split_key, tensors
+from megatron_eopt.checkpoints.weights_only import WeightsOnlyReader
+
+__all__ = ["match"]
+
+logger = logging.getLogger(__name__)
+
+type Shapes = Mapping[str, tuple[int, ...] | None]
+"""Global shapes of a checkpoint's tensors by key; None for objects."""
+
+MAY_LACK_KEYS = ("log_all", "return_all", "ignore_all")
+"""Values of megatron-core's ``strict`` that let a checkpoint lack what is asked for."""
+
+_SHOWN = 8
+
+
+class Requests(Protocol):
+    """What one optimizer asks for, as ``storage`` defines it."""
+
+    def adapt(
+        self, available: frozenset[str], fresh: tuple[str, ...], momentum_from_adam: bool
+    ) -> list[str]:
+        """Change what is asked for to what is ``available``; return lines to log."""
+        ...
+
+    def keys(self) -> set[str]:
+        """Return the keys of the tensors that are asked for."""
+        ...
+
+
+def match(
+    sharded_state_dict: Any,
+    folder: Path,
+    *,
+    fresh: Iterable[str] = (),
+    momentum_from_adam: bool = False,
+    strict: str = "assume_ok_unexpected",
+    whole_model: bool = False,
+) -> None:
+    """Adapt a sharded state dict to the checkpoint that it is about to be loaded from, in place.
+
+    All ranks call this together, and all raise the same or nothing.
+
+    Args:
+        sharded_state_dict: What is asked for.
+        folder: Of the checkpoint, in the format torch_dist.
+        fresh: Kinds of optimizer state that need not match.
+        momentum_from_adam: Whether a missing momentum is read from Adam's first moment.
+        strict: As in ``dist_checkpointing.load``.
+        whole_model: Whether model tensors of the checkpoint that nobody asks for are an error.
+
+    Raises:
+        ConfigurationError: If state is missing, has another shape or is left over.
+    """
+    kinds = tuple(fresh)
+    shapes = from_rank_0(lambda: _shapes(folder))
+    requests = list(_requests(sharded_state_dict))
+    asked_before = _keys(sharded_state_dict, requests)
+    available = frozenset(shapes)
+    may_lack = strict.lower() in MAY_LACK_KEYS
+    # the model first: if that is another one, its optimizer's state says the same less clearly
+    _refuse_differences(_model_tensors(sharded_state_dict), shapes, folder, may_lack)
+    lines = agreed(
+        lambda: [line for r in requests for line in r.adapt(available, kinds, momentum_from_adam)]
+    )
+    _log(everyones(lines))
+    _refuse_differences(tensors(sharded_state_dict), shapes, folder, may_lack)
+    asked = _keys(sharded_state_dict, requests)
+    left_over, of_unknown = _left_over(_comparable(shapes), asked, asked_before)
+    _refuse_left_over_state(left_over, of_unknown, kinds, folder)
+    if whole_model and not may_lack:
+        _refuse_left_over_model(left_over, folder)
+
+
+def _shapes(folder: Path) -> Shapes:
+    try:
+        metadata = WeightsOnlyReader(folder).read_metadata().state_dict_metadata
+    except Exception as error:
+        raise CheckpointError(
+            "checkpoint",
+            str(folder),
+            f"its metadata cannot be read ({type(error).__name__}: {error})",
+            "Load another iteration with --ckpt-step, or restore the folder",
+        ) from error
+    return {
+        key: tuple(item.size) if isinstance(item, TensorStorageMetadata) else None
+        for key, item in metadata.items()
+    }
+
+
+def _requests(sharded_state_dict: Any) -> Iterator[Requests]:
+    # nested_values of megatron-core would look into the requests' own containers
+    if isinstance(sharded_state_dict, Mapping):
+        for value in sharded_state_dict.values():
+            yield from _requests(value)
+    elif isinstance(sharded_state_dict, list | tuple):
+        for value in sharded_state_dict:
+            yield from _requests(value)
+    elif isinstance(sharded_state_dict, LocalNonpersistentObject):
+        item = sharded_state_dict.obj
+        if callable(getattr(item, "adapt", None)) and callable(getattr(item, "keys", None)):
+            yield item
+
+
+def _keys(sharded_state_dict: Any, requests: Iterable[Requests]) -> set[str]:
+    return keys(sharded_state_dict).union(*(item.keys() for item in requests))
+
+
+def _log(lines: Iterable[str]) -> None:
+    if is_rank_0():
+        for line in lines:
+            logger.warning("%s", line)
+
+
+def _model_tensors(sharded_state_dict: Any) -> Iterator[ShardedTensor]:
+    return (item for item in tensors(sharded_state_dict) if split_key(item.key) is None)
+
+
+def _refuse_differences(
+    wanted: Iterable[ShardedTensor], shapes: Shapes, folder: Path, may_lack: bool
+) -> None:
+    """Raise if a tensor that is asked for is missing or has another global shape."""
+    missing, differing = set(), set()
+    for item in wanted:
+        shape = shapes.get(item.key)
+        if shape is None:
+            missing.add(item.key)
+        elif shape != tuple(item.global_shape) and not item.allow_shape_mismatch:
+            differing.add(f"{item.key} {shape} instead of {tuple(item.global_shape)}")
+    lacking = [] if may_lack else sorted(everyones(sorted(missing)))
+    other = sorted(everyones(sorted(differing)))
+    if other:
+        raise CheckpointError(
+            "checkpoint",
+            str(folder),
+            f"was written by another model; tensors of another shape: {_shown(other)}",
+            "Load it with the model's flags of the run that wrote it",
+        )
+    if lacking:
+        raise CheckpointError(
+            "checkpoint",
+            str(folder),
+            f"lacks tensors that this run asks for: {_shown(lacking)}",
+            "Load it with the model, the optimizer and, if its optimizer state is in buckets "
+            "(dp_reshardable), the layout of the run that wrote it, or without optimizer state "
+            "(--no-load-optim)",
+        )
+
+
+def _comparable(shapes: Shapes) -> list[str]:
+    """Return the keys of tensors, and of objects that are a parameter's or a matrix's state.
+
+    Other objects (random numbers, settings) are read or left by rules of their own.
+    """
+    parts = {key: split_key(key) for key in shapes}
+    return sorted(
+        key
+        for key, shape in shapes.items()
+        if shape is not None or ((of := parts[key]) is not None and of[0] is not None)
+    )
+
+
+def _is_known(key: str, known: set[str]) -> bool:
+    """Return whether ``key`` is state of a known parameter, or of one of its matrices."""
+    parts = split_key(key)
+    if parts is None or parts[1] in known:
+        return parts is not None
+    if "optimizer.matrix_state." not in key:
+        return False
+    # a dotted kind may have left words before the parameter's name; numbers of a layer, an expert
+    # and the matrix follow it
+    words = parts[1].split(".")
+    while words and words[-1].isdigit():
+        words.pop()
+        if any(".".join(words[start:]) in known for start in range(len(words))):
+            return True
+    return False
+
+
+def _left_over(
+    keys_there: list[str], asked: set[str], asked_before: set[str]
+) -> tuple[list[str], set[str]]:
+    """Return the keys that no rank asks for, and those whose parameter no optimizer has.
+
+    Both are empty of optimizers' keys if no rank asks for an optimizer's state.
+    """
+    known = {parts[1] for key in asked_before if (parts := split_key(key)) is not None}
+    any_state = any(split_key(key) is not None for key in asked_before)
+    # one flag per key: whether it is asked for, and whether its parameter is known
+    asked_for = [key in asked for key in keys_there]
+    of_known = [_is_known(key, known) for key in keys_there]
+    flags = torch.tensor([[*asked_for, any_state], [*of_known, False]], dtype=torch.int32)
+    flags = flags.to(device_of_collectives())
+    if distributed.is_initialized():
+        distributed.all_reduce(flags, distributed.ReduceOp.MAX)
+    wanted, parameter_known = flags.bool().tolist()
+    left = [
+        (key, is_known)
+        for key, is_wanted, is_known in zip(keys_there, wanted, parameter_known, strict=False)
+        if not is_wanted and (wanted[-1] or split_key(key) is None)
+    ]
+    return [key for key, _ in left], {key for key, is_known in left if not is_known}
+
+
+def _refuse_left_over_state(
+    left_over: Iterable[str], of_unknown: set[str], fresh: tuple[str, ...], folder: Path
+) -> None:
+    """Log state of parameters that have changed their optimizer; refuse all other state."""
+    changed: dict[str, int] = defaultdict(int)
+    refused = []
+    for key in left_over:
+        parts = split_key(key)
+        if parts is None:
+            continue
+        kind = parts[0] or parts[1].rpartition(".")[2]
+        if key not in of_unknown or kind in fresh:
+            changed[kind] += 1
+        else:
+            refused.append(key)
+    _log(
+        f"checkpoint {folder}: its {kind} of {count} parameters is left out, since their "
+        "optimizer has changed"
+        for kind, count in sorted(changed.items())
+    )
+    if refused:
+        raise CheckpointError(
+            "checkpoint",
+            str(folder),
+            f"has optimizer state that no optimizer of this run asks for: {_shown(refused)}",
+            "Train the same parameters, or name the kinds of state to leave out with "
+            "--checkpoint-fresh-state",
+        )
+
+
+def _refuse_left_over_model(left_over: Iterable[str], folder: Path) -> None:
+    extra = [key for key in left_over if split_key(key) is None]
+    if extra:
+        raise CheckpointError(
+            "checkpoint",
+            str(folder),
+            f"was written by another model; tensors that this one lacks: {_shown(extra)}",
+            "Load it with the model's flags of the run that wrote it, or with --finetune",
+        )
+
+
+def _shown(names: list[str]) -> str:
+    more = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

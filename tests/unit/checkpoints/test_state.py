@@ -1,0 +1,208 @@
+"""Programs without the trainer: save, load, and a checksum that no layout changes."""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import checkpoint as torch_checkpoint
+from torch.distributed.checkpoint import FileSystemReader
+
+from megatron_eopt import checkpoints
+from megatron_eopt.checkpoints.content import split_key, tensors
+from megatron_eopt.checkpoints.manifest import Manifest
+from tests.harness import run_ranks
+from tests.unit.storage.full_state import Case, build, sharded, steps, unwrapped
+from tests.unit.storage.runs import DENSE, MOE
+
+BF16 = {**DENSE, "query_groups": 4, "dtype": torch.bfloat16}
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+
+
+def save(case: Case, folder: str) -> str:
+    """Train, save, and return the checksum."""
+    chunk, optimizer = build(case)
+    steps(case, chunk, optimizer, 0, 2)
+    checkpoints.save(sharded(case, chunk, optimizer, is_loading=False), folder)
+    return checkpoints.checksum([chunk], optimizer)
+
+
+def resume(case: Case, folder: str, **options: Any) -> tuple[Any, Any]:
+    chunk, optimizer = build(case)
+    for param in chunk.parameters():
+        param.data.zero_()
+    wanted = sharded(case, chunk, optimizer, is_loading=True)
+    loaded = checkpoints.load(wanted, folder, **options)
+    unwrapped(chunk).load_state_dict(loaded["model"], strict=False)
+    optimizer.load_state_dict(loaded["optimizer"])
+    return chunk, optimizer
+
+
+def flipped(chunk: Any, optimizer: Any) -> dict[str, str]:
+    """Flip the lowest bit of one element of every kind of state in turn; return the checksums."""
+    found = {}
+    targets = {"model": next(p.data for p in chunk.parameters())}
+    for child in optimizer.chained_optimizers:
+        for state in child.optimizer.state.values():
+            targets |= {name: v for name, v in state.items() if torch.is_tensor(v) and v.dim()}
+        for group in child.optimizer.param_groups:
+            targets |= {"main": group["params"][0].data} if group["params"] else {}
+    for name, value in targets.items():
+        kind = torch.int16 if value.element_size() == 2 else torch.int32
+        bits = value.view(-1).view(kind)
+        bits[0] ^= 1
+        found[name] = checkpoints.checksum([chunk], optimizer)
+        bits[0] ^= 1
+    return found
+
+
+def checksum_after(case: Case, folder: str, flip: bool) -> tuple[str, dict[str, str]]:
+    chunk, optimizer = resume(case, folder)
+    sums = flipped(chunk, optimizer) if flip else {}
+    return checkpoints.checksum([chunk], optimizer), sums
+
+
+@pytest.mark.parametrize(
+    ("case", "world", "parallel"),
+    [
+        (Case("muon", BF16, {"tp": 2}), 1, {}),
+        (Case("muon", BF16, {}), 2, {"pp": 2}),
+        (Case("adam", BF16, {"tp": 2}), 1, {}),
+        (Case("muon", MOE, {"ep": 2}), 1, {}),
+    ],
+    ids=["TP 2 -> 1", "DP 2 -> PP 2", "Adam, TP 2 -> 1", "EP 2 -> 1"],
+)
+def test_the_checksum_is_that_of_the_state_and_not_of_the_layout(tmp_path, case, world, parallel):
+    saved = set(run_ranks(2, save, case, str(tmp_path)))
+    other = Case(case.optimizer, case.model, parallel)
+    after = run_ranks(world, checksum_after, other, str(tmp_path), world == 1)
+    assert {total for total, _ in after} == saved
+    if world == 1:
+        sums = after[0][1]
+        assert {"model", "main"} < set(sums)
+        assert len({*saved, *sums.values()}) == len(sums) + 1
+
+
+def model_tensors(folder: str) -> dict[str, torch.Tensor]:
+    """Return the model's tensors of a checkpoint, whole."""
+    there = FileSystemReader(folder).read_metadata().state_dict_metadata
+    found = {
+        key: torch.empty(item.size, dtype=item.properties.dtype)
+        for key, item in there.items()
+        if hasattr(item, "size") and split_key(key) is None
+    }
+    torch_checkpoint.load(found, checkpoint_id=folder, no_dist=True)
+    return found
+
+
+def differing_params(case: Case, folder: str) -> tuple[int, list[str]]:
+    """Return how many of the model's tensors were compared with the checkpoint's, and which differ.
+
+    Every replica is compared, after the gather that overlaps with the first forward pass, too.
+    """
+    chunk, _ = resume(case, folder)
+    saved = model_tensors(folder)
+    differing, compared = [], 0
+    for gathered in (False, True):
+        if gathered:
+            chunk.start_param_sync(force_sync=True)
+        for item in tensors(unwrapped(chunk).sharded_state_dict()):
+            compared += 1
+            expected = saved[item.key][item.global_slice()]
+            if not torch.equal(item.data.reshape(-1), expected.reshape(-1)):
+                differing.append(f"{item.key} {gathered}")
+    return compared, differing
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adam"])
+def test_all_ranks_compute_with_the_parameters_of_the_checkpoint(tmp_path, optimizer):
+    case = Case(optimizer, BF16, ddp=OVERLAP)
+    run_ranks(2, save, case, str(tmp_path))
+    for compared, differing in run_ranks(2, differing_params, case, str(tmp_path)):
+        assert compared > 20
+        assert not differing
+
+
+def outcome_of(case: Case, folder: str, options: dict[str, Any]) -> tuple[str, str, float]:
+    """Load; return the error, what was logged, and the largest momentum."""
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("megatron_eopt.checkpoints")
+    logger.addHandler(handler)
+    try:
+        _, optimizer = resume(case, folder, **options)
+    except ValueError as error:
+        return f"{type(error).__name__}: {error}", "", 0.0
+    finally:
+        logger.removeHandler(handler)
+    states = [s for child in optimizer.chained_optimizers for s in child.optimizer.state.values()]
+    momenta = [s["momentum_buffer"].abs().max() for s in states if "momentum_buffer" in s]
+    return "", "\n".join(records), float(max(momenta, default=torch.tensor(0.0)))
+
+
+def outcome(world: int, case: Case, folder: Path, **options: Any) -> tuple[str, str, float]:
+    """Return the error of loading, the same on all ranks, and rank 0's log and momentum."""
+    results = run_ranks(world, outcome_of, case, str(folder), options)
+    assert len({error for error, _, _ in results}) == 1
+    return results[0]
+
+
+def test_a_checkpoint_of_adam_loads_into_muon_and_back(tmp_path):
+    run_ranks(2, save, Case("adam", BF16), str(tmp_path))
+    error, log, momentum = outcome(2, Case("muon", BF16), tmp_path)
+    assert (error, momentum) == ("", 0.0)
+    assert "its exp_avg_sq of 4 parameters is left out, since their optimizer has changed" in log
+    error, _, momentum = outcome(2, Case("muon", BF16), tmp_path, momentum_from_adam=True)
+    assert error == ""
+    assert momentum > 0
+    muon = tmp_path / "muon"
+    run_ranks(2, save, Case("muon", BF16), str(muon))
+    error, log, _ = outcome(2, Case("adam", BF16), muon)
+    assert error == ""
+    assert "its momentum_buffer of 4 parameters is left out" in log
+
+
+def test_frozen_parameters_leave_state_over(tmp_path):
+    run_ranks(2, save, Case("muon", BF16), str(tmp_path))
+    error, _, _ = outcome(2, FROZEN, tmp_path)
+    assert "has optimizer state that no optimizer of this run asks for" in error
+    assert "linear_fc1" in error
+    fresh = ["param", "momentum_buffer", "exp_avg", "exp_avg_sq"]
+    assert outcome(2, FROZEN, tmp_path, fresh=fresh)[0] == ""
+
+
+class FrozenCase(Case):
+    """Freezes the first layer of every MLP."""
+
+    @property
+    def run(self) -> Any:
+        return replace(super().run, frozen="linear_fc1")
+
+
+FROZEN = FrozenCase("muon", BF16)
+
+
+def test_the_manifest_says_who_wrote_it(tmp_path):
+    run_ranks(2, save, Case("muon", BF16, {"tp": 2}), str(tmp_path / "tp"))
+    run_ranks(1, save, Case("muon", BF16), str(tmp_path / "dp"))
+    first, second = (Manifest.read(tmp_path / name) for name in ("tp", "dp"))
+    assert first is not None
+    assert second is not None
+    assert first.written_by == second.written_by
+    kinds = {"exp_avg", "exp_avg_sq", "momentum_buffer", "param"}
+    assert set(first.written_by["optimizer_state"]) == kinds
+    assert first.written_by["parameters"] > 10_000
+
+
+def test_keys_are_split():
+    assert split_key("optimizer.state.exp_avg.a.b.weight") == ("exp_avg", "a.b.weight")
+    assert split_key("chained_1.optimizer.state.param.a.weight") == ("param", "a.weight")
+    assert split_key("optimizer.matrix_state.L.a.weight.0/shard_0_1") == ("L", "a.weight.0")
+    assert split_key("optimizer.distributed.dp_group_idx_0.x.exp_avg") == (
+        None,
+        "distributed.dp_group_idx_0.x.exp_avg",
+    )
+    assert split_key("decoder.optimizer_like.weight") is None
