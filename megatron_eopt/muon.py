@@ -5,6 +5,7 @@ import warnings
 from typing import Any
 
 from megatron_eopt.assembly.factory import get_megatron_optimizer
+from megatron_eopt.base.errors import ConfigurationTypeError
 
 __all__ = ["get_megatron_muon_optimizer"]
 
@@ -14,9 +15,10 @@ def get_megatron_muon_optimizer(
     model_chunks: list[Any],
     config_overrides: Any = None,
     use_gloo_process_groups: bool = True,
-    layer_wise_distributed_optimizer: bool = False,
     pg_collection: Any = None,
-    **kwargs: Any,
+    dump_param_to_param_group_map: str | None = None,
+    *,
+    layer_wise_distributed_optimizer: bool = False,
 ) -> Any:
     """Return Muon for matrices and Adam for the rest; deprecated.
 
@@ -27,13 +29,22 @@ def get_megatron_muon_optimizer(
         model_chunks: The wrapped model.
         config_overrides: As in ``get_megatron_optimizer``.
         use_gloo_process_groups: As there.
-        layer_wise_distributed_optimizer: Keep the state in fragments.
         pg_collection: As there.
-        **kwargs: Further arguments of ``get_megatron_optimizer``.
+        dump_param_to_param_group_map: As there.
+        layer_wise_distributed_optimizer: Keep the state in fragments.
 
     Raises:
         ConfigurationError: As there.
+        ConfigurationTypeError: As there, or if ``layer_wise_distributed_optimizer`` was given as
+            the fifth argument, where older releases had it.
     """
+    if isinstance(pg_collection, bool):
+        raise ConfigurationTypeError(
+            "pg_collection",
+            pg_collection,
+            "the fifth argument is the collection of process groups, as in get_megatron_optimizer",
+            "Pass layer_wise_distributed_optimizer by its name",
+        )
     warnings.warn(
         "get_megatron_muon_optimizer is deprecated; call get_megatron_optimizer with "
         "optimizer='muon'",
@@ -51,5 +62,5 @@ def get_megatron_muon_optimizer(
         config_overrides,
         use_gloo_process_groups,
         pg_collection=pg_collection,
-        **kwargs,
+        dump_param_to_param_group_map=dump_param_to_param_group_map,
     )

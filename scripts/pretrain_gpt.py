@@ -24,6 +24,7 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
+from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.training import get_args, get_tokenizer, pretrain
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args, parse_args
@@ -85,6 +86,11 @@ def masked_loss(
     mask = loss_mask.reshape(-1).float()
     loss = (per_token.reshape(-1).float() * mask).sum()
     tokens = mask.sum()
+    if get_args().check_for_nan_in_loss_and_grad:
+        for kind, is_bad in (("NaN", torch.isnan), ("Inf", torch.isinf)):
+            get_rerun_state_machine().validate_result(
+                result=loss, rejection_func=is_bad, message=f"the loss of a micro-batch is {kind}"
+            )
     report = torch.stack([loss.detach(), tokens])
     return loss, tokens.to(torch.int), {"lm loss": report}
 
@@ -104,8 +110,8 @@ def main() -> None:
     if cpu.is_enabled():
         # Before the trainer's own checks, which do not know about CPUs.
         cpu.check_supported(parse_args(megatron_lm.add_arguments))
-    args = parse_and_validate_args(megatron_lm.add_arguments)
     with megatron_lm.installed():
+        args = parse_and_validate_args(megatron_lm.add_arguments)
         config = pretrain_cfg_container_from_args(args, model_cfg=gpt_config_from_args(args))
         pretrain(config, datasets_provider, ModelType.encoder_or_decoder, forward_step)
 

@@ -1,0 +1,107 @@
+"""Which of Megatron's names are replaced, and by what."""
+
+import importlib
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from megatron_eopt import emerging_optimizers, muon
+from megatron_eopt.arguments import config_from_args
+from megatron_eopt.assembly.factory import get_megatron_optimizer
+from megatron_eopt.base.versions import dataset_helpers_to_skip
+from megatron_eopt.checkpoints import trainer_rebindings
+from megatron_eopt.checkpoints.weights_only import CachedWeightsOnlyReader, WeightsOnlyReader
+from megatron_eopt.megatron_lm.rebinding import Rebinding
+from megatron_eopt.megatron_lm.trainer import (
+    in_the_usual_layout,
+    sharding_ddp_config,
+    with_our_flags,
+    with_torch_fsdp2,
+)
+from megatron_eopt.storage import LayerWiseDistributedOptimizer
+
+EMERGING_OPTIMIZERS = (
+    "EmergingOptimizerEntry",
+    "TensorParallelAdaptiveMuon",
+    "TensorParallelMuon",
+    "_EMERGING_OPTIMIZERS",
+    "_adaptive_muon_config_to_kwargs",
+    "_create_emerging_optimizer",
+    "_default_adam_based_eopt_config_to_kwargs",
+    "_default_param_overrides_factory",
+    "_eopt_init_state_fn",
+    "_get_qkv_split_shapes",
+    "_is_nonlinear_or_embedding",
+    "_kwargs_from_config",
+    "_muon_config_to_kwargs",
+    "get_supported_coefficient_types",
+    "validate_coefficient_type",
+)
+"""Names of Megatron's module ``emerging_optimizers`` that are ours in our module of that name."""
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader": {
+        "CachedMetadataFileSystemReader": CachedWeightsOnlyReader
+    },
+    "megatron.core.dist_checkpointing.strategies.torch": {"FileSystemReader": WeightsOnlyReader},
+    "megatron.core.optimizer": {"get_megatron_optimizer": get_megatron_optimizer},
+    "megatron.core.optimizer.emerging_optimizers": {
+        name: getattr(emerging_optimizers, name) for name in EMERGING_OPTIMIZERS
+    },
+    "megatron.core.optimizer.layer_wise_optimizer": {
+        "LayerWiseDistributedOptimizer": LayerWiseDistributedOptimizer
+    },
+    "megatron.core.optimizer.muon": {
+        "get_megatron_muon_optimizer": muon.get_megatron_muon_optimizer
+    },
+    "megatron.training.training": {"get_megatron_optimizer_config": config_from_args},
+}
+"""Objects that take the place of Megatron's, by the module that defines them."""
+
+WRAPPED: dict[str, dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]]] = {
+    "megatron.training.arguments": {
+        "parse_args": with_our_flags,
+        "validate_args": with_torch_fsdp2,
+    },
+    "megatron.training.training": {
+        "get_megatron_ddp_config": sharding_ddp_config,
+        "wrap_model_chunks_with_ddp": in_the_usual_layout,
+    },
+}
+"""Functions of Megatron that still run, inside ours."""
+
+
+def rebindings() -> list[Rebinding]:
+    """Return everything to replace.
+
+    Raises:
+        ImportError: If Megatron has a module no longer, or lacks a function to wrap.
+    """
+    found = [
+        Rebinding(importlib.import_module(module), name, replacement)
+        for module, names in PUBLISHED.items()
+        for name, replacement in names.items()
+    ]
+    for module, wrappers in WRAPPED.items():
+        owner = importlib.import_module(module)
+        found += [
+            Rebinding(owner, name, wrapper(_function(owner, name)))
+            for name, wrapper in wrappers.items()
+        ]
+    found += [Rebinding(*names) for names in trainer_rebindings()]
+    return found + _dataset_helpers()
+
+
+def _function(owner: ModuleType, name: str) -> Callable[..., Any]:
+    function: object = vars(owner).get(name)
+    if not callable(function):
+        raise ImportError(
+            f"this megatron-core has no function {owner.__name__}.{name}, which megatron-eopt "
+            "wraps; nothing was replaced"
+        )
+    return function
+
+
+def _dataset_helpers() -> list[Rebinding]:
+    helpers = dataset_helpers_to_skip()
+    return [] if helpers is None else [Rebinding(helpers, "compile_helpers", lambda: None)]

@@ -1,0 +1,113 @@
+"""What of the trainer's functions has to run differently for our optimizers."""
+
+import argparse
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from megatron_eopt import cpu
+from megatron_eopt.arguments import add_arguments
+from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.names import STANDARD_OPTIMIZERS
+
+ProviderT = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
+
+
+def with_our_flags(original: Callable[..., argparse.Namespace]) -> Callable[..., Any]:
+    """Let the trainer's parser know our flags, whatever else a script adds to it.
+
+    A script that does not know us expects Megatron's values of flags that are not given, so these
+    are the defaults then. On the CPU back end, what was parsed is checked for what needs a GPU.
+    """
+
+    @functools.wraps(original)
+    def parse_args(
+        extra_args_provider: ProviderT | None = None, ignore_unknown_args: bool = False
+    ) -> argparse.Namespace:
+        provider = functools.partial(_add_all, extra_args_provider)
+        args = original(provider, ignore_unknown_args)
+        if cpu.is_enabled():
+            cpu.check_supported(args)
+        return args
+
+    return parse_args
+
+
+def _add_all(
+    scripts_own: ProviderT | None, parser: argparse.ArgumentParser
+) -> argparse.ArgumentParser:
+    if cpu.is_enabled():
+        cpu.set_defaults(parser)
+    if scripts_own is not None:
+        parser = scripts_own(parser)
+    knows_us = any(action.dest == "optimizer_defaults" for action in parser._actions)
+    add_arguments(parser)
+    if not knows_us:
+        parser.set_defaults(optimizer_defaults="megatron")
+    return parser
+
+
+def with_torch_fsdp2(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let ``--use-torch-fsdp2`` pass with our optimizers, which Megatron's check refuses.
+
+    Everything else that it requires of torch FSDP2 is checked as for Adam.
+    """
+
+    @functools.wraps(original)
+    def validate_args(args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
+        name = args.optimizer
+        if not getattr(args, "use_torch_fsdp2", False) or name in STANDARD_OPTIMIZERS:
+            return original(args, *rest, **kwargs)
+        _check_torch_fsdp2(args)
+        args.optimizer = "adam"
+        try:
+            return original(args, *rest, **kwargs)
+        finally:
+            args.optimizer = name
+
+    return validate_args
+
+
+def _check_torch_fsdp2(args: argparse.Namespace) -> None:
+    argument, value, rule, way_out = "", None, "", ""
+    if args.optimizer.startswith("dist_"):
+        argument, value = "--optimizer", args.optimizer
+        rule = "cuts Megatron's buffers, and torch FSDP2 cuts state already"
+        way_out = f"Pass --optimizer {args.optimizer.removeprefix('dist_')}"
+    elif args.ckpt_format != "torch_dist":
+        argument, value = "--ckpt-format", args.ckpt_format
+        rule = f"does not hold the state of {args.optimizer}"
+        way_out = "Pass --ckpt-format torch_dist"
+    elif args.calculate_per_token_loss:
+        argument, value = "--calculate-per-token-loss", True
+        rule = "Megatron does not divide gradients of torch FSDP2 by the number of tokens"
+        way_out = "Leave the flag out"
+    if argument:
+        raise ConfigurationError(argument, value, f"{rule} (--use-torch-fsdp2)", way_out)
+
+
+def sharding_ddp_config(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Let Megatron's DDP reduce-scatter gradients for layer-wise optimizers as it does for Adam.
+
+    The trainer's argument check has turned ``use_distributed_optimizer`` off for them.
+    """
+
+    @functools.wraps(original)
+    def get_megatron_ddp_config(args: Any) -> Any:
+        config = original(args)
+        if getattr(args, "use_layer_wise_distributed_optimizer", False):
+            config = dataclasses.replace(config, use_distributed_optimizer=True)
+        return config
+
+    return get_megatron_ddp_config
+
+
+def in_the_usual_layout(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Lay parameters out without padding, whatever the optimizer."""
+
+    @functools.wraps(original)
+    def wrap_model_chunks_with_ddp(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **{**kwargs, "use_layer_wise_distributed_optimizer": False})
+
+    return wrap_model_chunks_with_ddp

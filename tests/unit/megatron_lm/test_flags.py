@@ -1,0 +1,91 @@
+"""The trainer's parser while we are installed."""
+
+import argparse
+import sys
+from typing import Any
+
+import pytest
+
+from megatron_eopt import megatron_lm
+from megatron_eopt.base.errors import ConfigurationError
+from tests.harness import run_ranks
+
+TRAINERS = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --micro-batch-size 1".split()
+
+
+def parsed(flags: list[str], provider: Any = None) -> argparse.Namespace:
+    argv, sys.argv = sys.argv, ["script.py", *TRAINERS, *flags]
+    try:
+        with megatron_lm.install():
+            from megatron.training.arguments import parse_args
+
+            return parse_args(provider)
+    finally:
+        sys.argv = argv
+
+
+def scripts_own(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    parser.add_argument("--answer", type=int, default=42)
+    # one of ours, which must not be added twice
+    parser.add_argument("--print-optimizer-routing", action="store_true")
+    parser.set_defaults(transformer_impl="transformer_engine")
+    return parser
+
+
+def _values(flags: list[str], whose: str | None, names: list[str]) -> dict[str, Any]:
+    provider = {"script": scripts_own, "ours": megatron_lm.add_arguments, None: None}[whose]
+    args = parsed(flags, provider)
+    return {name: getattr(args, name) for name in names}
+
+
+def values(flags: list[str], whose: str | None, **expected: Any) -> None:
+    assert run_ranks(1, _values, flags, whose, [*expected]) == [expected]
+
+
+def test_a_script_that_does_not_know_us_gets_upstreams_defaults():
+    values([], None, optimizer_defaults="megatron", muon_tp_mode="blockwise", muon_momentum=0.9)
+
+
+def test_recommended_defaults_can_be_asked_for():
+    flags = ["--optimizer-defaults", "recommended"]
+    values(flags, None, optimizer_defaults="recommended", muon_tp_mode="auto", muon_momentum=0.95)
+
+
+def test_a_script_that_adds_our_flags_keeps_our_defaults():
+    values([], "ours", optimizer_defaults="recommended", muon_tp_mode="auto")
+
+
+def test_given_flags_win():
+    flags = ["--optimizer", "soap", "--muon-tp-mode", "exchange", "--no-muon-split-gated"]
+    values(flags, None, optimizer="soap", muon_tp_mode="exchange", muon_split_gated=False)
+
+
+def test_defaults_are_those_of_a_cpu():
+    values([], None, distributed_backend="gloo", transformer_impl="local")
+
+
+def _with_the_scripts_provider() -> None:
+    args = parsed(["--answer", "7", "--transformer-impl", "local"], scripts_own)
+    assert (args.answer, args.optimizer_defaults) == (7, "megatron")
+    with pytest.raises(ConfigurationError, match="--transformer-impl='transformer_engine'"):
+        parsed([], scripts_own)
+
+
+def test_the_scripts_own_flags_and_defaults_are_respected():
+    run_ranks(1, _with_the_scripts_provider)
+
+
+def _afterwards() -> None:
+    from megatron.training.arguments import parse_args
+
+    argv, sys.argv = sys.argv, ["script.py", *TRAINERS, "--optimizer-defaults", "megatron"]
+    try:
+        parsed([])
+        with pytest.raises(SystemExit):
+            parse_args()
+    finally:
+        sys.argv = argv
+
+
+def test_the_flags_are_gone_afterwards():
+    run_ranks(1, _afterwards)

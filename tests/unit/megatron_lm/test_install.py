@@ -1,0 +1,291 @@
+"""What :func:`megatron_eopt.megatron_lm.install` replaces, and that it all comes back."""
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_eopt import megatron_lm
+from tests.harness import run_ranks
+
+FACTORY = ("config", "model_chunks", "config_overrides", "use_gloo_process_groups",
+           "pg_collection", "dump_param_to_param_group_map")  # fmt: skip
+DOCUMENTED = {"get_megatron_muon_optimizer": FACTORY}
+"""Parameters of what takes ``*args, **kwargs`` upstream and hands them to the factory."""
+
+
+def replaced() -> list[tuple[str, str, Any, Any]]:
+    """Return (module, name, upstream's object, ours) of everything that is replaced."""
+    from megatron_eopt.megatron_lm.names import rebindings
+
+    return [
+        (item.owner.__name__, item.name, item.original, item.replacement) for item in rebindings()
+    ]
+
+
+VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def _hands_over(expected: list[tuple[str, Any]], own: list[inspect.Parameter]) -> bool:
+    """Whether a wrapper takes all that is ``expected``, the rest of it unnamed."""
+    named = [(p.name, p.kind) for p in own if p.kind not in VARIABLE]
+    rest = {kind for _, kind in expected[len(named) :]}
+    takes_positions = VARIABLE[0] in [p.kind for p in own]
+    return named == expected[: len(named)] and (
+        takes_positions or rest <= {inspect.Parameter.KEYWORD_ONLY}
+    )
+
+
+def signature_problem(name: str, theirs: Callable[..., Any], ours: Callable[..., Any]) -> str:
+    """Say what of a call to ``theirs`` that is documented ``ours`` would not take as meant."""
+    expected = [
+        (p.name, p.kind)
+        for p in inspect.signature(theirs).parameters.values()
+        if p.kind not in VARIABLE
+    ]
+    if name in DOCUMENTED:
+        expected = [(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in DOCUMENTED[name]]
+    own = list(inspect.signature(ours, follow_wrapped=False).parameters.values())
+    if getattr(ours, "__wrapped__", None) is theirs and own[-1].kind is VARIABLE[1]:
+        return "" if _hands_over(expected, own) else f"{name}: {expected} became {own}"
+    first, rest = own[: len(expected)], own[len(expected) :]
+    if [(p.name, p.kind) for p in first] != expected:
+        return f"{name}: {[n for n, _ in expected]} became {[p.name for p in own]}"
+    without = [p.name for p in rest if p.default is p.empty and p.kind not in VARIABLE]
+    return f"{name}: {without} have no default" if without else ""
+
+
+def _signature_problems() -> tuple[int, list[str]]:
+    found = [
+        (name, theirs, ours) for _, name, theirs, ours in replaced()
+        if callable(theirs) and name != "compile_helpers"
+    ]  # fmt: skip
+    return len(found), [problem for case in found if (problem := signature_problem(*case))]
+
+
+def test_signatures_begin_with_upstreams():
+    ((count, problems),) = run_ranks(1, _signature_problems)
+    assert count > 18
+    assert problems == []
+
+
+def _three(config, model_chunks, pg_collection): ...
+def _swapped(config, pg_collection, model_chunks): ...
+def _demanding(config, model_chunks, pg_collection, more): ...
+def _keyword_only(config, model_chunks, *, pg_collection): ...
+def _more(config, model_chunks, pg_collection, more=None, *, most=None, **rest): ...
+
+
+def test_the_comparison_of_signatures_finds_each_kind_of_difference():
+    assert signature_problem("", _three, _three) == signature_problem("", _three, _more) == ""
+    for other in (_swapped, _demanding, _keyword_only):
+        assert signature_problem("", _three, other)
+
+
+def test_public_methods_and_fields_of_replaced_classes_exist():
+    (missing,) = run_ranks(1, _missing_attributes)
+    assert missing == {
+        # Upstream's way of moving whole parameters between ranks, which is not ours.
+        "LayerWiseDistributedOptimizer": {
+            "allgather_params", "broadcast_params",
+            "set_bucket_layerwise_params_list", "shard_params",
+            "start_param_sync_for_bucket_group_subset",
+        },
+        "TensorParallelMuon": {"scaled_orthogonalize_fn_with_gtp_remat"},
+        "TensorParallelAdaptiveMuon": {"scaled_orthogonalize_fn_with_gtp_remat"},
+    }  # fmt: skip
+
+
+def _missing_attributes() -> dict[str, set[str]]:
+    return {
+        name: gone
+        for _, name, theirs, ours in replaced()
+        if inspect.isclass(theirs)
+        if (gone := {a for a in dir(theirs) if not a.startswith("_") and not hasattr(ours, a)})
+    }
+
+
+def objects() -> dict[tuple[str, str], int]:
+    """Return what every name of every module of Megatron is bound to."""
+    return {
+        (module, name): id(value)
+        for module, loaded in list(sys.modules.items())
+        if module.split(".")[0] == "megatron"
+        for name, value in list(vars(loaded).items())
+    }
+
+
+def _install_and_uninstall() -> None:
+    pairs = replaced()
+    before = objects()
+    megatron_lm.install()
+    installed = objects()
+    megatron_lm.install()
+    assert objects() == installed
+    changed = {place for place in before if installed[place] != before[place]}
+    assert {(module, name) for module, name, _, _ in pairs} <= changed
+    assert {
+        ("megatron.training.training", "get_megatron_optimizer"),
+        ("megatron.training.training", "LayerWiseDistributedOptimizer"),
+        ("megatron.core.optimizer", "LayerWiseDistributedOptimizer"),
+        ("megatron.core.optimizer", "_EMERGING_OPTIMIZERS"),
+        ("megatron.core.optimizer", "_create_emerging_optimizer"),
+    } <= changed
+    # nothing of Megatron still holds what was replaced
+    originals = {id(theirs) for _, _, theirs, _ in pairs if callable(theirs)}
+    assert not originals & set(installed.values())
+    megatron_lm.uninstall()
+    assert objects() == before
+    megatron_lm.uninstall()
+    assert objects() == before
+
+
+def test_everything_is_replaced_everywhere_and_comes_back():
+    run_ranks(1, _install_and_uninstall)
+
+
+def _import_in_between() -> None:
+    name = "megatron.training.checkpointing"
+    importlib.import_module("megatron.training.training")
+    kept = sys.modules.pop(name), sys.modules.pop("megatron.training.training")
+    before = objects()
+    try:
+        with megatron_lm.install():
+            from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
+            from megatron.training import training
+
+            assert TensorParallelMuon.__module__ == "megatron_eopt.optimizers.muon"
+            assert training.get_megatron_optimizer.__module__.startswith("megatron_eopt.")
+            late = sys.modules["megatron.training.late"] = type(sys)("late")
+            late.Muon, late.parse_args = TensorParallelMuon, training.get_megatron_ddp_config
+        assert late.Muon.__module__ == "megatron.core.optimizer.emerging_optimizers"
+        assert late.parse_args.__module__ == "megatron.training.training"
+        assert not hasattr(late.parse_args, "__wrapped__")
+        after = objects()
+        different = {place for place in before if after[place] != before[place]}
+        # the package names its new modules
+        assert different <= {("megatron.training", n) for n in ("training", "checkpointing")}
+        ours = [p for p, value in vars(training).items() if "megatron_eopt" in str(value)]
+        assert not ours
+    finally:
+        sys.modules.pop("megatron.training.late", None)
+        sys.modules.update(zip((name, "megatron.training.training"), kept, strict=True))
+
+
+def test_modules_imported_while_installed_get_upstreams_objects_back():
+    run_ranks(1, _import_in_between)
+
+
+def _contexts() -> None:
+    with megatron_lm.installed():
+        assert megatron_lm.is_installed()
+        with megatron_lm.install():
+            pass
+        assert megatron_lm.is_installed()
+    assert not megatron_lm.is_installed()
+    megatron_lm.install()
+    with megatron_lm.installed():
+        pass
+    assert megatron_lm.is_installed()
+    megatron_lm.uninstall()
+    assert not megatron_lm.is_installed()
+
+
+def test_the_outermost_context_uninstalls():
+    run_ranks(1, _contexts)
+
+
+def _refused(version: str, message: str) -> None:
+    import megatron.core
+
+    importlib.import_module("megatron.training.training")
+    before = objects()
+    kept, megatron.core.__version__ = megatron.core.__version__, version
+    try:
+        with pytest.raises(ImportError, match=message):
+            megatron_lm.install()
+    finally:
+        megatron.core.__version__ = kept
+    assert objects() == before
+    assert not megatron_lm.is_installed()
+
+
+@pytest.mark.parametrize("version", ["0.19.3", "0.20.0", "0.19.2rc1", "0.18.0+abcdef"])
+def test_an_unknown_version_is_refused_with_those_that_were_tested(version):
+    message = rf"megatron-core {version.partition('+')[0]} is not among .*\(0\.19\.2\)"
+    run_ranks(1, _refused, version, message)
+
+
+def _without(module: str, name: str) -> None:
+    owner = importlib.import_module(module)
+    importlib.import_module("megatron_eopt.megatron_lm.names")
+    importlib.import_module("megatron.training.training")
+    kept = vars(owner).pop(name)
+    before = objects()
+    try:
+        with pytest.raises(ImportError, match=f"{module}.{name}, .* nothing was replaced"):
+            megatron_lm.install()
+        assert objects() == before
+        assert not megatron_lm.is_installed()
+    finally:
+        setattr(owner, name, kept)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("megatron.core.optimizer.emerging_optimizers", "validate_coefficient_type"),
+        ("megatron.training.training", "wrap_model_chunks_with_ddp"),
+    ],
+)
+def test_a_name_that_upstream_lacks_is_refused(module, name):
+    run_ranks(1, _without, module, name)
+
+
+class Plain(torch.optim.SGD):
+    """An optimizer that a script of upstream's style brings along."""
+
+
+def _registers_in_upstreams_way() -> str:
+    from megatron.core import optimizer as megatron_optimizer
+    from megatron.core.optimizer import OptimizerConfig
+
+    from tests.harness.megatron import initialize_megatron
+    from tests.harness.models import tiny_gpt, wrap_ddp
+
+    initialize_megatron()
+    chunk = wrap_ddp(tiny_gpt(layers=1))
+    with megatron_lm.install():
+        emerging = importlib.import_module("megatron.core.optimizer.emerging_optimizers")
+        emerging._EMERGING_OPTIMIZERS["plain"] = emerging.EmergingOptimizerEntry(
+            Plain, lambda optimizer, config=None: None, lambda config, chunks, groups: {"lr": 0.1}
+        )
+        try:
+            chain = megatron_optimizer.get_megatron_optimizer(
+                OptimizerConfig(optimizer="plain", lr=0.1), [chunk]
+            )
+        finally:
+            del emerging._EMERGING_OPTIMIZERS["plain"]
+    return type(chain.chained_optimizers[0].optimizer).__name__
+
+
+def test_upstreams_way_to_register_an_optimizer_works():
+    assert run_ranks(1, _registers_in_upstreams_way) == ["Plain"]
+
+
+def _own_factory() -> tuple[str, str]:
+    from megatron_eopt.assembly import factory
+
+    with megatron_lm.install():
+        from megatron.core.optimizer import get_megatron_optimizer
+    return factory.megatrons_own_factory.__module__, get_megatron_optimizer.__module__
+
+
+def test_what_is_left_to_upstreams_factory_still_finds_it():
+    assert run_ranks(1, _own_factory) == [
+        ("megatron.core.optimizer", "megatron_eopt.assembly.factory")
+    ]
