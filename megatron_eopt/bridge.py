@@ -1,0 +1,93 @@
+"""Megatron-Bridge with our optimizers: one configuration class, nothing else to set.
+
+Megatron-Bridge (0.4 and later) asks an optimizer configuration that has a method ``provide`` for
+the optimizer, and calls ``finalize`` when all fields have their last values. Neither needs
+Megatron-Bridge to be installed.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_eopt.assembly.checks import check_values
+from megatron_eopt.assembly.config import EmergingOptimizerConfig
+from megatron_eopt.assembly.factory import get_megatron_optimizer
+from megatron_eopt.assembly.meaning import resolve
+from megatron_eopt.routing.overrides import Overrides
+
+__all__ = ["BridgeOptimizerConfig"]
+
+
+@dataclass
+class BridgeOptimizerConfig(EmergingOptimizerConfig):
+    """An :class:`EmergingOptimizerConfig` for ``ConfigContainer.optimizer`` of Megatron-Bridge.
+
+    Recipes, precision settings, communication overlap and the command line write to its fields
+    after it was made, so nothing is checked before :meth:`finalize`. It can be written to
+    ``run_config.yaml`` and read back, once this module has been imported.
+    """
+
+    def __post_init__(self) -> None:
+        """Check nothing yet: fields may still change."""
+
+    def finalize(self) -> None:
+        """Check the fields and compute those that follow from others; may be called repeatedly.
+
+        Layer-wise storage that was asked for by another flag than ``use_distributed_optimizer``
+        turns that on too, which is what Megatron-Bridge reads when it wraps the model and names
+        the checkpoint's format.
+
+        Raises:
+            ConfigurationError: If a value, or a combination, cannot be honoured.
+            ConfigurationTypeError: If a value has the wrong type.
+        """
+        meaning = resolve(self)
+        check_values(self, meaning)
+        super().__post_init__()
+        if meaning.storage == "layer_wise":
+            self.use_distributed_optimizer = True
+
+    def provide(
+        self,
+        *,
+        model_chunks: Any,
+        config_overrides: Overrides | None,
+        use_gloo_process_groups: bool = False,
+        pg_collection: Any = None,
+    ) -> Any:
+        """Return the optimizer of a wrapped model; Megatron-Bridge calls this.
+
+        Args:
+            model_chunks: The model's chunks on this rank, or its only one, wrapped in Megatron's
+                DDP.
+            config_overrides: What the override provider returned; None means megatron-core's
+                standard overrides.
+            use_gloo_process_groups: As in :func:`megatron_eopt.get_megatron_optimizer`.
+            pg_collection: As there.
+
+        Returns:
+            A ``ChainedOptimizer`` of megatron-core.
+
+        Raises:
+            ConfigurationError: If a value, or a combination, cannot be honoured.
+            ConfigurationTypeError: If a value has the wrong type.
+        """
+        self.finalize()
+        return get_megatron_optimizer(
+            self,
+            model_chunks if isinstance(model_chunks, list) else [model_chunks],
+            config_overrides,
+            use_gloo_process_groups,
+            pg_collection,
+        )
+
+
+def _allow_reading_back() -> None:
+    """Let the trainers' configuration files name the class above, where they check names."""
+    try:
+        from megatron.training.config.instantiate_utils import target_allowlist
+    except ImportError:
+        return
+    target_allowlist.add_exact(f"{__name__}.{BridgeOptimizerConfig.__qualname__}")
+
+
+_allow_reading_back()

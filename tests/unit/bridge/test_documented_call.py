@@ -1,0 +1,220 @@
+"""Megatron-Bridge's documented call of an optimizer configuration, made by hand."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from megatron.core import dist_checkpointing
+from megatron.core.optimizer import ChainedOptimizer, ParamKey
+from megatron.core.optimizer import OptimizerConfig as MegatronConfig
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.training.config.container import ConfigContainerBase
+from megatron.training.config.instantiate_utils import instantiate
+
+from megatron_eopt import ConfigurationError, EmergingOptimizerConfig, get_megatron_optimizer
+from megatron_eopt.bridge import BridgeOptimizerConfig
+from tests.harness import run_ranks
+from tests.harness.megatron import initialize_megatron
+from tests.harness.models import synthetic_batch, tiny_gpt, train_step, wrap_ddp
+from tests.unit.contracts.callers import scheduler_of
+
+USERS = {"optimizer": "muon", "use_distributed_optimizer": True, "lr": 0.01, "min_lr": 0.001}
+"""What the documentation tells a user to set."""
+
+
+def _wrapped(config: Any, dtype: torch.dtype) -> Any:
+    torch.manual_seed(1)
+    model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+    return wrap_ddp(
+        tiny_gpt(layers=1, bias=True, dtype=dtype),
+        use_distributed_optimizer=config.use_distributed_optimizer,
+        overlap_param_gather=config.overlap_param_gather,
+        overlap_grad_reduce=config.overlap_param_gather,
+    )
+
+
+def _as_the_bridge_sets_up(overrides: Any = None) -> tuple[Any, Any, Any]:
+    """Mixed precision, overlap and timers are written, ``finalize`` called, then ``provide``."""
+    config = BridgeOptimizerConfig(**USERS)
+    config.bf16 = True
+    config.overlap_param_gather = True
+    config.finalize()
+    config.use_distributed_optimizer = True
+    config.finalize()
+    config.timers = None
+    chunk = _wrapped(config, torch.bfloat16)
+    optimizer = config.provide(
+        model_chunks=[chunk],
+        config_overrides=overrides,
+        use_gloo_process_groups=False,
+        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+    )
+    return config, chunk, optimizer
+
+
+def _steps(chunk: Any, optimizer: Any, first: int, last: int) -> list[float | None]:
+    rank = torch.distributed.get_rank()
+    batches = [[synthetic_batch(10 * rank + step)] for step in range(first, last)]
+    return [train_step([chunk], optimizer, batch) for batch in batches]
+
+
+def _provides_what_the_factory_builds() -> None:
+    initialize_megatron()
+    config, chunk, optimizer = _as_the_bridge_sets_up()
+    assert isinstance(optimizer, ChainedOptimizer)
+    assert optimizer.config is config
+    plain = EmergingOptimizerConfig(**USERS, bf16=True, overlap_param_gather=True)
+    other_chunk = _wrapped(plain, torch.bfloat16)
+    other = get_megatron_optimizer(plain, [other_chunk], use_gloo_process_groups=False)
+    for held in (optimizer, other):
+        scheduler_of(held).step(2)
+    assert _steps(chunk, optimizer, 0, 3) == _steps(other_chunk, other, 0, 3)
+
+
+def test_provides_what_the_factory_builds():
+    run_ranks(2, _provides_what_the_factory_builds)
+
+
+def _one_chunk_and_no_overrides() -> set[Any]:
+    initialize_megatron()
+    config = BridgeOptimizerConfig(**USERS)
+    config.finalize()
+    chunk = _wrapped(config, torch.float32)
+    optimizer = config.provide(
+        model_chunks=chunk,
+        config_overrides={ParamKey(name="*"): {"max_lr": 0.5}},
+        use_gloo_process_groups=False,
+        pg_collection=None,
+    )
+    assert {group["max_lr"] for group in optimizer.param_groups} == {0.5}
+    standard = config.provide(model_chunks=chunk, config_overrides=None)
+    return {group["wd_mult"] for group in standard.param_groups}
+
+
+def test_one_chunk_without_a_list_and_overrides_that_may_be_none():
+    # None means megatron-core's overrides: no weight decay of biases
+    assert run_ranks(1, _one_chunk_and_no_overrides) == [{0.0, 1.0}]
+
+
+def _log() -> tuple[float | None, float | None, float]:
+    initialize_megatron()
+    ends = ParamKey(attr="is_embedding_or_output_parameter")
+    decoupling = {"is_decoupled_lr": True, "max_lr": 0.04, "min_lr": 0.004}
+    _, _, optimizer = _as_the_bridge_sets_up({ends: decoupling})
+    scheduler_of(optimizer).step(1)
+    learning_rate = decoupled = None
+    for group in optimizer.param_groups:
+        if group["is_decoupled_lr"]:
+            decoupled = group["lr"]
+        else:
+            learning_rate = group["lr"]
+    assert not optimizer.is_stub_optimizer
+    return learning_rate, decoupled, optimizer.get_loss_scale().item()
+
+
+def test_the_training_log_reads_learning_rates_and_loss_scale():
+    assert run_ranks(1, _log) == [(0.005, 0.02, 1.0)]
+
+
+def _sharded(chunk: Any, optimizer: Any, form: str, is_loading: bool) -> dict[str, Any]:
+    """As the Bridge builds a state dict, with its metadata."""
+    metadata = {
+        "distrib_optim_sharding_type": form,
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": ProcessGroupCollection.use_mpu_process_groups().dp_cp,
+    }
+    state: dict[str, Any] = {"iteration": 3}
+    state["model"] = chunk.sharded_state_dict(metadata=metadata)
+    kwargs = {"is_loading": True} if is_loading else {}
+    state["optimizer"] = optimizer.sharded_state_dict(state, metadata=metadata, **kwargs)
+    return state
+
+
+def _save_and_resume(folder: str, form: str) -> None:
+    initialize_megatron()
+    _, chunk, optimizer = _as_the_bridge_sets_up()
+    scheduler_of(optimizer).step(2)
+    _steps(chunk, optimizer, 0, 2)
+    optimizer.prepare_model_params_for_param_sync()
+    chunk.disable_forward_pre_hook(param_sync=True)
+    dist_checkpointing.save(_sharded(chunk, optimizer, form, False), folder)
+    chunk.enable_forward_pre_hook()
+    went_on = _steps(chunk, optimizer, 2, 4)
+
+    _, fresh, resumed = _as_the_bridge_sets_up()
+    scheduler_of(resumed).step(2)
+    for param in fresh.parameters():
+        param.data.zero_()
+    loaded = dist_checkpointing.load(_sharded(fresh, resumed, form, True), folder)
+    fresh.load_state_dict(loaded["model"], strict=False)
+    resumed.load_state_dict(loaded["optimizer"])
+    assert _steps(fresh, resumed, 2, 4) == went_on
+
+
+@pytest.mark.parametrize("form", ["fully_reshardable", "dp_reshardable"])
+def test_resuming_equals_not_stopping(tmp_path, form):
+    run_ranks(2, _save_and_resume, str(tmp_path), form)
+
+
+def test_nothing_is_checked_before_finalize():
+    config = BridgeOptimizerConfig(optimizer="moun", optimizer_cpu_offload=True, lr=-1.0)
+    with pytest.raises(ConfigurationError, match="'muon'"):
+        config.finalize()
+    config.optimizer = "muon"
+    with pytest.raises(ConfigurationError, match="optimizer_cpu_offload"):
+        config.finalize()
+    config.optimizer_cpu_offload = False
+    with pytest.raises(ConfigurationError, match=r"lr=-1\.0"):
+        config.finalize()
+    config.lr = 0.01
+    config.finalize()
+
+
+def test_a_change_after_finalize_is_checked_by_provide():
+    config = BridgeOptimizerConfig(**USERS)
+    config.finalize()
+    config.muon_momentum = 1.5
+    with pytest.raises(ConfigurationError, match=r"muon_momentum=1\.5"):
+        config.provide(model_chunks=[], config_overrides=None)
+
+
+def test_layer_wise_storage_tells_the_bridge_how_to_wrap_the_model():
+    config = BridgeOptimizerConfig(
+        optimizer="muon", lr=0.01, use_layer_wise_distributed_optimizer=True
+    )
+    config.finalize()
+    assert config.use_distributed_optimizer
+    replicated = BridgeOptimizerConfig(optimizer="muon", lr=0.01)
+    replicated.finalize()
+    assert not replicated.use_distributed_optimizer
+
+
+@dataclasses.dataclass(kw_only=True)
+class Container(ConfigContainerBase):
+    """The trainers' own serialization, which the Bridge's container inherits."""
+
+    optimizer: MegatronConfig
+
+
+def test_a_run_config_file_brings_it_back(tmp_path):
+    config = BridgeOptimizerConfig(**USERS, muon_tp_mode="exchange")
+    config.finalize()
+    path = tmp_path / "run_config.yaml"
+    Container(optimizer=config).to_yaml(str(path))
+    back = instantiate(yaml.safe_load(path.read_text())["optimizer"])
+    assert type(back) is BridgeOptimizerConfig
+    back.finalize()
+    # compared as they are written, since the file makes lists of tuples
+    assert Container(optimizer=back).to_dict() == Container(optimizer=config).to_dict()
+
+
+def test_it_is_a_configuration_of_megatrons():
+    # the Bridge applies overlap settings to instances of megatron-core's class only
+    assert issubclass(BridgeOptimizerConfig, MegatronConfig)
+    names = [field.name for field in dataclasses.fields(BridgeOptimizerConfig)]
+    assert names == [field.name for field in dataclasses.fields(EmergingOptimizerConfig)]
