@@ -5,25 +5,14 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.core.optimizer.optimizer_config import OptimizerConfig
-
-from megatron_eopt.assembly.config import EmergingOptimizerConfig
+from megatron_eopt.assembly.default_values import default_values
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.base.names import OLD_SPELLINGS
+from megatron_eopt.base.names import OLD_SPELLINGS, OptimizerDefaultsT
 
 logger = logging.getLogger(__name__)
 
 PREFIXES = ("muon_", "adaptive_muon_", "soap_")
 """Of the flags whose defaults are filled in here."""
-
-_LIKE_MEGATRON: dict[str, object] = {
-    "muon_algorithm": "standard",
-    "muon_backend": "emerging_optimizers",
-    "muon_split_gated": False,
-    "muon_split_mla": False,
-    "muon_split_linear_attention": False,
-}
-"""What fields that megatron-core lacks must be to do what it does."""
 
 
 def fill(args: argparse.Namespace, trainers: Mapping[str, Any]) -> None:
@@ -47,11 +36,9 @@ def fill(args: argparse.Namespace, trainers: Mapping[str, Any]) -> None:
         )
 
 
-def _defaults(whose: str, trainers: Mapping[str, Any]) -> dict[str, Any]:
-    recommended = dict(vars(EmergingOptimizerConfig()))
-    if whose == "recommended":
-        return recommended
-    return {**recommended, **_LIKE_MEGATRON, **vars(OptimizerConfig()), **trainers}
+def _defaults(whose: OptimizerDefaultsT, trainers: Mapping[str, Any]) -> dict[str, Any]:
+    values = default_values(whose)
+    return {**values, **trainers} if whose == "megatron" else values
 
 
 def _resolve_old_spellings(args: argparse.Namespace) -> None:

@@ -24,6 +24,19 @@ from megatron_eopt.optimizers.registry import optimizer_names
 _SWITCH = argparse.BooleanOptionalAction
 
 
+class _Tuple(argparse.Action):
+    """Stores several values as a tuple, as configurations hold them."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        setattr(namespace, self.dest, tuple(values))
+
+
 @dataclass(frozen=True)
 class Flag:
     """One flag.
@@ -66,8 +79,36 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             {"choices": get_args(OptimizerDefaultsT), "default": "recommended"},
         ),
         Flag(
+            "optimizer-config",
+            "YAML file that describes the optimizer; its keys are named like these flags.",
+            {"metavar": "FILE", "default": None},
+        ),
+        Flag(
             "print-optimizer-routing",
             "Log which parameter goes to which optimizer, and why.",
+            {"action": "store_true", "default": False},
+        ),
+    ),
+    "checkpoints": (
+        Flag(
+            "verify-checkpoint",
+            "Read all files of a checkpoint before loading it, and compare their digests.",
+            {"action": _SWITCH, "default": True},
+        ),
+        Flag(
+            "checkpoint-fresh-state",
+            "Kinds of optimizer state that start fresh where a checkpoint lacks them, and are left "
+            "out where it has more.",
+            {"metavar": "KEY", "nargs": "+", "action": _Tuple, "default": ()},
+        ),
+        Flag(
+            "checkpoint-momentum-from-adam",
+            "Start Muon's momentum as Adam's first moment where a checkpoint has no momentum.",
+            {"action": "store_true", "default": False},
+        ),
+        Flag(
+            "print-state-checksum",
+            "Print a checksum of model and optimizer after every load and save.",
             {"action": "store_true", "default": False},
         ),
     ),

@@ -4,6 +4,7 @@ import argparse
 from typing import Any
 
 from megatron_eopt.arguments.defaults import PREFIXES, fill
+from megatron_eopt.arguments.file import given_flags, merge_file
 from megatron_eopt.arguments.flags import GROUPS, choices_of_trainer_flags
 
 
@@ -12,7 +13,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
     Works as the ``extra_args_provider`` of ``megatron.training``. Flags that the trainer has keep
     their place and get our choices. Flags that were not given get their defaults when the command
-    line has been parsed, since these follow from ``--optimizer-defaults``.
+    line has been parsed, since these follow from ``--optimizer-defaults`` and
+    ``--optimizer-config``.
 
     Args:
         parser: The trainer's parser, or any other.
@@ -38,7 +40,11 @@ def _fill_after_parsing(parser: argparse.ArgumentParser) -> None:
     parse_known_args = parser.parse_known_args
 
     def parse(args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
-        parsed, rest = parse_known_args(args, namespace)
+        argv = None if args is None else list(args)
+        preset = {} if namespace is None else dict(vars(namespace))
+        parsed, rest = parse_known_args(argv, namespace)
+        if parsed.optimizer_config is not None:
+            merge_file(parsed, given_flags(parse_known_args, argv, preset))
         fill(parsed, trainers)
         return parsed, rest
 

@@ -18,6 +18,7 @@ _PLACES = {
     "TensorParallelAdaptiveMuon": "optimizers.adaptive_muon",
     "TensorParallelMuon": "optimizers.muon",
     "get_megatron_optimizer": "assembly.factory",
+    "load_optimizer_config": "assembly.config_file",
     "register_optimizer": "optimizers.registry",
 }
 

@@ -1,0 +1,227 @@
+"""An optimizer described by a file: the same from the API and the command line, or an error."""
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.training.arguments import add_megatron_arguments
+
+from megatron_eopt import ConfigurationError, EmergingOptimizerConfig, load_optimizer_config
+from megatron_eopt.arguments import add_arguments, config_from_args
+from megatron_eopt.assembly.config_file import DEFAULTS_KEY, allowed_keys
+from tests.functional.script import losses, train
+
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+
+
+@pytest.fixture
+def written(tmp_path):
+    """Write a file and return its path."""
+
+    def write(text: str | bytes) -> str:
+        path = tmp_path / "optimizer.yaml"
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return str(path)
+
+    return write
+
+
+def parse(*argv: str, namespace: argparse.Namespace | None = None) -> argparse.Namespace:
+    parser = add_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+    return parser.parse_args([*argv], namespace)
+
+
+def from_flags(*argv: str) -> EmergingOptimizerConfig:
+    args = parse(*argv)
+    for name in ("main_grads", "main_params", "exp_avg", "exp_avg_sq"):
+        delattr(args, f"{name}_dtype")  # validate_args turns these into dtypes
+    return config_from_args(args)[0]
+
+
+def test_values_are_what_was_written(written):
+    config = load_optimizer_config(
+        written(
+            "optimizer: adaptive_muon\nlr: 1e-3\nmin_lr: 0\nweight-decay: .1\n"
+            "muon-lr: 2E-2\nmuon_min_lr: null\nmuon-num-ns-steps: 7\nmuon-split-qkv: false\n"
+            "muon-tp-mode: exchange\nadaptive-muon-moment2-method: 'normuon'\n"
+            "grad-norm-skip-threshold: .inf\nuse-distributed-optimizer: true\n"
+        )
+    )
+    assert config == EmergingOptimizerConfig(
+        optimizer="adaptive_muon",
+        lr=1e-3,
+        min_lr=0.0,
+        weight_decay=0.1,
+        muon_lr=2e-2,
+        muon_num_ns_steps=7,
+        muon_split_qkv=False,
+        muon_tp_mode="exchange",
+        adaptive_muon_moment2_method="normuon",
+        use_distributed_optimizer=True,
+    )
+    assert isinstance(config.min_lr, float)
+
+
+@pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_command_line_and_the_api_agree(example):
+    ours, theirs = load_optimizer_config(example), from_flags("--optimizer-config", str(example))
+    runs = {"params_dtype", "timers", "min_lr", "optimizer_offload_fraction", "fp8_recipe"}
+    for item in dataclasses.fields(ours):
+        if item.name not in {*runs, "barrier_with_L1_time"}:
+            assert getattr(ours, item.name) == getattr(theirs, item.name), item.name
+    assert theirs.min_lr == (ours.min_lr or 0.0)
+
+
+def test_a_file_is_the_same_as_its_flags(written):
+    path = written("optimizer: muon\nlr: 0.3\nmuon-momentum: 0.8\nmuon-split-qkv: false\n")
+    flags = "--optimizer muon --lr 0.3 --muon-momentum 0.8 --muon-no-split-qkv".split()
+    assert from_flags("--optimizer-config", path) == from_flags(*flags)
+    # giving both is allowed as long as they agree
+    assert from_flags("--optimizer-config", path, *flags) == from_flags(*flags)
+
+
+def test_whose_defaults(written):
+    config = load_optimizer_config(written("optimizer: muon\noptimizer-defaults: megatron\n"))
+    assert (config.muon_tp_mode, config.muon_split_gated) == ("blockwise", False)
+    config = load_optimizer_config(written("optimizer: muon\noptimizer-defaults: recommended\n"))
+    assert (config.muon_tp_mode, config.muon_split_gated) == ("auto", True)
+
+
+def test_old_spellings_still_meet_the_present_ones(written):
+    path = written("optimizer: muon\nmuon-mode: exchange\n")
+    assert from_flags("--optimizer-config", path).muon_tp_mode == "exchange"
+    with pytest.raises(ConfigurationError, match="--muon-mode"):
+        parse("--optimizer-config", path, "--muon-tp-mode", "duplicated")
+
+
+@pytest.mark.parametrize(
+    ("flags", "line", "named"),
+    [
+        ("--lr 0.2", "lr: 0.1", "--lr=0.2: .*optimizer.yaml:2 says 0.1"),
+        # equal to the flag's default, but given
+        ("--muon-momentum 0.95", "muon-momentum: 0.9", "--muon-momentum=0.95: .*:2 says 0.9"),
+        ("--no-muon-split-mla", "muon-split-mla: true", "--muon-split-mla=False: .*says True"),
+        ("--optimizer adam", "muon-momentum: 0.9", "--optimizer='adam': .*:1 says 'muon'"),
+        ("--optimizer-defaults megatron", "optimizer-defaults: recommended", "says 'recommended'"),
+        ("--use-distributed-optimizer", "use-distributed-optimizer: false", "says False"),
+        ("--yaml-cfg other.yaml", "lr: 0.1", "--yaml-cfg, which replaces all flags"),
+    ],
+)
+def test_a_flag_that_says_something_else_is_an_error(written, flags, line, named):
+    with pytest.raises(ConfigurationError, match=named):
+        parse("--optimizer-config", written(f"optimizer: muon\n{line}\n"), *flags.split())
+
+
+def test_what_the_caller_had_set_counts_as_given(written):
+    path = written("optimizer: muon\nlr: 0.1\n")
+    with pytest.raises(ConfigurationError, match=r"--lr=0\.2"):
+        parse("--optimizer-config", path, namespace=argparse.Namespace(lr=0.2))
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("muon-momentumm: 0.9", "optimizer.yaml:2: muon-momentumm='0.9': .*mean muon-momentum"),
+        ("muon-no-split-qkv: true", "no setting of an optimizer. Did you mean muon-split-qkv"),
+        ("qqqqqq: 1", "no setting of an optimizer. Keys are the names"),
+        ("bf16: true", ":2: bf16='true': is the run's own.*--bf16"),
+        ("use-layer-wise-distributed-optimizer: true", "Write use-distributed-optimizer: true"),
+        ("lr: 0.1\nlr: 0.1", ":3: lr='0.1': was given before, at .*:2"),
+        ("min-lr: 0.1\nmin_lr: 0.1", ":3: min_lr='0.1': was given before"),
+        ('lr: "0.1"', ":2: lr='0.1': must be a number, not text"),
+        ("lr: fast", ":2: lr='fast': must be a number"),
+        ("lr: 0.1 0.2", "must be a number"),
+        ("lr: 1_000", "must be a number"),
+        ("lr: 1:30", "must be a number"),
+        ("lr: nan", "must be a number"),
+        ("lr: true", "must be a number"),
+        ("lr: [0.1]", ":2: lr='a list': must be a single value"),
+        ("lr: {peak: 0.1}", ":2: lr='a mapping': must be a single value"),
+        ("lr:", ":2: lr='': has no value"),
+        ("weight-decay: null", "weight-decay='null': cannot be null"),
+        ("muon-num-ns-steps: 5.0", "must be a whole number"),
+        ("muon-num-ns-steps: 010", "must be a whole number"),
+        ("muon-split-qkv: on", "muon-split-qkv='on': must be true or false"),
+        ("muon-split-qkv: 1", "must be true or false"),
+        ("muon-tp-mode: exchnge", ":2: muon-tp-mode='exchnge': must be one of blockwise"),
+        ("exp-avg-dtype: float32", "must be one of fp32, fp16, bf16, fp8"),
+        ("lr: &rate 0.1", ":2='&rate': anchors, aliases and tags"),
+        ("lr: !!float 0.1", "anchors, aliases and tags"),
+        ("lr: *rate", "anchors, aliases and tags"),
+        ("<<: 1", "no setting of an optimizer"),
+        ("lr: 0.1\n---\nlr: 0.2", "is not valid YAML"),
+        ("lr: [0.1", "is not valid YAML"),
+        ("\tlr: 0.1", ":2=.*is not valid YAML"),
+        ("lr: 0.1\x00", "is not valid YAML"),
+        ("? [a]\n: 1", ":2='a list': is no name"),
+        # bounds, choices and combinations, checked without a model
+        ("muon-momentum: 1.5", ":2: muon_momentum=1.5: must be a finite number"),
+        ("muon-fp32-matmul-prec: low", ":2: muon_fp32_matmul_prec='low': must be one of"),
+        ("muon-scalar-optimizer: adan", ":2: muon_scalar_optimizer='adan'.*'adam'"),
+        ("optimizer-cpu-offload: true", ":2: optimizer_cpu_offload=True: works with adam and sgd"),
+        ("exp-avg-dtype: bf16", "megatron-core refuses it: exp_avg_dtype can only be fp32"),
+    ],
+)
+def test_lines_that_are_refused(written, line, named):
+    path = written(f"optimizer: muon\n{line}\n")
+    with pytest.raises(ConfigurationError, match=named):
+        load_optimizer_config(path)
+    with pytest.raises(ConfigurationError, match=named):
+        parse("--optimizer-config", path)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("", "holds nothing"),
+        ("# only a comment\n", "holds nothing"),
+        ("- optimizer: muon\n", ":1='a list': must be a mapping"),
+        ("muon\n", ":1='muon': must be a mapping"),
+        ("lr: 0.1\n", "does not say which optimizer"),
+        ("optimizer: muonn\n", ":1: optimizer='muonn'.*Did you mean 'muon'"),
+        (b"optimizer: muon # \xe9\n", "is not UTF-8 text"),
+    ],
+)
+def test_files_that_are_refused(written, text, named):
+    with pytest.raises(ConfigurationError, match=named):
+        load_optimizer_config(written(text))
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"absent.yaml'.*: No such file"):
+        load_optimizer_config(tmp_path / "absent.yaml")
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        parse("--optimizer-config", str(tmp_path))
+
+
+def test_data_types_have_the_flags_names(written):
+    # The trainer turns the names into data types itself.
+    path = written("optimizer: adam\nmain-grads-dtype: fp32\nexp-avg-sq-dtype: fp32\n")
+    assert load_optimizer_config(path).exp_avg_sq_dtype is torch.float32
+    assert parse("--optimizer-config", path).exp_avg_sq_dtype == "fp32"
+
+
+def test_every_key_is_a_field_and_nearly_every_one_a_flag():
+    names = set(allowed_keys()) - {DEFAULTS_KEY}
+    assert names <= {item.name for item in dataclasses.fields(EmergingOptimizerConfig)}
+    without = names - set(vars(parse()))
+    assert without == {
+        "decoupled_weight_decay",
+        "grad_norm_skip_threshold",
+        "store_param_remainders",
+    }
+
+
+def test_trains_like_its_flags(tmp_path):
+    path = tmp_path / "optimizer.yaml"
+    path.write_text(
+        "optimizer: muon\nuse-distributed-optimizer: true\nmuon-momentum: 0.8\nlr: 1e-2\n"
+        "weight-decay: 0.3\nadam-beta2: 0.9\n"
+    )
+    flags = "--optimizer muon --use-distributed-optimizer --muon-momentum 0.8"
+    flags += " --weight-decay 0.3 --adam-beta2 0.9"
+    described = losses(train("--optimizer-config", str(path)))
+    assert described == losses(train(*flags.split()))
+    assert described != losses(train("--optimizer", "muon", "--use-distributed-optimizer"))
