@@ -1,0 +1,154 @@
+"""Runs a case where it is told to.
+
+On CPUs the training script runs in worker processes that are kept from case to case; on GPUs
+torchrun starts it.
+"""
+
+import contextlib
+import importlib.util
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+from tests.functional.case_files import Case, Environment, Variant
+from tests.functional.metrics import Metrics, last_steps, metrics_of
+from tests.functional.script import ROOT, SCRIPT, TINY, train
+from tests.harness import run_ranks
+from tests.harness.scene import forget_megatron
+
+STEPS = 6
+TIMEOUT_S = 280.0
+"""For one run, which takes three seconds where nothing else runs."""
+
+PLAIN = [*TINY, *"--log-params-norm --hidden-dropout 0 --attention-dropout 0".split()]
+"""Flags of every case: two layers, hidden size 64, six steps on data that repeats a pattern.
+
+Without dropout, whose masks depend on the layout. Besides, on a CPU it draws from the generator
+that also seeds data loaders, so that a run that goes on gets other masks.
+"""
+
+SHARED = [*PLAIN, *"--muon-fp32-matmul-prec highest".split()]
+"""The same, with exact matrix products.
+
+The default precision of matrix products allows bfloat16 where the processor has it, so that results
+would depend on the processor in the third digit.
+"""
+
+STOCKS = "--muon-fp32-matmul-prec high".split()
+"""The most precise products that megatron-core's command line has, for all variants alike."""
+
+ONE_GPU = """
+    --transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion
+    --no-masked-softmax-fusion --no-rope-fusion --use-cpu-initialization
+""".split()
+"""What lets the script run on GPUs without Transformer Engine and Apex."""
+
+
+def run_golden(case: Case, environment: Environment, *further: str) -> Metrics:
+    """Return the metrics of a golden case, with further flags if there are any."""
+    return _run(case, Variant(further), environment)
+
+
+def run_resume(case: Case, folder: Path) -> tuple[Metrics, Metrics]:
+    """Return the second half of a run in one go, and of one that went on from a checkpoint.
+
+    Args:
+        case: The case.
+        folder: Empty folder for the checkpoints.
+    """
+    half = STEPS // 2
+    saving = f"--save {folder} --save-interval {half} --ckpt-format torch_dist".split()
+    going_on = f"--load {folder} --ckpt-step {half} --ckpt-format torch_dist".split()
+    whole = _run(case, Variant(tuple(saving)), "cpu_gloo")
+    rest = _run(case, Variant((*going_on, *case.resumed_flags)), "cpu_gloo")
+    return last_steps(whole, STEPS - half), rest
+
+
+def run_parity(case: Case) -> dict[str, Metrics]:
+    """Return the metrics of each variant."""
+    return {name: _run(case, run, "cpu_gloo") for name, run in case.variants.items()}
+
+
+def _run(case: Case, variant: Variant, environment: Environment) -> Metrics:
+    flags = [*case.flags, *variant.flags]
+    if any(run.trainer == "stock" for run in case.variants.values()):
+        flags = [*STOCKS, *flags]
+    if environment == "gpu_nccl":
+        return metrics_of(_start(case.ranks, [*SHARED, *flags, *ONE_GPU]))
+    if variant.trainer == "ours":
+        return metrics_of(train(*SHARED[len(TINY) :], *flags, ranks=case.ranks, timeout=TIMEOUT_S))
+    stocks = [*PLAIN, *flags]
+    return metrics_of(
+        "".join(run_ranks(case.ranks, _train_as_stock, stocks, timeout=TIMEOUT_S, cpu=False))
+    )
+
+
+def _start(ranks: int, flags: list[str]) -> str:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", str(SCRIPT), *flags]
+    environment = {**os.environ, "MEGATRON_EOPT_DEVICE": "cuda", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, cwd=ROOT
+    )
+    if done.returncode:
+        raise RuntimeError(f"training failed:\n{done.stderr[-4000:]}")
+    return done.stdout
+
+
+def _train_as_stock(flags: list[str]) -> str:
+    """Train with the script's model and data but megatron-core's own optimizers."""
+    os.environ["MEGATRON_EOPT_DEVICE"] = "cpu"
+    printed = io.StringIO()
+    arguments, sys.argv = sys.argv, [str(SCRIPT), *flags]
+    try:
+        with contextlib.redirect_stdout(printed), _without_compiling():
+            _pretrain(_script())
+    finally:
+        sys.argv = arguments
+        forget_megatron()
+    return printed.getvalue()
+
+
+def _pretrain(script: ModuleType) -> None:
+    from megatron.core.enums import ModelType
+    from megatron.training import pretrain
+    from megatron.training.argument_utils import (
+        gpt_config_from_args,
+        pretrain_cfg_container_from_args,
+    )
+    from megatron.training.arguments import parse_and_validate_args
+
+    from megatron_eopt import cpu
+
+    def defaults_for_cpus(parser):
+        cpu.set_defaults(parser)
+        return parser
+
+    args = parse_and_validate_args(defaults_for_cpus)
+    config = pretrain_cfg_container_from_args(args, model_cfg=gpt_config_from_args(args))
+    pretrain(config, script.datasets_provider, ModelType.encoder_or_decoder, script.forward_step)
+
+
+def _script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("stock_pretrain_gpt", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@contextlib.contextmanager
+def _without_compiling() -> Iterator[None]:
+    """Keep the trainer from compiling data set helpers, for which the wheel has no Makefile."""
+    from megatron.core.datasets import utils
+
+    original, utils.compile_helpers = utils.compile_helpers, lambda: None
+    try:
+        yield
+    finally:
+        utils.compile_helpers = original
