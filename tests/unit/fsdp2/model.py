@@ -1,0 +1,157 @@
+"""A small model with matrices that divide evenly, unevenly and hardly at all, and its shardings."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.distributed.tensor.placement_types import Shard
+
+from megatron_eopt.assembly.config import EmergingOptimizerConfig
+from megatron_eopt.fsdp2 import build_optimizer
+from megatron_eopt.matrices import gated
+
+STEPS = 10
+# emerging-optimizers compiles its functions, which takes minutes here
+eager = torch.compiler.set_stance("force_eager")
+MATRICES = ("up.weight", "down.weight", "tiny.weight", "wide.weight", "experts.weight")
+
+
+class Experts(nn.Module):
+    """Five matrices in one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 6, 4))
+
+
+class Model(nn.Module):
+    """Nothing that can be run: gradients are injected."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(11, 12)
+        self.up = nn.Linear(12, 16)
+        self.down = nn.Linear(16, 7, bias=False)
+        self.tiny = nn.Linear(5, 3, bias=False)
+        self.wide = nn.Linear(8, 4, bias=False)
+        self.experts = Experts()
+        self.norm = nn.LayerNorm(5)
+        self.lm_head = nn.Linear(12, 11, bias=False)
+
+
+def make_model(layout="plain", dtype=torch.float32):
+    """Return the model, cut as ``layout`` says; ``up`` holds two matrices."""
+    model = Model().to(dtype)
+    if layout != "plain":
+        cut(model, layout)
+    model.up.weight.eopt_split = gated((16, 12))
+    return model
+
+
+def cut(model, layout):
+    world = dist.get_world_size()
+    if layout == "fsdp":
+        mesh = init_device_mesh("cpu", (world,))
+    elif layout == "hsdp":
+        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    else:
+        full = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel(), "wide": RowwiseParallel()}
+        parallelize_module(model, full["tp"], plan)
+        mesh = full["dp"]
+
+    def placement(param):
+        return Shard(1) if layout == "fsdp" and param.shape == (4, 8) else Shard(0)
+
+    fully_shard(model.up, mesh=mesh)
+    fully_shard(model, mesh=mesh, shard_placement_fn=placement)
+
+
+def shard(full, param):
+    """Cut a whole tensor like ``param``, by torch.chunk alone: tensor parallelism, then FSDP."""
+    if not isinstance(param, DTensor):
+        return full.clone()
+    mesh, local = param.device_mesh, full
+    for axis in reversed(range(mesh.ndim)):
+        placement = param.placements[axis]
+        if not placement.is_replicate():
+            chunks = local.chunk(mesh.size(axis), placement.dim)
+            place = mesh.get_coordinate()[axis]
+            empty = local.narrow(placement.dim, 0, 0)
+            local = chunks[place] if place < len(chunks) else empty
+    return DTensor.from_local(
+        local.contiguous(),
+        mesh,
+        param.placements,
+        run_check=False,
+        shape=full.shape,
+        stride=full.stride(),
+    )
+
+
+def gradient(name, shape, step):
+    """Return the gradient of a parameter in a step, the same in every layout."""
+    seed = sum(map(ord, name)) * 1000 + step
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def set_gradients(model, step):
+    for name, param in model.named_parameters():
+        param.grad = shard(gradient(name, param.shape, step).to(param.dtype), param)
+
+
+def whole(tensor):
+    """Return a copy of a whole tensor, whatever its layout; collective."""
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def weights(model):
+    return {name: whole(param) for name, param in model.named_parameters()}
+
+
+def state(model, optimizer):
+    """Return the whole state by parameter and key; collective."""
+    return {
+        f"{name}.{key}": whole(value) if isinstance(value, torch.Tensor) else value
+        for name, param in model.named_parameters()
+        for key, value in optimizer.state[param].items()
+    }
+
+
+def config(optimizer="muon", **fields):
+    fields = {"lr": 0.02, "weight_decay": 0.1, "clip_grad": 0.0, **fields}
+    fields.setdefault("muon_fp32_matmul_prec", "highest")
+    return EmergingOptimizerConfig(optimizer=optimizer, **fields)
+
+
+@eager
+def train(layout, settings, steps=STEPS, dtype=torch.float32):
+    """Return the model and its optimizer after some steps with injected gradients."""
+    model = make_model(layout, dtype)
+    optimizer = build_optimizer(model, settings)
+    for step in range(steps):
+        set_gradients(model, step)
+        optimizer.step()
+    return model, optimizer
+
+
+def trained(layout, settings, steps=STEPS, dtype=torch.float32):
+    """Return the weights after some steps."""
+    return weights(train(layout, settings, steps, dtype)[0])
+
+
+def far(ours, theirs):
+    """Return the largest relative distance of two sets of tensors, and whose it is."""
+    assert ours.keys() == theirs.keys()
+    return max(
+        (float((ours[n] - theirs[n]).norm() / theirs[n].norm().clamp(min=1e-30)), n) for n in ours
+    )

@@ -1,0 +1,209 @@
+"""An ordinary torch optimizer: groups, state, schedules and hooks are alive."""
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LambdaLR
+
+from megatron_eopt.assembly.config import OptimizerConfig
+from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.fsdp2 import build_optimizer
+from tests.harness import run_ranks
+from tests.unit.fsdp2.model import (
+    MATRICES,
+    Model,
+    config,
+    eager,
+    far,
+    make_model,
+    set_gradients,
+    state,
+    train,
+    weights,
+)
+
+
+def groups_of(model, optimizer):
+    """Return the optimizer and the weight decay of every parameter, by name."""
+    names = {param: name for name, param in model.named_parameters()}
+    return {
+        names[param]: (group["optimizer"], group["lr"], group["weight_decay"])
+        for group in optimizer.param_groups
+        for param in group["params"]
+    }
+
+
+def test_parameters_are_routed_by_what_they_are():
+    model = make_model()
+    optimizer = build_optimizer(model, config(muon_lr=0.5))
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    found = groups_of(model, optimizer)
+    muon, table, vector = ("muon", 0.5, 0.1), ("adam", 0.02, 0.1), ("adam", 0.02, 0.0)
+    assert found == {
+        **dict.fromkeys(MATRICES, muon),
+        "embedding.weight": table,
+        "lm_head.weight": table,
+        "up.bias": vector,
+        "norm.weight": vector,
+        "norm.bias": vector,
+    }
+
+
+def test_an_output_layer_is_named_by_its_path():
+    model = make_model()
+    model.classifier, model.lm_head = model.lm_head, None
+    assert groups_of(model, build_optimizer(model, config()))["classifier.weight"][0] == "muon"
+    named = build_optimizer(model, config(), output_layers=["class*"])
+    assert groups_of(model, named)["classifier.weight"][0] == "adam"
+
+
+def test_an_unnamed_output_layer_is_warned_about(caplog):
+    model = make_model()
+    model.classifier, model.lm_head = model.lm_head, None
+    build_optimizer(model, config())
+    assert "output_layers=['classifier']" in caplog.text
+
+
+def test_a_convolution_is_no_stack_of_matrices():
+    model = make_model()
+    model.convolution = torch.nn.Conv1d(4, 4, 3)
+    optimizer = build_optimizer(model, config())
+    assert groups_of(model, optimizer)["convolution.weight"][0] == "adam"
+
+
+def test_the_next_step_sees_what_a_schedule_writes():
+    model = make_model()
+    optimizer = build_optimizer(model, config())
+    before = weights(model)
+    schedule = LambdaLR(optimizer, lambda step: float(step > 0))
+    set_gradients(model, 0)
+    optimizer.step()
+    assert far(weights(model), before)[0] == 0
+    schedule.step()
+    optimizer.step()
+    assert far(weights(model), before)[0] > 1e-3
+
+
+def test_the_next_step_sees_what_is_written_into_the_state():
+    model, optimizer = train("plain", config(), steps=2)
+    buffer = optimizer.state[model.down.weight]["momentum_buffer"]
+    buffer.zero_()
+    set_gradients(model, 5)
+    optimizer.step()
+    assert optimizer.state[model.down.weight]["momentum_buffer"] is buffer
+    torch.testing.assert_close(buffer, 0.05 * model.down.weight.grad)
+
+
+@eager
+def test_the_next_step_sees_weights_written_from_outside():
+    model, optimizer = train("plain", config("soap"), steps=2)
+    other, second = train("plain", config("soap"), steps=2)
+    for run in (model, other):
+        run.down.weight.data.mul_(3)
+        set_gradients(run, 2)
+    expected = model.down.weight.detach().clone()
+    optimizer.step()
+    second.step()
+    assert torch.equal(model.down.weight, other.down.weight)
+    assert (model.down.weight - expected).abs().max() < 0.1
+
+
+def test_hooks_and_closures_are_called():
+    model = make_model()
+    optimizer = build_optimizer(model, config())
+    called = []
+    optimizer.register_step_pre_hook(lambda *_: called.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: called.append("post"))
+
+    def closure():
+        assert torch.is_grad_enabled()
+        set_gradients(model, 0)
+        return 1.5
+
+    assert optimizer.step(closure) == 1.5
+    assert called == ["pre", "post"]
+
+
+@pytest.mark.parametrize("method", [None, "normuon", "adamuon", "namo"])
+def test_parameters_without_gradients_rest(method):
+    settings = config() if method is None else adaptive(method)
+    model, optimizer = train("plain", settings, steps=1)
+    before, kept = weights(model), state(model, optimizer)
+    set_gradients(model, 1)
+    model.down.weight.grad = model.norm.weight.grad = None
+    optimizer.step()
+    after, now = weights(model), state(model, optimizer)
+    for name, weight in before.items():
+        rests = name in ("down.weight", "norm.weight")
+        assert torch.equal(weight, after[name]) == rests, name
+    for key, value in kept.items():
+        if key.startswith(("down", "norm.weight")):
+            assert torch.equal(value, now[key]), key
+
+
+def adaptive(method):
+    return config("adaptive_muon", adaptive_muon_moment2_method=method)
+
+
+def test_soap_refuses_to_leave_a_matrix_out():
+    model, optimizer = train("plain", config("soap"), steps=1)
+    model.down.weight.grad = None
+    with pytest.raises(ConfigurationError, match=r"down.weight.*have no gradient"):
+        optimizer.step()
+
+
+def low_precision(layout):
+    model, optimizer = train(layout, config(), steps=1, dtype=torch.bfloat16)
+    momentum = optimizer.state[model.up.weight]["momentum_buffer"]
+    assert momentum.dtype == torch.float32
+    if layout != "plain":
+        assert isinstance(momentum, DTensor)
+        assert momentum.placements == model.up.weight.placements
+    saved = {key: value.clone() for key, value in state(model, optimizer).items()}
+    optimizer.load_state_dict(optimizer.state_dict())
+    loaded = state(model, optimizer)
+    assert all(torch.equal(loaded[key], value) for key, value in saved.items())
+    return weights(model)
+
+
+def test_16_bit_weights_are_rounded_once():
+    model = Model().to(torch.bfloat16).float()
+    model.up.weight.eopt_split = make_model().up.weight.eopt_split
+    optimizer = build_optimizer(model, config())
+    set_gradients(model, 0)
+    for param in model.parameters():
+        param.grad = param.grad.bfloat16().float()
+    optimizer.step()
+    expected = {name: weight.bfloat16() for name, weight in weights(model).items()}
+    ours = low_precision("plain")
+    for result in [ours, *run_ranks(2, low_precision, "fsdp", cpu=False)]:
+        for name, weight in expected.items():
+            # a last bit where the two sides of a rounding boundary are 1e-7 apart
+            same = (result[name] == weight).float().mean()
+            assert same > 0.99, name
+
+
+def test_everything_has_one_group_of_settings():
+    optimizer = build_optimizer(make_model(), config(muon_momentum=0.8))
+    groups = {group["optimizer"]: group for group in optimizer.param_groups}
+    assert groups["muon"]["momentum"] == 0.8
+    groups["muon"]["momentum"] = 0.5
+    saved = optimizer.state_dict()
+    other = build_optimizer(make_model(), config(muon_momentum=0.8))
+    other.load_state_dict(saved)
+    assert {g["optimizer"]: g for g in other.param_groups}["muon"]["momentum"] == 0.5
+
+
+def test_groups_cannot_be_added():
+    model = make_model()
+    optimizer = build_optimizer(model, config())
+    with pytest.raises(ConfigurationError, match=r"add_param_group='1 parameters'"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2, 2))]})
+
+
+def test_the_callers_configuration_stays_as_it_is():
+    settings = config()
+    before = dict(vars(settings))
+    build_optimizer(make_model(), settings)
+    assert vars(settings) == before
+    assert isinstance(settings, OptimizerConfig)
