@@ -1,0 +1,102 @@
+#!/usr/bin/env bash
+# Trains a GPT with Muon on the GPUs of one machine.
+usage() {
+    cat <<'TEXT'
+usage: scripts/pretrain_gpu.sh [--out DIR] [--dry-run] [FLAG ...]
+
+Trains a GPT in bfloat16 with Muon on all GPUs of this machine. Saves to DIR/checkpoints, and goes
+on from what it finds there. Every other FLAG goes to scripts/pretrain_gpt.py, after the flags set
+here, so it wins: the model's size, --train-data-path, --optimizer, ...
+
+  --out DIR    folder for all that is written (default: runs/gpu)
+  --dry-run    print the command instead of running it
+
+By default: 24 layers, hidden size 1024, sequences of 2048 tokens, made-up data (without
+--train-data-path or --data-path), one learning rate for Muon and AdamW (--muon-scale-mode
+adamw_rms). Transformer Engine's layers are used where it is installed.
+
+Variables: GPUS (number of processes; default: every GPU that is visible), OMP_NUM_THREADS,
+CUDA_DEVICE_MAX_CONNECTIONS. Run it in an environment that has this package: .venv/bin first in
+PATH, or the container of docker/Dockerfile.
+TEXT
+}
+set -euo pipefail
+
+visible_gpus() {
+    if [[ -n "${CUDA_VISIBLE_DEVICES:-}" ]]; then
+        tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c .
+    elif command -v nvidia-smi >/dev/null; then
+        nvidia-smi -L | grep -c '^GPU ' || true
+    else
+        echo 0
+    fi
+}
+
+out=runs/gpu
+dry_run=0
+passed=()
+while [[ $# -gt 0 ]]; do
+    case "$1" in
+        -h | --help) usage; exit 0 ;;
+        --dry-run) dry_run=1; shift ;;
+        --out)
+            [[ $# -gt 1 ]] || { echo "--out: name a folder" >&2; exit 2; }
+            out="$2"; shift 2 ;;
+        *) passed+=("$1"); shift ;;
+    esac
+done
+
+gpus="${GPUS:-$(visible_gpus)}"
+if [[ "$gpus" -lt 1 ]]; then
+    echo "No GPU is visible to nvidia-smi. On a CPU use ./scripts/quickstart.sh." >&2
+    exit 1
+fi
+
+model=(
+    --num-layers 24 --hidden-size 1024 --ffn-hidden-size 2816 --num-attention-heads 16
+    --group-query-attention --num-query-groups 8 --swiglu --normalization RMSNorm
+    --disable-bias-linear --position-embedding-type rope --seq-length 2048
+    --max-position-embeddings 2048 --attention-dropout 0 --hidden-dropout 0
+    --untie-embeddings-and-output-weights
+)
+if python -c 'import transformer_engine.pytorch' 2>/dev/null; then
+    layers=(--transformer-impl transformer_engine)
+else
+    echo "Transformer Engine is not installed: plain layers, which are slower." >&2
+    layers=(
+        --transformer-impl local --attention-backend unfused --no-masked-softmax-fusion
+        --no-rope-fusion --no-persist-layer-norm --no-gradient-accumulation-fusion
+    )
+fi
+training=(
+    --bf16 --micro-batch-size 4 --global-batch-size "$((gpus * 32))" --train-iters 5000
+    --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 200
+    --weight-decay 0.1 --clip-grad 1.0
+    --optimizer muon --muon-scale-mode adamw_rms --use-distributed-optimizer
+    --overlap-grad-reduce --overlap-param-gather
+)
+if [[ " ${passed[*]-} " == *" --train-data-path "* || " ${passed[*]-} " == *" --data-path "* ]]; then
+    data=()
+else
+    data=(--mock-data --split 98,1,1 --tokenizer-type NullTokenizer --vocab-size 32000)
+fi
+files=(
+    --save "$out/checkpoints" --load "$out/checkpoints" --save-interval 500
+    --ckpt-format torch_dist --exit-signal-handler --tensorboard-dir "$out/tensorboard"
+    --log-interval 10 --eval-interval 500 --eval-iters 10
+)
+scripts="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+command=(
+    torchrun --standalone --nproc-per-node "$gpus" "$scripts/pretrain_gpt.py"
+    "${model[@]}" "${layers[@]}" "${training[@]}" ${data[@]+"${data[@]}"} "${files[@]}"
+    ${passed[@]+"${passed[@]}"}
+)
+if [[ $dry_run -eq 1 ]]; then
+    printf '%q ' "${command[@]}"
+    echo
+    exit 0
+fi
+mkdir -p "$out"
+export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+exec "${command[@]}"

@@ -1,0 +1,95 @@
+"""The commands in README.md and docs/*.md, and what can be done with each of them here."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+How = Literal["run", "long", "help", "parse"]
+"""Run in the normal tier, run in the long tier, run with ``--help`` instead, or parse alone."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What is done with the commands that match.
+
+    Attributes:
+        pattern: Of the whole command, its lines joined.
+        how: What is done.
+        why: Why no more, where the command itself is not run.
+    """
+
+    pattern: str
+    how: How
+    why: str = ""
+
+
+RULES = (
+    Rule(r"\./scripts/quickstart\.sh\b.*", "long"),
+    Rule(r"\./scripts/test\.sh( --all)?", "parse", "it is what runs these tests"),
+    Rule(r"source \.venv/bin/activate", "run"),
+    Rule(r"python scripts/prepare_corpus\.py .*", "long"),
+    Rule(r"torchrun (--nproc-per-node 2|\.\.\.) scripts/pretrain_gpt\.py .*", "long"),
+    Rule(r"torchrun --nproc-per-node 2 examples/fsdp2_pretrain\.py .*", "long"),
+    Rule(r"torchrun --nproc-per-node 2 -m megatron_eopt\.launch pretrain_gpt\.py .*", "long"),
+    Rule(
+        r"torchrun (--nnodes \d+ )?--nproc-per-node 8 .*-m megatron_eopt\.launch .*",
+        "parse",
+        "more GPUs or machines than there are",
+    ),
+    Rule(r"python -m tests\.functional\.record .*", "help", "it would record new values"),
+    Rule(r"\./scripts/pretrain_gpu\.sh .*(--help|--dry-run)\b.*", "run"),
+    Rule(r"\./scripts/pretrain_gpu\.sh .*", "help", "there is no GPU"),
+    Rule(r"docker (build|run) .*", "parse", "there is no container engine"),
+    Rule(r"RUN_DIR=\S+ sbatch .*", "parse", "there is no cluster"),
+)
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command of a page: its text on one line, without comments."""
+
+    page: str
+    line: int
+    text: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def blocks(text: str, *languages: str) -> list[tuple[int, str]]:
+    """Return (line of its first line, text) of a page's fenced blocks in these languages."""
+    found = re.finditer(rf"^```(?:{'|'.join(languages)})\n(.*?)^```", text, re.M | re.S)
+    return [(text[: match.start(1)].count("\n") + 1, match[1]) for match in found]
+
+
+def commands_of(page: Path) -> list[Command]:
+    """Return the commands in the fenced shell blocks of a page."""
+    commands = []
+    for first, block in blocks(page.read_text(), "bash", "sh", "shell", "console"):
+        lines = block.splitlines()
+        number = 0
+        while number < len(lines):
+            start, text = number, lines[number]
+            while text.endswith("\\"):
+                number += 1
+                text = f"{text[:-1].rstrip()} {lines[number].strip()}"
+            number += 1
+            text = re.sub(r"(^|\s+)#.*", "", text).strip()
+            if text:
+                commands.append(Command(page.name, first + start, text))
+    return commands
+
+
+def all_commands() -> list[Command]:
+    """Return the commands of all pages."""
+    return [command for page in PAGES for command in commands_of(page)]
+
+
+def rule_of(text: str) -> Rule | None:
+    """Return the first rule that matches a whole command; None if there is none."""
+    return next((rule for rule in RULES if re.fullmatch(rule.pattern, text)), None)

@@ -1,0 +1,172 @@
+"""Every command in README.md and docs/*.md is run, or at least parsed: ``doc_commands.RULES``."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.functional.doc_commands import (
+    PAGES,
+    ROOT,
+    Command,
+    Rule,
+    all_commands,
+    commands_of,
+    rule_of,
+)
+
+COMMANDS = all_commands()
+
+# what "..." stands for in a command that is run
+MODEL = """
+    --num-layers 1 --hidden-size 64 --num-attention-heads 4 --seq-length 32
+    --max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 8 --train-iters 3
+    --tokenizer-type NullTokenizer --vocab-size 257 --num-workers 0 --attention-backend unfused
+    --disable-bias-linear --log-interval 1 --eval-interval 1000 --eval-iters 1
+"""
+
+
+def those(how: str) -> list[object]:
+    """Return each command of this kind once, for parametrize."""
+    found: dict[str, Command] = {}
+    for command in COMMANDS:
+        rule = rule_of(command.text)
+        if rule is not None and rule.how == how:
+            found.setdefault(command.text, command)
+    return [pytest.param(command, id=command.name) for command in found.values()]
+
+
+def shell(text: str, timeout: float = 60, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "MEGATRON_EOPT_DEVICE": "cpu",
+        "PYTHONWARNINGS": "ignore",
+        "OMP_NUM_THREADS": "1",
+        **variables,
+    }
+    return subprocess.run(
+        ["bash", "-c", text],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+def test_every_command_has_a_rule():
+    unknown = [f"{c.name}: {c.text}" for c in COMMANDS if rule_of(c.text) is None]
+    assert not unknown, "add a rule to tests/functional/doc_commands.py"
+    assert len(COMMANDS) > 20
+
+
+def test_every_rule_is_used_and_says_why_a_command_is_not_run():
+    used = {rule_of(command.text) for command in COMMANDS}
+    from tests.functional.doc_commands import RULES
+
+    assert used == set(RULES)
+    assert all(rule.why for rule in RULES if rule.how in ("help", "parse"))
+
+
+def test_a_new_command_would_be_noticed(tmp_path):
+    page = tmp_path / "new.md"
+    page.write_text("text\n```bash\n# a comment\nfrobnicate --now \\\n    twice  # said\n```\n")
+    (command,) = commands_of(page)
+    assert (command.line, command.text) == (4, "frobnicate --now twice")
+    assert rule_of(command.text) is None
+
+
+def test_all_commands_parse():
+    script = "\n".join(command.text for command in COMMANDS)
+    done = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "script", sorted((ROOT / "scripts").rglob("*.s[hb]*")), ids=lambda p: p.name
+)
+def test_scripts_parse(script):
+    done = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("command", those("run"))
+def test_runs(command):
+    done = shell(command.text, GPUS="2")
+    assert done.returncode == 0, done.stderr[-3000:]
+    if "--help" in command.text:
+        assert "usage:" in done.stdout
+    if "--dry-run" in command.text:
+        assert "--nproc-per-node 2" in done.stdout
+
+
+def program(command: Command) -> str:
+    """Return the part of a command before its arguments."""
+    return re.match(r"(python -m \S+|\S+)", command.text)[0]
+
+
+@pytest.mark.parametrize(
+    "name", sorted({program(c) for c in COMMANDS if (r := rule_of(c.text)) and r.how == "help"})
+)
+def test_helps(name):
+    # most of the time goes into imports
+    done = shell(f"{name} --help", timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "usage:" in done.stdout
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> tuple[Path, Path]:
+    """A folder of text, and one that stands for ``runs``."""
+    text = tmp_path_factory.mktemp("text")
+    for number in range(60):
+        (text / f"{number}.txt").write_text(f"Line {number} of a small corpus.\n" * 200)
+    return text, tmp_path_factory.mktemp("runs")
+
+
+def filled_in(text: str, texts: Path, runs: Path) -> str:
+    """Return a command as it is run: with a real folder, in a folder that is thrown away."""
+    flags = MODEL
+    if "--optimizer-config" not in text:
+        flags += " --lr 1e-2"
+    if "--train-data-path" in text:
+        flags += f" --test-data-path {runs}/my-corpus/test --data-cache-path {runs}/cache"
+    else:
+        flags += " --mock-data --split 90,5,5"
+    text = re.sub(r"^torchrun \.\.\.", "torchrun --nproc-per-node 2", text)
+    text = text.replace(" pretrain_gpt.py", " tests/functional/upstream_style_gpt.py")
+    text = text.replace("torchrun ", "torchrun --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 ")
+    if "quickstart" in text and "--out" not in text:
+        text += " --out runs/quickstart"
+    text = text.replace(" ...", f" {' '.join(flags.split())}").replace("FOLDER", str(texts))
+    return text.replace("runs/", f"{runs}/")
+
+
+# after the page's corpus, whose commands come first
+@pytest.mark.long
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("command", those("long"))
+def test_trains(command, folders):
+    texts, runs = folders
+    if "my-corpus/train" in command.text and not (runs / "my-corpus" / "train.idx").exists():
+        prepare = next(c for c in COMMANDS if "prepare_corpus" in c.text)
+        assert shell(filled_in(prepare.text, texts, runs), timeout=200).returncode == 0
+    text = filled_in(command.text, texts, runs)
+    done = shell(text, timeout=1400)
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output[-3000:]
+    if "prepare_corpus" in text:
+        assert (runs / "my-corpus" / "train.bin").stat().st_size > 0
+    elif "quickstart" in text:
+        assert re.search(r"Held-out loss: \d+\.\d+", output)
+    else:
+        assert re.findall(r"\bloss:? \d+\.\d+", output)
+
+
+def test_pages_are_all_looked_at():
+    assert {"README.md", "getting_started.md", "megatron_lm.md"} <= {page.name for page in PAGES}
+    assert isinstance(rule_of("source .venv/bin/activate"), Rule)

@@ -1,0 +1,208 @@
+"""The pages say what is true: links, file names, flags, messages, Python, and the new optimizer."""
+
+import ast
+import importlib.util
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.functional.doc_commands import PAGES, ROOT, blocks
+from tests.harness import run_ranks
+
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+def prose(text: str) -> str:
+    """Return a page without its fenced blocks."""
+    return re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that a page's headings make."""
+    headings = re.findall(r"^#+ (.*)", prose(page.read_text()), re.M)
+    plain = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+    return set(plain)
+
+
+@pages
+def test_relative_links_lead_somewhere(page):
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page.read_text())):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        path = page.parent / name if name else page
+        if not path.exists() or (anchor and anchor not in anchors(path)):
+            broken.append(target)
+    assert not broken
+
+
+@pages
+def test_files_that_are_named_exist(page):
+    # a name that begins with one of the repository's folders is one of its files
+    folders = "arguments|benchmarks|docker|docs|examples|megatron_eopt|scripts|tests"
+    named = re.findall(rf"`(?:python |\./)?((?:{folders})/[\w./*-]+)`", page.read_text())
+    missing = [name for name in named if not (ROOT / name).exists() and not any(ROOT.glob(name))]
+    assert not missing
+
+
+@pages
+def test_python_compiles(page):
+    for line, block in blocks(page.read_text(), "python", "py"):
+        try:
+            ast.parse(block)
+        except SyntaxError as error:
+            raise AssertionError(f"{page.name}:{line + error.lineno}: {error}") from error
+
+
+# flags of the programs that commands start
+OF_TOOLS = {
+    "torchrun": "--standalone --nproc-per-node --nnodes --rdzv-backend --rdzv-id --rdzv-endpoint",
+    "docker": "--build-arg --gpus --ipc --ulimit",
+    "sbatch": "--nodes --signal",
+    "launch and tests": "--help --all --environment",
+}
+
+
+@cache
+def flags_of_scripts() -> frozenset[str]:
+    """Return the flags that our own scripts and benchmarks define."""
+    found: set[str] = set()
+    for folder in ("scripts", "benchmarks", "examples", "tests/functional"):
+        for path in (ROOT / folder).rglob("*.py"):
+            found.update(re.findall(r"add_argument\(\s*\"(--[\w-]+)\"", path.read_text()))
+    found.update(
+        re.findall(r"^ +(--[\w-]+)\)", (ROOT / "scripts/pretrain_gpu.sh").read_text(), re.M)
+    )
+    return frozenset(found)
+
+
+def _flags_of_trainer() -> list[str]:
+    import argparse
+
+    from megatron.training.arguments import add_megatron_arguments
+
+    from megatron_eopt.arguments import add_arguments
+
+    parser = add_arguments(add_megatron_arguments(argparse.ArgumentParser()))
+    return [option for action in parser._actions for option in action.option_strings]
+
+
+def named_flags(text: str) -> set[str]:
+    # not the rule of a table, not a wildcard such as --foo-*, and not a part of a word
+    return set(re.findall(r"(?<![\w-])(--[a-z][\w-]*\w)(?![\w*-])", text))
+
+
+@pytest.fixture(scope="module")
+def known_flags() -> set[str]:
+    (trainer,) = run_ranks(1, _flags_of_trainer, timeout=240)
+    tools = {flag for flags in OF_TOOLS.values() for flag in flags.split()}
+    return {*trainer, *flags_of_scripts(), *tools}
+
+
+@pages
+def test_flags_exist(page, known_flags):
+    assert not named_flags(page.read_text()) - known_flags
+
+
+@pytest.mark.parametrize("script", ["pretrain_gpu.sh", "slurm/pretrain.sbatch", "slurm/node.sh"])
+def test_flags_in_launchers_exist(script, known_flags):
+    text = (ROOT / "scripts" / script).read_text()
+    text = re.sub(r"^#SBATCH.*|^options\+?=.*|    options\+=.*", "", text, flags=re.M)
+    assert not named_flags(text) - known_flags
+
+
+@cache
+def texts_of_code() -> str:
+    """Return every string in the code, f-strings without their values."""
+    found: list[str] = []
+    folders = [ROOT / "megatron_eopt", ROOT / "arguments", ROOT / "scripts"]
+    for path in (path for folder in folders for path in folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    found.append((ROOT / "scripts" / "environment.sh").read_text())
+    return "\n".join(found)
+
+
+# said by megatron-core; and numbers, types and names that messages are filled in with
+NOT_OURS = {"Unexpected result nan", "must be one of adam, adaptive_muon,"}
+VALUES = r"torch\.\w+|gradients|'tp'|tp_mode='blockwise'|qkv"
+
+
+def test_quoted_messages_are_in_the_code():
+    text = (ROOT / "docs" / "troubleshooting.md").read_text()
+    cells = re.findall(r"^\| (.*?) \| ", text, re.M)
+    quoted = [fragment for cell in cells for fragment in re.findall(r"`([^`]+)`", cell)]
+    assert len(quoted) > 40
+    missing = []
+    for fragment in quoted:
+        for piece in re.split(rf"\.\.\.|{VALUES}", fragment):
+            piece = piece.strip()
+            if piece and piece not in NOT_OURS and piece.strip("'") not in texts_of_code():
+                missing.append(piece)
+    assert not [piece for piece in missing if f"{piece}..." not in NOT_OURS]
+
+
+def test_letters_of_the_support_matrix_have_files():
+    text = (ROOT / "docs" / "support_matrix.md").read_text()
+    above, below = text.split("## Which test")
+    listed = re.findall(r"^\| ([a-z]) \| `", below, re.M)
+    used = set(re.findall(r"(?<= )([b-z])(?=[ ,;:.|)])", above)) | {"a"}
+    assert sorted(set(listed)) == listed
+    assert set(listed) <= used
+
+
+def test_the_figure_is_what_the_script_draws(tmp_path):
+    script = ROOT / "scripts" / "draw_redistribution.py"
+    drawn = tmp_path / "drawn.svg"
+    subprocess.run([sys.executable, str(script), str(drawn)], check=True, timeout=240)
+    assert drawn.read_bytes() == (ROOT / "docs" / "figures" / "redistribution.svg").read_bytes()
+
+
+EXAMPLE = ROOT / "examples" / "my_optimizer.py"
+
+
+def test_extending_shows_the_example_as_it_is():
+    text = EXAMPLE.read_text()
+    assert text in (
+        block for _, block in blocks((ROOT / "docs/extending.md").read_text(), "python")
+    )
+    assert len(text.splitlines()) <= 30
+
+
+def _train_with_the_example(distributed: bool) -> tuple[list[float], bool]:
+    import torch
+
+    from megatron_eopt import EmergingOptimizerConfig, get_megatron_optimizer
+    from megatron_eopt.optimizers.registry import is_registered
+    from tests.harness.megatron import initialize_megatron
+    from tests.harness.models import synthetic_batch, tiny_gpt, train_step, wrap_ddp
+
+    if not is_registered("sign_per_matrix"):
+        spec = importlib.util.spec_from_file_location("my_optimizer", EXAMPLE)
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    initialize_megatron()
+    torch.manual_seed(1)
+    chunk = wrap_ddp(tiny_gpt(layers=1), use_distributed_optimizer=distributed)
+    config = EmergingOptimizerConfig(
+        optimizer="sign_per_matrix", lr=0.02, min_lr=0.02, use_distributed_optimizer=distributed
+    )
+    optimizer = get_megatron_optimizer(config, [chunk])
+    used = {group["optimizer"] for group in optimizer.param_groups}
+    losses = [train_step([chunk], optimizer, [synthetic_batch(0)]) for _ in range(8)]
+    return losses, used == {"sign_per_matrix", "adam"}
+
+
+@pytest.mark.parametrize("distributed", [False, True], ids=["plain", "sharded"])
+def test_the_example_trains_on_two_ranks_as_on_one(distributed):
+    ((alone, _),) = run_ranks(1, _train_with_the_example, distributed)
+    for losses, routed in run_ranks(2, _train_with_the_example, distributed):
+        assert routed
+        assert losses[-1] < losses[0] - 0.1
+        # signs of gradients that are nearly zero depend on rounding
+        assert losses == pytest.approx(alone, rel=1e-3)
