@@ -181,7 +181,8 @@ class PlainCheckpoint:
     def _stored(self, model_sharded_state_dict: Mapping[str, Any]) -> dict[int, StoredState]:
         """Return how each parameter's state is written, by torch's number of the parameter."""
         models = self._model_params()
-        flat = [param for group in models for param in group]
+        # of a DTensor the entry holds this tensor; to_local() returns another one
+        flat = [getattr(param, "_local_tensor", param) for group in models for param in group]
         shards = get_param_id_to_sharded_param_map(dict(model_sharded_state_dict), flat)
         stored: dict[int, StoredState] = {}
         for group, params in zip(self.optimizer.param_groups, models, strict=True):

@@ -102,8 +102,14 @@ class _ShardedCheckpoint:
         Raises:
             ConfigurationError: If ``torch_dist`` cannot hold a shard or some state.
         """
+        owned = {
+            param
+            for part in self.optimizer.parts
+            if part.owned is not None
+            for param in part.params
+        }
         for param, name in self.optimizer.names.items():
-            _check_saveable(name, param, self.optimizer.state[param])
+            _check_saveable(name, param, self.optimizer.state[param], param in owned)
         result: dict[str, Any] = super().sharded_state_dict(  # type: ignore[misc]
             model_sharded_state_dict, is_loading, metadata
         )
@@ -121,7 +127,9 @@ class _ShardedCheckpoint:
         if isinstance(main := loaded.get(_MAIN), Mapping):
             present = getattr(self, "fp32_from_float16_groups", ())
             loaded[_MAIN] = {
-                number: {place: _shard(present[number][place], value) for place, value in its.items()}
+                number: {
+                    place: _shard(present[number][place], value) for place, value in its.items()
+                }
                 for number, its in main.items()
             }
         super().load_state_dict(loaded)  # type: ignore[misc]
@@ -160,7 +168,7 @@ def _shard(param: Tensor, value: Any) -> Any:
     return shard_like(param, value)
 
 
-def _check_saveable(name: str, param: Tensor, state: Mapping[str, Any]) -> None:
+def _check_saveable(name: str, param: Tensor, state: Mapping[str, Any], at_owner: bool) -> None:
     if not isinstance(param, DTensor):
         return
     if uneven := [
@@ -176,7 +184,7 @@ def _check_saveable(name: str, param: Tensor, state: Mapping[str, Any]) -> None:
         for key, value in state.items()
         if isinstance(value, Tensor) and value.dim() and not isinstance(value, DTensor)
     ]
-    if whole or not state:
+    if whole or at_owner:
         rule = "is not cut like the weights, and torch_dist saves no other state under torch FSDP2"
         way_out = "Use muon, or adaptive_muon with adamuon; or pass --no-save-optim"
         raise ConfigurationError(f"state of {name}", whole or "whole matrices", rule, way_out)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_eopt.cpu.patches import Patch
 
@@ -92,3 +93,14 @@ def collective_patches() -> list[Patch]:
         for owner in (dist, distributed_c10d)
         for function in functions
     ]
+
+
+def mesh_patches() -> list[Patch]:
+    """Return the replacement that builds device meshes of GPUs on the CPU."""
+    plain = DeviceMesh.from_group
+
+    @functools.wraps(plain)
+    def from_group(group: Any, device_type: str, *args: Any, **kwargs: Any) -> DeviceMesh:
+        return plain(group, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+
+    return [Patch(DeviceMesh, "from_group", staticmethod(from_group))]

@@ -76,12 +76,6 @@ REFUSALS = (
         "Megatron-FSDP manages GPU memory and streams",
         "Leave the flag out; --use-distributed-optimizer shards the optimizer state",
     ),
-    Refusal(
-        "use_torch_fsdp2",
-        _given,
-        "Megatron builds the device mesh of torch FSDP2 on GPUs",
-        "Leave the flag out; --use-distributed-optimizer shards the optimizer state",
-    ),
     *(
         Refusal(
             field,

@@ -99,7 +99,9 @@ def build_optimizer(
     routes = route_all(parameters, config_overrides, rules_of(meaning))
     groups = gather_groups(routes, parameters, config_overrides, meaning)
     splits = find_splits([model], which=meaning.splits)
-    return build_routed(config, mode, parameters, plan_children(groups, meaning.optimizer, 1), splits)
+    return build_routed(
+        config, mode, parameters, plan_children(groups, meaning.optimizer, 1), splits
+    )
 
 
 def build_routed(

@@ -79,6 +79,10 @@ def _check_torch_fsdp2(args: argparse.Namespace) -> None:
         argument, value = "--ckpt-format", args.ckpt_format
         rule = f"does not hold the state of {args.optimizer}"
         way_out = "Pass --ckpt-format torch_dist"
+    elif args.tensor_model_parallel_size > 1:
+        argument, value = "--tensor-model-parallel-size", args.tensor_model_parallel_size
+        rule = "Megatron's mesh has no dimension for tensor-parallel ranks"
+        way_out = "Pass 1, or use --use-distributed-optimizer"
     elif args.calculate_per_token_loss:
         argument, value = "--calculate-per-token-loss", True
         rule = "Megatron does not divide gradients of torch FSDP2 by the number of tokens"

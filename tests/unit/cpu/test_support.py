@@ -30,7 +30,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"transformer_impl": "transformer_engine"}, "--transformer-impl.*local"),
     ({"sequence_parallel": True}, "--sequence-parallel=True"),
     ({"use_megatron_fsdp": True}, "--use-megatron-fsdp"),
-    ({"use_torch_fsdp2": True}, "--use-torch-fsdp2"),
     ({"fp8": "e4m3"}, "--fp8-format='e4m3'"),
     ({"fp4": "e2m1"}, "--fp4-format='e2m1'"),
     ({"cuda_graph_impl": "local"}, "--cuda-graph-impl='local': a CPU has no CUDA graphs"),

@@ -1,0 +1,73 @@
+"""Entry: ``python -m benchmarks.fsdp2``."""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from benchmarks.fsdp2.arms import ARMS, OTHER, OURS, has_other
+from benchmarks.fsdp2.measure import Figures, measure, try_uneven
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.fsdp2",
+        description=(
+            "Time one Muon step on DTensor shards (gloo processes on a CPU): this package, "
+            "torch.optim.Muon and, where it can be imported, muon_fsdp2, in turn on the same "
+            "gradients; count what they send, and compare weights with a float32 reference."
+        ),
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=15, help="steps of each; 0 counts and compares only"
+    )
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--timeout", type=float, default=280.0, help="seconds a number of ranks")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
+    args = parser.parse_args()
+    if 0 < args.rounds < 4:
+        parser.error("--rounds must be 0 or at least 4")
+    arms = [arm for arm in ARMS if arm != OTHER or has_other()]
+    if OTHER not in arms:
+        print("muon_fsdp2 cannot be imported and is left out", file=sys.stderr)
+    before = os.getloadavg()[0]
+    figures = [
+        one for ranks in args.ranks for one in measure(ranks, arms, args.rounds, args.timeout)
+    ]
+    uneven = {arm: try_uneven(2, arm, 60.0) for arm in arms}
+    print(table(figures))
+    print("\nRows that do not divide, 2 ranks:\n")
+    print("\n".join(f"* {arm}: {outcome}" for arm, outcome in uneven.items()))
+    if args.json is not None:
+        result = {"load": before, "even": [asdict(one) for one in figures], "uneven": uneven}
+        args.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def table(figures: Sequence[Figures]) -> str:
+    """Return a Markdown table."""
+    lines = [
+        "| ranks | optimizer | median ms | x ours | quartiles | calls | bytes (x ours) | error |",
+        "|---:|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    ours = {one.ranks: one.bytes_sent for one in figures if one.arm == OURS}
+    for one in figures:
+        cells = [str(one.ranks), one.arm, *_timing(one), str(sum(one.calls.values()))]
+        cells += [f"{one.bytes_sent:,} ({one.bytes_sent / ours[one.ranks]:.2f})"]
+        cells += [f"{one.difference:.1e}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _timing(one: Figures) -> list[str]:
+    if not one.times:
+        return ["not measured", "", ""]
+    low, middle, high = one.ratios
+    return [f"{statistics.median(one.times):.0f}", f"{middle:.2f}", f"{low:.2f} .. {high:.2f}"]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""Pretrain a small byte-level GPT with plain PyTorch, FSDP2 and the optimizers of megatron-eopt.
+
+    torchrun --nproc-per-node 2 examples/fsdp2_pretrain.py --config examples/muon_on_fsdp2.yaml
+
+Reads the bytes of text files, by default the source of Python's standard library, which is what the
+quickstart trains on. Runs on GPUs where every process finds one, else on the CPU.
+"""
+
+import argparse
+import math
+import os
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional
+
+from megatron_eopt import load_optimizer_config
+from megatron_eopt.fsdp2 import build_optimizer
+
+VOCABULARY = 257
+END_OF_FILE = 256
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward network, each behind a norm.
+
+    Args:
+        hidden: Width.
+        heads: Number of attention heads.
+    """
+
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.RMSNorm(hidden)
+        self.query = nn.Linear(hidden, hidden, bias=False)
+        self.key = nn.Linear(hidden, hidden, bias=False)
+        self.value = nn.Linear(hidden, hidden, bias=False)
+        self.project = nn.Linear(hidden, hidden, bias=False)
+        self.norm2 = nn.RMSNorm(hidden)
+        self.up = nn.Linear(hidden, 4 * hidden, bias=False)
+        self.down = nn.Linear(4 * hidden, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (batch, sequence, hidden) to the same shape."""
+        batch, length, hidden = x.shape
+        normed = self.norm1(x)
+        query, key, value = (
+            layer(normed).view(batch, length, self.heads, -1).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        )
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.project(mixed.transpose(1, 2).reshape(batch, length, hidden))
+        return x + self.down(functional.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """A decoder with learned positions.
+
+    Args:
+        layers: Number of blocks.
+        hidden: Width.
+        heads: Number of attention heads.
+        length: Longest sequence.
+    """
+
+    def __init__(self, layers: int, hidden: int, heads: int, length: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, hidden)
+        self.positions = nn.Embedding(length, hidden)
+        self.blocks = nn.ModuleList(Block(hidden, heads) for _ in range(layers))
+        self.norm = nn.RMSNorm(hidden)
+        self.lm_head = nn.Linear(hidden, VOCABULARY, bias=False)
+        for weight in self.parameters():
+            if weight.dim() == 2:
+                nn.init.normal_(weight, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Map tokens of shape (batch, sequence) to logits of (batch, sequence, vocabulary)."""
+        x = self.embedding(tokens) + self.positions.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.lm_head(self.norm(x))
+        return logits
+
+
+def read_tokens(folder: Path, suffix: str, most: int) -> Tensor:
+    """Return the bytes of text files with a token behind each, at most ``most`` of them."""
+    pieces: list[Tensor] = []
+    for path in sorted(folder.glob(f"*{suffix}")):
+        if data := path.read_bytes():
+            pieces += [torch.tensor(list(data)), torch.tensor([END_OF_FILE])]
+        if sum(map(len, pieces)) > most:
+            break
+    if not pieces:
+        raise SystemExit(f"{folder} has no files that end in {suffix}")
+    return torch.cat(pieces)[:most]
+
+
+def batches(tokens: Tensor, size: int, length: int, rank: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield (inputs, labels) of shape (size, length), others on every rank, without end."""
+    generator = torch.Generator().manual_seed(1234 + rank)
+    while True:
+        starts = torch.randint(len(tokens) - length - 1, (size,), generator=generator)
+        windows = torch.stack([tokens[start : start + length + 1] for start in starts.tolist()])
+        yield windows[:, :-1], windows[:, 1:]
+
+
+def schedule(step: int, steps: int) -> float:
+    """Return the factor on the learning rate: a short warm-up, then a cosine down to a tenth."""
+    warm_up = max(1, steps // 10)
+    if step < warm_up:
+        return (step + 1) / warm_up
+    return 0.55 + 0.45 * math.cos(math.pi * (step - warm_up) / max(1, steps - warm_up))
+
+
+def train(args: argparse.Namespace, device: torch.device) -> None:
+    """Build everything and train."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(1234)
+    model = GPT(args.layers, args.hidden, args.heads, args.seq_length).to(device)
+    mesh = init_device_mesh(device.type, (world,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+    config = load_optimizer_config(args.config)
+    optimizer = build_optimizer(model, config)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: schedule(n, args.steps))
+
+    tokens = read_tokens(args.text, args.suffix, args.tokens)
+    data = batches(tokens, args.batch_size, args.seq_length, rank)
+    for step in range(1, args.steps + 1):
+        inputs, labels = (part.to(device) for part in next(data))
+        logits = model(inputs)
+        loss = functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+        loss.backward()
+        if config.clip_grad:
+            nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        mean = loss.detach() / world
+        dist.all_reduce(mean)
+        if rank == 0:
+            print(f"step {step}/{args.steps}: loss {mean.item():.4f}", flush=True)
+
+
+def main() -> None:
+    """Parse flags, connect the processes and train."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", required=True, type=Path, help="the optimizer's YAML file")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--text", type=Path, default=Path(sysconfig.get_paths()["stdlib"]))
+    parser.add_argument("--suffix", default=".py", help="which files to read")
+    parser.add_argument("--tokens", type=int, default=2_000_000, help="read at most so many bytes")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--seq-length", type=int, default=128)
+    parser.add_argument("--batch-size", type=int, default=8, help="sequences of each process")
+    args = parser.parse_args()
+    local_rank, local_world = (int(os.environ[f"LOCAL_{name}"]) for name in ("RANK", "WORLD_SIZE"))
+    on_gpu = torch.cuda.device_count() >= local_world
+    device = torch.device(f"cuda:{local_rank}" if on_gpu else "cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    try:
+        train(args, device)
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
