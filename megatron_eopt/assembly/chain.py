@@ -12,7 +12,7 @@ from megatron_eopt.assembly.saved_groups import children_of
 from megatron_eopt.storage.fragment_optimizer import FragmentOptimizer
 from megatron_eopt.storage.loss_scale import UnscaledOnce
 from megatron_eopt.storage.non_finite import FiniteNormChain
-from megatron_eopt.storage.saved_groups import parts_of
+from megatron_eopt.storage.saved_groups import check_structure, parts_of
 
 
 class SharedGradScaler:
@@ -86,7 +86,9 @@ class OneScaleChain(FiniteNormChain):
 
         Raises:
             ConfigurationError: If it is not of these optimizers, or lacks state of theirs.
+            ConfigurationTypeError: If it is not built like a state.
         """
+        check_structure(state_dict)
         if all(isinstance(child, PlainCheckpoint) for child in self.chained_optimizers):
             state_dict = children_of(state_dict, self.chained_optimizers)
         elif all(isinstance(child, FragmentOptimizer) for child in self.chained_optimizers):

@@ -45,6 +45,11 @@ class PlainRequests:
         self._places = places
         self._stored = stored
         self.fresh: dict[int, set[str]] | None = None
+        self._own_keys = self.keys()
+
+    def own_keys(self) -> set[str]:
+        """Return the keys of all state that there is."""
+        return self._own_keys
 
     def keys(self) -> set[str]:
         """Return the checkpoint's keys that are asked for now."""

@@ -52,6 +52,10 @@ class Requests(Protocol):
         """Return the keys of the tensors that are asked for."""
         ...
 
+    def own_keys(self) -> set[str]:
+        """Return the keys, by parameter, of all state of this optimizer."""
+        ...
+
 
 def match(
     sharded_state_dict: Any,
@@ -80,7 +84,7 @@ def match(
     kinds = tuple(fresh)
     shapes = from_rank_0(lambda: _shapes(folder))
     requests = list(_requests(sharded_state_dict))
-    asked_before = _keys(sharded_state_dict, requests)
+    own = _keys(sharded_state_dict, requests).union(*(item.own_keys() for item in requests))
     available = frozenset(shapes)
     may_lack = strict.lower() in MAY_LACK_KEYS
     # the model first: if that is another one, its optimizer's state says the same less clearly
@@ -91,7 +95,7 @@ def match(
     _log(everyones(lines))
     _refuse_differences(tensors(sharded_state_dict), shapes, folder, may_lack)
     asked = _keys(sharded_state_dict, requests)
-    left_over, of_unknown = _left_over(_comparable(shapes), asked, asked_before)
+    left_over, of_unknown = _left_over(_comparable(shapes), asked, own)
     _refuse_left_over_state(left_over, of_unknown, kinds, folder)
     if whole_model and not may_lack:
         _refuse_left_over_model(left_over, folder)
@@ -202,15 +206,13 @@ def _is_known(key: str, known: set[str]) -> bool:
     return False
 
 
-def _left_over(
-    keys_there: list[str], asked: set[str], asked_before: set[str]
-) -> tuple[list[str], set[str]]:
+def _left_over(keys_there: list[str], asked: set[str], own: set[str]) -> tuple[list[str], set[str]]:
     """Return the keys that no rank asks for, and those whose parameter no optimizer has.
 
     Both are empty of optimizers' keys if no rank asks for an optimizer's state.
     """
-    known = {parts[1] for key in asked_before if (parts := split_key(key)) is not None}
-    any_state = any(split_key(key) is not None for key in asked_before)
+    known = {parts[1] for key in own if (parts := split_key(key)) is not None}
+    any_state = any(split_key(key) is not None for key in own)
     # one flag per key: whether it is asked for, and whether its parameter is known
     asked_for = [key in asked for key in keys_there]
     of_known = [_is_known(key, known) for key in keys_there]

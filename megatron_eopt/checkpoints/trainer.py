@@ -94,6 +94,14 @@ def _saving(original: Function) -> Function:
         iteration: int, model: Any, optimizer: Any, *rest: Any, **kwargs: Any
     ) -> None:
         args = _args()
+        if args.save is None:
+            raise CheckpointError(
+                "--save",
+                None,
+                f"the trainer wants to save iteration {iteration}, for instance because a loss is "
+                "not a number, and has no folder for it",
+                "Give --save FOLDER, or let it stop at once with --rerun-mode disabled",
+            )
         session = Saving({"iteration": int(iteration), "optimizer": args.optimizer})
         if not kwargs.get("non_persistent_ckpt"):
             name = "release" if kwargs.get("release") else f"iter_{int(iteration):07d}"

@@ -30,7 +30,7 @@ from megatron_eopt.storage.refusals import (
     check_config,
     check_model_chunks,
 )
-from megatron_eopt.storage.saved_groups import parts_of
+from megatron_eopt.storage.saved_groups import check_structure, parts_of
 
 __all__ = ["LayerWiseDistributedOptimizer"]
 
@@ -166,7 +166,11 @@ class LayerWiseDistributedOptimizer(FiniteNormChain):
         """Load what :meth:`sharded_state_dict` asked for, or :meth:`state_dict` returned.
 
         What is common to all parameters is found wherever another chain of optimizers has put it.
+
+        Raises:
+            ConfigurationTypeError: If it is not built like one of these.
         """
+        check_structure(state_dict)
         parts = parts_of(state_dict, len(self.chained_optimizers))
         for child, part in zip(self.chained_optimizers, parts, strict=True):
             child.load_state_dict(part)

@@ -105,6 +105,11 @@ class StateRequests:
         self.param_state: dict[str, Any] = {}
         everything = [{kind: kind for kind in _kinds(item)} for item in self._wanted]
         self._ask_by_parameter(everything)
+        self._own_keys = self.keys()
+
+    def own_keys(self) -> set[str]:
+        """Return the keys, by parameter, of all state that there is."""
+        return self._own_keys
 
     def keys(self) -> set[str]:
         """Return the checkpoint's keys that are asked for now."""

@@ -3,22 +3,61 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from megatron_eopt.base.errors import ConfigurationTypeError
 from megatron_eopt.base.versions import megatron_name
 from megatron_eopt.routing.groups import GROUP_ID
 
-__all__ = ["adopt", "parts_of", "saved_groups", "saved_scaler", "saved_steps"]
+__all__ = ["adopt", "check_structure", "parts_of", "saved_groups", "saved_scaler", "saved_steps"]
 
 
-def parts_of(state: Mapping[Any, Any], members: int) -> list[dict[Any, Any]]:
+def check_structure(state: Any) -> None:
+    """Raise unless ``state`` is built like the state of a chain of optimizers, or of one.
+
+    Raises:
+        ConfigurationTypeError: If something in it is no mapping or list where there must be one.
+    """
+    children = dict(enumerate(state)) if isinstance(state, list | tuple) else state
+    _check("", children, Mapping)
+    numbered = [(f"[{key}]", part) for key, part in children.items() if isinstance(key, int)]
+    for place, part in [("", children), *numbered]:
+        _check(place, part, Mapping)
+        _check(f"{place}['grad_scaler']", part.get("grad_scaler") or {}, Mapping)
+        _check(f"{place}['optimizer']", part.get("optimizer", {}), Mapping)
+        inner = part.get("optimizer", part)
+        groups = inner.get("param_groups", [])
+        _check(f"{place}['param_groups']", groups, list | tuple)
+        for group in groups:
+            _check(f"{place}['param_groups'][...]", group, Mapping)
+            _check(f"{place}['param_groups'][...]['params']", group.get("params", []), list)
+        states = inner.get("state", {})
+        _check(f"{place}['state']", states, Mapping)
+        for number, values in states.items():
+            if isinstance(number, int):
+                _check(f"{place}['state'][{number}]", values, Mapping)
+
+
+def _check(place: str, value: Any, kind: Any) -> None:
+    if not isinstance(value, kind):
+        raise ConfigurationTypeError(
+            f"state_dict{place}",
+            value,
+            f"must be a {'mapping' if kind is Mapping else 'list'}",
+            "Pass what state_dict returned, or dist_checkpointing.load",
+        )
+
+
+def parts_of(state: Any, members: int) -> list[dict[Any, Any]]:
     """Return what each member of a chain of optimizers is to load.
 
     What is common to all parameters comes with every part, wherever the chain that wrote it, which
     may have had other members, has put it.
 
     Args:
-        state: What was loaded for the chain.
+        state: What was loaded for the chain, or returned by its ``state_dict``.
         members: Number of its members.
     """
+    if isinstance(state, list | tuple):
+        state = dict(enumerate(state))
     own = [state] if members == 1 else [state.get(number, {}) for number in range(members)]
     return [{**state, **part} for part in own]
 

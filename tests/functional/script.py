@@ -30,8 +30,6 @@ EXPERTS = """
     --moe-router-topk 2 --moe-router-load-balancing-type none
 """.split()
 
-OVERLAP = ["--overlap-grad-reduce", "--overlap-param-gather"]
-
 
 def _run_once(flags: list[str]) -> str:
     os.environ["MEGATRON_EOPT_DEVICE"] = "cpu"

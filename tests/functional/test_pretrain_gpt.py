@@ -6,38 +6,14 @@ import sys
 
 import pytest
 
-from tests.functional.script import EXPERTS, OVERLAP, ROOT, SCRIPT, TINY, losses, train
+from tests.functional.script import ROOT, SCRIPT, TINY, losses, train
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ["--optimizer", "adam"],
-        ["--optimizer", "muon", "--tensor-model-parallel-size", "2"],
-        ["--optimizer", "muon", "--pipeline-model-parallel-size", "2"],
-        ["--optimizer", "muon", *EXPERTS],
-        ["--optimizer", "muon", "--bf16"],
-        ["--optimizer", "muon", "--fp16", "--initial-loss-scale", "256"],
-        ["--optimizer", "muon", "--use-distributed-optimizer"],
-        [*("--optimizer", "muon", "--use-distributed-optimizer", "--bf16"), *OVERLAP],
-        [*("--optimizer", "muon", "--use-distributed-optimizer"), *EXPERTS],
-        ["--optimizer", "adam", "--fp16", "--initial-loss-scale", "256"],
-    ],
-    ids=[
-        "adam",
-        "muon-tp2",
-        "muon-pp2",
-        "muon-ep2",
-        "muon-bf16",
-        "muon-fp16",
-        "muon-layer-wise",
-        "muon-layer-wise-overlap",
-        "muon-layer-wise-ep2",
-        "adam-fp16",
-    ],
-)
-def test_trains(flags):
-    values = [float(loss) for loss in losses(train(*flags))]
+@pytest.mark.parametrize("optimizer", ["muon", "adam"])
+def test_trains_with_a_loss_scale(optimizer):
+    # float32 and bfloat16, and all layouts, are functional cases
+    output = train("--optimizer", optimizer, "--fp16", "--initial-loss-scale", "256")
+    values = [float(loss) for loss in losses(output)]
     assert len(values) == 6
     # Mock data repeats a simple pattern: a few steps already learn some of it.
     assert values[-1] < values[0] - 0.05
