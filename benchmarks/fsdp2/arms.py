@@ -104,6 +104,7 @@ def _optimizer(arm: str, model: nn.Module) -> Any:
             weight_decay=DECAY,
             clip_grad=0.0,
             muon_momentum=MOMENTUM,
+            muon_nesterov=True,
             muon_coefficient_type="simple",
             muon_num_ns_steps=STEPS,
             muon_scale_mode="spectral",

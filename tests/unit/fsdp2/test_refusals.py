@@ -17,7 +17,7 @@ FIELDS = [
     ({"loss_scale": 128.0}, r"loss_scale=128.0: belongs to the training loop"),
     ({"lr": None}, r"lr=None: must be given"),
     ({"muon_tp_mode": "blockwise"}, r"muon_tp_mode='blockwise': would orthogonalize"),
-    ({"muon_exempt_from_clipping": True}, r"muon_exempt_from_clipping=True: concerns clipping"),
+    ({"muon_exempt_from_clipping": True}, r"muon_exempt_from_clipping=True: is not supported"),
 ]
 
 
