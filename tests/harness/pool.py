@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from tests.harness.worker import PRELOADED, Job, Reply, serve
+from tests.harness.worker import FORGET, PRELOADED, Job, Reply, serve
 
 START_TIMEOUT_S = 180.0
 # how long the other ranks may still report their own errors once one rank has failed
@@ -110,7 +110,11 @@ class Pool:
             with contextlib.suppress(BrokenPipeError):  # found dead, with its exit code, below
                 worker.connection.send_bytes(job)
         name = getattr(function, "__qualname__", str(function))
-        return self._collect({w.rank: w for w in self._workers}, timeout, name)
+        results = self._collect({w.rank: w for w in self._workers}, timeout, name)
+        for worker in self._workers:
+            with contextlib.suppress(BrokenPipeError):  # found dead by the next job
+                worker.connection.send_bytes(FORGET)
+        return results
 
     def _collect(self, waiting: dict[int, _Worker], timeout: float, name: str) -> list[Any]:
         """Receive one reply from every waiting worker; raise on the first that is an error."""

@@ -1,9 +1,10 @@
-"""The state that every job finds: a fresh process group, and nothing left of the job before."""
+"""The state that every job finds, a fresh process group, and how nothing of a job is left."""
 
 import gc
 import logging
 import os
 import sys
+import weakref
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,16 +17,24 @@ from megatron_eopt import cpu
 # below the parent's time-out a rank would report gloo's own one, above it the parent speaks first
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
+_wrapped: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+"""Models wrapped in megatron-core's DDP that are still there."""
+
+
+def watch_wrapped_models() -> None:
+    """Note every model that is wrapped from now on, for :func:`forget_everything`."""
+
+    def note(parent: torch.nn.Module, _name: str, _child: torch.nn.Module | None) -> None:
+        if type(parent).__name__ == "DistributedDataParallel":
+            _wrapped.add(parent)
+
+    torch.nn.modules.module.register_module_module_registration_hook(note)
+
 
 def set_scene(
     rank: int, world_size: int, store: Path, on_cpu: bool, environment: dict[str, str]
 ) -> None:
-    """Forget the job before, and connect the ranks over gloo.
-
-    Done at the start of a job and not at the end of one: only now have all ranks ended the job
-    before, so no rank loses a connection that another one still reads from.
-    """
-    forget_everything()
+    """Connect the ranks over gloo."""
     os.environ.clear()
     os.environ.update(environment)
     os.environ.update(
@@ -46,8 +55,12 @@ def set_scene(
 
 
 def forget_everything() -> None:
-    """Drop megatron-core's global state, the process groups and changed defaults of torch."""
+    """Drop megatron-core's global state, the process groups and changed defaults of torch.
+
+    All ranks must have ended their job, so that none loses a connection it still reads from.
+    """
     forget_megatron()
+    forget_wrapped_models()
     cpu.disable()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -55,6 +68,17 @@ def forget_everything() -> None:
     torch.set_grad_enabled(True)
     logging.disable(logging.NOTSET)
     gc.collect()
+
+
+def forget_wrapped_models() -> None:
+    """Let go of what wrapped models hold, process groups among it.
+
+    With a distributed optimizer they would stay for good: the garbage collector does not see that
+    fragments of parameters hold, in C++, hooks that hold the model. Every group of gloo has a
+    thread that looks for work a hundred times a second.
+    """
+    while _wrapped:
+        vars(_wrapped.pop()).clear()
 
 
 def forget_megatron() -> None:

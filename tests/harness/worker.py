@@ -16,6 +16,10 @@ from pathlib import Path
 PRELOADED = ("megatron.core.models.gpt.gpt_layer_specs", "megatron_eopt.cpu")
 
 
+FORGET = b""
+"""Message that all ranks have ended the job."""
+
+
 @dataclass(frozen=True)
 class Job:
     """A call to make.
@@ -52,6 +56,9 @@ def serve(
     multiprocessing.set_start_method("fork", force=True)
     # Ctrl-C reaches the whole foreground group; the parent is the one to react
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    from tests.harness.scene import forget_everything, watch_wrapped_models
+
+    watch_wrapped_models()
     with stacks.open("a") as file:
         faulthandler.register(signal.SIGUSR1, file=file)
         connection.send_bytes(pickle.dumps(Reply(pickle.dumps(None))))
@@ -61,6 +68,9 @@ def serve(
                 message = connection.recv_bytes()
             except EOFError:
                 return
+            if message == FORGET:
+                forget_everything()
+                continue
             reply = _answer(pickle.loads(message), rank, world_size, environment)
             connection.send_bytes(pickle.dumps(reply))
 

@@ -1,8 +1,7 @@
 """From a folder of text files to Megatron's indexed data sets."""
 
 import os
-import subprocess
-import sys
+import runpy
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +11,14 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "prepare_corpus.py"
 
 
-def prepare(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
-    environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+def prepare(capsys, *arguments: object) -> tuple[int, str]:
+    """Call the script's ``main`` as its last line does; return its exit code and its errors."""
+    main = runpy.run_path(str(SCRIPT))["main"]
+    try:
+        code = main([str(argument) for argument in arguments])
+    except SystemExit as error:
+        code = error.code
+    return code, capsys.readouterr().err
 
 
 @pytest.fixture
@@ -30,10 +33,10 @@ def texts(tmp_path) -> dict[str, bytes]:
     return files
 
 
-def test_every_byte_lands_in_one_split(tmp_path, texts):
+def test_every_byte_lands_in_one_split(capsys, tmp_path, texts):
     out = tmp_path / "corpus"
-    done = prepare(tmp_path / "texts", "--out", out, "--exclude", "skipped")
-    assert done.returncode == 0, done.stderr
+    code, said = prepare(capsys, tmp_path / "texts", "--out", out, "--exclude", "skipped")
+    assert code == 0, said
     documents = []
     for split in ("train", "valid", "test"):
         dataset = IndexedDataset(str(out / split))
@@ -51,38 +54,38 @@ def test_every_byte_lands_in_one_split(tmp_path, texts):
     ("folder", "message"),
     [("missing", "is not a folder"), ("texts/part0/empty.txt", "is not a folder")],
 )
-def test_a_wrong_folder_is_refused_with_its_name(tmp_path, texts, folder, message):
-    done = prepare(tmp_path / folder, "--out", tmp_path / "corpus")
-    assert done.returncode == 2
-    assert str(tmp_path / folder) in done.stderr
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+def test_a_wrong_folder_is_refused_with_its_name(capsys, tmp_path, texts, folder, message):
+    code, said = prepare(capsys, tmp_path / folder, "--out", tmp_path / "corpus")
+    assert code == 2
+    assert str(tmp_path / folder) in said
+    assert message in said
+    assert "Traceback" not in said
 
 
-def test_an_empty_folder_is_refused(tmp_path):
+def test_an_empty_folder_is_refused(capsys, tmp_path):
     (tmp_path / "texts").mkdir()
-    done = prepare(tmp_path / "texts", "--out", tmp_path / "corpus")
-    assert done.returncode == 2
-    assert "0 files end in '.txt'" in done.stderr
+    code, said = prepare(capsys, tmp_path / "texts", "--out", tmp_path / "corpus")
+    assert code == 2
+    assert "0 files end in '.txt'" in said
     assert not (tmp_path / "corpus").exists()
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
-def test_an_unreadable_folder_is_refused(tmp_path, texts):
+def test_an_unreadable_folder_is_refused(capsys, tmp_path, texts):
     (tmp_path / "texts").chmod(0)
-    done = prepare(tmp_path / "texts", "--out", tmp_path / "corpus")
+    code, said = prepare(capsys, tmp_path / "texts", "--out", tmp_path / "corpus")
     (tmp_path / "texts").chmod(0o755)
-    assert done.returncode == 2
-    assert "cannot be read" in done.stderr
+    assert code == 2
+    assert "cannot be read" in said
 
 
-def test_files_without_text_leave_the_old_corpus_alone(tmp_path, texts):
+def test_files_without_text_leave_the_old_corpus_alone(capsys, tmp_path, texts):
     out = tmp_path / "corpus"
-    assert prepare(tmp_path / "texts", "--out", out).returncode == 0
+    assert prepare(capsys, tmp_path / "texts", "--out", out)[0] == 0
     before = (out / "train.bin").read_bytes()
     for path in (tmp_path / "texts").rglob("*.txt"):
         path.write_bytes(b"")
-    done = prepare(tmp_path / "texts", "--out", out)
-    assert done.returncode == 2
-    assert "nothing to read" in done.stderr
+    code, said = prepare(capsys, tmp_path / "texts", "--out", out)
+    assert code == 2
+    assert "nothing to read" in said
     assert (out / "train.bin").read_bytes() == before
