@@ -14,13 +14,13 @@ from megatron_eopt.math.coefficients import COEFFICIENT_NAMES
 from megatron_eopt.optimizers import config_kwargs as _config_kwargs
 from megatron_eopt.optimizers import entries as _entries
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
+from megatron_eopt.optimizers.initial_state import init_state
 from megatron_eopt.optimizers.muon import TensorParallelMuon
 from megatron_eopt.optimizers.registry import (
     EmergingOptimizerEntry,
     default_param_overrides,
     entries,
     entry_of,
-    init_state,
     register_optimizer,
 )
 from megatron_eopt.routing.routes import is_nonlinear_or_embedding

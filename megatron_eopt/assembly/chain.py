@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-from megatron_eopt.assembly.plain_checkpoint import PlainCheckpoint
-from megatron_eopt.assembly.saved_groups import children_of
+from megatron_eopt.assembly.plain.checkpoint import PlainCheckpoint
+from megatron_eopt.assembly.plain.groups import children_of
+from megatron_eopt.storage.checkpoint.saved_groups import check_structure, parts_of
 from megatron_eopt.storage.fragment_optimizer import FragmentOptimizer
 from megatron_eopt.storage.loss_scale import UnscaledOnce
 from megatron_eopt.storage.non_finite import FiniteNormChain
-from megatron_eopt.storage.saved_groups import check_structure, parts_of
 
 
 class SharedGradScaler:

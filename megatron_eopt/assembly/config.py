@@ -74,6 +74,10 @@ class EmergingOptimizerConfig(OptimizerConfig):
     muon_momentum_beta: float | None = None
     """Old spelling of ``muon_momentum``."""
 
+    adaptive_muon_bias_correction: bool = False
+    """Whether second moments are divided by ``1 - beta2^step``, so that the first steps of AdaMuon
+    and NAMO are no longer than later ones."""
+
     checkpoint_fresh_state: tuple[str, ...] = ()
     """Names of optimizer states that may be missing in a checkpoint and then start anew."""
 

@@ -85,25 +85,42 @@ def log_differences(sentences: Sequence[str]) -> None:
             log_single_rank(logger, logging.INFO, f"unlike megatron-core: {sentence}")
 
 
+def warn_if_too_long(config: Any, meaning: Meaning) -> None:
+    """Warn once where AdaMuon's steps will be far longer than any paper means."""
+    scale = getattr(config, "muon_scale_mode", None)
+    if (
+        meaning.optimizer == "adaptive_muon"
+        and getattr(config, "adaptive_muon_moment2_method", None) == "adamuon"
+        and scale in ("spectral", "adamw_rms")
+    ):
+        _warn_once(
+            f"muon_scale_mode={scale!r} with adaptive_muon_moment2_method='adamuon': AdaMuon "
+            "brings entries to about 1 by itself, so this scale makes them as large as the root "
+            "of the matrix's larger side; 'shape_scaling' with muon_extra_scale_factor=0.2 does not"
+        )
+
+
 def warn_if_inexact(config: Any, meaning: Meaning, tensor_parallel_size: int) -> None:
     """Warn once where the update will depend on how tensor parallelism cuts matrices."""
     if tensor_parallel_size == 1 or meaning.is_standard:
         return
-    sentence = None
     entry = entry_of(meaning.optimizer)
     if "tp_mode" in constructor_arguments(entry.optimizer_cls):
         if getattr(config, "muon_tp_mode", None) == "blockwise":
-            sentence = (
+            _warn_once(
                 "muon_tp_mode='blockwise' orthogonalizes each tensor-parallel rank's piece by "
                 "itself, so the result depends on the number of ranks; 'duplicated' and 'auto' are "
                 "exact"
             )
     elif meaning.storage == "replicated" and entry.state_layout != "element_wise":
-        sentence = (
+        _warn_once(
             f"optimizer={meaning.optimizer!r} updates each tensor-parallel rank's piece of a "
             "matrix by itself, so the result depends on the number of ranks; with "
             "use_distributed_optimizer=True it gets whole matrices"
         )
-    if sentence is not None and sentence not in _said:
+
+
+def _warn_once(sentence: str) -> None:
+    if sentence not in _said:
         _said.add(sentence)
         log_single_rank(logger, logging.WARNING, sentence)

@@ -18,10 +18,14 @@ from megatron_eopt.assembly.children import (
     make_scaler,
     plan_children,
 )
-from megatron_eopt.assembly.differences import differences, log_differences, warn_if_inexact
+from megatron_eopt.assembly.differences import (
+    differences,
+    log_differences,
+    warn_if_inexact,
+    warn_if_too_long,
+)
 from megatron_eopt.assembly.meaning import Meaning, resolve
 from megatron_eopt.assembly.process_groups import OptimizerGroups, optimizer_groups
-from megatron_eopt.assembly.refusals import refuse_replaced_grouping
 from megatron_eopt.assembly.routing import Routing, format_routing, route_model
 from megatron_eopt.assembly.torch_fsdp2 import assemble_sharded, is_torch_fsdp2
 from megatron_eopt.base.versions import check_megatron, megatron_name
@@ -81,7 +85,6 @@ def get_megatron_optimizer(
             pg_collection,
             dump_param_to_param_group_map,
         )
-    refuse_replaced_grouping()
     routing = route_model(config, meaning, model_chunks, config_overrides)
     check_storage(meaning, {group.key.optimizer for group in routing.groups})
     _report(config, meaning, routing)
@@ -154,6 +157,7 @@ def _layer_wise(
 
 
 def _report(config: Any, meaning: Meaning, routing: Routing) -> None:
+    warn_if_too_long(config, meaning)
     log_differences(differences(config, meaning, routing.routes, routing.splits))
     for group in routing.groups:
         numel = sum(member.parameter.param.numel() for member in group.members)

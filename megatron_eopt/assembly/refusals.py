@@ -2,8 +2,6 @@
 
 from typing import Any
 
-from megatron.core import optimizer as megatron_optimizer
-
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import STANDARD_OPTIMIZERS
 
@@ -25,26 +23,6 @@ def refuse_unsupported_modes(config: Any, name: str) -> None:
         _refuse("optimizer_cuda_graph", f"works with adam only, not with {name}")
     if config.overlap_param_gather_with_optimizer_step and name not in STANDARD_OPTIMIZERS:
         _refuse("overlap_param_gather_with_optimizer_step", f"does not work with {name}")
-
-
-def refuse_replaced_grouping() -> None:
-    """Raise if another package has put its own function in the place of megatron-core's grouping.
-
-    Groups are made here from overrides, so what that function wants would be lost without a word.
-
-    Raises:
-        ConfigurationError: If it has.
-    """
-    grouping = getattr(megatron_optimizer, "_get_param_groups", None)
-    if grouping is None or getattr(grouping, "__globals__", None) is vars(megatron_optimizer):
-        return
-    raise ConfigurationError(
-        "megatron.core.optimizer._get_param_groups",
-        f"{getattr(grouping, '__module__', '')}.{getattr(grouping, '__qualname__', grouping)}",
-        "is not megatron-core's own, and parameter groups are made from config_overrides alone",
-        "Undo the replacement and say what it does with config_overrides, one ParamKey for each "
-        "group, with max_lr, min_lr, wd_mult or optimizer",
-    )
 
 
 def _refuse(argument: str, rule: str) -> None:

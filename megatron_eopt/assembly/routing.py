@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from megatron.core import optimizer as megatron_optimizer
 
+from megatron_eopt.assembly.callers_grouping import with_callers_grouping
 from megatron_eopt.assembly.checks import check_values
 from megatron_eopt.assembly.gathering import gather_groups
 from megatron_eopt.assembly.meaning import Meaning, resolve, rules_of
@@ -40,9 +41,11 @@ def route_model(
     """Route every trainable parameter; collective over the world.
 
     Raises:
-        ConfigurationError: If an override, or the routing as a whole, cannot be honoured.
+        ConfigurationError: If an override, a caller's grouping or the routing as a whole cannot be
+            honoured.
         ConfigurationTypeError: If an override has the wrong type.
     """
+    overrides = with_callers_grouping(config, model_chunks, overrides)
     check_overrides(overrides, config)
     parameters = trainable_parameters(model_chunks)
     routes = route_all(parameters, overrides, rules_of(meaning))

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from megatron_eopt.assembly.chain import OneScaleChain
 from megatron_eopt.assembly.children import plan_children
 from megatron_eopt.assembly.meaning import Meaning
+from megatron_eopt.assembly.plain.checkpoint import MAINS
 from megatron_eopt.assembly.process_groups import OptimizerGroups
 from megatron_eopt.assembly.routing import Routing
 from megatron_eopt.assembly.tags import copy_tags
@@ -23,10 +24,9 @@ from megatron_eopt.fsdp2.build import build_routed, check_supported
 from megatron_eopt.fsdp2.model import check_parameters
 from megatron_eopt.fsdp2.optimizer import ShardedOptimizer
 from megatron_eopt.fsdp2.shards import shard_like
+from megatron_eopt.storage.main_copies import main_copies
 
 __all__ = ["ShardedChain", "assemble_sharded", "is_torch_fsdp2"]
-
-_MAIN = "fp32_from_fp16_params"
 
 
 def is_torch_fsdp2(model_chunks: Sequence[Any]) -> bool:
@@ -65,7 +65,7 @@ def assemble_sharded(
     wrapper: Any
     if config.bf16:
         wrapper = ShardedMainParams(inner, config, None, _state_exists)
-        inner.follow(_main_copies(wrapper))
+        inner.follow(dict(main_copies(wrapper)))
     else:
         wrapper = ShardedFloat32(inner, config, _state_exists)
     copy_tags(wrapper)
@@ -124,9 +124,9 @@ class _ShardedCheckpoint:
             for number, values in inner["state"].items()
         }
         loaded = {**state_dict, "optimizer": inner} if "optimizer" in state_dict else inner
-        if isinstance(main := loaded.get(_MAIN), Mapping):
+        if isinstance(main := loaded.get(MAINS), Mapping):
             present = getattr(self, "fp32_from_float16_groups", ())
-            loaded[_MAIN] = {
+            loaded[MAINS] = {
                 number: {
                     place: _shard(present[number][place], value) for place, value in its.items()
                 }
@@ -145,16 +145,6 @@ class ShardedMainParams(_ShardedCheckpoint, MainParamsOptimizer):
 
 def _state_exists(*_: Any) -> None:
     """Do nothing: a ``ShardedOptimizer`` makes its state when it is built."""
-
-
-def _main_copies(wrapper: Any) -> dict[Tensor, Tensor]:
-    return {
-        model: main
-        for models, mains in zip(
-            wrapper.float16_groups, wrapper.fp32_from_float16_groups, strict=True
-        )
-        for model, main in zip(models, mains, strict=True)
-    }
 
 
 def _shards(param: Tensor, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,8 +6,8 @@ from typing import Any
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 
-from megatron_eopt.assembly.plain_checkpoint import PlainCheckpoint
-from megatron_eopt.base.versions import megatron_name
+from megatron_eopt.assembly.plain.checkpoint import PlainCheckpoint
+from megatron_eopt.assembly.plain.groups import resumed_settings
 from megatron_eopt.routing.groups import GROUP_ID
 from megatron_eopt.storage.non_finite import WatchedGradients
 
@@ -26,17 +26,13 @@ def adopt_present_settings(
         saved: Groups of a checkpoint.
         present: Groups of the optimizer that is about to load them.
     """
-    keys = megatron_name("param_group_identifier_keys")
     by_identity = {group[GROUP_ID]: group for group in present if GROUP_ID in group}
     result = []
     for group in saved:
         settings = dict(group)
         twin = by_identity.get(group.get(GROUP_ID))
         if twin is not None:
-            # a key that is absent means something else to the scheduler than one that is None
-            names = (*keys, "default_config")
-            settings = {key: value for key, value in settings.items() if key not in names}
-            settings |= {key: twin[key] for key in names if key in twin}
+            settings = {**resumed_settings(group, twin), "params": group["params"]}
         elif GROUP_ID not in group and by_identity:
             optimizers = {item["optimizer"] for item in present}
             if len(optimizers) == 1:

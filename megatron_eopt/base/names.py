@@ -31,6 +31,22 @@ STACK_ATTRIBUTE = "eopt_matrix_stack"
 SPLIT_ATTRIBUTE = "eopt_logical_split"
 """Attribute of a routed parameter and of its main copy: its ``Split``, None for one matrix."""
 
-ELEMENT_WISE_STATE = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"})
+MOMENTUM = "momentum_buffer"
+"""State key of the momentum of Muon, Lion and SGD."""
+
+FIRST_MOMENT = "exp_avg"
+"""State key of Adam's first moment."""
+
+STEP = "step"
+"""State key of a counter of steps."""
+
+ELEMENT_WISE_STATE = frozenset({FIRST_MOMENT, "exp_avg_sq", "max_exp_avg_sq", MOMENTUM})
 """Kinds of optimizer state that have one number for each of the parameter. Of other kinds the shape
 does not tell: the Kronecker factors of a square matrix look like one."""
+
+STATE_PREFIX = "optimizer.state."
+"""Start of a checkpoint's keys of state that is cut like its parameter; the kind of state and the
+parameter's key follow."""
+
+MATRIX_STATE_PREFIX = "optimizer.matrix_state."
+"""Start of a checkpoint's keys of other state; its kind and a name of the matrix follow."""

@@ -19,8 +19,8 @@ from megatron_eopt.checkpoints.content import (
     device_of_collectives,
     hash_of_text,
     split_key,
-    tensors,
 )
+from megatron_eopt.storage.checkpoint.keys import tensors
 
 __all__ = ["checksum"]
 

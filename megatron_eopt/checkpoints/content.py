@@ -2,22 +2,16 @@
 
 import hashlib
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import (
-    ShardedObject,
-    ShardedTensorFactory,
-    is_main_replica,
-)
+from megatron.core.dist_checkpointing.mapping import is_main_replica
 from torch import distributed
 
 from megatron_eopt.checkpoints.agreement import everyones
+from megatron_eopt.storage.checkpoint.keys import tensors
 
-__all__ = ["describe", "device_of_collectives", "hash_of_text", "keys", "split_key", "tensors"]
+__all__ = ["describe", "device_of_collectives", "hash_of_text", "split_key"]
 
 _OPTIMIZER = re.compile(
     r"(?:chained_\d+\.)?optimizer\.(?:(?:matrix_)?state\.([^.]+)\.)?(.+?)(?:/shard_[\d.]+_[\d.]+)?"
@@ -33,22 +27,6 @@ def split_key(key: str) -> tuple[str | None, str] | None:
     """
     match = _OPTIMIZER.fullmatch(key)
     return None if match is None else (match[1], match[2])
-
-
-def tensors(sharded_state_dict: Any) -> Iterator[ShardedTensor]:
-    """Yield this rank's sharded tensors, those that factories make included."""
-    for value in nested_values(sharded_state_dict):
-        if isinstance(value, ShardedTensor):
-            yield value
-        elif isinstance(value, ShardedTensorFactory):
-            yield from tensors({"built": value.build()})
-
-
-def keys(sharded_state_dict: Any) -> set[str]:
-    """Return the checkpoint's keys of this rank's sharded tensors and objects."""
-    objects = (v for v in nested_values(sharded_state_dict) if isinstance(v, ShardedObject))
-    found = {item.key for item in tensors(sharded_state_dict)}
-    return found | {item.unique_key for item in objects}
 
 
 def describe(sharded_state_dict: Any) -> dict[str, Any]:

@@ -23,8 +23,9 @@ from megatron_eopt.checkpoints.agreement import (
     from_rank_0,
     is_rank_0,
 )
-from megatron_eopt.checkpoints.content import device_of_collectives, keys, split_key, tensors
+from megatron_eopt.checkpoints.content import device_of_collectives, split_key
 from megatron_eopt.checkpoints.weights_only import WeightsOnlyReader
+from megatron_eopt.storage.checkpoint.keys import keys, tensors
 
 __all__ = ["match"]
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_eopt.base.names import TpModeT
+from megatron_eopt.base.names import MOMENTUM, STEP, TpModeT
 from megatron_eopt.math.moments import correction
 from megatron_eopt.math.newton_schulz import ReduceT
 from megatron_eopt.optimizers.adaptive import (
@@ -26,9 +26,7 @@ from megatron_eopt.storage.composite import ParamGroup, State
 
 __all__ = ["AdaptivePart"]
 
-MOMENTUM = "momentum_buffer"
 MOMENT2 = "moment2_buffer"
-STEP = "step"
 
 
 class AdaptivePart:

@@ -8,12 +8,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.names import MOMENTUM
 from megatron_eopt.fsdp2.optimizer import ShardedOptimizer
 from megatron_eopt.fsdp2.shards import Groups, local_of, parameter_layout
 
 __all__ = ["import_torch_muon"]
-
-MOMENTUM = "momentum_buffer"
 
 
 @torch.no_grad()

@@ -15,13 +15,12 @@ from megatron_eopt.optimizers.config_kwargs import (
     kwargs_from_config,
     weight_decay_kwargs,
 )
-from megatron_eopt.optimizers.initial_state import INITIALIZERS
+from megatron_eopt.optimizers.initial_state import INITIALIZERS, init_state
 from megatron_eopt.optimizers.muon import TensorParallelMuon
 from megatron_eopt.optimizers.registry import (
     EmergingOptimizerEntry,
     StateLayoutT,
     entry_of,
-    init_state,
     is_registered,
     register_optimizer,
 )

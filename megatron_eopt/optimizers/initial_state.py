@@ -1,6 +1,6 @@
-"""What emerging-optimizers' classes keep that have no complete initializer of their own.
+"""Makes the state of emerging-optimizers' classes exist before their first step.
 
-Loading a checkpoint needs every state to exist before the first step.
+Loading a checkpoint needs it. Some classes have no complete initializer of their own.
 """
 
 from collections.abc import Callable
@@ -8,9 +8,26 @@ from typing import Any
 
 import torch
 
-from megatron_eopt.optimizers.registry import init_state
+from megatron_eopt.base.errors import ConfigurationError
 
-__all__ = ["INITIALIZERS"]
+__all__ = ["INITIALIZERS", "init_state"]
+
+
+def init_state(opt: Any, config: Any = None) -> None:
+    """Make every parameter's state exist, also before the first step; loading needs it.
+
+    Raises:
+        ConfigurationError: If the optimizer has no method for it.
+    """
+    if not hasattr(opt, "_init_group"):
+        raise ConfigurationError(
+            "init_state_fn",
+            type(opt).__name__,
+            "must make the state exist before the first step, and the class has no _init_group",
+            "Register the optimizer with an init_state_fn of its own",
+        )
+    for group in opt.param_groups:
+        opt._init_group(group, skip_non_grad_params=False)
 
 
 def _oblique_sgd(opt: Any, config: Any = None) -> None:

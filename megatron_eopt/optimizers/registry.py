@@ -13,6 +13,7 @@ from megatron.core.optimizer.optimizer_config import ParamKey
 
 from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError, check_choice
 from megatron_eopt.base.names import STANDARD_OPTIMIZERS
+from megatron_eopt.optimizers.initial_state import init_state
 from megatron_eopt.routing.routes import NOT_A_MATRIX
 
 ENTRY_POINTS = "megatron_eopt.optimizers"
@@ -33,23 +34,6 @@ _from_packages: set[str] = set()
 def default_param_overrides() -> dict[ParamKey, dict[str, Any]]:
     """Return the overrides that send to Adam what is no matrix."""
     return {NOT_A_MATRIX: {"optimizer": "adam"}}
-
-
-def init_state(opt: Any, config: Any = None) -> None:
-    """Make every parameter's state exist, also before the first step; loading needs it.
-
-    Raises:
-        ConfigurationError: If the optimizer has no method for it.
-    """
-    if not hasattr(opt, "_init_group"):
-        raise ConfigurationError(
-            "init_state_fn",
-            type(opt).__name__,
-            "must make the state exist before the first step, and the class has no _init_group",
-            "Register the optimizer with an init_state_fn of its own",
-        )
-    for group in opt.param_groups:
-        opt._init_group(group, skip_non_grad_params=False)
 
 
 @dataclass

@@ -7,10 +7,10 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-from megatron_eopt.storage.checkpoint import CheckpointMixin
+from megatron_eopt.storage.checkpoint.mixin import CheckpointMixin
+from megatron_eopt.storage.checkpoint.owned import OwnedMatrix
 from megatron_eopt.storage.composite import CompositeOptimizer
 from megatron_eopt.storage.non_finite import WatchedGradients
-from megatron_eopt.storage.owned import OwnedMatrix
 from megatron_eopt.storage.replicated import ReplicatedBuffer
 
 __all__ = ["BufferSetOptimizer"]
@@ -105,7 +105,8 @@ class BufferSetOptimizer(CheckpointMixin, WatchedGradients, DistributedOptimizer
         for part in self.optimizer.parts:
             yield from part.owned_matrices()
 
-    def _make_state_exist(self) -> None:
+    def make_state_exist(self) -> None:
+        """Let every fragment and matrix have the state that it is about to load."""
         self.optimizer.expect_state()
 
     def _set_steps(self, steps: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron_eopt.storage.owned import OwnedMatrix
+from megatron_eopt.storage.checkpoint.owned import OwnedMatrix
 
 __all__ = ["CompositeOptimizer", "InitState", "ParamGroup", "Part", "SavedPart", "State", "bind"]
 

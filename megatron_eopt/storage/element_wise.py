@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_eopt.base.names import MOMENTUM
+from megatron_eopt.storage.checkpoint.dry_step import dry_step
+from megatron_eopt.storage.checkpoint.owned import OwnedMatrix
 from megatron_eopt.storage.composite import InitState, ParamGroup, State, bind
-from megatron_eopt.storage.dry_step import dry_step
-from megatron_eopt.storage.owned import OwnedMatrix
 
 __all__ = ["ElementWisePart", "complete_state", "set_steps"]
 
@@ -100,6 +101,6 @@ def _complete(
         # a tensor for each: torch counts in place
         state.setdefault("step", torch.tensor(0.0))
     elif isinstance(optimizer, torch.optim.SGD) and group["momentum"]:
-        names = ("momentum_buffer",)
+        names = (MOMENTUM,)
     for name in names:
         state.setdefault(name, torch.zeros_like(param))

@@ -5,8 +5,8 @@ from typing import Any
 
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megatron_eopt.storage.checkpoint import CheckpointMixin
-from megatron_eopt.storage.dry_step import dry_step
+from megatron_eopt.storage.checkpoint.dry_step import dry_step
+from megatron_eopt.storage.checkpoint.mixin import CheckpointMixin
 from megatron_eopt.storage.element_wise import complete_state, set_steps
 from megatron_eopt.storage.non_finite import WatchedGradients
 
@@ -44,7 +44,7 @@ class FragmentOptimizer(CheckpointMixin, WatchedGradients, DistributedOptimizer)
         """
         form = sharding_type or (metadata or {}).get("distrib_optim_sharding_type")
         if form == _BY_BUCKET and not is_loading:
-            self._make_state_exist()
+            self.make_state_exist()
             saved: dict[str, Any] = DistributedOptimizer.sharded_state_dict(
                 self, model_sharded_state_dict, metadata={"distrib_optim_sharding_type": form}
             )
@@ -68,7 +68,8 @@ class FragmentOptimizer(CheckpointMixin, WatchedGradients, DistributedOptimizer)
                         fragments.append(nothing)
         return state
 
-    def _make_state_exist(self) -> None:
+    def make_state_exist(self) -> None:
+        """Let every fragment have the state that it is about to load."""
         complete_state(self.optimizer, self.init_state_fn, self.config)
         dry_step(self.optimizer)
 

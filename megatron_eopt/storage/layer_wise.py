@@ -19,18 +19,18 @@ from torch import Tensor
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.storage.buffer_set import BufferSetOptimizer
 from megatron_eopt.storage.buffer_sets import BufferSet, buffer_sets
+from megatron_eopt.storage.checkpoint.rank_files import load_rank_file, save_rank_file
+from megatron_eopt.storage.checkpoint.saved_groups import check_structure, parts_of
 from megatron_eopt.storage.composite import bind
 from megatron_eopt.storage.loss_scale import UnscaledOnce, make_scaler, overflowed, unscale_
 from megatron_eopt.storage.non_finite import FiniteNormChain
 from megatron_eopt.storage.parts import Base, build_composite
-from megatron_eopt.storage.rank_files import load_rank_file, save_rank_file
 from megatron_eopt.storage.refusals import (
     check_base_optimizers,
     check_buffers,
     check_config,
     check_model_chunks,
 )
-from megatron_eopt.storage.saved_groups import check_structure, parts_of
 
 __all__ = ["LayerWiseDistributedOptimizer"]
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from megatron_eopt.math.newton_schulz import ReduceT
 from megatron_eopt.optimizers.engine import MatrixEngine
 from megatron_eopt.optimizers.stored import Stored, StoredParameter
+from megatron_eopt.storage.checkpoint.dry_step import dry_step
+from megatron_eopt.storage.checkpoint.owned import OwnedMatrix
 from megatron_eopt.storage.composite import InitState, ParamGroup, State, bind
-from megatron_eopt.storage.dry_step import dry_step
-from megatron_eopt.storage.owned import OwnedMatrix
 
 __all__ = ["MatrixStatePart"]
 

@@ -10,17 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_eopt.base.names import TpModeT
+from megatron_eopt.base.names import MOMENTUM, TpModeT
 from megatron_eopt.optimizers.elementwise import apply_updates_, decay, directions
 from megatron_eopt.optimizers.engine import MatrixEngine
 from megatron_eopt.optimizers.stored import Stored
+from megatron_eopt.storage.checkpoint.owned import OwnedMatrix
 from megatron_eopt.storage.composite import ParamGroup, State
-from megatron_eopt.storage.owned import OwnedMatrix
 
-__all__ = ["MOMENTUM", "MatrixUpdatePart"]
-
-MOMENTUM = "momentum_buffer"
-"""State key of a fragment's momentum."""
+__all__ = ["MatrixUpdatePart"]
 
 
 class MatrixUpdatePart:

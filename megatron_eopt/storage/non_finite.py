@@ -16,16 +16,9 @@ from torch import Tensor
 
 from megatron_eopt.base.versions import megatron_name
 from megatron_eopt.math.finite import NonFiniteError, names_of_all, not_finite
+from megatron_eopt.storage.main_copies import main_copies
 
 __all__ = ["FiniteNormChain", "WatchedGradients", "mark_left_out"]
-
-_MAIN_COPIES = (
-    ("model_float16_groups", "shard_fp32_from_float16_groups"),
-    ("model_float16_groups", "shard_float16_groups"),
-    ("model_fp32_groups", "shard_fp32_groups"),
-    ("float16_groups", "fp32_from_float16_groups"),
-)
-"""Where megatron-core's wrappers list the model's parameters, and what steps in their place."""
 
 _HUGE = 1e16
 """Of norms up to this one it takes a million until float32 has no room for their squares' sum."""
@@ -127,15 +120,7 @@ def mark_left_out(counted: list[Tensor], left_out: list[Tensor]) -> list[Tensor]
 
 def _gradients(wrapper: Any) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the model's parameters with the gradients that their main copies step with."""
-    model_of = {
-        main: model
-        for models, mains in _MAIN_COPIES
-        for model_group, main_group in zip(
-            getattr(wrapper, models, ()), getattr(wrapper, mains, ()), strict=True
-        )
-        for model, main in zip(model_group, main_group, strict=True)
-        if main is not None
-    }
+    model_of = {main: model for model, main in main_copies(wrapper)}
     decoupled = wrapper.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
     for main in wrapper.get_parameters():
         grad = getattr(main, "decoupled_grad" if decoupled else "grad", None)

@@ -20,28 +20,32 @@ from megatron.core.dist_checkpointing.optimizer import (
 from megatron.core.utils import log_single_rank
 from torch import Tensor, distributed
 
-from megatron_eopt.assembly.plain_requests import PlainRequests
-from megatron_eopt.assembly.plain_state import StoredState, restore
-from megatron_eopt.assembly.saved_groups import (
-    REQUESTS,
+from megatron_eopt.assembly.plain.groups import (
     STEPS,
     adapted,
     match_groups,
     resumed_settings,
     twin_or_none,
 )
+from megatron_eopt.assembly.plain.requests import PlainRequests
+from megatron_eopt.assembly.plain.state import StoredState, restore
 from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.names import STATE_PREFIX, STEP
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
 from megatron_eopt.optimizers.engines import tensor_parallel_cut
-from megatron_eopt.storage.sources import MAIN
+from megatron_eopt.storage.checkpoint.requests import REQUESTS
+from megatron_eopt.storage.checkpoint.sources import MAIN, MAIN_OF_PLAIN
+from megatron_eopt.storage.main_copies import main_copies
 
-__all__ = ["PlainCheckpoint"]
+__all__ = ["MAINS", "PlainCheckpoint"]
 
 logger = logging.getLogger(__name__)
 
-_MAIN = "fp32_from_fp16_params"
-_MAIN_KEY = "optimizer.state.fp32_param"
-_WRAPPERS = ("grad_scaler", _MAIN)
+MAINS = "fp32_from_fp16_params"
+"""Key of the main weights in the state of megatron-core's wrapper for 16-bit parameters."""
+
+_MAIN_KEY = f"{STATE_PREFIX}{MAIN_OF_PLAIN}"
+_WRAPPERS = ("grad_scaler", MAINS)
 _TP_SIZES = "tensor_parallel_sizes"
 
 
@@ -63,9 +67,9 @@ class PlainCheckpoint:
             return {}
         self._make_state()
         state: dict[str, Any] = super().state_dict(*args, **kwargs)  # type: ignore[misc]
-        if _MAIN in state:
+        if MAINS in state:
             # aliases without the attributes, which may be objects of our classes
-            state[_MAIN] = [[main.detach() for main in group] for group in state[_MAIN]]
+            state[MAINS] = [[main.detach() for main in group] for group in state[MAINS]]
         inner = state.get("optimizer", state)
         main_optimizer = self.config.optimizer.removeprefix("dist_")
         for group in inner["param_groups"]:
@@ -96,8 +100,8 @@ class PlainCheckpoint:
             self.optimizer.complete_statistics()
         state_dict = self.state_dict()
         stored = self._stored(model_sharded_state_dict)
-        if _MAIN in state_dict:
-            state_dict[_MAIN] = self._sharded_main(stored)
+        if MAINS in state_dict:
+            state_dict[MAINS] = self._sharded_main(stored)
         inner = state_dict.get("optimizer", state_dict)
         states = {number: self.optimizer.state[item.main] for number, item in stored.items()}
         inner["state"] = {number: item.entries(states[number]) for number, item in stored.items()}
@@ -107,7 +111,7 @@ class PlainCheckpoint:
         ]
         if is_loading:
             requests = PlainRequests(
-                inner["state"], state_dict.get(_MAIN, {}), self._main_places(), stored
+                inner["state"], state_dict.get(MAINS, {}), self._main_places(), stored
             )
             state_dict[REQUESTS] = LocalNonpersistentObject(requests)
         elif (step := _agreed_step(states.values())) is not None:
@@ -152,7 +156,7 @@ class PlainCheckpoint:
         if "optimizer" in state_dict or self.fp32_from_float16_groups:
             rest = {key: value for key, value in state_dict.items() if key in _WRAPPERS}
             result = {**rest, "optimizer": result}
-            result[_MAIN] = self._loaded_main(state_dict.get(_MAIN, {}), twins, fresh)
+            result[MAINS] = self._loaded_main(state_dict.get(MAINS, {}), twins, fresh)
         super().load_state_dict(result)  # type: ignore[misc]
 
     @staticmethod
@@ -169,13 +173,7 @@ class PlainCheckpoint:
     def _model_params(self) -> list[list[Tensor]]:
         """Return the model's parameters in the order of the optimizer's, group by group."""
         groups: list[list[Tensor]] = [group["params"] for group in self.optimizer.param_groups]
-        model_of = {
-            main: model
-            for models, mains in zip(
-                self.float16_groups, self.fp32_from_float16_groups, strict=True
-            )
-            for model, main in zip(models, mains, strict=True)
-        }
+        model_of = {main: model for model, main in main_copies(self)}
         return [[model_of.get(param, param) for param in group] for group in groups]
 
     def _stored(self, model_sharded_state_dict: Mapping[str, Any]) -> dict[int, StoredState]:
@@ -240,13 +238,13 @@ class PlainCheckpoint:
         ):
             if len(numbers) != len(group["params"]):
                 raise _other_count(group, len(numbers))
-            common = states.get("common_step", group.get("step", inner.get(STEPS)))
+            common = states.get("common_step", group.get(STEP, inner.get(STEPS)))
             for param, number, its in zip(present["params"], group["params"], numbers, strict=True):
                 template = self.optimizer.state[param]
                 values = dict(states.get(its, {}))
                 if common is not None:
                     # one for each: torch counts in place
-                    values.setdefault("step", copy.deepcopy(common))
+                    values.setdefault(STEP, copy.deepcopy(common))
                 fresh = named | set((may_lack or {}).get(number, ()))
                 lacking = template.keys() - values.keys()
                 started |= lacking & named
@@ -297,7 +295,7 @@ class PlainCheckpoint:
             if [(p, m.shape) for p, m in enumerate(models)] != [
                 (place, its[place].shape) for place in sorted(its)
             ]:
-                raise _missing([f"{_MAIN}: {len(its)} of {len(models)} main weights of a group"])
+                raise _missing([f"{MAINS}: {len(its)} of {len(models)} main weights of a group"])
             result.append([its[place] for place in sorted(its)])
         return result
 
@@ -330,7 +328,7 @@ def _agreed_step(states: Any) -> Tensor | int | float | None:
     Raises:
         ConfigurationError: If parameters have done different numbers of steps.
     """
-    steps = [state["step"] for state in states if "step" in state]
+    steps = [state[STEP] for state in states if STEP in state]
     counts = {float(step) for step in steps}
     ends = [max(counts, default=-1.0), -min(counts, default=torch.inf)]
     both = torch.tensor(ends, dtype=torch.float64, device="cuda")
@@ -340,7 +338,7 @@ def _agreed_step(states: Any) -> Tensor | int | float | None:
         return None
     if last != -first:
         raise ConfigurationError(
-            "step",
+            STEP,
             sorted(counts),
             "a checkpoint holds one step for all parameters of an optimizer",
             "Save when all have done the same number of steps",

@@ -6,10 +6,10 @@ from typing import Any
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.versions import megatron_name
 from megatron_eopt.routing.groups import GROUP_ID
-from megatron_eopt.storage.saved_groups import saved_groups, saved_steps
+from megatron_eopt.storage.checkpoint.requests import REQUESTS
+from megatron_eopt.storage.checkpoint.saved_groups import saved_groups, saved_steps
 
 __all__ = [
-    "REQUESTS",
     "STEPS",
     "adapted",
     "check_same_optimizers",
@@ -18,9 +18,6 @@ __all__ = [
     "resumed_settings",
     "twin_or_none",
 ]
-
-REQUESTS = "requests"
-"""Key under which a sharded state dict has its requests."""
 
 STEPS = "steps_done"
 """Key of the number of steps in what :func:`children_of` returns."""

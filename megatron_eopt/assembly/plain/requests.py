@@ -4,19 +4,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import (
-    ShardedObject,
-    ShardedTensor,
-    ShardedTensorFactory,
-)
-
-from megatron_eopt.assembly.plain_state import StoredState
-from megatron_eopt.storage.sources import MAIN, Index, Sources
+from megatron_eopt.assembly.plain.state import StoredState
+from megatron_eopt.base.names import STATE_PREFIX
+from megatron_eopt.storage.checkpoint.keys import keys
+from megatron_eopt.storage.checkpoint.sources import MAIN, Index, Sources
 
 __all__ = ["PlainRequests"]
-
-_PREFIX = "optimizer.state."
 
 
 class PlainRequests:
@@ -53,32 +46,23 @@ class PlainRequests:
 
     def keys(self) -> set[str]:
         """Return the checkpoint's keys that are asked for now."""
-        return _keys([self._states, self._mains])
+        return keys([self._states, self._mains])
 
     def adapt(
         self, available: frozenset[str], fresh: Collection[str], momentum_from_adam: bool
     ) -> list[str]:
-        """Ask only for what a checkpoint has; as of ``StateRequests`` of the layer-wise storage.
+        """Ask only for what a checkpoint has.
 
-        Args:
-            available: Keys of the checkpoint's tensors and objects.
-            fresh: Kinds of state that may be missing; they start fresh.
-            momentum_from_adam: Whether Muon's momentum is Adam's first moment where the checkpoint
-                has no other.
-
-        Returns:
-            What starts fresh or is taken from elsewhere, a line each.
-
-        Raises:
-            ConfigurationError: If state is missing, with the parameters and what they lack.
+        Arguments, result and errors are those of the distributed storage's
+        :meth:`~megatron_eopt.storage.checkpoint.requests.StateRequests.adapt`.
         """
-        index = Index(available, _PREFIX)
+        index = Index(available, STATE_PREFIX)
         sources = Sources(fresh, momentum_from_adam)
         chosen = {}
         for number, item in self._stored.items():
             entries = self._states[number]
             there = index.kinds(item.shard.key) | {
-                kind for kind, entry in entries.items() if _keys([entry]) <= available
+                kind for kind, entry in entries.items() if keys([entry]) <= available
             }
             main = {MAIN} if number in self._places else set()
             chosen[number] = sources.choose(item.shard.key, {*entries, *main}, there)
@@ -94,26 +78,15 @@ class PlainRequests:
             del entries[kind]
         for kind in entries:
             if chosen[kind] != kind:
-                entries[kind] = replace(entries[kind], key=f"{_PREFIX}{chosen[kind]}.{key}")
+                entries[kind] = replace(entries[kind], key=f"{STATE_PREFIX}{chosen[kind]}.{key}")
         if number in self._places:
             group, place = self._places[number]
             if MAIN in chosen:
                 entry = self._mains[group][place]
-                self._mains[group][place] = replace(entry, key=f"{_PREFIX}{chosen[MAIN]}.{key}")
+                self._mains[group][place] = replace(
+                    entry, key=f"{STATE_PREFIX}{chosen[MAIN]}.{key}"
+                )
             else:
                 del self._mains[group][place]
                 lacking = {*lacking, MAIN}
         return set(lacking)
-
-
-def _keys(entries: Any) -> set[str]:
-    found = set()
-    for item in nested_values(entries):
-        if isinstance(item, ShardedTensorFactory):
-            built = item.build()
-            found |= _keys(built if isinstance(built, dict | list) else [built])
-        elif isinstance(item, ShardedObject):
-            found.add(item.unique_key)
-        elif isinstance(item, ShardedTensor):
-            found.add(item.key)
-    return found

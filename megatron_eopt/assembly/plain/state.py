@@ -26,8 +26,14 @@ from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_te
 from torch import Tensor
 
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.base.names import ELEMENT_WISE_STATE
+from megatron_eopt.base.names import (
+    ELEMENT_WISE_STATE,
+    MATRIX_STATE_PREFIX,
+    STATE_PREFIX,
+    STEP,
+)
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
+from megatron_eopt.storage.checkpoint.model_space import unique_name
 from megatron_eopt.storage.parts import state_layout
 
 __all__ = ["StoredState", "restore"]
@@ -53,7 +59,7 @@ class StoredState:
 
     def entries(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the checkpoint entries of ``state``, its step apart."""
-        entries = {name: self._entry(name, state[name]) for name in state if name != "step"}
+        entries = {name: self._entry(name, state[name]) for name in state if name != STEP}
         # dist_checkpointing cannot load an empty list
         return {name: entry for name, entry in entries.items() if entry != []}
 
@@ -62,12 +68,12 @@ class StoredState:
         return self.tp_size > 1 and any(
             not self._is_alike(name, value) and not self._is_whole()
             for name, value in state.items()
-            if name != "step"
+            if name != STEP
         )
 
     def _entry(self, name: str, value: Any) -> Any:
         if self._is_alike(name, value):
-            return make_sharded_optimizer_tensor(self.shard, value, f"optimizer.state.{name}")
+            return make_sharded_optimizer_tensor(self.shard, value, f"{STATE_PREFIX}{name}")
         if isinstance(value, list | tuple):
             return [self._piece(f"{name}.{i}", 0, item) for i, item in enumerate(value)]
         parts = self._matrices(name, value)
@@ -91,7 +97,7 @@ class StoredState:
     def _piece(self, name: str, part: int, value: Any) -> ShardedTensor | ShardedObject:
         replica = self.shard.replica_id
         replica_id = replica if isinstance(replica, tuple) else (replica,)
-        key = f"optimizer.matrix_state.{name}.{_place(self.shard)}.{part}"
+        key = f"{MATRIX_STATE_PREFIX}{name}.{_place(self.shard)}.{part}"
         if self.tp_size > 1:
             if self._is_whole():
                 replica_id = (*replica_id, self.tp_rank)
@@ -109,13 +115,11 @@ def _is_kept(value: Any) -> bool:
 
 
 def _place(shard: ShardedTensor | ShardedTensorFactory) -> str:
-    """Return a name of this rank's parameter that no other parameter has."""
     tensor = shard
     while isinstance(tensor, ShardedTensorFactory):
         built = tensor.build()
         tensor = next(iter(nested_values(built if isinstance(built, dict | list) else [built])))
-    offsets = tensor.global_offset[: tensor.prepend_axis_num]
-    return ".".join([shard.key, *map(str, offsets)])
+    return unique_name(shard.key, tensor)
 
 
 def restore(template: Any, loaded: Any, what: str) -> Any:

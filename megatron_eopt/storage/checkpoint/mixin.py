@@ -1,9 +1,9 @@
 """Saves and loads the state of a distributed optimizer, at any layout.
 
 State is saved under the names and in the shapes of the parameters it belongs to (see
-:mod:`megatron_eopt.storage.model_space`), and only what exists: no zeros stand in for state that
-an optimizer does not have. The wrapper counts the steps, so that ranks without a fragment agree
-with the others.
+:mod:`megatron_eopt.storage.checkpoint.model_space`), and only what exists: no zeros stand in for
+state that an optimizer does not have. The wrapper counts the steps, so that ranks without a
+fragment agree with the others.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,12 +13,18 @@ import torch
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 from torch import Tensor
 
-from megatron_eopt.storage.bucket_space import BucketSpace
-from megatron_eopt.storage.model_space import ModelSpace, model_spaces
-from megatron_eopt.storage.owned import OwnedMatrix, wanted_of
-from megatron_eopt.storage.requests import StateRequests, Wanted
-from megatron_eopt.storage.saved_groups import adopt, saved_groups, saved_scaler, saved_steps
-from megatron_eopt.storage.sources import MAIN, STEP
+from megatron_eopt.base.names import STEP
+from megatron_eopt.storage.checkpoint.bucket_space import BucketSpace
+from megatron_eopt.storage.checkpoint.model_space import ModelSpace, model_spaces
+from megatron_eopt.storage.checkpoint.owned import OwnedMatrix, wanted_of
+from megatron_eopt.storage.checkpoint.requests import REQUESTS, StateRequests, Wanted
+from megatron_eopt.storage.checkpoint.saved_groups import (
+    adopt,
+    saved_groups,
+    saved_scaler,
+    saved_steps,
+)
+from megatron_eopt.storage.checkpoint.sources import MAIN
 
 __all__ = ["CheckpointMixin"]
 
@@ -102,14 +108,14 @@ class CheckpointMixin:
             ConfigurationError: If a parameter is not in the model's state.
         """
         if is_loading:
-            self._make_state_exist()
+            self.make_state_exist()
         state = self.state_dict()
         requests = self._state_requests(model_sharded_state_dict)
         state["param_state"] = requests.param_state
         state["param_state_sharding_type"] = _FORM
         if is_loading:
             self._requests = requests
-            state["requests"] = LocalNonpersistentObject(requests)
+            state[REQUESTS] = LocalNonpersistentObject(requests)
         return state
 
     def step_with_ready_grads(self) -> bool:
@@ -183,7 +189,7 @@ class CheckpointMixin:
         return {
             kind: value.detach()
             for kind, value in tensors.items()
-            if isinstance(value, Tensor) and kind != "step"
+            if isinstance(value, Tensor) and kind != STEP
         }
 
     def _set_main_param_and_optimizer_states(
@@ -196,7 +202,7 @@ class CheckpointMixin:
             if kind in tensors and tensors[kind].data_ptr() != value.data_ptr():
                 value.copy_(tensors[kind])
 
-    def _make_state_exist(self) -> None:
+    def make_state_exist(self) -> None:
         """Let every fragment and matrix have the state that it is about to load."""
         raise NotImplementedError
 

@@ -17,8 +17,9 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from torch import Tensor
 
 from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.names import STATE_PREFIX
 
-__all__ = ["Box", "ModelSpace", "cut", "model_spaces"]
+__all__ = ["Box", "ModelSpace", "cut", "model_spaces", "unique_name"]
 
 type _Cut = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -67,7 +68,7 @@ class Box:
         """
         whole = self.sharded.replica_id
         replica = (*whole[:-1], instance) if isinstance(whole, tuple) else (whole, instance)
-        key = f"optimizer.state.{state_key}.{self.sharded.key}"
+        key = f"{STATE_PREFIX}{state_key}.{self.sharded.key}"
         return replace(self.sharded, key=key, data=data, dtype=data.dtype, replica_id=replica)
 
 
@@ -91,8 +92,7 @@ class ModelSpace:
         self._pieces = [_piece(shard) for shard in shards]
         self.keys = tuple(dict.fromkeys(piece.sharded.key for piece in self._pieces))
         self.prepended = shards[0].prepend_axis_num
-        numbers = self.sharded.global_offset[: self.prepended]
-        self.name = ".".join([base.key, *map(str, numbers)])
+        self.name = unique_name(base.key, shards[0])
 
     @property
     def sharded(self) -> ShardedTensor:
@@ -121,6 +121,16 @@ class ModelSpace:
                 )
                 found.append(Box(sharded, first, piece.strides))
         return found
+
+
+def unique_name(key: str, shard: ShardedTensor) -> str:
+    """Return a name of a parameter that no other parameter of the model has.
+
+    Args:
+        key: Of the parameter in a checkpoint; layers or experts may share it.
+        shard: A box of it; the places of its leading dimensions tell which layer or expert it is.
+    """
+    return ".".join([key, *map(str, shard.global_offset[: shard.prepend_axis_num])])
 
 
 def model_spaces(

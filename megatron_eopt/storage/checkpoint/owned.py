@@ -13,9 +13,9 @@ from torch import Tensor
 from megatron_eopt.base.names import ELEMENT_WISE_STATE
 from megatron_eopt.matrices import matrix_rows
 from megatron_eopt.optimizers.stored import StoredParameter
-from megatron_eopt.storage.leaves import leaves
-from megatron_eopt.storage.model_space import Box, ModelSpace
-from megatron_eopt.storage.requests import Rest, Wanted
+from megatron_eopt.storage.checkpoint.leaves import leaves
+from megatron_eopt.storage.checkpoint.model_space import Box, ModelSpace
+from megatron_eopt.storage.checkpoint.requests import Rest, Wanted
 
 __all__ = ["OwnedMatrix", "wanted_of"]
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, distributed
 
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.storage.checkpoint import CheckpointMixin
-from megatron_eopt.storage.leaves import leaves, put
+from megatron_eopt.storage.checkpoint.leaves import leaves, put
+from megatron_eopt.storage.checkpoint.mixin import CheckpointMixin
 
 __all__ = ["load_rank_file", "save_rank_file"]
 
@@ -65,7 +65,7 @@ def load_rank_file(
 
 
 def _content(child: CheckpointMixin, names: Mapping[Tensor, str]) -> dict[str, Any]:
-    child._make_state_exist()
+    child.make_state_exist()
     return {
         "common": child.state_dict(),
         "fragments": {

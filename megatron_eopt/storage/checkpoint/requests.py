@@ -6,20 +6,21 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch import Tensor
 
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.storage.bucket_space import BucketSpace
-from megatron_eopt.storage.leaves import put
-from megatron_eopt.storage.model_space import Box, ModelSpace
-from megatron_eopt.storage.sources import STEP, Index, Sources
+from megatron_eopt.base.names import MATRIX_STATE_PREFIX, STATE_PREFIX, STEP
+from megatron_eopt.storage.checkpoint.bucket_space import BucketSpace
+from megatron_eopt.storage.checkpoint.keys import keys
+from megatron_eopt.storage.checkpoint.leaves import put
+from megatron_eopt.storage.checkpoint.model_space import Box, ModelSpace
+from megatron_eopt.storage.checkpoint.sources import Index, Sources
 
-__all__ = ["Rest", "StateRequests", "Wanted"]
+__all__ = ["REQUESTS", "Rest", "StateRequests", "Wanted"]
 
-_BY_PARAMETER = "optimizer.state."
-_BY_MATRIX = "optimizer.matrix_state."
+REQUESTS = "requests"
+"""Key under which a sharded state dict that is about to be loaded has its requests."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Rest:
 
     def request(self, kind: str, instance: int) -> ShardedTensor | ShardedObject:
         """Return what is saved of one kind of state."""
-        key, value = f"{_BY_MATRIX}{kind}.{self.name}", self.leaves[kind][2]
+        key, value = f"{MATRIX_STATE_PREFIX}{kind}.{self.name}", self.leaves[kind][2]
         replica = (0, 0, instance)
         if isinstance(value, Tensor):
             # a tensor in a checkpoint has at least one dimension
@@ -49,7 +50,7 @@ class Rest:
         return {
             kind
             for kind in self.leaves
-            if not available.isdisjoint(_spellings(f"{_BY_MATRIX}{kind}.{self.name}"))
+            if not available.isdisjoint(_spellings(f"{MATRIX_STATE_PREFIX}{kind}.{self.name}"))
         }
 
     def take(self, loaded: Mapping[str, Any]) -> None:
@@ -113,11 +114,7 @@ class StateRequests:
 
     def keys(self) -> set[str]:
         """Return the checkpoint's keys that are asked for now."""
-        return {
-            item.unique_key if isinstance(item, ShardedObject) else item.key
-            for item in nested_values(self.param_state)
-            if isinstance(item, ShardedTensor | ShardedObject)
-        }
+        return keys(self.param_state)
 
     def adapt(
         self, available: frozenset[str], fresh: Collection[str], momentum_from_adam: bool
@@ -139,7 +136,7 @@ class StateRequests:
         Raises:
             ConfigurationError: If state is missing, with the parameters and what they lack.
         """
-        by_parameter = Index(available, _BY_PARAMETER)
+        by_parameter = Index(available, STATE_PREFIX)
         if not self._wanted:
             return []
         sources = Sources(fresh, momentum_from_adam)

@@ -3,23 +3,15 @@
 from collections.abc import Collection
 
 from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.names import FIRST_MOMENT, MOMENTUM, STEP
 
-__all__ = ["MAIN", "MOMENTUM", "STEP", "Index", "Sources"]
+__all__ = ["MAIN", "MAIN_OF_PLAIN", "Index", "Sources"]
 
 MAIN = "param"
 """Name of main weights in checkpoints of fragments."""
 
-STEP = "step"
-"""Name of a counter of steps."""
-
-_MAIN_OF_PLAIN = "fp32_param"
+MAIN_OF_PLAIN = "fp32_param"
 """Name of main weights in checkpoints of optimizers that keep whole parameters."""
-
-MOMENTUM = "momentum_buffer"
-"""Name of Muon's momentum."""
-
-_FIRST_MOMENT = "exp_avg"
-"""Name of Adam's first moment."""
 
 _SHOWN = 12
 
@@ -72,18 +64,18 @@ class Sources:
         """
         chosen = {key: key for key in wanted if key in there}
         if MAIN in wanted and MAIN not in chosen:
-            if _MAIN_OF_PLAIN in there:
-                chosen[MAIN] = _MAIN_OF_PLAIN
+            if MAIN_OF_PLAIN in there:
+                chosen[MAIN] = MAIN_OF_PLAIN
             else:
                 self._note("main weights are those of the model", name)
         # steps are also counted for all parameters together
         kept = set(wanted) - {MAIN, STEP}
-        others = set(there) - {MAIN, _MAIN_OF_PLAIN, STEP}
+        others = set(there) - {MAIN, MAIN_OF_PLAIN, STEP}
         another_optimizer = bool(others) and not others & kept
         for key in sorted(kept - set(chosen)):
-            if key == MOMENTUM and self._momentum_from_adam and _FIRST_MOMENT in there:
-                chosen[key] = _FIRST_MOMENT
-                self._note(f"{key} is taken from {_FIRST_MOMENT}", name)
+            if key == MOMENTUM and self._momentum_from_adam and FIRST_MOMENT in there:
+                chosen[key] = FIRST_MOMENT
+                self._note(f"{key} is taken from {FIRST_MOMENT}", name)
             elif another_optimizer or key in self._fresh:
                 has = ", ".join(sorted(others)) or "none"
                 self._note(f"{key} starts fresh (the checkpoint has: {has})", name)

@@ -11,8 +11,9 @@ from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_eopt import checkpoints
-from megatron_eopt.checkpoints.content import split_key, tensors
+from megatron_eopt.checkpoints.content import split_key
 from megatron_eopt.checkpoints.manifest import Manifest
+from megatron_eopt.storage.checkpoint.keys import tensors
 from tests.harness import run_ranks
 from tests.unit.storage.full_state import Case, build, sharded, steps, unwrapped
 from tests.unit.storage.runs import DENSE, MOE

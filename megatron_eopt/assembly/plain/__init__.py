@@ -1,0 +1,1 @@
+"""Checkpoints of optimizers that hold whole parameters."""
