@@ -173,6 +173,11 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         ),
         Flag("adaptive-muon-beta2", "Decay of the second moments.", {"type": float}),
         Flag("adaptive-muon-eps", "Smallest divisor of an update.", {"type": float}),
+        Flag(
+            "adaptive-muon-bias-correction",
+            "Let the first steps of AdaMuon and NAMO be no longer than later ones.",
+            {"action": _SWITCH},
+        ),
     ),
     "soap": (
         Flag("soap-shampoo-beta", "Decay of the preconditioner's statistics.", {"type": float}),

@@ -1,4 +1,4 @@
-"""Who gets an update that depends on the number of tensor-parallel ranks is told so."""
+"""Who gets an update that depends on the number of ranks, or far too long a one, is told so."""
 
 import logging
 
@@ -25,7 +25,7 @@ def _warnings(config, ddp, tp):
         losses("ours", 1, config=config, ddp=ddp, parallel={"tp": tp})
     finally:
         logger.removeHandler(handler)
-    return [line for line in handler.lines if "depends on the number of ranks" in line]
+    return handler.lines
 
 
 SHARDED = {"use_distributed_optimizer": True}
@@ -43,6 +43,26 @@ SHARDED = {"use_distributed_optimizer": True}
     ],
 )
 def test_a_warning_names_the_field(config, ddp, tp, expected):
-    found = run_ranks(2, _warnings, config, ddp, tp)[0]
+    lines = run_ranks(2, _warnings, config, ddp, tp)[0]
+    found = [line for line in lines if "depends on the number of ranks" in line]
     assert len(found) == (expected is not None)
     assert all(expected in line for line in found)
+
+
+@pytest.mark.parametrize(
+    ("method", "scale", "warned"),
+    [
+        ("adamuon", "spectral", True),
+        ("adamuon", "adamw_rms", True),
+        ("adamuon", "shape_scaling", False),
+        ("normuon", "adamw_rms", False),
+    ],
+)
+def test_adamuons_scale(method, scale, warned):
+    config = {
+        "optimizer": "adaptive_muon",
+        "adaptive_muon_moment2_method": method,
+        "muon_scale_mode": scale,
+    }
+    lines = run_ranks(1, _warnings, config, {}, 1)[0]
+    assert any(f"muon_scale_mode={scale!r}" in line for line in lines) == warned
