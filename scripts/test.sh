@@ -5,7 +5,7 @@
 #   ./scripts/test.sh --all   adds the long tier: soaks, kills, layout matrices; without further
 #                             arguments its results are written to docs/long_tier.md
 #
-# Further arguments go to pytest.
+# Further arguments go to pytest. TEST_WORKERS=0 runs all tests in one process, in order.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
@@ -22,4 +22,5 @@ step() { echo "== $*"; "$@"; }
 step ruff format --check .
 step ruff check .
 step mypy megatron_eopt
-step python -m pytest "${tier[@]}" "$@"
+# a file's tests share what they set up, so a file stays with one worker
+step python -m pytest -n "${TEST_WORKERS:-2}" --dist loadfile "${tier[@]}" "$@"

@@ -17,7 +17,8 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     path = config.getoption("--write-table")
-    if path is not None:
+    # workers report to the process that started them, which writes
+    if path is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(ResultTable(path.absolute()))
 
 

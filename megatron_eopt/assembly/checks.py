@@ -1,8 +1,11 @@
 """Checks of a configuration's values and of its fit to the wrapped model, all at build time."""
 
+import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, get_args
 
+from megatron_eopt.assembly.config import EmergingOptimizerConfig
 from megatron_eopt.assembly.meaning import Meaning
 from megatron_eopt.assembly.refusals import refuse_unsupported_modes
 from megatron_eopt.base.errors import (
@@ -44,7 +47,13 @@ _BOUNDS: dict[str, dict[str, float]] = {
     "adam_beta2": _DECAY,
     "adam_eps": _POSITIVE,
     "sgd_momentum": _DECAY,
+    "grad_norm_skip_threshold": _NOT_NEGATIVE,
     "loss_scale": _NOT_NEGATIVE,
+    "initial_loss_scale": _POSITIVE,
+    "min_loss_scale": _POSITIVE,
+    "loss_scale_window": _POSITIVE,
+    "hysteresis": {"at_least": 1},
+    "optimizer_offload_fraction": _NOT_NEGATIVE,
     "muon_lr": _NOT_NEGATIVE,
     "muon_min_lr": _NOT_NEGATIVE,
     "muon_momentum": _DECAY,
@@ -70,6 +79,15 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 
 _OPTIMIZER_PREFIXES = ("muon", "adaptive_muon", "lion", "soap")
 
+_SWITCHES = tuple(
+    item.name
+    for item in dataclasses.fields(EmergingOptimizerConfig)
+    if isinstance(item.default, bool)
+)
+"""Fields that are on or off; None counts as off."""
+
+_MAY_BE_INFINITE = frozenset({"grad_norm_skip_threshold"})
+
 _MAY_BE_NONE = frozenset(
     {"min_lr", "decoupled_lr", "decoupled_min_lr", "loss_scale"}
     | {"muon_lr", "muon_min_lr", "muon_momentum_beta", "muon_mode"}
@@ -87,10 +105,20 @@ def check_values(config: Any, meaning: Meaning) -> None:
     refuse_unsupported_modes(config, meaning.optimizer)
     for name, bounds in _BOUNDS.items():
         if _in_use(name, meaning) and _is_given(config, name):
-            check_number(name, getattr(config, name), **bounds)
+            value = getattr(config, name)
+            if not (name in _MAY_BE_INFINITE and value == math.inf):
+                check_number(name, value, **bounds)
     for name, choices in _CHOICES.items():
         if _in_use(name, meaning) and _is_given(config, name):
             check_choice(name, getattr(config, name), choices)
+    _check_switches(config, meaning)
+    if config.fp16 and not config.loss_scale and config.min_loss_scale > config.initial_loss_scale:
+        raise ConfigurationError(
+            "min_loss_scale",
+            config.min_loss_scale,
+            f"must not be above initial_loss_scale={config.initial_loss_scale!r}",
+            "Lower it, or raise initial_loss_scale",
+        )
     if meaning.is_standard:
         return
     check_old_spellings(config, meaning.prefixes)
@@ -170,6 +198,13 @@ def check_storage(meaning: Meaning, optimizers: set[str]) -> None:
             f"fragments of a buffer belong to adam alone, and {sorted(bad)} got parameters too",
             "Set it to False, here and in DistributedDataParallelConfig, or route all to adam",
         )
+
+
+def _check_switches(config: Any, meaning: Meaning) -> None:
+    for name in _SWITCHES:
+        value = getattr(config, name, None)
+        if _in_use(name, meaning) and value is not None and not isinstance(value, bool):
+            raise ConfigurationTypeError(name, value, "is on or off", "Give True or False")
 
 
 def _check_schedule(config: Any) -> None:

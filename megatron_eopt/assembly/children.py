@@ -17,6 +17,7 @@ from megatron_eopt.assembly.wrappers import (
 from megatron_eopt.base.names import SCALAR_OPTIMIZERS
 from megatron_eopt.base.versions import megatron_name
 from megatron_eopt.optimizers.entries import create
+from megatron_eopt.optimizers.group_settings import check_group_settings
 from megatron_eopt.optimizers.muon import TensorParallelMuon
 from megatron_eopt.optimizers.scalar import build_scalar_optimizer
 from megatron_eopt.routing.groups import Group, param_group
@@ -157,9 +158,17 @@ def build_torch_optimizer(
     param_groups = torch_param_groups(child, config)
     if not param_groups:
         return None, None
+    optimizer: torch.optim.Optimizer
+    init_state_fn: Callable[..., None] | None
     if child.optimizer in SCALAR_OPTIMIZERS:
-        return build_scalar_optimizer(child.optimizer, param_groups, config)
-    return create(child.optimizer, param_groups, config, model_chunks, groups.collection)
+        optimizer, init_state_fn = build_scalar_optimizer(child.optimizer, param_groups, config)
+    else:
+        collection = groups.collection
+        optimizer, init_state_fn = create(
+            child.optimizer, param_groups, config, model_chunks, collection
+        )
+    check_group_settings(optimizer)
+    return optimizer, init_state_fn
 
 
 def _fragment_optimizer(

@@ -25,6 +25,7 @@ from megatron_eopt.matrices import Split, whole
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
 from megatron_eopt.optimizers.config_kwargs import first_field
 from megatron_eopt.optimizers.entries import create
+from megatron_eopt.optimizers.group_settings import check_group_settings
 from megatron_eopt.optimizers.scalar import build_scalar_optimizer
 from megatron_eopt.routing.overrides import Overrides, check_overrides
 from megatron_eopt.routing.parameters import ModelParameter, trainable_parameters
@@ -182,6 +183,7 @@ class _Builder:
         """Add the groups of one optimizer, and parts that step them."""
         routed = torch_param_groups(child, self._config)
         base, init_state_fn = _base(child.optimizer, routed, self._config)
+        check_group_settings(base)
         mine = [
             {**made, **_numbers(made, self._config), "params": group["params"]}
             for made, group in zip(base.param_groups, routed, strict=True)
@@ -242,7 +244,7 @@ def _base(
     stand_ins = [{**group, "params": [nn.Parameter(torch.zeros(1, 1))]} for group in groups]
     if name == "adam":
         cls = torch.optim.AdamW if config.decoupled_weight_decay else torch.optim.Adam
-        betas = (config.adam_beta1, config.adam_beta2)
+        betas = (float(config.adam_beta1), float(config.adam_beta2))
         return cls(stand_ins, lr=config.lr, betas=betas, eps=config.adam_eps), None
     if name == "sgd":
         return torch.optim.SGD(stand_ins, lr=config.lr, momentum=config.sgd_momentum), None

@@ -61,8 +61,8 @@ def _adam(groups: list[dict[str, Any]], config: Any) -> torch.optim.Optimizer:
     kwargs: dict[str, Any] = {
         "lr": config.lr,
         "weight_decay": config.weight_decay,
-        "betas": (config.adam_beta1, config.adam_beta2),
-        "eps": config.adam_eps,
+        "betas": _betas(config),
+        "eps": float(config.adam_eps),
         "capturable": config.optimizer_cuda_graph,
     }
     if is_torch_fallback():
@@ -75,6 +75,11 @@ def _adam(groups: list[dict[str, Any]], config: Any) -> torch.optim.Optimizer:
     adam = cls(groups, **kwargs)
     _log_choice(adam)
     return adam
+
+
+def _betas(config: Any) -> tuple[float, float]:
+    # torch takes no integers among them
+    return float(config.adam_beta1), float(config.adam_beta2)
 
 
 def _precision_aware_kwargs(config: Any) -> dict[str, Any]:
@@ -110,8 +115,8 @@ def _offloaded(name: str, groups: list[dict[str, Any]], config: Any) -> torch.op
     )
     kwargs: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     if name == "adam":
-        betas = (config.adam_beta1, config.adam_beta2)
-        kwargs |= {"betas": betas, "eps": config.adam_eps, "bias_correction": True, "fused": True}
+        kwargs |= {"betas": _betas(config), "eps": float(config.adam_eps)}
+        kwargs |= {"bias_correction": True, "fused": True}
     else:
         kwargs["momentum"] = config.sgd_momentum
     hybrid: torch.optim.Optimizer = megatron_name("HybridDeviceOptimizer")(

@@ -304,10 +304,23 @@ def job(kind: str, examples: int, folder: str) -> Outcomes:
 EXAMPLES = {"configurations": 70, "overrides": 40, "command lines": 25, "files": 25}
 
 
+def check(kind: str, examples: int, folder: Path) -> Outcomes:
+    (outcomes,) = run_ranks(1, job, kind, examples, str(folder), timeout=TIMEOUT_S)
+    assert not outcomes.defects, "\n\n".join(outcomes.defects)
+    return outcomes
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_settings(kind, tmp_path):
-    (outcomes,) = run_ranks(1, job, kind, EXAMPLES[kind], str(tmp_path), timeout=TIMEOUT_S)
-    assert not outcomes.defects, "\n\n".join(outcomes.defects)
+    outcomes = check(kind, EXAMPLES[kind], tmp_path)
     # so that examples are not all alike
     assert outcomes.refused > 5
     assert outcomes.trained > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_settings(kind, tmp_path, record_property):
+    outcomes = check(kind, 20 * EXAMPLES[kind], tmp_path)
+    record_property("refused", outcomes.refused)
+    record_property("trained", outcomes.trained)

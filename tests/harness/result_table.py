@@ -50,7 +50,7 @@ class ResultTable:
             "| test | outcome | seconds | figures |",
             "|---|---|---:|---|",
         ]
-        for name, entry in self._entries.items():
+        for name, entry in sorted(self._entries.items()):
             figures = "; ".join(entry.figures).replace("|", "\\|")
             lines.append(f"| `{name}` | {entry.outcome} | {entry.seconds:.0f} | {figures} |")
         self._path.write_text("\n".join(lines) + "\n")

@@ -161,7 +161,7 @@ def test_what_the_caller_had_set_counts_as_given(written):
         ("muon-fp32-matmul-prec: low", ":2: muon_fp32_matmul_prec='low': must be one of"),
         ("muon-scalar-optimizer: adan", ":2: muon_scalar_optimizer='adan'.*'adam'"),
         ("optimizer-cpu-offload: true", ":2: optimizer_cpu_offload=True: works with adam and sgd"),
-        ("exp-avg-dtype: bf16", "megatron-core refuses it: exp_avg_dtype can only be fp32"),
+        ("exp-avg-dtype: bf16", "exp_avg_dtype=torch.bfloat16: must be torch.float32"),
     ],
 )
 def test_lines_that_are_refused(written, line, named):

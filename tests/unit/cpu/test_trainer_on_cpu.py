@@ -7,6 +7,8 @@ import runpy
 import sys
 from pathlib import Path
 
+import pytest
+
 from megatron_eopt.cpu import check_supported
 from tests.harness import run_ranks
 from tests.harness.scene import forget_megatron
@@ -51,6 +53,7 @@ def _train_and_resume(folder: Path) -> tuple[list[float], list[float], list[floa
     return whole, half, resumed
 
 
+@pytest.mark.long
 def test_three_trainers_in_sequence(tmp_path: Path) -> None:
     whole, half, resumed = run_ranks(2, _train_and_resume, tmp_path, timeout=240)[-1]
     assert len(whole) == 4

@@ -125,9 +125,8 @@ def _alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_no_process_survives_the_session(number: signal.Signals, tmp_path: Path) -> None:
     script = tmp_path / "session.py"
     script.write_text(

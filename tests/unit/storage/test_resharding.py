@@ -78,7 +78,9 @@ def test_padded_buckets(tmp_path, ranks):
     check(saved, run_ranks(ranks, load, cases, str(tmp_path), timeout=300)[0], cases)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.long), torch.bfloat16], ids=str
+)
 def test_resuming_equals_not_stopping(tmp_path, dtype):
     model = {**DENSE, "dtype": dtype}
     cases = [replace(case, model=model) for case in OPTIMIZERS]
