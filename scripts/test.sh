@@ -22,5 +22,7 @@ step() { echo "== $*"; "$@"; }
 step ruff format --check .
 step ruff check .
 step mypy megatron_eopt
-# a file's tests share what they set up, so a file stays with one worker
-step python -m pytest -n "${TEST_WORKERS:-2}" --dist loadfile "${tier[@]}" "$@"
+# a file's tests share what they set up, so a file stays with one worker; in the order they were
+# found, in which the longest come first
+workers=(-n "${TEST_WORKERS:-2}" --dist loadfile --no-loadscope-reorder)
+step python -m pytest "${workers[@]}" "${tier[@]}" "$@"
