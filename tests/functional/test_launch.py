@@ -127,6 +127,7 @@ def start(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.long
 def test_experts_under_torchrun_save_and_resume(tmp_path):
     flags = [*LAYER_WISE, *EXPERTS]
     done = start(str(SCRIPT), *flags, "--save", str(tmp_path), "--save-interval", "3")

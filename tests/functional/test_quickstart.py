@@ -23,6 +23,7 @@ def environment(tmp_path) -> dict[str, str]:
     return {**os.environ, "MEGATRON_EOPT_DEVICE": "cpu", "PYTHONWARNINGS": "ignore"}
 
 
+@pytest.mark.long
 def test_interrupted_and_gone_on_with(tmp_path, environment):
     out = tmp_path / "run"
     # Many steps, so that the interruption falls into training.

@@ -118,6 +118,7 @@ def test_a_loss_that_is_not_a_number_is_an_error_that_names_the_iteration():
         train(*DIVERGING, "--rerun-mode", "disabled")
 
 
+@pytest.mark.long
 def test_by_default_the_trainer_computes_it_again_and_all_ranks_save_and_exit(tmp_path):
     saving = f"--save {tmp_path} --save-interval 2000 --ckpt-format torch_dist".split()
     with pytest.raises(RankError) as raised:
