@@ -13,6 +13,7 @@ from megatron_eopt.base.errors import (
     ConfigurationTypeError,
     check_choice,
     check_number,
+    check_switch,
 )
 from megatron_eopt.base.names import TpModeT
 from megatron_eopt.math import (
@@ -203,8 +204,8 @@ def check_storage(meaning: Meaning, optimizers: set[str]) -> None:
 def _check_switches(config: Any, meaning: Meaning) -> None:
     for name in _SWITCHES:
         value = getattr(config, name, None)
-        if _in_use(name, meaning) and value is not None and not isinstance(value, bool):
-            raise ConfigurationTypeError(name, value, "is on or off", "Give True or False")
+        if _in_use(name, meaning) and value is not None:
+            check_switch(name, value)
 
 
 def _check_schedule(config: Any) -> None:

@@ -49,6 +49,16 @@ def check_choice(argument: str, value: object, choices: Iterable[str]) -> None:
     raise ConfigurationError(argument, value, f"must be one of {', '.join(names)}", hint)
 
 
+def check_switch(argument: str, value: object) -> None:
+    """Raise unless ``value`` is True or False.
+
+    Raises:
+        ConfigurationTypeError: If it is not.
+    """
+    if not isinstance(value, bool):
+        raise ConfigurationTypeError(argument, value, "is on or off", "Give True or False")
+
+
 def check_number(
     argument: str,
     value: object,

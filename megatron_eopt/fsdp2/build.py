@@ -26,7 +26,7 @@ from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
 from megatron_eopt.optimizers.config_kwargs import first_field
 from megatron_eopt.optimizers.entries import create
 from megatron_eopt.optimizers.group_settings import check_group_settings
-from megatron_eopt.optimizers.scalar import build_scalar_optimizer
+from megatron_eopt.optimizers.scalar import adam_numbers, build_scalar_optimizer
 from megatron_eopt.routing.overrides import Overrides, check_overrides
 from megatron_eopt.routing.parameters import ModelParameter, trainable_parameters
 from megatron_eopt.routing.routes import route_all
@@ -244,8 +244,7 @@ def _base(
     stand_ins = [{**group, "params": [nn.Parameter(torch.zeros(1, 1))]} for group in groups]
     if name == "adam":
         cls = torch.optim.AdamW if config.decoupled_weight_decay else torch.optim.Adam
-        betas = (float(config.adam_beta1), float(config.adam_beta2))
-        return cls(stand_ins, lr=config.lr, betas=betas, eps=config.adam_eps), None
+        return cls(stand_ins, lr=config.lr, **adam_numbers(config)), None
     if name == "sgd":
         return torch.optim.SGD(stand_ins, lr=config.lr, momentum=config.sgd_momentum), None
     if name in SCALAR_OPTIMIZERS:

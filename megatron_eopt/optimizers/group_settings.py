@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from megatron_eopt.base.errors import ConfigurationTypeError, check_number
+from megatron_eopt.base.errors import ConfigurationTypeError, check_number, check_switch
 
 __all__ = ["check_group_settings"]
 
@@ -40,8 +40,7 @@ def check_group_settings(optimizer: torch.optim.Optimizer) -> None:
 
 def _check(argument: str, value: Any, default: Any, bounds: dict[str, float] | None) -> None:
     if isinstance(default, bool):
-        if not isinstance(value, bool):
-            raise ConfigurationTypeError(argument, value, "is on or off", "Give True or False")
+        check_switch(argument, value)
     elif isinstance(default, numbers.Real):
         check_number(argument, value, **(bounds or {}))
     elif isinstance(default, tuple | list) and default:

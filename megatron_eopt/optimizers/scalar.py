@@ -61,8 +61,7 @@ def _adam(groups: list[dict[str, Any]], config: Any) -> torch.optim.Optimizer:
     kwargs: dict[str, Any] = {
         "lr": config.lr,
         "weight_decay": config.weight_decay,
-        "betas": _betas(config),
-        "eps": float(config.adam_eps),
+        **adam_numbers(config),
         "capturable": config.optimizer_cuda_graph,
     }
     if is_torch_fallback():
@@ -77,9 +76,10 @@ def _adam(groups: list[dict[str, Any]], config: Any) -> torch.optim.Optimizer:
     return adam
 
 
-def _betas(config: Any) -> tuple[float, float]:
-    # torch takes no integers among them
-    return float(config.adam_beta1), float(config.adam_beta2)
+def adam_numbers(config: Any) -> dict[str, Any]:
+    """Return Adam's ``betas`` and ``eps`` as floats; torch takes no integers among them."""
+    betas = (float(config.adam_beta1), float(config.adam_beta2))
+    return {"betas": betas, "eps": float(config.adam_eps)}
 
 
 def _precision_aware_kwargs(config: Any) -> dict[str, Any]:
@@ -115,8 +115,7 @@ def _offloaded(name: str, groups: list[dict[str, Any]], config: Any) -> torch.op
     )
     kwargs: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     if name == "adam":
-        kwargs |= {"betas": _betas(config), "eps": float(config.adam_eps)}
-        kwargs |= {"bias_correction": True, "fused": True}
+        kwargs |= {**adam_numbers(config), "bias_correction": True, "fused": True}
     else:
         kwargs["momentum"] = config.sgd_momentum
     hybrid: torch.optim.Optimizer = megatron_name("HybridDeviceOptimizer")(

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron_eopt import launch
-from tests.functional.script import EXPERTS, ROOT, TINY, losses
+from tests.functional.script import EXPERTS, ROOT, TINY, losses, start
 from tests.harness import run_ranks
 from tests.harness.scene import forget_megatron
 
@@ -113,24 +113,19 @@ def test_layer_wise_saves_and_resumes(tmp_path):
     assert_resumed(resumed, whole)
 
 
-def start(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Start the launcher as a user does."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
-    return subprocess.run(
-        [*command, "-m", "megatron_eopt.launch", *arguments],
-        env={**os.environ, "MEGATRON_EOPT_DEVICE": "cpu", "PYTHONWARNINGS": "ignore"},
-        capture_output=True,
-        text=True,
-        timeout=480,
-        cwd=ROOT,
-    )
-
-
 @pytest.mark.long
 def test_experts_under_torchrun_save_and_resume(tmp_path):
     flags = [*LAYER_WISE, *EXPERTS]
-    done = start(str(SCRIPT), *flags, "--save", str(tmp_path), "--save-interval", "3")
+    done = start(
+        "-m",
+        "megatron_eopt.launch",
+        str(SCRIPT),
+        *flags,
+        "--save",
+        str(tmp_path),
+        "--save-interval",
+        "3",
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     whole = losses(done.stdout)
     assert_learns(whole)
