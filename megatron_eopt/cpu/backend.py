@@ -13,6 +13,7 @@ from megatron_eopt.base.versions import dataset_helpers_to_skip
 from megatron_eopt.cpu.cuda_standins import cuda_patches
 from megatron_eopt.cpu.gloo import collective_patches, mesh_patches
 from megatron_eopt.cpu.mode import CudaIsCpu, Switch, engine_patches, put_on_stack, take_off_stack
+from megatron_eopt.cpu.norms import norm_patches
 from megatron_eopt.cpu.patches import Patch, PatchList
 from megatron_eopt.cpu.threads import thread_patches
 
@@ -54,6 +55,7 @@ class _Backend:
                         *cuda_patches(),
                         *collective_patches(),
                         *mesh_patches(),
+                        *norm_patches(),
                         *engine_patches(self._mode),
                         *thread_patches(self._mode),
                         *_dataset_helpers(),

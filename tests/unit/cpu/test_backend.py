@@ -12,6 +12,7 @@ import megatron.core.datasets.utils
 import megatron.core.tensor_parallel.random
 import pytest
 import torch
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch.overrides import BaseTorchFunctionMode
 
 from megatron_eopt import cpu
@@ -33,6 +34,7 @@ OWNERS = (
     threading.Thread,
     megatron.core.datasets.utils,
     megatron.core.tensor_parallel.random,
+    WrappedTorchNorm,
 )
 
 
@@ -68,6 +70,7 @@ def test_snapshot_sees_the_patches() -> None:
     changed = {name for name in before if before[name] != after[name]}
     assert {"modes", "stance", "filters", "Thread.start"} <= changed
     assert {"torch.cuda.is_available", "torch.distributed.all_gather"} <= changed
+    assert "WrappedTorchNorm.__new__" in changed
     assert set(before) == set(after)
 
 
