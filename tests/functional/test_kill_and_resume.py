@@ -18,7 +18,7 @@ from tests.functional.kill_and_resume import (
 from tests.functional.processes import command_of, files_of
 from tests.functional.script import train
 
-ITERATIONS = 8
+ITERATIONS = 12
 TIMEOUT_S = 240.0
 """For one start, which takes 15 seconds where nothing else runs."""
 
