@@ -2,8 +2,8 @@
 
 Megatron names the device ``cuda`` in hundreds of places. :func:`enable` lets those places mean the
 CPU: tensors asked for on a GPU are made on the CPU, streams and events become no-ops (a CPU
-computes in program order), and the random number state of the GPU becomes that of the CPU.
-:func:`disable` takes everything back.
+computes in program order), and a second generator of random numbers keeps the host's draws apart
+from the GPU's (see :mod:`megatron_eopt.cpu.generators`). :func:`disable` takes everything back.
 """
 
 from megatron_eopt.cpu.backend import disable, enable, enabled, is_enabled

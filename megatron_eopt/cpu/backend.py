@@ -11,19 +11,14 @@ from torch._dynamo import trace_rules
 
 from megatron_eopt.base.versions import dataset_helpers_to_skip
 from megatron_eopt.cpu.cuda_standins import cuda_patches
+from megatron_eopt.cpu.generators import Generators
 from megatron_eopt.cpu.gloo import collective_patches, mesh_patches
 from megatron_eopt.cpu.mode import CudaIsCpu, Switch, engine_patches, put_on_stack, take_off_stack
+from megatron_eopt.cpu.norms import norm_patches
 from megatron_eopt.cpu.patches import Patch, PatchList
 from megatron_eopt.cpu.threads import thread_patches
 
 logger = logging.getLogger(__name__)
-
-_RNG_LOGGER = logging.getLogger("megatron.core.tensor_parallel.random")
-
-
-def _not_about_shared_rng(record: logging.LogRecord) -> bool:
-    """Drop Megatron's warning that the CPU's random state moved with the GPU's: they are one."""
-    return "CPU RNG state changed within GPU RNG context" not in record.getMessage()
 
 
 def _dataset_helpers() -> list[Patch]:
@@ -38,7 +33,8 @@ class _Backend:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._switch = Switch()
-        self._mode = CudaIsCpu(self._switch)
+        self._generators = Generators()
+        self._mode = CudaIsCpu(self._switch, self._generators)
         self._patches = PatchList()
         self._stance: Any = None
 
@@ -52,8 +48,10 @@ class _Backend:
                 self._patches.apply(
                     [
                         *cuda_patches(),
+                        *self._generators.patches(),
                         *collective_patches(),
                         *mesh_patches(),
+                        *norm_patches(),
                         *engine_patches(self._mode),
                         *thread_patches(self._mode),
                         *_dataset_helpers(),
@@ -61,7 +59,6 @@ class _Backend:
                 )
                 # Dynamo cannot trace calls under a function mode of Python code like this one
                 self._stance = torch.compiler.set_stance("force_eager")
-                _RNG_LOGGER.addFilter(_not_about_shared_rng)
                 self._switch.on = True
             put_on_stack(self._mode)
 
@@ -70,7 +67,7 @@ class _Backend:
             take_off_stack(self._mode)
             if self.on:
                 self._switch.on = False
-                _RNG_LOGGER.removeFilter(_not_about_shared_rng)
+                self._generators.unite()
                 self._stance.__exit__(None, None, None)
                 self._stance = None
                 self._patches.restore()

@@ -96,16 +96,6 @@ def _device_count() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-class _Generators:
-    """Answers every device index with the CPU's generator."""
-
-    def __getitem__(self, index: int) -> torch.Generator:
-        return torch.default_generator
-
-    def __len__(self) -> int:
-        return _device_count()
-
-
 def _nothing(*args: Any, **kwargs: Any) -> None: ...
 
 
@@ -121,30 +111,6 @@ def _null_context(*args: Any, **kwargs: Any) -> contextlib.AbstractContextManage
     return contextlib.nullcontext()
 
 
-def _seed(seed: int) -> None:
-    torch.default_generator.manual_seed(int(seed))
-
-
-def _rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
-    return torch.get_rng_state()
-
-
-def _set_rng_state(new_state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-    torch.set_rng_state(new_state)
-
-
-def _rng_patches(owner: Any) -> list[Patch]:
-    return [
-        Patch(owner, "manual_seed", _seed),
-        Patch(owner, "manual_seed_all", _seed),
-        Patch(owner, "initial_seed", lambda: torch.default_generator.initial_seed()),
-        Patch(owner, "get_rng_state", _rng_state),
-        Patch(owner, "set_rng_state", _set_rng_state),
-        Patch(owner, "get_rng_state_all", lambda: [_rng_state()] * _device_count()),
-        Patch(owner, "set_rng_state_all", lambda states: _set_rng_state(states[0])),
-    ]
-
-
 def _cuda_values() -> dict[str, Any]:
     return {
         "is_available": lambda: True,
@@ -157,7 +123,6 @@ def _cuda_values() -> dict[str, Any]:
         "get_device_properties": _properties,
         "get_device_capability": lambda *args, **kwargs: COMPUTE_CAPABILITY,
         "get_device_name": lambda *args, **kwargs: "cpu",
-        "default_generators": _Generators(),
         "Stream": Stream,
         "Event": Event,
         "current_stream": lambda *args, **kwargs: STREAM,
@@ -197,8 +162,6 @@ def cuda_patches() -> list[Patch]:
     """Return the replacements for the parts of ``torch.cuda`` and ``torch.accelerator`` in use."""
     patches = [
         *(Patch(torch.cuda, name, value) for name, value in _cuda_values().items()),
-        *_rng_patches(torch.cuda),
-        *_rng_patches(torch.cuda.random),
         *(Patch(torch.accelerator, name, value) for name, value in _accelerator_values().items()),
     ]
     return [replace(patch, value=_one_of_a_kind(patch.value)) for patch in patches]

@@ -25,6 +25,7 @@ from torch._C import (
 from torch.overrides import TorchFunctionMode
 from torch.utils import _device as default_device
 
+from megatron_eopt.cpu.generators import Generators
 from megatron_eopt.cpu.patches import Patch
 
 CPU = torch.device("cpu")
@@ -92,11 +93,15 @@ class Switch:
 
 
 class CudaIsCpu(TorchFunctionMode):
-    """Reads every mention of a GPU in a torch call as the CPU while ``switch`` is on."""
+    """Reads every mention of a GPU in a torch call as the CPU while ``switch`` is on.
 
-    def __init__(self, switch: Switch) -> None:
+    Calls that draw random numbers get the one of ``generators`` that is theirs.
+    """
+
+    def __init__(self, switch: Switch, generators: Generators) -> None:
         super().__init__()
         self._switch = switch
+        self._generators = generators
 
     def __torch_function__(
         self,
@@ -112,12 +117,11 @@ class CudaIsCpu(TorchFunctionMode):
         handler = _HANDLERS.get(func)
         if handler is not None:
             return handler(args, kwargs)
-        if kwargs:
-            kwargs = _on_cpu(kwargs)
         if names_a_gpu(default_device.CURRENT_DEVICE) and _has_no_device(func, kwargs):
-            # torch.set_default_device, whose context is below this mode, would fill in its GPU
-            kwargs["device"] = CPU
-        return func(*args, **kwargs)
+            # as torch.set_default_device, whose context is below this mode, would fill it in
+            kwargs = {**kwargs, "device": default_device.CURRENT_DEVICE}
+        kwargs = self._generators.arguments(func, args, kwargs)
+        return func(*args, **_on_cpu(kwargs))
 
 
 def stack_of_modes() -> list[Any]:

@@ -65,12 +65,6 @@ REFUSALS = (
         "Pass --transformer-impl local",
     ),
     Refusal(
-        "sequence_parallel",
-        _given,
-        "its layer norm is Transformer Engine's or Apex's, which need a GPU",
-        "Leave the flag out or use GPUs",
-    ),
-    Refusal(
         "use_megatron_fsdp",
         _given,
         "Megatron-FSDP manages GPU memory and streams",
@@ -169,13 +163,13 @@ REFUSALS = (
 
 def _check_combinations(args: argparse.Namespace) -> None:
     size = getattr(args, "tensor_model_parallel_size", None)
-    if _more_than_one(size) and _given(getattr(args, "num_experts", None)):
+    has_experts = _given(getattr(args, "num_experts", None))
+    if _more_than_one(size) and has_experts and not getattr(args, "sequence_parallel", False):
         raise ConfigurationError(
             "--tensor-model-parallel-size",
             size,
-            "Megatron trains experts with tensor parallelism only under sequence parallelism, "
-            "whose layer norm is Transformer Engine's or Apex's, which need a GPU",
-            "Pass --tensor-model-parallel-size 1 and use --expert-model-parallel-size",
+            "Megatron trains experts with tensor parallelism only under sequence parallelism",
+            "Pass --sequence-parallel, or --tensor-model-parallel-size 1",
         )
     fused = getattr(args, "apply_rope_fusion", None)
     if fused and getattr(args, "position_embedding_type", None) == "rope":

@@ -11,6 +11,7 @@ from megatron_eopt.assembly.factory import get_megatron_optimizer
 from megatron_eopt.base.versions import dataset_helpers_to_skip
 from megatron_eopt.checkpoints import trainer_rebindings
 from megatron_eopt.checkpoints.weights_only import CachedWeightsOnlyReader, WeightsOnlyReader
+from megatron_eopt.megatron_lm.processes import without_the_script
 from megatron_eopt.megatron_lm.rebinding import Rebinding
 from megatron_eopt.megatron_lm.trainer import (
     in_the_usual_layout,
@@ -59,6 +60,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 """Objects that take the place of Megatron's, by the module that defines them."""
 
 WRAPPED: dict[str, dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]]] = {
+    "megatron.core.dist_checkpointing.strategies.filesystem_async": {
+        "get_write_results_queue": without_the_script
+    },
     "megatron.training.arguments": {
         "parse_args": with_our_flags,
         "validate_args": with_torch_fsdp2,

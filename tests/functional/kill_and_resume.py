@@ -39,10 +39,9 @@ MARK = "EOPT_KILL_AND_RESUME"
 ROUNDING = 4e-6
 """Of a loss that is printed as a mean of two; see :func:`read`."""
 
-# without dropout: on CPUs its random numbers are not those of the run in one go
 RUN = """
     --optimizer muon --use-distributed-optimizer --ckpt-format torch_dist --print-state-checksum
-    --hidden-dropout 0 --attention-dropout 0
+    --hidden-dropout 0.1 --attention-dropout 0.1
 """.split()
 
 KindT = Literal["save", "step", "start"]
@@ -196,7 +195,7 @@ class Start:
 
     def __exit__(self, *_: object) -> None:
         for _ in range(100):
-            left = self._processes()
+            left = self.processes()
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -213,10 +212,10 @@ class Start:
 
     def kill(self, kill: Kill, timeout: float) -> bool:
         """Wait for the moment and kill; return False if the run has ended before."""
-        if not self._until(self._moment(kill), timeout):
+        if not self.reaches(kill, timeout):
             return False
         time.sleep(kill.delay)
-        victims = [pid for pid in self._processes() if rank_of(pid) == kill.rank]
+        victims = [pid for pid in self.processes() if rank_of(pid) == kill.rank]
         # the rank itself; what it has started is not its torchrun's child
         victims = [pid for pid in victims if parent_of(pid) == self._process.pid]
         for pid in victims:
@@ -224,10 +223,14 @@ class Start:
                 os.kill(pid, signal.SIGKILL)
         return True
 
+    def reaches(self, kill: Kill, timeout: float) -> bool:
+        """Wait for the moment of ``kill``; return False if the run has ended before."""
+        return self._until(self._moment(kill), timeout)
+
     def _moment(self, kill: Kill) -> Callable[[], bool]:
         """Return what tells whether it is time for ``kill``."""
         if kill.kind == "start":
-            return lambda: any(rank_of(pid) == kill.rank for pid in self._processes())
+            return lambda: any(rank_of(pid) == kill.rank for pid in self.processes())
         if kill.kind == "step":
             return lambda: len(re.findall(r"lm loss: ", self.output())) > kill.after
         before = _saves(self.folder).items()
@@ -250,7 +253,8 @@ class Start:
             time.sleep(0.004)
         raise TimeoutError(f"waited {timeout:g} s for the moment to kill\n{self.output()[-3000:]}")
 
-    def _processes(self) -> list[int]:
+    def processes(self) -> list[int]:
+        """Return what runs of this start, torchrun and what ranks have started among it."""
         mark = f"{MARK}={self._name}".encode()
         return [pid for pid in all_processes() if mark in environment_of(pid)]
 

@@ -27,8 +27,7 @@ TIMEOUT_S = 280.0
 PLAIN = [*TINY, *"--log-params-norm --hidden-dropout 0 --attention-dropout 0".split()]
 """Flags of every case: two layers, hidden size 64, six steps on data that repeats a pattern.
 
-Without dropout, whose masks depend on the layout. Besides, on a CPU it draws from the generator
-that also seeds data loaders, so that a run that goes on gets other masks.
+Without dropout, whose masks depend on the layout; cases that go on in the same layout turn it on.
 """
 
 SHARED = [*PLAIN, *"--muon-fp32-matmul-prec highest".split()]

@@ -19,9 +19,9 @@ from tests.functional.script import ROOT, SCRIPT, TINY, losses, train
 from tests.harness import RankError, run_ranks
 from tests.harness.scene import forget_megatron
 
-# many steps, so that the signal falls into training; no dropout, whose random numbers would differ
+# many steps, so that the signal falls into training
 LONG = [*TINY, *"--optimizer muon --use-distributed-optimizer --train-iters 2000".split()]
-LONG += "--lr-decay-iters 2000 --hidden-dropout 0 --attention-dropout 0".split()
+LONG += "--lr-decay-iters 2000 --hidden-dropout 0.1 --attention-dropout 0.1".split()
 LONG += "--ckpt-format torch_dist --exit-signal-handler".split()
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.functional.script import losses, train
 
-# without dropout, whose random numbers on CPUs are not those of the run in one go
+# without dropout, so that losses hang on the weights alone
 MUON = """
     --optimizer muon --untie-embeddings-and-output-weights --clip-grad 0.5 --print-state-checksum
     --hidden-dropout 0 --attention-dropout 0 --save-interval 3

@@ -127,6 +127,8 @@ def _config(
             "moe_token_dispatcher_type": "alltoall",
             "moe_router_topk": 2,
             "moe_router_load_balancing_type": "none",
+            # without it Megatron does not train experts under tensor parallelism
+            "sequence_parallel": fields["tensor_model_parallel_size"] > 1,
         }
     return TransformerConfig(**(fields | overrides))
 

@@ -8,7 +8,7 @@ from tests.functional.script import train
 
 BASE = """
     --train-iters 20 --lr-decay-iters 20 --save-interval 10 --ckpt-format torch_dist
-    --hidden-dropout 0 --attention-dropout 0 --print-state-checksum
+    --hidden-dropout 0.1 --attention-dropout 0.1 --print-state-checksum
 """.split()
 SHARDED = ["--use-distributed-optimizer"]
 

@@ -43,6 +43,20 @@ def _all_to_all_with_tensor_sizes() -> None:
     assert received.tolist() == ([0, 10, 11, 12] if rank == 0 else [1, 2, 13])
 
 
+def _uneven_reduce_scatter() -> None:
+    rank = dist.get_rank()
+    lengths = [3, 0, 5, 1]
+    given = [torch.arange(length) * 1.0 + 10 * rank for length in lengths]
+    reduced = torch.empty(lengths[rank])
+    dist.reduce_scatter(reduced, given)
+    assert reduced.tolist() == [4 * i + 60 for i in range(lengths[rank])]
+
+
+def test_uneven_reduce_scatter() -> None:
+    """What experts send back under tensor parallelism; gloo has it."""
+    run_ranks(4, _uneven_reduce_scatter)
+
+
 @pytest.mark.parametrize("async_op", [False, True])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_uneven_all_gather(ranks: int, async_op: bool) -> None:

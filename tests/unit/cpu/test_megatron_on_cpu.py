@@ -71,6 +71,13 @@ CASES = {
             "recompute_num_layers": 1,
         },
     ),
+    "tp2 ep2": Case(4, {"tp": 2, "ep": 2, "etp": 1}, {"experts": 4}),
+    "tp2 ep2, expert tp2, bf16": Case(
+        4,
+        {"tp": 2, "ep": 2},
+        {"experts": 4, "gated": True, "dtype": torch.bfloat16},
+        {"use_distributed_optimizer": True},
+    ),
     "two instances": Case(
         4,
         {"optimizer_instances": 2},

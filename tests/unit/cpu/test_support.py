@@ -11,7 +11,7 @@ SUPPORTED = {
     "distributed_backend": "gloo",
     "context_parallel_size": 1,
     "transformer_impl": "local",
-    "sequence_parallel": False,
+    "sequence_parallel": True,
     "fp8": None,
     "cuda_graph_impl": "none",
     "attention_backend": AttnBackend.auto,
@@ -19,7 +19,7 @@ SUPPORTED = {
     "gradient_accumulation_fusion": False,
     "no_persist_layer_norm": True,
     "tensor_model_parallel_size": 2,
-    "num_experts": None,
+    "num_experts": 4,
     "position_embedding_type": "learned_absolute",
     "apply_rope_fusion": True,
 }
@@ -28,7 +28,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"distributed_backend": "nccl"}, "--distributed-backend='nccl'.*gloo"),
     ({"context_parallel_size": 2}, "--context-parallel-size=2: context parallelism"),
     ({"transformer_impl": "transformer_engine"}, "--transformer-impl.*local"),
-    ({"sequence_parallel": True}, "--sequence-parallel=True"),
     ({"use_megatron_fsdp": True}, "--use-megatron-fsdp"),
     ({"fp8": "e4m3"}, "--fp8-format='e4m3'"),
     ({"fp4": "e2m1"}, "--fp4-format='e2m1'"),
@@ -38,7 +37,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"moe_token_dispatcher_type": "flex"}, "--moe-token-dispatcher-type.*alltoall"),
     ({"gradient_accumulation_fusion": True}, "--no-gradient-accumulation-fusion"),
     ({"no_persist_layer_norm": False}, "Pass --no-persist-layer-norm"),
-    ({"num_experts": 4}, "--tensor-model-parallel-size=2: Megatron trains experts"),
+    (
+        {"num_experts": 4, "sequence_parallel": False},
+        "--tensor-model-parallel-size=2: Megatron trains experts.*Pass --sequence-parallel",
+    ),
     ({"position_embedding_type": "rope"}, "--no-rope-fusion"),
 ]
 

@@ -1,0 +1,231 @@
+"""The host and the GPU draw from generators of their own, as where there is a GPU."""
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import checkpoint as megatron_checkpoint
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.data import DataLoader
+
+from megatron_eopt import cpu
+from tests.harness import run_ranks
+from tests.harness.megatron import initialize_megatron
+
+ONES = torch.ones(4, 8)
+NUMBERS = torch.arange(8)
+
+HOSTS: dict[str, Callable[[], Any]] = {
+    "rand": lambda: torch.rand(3),
+    "rand on a CPU": lambda: torch.rand(3, device="cpu"),
+    "randn, no generator given": lambda: torch.randn(3, generator=None),
+    "randint": lambda: torch.randint(5, (3,)),
+    "randperm": lambda: torch.randperm(5),
+    "normal": lambda: torch.normal(0.0, 1.0, (3,)),
+    "normal by keywords": lambda: torch.normal(mean=0.0, std=1.0, size=(3,)),
+    "a seed": lambda: torch.empty((), dtype=torch.int64).random_(),
+    "a shuffling data loader": lambda: list(DataLoader([1, 2, 3], shuffle=True)),  # type: ignore[arg-type]
+}
+GPUS: dict[str, Callable[[], Any]] = {
+    "rand on a GPU": lambda: torch.rand(3, device="cuda"),
+    "randint on a GPU": lambda: torch.randint(5, (3,), device=0),
+    "rand where a tensor is": lambda: torch.rand(3, device=ONES.device),
+    "rand_like": lambda: torch.rand_like(ONES),
+    "normal around a tensor": lambda: torch.normal(ONES, 1.0),
+    "normal_": lambda: torch.empty(3).normal_(),
+    "initial weights": lambda: torch.nn.Linear(2, 2),
+    "dropout": lambda: functional.dropout(ONES),
+    "dropout of a module": lambda: torch.nn.Dropout()(ONES),
+    "dropout of attention": lambda: functional.scaled_dot_product_attention(
+        ONES[None], ONES[None], ONES[None], dropout_p=0.1
+    ),
+    "multi-head attention": lambda: torch.nn.MultiheadAttention(8, 2, 0.1)(ONES, ONES, ONES),
+    "LSTM": lambda: torch.nn.LSTM(8, 4, 2, dropout=0.5)(ONES),
+    "bernoulli": lambda: torch.bernoulli(ONES / 2),
+    "multinomial": lambda: torch.multinomial(ONES, 2),
+    "gumbel softmax": lambda: functional.gumbel_softmax(ONES),
+    "a distribution": lambda: torch.distributions.Uniform(0 * ONES, ONES).sample(),
+}
+
+
+@pytest.fixture(autouse=True)
+def _clean() -> Iterator[None]:
+    default = torch.default_generator
+    yield
+    cpu.disable()
+    assert torch.default_generator is torch.random.default_generator is default
+
+
+@pytest.fixture
+def two() -> None:
+    cpu.enable()
+    torch.manual_seed(1)
+    torch.cuda.manual_seed(2)
+
+
+def _moved(draw: Callable[[], Any]) -> tuple[bool, bool]:
+    """Return whether the host's and the GPU's generator have moved."""
+    states = torch.get_rng_state(), torch.cuda.get_rng_state()
+    draw()
+    host, gpu = states
+    return not torch.equal(host, torch.get_rng_state()), not torch.equal(
+        gpu, torch.cuda.get_rng_state()
+    )
+
+
+@pytest.mark.usefixtures("two")
+@pytest.mark.parametrize("name", HOSTS)
+def test_the_host_draws(name: str) -> None:
+    assert _moved(HOSTS[name]) == (True, False)
+
+
+@pytest.mark.usefixtures("two")
+@pytest.mark.parametrize("name", GPUS)
+def test_the_gpu_draws(name: str) -> None:
+    assert _moved(GPUS[name]) == (False, True)
+
+
+@pytest.mark.usefixtures("two")
+def test_who_names_a_generator_gets_that() -> None:
+    own = torch.Generator().manual_seed(3)
+    assert _moved(lambda: torch.rand(3, generator=own)) == (False, False)
+    assert _moved(lambda: NUMBERS.clone().random_(generator=own)) == (False, False)
+
+
+@pytest.mark.usefixtures("two")
+def test_the_default_device_decides_where_new_tensors_are_made() -> None:
+    with torch.device("cuda"):
+        assert _moved(lambda: torch.rand(3)) == (False, True)
+    torch.set_default_device("cuda")
+    try:
+        assert _moved(lambda: torch.rand(3)) == (False, True)
+    finally:
+        torch.set_default_device(None)
+        # keeps an inert entry, as it does without the back end
+        torch._GLOBAL_DEVICE_CONTEXT.device_context = None
+
+
+def test_there_is_one_until_the_gpu_is_seeded_by_itself() -> None:
+    def draws() -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        return [
+            torch.rand(2),
+            functional.dropout(ONES),
+            torch.empty(3).normal_(),
+            torch.randperm(9),
+        ]
+
+    plain = draws()
+    cpu.enable()
+    assert all(map(torch.equal, draws(), plain))
+    before = torch.get_rng_state()
+    torch.cuda.manual_seed(4)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not torch.equal(torch.cuda.get_rng_state(), before)
+    cpu.disable()
+    # what the host has drawn counts afterwards
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(map(torch.equal, draws(), plain))
+
+
+@pytest.mark.usefixtures("two")
+def test_states_and_seeds_are_set_for_each_of_them() -> None:
+    assert (torch.initial_seed(), torch.cuda.initial_seed()) == (1, 2)
+    host, gpu = torch.get_rng_state(), torch.cuda.get_rng_state()
+    first = torch.rand(3), functional.dropout(ONES)
+    with torch.random.fork_rng():
+        torch.rand(3)
+        functional.dropout(ONES)
+    second = torch.rand(3), functional.dropout(ONES)
+    torch.set_rng_state(host)
+    torch.cuda.set_rng_state(new_state=gpu, device="cuda")
+    for drawn in (first, second):
+        assert all(map(torch.equal, (torch.rand(3), functional.dropout(ONES)), drawn))
+    torch.manual_seed(5)
+    assert (torch.initial_seed(), torch.cuda.initial_seed()) == (5, 5)
+    assert len(torch.cuda.get_rng_state_all()) == len(torch.cuda.default_generators) == 1
+
+
+@pytest.mark.usefixtures("two")
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_torchs_recomputation_draws_the_same_masks(reentrant: bool) -> None:
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        return functional.dropout(x * torch.rand(8))
+
+    x = ONES.clone().requires_grad_()
+    y = torch_checkpoint(layer, x, use_reentrant=reentrant)
+    y.sum().backward()
+    assert torch.equal(x.grad, y.detach())  # type: ignore[arg-type]
+
+
+def _recompute() -> None:
+    initialize_megatron(tp=2)
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        y = functional.dropout(x)
+        with get_cuda_rng_tracker().fork():
+            return functional.dropout(y)
+
+    x = ONES.clone().requires_grad_()
+    y = megatron_checkpoint(layer, False, x)
+    functional.dropout(ONES)
+    y.sum().backward()
+    assert torch.equal(x.grad, y.detach())
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    masks = [torch.empty_like(y) for _ in range(size)]
+    torch.distributed.all_gather(masks, y.detach())
+    assert not torch.equal(*masks)
+
+
+def test_megatrons_recomputation_draws_the_same_masks() -> None:
+    run_ranks(2, _recompute)
+
+
+@pytest.mark.usefixtures("two")
+def test_megatrons_tracker_forks_the_gpus(caplog: pytest.LogCaptureFixture) -> None:
+    tracker = CudaRNGStatesTracker()
+    tracker.add("a", 7)
+
+    def forked() -> None:
+        with tracker.fork("a"):
+            drawn.append(torch.rand(3, device="cuda"))
+
+    drawn: list[torch.Tensor] = []
+    assert _moved(forked) == (False, False)
+    forked()
+    torch.cuda.manual_seed(7)
+    assert torch.equal(torch.cat(drawn), torch.rand(6, device="cuda"))
+    with tracker.fork("a"):
+        torch.nn.init.normal_(torch.empty(3))
+    assert not caplog.records
+    with tracker.fork("a"):
+        torch.rand(3)
+    assert "CPU RNG state changed" in caplog.text
+
+
+@pytest.mark.usefixtures("two")
+def test_a_thread_that_loads_data_does_not_disturb_the_model() -> None:
+    def masks() -> torch.Tensor:
+        torch.cuda.manual_seed(8)
+        return torch.stack([functional.dropout(ONES) for _ in range(300)])
+
+    def load() -> None:
+        started.set()
+        while not stop.is_set():
+            torch.randperm(100)
+
+    alone = masks()
+    started, stop = threading.Event(), threading.Event()
+    loader = threading.Thread(target=load)
+    loader.start()
+    started.wait(10)
+    beside = masks()
+    stop.set()
+    loader.join()
+    assert torch.equal(alone, beside)

@@ -1,0 +1,91 @@
+"""Under sequence parallelism torch's norms train as they do on whole sequences."""
+
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+from megatron_eopt import cpu
+from tests.harness import run_ranks
+from tests.harness.megatron import initialize_megatron
+from tests.harness.models import synthetic_batch, tiny_gpt, train_step, wrap_ddp
+
+TOLERANCE = 1e-5
+
+MODELS: dict[str, dict[str, Any]] = {
+    "layer norm, biases": {"bias": True},
+    "rms norm, norms of queries and keys": {
+        "normalization": "RMSNorm",
+        "qk_layernorm": True,
+        "query_groups": 2,
+        "gated": True,
+        "position_embedding": "rope",
+    },
+}
+
+
+def _train(model: dict[str, Any], marked: bool = True) -> tuple[list[Any], dict[str, Any]]:
+    """Return the losses, and the weights of the norms."""
+    initialize_megatron(tp=2)
+    gpt = tiny_gpt(**model)
+    norms = {name: p for name, p in gpt.named_parameters() if "layernorm" in name}
+    if not marked:
+        for parameter in norms.values():
+            del parameter.sequence_parallel  # type: ignore[attr-defined]
+    chunk = wrap_ddp(gpt)
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-2), [chunk])
+    losses = [train_step([chunk], optimizer, [synthetic_batch(step)]) for step in range(10)]
+    return losses, {name: parameter.detach() for name, parameter in norms.items()}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_losses_are_those_of_whole_sequences(name: str) -> None:
+    model = MODELS[name]
+    (expected, _), _ = run_ranks(2, _train, model)
+    (losses, first), (_, second) = run_ranks(2, _train, model | {"sequence_parallel": True})
+    assert losses == pytest.approx(expected, rel=TOLERANCE)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[norm], second[norm]) for norm in first)
+
+
+def test_the_mark_is_what_makes_them_equal() -> None:
+    model = MODELS["layer norm, biases"] | {"sequence_parallel": True}
+    (_, first), (_, second) = run_ranks(2, _train, model, False)
+    assert not any(torch.equal(first[norm], second[norm]) for norm in first)
+
+
+def _config(**fields: Any) -> TransformerConfig:
+    shape = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
+    return TransformerConfig(
+        **shape, tensor_model_parallel_size=2, persist_layer_norm=False, **fields
+    )
+
+
+@pytest.mark.parametrize(
+    ("normalization", "kind"), [("LayerNorm", torch.nn.LayerNorm), ("RMSNorm", torch.nn.RMSNorm)]
+)
+def test_norms_are_marked_where_they_see_a_part(normalization: str, kind: type) -> None:
+    def marks(config: TransformerConfig) -> list[bool]:
+        norm: Any = WrappedTorchNorm(config=config, hidden_size=8, eps=1e-3)
+        assert type(norm) is kind
+        assert norm.eps == 1e-3
+        return [getattr(p, "sequence_parallel", False) for p in norm.parameters()]
+
+    parts = _config(normalization=normalization, sequence_parallel=True)
+    whole = _config(normalization=normalization)
+    with cpu.enabled():
+        assert set(marks(parts)) == {True}
+        assert set(marks(whole)) == {False}
+        assert parts.sequence_parallel
+    assert set(marks(whole)) == {False}
+    with pytest.raises(AssertionError, match="sequence parallel not supported"):
+        marks(parts)
+
+
+def test_what_torch_has_no_norm_for_is_refused_as_ever() -> None:
+    config = _config(sequence_parallel=True, layernorm_zero_centered_gamma=True)
+    with cpu.enabled(), pytest.raises(AssertionError, match="zero_centered_gamma not supported"):
+        WrappedTorchNorm(config=config, hidden_size=8)
