@@ -4,7 +4,7 @@ For Megatron-LM's trainer :func:`trainer_rebindings` gives all of this; programs
 ``megatron.core.dist_checkpointing`` themselves use :func:`load` and :func:`save` instead.
 """
 
-from megatron_eopt.checkpoints.agreement import CheckpointError
+from megatron_eopt.base.agreement import CheckpointError
 from megatron_eopt.checkpoints.checksum import checksum
 from megatron_eopt.checkpoints.folder import load, save
 from megatron_eopt.checkpoints.trainer import trainer_rebindings

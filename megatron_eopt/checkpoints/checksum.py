@@ -15,11 +15,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, is_main_repl
 from megatron.core.utils import unwrap_model
 from torch import Tensor, distributed
 
-from megatron_eopt.checkpoints.content import (
-    device_of_collectives,
-    hash_of_text,
-    split_key,
-)
+from megatron_eopt.base.agreement import device_of_collectives
+from megatron_eopt.checkpoints.content import hash_of_text, split_key
 from megatron_eopt.storage.checkpoint.keys import tensors
 
 __all__ = ["checksum"]

@@ -8,10 +8,10 @@ import torch
 from megatron.core.dist_checkpointing.mapping import is_main_replica
 from torch import distributed
 
-from megatron_eopt.checkpoints.agreement import everyones
+from megatron_eopt.base.agreement import device_of_collectives, everyones
 from megatron_eopt.storage.checkpoint.keys import tensors
 
-__all__ = ["describe", "device_of_collectives", "hash_of_text", "split_key"]
+__all__ = ["describe", "hash_of_text", "split_key"]
 
 _OPTIMIZER = re.compile(
     r"(?:chained_\d+\.)?optimizer\.(?:(?:matrix_)?state\.([^.]+)\.)?(.+?)(?:/shard_[\d.]+_[\d.]+)?"
@@ -63,12 +63,6 @@ def describe(sharded_state_dict: Any) -> dict[str, Any]:
 def hash_of_text(text: str) -> int:
     """Return a number below 2^63 that stands for ``text``."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
-
-
-def device_of_collectives() -> torch.device:
-    """Return where tensors must lie that the default process group reduces."""
-    on_gpu = distributed.is_initialized() and "nccl" in distributed.get_backend()
-    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
 def _as_int64(number: int) -> int:

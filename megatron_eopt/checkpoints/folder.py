@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron.core.dist_checkpointing import serialization
 
-from megatron_eopt.checkpoints.agreement import from_rank_0
+from megatron_eopt.base.agreement import from_rank_0
 from megatron_eopt.checkpoints.content import describe
 from megatron_eopt.checkpoints.folders import clear
 from megatron_eopt.checkpoints.manifest import verify as verify_folder

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_eopt.checkpoints.agreement import CheckpointError
+from megatron_eopt.base.agreement import CheckpointError
 from megatron_eopt.checkpoints.manifest import MANIFEST, Manifest, replace_file
 
 __all__ = [

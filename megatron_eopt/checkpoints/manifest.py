@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import distributed
 
-from megatron_eopt.checkpoints.agreement import (
+from megatron_eopt.base.agreement import (
     CheckpointError,
     agreed,
     everyones,

@@ -16,14 +16,15 @@ from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 from torch import distributed
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megatron_eopt.checkpoints.agreement import (
+from megatron_eopt.base.agreement import (
     CheckpointError,
     agreed,
+    device_of_collectives,
     everyones,
     from_rank_0,
     is_rank_0,
 )
-from megatron_eopt.checkpoints.content import device_of_collectives, split_key
+from megatron_eopt.checkpoints.content import split_key
 from megatron_eopt.checkpoints.weights_only import WeightsOnlyReader
 from megatron_eopt.storage.checkpoint.keys import keys, tensors
 

@@ -6,7 +6,7 @@ from typing import Any
 from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
 
-from megatron_eopt.checkpoints.agreement import CheckpointError, agreed, everyones
+from megatron_eopt.base.agreement import CheckpointError, agreed, everyones
 from megatron_eopt.checkpoints.content import describe
 from megatron_eopt.checkpoints.manifest import Manifest
 

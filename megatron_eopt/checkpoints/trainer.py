@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron.core.msc_utils import MaybeMultiStorageClient, MultiStorageClientFeature
 
-from megatron_eopt.checkpoints.agreement import CheckpointError, from_rank_0
+from megatron_eopt.base.agreement import CheckpointError, from_rank_0
 from megatron_eopt.checkpoints.checksum import checksum
 from megatron_eopt.checkpoints.folder import save_with
 from megatron_eopt.checkpoints.folders import (

@@ -1,0 +1,174 @@
+"""One outcome on all ranks: what one rank refuses, every rank refuses with the same words.
+
+Without that, the rank that raises leaves the others waiting in their next collective call. All
+functions here are called by all ranks of the default process group together, and none lets a rank
+hold more than the payload once: nothing is padded to the largest rank's size.
+"""
+
+import hashlib
+import pickle
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor, distributed
+
+from megatron_eopt.base.errors import ConfigurationError
+
+__all__ = [
+    "CheckpointError",
+    "agreed",
+    "device_of_collectives",
+    "everyones",
+    "from_rank_0",
+    "is_rank_0",
+]
+
+
+class CheckpointError(ConfigurationError):
+    """A checkpoint that cannot be loaded as it is; the same on every rank."""
+
+    @classmethod
+    def repeat(cls, argument: str, value: object, text: str) -> "CheckpointError":
+        """Return the error that another rank raised.
+
+        Args:
+            argument: Its ``argument``.
+            value: Its ``value``.
+            text: Its message.
+        """
+        error = cls.__new__(cls, text)
+        error.args = (text,)
+        error.argument = argument
+        error.value = value
+        return error
+
+
+def is_rank_0() -> bool:
+    """Return whether this is rank 0, or the only process."""
+    return not distributed.is_initialized() or distributed.get_rank() == 0
+
+
+def device_of_collectives() -> torch.device:
+    """Return where tensors must lie that the default process group moves."""
+    on_gpu = distributed.is_initialized() and "nccl" in distributed.get_backend()
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+def from_rank_0[T](function: Callable[[], T]) -> T:
+    """Call ``function`` on rank 0 alone; return its result, or raise its error, on every rank.
+
+    The result is broadcast.
+
+    Raises:
+        ConfigurationError: If the function raised one.
+        RuntimeError: If it raised something else, or returned what cannot be pickled.
+    """
+    if not distributed.is_initialized():
+        return function()
+    if not is_rank_0():
+        data, report = _broadcast(None, source=0)
+        if report is not None:
+            _raise(0, report, None)
+        return cast(T, pickle.loads(data))
+    result, error = _attempt(function)
+    # the others wait, so that a result which cannot be sent is an error like any other
+    data, unsent = _attempt(lambda: pickle.dumps(result)) if error is None else (None, None)
+    error = error or unsent
+    _broadcast((data, None if error is None else _report(error)), source=0)
+    if error is not None:
+        _raise(0, _report(error), error)
+    return cast(T, result)
+
+
+def agreed[T](function: Callable[[], T]) -> T:
+    """Call ``function`` on every rank; raise everywhere what the first rank that failed raised.
+
+    If none has failed, that takes one number of each rank.
+
+    Args:
+        function: Must not communicate.
+
+    Returns:
+        This rank's result.
+
+    Raises:
+        ConfigurationError: If the function of the first rank that failed raised one.
+        RuntimeError: If it raised something else.
+    """
+    result, error = _attempt(function)
+    if not distributed.is_initialized():
+        if error is not None:
+            raise error
+        return cast(T, result)
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    first = torch.tensor(world if error is None else rank, device=device_of_collectives())
+    distributed.all_reduce(first, distributed.ReduceOp.MIN)
+    if (failed := int(first)) < world:
+        report = _report(error) if error is not None and rank == failed else None
+        _raise(failed, _broadcast(report, source=failed), error)
+    return cast(T, result)
+
+
+def everyones[T](items: Iterable[T]) -> list[T]:
+    """Return the items of all ranks, in their order, without duplicates.
+
+    Takes one broadcast for each distinct list that is not empty, so that lists which ranks have in
+    common travel once. If all are empty, as lists of faults mostly are, nothing travels but their
+    sizes.
+    """
+    mine = list(items)
+    if not distributed.is_initialized():
+        return list(dict.fromkeys(mine))
+    found: dict[T, None] = {}
+    data = pickle.dumps(mine) if mine else b""
+    for rank, size in _distinct(data):
+        is_mine = rank == distributed.get_rank()
+        buffer = _as_tensor(data) if is_mine else torch.empty(size, dtype=torch.uint8)
+        buffer = buffer.to(device_of_collectives())
+        distributed.broadcast(buffer, rank)
+        found |= dict.fromkeys(mine if is_mine else pickle.loads(buffer.cpu().numpy().tobytes()))
+    return list(found)
+
+
+def _distinct(data: bytes) -> list[tuple[int, int]]:
+    """Return (rank, size) of the first rank with each distinct ``data`` that is not empty."""
+    digest = hashlib.blake2b(data, digest_size=8).digest()
+    own = [len(data), int.from_bytes(digest, signed=True)]
+    device = device_of_collectives()
+    all_of_them = torch.empty((distributed.get_world_size(), 2), dtype=torch.int64, device=device)
+    distributed.all_gather_into_tensor(all_of_them, torch.tensor([own], device=device))
+    first: dict[tuple[int, int], int] = {}
+    for rank, (size, hashed) in enumerate(all_of_them.tolist()):
+        if size:
+            first.setdefault((size, hashed), rank)
+    return [(rank, size) for (size, _), rank in first.items()]
+
+
+def _as_tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _broadcast(value: Any, source: int) -> Any:
+    values = [value]
+    distributed.broadcast_object_list(values, source)
+    return values[0]
+
+
+def _attempt[T](function: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return function(), None
+    except Exception as error:
+        return None, error
+
+
+def _report(error: Exception) -> tuple[str, object, str] | str:
+    if isinstance(error, ConfigurationError):
+        return error.argument, repr(error.value), str(error)
+    return f"{type(error).__name__}: {error}"
+
+
+def _raise(rank: int, report: Any, own: Exception | None) -> NoReturn:
+    if not isinstance(report, str):
+        raise CheckpointError.repeat(*report) from own
+    raise RuntimeError(f"rank {rank} failed: {report}") from own
