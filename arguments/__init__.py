@@ -5,7 +5,6 @@
 is built from.
 """
 
-from megatron_eopt.arguments.config import config_from_args
-from megatron_eopt.arguments.parser import add_arguments
+from megatron_eopt.arguments.parser import add_arguments, config_from_args
 
 __all__ = ["add_arguments", "config_from_args"]

@@ -1,8 +1,6 @@
 """The flags, as data: one group per optimizer."""
 
 import argparse
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from megatron_eopt.base.names import (
@@ -11,17 +9,12 @@ from megatron_eopt.base.names import (
     OptimizerDefaultsT,
     TpModeT,
 )
-from megatron_eopt.math import (
-    AlgorithmT,
-    CoefficientT,
-    PrecisionT,
-    ScaleModeT,
-    backend_names,
-)
+from megatron_eopt.math import CoefficientT, PrecisionT, ScaleModeT, backend_names
 from megatron_eopt.math.moments import Moment2MethodT
-from megatron_eopt.optimizers.registry import optimizer_names
-
-_SWITCH = argparse.BooleanOptionalAction
+from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
+from megatron_eopt.settings.config import EmergingOptimizerConfig
+from megatron_eopt.settings.fields import field_types
+from megatron_eopt.settings.registry import optimizer_names
 
 
 class _Tuple(argparse.Action):
@@ -35,26 +28,6 @@ class _Tuple(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         setattr(namespace, self.dest, tuple(values))
-
-
-@dataclass(frozen=True)
-class Flag:
-    """One flag.
-
-    Attributes:
-        name: The flag without leading dashes.
-        text: What ``--help`` says.
-        options: Arguments of ``add_argument``; the default is the configuration's.
-    """
-
-    name: str
-    text: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def dest(self) -> str:
-        """Name of the parsed value, and of the configuration's field."""
-        return self.name.replace("-", "_")
 
 
 def choices_of_trainer_flags() -> dict[str, tuple[str, ...]]:
@@ -71,122 +44,82 @@ def choices_of_trainer_flags() -> dict[str, tuple[str, ...]]:
     }
 
 
-GROUPS: dict[str, tuple[Flag, ...]] = {
-    "optimizer layer": (
-        Flag(
-            "optimizer-defaults",
-            "Whose default values the flags have: megatron's own, or the recommended ones.",
-            {"choices": get_args(OptimizerDefaultsT), "default": "recommended"},
-        ),
-        Flag(
-            "optimizer-config",
-            "YAML file that describes the optimizer; its keys are named like these flags.",
-            {"metavar": "FILE", "default": None},
-        ),
-        Flag(
-            "print-optimizer-routing",
-            "Log which parameter goes to which optimizer, and why.",
-            {"action": "store_true", "default": False},
-        ),
-    ),
-    "checkpoints": (
-        Flag(
-            "verify-checkpoint",
-            "Read all files of a checkpoint before loading it, and compare their digests.",
-            {"action": _SWITCH, "default": True},
-        ),
-        Flag(
-            "checkpoint-fresh-state",
-            "Kinds of optimizer state that start fresh where a checkpoint lacks them, and are left "
-            "out where it has more.",
-            {"metavar": "KEY", "nargs": "+", "action": _Tuple, "default": ()},
-        ),
-        Flag(
-            "checkpoint-momentum-from-adam",
-            "Start Muon's momentum as Adam's first moment where a checkpoint has no momentum.",
-            {"action": "store_true", "default": False},
-        ),
-        Flag(
-            "print-state-checksum",
-            "Print a checksum of model and optimizer after every load and save.",
-            {"action": "store_true", "default": False},
-        ),
-    ),
-    "muon": (
-        Flag(
-            "muon-lr", "Largest learning rate of Muon's matrices; --lr if absent.", {"type": float}
-        ),
-        Flag("muon-min-lr", "Smallest one; --min-lr if absent.", {"type": float}),
-        Flag(
-            "muon-exempt-from-clipping",
-            "Never scale the gradients of Muon's matrices down to --clip-grad.",
-            {"action": _SWITCH},
-        ),
-        Flag(
-            "muon-orthogonalize-router",
-            "Treat the weights of mixture-of-experts routers as matrices.",
-            {"action": _SWITCH},
-        ),
-        Flag(
-            "muon-split-gated",
-            "Gate and up projection of a fused gated MLP are two matrices.",
-            {"action": _SWITCH},
-        ),
-        Flag(
-            "muon-split-mla",
-            "Split the fused projections of multi-latent attention.",
-            {"action": _SWITCH},
-        ),
-        Flag(
-            "muon-split-linear-attention",
-            "Split the input projection of linear attention layers.",
-            {"action": _SWITCH},
-        ),
-        Flag(
-            "muon-split-per-head",
-            "Each head's rows of an attention projection are a matrix of their own.",
-            {"action": _SWITCH},
-        ),
-        Flag(
-            "muon-algorithm",
-            "How to orthogonalize; auto takes the cheaper of those that are accurate enough.",
-            {"choices": get_args(AlgorithmT)},
-        ),
-        Flag(
-            "muon-backend",
-            "Whose kernels orthogonalize.",
-            {"choices": backend_names()},
-        ),
-        Flag(
-            "muon-use-nesterov",
-            "Old spelling of --muon-nesterov.",
-            {"action": "store_true", "default": None},
-        ),
-        Flag("muon-mode", "Old spelling of --muon-tp-mode.", {"choices": get_args(TpModeT)}),
-        Flag("muon-momentum-beta", "Old spelling of --muon-momentum.", {"type": float}),
-    ),
-    "adaptive muon": (
-        Flag(
-            "adaptive-muon-moment2-method",
-            "How updates are normalized.",
-            {"choices": get_args(Moment2MethodT)},
-        ),
-        Flag("adaptive-muon-beta2", "Decay of the second moments.", {"type": float}),
-        Flag("adaptive-muon-eps", "Smallest divisor of an update.", {"type": float}),
-        Flag(
-            "adaptive-muon-bias-correction",
-            "Let the first steps of AdaMuon and NAMO be no longer than later ones.",
-            {"action": _SWITCH},
-        ),
-    ),
-    "soap": (
-        Flag("soap-shampoo-beta", "Decay of the preconditioner's statistics.", {"type": float}),
-        Flag(
-            "soap-precondition-frequency",
-            "Steps between updates of the preconditioner.",
-            {"type": int},
-        ),
-        Flag("soap-use-kl-shampoo", "Use KL-Shampoo's preconditioner.", {"action": _SWITCH}),
-    ),
+GROUPS: dict[str, dict[str, str]] = {
+    "optimizer layer": {
+        "optimizer-defaults": "Whose default values the flags have: megatron's own, or the "
+        "recommended ones.",
+        "optimizer-config": "YAML file that describes the optimizer; its keys are named like these "
+        "flags.",
+        "print-optimizer-routing": "Log which parameter goes to which optimizer, and why.",
+    },
+    "checkpoints": {
+        "verify-checkpoints": "Write a manifest of digests into every checkpoint, compare all "
+        "files with it before loading, find the newest whole checkpoint, and read checkpoints as "
+        "data only.",
+        "checkpoint-fresh-state": "Kinds of optimizer state that start fresh where a checkpoint "
+        "lacks them, and are left out where it has more.",
+        "checkpoint-momentum-from-adam": "Start Muon's momentum as Adam's first moment where a "
+        "checkpoint has no momentum.",
+        "print-state-checksum": "Print a checksum of model and optimizer after every load and "
+        "save.",
+    },
+    "muon": {
+        "muon-lr": "Largest learning rate of Muon's matrices; --lr if absent.",
+        "muon-min-lr": "Smallest one; --min-lr if absent.",
+        "muon-exempt-from-clipping": "Never scale the gradients of Muon's matrices down to "
+        "--clip-grad.",
+        "muon-orthogonalize-router": "Treat the weights of mixture-of-experts routers as matrices.",
+        "muon-split-gated": "Gate and up projection of a fused gated MLP are two matrices.",
+        "muon-split-mla": "Split the fused projections of multi-latent attention.",
+        "muon-split-linear-attention": "Split the input projection of linear attention layers.",
+        "muon-split-per-head": "Each head's rows of an attention projection are a matrix of their "
+        "own.",
+        "muon-algorithm": "How to orthogonalize; auto takes the cheaper of those that are accurate "
+        "enough.",
+        "muon-backend": "Whose kernels orthogonalize.",
+        "muon-use-nesterov": "Old spelling of --muon-nesterov.",
+        "muon-mode": "Old spelling of --muon-tp-mode.",
+        "muon-momentum-beta": "Old spelling of --muon-momentum.",
+    },
+    "adaptive muon": {
+        "adaptive-muon-moment2-method": "How updates are normalized.",
+        "adaptive-muon-beta2": "Decay of the second moments.",
+        "adaptive-muon-eps": "Smallest divisor of an update.",
+        "adaptive-muon-bias-correction": "Let the first steps of AdaMuon and NAMO be no longer "
+        "than later ones.",
+    },
+    "soap": {
+        "soap-shampoo-beta": "Decay of the preconditioner's statistics.",
+        "soap-precondition-frequency": "Steps between updates of the preconditioner.",
+        "soap-use-kl-shampoo": "Use KL-Shampoo's preconditioner.",
+    },
 }
-"""Flags to add, by group; fields of ``EmergingOptimizerConfig`` unless they are ours alone."""
+"""What ``--help`` says about the flags to add, by group and name."""
+
+_STORE_TRUE = {"action": "store_true", "default": False}
+
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "optimizer-defaults": {"choices": get_args(OptimizerDefaultsT), "default": "recommended"},
+    "optimizer-config": {"metavar": "FILE"},
+    "print-optimizer-routing": _STORE_TRUE,
+    "verify-checkpoints": {"action": argparse.BooleanOptionalAction, "default": False},
+    "checkpoint-fresh-state": {"metavar": "KEY", "nargs": "+", "action": _Tuple, "default": ()},
+    "checkpoint-momentum-from-adam": _STORE_TRUE,
+    "print-state-checksum": _STORE_TRUE,
+    "muon-backend": {"choices": backend_names()},
+    "muon-use-nesterov": {"action": "store_true", "default": None},
+    "adaptive-muon-moment2-method": {"choices": get_args(Moment2MethodT)},
+}
+"""Arguments of ``add_argument`` that do not follow from the type of the configuration's field."""
+
+_FIELDS = field_types(EmergingOptimizerConfig)
+
+
+def options(name: str) -> dict[str, Any]:
+    """Return the arguments of ``add_argument`` for a flag; the default is the configuration's."""
+    if name in _OPTIONS:
+        return _OPTIONS[name]
+    field = _FIELDS[name.replace("-", "_")]
+    if field.type is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    return {"choices": field.choices} if field.choices else {"type": field.type}

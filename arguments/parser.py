@@ -1,11 +1,14 @@
-"""Extends the trainer's parser."""
+"""Extends the trainer's parser, and turns what it parsed into a configuration."""
 
 import argparse
+import dataclasses
 from typing import Any
 
-from megatron_eopt.arguments.defaults import PREFIXES, fill
-from megatron_eopt.arguments.file import given_flags, merge_file
-from megatron_eopt.arguments.flags import GROUPS, choices_of_trainer_flags
+from megatron.core import optimizer as megatron_optimizer
+
+from megatron_eopt.arguments.flags import GROUPS, choices_of_trainer_flags, options
+from megatron_eopt.arguments.values import PREFIXES, fill, given_flags, merge_file
+from megatron_eopt.settings.config import EmergingOptimizerConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -27,16 +30,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             known[dest].choices = choices
     for title, flags in GROUPS.items():
         group = parser.add_argument_group(title=f"{title} (megatron-eopt)")
-        for flag in flags:
-            if flag.dest not in known:
-                group.add_argument(f"--{flag.name}", help=flag.text, **flag.options)
+        for name, text in flags.items():
+            if name.replace("-", "_") not in known:
+                group.add_argument(f"--{name}", help=text, **options(name))
     _fill_after_parsing(parser)
     return parser
 
 
+def config_from_args(args: argparse.Namespace) -> tuple[EmergingOptimizerConfig, dict[Any, Any]]:
+    """Return the configuration and the overrides that the trainer's flags stand for.
+
+    Takes the place of ``megatron.training.training.get_megatron_optimizer_config``. The class is
+    always ours; with ``--optimizer-defaults megatron`` its fields hold megatron-core's defaults.
+
+    Args:
+        args: Parsed by a parser that :func:`add_arguments` extended.
+
+    Raises:
+        ConfigurationError: If something was asked for that the optimizer cannot do.
+    """
+    names = [item.name for item in dataclasses.fields(EmergingOptimizerConfig)]
+    config = EmergingOptimizerConfig(
+        **{name: getattr(args, name) for name in names if hasattr(args, name)}
+    )
+    return config, megatron_optimizer.get_standard_config_overrides(config)
+
+
 def _fill_after_parsing(parser: argparse.ArgumentParser) -> None:
     """Let ``parser`` tell given flags from defaults, which are filled in at the end."""
-    trainers = _forget_defaults(parser)
+    actions = [action for action in parser._actions if action.dest.startswith(PREFIXES)]
+    trainers = {a.dest: a.default for a in actions if a.default is not None}
+    for action in actions:
+        action.default = None
     parse_known_args = parser.parse_known_args
 
     def parse(args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
@@ -44,17 +69,8 @@ def _fill_after_parsing(parser: argparse.ArgumentParser) -> None:
         preset = {} if namespace is None else dict(vars(namespace))
         parsed, rest = parse_known_args(argv, namespace)
         if parsed.optimizer_config is not None:
-            merge_file(parsed, given_flags(parse_known_args, argv, preset))
+            merge_file(parsed, {**preset, **given_flags(parse_known_args, argv)})
         fill(parsed, trainers)
         return parsed, rest
 
     parser.parse_known_args = parse  # type: ignore[method-assign,assignment]
-
-
-def _forget_defaults(parser: argparse.ArgumentParser) -> dict[str, Any]:
-    """Return the trainer's defaults of the optimizers' flags, having replaced them by None."""
-    actions = [a for a in parser._actions if a.dest.startswith(PREFIXES)]
-    trainers = {action.dest: action.default for action in actions}
-    for action in actions:
-        action.default = None
-    return {dest: value for dest, value in trainers.items() if value is not None}

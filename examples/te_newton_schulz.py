@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_eopt.math import Backend, orthogonalize, register_backend
-from megatron_eopt.math.external import TransformerEngine
+from megatron_eopt.math.backends import TransformerEngine
 
 
 def main() -> None:

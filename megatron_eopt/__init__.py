@@ -8,18 +8,18 @@ import importlib
 from typing import Any
 
 _PLACES = {
-    "AdamOptimizerConfig": "assembly.config",
+    "AdamOptimizerConfig": "settings.config",
     "ConfigurationError": "base.errors",
     "ConfigurationTypeError": "base.errors",
-    "EmergingOptimizerConfig": "assembly.config",
-    "EmergingOptimizerEntry": "optimizers.registry",
-    "OptimizerConfig": "assembly.config",
-    "SGDOptimizerConfig": "assembly.config",
+    "EmergingOptimizerConfig": "settings.config",
+    "EmergingOptimizerEntry": "settings.registry",
+    "OptimizerConfig": "settings.config",
+    "SGDOptimizerConfig": "settings.config",
     "TensorParallelAdaptiveMuon": "optimizers.adaptive_muon",
     "TensorParallelMuon": "optimizers.muon",
-    "get_megatron_optimizer": "assembly.factory",
-    "load_optimizer_config": "assembly.config_file",
-    "register_optimizer": "optimizers.registry",
+    "get_megatron_optimizer": "build.factory",
+    "load_optimizer_config": "settings.config_file",
+    "register_optimizer": "optimizers.built_in",
 }
 
 __all__ = sorted(_PLACES)

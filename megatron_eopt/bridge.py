@@ -8,11 +8,10 @@ Megatron-Bridge to be installed.
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_eopt.assembly.checks import check_values
-from megatron_eopt.assembly.config import EmergingOptimizerConfig
-from megatron_eopt.assembly.factory import get_megatron_optimizer
-from megatron_eopt.assembly.meaning import resolve
-from megatron_eopt.routing.overrides import Overrides
+from megatron_eopt.build.factory import get_megatron_optimizer
+from megatron_eopt.settings.config import EmergingOptimizerConfig
+from megatron_eopt.settings.registry import Overrides
+from megatron_eopt.settings.settings import resolve
 
 __all__ = ["BridgeOptimizerConfig"]
 
@@ -40,10 +39,9 @@ class BridgeOptimizerConfig(EmergingOptimizerConfig):
             ConfigurationError: If a value, or a combination, cannot be honoured.
             ConfigurationTypeError: If a value has the wrong type.
         """
-        meaning = resolve(self)
-        check_values(self, meaning)
+        settings = resolve(self)
         super().__post_init__()
-        if meaning.storage == "layer_wise":
+        if settings.storage == "sharded":
             self.use_distributed_optimizer = True
 
     def provide(
@@ -56,20 +54,8 @@ class BridgeOptimizerConfig(EmergingOptimizerConfig):
     ) -> Any:
         """Return the optimizer of a wrapped model; Megatron-Bridge calls this.
 
-        Args:
-            model_chunks: The model's chunks on this rank, or its only one, wrapped in Megatron's
-                DDP.
-            config_overrides: What the override provider returned; None means megatron-core's
-                standard overrides.
-            use_gloo_process_groups: As in :func:`megatron_eopt.get_megatron_optimizer`.
-            pg_collection: As there.
-
-        Returns:
-            A ``ChainedOptimizer`` of megatron-core.
-
-        Raises:
-            ConfigurationError: If a value, or a combination, cannot be honoured.
-            ConfigurationTypeError: If a value has the wrong type.
+        The arguments, the result and the errors are those of
+        :func:`megatron_eopt.get_megatron_optimizer`, but that one chunk needs no list.
         """
         self.finalize()
         return get_megatron_optimizer(

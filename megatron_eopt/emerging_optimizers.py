@@ -3,27 +3,27 @@
 Scripts written for megatron-core's module work with this one after changing the import.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from megatron.core.optimizer.optimizer_config import ParamKey
 
 from megatron_eopt.base.errors import check_choice
 from megatron_eopt.math.coefficients import COEFFICIENT_NAMES
-from megatron_eopt.optimizers import config_kwargs as _config_kwargs
-from megatron_eopt.optimizers import entries as _entries
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
-from megatron_eopt.optimizers.initial_state import init_state
+from megatron_eopt.optimizers.built_in import register_optimizer
 from megatron_eopt.optimizers.muon import TensorParallelMuon
-from megatron_eopt.optimizers.registry import (
+from megatron_eopt.settings import arguments as _arguments
+from megatron_eopt.settings import fields as _fields
+from megatron_eopt.settings.registry import (
     EmergingOptimizerEntry,
     default_param_overrides,
     entries,
     entry_of,
-    register_optimizer,
+    init_state,
+    is_nonlinear_or_embedding,
 )
-from megatron_eopt.routing.routes import is_nonlinear_or_embedding
 
 __all__ = [
     "EmergingOptimizerEntry",
@@ -47,12 +47,20 @@ def validate_coefficient_type(coefficient_type: str) -> None:
     check_choice("coefficient_type", coefficient_type, COEFFICIENT_NAMES)
 
 
-def _eopt_init_state_fn(opt: Any, config: Any = None) -> None:
-    init_state(opt, config)
+_default_param_overrides_factory = default_param_overrides
+_eopt_init_state_fn = init_state
+_is_nonlinear_or_embedding = is_nonlinear_or_embedding
+_muon_config_to_kwargs = functools.partial(_arguments.entry_kwargs, "muon")
+_adaptive_muon_config_to_kwargs = functools.partial(_arguments.entry_kwargs, "adaptive_muon")
 
 
-def _default_param_overrides_factory() -> dict[ParamKey, dict[str, Any]]:
-    return default_param_overrides()
+# under the argument names that megatron-core's have
+def _get_qkv_split_shapes(model_cfg: Any) -> list[int]:
+    return _arguments.qkv_split_shapes(model_cfg)
+
+
+def _kwargs_from_config(optimizer_cls: type, prefix: str, config: Any) -> dict[str, Any]:
+    return _fields.kwargs_from_config(optimizer_cls, prefix, config)
 
 
 def _create_emerging_optimizer(
@@ -62,37 +70,15 @@ def _create_emerging_optimizer(
     model_chunks: Sequence[Any],
     pg_collection: Any,
 ) -> tuple[torch.optim.Optimizer, Any]:
-    return _entries.create(eopt_name, param_groups, config, model_chunks, pg_collection)
-
-
-def _is_nonlinear_or_embedding(param: torch.Tensor) -> bool:
-    return is_nonlinear_or_embedding(param)
-
-
-def _get_qkv_split_shapes(model_cfg: Any) -> list[int]:
-    return _entries.qkv_split_shapes(model_cfg)
-
-
-def _kwargs_from_config(optimizer_cls: type, prefix: str, config: Any) -> dict[str, Any]:
-    return _config_kwargs.kwargs_from_config(optimizer_cls, prefix, config)
-
-
-def _muon_config_to_kwargs(
-    config: Any, model_chunks: Sequence[Any], pg_collection: Any
-) -> dict[str, Any]:
-    return _entries.constructor_kwargs("muon", config, model_chunks, pg_collection)
-
-
-def _adaptive_muon_config_to_kwargs(
-    config: Any, model_chunks: Sequence[Any], pg_collection: Any
-) -> dict[str, Any]:
-    return _entries.constructor_kwargs("adaptive_muon", config, model_chunks, pg_collection)
+    entry = entry_of(eopt_name)
+    kwargs = _arguments.entry_kwargs(eopt_name, config, model_chunks, pg_collection)
+    return entry.optimizer_cls(param_groups, **kwargs), entry.init_state_fn
 
 
 def _default_adam_based_eopt_config_to_kwargs(
     eopt_name: str, config: Any, model_chunks: Sequence[Any], pg_collection: Any
 ) -> dict[str, Any]:
     entry = entry_of(eopt_name)
-    return _entries.emerging_kwargs(
+    return _arguments.emerging_kwargs(
         entry.optimizer_cls, entry.prefixes or (eopt_name,), config, pg_collection
     )

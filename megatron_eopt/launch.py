@@ -12,15 +12,13 @@ asks for the values that are recommended here.
 
 import argparse
 import importlib.util
-import io
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 _PROGRAM = "python -m megatron_eopt.launch"
 
@@ -46,36 +44,29 @@ class _MainSpec(ModuleSpec):
         return self._package
 
 
-@dataclass(frozen=True)
-class _Program:
-    """Code to run as the main module.
-
-    Attributes:
-        code: The compiled source.
-        file: Where it comes from.
-        variables: What else the module's namespace has from the start.
-    """
+class _Program(NamedTuple):
+    """Code to run as the main module, and what the module's namespace has from the start."""
 
     code: CodeType
     file: str
-    variables: dict[str, Any]
+    loader: Any
+    package: str | None
 
     def run(self, namespace: dict[str, Any]) -> None:
-        """Run the code in ``namespace``."""
-        namespace.update(self.variables, __file__=self.file, __cached__=None)
+        namespace.update(
+            __file__=self.file,
+            __cached__=None,
+            __loader__=self.loader,
+            __package__=self.package,
+            __spec__=_MainSpec(self.package or ""),
+        )
         exec(self.code, namespace)  # what python itself does with a script
 
 
 def _script(path: str) -> _Program:
     file = os.path.abspath(path)
-    with io.open_code(file) as source:
-        code = compile(source.read(), file, "exec", dont_inherit=True)
-    variables = {
-        "__loader__": SourceFileLoader("__main__", file),
-        "__package__": None,
-        "__spec__": _MainSpec(""),
-    }
-    return _Program(code, file, variables)
+    loader = SourceFileLoader("__main__", file)
+    return _Program(loader.source_to_code(loader.get_data(file), file), file, loader, None)
 
 
 def _module(name: str) -> _Program:
@@ -91,9 +82,7 @@ def _module(name: str) -> _Program:
     code = None if loader is None else loader.get_code(name)
     if spec is None or code is None:
         raise ImportError(f"{_PROGRAM} -m {name}: there is no Python module of this name")
-    package = spec.parent or ""
-    variables = {"__loader__": loader, "__package__": package, "__spec__": _MainSpec(package)}
-    return _Program(code, spec.origin or name, variables)
+    return _Program(code, spec.origin or name, loader, spec.parent or "")
 
 
 def _prepare(target: str) -> _Program:

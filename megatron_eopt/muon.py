@@ -1,11 +1,11 @@
 """The entry point of megatron-core's older releases."""
 
-import copy
 import warnings
 from typing import Any
 
-from megatron_eopt.assembly.factory import get_megatron_optimizer
 from megatron_eopt.base.errors import ConfigurationTypeError
+from megatron_eopt.build.factory import get_megatron_optimizer
+from megatron_eopt.settings.config import as_muon
 
 __all__ = ["get_megatron_muon_optimizer"]
 
@@ -51,13 +51,8 @@ def get_megatron_muon_optimizer(
         DeprecationWarning,
         stacklevel=2,
     )
-    config = copy.copy(config)
-    if config.optimizer.removeprefix("dist_") not in ("muon", "adaptive_muon"):
-        config.optimizer = "muon"
-    if layer_wise_distributed_optimizer:
-        config.use_layer_wise_distributed_optimizer = True
     return get_megatron_optimizer(
-        config,
+        as_muon(config, layer_wise=layer_wise_distributed_optimizer),
         model_chunks,
         config_overrides,
         use_gloo_process_groups,

@@ -1,4 +1,4 @@
-"""Write docs/routing.md: the routing tables of three small models, made by the code itself.
+"""Write docs/routing.md: the routing tables of two small models, made by the code itself.
 
     python scripts/routing_tables.py [--check]
 
@@ -27,7 +27,8 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.identity_op import IdentityOp
 
 from megatron_eopt import EmergingOptimizerConfig
-from megatron_eopt.assembly.routing import routing_table
+from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
+from megatron_eopt.routing.model import routing_table
 
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "routing.md"
 
@@ -41,24 +42,18 @@ COMMON: dict[str, Any] = {
 }
 GATED = {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
 MODELS: dict[str, tuple[type, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "GPT, learned positions, tied embeddings": (
-        TransformerConfig,
-        {"add_bias_linear": True},
-        {},
-        {"share_embeddings_and_output_weights": True},
-    ),
-    "Grouped-query attention, gated experts": (
+    "GPT, learned positions, grouped-query attention, gated experts": (
         TransformerConfig,
         {
             "num_query_groups": 2,
-            "num_moe_experts": 4,
+            "num_moe_experts": 2,
             "moe_ffn_hidden_size": 96,
             "moe_router_topk": 2,
             "moe_token_dispatcher_type": "alltoall",
             **GATED,
         },
-        {"num_experts": 4},
-        {"position_embedding_type": "rope", "share_embeddings_and_output_weights": False},
+        {"num_experts": 2},
+        {"share_embeddings_and_output_weights": False},
     ),
     "Multi-latent attention": (
         MLATransformerConfig,
@@ -80,12 +75,11 @@ MODELS: dict[str, tuple[type, dict[str, Any], dict[str, Any], dict[str, Any]]] =
 INTRODUCTION = """\
 # Routing: which parameter gets which optimizer
 
-Matrices go to the emerging optimizer (here `muon`). Embedding tables (learned positions too), the
-output layer, norms, biases and parameters with an attribute `use_muon = False` go to the scalar
-optimizer, `muon_scalar_optimizer`. The weights of mixture-of-experts routers stay with Muon unless
-`muon_orthogonalize_router` is off (`--no-muon-orthogonalize-router`).
-
-An override routes any parameter to any registered optimizer:
+Matrices go to the emerging optimizer (here `muon`), routers of experts included unless
+`muon_orthogonalize_router` is off (`--no-muon-orthogonalize-router`). Embedding tables (learned
+positions too), the output layer, norms, biases and parameters with an attribute `use_muon = False`
+go to the scalar optimizer, `muon_scalar_optimizer`. An override sends any parameter to any
+registered optimizer:
 
 ```python
 from megatron.core.optimizer import ParamKey, get_standard_config_overrides
@@ -96,8 +90,8 @@ optimizer = megatron_eopt.get_megatron_optimizer(config, model_chunks, overrides
 ```
 
 `--print-optimizer-routing` (or `EmergingOptimizerConfig(print_optimizer_routing=True)`) logs such a
-table for your own model. The tables below were written by `python scripts/routing_tables.py`, with
-the recommended defaults, `lr=0.001`, `weight_decay=0.1` and megatron-core's standard overrides.
+table of your model. These are by `python scripts/routing_tables.py`, with the recommended defaults,
+`lr=0.001`, `weight_decay=0.1` and megatron-core's standard overrides.
 """
 
 

@@ -1,8 +1,12 @@
 """What all tests share."""
 
+import os
 from pathlib import Path
 
+import pytest
+
 from tests.harness import close_pools
+from tests.harness.last_bits import VARIABLE, as_all_tests
 from tests.harness.result_table import ResultTable
 
 
@@ -14,12 +18,26 @@ def pytest_addoption(parser):
         help="write outcomes, times and figures of the long tests there",
     )
 
+    parser.addoption(
+        "--other-last-bits",
+        metavar="SEED",
+        help="let sums round otherwise, to find tolerances that hold on this machine alone",
+    )
+
 
 def pytest_configure(config):
+    if (seed := config.getoption("--other-last-bits")) is not None:
+        os.environ[VARIABLE] = seed
     path = config.getoption("--write-table")
     # workers report to the process that started them, which writes
     if path is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(ResultTable(path.absolute()))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call():
+    with as_all_tests():
+        return (yield)
 
 
 def pytest_sessionfinish() -> None:

@@ -1,27 +1,30 @@
 """One outcome on all ranks: what one rank refuses, every rank refuses with the same words.
 
 Without that, the rank that raises leaves the others waiting in their next collective call. All
-functions here are called by all ranks of the default process group together, and none lets a rank
-hold more than the payload once: nothing is padded to the largest rank's size.
+functions here are called by all ranks of the default process group together, unless they name
+another. What may be long travels once: nothing is padded to the largest rank's size.
 """
 
 import hashlib
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, cast
 
 import torch
-from torch import Tensor, distributed
+from torch import distributed
 
 from megatron_eopt.base.errors import ConfigurationError
 
 __all__ = [
     "CheckpointError",
     "agreed",
+    "any_rank",
     "device_of_collectives",
     "everyones",
     "from_rank_0",
+    "integers",
     "is_rank_0",
+    "of_every_rank",
 ]
 
 
@@ -30,13 +33,7 @@ class CheckpointError(ConfigurationError):
 
     @classmethod
     def repeat(cls, argument: str, value: object, text: str) -> "CheckpointError":
-        """Return the error that another rank raised.
-
-        Args:
-            argument: Its ``argument``.
-            value: Its ``value``.
-            text: Its message.
-        """
+        """Return the error that another rank raised, with its attributes and its message."""
         error = cls.__new__(cls, text)
         error.args = (text,)
         error.argument = argument
@@ -84,10 +81,7 @@ def from_rank_0[T](function: Callable[[], T]) -> T:
 def agreed[T](function: Callable[[], T]) -> T:
     """Call ``function`` on every rank; raise everywhere what the first rank that failed raised.
 
-    If none has failed, that takes one number of each rank.
-
-    Args:
-        function: Must not communicate.
+    If none has failed, that takes one number of each rank. The function must not communicate.
 
     Returns:
         This rank's result.
@@ -113,9 +107,8 @@ def agreed[T](function: Callable[[], T]) -> T:
 def everyones[T](items: Iterable[T]) -> list[T]:
     """Return the items of all ranks, in their order, without duplicates.
 
-    Takes one broadcast for each distinct list that is not empty, so that lists which ranks have in
-    common travel once. If all are empty, as lists of faults mostly are, nothing travels but their
-    sizes.
+    Lists that several ranks have travel once, and empty ones, as lists of faults mostly are, not
+    at all.
     """
     mine = list(items)
     if not distributed.is_initialized():
@@ -124,29 +117,47 @@ def everyones[T](items: Iterable[T]) -> list[T]:
     data = pickle.dumps(mine) if mine else b""
     for rank, size in _distinct(data):
         is_mine = rank == distributed.get_rank()
-        buffer = _as_tensor(data) if is_mine else torch.empty(size, dtype=torch.uint8)
-        buffer = buffer.to(device_of_collectives())
+        held = bytearray(data if is_mine else size)
+        buffer = torch.frombuffer(held, dtype=torch.uint8).to(device_of_collectives())
         distributed.broadcast(buffer, rank)
         found |= dict.fromkeys(mine if is_mine else pickle.loads(buffer.cpu().numpy().tobytes()))
     return list(found)
+
+
+def of_every_rank[T](value: T, group: distributed.ProcessGroup | None = None) -> list[T]:
+    """Return the small values of all ranks of a group (None: the world), in their order."""
+    if not distributed.is_initialized():
+        return [value]
+    gathered: list[Any] = [None] * distributed.get_world_size(group)
+    distributed.all_gather_object(gathered, value, group=group)
+    return gathered
+
+
+def any_rank(flag: bool) -> bool:
+    """Return whether ``flag`` is true on any rank."""
+    return any(row[0] for row in integers([int(flag)]))
+
+
+def integers(mine: Sequence[int]) -> list[list[int]]:
+    """Return equally many integers of every rank, in the order of ranks."""
+    if not distributed.is_initialized():
+        return [list(mine)]
+    local = torch.tensor(list(mine), dtype=torch.int64, device=device_of_collectives())
+    gathered = local.new_empty(distributed.get_world_size() * len(local))
+    distributed.all_gather_into_tensor(gathered, local)
+    rows: list[list[int]] = gathered.view(-1, len(local)).tolist()
+    return rows
 
 
 def _distinct(data: bytes) -> list[tuple[int, int]]:
     """Return (rank, size) of the first rank with each distinct ``data`` that is not empty."""
     digest = hashlib.blake2b(data, digest_size=8).digest()
     own = [len(data), int.from_bytes(digest, signed=True)]
-    device = device_of_collectives()
-    all_of_them = torch.empty((distributed.get_world_size(), 2), dtype=torch.int64, device=device)
-    distributed.all_gather_into_tensor(all_of_them, torch.tensor([own], device=device))
     first: dict[tuple[int, int], int] = {}
-    for rank, (size, hashed) in enumerate(all_of_them.tolist()):
+    for rank, (size, hashed) in enumerate(integers(own)):
         if size:
             first.setdefault((size, hashed), rank)
     return [(rank, size) for (size, _), rank in first.items()]
-
-
-def _as_tensor(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _broadcast(value: Any, source: int) -> Any:

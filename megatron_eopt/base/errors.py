@@ -15,8 +15,8 @@ class ConfigurationError(ValueError):
     Args:
         argument: Name of the option as the user wrote it (a flag, a field or a parameter).
         value: What the user gave.
-        rule: What must hold, as a clause without a full stop.
-        way_out: What to do instead, as a sentence without a full stop.
+        rule: What must hold, a clause without a full stop.
+        way_out: What to do instead, likewise.
     """
 
     def __init__(self, argument: str, value: object, rule: str, way_out: str) -> None:
@@ -36,11 +36,7 @@ class ConfigurationTypeError(TypeError):
 
 
 def check_choice(argument: str, value: object, choices: Iterable[str]) -> None:
-    """Raise unless ``value`` is one of ``choices``; the message offers the nearest ones.
-
-    Raises:
-        ConfigurationError: If it is not.
-    """
+    """Raise a ConfigurationError unless ``value`` is one of ``choices``; offers the nearest."""
     names = list(choices)
     if value in names:
         return
@@ -50,11 +46,7 @@ def check_choice(argument: str, value: object, choices: Iterable[str]) -> None:
 
 
 def check_switch(argument: str, value: object) -> None:
-    """Raise unless ``value`` is True or False.
-
-    Raises:
-        ConfigurationTypeError: If it is not.
-    """
+    """Raise a ConfigurationTypeError unless ``value`` is True or False."""
     if not isinstance(value, bool):
         raise ConfigurationTypeError(argument, value, "is on or off", "Give True or False")
 
@@ -68,13 +60,6 @@ def check_number(
     below: float | None = None,
 ) -> None:
     """Raise unless ``value`` is a finite number within the given bounds.
-
-    Args:
-        argument: Name of the option.
-        value: What the user gave.
-        at_least: Smallest allowed value.
-        above: Bound that the value must exceed.
-        below: Bound that the value must stay under.
 
     Raises:
         ConfigurationTypeError: If ``value`` is not a number.

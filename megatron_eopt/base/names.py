@@ -17,7 +17,7 @@ STANDARD_OPTIMIZERS = ("adam", "sgd")
 """Element-wise optimizers that megatron-core builds without emerging-optimizers."""
 
 SCALAR_OPTIMIZERS = ("adam", "lion", "sgd")
-"""Optimizers built by :mod:`megatron_eopt.optimizers.scalar`."""
+"""Element-wise optimizers for what is no matrix."""
 
 OLD_SPELLINGS = {"use_nesterov": "nesterov", "mode": "tp_mode", "momentum_beta": "momentum"}
 """Constructor arguments of Muon as earlier releases of megatron-core called them."""
@@ -27,9 +27,6 @@ NO_MUON_ATTRIBUTE = "use_muon"
 
 STACK_ATTRIBUTE = "eopt_matrix_stack"
 """A 3-D parameter with this attribute set to ``True`` is a stack of matrices (experts)."""
-
-SPLIT_ATTRIBUTE = "eopt_logical_split"
-"""Attribute of a routed parameter and of its main copy: its ``Split``, None for one matrix."""
 
 MOMENTUM = "momentum_buffer"
 """State key of the momentum of Muon, Lion and SGD."""
@@ -50,3 +47,12 @@ parameter's key follow."""
 
 MATRIX_STATE_PREFIX = "optimizer.matrix_state."
 """Start of a checkpoint's keys of other state; its kind and a name of the matrix follow."""
+
+MAIN_OF_SHARDED = "param"
+"""Kind of main weights in checkpoints of ZeRO-1 fragments."""
+
+MAIN_OF_REPLICATED = "fp32_param"
+"""Kind of main weights in checkpoints of optimizers that keep whole parameters."""
+
+MOMENT2 = "moment2_buffer"
+"""State key of adaptive Muon's second moments."""

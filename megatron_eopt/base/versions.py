@@ -7,8 +7,6 @@ when a release has moved them.
 
 import functools
 import importlib
-import importlib.metadata
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -43,17 +41,9 @@ def megatron_name(name: str) -> Any:
         return getattr(module, name)
     except AttributeError as error:
         raise ImportError(
-            f"megatron-core {version_of('megatron-core')} has no {_PLACES[name]}.{name}; "
+            f"megatron-core {megatron_version()} has no {_PLACES[name]}.{name}; "
             "install 'megatron-core>=0.19.2,<0.20'"
         ) from error
-
-
-def version_of(distribution: str) -> str:
-    """Return the installed version of a distribution, or "none"."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
 
 
 def dataset_helpers_to_skip() -> ModuleType | None:
@@ -74,11 +64,7 @@ def megatron_version() -> str:
 
 
 def check_tested_megatron() -> None:
-    """Raise unless megatron-core is a release that all of this package was tested with.
-
-    Raises:
-        ImportError: If it is not.
-    """
+    """Raise an ImportError unless megatron-core is a release that this package was tested with."""
     found = megatron_version()
     if found not in TESTED_MEGATRON:
         raise ImportError(
@@ -89,11 +75,7 @@ def check_tested_megatron() -> None:
 
 
 def check_megatron() -> None:
-    """Raise unless megatron-core is one this package was written for.
-
-    Raises:
-        ImportError: If it is not.
-    """
+    """Raise an ImportError unless megatron-core is one that this package was written for."""
     found = megatron_version()
     numbers = tuple(int(part) for part in found.split(".")[:3] if part.isdigit())
     first, end = SUPPORTED_MEGATRON

@@ -1,12 +1,11 @@
-"""Checkpoints: verified files, the newest whole one, matching state, and a checksum of the state.
+"""State in checkpoints: matched with what a run asks for, loaded anywhere, and its checksum.
 
-For Megatron-LM's trainer :func:`trainer_rebindings` gives all of this; programs that call
-``megatron.core.dist_checkpointing`` themselves use :func:`load` and :func:`save` instead.
+What is about the files that hold it is in :mod:`megatron_eopt.checkpoint_files`.
 """
 
 from megatron_eopt.base.agreement import CheckpointError
 from megatron_eopt.checkpoints.checksum import checksum
-from megatron_eopt.checkpoints.folder import load, save
-from megatron_eopt.checkpoints.trainer import trainer_rebindings
+from megatron_eopt.checkpoints.loading import load
+from megatron_eopt.checkpoints.trainer import checksum_rebindings, trainer_rebindings
 
-__all__ = ["CheckpointError", "checksum", "load", "save", "trainer_rebindings"]
+__all__ = ["CheckpointError", "checksum", "checksum_rebindings", "load", "trainer_rebindings"]

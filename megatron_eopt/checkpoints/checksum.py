@@ -16,8 +16,8 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor, distributed
 
 from megatron_eopt.base.agreement import device_of_collectives
-from megatron_eopt.checkpoints.content import hash_of_text, split_key
-from megatron_eopt.storage.checkpoint.keys import tensors
+from megatron_eopt.checkpoint.keys import split_key, tensors
+from megatron_eopt.checkpoints.content import hash_of_text
 
 __all__ = ["checksum"]
 

@@ -1,7 +1,6 @@
 """What a sharded state dict holds, in terms that do not depend on the layout of the run."""
 
 import hashlib
-import re
 from typing import Any
 
 import torch
@@ -9,24 +8,9 @@ from megatron.core.dist_checkpointing.mapping import is_main_replica
 from torch import distributed
 
 from megatron_eopt.base.agreement import device_of_collectives, everyones
-from megatron_eopt.storage.checkpoint.keys import tensors
+from megatron_eopt.checkpoint.keys import split_key, tensors
 
 __all__ = ["describe", "hash_of_text", "split_key"]
-
-_OPTIMIZER = re.compile(
-    r"(?:chained_\d+\.)?optimizer\.(?:(?:matrix_)?state\.([^.]+)\.)?(.+?)(?:/shard_[\d.]+_[\d.]+)?"
-)
-
-
-def split_key(key: str) -> tuple[str | None, str] | None:
-    """Split the key of an optimizer's tensor or object into the kind of state and the parameter.
-
-    Returns:
-        (kind, parameter or matrix), (None, rest) for what holds buckets of many parameters, and
-        None if ``key`` is none of an optimizer.
-    """
-    match = _OPTIMIZER.fullmatch(key)
-    return None if match is None else (match[1], match[2])
 
 
 def describe(sharded_state_dict: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
+from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
 from torch import distributed
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -24,9 +25,9 @@ from megatron_eopt.base.agreement import (
     from_rank_0,
     is_rank_0,
 )
-from megatron_eopt.checkpoints.content import split_key
-from megatron_eopt.checkpoints.weights_only import WeightsOnlyReader
-from megatron_eopt.storage.checkpoint.keys import keys, tensors
+from megatron_eopt.checkpoint.keys import saved_keys as keys
+from megatron_eopt.checkpoint.keys import split_key, tensors
+from megatron_eopt.checkpoint.migration import Policy
 
 __all__ = ["match"]
 
@@ -44,10 +45,8 @@ _SHOWN = 8
 class Requests(Protocol):
     """What one optimizer asks for, as ``storage`` defines it."""
 
-    def adapt(
-        self, available: frozenset[str], fresh: tuple[str, ...], momentum_from_adam: bool
-    ) -> list[str]:
-        """Change what is asked for to what is ``available``; return lines to log."""
+    def adapt(self, shapes: Shapes, policy: Policy) -> list[str]:
+        """Change what is asked for to what there is; return lines to log."""
         ...
 
     def keys(self) -> set[str]:
@@ -87,13 +86,11 @@ def match(
     shapes = from_rank_0(lambda: _shapes(folder))
     requests = list(_requests(sharded_state_dict))
     own = _keys(sharded_state_dict, requests).union(*(item.own_keys() for item in requests))
-    available = frozenset(shapes)
+    policy = Policy(frozenset(kinds), momentum_from_adam)
     may_lack = strict.lower() in MAY_LACK_KEYS
     # the model first: if that is another one, its optimizer's state says the same less clearly
     _refuse_differences(_model_tensors(sharded_state_dict), shapes, folder, may_lack)
-    lines = agreed(
-        lambda: [line for r in requests for line in r.adapt(available, kinds, momentum_from_adam)]
-    )
+    lines = agreed(lambda: [line for r in requests for line in r.adapt(shapes, policy)])
     _log(everyones(lines))
     _refuse_differences(tensors(sharded_state_dict), shapes, folder, may_lack)
     asked = _keys(sharded_state_dict, requests)
@@ -105,7 +102,8 @@ def match(
 
 def _shapes(folder: Path) -> Shapes:
     try:
-        metadata = WeightsOnlyReader(folder).read_metadata().state_dict_metadata
+        # whatever megatron-core is going to read the checkpoint with
+        metadata = torch_strategy.FileSystemReader(folder).read_metadata().state_dict_metadata
     except Exception as error:
         raise CheckpointError(
             "checkpoint",

@@ -1,274 +1,80 @@
-"""Checkpoints of Megatron-LM's trainer: its functions of ``checkpointing``, wrapped.
+"""State in checkpoints of Megatron-LM's trainer: two of its functions, wrapped.
 
-Saving: the folder is cleared, the trainer writes, the manifest follows, then the tracker file.
-Loading: a folder is chosen, its files are verified, what is asked for is matched with what is
-there, and only then the trainer reads.
+Before the trainer reads a distributed checkpoint, what it asks for is matched with what is there.
 """
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megatron.core.msc_utils import MaybeMultiStorageClient, MultiStorageClientFeature
+from megatron.core.msc_utils import MultiStorageClientFeature
 
-from megatron_eopt.base.agreement import CheckpointError, from_rank_0
 from megatron_eopt.checkpoints.checksum import checksum
-from megatron_eopt.checkpoints.folder import save_with
-from megatron_eopt.checkpoints.folders import (
-    TRACKER,
-    announce,
-    choose,
-    clear,
-    forget_garbled_tracker,
-    has_checkpoints,
-    replace_tracker,
-)
-from megatron_eopt.checkpoints.manifest import write_manifest
 from megatron_eopt.checkpoints.matching import match
-from megatron_eopt.checkpoints.rank_files import check_rank_files, describe_model
-from megatron_eopt.checkpoints.sessions import Loading, Saving, loading, saving
 
-__all__ = ["trainer_rebindings"]
+__all__ = ["Function", "Rebindings", "checksum_rebindings", "trainer_rebindings", "wrapped"]
 
 type Function = Callable[..., Any]
 type Rebindings = list[tuple[ModuleType, str, Any]]
+"""Which names of Megatron's modules to replace: (module, name, replacement)."""
 
 
 def trainer_rebindings() -> Rebindings:
-    """Return which names of Megatron's modules to replace, as (module, name, replacement).
+    """Return what our optimizers need of the trainer's loading.
 
-    The replacements do what Megatron's objects do, between checks. An object has to be replaced in
-    every module that imported it.
+    An object has to be replaced in every module that imported it.
+
+    Raises:
+        ImportError: If this release of Megatron-LM lacks one of the names.
+    """
+    return wrapped(
+        {"load_checkpoint": _handing_over, "_load_global_dist_base_checkpoint": _matching}
+    )
+
+
+def checksum_rebindings() -> Rebindings:
+    """Return what prints a checksum of the state after every load and save.
+
+    Raises:
+        ImportError: If this release of Megatron-LM lacks one of the names.
+    """
+    found: list[bool] = []
+    return wrapped(
+        {
+            "save_checkpoint": _printing_what_was_saved,
+            "load_checkpoint": functools.partial(_printing_what_was_loaded, found),
+            "_load_base_checkpoint": functools.partial(_noting_what_is_found, found),
+        }
+    )
+
+
+def wrapped(wrappers: Mapping[str, Callable[[Function], Function]]) -> Rebindings:
+    """Return the rebindings that put wrappers around functions of the trainer's checkpointing.
+
+    Args:
+        wrappers: By name of the function.
 
     Raises:
         ImportError: If this release of Megatron-LM lacks one of the names.
     """
     owner = importlib.import_module("megatron.training.checkpointing")
-    serialization = importlib.import_module("megatron.core.dist_checkpointing.serialization")
-    wrappers: dict[str, Callable[[Function], Function]] = {
-        "save_checkpoint": _saving,
-        "load_checkpoint": _loading,
-        "_load_base_checkpoint": _choosing,
-        "read_metadata": _reading_the_tracker,
-        "checkpoint_exists": _looking_for_folders,
-        "_get_checkpoint_format": _verifying_a_folder,
-        "_load_global_dist_base_checkpoint": _matching,
-    }
-    found: Rebindings = [
-        (owner, name, wrapper(_function(owner, name))) for name, wrapper in wrappers.items()
-    ]
-    found.append((serialization, "save", _writing_the_manifest(serialization.save)))
-    found.append((owner, "maybe_msc", _AtomicTracker()))
-    return found
+    for name in wrappers:
+        if not callable(getattr(owner, name, None)):
+            raise ImportError(f"this Megatron-LM has no function {owner.__name__}.{name}")
+    return [(owner, name, wrapper(getattr(owner, name))) for name, wrapper in wrappers.items()]
 
 
-def _function(owner: ModuleType, name: str) -> Function:
-    function = getattr(owner, name, None)
-    if not callable(function):
-        raise ImportError(f"this Megatron-LM has no function {owner.__name__}.{name}")
-    assert callable(function)
-    return function  # type: ignore[no-any-return]
-
-
-def _args() -> Any:
-    from megatron.training.global_vars import get_args
-
-    return get_args()
-
-
-def _say(text: str) -> None:
-    from megatron.training.utils import print_rank_0
-
-    print_rank_0(text)
-
-
-# Saving
-
-
-def _saving(original: Function) -> Function:
-    @functools.wraps(original)
-    def save_checkpoint(
-        iteration: int, model: Any, optimizer: Any, *rest: Any, **kwargs: Any
-    ) -> None:
-        args = _args()
-        if args.save is None:
-            raise CheckpointError(
-                "--save",
-                None,
-                f"the trainer wants to save iteration {iteration}, for instance because a loss is "
-                "not a number, and has no folder for it",
-                "Give --save FOLDER, or let it stop at once with --rerun-mode disabled",
-            )
-        session = Saving({"iteration": int(iteration), "optimizer": args.optimizer})
-        if not kwargs.get("non_persistent_ckpt"):
-            name = "release" if kwargs.get("release") else f"iter_{int(iteration):07d}"
-            from_rank_0(lambda: _begin(Path(args.save), name))
-            if not args.use_dist_ckpt:
-                session.rank_files = Path(args.save, name)
-                session.written_by |= describe_model(model)
-                from_rank_0(lambda: clear(Path(args.save, name)))
-        with saving(session):
-            original(iteration, model, optimizer, *rest, **kwargs)
-        if getattr(args, "print_state_checksum", False):
-            held = None if args.no_save_optim else optimizer
-            _say(f"state checksum: {checksum(model, held)} (saved, iteration {iteration})")
-
-    return save_checkpoint
-
-
-def _begin(root: Path, name: str) -> None:
-    if not MultiStorageClientFeature.is_enabled():
-        forget_garbled_tracker(root)
-        announce(root, name)
-
-
-def _writing_the_manifest(original: Function) -> Function:
-    @functools.wraps(original)
-    def save(sharded_state_dict: Any, checkpoint_dir: Any, *rest: Any, **kwargs: Any) -> Any:
-        session = saving.current
-        if session is None or MultiStorageClientFeature.is_enabled():
-            return original(sharded_state_dict, checkpoint_dir, *rest, **kwargs)
-        return save_with(
-            original, session.written_by, sharded_state_dict, checkpoint_dir, *rest, **kwargs
-        )
-
-    return save
-
-
-class _AtomicTracker(MaybeMultiStorageClient):
-    """Files as Megatron opens them, but for the tracker: it is replaced at once or not at all."""
-
-    def __getattr__(self, name: str) -> Any:
-        found = super().__getattr__(name)
-        if name != "open" or MultiStorageClientFeature.is_enabled():
-            return found
-        return functools.partial(_open, found)
-
-
-def _open(original: Function, path: Any, mode: str = "r", *rest: Any, **kwargs: Any) -> Any:
-    if mode == "w" and Path(path).name == TRACKER:
-        return _TrackerWriter(Path(path))
-    return original(path, mode, *rest, **kwargs)
-
-
-class _TrackerWriter:
-    """What rank 0 writes the tracker file to; the folder that it names gets its manifest before."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._text = ""
-
-    def __enter__(self) -> "_TrackerWriter":
-        return self
-
-    def write(self, text: str) -> None:
-        """Take the file's contents."""
-        self._text += text
-
-    def __exit__(self, kind: Any, *_: Any) -> None:
-        if kind is not None:
-            return
-        session = saving.current
-        if session is not None and session.rank_files is not None:
-            # the other ranks have written their files, and wait
-            write_manifest(session.rank_files, session.written_by, alone=True)
-        replace_tracker(self._path, self._text)
-
-
-# Loading
-
-
-def _loading(original: Function) -> Function:
+def _handing_over(original: Function) -> Function:
     @functools.wraps(original)
     def load_checkpoint(ddp_model: Any, optimizer: Any, *rest: Any, **kwargs: Any) -> Any:
-        args = _args()
-        session = Loading(getattr(args, "verify_checkpoint", True), ddp_model)
         if getattr(optimizer, "loads_itself", False):
             kwargs["skip_load_to_model_and_opt"] = False
-        with loading(session):
-            result = original(ddp_model, optimizer, *rest, **kwargs)
-        if session.verified and getattr(args, "print_state_checksum", False):
-            held = None if args.no_load_optim or args.finetune else optimizer
-            _say(f"state checksum: {checksum(ddp_model, held)} (loaded, iteration {result[0]})")
-        return result
+        return original(ddp_model, optimizer, *rest, **kwargs)
 
     return load_checkpoint
-
-
-def _choosing(original: Function) -> Function:
-    """Let the trainer find checkpoints that no tracker file names, too."""
-
-    @functools.wraps(original)
-    def _load_base_checkpoint(load_dir: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
-        session = loading.current or Loading(digests=False, model=None)
-        session.root = None if load_dir is None else Path(load_dir)
-        session.step = getattr(args, "ckpt_step", None) or None
-        with loading(session):
-            if load_dir is None or MultiStorageClientFeature.is_enabled() or session.step:
-                return original(load_dir, args, *rest, **kwargs)
-            choice = from_rank_0(lambda: choose(Path(load_dir)))
-            if choice is None or Path(load_dir, TRACKER).exists():
-                return original(load_dir, args, *rest, **kwargs)
-            if choice.iteration == 0:
-                raise CheckpointError(
-                    "checkpoint",
-                    str(load_dir),
-                    f"has no {TRACKER}, without which iteration 0 cannot be chosen",
-                    f"Write 0 to {TRACKER}",
-                )
-            try:
-                args.ckpt_step = choice.iteration
-                return original(load_dir, args, *rest, **kwargs)
-            finally:
-                args.ckpt_step = None
-
-    return _load_base_checkpoint
-
-
-def _reading_the_tracker(original: Function) -> Function:
-    @functools.wraps(original)
-    def read_metadata(tracker_filename: Any) -> tuple[int, bool]:
-        if MultiStorageClientFeature.is_enabled():
-            return original(tracker_filename)  # type: ignore[no-any-return]
-        root = Path(tracker_filename).parent
-        session = loading.current
-        if session is not None and session.step is not None and session.root == root:
-            return session.step, False
-        choice = from_rank_0(lambda: choose(root))
-        assert choice is not None, "the tracker file exists"
-        return choice.iteration, choice.release
-
-    return read_metadata
-
-
-def _looking_for_folders(original: Function) -> Function:
-    @functools.wraps(original)
-    def checkpoint_exists(checkpoints_path: Any) -> bool:
-        if original(checkpoints_path):
-            return True
-        if checkpoints_path is None or MultiStorageClientFeature.is_enabled():
-            return False
-        return has_checkpoints(Path(checkpoints_path))
-
-    return checkpoint_exists
-
-
-def _verifying_a_folder(original: Function) -> Function:
-    @functools.wraps(original)
-    def _get_checkpoint_format(checkpoint_name: Any, args: Any) -> Any:
-        session = loading.current
-        if session is None or MultiStorageClientFeature.is_enabled():
-            return original(checkpoint_name, args)
-        manifest = session.verify(Path(checkpoint_name))
-        form = original(checkpoint_name, args)
-        if form == "torch" and session.model is not None:
-            check_rank_files(Path(checkpoint_name), manifest, session.model, args)
-        return form
-
-    return _get_checkpoint_format
 
 
 def _matching(original: Function) -> Function:
@@ -283,21 +89,66 @@ def _matching(original: Function) -> Function:
         *rest: Any,
         **kwargs: Any,
     ) -> Any:
-        session = loading.current
-        if session is not None and not MultiStorageClientFeature.is_enabled():
-            folder = Path(load_dir, "release" if release else f"iter_{iteration:07d}")
-            session.verify(folder)
-            if not rank0 and sharded_state_dict is not None:
-                match(
-                    sharded_state_dict,
-                    folder,
-                    fresh=getattr(args, "checkpoint_fresh_state", ()),
-                    momentum_from_adam=getattr(args, "checkpoint_momentum_from_adam", False),
-                    strict=args.dist_ckpt_strictness,
-                    whole_model=not args.finetune,
-                )
+        asks = not rank0 and sharded_state_dict is not None
+        if asks and not MultiStorageClientFeature.is_enabled():
+            match(
+                sharded_state_dict,
+                Path(load_dir, "release" if release else f"iter_{iteration:07d}"),
+                fresh=getattr(args, "checkpoint_fresh_state", ()),
+                momentum_from_adam=getattr(args, "checkpoint_momentum_from_adam", False),
+                strict=args.dist_ckpt_strictness,
+                whole_model=not args.finetune,
+            )
         return original(
             load_dir, args, rank0, sharded_state_dict, iteration, release, *rest, **kwargs
         )
 
     return _load_global_dist_base_checkpoint
+
+
+def _printing_what_was_saved(original: Function) -> Function:
+    @functools.wraps(original)
+    def save_checkpoint(
+        iteration: int, model: Any, optimizer: Any, *rest: Any, **kwargs: Any
+    ) -> None:
+        original(iteration, model, optimizer, *rest, **kwargs)
+        held = None if _args().no_save_optim else optimizer
+        _say(f"state checksum: {checksum(model, held)} (saved, iteration {iteration})")
+
+    return save_checkpoint
+
+
+def _printing_what_was_loaded(found: list[bool], original: Function) -> Function:
+    @functools.wraps(original)
+    def load_checkpoint(ddp_model: Any, optimizer: Any, *rest: Any, **kwargs: Any) -> Any:
+        found.clear()
+        result = original(ddp_model, optimizer, *rest, **kwargs)
+        if any(found):
+            args = _args()
+            held = None if args.no_load_optim or args.finetune else optimizer
+            _say(f"state checksum: {checksum(ddp_model, held)} (loaded, iteration {result[0]})")
+        return result
+
+    return load_checkpoint
+
+
+def _noting_what_is_found(found: list[bool], original: Function) -> Function:
+    @functools.wraps(original)
+    def _load_base_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        found.append(result[0] is not None)
+        return result
+
+    return _load_base_checkpoint
+
+
+def _args() -> Any:
+    from megatron.training.global_vars import get_args
+
+    return get_args()
+
+
+def _say(text: str) -> None:
+    from megatron.training.utils import print_rank_0
+
+    print_rank_0(text)

@@ -112,6 +112,8 @@ class Generators:
             *self._of(torch.cuda),
             *self._of(torch.cuda.random),
             Patch(torch.cuda, "default_generators", EveryGpu()),
+            # torch.manual_seed passes over the GPUs of a process that was forked
+            Patch(torch.cuda, "_is_in_bad_fork", lambda: False),
             *_recomputation(),
         ]
 

@@ -12,13 +12,8 @@ from megatron_eopt.layouts.dtensor import dtensor_layout
 from megatron_eopt.layouts.layout import Layout
 from megatron_eopt.layouts.plan import Matrix, Plan, build_plan
 from megatron_eopt.layouts.redistribution import Redistribution, WaveBatch
-from megatron_eopt.layouts.transport import (
-    Buffers,
-    RedistributionError,
-    RedistributionTimeoutError,
-    verify_same_on_all_ranks,
-)
 from megatron_eopt.layouts.waves import plan_waves
+from megatron_eopt.layouts.wire import Buffers, RedistributionError
 
 __all__ = [
     "Buffers",
@@ -27,7 +22,6 @@ __all__ = [
     "Plan",
     "Redistribution",
     "RedistributionError",
-    "RedistributionTimeoutError",
     "WaveBatch",
     "assign_owners",
     "build_plan",
@@ -35,5 +29,4 @@ __all__ = [
     "iteration_cost",
     "lower_bound",
     "plan_waves",
-    "verify_same_on_all_ranks",
 ]

@@ -18,34 +18,55 @@ type IntLike = int | Int64Array | list[int]
 RANK, ROW, COLUMN, HEIGHT, WIDTH, OFFSET, STRIDE, SOURCE = range(8)
 
 
+class _Column:
+    """A column of the table as an attribute."""
+
+    def __init__(self, field: int) -> None:
+        self._field = field
+
+    def __get__(self, boxes: "Boxes", _: type) -> Int64Array:
+        return boxes.table[:, self._field]
+
+
 @dataclass(frozen=True, eq=False)
 class Boxes:
     """Rectangles ``[row, row + height) x [column, column + width)`` of a logical matrix.
 
     Element ``(row + i, column + j)`` is element ``offset + i * stride + j`` of the flattened
-    storage tensor of ``rank``. ``source`` is 1 where that rank's copy is the one that is sent.
+    storage tensor of ``rank``. ``source`` is 1 where that rank's copy is the one that is sent, 0
+    where it only receives.
 
     Attributes:
-        table: int64 ``(n, 8)``: rank, row, column, height, width, offset, stride, source.
+        table: int64 ``(n, 8)``; the columns are the attributes below, in their order.
     """
 
     table: Int64Array
+
+    rank = _Column(RANK)
+    row = _Column(ROW)
+    column = _Column(COLUMN)
+    height = _Column(HEIGHT)
+    width = _Column(WIDTH)
+    offset = _Column(OFFSET)
+    stride = _Column(STRIDE)
+    source = _Column(SOURCE)
 
     @classmethod
     def make(
         cls,
         *,
         rank: IntLike,
-        row: IntLike,
-        column: IntLike,
-        height: IntLike,
-        width: IntLike,
+        corner: tuple[IntLike, IntLike],
+        size: tuple[IntLike, IntLike],
         offset: IntLike,
         stride: IntLike,
         source: IntLike = 1,
     ) -> "Boxes":
-        """Broadcast the fields against each other and drop empty boxes."""
-        fields = (rank, row, column, height, width, offset, stride, source)
+        """Broadcast the columns against each other and drop empty boxes.
+
+        ``corner`` is ``(row, column)``, ``size`` is ``(height, width)``.
+        """
+        fields = (rank, *corner, *size, offset, stride, source)
         columns = np.broadcast_arrays(*(np.atleast_1d(np.asarray(f, np.int64)) for f in fields))
         table = np.stack(columns, axis=1)
         return cls(table[(table[:, HEIGHT] > 0) & (table[:, WIDTH] > 0)])
@@ -73,10 +94,11 @@ class Boxes:
         row, column = np.maximum(self.row, top), np.maximum(self.column, left)
         return Boxes.make(
             rank=self.rank,
-            row=row,
-            column=column,
-            height=np.maximum(np.minimum(self.bottom, bottom) - row, 0),
-            width=np.maximum(np.minimum(self.right, right) - column, 0),
+            corner=(row, column),
+            size=(
+                np.maximum(np.minimum(self.bottom, bottom) - row, 0),
+                np.maximum(np.minimum(self.right, right) - column, 0),
+            ),
             offset=self.place(row, column),
             stride=self.stride,
             source=self.source,
@@ -85,46 +107,6 @@ class Boxes:
     def place(self, row: Int64Array, column: Int64Array) -> Int64Array:
         """Storage place of element ``(row[i], column[i])``, which lies in box ``i``."""
         return self.offset + (row - self.row) * self.stride + column - self.column
-
-    @property
-    def rank(self) -> Int64Array:
-        """Rank in the group."""
-        return self.table[:, RANK]
-
-    @property
-    def row(self) -> Int64Array:
-        """First row in the logical matrix."""
-        return self.table[:, ROW]
-
-    @property
-    def column(self) -> Int64Array:
-        """First column in the logical matrix."""
-        return self.table[:, COLUMN]
-
-    @property
-    def height(self) -> Int64Array:
-        """Number of rows."""
-        return self.table[:, HEIGHT]
-
-    @property
-    def width(self) -> Int64Array:
-        """Number of columns."""
-        return self.table[:, WIDTH]
-
-    @property
-    def offset(self) -> Int64Array:
-        """Place of the first element in the rank's flattened storage tensor."""
-        return self.table[:, OFFSET]
-
-    @property
-    def stride(self) -> Int64Array:
-        """Storage elements from one row to the next."""
-        return self.table[:, STRIDE]
-
-    @property
-    def source(self) -> Int64Array:
-        """1 where this copy is the one that is sent, 0 where it only receives."""
-        return self.table[:, SOURCE]
 
     @property
     def bottom(self) -> Int64Array:

@@ -14,26 +14,19 @@ __all__ = ["dtensor_layout"]
 
 
 def dtensor_layout(
-    shape: Sequence[int],
-    mesh: npt.NDArray[np.int64],
-    placements: Sequence[Placement],
+    shape: Sequence[int],  # global shape
+    mesh: npt.NDArray[np.int64],  # the redistribution group's rank at every place of the mesh
+    placements: Sequence[Placement],  # one per mesh dimension
     *,
-    copy: int = 0,
-    name: str = "placements",
+    copy: int = 0,  # which of the replicas is the source, modulo their number
+    name: str = "placements",  # name of the parameter, for messages
 ) -> Layout:
     """Describe how a DTensor of two or more dimensions lies on a mesh.
 
     Leading dimensions are folded into rows: a ``(experts, rows, cols)`` weight becomes a matrix of
     ``experts * rows`` rows, out of which :meth:`Layout.select_rows` takes one expert. A rank's
-    storage tensor is its flattened local shard.
-
-    Args:
-        shape: Global shape.
-        mesh: Rank in the redistribution group at every place of the device mesh.
-        placements: One per mesh dimension, as ``DTensor.placements``.
-        copy: Which of the replicas is the source; taken modulo their number, so that an index of
-            the matrix spreads the work of sending over them.
-        name: Name of the parameter, for messages.
+    storage tensor is its flattened local shard. An index of the matrix as ``copy`` spreads the work
+    of sending over the replicas.
 
     Raises:
         ConfigurationError: For a placement that is neither Shard nor Replicate, or for a mesh or
@@ -64,18 +57,13 @@ def _cutting_order(placements: Sequence[Placement], name: str) -> list[int]:
     ``fully_shard`` on top of tensor parallelism cuts the tensor-parallel shard although its mesh
     dimension comes first; torch marks that with a strided shard.
     """
-    strided = []
-    plain = []
-    for axis, placement in enumerate(placements):
-        if type(placement).__name__ == "_StridedShard":
-            strided.append(axis)
-        elif isinstance(placement, Shard | Replicate):
-            plain.append(axis)
-        else:
+    strided = [type(placement).__name__ == "_StridedShard" for placement in placements]
+    for placement, is_strided in zip(placements, strided, strict=True):
+        if not is_strided and not isinstance(placement, Shard | Replicate):
             rule = "must be Shard or Replicate on every mesh dimension"
             way_out = "Redistribute the tensor (a Partial one is not reduced yet)"
             raise ConfigurationError(name, tuple(placements), rule, way_out)
-    return plain + strided
+    return sorted(range(len(placements)), key=strided.__getitem__)
 
 
 def _cut(low: Int64Array, size: Int64Array, place: Int64Array, parts: int) -> None:
@@ -116,10 +104,8 @@ def _fold(
         blocks.append(
             Boxes.make(
                 rank=rank[i],
-                row=(outer[:1] if full else outer) * rows + low[i, -2],
-                column=low[i, -1],
-                height=count * rows if full else height,
-                width=width,
+                corner=((outer[:1] if full else outer) * rows + low[i, -2], low[i, -1]),
+                size=(count * rows if full else height, width),
                 offset=0 if full else np.arange(count, dtype=np.int64) * height * width,
                 stride=width,
                 source=source[i],

@@ -11,26 +11,24 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_eopt.layouts.boxes import Boxes, Int64Array, intersect, matching
-from megatron_eopt.layouts.moves import End, Moves, make_moves
+from megatron_eopt.layouts.copies import Copy, End, make_copies
 
 __all__ = ["Exchange", "Side", "build_exchange"]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Side:
-    """The layouts of a wave's matrices, laid below one another.
+    """The layouts of a wave's matrices, laid below one another."""
 
-    Attributes:
-        matrix: Number of the matrix of every box.
-        boxes: The boxes, in one order on all ranks.
-        tensor: For every matrix, which of this rank's flat tensors holds its piece.
-        base: For every matrix, the place in that tensor where the piece's storage begins.
-    """
+    matrix: Int64Array  # number of the matrix of every box
+    boxes: Boxes  # the boxes, in one order on all ranks
+    tensor: Int64Array  # for every matrix, which of this rank's flat tensors holds its piece
+    base: Int64Array  # for every matrix, the place in that tensor where the piece's storage begins
 
-    matrix: Int64Array
-    boxes: Boxes
-    tensor: Int64Array
-    base: Int64Array
+    def only(self, wanted: npt.NDArray[np.bool_]) -> "Side":
+        """Return the same without the boxes of the other matrices."""
+        kept = wanted[self.matrix]
+        return Side(self.matrix[kept], self.boxes.take(kept), self.tensor, self.base)
 
     def end(self, box: Int64Array, row: Int64Array, column: Int64Array) -> End:
         """Find elements ``(row, column)`` of boxes in this rank's tensors."""
@@ -41,33 +39,21 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """What one rank does in one direction of one wave.
+    """What one rank does in one direction of one wave."""
 
-    Attributes:
-        send_sizes: Elements for every rank of the group, in the order of the send buffer.
-        recv_sizes: Elements from every rank.
-        pack: Copies from tensors to the send buffer.
-        unpack: Copies from the receive buffer to tensors.
-        keep: Copies from tensors to tensors on this rank.
-        collective: Whether any rank of the group sends anything, so that all take part.
-    """
-
+    # elements for every rank of the group, in the order of the send buffer
     send_sizes: tuple[int, ...]
-    recv_sizes: tuple[int, ...]
-    pack: Moves
-    unpack: Moves
-    keep: Moves
-    collective: bool
+    recv_sizes: tuple[int, ...]  # elements from every rank
+    pack: list[Copy]  # copies from tensors to the send buffer
+    unpack: list[Copy]  # copies from the receive buffer to tensors
+    keep: list[Copy]  # copies from tensors to tensors on this rank
+    collective: bool  # whether any rank of the group sends anything, so that all take part
 
 
 def build_exchange(source: Side, sink: Side, rank: int, world_size: int) -> Exchange:
-    """Intersect two layouts of the same matrices; the work is linear in what ``rank`` touches.
+    """Return what ``rank`` does to bring elements from where they are to where they are wanted.
 
-    Args:
-        source: Where the elements are.
-        sink: Where they are wanted.
-        rank: The rank whose part is materialised.
-        world_size: Ranks of the group.
+    The work is linear in what that rank touches.
     """
     served = _self_served(source, sink, world_size)
     sends, wants = source.boxes.source == 1, ~served
@@ -77,14 +63,14 @@ def build_exchange(source: Side, sink: Side, rank: int, world_size: int) -> Exch
     # where a piece is served by its own rank, replicas serve too
     own = _pair(source, sink, here, there)
     own = own.take(served[own.b] | sends[own.a])
-    out = out.sorted_by(sink.boxes.rank[out.b])
-    into = into.sorted_by(source.boxes.rank[into.a])
+    out, send_sizes = _by_peer(out, sink.boxes.rank[out.b], world_size)
+    into, recv_sizes = _by_peer(into, source.boxes.rank[into.a], world_size)
     return Exchange(
-        send_sizes=out.sizes(sink.boxes.rank[out.b], world_size),
-        recv_sizes=into.sizes(source.boxes.rank[into.a], world_size),
-        pack=make_moves(out.height, out.width, out.in_source(source), out.in_wire()),
-        unpack=make_moves(into.height, into.width, into.in_wire(), into.in_sink(sink)),
-        keep=make_moves(own.height, own.width, own.in_source(source), own.in_sink(sink)),
+        send_sizes=send_sizes,
+        recv_sizes=recv_sizes,
+        pack=make_copies(out.height, out.width, out.in_source(source), out.in_wire()),
+        unpack=make_copies(into.height, into.width, into.in_wire(), into.in_sink(sink)),
+        keep=make_copies(own.height, own.width, own.in_source(source), own.in_sink(sink)),
         collective=bool(wants.any()),
     )
 
@@ -112,22 +98,8 @@ class _Pairs:
     width: Int64Array
 
     def take(self, index: npt.NDArray[np.int64] | npt.NDArray[np.bool_]) -> "_Pairs":
-        return _Pairs(
-            self.a[index],
-            self.b[index],
-            self.row[index],
-            self.column[index],
-            self.height[index],
-            self.width[index],
-        )
-
-    def sorted_by(self, peer: Int64Array) -> "_Pairs":
-        return self.take(np.argsort(peer, kind="stable"))
-
-    def sizes(self, peer: Int64Array, world_size: int) -> tuple[int, ...]:
-        counts = np.zeros(world_size, np.int64)
-        np.add.at(counts, peer, self.height * self.width)
-        return tuple(counts.tolist())
+        columns = (self.a, self.b, self.row, self.column, self.height, self.width)
+        return _Pairs(*(column[index] for column in columns))
 
     def in_source(self, source: Side) -> End:
         return source.end(self.a, self.row, self.column)
@@ -138,6 +110,13 @@ class _Pairs:
     def in_wire(self) -> End:
         area = self.height * self.width
         return End(np.zeros_like(area), np.cumsum(area) - area, self.width)
+
+
+def _by_peer(pairs: _Pairs, peer: Int64Array, world_size: int) -> tuple[_Pairs, tuple[int, ...]]:
+    """Sort what travels by the rank at the other end; returns the elements for each rank, too."""
+    counts = np.zeros(world_size, np.int64)
+    np.add.at(counts, peer, pairs.height * pairs.width)
+    return pairs.take(np.argsort(peer, kind="stable")), tuple(counts.tolist())
 
 
 def _pair(

@@ -1,6 +1,6 @@
 """Layouts: which rank stores which part of a logical matrix, and where."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,7 +10,6 @@ import numpy.typing as npt
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.layouts.boxes import (
     OFFSET,
-    RANK,
     ROW,
     SOURCE,
     STRIDE,
@@ -20,9 +19,8 @@ from megatron_eopt.layouts.boxes import (
     matching,
     ragged_arange,
 )
-from megatron_eopt.layouts.cover import check_cover
 
-__all__ = ["Layout", "even_sizes"]
+__all__ = ["Layout"]
 
 type Mask = npt.NDArray[np.bool_]
 
@@ -34,14 +32,10 @@ class Layout:
     A **piece** is what one rank holds: boxes that map rectangles of the matrix to places in that
     rank's flattened storage tensor, which may also hold other matrices (Q, K and V of a fused
     weight). Several ranks may hold the same elements; exactly one of them is the source.
-
-    Attributes:
-        shape: Rows and columns of the logical matrix.
-        boxes: The pieces of all ranks.
     """
 
-    shape: tuple[int, int]
-    boxes: Boxes
+    shape: tuple[int, int]  # rows and columns of the logical matrix
+    boxes: Boxes  # the pieces of all ranks
 
     @classmethod
     def whole(cls, shape: tuple[int, int], owner: int) -> "Layout":
@@ -63,16 +57,16 @@ class Layout:
     ) -> "Layout":
         """Rows (``dim`` 0) or columns (``dim`` 1) cut over ranks.
 
-        Args:
-            shape: Rows and columns.
-            dim: What is cut.
-            ranks: For each slab its rank, or all ranks that hold a copy of it, the source first.
-            sizes: Rows or columns of each slab; by default even, the first ones larger by one.
+        ``ranks`` has for each slab its rank, or all ranks that hold a copy of it, the source first.
+        Slabs are even by default, the first ones larger by one.
 
         Raises:
             ConfigurationError: If the sizes do not add up to the matrix.
         """
-        sizes = even_sizes(shape[dim], len(ranks)) if sizes is None else list(sizes)
+        if sizes is None:
+            small, larger = divmod(shape[dim], len(ranks))
+            sizes = [small + (i < larger) for i in range(len(ranks))]
+        sizes = list(sizes)
         if len(sizes) != len(ranks) or sum(sizes) != shape[dim] or min(sizes, default=0) < 0:
             rule = f"must be {len(ranks)} sizes with the sum {shape[dim]}"
             raise ConfigurationError("sizes", sizes, rule, "Give the size of every slab")
@@ -83,10 +77,8 @@ class Layout:
         rows, cols = shape
         boxes = Boxes.make(
             rank=np.array([r for h in holders for r in h], np.int64),
-            row=start if dim == 0 else 0,
-            column=start if dim == 1 else 0,
-            height=size if dim == 0 else rows,
-            width=size if dim == 1 else cols,
+            corner=(start, 0) if dim == 0 else (0, start),
+            size=(size, cols) if dim == 0 else (rows, size),
             offset=0,
             stride=size if dim == 1 else cols,
             source=(ragged_arange(copies) == 0).astype(np.int64),
@@ -104,30 +96,18 @@ class Layout:
         length: IntLike,
         first_col: IntLike = 0,
         held_cols: IntLike | None = None,
-        source: IntLike = 1,
     ) -> "Layout":
-        """Runs of rows of a wider local tensor, as fused weights have them.
+        """Runs of rows of a local tensor, as fused weights have them; see :class:`RowRuns`.
 
-        Args:
-            shape: Rows and columns of the logical matrix.
-            rank: The rank that holds each run.
-            local: First row of each run in that rank's local tensor.
-            logical: First row of each run in the logical matrix.
-            length: Rows of each run.
-            first_col: Logical column of the local tensor's column 0.
-            held_cols: Columns of the local tensor; all by default.
-            source: 1 where this copy is the one that is sent.
+        The local tensor may hold only some columns, ``held_cols`` from ``first_col`` on.
         """
         width = np.asarray(shape[1] if held_cols is None else held_cols, np.int64)
         boxes = Boxes.make(
             rank=rank,
-            row=logical,
-            column=first_col,
-            height=length,
-            width=width,
+            corner=(logical, first_col),
+            size=(length, width),
             offset=np.asarray(local, np.int64) * width,
             stride=width,
-            source=source,
         )
         return cls(shape, boxes)
 
@@ -152,12 +132,8 @@ class Layout:
     def fragments(self, rank: IntLike, holder: IntLike, start: IntLike, stop: IntLike) -> "Layout":
         """Cut the storage tensors of this layout into flat ranges that other ranks hold.
 
-        Args:
-            rank: The rank that holds fragment ``i``.
-            holder: The rank of *this* layout whose flattened storage is cut, for instance the
-                tensor-parallel coordinate.
-            start: First element of the fragment in that storage.
-            stop: One past its last element. Place ``start`` becomes place 0 of the rank's storage.
+        Rank ``rank[i]`` holds elements ``[start[i], stop[i])`` of the flattened storage that
+        ``holder[i]`` has in *this* layout; ``start[i]`` becomes place 0 of its storage.
         """
         rank, holder, start, stop = np.broadcast_arrays(
             *(np.atleast_1d(np.asarray(x, np.int64)) for x in (rank, holder, start, stop))
@@ -170,11 +146,6 @@ class Layout:
         """Let exactly the copies at ``ranks`` be sources."""
         chosen = np.isin(self.boxes.rank, np.asarray(ranks, np.int64))
         return Layout(self.shape, self.boxes.replace(SOURCE, chosen.astype(np.int64)))
-
-    def renumbered(self, ranks: Mapping[int, int]) -> "Layout":
-        """Rename ranks, for instance from coordinates to ranks of a larger group."""
-        new = np.array([ranks[int(rank)] for rank in self.boxes.rank], np.int64)
-        return Layout(self.shape, self.boxes.replace(RANK, new))
 
     def compact(self) -> "Layout":
         """The same pieces, each stored by itself as a dense local matrix: a compute layout.
@@ -221,21 +192,6 @@ class Layout:
         np.add.at(counts, self.boxes.rank, self.boxes.area)
         return counts
 
-    def check(self, name: str, world_size: int) -> None:
-        """Raise unless the sources cover every element exactly once.
-
-        Raises:
-            ConfigurationError: Naming the matrix, the rank and the range.
-        """
-        matrix = np.zeros(len(self.boxes), np.int64)
-        check_cover([name], [self.shape], matrix, self.boxes, world_size)
-
-
-def even_sizes(total: int, parts: int) -> list[int]:
-    """Cut ``total`` into sizes that differ by at most one, the larger ones first."""
-    small, larger = divmod(total, parts)
-    return [small + (i < larger) for i in range(parts)]
-
 
 def _crop(boxes: Boxes, start: Int64Array, stop: Int64Array, rank: Int64Array) -> Boxes:
     """Keep of box ``i`` the storage range ``[start, stop)``: a part of a row, rows, a part."""
@@ -252,10 +208,8 @@ def _crop(boxes: Boxes, start: Int64Array, stop: Int64Array, rank: Int64Array) -
         a, b = np.asarray(a, np.int64), np.asarray(b, np.int64)
         return Boxes.make(
             rank=rank,
-            row=boxes.row + low,
-            column=boxes.column + a,
-            height=np.where(keep, high - low + 1, 0),
-            width=b - a,
+            corner=(boxes.row + low, boxes.column + a),
+            size=(np.where(keep, high - low + 1, 0), b - a),
             offset=row_start + low * boxes.stride + a,
             stride=boxes.stride,
             source=boxes.source,

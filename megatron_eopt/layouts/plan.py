@@ -8,7 +8,7 @@ import numpy as np
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.layouts.boxes import Boxes, Int64Array
-from megatron_eopt.layouts.cover import check_cover
+from megatron_eopt.layouts.coverage import check_cover
 from megatron_eopt.layouts.exchange import Exchange, Side, build_exchange
 from megatron_eopt.layouts.layout import Layout
 
@@ -20,20 +20,15 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
-    """One logical matrix on its way.
+    """One logical matrix on its way."""
 
-    Attributes:
-        name: For messages and tables; unique.
-        storage: Where it is stored between steps.
-        compute: Where it is computed on; every piece dense (:meth:`Layout.compact`).
-        tensor: Name of the storage tensor that its storage layout refers to; by default its own
-            name. Logical matrices of one fused parameter share it.
-    """
-
-    name: str
-    storage: Layout
-    compute: Layout
+    name: str  # for messages and tables; unique
+    storage: Layout  # where it is stored between steps
+    compute: Layout  # where it is computed on; every piece dense (:meth:`Layout.compact`)
+    # Name of the storage tensor that its storage layout refers to; by default its own name. Logical
+    # matrices of one fused parameter share it.
     tensor: str = ""
+    returns: bool = True  # whether what is computed travels back to the storage
 
     @property
     def stored_in(self) -> str:
@@ -43,59 +38,44 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Local matrices of equal shape, one after another in a rank's compute buffer.
+    """Local matrices of equal shape, one after another in a rank's compute buffer."""
 
-    Attributes:
-        shape: Local rows and columns of each.
-        offset: First element in the wave's compute buffer.
-        matrices: Indices into the plan's matrices.
-    """
-
-    shape: tuple[int, int]
-    offset: int
-    matrices: tuple[int, ...]
+    shape: tuple[int, int]  # local rows and columns of each
+    offset: int  # first element in the wave's compute buffer
+    matrices: tuple[int, ...]  # indices into the plan's matrices
 
 
 @dataclass(frozen=True, slots=True)
 class WavePlan:
-    """One wave as one rank sees it.
+    """One wave as one rank sees it."""
 
-    Attributes:
-        matrices: Indices of the wave's matrices, on whatever rank.
-        batches: What this rank computes.
-        compute_elements: Size of its compute buffer.
-        inward: Storage to compute layout.
-        outward: Compute to storage layout.
-    """
-
-    matrices: tuple[int, ...]
-    batches: tuple[Batch, ...]
-    compute_elements: int
-    inward: Exchange
-    outward: Exchange
+    matrices: tuple[int, ...]  # indices of the wave's matrices, on whatever rank
+    # names of the storage tensors of which this rank holds something in this wave
+    tensors: tuple[str, ...]
+    results: tuple[str, ...]  # those of them that something travels back to
+    batches: tuple[Batch, ...]  # what this rank computes
+    compute_elements: int  # size of its compute buffer
+    inward: Exchange  # storage to compute layout
+    outward: Exchange  # compute to storage layout
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A redistribution as one rank of a group sees it.
-
-    Attributes:
-        rank: That rank.
-        world_size: Ranks of the group.
-        element_size: Bytes of an element on the wire.
-        names: Names of the matrices.
-        tensors: Storage tensor name to (index used by the moves, elements it must have at least).
-        waves: The waves, in order.
-        digest: Hash of everything the plan was computed from; equal on ranks that agree.
-    """
+    """A redistribution as one rank of a group sees it."""
 
     rank: int
-    world_size: int
-    element_size: int
-    names: tuple[str, ...]
+    world_size: int  # ranks of the group
+    element_size: int  # bytes of an element on the wire
+    names: tuple[str, ...]  # of the matrices
+    # storage tensor name to (index used by the moves, elements it must have at least)
     tensors: dict[str, tuple[int, int]]
-    waves: tuple[WavePlan, ...]
-    digest: str
+    waves: tuple[WavePlan, ...]  # the waves, in order
+    digest: str  # hash of everything the plan was computed from; equal on ranks that agree
+
+    @property
+    def storage_tensors(self) -> int:
+        """One more than the largest index of a storage tensor that is held here."""
+        return 1 + max((index for index, _ in self.tensors.values()), default=-1)
 
     @property
     def calls(self) -> int:
@@ -114,26 +94,6 @@ class Plan:
         got = sum(sum(w.inward.recv_sizes) + sum(w.outward.recv_sizes) for w in self.waves)
         return got * self.element_size
 
-    def describe(self) -> str:
-        """Return a table: one line per wave, elements on this rank."""
-        head = ("wave", "matrices", "here", "calls", "in sent", "in recv", "out sent", "out recv")
-        lines: list[tuple[str, ...]] = [head]
-        for number, wave in enumerate(self.waves):
-            ways = (wave.inward, wave.outward)
-            counts = [n for w in ways for n in (sum(w.send_sizes), sum(w.recv_sizes))]
-            here = sum(len(batch.matrices) for batch in wave.batches)
-            calls = sum(w.collective for w in ways)
-            cells = (number, len(wave.matrices), here, calls, *counts)
-            lines.append(tuple(f"{cell:,}" for cell in cells))
-        widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-        rows = ["  ".join(c.rjust(w) for c, w in zip(r, widths, strict=True)) for r in lines]
-        title = (
-            f"rank {self.rank} of {self.world_size}: {self.calls} calls, "
-            f"{self.bytes_sent:,} bytes sent, {self.bytes_received:,} received, "
-            f"plan {self.digest[:12]}; elements:"
-        )
-        return "\n".join([title, *rows])
-
 
 def build_plan(
     matrices: Sequence[Matrix],
@@ -145,16 +105,11 @@ def build_plan(
 ) -> Plan:
     """Compute a plan; a pure function that every rank calls with the same lists.
 
-    Args:
-        matrices: All matrices.
-        waves: Indices into ``matrices``; every index in exactly one wave.
-        rank: The rank whose copies are materialised.
-        world_size: Ranks of the group.
-        element_size: Bytes of an element on the wire.
+    Only the copies of ``rank`` are materialised. ``element_size`` is in bytes, on the wire.
 
     Raises:
         ConfigurationError: If a layout has gaps or overlaps, a compute piece is not dense, names
-            repeat, or the waves are not a partition.
+            repeat, or ``waves`` are no partition of the indices of ``matrices``.
     """
     names = tuple(matrix.name for matrix in matrices)
     _check_lists(names, waves)
@@ -199,7 +154,6 @@ def _stack(layouts: Sequence[Layout]) -> tuple[Int64Array, Boxes]:
 def _local_tensors(
     index: dict[str, int], tensor: Int64Array, matrix: Int64Array, boxes: Boxes, rank: int
 ) -> dict[str, tuple[int, int]]:
-    """List the storage tensors of which ``rank`` holds something, with their least size."""
     here = boxes.rank == rank
     needed = np.zeros(len(index), np.int64)
     np.maximum.at(needed, tensor[matrix[here]], boxes.take(here).extent)
@@ -220,12 +174,16 @@ def _plan_wave(
     storage = Side(*_stack([matrices[i].storage for i in wave]), tensor[wave], zero)
     base = np.array([place.get(i, 0) for i in wave], np.int64)
     compute = Side(*_stack([matrices[i].compute for i in wave]), zero, base)
+    held = [i for i in wave if len(matrices[i].storage.piece(rank))]
+    back = np.array([matrices[i].returns for i in wave], bool)
     return WavePlan(
         matrices=tuple(wave),
+        tensors=tuple(dict.fromkeys(matrices[i].stored_in for i in held)),
+        results=tuple(dict.fromkeys(matrices[i].stored_in for i in held if matrices[i].returns)),
         batches=batches,
         compute_elements=elements,
         inward=build_exchange(storage, compute, rank, world_size),
-        outward=build_exchange(compute, storage, rank, world_size),
+        outward=build_exchange(compute.only(back), storage.only(back), rank, world_size),
     )
 
 
@@ -250,8 +208,7 @@ def _digest(
     compute: tuple[Int64Array, Boxes],
     numbers: tuple[int, ...],
 ) -> str:
-    """Hash what a plan is computed from, rank apart."""
-    shapes = [(m.name, m.stored_in, m.storage.shape, m.compute.shape) for m in matrices]
+    shapes = [(m.name, m.stored_in, m.returns, m.storage.shape, m.compute.shape) for m in matrices]
     text = repr((shapes, [list(map(int, wave)) for wave in waves], numbers))
     digest = hashlib.blake2b(text.encode(), digest_size=32)
     for matrix, boxes in (storage, compute):

@@ -1,6 +1,5 @@
 """Redistribute, compute on whole matrices, redistribute back: the pipeline over waves."""
 
-import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,28 +9,39 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.layouts.copying import run_moves
 from megatron_eopt.layouts.plan import Matrix, WavePlan, build_plan
-from megatron_eopt.layouts.transport import Buffers, Pending, Transport, verify_same_on_all_ranks
+from megatron_eopt.layouts.wire import (
+    Buffers,
+    FinishT,
+    Transport,
+    run_copies,
+    verify_same_on_all_ranks,
+)
 
-__all__ = ["Redistribution", "WaveBatch"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["ComputeT", "LoadT", "Redistribution", "StoreT", "WaveBatch"]
 
 
 @dataclass(frozen=True, slots=True)
 class WaveBatch:
-    """Local matrices of equal shape to compute on, in place.
+    """Local matrices of equal shape to compute on, in place."""
 
-    Attributes:
-        wave: Number of the wave.
-        matrices: Indices into the list that the redistribution was built from.
-        tensor: ``(len(matrices), rows, cols)``, contiguous; read the momenta, leave the updates.
-    """
-
-    wave: int
-    matrices: tuple[int, ...]
+    wave: int  # number of the wave
+    matrices: tuple[int, ...]  # indices into the list that the redistribution was built from
+    # ``(len(matrices), rows, cols)``, contiguous; read the momenta, leave the updates
     tensor: Tensor
+
+
+type LoadT = Callable[[int, Sequence[str]], Mapping[str, Tensor]]
+"""Returns storage tensors by name: contiguous shards or fragments of any shape. Called on every
+rank for each wave in turn, with the names of tensors that no wave before has needed."""
+
+type ComputeT = Callable[[WaveBatch], None]
+"""Computes on a batch in place; must not call collectives of the group unless every rank of the
+group gets the same batches."""
+
+type StoreT = Callable[[Mapping[str, Tensor]], None]
+"""Takes results, each shaped like what was loaded, once the last wave that writes to them is done;
+places that belong to no matrix are left undefined."""
 
 
 class Redistribution:
@@ -45,13 +55,11 @@ class Redistribution:
     the group has anything to send.
 
     Args:
-        matrices: The same list on every rank of the group.
-        waves: Indices into ``matrices``, see :func:`plan_waves`; the same on every rank.
+        matrices: The same list on every rank of the group, and so the next.
+        waves: Indices into ``matrices``, see :func:`plan_waves`.
         group: The ranks of the layouts; None for a single process.
-        dtype: Of the elements on the wire.
-        compute_dtype: Of the stacks that ``compute`` gets; ``dtype`` by default.
+        dtype: Of the elements on the wire and of the stacks that ``compute`` gets.
         device: Where tensors live.
-        timeout_s: Seconds to wait for other ranks in one collective.
         name: What the group is, for messages.
         buffers: Shared with other redistributions that never run at the same time.
 
@@ -67,15 +75,12 @@ class Redistribution:
         group: dist.ProcessGroup | None = None,
         *,
         dtype: torch.dtype = torch.float32,
-        compute_dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
-        timeout_s: float = 600.0,
         name: str = "redistribution",
         buffers: Buffers | None = None,
     ) -> None:
-        self._transport = Transport(group, name, timeout_s)
+        self._transport = Transport(group, name)
         self._dtype = dtype
-        self._compute_dtype = compute_dtype or dtype
         self._device = torch.device(device)
         self._buffers = buffers or Buffers()
         self._steps = 0
@@ -86,24 +91,24 @@ class Redistribution:
             world_size=self._transport.world_size,
             element_size=dtype.itemsize,
         )
-        verify_same_on_all_ranks(group, self.plan.digest, f"the plan of {name!r}", self._device)
-        logger.debug("%s", self.plan.describe())
+        self._last = _last_uses([wave.tensors for wave in self.plan.waves])
+        self._last_out = _last_uses([wave.results for wave in self.plan.waves])
+        self._shapes: dict[str, torch.Size] = {}
+        verify_same_on_all_ranks(group, self.plan.digest, f"the plan of {name!r}")
 
     def run(
         self,
         inputs: Mapping[str, Tensor],
-        compute: Callable[[WaveBatch], None],
+        compute: ComputeT,
         outputs: Mapping[str, Tensor] | None = None,
     ) -> dict[str, Tensor]:
-        """Run all waves; collective over the group.
+        """Run all waves on tensors that are all there; collective over the group.
 
         Args:
-            inputs: Storage tensor by name (:attr:`Matrix.stored_in`): this rank's contiguous
-                shards or fragments, of any shape. Names that this rank does not store are ignored.
-            compute: Called for every batch of this rank; must not call collectives of the group
-                unless every rank of the group gets the same batches.
-            outputs: Where to write, like ``inputs``; new tensors like the inputs by default, of
-                which places that belong to no matrix are left undefined. May be the inputs.
+            inputs: Storage tensor by name (:attr:`Matrix.stored_in`). Names that this rank does not
+                store are ignored.
+            compute: Called for every batch of this rank.
+            outputs: Where to write, like ``inputs``, which it may be; by default new tensors.
 
         Returns:
             The outputs that this rank stores.
@@ -112,86 +117,134 @@ class Redistribution:
             ConfigurationError: If a tensor is missing, too small or not contiguous.
             RedistributionError: If a collective failed or did not finish in time.
         """
-        if outputs is None:
-            outputs = {name: torch.empty_like(inputs[name]) for name in self._present(inputs)}
-        sources, sinks = self._flat("inputs", inputs), self._flat("outputs", outputs)
-        waves = self.plan.waves
-        arriving = self._start_in(0, sources) if waves else None
-        leaving: Pending | None = None
-        for number, wave in enumerate(waves):
-            stack = self._buffer("compute", wave.compute_elements, self._compute_dtype)
-            self._finish_in(wave, arriving, stack, sources)
-            arriving = self._start_in(number + 1, sources) if number + 1 < len(waves) else None
+        if missing := [name for name in self.plan.tensors if name not in inputs]:
+            rule = f"rank {self.plan.rank} stores a piece and must pass its tensor"
+            raise ConfigurationError("tensors", missing[:8], rule, "Pass every stored tensor")
+        sinks = outputs or {name: torch.empty_like(inputs[name]) for name in self.plan.tensors}
+        self.run_waves(lambda *_: inputs, compute, lambda _: None, lambda *_: sinks)
+        return {name: sinks[name] for wave in self.plan.waves for name in wave.results}
+
+    def run_waves(
+        self, load: LoadT, compute: ComputeT, store: StoreT, sinks: LoadT | None = None
+    ) -> None:
+        """Run all waves, asking for tensors when it is their turn; collective over the group.
+
+        Args:
+            load: Returns tensors to read, which are let go after their last wave.
+            compute: Called for every batch of this rank.
+            store: Takes results.
+            sinks: Returns the tensors to write results to; new float32 ones by default.
+
+        Raises:
+            ConfigurationError: As :meth:`run`.
+            RedistributionError: As :meth:`run`.
+        """
+        sources, results = _Live(load), _Live(sinks or self._new_results)
+        coming = self._start_in(0, sources) if self.plan.waves else None
+        leaving: _Travelling | None = None
+        for number, wave in enumerate(self.plan.waves):
+            assert coming is not None
+            stack = self._buffer("compute", wave.compute_elements)
+            self._finish_in(wave, coming, stack)
+            if number + 1 < len(self.plan.waves):
+                coming = self._start_in(number + 1, sources)
             for batch in wave.batches:
                 shape = (len(batch.matrices), *batch.shape)
                 local = stack.narrow(0, batch.offset, math.prod(shape)).view(shape)
                 compute(WaveBatch(number, batch.matrices, local))
-            if number:
-                self._finish_out(waves[number - 1], leaving, sinks)
-            leaving = self._start_out(number, stack, sinks)
-        if waves:
-            self._finish_out(waves[-1], leaving, sinks)
+            if leaving is not None:
+                self._finish_out(number - 1, leaving, results, store)
+            leaving = self._start_out(number, stack, results)
+        if leaving is not None:
+            self._finish_out(len(self.plan.waves) - 1, leaving, results, store)
         self._steps += 1
-        return {name: outputs[name] for name in self.plan.tensors}
 
-    def _start_in(self, number: int, sources: list[Tensor | None]) -> Pending | None:
+    def _start_in(self, number: int, sources: "_Live") -> "_Travelling":
         exchange = self.plan.waves[number].inward
-        send = self._buffer("send in", sum(exchange.send_sizes), self._dtype)
-        recv = self._buffer("recv in", sum(exchange.recv_sizes), self._dtype)
-        run_moves(exchange.pack, sources, [send])
-        return self._transport.start(exchange, send, recv, self._steps, number, "in")
+        tensors = sources.of(number, self.plan.waves[number].tensors)
+        self._shapes.update({name: tensor.shape for name, tensor in tensors.items()})
+        flat = self._flat("inputs", tensors)
+        send = self._buffer("send in", sum(exchange.send_sizes))
+        recv = self._buffer("recv in", sum(exchange.recv_sizes))
+        run_copies(exchange.pack, flat, [send])
+        finish = self._transport.start(exchange, send, recv, (self._steps, number, "in"))
+        sources.forget(self._last[number])
+        return _Travelling(flat, recv, finish)
 
-    def _finish_in(
-        self,
-        wave: WavePlan,
-        pending: Pending | None,
-        stack: Tensor,
-        sources: list[Tensor | None],
-    ) -> None:
-        run_moves(wave.inward.keep, sources, [stack])
-        if pending is not None:
-            pending.finish(self._device)
-            recv = self._buffer("recv in", sum(wave.inward.recv_sizes), self._dtype)
-            run_moves(wave.inward.unpack, [recv], [stack])
+    def _finish_in(self, wave: WavePlan, coming: "_Travelling", stack: Tensor) -> None:
+        run_copies(wave.inward.keep, coming.flat, [stack])
+        if coming.finish is not None:
+            coming.finish()
+            run_copies(wave.inward.unpack, [coming.recv], [stack])
 
-    def _start_out(self, number: int, stack: Tensor, sinks: list[Tensor | None]) -> Pending | None:
+    def _start_out(self, number: int, stack: Tensor, results: "_Live") -> "_Travelling":
         exchange = self.plan.waves[number].outward
-        send = self._buffer("send out", sum(exchange.send_sizes), self._dtype)
-        recv = self._buffer("recv out", sum(exchange.recv_sizes), self._dtype)
-        run_moves(exchange.pack, [stack], [send])
-        pending = self._transport.start(exchange, send, recv, self._steps, number, "out")
-        run_moves(exchange.keep, [stack], sinks)
-        return pending
+        send = self._buffer("send out", sum(exchange.send_sizes))
+        recv = self._buffer("recv out", sum(exchange.recv_sizes))
+        run_copies(exchange.pack, [stack], [send])
+        finish = self._transport.start(exchange, send, recv, (self._steps, number, "out"))
+        flat = self._flat("outputs", results.of(number, self.plan.waves[number].results))
+        run_copies(exchange.keep, [stack], flat)
+        return _Travelling(flat, recv, finish)
 
     def _finish_out(
-        self, wave: WavePlan, pending: Pending | None, sinks: list[Tensor | None]
+        self, number: int, leaving: "_Travelling", results: "_Live", store: StoreT
     ) -> None:
-        if pending is not None:
-            pending.finish(self._device)
-            recv = self._buffer("recv out", sum(wave.outward.recv_sizes), self._dtype)
-            run_moves(wave.outward.unpack, [recv], sinks)
+        if leaving.finish is not None:
+            leaving.finish()
+            run_copies(self.plan.waves[number].outward.unpack, [leaving.recv], leaving.flat)
+        store(results.forget(self._last_out[number]))
 
-    def _buffer(self, purpose: str, elements: int, dtype: torch.dtype) -> Tensor:
-        return self._buffers.get(purpose, elements, dtype, self._device)
+    def _new_results(self, number: int, names: Sequence[str]) -> dict[str, Tensor]:
+        return {
+            name: torch.empty(self._shapes.pop(name), dtype=torch.float32, device=self._device)
+            for name in names
+        }
 
-    def _present(self, tensors: Mapping[str, Tensor]) -> list[str]:
-        missing = [name for name in self.plan.tensors if name not in tensors]
-        if missing:
-            rule = f"rank {self.plan.rank} stores a piece and must pass its tensor"
-            raise ConfigurationError("tensors", missing[:8], rule, "Pass every stored tensor")
-        return list(self.plan.tensors)
+    def _buffer(self, purpose: str, elements: int) -> Tensor:
+        return self._buffers.get(purpose, elements, self._dtype, self._device)
 
     def _flat(self, argument: str, tensors: Mapping[str, Tensor]) -> list[Tensor | None]:
         """Return flat views by the plan's index of tensors."""
-        flat: list[Tensor | None] = [None] * (
-            1 + max((index for index, _ in self.plan.tensors.values()), default=-1)
-        )
-        for name in self._present(tensors):
+        flat: list[Tensor | None] = [None] * self.plan.storage_tensors
+        for name, whole in tensors.items():
             index, needed = self.plan.tensors[name]
-            tensor = tensors[name].detach()
+            tensor = whole.detach()
             if tensor.numel() < needed or not tensor.is_contiguous():
                 rule = f"must be contiguous with at least {needed} elements"
                 what = (tuple(tensor.shape), tensor.stride())
                 raise ConfigurationError(f"{argument}[{name!r}]", what, rule, "Pass the shard")
             flat[index] = tensor.view(-1)
         return flat
+
+
+@dataclass(frozen=True, slots=True)
+class _Travelling:
+    """A wave under way in one direction, with this rank's storage tensors by their index."""
+
+    flat: list[Tensor | None]
+    recv: Tensor
+    finish: FinishT | None
+
+
+class _Live:
+    """Storage tensors that some wave under way reads or writes."""
+
+    def __init__(self, make: LoadT) -> None:
+        self._make = make
+        self._tensors: dict[str, Tensor] = {}
+
+    def of(self, wave: int, names: Sequence[str]) -> dict[str, Tensor]:
+        fresh = [name for name in names if name not in self._tensors]
+        made = self._make(wave, fresh)
+        self._tensors.update({name: made[name] for name in fresh})
+        return {name: self._tensors[name] for name in names}
+
+    def forget(self, names: Sequence[str]) -> dict[str, Tensor]:
+        return {name: self._tensors.pop(name) for name in names}
+
+
+def _last_uses(uses: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Return of each wave's names those that no later wave has."""
+    last = {name: number for number, names in enumerate(uses) for name in names}
+    return [[name for name in names if last[name] == n] for n, names in enumerate(uses)]

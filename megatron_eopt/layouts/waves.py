@@ -11,22 +11,14 @@ __all__ = ["plan_waves"]
 
 
 def plan_waves(
-    owners: Sequence[int] | Int64Array,
-    costs: Sequence[float],
-    sizes: Sequence[int],
+    owners: Sequence[int] | Int64Array,  # of every matrix; the same where every rank computes
+    costs: Sequence[float],  # estimated, of every matrix
+    sizes: Sequence[int],  # bytes of every matrix
     *,
-    max_bytes: int,
-    at_least: int = 1,
+    max_bytes: int,  # that one owner may hold in one wave, or a single matrix
+    at_least: int = 1,  # so many waves, for communication to overlap arithmetic
 ) -> list[list[int]]:
     """Partition matrices into waves in which every owner has about the same share of its work.
-
-    Args:
-        owners: Owner of every matrix; all the same where every rank computes on every matrix.
-        costs: Estimated cost of every matrix.
-        sizes: Bytes of every matrix.
-        max_bytes: What one owner may hold in one wave, unless a single matrix is larger.
-        at_least: Waves wanted even if all would fit into fewer, so that the communication of one
-            can overlap the arithmetic of another.
 
     Returns:
         Indices of matrices, wave by wave, matrices of equal cost side by side; no wave is empty.

@@ -77,19 +77,13 @@ _SMALL_16_BIT = 512
 
 @dataclass(frozen=True)
 class Plan:
-    """How one shape is computed.
-
-    Attributes:
-        algorithm: ``standard`` or ``gram``.
-        restarts: Steps, counted from 0, that start on a fresh Gram matrix; empty for standard.
-        dtype: Of the matrix products' operands.
-        shifted: Whether the Gram form keeps identity parts apart (:mod:`megatron_eopt.math.gram`).
-    """
+    """How one shape is computed."""
 
     algorithm: Literal["standard", "gram"]
+    # steps, counted from 0, that start on a fresh Gram matrix; empty for standard
     restarts: tuple[int, ...]
-    dtype: torch.dtype
-    shifted: bool = False
+    dtype: torch.dtype  # of the matrix products' operands
+    shifted: bool = False  # whether the Gram form keeps identity parts apart
 
 
 def standard_flops(m: int, n: int, steps: int) -> int:
@@ -134,15 +128,9 @@ def choose_algorithm(
     schedule: tuple[Triple, ...],
     algorithm: AlgorithmT = "auto",
 ) -> Plan:
-    """Decide how matrices of one shape are orthogonalized.
+    """Decide how whole logical matrices of one shape and dtype are orthogonalized.
 
-    Args:
-        shape: Rows and columns of the whole logical matrix.
-        dtype: Of the input.
-        precision: Of the products.
-        schedule: One coefficient triple per step.
-        algorithm: ``standard`` and ``gram`` are taken at their word, even where they are slower or
-            less accurate.
+    ``standard`` and ``gram`` are taken at their word, even where slower or less accurate.
 
     Raises:
         ConfigurationError: If the algorithm is unknown or a side is below 1.
@@ -151,12 +139,9 @@ def choose_algorithm(
     check_choice("algorithm", algorithm, ALGORITHMS)
     operand = compute_dtype(dtype, precision)
     if min(shape) < 1:
-        raise ConfigurationError(
-            "shape",
-            shape,
-            "a matrix to orthogonalize must have at least one row and one column",
-            "Leave empty parameters to an element-wise optimizer",
-        )
+        rule = "a matrix to orthogonalize must have at least one row and one column"
+        way_out = "Leave empty parameters to an element-wise optimizer"
+        raise ConfigurationError("shape", shape, rule, way_out)
     standard = Plan("standard", (), operand)
     if algorithm == "standard":
         return standard

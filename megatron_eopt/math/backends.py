@@ -2,23 +2,28 @@
 
 A back end is a function on *wide* matrices (see :mod:`megatron_eopt.math.newton_schulz`). The names
 ``torch``, ``emerging_optimizers``, ``syrk``, ``transformer_engine`` and ``gram_newton_schulz`` are
-known; others can be registered. Asking for one whose package is absent is an error, never a
-fall-back.
+known; others can be registered. Asking for one whose package is absent, or for something that it
+cannot do, is an error, never a fall-back.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
+from emerging_optimizers import triton_kernels
+from emerging_optimizers.orthogonalized_optimizers import muon_utils
+from emerging_optimizers.utils import fp32_matmul_precision
 from torch import Tensor
 
 from megatron_eopt.base.errors import ConfigurationError, check_choice
-from megatron_eopt.math import external
 from megatron_eopt.math.algorithm import AlgorithmT, Plan
 from megatron_eopt.math.coefficients import Triple
-from megatron_eopt.math.gram import iterate_gram
-from megatron_eopt.math.newton_schulz import ReduceT, iterate_standard, normalize
+from megatron_eopt.math.newton_schulz import ReduceT, normalize
 
 
 class Compute(Protocol):
@@ -67,109 +72,180 @@ class Backend:
     linear_in_last_step: bool = False
 
     def algorithm(self, name: str, asked: AlgorithmT) -> AlgorithmT:
-        """Return what to plan for; raise a ConfigurationError if it cannot do what was asked."""
+        """Return what to plan for; a ConfigurationError if it cannot do what was asked."""
         if asked in self.algorithms:
             return asked
         if asked == "auto":
             return self.algorithms[0]
-        raise ConfigurationError(
-            "algorithm",
-            asked,
-            f"back end {name!r} computes {' or '.join(self.algorithms)}",
-            "Choose auto, or backend='torch'",
+        rule = f"back end {name!r} computes {' or '.join(self.algorithms)}"
+        raise ConfigurationError("algorithm", asked, rule, "Choose auto, or backend='torch'")
+
+
+class _WholeMatrices:
+    """Another package's iteration, for matrices that no rank shares with others.
+
+    Attributes:
+        name: The back end's.
+        half: Whether it computes in 16 bits only.
+    """
+
+    name: str
+    half = False
+
+    def __call__(
+        self,
+        wide: Tensor,
+        schedule: tuple[Triple, ...],
+        plan: Plan,
+        *,
+        eps: float,
+        reduce: ReduceT | None,
+        columns: int,
+    ) -> Tensor:
+        """Do the work, see :class:`Compute`; refuse what the package cannot do."""
+        if self.half and plan.dtype != torch.bfloat16:
+            raise self.error("computes in 16 bits only", "Use it with precision='medium'")
+        if reduce is not None:
+            raise self.error(
+                "computes whole matrices, and this one's long side is cut over ranks",
+                "Use backend='torch', or another TP mode than distributed",
+            )
+        return self.iterate(wide, schedule, plan, eps)
+
+    def iterate(self, wide: Tensor, schedule: tuple[Triple, ...], plan: Plan, eps: float) -> Tensor:
+        """Do the work on whole matrices."""
+        raise NotImplementedError
+
+    def error(self, rule: str, way_out: str) -> ConfigurationError:
+        """Return the error that this back end breaks ``rule``."""
+        return ConfigurationError("backend", self.name, rule, way_out)
+
+    def require(self, package: str, install: str, present: bool) -> None:
+        """Raise a ConfigurationError unless the package is present, and a GPU."""
+        if not present:
+            raise self.error(f"needs the package {package}", f"Install it: pip install {install}")
+        if not torch.cuda.is_available():
+            raise self.error("needs an NVIDIA GPU and none is visible", "Use backend='torch'")
+
+
+def _one_by_one(compute: Callable[[Tensor], Tensor], matrices: Tensor) -> Tensor:
+    if matrices.ndim == 2:
+        return compute(matrices)
+    return torch.stack([compute(matrix) for matrix in matrices])
+
+
+class _EmergingOptimizers(_WholeMatrices):
+    """emerging-optimizers' own iteration: bit for bit what Megatron gets.
+
+    In 16 bits two ways to round drift apart within a few training steps, however exact both are.
+    """
+
+    name = "emerging_optimizers"
+
+    def iterate(self, wide: Tensor, schedule: tuple[Triple, ...], plan: Plan, eps: float) -> Tensor:
+        def compute(matrix: Tensor) -> Tensor:
+            result: Tensor = muon_utils.newton_schulz(
+                matrix.to(torch.float32),
+                len(schedule),
+                "custom",
+                custom_coefficient_sets=list(schedule),
+                eps=eps,
+                transpose=False,
+            )
+            return result
+
+        coarse = plan.dtype == torch.bfloat16
+        with fp32_matmul_precision("medium" if coarse else torch.get_float32_matmul_precision()):
+            return _one_by_one(compute, wide)
+
+
+class _Syrk(_WholeMatrices):
+    """The standard iteration on Triton kernels that compute half of each symmetric product."""
+
+    name, half = "syrk", True
+
+    def __init__(self) -> None:
+        # with tensor descriptors
+        self.require("triton >= 3.4", "'triton>=3.4'", triton_kernels.HAS_TRITON_340)
+
+    def iterate(self, wide: Tensor, schedule: tuple[Triple, ...], plan: Plan, eps: float) -> Tensor:
+        def compute(x: Tensor) -> Tensor:
+            for a, b, c in schedule:
+                x = muon_utils.newton_schulz_step_tsyrk(x, a, b, c)
+            return x
+
+        return _one_by_one(compute, normalize(wide, eps, plan.dtype))
+
+
+class _GramNewtonSchulz(_WholeMatrices):
+    """The package's kernels, in float16 and with our restarts; it normalises by itself."""
+
+    name, half = "gram_newton_schulz", True
+
+    def __init__(self) -> None:
+        present = find_spec("gram_newton_schulz") is not None
+        self.require(self.name, "gram-newton-schulz", present)
+
+    def iterate(self, wide: Tensor, schedule: tuple[Triple, ...], plan: Plan, eps: float) -> Tensor:
+        # the package's graphs reuse their output buffer, hence the copy
+        result: Tensor = self._solver(schedule, plan, eps)(wide.contiguous()).clone()
+        return result
+
+    @staticmethod
+    @cache
+    def _solver(schedule: tuple[Triple, ...], plan: Plan, eps: float) -> Any:
+        return import_module("gram_newton_schulz").GramNewtonSchulz(
+            ns_epsilon=eps,
+            ns_coefficients=[list(triple) for triple in schedule],
+            use_gram_newton_schulz=plan.algorithm == "gram",
+            gram_newton_schulz_reset_iterations=list(plan.restarts),
         )
 
 
-# A core's second-level cache: a CPU runs a batch in chunks that stay inside it, which measured
-# 1.2x on 64 matrices of 128 x 512. A GPU wants the whole batch at once.
-_CHUNK_BYTES = 2 << 20
-
-
-def chunk_size(wide: Tensor, dtype: torch.dtype, reduce: ReduceT | None) -> int:
-    """Return how many matrices of a batch to take at once.
+class TransformerEngine(_WholeMatrices):
+    """Transformer Engine's ``newton_schulz``: cuSolverMp over an NCCL process group.
 
     Args:
-        wide: ``(batch, m, n)``.
-        dtype: Of the products' operands.
-        reduce: Sums over ranks, if they share the matrices.
+        group: The ranks among which the library spreads a matrix; every one of them makes the same
+            calls with the same whole matrices. Default: all ranks.
+
+    Raises:
+        ConfigurationError: If Transformer Engine, a GPU or ``torch.distributed`` is absent.
     """
-    batch = wide.shape[0]
-    # every chunk would cost its own sums over the ranks
-    if wide.device.type != "cpu" or reduce is not None:
-        return batch
-    matrix = wide.shape[-2] * wide.shape[-1] * dtype.itemsize
-    # threads share a batched product by matrices
-    return min(batch, torch.get_num_threads() * max(1, _CHUNK_BYTES // matrix))
 
+    name = "transformer_engine"
 
-def _compute_torch(
-    wide: Tensor,
-    schedule: tuple[Triple, ...],
-    plan: Plan,
-    *,
-    eps: float,
-    reduce: ReduceT | None,
-    columns: int,
-) -> Tensor:
-    if wide.ndim == 3 and (size := chunk_size(wide, plan.dtype, reduce)) < wide.shape[0]:
-        parts = [
-            _compute_torch(part, schedule, plan, eps=eps, reduce=reduce, columns=columns)
-            for part in torch.split(wide, size)
-        ]
-        return torch.cat(parts)
-    tall = wide.stride(-2) < wide.stride(-1)
-    x = normalize(wide.mT if tall else wide, eps, plan.dtype, reduce)
-    if plan.algorithm == "standard":
-        x = iterate_standard(x, schedule, reduce, tall=tall)
-    else:
-        x = iterate_gram(
-            x,
-            schedule,
-            plan.restarts,
-            reduce,
-            columns=columns,
-            tall=tall,
-            shifted=plan.shifted,
-        )
-    return x.mT if tall else x
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        present = find_spec("transformer_engine") is not None
+        self.require(self.name, "--no-build-isolation 'transformer-engine[pytorch]'", present)
+        if not dist.is_initialized():
+            raise self.error(
+                "needs an NCCL process group",
+                "Call torch.distributed.init_process_group('nccl') first, also for one GPU",
+            )
+        self._module = import_module("transformer_engine.pytorch.newton_schulz")
+        self._context = self._module.CusolverMpCtx(group or dist.group.WORLD)
 
-
-def _load_torch() -> Backend:
-    algorithms: tuple[AlgorithmT, ...] = ("auto", "standard", "gram")
-    return Backend(_compute_torch, algorithms, distributed=True, linear_in_last_step=True)
-
-
-def _load_emerging_optimizers() -> Backend:
-    return Backend(external.compute_emerging_optimizers)
-
-
-def _load_syrk() -> Backend:
-    external.require_syrk()
-    return Backend(external.compute_syrk)
-
-
-def _load_transformer_engine() -> Backend:
-    return Backend(external.TransformerEngine())
-
-
-def _load_gram_newton_schulz() -> Backend:
-    external.require_gram_newton_schulz()
-    return Backend(external.compute_gram_newton_schulz, ("gram", "standard"))
+    def iterate(self, wide: Tensor, schedule: tuple[Triple, ...], plan: Plan, eps: float) -> Tensor:
+        """Run the library's iteration, matrix by matrix, in place on a normalised copy."""
+        x = normalize(wide, eps, plan.dtype)
+        for one in [x] if x.ndim == 2 else x.unbind(0):
+            self._module.newton_schulz_tp(one, self._context, len(schedule), list(schedule))
+        return x
 
 
 _LOADERS: dict[str, Callable[[], Backend]] = {
-    "torch": _load_torch,
-    "emerging_optimizers": _load_emerging_optimizers,
-    "syrk": _load_syrk,
-    "transformer_engine": _load_transformer_engine,
-    "gram_newton_schulz": _load_gram_newton_schulz,
+    "emerging_optimizers": lambda: Backend(_EmergingOptimizers()),
+    "syrk": lambda: Backend(_Syrk()),
+    "transformer_engine": lambda: Backend(TransformerEngine()),
+    "gram_newton_schulz": lambda: Backend(_GramNewtonSchulz(), ("gram", "standard")),
 }
 _LOADED: dict[str, Backend] = {}
 
 
 def backend_names() -> tuple[str, ...]:
     """Return the names of all back ends, installed or not."""
-    return tuple(dict.fromkeys((*_LOADERS, *_LOADED)))
+    return tuple(dict.fromkeys(("torch", *_LOADERS, *_LOADED)))
 
 
 def register_backend(name: str, backend: Backend) -> None:

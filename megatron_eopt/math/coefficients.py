@@ -37,11 +37,7 @@ _DIVERGED = 1e3
 
 
 def table(name: CoefficientT) -> tuple[Triple, ...]:
-    """Return the triples of a named set, one period of its schedule.
-
-    Raises:
-        ConfigurationError: If no set has this name.
-    """
+    """Return the triples of a named set, one period of its schedule."""
     check_choice("coefficients", name, COEFFICIENT_NAMES)
     triples = cast(Sequence[Triple], muon_utils._COEFFICIENT_SETS[name])
     return tuple((float(a), float(b), float(c)) for a, b, c in triples)
@@ -52,13 +48,6 @@ def resolve_coefficients(coefficients: CoefficientsLike, steps: int) -> tuple[Tr
 
     Schedules longer than their set repeat the last triple (polar_express, cans, deepseekv4) or
     start again (all others, and sets of your own); shorter ones are cut.
-
-    Args:
-        coefficients: Name of a set, or a non-empty sequence of ``(a, b, c)``.
-        steps: Number of iterations, at least 1.
-
-    Returns:
-        ``steps`` triples.
 
     Raises:
         ConfigurationError: If the name is unknown, a number is not finite, ``steps`` is below 1,
@@ -108,12 +97,9 @@ def response(triples: Sequence[Triple], sigma: float) -> float:
 
 def _checked_triples(coefficients: object) -> tuple[Triple, ...]:
     if not isinstance(coefficients, Sequence):
-        raise ConfigurationTypeError(
-            "coefficients",
-            coefficients,
-            "must be the name of a set or a sequence of (a, b, c)",
-            f"Give one of {', '.join(COEFFICIENT_NAMES)} or a list of triples",
-        )
+        rule = "must be the name of a set or a sequence of (a, b, c)"
+        way_out = f"Give one of {', '.join(COEFFICIENT_NAMES)} or a list of triples"
+        raise ConfigurationTypeError("coefficients", coefficients, rule, way_out)
     if not coefficients:
         raise ConfigurationError(
             "coefficients", coefficients, "must hold at least one triple", "Give one (a, b, c)"

@@ -1,11 +1,12 @@
 """Refusing non-finite input by name before it spreads through a matrix product."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from megatron_eopt.base.agreement import of_every_rank
 
 
 class NonFiniteError(FloatingPointError):
@@ -30,10 +31,7 @@ def suspicion(tensors: list[Tensor]) -> Tensor:
     """Return a 0-d bool tensor, True if any tensor may hold inf or nan; no host synchronization.
 
     The Euclidean norm of finite entries is finite unless their squares leave the dtype's range, so
-    this can cry wolf but never miss one; it is the norm with a fast kernel.
-
-    Args:
-        tensors: At least one tensor, all on one device.
+    this can cry wolf but never miss one; it is the norm with a fast kernel. At least one tensor.
     """
     norms = torch._foreach_norm(tensors)
     return ~torch.stack([norm.to(torch.float32) for norm in norms]).isfinite().all()
@@ -47,16 +45,11 @@ def not_finite(named: Iterable[tuple[str, Tensor]]) -> list[str]:
 def names_of_all(names: Iterable[str], groups: Iterable[dist.ProcessGroup | None]) -> list[str]:
     """Return the names that any rank of the groups has, sorted; collective over each of them.
 
-    Args:
-        names: This rank's names.
-        groups: Process groups in the same order on all their ranks. A name travels on from the
-            ranks of one to the ranks of the next.
+    The groups have one order on all their ranks; a name travels on from one to the next.
     """
     known = set(names)
     for group in groups:
-        everyones: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(everyones, known, group=group)
-        known = known.union(*everyones)
+        known = known.union(*of_every_rank(known, group))
     return sorted(known)
 
 
@@ -73,26 +66,33 @@ def check_finite(
     Args:
         named: Pairs of parameter name and tensor, any shapes and float dtypes.
         what: What the tensors are, for the message.
-        groups: Whose ranks must raise together, each with its own tensors; the same groups in the
-            same order on all their ranks.
+        groups: Whose ranks must raise together, in the same order on all of them. What a later
+            group says reaches the earlier ones, too.
 
     Raises:
         NonFiniteError: If any entry is inf or nan on any rank of the groups, with the same names on
             each of them.
     """
-    pairs = list(named)
-    if not pairs:
+    filled = [(name, tensor) for name, tensor in named if tensor.numel()]
+    if not filled and not groups:
         return
-    filled = [(name, tensor) for name, tensor in pairs if tensor.numel()]
-    flag = torch.zeros((), dtype=torch.int32, device=pairs[0][1].device)
+    if filled:
+        device = filled[0][1].device
+    else:
+        on_gpu = "nccl" in dist.get_backend(groups[0])
+        device = (
+            torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        )
+    flag = torch.zeros((), dtype=torch.int32, device=device)
     if filled:
         flag += suspicion([tensor for _, tensor in filled])
-    for group in groups:
+    there_and_back = [*groups, *reversed(groups[:-1])]
+    for group in there_and_back:
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
     if not bool(flag):
         return
     culprits = not_finite(filled)
     if groups:
-        culprits = names_of_all(culprits, groups)
+        culprits = names_of_all(culprits, there_and_back)
     if culprits:
         raise NonFiniteError(what, culprits)

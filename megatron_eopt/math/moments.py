@@ -42,16 +42,10 @@ def correction(beta2: float, step: float, bias_correction: bool) -> float:
 def adamuon_(
     updates: list[Tensor], moments: list[Tensor], beta2: float, eps: float, divisors: list[float]
 ) -> None:
-    """Divide each entry by the root of its running mean square; all in place.
+    """Divide each entry by the root of its running mean square plus ``eps``; all in place.
 
-    Element-wise, so any pieces of matrices will do.
-
-    Args:
-        updates: Orthogonal factors, or pieces of them, of any shapes.
-        moments: Running mean squares, of the same shapes and dtypes.
-        beta2: Decay of the running means.
-        eps: Added to the roots.
-        divisors: One for each update, see :func:`correction`.
+    Element-wise: ``updates`` may be any pieces of orthogonal factors, with running mean squares
+    ``moments`` of the same shapes and dtypes and one divisor each, see :func:`correction`.
     """
     if not updates:
         return
@@ -65,29 +59,20 @@ def adamuon_(
 
 
 def normuon_(
-    update: Tensor,
-    moment2: Tensor,
-    beta2: float,
-    eps: float,
-    divisor: float,
+    update: Tensor,  # ``(batch, rows, cols)``, orthogonal
+    moment2: Tensor,  # ``(batch, *statistic_shape)``
+    beta2: float,  # decay of the running mean
+    eps: float,  # smallest mean square and smallest norm
+    divisor: float,  # see :func:`correction`
     *,
-    shape: tuple[int, int],
-    reduce: ReduceT | None = None,
+    shape: tuple[int, int],  # of the whole matrix
+    reduce: ReduceT | None = None,  # sums over the ranks that share the matrix
 ) -> None:
     """Divide the slices along the long side by their running root mean square; all in place.
 
     Both Frobenius norms follow from the slices' square sums, so the update is read once and
-    written once.
-
-    Args:
-        update: Orthogonal matrices ``(batch, rows, cols)``, or slabs cut along the long side (along
-            the columns of a square matrix).
-        moment2: ``(batch, *statistic_shape)``, or the slab's part of it.
-        beta2: Decay of the running mean.
-        eps: Smallest mean square and smallest norm.
-        divisor: See :func:`correction`.
-        shape: Rows and columns of the whole matrix.
-        reduce: Sums over the ranks that share the matrix.
+    written once. Both tensors may be slabs cut along the long side (along the columns of a square
+    matrix).
     """
     along = -1 if shape[0] >= shape[1] else -2
     square_sums = vector_norm(update, dim=along, keepdim=True).square_()
@@ -110,18 +95,10 @@ def namo_(
     eps: float,
     divisor: float,
 ) -> Tensor:
-    """Update the running gradient norms in place and return the factor on each orthogonal update.
+    """Update the running squared gradient norms in place; return the factor on each update.
 
-    Args:
-        moment2: Running squared gradient norms ``(matrices,)``.
-        grad_square_norm: Squared Frobenius norms of the gradients, ``(matrices,)``.
-        direction_square_norm: Squared norms of what is orthogonalized, ``(matrices,)``.
-        beta2: Decay of the running mean.
-        eps: Added to the running norm.
-        divisor: See :func:`correction`.
-
-    Returns:
-        ``|direction| / (sqrt(moment2) + eps)``, ``(matrices,)``.
+    All tensors are ``(matrices,)``; the norms are Frobenius norms, those of the directions are of
+    what is orthogonalized. The factor is ``|direction| / (sqrt(moment2 / divisor) + eps)``.
     """
     moment2.lerp_(grad_square_norm, 1 - beta2)
     return direction_square_norm.sqrt() / moment2.div(divisor).sqrt_().add_(eps)

@@ -1,4 +1,4 @@
-"""The standard Newton-Schulz iteration and the normalisation before it.
+"""The Newton-Schulz iteration, by the book and on Gram matrices, and the normalisation before it.
 
 Shapes: a *wide* matrix is ``(m, n)`` or ``(batch, m, n)`` with ``m <= n``; callers transpose first,
 so that the Gram matrix is the small one. A matrix whose memory is tall stays tall (``tall=True``,
@@ -6,17 +6,38 @@ shape ``(n, m)``): the small matrices are symmetric, so only the side they multi
 while copying into the other order would cost more than a product in 16 bits. ``reduce`` sums a
 tensor over the ranks that hold the other columns when the long side is cut; ``None`` means that
 this rank holds all of them.
+
+Note [Gram form]
+    One step maps ``X`` to ``P X`` with ``P = a I + b A + c A^2``, ``A = X X^T``. All these matrices
+    are polynomials of the first Gram matrix, so they are symmetric and commute, and the next Gram
+    matrix is ``P A P`` without looking at ``X`` again. Several steps accumulate
+    ``Q = ... P_2 P_1``; then ``Q X`` is one product with the long side. A *restart* applies ``Q``
+    early and forms the Gram matrix anew, because rounding errors in ``A`` grow with the square of
+    the singular values' amplification.
+
+    Every small matrix is held as ``scalar * I + residual``, the scalars on the host and known
+    before the data. In the *shifted* form the scalar sits where most eigenvalues are and its part
+    of every product is exact: in 16 bits the rounding of a large diagonal is what makes the plain
+    form less accurate than the standard iteration. Small float32 matrices do without, which saves
+    passes.
+
+    The three pieces (:func:`gram_residual`, :func:`accumulate`, :func:`apply`) serve a matrix whose
+    long side is cut over ranks as they are: only the first needs a sum over the ranks.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from megatron_eopt.math.coefficients import Triple
+from megatron_eopt.math.coefficients import Triple, response
 
 ReduceT = Callable[[Tensor], Tensor]
-"""Sums its argument over the ranks that share a matrix and returns the sum."""
+"""Sums a tensor over the ranks that share a matrix; may work in place. One that has an attribute
+``of_symmetric`` is asked through it where matrices are symmetric, so that half of them travels."""
+
 
 # Squares of smaller numbers leave float32; above it the clamp hides what underflows.
 _FLOAT32_SAFE_EPS = 1e-15
@@ -29,14 +50,9 @@ def normalize(x: Tensor, eps: float, dtype: torch.dtype, reduce: ReduceT | None 
     entries of a weight loses up to four digits on a CPU. Entries beyond 1e19 overflow a float32
     row and give a zero update; float64 input has no such limit.
 
-    Args:
-        x: ``(..., m, n)``, any float dtype.
-        eps: Smallest divisor, positive.
-        dtype: Result dtype.
-        reduce: Sums the squared norms over ranks.
-
     Returns:
-        A new contiguous tensor shaped like ``x``; every spectral norm is at most 1.
+        A new contiguous tensor of this ``dtype``, shaped like ``x``, ``(..., m, n)`` of any float
+        dtype; every spectral norm is at most 1.
     """
     careful = x.dtype == torch.float64 or eps < _FLOAT32_SAFE_EPS
     row_dtype = torch.float64 if careful else torch.float32
@@ -76,24 +92,15 @@ def multiply_add(
     return torch.baddbmm(add, left, right, beta=beta, alpha=alpha, out=out)
 
 
-def multiply_long(
-    small: Tensor, x: Tensor, *, beta: float, tall: bool, out: Tensor | None = None
-) -> Tensor:
-    """Return ``beta X + S X`` for a symmetric ``S``; ``beta X + X S`` if ``x`` holds transposes."""
-    left, right = (x, small) if tall else (small, x)
-    return multiply_add(x, left, right, beta=beta, out=out)
-
-
 def iterate_standard(
     x: Tensor, triples: Sequence[Triple], reduce: ReduceT | None = None, *, tall: bool = False
 ) -> Tensor:
     """Run ``X <- a X + (b A + c A^2) X`` with ``A = X X^T`` once per triple.
 
     Args:
-        x: Normalised wide matrices, ``(m, n)`` or ``(batch, m, n)``; their transposes if ``tall``;
-            overwritten.
+        x: Normalised; overwritten.
         triples: One ``(a, b, c)`` per step.
-        reduce: Sums the Gram matrix over the ranks that share the long side, one call per step.
+        reduce: Called once per step, with the Gram matrix.
         tall: Whether ``x`` holds transposes.
 
     Returns:
@@ -107,8 +114,156 @@ def iterate_standard(
         wide = x.mT if tall else x
         torch.matmul(wide, wide.mT, out=square)
         if reduce is not None:
-            square = reduce(square)
+            square = reduce_symmetric(square, reduce)
         multiply_add(square, square, square, beta=b, alpha=c, out=polynomial)
-        multiply_long(polynomial, x, beta=a, tall=tall, out=spare)
+        left, right = (x, polynomial) if tall else (polynomial, x)
+        multiply_add(x, left, right, beta=a, out=spare)
         x, spare = spare, x
     return x
+
+
+@dataclass(frozen=True)
+class Shifted:
+    """The symmetric matrix ``shift * I + residual``; ``residual`` is ``(..., m, m)``."""
+
+    shift: float
+    residual: Tensor
+
+
+def expected_shift(triples: Sequence[Triple], m: int) -> float:
+    """Return the shift for the Gram matrix of an ``m``-row matrix after ``triples``.
+
+    Any value is exact algebra; a value near most eigenvalues loses least to rounding. Before the
+    first step the trace is 1, so the mean eigenvalue is ``1 / m``. After some steps eigenvalues
+    lie between 0 and where the mean went, and half of that measured best over the spectra of
+    docs/numerics.md.
+    """
+    if not triples:
+        return 1.0 / m
+    return 0.5 * response(triples, m**-0.5) ** 2
+
+
+def gram_residual(
+    x: Tensor,
+    shift: float,
+    reduce: ReduceT | None = None,
+    *,
+    columns: int | None = None,
+    tall: bool = False,
+) -> Shifted:
+    """Return the Gram matrix of the whole matrix split into ``shift * I`` and the rest.
+
+    One call of ``reduce``; ``columns`` are those of the whole matrix, if ``x`` has only some.
+    """
+    wide = x.mT if tall else x
+    if shift == 0.0:
+        square = torch.matmul(wide, wide.mT)
+        return Shifted(0.0, square if reduce is None else reduce_symmetric(square, reduce))
+    m, n = wide.shape[-2:]
+    share = n / columns if columns else 1.0
+    eye = torch.eye(m, dtype=x.dtype, device=x.device).expand(*wide.shape[:-1], m)
+    residual = multiply_add(eye, wide, wide.mT, beta=-shift * share)
+    return Shifted(shift, residual if reduce is None else reduce_symmetric(residual, reduce))
+
+
+def _product(left: Shifted, right: Shifted) -> Shifted:
+    """Return the product of two commuting matrices; one matrix product.
+
+    ``(l I + L)(r I + R) = l r I + (l R + r L + L R)``; the two terms without a product become the
+    addend of one fused call, scaled by the larger factor so that no division can blow up.
+    """
+    big, small = (left, right) if abs(left.shift) >= abs(right.shift) else (right, left)
+    shift = left.shift * right.shift
+    if big.shift == 0.0:
+        return Shifted(shift, torch.matmul(left.residual, right.residual))
+    if small.shift == 0.0:
+        addend, out = small.residual, None
+    else:
+        out = torch.add(small.residual, big.residual, alpha=small.shift / big.shift)
+        addend = out
+    return Shifted(
+        shift, multiply_add(addend, left.residual, right.residual, beta=big.shift, out=out)
+    )
+
+
+def _dense(a: Shifted) -> Shifted:
+    """Return the same matrix with its identity part in a residual of its own."""
+    residual = a.residual.clone()
+    residual.diagonal(dim1=-2, dim2=-1).add_(a.shift)
+    return Shifted(0.0, residual)
+
+
+def accumulate(a: Shifted, triples: Sequence[Triple], *, shifted: bool = True) -> Shifted:
+    """Return the factor ``Q`` with which several steps multiply ``X``, whose Gram matrix is ``a``.
+
+    ``(8 k - 6) m^3`` FLOPs for ``k`` steps: the first needs no product with ``Q``, the last leaves
+    no Gram matrix behind.
+    """
+    q: Shifted | None = None
+    for step, (first, second, third) in enumerate(triples):
+        mean, rest = a.shift, a.residual
+        slope = second + 2.0 * third * mean
+        polynomial = Shifted(
+            first + mean * (second + third * mean),
+            multiply_add(rest, rest, rest, beta=slope, alpha=third),
+        )
+        if q is None:
+            q = polynomial if shifted else _dense(polynomial)
+        else:
+            q = _product(polynomial, q)
+        if step + 1 < len(triples):
+            # P^2 A is one pass cheaper and diverged on rank one plus noise: rounding an inner
+            # factor of P A P keeps eigenvalues from turning negative, rounding P^2 does not
+            a = _product(polynomial, _product(polynomial, a))
+    assert q is not None, "a segment holds at least one step"
+    return q
+
+
+def apply(q: Shifted, x: Tensor, out: Tensor | None = None, *, tall: bool = False) -> Tensor:
+    """Return ``Q X`` (``X Q`` if ``tall``), shaped like ``x``; no communication."""
+    left, right = (x, q.residual) if tall else (q.residual, x)
+    if q.shift == 0.0:
+        return torch.matmul(left, right, out=out)
+    return multiply_add(x, left, right, beta=q.shift, out=out)
+
+
+def iterate_gram(
+    x: Tensor,
+    triples: Sequence[Triple],
+    restarts: Sequence[int] = (),
+    reduce: ReduceT | None = None,
+    *,
+    columns: int | None = None,
+    tall: bool = False,
+    shifted: bool = True,
+) -> Tensor:
+    """Run all steps on Gram matrices, forming a fresh one before each step in ``restarts``.
+
+    Args:
+        x: Normalised; overwritten.
+        triples: One ``(a, b, c)`` per step.
+        restarts: Steps, counted from 0, ascending, that start on a fresh Gram matrix.
+        reduce: Called once per segment, with a Gram matrix.
+        columns: Columns of the whole matrix, if ``x`` has only some of them.
+        tall: Whether ``x`` holds transposes.
+        shifted: Whether to keep identity parts exact.
+
+    Returns:
+        The last iterate, shaped like ``x``.
+    """
+    bounds = (0, *restarts, len(triples))
+    spare: Tensor | None = None
+    for start, stop in pairwise(bounds):
+        m = x.shape[-1] if tall else x.shape[-2]
+        shift = expected_shift(triples[:start], m) if shifted else 0.0
+        a = gram_residual(x, shift, reduce, columns=columns, tall=tall)
+        q = accumulate(a, triples[start:stop], shifted=shifted)
+        result = apply(q, x, out=spare, tall=tall)
+        x, spare = result, x
+    return x
+
+
+def reduce_symmetric(matrices: Tensor, reduce: ReduceT) -> Tensor:
+    """Sum symmetric matrices ``(..., n, n)`` over the ranks that share them."""
+    total: Tensor = getattr(reduce, "of_symmetric", reduce)(matrices)
+    return total

@@ -1,7 +1,5 @@
 """In which precision the matrix products run."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Literal, get_args
 
 import torch
@@ -33,32 +31,8 @@ def compute_dtype(dtype: torch.dtype, precision: PrecisionT) -> torch.dtype:
     """
     check_precision(precision)
     if dtype not in FLOAT_DTYPES:
-        raise ConfigurationTypeError(
-            "dtype",
-            dtype,
-            "a matrix to orthogonalize must be float64, float32, bfloat16 or float16",
-            "Convert it first",
-        )
+        rule = "a matrix to orthogonalize must be float64, float32, bfloat16 or float16"
+        raise ConfigurationTypeError("dtype", dtype, rule, "Convert it first")
     if dtype == torch.float64:
         return dtype
     return torch.bfloat16 if precision == "medium" else torch.float32
-
-
-@contextmanager
-def matmul_precision(precision: PrecisionT) -> Iterator[None]:
-    """Run float32 products at this precision; the process-wide setting returns on any exit.
-
-    ``medium`` casts its operands itself and asks nothing of torch but exact float32 for the few
-    products that stay float32.
-    """
-    check_precision(precision)
-    wanted = "high" if precision == "high" else "highest"
-    before = torch.get_float32_matmul_precision()
-    if before == wanted:
-        yield
-        return
-    torch.set_float32_matmul_precision(wanted)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)

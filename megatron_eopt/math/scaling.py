@@ -24,13 +24,7 @@ ADAMW_RMS = 0.2
 def scale_factor(
     rows: int, columns: int, mode: ScaleModeT = "spectral", extra_scale_factor: float = 1.0
 ) -> float:
-    """Return what to multiply an orthogonal update with.
-
-    Args:
-        rows: Output features of the whole logical matrix, not of a rank's piece.
-        columns: Its input features.
-        mode: One of :data:`ScaleModeT`.
-        extra_scale_factor: Another factor of the user's, any finite number.
+    """Return what to multiply an orthogonal update with, by the shape of the whole logical matrix.
 
     Raises:
         ConfigurationError: If the mode is unknown, a size is below 1 or the factor is not finite.

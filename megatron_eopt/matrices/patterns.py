@@ -11,32 +11,23 @@ __all__ = ["gated", "periodic", "qkv", "side_by_side", "whole"]
 def whole(shape: tuple[int, ...]) -> Split:
     """Return the split of a plain weight: one matrix, or one per expert.
 
-    Args:
-        shape: ``(rows, cols)`` or ``(experts, rows, cols)``.
-
     Raises:
-        ConfigurationError: If ``shape`` is neither.
+        ConfigurationError: If ``shape`` is not ``(rows, cols)`` or ``(experts, rows, cols)``.
     """
     kind = "experts" if len(shape) == 3 else "whole"
     return Split(kind, tuple(shape), (Section((Field("weight", _rows(shape)),)),))
 
 
 def periodic(
-    kind: str,
-    shape: tuple[int, ...],
-    lengths: Mapping[str, int],
+    kind: str,  # name of the split
+    shape: tuple[int, ...],  # ``(rows, cols)`` or ``(experts, rows, cols)``
+    lengths: Mapping[str, int],  # rows of each field in one block, top to bottom
     *,
-    units: Mapping[str, int] | None = None,
+    units: Mapping[str, int] | None = None,  # rows of one matrix, of fields that are stacks (heads)
 ) -> Split:
     """Return one section whose pattern repeats to the end of the weight.
 
     Tensor parallelism cuts such a weight into equal slabs, wherever the pattern may be.
-
-    Args:
-        kind: Name of the split.
-        shape: ``(rows, cols)`` or ``(experts, rows, cols)``.
-        lengths: Rows of each field in one block, top to bottom.
-        units: Rows of one logical matrix for the fields that are stacks (heads).
 
     Raises:
         ConfigurationError: If the pattern does not divide the rows.
@@ -55,11 +46,7 @@ def side_by_side(
 ) -> Split:
     """Return one section per field: tensor parallelism gives each rank a piece of every field.
 
-    Args:
-        kind: Name of the split.
-        shape: ``(rows, cols)`` or ``(experts, rows, cols)``.
-        lengths: Rows of each field in the unsharded weight, top to bottom.
-        units: Rows of one logical matrix for the fields that are stacks (heads).
+    Arguments as in :func:`periodic`; ``lengths`` are those of the whole unsharded weight.
 
     Raises:
         ConfigurationError: If the lengths do not add up to the rows.
@@ -89,20 +76,15 @@ def gated(shape: tuple[int, ...], *, interleave: int | None = None) -> Split:
 
 
 def qkv(
-    shape: tuple[int, ...],
-    lengths: Iterable[int],
+    shape: tuple[int, ...],  # ``(rows, hidden)`` of the fused weight
+    lengths: Iterable[int],  # rows in one query group: three of q, k, v or four of q, gate, k, v
     *,
-    head_dim: int | None = None,
+    head_dim: int | None = None,  # rows of one head, to make every head a matrix of its own
 ) -> Split:
     """Return Q, K and V of a fused projection in grouped-query order.
 
     The order is that of megatron-core: group after group, and in each the queries of all its
     heads, then (where attention has an output gate) their gates, then one key and one value.
-
-    Args:
-        shape: ``(rows, hidden)`` of the fused weight.
-        lengths: Rows in one query group: three of q, k, v or four of q, gate, k, v.
-        head_dim: Rows of one head, to make every head a matrix of its own.
 
     Raises:
         ConfigurationError: If ``lengths`` is not three or four numbers that divide the rows.
@@ -121,5 +103,5 @@ def _fields(lengths: Mapping[str, int], units: Mapping[str, int] | None) -> tupl
 
 
 def _rows(shape: tuple[int, ...]) -> int:
-    """Rows of a weight; 0, which no split accepts, where there are no rows and columns."""
+    # 0, which no split accepts, where there are no rows and columns
     return shape[-2] if len(shape) > 1 else 0

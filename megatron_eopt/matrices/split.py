@@ -29,30 +29,19 @@ projections a matrix of its own."""
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """Rows that belong together inside one block of a section.
+    """Rows that belong together inside one block of a section."""
 
-    Attributes:
-        name: Name of the part that these rows build, for example ``"q"``.
-        rows: Number of rows in every block.
-        unit: Rows of one logical matrix; ``None`` when the whole part is one.
-    """
-
-    name: str
-    rows: int
-    unit: int | None = None
+    name: str  # name of the part that these rows build, for example ``"q"``
+    rows: int  # number of rows in every block
+    unit: int | None = None  # rows of one logical matrix; ``None`` when the whole part is one
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A pattern of fields, repeated; see Note [Sections, fields, parts].
+    """A pattern of fields, repeated; see Note [Sections, fields, parts]."""
 
-    Attributes:
-        fields: The fields of one block, top to bottom.
-        blocks: How often the pattern repeats.
-    """
-
-    fields: tuple[Field, ...]
-    blocks: int = 1
+    fields: tuple[Field, ...]  # the fields of one block, top to bottom
+    blocks: int = 1  # how often the pattern repeats
 
     @property
     def period(self) -> int:
@@ -67,30 +56,19 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """All rows of one field: ``count`` logical matrices of equal shape.
-
-    Attributes:
-        name: The field's name.
-        count: Number of matrices (1, heads, experts, or experts x heads).
-        shape: ``(rows, cols)`` of each of them; updates are scaled by this shape.
-    """
+    """All rows of one field: ``count`` logical matrices of equal shape."""
 
     name: str
-    count: int
-    shape: tuple[int, int]
+    count: int  # number of matrices (1, heads, experts, or experts x heads)
+    shape: tuple[int, int]  # ``(rows, cols)`` of each of them; updates are scaled by this shape
 
 
 @dataclass(frozen=True, slots=True)
 class LogicalMatrix:
-    """What the optimizer treats as one matrix.
+    """What the optimizer treats as one matrix."""
 
-    Attributes:
-        name: The part's name, with an index where the part is a stack: ``q``, ``gate.17``.
-        shape: ``(rows, cols)`` of the unsharded matrix.
-    """
-
-    name: str
-    shape: tuple[int, int]
+    name: str  # the part's name, with an index where the part is a stack: ``q``, ``gate.17``
+    shape: tuple[int, int]  # ``(rows, cols)`` of the unsharded matrix
 
 
 @dataclass(frozen=True)
@@ -113,12 +91,9 @@ class Split:
 
     def __post_init__(self) -> None:
         if len(self.shape) not in (2, 3) or min(self.shape) < 1:
-            raise ConfigurationError(
-                "shape",
-                self.shape,
-                "must be (rows, cols) or (experts, rows, cols) without a size of 0",
-                "Leave other parameters to an element-wise optimizer",
-            )
+            rule = "must be (rows, cols) or (experts, rows, cols) without a size of 0"
+            way_out = "Leave other parameters to an element-wise optimizer"
+            raise ConfigurationError("shape", self.shape, rule, way_out)
         total = sum(section.rows for section in self.sections)
         if total != self.rows:
             raise ConfigurationError(
@@ -131,25 +106,28 @@ class Split:
         self._check_fields()
 
     def _check_fields(self) -> None:
-        names = [field.name for field in self._fields()]
+        fields = list(self._fields())
+        names = [field.name for field, *_ in fields]
         if len(set(names)) != len(names):
             raise ConfigurationError(
                 "sections", names, "every field needs a name of its own", "Rename one of them"
             )
+        for field, blocks, unit in fields:
+            rows = field.rows * blocks
+            if rows < 1 or unit < 1 or rows % unit:
+                raise ConfigurationError(
+                    field.name,
+                    (field.rows, blocks, field.unit),
+                    "(rows, blocks, unit) must be positive, and the unit divide rows x blocks",
+                    "Choose sizes that fit",
+                )
+
+    def _fields(self) -> Iterator[tuple[Field, int, int]]:
+        """Yield each field, how often it occurs and the rows of one of its matrices."""
         for section in self.sections:
             for field in section.fields:
-                rows = field.rows * section.blocks
-                unit = rows if field.unit is None else field.unit
-                if rows < 1 or unit < 1 or rows % unit:
-                    raise ConfigurationError(
-                        field.name,
-                        (field.rows, section.blocks, field.unit),
-                        "(rows, blocks, unit) must be positive, and the unit divide rows x blocks",
-                        "Choose sizes that fit",
-                    )
-
-    def _fields(self) -> Iterator[Field]:
-        return (field for section in self.sections for field in section.fields)
+                unit = field.rows * section.blocks if field.unit is None else field.unit
+                yield field, section.blocks, unit
 
     @property
     def experts(self) -> int:
@@ -169,13 +147,10 @@ class Split:
     @cached_property
     def parts(self) -> tuple[Part, ...]:
         """The parts, in the order of their fields."""
-        parts = []
-        for section in self.sections:
-            for field in section.fields:
-                rows = field.rows * section.blocks
-                unit = rows if field.unit is None else field.unit
-                parts.append(Part(field.name, self.experts * (rows // unit), (unit, self.cols)))
-        return tuple(parts)
+        return tuple(
+            Part(field.name, self.experts * (field.rows * blocks // unit), (unit, self.cols))
+            for field, blocks, unit in self._fields()
+        )
 
     @cached_property
     def matrices(self) -> tuple[LogicalMatrix, ...]:

@@ -12,6 +12,7 @@ from megatron_eopt import cpu
 from megatron_eopt.arguments import add_arguments as _extend_parser
 from megatron_eopt.base.versions import check_tested_megatron
 from megatron_eopt.megatron_lm.names import rebindings
+from megatron_eopt.megatron_lm.optional import FLAGS
 from megatron_eopt.megatron_lm.rebinding import Exchange
 
 __all__ = ["add_arguments", "install", "installed", "is_installed", "uninstall"]
@@ -32,7 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def install() -> ExitStack:
     """Let Megatron's modules build their optimizers with us; a second call changes nothing.
 
-    Names that other modules imported from Megatron before keep Megatron's objects.
+    Names that other modules imported from Megatron before keep Megatron's objects. The files of
+    checkpoints are Megatron's business unless a parsed command line has ``--verify-checkpoints``.
 
     Returns:
         A context manager that does :func:`uninstall` at the end of a ``with`` block, if this call
@@ -50,9 +52,8 @@ def install() -> ExitStack:
     return undo
 
 
-def installed() -> ExitStack:
-    """Return the context manager of :func:`install`."""
-    return install()
+installed = install
+"""For ``with installed():``."""
 
 
 def is_installed() -> bool:
@@ -62,4 +63,5 @@ def is_installed() -> bool:
 
 def uninstall() -> None:
     """Put everything back; without :func:`install` it changes nothing."""
+    FLAGS.undo()
     _EXCHANGE.undo()

@@ -7,10 +7,11 @@ from typing import Any
 
 from megatron_eopt import emerging_optimizers, muon
 from megatron_eopt.arguments import config_from_args
-from megatron_eopt.assembly.factory import get_megatron_optimizer
 from megatron_eopt.base.versions import dataset_helpers_to_skip
+from megatron_eopt.build.factory import get_megatron_optimizer
+from megatron_eopt.build.layer_wise import LayerWiseDistributedOptimizer
 from megatron_eopt.checkpoints import trainer_rebindings
-from megatron_eopt.checkpoints.weights_only import CachedWeightsOnlyReader, WeightsOnlyReader
+from megatron_eopt.megatron_lm.optional import FLAGS
 from megatron_eopt.megatron_lm.processes import without_the_script
 from megatron_eopt.megatron_lm.rebinding import Rebinding
 from megatron_eopt.megatron_lm.trainer import (
@@ -19,7 +20,6 @@ from megatron_eopt.megatron_lm.trainer import (
     with_our_flags,
     with_torch_fsdp2,
 )
-from megatron_eopt.storage import LayerWiseDistributedOptimizer
 
 EMERGING_OPTIMIZERS = (
     "EmergingOptimizerEntry",
@@ -41,10 +41,6 @@ EMERGING_OPTIMIZERS = (
 """Names of Megatron's module ``emerging_optimizers`` that are ours in our module of that name."""
 
 PUBLISHED: dict[str, dict[str, Any]] = {
-    "megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader": {
-        "CachedMetadataFileSystemReader": CachedWeightsOnlyReader
-    },
-    "megatron.core.dist_checkpointing.strategies.torch": {"FileSystemReader": WeightsOnlyReader},
     "megatron.core.optimizer": {"get_megatron_optimizer": get_megatron_optimizer},
     "megatron.core.optimizer.emerging_optimizers": {
         name: getattr(emerging_optimizers, name) for name in EMERGING_OPTIMIZERS
@@ -55,7 +51,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "megatron.core.optimizer.muon": {
         "get_megatron_muon_optimizer": muon.get_megatron_muon_optimizer
     },
-    "megatron.training.training": {"get_megatron_optimizer_config": config_from_args},
+    "megatron.training.training": {
+        "get_megatron_optimizer_config": FLAGS.before_building(config_from_args)
+    },
 }
 """Objects that take the place of Megatron's, by the module that defines them."""
 
@@ -64,7 +62,7 @@ WRAPPED: dict[str, dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]]
         "get_write_results_queue": without_the_script
     },
     "megatron.training.arguments": {
-        "parse_args": with_our_flags,
+        "parse_args": lambda original: FLAGS.after_parsing(with_our_flags(original)),
         "validate_args": with_torch_fsdp2,
     },
     "megatron.training.training": {
@@ -93,7 +91,9 @@ def rebindings() -> list[Rebinding]:
             for name, wrapper in wrappers.items()
         ]
     found += [Rebinding(*names) for names in trainer_rebindings()]
-    return found + _dataset_helpers()
+    if (helpers := dataset_helpers_to_skip()) is not None:
+        found.append(Rebinding(helpers, "compile_helpers", lambda: None))
+    return found
 
 
 def _function(owner: ModuleType, name: str) -> Callable[..., Any]:
@@ -104,8 +104,3 @@ def _function(owner: ModuleType, name: str) -> Callable[..., Any]:
             "wraps; nothing was replaced"
         )
     return function
-
-
-def _dataset_helpers() -> list[Rebinding]:
-    helpers = dataset_helpers_to_skip()
-    return [] if helpers is None else [Rebinding(helpers, "compile_helpers", lambda: None)]

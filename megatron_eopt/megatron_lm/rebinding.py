@@ -1,7 +1,7 @@
 """Replacing objects in Megatron's modules, and putting them back."""
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -12,22 +12,11 @@ PACKAGE = "megatron"
 
 @dataclass(frozen=True)
 class Rebinding:
-    """One name of a module, and the object that it shall mean.
+    """One name of a module, and the object that it shall mean."""
 
-    Attributes:
-        owner: The module that defines the name.
-        name: The name.
-        replacement: An object that no module of Megatron holds yet.
-    """
-
-    owner: ModuleType
+    owner: ModuleType  # the module that defines the name
     name: str
-    replacement: Any
-
-    @property
-    def place(self) -> str:
-        """The name with its module."""
-        return f"{self.owner.__name__}.{self.name}"
+    replacement: Any  # an object that no module of Megatron holds yet
 
     @property
     def original(self) -> Any:
@@ -56,7 +45,11 @@ class Exchange:
         Raises:
             ImportError: If a name does not exist. Nothing has been replaced then.
         """
-        missing = [item.place for item in rebindings if not hasattr(item.owner, item.name)]
+        missing = [
+            f"{item.owner.__name__}.{item.name}"
+            for item in rebindings
+            if not hasattr(item.owner, item.name)
+        ]
         if missing:
             raise ImportError(
                 f"this megatron-core has no {', '.join(missing)}, which megatron-eopt replaces; "
@@ -72,13 +65,9 @@ class Exchange:
 
 
 def _swap(by_id: Mapping[int, Any]) -> None:
-    for module in _modules():
+    for path, module in list(sys.modules.items()):
+        if path.split(".")[0] != PACKAGE or not isinstance(module, ModuleType):
+            continue
         for name, value in list(vars(module).items()):
             if id(value) in by_id:
                 setattr(module, name, by_id[id(value)])
-
-
-def _modules() -> Iterator[ModuleType]:
-    for name, module in list(sys.modules.items()):
-        if name.split(".")[0] == PACKAGE and isinstance(module, ModuleType):
-            yield module

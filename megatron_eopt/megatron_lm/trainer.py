@@ -3,8 +3,11 @@
 import argparse
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
+
+from megatron.core.distributed import DistributedDataParallel
 
 from megatron_eopt import cpu
 from megatron_eopt.arguments import add_arguments
@@ -70,25 +73,24 @@ def with_torch_fsdp2(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_torch_fsdp2(args: argparse.Namespace) -> None:
-    argument, value, rule, way_out = "", None, "", ""
-    if args.optimizer.startswith("dist_"):
-        argument, value = "--optimizer", args.optimizer
+    def refuse(dest: str, rule: str, way_out: str) -> NoReturn:
+        flag = f"--{dest.replace('_', '-')}"
+        raise ConfigurationError(flag, getattr(args, dest), f"{rule} (--use-torch-fsdp2)", way_out)
+
+    name = args.optimizer
+    if name.startswith("dist_"):
         rule = "cuts Megatron's buffers, and torch FSDP2 cuts state already"
-        way_out = f"Pass --optimizer {args.optimizer.removeprefix('dist_')}"
-    elif args.ckpt_format != "torch_dist":
-        argument, value = "--ckpt-format", args.ckpt_format
-        rule = f"does not hold the state of {args.optimizer}"
-        way_out = "Pass --ckpt-format torch_dist"
-    elif args.tensor_model_parallel_size > 1:
-        argument, value = "--tensor-model-parallel-size", args.tensor_model_parallel_size
+        refuse("optimizer", rule, f"Pass --optimizer {name.removeprefix('dist_')}")
+    if args.ckpt_format != "torch_dist":
+        rule = f"does not hold the state of {name}"
+        refuse("ckpt_format", rule, "Pass --ckpt-format torch_dist")
+    if args.tensor_model_parallel_size > 1:
         rule = "Megatron's mesh has no dimension for tensor-parallel ranks"
         way_out = "Pass 1, or use --use-distributed-optimizer"
-    elif args.calculate_per_token_loss:
-        argument, value = "--calculate-per-token-loss", True
+        refuse("tensor_model_parallel_size", rule, way_out)
+    if args.calculate_per_token_loss:
         rule = "Megatron does not divide gradients of torch FSDP2 by the number of tokens"
-        way_out = "Leave the flag out"
-    if argument:
-        raise ConfigurationError(argument, value, f"{rule} (--use-torch-fsdp2)", way_out)
+        refuse("calculate_per_token_loss", rule, "Leave the flag out")
 
 
 def sharding_ddp_config(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -99,19 +101,34 @@ def sharding_ddp_config(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
     @functools.wraps(original)
     def get_megatron_ddp_config(args: Any) -> Any:
-        config = original(args)
+        ddp_config = original(args)
         if getattr(args, "use_layer_wise_distributed_optimizer", False):
-            config = dataclasses.replace(config, use_distributed_optimizer=True)
-        return config
+            ddp_config = dataclasses.replace(ddp_config, use_distributed_optimizer=True)
+        return ddp_config
 
     return get_megatron_ddp_config
 
 
 def in_the_usual_layout(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Lay parameters out without padding, whatever the optimizer."""
+    """Lay parameters out without padding, whatever the optimizer.
+
+    Where a caller asks for layer-wise storage gradients are reduce-scattered, as Megatron's own
+    function promises: it turns that on in the configuration that it is given.
+    """
+    signature = inspect.signature(original)
 
     @functools.wraps(original)
     def wrap_model_chunks_with_ddp(*args: Any, **kwargs: Any) -> Any:
-        return original(*args, **{**kwargs, "use_layer_wise_distributed_optimizer": False})
+        call = signature.bind(*args, **kwargs)
+        call.apply_defaults()
+        wanted = call.arguments
+        if (
+            wanted["use_layer_wise_distributed_optimizer"]
+            and wanted["use_layer_wise_param_layout"]
+            and wanted["DP"] is DistributedDataParallel
+        ):
+            wanted["ddp_config"].use_distributed_optimizer = True
+        wanted["use_layer_wise_distributed_optimizer"] = False
+        return original(*call.args, **call.kwargs)
 
     return wrap_model_chunks_with_ddp

@@ -1,6 +1,5 @@
 """Muon with second moments: AdaMuon, NorMuon and NAMO."""
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,25 +9,13 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.base.errors import ConfigurationError, check_choice, check_number
-from megatron_eopt.base.names import TpModeT
-from megatron_eopt.math.moments import (
-    MOMENT2_METHODS,
-    Moment2MethodT,
-    correction,
-    statistic_shape,
-)
+from megatron_eopt.base.names import MOMENT2, TpModeT
+from megatron_eopt.math.moments import MOMENT2_METHODS, Moment2MethodT
 from megatron_eopt.math.newton_schulz import ReduceT
-from megatron_eopt.optimizers.adaptive import (
-    Coefficients,
-    NorMuonRule,
-    Rule,
-    Served,
-    empty_statistics,
-    make_rule,
-    matrix_shapes,
-)
-from megatron_eopt.optimizers.engine import MatrixEngine
-from megatron_eopt.optimizers.muon import TensorParallelMuon
+from megatron_eopt.optimizers.adaptive_driver import AdaptiveDriver, AdaptiveSettings
+from megatron_eopt.optimizers.engine import Means
+from megatron_eopt.optimizers.muon import HOOKS, TensorParallelMuon
+from megatron_eopt.stores.shard import Shard
 
 __all__ = ["TensorParallelAdaptiveMuon"]
 
@@ -114,9 +101,6 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon, AdaptiveMuon):
         self.scale_mode = scale_mode
         self.extra_scale_factor = extra_scale_factor
         self._group_defaults = {"beta2": beta2, "eps": eps}
-        self._rules: dict[MatrixEngine, Rule] = {}
-        self._stepped_by: dict[Tensor, Rule] = {}
-        self._running: Rule | None = None
         super().__init__(
             params,
             lr,
@@ -162,6 +146,28 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon, AdaptiveMuon):
         """
         return super().orthogonalize(p, grad, **kwargs)
 
+    @classmethod
+    def steps_in_pieces(cls) -> bool:
+        """Whether nothing that a subclass defines needs the whole parameter."""
+        own = ("step", "orthogonalize", "_init_group", "driver_over", *HOOKS)
+        return all(getattr(cls, name) is getattr(TensorParallelAdaptiveMuon, name) for name in own)
+
+    def driver_over(self, shards: Sequence[Shard], means: Means) -> AdaptiveDriver:
+        """Return what steps other shards with this optimizer's settings.
+
+        Args:
+            shards: The shards.
+            means: How matrices are computed there; statistics want float32.
+        """
+        settings = AdaptiveSettings(
+            self._muon.nesterov,
+            self._muon.weight_decay_method,
+            self.orthogonalization,
+            self.moment2_method,
+            self.bias_correction,
+        )
+        return AdaptiveDriver(type(self).__name__, settings, shards, means)
+
     @torch.no_grad()
     def complete_statistics(self) -> None:
         """Make every rank's statistics complete; collective over the groups that cut parameters.
@@ -169,7 +175,8 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon, AdaptiveMuon):
         Between steps a rank is up to date only with what it computes itself (NorMuon in the modes
         that share work).
         """
-        self._complete(self._stepped_by)
+        assert self.driver is not None
+        self.driver.complete(self.param_groups, self.state)
 
     def statistics_of(self, param: Tensor) -> list[Tensor]:
         """Return views of a parameter's second moments, one for each of its logical matrices.
@@ -177,118 +184,18 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon, AdaptiveMuon):
         They have the shapes of whole matrices' statistics, blockwise those of this rank's pieces;
         AdaMuon's is one view in the parameter's shape.
         """
-        moment = self.state[param]["moment2_buffer"]
-        if self.moment2_method == "adamuon":
-            return [moment]
-        sizes = [statistic_shape(self.moment2_method, *shape) for shape in self._shapes_of(param)]
-        parts = torch.split(moment.view(-1), [math.prod(shape) for shape in sizes])
-        return [part.view(shape) for part, shape in zip(parts, sizes, strict=True)]
+        assert isinstance(self.driver, AdaptiveDriver)
+        number = next(n for _, p, n in self.driver.numbered(self.param_groups) if p is param)
+        return self.driver.statistics_of(number, self.state[param][MOMENT2])
 
-    def _init_group(self, group: dict[str, Any], skip_non_grad_params: bool = True) -> None:
-        for param in group["params"]:
-            state = self.state[param]
-            if len(state) or (skip_non_grad_params and param.grad is None):
-                continue
-            state["momentum_buffer"] = torch.zeros_like(param, requires_grad=False)
-            state["moment2_buffer"] = self._empty_statistics(param)
-            if self.bias_correction:
-                # on the host, so that reading it makes nobody wait
-                state["step"] = torch.zeros((), dtype=torch.float32)
-
-    def _empty_statistics(self, param: Tensor) -> Tensor:
-        return empty_statistics(self.moment2_method, param, self._shapes_of(param))
-
-    def _shapes_of(self, param: Tensor) -> list[tuple[int, int]]:
-        stored = self.engines.stored(self._name_of(param), param)
-        group = self._cut_of(param)[1]
-        rank = 0 if group is None else torch.distributed.get_rank(group)
-        return matrix_shapes(stored, rank, self.tp_mode == "blockwise" and group is not None)
+    def _base(self) -> type[TensorParallelMuon]:
+        return TensorParallelAdaptiveMuon
 
     @property
     def _stack_dtype(self) -> torch.dtype:
-        # statistics want the factors in float32
         return torch.float32
 
-    def _update_stack(
+    def _orthogonalize_stack(
         self, stack: Tensor, matrices: Sequence[int], reduce: ReduceT | None, shape: tuple[int, int]
     ) -> None:
-        if self._running is None:
-            stack.copy_(self.orthogonalization.orthogonal(stack, reduce, shape))
-        else:
-            self._running.update(stack, matrices, reduce, shape)
-
-    def _updates(self, params: list[Tensor], to_orthogonalize: list[Tensor]) -> list[Tensor]:
-        own = type(self).orthogonalize is TensorParallelAdaptiveMuon.orthogonalize
-        inputs = to_orthogonalize
-        if not own:
-            inputs = [self.orthogonalize(p, d) for p, d in zip(params, inputs, strict=True)]
-        coefficients = self._count_step(params)
-        results: list[Tensor] = [torch.empty(0)] * len(params)
-        for places, engine in self.engines.of(params):
-            members = [params[i] for i in places]
-            rule = self._rule(engine, members)
-            self._take_over(rule, members)
-            rule.orthogonal_already = not own
-            rule.begin(
-                [self.state[param]["moment2_buffer"] for param in members],
-                [param.grad for param in members],  # type: ignore[misc]
-                [to_orthogonalize[i] for i in places],
-                [coefficients[i] for i in places],
-            )
-            self._running = rule
-            try:
-                updates = engine.updates([inputs[i] for i in places])
-            finally:
-                self._running = None
-            rule.finish(updates)
-            for i, update in zip(places, updates, strict=True):
-                results[i] = update
-        return results
-
-    def _count_step(self, params: list[Tensor]) -> list[Coefficients]:
-        """Count a step of each parameter, and return its settings."""
-        if self.bias_correction and params:
-            torch._foreach_add_([self.state[param]["step"] for param in params], 1)
-        group_of = {param: group for group in self.param_groups for param in group["params"]}
-        coefficients = []
-        for param in params:
-            beta2, eps = group_of[param]["beta2"], group_of[param]["eps"]
-            step = float(self.state[param]["step"]) if self.bias_correction else 1
-            divisor = correction(beta2, step, self.bias_correction)
-            coefficients.append(Coefficients(beta2, eps, divisor))
-        return coefficients
-
-    def _rule(self, engine: MatrixEngine, members: list[Tensor]) -> Rule:
-        if engine not in self._rules:
-            group = self._cut_of(members[0])[1]
-            served = Served(
-                engine,
-                tuple(members),
-                tuple(self.engines.stored(self._name_of(param), param) for param in members),
-                group,
-                members[0].device,
-                blockwise=self.tp_mode == "blockwise" and group is not None,
-            )
-            self._rules[engine] = make_rule(self.moment2_method, served, self.orthogonalization)
-        return self._rules[engine]
-
-    def _take_over(self, rule: Rule, members: list[Tensor]) -> None:
-        """Complete statistics that another set of parameters left at other ranks."""
-        others = {
-            param: self._stepped_by[param]
-            for param in members
-            if self._stepped_by.get(param, rule) is not rule
-        }
-        self._complete(others)
-        self._stepped_by.update(dict.fromkeys(members, rule))
-
-    def _complete(self, stepped_by: dict[Tensor, Rule]) -> None:
-        for rule in dict.fromkeys(stepped_by.values()):
-            if isinstance(rule, NorMuonRule):
-                rule.complete(
-                    {
-                        number: self.state[param]["moment2_buffer"]
-                        for number, param in enumerate(rule.served.params)
-                        if stepped_by.get(param) is rule
-                    }
-                )
+        self.orthogonalization.factors_(stack, reduce, shape)

@@ -1,6 +1,7 @@
-"""Orthogonalizes matrices wherever they are stored: redistribute, compute, redistribute back."""
+"""Computes on matrices wherever they are stored: redistribute, compute, redistribute back."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -8,13 +9,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_eopt.base.names import TpModeT
-from megatron_eopt.layouts import Buffers, Layout, Matrix, Redistribution, WaveBatch
+from megatron_eopt.layouts import Buffers, Matrix, Redistribution, WaveBatch
+from megatron_eopt.layouts.redistribution import LoadT, StoreT
 from megatron_eopt.math.newton_schulz import ReduceT
 from megatron_eopt.optimizers.modes import Work, plan_work
-from megatron_eopt.optimizers.stored import Stored, storage_layouts
 from megatron_eopt.optimizers.triangle import pack_triangle, unpack_triangle
+from megatron_eopt.stores.shard import Ranks, Shard, group_by_ranks
 
-__all__ = ["DEFAULT_WAVE_BYTES", "MatrixEngine"]
+__all__ = ["DEFAULT_WAVE_BYTES", "MatrixEngine", "Means", "UpdateT", "engines_of"]
 
 DEFAULT_WAVE_BYTES = 64 << 20
 """What one owner holds of a wave, in bytes: enough to fill a GPU, little beside the weights."""
@@ -26,6 +28,27 @@ Called with a stack ``(batch, rows, cols)`` of equal-shaped matrices, the index 
 :attr:`MatrixEngine.names`, how to sum over the ranks that share them (None if each is whole) and
 the shape of the whole matrix.
 """
+
+
+@dataclass(frozen=True)
+class Means:
+    """How an engine works.
+
+    Attributes:
+        mode: Where the work happens.
+        wave_bytes: Upper bound of what one owner holds of a wave.
+        batched: Whether equal shapes share a call; without, every matrix is computed by itself.
+        dtype: Of the stacks and of what travels; directions are rounded to it at every layout.
+        device: Where the tensors live.
+        buffers: Shared with other engines that never run at the same time.
+    """
+
+    mode: TpModeT = "auto"
+    wave_bytes: int = DEFAULT_WAVE_BYTES
+    batched: bool = True
+    dtype: torch.dtype = torch.float32
+    device: torch.device | str = "cpu"
+    buffers: Buffers | None = None
 
 
 class MatrixEngine:
@@ -41,126 +64,151 @@ class MatrixEngine:
         storage is already cut the way they compute.
 
     Args:
-        parameters: The same list in the same order on every rank of the group.
+        shards: Parameters that the same ranks store; the same list in the same order on each.
         update: The arithmetic on whole matrices (or on slabs, in mode "distributed").
-        group: The ranks that store pieces of these parameters; None for one process.
-        mode: Where the work happens.
-        wave_bytes: Upper bound of what one owner holds of a wave.
-        batched: Whether equal shapes share a call; without, every matrix is computed by itself.
-        dtype: Of the stacks and of what travels; directions are rounded to it at every layout.
-        device: Where the tensors live.
-        buffers: Shared with other engines that never run at the same time.
+        means: How it works.
 
     Attributes:
         names: Name of every logical matrix.
+        shapes: Rows and columns of each.
+        first: Index of each shard's first matrix, and one past the last of all.
         owned: Indices of the matrices that this rank computes on, whole or in part.
+        work: Where each matrix is computed.
+        arrivals: For each wave the shards that no wave before has needed, the same on all ranks.
+        blockwise: Whether each rank's piece counts as a matrix of its own.
 
     Raises:
-        ConfigurationError: If the parameters' pieces do not add up to their matrices, or the ranks
+        ConfigurationError: If the shards' pieces do not add up to their matrices, or the ranks
             disagree about them.
     """
 
     def __init__(
-        self,
-        parameters: Sequence[Stored],
-        update: UpdateT,
-        group: dist.ProcessGroup | None = None,
-        *,
-        mode: TpModeT = "auto",
-        wave_bytes: int = DEFAULT_WAVE_BYTES,
-        batched: bool = True,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-        buffers: Buffers | None = None,
+        self, shards: Sequence[Shard], update: UpdateT, means: Means | None = None
     ) -> None:
-        self._group = group
+        means = means or Means()
+        self.ranks: Ranks = shards[0].ranks
+        self.device = torch.device(means.device)
+        self.blockwise = means.mode == "blockwise" and self.ranks.size > 1
         self._update = update
-        self._batched = batched
-        world_size = 1 if group is None else dist.get_world_size(group)
-        stored: list[tuple[str, str, Layout]] = []
-        for parameter in parameters:
-            layouts = storage_layouts(parameter)
-            for matrix, layout in zip(parameter.split.matrices, layouts, strict=True):
-                name = parameter.name
-                if len(layouts) > 1:
-                    name = f"{name}[{matrix.name}]"
-                stored.append((name, parameter.name, layout))
-        self.names = tuple(name for name, _, _ in stored)
-        self.shapes = tuple(layout.shape for _, _, layout in stored)
-        self._work = plan_work([layout for _, _, layout in stored], world_size, mode, wave_bytes)
+        self._batched = means.batched
+        self._shards = list(shards)
+        layouts = [layout for shard in shards for layout in shard.layouts]
+        self.names = tuple(name for shard in shards for name in shard.matrix_names)
+        self.shapes = tuple(layout.shape for layout in layouts)
+        self.first = [0]
+        for shard in shards:
+            self.first.append(self.first[-1] + len(shard.layouts))
+        self.work: Work = plan_work(layouts, self.ranks.size, means.mode, means.wave_bytes)
+        stored_in = [shard.name for shard in shards for _ in shard.layouts]
         matrices = [
             Matrix(name, layout, work.compute, tensor)
-            for (name, tensor, layout), work in zip(stored, self._work.matrices, strict=True)
+            for name, layout, work, tensor in zip(
+                self.names, layouts, self.work.matrices, stored_in, strict=True
+            )
         ]
         self._redistribution = Redistribution(
             matrices,
-            self._work.waves,
-            group,
-            dtype=dtype,
-            device=device,
-            name=f"Muon {mode}",
-            buffers=buffers,
+            self.work.waves,
+            self.ranks.group,
+            dtype=means.dtype,
+            device=means.device,
+            name=f"Muon {means.mode}",
+            buffers=means.buffers,
         )
-        self._parameters = tuple(parameter.name for parameter in parameters)
-        plan = self._redistribution.plan
-        self._held = tuple(name in plan.tensors for name in self._parameters)
+        self.arrivals = self._arrivals()
         self.owned = tuple(
-            index for wave in plan.waves for batch in wave.batches for index in batch.matrices
+            index for wave in self.plan.waves for batch in wave.batches for index in batch.matrices
         )
+
+    def _arrivals(self) -> list[list[int]]:
+        shard_of = [n for n, shard in enumerate(self._shards) for _ in shard.layouts]
+        seen: set[int] = set()
+        arrivals = []
+        for wave in self.work.waves:
+            fresh = sorted({shard_of[matrix] for matrix in wave} - seen)
+            seen.update(fresh)
+            arrivals.append(fresh)
+        return arrivals
 
     @property
     def plan(self) -> Any:
         """The plan, for its counts of bytes and calls."""
         return self._redistribution.plan
 
-    @property
-    def work(self) -> Work:
-        """Where each matrix is computed."""
-        return self._work
-
     @torch.no_grad()
-    def updates(self, directions: Sequence[Tensor]) -> list[Tensor]:
-        """Return the update of every parameter's local fragment; collective over the group.
+    def run(self, load: LoadT, store: StoreT, sinks: LoadT | None = None) -> None:
+        """Update matrices wave by wave; collective over the group.
 
         Args:
-            directions: This rank's fragment of what to orthogonalize, in the order of
-                ``parameters``; any shape with ``stop - start`` elements; empty where this rank
-                holds nothing.
+            load: Returns what to orthogonalize of shards by name, contiguous.
+            store: Takes updates by shard name, float32 where ``sinks`` is None.
+            sinks: Returns where to write.
+        """
+        self._redistribution.run_waves(load, self._compute, store, sinks)
+
+    def updates(self, directions: Sequence[Tensor]) -> list[Tensor]:
+        """Return the update of every shard; collective over the group.
+
+        Args:
+            directions: This rank's part of what to orthogonalize, in the order of the shards; any
+                shape with as many elements; empty where this rank holds nothing.
 
         Returns:
             Tensors of the same shapes, in float32; never views of the directions.
         """
-        inputs = {
-            name: direction.contiguous()
-            for name, direction, held in zip(self._parameters, directions, self._held, strict=True)
-            if held
-        }
-        outputs = {
-            name: torch.empty_like(direction, dtype=torch.float32)
-            for name, direction in inputs.items()
-        }
-        results = self._redistribution.run(inputs, self._compute, outputs)
+        names = [shard.name for shard in self._shards]
+        inputs = {n: d.contiguous() for n, d in zip(names, directions, strict=True)}
+        results: dict[str, Tensor] = {}
+        self.run(lambda _, wanted: {name: inputs[name] for name in wanted}, results.update)
         return [
-            results[name] if held else torch.empty_like(direction, dtype=torch.float32)
-            for name, direction, held in zip(self._parameters, directions, self._held, strict=True)
+            results[name] if name in results else torch.empty_like(d, dtype=torch.float32)
+            for name, d in zip(names, directions, strict=True)
         ]
 
     def _compute(self, batch: WaveBatch) -> None:
         first = batch.matrices[0]
-        reduce = self._sum if self._work.matrices[first].shared else None
-        shape = self._work.update_shape(first, batch.tensor)
+        reduce = _Sum(self.ranks.group) if self.work.matrices[first].shared else None
+        shape = self.work.update_shape(first, batch.tensor)
         if self._batched or len(batch.matrices) == 1:
             self._update(batch.tensor, batch.matrices, reduce, shape)
             return
         for index, matrix in zip(batch.matrices, batch.tensor, strict=True):
             self._update(matrix.unsqueeze(0), (index,), reduce, shape)
 
-    def _sum(self, tensor: Tensor) -> Tensor:
-        """Sum over the group; of symmetric matrices about one triangle travels."""
-        if tensor.shape[-2] == tensor.shape[-1] > 1:
-            packed = pack_triangle(tensor)
-            dist.all_reduce(packed, group=self._group)
-            unpack_triangle(packed, tensor)
-        else:
-            dist.all_reduce(tensor, group=self._group)
+
+class _Sum:
+    """Sums over the ranks of a group, in place."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        dist.all_reduce(tensor, group=self._group)
         return tensor
+
+    def of_symmetric(self, matrices: Tensor) -> Tensor:
+        """Sum symmetric matrices, of which about one triangle travels."""
+        if matrices.shape[-1] == 1:
+            return self(matrices)
+        packed = pack_triangle(matrices)
+        dist.all_reduce(packed, group=self._group)
+        unpack_triangle(packed, matrices)
+        return matrices
+
+
+def engines_of(
+    shards: Sequence[Shard], update: Callable[[int], UpdateT], means: Mapping[int, Means] | Means
+) -> list[tuple[list[int], MatrixEngine]]:
+    """Return an engine for each group of ranks that stores some shards, with their numbers.
+
+    Args:
+        shards: All shards of a driver.
+        update: Returns the arithmetic of the engine with a given number.
+        means: How all engines work, or each by its number.
+    """
+    engines = []
+    for place, (_, numbers) in enumerate(group_by_ranks(shards)):
+        how = means if isinstance(means, Means) else means[place]
+        members = [shards[number] for number in numbers]
+        engines.append((numbers, MatrixEngine(members, update(place), how)))
+    return engines

@@ -8,26 +8,9 @@ from typing import Any
 
 import torch
 
-from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.settings.registry import init_state
 
-__all__ = ["INITIALIZERS", "init_state"]
-
-
-def init_state(opt: Any, config: Any = None) -> None:
-    """Make every parameter's state exist, also before the first step; loading needs it.
-
-    Raises:
-        ConfigurationError: If the optimizer has no method for it.
-    """
-    if not hasattr(opt, "_init_group"):
-        raise ConfigurationError(
-            "init_state_fn",
-            type(opt).__name__,
-            "must make the state exist before the first step, and the class has no _init_group",
-            "Register the optimizer with an init_state_fn of its own",
-        )
-    for group in opt.param_groups:
-        opt._init_group(group, skip_non_grad_params=False)
+__all__ = ["INITIALIZERS"]
 
 
 def _oblique_sgd(opt: Any, config: Any = None) -> None:

@@ -1,38 +1,46 @@
-"""Muon for parameters that tensor parallelism may have cut."""
+"""Muon for parameters that tensor parallelism may have cut, as a torch optimizer."""
 
-import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, get_args
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast, get_args
 
 import torch
 from emerging_optimizers.orthogonalized_optimizers import OrthogonalizedOptimizer
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.base.errors import ConfigurationError, check_choice, check_number
-from megatron_eopt.base.names import SPLIT_ATTRIBUTE, TpModeT
-from megatron_eopt.math.algorithm import AlgorithmT
-from megatron_eopt.math.finite import check_finite
+from megatron_eopt.base.errors import (
+    ConfigurationError,
+    ConfigurationTypeError,
+    check_choice,
+    check_number,
+)
+from megatron_eopt.base.names import TpModeT
+from megatron_eopt.math.algorithm import ALGORITHMS, AlgorithmT
+from megatron_eopt.math.coefficients import COEFFICIENT_NAMES
+from megatron_eopt.math.finite import check_finite as check_finite_gradients
 from megatron_eopt.math.newton_schulz import ReduceT
-from megatron_eopt.math.orthogonalize import DEFAULT_EPS
+from megatron_eopt.math.orthogonalize import DEFAULT_EPS, Orthogonalization
+from megatron_eopt.math.precision import PRECISIONS
+from megatron_eopt.math.scaling import SCALE_MODES
 from megatron_eopt.matrices import Split, qkv, whole
-from megatron_eopt.optimizers.elementwise import (
+from megatron_eopt.optimizers.driver import ParamGroup
+from megatron_eopt.optimizers.engine import MatrixEngine, Means
+from megatron_eopt.optimizers.muon_driver import (
     WEIGHT_DECAY_METHODS,
+    MuonDriver,
+    MuonSettings,
     WeightDecayT,
-    apply_updates_,
-    decay,
-    directions,
+    subtract,
 )
-from megatron_eopt.optimizers.engines import (
-    ParameterEngines,
-    TensorParallelCut,
-    tensor_parallel_cut,
-)
-from megatron_eopt.optimizers.orthogonalization import Orthogonalization
+from megatron_eopt.stores.replicated import slab, tensor_parallel_cut
+from megatron_eopt.stores.shard import Shard
 
-__all__ = ["TensorParallelMuon"]
+__all__ = ["HOOKS", "TensorParallelMuon"]
 
-logger = logging.getLogger(__name__)
+HOOKS = ("pre_weight_update_fn_inplace", "post_weight_update_fn_inplace")
+"""What subclasses of emerging-optimizers' class may do to whole parameters around an update."""
 
 
 class TensorParallelMuon(OrthogonalizedOptimizer):
@@ -42,7 +50,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     (out, in) may be one rank's slab of a larger matrix; its attribute ``partition_dim`` then says
     which dimension the tensor-parallel group cuts (-1 or absent: none). Weight decay, momentum and
     the update itself are fused over all parameters of a group, and matrices of equal shape share
-    one batched orthogonalization.
+    one batched orthogonalization. It is planned when the optimizer is made, which is collective
+    over the groups that cut parameters, as is a step.
 
     Args:
         params: Parameters of shape (out, in) or (experts, out, in), groups of them, or pairs
@@ -71,7 +80,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         algorithm: Which iteration: "auto", "standard" or "gram".
         backend: Whose kernels compute it.
         ns_eps: Smallest norm that a matrix is divided by, above 0.
-        splits: Logical matrices of fused parameters, by unsharded shape; goes before ``split_qkv``.
+        splits: Logical matrices of parameters, by unsharded shape, None for a single one; goes
+            before ``split_qkv``.
         check_finite: Refuse inf and nan by parameter name before any state changes, on all ranks
             that share a matrix alike; it takes an all-reduce of one number. Reading the answer
             makes the host wait for a GPU, so the default is to check on CPUs only.
@@ -105,7 +115,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         algorithm: AlgorithmT = "auto",
         backend: str = "torch",
         ns_eps: float = DEFAULT_EPS,
-        splits: Mapping[Tensor, Split] | None = None,
+        splits: Mapping[Tensor, Split | None] | None = None,
         check_finite: bool | None = None,
         batched: bool = True,
     ) -> None:
@@ -113,34 +123,29 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             weight_decay_method = "decoupled" if use_decoupled_weight_decay else "l2"
         check_choice("weight_decay_method", weight_decay_method, WEIGHT_DECAY_METHODS)
         check_choice("tp_mode", tp_mode, get_args(TpModeT))
-        self._weight_decay: WeightDecayT = weight_decay_method
-        self.orthogonalization = Orthogonalization(
-            coefficients=coefficient_type,  # type: ignore[arg-type]
+        self.orthogonalization = _orthogonalization(
+            coefficients=coefficient_type,
             steps=num_ns_steps,
-            scale_mode=scale_mode,  # type: ignore[arg-type]
+            scale_mode=scale_mode,
             extra_scale_factor=extra_scale_factor,
-            precision=fp32_matmul_prec,  # type: ignore[arg-type]
+            precision=fp32_matmul_prec,
             algorithm=algorithm,
             backend=backend,
             eps=ns_eps,
         )
+        self._muon = MuonSettings(nesterov, weight_decay_method, self.orthogonalization)
         self.pg_collection = pg_collection
         self.tp_mode: TpModeT = tp_mode
         self.split_qkv = split_qkv
         self.is_qkv_fn = is_qkv_fn or (lambda param: bool(getattr(param, "is_qkv", False)))
         self.qkv_split_shapes = qkv_split_shapes
         self.check_finite = check_finite
+        self._batched = batched
         self._splits = dict(splits or {})
-        self._names: dict[Tensor, str] = {}
-        self.engines = ParameterEngines(
-            self._update_stack,
-            cut_of=self._cut_of,
-            split_of=self.split_of,
-            name_of=self._name_of,
-            mode=tp_mode,
-            batched=batched,
-            dtype=self._stack_dtype,
-        )
+        self._names: list[str] = []
+        self._shards: list[Shard] = []
+        self._lone: dict[Tensor, MatrixEngine] = {}
+        self.driver: MuonDriver | None = None
         # Not super(): further bases of a subclass have other arguments.
         OrthogonalizedOptimizer.__init__(
             self,
@@ -153,9 +158,10 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             fp32_matmul_prec=fp32_matmul_prec,  # type: ignore[arg-type]
             scaled_orthogonalize_fn=self._scaled_orthogonalization,
         )
+        self._plan()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; its parameters get their state at once.
+        """Add a group; its parameters get their state at once. Collective, once all is planned.
 
         Raises:
             ConfigurationError: If a setting of the group or a parameter cannot be honoured.
@@ -167,9 +173,13 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         check_number("weight_decay", group["weight_decay"], at_least=0)
         names = group.get("param_names") or [None] * len(group["params"])
         for name, param in zip(names, group["params"], strict=True):
-            self._names[param] = name or f"parameter {len(self._names)}"
-            self._check_parameter(param)
-        self._init_group(group, skip_non_grad_params=False)
+            shown = name or f"parameter {len(self._names)}"
+            if shown in self._names:
+                shown = f"{shown}#{len(self._names)}"
+            self._names.append(shown)
+            self._shards.append(self._shard(shown, param))
+        if self.driver is not None:
+            self._plan()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -189,15 +199,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        stepped = [
-            [p for p in group["params"] if p.grad is not None] for group in self.param_groups
-        ]
-        self._refuse_non_finite(stepped)
-        to_orthogonalize: list[Tensor] = []
-        for group, params in zip(self.param_groups, stepped, strict=True):
-            to_orthogonalize += self._directions(group, params)
-        updates = self._updates([p for params in stepped for p in params], to_orthogonalize)
-        self._apply(stepped, updates)
+        assert self.driver is not None
+        self._refuse_non_finite()
+        self.driver.step(self.param_groups, self.state)
         return loss
 
     def orthogonalize(self, p: Tensor, grad: Tensor, **kwargs: Any) -> Tensor:
@@ -208,111 +212,146 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             grad: What to orthogonalize, of the same shape.
             **kwargs: Settings of its parameter group; none is needed.
         """
+        if p not in self._lone:
+            self._lone[p] = self._lone_engine(self._shard_of(p), p.device)
         with torch.no_grad():
-            return self.engines.updates([p], [grad])[0].to(grad.dtype)
+            return self._lone[p].updates([grad])[0].to(grad.dtype)
 
-    def split_of(self, param: Tensor, shape: tuple[int, ...]) -> Split:
+    def split_of(self, param: Tensor, shape: tuple[int, ...], name: str = "") -> Split:
         """Return the logical matrices of a parameter.
 
         Args:
             param: The parameter.
             shape: Its unsharded shape.
+            name: Its name, for messages.
 
         Raises:
             ConfigurationError: If it is fused and how it is put together is not known.
         """
         if param in self._splits:
-            return self._splits[param]
-        if hasattr(param, SPLIT_ATTRIBUTE):
-            return getattr(param, SPLIT_ATTRIBUTE) or whole(shape)
+            return self._splits[param] or whole(shape)
         declared = getattr(param, "eopt_split", None)
         if isinstance(declared, Split):
             return declared
-        if not (self.split_qkv and self.is_qkv_fn(param)):
+        if declared == "whole" or not (self.split_qkv and self.is_qkv_fn(param)):
             return whole(shape)
         rows = getattr(param, "qkv_split_shapes", None) or self.qkv_split_shapes
         if not rows:
             raise ConfigurationError(
                 "qkv_split_shapes",
                 rows,
-                f"must say how the fused weight {self._name_of(param)!r} is put together",
+                f"must say how the fused weight {name!r} of shape {shape} is put together",
                 "Give the rows of Q, K and V in one query group",
             )
         return qkv(shape, rows)
 
-    def _check_parameter(self, param: Tensor) -> None:
+    @classmethod
+    def steps_in_pieces(cls) -> bool:
+        """Whether nothing that a subclass defines needs the whole parameter."""
+        own = ("step", "orthogonalize", "_init_group", "driver_over", *HOOKS)
+        return all(getattr(cls, name) is getattr(TensorParallelMuon, name) for name in own)
+
+    def driver_over(self, shards: Sequence[Shard], means: Means) -> MuonDriver:
+        """Return what steps other shards with this optimizer's settings.
+
+        Args:
+            shards: The shards.
+            means: How matrices are computed there, but for the dtype, which is the arithmetic's.
+        """
+        means = replace(means, dtype=self._stack_dtype)
+        return MuonDriver(type(self).__name__, self._muon, shards, means)
+
+    def _plan(self) -> None:
+        device = next((p.device for g in self.param_groups for p in g["params"]), "cpu")
+        means = Means(self.tp_mode, batched=self._batched, device=device)
+        driver = self.driver_over(self._shards, means)
+        count = iter(range(len(self._shards)))
+        driver.attach([[next(count) for _ in group["params"]] for group in self.param_groups])
+        driver.init(self.param_groups, self.state)
+        own = self._base().orthogonalize
+        if type(self).orthogonalize is not own:
+            driver.own = self.orthogonalize
+        if any(self._has_own(hook) for hook in HOOKS):
+            driver.apply = self._apply_with_hooks
+        self.driver = driver
+
+    def _base(self) -> type["TensorParallelMuon"]:
+        """Return the class of ours whose ``orthogonalize`` needs no call for each parameter."""
+        return TensorParallelMuon
+
+    def _lone_engine(self, shard: Shard, device: torch.device) -> MatrixEngine:
+        dtype = self._stack_dtype
+        means = Means(self.tp_mode, batched=self._batched, dtype=dtype, device=device)
+        return MatrixEngine([shard], self._orthogonalize_stack, means)
+
+    def _orthogonalize_stack(
+        self, stack: Tensor, matrices: Sequence[int], reduce: ReduceT | None, shape: tuple[int, int]
+    ) -> None:
+        scale = self.orthogonalization.scale(shape)
+        self.orthogonalization.factors_(stack, reduce, shape, scale)
+
+    @property
+    def _stack_dtype(self) -> torch.dtype:
+        return self.orthogonalization.stack_dtype
+
+    def _shard(self, name: str, param: Tensor) -> Shard:
         shape = tuple(param.shape)
         if len(shape) not in (2, 3) or 0 in shape:
             raise ConfigurationError(
-                self._name_of(param),
+                name,
                 shape,
                 "Muon needs shapes (out, in) or (experts, out, in) without a size of 0",
                 "Give other parameters to an element-wise optimizer",
             )
-        self._cut_of(param)
+        cut = tensor_parallel_cut(param, self.pg_collection, self.tp_mode)
+        return slab(name, param, functools.partial(self.split_of, name=name), cut)
 
-    def _cut_of(self, param: Tensor) -> TensorParallelCut:
-        return tensor_parallel_cut(param, self.pg_collection, self.tp_mode)
+    def _shard_of(self, param: Tensor) -> Shard:
+        """Return what this rank stores of a parameter: as planned, if it is one of its groups."""
+        assert self.driver is not None
+        for _, known, number in self.driver.numbered(self.param_groups):
+            if known is param:
+                return self._shards[number]
+        return self._shard("parameter", param)
 
-    def _name_of(self, param: Tensor) -> str:
-        return self._names.get(param, "parameter")
+    def _init_group(self, group: dict[str, Any], skip_non_grad_params: bool = True) -> None:
+        """Make the state of all parameters exist, as loading needs; the group does not matter."""
+        if self.driver is not None:
+            self.driver.init(self.param_groups, self.state)
 
-    def _refuse_non_finite(self, stepped: Iterable[list[Tensor]]) -> None:
-        params = [param for params in stepped for param in params]
+    def _refuse_non_finite(self) -> None:
+        assert self.driver is not None
+        found = [
+            (self._names[number], param)
+            for _, param, number in self.driver.numbered(self.param_groups)
+            if param.grad is not None
+        ]
         wanted = self.check_finite
         if wanted is None:
-            wanted = all(param.device.type == "cpu" for param in params)
-        if not wanted:
-            return
-        groups = dict.fromkeys(self._cut_of(param)[1] for param in params)
-        check_finite(
-            ((self._name_of(param), param.grad) for param in params),  # type: ignore[misc]
-            # the others would wait for a rank that has raised
-            groups=[group for group in groups if group is not None],
-        )
+            wanted = all(param.device.type == "cpu" for _, param in found)
+        if wanted:
+            check_finite_gradients(
+                ((name, param.grad) for name, param in found),  # type: ignore[misc]
+                # the others would wait for a rank that has raised
+                groups=[
+                    engine.ranks.group
+                    for _, engine in self.driver.engines
+                    if engine.ranks.group is not None
+                ],
+            )
 
-    def _directions(self, group: dict[str, Any], params: list[Tensor]) -> list[Tensor]:
-        """Decay weights, update momenta, and return what to orthogonalize."""
-        grads: list[Tensor] = [param.grad for param in params]  # type: ignore[misc]
-        momenta = [self.state[param]["momentum_buffer"] for param in params]
-        grads = decay(params, grads, group["lr"], group["weight_decay"], self._weight_decay)
-        return directions(grads, momenta, group["momentum"], self.nesterov)
-
-    def _updates(self, params: list[Tensor], to_orthogonalize: list[Tensor]) -> list[Tensor]:
-        if type(self).orthogonalize is TensorParallelMuon.orthogonalize:
-            return self.engines.updates(params, to_orthogonalize)
-        # A subclass has its own way with each parameter.
-        return [
-            self.orthogonalize(param, direction)
-            for param, direction in zip(params, to_orthogonalize, strict=True)
-        ]
-
-    def _apply(self, stepped: list[list[Tensor]], updates: list[Tensor]) -> None:
-        remaining = iter(updates)
-        for group, params in zip(self.param_groups, stepped, strict=True):
-            mine = [next(remaining).to(param.dtype) for param in params]
-            if self._has_own("pre_weight_update_fn_inplace"):
-                for param, update in zip(params, mine, strict=True):
-                    self.pre_weight_update_fn_inplace(param, update)
-            apply_updates_(params, mine, group["lr"])
-            if self._has_own("post_weight_update_fn_inplace"):
-                for param in params:
-                    self.post_weight_update_fn_inplace(param)
+    def _apply_with_hooks(
+        self, group: ParamGroup, params: Sequence[Tensor], updates: list[Tensor]
+    ) -> None:
+        for param, update in zip(params, updates, strict=True):
+            self.pre_weight_update_fn_inplace(param, update)
+        subtract(group, params, updates)
+        for param in params:
+            self.post_weight_update_fn_inplace(param)
 
     def _has_own(self, method: str) -> bool:
         """Whether a subclass defines its own version of one of emerging-optimizers' hooks."""
         return getattr(type(self), method) is not getattr(OrthogonalizedOptimizer, method)
-
-    @property
-    def _stack_dtype(self) -> torch.dtype:
-        """Dtype in which matrices travel and are stacked for :meth:`_update_stack`."""
-        return self.orthogonalization.stack_dtype
-
-    def _update_stack(
-        self, stack: Tensor, matrices: Sequence[int], reduce: ReduceT | None, shape: tuple[int, int]
-    ) -> None:
-        """Replace directions by updates in place; the engines' arithmetic."""
-        self.orthogonalization.update(stack, matrices, reduce, shape)
 
     def _scaled_orthogonalization(
         self, matrix: Tensor, tp_group: Any = None, partition_dim: int | None = None
@@ -321,6 +360,27 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         if tp_group is not None and partition_dim is not None:
             rule = "scaled_orthogonalize_fn takes whole matrices"
             raise ConfigurationError("tp_group", tp_group, rule, "Call orthogonalize(p, grad)")
-        stack = matrix.detach().clone().unsqueeze(0)
-        self._update_stack(stack, (0,), None, tuple(matrix.shape))  # type: ignore[arg-type]
-        return stack[0]
+        shape = cast(tuple[int, int], tuple(matrix.shape))
+        return self.orthogonalization(matrix.detach(), scale=self.orthogonalization.scale(shape))
+
+
+def _orthogonalization(**settings: Any) -> Orthogonalization:
+    """Return the arithmetic, having checked the settings under the names of the arguments.
+
+    Raises:
+        ConfigurationError: If a value is unknown or out of bounds.
+        ConfigurationTypeError: If a number is of the wrong kind.
+    """
+    steps = settings["steps"]
+    check_number("num_ns_steps", steps, at_least=1)
+    if not isinstance(steps, int):
+        rule = "must be an integer"
+        raise ConfigurationTypeError("num_ns_steps", steps, rule, "Give a whole number")
+    if isinstance(settings["coefficients"], str):
+        check_choice("coefficient_type", settings["coefficients"], COEFFICIENT_NAMES)
+    check_choice("scale_mode", settings["scale_mode"], SCALE_MODES)
+    check_number("extra_scale_factor", settings["extra_scale_factor"])
+    check_choice("fp32_matmul_prec", settings["precision"], PRECISIONS)
+    check_choice("algorithm", settings["algorithm"], ALGORITHMS)
+    check_number("ns_eps", settings["eps"], above=0)
+    return Orthogonalization(**settings)

@@ -27,18 +27,12 @@ type _Lengths = Mapping[str, int]
 
 @dataclass(frozen=True)
 class FusedWeight:
-    """How the weight of one linear module is fused.
+    """How the weight of one linear module is fused."""
 
-    Attributes:
-        kind: The option that turns its split on.
-        rows: Rows of the unsharded weight; ``None`` where any number that divides will do.
-        build: Makes the split from the unsharded shape.
-        build_per_head: The same with one matrix per head, where the weight has heads.
-    """
-
-    kind: SplitT
-    rows: int | None
-    build: Callable[[tuple[int, ...]], Split]
+    kind: SplitT  # the option that turns its split on
+    rows: int | None  # rows of the unsharded weight; ``None`` where any number that divides will do
+    build: Callable[[tuple[int, ...]], Split]  # makes the split from the unsharded shape
+    # the same with one matrix per head, where the weight has heads
     build_per_head: Callable[[tuple[int, ...]], Split] | None = field(default=None)
 
 

@@ -18,17 +18,11 @@ GROUP_ID = "group_id"
 
 @dataclass(frozen=True)
 class GroupKey:
-    """What all parameters of a group have in common.
+    """What all parameters of a group have in common."""
 
-    Attributes:
-        optimizer: Name of their optimizer.
-        is_expert: Whether they are experts' parameters.
-        values: Settings that differ from the run's, sorted by name.
-    """
-
-    optimizer: str
-    is_expert: bool
-    values: tuple[tuple[str, Any], ...]
+    optimizer: str  # name of their optimizer
+    is_expert: bool  # whether they are experts' parameters
+    values: tuple[tuple[str, Any], ...]  # settings that differ from the run's, sorted by name
 
     @property
     def kind(self) -> str:
@@ -39,34 +33,21 @@ class GroupKey:
 
 @dataclass(frozen=True)
 class GroupSummary:
-    """What the other ranks need to know about one group of one rank.
-
-    Attributes:
-        key: The group's key.
-        labels: The overrides its settings come from.
-        chunks: The model chunks its parameters are in.
-    """
+    """What the other ranks need to know about one group of one rank."""
 
     key: GroupKey
-    labels: frozenset[str]
-    chunks: frozenset[int]
+    labels: frozenset[str]  # the overrides its settings come from
+    chunks: frozenset[int]  # the model chunks its parameters are in
 
 
 @dataclass(frozen=True)
 class Group:
-    """One parameter group as this rank sees it; it may have no member here.
+    """One parameter group as this rank sees it; it may have no member here."""
 
-    Attributes:
-        key: What its parameters have in common.
-        identity: What resuming matches it by, unique among the groups.
-        members: This rank's parameters.
-        chunks: The model chunks that hold members on any rank.
-    """
-
-    key: GroupKey
-    identity: str
-    members: tuple[Route, ...]
-    chunks: frozenset[int]
+    key: GroupKey  # what its parameters have in common
+    identity: str  # what resuming matches it by, unique among the groups
+    members: tuple[Route, ...]  # this rank's parameters
+    chunks: frozenset[int]  # the model chunks that hold members on any rank
 
 
 def key_of(route: Route) -> GroupKey:
@@ -76,34 +57,37 @@ def key_of(route: Route) -> GroupKey:
 
 def summarize(routes: Iterable[Route]) -> list[GroupSummary]:
     """Return what other ranks need to know about this rank's groups."""
-    labels: dict[GroupKey, set[str]] = {}
-    chunks: dict[GroupKey, set[int]] = {}
-    for route in routes:
-        key = key_of(route)
-        labels.setdefault(key, set()).update(route.labels)
-        chunks.setdefault(key, set()).add(route.parameter.chunk)
-    return [GroupSummary(key, frozenset(labels[key]), frozenset(chunks[key])) for key in labels]
+    return _merged(
+        GroupSummary(key_of(route), frozenset(route.labels), frozenset({route.parameter.chunk}))
+        for route in routes
+    )
 
 
 def build_groups(routes: Sequence[Route], everyones: Iterable[GroupSummary]) -> list[Group]:
     """Return this rank's groups in an order, and with identities, that all ranks agree on.
 
-    Args:
-        routes: This rank's routes.
-        everyones: The summaries of all ranks' groups.
+    ``everyones`` are the summaries of all ranks' groups.
     """
-    labels: dict[GroupKey, set[str]] = {}
-    chunks: dict[GroupKey, set[int]] = {}
-    for summary in everyones:
-        labels.setdefault(summary.key, set()).update(summary.labels)
-        chunks.setdefault(summary.key, set()).update(summary.chunks)
-    members: dict[GroupKey, list[Route]] = {key: [] for key in labels}
+    summaries = _merged(everyones)
+    members: dict[GroupKey, list[Route]] = {summary.key: [] for summary in summaries}
     for route in routes:
         members[key_of(route)].append(route)
+    chunks = {summary.key: summary.chunks for summary in summaries}
     return [
-        Group(key, identity, tuple(members[key]), frozenset(chunks[key]))
-        for key, identity in _identities(labels)
+        Group(key, identity, tuple(members[key]), chunks[key])
+        for key, identity in _identities({summary.key: summary.labels for summary in summaries})
     ]
+
+
+def _merged(summaries: Iterable[GroupSummary]) -> list[GroupSummary]:
+    """Merge the summaries of each key, in the order of first appearance."""
+    merged: dict[GroupKey, GroupSummary] = {}
+    for one in summaries:
+        other = merged.get(one.key, one)
+        merged[one.key] = GroupSummary(
+            one.key, one.labels | other.labels, one.chunks | other.chunks
+        )
+    return list(merged.values())
 
 
 def param_group(
@@ -111,11 +95,8 @@ def param_group(
 ) -> dict[str, Any]:
     """Return the dictionary that torch's optimizer and Megatron's scheduler work with.
 
-    Args:
-        group: The group.
-        params: Those of its parameters that the optimizer holds.
-        lr: The run's learning rate, which the group's own settings override.
-        min_lr: The run's minimum.
+    ``params`` are those of the group that the optimizer holds, ``lr`` and ``min_lr`` the run's,
+    which the group's own settings override.
     """
     values = dict(group.key.values)
     return {
@@ -134,7 +115,7 @@ def param_group(
     }
 
 
-def _identities(labels: Mapping[GroupKey, set[str]]) -> list[tuple[GroupKey, str]]:
+def _identities(labels: Mapping[GroupKey, frozenset[str]]) -> list[tuple[GroupKey, str]]:
     """Number groups apart where kind, and then the overrides' descriptions, do not suffice."""
     result = []
     for kind, keys in groupby(sorted(labels, key=_order), key=lambda key: key.kind):

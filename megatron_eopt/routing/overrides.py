@@ -1,7 +1,6 @@
 """One parameter's settings, merged from every override that matches it."""
 
-import logging
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,13 +8,8 @@ from megatron.core.optimizer.optimizer_config import ParamKey
 
 from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError, check_number
 from megatron_eopt.routing.parameters import ModelParameter
-
-logger = logging.getLogger(__name__)
-
-Overrides = Mapping[ParamKey, Mapping[str, Any]]
-
-_WHOLE_RUN = ("overlap_param_gather_with_optimizer_step", "optimizer_cpu_offload")
-"""Fields that hold for the whole optimizer and so cannot differ between parameters."""
+from megatron_eopt.settings.registry import Overrides
+from megatron_eopt.settings.settings import RunSettings
 
 _NOT_NEGATIVE = frozenset(
     {"max_lr", "min_lr", "start_wd", "end_wd", "wd_mult", "lr_mult", "lr", "weight_decay"}
@@ -23,16 +17,11 @@ _NOT_NEGATIVE = frozenset(
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What the overrides say about one parameter.
+class Merged:
+    """What the overrides say about one parameter."""
 
-    Attributes:
-        values: The merged override.
-        labels: Descriptions of the keys it was merged from, sorted.
-    """
-
-    values: Mapping[str, Any] = field(default_factory=dict)
-    labels: tuple[str, ...] = ()
+    values: Mapping[str, Any] = field(default_factory=dict)  # the merged override
+    labels: tuple[str, ...] = ()  # descriptions of the keys it was merged from, sorted
 
 
 def describe(key: ParamKey) -> str:
@@ -45,14 +34,12 @@ def describe(key: ParamKey) -> str:
     return ", ".join(sorted(parts)) or "matches nothing"
 
 
-def check_overrides(overrides: Overrides, config: object) -> None:
-    """Raise if an override holds something that no parameter group can.
-
-    Raises:
-        ConfigurationError: For a key ``params``, or a field that concerns the whole optimizer.
-        ConfigurationTypeError: For an override that is no mapping, a key that is no ``ParamKey``,
-            or a value that cannot be hashed.
-    """
+def check_overrides(overrides: Overrides, settings: RunSettings) -> None:
+    """Raise a ConfigurationError or ConfigurationTypeError for what no parameter group can hold."""
+    whole_run = {
+        "overlap_param_gather_with_optimizer_step": settings.early_gather,
+        "optimizer_cpu_offload": settings.offloads,
+    }
     for key, values in overrides.items():
         if not isinstance(key, ParamKey):
             raise ConfigurationTypeError(
@@ -68,26 +55,23 @@ def check_overrides(overrides: Overrides, config: object) -> None:
                 bounds = {"at_least": 0.0} if name in _NOT_NEGATIVE else {}
                 check_number(f"{where}[{name!r}]", value, **bounds)
             if name == "params":
-                raise ConfigurationError(
-                    f"{where}['params']",
-                    type(value).__name__,
-                    "the parameters of a group follow from the key and cannot be overridden",
-                    "Leave 'params' out and name the parameters in the ParamKey",
-                )
-            if not isinstance(value, Hashable) or not _hashes(value):
+                rule = "the parameters of a group follow from the key and cannot be overridden"
+                way_out = "Leave 'params' out and name the parameters in the ParamKey"
+                raise ConfigurationError(f"{where}['params']", type(value).__name__, rule, way_out)
+            try:
+                hash(value)
+            except TypeError as error:
                 raise ConfigurationTypeError(
                     f"{where}[{name!r}]", value, "must be hashable", "Use a tuple, not a list"
-                )
-            if name in _WHOLE_RUN and value != getattr(config, name, None):
+                ) from error
+            if name in whole_run and value != whole_run[name]:
+                rule = "concerns the whole optimizer, not a group of parameters"
                 raise ConfigurationError(
-                    f"{where}[{name!r}]",
-                    value,
-                    "concerns the whole optimizer, not a group of parameters",
-                    f"Set {name} in the config",
+                    f"{where}[{name!r}]", value, rule, f"Set {name} in the config"
                 )
 
 
-def merge(parameter: ModelParameter, overrides: Overrides) -> Settings:
+def merge(parameter: ModelParameter, overrides: Overrides) -> Merged:
     """Return the union of all overrides that match ``parameter``.
 
     Raises:
@@ -112,7 +96,7 @@ def merge(parameter: ModelParameter, overrides: Overrides) -> Settings:
                 )
             values[name] = value
             said_by[name] = label
-    return Settings(values, tuple(sorted(labels)))
+    return Merged(values, tuple(sorted(labels)))
 
 
 def unmatched(parameters: Sequence[ModelParameter], overrides: Overrides) -> list[str]:
@@ -122,11 +106,3 @@ def unmatched(parameters: Sequence[ModelParameter], overrides: Overrides) -> lis
         for key in overrides
         if not any(key.matches(item.param, item.name) for item in parameters)
     ]
-
-
-def _hashes(value: Hashable) -> bool:
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True

@@ -1,36 +1,28 @@
 """What a model's parameters are, as far as routing cares."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import NO_MUON_ATTRIBUTE, STACK_ATTRIBUTE
 from megatron_eopt.base.versions import megatron_name
 
 
 @dataclass(frozen=True)
 class ModelParameter:
-    """One trainable parameter of this rank.
+    """One trainable parameter of this rank."""
 
-    Attributes:
-        name: Its name in its model chunk, as ``named_parameters`` gives it.
-        chunk: Index of that chunk.
-        order: Its place among this rank's parameters.
-        param: The parameter.
-        is_expert: Whether its gradient is reduced over expert data parallelism.
-        is_embedding: Whether it is the weight of an embedding table (words, positions, token types)
-            or of the output layer.
-        is_router: Whether it is the weight of a mixture-of-experts router.
-    """
-
-    name: str
-    chunk: int
-    order: int
-    param: torch.nn.Parameter
-    is_expert: bool
+    name: str  # its name in its model chunk, as ``named_parameters`` gives it
+    chunk: int  # index of that chunk
+    order: int  # its place among this rank's parameters
+    param: torch.nn.Parameter  # the parameter
+    is_expert: bool  # whether its gradient is reduced over expert data parallelism
+    # whether it is the weight of an embedding table (words, positions, token types) or of the
+    # output layer
     is_embedding: bool
-    is_router: bool
+    is_router: bool  # whether it is the weight of a mixture-of-experts router
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -55,32 +47,46 @@ class ModelParameter:
         return None
 
 
+def cut_dimension(param: torch.Tensor) -> int:
+    """Return which dimension tensor parallelism cuts: 0 the rows, 1 the columns, -1 none.
+
+    ``partition_dim`` says so. Where ``tensor_model_parallel`` is False nothing is cut all the same:
+    Transformer Engine sets the dimension on duplicated weights, too.
+
+    Raises:
+        ConfigurationError: If ``partition_dim`` is none of these.
+    """
+    dim = getattr(param, "partition_dim", -1)
+    if dim is None or dim == -1 or getattr(param, "tensor_model_parallel", True) is False:
+        return -1
+    if dim not in (0, 1):
+        rule = "must be 0 (rows cut), 1 (columns cut) or -1 (not cut)"
+        raise ConfigurationError("partition_dim", dim, rule, "Set one of these")
+    return int(dim)
+
+
 def trainable_parameters(model_chunks: Sequence[torch.nn.Module]) -> list[ModelParameter]:
     """Return every trainable parameter once, in model order; tied ones under their first name."""
-    return list(_walk(model_chunks))
-
-
-def _walk(model_chunks: Sequence[torch.nn.Module]) -> Iterator[ModelParameter]:
-    seen: set[int] = set()
+    found: dict[int, ModelParameter] = {}
     for chunk, model in enumerate(model_chunks):
         embeddings = _weights_of(
             model, (torch.nn.Embedding, megatron_name("VocabParallelEmbedding"))
         )
         routers = _weights_of(model, (megatron_name("Router"),))
         for name, param in model.named_parameters():
-            if not param.requires_grad or id(param) in seen:
+            if not param.requires_grad or id(param) in found:
                 continue
-            seen.add(id(param))
-            yield ModelParameter(
+            found[id(param)] = ModelParameter(
                 name=name,
                 chunk=chunk,
-                order=len(seen),
+                order=len(found) + 1,
                 param=param,
                 is_expert=not getattr(param, "allreduce", True),
                 is_embedding=id(param) in embeddings
                 or bool(getattr(param, "is_embedding_or_output_parameter", False)),
                 is_router=id(param) in routers,
             )
+    return list(found.values())
 
 
 def _weights_of(model: torch.nn.Module, kinds: tuple[type, ...]) -> set[int]:

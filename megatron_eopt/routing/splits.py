@@ -20,6 +20,7 @@ from torch import nn
 from megatron_eopt.base.errors import ConfigurationError, check_choice
 from megatron_eopt.matrices import Split, SplitT, check_fits, local_shape, qkv, whole
 from megatron_eopt.routing.fused import fused_weight
+from megatron_eopt.routing.parameters import cut_dimension
 
 __all__ = ["find_splits", "tensor_parallel_cut"]
 
@@ -27,23 +28,8 @@ logger = logging.getLogger(__name__)
 
 # Names that fused projections go by, in megatron-core and in models ported to it.
 _FUSED_NAMES = frozenset(
-    [
-        "linear_qkv",
-        "linear_kv",
-        "linear_qkv_down_proj",
-        "in_proj",
-        "in_proj_qkv",
-        "in_proj_qkvz",
-        "in_proj_ba",
-        "qkv",
-        "qkv_proj",
-        "wqkv",
-        "kv_proj",
-        "query_key_value",
-        "gate_up_proj",
-        "w13",
-        "c_attn",
-    ]
+    "linear_qkv linear_kv linear_qkv_down_proj in_proj in_proj_qkv in_proj_qkvz in_proj_ba qkv "
+    "qkv_proj wqkv kv_proj query_key_value gate_up_proj w13 c_attn".split()
 )
 
 
@@ -70,8 +56,8 @@ def find_splits(
         which: The kinds of split that are on.
 
     Returns:
-        Parameter to split, with the parameter's *unsharded* shape. Three-dimensional expert
-        weights are always in it: no option makes one matrix of several experts.
+        Splits, of *unsharded* shapes. Three-dimensional expert weights are always in it: no option
+        makes one matrix of several experts.
 
     Raises:
         ConfigurationError: If ``which`` has an unknown name or ``per_head`` alone; if a split
@@ -100,23 +86,18 @@ def find_splits(
 def tensor_parallel_cut(param: nn.Parameter, *modules: nn.Module) -> tuple[int, int]:
     """Return ``(tp_size, partition_dim)`` of a weight, ``(1, -1)`` if it is not sharded.
 
-    ``partition_dim`` alone does not tell: Transformer Engine sets it on duplicated weights too,
-    which megatron-core then marks with ``tensor_model_parallel = False``.
-
-    Args:
-        param: The weight.
-        modules: Its linear module and the modules around it, asked in turn for their group.
+    Its linear module and the ``modules`` around it are asked in turn for their group.
 
     Raises:
         ConfigurationError: If the weight is sharded over a group that cannot be found.
     """
-    dim = getattr(param, "partition_dim", -1)
-    if dim not in (0, 1) or not getattr(param, "tensor_model_parallel", False):
+    dim = cut_dimension(param)
+    if dim == -1:
         return 1, -1
     for module in modules:
-        for group in (getattr(module, "tp_group", None), getattr(module, "_tp_group", None)):
-            if group is not None:
-                return get_pg_size(group), dim
+        group = getattr(module, "tp_group", None) or getattr(module, "_tp_group", None)
+        if group is not None:
+            return get_pg_size(group), dim
     if not parallel_state.model_parallel_is_initialized():
         rule = "says that the weight is sharded, but no tensor-parallel group is known"
         way_out = "Initialize megatron.core.parallel_state or give the module a tp_group"
@@ -130,20 +111,18 @@ def _weights(model_chunks: Iterable[nn.Module]) -> Iterator[_Weight]:
     """Yield each trainable weight of two or three dimensions once."""
     seen: set[int] = set()
     for chunk in model_chunks:
-        for owner_name, owner, child, linear in _linears(chunk):
+        children = (
+            (owner_name, owner, child, linear)
+            for owner_name, owner in chunk.named_modules()
+            for child, linear in owner.named_children()
+        )
+        # the chunk itself has no owner but itself
+        for owner_name, owner, child, linear in (("", chunk, "", chunk), *children):
             for leaf, param in linear.named_parameters(recurse=False):
                 if param.dim() in (2, 3) and param.requires_grad and id(param) not in seen:
                     seen.add(id(param))
                     name = ".".join(filter(None, (owner_name, child, leaf)))
                     yield _Weight(name, param, owner, child, linear)
-
-
-def _linears(chunk: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
-    """Yield every module with its owner, the chunk itself as its own."""
-    yield "", chunk, "", chunk
-    for owner_name, owner in chunk.named_modules():
-        for child, linear in owner.named_children():
-            yield owner_name, owner, child, linear
 
 
 def _split_of(weight: _Weight, which: Collection[SplitT], unknown: list[str]) -> Split | None:
@@ -175,10 +154,7 @@ def _fitted(
 ) -> Split:
     """Build a split from the unsharded shape and compare it with what this rank holds.
 
-    Args:
-        weight: The weight.
-        build: Makes the split from the unsharded shape.
-        rows: The unsharded rows where the module's config tells them.
+    ``rows`` are the unsharded ones where the module's config tells them.
     """
     local = tuple(weight.param.shape)
     if getattr(weight.param, "is_gtp_weight_remat", False):

@@ -20,11 +20,7 @@ def routing_rows(
 ) -> list[tuple[str, ...]]:
     """Return one row per parameter of this rank, in model order, under :data:`COLUMNS`.
 
-    Args:
-        groups: The parameter groups.
-        splits: Splits of fused weights.
-        lr: The run's largest learning rate.
-        weight_decay: The run's weight decay.
+    ``splits`` are those of fused weights, ``lr`` (the largest) and ``weight_decay`` the run's.
     """
     rows = []
     for group in groups:
@@ -57,9 +53,7 @@ def format_table(rows: Sequence[Sequence[str]], header: Sequence[str] = COLUMNS)
     """Return ``rows`` as a Markdown table that is also readable as text."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     lines = [header, ["-" * width for width in widths], *rows]
-    return "\n".join(
-        "| "
-        + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
-        + " |"
-        for line in lines
+    padded = (
+        [cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines
     )
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in padded)

@@ -8,7 +8,7 @@ import hashlib
 import json
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -50,10 +50,9 @@ class Case:
         ranks: Number of processes.
         long: Whether only the long tier runs it.
         environments: Where the case can run.
-        tolerances: Largest relative differences by metric, where the kind's own do not fit.
-        why: Why they do not, or why the machine matters.
-        same_machine: Whether results depend so much on rounding that recorded values mean something
-            on the kind of machine that recorded them only (golden only).
+        tolerances: Largest relative differences by metric, where the measured spread does not tell
+            (parity only).
+        why: Why it does not.
         notices: Flags of a run that is a little wrong and must not pass (golden only).
         resumed_flags: Flags of the second half of the steps, if it is to run otherwise.
         variants: The runs of a parity case by name; the first is what the others must equal.
@@ -67,25 +66,30 @@ class Case:
     environments: tuple[Environment, ...] = ("cpu_gloo",)
     tolerances: Mapping[str, float] = field(default_factory=dict)
     why: str = ""
-    same_machine: bool = False
     notices: tuple[str, ...] = ()
     resumed_flags: tuple[str, ...] = ()
     variants: Mapping[str, Variant] = field(default_factory=dict)
 
+    @property
+    def is_recorded(self) -> bool:
+        """Whether there is a file of recorded values or their spread."""
+        return self.kind != "resume" or bool(self.resumed_flags)
+
     def fingerprint(self, shared: list[str]) -> str:
-        """Return a hash of all that decides what the case computes.
+        """Return a hash of all that decides what is recorded of the case.
 
         Args:
-            shared: Flags that all cases share.
+            shared: What that is for all cases.
         """
-        record = json.dumps([shared, self.flags, self.ranks, self.kind])
+        first = next(iter(self.variants.values()), Variant())
+        record = json.dumps([shared, self.flags, self.ranks, self.kind, asdict(first)])
         return hashlib.sha256(record.encode()).hexdigest()[:16]
 
 
 _KEYS = {item.name for item in fields(Case)} - {"name"}
 _KEYS_OF_ONE_KIND = {
     "environments": "golden",
-    "same_machine": "golden",
+    "tolerances": "parity",
     "notices": "golden",
     "resumed_flags": "resume",
     "variants": "parity",
@@ -144,8 +148,7 @@ def _case(where: str, name: str, record: Any) -> Case:
         _check(kind == only or key not in record, where, f"{key!r} is for {only} cases")
     values = {key: _CONVERT[key](f"{where}: {key}", value) for key, value in record.items()}
     case = Case(name=name, **values)
-    unusual = bool(case.tolerances) or case.same_machine
-    _check(bool(case.why) == unusual, where, "'tolerances' or 'same_machine' go with 'why'")
+    _check(bool(case.why) == bool(case.tolerances), where, "'tolerances' go with 'why'")
     if kind == "parity":
         _check(len(case.variants) > 1, where, "'variants' must hold two or more")
     return case
@@ -211,7 +214,6 @@ _CONVERT = {
     "environments": _environments,
     "tolerances": _tolerances,
     "why": _text,
-    "same_machine": _truth,
     "notices": _flags,
     "resumed_flags": _flags,
     "variants": _variants,

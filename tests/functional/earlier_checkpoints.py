@@ -21,7 +21,7 @@ from tests.harness import run_ranks
 from tests.harness.scene import forget_megatron
 from tests.unit.fsdp2.model import config as sharded_config
 from tests.unit.fsdp2.model import set_gradients, train, weights, whole
-from tests.unit.storage.full_state import Case, build, full_state, sharded, steps
+from tests.unit.stores.full_state import Case, build, full_state, sharded, steps
 
 MODEL = {
     "layers": 1,

@@ -1,4 +1,4 @@
-"""Recorded values: one JSON file per case and environment."""
+"""Recorded values and their spread: one JSON file per case and environment."""
 
 import contextlib
 import importlib.metadata
@@ -12,10 +12,31 @@ from typing import Any
 import torch
 
 from tests.functional.case_files import Case, Environment
+from tests.functional.comparer import EXACT
 from tests.functional.metrics import METRICS, Metrics
 from tests.functional.runner import SHARED
+from tests.harness.last_bits import LARGEST_MOVE, MOVED_OF_16_BITS
+
+type Spread = dict[str, list[float]]
 
 FOLDER = Path(__file__).with_name("golden")
+SEEDS = 6
+"""How many runs with other last bits a spread comes from."""
+
+_BASIS = [*SHARED, f"{SEEDS} {LARGEST_MOVE} {MOVED_OF_16_BITS}"]
+"""What all records depend on: the flags of all cases, and how a spread is measured."""
+
+_PROCESSOR = (
+    "model name",
+    "cpu family",
+    "model",
+    "stepping",
+    "cache size",
+    "CPU implementer",
+    "CPU variant",
+    "CPU part",
+    "CPU revision",
+)
 _VERSIONS = ("torch", "megatron-core", "emerging-optimizers")
 
 
@@ -39,24 +60,41 @@ def description(environment: Environment) -> dict[str, str]:
 
 
 def _processor() -> str:
-    """Return the processor's model, or its architecture where the system does not tell."""
+    """Return what the system tells of the processor, or its architecture.
+
+    A model's name alone can stand for several generations.
+    """
     with contextlib.suppress(OSError):
-        match = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-        if match is not None:
-            return match[1]
+        first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
+        told = dict(re.findall(r"^([\w ]+?)\s*: (.+)$", first, re.MULTILINE))
+        if found := [f"{name} {told[name]}" for name in _PROCESSOR if name in told]:
+            return ", ".join(found)
     return platform.machine()
 
 
-def write(case: Case, environment: Environment, metrics: Metrics, folder: Path = FOLDER) -> Path:
-    """Record a case's metrics; the file appears whole or not at all."""
+def write(
+    case: Case, environment: Environment, metrics: Metrics, spread: Spread, folder: Path = FOLDER
+) -> Path:
+    """Record a case; the file appears whole or not at all.
+
+    Args:
+        case: The case.
+        environment: Where it has run.
+        metrics: Its metrics; kept of golden cases alone.
+        spread: How far they stray with other last bits.
+        folder: Holds the files.
+    """
     path = path_of(case.name, environment, folder)
     path.parent.mkdir(parents=True, exist_ok=True)
-    record = {
+    rounded = {name: [float(f"{value:.2g}") for value in values] for name, values in spread.items()}
+    record: dict[str, Any] = {
         "case": case.name,
-        "fingerprint": case.fingerprint(SHARED),
+        "fingerprint": case.fingerprint(_BASIS),
         "environment": description(environment),
-        "metrics": metrics,
     }
+    if case.kind == "golden":
+        record["metrics"] = metrics
+    record["spread"] = rounded
     draft = path.with_suffix(".tmp")
     draft.write_text(_readable(record) + "\n")
     os.replace(draft, path)
@@ -74,15 +112,18 @@ def read(case: Case, environment: Environment, folder: Path = FOLDER) -> dict[st
     if not path.exists():
         raise GoldenError(f"{case.name} is not recorded in {environment}: {again}")
     try:
-        record = json.loads(path.read_text())
+        record: dict[str, Any] = json.loads(path.read_text())
     except json.JSONDecodeError as error:
         raise GoldenError(f"{path} is damaged ({error}): {again}") from error
-    if set(record) != {"case", "fingerprint", "environment", "metrics"}:
+    parts = {"metrics": set(METRICS), "spread": set(METRICS) - set(EXACT)}
+    if case.kind != "golden":
+        del parts["metrics"]
+    if set(record) != {"case", "fingerprint", "environment", *parts}:
         raise GoldenError(f"{path} is damaged: {again}")
-    if set(record["metrics"]) != set(METRICS):
+    if any(set(record[part]) != names for part, names in parts.items()):
         raise GoldenError(f"{path} holds other metrics: {again}")
-    if record["case"] != case.name or record["fingerprint"] != case.fingerprint(SHARED):
-        raise GoldenError(f"{path} is stale, the case's flags were changed since: {again}")
+    if record["case"] != case.name or record["fingerprint"] != case.fingerprint(_BASIS):
+        raise GoldenError(f"{path} is stale, what it depends on was changed since: {again}")
     return record
 
 
@@ -99,6 +140,9 @@ def compare_environments(recorded: dict[str, str], environment: Environment) -> 
 
 def _readable(record: dict[str, Any]) -> str:
     """JSON with one line per metric."""
-    text = json.dumps(record | {"metrics": "@"}, indent=2)
-    lines = [f"    {json.dumps(name)}: {json.dumps(v)}" for name, v in record["metrics"].items()]
-    return text.replace('"@"', "{\n" + ",\n".join(lines) + "\n  }")
+    parts = [part for part in ("metrics", "spread") if part in record]
+    text = json.dumps(record | {part: f"@{part}" for part in parts}, indent=2)
+    for part in parts:
+        lines = [f"    {json.dumps(name)}: {json.dumps(v)}" for name, v in record[part].items()]
+        text = text.replace(f'"@{part}"', "{\n" + ",\n".join(lines) + "\n  }")
+    return text

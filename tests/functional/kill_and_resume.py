@@ -26,8 +26,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from megatron_eopt.checkpoints.folders import TRACKER
-from megatron_eopt.checkpoints.manifest import MANIFEST
+from megatron_eopt.checkpoint_files.folders import TRACKER
+from megatron_eopt.checkpoint_files.manifest import MANIFEST
 from tests.functional.processes import all_processes, environment_of, parent_of, rank_of
 from tests.functional.script import ROOT, SCRIPT, TINY
 

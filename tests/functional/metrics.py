@@ -53,6 +53,14 @@ def _take_apart_the_second(found: Metrics) -> None:
         found["lm loss"][1] = round(2 * mean - first, 6)
 
 
+def first_values(metrics: Metrics, values: int) -> Metrics:
+    """Return the metrics of the first so many steps; one more is the validation loss."""
+    first = {name: found[:values] for name, found in metrics.items()}
+    if values <= len(metrics["lm loss"]):
+        first["validation loss"] = []
+    return first
+
+
 def last_steps(metrics: Metrics, steps: int) -> Metrics:
     """Return the metrics of the last so many steps, with the validation loss after them."""
     return {

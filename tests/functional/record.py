@@ -1,4 +1,4 @@
-"""Records golden values: ``python -m tests.functional.record [--environment E] CASE...|--all``."""
+"""Records values and their spread: ``python -m tests.functional.record CASE...|--all``."""
 
 import argparse
 import sys
@@ -7,45 +7,79 @@ from typing import get_args
 
 from tests.functional import golden
 from tests.functional.case_files import Case, Environment, load_cases
-from tests.functional.comparer import largest_difference
-from tests.functional.runner import run_golden
+from tests.functional.comparer import (
+    differences,
+    largest_difference,
+    spread_of,
+    tolerances_of,
+    values_compared,
+)
+from tests.functional.metrics import first_values
+from tests.functional.runner import run_measured
 from tests.harness import close_pools
 
 
 def record(case: Case, environment: Environment) -> str:
-    """Run a case, write its values, and return a line about what has changed."""
+    """Run a case, write its values and their spread, and return a line about both."""
     try:
-        before = golden.read(case, environment)["metrics"]
+        before = golden.read(case, environment).get("metrics")
     except golden.GoldenError:
         before = None
-    metrics = run_golden(case, environment)
-    path = golden.write(case, environment, metrics)
-    if before is None:
-        return f"{path.name}: recorded"
-    change = largest_difference(before, metrics, "lm loss")
-    return f"{path.name}: recorded again, losses differ by up to {change:.1e}"
+    metrics = run_measured(case, environment, None)
+    others = (run_measured(case, environment, seed) for seed in range(1, golden.SEEDS + 1))
+    spread = spread_of(metrics, others)
+    path = golden.write(case, environment, metrics, spread)
+    line = f"{path.name}: recorded, losses stray by {spread['lm loss'][-1]:.1e}"
+    compared = values_compared(tolerances_of(spread))
+    if compared <= len(metrics["lm loss"]):
+        line += f", elsewhere {compared} of them are compared"
+    if before is not None:
+        change = largest_difference(before, metrics, "lm loss")
+        line += f"; they differ from those before by up to {change:.1e}"
+    return line
+
+
+def compare(case: Case, environment: Environment) -> tuple[str, bool]:
+    """Run a case, return a line about how it compares, and whether it does."""
+    kept = golden.read(case, environment)
+    tolerances = tolerances_of(kept["spread"])
+    compared = values_compared(tolerances)
+    expected = first_values(kept["metrics"], compared)
+    metrics = first_values(run_measured(case, environment, None), compared)
+    found = differences(expected, metrics, tolerances)
+    change = largest_difference(expected, metrics, "lm loss")
+    line = f"{case.name}: {compared} losses differ by up to {change:.1e}"
+    return "\n".join([line, *found]), not found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Record the cases that are named; return the exit status."""
-    cases = {name: case for name, case in load_cases().items() if case.kind == "golden"}
+    cases = {name: case for name, case in load_cases().items() if case.is_recorded}
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(cases)}")
-    parser.add_argument("--all", action="store_true", help="every golden case")
+    parser.add_argument("--all", action="store_true", help="every case with a file")
     parser.add_argument("--environment", choices=get_args(Environment), default="cpu_gloo")
+    parser.add_argument(
+        "--compare", action="store_true", help="only compare golden cases with their files"
+    )
     args = parser.parse_args(argv)
     unknown = set(args.cases) - set(cases)
     if unknown or args.all == bool(args.cases):
-        parser.error(f"no golden case: {sorted(unknown)}" if unknown else "name cases, or --all")
+        parser.error(f"no such case: {sorted(unknown)}" if unknown else "name cases, or --all")
+    good = True
     for name in cases if args.all else args.cases:
-        if args.environment in cases[name].environments:
-            line = record(cases[name], args.environment)
-        else:
+        case = cases[name]
+        if args.environment not in case.environments or (args.compare and case.kind != "golden"):
             line = f"{name}: not for {args.environment}"
+        elif args.compare:
+            line, alike = compare(case, args.environment)
+            good = good and alike
+        else:
+            line = record(case, args.environment)
         sys.stdout.write(f"{line}\n")
         sys.stdout.flush()
     close_pools()
-    return 0
+    return 0 if good else 1
 
 
 if __name__ == "__main__":

@@ -16,8 +16,9 @@ from types import ModuleType
 
 from tests.functional.case_files import Case, Environment, Variant
 from tests.functional.metrics import Metrics, last_steps, metrics_of
-from tests.functional.script import ROOT, SCRIPT, TINY, train
+from tests.functional.script import ROOT, SCRIPT, TINY, _run_once
 from tests.harness import run_ranks
+from tests.harness.last_bits import other_last_bits
 from tests.harness.scene import forget_megatron
 
 STEPS = 6
@@ -47,9 +48,27 @@ ONE_GPU = """
 """What lets the script run on GPUs without Transformer Engine and Apex."""
 
 
-def run_golden(case: Case, environment: Environment, *further: str) -> Metrics:
-    """Return the metrics of a golden case, with further flags if there are any."""
-    return _run(case, Variant(further), environment)
+def run_golden(
+    case: Case, environment: Environment, *further: str, seed: int | None = None
+) -> Metrics:
+    """Return the metrics of a golden case, with further flags if there are any.
+
+    Args:
+        case: The case.
+        environment: Where to run.
+        further: Flags after the case's own.
+        seed: Of other last bits; None leaves them as they are.
+    """
+    return _run(case, Variant(further), environment, seed)
+
+
+def run_measured(case: Case, environment: Environment, seed: int | None) -> Metrics:
+    """Return the metrics of the run whose spread is recorded, with other last bits if asked.
+
+    That is a golden case's run, the first variant of a parity case, and a resume case in one go.
+    """
+    first = next(iter(case.variants.values()), Variant())
+    return _run(case, first, environment, seed)
 
 
 def run_resume(case: Case, folder: Path) -> tuple[Metrics, Metrics]:
@@ -72,39 +91,50 @@ def run_parity(case: Case) -> dict[str, Metrics]:
     return {name: _run(case, run, "cpu_gloo") for name, run in case.variants.items()}
 
 
-def _run(case: Case, variant: Variant, environment: Environment) -> Metrics:
+def _run(
+    case: Case, variant: Variant, environment: Environment, seed: int | None = None
+) -> Metrics:
     flags = [*case.flags, *variant.flags]
     if any(run.trainer == "stock" for run in case.variants.values()):
         flags = [*STOCKS, *flags]
     if environment == "gpu_nccl":
-        return metrics_of(_start(case.ranks, [*SHARED, *flags, *ONE_GPU]))
-    if variant.trainer == "ours":
-        return metrics_of(train(*SHARED[len(TINY) :], *flags, ranks=case.ranks, timeout=TIMEOUT_S))
-    stocks = [*PLAIN, *flags]
+        return metrics_of(_start(case.ranks, [*SHARED, *flags, *ONE_GPU], seed))
+    stock = variant.trainer == "stock"
+    flags = [*(PLAIN if stock else SHARED), *flags]
+    function = _train_as_stock if stock else _train
     return metrics_of(
-        "".join(run_ranks(case.ranks, _train_as_stock, stocks, timeout=TIMEOUT_S, cpu=False))
+        "".join(run_ranks(case.ranks, function, flags, seed, timeout=TIMEOUT_S, cpu=False))
     )
 
 
-def _start(ranks: int, flags: list[str]) -> str:
+def _start(ranks: int, flags: list[str], seed: int | None) -> str:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", str(SCRIPT), *flags]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+    if seed is not None:
+        command += ["-m", "tests.harness.last_bits", str(seed)]
     environment = {**os.environ, "MEGATRON_EOPT_DEVICE": "cuda", "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, cwd=ROOT
-    )
+        [*command, str(SCRIPT), *flags],
+        env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, cwd=ROOT,
+    )  # fmt: skip
     if done.returncode:
         raise RuntimeError(f"training failed:\n{done.stderr[-4000:]}")
     return done.stdout
 
 
-def _train_as_stock(flags: list[str]) -> str:
+def _train(flags: list[str], seed: int | None) -> str:
+    """Train with the script as it is."""
+    with other_last_bits(seed):
+        return _run_once(flags)
+
+
+def _train_as_stock(flags: list[str], seed: int | None) -> str:
     """Train with the script's model and data but megatron-core's own optimizers."""
     os.environ["MEGATRON_EOPT_DEVICE"] = "cpu"
     printed = io.StringIO()
     arguments, sys.argv = sys.argv, [str(SCRIPT), *flags]
     try:
-        with contextlib.redirect_stdout(printed), _without_compiling():
+        with contextlib.redirect_stdout(printed), _without_compiling(), other_last_bits(seed):
             _pretrain(_script())
     finally:
         sys.argv = arguments

@@ -6,8 +6,18 @@ import pytest
 
 from tests.functional import golden
 from tests.functional.case_files import Case, CaseError, Variant, load_cases
-from tests.functional.comparer import GOLDEN, RESUME, differences, largest_difference
-from tests.functional.metrics import METRICS, last_steps, metrics_of
+from tests.functional.comparer import (
+    AS_PRINTED,
+    FACTOR,
+    LARGEST,
+    RESUME,
+    differences,
+    largest_difference,
+    spread_of,
+    tolerances_of,
+    values_compared,
+)
+from tests.functional.metrics import METRICS, first_values, last_steps, metrics_of
 from tests.functional.record import main
 
 GOOD = "a:\n  kind: golden\n  flags: --optimizer 'muon'\n"
@@ -62,12 +72,16 @@ def test_a_record(tmp_path):
         ("  long: 1", "must be true or false"),
         ("  environments: []", "must be a list out of"),
         ("  environments: [tpu]", "must be a list out of"),
-        ("  tolerances: {lm loss: 0.1}", "go with 'why'"),
         ("  why: so", "go with 'why'"),
-        ("  same_machine: true", "go with 'why'"),
-        ("  tolerances: {loss: 0.1}\n  why: so", "'loss' is none of"),
-        ("  tolerances: {lm loss: 1e-3}\n  why: so", "'1e-3' is no fraction"),
-        ("  tolerances: {lm loss: 2.0}\n  why: so", "2.0 is no fraction"),
+        ("b: {kind: parity, flags: '', tolerances: {lm loss: 0.1}}", "go with 'why'"),
+        ("  same_machine: true", r"unknown keys \['same_machine'\]"),
+        ("  tolerances: {lm loss: 0.1}\n  why: so", "'tolerances' is for parity cases"),
+        ("b: {kind: parity, flags: '', why: so, tolerances: {loss: 0.1}}", "'loss' is none of"),
+        (
+            "b: {kind: parity, flags: '', why: so, tolerances: {lm loss: 1e-3}}",
+            "'1e-3' is no fraction",
+        ),
+        ("b: {kind: parity, flags: '', why: so, tolerances: {lm loss: 2.0}}", "2.0 is no fraction"),
         ("  resumed_flags: --bf16", "'resumed_flags' is for resume cases"),
         ("  variants: {x: {}, y: {}}", "'variants' is for parity cases"),
         ("  notices: [--bf16]", "must be text"),
@@ -104,36 +118,94 @@ def test_metrics_are_read_from_the_log():
         metrics_of(OUTPUT.replace("grad norm", "norm"))
 
 
+SPREAD = {
+    "lm loss": [0.0, 1e-6],
+    "grad norm": [0.0, 1e-4],
+    "params norm": [0.0, 0.0],
+    "validation loss": [2e-6],
+}
+TOLERANCES = tolerances_of(SPREAD)
+
+
+def changed(metric, *values):
+    return METRICS_OF_TWO_STEPS | {metric: list(values)}
+
+
 @pytest.mark.parametrize(
     ("metric", "values", "sentence"),
     [
-        ("lm loss", [5.5, 5.0 * (1 + 3e-5)], "lm loss, value 2: 5.0 expected"),
+        ("lm loss", [5.5, 5.0 * (1 + 1e-5)], "lm loss, value 2: 5.0 expected"),
+        ("lm loss", [5.5 * (1 + 2e-6), 5.0], "lm loss, value 1"),
         ("lm loss", [5.5, float("nan")], "lm loss, value 2"),
         ("lm loss", [5.5], "lm loss: 2 values expected, 1 found"),
-        ("grad norm", [1.136, 1.139], "grad norm, value 2"),
+        ("grad norm", [1.138, 1.136], "grad norm, value 1"),
+        ("grad norm", [1.136, 1.138], "grad norm, value 2"),
         ("learning rate", [8.3e-3, 8.4e-3], "learning rate, value 2"),
         ("skipped", [0.0, 1.0], "skipped, value 2"),
         ("validation loss", [], "validation loss: 1 values expected"),
     ],
 )
 def test_differences(metric, values, sentence):
-    found = differences(METRICS_OF_TWO_STEPS, METRICS_OF_TWO_STEPS | {metric: values}, GOLDEN)
+    found = differences(METRICS_OF_TWO_STEPS, changed(metric, *values), TOLERANCES)
     assert len(found) == 1
     assert found[0].startswith(sentence)
 
 
 def test_what_is_allowed():
-    near = METRICS_OF_TWO_STEPS | {"lm loss": [5.5, 5.0 * (1 + 1e-5)], "grad norm": [1.136, 1.137]}
-    assert not differences(METRICS_OF_TWO_STEPS, near, GOLDEN)
-    assert largest_difference(METRICS_OF_TWO_STEPS, near, "lm loss") == pytest.approx(1e-5)
+    near = changed("lm loss", 5.5, 5.0 * (1 + 3e-6)) | {"grad norm": [1.136, 1.1374]}
+    assert not differences(METRICS_OF_TWO_STEPS, near, TOLERANCES)
+    assert largest_difference(METRICS_OF_TWO_STEPS, near, "lm loss") == pytest.approx(3e-6)
     assert len(differences(METRICS_OF_TWO_STEPS, near, RESUME, exact=True)) == 2
 
 
+def test_a_spread_is_the_largest_difference_up_to_each_step():
+    others = [
+        changed("lm loss", 5.5 * (1 + 3e-6), 5.0),
+        changed("lm loss", 5.5, 5.0 * (1 - 2e-6)) | {"validation loss": [4.5 * 1.5]},
+        changed("grad norm", 1.136, float("nan")),
+    ]
+    spread = spread_of(METRICS_OF_TWO_STEPS, others)
+    assert spread["lm loss"] == pytest.approx([3e-6, 3e-6])
+    assert spread["validation loss"] == pytest.approx([0.5])
+    assert spread["grad norm"] == [0.0, 1.0]
+    assert spread["params norm"] == [0.0, 0.0]
+    with pytest.raises(ValueError, match="skipped changes with last bits"):
+        spread_of(METRICS_OF_TWO_STEPS, [changed("skipped", 0.0, 1.0)])
+
+
+def test_tolerances_follow_from_the_spread():
+    assert TOLERANCES["lm loss"] == pytest.approx([AS_PRINTED["lm loss"], FACTOR * 1e-6])
+    assert TOLERANCES["grad norm"] == pytest.approx([0.0, FACTOR * 1e-4])
+    assert TOLERANCES["learning rate"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("losses", "validation", "compared"),
+    [([0, 0], [0], 3), ([0, 0], [1], 2), ([0, 1], [1], 1), ([1, 1], [1], 0), ([1, 0], [0], 0)],
+)
+def test_values_that_stray_too_far_are_not_compared(losses, validation, compared):
+    far = 1.01 * LARGEST / FACTOR
+    spread = SPREAD | {
+        "lm loss": [far * value for value in losses],
+        "validation loss": [far * value for value in validation],
+    }
+    assert values_compared(tolerances_of(spread)) == compared
+    first = first_values(METRICS_OF_TWO_STEPS, compared)
+    assert first["lm loss"] == METRICS_OF_TWO_STEPS["lm loss"][:compared]
+    assert len(first["grad norm"]) == min(compared, 2)
+    assert bool(first["validation loss"]) == (compared == 3)
+
+
+def write(tmp_path, case=CASE):
+    return golden.write(case, "cpu_gloo", METRICS_OF_TWO_STEPS, SPREAD, tmp_path)
+
+
 def test_recorded_files(tmp_path):
-    path = golden.write(CASE, "cpu_gloo", METRICS_OF_TWO_STEPS, tmp_path)
+    path = write(tmp_path)
     assert path == tmp_path / "cpu_gloo" / "a.json"
     record = golden.read(CASE, "cpu_gloo", tmp_path)
     assert record["metrics"] == METRICS_OF_TWO_STEPS
+    assert record["spread"] == SPREAD
     assert record["environment"] == golden.description("cpu_gloo")
     assert golden.compare_environments(record["environment"], "cpu_gloo") == ""
     other = record["environment"] | {"torch": "1.0"}
@@ -142,16 +214,29 @@ def test_recorded_files(tmp_path):
         golden.read(CASE, "gpu_nccl", tmp_path)
 
 
+def test_of_other_kinds_the_spread_alone_is_recorded(tmp_path):
+    case = Case("a", "parity", (), variants={"x": Variant(), "y": Variant(("--bf16",))})
+    write(tmp_path, case)
+    assert set(golden.read(case, "cpu_gloo", tmp_path)) & {"metrics", "spread"} == {"spread"}
+
+
 @pytest.mark.parametrize("change", [{"flags": ("--bf16",)}, {"ranks": 1}], ids=["flags", "ranks"])
 def test_stale_files_are_noticed(tmp_path, change):
-    golden.write(CASE, "cpu_gloo", METRICS_OF_TWO_STEPS, tmp_path)
+    write(tmp_path)
     with pytest.raises(golden.GoldenError, match="is stale"):
         golden.read(replace(CASE, **change), "cpu_gloo", tmp_path)
     assert golden.read(replace(CASE, long=True), "cpu_gloo", tmp_path)  # computes the same
 
 
+def test_a_spread_that_was_measured_otherwise_is_noticed(tmp_path, monkeypatch):
+    write(tmp_path)
+    monkeypatch.setattr(golden, "_BASIS", ["another"])
+    with pytest.raises(golden.GoldenError, match="is stale"):
+        golden.read(CASE, "cpu_gloo", tmp_path)
+
+
 def test_damaged_files_are_noticed(tmp_path):
-    path = golden.write(CASE, "cpu_gloo", METRICS_OF_TWO_STEPS, tmp_path)
+    path = write(tmp_path)
     for text in (path.read_text()[:-20], "{}", path.read_text().replace('"nan"', '"nans"')):
         path.write_text(text)
         with pytest.raises(golden.GoldenError, match=r"damaged|other metrics"):
@@ -159,7 +244,7 @@ def test_damaged_files_are_noticed(tmp_path):
 
 
 @pytest.mark.parametrize("argv", [[], ["no-such-case"], ["resume-plain"], ["--all", "dense"]])
-def test_the_recorder_wants_golden_cases(argv, capsys):
+def test_the_recorder_wants_recorded_cases(argv, capsys):
     with pytest.raises(SystemExit):
         main(argv)
     assert "error" in capsys.readouterr().err

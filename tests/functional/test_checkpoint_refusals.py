@@ -170,13 +170,13 @@ def test_files_without_a_manifest_load(saved, tmp_path):
     assert loaded(folder, *MUON)[0] == 2
 
 
-def test_digests_can_be_skipped(saved, tmp_path):
+def test_verification_can_be_left_out(saved, tmp_path):
     folder, newest = copied(saved, tmp_path)
     content = json.loads((newest / MANIFEST).read_text())
     content["files"]["__1_0.distcp"]["sha256"] = "0" * 64
     (newest / MANIFEST).write_text(json.dumps(content))
     assert "have changed" in refused(folder, *MUON)
-    assert loaded(folder, *MUON, "--no-verify-checkpoint")[0] == 2
+    assert loaded(folder, *MUON, "--no-verify-checkpoints")[0] == 2
 
 
 def test_a_step_that_does_not_exist_is_refused(saved):

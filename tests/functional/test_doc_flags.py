@@ -104,7 +104,7 @@ def _step() -> None:
 
 
 def _register_the_example() -> None:
-    from megatron_eopt.optimizers.registry import is_registered
+    from megatron_eopt.settings.registry import is_registered
 
     if not is_registered("sign_per_matrix"):
         path = ROOT / "examples" / "my_optimizer.py"

@@ -64,7 +64,7 @@ OF_TOOLS = {
     "torchrun": "--standalone --nproc-per-node --nnodes --rdzv-backend --rdzv-id --rdzv-endpoint",
     "docker": "--build-arg --gpus --ipc --ulimit",
     "sbatch": "--nodes --signal",
-    "launch and tests": "--help --all --environment",
+    "launch and tests": "--help --all --environment --other-last-bits",
 }
 
 
@@ -179,7 +179,7 @@ def _train_with_the_example(distributed: bool) -> tuple[list[float], bool]:
     import torch
 
     from megatron_eopt import EmergingOptimizerConfig, get_megatron_optimizer
-    from megatron_eopt.optimizers.registry import is_registered
+    from megatron_eopt.settings.registry import is_registered
     from tests.harness.megatron import initialize_megatron
     from tests.harness.models import synthetic_batch, tiny_gpt, train_step, wrap_ddp
 

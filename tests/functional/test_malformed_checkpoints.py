@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from megatron_eopt import checkpoints
-from megatron_eopt.checkpoints.manifest import MANIFEST
+from megatron_eopt import checkpoint_files
+from megatron_eopt.checkpoint_files.manifest import MANIFEST
 from tests.functional.outcomes import Outcomes
 from tests.harness import run_ranks
 from tests.harness.scene import forget_megatron
-from tests.unit.storage.full_state import Case, build, sharded, steps, unwrapped
+from tests.unit.stores.full_state import Case, build, sharded, steps, unwrapped
 
 TIMEOUT_S = 500.0
 MODEL = {"layers": 1, "hidden": 16, "heads": 2, "vocabulary": 16}
@@ -65,7 +65,7 @@ def load_damaged(folder: str, examples: int) -> Outcomes:
     whole, copy = Path(folder, "whole"), Path(folder, "copy")
     chunk, optimizer = build(case)
     steps(case, chunk, optimizer, 0, 1)
-    checkpoints.save(sharded(case, chunk, optimizer, is_loading=False), whole)
+    checkpoint_files.save(sharded(case, chunk, optimizer, is_loading=False), whole)
     for number in range(examples):
         what = ""
         if rank == 0:
@@ -80,7 +80,7 @@ def load_damaged(folder: str, examples: int) -> Outcomes:
 
 
 def load(case: Case, chunk: Any, optimizer: Any, folder: Path) -> None:
-    loaded = checkpoints.load(sharded(case, chunk, optimizer, is_loading=True), folder)
+    loaded = checkpoint_files.load(sharded(case, chunk, optimizer, is_loading=True), folder)
     unwrapped(chunk).load_state_dict(loaded["model"], strict=False)
     optimizer.load_state_dict(loaded["optimizer"])
 

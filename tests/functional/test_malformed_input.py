@@ -25,7 +25,7 @@ from megatron_eopt import (
     get_megatron_optimizer,
 )
 from megatron_eopt.arguments import add_arguments, config_from_args
-from megatron_eopt.assembly.config_file import load_optimizer_config
+from megatron_eopt.settings.config_file import load_optimizer_config
 from tests.functional.outcomes import EXPLAINED, Outcomes
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron

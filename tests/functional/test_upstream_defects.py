@@ -2,13 +2,13 @@
 
 | defect | test |
 |---|---|
-| torch_dist asserts that state has its parameter's shape: no SOAP, no NorMuon | tests/unit/storage/test_resharding.py::test_dense, tests/unit/assembly/test_plain_checkpoint.py::test_every_optimizer_continues, ::test_other_layouts_load_it |
-| layer-wise checkpoints load at one data-parallel size only | tests/unit/storage/test_resharding.py::test_dense, ::test_experts |
+| torch_dist asserts that state has its parameter's shape: no SOAP, no NorMuon | tests/unit/stores/test_resharding.py::test_dense, tests/unit/build/test_plain_checkpoint.py::test_every_optimizer_continues, ::test_other_layouts_load_it |
+| layer-wise checkpoints load at one data-parallel size only | tests/unit/stores/test_resharding.py::test_dense, ::test_experts |
 | format torch: files of context-parallel ranks overwrite each other | test_ranks_that_are_given_one_file_name_keep_their_own_files, test_files_of_ranks_resume_a_run |
-| a group's identity contains the learning rate | test_another_schedule_resumes, tests/unit/assembly/test_resume.py |
+| a group's identity contains the learning rate | test_another_schedule_resumes, tests/unit/build/test_resume.py |
 | muon with the distributed optimizer goes on from other weights | test_the_first_loss_after_a_resume_is_that_of_the_saved_weights, tests/unit/checkpoints/test_state.py::test_all_ranks_compute_with_the_parameters_of_the_checkpoint |
-| fully_reshardable saves shifted tensors where a bucket is padded; empty buckets are refused | tests/unit/storage/test_resharding.py::test_padded_buckets |
-| distributed Adam over torch's AdamW: KeyError, or a step of 0, after loading | test_the_step_of_adam_is_resumed, tests/unit/storage/test_resharding.py::test_resuming_equals_not_stopping |
+| fully_reshardable saves shifted tensors where a bucket is padded; empty buckets are refused | tests/unit/stores/test_resharding.py::test_padded_buckets |
+| distributed Adam over torch's AdamW: KeyError, or a step of 0, after loading | test_the_step_of_adam_is_resumed, tests/unit/stores/test_resharding.py::test_resuming_equals_not_stopping |
 """  # noqa: E501
 
 import math
@@ -28,7 +28,7 @@ from tests.functional.script import TINY, losses, train
 from tests.harness import run_ranks
 from tests.harness.models import forward_backward, synthetic_batch
 from tests.harness.scene import forget_megatron
-from tests.unit.storage.full_state import (
+from tests.unit.stores.full_state import (
     Case,
     build,
     differences,
@@ -37,7 +37,7 @@ from tests.unit.storage.full_state import (
     steps,
     unwrapped,
 )
-from tests.unit.storage.runs import DENSE, make_chunk, set_lr
+from tests.unit.stores.runs import DENSE, make_chunk, set_lr
 
 # without learned position embeddings, which megatron-core's Muon orthogonalizes
 BF16 = {**DENSE, "query_groups": 4, "position_embedding": "rope", "dtype": torch.bfloat16}
@@ -100,7 +100,7 @@ def scheduled(case: Case, folder: str) -> tuple[list[float], list[float], list[s
     """Resume with another schedule; return both sides' settings, and what of the state differs."""
     chunk, optimizer = build(case)
     steps(case, chunk, optimizer, 0, 2)
-    checkpoints.save(sharded(case, chunk, optimizer, is_loading=False), folder)
+    dist_checkpointing.save(sharded(case, chunk, optimizer, is_loading=False), folder)
     saved = full_state(case, chunk, optimizer)
     forget_megatron()
     other = {"lr": 0.02, "min_lr": 0.005, "weight_decay": 0.3, "decoupled_lr": 0.04}
@@ -146,7 +146,7 @@ def first_losses(case: Case, folder: str, overlap: bool) -> tuple[float | None, 
     if overlap:
         # as the trainer does, so that the weights are there before the next forward pass
         chunk.disable_forward_pre_hook()
-    checkpoints.save(sharded(case, chunk, optimizer, is_loading=False), folder)
+    dist_checkpointing.save(sharded(case, chunk, optimizer, is_loading=False), folder)
     before = forward_backward([chunk], batches)
     forget_megatron()
     chunk, _ = resume(case, folder)
@@ -166,7 +166,7 @@ def adam_steps(case: Case, folder: str) -> list[float]:
     """Return the steps that torch's AdamW counts after loading."""
     chunk, optimizer = build(case)
     steps(case, chunk, optimizer, 0, 3)
-    checkpoints.save(sharded(case, chunk, optimizer, is_loading=False), folder)
+    dist_checkpointing.save(sharded(case, chunk, optimizer, is_loading=False), folder)
     forget_megatron()
     _, optimizer = resume(case, folder)
     states = [s for child in optimizer.chained_optimizers for s in child.optimizer.state.values()]
@@ -200,7 +200,7 @@ def alike(state: dict[str, Any]) -> dict[str, Any]:
 def save_at(case: Case, folder: str) -> dict[str, Any]:
     chunk, optimizer = build(case)
     steps(case, chunk, optimizer, 0, 2)
-    checkpoints.save(sharded(case, chunk, optimizer, is_loading=False), folder)
+    dist_checkpointing.save(sharded(case, chunk, optimizer, is_loading=False), folder)
     state = full_state(case, chunk, optimizer)
     return state if torch.distributed.get_rank() == 0 else {}
 

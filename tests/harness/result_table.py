@@ -3,6 +3,7 @@
 import os
 import platform
 import subprocess
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,19 +42,36 @@ class ResultTable:
         lines = [
             "# Results of the long tier",
             "",
-            "Written by `./scripts/test.sh --all`. Soaks, kills and layout matrices; every figure",
-            "is from one run.",
+            "Written by `./scripts/test.sh --all`: soaks, kills and layout matrices, in one run.",
+            "Of each case: its figures and seconds.",
             "",
             f"Commit `{_commit()}`, torch {torch.__version__}, Python "
             f"{platform.python_version()}, {os.cpu_count()} cores.",
             "",
-            "| test | outcome | seconds | figures |",
-            "|---|---|---:|---|",
+            "| test | cases | figures |",
+            "|---|---|---|",
         ]
+        tests: dict[str, dict[str, _Entry]] = {}
         for name, entry in sorted(self._entries.items()):
-            figures = "; ".join(entry.figures).replace("|", "\\|")
-            lines.append(f"| `{name}` | {entry.outcome} | {entry.seconds:.0f} | {figures} |")
+            test, _, case = name.removesuffix("]").partition("[")
+            tests.setdefault(test, {})[case] = entry
+        lines += [_row(test, cases) for test, cases in tests.items()]
         self._path.write_text("\n".join(lines) + "\n")
+
+
+def _row(test: str, cases: dict[str, _Entry]) -> str:
+    """Return a test's row; what all its cases begin their figures with stands there once."""
+    counts = Counter(entry.outcome for entry in cases.values())
+    outcomes = ", ".join(f"{number} {outcome}" for outcome, number in sorted(counts.items()))
+    named = [figure.partition(": ")[0] for e in cases.values() for figure in e.figures]
+    common = named[0] if len(cases) > 1 and len(named) > 1 and len(set(named)) == 1 else ""
+    shown = []
+    for case, entry in cases.items():
+        figures = [figure.removeprefix(f"{common}: ") for figure in entry.figures]
+        words = [*([f"`{case}`"] if case else []), "; ".join(figures), f"{entry.seconds:.0f}s"]
+        shown.append(" ".join(filter(None, words)))
+    text = (f"{common}: " if common else "") + ", ".join(shown)
+    return f"| `{test}` | {outcomes} | {text.replace('|', '\\|')} |"
 
 
 def _commit() -> str:

@@ -84,12 +84,14 @@ def _die_with_parent(life: Connection) -> None:
 
 
 def _answer(job: Job, rank: int, world_size: int, environment: dict[str, str]) -> Reply:
+    from tests.harness.last_bits import as_all_tests
     from tests.harness.scene import set_scene
 
     try:
         sys.path[:] = job.path
         set_scene(rank, world_size, job.store, job.cpu, environment)
         function, args = pickle.loads(job.payload)
-        return Reply(pickle.dumps(function(*args)))
+        with as_all_tests():
+            return Reply(pickle.dumps(function(*args)))
     except BaseException:
         return Reply(error=traceback.format_exc().strip())

@@ -1,44 +1,66 @@
-"""Imports between our layers only go down (the order is design's: entry at the top)."""
+"""Imports go strictly down, each package is in its place, and files stay short.
+
+The order is that of docs/how_it_works.md: what a name stands before may import it.
+"""
 
 import ast
+import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from megatron.core.optimizer import OptimizerConfig
+
+from megatron_eopt import EmergingOptimizerConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "megatron_eopt"
 
-LAYERS = [
-    {"base"},
-    {"math"},
-    {"matrices"},
-    {"layouts"},
-    {"routing"},
-    {"optimizers"},
-    {"storage"},
-    {"fsdp2", "assembly"},
-]
-ENTRY = len(LAYERS)
-LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-# The CPU back end stands beside the layers: of ours it knows only base.
-LEVEL["cpu"] = LEVEL["math"]
+ORDER = (
+    # what people call
+    "launch",
+    "megatron_lm",
+    "arguments",
+    "__init__",
+    "bridge",
+    "checkpoint_files",
+    "checkpoints",
+    "emerging_optimizers",
+    "fsdp2",
+    "muon",
+    "storage",
+    # what it is made of
+    "build",
+    "checkpoint",
+    "optimizers",
+    "stores",
+    "routing",
+    "settings",
+    "layouts",
+    "matrices",
+    "math",
+    # stands beside all of that
+    "cpu",
+    "base",
+)
+"""Every package and module at the top, highest first."""
+
+INSIDE = ORDER[ORDER.index("build") :]
 KNOW_NO_MEGATRON = {"base", "math", "matrices", "layouts"}
 MAY_NAME_MEGATRON = {"base/versions.py"}
 
 
 def source_files() -> dict[str, ast.Module]:
-    files = [*(ROOT / PACKAGE).rglob("*.py")]
-    named = {
-        path.relative_to(ROOT / PACKAGE).as_posix(): ast.parse(path.read_text()) for path in files
-    }
-    named |= {
-        f"arguments/{path.name}": ast.parse(path.read_text())
-        for path in (ROOT / "arguments").glob("*.py")
-    }
-    return named
+    files = {path.relative_to(ROOT / PACKAGE): path for path in (ROOT / PACKAGE).rglob("*.py")}
+    files |= {path.relative_to(ROOT): path for path in (ROOT / "arguments").glob("*.py")}
+    return {place.as_posix(): ast.parse(path.read_text()) for place, path in files.items()}
 
 
-def imports(tree: ast.Module) -> set[str]:
+SOURCES = source_files()
+
+
+def modules(tree: ast.AST) -> set[str]:
+    """Return what is imported, wherever in the file."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -49,39 +71,149 @@ def imports(tree: ast.Module) -> set[str]:
     return found
 
 
-def level_of(place: str) -> int:
-    return LEVEL.get(place.split("/")[0].removesuffix(".py"), ENTRY)
+def top_of(place: str) -> str:
+    return place.split("/")[0].removesuffix(".py")
 
 
-SOURCES = source_files()
+def imported(tree: ast.AST) -> set[str]:
+    """Return which of our packages are imported."""
+    ours = [name.split(".") for name in modules(tree) if name.split(".")[0] == PACKAGE]
+    return {parts[1] if parts[1:2] and parts[1] in ORDER else "__init__" for parts in ours}
+
+
+def test_every_package_is_named():
+    assert {top_of(place) for place in SOURCES} == set(ORDER)
 
 
 @pytest.mark.parametrize("place", SOURCES)
-def test_imports_go_down(place):
-    for name in imports(SOURCES[place]):
-        parts = name.split(".")
-        if parts[0] == PACKAGE and len(parts) > 1:
-            assert level_of(parts[1]) <= level_of(place), f"{place} imports {name}, a higher layer"
+def test_imports_go_strictly_down(place):
+    for name in imported(SOURCES[place]) - {top_of(place)}:
+        assert ORDER.index(name) > ORDER.index(top_of(place)), f"{place} imports {name}, above it"
 
 
-@pytest.mark.parametrize("place", [p for p in SOURCES if p.split("/")[0] in KNOW_NO_MEGATRON])
+@pytest.mark.parametrize("place", [place for place in SOURCES if place != "launch.py"])
+def test_no_import_of_ours_waits_until_a_function_is_called(place):
+    # the launcher's do: what they import depends on the module path that it sets first
+    functions = (n for n in ast.walk(SOURCES[place]) if isinstance(n, ast.FunctionDef | ast.Lambda))
+    assert not [name for function in functions for name in imported(function)]
+
+
+def modules_of(package: str) -> dict[str, set[str]]:
+    """Return which modules of a package each of them imports."""
+    names = {place for place in SOURCES if top_of(place) == package and place.count("/") == 1}
+    paths = {f"{PACKAGE}.{name.removesuffix('.py').replace('/', '.')}": name for name in names}
+    return {
+        name: {
+            paths[path]
+            for module in modules(SOURCES[name])
+            for path in (module, module.rpartition(".")[0])
+            if path in paths
+        }
+        for name in names
+    }
+
+
+@pytest.mark.parametrize("package", ORDER)
+def test_modules_of_a_package_do_not_import_each_other_in_circles(package):
+    graph = modules_of(package)
+    while free := {name for name, needed in graph.items() if not needed & set(graph)}:
+        graph = {name: needed for name, needed in graph.items() if name not in free}
+    assert not graph, f"a circle among {sorted(graph)}"
+
+
+@pytest.mark.parametrize("place", [p for p in SOURCES if top_of(p) in KNOW_NO_MEGATRON])
 def test_the_lower_layers_know_no_megatron(place):
     if place not in MAY_NAME_MEGATRON:
-        assert not {name for name in imports(SOURCES[place]) if name.split(".")[0] == "megatron"}
+        assert not {name for name in modules(SOURCES[place]) if name.split(".")[0] == "megatron"}
 
 
-@pytest.mark.parametrize("place", SOURCES)
-def test_the_command_line_is_imported_by_the_entry_layer_only(place):
-    if level_of(place) < ENTRY:
-        assert not {n for n in imports(SOURCES[place]) if n.startswith(f"{PACKAGE}.arguments")}
+FIELDS = {
+    field.name
+    for config in (OptimizerConfig, EmergingOptimizerConfig)
+    for field in dataclasses.fields(config)
+}
+"""Of the configurations that only settings may read."""
+
+
+def raw_reads(tree: ast.AST) -> Iterator[str]:
+    """Yield the fields of a configuration that are read, or written, by any name ``config``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in FIELDS and _is_config(node.value):
+            yield f"line {node.lineno}: {ast.unparse(node)}"
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in (
+            "getattr",
+            "hasattr",
+            "setattr",
+            "vars",
+            "dataclasses.asdict",
+            "dataclasses.replace",
+        ):
+            named = node.args[1] if len(node.args) > 1 else None
+            known = not isinstance(named, ast.Constant) or named.value in FIELDS
+            if node.args and _is_config(node.args[0]) and known:
+                yield f"line {node.lineno}: {ast.unparse(node)}"
+
+
+def _is_config(node: ast.expr) -> bool:
+    name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+    return name in ("config", "_config")
+
+
+MAY_READ = {"settings", "arguments", "cpu"}
+"""Where a configuration is made, or given its meaning; the CPU back end reads the model's."""
+
+
+@pytest.mark.parametrize("place", [p for p in SOURCES if top_of(p) not in MAY_READ])
+def test_only_settings_read_a_raw_configuration(place):
+    assert not list(raw_reads(SOURCES[place]))
+
+
+def test_raw_reads_are_seen():
+    read = ("self.config.lr", "getattr(config, 'bf16')", "config.optimizer = 1", "vars(config)")
+    for text in read:
+        assert list(raw_reads(ast.parse(text))), text
+    for text in ("settings.lr", "config.hidden_size", "getattr(config, 'gated_linear_unit')"):
+        assert not list(raw_reads(ast.parse(text))), text
+
+
+FOLDERS = ("megatron_eopt", "arguments", "scripts", "tests", "benchmarks", "examples")
 
 
 def test_files_stay_short():
-    for folder in ("megatron_eopt", "arguments", "scripts", "tests", "benchmarks", "examples"):
+    for folder in FOLDERS:
         for path in (ROOT / folder).rglob("*.py"):
             assert path.read_text().count("\n") <= 400, f"{path} has over 400 lines"
 
 
-def test_every_layer_here_exists():
-    folders = {path.name for path in (ROOT / PACKAGE).iterdir() if (path / "__init__.py").exists()}
-    assert folders - {"arguments", "checkpoints", "megatron_lm"} <= set(LEVEL)
+def test_the_whole_stays_small():
+    own = [place for place in SOURCES if top_of(place) not in ("cpu", "checkpoint_files")]
+    folder = {place: ROOT / ("" if top_of(place) == "arguments" else PACKAGE) for place in own}
+    assert sum((folder[place] / place).read_text().count("\n") for place in own) <= 20_000
+
+
+def functions_of(tree: ast.Module) -> Iterator[ast.FunctionDef]:
+    yield from (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+
+
+SIGNATURES_OF_OTHERS = {
+    "__init__",
+    "config_to_kwargs",
+    "get_megatron_optimizer",
+    "get_megatron_muon_optimizer",
+    "_load_global_dist_base_checkpoint",
+}
+"""Constructors, and functions with the arguments that megatron-core's of the same names have."""
+
+
+@pytest.mark.parametrize("place", SOURCES)
+def test_functions_stay_small(place):
+    for function in functions_of(SOURCES[place]):
+        if ast.get_docstring(function):
+            lines = function.end_lineno - function.body[0].end_lineno
+        else:
+            lines = function.end_lineno - function.lineno
+        assert lines <= 70, f"{place}: {function.name} has {lines} lines"
+        if function.name not in SIGNATURES_OF_OTHERS:
+            own = [a for a in function.args.args if a.arg not in ("self", "cls")]
+            count = len(own) + len(function.args.kwonlyargs)
+            assert count <= 7, f"{place}: {function.name} has {count} arguments"

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.harness import run_ranks
-from tests.unit.storage.runs import (
+from tests.unit.stores.runs import (
     DENSE,
     MOE,
     Result,

@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import forward_backward, synthetic_batch, tiny_gpt, wrap_ddp
-from tests.unit.storage.runs import (
+from tests.unit.stores.runs import (
     DENSE,
     MOE,
     Result,

@@ -10,7 +10,7 @@ from megatron.training.arguments import add_megatron_arguments
 
 from megatron_eopt import ConfigurationError, EmergingOptimizerConfig, load_optimizer_config
 from megatron_eopt.arguments import add_arguments, config_from_args
-from megatron_eopt.assembly.config_file import DEFAULTS_KEY, allowed_keys
+from megatron_eopt.settings.config_file import DEFAULTS_KEY, allowed_keys
 from tests.functional.script import losses, train
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"

@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-import torch
 
 from tests.harness import run_ranks
 from tests.unit.contracts.callers import (
@@ -55,22 +54,11 @@ def _release_model_memory(optimizer: Any, chunk: Any) -> None:
         buffer.grad_data.zero_()
 
 
-def _offload_owned(optimizer: Any, chunk: Any) -> None:
-    """Whole matrices at their owners, which a walk over ``child.optimizer.state`` does not see."""
-    for child in optimizer.chained_optimizers:
-        for owned in getattr(child, "owned_matrices", tuple)():
-            owned.matrix.data = elsewhere(owned.matrix)
-            for key, value in owned.state.items():
-                if isinstance(value, torch.Tensor):
-                    owned.state[key] = elsewhere(value)
-
-
 MOVES = {
     "state": _offload_every_state_tensor,
     "main": _offload_main_params,
     "groups": _offload_group_params,
     "megatron": _megatrons_offload,
-    "owned": _offload_owned,
     "model": _release_model_memory,
 }
 

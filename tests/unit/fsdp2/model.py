@@ -13,9 +13,9 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.placement_types import Shard
 
-from megatron_eopt.assembly.config import EmergingOptimizerConfig
 from megatron_eopt.fsdp2 import build_optimizer
 from megatron_eopt.matrices import gated
+from megatron_eopt.settings.config import EmergingOptimizerConfig
 
 STEPS = 10
 # emerging-optimizers compiles its functions, which takes minutes here

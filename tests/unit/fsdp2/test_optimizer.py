@@ -5,9 +5,9 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from megatron_eopt.assembly.config import OptimizerConfig
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.fsdp2 import build_optimizer
+from megatron_eopt.settings.config import OptimizerConfig
 from tests.harness import run_ranks
 from tests.unit.fsdp2.model import (
     MATRICES,

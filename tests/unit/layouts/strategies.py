@@ -5,7 +5,14 @@ import torch
 from hypothesis import strategies as st
 
 from megatron_eopt.layouts import Layout, Matrix, build_plan
-from megatron_eopt.layouts.copying import run_moves
+from megatron_eopt.layouts.coverage import check_cover
+from megatron_eopt.layouts.wire import run_copies
+
+
+def check(layout, name, ranks):
+    """Raise unless the sources cover every element exactly once."""
+    matrix = np.zeros(len(layout.boxes), np.int64)
+    check_cover([name], [layout.shape], matrix, layout.boxes, ranks)
 
 
 @st.composite
@@ -92,13 +99,13 @@ def exchange(plans, direction, wave, sources, sinks):
     sent = []
     for part, tensors in zip(parts, sources, strict=True):
         buffer = torch.empty(sum(part.send_sizes))
-        run_moves(part.pack, tensors, [buffer])
+        run_copies(part.pack, tensors, [buffer])
         sent.append(buffer.split(part.send_sizes))
     for rank, part in enumerate(parts):
-        run_moves(part.keep, sources[rank], sinks[rank])
+        run_copies(part.keep, sources[rank], sinks[rank])
         buffer = torch.cat([slices[rank] for slices in sent])
         assert part.recv_sizes == tuple(len(slices[rank]) for slices in sent)
-        run_moves(part.unpack, [buffer], sinks[rank])
+        run_copies(part.unpack, [buffer], sinks[rank])
 
 
 def simulate(matrix: Matrix, ranks: int, tensors, function):

@@ -61,7 +61,7 @@ def test_small_cases_are_near_the_optimum(costs, world_size):
     )
     most = np.bincount(assign_owners(cost, world_size), weights=cost).max()
     assert lower_bound(cost, world_size) <= best * (1 + 1e-12)
-    assert most <= best * 13 / 11 + 1e-9  # multifit's worst case
+    assert most <= best * (4 - 1 / world_size) / 3 + 1e-9  # worst case of the largest first
 
 
 @given(st.data(), st.integers(1, 5))

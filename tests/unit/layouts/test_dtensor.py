@@ -11,7 +11,7 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.layouts import Layout, dtensor_layout
 from tests.harness import run_ranks
-from tests.unit.layouts.strategies import store
+from tests.unit.layouts.strategies import check, store
 
 CASES = [
     ((4,), (5, 3), [Shard(0)]),
@@ -53,7 +53,7 @@ def check_fsdp_on_tp(rank):
 def check_local(tensor, full, rank):
     mesh = tensor.device_mesh.mesh.numpy().astype(np.int64)
     layout = dtensor_layout(tuple(full.shape), mesh, tensor.placements, copy=1)
-    layout.check("w", 4)
+    check(layout, "w", 4)
     local = tensor.to_local().flatten()
     assert torch.equal(store(layout, full.reshape(layout.shape), 4)[rank], local)
 

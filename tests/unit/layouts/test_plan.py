@@ -28,15 +28,12 @@ def test_batches_are_stacks_of_equal_shapes():
     assert second.offset >= 2 * 48
 
 
-def test_counts_and_table():
+def test_counts():
     matrices = [exchange_over_tp((8, 6), 0, "a"), exchange_over_tp((4, 6), 1, "b")]
     plan = build_plan(matrices, [[0], [1]], rank=0, world_size=2, element_size=2)
     assert plan.calls == 4
     assert plan.bytes_sent == 2 * (24 + 12)  # half of a out, half of b in
     assert plan.bytes_received == 2 * (24 + 12)
-    table = plan.describe()
-    assert "rank 0 of 2: 4 calls, 72 bytes sent, 72 received" in table
-    assert table.splitlines()[2].split() == ["0", "1", "1", "2", "0", "24", "24", "0"]
 
 
 def test_digest_notices_every_difference():

@@ -1,6 +1,5 @@
 """Redistributions over real processes: results, counts of calls and bytes, and what goes wrong."""
 
-import logging
 import time
 from collections import Counter
 from contextlib import contextmanager
@@ -17,12 +16,10 @@ from megatron_eopt.layouts import (
     Matrix,
     Redistribution,
     RedistributionError,
-    RedistributionTimeoutError,
     assign_owners,
     iteration_cost,
     plan_waves,
 )
-from megatron_eopt.layouts.watch import Watch
 from tests.harness import run_ranks
 from tests.unit.layouts.strategies import full_matrix, store
 
@@ -166,21 +163,18 @@ def test_exchange_moves_less_than_a_gather(ranks):
 def dtypes_and_outputs():
     rank = dist.get_rank()
     matrix = Matrix("w", Layout.slabs((4, 4), 0, [0, 1]), Layout.whole((4, 4), 1))
-    engine = Redistribution(
-        [matrix], [[0]], dist.group.WORLD, dtype=torch.bfloat16, compute_dtype=torch.float32
-    )
+    engine = Redistribution([matrix], [[0]], dist.group.WORLD, dtype=torch.bfloat16)
     full = full_matrix((4, 4))
     seen = {}
     shard = full[2 * rank : 2 * rank + 2].clone()
     result = engine.run({"w": shard}, double_and_record(seen), {"w": shard})
     assert result["w"] is shard
-    # bfloat16 on the wire: what did not travel keeps its digits
-    rounded = full[:2].bfloat16().float()
+    rounded = full.bfloat16()
     assert engine.plan.bytes_sent == 2 * 8
     if rank == 1:
-        assert seen[0].dtype == torch.float32
-        assert torch.equal(seen[0], torch.cat([rounded, full[2:]]))
-    assert torch.equal(shard, 2 * full[2:] if rank else 2 * rounded)
+        assert seen[0].dtype == torch.bfloat16
+        assert torch.equal(seen[0], rounded)
+    assert torch.equal(shard, 2 * rounded[2 * rank : 2 * rank + 2].float())
 
 
 def test_dtypes_and_given_outputs():
@@ -218,11 +212,11 @@ def test_ranks_that_disagree_are_named():
 
 
 def one_rank_is_late():
-    group = dist.new_group(timeout=timedelta(seconds=30))
+    group = dist.new_group(timeout=timedelta(seconds=1))
     matrices = [
         Matrix(name, Layout.slabs((4, 4), 0, [0, 1]), Layout.whole((4, 4), 0)) for name in "ab"
     ]
-    engine = Redistribution(matrices, [[0], [1]], group, timeout_s=1.0, name="tensor-parallel")
+    engine = Redistribution(matrices, [[0], [1]], group, name="tensor-parallel")
     inputs = {name: torch.ones(2, 4) for name in "ab"}
     engine.run(inputs, lambda batch: None)
     if dist.get_rank() == 0:
@@ -235,14 +229,14 @@ def one_rank_is_late():
             engine.run(inputs, fail)
         time.sleep(3)  # alive, and not taking part
         return ""
-    with pytest.raises(RedistributionTimeoutError) as caught:
+    with pytest.raises(RedistributionError) as caught:
         engine.run(inputs, lambda batch: None)
     return str(caught.value)
 
 
 def test_a_rank_that_does_not_take_part_is_a_timeout_with_names():
     message = run_ranks(2, one_rank_is_late)[1]
-    assert "after 1 s at step 1, wave 1 (out), group 'tensor-parallel' of 2 ranks (0, 1)" in message
+    assert "at step 1, wave 1 (out), group 'tensor-parallel' of 2 ranks (0, 1)" in message
 
 
 def fused_fragments():
@@ -276,26 +270,3 @@ def fused_fragments():
 
 def test_matrices_of_one_fused_weight_share_its_tensor():
     run_ranks(4, fused_fragments)
-
-
-def late_on_a_gpu():
-    """The thread that stands in where the host does not wait, on a real collective."""
-    tensor = torch.ones(2)
-    if dist.get_rank() == 0:
-        time.sleep(2.5)
-        dist.all_to_all_single(torch.empty(2), tensor, [1, 1], [1, 1])
-        return []
-    messages = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("megatron_eopt.layouts.watch").addHandler(handler)
-    work = dist.all_to_all_single(torch.empty(2), tensor, [1, 1], [1, 1], async_op=True)
-    Watch().add(work, "step 7, wave 2 (in), group 'dense'", 0.1)
-    work.wait()
-    return messages
-
-
-def test_a_late_collective_is_logged_with_its_names():
-    messages = run_ranks(2, late_on_a_gpu)[1]
-    assert len(messages) == 1, "reported once"
-    assert messages[0].startswith("all-to-all not done after 0.1 s at step 7, wave 2 (in), group")

@@ -67,5 +67,5 @@ def test_interleaved_rows_are_few_copies():
     full = full_matrix(gate.shape)
     plans, pieces, _ = simulate(matrix, 2, store(gate, full, 2), torch.neg)
     assert torch.equal(pieces[0], full)
-    assert [len(plan.waves[0].inward.pack.moves) for plan in plans] == [0, 1]
-    assert len(plans[0].waves[0].inward.keep.moves) == 1
+    assert [len(plan.waves[0].inward.pack) for plan in plans] == [0, 1]
+    assert len(plans[0].waves[0].inward.keep) == 1

@@ -8,8 +8,15 @@ from torch import Tensor
 
 from megatron_eopt.math.algorithm import AlgorithmT, choose_algorithm
 from megatron_eopt.math.coefficients import resolve_coefficients
-from megatron_eopt.math.gram import Shifted, accumulate, apply, gram_residual, iterate_gram
-from megatron_eopt.math.newton_schulz import iterate_standard, normalize
+from megatron_eopt.math.newton_schulz import (
+    Shifted,
+    accumulate,
+    apply,
+    gram_residual,
+    iterate_gram,
+    iterate_standard,
+    normalize,
+)
 from megatron_eopt.math.orthogonalize import orthogonalize
 from tests.unit.math.spectra import gaussian, relative_error
 

@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.math.orthogonalize import orthogonalize
-from megatron_eopt.math.precision import PRECISIONS, PrecisionT, compute_dtype, matmul_precision
+from megatron_eopt.math.orthogonalize import matmul_precision, orthogonalize
+from megatron_eopt.math.precision import PRECISIONS, PrecisionT, compute_dtype
 from tests.unit.math.spectra import gaussian, relative_error
 
 

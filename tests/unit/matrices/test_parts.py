@@ -9,15 +9,11 @@ from megatron_eopt.matrices import (
     check_fits,
     gated,
     local_shape,
-    merge_local,
-    merge_parts,
-    part_views,
     periodic,
     qkv,
-    split_local,
-    split_parts,
     whole,
 )
+from tests.reference.parts import merge_local, merge_parts, part_views, split_local, split_parts
 from tests.unit.matrices.oracle import rows_of_rank
 from tests.unit.matrices.strategies import randomly, splits
 

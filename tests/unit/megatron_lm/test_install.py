@@ -91,7 +91,6 @@ def test_public_methods_and_fields_of_replaced_classes_exist():
     assert missing == {
         # Upstream's way of moving whole parameters between ranks, which is not ours.
         "LayerWiseDistributedOptimizer": {
-            "allgather_params", "broadcast_params",
             "set_bucket_layerwise_params_list", "shard_params",
             "start_param_sync_for_bucket_group_subset",
         },
@@ -278,7 +277,7 @@ def test_upstreams_way_to_register_an_optimizer_works():
 
 
 def _own_factory() -> tuple[str, str]:
-    from megatron_eopt.assembly import factory
+    from megatron_eopt.build import factory
 
     with megatron_lm.install():
         from megatron.core.optimizer import get_megatron_optimizer
@@ -287,5 +286,5 @@ def _own_factory() -> tuple[str, str]:
 
 def test_what_is_left_to_upstreams_factory_still_finds_it():
     assert run_ranks(1, _own_factory) == [
-        ("megatron.core.optimizer", "megatron_eopt.assembly.factory")
+        ("megatron.core.optimizer", "megatron_eopt.build.factory")
     ]

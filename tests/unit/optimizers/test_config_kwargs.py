@@ -8,13 +8,13 @@ from megatron.core.optimizer import OptimizerConfig
 
 from megatron_eopt import ConfigurationError, EmergingOptimizerConfig
 from megatron_eopt import emerging_optimizers as compat
-from megatron_eopt.optimizers.config_kwargs import (
+from megatron_eopt.settings.arguments import entry_kwargs
+from megatron_eopt.settings.fields import (
     check_all_consumed,
     constructor_arguments,
     first_field,
     kwargs_from_config,
 )
-from megatron_eopt.optimizers.entries import constructor_kwargs
 
 MODEL = SimpleNamespace(
     config=SimpleNamespace(num_attention_heads=8, num_query_groups=2, kv_channels=16)
@@ -53,15 +53,15 @@ def test_arguments_of_bases_are_followed_through_keyword_arguments():
 )
 def test_old_spellings_work(old, argument, value):
     config = EmergingOptimizerConfig(optimizer="muon", lr=0.1, **{old: value})
-    assert constructor_kwargs("muon", config, [MODEL], None)[argument] == value
+    assert entry_kwargs("muon", config, [MODEL], None)[argument] == value
 
 
 def test_weight_decay_follows_the_configuration():
     for decoupled in (True, False):
         config = OptimizerConfig(lr=0.1, decoupled_weight_decay=decoupled)
-        muon = constructor_kwargs("muon", config, [MODEL], None)
+        muon = entry_kwargs("muon", config, [MODEL], None)
         assert muon["use_decoupled_weight_decay"] is decoupled
-        method = constructor_kwargs("soap", config, [MODEL], None)["weight_decay_method"]
+        method = entry_kwargs("soap", config, [MODEL], None)["weight_decay_method"]
         assert method == ("decoupled" if decoupled else "l2")
 
 

@@ -9,10 +9,11 @@ from emerging_optimizers.orthogonalized_optimizers.muon_utils import newton_schu
 
 from megatron_eopt.math import choose_algorithm, orthogonalize, resolve_coefficients
 from megatron_eopt.matrices import qkv, whole
-from megatron_eopt.optimizers.engine import MatrixEngine
-from megatron_eopt.optimizers.stored import Fragment, StoredParameter
+from megatron_eopt.optimizers.engine import MatrixEngine, Means
 from megatron_eopt.optimizers.triangle import packed_elements
+from megatron_eopt.stores.shard import Fragment
 from tests.harness import run_ranks
+from tests.harness.shards import StoredParameter
 
 COLLECTIVES = (
     "all_to_all_single",
@@ -72,8 +73,9 @@ def run_counted(parameters, mode, precision="highest", wave_bytes=64 << 20, algo
     """Return the calls of one step, the number of waves, and what the plan says about itself."""
     size, rank = dist.get_world_size(), dist.get_rank()
     built = [stored(f"w{i}", split, dim, size) for i, (split, dim) in enumerate(parameters)]
+    shards = [parameter.shard(dist.group.WORLD) for parameter in built]
     engine = MatrixEngine(
-        built, muon(precision, algorithm), dist.group.WORLD, mode=mode, wave_bytes=wave_bytes
+        shards, muon(precision, algorithm), Means(mode=mode, wave_bytes=wave_bytes)
     )
     directions = [
         torch.randn(p.fragments[rank].stop, generator=torch.Generator().manual_seed(i))

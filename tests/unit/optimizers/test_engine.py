@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.matrices import gated, qkv, whole
-from megatron_eopt.optimizers.engine import MatrixEngine
-from megatron_eopt.optimizers.engines import tensor_parallel_cut
-from megatron_eopt.optimizers.stored import Fragment, StoredParameter
+from megatron_eopt.optimizers.engine import MatrixEngine, Means
 from megatron_eopt.optimizers.triangle import pack_triangle, packed_elements, unpack_triangle
+from megatron_eopt.stores.replicated import tensor_parallel_cut
+from megatron_eopt.stores.shard import Fragment
 from tests.harness import run_ranks
+from tests.harness.shards import StoredParameter
 
 EXACT = ("duplicated", "exchange", "distributed", "auto")
 
@@ -87,15 +88,14 @@ def come_back(cases):
     """Return the cases in which something other than the input came back."""
     rank, wrong = dist.get_rank(), []
     for number, (parameters, mode, wave_bytes) in enumerate(cases):
-        engine = MatrixEngine(
-            parameters, identity, dist.group.WORLD, mode=mode, wave_bytes=wave_bytes
-        )
+        shards = [parameter.shard(dist.group.WORLD) for parameter in parameters]
+        engine = MatrixEngine(shards, identity, Means(mode=mode, wave_bytes=wave_bytes))
         directions = []
         for index, parameter in enumerate(parameters):
             fragment = parameter.fragments[rank]
             # every rank with the same coordinate has the same slab
-            generator = torch.Generator().manual_seed(1000 * index + fragment.tp_rank)
-            slab = torch.randn(torch.Size(parameter.split.shape).numel(), generator=generator)
+            generator = torch.Generator().manual_seed(1000 * index + fragment.tensor_rank)
+            slab = torch.randn(parameter.numel, generator=generator)
             directions.append(slab[fragment.start : fragment.stop].clone())
         before = [direction.clone() for direction in directions]
         for update, direction, old in zip(
@@ -129,17 +129,15 @@ def uneven_errors(batched):
         for name, (split, ranges) in UNEVEN.items()
     ]
     alone = [
-        StoredParameter(
-            p.name, p.split, -1, 1, (Fragment(0, 0, torch.Size(p.split.shape).numel()),)
-        )
-        for p in stored
+        StoredParameter(p.name, p.split, -1, 1, (Fragment(0, 0, p.numel),)).shard() for p in stored
     ]
     generator = torch.Generator().manual_seed(0)
     full = [torch.randn(p.split.shape, generator=generator) for p in stored]
-    wants = MatrixEngine(alone, newton_schulz, batched=batched).updates(full)
+    wants = MatrixEngine(alone, newton_schulz, Means(batched=batched)).updates(full)
+    shards = [p.shard(dist.group.WORLD) for p in stored]
     result = {}
     for mode in EXACT:
-        engine = MatrixEngine(stored, newton_schulz, dist.group.WORLD, mode=mode, batched=batched)
+        engine = MatrixEngine(shards, newton_schulz, Means(mode=mode, batched=batched))
         ranges = [slice(p.fragments[rank].start, p.fragments[rank].stop) for p in stored]
         mine = [x.flatten()[r] for x, r in zip(full, ranges, strict=True)]
         for p, got, want, r in zip(stored, engine.updates(mine), wants, ranges, strict=True):
@@ -162,14 +160,14 @@ def test_uneven_shards(batched):
 def blockwise(shape):
     rank = dist.get_rank()
     fragments = tuple(Fragment(r, 0, 16 * 24) for r in range(2))
-    stored = StoredParameter("w", whole((32, 24)), 0, 2, fragments)
+    stored = StoredParameter("w", whole((32, 24)), 0, 2, fragments).shard(dist.group.WORLD)
     shapes = []
 
     def update(stack, matrices, reduce, shape):
         shapes.append((tuple(stack.shape), shape, reduce))
         newton_schulz(stack, matrices, reduce, shape)
 
-    engine = MatrixEngine([stored], update, dist.group.WORLD, mode="blockwise")
+    engine = MatrixEngine([stored], update, Means(mode="blockwise"))
     piece = torch.randn(16, 24, generator=torch.Generator().manual_seed(rank))
     (got,) = engine.updates([piece])
     want = piece.unsqueeze(0).clone()
@@ -232,8 +230,10 @@ def cuts():
     }.items():
         dim, group = tensor_parallel_cut(param, collection, "auto")
         result[name] = (dim, group is both)
-    with pytest.raises(ConfigurationError, match="expt_gtp_remat"):
-        tensor_parallel_cut(parameter(is_gtp_weight_remat=True, expert_tp=True), collection, "auto")
+    with pytest.raises(ConfigurationError, match="is_gtp_weight_remat"):
+        tensor_parallel_cut(
+            parameter(is_gtp_weight_remat=True, allreduce=False), collection, "auto"
+        )
     return result
 
 

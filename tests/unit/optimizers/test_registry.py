@@ -10,7 +10,7 @@ from emerging_optimizers.utils import SinkhornMapper
 from megatron.core.optimizer import OptimizerConfig
 
 from megatron_eopt import ConfigurationError, EmergingOptimizerEntry, get_megatron_optimizer
-from megatron_eopt.optimizers import registry
+from megatron_eopt.settings import registry
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import synthetic_batch, tiny_gpt, train_step, wrap_ddp

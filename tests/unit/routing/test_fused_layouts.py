@@ -14,13 +14,11 @@ from megatron_eopt.matrices import (
     Split,
     gated,
     matrix_rows,
-    merge_local,
     qkv,
-    split_local,
-    split_parts,
 )
 from megatron_eopt.routing.splits import find_splits
 from tests.harness import run_ranks
+from tests.reference.parts import merge_local, split_local, split_parts
 from tests.unit.routing import modules
 
 ALL: Any = ("qkv", "gated", "mla", "linear_attention")

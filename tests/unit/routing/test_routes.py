@@ -7,9 +7,9 @@ import torch
 from megatron.core.optimizer import OptimizerConfig, ParamKey
 
 from megatron_eopt import ConfigurationError, EmergingOptimizerConfig, register_optimizer
-from megatron_eopt.optimizers import registry
 from megatron_eopt.routing.overrides import describe, merge, unmatched
 from megatron_eopt.routing.parameters import trainable_parameters
+from megatron_eopt.settings import registry
 from tests.unit.routing.toy import Toy, groups_of, routes_of
 
 

@@ -264,7 +264,5 @@ def test_a_known_module_with_a_weight_of_another_size_is_an_error() -> None:
 def test_a_duplicated_weight_is_not_cut_whatever_its_partition_dim() -> None:
     param: Any = nn.Parameter(torch.zeros(2, 2))
     assert tensor_parallel_cut(param) == (1, -1)
-    param.partition_dim = 0
-    assert tensor_parallel_cut(param) == (1, -1)
-    param.tensor_model_parallel = False
+    param.partition_dim, param.tensor_model_parallel = 0, False
     assert tensor_parallel_cut(param) == (1, -1)

@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 
-from megatron_eopt.assembly.meaning import resolve, rules_of
 from megatron_eopt.routing.groups import Group, build_groups, summarize
 from megatron_eopt.routing.parameters import trainable_parameters
 from megatron_eopt.routing.routes import Route, route_all
+from megatron_eopt.settings.settings import resolve
 
 
 class Toy(torch.nn.Module):
@@ -31,7 +31,7 @@ class Toy(torch.nn.Module):
 def routes_of(config: Any, overrides: Any = None, model: torch.nn.Module | None = None) -> Any:
     """Return the routes of ``model`` by name."""
     parameters = trainable_parameters([model or Toy()])
-    routes = route_all(parameters, overrides or {}, rules_of(resolve(config)))
+    routes = route_all(parameters, overrides or {}, resolve(config))
     return {route.parameter.name: route for route in routes}
 
 

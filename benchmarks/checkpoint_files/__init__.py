@@ -1,0 +1,1 @@
+"""What verifying the files of checkpoints costs."""

@@ -1,1 +1,0 @@
-"""Checkpoints of optimizers that hold whole parameters."""

@@ -1,0 +1,1 @@
+"""From a configuration and a model to an optimizer: resolve, route, store, build."""

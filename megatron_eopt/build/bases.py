@@ -1,0 +1,179 @@
+"""The torch optimizers that a configuration asks for, before any storage wraps them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.names import SCALAR_OPTIMIZERS
+from megatron_eopt.matrices import Split
+from megatron_eopt.optimizers.driver import InitState, ParamGroup
+from megatron_eopt.optimizers.group_settings import check_group_settings
+from megatron_eopt.optimizers.scalar import (
+    ELEMENT_WISE_CLASSES,
+    build_scalar_optimizer,
+    plain_scalar_optimizer,
+)
+from megatron_eopt.routing.groups import Group, param_group
+from megatron_eopt.settings.arguments import arguments_of
+from megatron_eopt.settings.fields import constructor_arguments
+from megatron_eopt.settings.registry import StateLayoutT, entries, entry_of
+from megatron_eopt.settings.settings import Settings
+
+__all__ = ["Base", "Share", "build_base", "shares_of"]
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one optimizer of the chain steps.
+
+    Attributes:
+        optimizer: Name of the torch optimizer.
+        is_expert: Whether it holds experts' parameters.
+        groups: Its parameter groups.
+        chunks: Indices of the model chunks that its parameters come from.
+    """
+
+    optimizer: str
+    is_expert: bool
+    groups: tuple[Group, ...]
+    chunks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Base:
+    """A torch optimizer as a user passes one, or as a configuration asks for one.
+
+    Attributes:
+        optimizer: The torch optimizer; it may have been made over stand-ins for the parameters.
+        init_state_fn: Makes its state exist, called as ``(optimizer, config)``; may be None.
+        groups: Its parameter groups, of the model's parameters.
+        is_clipped: Whether its gradients are clipped.
+    """
+
+    optimizer: Any
+    init_state_fn: InitState
+    groups: Sequence[ParamGroup]
+    is_clipped: bool = True
+
+    @property
+    def layout(self) -> StateLayoutT:
+        """What of it needs whole matrices; everything, if its class is not known."""
+        cls = type(self.optimizer)
+        in_pieces = getattr(cls, "steps_in_pieces", None)
+        if in_pieces is not None and in_pieces():
+            return "matrix_update"
+        registered = entries().values()
+        known = {item.optimizer_cls for item in registered if item.state_layout == "element_wise"}
+        return "element_wise" if cls in known | ELEMENT_WISE_CLASSES else "matrix_state"
+
+
+def shares_of(
+    groups: Sequence[Group], main: str, n_chunks: int, *, first_chunk_apart: bool = False
+) -> list[Share]:
+    """Return what the optimizers of a chain step: the main one first, dense before experts.
+
+    Order and number are part of checkpoint formats, so they follow from what all ranks know.
+
+    Args:
+        groups: All groups.
+        main: Name of the main optimizer, whose dense share always exists.
+        n_chunks: Number of model chunks.
+        first_chunk_apart: Whether the first chunk's dense parameters get an optimizer of their own,
+            so that their gather can overlap with the next optimizer's step.
+    """
+    everything = tuple(range(n_chunks))
+    dense = [everything]
+    if first_chunk_apart and n_chunks > 1:
+        dense = [everything[:1], everything[1:]]
+    names = sorted({main} | {group.key.optimizer for group in groups}, key=lambda n: (n != main, n))
+    shares = []
+    for name in names:
+        for is_expert, chunks in [(False, part) for part in dense] + [(True, everything)]:
+            mine = tuple(
+                group
+                for group in groups
+                if (group.key.optimizer, group.key.is_expert) == (name, is_expert)
+                and group.chunks & set(chunks)
+            )
+            if mine or (not groups and name == main and not is_expert):
+                shares.append(Share(name, is_expert, mine, chunks))
+    return shares
+
+
+def build_base(
+    share: Share,
+    settings: Settings,
+    model_chunks: Sequence[Any],
+    pg_collection: Any,
+    *,
+    splits: Mapping[Tensor, Split | None] | None = None,
+    stand_ins: bool = False,
+    plain: bool = False,
+) -> Base | None:
+    """Return the torch optimizer of a share; None without groups.
+
+    Args:
+        share: What it steps.
+        settings: The configuration.
+        model_chunks: The model.
+        pg_collection: Process groups.
+        splits: The logical matrices of parameters, for optimizers that ask for them.
+        stand_ins: Whether optimizers of matrices are made over stand-ins for the parameters, since
+            a storage will step other tensors.
+        plain: Whether Adam and SGD are torch's own.
+
+    Raises:
+        ConfigurationError: If a setting of the optimizer or of a group cannot be honoured.
+    """
+    groups = [
+        param_group(
+            group,
+            [m.parameter.param for m in group.members if m.parameter.chunk in share.chunks],
+            lr=settings.lr,
+            min_lr=settings.min_lr,
+        )
+        for group in share.groups
+    ]
+    if not groups:
+        return None
+    name = share.optimizer
+    is_scalar = name in SCALAR_OPTIMIZERS
+    made_over = groups
+    if plain or (stand_ins and not is_scalar):
+        made_over = [{**g, "params": [nn.Parameter(torch.ones(1, 1))]} for g in groups]
+    optimizer: torch.optim.Optimizer
+    init_state_fn: InitState
+    if plain and is_scalar:
+        optimizer, init_state_fn = plain_scalar_optimizer(name, made_over, settings)
+    elif is_scalar:
+        optimizer, init_state_fn = build_scalar_optimizer(name, made_over, settings)
+    else:
+        entry = entry_of(name)
+        kwargs = arguments_of(name, settings, model_chunks, pg_collection)
+        if splits is not None and "splits" in constructor_arguments(entry.optimizer_cls):
+            kwargs["splits"] = splits
+        optimizer, init_state_fn = entry.optimizer_cls(made_over, **kwargs), entry.init_state_fn
+        if made_over is not groups:
+            _refuse_changed_weights(name, made_over)
+    check_group_settings(optimizer)
+    complete = [
+        {**made, "params": group["params"]}
+        for made, group in zip(optimizer.param_groups, groups, strict=True)
+    ]
+    is_clipped = not (settings.exempt_from_clipping and name == settings.optimizer)
+    return Base(optimizer, init_state_fn, complete, is_clipped)
+
+
+def _refuse_changed_weights(name: str, stand_ins: Sequence[dict[str, Any]]) -> None:
+    """Refuse a constructor that changes weights: those that will be stepped it does not see."""
+    if any(bool((param != 1).any()) for group in stand_ins for param in group["params"]):
+        raise ConfigurationError(
+            "optimizer",
+            name,
+            "changes weights when it is built, and there are no whole ones in this storage",
+            "Set use_distributed_optimizer=False, or leave out the option that changes them",
+        )

@@ -1,0 +1,349 @@
+"""Several optimizers that step as one.
+
+1. Gradients are handed to what is stepped, and unscaled.
+2. Their norm is computed, which tells whether all are finite, and they are clipped.
+3. Every member steps; matrices travel to where they are computed, and back.
+4. When all have stepped, parameters are gathered, once.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32
+from megatron.core.optimizer.optimizer import GRAD_NORM_GROUP_ATTR, ChainedOptimizer
+from torch import Tensor
+
+from megatron_eopt.base.versions import megatron_name
+from megatron_eopt.build.loss_scale import UnscaledOnce, overflowed, unscale_
+from megatron_eopt.checkpoint import local_state, optimizer_state
+from megatron_eopt.checkpoint.groups import check_structure
+from megatron_eopt.checkpoint.rank_files import load_rank_file, save_rank_file
+from megatron_eopt.checkpoint.requests import Form
+from megatron_eopt.math.finite import NonFiniteError, names_of_all, not_finite
+from megatron_eopt.optimizers.driver import CompositeOptimizer
+from megatron_eopt.optimizers.member import Member
+from megatron_eopt.settings.settings import RunSettings, Settings
+from megatron_eopt.stores.interface import named_gradients
+from megatron_eopt.stores.sharded import FragmentsOptimizer, OffloadedOptimizer
+
+__all__ = ["OptimizerChain", "mark_left_out", "names_in"]
+
+_HUGE = 1e16
+"""Of norms up to this one it takes a million until float32 has no room for their squares' sum."""
+
+_BY_BUCKET = "dp_reshardable"
+"""Megatron's name for state bucket by bucket."""
+
+
+class OptimizerChain(ChainedOptimizer):
+    """megatron-core's chain, with one loss scale and one decision a step for all its members.
+
+    Args:
+        members: The optimizers, in the order in which they step and are saved.
+        settings: The configuration.
+        scaler: The loss scale; None without.
+        model_chunks: The whole model, which names the parameters in messages.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        settings: RunSettings,
+        scaler: Any,
+        model_chunks: Sequence[Any],
+    ) -> None:
+        storages: list[Any] = [member.storage for member in members]
+        super().__init__(storages)
+        self.members = list(members)
+        self.settings = settings
+        self.config = settings.config
+        self._scaler = scaler
+        self._named_chunks = list(model_chunks)
+        self._unscaled = UnscaledOnce(model_chunks)
+        self._is_sharded = any(isinstance(item, FragmentsOptimizer) for item in storages)
+
+    @torch.no_grad()
+    def prepare_grads(self) -> bool:
+        """Hand all gradients to what is stepped and unscale them, at most once.
+
+        Returns:
+            Whether any gradient on any rank overflowed; the loss scale has then been told.
+        """
+        if self._scaler is not None and (known := self._unscaled.recall()) is not None:
+            return known
+        for member in self.members:
+            member.storage.collect_gradients()
+        if self._scaler is None:
+            return False
+        by_group: dict[Any, list[Tensor]] = {}
+        for child in self.chained_optimizers:
+            mine = by_group.setdefault(child.get_grad_stats_parallel_group(), [])
+            mine += [grad for _, grad in named_gradients(child)]
+        found_inf = False
+        for group, grads in by_group.items():
+            found_inf |= overflowed(unscale_(grads, self._scaler.inv_scale), group)
+        self._scaler.update(found_inf)
+        self._unscaled.remember(found_inf)
+        return found_inf
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients."""
+        self._unscaled.forget()
+        super().zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def step(self) -> tuple[bool, float | None, float | None]:
+        """Update all parameters.
+
+        Returns:
+            Whether they were updated, the gradient norm before clipping, and the number of zeros in
+            the gradients if the configuration asks for it.
+
+        Raises:
+            NonFiniteError: If a gradient is inf or nan and no loss scale lets the step be skipped;
+                on every rank, with the same names, before anything has changed.
+        """
+        self.grad_norms_by_group: dict[str, float] = {}
+        if self.prepare_grads():
+            return False, None, None
+        grad_norm = self.get_grad_norm()
+        self._clip(grad_norm)
+        zeros = self.count_zeros() if self.settings.counts_zeros else None
+        if self.is_above_skip_threshold(grad_norm):
+            return False, grad_norm, zeros
+        return self.step_with_ready_grads(), grad_norm, zeros
+
+    @torch.no_grad()
+    def step_with_ready_grads(self) -> bool:
+        """Step all members, then gather parameters unless the forward pass will."""
+        self._unscaled.forget()
+        for number, child in enumerate(self.chained_optimizers):
+            child.step_with_ready_grads()
+            if self.settings.early_gather and number == 0:
+                child.model_chunks[0].start_param_sync(force_dispatch=True)
+        self.gather_params()
+        return True
+
+    def gather_params(self, *, now: bool = False) -> None:
+        """Bring the stepped weights to all ranks; collective.
+
+        Args:
+            now: Whether to do it also where hooks of the next forward pass would.
+        """
+        for chunk in self.model_chunks:
+            ddp_config = chunk.ddp_config
+            if ddp_config.use_distributed_optimizer and (
+                now or not ddp_config.overlap_param_gather
+            ):
+                chunk.start_param_sync(force_sync=now)
+        for member in self.members:
+            member.storage.gather_params(now=now)
+
+    @torch.no_grad()
+    def get_grad_norm(self) -> Any:
+        """Return the norm over all ranks; collective.
+
+        It is finite only if all gradients are: those that megatron-core leaves out (copies that
+        other ranks count, groups with a norm of their own) are looked at without changing it.
+
+        Raises:
+            NonFiniteError: If it is inf or nan, unless the configuration skips steps with such a
+                norm. The names are the same on every rank.
+        """
+        counted = [_watched(child) for child in self.chained_optimizers]
+        groups = [child.get_grad_stats_parallel_group() for child in self.chained_optimizers]
+        if len(set(groups)) == 1:
+            counted, groups = [[grad for grads in counted for grad in grads]], groups[:1]
+        norms = [
+            get_grad_norm_fp32(grads, grad_stats_parallel_group=group)
+            for grads, group in zip(counted, groups, strict=True)
+        ]
+        norm = norms[0] if len(norms) == 1 else math.sqrt(sum(item**2 for item in norms))
+        if not math.isfinite(norm) and not self.is_above_skip_threshold(norm):
+            self._refuse()
+        return norm
+
+    def is_above_skip_threshold(self, norm: float) -> bool:
+        """Return whether the configuration skips steps with this gradient norm; never with nan."""
+        threshold = self.settings.skip_threshold
+        return math.isfinite(threshold) and norm > threshold
+
+    def state_dict(self) -> Any:
+        """Return this rank's state; that of fragments is in ``sharded_state_dict`` alone."""
+        states = [local_state.save(member, self._main) for member in self.members]
+        return states[0] if len(states) == 1 else states
+
+    def sharded_state_dict(
+        self, model_sharded_state_dict: Mapping[str, Any], is_loading: bool = False, **kwargs: Any
+    ) -> Any:
+        """Return what ``dist_checkpointing`` saves or loads; collective.
+
+        State is saved by parameter, so it loads at any layout, but for Adam alone in the form that
+        Megatron calls ``dp_reshardable``.
+
+        Args:
+            model_sharded_state_dict: The model's, with its parameters themselves as data.
+            is_loading: Whether to load.
+            **kwargs: ``metadata`` and ``sharding_type``, the trainer's choice of a form.
+
+        Raises:
+            ConfigurationError: If a parameter is not in the model's state.
+        """
+        metadata = kwargs.get("metadata") or {}
+        form = kwargs.get("sharding_type") or metadata.get("distrib_optim_sharding_type")
+        if self._is_offloaded or (form == _BY_BUCKET and self._is_unmixed and not is_loading):
+            return super().sharded_state_dict(model_sharded_state_dict, is_loading, **kwargs)
+        if self.is_stub_optimizer:
+            return {}
+        wanted = Form(
+            self._main,
+            by_bucket=form == _BY_BUCKET and self._is_unmixed,
+            # as in megatron-core's chain, but where it has none of the kind
+            by_place=not metadata.get("chained_optim_avoid_prefix")
+            and (self._is_unmixed or not self._is_sharded),
+            fresh=frozenset(self.settings.fresh_state),
+        )
+        return optimizer_state.requested(
+            self.members, model_sharded_state_dict, is_loading=is_loading, form=wanted
+        )
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Load what :meth:`sharded_state_dict` asked for, or :meth:`state_dict` returned.
+
+        Raises:
+            ConfigurationError: If it is not of these optimizers, or lacks state of theirs.
+            ConfigurationTypeError: If it is not built like a state.
+        """
+        check_structure(state_dict)
+        if self._is_offloaded:
+            super().load_state_dict(state_dict)
+        elif isinstance(state_dict, Mapping) and (
+            self._is_sharded or optimizer_state.REQUESTS in state_dict
+        ):
+            optimizer_state.load(self.members, state_dict)
+        else:
+            local_state.load(self.members, state_dict, self.settings.fresh_state)
+
+    def save_state_dict_to_file(self, filename: str) -> None:
+        """Write this rank's state, for checkpoints of format ``torch``."""
+        save_rank_file(filename, self.members, self._names())
+
+    def load_state_dict_from_file(self, filename: str) -> None:
+        """Read what :meth:`save_state_dict_to_file` wrote at the same layout.
+
+        Raises:
+            ConfigurationError: On every rank, if a file is missing, broken or of another layout.
+        """
+        load_rank_file(filename, self.members, self._names())
+
+    @property
+    def _main(self) -> str | None:
+        """Name of the main optimizer, where a configuration says it."""
+        return self.settings.optimizer if isinstance(self.settings, Settings) else None
+
+    @property
+    def _is_offloaded(self) -> bool:
+        return any(isinstance(item, OffloadedOptimizer) for item in self.chained_optimizers)
+
+    @property
+    def _is_unmixed(self) -> bool:
+        """Whether megatron-core's own optimizers could read what this one writes by bucket."""
+        return all(
+            isinstance(item, FragmentsOptimizer)
+            and not isinstance(item.optimizer, CompositeOptimizer)
+            for item in self.chained_optimizers
+        )
+
+    def _clip(self, grad_norm: float) -> None:
+        if self.settings.clip_grad <= 0:
+            return
+        norms = {None: grad_norm, **self._compute_grad_norms_by_group()}
+        by_norm: dict[str | None, list[Tensor]] = {}
+        for member in self.members:
+            for param in _clipped(member):
+                by_norm.setdefault(getattr(param, GRAD_NORM_GROUP_ATTR, None), []).append(param)
+        for name, params in by_norm.items():
+            # Transformer Engine's Adam has gradients of another dtype than its parameters
+            decoupled = getattr(params[0], "decoupled_grad", None) is not None
+            clip_grad_by_total_norm_fp32(
+                params, self.settings.clip_grad, norms[name], use_decoupled_grad=decoupled
+            )
+
+    def _refuse(self) -> None:
+        named = [
+            (self._name_of(param), grad)
+            for child in self.chained_optimizers
+            for param, grad in named_gradients(child)
+        ]
+        children = self.chained_optimizers
+        groups = dict.fromkeys(child.get_grad_stats_parallel_group() for child in children)
+        if names := names_of_all(not_finite(named), groups):
+            raise NonFiniteError("gradients", names)
+        huge = [name for name, grad in named if float(grad.double().norm()) > _HUGE]
+        raise NonFiniteError(
+            "norm of all gradients, each of them finite, because", names_of_all(huge, groups)
+        )
+
+    def _name_of(self, param: Tensor) -> str:
+        if not isinstance(self._named_chunks[0], torch.nn.Module):
+            return self._names()[param]
+        name: str = megatron_name("get_global_unique_param_name")(self._named_chunks, param)
+        while name.startswith("module."):
+            name = name.removeprefix("module.")
+        return name
+
+    def _names(self) -> dict[Tensor, str]:
+        return names_in(self._named_chunks)
+
+
+def names_in(model_chunks: Sequence[Any]) -> dict[Tensor, str]:
+    """Return the names of all parameters of a model's chunks, unique on this rank."""
+    prefix = "chunk {}: {}" if len(model_chunks) > 1 else "{1}"
+    return {
+        param: prefix.format(number, name)
+        for number, chunk in enumerate(model_chunks)
+        for name, param in chunk.named_parameters()
+    }
+
+
+def mark_left_out(counted: list[Tensor], left_out: list[Tensor]) -> list[Tensor]:
+    """Return tensors with the norm of ``counted``, or with norm nan if that of the others is not.
+
+    The host waits for nothing, and the norm keeps every bit: the smallest tensor is replaced by its
+    sum with zero, or with nan.
+
+    Args:
+        counted: Gradients that count in the norm.
+        left_out: Gradients that do not.
+    """
+    left_out = [grad for grad in left_out if grad.numel()]
+    if not left_out:
+        return counted
+    norms = [norm.to(torch.float32) for norm in torch._foreach_norm(left_out)]
+    zero_or_nan = torch.stack(norms).sum() * 0
+    filled = [number for number, grad in enumerate(counted) if grad.numel()]
+    if not filled:
+        return [*counted, zero_or_nan.view(1)]
+    smallest = min(filled, key=lambda number: counted[number].numel())
+    marked = list(counted)
+    marked[smallest] = counted[smallest] + zero_or_nan.to(counted[smallest].dtype)
+    return marked
+
+
+def _watched(child: Any) -> list[Tensor]:
+    counted: list[Tensor] = child.get_grads_for_grad_norm()
+    known = {id(grad) for grad in counted}
+    return mark_left_out(
+        counted, [grad for _, grad in named_gradients(child) if id(grad) not in known]
+    )
+
+
+def _clipped(member: Member) -> Iterator[Tensor]:
+    if not member.drivers:
+        yield from (item.main for item in member.storage.stored())
+    for driver in member.drivers:
+        if driver.is_clipped:
+            for group in member.groups_of(driver):
+                yield from group["params"]

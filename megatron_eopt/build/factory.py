@@ -1,0 +1,183 @@
+"""From a configuration and a wrapped model to one optimizer: this package's front door."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron.core.optimizer import get_megatron_optimizer as megatrons_own_factory
+from megatron.core.utils import get_pg_size, log_single_rank
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from megatron_eopt.base.versions import check_megatron, megatron_name
+from megatron_eopt.build.bases import build_base, shares_of
+from megatron_eopt.build.chain import OptimizerChain, names_in
+from megatron_eopt.build.ddp import check_ddp, is_megatron_fsdp
+from megatron_eopt.build.differences import (
+    differences,
+    log_differences,
+    warn_if_inexact,
+    warn_if_too_long,
+)
+from megatron_eopt.build.fsdp2 import resolve_for_dtensors
+from megatron_eopt.build.layer_wise import LayerWiseDistributedOptimizer
+from megatron_eopt.build.loss_scale import make_scaler
+from megatron_eopt.build.replicated import replicated_member
+from megatron_eopt.build.sharded import Sharding, unmixed_members
+from megatron_eopt.build.torch_fsdp2 import chain_of_dtensors, is_torch_fsdp2
+from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
+from megatron_eopt.routing.groups import Group
+from megatron_eopt.routing.model import Routing, format_routing, overrides_for, route_model
+from megatron_eopt.settings.arguments import arguments_of
+from megatron_eopt.settings.checks import refuse_for_matrices
+from megatron_eopt.settings.registry import Overrides
+from megatron_eopt.settings.settings import Settings, resolve
+from megatron_eopt.stores.buffers import buffer_sets, check_model_chunks, process_groups
+
+__all__ = ["get_megatron_optimizer"]
+
+logger = logging.getLogger(__name__)
+
+
+def get_megatron_optimizer(
+    config: Any,
+    model_chunks: list[Any],
+    config_overrides: Overrides | None = None,
+    use_gloo_process_groups: bool = True,
+    pg_collection: Any = None,
+    dump_param_to_param_group_map: str | None = None,
+) -> Any:
+    """Return the optimizer of a wrapped model, with megatron-core's parameters in its order.
+
+    Nothing that is passed in is changed, apart from attributes that optimizers read from
+    parameters, and where parameters lie that DDP has not put into buffers. All ranks must call this
+    together.
+
+    Args:
+        config: An ``OptimizerConfig``, whose fields then mean what they mean to megatron-core, or
+            an ``EmergingOptimizerConfig`` with the defaults recommended here.
+        model_chunks: The model's chunks on this rank, wrapped in Megatron's DDP.
+        config_overrides: Settings for some of the parameters; the key ``optimizer`` routes them.
+            None means megatron-core's standard overrides, an empty dictionary none.
+        use_gloo_process_groups: Whether gloo groups may be used where a checkpoint format asks for
+            them.
+        pg_collection: Process groups; None means Megatron's global ones.
+        dump_param_to_param_group_map: Folder to write the number of each parameter's group to.
+
+    Returns:
+        A ``ChainedOptimizer`` of megatron-core.
+
+    Raises:
+        ConfigurationError: If a value, or a combination, cannot be honoured.
+        ConfigurationTypeError: If a value has the wrong type.
+    """
+    check_megatron()
+    if isinstance(model_chunks[0], megatron_name("MimoModel")):
+        return megatrons_own_factory(config, model_chunks)
+    of_dtensors = is_torch_fsdp2(model_chunks)
+    settings = resolve(config)
+    if of_dtensors and not settings.is_standard:
+        settings = resolve_for_dtensors(config)
+    check_ddp(settings, model_chunks)
+    if is_megatron_fsdp(model_chunks):
+        return megatrons_own_factory(
+            config,
+            model_chunks,
+            dict(overrides_for(settings, config_overrides)),
+            use_gloo_process_groups,
+            pg_collection,
+            dump_param_to_param_group_map,
+        )
+    routing = route_model(settings, model_chunks, config_overrides)
+    collection = process_groups(pg_collection)
+    _report(settings, routing, model_chunks, collection)
+    optimizer: Any
+    if of_dtensors and not settings.is_standard:
+        optimizer = chain_of_dtensors(settings, model_chunks, routing, collection)
+    elif settings.storage == "replicated":
+        optimizer = _replicated(settings, routing, model_chunks, collection)
+    else:
+        use_gloo = use_gloo_process_groups
+        optimizer = _sharded(settings, routing, model_chunks, pg_collection, use_gloo=use_gloo)
+    if dump_param_to_param_group_map is not None:
+        _dump(routing.groups, model_chunks, dump_param_to_param_group_map)
+    return optimizer
+
+
+def _replicated(
+    settings: Settings, routing: Routing, model_chunks: Sequence[Any], collection: Any
+) -> OptimizerChain:
+    scaler = make_scaler(settings.loss_scale) if settings.half else None
+    members = []
+    for share in shares_of(routing.groups, settings.optimizer, len(model_chunks)):
+        base = build_base(share, settings, model_chunks, collection, splits=routing.matrices)
+        members.append(replicated_member(base, share, settings, collection, scaler))
+    return OptimizerChain(members, settings, scaler, model_chunks)
+
+
+def _sharded(
+    settings: Settings,
+    routing: Routing,
+    model_chunks: list[Any],
+    pg_collection: Any,
+    *,
+    use_gloo: bool,
+) -> OptimizerChain:
+    shares = shares_of(
+        routing.groups,
+        settings.optimizer,
+        len(model_chunks),
+        first_chunk_apart=settings.early_gather,
+    )
+    mixed = not settings.is_standard or len({share.optimizer for share in shares}) > 1
+    if mixed:
+        refuse_for_matrices(settings.config)
+        check_model_chunks(model_chunks)
+    sets = buffer_sets(model_chunks, pg_collection, use_gloo=use_gloo, redistributed=mixed)
+    scaler = make_scaler(settings.loss_scale)
+    sharding = Sharding(
+        settings, model_chunks, sets, names_in(model_chunks), scaler, routing.matrices
+    )
+    collection = process_groups(pg_collection)
+    pairs = [
+        (share, build_base(share, settings, model_chunks, collection, stand_ins=True))
+        for share in shares
+    ]
+    if mixed:
+        bases = [base for _, base in pairs if base is not None]
+        return LayerWiseDistributedOptimizer.of_bases(bases, sharding, collection)
+    for index, chunk in enumerate(model_chunks):
+        # the wrapped model asks for this when it gathers parameters
+        chunk.overlap_param_gather_with_optimizer_step = settings.early_gather and index == 0
+    members = unmixed_members(sharding, pairs)
+    return OptimizerChain(members, settings, scaler, model_chunks)
+
+
+def _report(
+    settings: Settings, routing: Routing, model_chunks: Sequence[Any], collection: Any
+) -> None:
+    arguments: Mapping[str, Any] = {}
+    if not settings.is_standard:
+        arguments = arguments_of(settings.optimizer, settings, model_chunks, collection)
+    warn_if_too_long(arguments)
+    warn_if_inexact(settings, arguments, get_pg_size(getattr(collection, "tp", None)))
+    log_differences(differences(settings, routing))
+    for group in routing.groups:
+        numel = sum(member.parameter.param.numel() for member in group.members)
+        log_single_rank(
+            logger,
+            logging.INFO,
+            f"group {group.identity}: {len(group.members)} parameters, {numel} elements here",
+        )
+    if settings.prints_routing:
+        table = format_routing(settings, routing)
+        log_single_rank(logger, logging.WARNING, f"optimizer routing\n{table}")
+
+
+def _dump(groups: Sequence[Group], model_chunks: list[Any], folder: str) -> None:
+    unique_name = megatron_name("get_global_unique_param_name")
+    numbers = {
+        unique_name(model_chunks, member.parameter.param): number
+        for number, group in enumerate(groups)
+        for member in group.members
+    }
+    save(state_dict=numbers, checkpoint_id=folder)

@@ -1,0 +1,173 @@
+"""megatron-core's layer-wise optimizer by its name and arguments: state in fragments."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import torch
+from emerging_optimizers.orthogonalized_optimizers import OrthogonalizedOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+
+from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
+from megatron_eopt.build.bases import Base
+from megatron_eopt.build.chain import OptimizerChain, names_in
+from megatron_eopt.build.loss_scale import make_scaler
+from megatron_eopt.build.sharded import Sharding, sharded_members
+from megatron_eopt.optimizers.driver import fixed
+from megatron_eopt.settings.settings import resolve_run
+from megatron_eopt.stores.all_reduced import AllReducedChunk
+from megatron_eopt.stores.buffers import buffer_sets, check_model_chunks, process_groups
+
+__all__ = ["LayerWiseDistributedOptimizer", "check_base_optimizers"]
+
+
+class LayerWiseDistributedOptimizer(OptimizerChain):
+    """Keeps every optimizer's state in fragments of Megatron's buffers, or whole at an owner.
+
+    Takes base torch optimizers and wraps them itself: those that update each number by itself step
+    on fragments, Muon keeps momentum in fragments and brings matrices to their owners, all others
+    get whole matrices. Works on any model that is wrapped in Megatron's DDP, best with
+    ``use_distributed_optimizer=True``. All ranks must construct it together.
+
+    Args:
+        optimizers: Base torch optimizers over the model's parameters; every trainable parameter in
+            exactly one of them.
+        config: An ``OptimizerConfig``.
+        pg_collection: Process groups; None means Megatron's global ones.
+        init_state_fn_list: For each optimizer a function ``(optimizer, config)`` that makes its
+            state exist, or None.
+        model_chunks: The wrapped model chunks of this rank. Without them all that is known are the
+            parameters in ``optimizers``, whose gradients must be all-reduced already.
+
+    Attributes:
+        overlap_param_gather: Whether hooks of the model's forward pass gather parameters.
+
+    Raises:
+        ConfigurationTypeError: If an optimizer is wrapped already, or the model is not.
+        ConfigurationError: If a mode, a group or a parameter cannot be served.
+    """
+
+    # Callers ask this class how DDP is to lay parameters out: as for Adam, without padding.
+    compute_full_param_layout = staticmethod(DistributedOptimizer.compute_full_param_layout)
+
+    def __init__(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        config: Any,
+        pg_collection: Any = None,
+        init_state_fn_list: Sequence[Callable[..., None] | None] | None = None,
+        model_chunks: Sequence[Any] | None = None,
+    ) -> None:
+        settings = resolve_run(config)
+        check_base_optimizers(optimizers)
+        chunks = list(model_chunks or ())
+        if not chunks:
+            params = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+            trained = [param for param in params if param.requires_grad]
+            chunks = [AllReducedChunk(trained, process_groups(pg_collection))]
+        check_model_chunks(chunks)
+        bases = _bases(optimizers, init_state_fn_list, exempt=settings.exempt_from_clipping)
+        sets = buffer_sets(chunks, pg_collection, use_gloo=True, redistributed=True)
+        scaler = make_scaler(settings.loss_scale)
+        sharding = Sharding(settings, chunks, sets, names_in(chunks), scaler, {})
+        self._build(bases, sharding, pg_collection)
+        for optimizer in optimizers:
+            optimizer.add_param_group = _refuse  # type: ignore[method-assign]
+
+    @classmethod
+    def of_bases(cls, bases: Sequence[Base], sharding: Sharding, pg_collection: Any) -> Self:
+        """Return the optimizer of what is resolved and routed already."""
+        chain = cls.__new__(cls)
+        chain._build(bases, sharding, pg_collection)
+        return chain
+
+    def _build(self, bases: Sequence[Base], sharding: Sharding, pg_collection: Any) -> None:
+        members = sharded_members(sharding, bases)
+        chunks = sharding.chunks
+        OptimizerChain.__init__(self, members, sharding.settings, sharding.scaler, chunks)
+        self.pg_collection = pg_collection
+        self.overlap_param_gather = any(chunk.ddp_config.overlap_param_gather for chunk in chunks)
+
+    @torch.no_grad()
+    def allgather_params(self) -> None:
+        """Bring the stepped weights to all ranks now; collective."""
+        self.gather_params(now=True)
+
+    @torch.no_grad()
+    def broadcast_params(self) -> None:
+        """Do the same, by another of megatron-core's names."""
+        self.gather_params(now=True)
+
+
+def check_base_optimizers(optimizers: Sequence[Any]) -> None:
+    """Raise unless all are torch optimizers that nobody has wrapped and that step without closure.
+
+    Raises:
+        ConfigurationTypeError: For one that is wrapped already, or is no optimizer.
+        ConfigurationError: For one that needs a closure, or has a scheduler, which would write to
+            groups that nobody steps.
+    """
+    for number, optimizer in enumerate(optimizers):
+        argument = f"optimizers[{number}]"
+        if isinstance(optimizer, MegatronOptimizer):
+            raise ConfigurationTypeError(
+                argument,
+                optimizer,
+                "is wrapped already, and layer-wise storage wraps base torch optimizers itself",
+                "Pass the torch optimizer inside it",
+            )
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigurationTypeError(
+                argument, optimizer, "must be a torch.optim.Optimizer", "Pass one"
+            )
+        if getattr(optimizer.step, "_wrapped_by_lr_sched", False):
+            raise ConfigurationError(
+                argument,
+                type(optimizer).__name__,
+                "has a learning-rate scheduler already, which would write to parameter groups that "
+                "nobody steps",
+                "Make the scheduler over the optimizer that this returns",
+            )
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise ConfigurationError(
+                argument,
+                type(optimizer).__name__,
+                "needs a closure that evaluates the model again, which Megatron's training step "
+                "does not give",
+                "Choose an optimizer whose step() works without one",
+            )
+
+
+def _bases(
+    optimizers: Sequence[torch.optim.Optimizer],
+    init_state_fns: Sequence[Callable[..., None] | None] | None,
+    *,
+    exempt: bool,
+) -> list[Base]:
+    functions = list(init_state_fns or [None] * len(optimizers))
+    if len(functions) != len(optimizers):
+        raise ConfigurationError(
+            "init_state_fn_list",
+            functions,
+            f"must have one entry for each of the {len(optimizers)} optimizers",
+            "Give None for an optimizer without one",
+        )
+    # what orthogonalizes does not depend on the size of gradients
+    free = [exempt and isinstance(item, OrthogonalizedOptimizer) for item in optimizers]
+    if exempt and not any(free):
+        raise ConfigurationError(
+            "muon_exempt_from_clipping",
+            True,
+            "is about Muon's gradients, and none of the optimizers is a Muon",
+            "Leave it off, or set clip_grad=0",
+        )
+    return [
+        Base(optimizer, function, optimizer.param_groups, is_clipped=not is_free)
+        for optimizer, function, is_free in zip(optimizers, functions, free, strict=True)
+    ]
+
+
+def _refuse(param_group: dict[str, Any]) -> None:
+    raise fixed("add_param_group", f"{len(list(param_group.get('params', ())))} parameters")

@@ -1,0 +1,217 @@
+"""Optimizers of ZeRO-1 fragments: one member of a chain for each set of Megatron's buffers."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_eopt.build.bases import Base, Share
+from megatron_eopt.build.drivers import driver_over
+from megatron_eopt.matrices import Split, whole
+from megatron_eopt.optimizers.driver import CompositeOptimizer, Driver, ParamGroup, bind
+from megatron_eopt.optimizers.element_wise import ElementWiseDriver
+from megatron_eopt.optimizers.engine import Means
+from megatron_eopt.optimizers.member import Member
+from megatron_eopt.settings.settings import RunSettings
+from megatron_eopt.stores.buffers import BufferSet, check_buffers
+from megatron_eopt.stores.rank_grid import data_parallel_only
+from megatron_eopt.stores.replicated import SplitOf
+from megatron_eopt.stores.sharded import (
+    BufferPlace,
+    FragmentsOptimizer,
+    OffloadedOptimizer,
+    fragment_of,
+    places_in,
+)
+
+__all__ = ["Sharding", "sharded_members", "unmixed_members"]
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What all members of one chain share.
+
+    Attributes:
+        settings: The configuration.
+        chunks: The wrapped model.
+        sets: Its buffers.
+        names: Names of the parameters.
+        scaler: The loss scale; None without.
+        splits: The logical matrices of parameters, None for one; empty if optimizers say it.
+    """
+
+    settings: RunSettings
+    chunks: Sequence[Any]
+    sets: Sequence[BufferSet]
+    names: Mapping[Tensor, str]
+    scaler: Any
+    splits: Mapping[Tensor, Split | None]
+
+    def storage(self, optimizer: Any, buffers: BufferSet, chunks: Sequence[int]) -> Any:
+        """Return Megatron's distributed optimizer over the buffers of some chunks."""
+        cls = OffloadedOptimizer if self.settings.offloads else FragmentsOptimizer
+        storage: Any = cls(
+            optimizer,
+            self.settings.config,
+            self.scaler,
+            model_chunks=[self.chunks[chunk] for chunk in chunks],
+            per_model_buffers={chunk: buffers.buffers[chunk] for chunk in chunks},
+            data_parallel_group=buffers.data,
+            data_parallel_group_gloo=buffers.data_gloo,
+            data_parallel_group_idx=buffers.model_rank,
+            distributed_optimizer_instance_id=buffers.instance,
+        )
+        # what the base class looks up to count every gradient once
+        storage.grad_stats_parallel_group = buffers.stats
+        storage.tp_group = buffers.tensor
+        storage.expert_tp_group = buffers.expert_tensor
+        return storage
+
+    def splits_for(self, optimizer: Any) -> SplitOf:
+        """Return what tells the logical matrices of an optimizer's parameters."""
+
+        def split_of(param: Tensor, shape: tuple[int, ...]) -> Split:
+            if param in self.splits:
+                return self.splits[param] or whole(shape)
+            if hasattr(optimizer, "split_of"):
+                own: Split = optimizer.split_of(param, shape)
+                return own
+            declared = getattr(param, "eopt_split", None)
+            return declared if isinstance(declared, Split) else whole(shape)
+
+        return split_of
+
+
+def unmixed_members(sharding: Sharding, pairs: Sequence[tuple[Share, Base | None]]) -> list[Member]:
+    """Return members that megatron-core's own could be: Adam, or one like it, and nothing else.
+
+    State appears with the first step, as megatron-core's does.
+
+    Args:
+        sharding: What they share.
+        pairs: What each of them steps, and with what.
+    """
+    by_kind = {item.is_expert: item for item in sharding.sets}
+    members = []
+    for share, base in pairs:
+        if base is None:
+            members.append(Member(sharding.storage(None, by_kind[share.is_expert], share.chunks)))
+            continue
+        bind(base.optimizer, base.groups, defaultdict(dict))
+        storage = sharding.storage(base.optimizer, by_kind[share.is_expert], share.chunks)
+        if isinstance(storage, OffloadedOptimizer):
+            members.append(Member(storage))
+            continue
+        driver = ElementWiseDriver(storage.optimizer, base.init_state_fn, sharding.settings.config)
+        driver.is_clipped = base.is_clipped
+        members.append(_numbered(Member(storage, [driver]), {}))
+    return members
+
+
+def sharded_members(sharding: Sharding, bases: Sequence[Base]) -> list[Member]:
+    """Return one member for each set of buffers, in which every optimizer steps its parameters.
+
+    All ranks call this together.
+
+    Args:
+        sharding: What they share.
+        bases: All torch optimizers.
+
+    Raises:
+        ConfigurationError: If a parameter is in no parameter group or in several, or cannot be
+            served.
+    """
+    check_buffers(
+        [buffer for item in sharding.sets for buffer in item.all_buffers],
+        [group for base in bases for group in base.groups],
+        sharding.names,
+    )
+    members = [_member(sharding, bases, item) for item in sharding.sets]
+    for base in bases:
+        # state that was made for the model's parameters would only take memory
+        bind(base.optimizer, [], defaultdict(dict))
+    return members
+
+
+def _member(sharding: Sharding, bases: Sequence[Base], buffers: BufferSet) -> Member:
+    places = places_in(buffers, sharding.names)
+    groups: list[ParamGroup] = []
+    served: list[tuple[Driver, slice]] = []
+    params: dict[Driver, list[Tensor]] = {}
+    for base in bases:
+        mine = _groups_in(base, places, is_expert=buffers.is_expert)
+        if not mine:
+            continue
+        members = {param for group in mine for param in group["params"]}
+        of_base = {param: place for param, place in places.items() if param in members}
+        driver = _driver(sharding, base, mine, of_base, buffers)
+        driver.is_clipped = base.is_clipped
+        served.append((driver, slice(len(groups), len(groups) + len(mine))))
+        groups += mine
+        if driver.shards:
+            params[driver] = list(of_base)
+    composite = CompositeOptimizer(groups, served)
+    storage = sharding.storage(composite, buffers, range(len(sharding.chunks)))
+    member = _numbered(Member(storage, composite.drivers), params)
+    composite.init_state()
+    return member
+
+
+def _driver(
+    sharding: Sharding,
+    base: Base,
+    groups: Sequence[ParamGroup],
+    places: Mapping[Tensor, BufferPlace],
+    buffers: BufferSet,
+) -> Driver:
+    """Return what steps an optimizer's parameters, which lie at ``places``."""
+    config = sharding.settings.config
+    if base.layout == "element_wise":
+        return ElementWiseDriver(base.optimizer, base.init_state_fn, config)
+    grid = buffers.grid
+    assert grid is not None
+    slabs = base.layout == "matrix_update" and base.optimizer.tp_mode == "blockwise"
+    if slabs:
+        grid = data_parallel_only(grid, buffers.data)
+    split_of = sharding.splits_for(base.optimizer)
+    shards = [fragment_of(p, place, split_of, grid, slabs=slabs) for p, place in places.items()]
+    # at one owner each rank sends and receives its share twice, at any number of ranks
+    means = Means("exchange", device=torch.device("cuda", torch.cuda.current_device()))
+    return driver_over(base, groups, list(places), shards, means, config)
+
+
+def _numbered(member: Member, params: Mapping[Driver, Sequence[Tensor]]) -> Member:
+    """Return a member whose drivers know which shard each of their fragments is.
+
+    Args:
+        member: The member.
+        params: The parameters of each driver that has shards, in their order; the other drivers
+            number their fragments as they come.
+    """
+    model_of = {id(item.main): item.param for item in member.storage.stored()}
+    found = []
+    for driver in member.drivers:
+        held = [[model_of[id(p)] for p in group["params"]] for group in member.groups_of(driver)]
+        mine = params.get(driver) or [param for group in held for param in group]
+        number_of = {param: number for number, param in enumerate(mine)}
+        driver.attach([[number_of[param] for param in group] for group in held])
+        found.append(mine)
+    return replace(member, params=found)
+
+
+def _groups_in(base: Base, places: Mapping[Tensor, Any], *, is_expert: bool) -> list[ParamGroup]:
+    """Return an optimizer's groups, cut down to the parameters of one set of buffers.
+
+    Groups without members here stay, since other pipeline stages may have some.
+    """
+    groups = []
+    for group in base.groups:
+        members = [param for param in group["params"] if param in places]
+        trained = [param for param in group["params"] if param.requires_grad]
+        if members or (not trained and bool(group.get("is_expert_parallel")) == is_expert):
+            name = type(base.optimizer).__name__.lower()
+            groups.append({"optimizer": name, **group, "params": members})
+    return groups

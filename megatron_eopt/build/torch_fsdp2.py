@@ -1,0 +1,95 @@
+"""Optimizers of models in megatron-core's ``TorchFullyShardedDataParallel``.
+
+One optimizer steps all of the model's DTensors. It sits in megatron-core's usual wrapper and chain,
+so that gradients are prepared, clipped and counted as always.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron.core.distributed import TorchFullyShardedDataParallel
+
+from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.build.bases import shares_of
+from megatron_eopt.build.chain import OptimizerChain
+from megatron_eopt.build.fsdp2 import build_routed
+from megatron_eopt.optimizers.member import Member
+from megatron_eopt.routing.model import Routing
+from megatron_eopt.settings.settings import Settings
+from megatron_eopt.stores.dtensors import (
+    Float32Shards,
+    MainShards,
+    check_parameters,
+    uneven,
+)
+
+__all__ = ["DTensorChain", "chain_of_dtensors", "is_torch_fsdp2"]
+
+
+def is_torch_fsdp2(model_chunks: Sequence[Any]) -> bool:
+    """Whether torch's ``fully_shard`` manages the model, in megatron-core's wrapper."""
+    return any(isinstance(chunk, TorchFullyShardedDataParallel) for chunk in model_chunks)
+
+
+def chain_of_dtensors(
+    settings: Settings, model_chunks: Sequence[Any], routing: Routing, collection: Any
+) -> "DTensorChain":
+    """Return the chain whose one optimizer steps all DTensors of the model; collective.
+
+    Args:
+        settings: The configuration, resolved for DTensors.
+        model_chunks: The wrapped model.
+        routing: Which parameter gets which optimizer.
+        collection: Megatron's process groups.
+
+    Raises:
+        ConfigurationError: If a field or a parameter cannot be honoured.
+    """
+    if settings.storage != "replicated":
+        rule = "cuts Megatron's buffers, and torch FSDP2 cuts state already"
+        way_out = "Leave it off with --use-torch-fsdp2"
+        raise ConfigurationError("use_distributed_optimizer", True, rule, way_out)
+    check_parameters([route.parameter for route in routing.routes])
+    shares = shares_of(routing.groups, settings.optimizer, len(model_chunks))
+    inner = build_routed(settings, routing, shares)
+    params = [inner.params_of(driver) for driver in inner.drivers]
+    storage: Any
+    if settings.half:
+        storage = MainShards(inner, settings.config, None, _state_exists)
+        inner.follow({item.param: item.main for item in storage.stored()})
+    else:
+        storage = Float32Shards(inner, settings.config, _state_exists)
+    storage.grad_stats_parallel_group = collection.mp
+    storage.tp_group = collection.tp
+    storage.expert_tp_group = getattr(collection, "expt_tp", collection.tp)
+    return DTensorChain([Member(storage, inner.drivers, params)], settings, None, model_chunks)
+
+
+class DTensorChain(OptimizerChain):
+    """A chain over DTensors.
+
+    Attributes:
+        loads_itself: Tells the trainer's loader to hand a loaded state dict over: not all of it
+            is in tensors that were read into.
+    """
+
+    loads_itself = True
+
+    def sharded_state_dict(
+        self, model_sharded_state_dict: Mapping[str, Any], is_loading: bool = False, **kwargs: Any
+    ) -> Any:
+        """Return what ``dist_checkpointing`` saves or loads; collective.
+
+        Raises:
+            ConfigurationError: If ``torch_dist`` cannot hold a shard.
+        """
+        names: Any = self.optimizer.names
+        if found := uneven((name, param) for param, name in names.items()):
+            rule = "must divide by the ranks, since megatron-core writes shards of equal size"
+            way_out = "Use sizes that divide, or train without --save"
+            raise ConfigurationError(f"shape of {found[0]}", found, rule, way_out)
+        return super().sharded_state_dict(model_sharded_state_dict, is_loading, **kwargs)
+
+
+def _state_exists(*_: Any) -> None:
+    """Do nothing: a ``ShardedOptimizer`` makes its state when it is built."""

@@ -1,0 +1,96 @@
+"""Continuing a run of ``torch.optim.Muon``."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.names import MOMENTUM
+from megatron_eopt.optimizers.sharded import ShardedOptimizer
+from megatron_eopt.stores.dtensors import MeshGroups, local_of, parameter_layout
+
+__all__ = ["import_torch_muon"]
+
+
+@torch.no_grad()
+def import_torch_muon(
+    optimizer: ShardedOptimizer,
+    state_dict: Mapping[str, Any],
+    params: Sequence[str] | None = None,
+) -> None:
+    """Take the momenta out of a ``torch.optim.Muon`` state dict; collective.
+
+    Both keep the same moving average, so that nothing has to be converted. Settings are not taken
+    over: they come from the configuration.
+
+    Args:
+        optimizer: Where the momenta go.
+        state_dict: What ``torch.optim.Muon.state_dict()`` returned, or torch's
+            ``get_optimizer_state_dict``. Momenta are whole tensors or DTensors.
+        params: Names of the parameters in the order in which ``torch.optim.Muon`` got them, where
+            the state dict has neither names nor ``param_names``.
+
+    Raises:
+        ConfigurationError: If names are unknown, a momentum is missing or has another shape.
+    """
+    momenta = _momenta_by_name(state_dict, params)
+    targets = {
+        name: (param, optimizer.state[param][MOMENTUM])
+        for param, name in optimizer.names.items()
+        if MOMENTUM in optimizer.state[param] and param.dim() > 1
+    }
+    if odd := sorted(momenta.keys() - targets.keys()):
+        rule = "are no parameters with a momentum of this optimizer"
+        raise ConfigurationError("state_dict", odd[:8], rule, "Route them to Muon here too")
+    if missing := sorted(targets.keys() - momenta.keys()):
+        rule = "have no momentum in it"
+        raise ConfigurationError("state_dict", missing[:8], rule, "Route them elsewhere here too")
+    groups = MeshGroups()
+    for name, (param, target) in targets.items():
+        value = momenta[name]
+        if value.shape != param.shape:
+            rule = f"must have the shape {tuple(param.shape)}"
+            raise ConfigurationError(name, tuple(value.shape), rule, "Load a fitting one")
+        if isinstance(value, DTensor):
+            value = value.full_tensor()
+        _fill(name, param, local_of(target), value, groups)
+
+
+def _fill(name: str, param: Tensor, local: Tensor, value: Tensor, groups: MeshGroups) -> None:
+    """Copy this rank's part of a whole tensor."""
+    group = groups.of(param)
+    rank = 0 if group is None else torch.distributed.get_rank(group)
+    whole = value.reshape(-1, value.shape[-1])
+    flat = local.view(-1)
+    piece = parameter_layout(name, param, group).piece(rank)
+    for i in range(len(piece)):
+        row, column = int(piece.row[i]), int(piece.column[i])
+        height, width = int(piece.height[i]), int(piece.width[i])
+        place = flat.as_strided(
+            (height, width), (int(piece.stride[i]), 1), flat.storage_offset() + int(piece.offset[i])
+        )
+        place.copy_(whole[row : row + height, column : column + width])
+
+
+def _momenta_by_name(
+    state_dict: Mapping[str, Any], params: Sequence[str] | None
+) -> dict[str, Tensor]:
+    names: dict[Any, str] = {}
+    order = [key for group in state_dict["param_groups"] for key in group["params"]]
+    given = [n for group in state_dict["param_groups"] for n in group.get("param_names", ())]
+    given = list(params) if params is not None else given
+    if order and all(isinstance(key, str) for key in order):
+        names = {key: key for key in order}
+    elif len(given) == len(order):
+        names = dict(zip(order, given, strict=True))
+    else:
+        rule = f"must name the {len(order)} parameters of the state dict, in their order"
+        raise ConfigurationError("params", params, rule, "Pass the names torch.optim.Muon got")
+    return {
+        names[key]: state[MOMENTUM]
+        for key, state in state_dict["state"].items()
+        if MOMENTUM in state
+    }

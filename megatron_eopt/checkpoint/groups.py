@@ -1,0 +1,205 @@
+"""Parameter groups, step counts and loss scales of checkpoints, whoever wrote them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
+from megatron_eopt.base.names import STEP
+from megatron_eopt.base.versions import megatron_name
+from megatron_eopt.routing.groups import GROUP_ID
+
+__all__ = [
+    "adopt",
+    "check_structure",
+    "children_of",
+    "groups_to_save",
+    "match_all",
+    "optimizers_of",
+    "saved_groups",
+    "saved_scaler",
+    "saved_steps",
+    "steps_of",
+]
+
+type Groups = Sequence[Mapping[str, Any]]
+
+
+def check_structure(state: Any) -> None:
+    """Raise unless ``state`` is built like the state of a chain of optimizers, or of one.
+
+    Raises:
+        ConfigurationTypeError: If something in it is no mapping or list where there must be one.
+    """
+    children = dict(enumerate(state)) if isinstance(state, list | tuple) else state
+    _check("", children, Mapping)
+    numbered = [(f"[{key}]", part) for key, part in children.items() if isinstance(key, int)]
+    for place, part in [("", children), *numbered]:
+        _check(place, part, Mapping)
+        _check(f"{place}['grad_scaler']", part.get("grad_scaler") or {}, Mapping)
+        _check(f"{place}['optimizer']", part.get("optimizer", {}), Mapping)
+        inner = part.get("optimizer", part)
+        groups = inner.get("param_groups", [])
+        _check(f"{place}['param_groups']", groups, list | tuple)
+        for group in groups:
+            _check(f"{place}['param_groups'][...]", group, Mapping)
+            _check(f"{place}['param_groups'][...]['params']", group.get("params", []), list)
+        states = inner.get("state", {})
+        _check(f"{place}['state']", states, Mapping)
+        for number, values in states.items():
+            if isinstance(number, int):
+                _check(f"{place}['state'][{number}]", values, Mapping)
+
+
+def _check(place: str, value: Any, kind: Any) -> None:
+    if not isinstance(value, kind):
+        raise ConfigurationTypeError(
+            f"state_dict{place}",
+            value,
+            f"must be a {'mapping' if kind is Mapping else 'list'}",
+            "Pass what state_dict returned, or dist_checkpointing.load",
+        )
+
+
+def children_of(state: Any) -> list[Mapping[Any, Any]]:
+    """Return the state of each optimizer of a chain, in their order."""
+    if isinstance(state, list | tuple):
+        return list(state)
+    if {"optimizer", "param_groups"} & state.keys():
+        return [state]
+    return [state[number] for number in sorted(key for key in state if isinstance(key, int))]
+
+
+def groups_to_save(groups: Groups, main: str | None) -> list[dict[str, Any]]:
+    """Return parameter groups without parameters, as checkpoints of whole parameters have them.
+
+    Args:
+        groups: The present groups.
+        main: Name of the main optimizer. megatron-core names only the other ones there, and matches
+            groups by it.
+    """
+    return [
+        {k: v for k, v in group.items() if k != "params" and (k, v) != ("optimizer", main)}
+        for group in groups
+    ]
+
+
+def saved_groups(state: Mapping[Any, Any]) -> list[Mapping[str, Any]]:
+    """Return the parameter groups of all optimizers whose states ``state`` holds.
+
+    Each has the number of its steps, where anything says it.
+    """
+    found: list[Mapping[str, Any]] = []
+    for inner in _inner(state):
+        common = inner.get("state", {}).get("common_step")
+        counted = {} if common is None else {STEP: common}
+        found += [{**counted, **group} for group in inner.get("param_groups", ())]
+    return found
+
+
+def saved_steps(state: Mapping[Any, Any]) -> int:
+    """Return the number of steps done: the same for all optimizers, and kept in several places."""
+    found = [group.get(STEP) for group in saved_groups(state)]
+    for inner in _inner(state):
+        states = inner.get("state", {})
+        found += [states.get("common_step"), inner.get(STEP)]
+        found += [s.get(STEP) for n, s in states.items() if isinstance(n, int)]
+    return max((int(step) for step in found if step is not None), default=0)
+
+
+def steps_of(groups: Groups, saved: Groups, otherwise: int) -> int:
+    """Return the steps that the same groups of a checkpoint have done, if it has them."""
+    twins = [saved[place] for group in groups if (place := _find(group, saved)) is not None]
+    return max((int(g[STEP]) for g in twins if g.get(STEP) is not None), default=otherwise)
+
+
+def saved_scaler(state: Mapping[Any, Any]) -> Mapping[str, Any] | None:
+    """Return the state of the loss scale, None if there is none."""
+    scalers = [item["grad_scaler"] for item in _states(state) if item.get("grad_scaler")]
+    return scalers[0] if scalers else None
+
+
+def adopt(group: dict[str, Any], saved: Groups) -> None:
+    """Take over what a checkpoint has in the same group, but not the numbers of its schedule.
+
+    A group that the checkpoint does not have, because its parameters had another optimizer or
+    another program wrote it, keeps all its settings.
+
+    Args:
+        group: The present group; changed in place.
+        saved: Groups of the checkpoint.
+    """
+    keep = {"params", STEP, "default_config", GROUP_ID, *_identifiers()}
+    place = _find(group, saved)
+    twin = {} if place is None else saved[place]
+    group.update({key: value for key, value in twin.items() if key not in keep})
+
+
+def match_all(saved: Groups, present: Groups) -> list[int]:
+    """Return for each present group the place of its twin among the saved ones.
+
+    Raises:
+        ConfigurationError: If a group has no twin or two have the same, with all that differs.
+    """
+    twins = [_find(group, saved) for group in present]
+    found = [place for place in twins if place is not None]
+    if len(found) == len(present) == len(saved) == len(set(found)):
+        return found
+    lacking = [_name(group) for group, place in zip(present, twins, strict=True) if place is None]
+    others = [_name(group) for place, group in enumerate(saved) if place not in found]
+    raise ConfigurationError(
+        "state_dict",
+        [_name(group) for group in saved],
+        f"must have the parameter groups of this run; it lacks {lacking} and has {others} besides",
+        "Resume with the optimizers and overrides of the run that wrote the checkpoint",
+    )
+
+
+def optimizers_of(groups: Groups) -> set[str | None]:
+    """Return the names of the optimizers of some groups, None for one that nothing names."""
+    return {
+        group.get("optimizer") or str(group.get(GROUP_ID, "")).partition("/")[0] or None
+        for group in groups
+    }
+
+
+def _find(group: Mapping[str, Any], saved: Groups) -> int | None:
+    """Find a group by identity; one without, of megatron-core's own, by megatron-core's keys."""
+    for place, candidate in enumerate(saved):
+        if GROUP_ID in group and GROUP_ID in candidate:
+            if group[GROUP_ID] == candidate[GROUP_ID]:
+                return place
+        elif _keys(group, group) == _keys(candidate, group):
+            return place
+    return None
+
+
+def _identifiers() -> tuple[str, ...]:
+    return tuple(megatron_name("param_group_identifier_keys"))
+
+
+def _keys(group: Mapping[str, Any], present: Mapping[str, Any]) -> list[Any]:
+    """Return what megatron-core matches a group by; what names no optimizer fits any."""
+    # NeMo's spelling has a prefix
+    values = {key: group.get(key, group.get(f"pre_{key}")) for key in _identifiers()}
+    if values["optimizer"] is None:
+        values["optimizer"] = present.get("optimizer")
+    return list(values.values())
+
+
+def _name(group: Mapping[str, Any]) -> str:
+    if GROUP_ID in group:
+        return str(group[GROUP_ID])
+    return ", ".join(f"{k}={group[k]}" for k in _identifiers() if group.get(k) is not None)
+
+
+def _states(state: Mapping[Any, Any]) -> Iterator[Mapping[Any, Any]]:
+    yield state
+    yield from (value for key, value in state.items() if isinstance(key, int))
+
+
+def _inner(state: Mapping[Any, Any]) -> Iterator[Mapping[str, Any]]:
+    for item in _states(state):
+        if "optimizer" in item:
+            yield item["optimizer"]
+        elif "param_groups" in item:
+            yield item

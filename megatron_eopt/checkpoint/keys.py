@@ -1,0 +1,92 @@
+"""The names under which a checkpoint holds optimizer state.
+
+Note [Keys]
+    ``optimizer.state.{kind}.{parameter}`` is state with a number for each of a parameter's, in the
+    parameter's unsharded shape, as megatron-core has it. Everything else belongs to a whole matrix:
+    ``optimizer.matrix_state.{kind}.{parameter}[.{place} ...].{matrix}``, where places are those of
+    leading dimensions such as the layer's, and ``matrix`` is its number in the parameter's split.
+    Where an optimizer works on each tensor-parallel slab by itself ``.tp{rank}of{size}`` follows:
+    such state has no meaning at another size. A kind has no dots: nested state has its path there,
+    with slashes between the names, and dots, slashes and percent signs inside of a name escaped.
+    Release 0.1.0 joined paths with dots.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
+
+__all__ = [
+    "StateKey",
+    "kind_of",
+    "matrix_state_key",
+    "of_first_release",
+    "saved_keys",
+    "split_key",
+    "state_key",
+    "tensors",
+]
+
+_OPTIMIZER = re.compile(
+    r"(?:chained_\d+\.)?optimizer\.(?:(matrix_|)state\.([^.]+)\.)?(.+?)(?:/shard_[\d.]+_[\d.]+)?"
+)
+
+
+class StateKey(NamedTuple):
+    """An optimizer's key, taken apart.
+
+    Attributes:
+        kind: Kind of state; None for what holds buckets of many parameters, or settings.
+        name: The parameter's key, or the place of a matrix.
+        of_matrix: Whether it belongs to a whole matrix.
+    """
+
+    kind: str | None
+    name: str
+    of_matrix: bool
+
+
+def split_key(key: str) -> StateKey | None:
+    """Take the key of a tensor or object apart; None if it is none of an optimizer."""
+    match = _OPTIMIZER.fullmatch(key)
+    return None if match is None else StateKey(match[2], match[3], match[1] == "matrix_")
+
+
+def kind_of(path: Sequence[str]) -> str:
+    """Return the kind of a value that ``path`` leads to; different paths give different kinds."""
+    escape = str.maketrans({"%": "%25", "/": "%2F", ".": "%2E"})
+    return "/".join(name.translate(escape) for name in path)
+
+
+def of_first_release(path: Sequence[str]) -> str:
+    """Return the same as release 0.1.0 wrote it."""
+    return ".".join(path)
+
+
+def state_key(kind: str, parameter: str) -> str:
+    """Return the key of state with a number for each of a parameter's."""
+    return f"optimizer.state.{kind}.{parameter}"
+
+
+def matrix_state_key(kind: str, place: str) -> str:
+    """Return the key of other state of a matrix."""
+    return f"optimizer.matrix_state.{kind}.{place}"
+
+
+def tensors(sharded_state_dict: Any) -> Iterator[ShardedTensor]:
+    """Yield this rank's sharded tensors, those that factories make included."""
+    for value in nested_values(sharded_state_dict):
+        if isinstance(value, ShardedTensor):
+            yield value
+        elif isinstance(value, ShardedTensorFactory):
+            yield from tensors({"built": value.build()})
+
+
+def saved_keys(sharded_state_dict: Any) -> set[str]:
+    """Return the checkpoint's keys of this rank's sharded tensors and objects."""
+    objects = (v for v in nested_values(sharded_state_dict) if isinstance(v, ShardedObject))
+    found = {item.key for item in tensors(sharded_state_dict)}
+    return found | {item.unique_key for item in objects}

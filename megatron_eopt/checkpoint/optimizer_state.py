@@ -1,0 +1,188 @@
+"""The state of a chain of optimizers as dist_checkpointing saves and loads it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
+
+from megatron_eopt.base.agreement import of_every_rank
+from megatron_eopt.base.errors import ConfigurationTypeError
+from megatron_eopt.base.names import STEP
+from megatron_eopt.checkpoint.groups import (
+    adopt,
+    groups_to_save,
+    saved_groups,
+    saved_scaler,
+    saved_steps,
+    steps_of,
+)
+from megatron_eopt.checkpoint.requests import Form, StateRequests
+from megatron_eopt.optimizers.driver import Driver
+from megatron_eopt.optimizers.element_wise import set_step
+from megatron_eopt.optimizers.member import Member
+from megatron_eopt.stores.sharded import FragmentsOptimizer
+
+__all__ = [
+    "REQUESTS",
+    "adopt_common",
+    "common_state",
+    "load",
+    "requested",
+    "set_all_steps",
+]
+
+REQUESTS = "requests"
+"""Key of the requests in a sharded state dict that is about to be loaded."""
+
+_PARAM_STATE = "param_state"
+_FORM = "fully_reshardable"
+"""Megatron's name for state in the parameters' shapes."""
+
+
+def requested(
+    members: Sequence[Member],
+    model_state: Mapping[str, Any],
+    *,
+    is_loading: bool,
+    form: Form | None = None,
+) -> dict[Any, Any]:
+    """Return what ``dist_checkpointing`` saves or loads of a chain; collective.
+
+    Args:
+        members: The optimizers of the chain.
+        model_state: The model's ``sharded_state_dict``, with its parameters themselves as data.
+        is_loading: Whether to load.
+        form: How the checkpoint names state.
+
+    Raises:
+        ConfigurationError: If a parameter is not in the model's state.
+    """
+    for member in members:
+        for driver in member.drivers:
+            with member.scene(driver) as (groups, state):
+                if is_loading:
+                    driver.expect(groups, state)
+                else:
+                    driver.init(groups, state)
+    form = form or Form()
+    counts = None if is_loading else counts_of(members)
+    requests = StateRequests(members, model_state, form, counts)
+    result = common_state(members, form.main, counts)
+    for number, member in enumerate(members):
+        if isinstance(member.storage, FragmentsOptimizer) and not member.storage.is_stub_optimizer:
+            own = result if len(members) == 1 else result[number]
+            own["param_state_sharding_type"] = _FORM
+    result[_PARAM_STATE] = requests.param_state
+    if is_loading:
+        result[REQUESTS] = LocalNonpersistentObject(requests)
+    return result
+
+
+def counts_of(members: Sequence[Member]) -> dict[Driver, int]:
+    """Return the steps that each driver's states count, -1 for one that counts none; collective."""
+    mine: dict[tuple[int, str], int] = {}
+    keys = {}
+    for number, member in enumerate(members):
+        for driver in member.drivers:
+            keys[driver] = number, driver.name
+            with member.scene(driver) as (groups, state):
+                steps = [int(found[STEP]) for found in driver.counting(groups, state)]
+            mine[keys[driver]] = max([*steps, mine.get(keys[driver], -1)])
+    # a rank may have none of a driver's states, or not even the driver
+    known = of_every_rank(mine)
+    return {driver: max(counts.get(key, -1) for counts in known) for driver, key in keys.items()}
+
+
+def common_state(
+    members: Sequence[Member], main: str | None = None, counts: Mapping[Driver, int] | None = None
+) -> dict[Any, Any]:
+    """Return what is the same on all ranks: groups, steps and loss scale.
+
+    Args:
+        members: The optimizers of a chain.
+        main: Name of the main optimizer. megatron-core names only the other ones in the groups of
+            optimizers that hold whole parameters, and matches groups by it.
+        counts: What :func:`counts_of` returned; None on loading.
+    """
+    states: list[dict[str, Any]] = []
+    for member in members:
+        storage = member.storage
+        if storage.is_stub_optimizer:
+            states.append({})
+            continue
+        steps = {driver: (counts or {}).get(driver, -1) for driver in member.drivers}
+        if isinstance(storage, FragmentsOptimizer):
+            state = storage.state_dict()
+            for group, driver in zip(
+                state["optimizer"]["param_groups"], _each(member), strict=True
+            ):
+                group[STEP] = steps[driver] if steps[driver] >= 0 else storage.steps
+            states.append(state)
+            continue
+        inner: dict[str, Any] = {
+            "param_groups": groups_to_save(storage.optimizer.param_groups, main)
+        }
+        if max(steps.values()) >= 0:
+            inner["state"] = {"common_step": torch.tensor(float(max(steps.values())))}
+        # as megatron-core's wrappers do
+        has_mains = hasattr(storage, "fp32_from_float16_groups")
+        states.append({"optimizer": inner} if has_mains else inner)
+        if storage.grad_scaler:
+            states[-1]["grad_scaler"] = storage.grad_scaler.state_dict()
+    return states[0] if len(states) == 1 else dict(enumerate(states))
+
+
+def _each(member: Member) -> list[Driver]:
+    """Return the driver of each parameter group."""
+    return [driver for driver in member.drivers for _ in member.groups_of(driver)]
+
+
+def load(members: Sequence[Member], state: Mapping[Any, Any]) -> None:
+    """Load what :func:`requested` asked for.
+
+    Groups match by identity, and keep the present run's settings of their schedule. Main weights
+    that the checkpoint does not have are taken from the model, which must be loaded before.
+
+    Raises:
+        ConfigurationTypeError: If state was loaded that nobody has asked for.
+    """
+    requests, param_state = state.get(REQUESTS), state.get(_PARAM_STATE)
+    if param_state is not None and not isinstance(requests, StateRequests):
+        raise ConfigurationTypeError(
+            f"state_dict[{REQUESTS!r}]",
+            requests,
+            "must be what sharded_state_dict(..., is_loading=True) has put there",
+            "Pass what dist_checkpointing.load returned for that, whole",
+        )
+    # groups and scale that lie with buckets count as one more optimizer's each
+    by_bucket = (param_state or {}).get("buckets", {})
+    known = {**state, **{len(members) + int(n): part for n, part in by_bucket.items()}}
+    adopt_common(members, known)
+    apart = [] if requests is None or param_state is None else requests.take(param_state)
+    set_all_steps(members, saved_groups(known))
+    for values, steps in apart:
+        set_step(values, steps)
+
+
+def set_all_steps(members: Sequence[Member], saved: Sequence[Mapping[str, Any]]) -> None:
+    """Let every counter of steps say what the same groups of a checkpoint have done."""
+    for member in members:
+        for driver in member.drivers:
+            with member.scene(driver) as (groups, state):
+                steps = steps_of(groups, saved, member.storage.steps)
+                driver.set_steps(groups, state, steps)
+
+
+def adopt_common(members: Sequence[Member], state: Mapping[Any, Any]) -> None:
+    """Take over groups, steps and loss scale, wherever another chain of optimizers has put them."""
+    saved, steps = saved_groups(state), saved_steps(state)
+    scaler = saved_scaler(state)
+    for member in members:
+        if member.storage.is_stub_optimizer:
+            continue
+        for group in member.storage.optimizer.param_groups:
+            adopt(group, saved)
+        member.storage.steps = steps
+        if member.storage.grad_scaler and scaler is not None:
+            member.storage.grad_scaler.load_state_dict(scaler)

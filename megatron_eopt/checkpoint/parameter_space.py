@@ -1,0 +1,219 @@
+"""Where a parameter's elements lie in a checkpoint, and which boxes a flat fragment covers there.
+
+A checkpoint holds a tensor of the unsharded parameter's shape for every kind of state. A fragment
+of a flattened parameter is no box of that tensor, but a few boxes together: the rest of a first
+row, whole rows, the start of a last one. Each is saved, and read, by itself. So nothing is gathered
+to be saved, nothing superfluous is read, and the layout of the run does not show in the checkpoint.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from megatron_eopt.base.errors import ConfigurationError
+
+__all__ = ["Box", "ParameterSpace", "parameter_spaces"]
+
+type _Cut = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A box of a checkpoint tensor, as a strided view of the flattened local parameter.
+
+    Attributes:
+        sharded: The box and its tensor, without data; nothing is prepended to its local shape.
+        strides: Elements of the local parameter between neighbours, for each of its dimensions.
+        start: The first element, in the local parameter.
+    """
+
+    sharded: ShardedTensor
+    strides: tuple[int, ...]
+    start: int
+
+
+@dataclass(frozen=True)
+class Box:
+    """Part of a stored tensor that is a box of a checkpoint's tensor.
+
+    Attributes:
+        sharded: The box and its tensor, without data; the key is the model's.
+        start: The first element, in the flattened stored tensor.
+        strides: Elements of it between neighbours, for each dimension of the box.
+    """
+
+    sharded: ShardedTensor
+    start: int
+    strides: tuple[int, ...]
+
+    def view(self, stored: Tensor) -> Tensor:
+        """Return the box of a stored tensor, without copying it."""
+        start = stored.storage_offset() + self.start
+        return stored.detach().as_strided(self.sharded.local_shape, self.strides, start)
+
+
+class ParameterSpace:
+    """Where one parameter's elements lie in a checkpoint.
+
+    Args:
+        base: What the model saves the parameter as.
+
+    Attributes:
+        keys: Names of the checkpoint's tensors that it is part of, without optimizer prefixes.
+        name: Its own name, unique in the model.
+        prepended: Leading dimensions of the checkpoint's tensor that number layers or experts.
+
+    Raises:
+        ConfigurationError: If the parameter is saved as something else than its own elements.
+    """
+
+    def __init__(self, base: ShardedTensor | ShardedTensorFactory) -> None:
+        shards = _shards(base)
+        self._pieces = [_piece(shard) for shard in shards]
+        self.keys = tuple(dict.fromkeys(piece.sharded.key for piece in self._pieces))
+        self.prepended = shards[0].prepend_axis_num
+        # layers or experts may share a key; the places of leading dimensions tell them apart
+        places = shards[0].global_offset[: self.prepended]
+        self.name = ".".join([base.key, *map(str, places)])
+
+    @property
+    def sharded(self) -> ShardedTensor:
+        """One of the boxes, which has what all have in common: key, whole shape, replica."""
+        return self._pieces[0].sharded
+
+    def boxes(self, start: int, stop: int) -> list[Box]:
+        """Return the boxes of the elements ``start`` to ``stop`` of the flattened parameter."""
+        found = []
+        for piece in self._pieces:
+            shape = piece.sharded.local_shape
+            order = sorted(range(len(shape)), key=lambda d: (-piece.strides[d], d))
+            sizes = [shape[d] for d in order]
+            strides = [piece.strides[d] for d in order]
+            for offset, lengths in cut(sizes, strides, start - piece.start, stop - piece.start):
+                steps = zip(offset, strides, strict=True)
+                first = piece.start - start + sum(i * stride for i, stride in steps)
+                back = [order.index(d) for d in range(len(shape))]
+                sharded = replace(
+                    piece.sharded,
+                    local_shape=tuple(lengths[d] for d in back),
+                    global_offset=tuple(
+                        whole + offset[d]
+                        for whole, d in zip(piece.sharded.global_offset, back, strict=True)
+                    ),
+                )
+                found.append(Box(sharded, first, piece.strides))
+        return found
+
+
+def parameter_spaces(
+    model_state: Mapping[str, Any], params: Iterable[Tensor]
+) -> dict[Tensor, ParameterSpace]:
+    """Return where each of ``params`` lies in a checkpoint.
+
+    Args:
+        model_state: The model's ``sharded_state_dict``, with its parameters themselves as data.
+        params: The model's parameters.
+
+    Raises:
+        ConfigurationError: If a parameter is not in the model's state.
+    """
+    bases = {
+        id(item.data): item
+        for item in nested_values(model_state)
+        if isinstance(item, ShardedTensor | ShardedTensorFactory)
+    }
+    spaces = {}
+    for param in params:
+        # of a DTensor the entry holds this tensor; to_local() returns another one
+        held = param._local_tensor if isinstance(param, DTensor) else param
+        base = bases.get(id(held))
+        if base is None:
+            raise ConfigurationError(
+                "model_sharded_state_dict",
+                f"a parameter of shape {tuple(param.shape)}",
+                "is stepped by the optimizer and is not in the model's state",
+                "Build it from the wrapped model with sharded_state_dict(), which keeps the "
+                "parameters themselves (keep_vars=True)",
+            )
+        spaces[param] = ParameterSpace(base)
+    return spaces
+
+
+def cut(sizes: Sequence[int], strides: Sequence[int], start: int, stop: int) -> Iterator[_Cut]:
+    """Yield the boxes ``(offset, lengths)`` of a strided view's elements in a range.
+
+    Args:
+        sizes: Of the view's dimensions.
+        strides: Of the same; descending, each at least the extent of all that follow.
+        start: First element, counted as the strides count.
+        stop: One past the last.
+    """
+    if 0 in sizes or not (start < stop and stop > 0):
+        return
+    if not sizes:
+        if start <= 0:
+            yield (), ()
+        return
+    (size, *inner_sizes), (stride, *inner_strides) = sizes, strides
+    extent = 1 + sum((n - 1) * s for n, s in zip(inner_sizes, inner_strides, strict=True))
+    touched = max(0, (start - extent) // stride + 1), min(size, -(-stop // stride))
+    whole = max(touched[0], -(-start // stride)), min(touched[1], (stop - extent) // stride + 1)
+    if whole[0] >= whole[1]:
+        whole = touched[1], touched[1]
+    for row in range(touched[0], whole[0]):
+        yield from _row(row, inner_sizes, inner_strides, start - row * stride, stop - row * stride)
+    if whole[0] < whole[1]:
+        yield (whole[0], *(0 for _ in inner_sizes)), (whole[1] - whole[0], *inner_sizes)
+    for row in range(whole[1], touched[1]):
+        yield from _row(row, inner_sizes, inner_strides, start - row * stride, stop - row * stride)
+
+
+def _row(
+    row: int, sizes: Sequence[int], strides: Sequence[int], start: int, stop: int
+) -> Iterator[_Cut]:
+    for offset, lengths in cut(sizes, strides, start, stop):
+        yield (row, *offset), (1, *lengths)
+
+
+def _shards(base: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
+    """Return a parameter's boxes, with stand-ins for data that tell which elements they are."""
+    stand_in = torch.empty(base.data.shape, dtype=base.data.dtype, device="meta")
+    if isinstance(base, ShardedTensor):
+        return [replace(base, data=stand_in)]
+    built = list(nested_values(base.build_fn(base.key, stand_in, base.replica_id, None)))
+    if not all(isinstance(item, ShardedTensor) and _is_view(item.data, stand_in) for item in built):
+        raise ConfigurationError(
+            "model_sharded_state_dict",
+            base.key,
+            "must be saved as the parameter's own elements, so that its state can be saved alike",
+            "Save without optimizer state (--no-save-optim)",
+        )
+    return built
+
+
+def _is_view(data: Any, stand_in: Tensor) -> bool:
+    return isinstance(data, Tensor) and (data is stand_in or data._base is stand_in)
+
+
+def _piece(shard: ShardedTensor) -> _Piece:
+    data = shard.data
+    assert data is not None
+    prepended = (1,) * shard.prepend_axis_num
+    sharded = replace(
+        shard,
+        data=None,
+        local_shape=prepended + tuple(shard.local_shape),
+        # a fragment's boxes are no regular grid
+        axis_fragmentations=None,
+        prepend_axis_num=0,
+    )
+    return _Piece(
+        sharded, (*(data.numel() for _ in prepended), *data.stride()), data.storage_offset()
+    )

@@ -1,0 +1,176 @@
+"""One file a rank, for checkpoints of format ``torch``: loads at the layout that wrote it."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from megatron_eopt.base.agreement import of_every_rank
+from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.names import STEP
+from megatron_eopt.checkpoint.groups import saved_groups
+from megatron_eopt.checkpoint.optimizer_state import (
+    adopt_common,
+    common_state,
+    counts_of,
+    set_all_steps,
+)
+from megatron_eopt.optimizers.driver import OF_GROUPS, Kept
+from megatron_eopt.optimizers.member import Member
+
+__all__ = ["load_rank_file", "save_rank_file"]
+
+
+def save_rank_file(filename: str, members: Sequence[Member], names: Mapping[Tensor, str]) -> None:
+    """Write this rank's state; collective over the world.
+
+    Args:
+        filename: Where to. Ranks that were given the same one write files of their own beside it.
+        members: The optimizers of a chain.
+        names: Names of the model's parameters.
+    """
+    path = _own_path(filename)
+    content = {
+        "rank": distributed.get_rank(),
+        "ranks": distributed.get_world_size(),
+        "optimizers": [_to_host(_content(member, names)) for member in members],
+    }
+    # a run that is killed while it writes leaves no broken file of this name
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    torch.save(content, unfinished)
+    os.replace(unfinished, path)
+
+
+@torch.no_grad()
+def load_rank_file(filename: str, members: Sequence[Member], names: Mapping[Tensor, str]) -> None:
+    """Read this rank's state; collective over the world.
+
+    Args:
+        filename: What was given to :func:`save_rank_file`.
+        members: The optimizers of a chain.
+        names: Names of the model's parameters.
+
+    Raises:
+        ConfigurationError: On every rank, if any rank's file is missing, broken or of another
+            layout; nothing has been changed then.
+    """
+    path = _own_path(filename)
+    mine = [_content(member, names) for member in members]
+    content: Any = {}
+    problem = ""
+    try:
+        content = torch.load(path, weights_only=True, map_location="cpu")
+        problem = _mismatch(content, mine)
+    except Exception as error:  # whatever a broken file makes the reader raise
+        problem = f"cannot be read: {error}"
+    _agree(f"{path} {problem}" if problem else "")
+    saved = content["optimizers"]
+    for member, its in zip(members, saved, strict=True):
+        for item in member.storage.stored():
+            tensors = member.storage.tensors_of(item)
+            for kind, value in its["fragments"][names[item.param]]["state"].items():
+                tensors[kind].copy_(value)
+            member.storage.put_tensors(item, tensors)
+        for name, part, kept in _kept(member, names):
+            kept.replace(its["matrices"][name][part][_path(kept)])
+    common = dict(enumerate(item["common"] for item in saved))
+    adopt_common(members, common)
+    set_all_steps(members, saved_groups(common))
+
+
+def _content(member: Member, names: Mapping[Tensor, str]) -> dict[str, Any]:
+    """Return what a file has of one optimizer; tensors are the ones that are stepped."""
+    for driver in member.drivers:
+        with member.scene(driver) as (groups, state):
+            driver.expect(groups, state)
+    matrices: dict[str, Any] = {}
+    for name, part, item in _kept(member, names):
+        entry = matrices.setdefault(name, {"state": {}, "group": {}})
+        entry[part][_path(item)] = item.value
+    return {
+        "common": common_state([member], counts=counts_of([member])),
+        "fragments": {
+            names[item.param]: {
+                "range": [item.start, item.stop],
+                "state": member.storage.tensors_of(item),
+            }
+            for item in member.storage.stored()
+        },
+        "matrices": matrices,
+    }
+
+
+def _kept(member: Member, names: Mapping[Tensor, str]) -> Iterator[tuple[str, str, Kept]]:
+    """Yield what is not cut like a parameter: name of the matrix, where it is kept, and itself."""
+    for driver, params in zip(member.drivers, member.params, strict=True):
+        with member.scene(driver) as (groups, state):
+            for item in driver.kept(groups, state):
+                part = "group" if item.path[0] == OF_GROUPS else "state"
+                yield f"{names[params[item.shard]]}[{item.matrix}]", part, item
+
+
+def _path(item: Kept) -> tuple[str, ...]:
+    return item.path[1:] if item.path[0] == OF_GROUPS else item.path
+
+
+def _mismatch(content: Any, mine: Sequence[Mapping[str, Any]]) -> str:
+    """Return what is wrong with a file; nothing if it is this rank's."""
+    if len(content["optimizers"]) != len(mine):
+        return f"holds {len(content['optimizers'])} optimizers and not {len(mine)}"
+    for saved, own in zip(content["optimizers"], mine, strict=True):
+        for kind in ("fragments", "matrices"):
+            if _signature(saved[kind]) != _signature(own[kind]):
+                return (
+                    f"was written by rank {content['rank']} of {content['ranks']} at another "
+                    f"layout, or by another model or optimizer: its {kind} differ"
+                )
+    return ""
+
+
+def _signature(entries: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: (
+            entry.get("range"),
+            sorted(
+                (key, tuple(value.shape) if isinstance(value, Tensor) else None)
+                for key, value in entry["state"].items()
+                # steps are counted for all together
+                if key != (STEP,)
+            ),
+        )
+        for name, entry in entries.items()
+    }
+
+
+def _own_path(filename: str) -> Path:
+    """Return a path that no other rank has."""
+    path = Path(filename).absolute()
+    if of_every_rank(str(path)).count(str(path)) == 1:
+        return path
+    return path.with_name(f"{path.stem}_rank{distributed.get_rank():05d}{path.suffix}")
+
+
+def _agree(problem: str) -> None:
+    problems = [text for text in of_every_rank(problem) if text]
+    if problems:
+        raise ConfigurationError(
+            "load",
+            "; ".join(problems),
+            "the file must be what this rank wrote at this layout",
+            "Resume at the layout that wrote it, use checkpoints of format torch_dist, which load "
+            "at any layout, or load no optimizer state (--no-load-optim)",
+        )
+
+
+def _to_host(value: Any) -> Any:
+    """Return nested values with tensors copied to the host, as tensors of nothing else."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, Mapping):
+        return {key: _to_host(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_to_host(item) for item in value)
+    return value

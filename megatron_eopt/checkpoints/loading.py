@@ -1,0 +1,50 @@
+"""Loading a checkpoint into other layouts and other optimizers than those that wrote it."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from megatron.core.dist_checkpointing import serialization
+
+from megatron_eopt.checkpoints.matching import match
+
+__all__ = ["load"]
+
+
+def load(
+    sharded_state_dict: dict[str, Any],
+    folder: str | Path,
+    *,
+    fresh: Iterable[str] = (),
+    momentum_from_adam: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Load a checkpoint as ``dist_checkpointing.load`` does, once it is matched with what is asked.
+
+    All ranks call this together; nothing is read into the state before all have agreed.
+
+    Args:
+        sharded_state_dict: What is asked for; optimizers' requests in it are adapted in place.
+        folder: Holds the checkpoint.
+        fresh: Kinds of optimizer state that need not match: fresh where the checkpoint lacks them,
+            left out where it has more.
+        momentum_from_adam: Whether Muon's momentum is read from Adam's first moment where the
+            checkpoint has no momentum.
+        kwargs: Further arguments of ``dist_checkpointing.load``.
+
+    Returns:
+        What ``dist_checkpointing.load`` returns.
+
+    Raises:
+        CheckpointError: On every rank, if the checkpoint does not fit what is asked for.
+        ConfigurationError: On every rank, if an optimizer's state is missing.
+    """
+    strict = kwargs.get("strict", "assume_ok_unexpected")
+    match(
+        sharded_state_dict,
+        Path(folder),
+        fresh=fresh,
+        momentum_from_adam=momentum_from_adam,
+        strict=str(getattr(strict, "value", strict)),
+    )
+    return serialization.load(sharded_state_dict, str(folder), **kwargs)

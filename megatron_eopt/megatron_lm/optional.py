@@ -1,0 +1,70 @@
+"""What is replaced only if flags of the command line ask for it."""
+
+import argparse
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from megatron_eopt import checkpoint_files, checkpoints
+from megatron_eopt.checkpoints.trainer import Rebindings
+from megatron_eopt.megatron_lm.rebinding import Exchange, Rebinding
+
+BY_FLAG: dict[str, Callable[[], Rebindings]] = {
+    "verify_checkpoints": checkpoint_files.trainer_rebindings,
+    "print_state_checksum": checkpoints.checksum_rebindings,
+}
+"""By parsed name, what gives the names to replace; later ones are put around earlier ones."""
+
+
+class FollowsFlags:
+    """Replaces what the flags that were parsed last ask for."""
+
+    def __init__(self) -> None:
+        self._exchanges: dict[str, Exchange] = {}
+
+    def follow(self, args: argparse.Namespace) -> None:
+        """Replace what ``args`` ask for, and put back what they do not.
+
+        Raises:
+            ImportError: If Megatron lacks a name that would be replaced.
+        """
+        flags = [flag for flag in BY_FLAG if getattr(args, flag, False)]
+        if flags == list(self._exchanges):
+            return
+        self.undo()
+        for flag in flags:
+            exchange = Exchange()
+            exchange.apply([Rebinding(*names) for names in BY_FLAG[flag]()])
+            self._exchanges[flag] = exchange
+
+    def undo(self) -> None:
+        """Put everything back, what was replaced last first."""
+        while self._exchanges:
+            self._exchanges.popitem()[1].undo()
+
+    def after_parsing(self, parse: Callable[..., Any]) -> Callable[..., Any]:
+        """Let ``parse_args`` of the trainer be followed, which may read a checkpoint next."""
+
+        @functools.wraps(parse)
+        def parse_args(
+            extra_args_provider: Any = None, ignore_unknown_args: bool = False
+        ) -> argparse.Namespace:
+            args: argparse.Namespace = parse(extra_args_provider, ignore_unknown_args)
+            self.follow(args)
+            return args
+
+        return parse_args
+
+    def before_building(self, config_from_args: Callable[..., Any]) -> Callable[..., Any]:
+        """Follow what an optimizer is built from, which may have been parsed before."""
+
+        @functools.wraps(config_from_args)
+        def get_config(args: argparse.Namespace) -> Any:
+            self.follow(args)
+            return config_from_args(args)
+
+        return get_config
+
+
+FLAGS = FollowsFlags()
+"""Of this process."""

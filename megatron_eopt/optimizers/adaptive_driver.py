@@ -1,0 +1,189 @@
+"""Adaptive Muon over any storage: orthogonal factors divided by second moments, then scaled."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_eopt.base.names import MOMENT2, MOMENTUM, STEP
+from megatron_eopt.math.moments import Moment2MethodT, correction
+from megatron_eopt.math.newton_schulz import ReduceT
+from megatron_eopt.optimizers.adaptive_rules import RULES, Coefficients, Rule
+from megatron_eopt.optimizers.driver import Kept, ParamGroup, State
+from megatron_eopt.optimizers.element_wise import set_step
+from megatron_eopt.optimizers.engine import Means, UpdateT
+from megatron_eopt.optimizers.muon_driver import MuonDriver, MuonSettings, OrthogonalizeT, Stepped
+from megatron_eopt.stores.shard import Shard
+
+__all__ = ["AdaptiveDriver", "AdaptiveSettings"]
+
+
+@dataclass(frozen=True)
+class AdaptiveSettings(MuonSettings):
+    """What the parameters of an adaptive Muon have in common.
+
+    Attributes:
+        method: How updates are normalized.
+        bias_correction: Whether statistics are divided by ``1 - beta2^step``.
+    """
+
+    method: Moment2MethodT
+    bias_correction: bool
+
+
+class AdaptiveDriver(MuonDriver):
+    """Steps adaptive Muon; see Note [Where statistics live] in :mod:`.adaptive_rules`.
+
+    Args:
+        name: Class of the optimizer, for messages.
+        settings: What all parameters have in common.
+        shards: What it steps.
+        means: How matrices are computed.
+    """
+
+    settings: AdaptiveSettings
+
+    def __init__(
+        self, name: str, settings: AdaptiveSettings, shards: Sequence[Shard], means: Means
+    ) -> None:
+        self._rules: list[Rule] = []
+        self._ready: dict[int, tuple[Tensor, Tensor]] = {}
+        super().__init__(name, settings, shards, means)
+        kind = RULES[settings.method]
+        for numbers, engine in self.engines:
+            mine = [self.shards[number] for number in numbers]
+            self._rules.append(kind(engine, mine, settings.orthogonalization))
+
+    def is_cut_like_weights(self, kind: str, value: Any) -> bool:
+        """Whether a state has a number for each of the parameter's."""
+        return kind == MOMENTUM or (kind == MOMENT2 and self.settings.method == "adamuon")
+
+    def init(self, groups: Sequence[ParamGroup], state: State) -> None:
+        """Make momenta, statistics and counters exist."""
+        super().init(groups, state)
+        for _, param, number in self.numbered(groups):
+            state[param].setdefault(MOMENT2, self._empty_statistics(param, number))
+            if self.settings.bias_correction:
+                # on the host, so that reading it makes nobody wait
+                state[param].setdefault(STEP, torch.zeros((), dtype=torch.float32))
+
+    def set_steps(self, groups: Sequence[ParamGroup], state: State, steps: int) -> None:
+        """Set the counters of bias correction."""
+        for _, param, _ in self.numbered(groups):
+            set_step(state[param], steps)
+
+    def kept(self, groups: Sequence[ParamGroup], state: State) -> Iterator[Kept]:
+        """Yield the statistics of NorMuon and NAMO that this rank knows."""
+        if self.settings.method == "adamuon":
+            return
+        for _, param, number in self.numbered(groups):
+            rule, place = self._rule_of(number)
+            for matrix, view in enumerate(rule.views_of(place, state[param][MOMENT2])):
+                if (known := rule.known(place, matrix)) is not None:
+                    window = view.narrow(*known.window) if view.dim() > 1 else view
+                    offset = [0] * view.dim()
+                    if view.dim() > 1:
+                        offset[known.window[0]] = known.window[1]
+                    yield Kept(
+                        number,
+                        matrix,
+                        (MOMENT2,),
+                        window,
+                        tuple(view.shape),
+                        tuple(offset),
+                        writes=known.writes,
+                        slab=self._slab_of(number),
+                    )
+
+    def _slab_of(self, number: int) -> tuple[int, int] | None:
+        """Return the slab that a parameter's statistics are of alone; None for all of it."""
+        shard = self.shards[number]
+        rule, _ = self._rule_of(number)
+        return (shard.ranks.rank, shard.ranks.size) if rule.engine.blockwise else shard.slab
+
+    def complete(self, groups: Sequence[ParamGroup], state: State) -> None:
+        """Bring statistics that other ranks computed up to date; collective."""
+        moments = {n: state[param][MOMENT2] for _, param, n in self.numbered(groups)}
+        for (numbers, _), rule in zip(self.engines, self._rules, strict=True):
+            rule.complete({place: moments[n] for place, n in enumerate(numbers) if n in moments})
+
+    def statistics_of(self, number: int, moment: Tensor) -> list[Tensor]:
+        """Return views of a parameter's statistics, one for each of its logical matrices."""
+        if self.settings.method == "adamuon":
+            return [moment]
+        rule, place = self._rule_of(number)
+        return rule.views_of(place, moment)
+
+    def _rule_of(self, number: int) -> tuple[Rule, int]:
+        for (numbers, _), rule in zip(self.engines, self._rules, strict=True):
+            if number in numbers:
+                return rule, numbers.index(number)
+        raise KeyError(number)
+
+    def _empty_statistics(self, param: Tensor, number: int) -> Tensor:
+        if self.settings.method == "adamuon":
+            return torch.zeros_like(param, requires_grad=False)
+        rule, place = self._rule_of(number)
+        shapes = rule.statistics[place]
+        shape = shapes[0] if len(shapes) == 1 else (sum(map(math.prod, shapes)),)
+        return param.new_zeros(shape, requires_grad=False)
+
+    def _update_of(self, place: int) -> UpdateT:
+        def update(
+            stack: Tensor, matrices: Sequence[int], reduce: ReduceT | None, shape: tuple[int, int]
+        ) -> None:
+            if self.own is None:
+                self.settings.orthogonalization.factors_(stack, reduce, shape)
+            self._rules[place].on_orthogonal(stack, matrices, reduce, shape)
+
+        return update
+
+    def _step_in_its_own_way(
+        self, own: OrthogonalizeT, stepped: Mapping[int, Stepped], state: State
+    ) -> None:
+        found = self._directions(stepped, state)
+        # before any exchange, since a class's own way may be one itself
+        self._ready = {n: (d, own(stepped[n].param, d)) for n, d in found.items()}
+        for place, (numbers, _) in enumerate(self.engines):
+            self._step_with(place, {n: stepped[n] for n in numbers if n in stepped}, state)
+        self._ready = {}
+
+    def _prepare(self, place: int, stepped: Mapping[int, Stepped], state: State) -> None:
+        index = {number: index for index, number in enumerate(self.engines[place][0])}
+        moments = {index[n]: state[item.param][MOMENT2] for n, item in stepped.items()}
+        counted = {index[n]: self._count(s.group, state[s.param]) for n, s in stepped.items()}
+        self._rules[place].begin(moments, counted)
+
+    def _inputs(
+        self, place: int, wave: int, stepped: Mapping[int, Stepped], state: State
+    ) -> Mapping[int, Tensor]:
+        if self.own is None:
+            found = self._directions(stepped, state)
+            inputs = found
+        else:
+            found = {n: self._ready[n][0] for n in stepped}
+            inputs = {n: self._ready[n][1] for n in stepped}
+        moving = {}
+        for index, number in enumerate(self.engines[place][0]):
+            if number in stepped:
+                grad = stepped[number].param.grad
+                assert grad is not None
+                moving[index] = grad, found[number]
+        self._rules[place].on_wave(wave, moving)
+        return inputs
+
+    def _finished(self, place: int, updates: Mapping[int, Tensor]) -> None:
+        index = {number: index for index, number in enumerate(self.engines[place][0])}
+        self._rules[place].finish({index[n]: update for n, update in updates.items()})
+
+    def _count(self, group: ParamGroup, state: dict[str, Any]) -> Coefficients:
+        corrected = self.settings.bias_correction
+        if corrected:
+            state[STEP] += 1
+        step = float(state[STEP]) if corrected else 1
+        return Coefficients(
+            group["beta2"], group["eps"], correction(group["beta2"], step, corrected)
+        )

@@ -1,0 +1,320 @@
+"""How adaptive Muon normalizes orthogonal factors: one rule for each kind of second moment.
+
+Note [Where statistics live]
+    AdaMuon's are element by element: they are cut like the weights and act on updates that came
+    back. NorMuon's live where a matrix is computed; every rank has room for all of a matrix's, and
+    what it does not compute on stays stale until they are completed. NAMO's are one number a matrix
+    and the same on all ranks: the norms of gradients and directions are summed over what the ranks
+    store, in one all-reduce for the matrices of a wave.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.math.moments import (
+    Moment2MethodT,
+    adamuon_,
+    namo_,
+    normuon_,
+    statistic_shape,
+)
+from megatron_eopt.math.newton_schulz import ReduceT
+from megatron_eopt.math.orthogonalize import Orthogonalization
+from megatron_eopt.optimizers.engine import MatrixEngine
+from megatron_eopt.optimizers.square_norms import Segments
+from megatron_eopt.stores.shard import Shard
+
+__all__ = ["RULES", "Coefficients", "Known", "Rule", "matrix_shapes"]
+
+
+class Coefficients(NamedTuple):
+    """Settings of one parameter in one step: decay, smallest divisor, bias correction."""
+
+    beta2: float
+    eps: float
+    divisor: float
+
+
+def matrix_shapes(engine: MatrixEngine, shard: Shard) -> list[tuple[int, int]]:
+    """Return the shape of each matrix of a parameter; blockwise of this rank's pieces."""
+    if not engine.blockwise:
+        return [matrix.shape for matrix in shard.split.matrices]
+    return [layout.compact().local_shape(shard.ranks.rank) or (0, 0) for layout in shard.layouts]
+
+
+class Known(NamedTuple):
+    """What a rank knows of a statistic: (dimension, start, length), and whether it writes it."""
+
+    window: tuple[int, int, int]
+    writes: bool
+
+
+class Rule:
+    """What the rules have in common: one instance per engine.
+
+    Parameters are numbered as the engine's shards are; those that rest are in no mapping, and what
+    is computed for them is thrown away.
+    """
+
+    method: Moment2MethodT
+
+    def __init__(
+        self, engine: MatrixEngine, shards: Sequence[Shard], arithmetic: Orthogonalization
+    ) -> None:
+        self.engine = engine
+        self.shards = shards
+        self.arithmetic = arithmetic
+        self.shapes = [matrix_shapes(engine, shard) for shard in shards]
+        self.statistics = [
+            [statistic_shape(self.method, *shape) for shape in shapes] for shapes in self.shapes
+        ]
+        self._shard_of = [n for n, shapes in enumerate(self.shapes) for _ in shapes]
+        self._coefficients: Mapping[int, Coefficients] = {}
+        self._moments: Mapping[int, Tensor] = {}
+
+    def begin(
+        self, moments: Mapping[int, Tensor], coefficients: Mapping[int, Coefficients]
+    ) -> None:
+        """Prepare a step with the statistics and settings of the parameters that do not rest."""
+        self._moments, self._coefficients = moments, coefficients
+
+    def on_wave(self, wave: int, moving: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+        """Look at gradients and directions of the parameters that a wave is the first to need."""
+
+    def on_orthogonal(
+        self, stack: Tensor, matrices: Sequence[int], reduce: ReduceT | None, shape: tuple[int, int]
+    ) -> None:
+        """Act on the orthogonal factors of whole matrices, or slabs of them, in place."""
+
+    def finish(self, updates: Mapping[int, Tensor]) -> None:
+        """Act on stored updates, in place."""
+
+    def complete(self, moments: Mapping[int, Tensor]) -> None:
+        """Bring statistics that other ranks computed up to date; collective over the group."""
+
+    def known(self, place: int, matrix: int) -> Known | None:
+        """Return what this rank knows of a matrix's statistic; None for nothing."""
+        return None
+
+    def views_of(self, place: int, moment: Tensor) -> list[Tensor]:
+        """Return the statistics of a parameter's matrices, which lie one after another."""
+        parts = torch.split(moment.view(-1), [math.prod(s) for s in self.statistics[place]])
+        return [part.view(shape) for part, shape in zip(parts, self.statistics[place], strict=True)]
+
+    def _settings_of(self, matrix: int) -> Coefficients:
+        return self._coefficients.get(self._shard_of[matrix], Coefficients(0.0, 1.0, 1.0))
+
+
+class AdaMuonRule(Rule):
+    """Entries by their own second moments, on stored updates."""
+
+    method: Moment2MethodT = "adamuon"
+
+    def __init__(
+        self, engine: MatrixEngine, shards: Sequence[Shard], arithmetic: Orthogonalization
+    ) -> None:
+        super().__init__(engine, shards, arithmetic)
+        self._scales = [
+            [arithmetic.scale(shape) if shape[0] else 0.0 for shape in shapes]
+            for shapes in self.shapes
+        ]
+        self._segments = {
+            place: Segments.of(shards[place], engine.device)
+            for place, scales in enumerate(self._scales)
+            if len(set(scales)) > 1
+        }
+        self._factors = {i: s.per_run(self._scales[i]) for i, s in self._segments.items()}
+
+    def finish(self, updates: Mapping[int, Tensor]) -> None:
+        """Divide by the roots of the second moments, then scale each matrix by its shape."""
+        places = [place for place in sorted(updates) if place in self._moments]
+        for first, last, _ in _runs([self._coefficients[i][:2] for i in places]):
+            run = places[first:last]
+            settings = [self._coefficients[place] for place in run]
+            moments = [self._moments[place] for place in run]
+            mine = [updates[place] for place in run]
+            exact = [m.to(u.dtype) for m, u in zip(moments, mine, strict=True)]
+            divisors = [item.divisor for item in settings]
+            adamuon_(mine, exact, settings[0].beta2, settings[0].eps, divisors)
+            if any(m.dtype != e.dtype for m, e in zip(moments, exact, strict=True)):
+                torch._foreach_copy_(moments, exact)
+        uniform = [place for place in places if place not in self._segments]
+        if uniform:
+            factors = [self._scales[place][0] for place in uniform]
+            torch._foreach_mul_([updates[place] for place in uniform], factors)
+        for place in places:
+            if place in self._segments:
+                self._segments[place].multiply_(updates[place], self._factors[place])
+
+
+class NorMuonRule(Rule):
+    """Rows or columns by their mean squares, where each matrix is computed."""
+
+    method: Moment2MethodT = "normuon"
+
+    def __init__(
+        self, engine: MatrixEngine, shards: Sequence[Shard], arithmetic: Orthogonalization
+    ) -> None:
+        super().__init__(engine, shards, arithmetic)
+        self._flat = [shape for shapes in self.statistics for shape in shapes]
+        self._known = [self._window(index) for index in range(len(self._flat))]
+        self._views: dict[int, tuple[Tensor, list[Tensor]]] = {}
+
+    def known(self, place: int, matrix: int) -> Known | None:
+        """Return what this rank computes of a matrix's statistic."""
+        return self._known[self.engine.first[place] + matrix]
+
+    def on_orthogonal(
+        self, stack: Tensor, matrices: Sequence[int], reduce: ReduceT | None, shape: tuple[int, int]
+    ) -> None:
+        """Normalize the slices, then scale."""
+        for first, last, (beta2, eps, divisor) in _runs([self._settings_of(i) for i in matrices]):
+            views = [self._window_of(i) for i in matrices[first:last]]
+            moments = torch.stack(views).to(stack.dtype)
+            batch = stack[first:last]
+            normuon_(batch, moments, beta2, eps, divisor, shape=shape, reduce=reduce)
+            torch._foreach_copy_(views, list(moments.unbind()))
+        stack.mul_(self.arithmetic.scale(shape))
+
+    def complete(self, moments: Mapping[int, Tensor]) -> None:
+        """Sum what each rank computes, as far as it speaks for it; collective over the group."""
+        if self.engine.ranks.group is None or self.engine.blockwise:
+            return
+        known = []
+        for place, shapes in enumerate(self.statistics):
+            blank = torch.zeros(sum(map(math.prod, shapes)), device=self.engine.device)
+            if place in moments:
+                blank = torch.zeros_like(moments[place], dtype=torch.float32)
+                theirs = self.views_of(place, moments[place])
+                for matrix, (to, its) in enumerate(
+                    zip(self.views_of(place, blank), theirs, strict=True)
+                ):
+                    part = self.known(place, matrix)
+                    if part is not None and part.writes:
+                        to.narrow(*part.window).copy_(its.narrow(*part.window))
+            known.append(blank.view(-1))
+        total = torch.cat(known)
+        dist.all_reduce(total, group=self.engine.ranks.group)
+        values = torch.split(total, [item.numel() for item in known])
+        for place, moment in moments.items():
+            moment.copy_(values[place].view_as(moment))
+
+    def _window_of(self, matrix: int) -> Tensor:
+        """Return what this rank computes of a matrix's statistic, as a view of its state."""
+        place = self._shard_of[matrix]
+        known = self._known[matrix]
+        assert known is not None, "a rank computes on what it knows"
+        if place not in self._moments:
+            # it rests: what is computed is thrown away
+            return torch.zeros(self._flat[matrix], device=self.engine.device).narrow(*known.window)
+        moment = self._moments[place]
+        cached = self._views.get(place)
+        if cached is None or cached[0] is not moment:
+            self._views[place] = cached = (moment, self.views_of(place, moment))
+        view = cached[1][matrix - self.engine.first[place]]
+        return view.narrow(*known.window)
+
+    def _window(self, index: int) -> Known | None:
+        rows, cols = self._flat[index]
+        if self.engine.blockwise:
+            return Known((0, 0, rows), True)
+        piece = self.engine.work.matrices[index].compute.piece(self.engine.ranks.rank)
+        if not len(piece):
+            return None
+        across = piece.column if cols == 1 else piece.row
+        # of ranks that compute the same statistic the one with the first part of the matrix speaks
+        writes = bool(piece.source[0]) and int(across.min()) == 0
+        if cols > 1:
+            return Known((1, int(piece.column[0]), int(piece.width[0])), writes)
+        start, length = int(piece.row.min()), int(piece.bottom.max() - piece.row.min())
+        if int(piece.area.sum()) != length * int(piece.width[0]):
+            raise ConfigurationError(
+                "tp_mode",
+                "distributed",
+                f"needs adjacent rows on each rank, and {self.engine.names[index]!r} has others "
+                "between them",
+                "Use exchange",
+            )
+        return Known((0, start, length), writes)
+
+
+class NamoRule(Rule):
+    """Whole matrices by norms that are known before they are orthogonalized."""
+
+    method: Moment2MethodT = "namo"
+
+    def __init__(
+        self, engine: MatrixEngine, shards: Sequence[Shard], arithmetic: Orthogonalization
+    ) -> None:
+        super().__init__(engine, shards, arithmetic)
+        self._segments = [Segments.of(shard, engine.device) for shard in shards]
+        self._factors: dict[int, Tensor] = {}
+        self._indices: dict[tuple[int, ...], Tensor] = {}
+
+    def known(self, place: int, matrix: int) -> Known | None:
+        """Every rank knows everything; the first one writes."""
+        return Known((0, 0, 1), self.engine.blockwise or self.engine.ranks.rank == 0)
+
+    def on_wave(self, wave: int, moving: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+        """Compute the factors of the matrices of a wave, the same on all ranks of the group."""
+        arrived = self.engine.arrivals[wave]
+        if not arrived:
+            return
+        norms = [
+            torch.stack([self._segments[place].square_sums(value) for value in moving[place]])
+            if place in moving
+            else torch.zeros(
+                2, len(self.shapes[place]), dtype=torch.float64, device=self.engine.device
+            )
+            for place in arrived
+        ]
+        total = torch.cat(norms, dim=1)
+        if self.engine.ranks.group is not None and not self.engine.blockwise:
+            dist.all_reduce(total, group=self.engine.ranks.group)
+        for place, both in zip(
+            arrived, torch.split(total, [n.shape[1] for n in norms], dim=1), strict=True
+        ):
+            settings = self._coefficients.get(place)
+            if settings is None:
+                self._factors[place] = torch.zeros_like(both[0])
+                continue
+            moment = self._moments[place]
+            running = moment.view(-1).to(torch.float64)
+            self._factors[place] = namo_(running, both[0], both[1], *settings)
+            # inf would stay, and make nan of the next mean
+            moment.copy_(running.clamp_(max=torch.finfo(moment.dtype).max).view_as(moment))
+
+    def on_orthogonal(
+        self, stack: Tensor, matrices: Sequence[int], reduce: ReduceT | None, shape: tuple[int, int]
+    ) -> None:
+        """Multiply by factor and scale."""
+        parts = []
+        for matrix in matrices:
+            place = self._shard_of[matrix]
+            index = matrix - self.engine.first[place]
+            parts.append(self._factors[place][index : index + 1])
+        factors = torch.cat(parts) * self.arithmetic.scale(shape)
+        stack.mul_(factors.to(stack.dtype).view(-1, 1, 1))
+
+
+RULES: dict[Moment2MethodT, type[Rule]] = {
+    "adamuon": AdaMuonRule,
+    "normuon": NorMuonRule,
+    "namo": NamoRule,
+}
+
+
+def _runs[T](values: Sequence[T]) -> Iterator[tuple[int, int, T]]:
+    """Yield (first, last + 1, value) of neighbours that are equal."""
+    first = 0
+    for value, members in groupby(values):
+        last = first + sum(1 for _ in members)
+        yield first, last, value
+        first = last

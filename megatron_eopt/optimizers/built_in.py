@@ -1,0 +1,85 @@
+"""The optimizers that this package and emerging-optimizers bring, under their registered names."""
+
+import functools
+import importlib
+
+from emerging_optimizers import registry as emerging_registry
+from emerging_optimizers.orthogonalized_optimizers import Muon
+
+from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
+from megatron_eopt.optimizers.initial_state import INITIALIZERS
+from megatron_eopt.optimizers.muon import TensorParallelMuon
+from megatron_eopt.settings.arguments import muon_family_kwargs
+from megatron_eopt.settings.registry import (
+    EmergingOptimizerEntry,
+    StateLayoutT,
+    init_state,
+    is_registered,
+    register_optimizer,
+)
+
+__all__ = ["register_optimizer"]
+
+_EMERGING_MODULES = (
+    "orthogonalized_optimizers",
+    "scalar_optimizers",
+    "soap",
+    "psgd",
+    "riemannian_optimizers",
+)
+"""Modules that register emerging-optimizers' optimizers when they are imported."""
+
+_ELEMENT_WISE = frozenset({"lion", "laprop"})
+
+_FACTORY_ARGUMENTS = (
+    "scalar_optimizer",
+    "lr",
+    "min_lr",
+    "exempt_from_clipping",
+    "orthogonalize_router",
+    "split_qkv",
+    "split_gated",
+    "split_mla",
+    "split_linear_attention",
+    "split_per_head",
+)
+
+_FACTORY_FIELDS = frozenset(f"muon_{name}" for name in _FACTORY_ARGUMENTS)
+"""Fields of Muon that something else than a constructor uses."""
+
+
+def _register_muon(
+    name: str, cls: type, prefixes: tuple[str, ...], state_layout: StateLayoutT
+) -> None:
+    entry = EmergingOptimizerEntry(
+        cls,
+        config_to_kwargs=functools.partial(muon_family_kwargs, cls, prefixes),
+        state_layout=state_layout,
+        prefixes=prefixes,
+        consumes=_FACTORY_FIELDS,
+    )
+    register_optimizer(name, entry)
+
+
+def _register_emerging(name: str, cls: type) -> None:
+    is_muon = issubclass(cls, Muon)
+    entry = EmergingOptimizerEntry(
+        cls,
+        init_state_fn=INITIALIZERS.get(name, init_state),
+        # also those whose update alone needs a whole matrix: they step by themselves
+        state_layout="element_wise" if name in _ELEMENT_WISE else "matrix_state",
+        prefixes=(name, "muon") if is_muon else (name,),
+        consumes=_FACTORY_FIELDS if is_muon else frozenset(),
+    )
+    register_optimizer(name, entry)
+
+
+_register_muon("muon", TensorParallelMuon, ("muon",), "matrix_update")
+_register_muon(
+    "adaptive_muon", TensorParallelAdaptiveMuon, ("adaptive_muon", "muon"), "matrix_update"
+)
+for _module in _EMERGING_MODULES:
+    importlib.import_module(f"emerging_optimizers.{_module}")
+for _name in emerging_registry.get_optimizer_name_list():
+    if not is_registered(_name):
+        _register_emerging(_name, emerging_registry.get_optimizer_cls(_name))

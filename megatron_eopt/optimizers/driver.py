@@ -1,0 +1,319 @@
+"""What steps parameter groups: one driver per algorithm, over any storage.
+
+Note [Drivers]
+    A driver knows the shards it steps, in an order that all ranks of a group share. In a step it
+    gets parameter groups whose parameters are this rank's tensors (fragments, slabs, local parts of
+    DTensors), with their gradients and state, and :attr:`Driver.places` tells which shard each of
+    them is. Parameters without a gradient rest: neither they nor their state change, though the
+    ranks exchange as always.
+
+    State with a number for each of a tensor's is cut like the tensor. All other state a driver
+    describes by :class:`Kept`, whose values are live, so that checkpoints read and write in place.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.names import STEP
+from megatron_eopt.stores.shard import Shard
+
+__all__ = [
+    "OF_GROUPS",
+    "CompositeOptimizer",
+    "Driver",
+    "InitState",
+    "Kept",
+    "ParamGroup",
+    "State",
+    "bind",
+    "dry_step",
+    "fixed",
+    "leaves",
+    "put",
+]
+
+OF_GROUPS = "group"
+"""First name of the path to what an optimizer counts in its groups."""
+
+type ParamGroup = dict[str, Any]
+type State = defaultdict[Tensor, dict[str, Any]]
+type InitState = Callable[..., None] | None
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One value of state that is not cut like its parameter.
+
+    Attributes:
+        shard: Number of the shard.
+        matrix: The logical matrix in the shard's split; 0 where the parameter counts as one.
+        path: Names and places that lead to the value; the first one is the kind of state.
+        value: A tensor or a plain value.
+        whole: Unsharded shape, if ``value`` is a part of it.
+        offset: Where the part begins.
+        writes: Whether this rank, of those that hold the same numbers, writes them.
+        slab: (rank, size) where the value has a meaning for one tensor-parallel slab alone.
+        per_element: Whether it has a number for each of a whole matrix's elements.
+        container: Where a plain value is put back.
+    """
+
+    shard: int
+    matrix: int
+    path: tuple[str, ...]
+    value: Any
+    whole: tuple[int, ...] | None = None
+    offset: tuple[int, ...] = ()
+    writes: bool = True
+    slab: tuple[int, int] | None = None
+    per_element: bool = False
+    container: Any = None
+
+    def replace(self, value: Any) -> None:
+        """Take over a loaded value."""
+        if isinstance(self.value, Tensor):
+            self.value.copy_(torch.as_tensor(value).view(self.value.shape))
+        else:
+            put(self.container, self.path, type(self.value)(value))
+
+
+class Driver:
+    """Steps some parameter groups; see Note [Drivers].
+
+    Args:
+        name: Class of the optimizer, for messages.
+        shards: What it steps, the same on all ranks of a group but for what each of them holds.
+
+    Attributes:
+        places: For each parameter group the number of the shard of each of its parameters.
+        needs_matrices: Whether it brings whole matrices together.
+        is_clipped: Whether its gradients are scaled down with all others'.
+    """
+
+    needs_matrices = False
+    is_clipped = True
+
+    def __init__(self, name: str, shards: Sequence[Shard]) -> None:
+        self.name = name
+        self.shards = list(shards)
+        self.places: list[list[int]] = []
+
+    @property
+    def plans(self) -> list[Any]:
+        """What travels in a step, one plan for each group of ranks, for counts of bytes."""
+        return []
+
+    def attach(self, places: Sequence[Sequence[int]]) -> None:
+        """Learn which shard each parameter of each group is."""
+        self.places = [list(numbers) for numbers in places]
+
+    def init(self, groups: Sequence[ParamGroup], state: State) -> None:
+        """Make the state of every parameter exist, as far as it can be without a step."""
+
+    def expect(self, groups: Sequence[ParamGroup], state: State) -> None:
+        """Make all state exist that is about to be loaded."""
+        self.init(groups, state)
+
+    def counting(self, groups: Sequence[ParamGroup], state: State) -> Iterator[dict[str, Any]]:
+        """Yield the states, and groups, in which steps are counted."""
+        for _, param, _ in self.numbered(groups):
+            if STEP in state[param]:
+                yield state[param]
+
+    def set_steps(self, groups: Sequence[ParamGroup], state: State, steps: int) -> None:
+        """Continue after ``steps`` steps that another run did."""
+
+    def step(self, groups: Sequence[ParamGroup], state: State) -> None:
+        """Update the parameters of ``groups``; all ranks of a group call this together."""
+        raise NotImplementedError
+
+    def is_cut_like_weights(self, kind: str, value: Any) -> bool:
+        """Whether a value in a parameter's state has a number for each of the parameter's."""
+        return isinstance(value, Tensor) and value.dim() > 0
+
+    def kept(self, groups: Sequence[ParamGroup], state: State) -> Iterator[Kept]:
+        """Yield all state that is not cut like its parameter, step counters apart."""
+        return iter(())
+
+    def complete(self, groups: Sequence[ParamGroup], state: State) -> None:
+        """Bring state that several ranks hold, and one computes, to all of them; collective."""
+
+    def numbered(self, groups: Sequence[ParamGroup]) -> Iterator[tuple[ParamGroup, Tensor, int]]:
+        """Yield every parameter with its group and the number of its shard."""
+        for group, numbers in zip(groups, self.places, strict=True):
+            for param, number in zip(group["params"], numbers, strict=True):
+                yield group, param, number
+
+
+class CompositeOptimizer(torch.optim.Optimizer):
+    """One torch optimizer made of several drivers: what Megatron's distributed optimizer wraps.
+
+    It holds the parameter groups and the state, as every consumer of an optimizer expects. Drivers
+    step with the numbers (lr, weight decay) that a scheduler wrote there.
+
+    Args:
+        groups: Parameter groups.
+        served: The drivers, each with the groups that it steps; :meth:`init_state` starts them once
+            they know their places.
+
+    Attributes:
+        drivers: The drivers.
+    """
+
+    def __init__(
+        self, groups: Sequence[ParamGroup], served: Sequence[tuple[Driver, slice]]
+    ) -> None:
+        # torch refuses an optimizer without groups; a pipeline stage without experts has none
+        self._complete = False
+        super().__init__([{"params": []}], {})
+        self.param_groups = list(groups)
+        self.drivers = [driver for driver, _ in served]
+        self._served = dict(served)
+        self._count = len(self.param_groups)
+        self._complete = True
+
+    def init_state(self) -> None:
+        """Make the state of every parameter exist, so that it can be saved and loaded."""
+        for driver in self.drivers:
+            with self.scene(driver) as (groups, state):
+                driver.init(groups, state)
+            # state of whole matrices too, for those who move all of it to another device
+            self.state.update(getattr(driver, "owned_state", {}))
+
+    def groups_of(self, driver: Driver) -> list[ParamGroup]:
+        """Return the parameter groups that ``driver`` steps."""
+        return self.param_groups[self._served[driver]]
+
+    @contextmanager
+    def scene(self, driver: Driver) -> Iterator[tuple[list[ParamGroup], State]]:
+        """Give what ``driver`` works on: groups of this rank's tensors, and their state."""
+        yield self.groups_of(driver), self.state
+
+    def add_param_group(self, param_group: ParamGroup) -> None:
+        """Refuse: who computes what is decided when the optimizer is built.
+
+        Raises:
+            ConfigurationError: Always, after construction.
+        """
+        if self._complete:
+            raise fixed("add_param_group", f"{len(list(param_group.get('params', ())))} parameters")
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return groups and state of what is stepped; that of whole matrices is in no group."""
+        members = {id(param) for group in self.param_groups for param in group["params"]}
+        owned = [key for key in self.state if id(key) not in members]
+        hidden = {key: self.state.pop(key) for key in owned}
+        try:
+            return super().state_dict()
+        finally:
+            self.state.update(hidden)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update all parameters.
+
+        Args:
+            closure: Unsupported; must be None.
+        """
+        if closure is not None:
+            raise ValueError("closure is not supported")
+        if len(self.param_groups) != self._count:
+            raise fixed("param_groups", f"{len(self.param_groups)} groups")
+        for driver in self.drivers:
+            with self.scene(driver) as (groups, state):
+                driver.step(groups, state)
+
+
+def fixed(argument: str, value: object) -> ConfigurationError:
+    """Return the error of whoever adds parameters to an optimizer that is planned."""
+    return ConfigurationError(
+        argument,
+        value,
+        "the plan of who computes what is made once, for the whole model",
+        "Build the optimizer again",
+    )
+
+
+def bind(
+    optimizer: torch.optim.Optimizer, groups: Iterable[ParamGroup], state: State
+) -> torch.optim.Optimizer:
+    """Let ``optimizer`` work on other groups and another state from now on, and return it.
+
+    One optimizer may serve several buffer sets, each with groups and state of its own.
+    """
+    optimizer.param_groups = list(groups)
+    optimizer.state = state
+    return optimizer
+
+
+@torch.no_grad()
+def dry_step(optimizer: Any) -> None:
+    """Let every parameter without state have one of the right shape, whose values do not matter.
+
+    Loading needs places to load to. The optimizer steps with zero gradients; parameters, gradients
+    and groups are put back.
+
+    Raises:
+        ConfigurationError: If it cannot step with zero gradients.
+    """
+    everything = [param for group in optimizer.param_groups for param in group["params"]]
+    bare = [param for param in everything if not optimizer.state[param]]
+    if not bare:
+        return
+    values = [param.detach().clone() for param in bare]
+    grads = [param.grad for param in everything]
+    groups = [dict(group) for group in optimizer.param_groups]
+    for param in everything:
+        param.grad = None
+    for param in bare:
+        param.grad = torch.zeros_like(param)
+    try:
+        optimizer.step()
+    except Exception as error:
+        raise ConfigurationError(
+            "optimizers",
+            type(optimizer).__name__,
+            f"makes its state in its first step, which failed with zero gradients: {error}",
+            "Give it a function that makes its state exist (init_state_fn)",
+        ) from error
+    finally:
+        for param, value in zip(bare, values, strict=True):
+            param.detach().copy_(value)
+        for param, grad in zip(everything, grads, strict=True):
+            param.grad = grad
+        for group, before in zip(optimizer.param_groups, groups, strict=True):
+            group.update(before)
+
+
+def leaves(state: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield every leaf of nested dictionaries, lists and tuples with the path to it."""
+    if isinstance(state, Mapping):
+        items = [(str(key), item) for key, item in state.items()]
+    elif isinstance(state, list | tuple):
+        items = [(str(number), item) for number, item in enumerate(state)]
+    else:
+        yield path, state
+        return
+    for name, item in items:
+        yield from leaves(item, (*path, name))
+
+
+def put(state: Any, path: Sequence[str], value: Any) -> None:
+    """Write a leaf to where :func:`leaves` found it; what leads there must exist."""
+    *way, last = path
+    for step in way:
+        state = state[_key(state, step)]
+    state[_key(state, last)] = value
+
+
+def _key(place: Any, step: str) -> Any:
+    if isinstance(place, list | tuple):
+        return int(step)
+    return next((key for key in place if str(key) == step), step)

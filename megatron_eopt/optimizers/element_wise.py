@@ -1,0 +1,154 @@
+"""The driver of optimizers that update each number by itself, or each tensor as they get it."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_eopt.base.names import ELEMENT_WISE_STATE, FIRST_MOMENT, MOMENTUM, STEP
+from megatron_eopt.optimizers.driver import (
+    Driver,
+    InitState,
+    Kept,
+    ParamGroup,
+    State,
+    bind,
+    dry_step,
+    leaves,
+)
+from megatron_eopt.stores.shard import Shard
+
+__all__ = ["ElementWiseDriver", "SlabDriver", "complete_state", "set_step", "set_steps"]
+
+_COUNT_IN_GROUPS = ("transformer_engine", "apex")
+
+
+class ElementWiseDriver(Driver):
+    """Steps Adam, SGD, Lion and their like on any part of the parameters.
+
+    Args:
+        optimizer: The user's optimizer.
+        init_state_fn: Makes its state exist, called as ``(optimizer, config)``; may be None.
+        config: What ``init_state_fn`` gets.
+        shards: What it steps.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        init_state_fn: InitState,
+        config: Any,
+        shards: Sequence[Shard] = (),
+    ) -> None:
+        super().__init__(type(optimizer).__name__, shards)
+        self._optimizer = optimizer
+        self._init_state_fn = init_state_fn
+        self._config = config
+
+    def init(self, groups: Sequence[ParamGroup], state: State) -> None:
+        """Make the state of every tensor exist, with step counters of their own."""
+        optimizer = bind(self._optimizer, groups, state)
+        complete_state(optimizer, self._init_state_fn, self._config)
+
+    def expect(self, groups: Sequence[ParamGroup], state: State) -> None:
+        """Make all state exist that is about to be loaded."""
+        self.init(groups, state)
+        dry_step(bind(self._optimizer, groups, state))
+
+    def counting(self, groups: Sequence[ParamGroup], state: State) -> Iterator[dict[str, Any]]:
+        """Yield the states, and groups, in which steps are counted."""
+        yield from (group for group in groups if group["params"] and STEP in group)
+        yield from super().counting(groups, state)
+
+    def set_steps(self, groups: Sequence[ParamGroup], state: State, steps: int) -> None:
+        """Set the counters where the optimizer keeps them."""
+        set_steps(bind(self._optimizer, groups, state), steps)
+
+    def step(self, groups: Sequence[ParamGroup], state: State) -> None:
+        """Let the optimizer step."""
+        bind(self._optimizer, groups, state).step()
+
+
+class SlabDriver(ElementWiseDriver):
+    """Steps any other optimizer on whole parameters, or on each tensor-parallel slab by itself.
+
+    Args:
+        optimizer: The user's optimizer.
+        init_state_fn: Makes its state exist, called as ``(optimizer, config)``; may be None.
+        config: What ``init_state_fn`` gets.
+        slabs: For each parameter which slab this rank has, and of how many.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        init_state_fn: InitState,
+        config: Any,
+        slabs: Sequence[tuple[int, int]],
+    ) -> None:
+        super().__init__(optimizer, init_state_fn, config)
+        self._slabs = list(slabs)
+
+    def is_cut_like_weights(self, kind: str, value: Any) -> bool:
+        """Whether a state is one of those that have a number for each of a parameter's."""
+        return kind in ELEMENT_WISE_STATE and super().is_cut_like_weights(kind, value)
+
+    def kept(self, groups: Sequence[ParamGroup], state: State) -> Iterator[Kept]:
+        """Yield all other state: its shape has a meaning for the optimizer alone."""
+        for _, param, number in self.numbered(groups):
+            slab = self._slabs[number] if self._slabs[number][1] > 1 else None
+            for kind, value in state[param].items():
+                if kind != STEP and not self.is_cut_like_weights(kind, value):
+                    for path, leaf in leaves(value, (kind,)):
+                        yield Kept(number, 0, path, leaf, slab=slab, container=state[param])
+
+
+def complete_state(optimizer: Any, init_state_fn: InitState, config: Any) -> None:
+    """Make the state of every parameter exist, with step counters of their own.
+
+    Args:
+        optimizer: A torch optimizer that updates each number by itself.
+        init_state_fn: Makes most of its state exist, called as ``(optimizer, config)``; may be
+            None.
+        config: What it gets.
+    """
+    if init_state_fn is not None:
+        init_state_fn(optimizer, config)
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            _complete(optimizer, group, optimizer.state[param], param)
+
+
+def set_steps(optimizer: Any, steps: int) -> None:
+    """Set the counters of steps where an optimizer keeps them: in states, or in groups."""
+    for group in optimizer.param_groups:
+        group.pop(STEP, None)
+        if type(optimizer).__module__.startswith(_COUNT_IN_GROUPS):
+            group[STEP] = steps
+        for param in group["params"]:
+            set_step(optimizer.state[param], steps)
+
+
+def set_step(state: dict[str, Any], steps: int) -> None:
+    """Set the counter of steps in one state, if there is one, as what it is."""
+    if isinstance(state.get(STEP), Tensor):
+        # a tensor for each: torch counts in place
+        state[STEP] = torch.full_like(state[STEP], steps)
+    elif STEP in state:
+        state[STEP] = steps
+
+
+def _complete(
+    optimizer: torch.optim.Optimizer, group: ParamGroup, state: dict[str, Any], param: Tensor
+) -> None:
+    """Add what torch's own optimizers expect in a state that is not empty."""
+    names: tuple[str, ...] = ()
+    if isinstance(optimizer, torch.optim.Adam):
+        names = (FIRST_MOMENT, "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
+        # a tensor for each: torch counts in place
+        state.setdefault(STEP, torch.tensor(0.0))
+    elif isinstance(optimizer, torch.optim.SGD) and group["momentum"]:
+        names = (MOMENTUM,)
+    for name in names:
+        state.setdefault(name, torch.zeros_like(param))

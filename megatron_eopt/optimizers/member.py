@@ -1,0 +1,51 @@
+"""One optimizer of a chain: a storage that holds, and the drivers that step."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megatron_eopt.optimizers.driver import CompositeOptimizer, Driver, ParamGroup, State
+from megatron_eopt.stores.interface import Storage
+
+__all__ = ["Member"]
+
+
+@dataclass(frozen=True, eq=False)
+class Member:
+    """A storage with what steps it.
+
+    Attributes:
+        storage: The storage.
+        drivers: The drivers.
+        params: For each driver the model's parameters in the order of its shards.
+    """
+
+    storage: Storage
+    drivers: Sequence[Driver] = ()
+    params: Sequence[Sequence[Tensor]] = ()
+
+    def groups_of(self, driver: Driver) -> list[ParamGroup]:
+        """Return the parameter groups that a driver steps, as schedulers see them."""
+        optimizer = self.storage.optimizer
+        if isinstance(optimizer, CompositeOptimizer):
+            return optimizer.groups_of(driver)
+        groups: list[ParamGroup] = optimizer.param_groups
+        return groups
+
+    @contextmanager
+    def scene(self, driver: Driver) -> Iterator[tuple[list[ParamGroup], State]]:
+        """Give what a driver works on: groups of this rank's tensors, and their state."""
+        optimizer = self.storage.optimizer
+        if isinstance(optimizer, CompositeOptimizer):
+            with optimizer.scene(driver) as work:
+                yield work
+        else:
+            yield optimizer.param_groups, optimizer.state
+
+    def stepped(self) -> Iterator[tuple[Driver, int, Tensor]]:
+        """Yield every tensor of the parameter groups with its driver and its shard's number."""
+        for driver in self.drivers:
+            for _, main, number in driver.numbered(self.groups_of(driver)):
+                yield driver, number, main

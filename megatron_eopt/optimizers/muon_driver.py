@@ -1,0 +1,244 @@
+"""Muon over any storage: momentum where the weights are, matrices whole while they are computed.
+
+Weight decay, momentum and the update itself are element by element and do not care how a matrix is
+stored, so they act on what a rank stores. Only directions travel, and come back as updates.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from megatron_eopt.base.names import MOMENTUM
+from megatron_eopt.math.newton_schulz import ReduceT
+from megatron_eopt.math.orthogonalize import Orthogonalization
+from megatron_eopt.optimizers.driver import Driver, ParamGroup, State
+from megatron_eopt.optimizers.engine import MatrixEngine, Means, UpdateT, engines_of
+from megatron_eopt.stores.shard import Shard
+
+__all__ = [
+    "WEIGHT_DECAY_METHODS",
+    "MuonDriver",
+    "MuonSettings",
+    "OrthogonalizeT",
+    "Stepped",
+    "WeightDecayT",
+    "decayed",
+    "directions",
+    "subtract",
+]
+
+WeightDecayT = Literal["decoupled", "l2", "independent"]
+"""How weight decay acts: ``decoupled`` shrinks weights by ``lr * weight_decay`` (AdamW,
+arXiv:1711.05101), ``independent`` by ``weight_decay`` whatever the learning rate, ``l2`` adds
+``weight_decay * weight`` to the gradient."""
+
+WEIGHT_DECAY_METHODS: tuple[WeightDecayT, ...] = get_args(WeightDecayT)
+
+type OrthogonalizeT = Callable[[Tensor, Tensor], Tensor]
+"""A subclass's own way: gets a parameter and what to orthogonalize, returns the update."""
+
+type Apply = Callable[[ParamGroup, Sequence[Tensor], list[Tensor]], None]
+"""Subtracts updates from parameters of one group."""
+
+
+@dataclass(frozen=True)
+class MuonSettings:
+    """What the parameters of a Muon have in common.
+
+    Attributes:
+        nesterov: Orthogonalize gradient and momentum mixed instead of the momentum alone.
+        weight_decay_method: How weight decay acts.
+        orthogonalization: The arithmetic on matrices.
+    """
+
+    nesterov: bool
+    weight_decay_method: WeightDecayT
+    orthogonalization: Orthogonalization
+
+
+@dataclass
+class Stepped:
+    """A parameter that has a gradient in this step."""
+
+    group: ParamGroup
+    param: Tensor
+    number: int
+
+
+class MuonDriver(Driver):
+    """Steps Muon; see Note [Phases of a step].
+
+    Args:
+        name: Class of the optimizer, for messages.
+        settings: What all parameters have in common.
+        shards: What it steps.
+        means: How matrices are computed; their dtype is the arithmetic's.
+
+    Attributes:
+        apply: Subtracts updates; a class's hooks may do more.
+        own: Takes the place of our orthogonalization, if there is one.
+    """
+
+    needs_matrices = True
+
+    def __init__(
+        self, name: str, settings: MuonSettings, shards: Sequence[Shard], means: Means
+    ) -> None:
+        super().__init__(name, shards)
+        self.settings = settings
+        self._numbers = {shard.name: number for number, shard in enumerate(shards)}
+        self.engines = engines_of(shards, self._update_of, means)
+        self.apply: Apply = subtract
+        self.own: OrthogonalizeT | None = None
+
+    @property
+    def plans(self) -> list[Any]:
+        """What travels in a step, one plan for each group of ranks."""
+        return [engine.plan for _, engine in self.engines]
+
+    def init(self, groups: Sequence[ParamGroup], state: State) -> None:
+        """Make every momentum exist."""
+        for _, param, _ in self.numbered(groups):
+            state[param].setdefault(MOMENTUM, torch.zeros_like(param, requires_grad=False))
+
+    def step(self, groups: Sequence[ParamGroup], state: State) -> None:
+        """Update the parameters of ``groups``; all ranks of a group call this together."""
+        stepped = {
+            number: Stepped(group, param, number)
+            for group, param, number in self.numbered(groups)
+            if param.grad is not None
+        }
+        if self.own is not None:
+            self._step_in_its_own_way(self.own, stepped, state)
+            return
+        for place, (numbers, _) in enumerate(self.engines):
+            self._step_with(place, {n: stepped[n] for n in numbers if n in stepped}, state)
+
+    def _step_in_its_own_way(
+        self, own: OrthogonalizeT, stepped: Mapping[int, Stepped], state: State
+    ) -> None:
+        found = self._directions(stepped, state)
+        self._apply(stepped.values(), {n: own(stepped[n].param, d) for n, d in found.items()})
+
+    def _step_with(self, place: int, stepped: Mapping[int, Stepped], state: State) -> None:
+        engine = self.engines[place][1]
+        if engine.ranks.group is None and not stepped:
+            return
+        self._prepare(place, stepped, state)
+
+        def load(wave: int, names: Sequence[str]) -> dict[str, Tensor]:
+            numbers = [self._numbers[name] for name in names]
+            mine = {n: stepped[n] for n in numbers if n in stepped}
+            inputs = self._inputs(place, wave, mine, state)
+            return {
+                name: inputs[n].contiguous() if n in inputs else self._nothing(n, engine)
+                for name, n in zip(names, numbers, strict=True)
+            }
+
+        def store(results: Mapping[str, Tensor]) -> None:
+            updates = {self._numbers[name]: update for name, update in results.items()}
+            self._finished(place, updates)
+            self._apply([stepped[n] for n in updates if n in stepped], updates)
+
+        engine.run(load, store)
+
+    def _prepare(self, place: int, stepped: Mapping[int, Stepped], state: State) -> None:
+        """Begin a step of one engine."""
+
+    def _inputs(
+        self, place: int, wave: int, stepped: Mapping[int, Stepped], state: State
+    ) -> Mapping[int, Tensor]:
+        """Return what to orthogonalize of the parameters that a wave is the first to need."""
+        return self._directions(stepped, state)
+
+    def _finished(self, place: int, updates: Mapping[int, Tensor]) -> None:
+        """Act on updates that came back, in place."""
+
+    def _directions(self, stepped: Mapping[int, Stepped], state: State) -> dict[int, Tensor]:
+        """Decay weights, update momenta, and return what to orthogonalize, group by group."""
+        found: dict[int, Tensor] = {}
+        for group, members in _by_group(stepped.values()):
+            params = [item.param for item in members]
+            grads = decayed(params, group, self.settings.weight_decay_method)
+            momenta = [state[param][MOMENTUM] for param in params]
+            mixed = directions(grads, momenta, group["momentum"], self.settings.nesterov)
+            found.update(zip((item.number for item in members), mixed, strict=True))
+        return found
+
+    def _apply(self, stepped: Iterable[Stepped], updates: Mapping[int, Tensor]) -> None:
+        for group, members in _by_group(stepped):
+            params = [item.param for item in members]
+            self.apply(
+                group, params, [updates[item.number].to(item.param.dtype) for item in members]
+            )
+
+    def _nothing(self, number: int, engine: MatrixEngine) -> Tensor:
+        """Stand in for the direction of a parameter that rests, but is in the plan."""
+        shape, device = self.shards[number].shape, engine.device
+        return torch.zeros(shape, dtype=torch.float32, device=device)
+
+    def _update_of(self, place: int) -> UpdateT:
+        return self._update
+
+    def _update(
+        self, stack: Tensor, matrices: Sequence[int], reduce: ReduceT | None, shape: tuple[int, int]
+    ) -> None:
+        arithmetic = self.settings.orthogonalization
+        arithmetic.factors_(stack, reduce, shape, arithmetic.scale(shape))
+
+
+def directions(
+    grads: list[Tensor], momenta: list[Tensor], momentum: float, nesterov: bool
+) -> list[Tensor]:
+    """Update the momenta in place and return what to orthogonalize.
+
+    Momentum is the moving average ``M <- momentum M + (1 - momentum) G``; Nesterov's direction
+    mixes the gradient in once more, ``momentum M + (1 - momentum) G``.
+
+    Args:
+        grads: Gradients.
+        momenta: Momentum buffers of the same shapes.
+        momentum: Decay of the average, in [0, 1).
+        nesterov: Which of the two directions to return.
+
+    Returns:
+        The momenta themselves, which the caller must not change, or new tensors.
+    """
+    if not grads:
+        return []
+    torch._foreach_lerp_(momenta, grads, 1 - momentum)
+    return list(torch._foreach_lerp(grads, momenta, momentum)) if nesterov else momenta
+
+
+def subtract(group: ParamGroup, params: Sequence[Tensor], updates: list[Tensor]) -> None:
+    """Subtract the learning rate times the updates, in place."""
+    torch._foreach_add_(list(params), updates, alpha=-group["lr"])
+
+
+def decayed(params: list[Tensor], group: ParamGroup, method: WeightDecayT) -> list[Tensor]:
+    """Decay weights in place, or gradients into new tensors, and return the gradients to use.
+
+    Args:
+        params: Weights of one group, with gradients.
+        group: Has ``lr`` and ``weight_decay``.
+        method: What is decayed, and by which rate.
+    """
+    grads: list[Tensor] = [param.grad for param in params]  # type: ignore[misc]
+    if not group["weight_decay"] or not params:
+        return grads
+    if method == "l2":
+        return list(torch._foreach_add(grads, params, alpha=group["weight_decay"]))
+    # p - rate * p instead of (1 - rate) * p: rounds as emerging-optimizers does
+    rate = group["weight_decay"] * (group["lr"] if method == "decoupled" else 1.0)
+    torch._foreach_add_(params, params, alpha=-rate)
+    return grads
+
+
+def _by_group(stepped: Iterable[Stepped]) -> list[tuple[ParamGroup, list[Stepped]]]:
+    groups: dict[int, tuple[ParamGroup, list[Stepped]]] = {}
+    for item in stepped:
+        groups.setdefault(id(item.group), (item.group, []))[1].append(item)
+    return list(groups.values())

@@ -1,0 +1,276 @@
+"""The driver of optimizers whose state needs whole matrices: SOAP, and any other.
+
+Each logical matrix has an owner, which alone keeps its state and steps the optimizer on it.
+Gradient and weight travel in, the weight travels back, wave by wave, in float32; between steps an
+owner keeps no weight. Matrices of equal shape in a wave are stepped together.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.names import ELEMENT_WISE_STATE, STEP
+from megatron_eopt.layouts import Matrix, Redistribution, WaveBatch
+from megatron_eopt.math.finite import names_of_all
+from megatron_eopt.optimizers.driver import (
+    OF_GROUPS,
+    Driver,
+    InitState,
+    Kept,
+    ParamGroup,
+    State,
+    bind,
+    dry_step,
+    leaves,
+)
+from megatron_eopt.optimizers.element_wise import set_step
+from megatron_eopt.optimizers.engine import Means
+from megatron_eopt.optimizers.modes import plan_work
+from megatron_eopt.stores.shard import Shard
+
+__all__ = ["OwnerDriver"]
+
+# how much of the state there is: the same on all ranks, since making it is collective
+_AS_INITIALIZED, _COMPLETELY = 1, 2
+
+_GRAD, _WEIGHT = "grad of ", "weight of "
+
+
+class OwnerDriver(Driver):
+    """Steps a torch optimizer on whole matrices, each at its owner.
+
+    Args:
+        optimizer: The user's optimizer, with the settings of all its groups.
+        init_state_fn: Makes its state exist, called as ``(optimizer, config)``; may be None.
+        config: What ``init_state_fn`` gets.
+        shards: What it steps; one group of ranks stores all of them.
+        shapes: Shape of each whole parameter, if it has other dimensions than its one matrix.
+        means: How matrices travel.
+
+    Attributes:
+        owned: The matrices that this rank owns, by number; empty but while they are stepped.
+        owned_state: The optimizer's state of them.
+    """
+
+    needs_matrices = True
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        init_state_fn: InitState,
+        config: Any,
+        shards: Sequence[Shard],
+        shapes: Sequence[tuple[int, ...]],
+        means: Means,
+    ) -> None:
+        super().__init__(type(optimizer).__name__, shards)
+        self._optimizer = optimizer
+        self._init_state_fn = init_state_fn
+        self._config = config
+        self._device = torch.device(means.device)
+        self._ranks = shards[0].ranks
+        self._numbers = {shard.name: number for number, shard in enumerate(shards)}
+        self._of_matrix = [
+            (n, m) for n, shard in enumerate(shards) for m in range(len(shard.layouts))
+        ]
+        self._shapes = [
+            shapes[n] if len(shards[n].layouts) == 1 else shards[n].layouts[m].shape
+            for n, m in self._of_matrix
+        ]
+        self._redistribution = self._plan(means)
+        self.owned: dict[int, nn.Parameter] = {
+            index // 2: nn.Parameter(torch.empty(0, device=self._device))
+            for wave in self._redistribution.plan.waves
+            for batch in wave.batches
+            for index in batch.matrices
+        }
+        self.owned_state: State = defaultdict(dict)
+        self._own_groups: list[ParamGroup] = []
+        self._exists = 0
+        self._group_of: dict[int, int] = {}
+
+    @property
+    def plans(self) -> list[Any]:
+        """What travels in a step."""
+        return [self._redistribution.plan]
+
+    def attach(self, places: Sequence[Sequence[int]]) -> None:
+        """Learn which shard each parameter of each group is."""
+        super().attach(places)
+        self._own_groups = [{"params": []} for _ in places]
+        self._group_of.update({n: g for g, numbers in enumerate(places) for n in numbers})
+
+    def assign(self, group_of: Mapping[int, int]) -> None:
+        """Learn the parameter groups of shards of which this rank may hold nothing."""
+        self._group_of.update(group_of)
+
+    def init(self, groups: Sequence[ParamGroup], state: State) -> None:
+        """Make the state of every owned matrix exist, as far as the optimizer has a way to."""
+        self._update_settings(groups)
+        if self._init_state_fn is None or self._exists >= _AS_INITIALIZED:
+            return
+        function = self._init_state_fn
+        self._run(groups, lambda: function(self._optimizer, self._config), with_grads=False)
+        self._exists = _AS_INITIALIZED
+
+    def expect(self, groups: Sequence[ParamGroup], state: State) -> None:
+        """Make the state exist of every owned matrix that has none before its first step."""
+        self.init(groups, state)
+        if self._exists < _COMPLETELY:
+            self._run(groups, lambda: dry_step(self._optimizer), with_grads=False)
+            self._exists = _COMPLETELY
+
+    def counting(self, groups: Sequence[ParamGroup], state: State) -> Iterator[dict[str, Any]]:
+        """Yield the states of owned matrices, and the groups, in which steps are counted."""
+        yield from (own for own in self._own_groups if STEP in own)
+        yield from (values for values in self.owned_state.values() if STEP in values)
+
+    def set_steps(self, groups: Sequence[ParamGroup], state: State, steps: int) -> None:
+        """Set counters in states and in groups."""
+        for own in self._own_groups:
+            if STEP in own:
+                own[STEP] = steps
+        for values in self.owned_state.values():
+            set_step(values, steps)
+
+    def step(self, groups: Sequence[ParamGroup], state: State) -> None:
+        """Update the parameters of ``groups``; all ranks of the group call this together.
+
+        Raises:
+            ConfigurationError: If a parameter has no gradient.
+        """
+        self._refuse_missing(groups)
+        self._update_settings(groups)
+        self._run(groups, self._optimizer.step, with_grads=True)
+        self._exists = _COMPLETELY
+
+    def kept(self, groups: Sequence[ParamGroup], state: State) -> Iterator[Kept]:
+        """Yield the state of the matrices that this rank owns."""
+        self._update_settings(groups)
+        for index, param in self.owned.items():
+            number, matrix = self._of_matrix[index]
+            item = Kept(number, matrix, (), None)
+            own = self._own_groups[self._group_of[number]]
+            counters = own.keys() - groups[self._group_of[number]].keys() - {"params", STEP}
+            for path, value in leaves(self.owned_state[param]):
+                if path != (STEP,):
+                    whole = isinstance(value, Tensor) and value.shape == self._shapes[index]
+                    per_element = whole and ".".join(path) in ELEMENT_WISE_STATE
+                    container = self.owned_state[param]
+                    yield replace(
+                        item, path=path, value=value, per_element=per_element, container=container
+                    )
+            for path, value in leaves({name: own[name] for name in sorted(counters)}):
+                yield replace(
+                    item, path=(OF_GROUPS, *path), value=value, container={OF_GROUPS: own}
+                )
+
+    def counts(self) -> Iterator[Kept]:
+        """Yield the counts of steps of the matrices that this rank owns."""
+        for index, param in self.owned.items():
+            state = self.owned_state[param]
+            if STEP in state:
+                yield Kept(*self._of_matrix[index], (STEP,), state[STEP], container=state)
+
+    def _refuse_missing(self, groups: Sequence[ParamGroup]) -> None:
+        missing = [
+            self.shards[n].name for _, param, n in self.numbered(groups) if param.grad is None
+        ]
+        if self._ranks.group is not None and self._device.type == "cpu":
+            # a rank that raises alone would leave the others waiting; a GPU would wait for the host
+            flag = torch.tensor(len(missing))
+            dist.all_reduce(flag, group=self._ranks.group)
+            missing = names_of_all(missing, [self._ranks.group]) if flag else []
+        if missing:
+            rule = f"{self.name} steps all matrices together, and these have no gradient"
+            raise ConfigurationError("grad", missing[:8], rule, "Freeze them before building")
+
+    def _plan(self, means: Means) -> Redistribution:
+        """Plan the travels of gradient ``2 i`` and weight ``2 i + 1`` of each matrix ``i``."""
+        layouts = [layout for shard in self.shards for layout in shard.layouts]
+        # gradient and weight together
+        work = plan_work(layouts, self._ranks.size, "exchange", means.wave_bytes // 2)
+        names = [name for shard in self.shards for name in shard.matrix_names]
+        stored_in = [shard.name for shard in self.shards for _ in shard.layouts]
+        matrices = [
+            Matrix(kind + name, layout, item.compute, kind + tensor, returns=kind == _WEIGHT)
+            for name, layout, item, tensor in zip(
+                names, layouts, work.matrices, stored_in, strict=True
+            )
+            for kind in (_GRAD, _WEIGHT)
+        ]
+        waves = [[index for i in wave for index in (2 * i, 2 * i + 1)] for wave in work.waves]
+        return Redistribution(
+            matrices, waves, self._ranks.group, device=self._device, name=self.name
+        )
+
+    def _run(self, groups: Sequence[ParamGroup], act: Any, *, with_grads: bool) -> None:
+        """Bring matrices to their owners, let the optimizer act on them, and bring them back."""
+        params = {n: param for _, param, n in self.numbered(groups)}
+        counters = [dict(own) for own in self._own_groups]
+
+        def load(wave: int, names: Sequence[str]) -> dict[str, Tensor]:
+            return {name: self._loaded(name, params, with_grads) for name in names}
+
+        def compute(batch: WaveBatch) -> None:
+            members = self._lay_out(batch)
+            bind(self._optimizer, self._chosen(members, counters), self.owned_state)
+            act()
+            self._own_groups = [{**group, "params": []} for group in self._optimizer.param_groups]
+            for param, place in members.values():
+                if param.data_ptr() != place.data_ptr():
+                    place.copy_(param.detach())
+                param.data, param.grad = place.new_empty(0), None
+
+        def store(results: Mapping[str, Tensor]) -> None:
+            names = [name for name in results if name.startswith(_WEIGHT)]
+            own = [params[self._numbers[name.removeprefix(_WEIGHT)]] for name in names]
+            if with_grads and own:
+                torch._foreach_copy_(
+                    own, [results[name].view_as(p) for name, p in zip(names, own, strict=True)]
+                )
+
+        self._redistribution.run_waves(load, compute, store)
+
+    def _loaded(self, name: str, params: Mapping[int, Tensor], with_grads: bool) -> Tensor:
+        if name.startswith(_WEIGHT):
+            return params[self._numbers[name.removeprefix(_WEIGHT)]].detach().contiguous()
+        param = params[self._numbers[name.removeprefix(_GRAD)]]
+        grad = param.grad if with_grads else torch.zeros_like(param)
+        assert grad is not None
+        return grad.contiguous()
+
+    def _lay_out(self, batch: WaveBatch) -> dict[int, tuple[nn.Parameter, Tensor]]:
+        """Let the owned parameters be the matrices of a batch; return them with their places."""
+        places = dict(zip(batch.matrices, batch.tensor, strict=True))
+        members = {}
+        for index in sorted({i // 2 for i in places}):
+            shape = self._shapes[index]
+            param, weight = self.owned[index], places[2 * index + 1].view(shape)
+            param.data = weight
+            param.grad = places[2 * index].view(shape)
+            members[index] = (param, weight)
+        return members
+
+    def _chosen(
+        self, members: Mapping[int, tuple[nn.Parameter, Tensor]], counters: Sequence[ParamGroup]
+    ) -> list[ParamGroup]:
+        """Return the groups with the members of a batch alone.
+
+        What the optimizer counts in groups it counts once a step: every batch begins as the first.
+        """
+        groups = [{**own, "params": []} for own in counters]
+        for index, (param, _) in members.items():
+            groups[self._group_of[self._of_matrix[index][0]]]["params"].append(param)
+        return groups
+
+    def _update_settings(self, groups: Sequence[ParamGroup]) -> None:
+        """Take over the schedule's present numbers."""
+        for own, group in zip(self._own_groups, groups, strict=True):
+            own.update({key: value for key, value in group.items() if key != "params"})

@@ -1,0 +1,213 @@
+"""One torch optimizer over DTensors, whose drivers step plain tensors: this rank's shards.
+
+Parameter groups and state hold DTensors and are alive: schedulers, checkpoints, hooks and whoever
+writes into them are seen by the next step. In a step every driver gets the shards of its
+parameters, in float32, with their gradients and their state.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.layouts import Plan
+from megatron_eopt.optimizers.driver import CompositeOptimizer, Driver, ParamGroup, State
+from megatron_eopt.optimizers.owned_tensors import OwnedTensors
+from megatron_eopt.optimizers.owner_driver import OwnerDriver
+from megatron_eopt.stores.dtensors import local_of, shard_like
+
+__all__ = ["ShardedOptimizer"]
+
+
+class ShardedOptimizer(CompositeOptimizer):
+    """Steps the parameters of a sharded model; see :func:`megatron_eopt.fsdp2.build_optimizer`.
+
+    State of a parameter: ``momentum_buffer`` and the like are DTensors with its placements, in
+    float32; statistics of whole matrices are plain tensors, the same on all ranks. State that
+    optimizers such as SOAP keep of whole matrices stays at their owners and appears in
+    :meth:`state_dict` only, as DTensors cut along their rows.
+
+    Args:
+        groups: Parameter groups.
+        served: For each driver which of the groups it steps, and which of their parameters, in the
+            order of its shards.
+        names: Names of the parameters.
+
+    Attributes:
+        names: Names of the parameters.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[ParamGroup],
+        served: Sequence[tuple[Driver, slice, Sequence[Tensor]]],
+        names: Mapping[Tensor, str],
+    ) -> None:
+        self.names = dict(names)
+        self._params = {driver: list(params) for driver, _, params in served}
+        super().__init__(groups, [(driver, places) for driver, places, _ in served])
+        for driver in self.drivers:
+            number_of = {param: number for number, param in enumerate(self._params[driver])}
+            driver.attach([[number_of[p] for p in g["params"]] for g in self.groups_of(driver)])
+        self.init_state()
+        self._owned = {
+            driver: OwnedTensors(driver, local_of(self._params[driver][0]).device)
+            for driver in self.drivers
+            if isinstance(driver, OwnerDriver)
+        }
+
+    @property
+    def plans(self) -> list[Plan]:
+        """What travels in a step, one plan for each set of ranks that shares matrices."""
+        return [plan for driver in self.drivers for plan in driver.plans]
+
+    def params_of(self, driver: Driver) -> list[Tensor]:
+        """Return the parameters that a driver steps, in the order of its shards."""
+        return self._params[driver]
+
+    def follow(self, replaced: Mapping[Tensor, Tensor]) -> None:
+        """Step other tensors from now on, such as float32 copies of 16-bit parameters.
+
+        Whoever put them into ``param_groups`` and ``state`` calls this.
+
+        Args:
+            replaced: Former to present tensor, cut and placed alike.
+        """
+        self.names = {replaced.get(param, param): name for param, name in self.names.items()}
+        self._params = {
+            driver: [replaced.get(param, param) for param in params]
+            for driver, params in self._params.items()
+        }
+
+    def groups_of(self, driver: Driver) -> list[ParamGroup]:
+        """Return the groups that ``driver`` steps, with its own parameters alone."""
+        mine = set(self._params[driver])
+        return [
+            {**group, "params": [param for param in group["params"] if param in mine]}
+            for group in super().groups_of(driver)
+        ]
+
+    @contextmanager
+    def scene(self, driver: Driver) -> Iterator[tuple[list[ParamGroup], State]]:
+        """Give a driver this rank's shards, and take over what it makes of their state."""
+        shards = {param: _shard(param) for param in self._params[driver]}
+        state: State = defaultdict(dict)
+        for param, shard in shards.items():
+            state[shard] = {key: local_of(value) for key, value in self.state[param].items()}
+            if param.grad is not None:
+                shard.grad = _grad(param, shard.dtype)
+        groups = [
+            {**group, "params": [shards[param] for param in group["params"]]}
+            for group in self.groups_of(driver)
+        ]
+        yield groups, state
+        for param, shard in shards.items():
+            local = local_of(param)
+            if local.dtype != shard.dtype and param.grad is not None:
+                local.copy_(shard)
+            self._keep(driver, param, state[shard])
+        for outer, group in zip(super().groups_of(driver), groups, strict=True):
+            outer.update({key: value for key, value in group.items() if key != "params"})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Do one step; collective over the ranks that store the parameters.
+
+        Parameters without a gradient rest.
+
+        Args:
+            closure: Computes the loss again, with gradients enabled.
+
+        Returns:
+            The closure's loss.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        super().step()
+        return loss
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """Return groups and state; collective, so all ranks must call it together.
+
+        Raises:
+            ConfigurationError: On all ranks, if an owner keeps what could not be restored.
+        """
+        published: dict[Tensor, dict[str, Any]] = {}
+        for driver in self.drivers:
+            with self.scene(driver) as (groups, state):
+                driver.complete(groups, state)
+                if driver in self._owned:
+                    found = self._owned[driver].publish(groups, state)
+                    published.update(zip(self._params[driver], found, strict=True))
+        for param, found_of in published.items():
+            self.state[param].update(found_of)
+        result = super().state_dict()
+        for param in published:
+            # the owners hold it; what was returned keeps the present dictionary
+            self.state[param] = {}
+        return result
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over groups and state; collective where owners hold state.
+
+        Raises:
+            ConfigurationError: If state of a parameter is missing.
+        """
+        expected = {param: set(self.state[param]) for param in self.names}
+        super().load_state_dict(state_dict)
+        self._restore_dtypes(state_dict)
+        for param, keys in expected.items():
+            if missing := keys - self.state[param].keys():
+                rule = f"lacks {', '.join(sorted(missing))} of {self.names[param]}"
+                way_out = "Load what this optimizer saved, or import_torch_muon"
+                raise ConfigurationError("state_dict", "incomplete", rule, way_out)
+        for driver, owned in self._owned.items():
+            params = self._params[driver]
+            saved = [dict(self.state[param]) for param in params]
+            for param in params:
+                self.state[param].clear()
+            with self.scene(driver) as (groups, state):
+                driver.expect(groups, state)
+                owned.adopt(groups, state, saved)
+
+    def _keep(self, driver: Driver, param: Tensor, state: Mapping[str, Any]) -> None:
+        """Take over new state."""
+        kept = self.state[param]
+        for key, value in state.items():
+            if not (key in kept and local_of(kept[key]) is value):
+                cut = driver.is_cut_like_weights(key, value)
+                kept[key] = shard_like(param, value) if cut else value
+
+    def _restore_dtypes(self, state_dict: dict[str, Any]) -> None:
+        """Undo torch's conversion of state to the dtype of 16-bit parameters."""
+        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        params = chain.from_iterable(group["params"] for group in self.param_groups)
+        for number, param in zip(saved, params, strict=True):
+            if param.dtype == torch.float32:
+                continue
+            for key, value in state_dict["state"].get(number, {}).items():
+                if isinstance(value, Tensor) and value.dim():
+                    self.state[param][key] = value.to(param.device)
+
+
+def _shard(param: Tensor) -> Tensor:
+    """Return this rank's part in float32: the storage itself, or a copy of a 16-bit one."""
+    return local_of(param).detach().to(torch.float32)  # type: ignore[no-any-return]
+
+
+def _grad(param: Tensor, dtype: torch.dtype) -> Tensor:
+    grad: Any = param.grad
+    placements = getattr(param, "placements", None)
+    if isinstance(grad, DTensor) and grad.placements != placements:
+        grad = grad.redistribute(placements=placements)
+    return local_of(grad).to(dtype)  # type: ignore[no-any-return]

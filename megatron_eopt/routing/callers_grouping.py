@@ -1,0 +1,98 @@
+"""Settings of parameter groups from a function that a caller put in megatron-core's place.
+
+ms-swift, for one, replaces ``megatron.core.optimizer._get_param_groups`` to give parts of a model
+learning rates of their own. What its groups say becomes overrides, one for each group; which
+optimizer a parameter gets, and what identifies a group, is decided as always.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core import optimizer as megatron_optimizer
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
+
+from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.routing.parameters import trainable_parameters
+from megatron_eopt.settings.registry import Overrides
+from megatron_eopt.settings.settings import Settings
+
+__all__ = ["with_callers_grouping"]
+
+_NAME = "megatron.core.optimizer._get_param_groups"
+_NO_SETTINGS = frozenset({"params", "is_expert_parallel", "default_config"})
+
+
+def with_callers_grouping(
+    settings: Settings, model_chunks: Sequence[torch.nn.Module], overrides: Overrides
+) -> Overrides:
+    """Return the overrides that a caller's own grouping function, called with these, amounts to.
+
+    They are ``overrides`` where megatron-core's own function is in place.
+
+    Raises:
+        ConfigurationError: If the function cannot be called as megatron-core calls it, or does not
+            return groups that have every trainable parameter once.
+    """
+    grouping = getattr(megatron_optimizer, "_get_param_groups", None)
+    if grouping is None or getattr(grouping, "__globals__", None) is vars(megatron_optimizer):
+        return overrides
+    try:
+        groups = grouping(model_chunks, settings.config, overrides)
+    except TypeError as error:
+        rule = f"fails when called with (model_chunks, config, overrides): {error}"
+        raise _unusable(grouping, rule) from error
+    _check(grouping, groups, model_chunks)
+    usual = {
+        "wd_mult": 1.0,
+        "lr_mult": 1.0,
+        "is_decoupled_lr": False,
+        "max_lr": settings.lr,
+        "min_lr": settings.min_lr,
+    }
+    result = {}
+    for group in groups:
+        values = {
+            name: value
+            for name, value in group.items()
+            if name not in _NO_SETTINGS and not (name in usual and value == usual[name])
+        }
+        if values:
+            result[_key(values, group["params"])] = values
+    return result
+
+
+def _key(values: Mapping[str, Any], params: Sequence[torch.Tensor]) -> ParamKey:
+    """Return what matches ``params`` alone, with a name that is the same on every rank."""
+    members = {id(param) for param in params}
+    name = ", ".join(f"{key}={value}" for key, value in sorted(values.items()))
+    predicate = ParamWithNamePredicate(
+        name=f"the caller's group with {name}", fn=lambda param, _: id(param) in members
+    )
+    return ParamKey(with_name_predicate=predicate)
+
+
+def _check(grouping: Any, groups: Any, model_chunks: Sequence[torch.nn.Module]) -> None:
+    if not isinstance(groups, list | tuple) or not all(
+        isinstance(group, Mapping) and "params" in group for group in groups
+    ):
+        raise _unusable(grouping, "returns no list of parameter groups")
+    counts = Counter(id(param) for group in groups for param in group["params"])
+    wrong = [
+        f"{item.name} {counts[id(item.param)]} times"
+        for item in trainable_parameters(model_chunks)
+        if counts[id(item.param)] != 1
+    ]
+    if wrong:
+        raise _unusable(grouping, f"must have every trainable parameter once, has {wrong[:5]}")
+
+
+def _unusable(grouping: Any, rule: str) -> ConfigurationError:
+    return ConfigurationError(
+        _NAME,
+        f"{getattr(grouping, '__module__', '')}.{getattr(grouping, '__qualname__', grouping)}",
+        f"is not megatron-core's own, and {rule}",
+        "Undo the replacement and say what it does with config_overrides, one ParamKey for each "
+        "group, with max_lr, min_lr, wd_mult or optimizer",
+    )

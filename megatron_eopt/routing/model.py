@@ -1,0 +1,144 @@
+"""The routing of a whole model, agreed by all ranks; shared by optimizers and printed tables."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from megatron.core import optimizer as megatron_optimizer
+
+from megatron_eopt.base.agreement import of_every_rank
+from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.matrices import Split
+from megatron_eopt.routing.callers_grouping import with_callers_grouping
+from megatron_eopt.routing.groups import Group, build_groups, summarize
+from megatron_eopt.routing.overrides import check_overrides, unmatched
+from megatron_eopt.routing.parameters import ModelParameter, trainable_parameters
+from megatron_eopt.routing.routes import Route, route_all
+from megatron_eopt.routing.splits import find_splits
+from megatron_eopt.routing.table import format_table, routing_rows
+from megatron_eopt.settings.arguments import qkv_split_shapes
+from megatron_eopt.settings.registry import Overrides
+from megatron_eopt.settings.settings import Settings, resolve
+
+__all__ = [
+    "Routing",
+    "format_routing",
+    "overrides_for",
+    "route_model",
+    "route_parameters",
+    "routing_table",
+]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Where everything goes."""
+
+    routes: Sequence[Route]  # this rank's parameters, in model order
+    groups: Sequence[Group]  # the groups, the same on every rank apart from their members
+    splits: Mapping[torch.nn.Parameter, Split]  # the logical matrices of fused parameters
+
+    @property
+    def names(self) -> dict[torch.Tensor, str]:
+        """Name of every parameter, in model order."""
+        return {route.parameter.param: route.parameter.name for route in self.routes}
+
+    @property
+    def matrices(self) -> dict[torch.Tensor, Split | None]:
+        """Of every parameter its logical matrices, None where it is one."""
+        return {r.parameter.param: self.splits.get(r.parameter.param) for r in self.routes}
+
+
+def overrides_for(settings: Settings, overrides: Overrides | None) -> Overrides:
+    """Return a caller's overrides, checked, or megatron-core's standard ones for None.
+
+    Raises:
+        ConfigurationError: If an override holds something that no parameter group can.
+        ConfigurationTypeError: If one has the wrong type.
+    """
+    if overrides is None:
+        overrides = megatron_optimizer.get_standard_config_overrides(settings.config)
+    check_overrides(overrides, settings)
+    return overrides
+
+
+def route_model(
+    settings: Settings, model_chunks: Sequence[torch.nn.Module], overrides: Overrides | None
+) -> Routing:
+    """Route every trainable parameter; collective over the world.
+
+    Raises:
+        ConfigurationError: If an override, a caller's grouping or the routing as a whole cannot be
+            honoured.
+        ConfigurationTypeError: If an override has the wrong type.
+    """
+    overrides = overrides_for(settings, overrides)
+    overrides = with_callers_grouping(settings, model_chunks, overrides)
+    routing = route_parameters(settings, trainable_parameters(model_chunks), overrides)
+    if settings.is_standard:
+        return routing
+    splits = find_splits(model_chunks, which=settings.splits)
+    _tag_as_megatron_does(routing.routes, model_chunks, settings)
+    return Routing(routing.routes, routing.groups, splits)
+
+
+def route_parameters(
+    settings: Settings, parameters: Sequence[ModelParameter], overrides: Overrides
+) -> Routing:
+    """Route given parameters, each of them one matrix; collective over the world.
+
+    Raises:
+        ConfigurationError: As :func:`route_model`, or if there are parameters, but none anywhere
+            for the main optimizer.
+    """
+    check_overrides(overrides, settings)
+    routes = route_all(parameters, overrides, settings)
+    reports = of_every_rank((summarize(routes), frozenset(unmatched(parameters, overrides))))
+    summaries = [summary for groups, _ in reports for summary in groups]
+    if summaries:
+        for description in sorted(frozenset.intersection(*(lost for _, lost in reports))):
+            logger.warning("config_overrides: no parameter matches %s", description)
+    groups = build_groups(routes, summaries)
+    names = {group.key.optimizer for group in groups}
+    if groups and not settings.is_standard and settings.optimizer not in names:
+        rule = f"got no parameter on any rank, all went to {', '.join(sorted(names))}"
+        way_out = "Name one of these, or route a parameter to it with config_overrides"
+        raise ConfigurationError("optimizer", settings.optimizer, rule, way_out)
+    return Routing(routes, groups, {})
+
+
+def _tag_as_megatron_does(
+    routes: Sequence[Route], model_chunks: Sequence[torch.nn.Module], settings: Settings
+) -> None:
+    """Set what megatron-core sets on parameters, for optimizers that were written for it."""
+    for route in routes:
+        param, name = route.parameter.param, route.parameter.name
+        if "experts" in name and "shared" not in name:
+            param.expert_tp = True  # type: ignore[attr-defined]
+        if "linear_qkv.weight" in name and param.dim() == 2 and "qkv" in settings.splits:
+            shapes = qkv_split_shapes(model_chunks[route.parameter.chunk].config)
+            if param.shape[0] % sum(shapes) == 0:
+                param.is_qkv = True  # type: ignore[attr-defined]
+                param.qkv_split_shapes = shapes  # type: ignore[attr-defined]
+
+
+def routing_table(
+    config: object, model_chunks: Sequence[torch.nn.Module], overrides: Overrides | None = None
+) -> str:
+    """Return the table of this rank's parameters that ``--print-optimizer-routing`` logs.
+
+    The arguments are those of ``get_megatron_optimizer``; the model may be wrapped or not.
+    """
+    settings = resolve(config)
+    return format_routing(settings, route_model(settings, model_chunks, overrides))
+
+
+def format_routing(settings: Settings, routing: Routing) -> str:
+    """Return a routing as a table."""
+    rows = routing_rows(
+        routing.groups, routing.splits, lr=settings.lr, weight_decay=settings.weight_decay
+    )
+    return format_table(rows)

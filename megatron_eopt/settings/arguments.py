@@ -1,0 +1,165 @@
+"""The constructor arguments of every optimizer, as a configuration's fields say.
+
+The keyword contract, by which a field becomes an argument, is :mod:`megatron_eopt.settings.fields`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.core.utils import is_te_min_version
+
+from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.settings.fields import (
+    constructor_arguments,
+    kwargs_from_config,
+    weight_decay_kwargs,
+)
+from megatron_eopt.settings.registry import entry_of
+from megatron_eopt.settings.settings import RunSettings
+
+__all__ = [
+    "adam_numbers",
+    "arguments_of",
+    "emerging_kwargs",
+    "entry_kwargs",
+    "muon_family_kwargs",
+    "offload_arguments",
+    "qkv_split_shapes",
+    "scalar_arguments",
+]
+
+
+def arguments_of(
+    name: str, settings: RunSettings, model_chunks: Sequence[Any], pg_collection: Any
+) -> dict[str, Any]:
+    """Return the constructor arguments of the emerging optimizer ``name``."""
+    return entry_kwargs(name, settings.config, model_chunks, pg_collection)
+
+
+def entry_kwargs(
+    name: str, config: Any, model_chunks: Sequence[Any], pg_collection: Any
+) -> dict[str, Any]:
+    """Return the same for an ``OptimizerConfig``."""
+    entry = entry_of(name)
+    if entry.config_to_kwargs is not None:
+        return entry.config_to_kwargs(config, model_chunks, pg_collection)
+    prefixes = entry.prefixes or (name,)
+    return emerging_kwargs(entry.optimizer_cls, prefixes, config, pg_collection)
+
+
+def emerging_kwargs(
+    optimizer_cls: type, prefixes: Sequence[str], config: Any, pg_collection: Any = None
+) -> dict[str, Any]:
+    """Return the constructor arguments of an optimizer that follows the keyword contract alone.
+
+    ``betas`` are Adam's where the optimizer has none of its own.
+    """
+    kwargs = {
+        **kwargs_from_config(optimizer_cls, prefixes, config),
+        **weight_decay_kwargs(optimizer_cls, config),
+    }
+    arguments = constructor_arguments(optimizer_cls)
+    if "betas" in arguments:
+        kwargs.setdefault("betas", (config.adam_beta1, config.adam_beta2))
+    if "pg_collection" in arguments:
+        kwargs["pg_collection"] = pg_collection
+    return kwargs
+
+
+def muon_family_kwargs(
+    optimizer_cls: type,
+    prefixes: Sequence[str],
+    config: Any,
+    model_chunks: Sequence[Any],
+    pg_collection: Any,
+) -> dict[str, Any]:
+    """Return the constructor arguments of ``TensorParallelMuon``, or of a class with its arguments.
+
+    The model's config has the sizes of fused QKV weights.
+    """
+    kwargs = emerging_kwargs(optimizer_cls, prefixes, config, pg_collection)
+    model_config = getattr(model_chunks[0], "config", None)
+    kwargs["is_qkv_fn"] = _is_qkv
+    kwargs["qkv_split_shapes"] = model_config and qkv_split_shapes(model_config)
+    if "backend" not in kwargs:
+        # A configuration of megatron-core's own class means megatron-core's iteration to the bit.
+        kwargs["algorithm"] = "standard"
+        if kwargs.get("tp_mode") != "distributed":
+            kwargs["backend"] = "emerging_optimizers"
+    return kwargs
+
+
+def qkv_split_shapes(model_config: Any) -> list[int]:
+    """Return the rows of Q, K and V in one query group of a fused QKV weight.
+
+    With an output gate its rows come after the query's.
+    """
+    head = model_config.kv_channels
+    queries = model_config.num_attention_heads // model_config.num_query_groups * head
+    gate = [queries] if getattr(model_config, "attention_output_gate", False) else []
+    return [queries, *gate, head, head]
+
+
+def scalar_arguments(name: str, settings: RunSettings) -> dict[str, Any]:
+    """Return the arguments of Adam, SGD or Lion, apart from how weight decay acts."""
+    config = settings.config
+    kwargs: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
+    match name:
+        case "adam":
+            kwargs |= {**adam_numbers(settings), "capturable": config.optimizer_cuda_graph}
+            return kwargs | (_precision_aware(config) if settings.precision_aware else {})
+        case "lion":
+            return kwargs | {"betas": (config.lion_beta1, config.lion_beta2)}
+        case _:
+            return kwargs | {"momentum": config.sgd_momentum}
+
+
+def adam_numbers(settings: RunSettings) -> dict[str, Any]:
+    """Return Adam's ``betas`` and ``eps`` as floats; torch takes no integers among them."""
+    config = settings.config
+    betas = (float(config.adam_beta1), float(config.adam_beta2))
+    return {"betas": betas, "eps": float(config.adam_eps)}
+
+
+def offload_arguments(name: str, settings: RunSettings) -> dict[str, Any]:
+    """Return the arguments of megatron-core's optimizer that keeps state on the host.
+
+    Raises:
+        ConfigurationError: If it cannot be had for this optimizer.
+    """
+    config, field = settings.config, "optimizer_cpu_offload"
+    if name not in ("adam", "sgd"):
+        raise ConfigurationError(field, True, f"does not work with {name}", "Use adam or sgd")
+    if not config.decoupled_weight_decay:
+        way_out = "Set decoupled_weight_decay=True"
+        raise ConfigurationError(field, True, "needs decoupled weight decay", way_out)
+    kwargs = scalar_arguments(name, settings)
+    if name == "adam":
+        kwargs = {k: v for k, v in kwargs.items() if k in ("lr", "weight_decay", "betas", "eps")}
+        kwargs |= {"bias_correction": True, "fused": True}
+    return {
+        "offload_fraction": config.optimizer_offload_fraction,
+        "overlap_cpu_optimizer_d2h_h2d": config.overlap_cpu_optimizer_d2h_h2d,
+        "pin_cpu_grads": config.pin_cpu_grads,
+        "pin_cpu_params": config.pin_cpu_params,
+        "param_update_in_fp32": True,
+        **kwargs,
+    }
+
+
+def _precision_aware(config: Any) -> dict[str, Any]:
+    kwargs = {"exp_avg_dtype": config.exp_avg_dtype, "exp_avg_sq_dtype": config.exp_avg_sq_dtype}
+    if config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
+        # Otherwise megatron-core keeps the main parameters itself, which fp8 weights need.
+        kwargs |= {
+            "master_weights": True,
+            "use_decoupled_grad": True,
+            "master_weight_dtype": config.main_params_dtype,
+        }
+    if is_te_min_version("2.1.0.dev0"):
+        kwargs["store_param_remainders"] = config.store_param_remainders
+    return kwargs
+
+
+def _is_qkv(param: Any) -> bool:
+    return bool(getattr(param, "is_qkv", False))

@@ -1,0 +1,186 @@
+"""Checks of a configuration's values, all at build time."""
+
+import dataclasses
+import math
+from typing import Any, get_args
+
+from megatron_eopt.base.errors import (
+    ConfigurationError,
+    ConfigurationTypeError,
+    check_choice,
+    check_number,
+    check_switch,
+)
+from megatron_eopt.base.names import STANDARD_OPTIMIZERS, TpModeT
+from megatron_eopt.math import (
+    AlgorithmT,
+    CoefficientT,
+    PrecisionT,
+    ScaleModeT,
+    get_backend,
+    resolve_coefficients,
+)
+from megatron_eopt.math.moments import Moment2MethodT
+from megatron_eopt.settings.config import EmergingOptimizerConfig
+from megatron_eopt.settings.fields import (
+    check_all_consumed,
+    check_old_spellings,
+    consumed_fields,
+)
+from megatron_eopt.settings.refusals import refuse_unsupported_modes
+from megatron_eopt.settings.registry import entry_of
+
+__all__ = ["InUse", "check_values", "refuse_for_dtensors", "refuse_for_matrices"]
+
+_BOUNDS: dict[str, dict[str, float]] = {
+    name: bounds
+    for names, bounds in (
+        ("lr min_lr decoupled_lr decoupled_min_lr muon_lr muon_min_lr", {"at_least": 0.0}),
+        ("weight_decay clip_grad grad_norm_skip_threshold loss_scale", {"at_least": 0.0}),
+        ("optimizer_offload_fraction", {"at_least": 0.0}),
+        ("adam_beta1 adam_beta2 lion_beta1 lion_beta2", {"at_least": 0.0, "below": 1.0}),
+        ("soap_shampoo_beta adaptive_muon_beta2", {"at_least": 0.0, "below": 1.0}),
+        ("sgd_momentum muon_momentum muon_momentum_beta", {"at_least": 0.0, "below": 1.0}),
+        ("adam_eps adaptive_muon_eps", {"above": 0.0}),
+        ("initial_loss_scale min_loss_scale loss_scale_window", {"above": 0.0}),
+        ("hysteresis muon_num_ns_steps", {"at_least": 1.0}),
+        ("muon_extra_scale_factor", {}),
+    )
+    for name in names.split()
+}
+"""Bounds of numeric fields; those with an optimizer's prefix count only while it is in use."""
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "muon_tp_mode": get_args(TpModeT),
+    "muon_mode": get_args(TpModeT),
+    "muon_scale_mode": get_args(ScaleModeT),
+    "muon_fp32_matmul_prec": get_args(PrecisionT),
+    "muon_algorithm": get_args(AlgorithmT),
+    "adaptive_muon_moment2_method": get_args(Moment2MethodT),
+}
+
+_OPTIMIZER_PREFIXES = ("muon", "adaptive_muon", "lion", "soap")
+
+_SWITCHES = tuple(
+    item.name
+    for item in dataclasses.fields(EmergingOptimizerConfig)
+    if isinstance(item.default, bool)
+)
+"""Fields that are on or off; None counts as off."""
+
+_MAY_BE_INFINITE = frozenset({"grad_norm_skip_threshold"})
+
+_MAY_BE_NONE = frozenset(
+    {"min_lr", "decoupled_lr", "decoupled_min_lr", "loss_scale"}
+    | {"muon_lr", "muon_min_lr", "muon_momentum_beta", "muon_mode"}
+)
+
+
+_FOR_MATRICES = {
+    "use_precision_aware_optimizer": "keeps main parameters inside Transformer Engine's Adam, "
+    "where matrices cannot be redistributed from",
+    "optimizer_cpu_offload": "moves optimizer states to the CPU, and matrices are redistributed "
+    "between devices",
+    "reuse_grad_buf_for_mxfp8_param_ag": "overwrites gradients before all optimizers have stepped",
+    "optimizer_cuda_graph": "cannot capture the collectives that bring matrices together",
+    "overlap_param_gather_with_optimizer_step": "gathers parameters before all have been stepped",
+}
+
+
+_FOR_DTENSORS = {
+    "fp16": "needs a loss scale, which the training loop has: torch.amp.GradScaler",
+    "loss_scale": "belongs to the training loop: torch.amp.GradScaler",
+    "use_precision_aware_optimizer": "keeps main weights in Megatron's buffers",
+    "optimizer_cpu_offload": "is not supported for DTensors",
+    "optimizer_cuda_graph": "is not supported for DTensors",
+    "overlap_param_gather_with_optimizer_step": "is about Megatron's buffers",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class InUse:
+    """What of a configuration is in use."""
+
+    optimizer: str  # name of the main optimizer
+    prefixes: tuple[str, ...]  # prefixes of the fields in use
+    scalar: str  # the optimizer of what the main one does not take
+    lr_may_follow: bool = False  # whether a learning rate that is not given is no error yet
+
+    def has(self, config: Any, name: str) -> bool:
+        """Whether the field ``name`` is in use and given."""
+        owners = [prefix for prefix in _OPTIMIZER_PREFIXES if name.startswith(f"{prefix}_")]
+        if owners and not any(owner in self.prefixes for owner in owners):
+            return False
+        missing = getattr(config, name, None) is None
+        may_be_none = name in _MAY_BE_NONE or (name == "lr" and self.lr_may_follow)
+        return hasattr(config, name) and not (missing and may_be_none)
+
+
+def check_values(config: Any, use: InUse) -> None:
+    """Raise if a field of ``config`` that is in use has a value out of bounds.
+
+    Raises:
+        ConfigurationError: If a number or a choice is out of bounds, a mode does not fit the
+            optimizer, or a field has no effect.
+        ConfigurationTypeError: If something is no number that must be one.
+    """
+    refuse_unsupported_modes(config, use.optimizer)
+    for name, bounds in _BOUNDS.items():
+        if use.has(config, name):
+            value = getattr(config, name)
+            if not (name in _MAY_BE_INFINITE and value == math.inf):
+                check_number(name, value, **bounds)
+    for name, choices in _CHOICES.items():
+        if use.has(config, name):
+            check_choice(name, getattr(config, name), choices)
+    for name in _SWITCHES:
+        if use.has(config, name) and getattr(config, name) is not None:
+            check_switch(name, getattr(config, name))
+    if config.fp16 and not config.loss_scale and config.min_loss_scale > config.initial_loss_scale:
+        rule = f"must not be above initial_loss_scale={config.initial_loss_scale!r}"
+        way_out = "Lower it, or raise initial_loss_scale"
+        raise ConfigurationError("min_loss_scale", config.min_loss_scale, rule, way_out)
+    if getattr(config, "muon_exempt_from_clipping", False) and "muon" not in use.prefixes:
+        rule = f"is about Muon's gradients, and {use.optimizer}'s are always clipped"
+        way_out = "Leave it off, or set clip_grad=0"
+        raise ConfigurationError("muon_exempt_from_clipping", True, rule, way_out)
+    if use.optimizer in STANDARD_OPTIMIZERS:
+        return
+    check_old_spellings(config, use.prefixes)
+    if "muon" in use.prefixes:
+        _check_schedule(config)
+        resolve_coefficients(config.muon_coefficient_type, config.muon_num_ns_steps)
+        get_backend(getattr(config, "muon_backend", "torch"))
+    entry = entry_of(use.optimizer)
+    consumed = consumed_fields(entry.optimizer_cls, use.prefixes) | entry.consumes
+    if use.scalar == "lion":
+        consumed |= {"lion_beta1", "lion_beta2"}
+    check_all_consumed(config, use.prefixes, consumed)
+
+
+def refuse_for_matrices(config: Any) -> None:
+    """Raise a ConfigurationError for the first mode that keeps matrices from being whole."""
+    for name, reason in _FOR_MATRICES.items():
+        if getattr(config, name, False):
+            raise ConfigurationError(
+                name, True, f"{reason}, so layer-wise storage refuses it", f"Set {name}=False"
+            )
+
+
+def refuse_for_dtensors(config: Any) -> None:
+    """Raise a ConfigurationError for the first field that has no meaning for DTensors."""
+    for name, rule in _FOR_DTENSORS.items():
+        if value := getattr(config, name, None):
+            raise ConfigurationError(name, value, f"{rule}, not here", f"Leave {name} unset")
+    if config.lr is None:
+        raise ConfigurationError("lr", None, "must be given", "Give the largest learning rate")
+
+
+def _check_schedule(config: Any) -> None:
+    steps, coefficients = config.muon_num_ns_steps, config.muon_coefficient_type
+    if not isinstance(steps, int):
+        raise ConfigurationTypeError(
+            "muon_num_ns_steps", steps, "must be an integer", "Give a whole number"
+        )
+    if isinstance(coefficients, str):
+        check_choice("muon_coefficient_type", coefficients, get_args(CoefficientT))

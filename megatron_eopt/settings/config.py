@@ -1,0 +1,132 @@
+"""Configuration classes.
+
+The class decides what a configuration means: megatron-core's own ``OptimizerConfig`` means exactly
+what it means to megatron-core, and :class:`EmergingOptimizerConfig` has the defaults recommended
+here.
+"""
+
+import copy
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.optimizer.optimizer_config import (
+    AdamOptimizerConfig,
+    OptimizerConfig,
+    SGDOptimizerConfig,
+)
+
+from megatron_eopt.base.names import OptimizerDefaultsT, TpModeT
+from megatron_eopt.math import AlgorithmT
+from megatron_eopt.settings.refusals import refuse_unsupported_modes
+
+__all__ = [
+    "AdamOptimizerConfig",
+    "EmergingOptimizerConfig",
+    "OptimizerConfig",
+    "SGDOptimizerConfig",
+    "as_muon",
+    "default_values",
+]
+
+_LIKE_MEGATRON: dict[str, object] = {
+    "muon_algorithm": "standard",
+    "muon_backend": "emerging_optimizers",
+    "muon_split_gated": False,
+    "muon_split_mla": False,
+    "muon_split_linear_attention": False,
+}
+"""What fields that megatron-core lacks must be to do what it does."""
+
+
+@dataclass
+class EmergingOptimizerConfig(OptimizerConfig):
+    """An ``OptimizerConfig`` with recommended defaults and the further choices made here."""
+
+    muon_tp_mode: TpModeT = "auto"
+    """Where a tensor-parallel matrix is orthogonalized; "auto" picks the cheapest exact way."""
+
+    muon_lr: float | None = None
+    """Largest learning rate of the emerging optimizer; None means ``lr``."""
+
+    muon_min_lr: float | None = None
+    """Smallest learning rate of the emerging optimizer's schedule; None means ``min_lr``."""
+
+    muon_exempt_from_clipping: bool = False
+    """Leave the emerging optimizer's gradients out when gradients are clipped. Its update does not
+    depend on their size, and clipping can push them down to its eps floor."""
+
+    muon_orthogonalize_router: bool = True
+    """Whether the weights of mixture-of-experts routers are matrices (megatron-core says yes) or go
+    to the scalar optimizer."""
+
+    muon_split_gated: bool = True
+    """Whether gate and up projection of a fused gated MLP are two matrices."""
+
+    muon_split_mla: bool = True
+    """Whether the fused projections of multi-latent attention are split into their matrices."""
+
+    muon_split_linear_attention: bool = True
+    """Whether the input projection of linear attention layers is split into its matrices."""
+
+    muon_split_per_head: bool = False
+    """Whether each head's rows of an attention projection are a matrix of their own."""
+
+    muon_algorithm: AlgorithmT = "auto"
+    """Newton-Schulz by the book ("standard"), on the Gram matrix ("gram"), or whichever is cheaper
+    among those that are accurate enough ("auto")."""
+
+    muon_backend: str = "torch"
+    """Whose kernels run the iteration."""
+
+    muon_use_nesterov: bool | None = None
+    """Old spelling of ``muon_nesterov``."""
+
+    muon_mode: TpModeT | None = None
+    """Old spelling of ``muon_tp_mode``."""
+
+    muon_momentum_beta: float | None = None
+    """Old spelling of ``muon_momentum``."""
+
+    adaptive_muon_bias_correction: bool = False
+    """Whether second moments are divided by ``1 - beta2^step``, so that the first steps of AdaMuon
+    and NAMO are no longer than later ones."""
+
+    checkpoint_fresh_state: tuple[str, ...] = ()
+    """Names of optimizer states that may be missing in a checkpoint and then start anew."""
+
+    checkpoint_momentum_from_adam: bool = False
+    """Whether momentum that a checkpoint of Adam lacks starts as Adam's first moment."""
+
+    print_optimizer_routing: bool = False
+    """Log a table of every parameter's optimizer, split, learning rate, weight decay and why."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be honoured before megatron-core asserts on it."""
+        refuse_unsupported_modes(self, self.optimizer)
+        super().__post_init__()
+
+
+def default_values(whose: OptimizerDefaultsT) -> dict[str, Any]:
+    """Return the recommended default of every field, or megatron-core's where it has the field."""
+    recommended = _fields(EmergingOptimizerConfig())
+    if whose == "recommended":
+        return recommended
+    return {**recommended, **_LIKE_MEGATRON, **_fields(OptimizerConfig())}
+
+
+def as_muon(config: Any, *, layer_wise: bool) -> Any:
+    """Return a copy of a configuration that means Muon; one of adaptive Muon stays what it is.
+
+    With ``layer_wise`` the state is kept in fragments, whatever the configuration says.
+    """
+    config = copy.copy(config)
+    if config.optimizer.removeprefix("dist_") not in ("muon", "adaptive_muon"):
+        config.optimizer = "muon"
+    if layer_wise:
+        config.use_layer_wise_distributed_optimizer = True
+    return config
+
+
+def _fields(config: OptimizerConfig) -> dict[str, Any]:
+    return {item.name: getattr(config, item.name) for item in dataclasses.fields(config)}

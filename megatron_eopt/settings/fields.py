@@ -1,0 +1,165 @@
+"""The keyword contract: how constructor arguments follow from a configuration's fields.
+
+For a constructor argument ``x`` the fields ``<own prefix>_x``, ``<parent's prefix>_x`` and ``x``
+are looked up in this order. A field with a prefix in use that was changed and that nobody takes is
+an error, since its user expects an effect.
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Iterable, Sequence
+from types import NoneType, UnionType
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.names import OLD_SPELLINGS
+
+_MISSING: Any = object()
+_OLD_NAMES = {new: old for old, new in OLD_SPELLINGS.items()}
+
+
+class FieldType(NamedTuple):
+    """What a field takes: values of a type, of which ``choices`` may be all; perhaps None too."""
+
+    type: Any
+    choices: tuple[str, ...] = ()
+    optional: bool = False
+
+
+def type_of(hint: Any) -> FieldType:
+    """Return what a field with this type hint takes."""
+    optional = get_origin(hint) in (Union, UnionType)
+    if optional:
+        (hint,) = (item for item in get_args(hint) if item is not NoneType)
+    if get_origin(hint) is Literal:
+        return FieldType(str, get_args(hint), optional)
+    return FieldType(hint, (), optional)
+
+
+def field_types(config_cls: type) -> dict[str, FieldType]:
+    """Return what each field of a dataclass takes."""
+    hints = get_type_hints(config_cls)
+    return {item.name: type_of(hints[item.name]) for item in dataclasses.fields(config_cls)}
+
+
+def constructor_arguments(optimizer_cls: type) -> list[str]:
+    """Return the names of a class's constructor arguments, following ``**kwargs`` to its bases."""
+    names: dict[str, None] = {}
+    for cls in optimizer_cls.__mro__:
+        if "__init__" not in vars(cls):
+            continue
+        parameters = inspect.signature(vars(cls)["__init__"]).parameters.values()
+        variable = {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}
+        names.update(dict.fromkeys(p.name for p in parameters if p.kind not in variable))
+        if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+            break
+    return [name for name in names if name not in ("self", "params")]
+
+
+def kwargs_from_config(
+    optimizer_cls: type, prefixes: str | Sequence[str], config: object
+) -> dict[str, Any]:
+    """Return the constructor arguments that ``config``, or its like, has a value for.
+
+    ``prefixes`` are looked up in their order, the most specific first.
+
+    Raises:
+        ConfigurationError: If an old spelling and the present one disagree.
+    """
+    prefixes = (prefixes,) if isinstance(prefixes, str) else tuple(prefixes)
+    names = constructor_arguments(optimizer_cls)
+    values = {name: _look_up(name, prefixes, config) for name in names}
+    return {name: value for name, value in values.items() if value is not _MISSING}
+
+
+def weight_decay_kwargs(optimizer_cls: type, config: object) -> dict[str, Any]:
+    """Return the argument that says whether weight decay is decoupled, under the class's name."""
+    decoupled = getattr(config, "decoupled_weight_decay", True)
+    arguments = constructor_arguments(optimizer_cls)
+    if "use_decoupled_weight_decay" in arguments:
+        return {"use_decoupled_weight_decay": decoupled}
+    if "weight_decay_method" in arguments:
+        return {"weight_decay_method": "decoupled" if decoupled else "l2"}
+    return {}
+
+
+def check_old_spellings(config: object, prefixes: Sequence[str]) -> None:
+    """Raise a ConfigurationError if an old spelling and the present one of a field disagree."""
+    for prefix in prefixes:
+        for name in OLD_SPELLINGS.values():
+            _resolve_old_spelling(name, prefix, config)
+
+
+def first_field(config: object, name: str, prefixes: Sequence[str], default: Any = None) -> Any:
+    """Return the first of the fields ``<prefix>_<name>`` that is set, else ``default``."""
+    for prefix in prefixes:
+        value = getattr(config, f"{prefix}_{name}", None)
+        if value is not None:
+            return value
+    return default
+
+
+def check_all_consumed(config: object, prefixes: Sequence[str], consumed: Iterable[str]) -> None:
+    """Raise for the first changed field that has one of ``prefixes`` and that nobody ``consumed``.
+
+    Raises:
+        ConfigurationError: If there is one.
+    """
+    consumed = set(consumed)
+    defaults = field_defaults(config)
+    for name, value in vars(config).items():
+        if name in consumed or not any(name.startswith(f"{prefix}_") for prefix in prefixes):
+            continue
+        if name in defaults and _same(defaults[name], value):
+            continue
+        rule = "no optimizer in use takes this field, so changing it would have no effect"
+        raise ConfigurationError(name, value, rule, "Remove it, or correct its name")
+
+
+def consumed_fields(optimizer_cls: type, prefixes: Sequence[str]) -> set[str]:
+    """Return the prefixed field names that the constructor's arguments are looked up under."""
+    names = constructor_arguments(optimizer_cls)
+    names += [old for old, new in OLD_SPELLINGS.items() if new in names]
+    if "betas" in names:
+        names += ["beta1", "beta2"]
+    return {f"{prefix}_{name}" for prefix in prefixes for name in names}
+
+
+def field_defaults(config: object) -> dict[str, Any]:
+    """Return the default values of a dataclass's fields, as far as they have one."""
+    items = dataclasses.fields(config) if dataclasses.is_dataclass(config) else ()
+    made = {item.name: item.default_factory for item in items}
+    return {item.name: item.default for item in items} | {
+        name: make() for name, make in made.items() if make is not dataclasses.MISSING
+    }
+
+
+def _look_up(name: str, prefixes: Sequence[str], config: object) -> Any:
+    for prefix in prefixes:
+        value = _resolve_old_spelling(name, prefix, config)
+        if value is not _MISSING and not (value is None and name in ("lr", "min_lr")):
+            return value
+        betas = [getattr(config, f"{prefix}_beta{number}", _MISSING) for number in (1, 2)]
+        if name == "betas" and _MISSING not in betas:
+            return tuple(betas)
+    return getattr(config, name, _MISSING)
+
+
+def _resolve_old_spelling(name: str, prefix: str, config: object) -> Any:
+    field = f"{prefix}_{name}"
+    value = getattr(config, field, _MISSING)
+    if name not in _OLD_NAMES:
+        return value
+    old_field = f"{prefix}_{_OLD_NAMES[name]}"
+    old_value = getattr(config, old_field, None)
+    if old_value is None:
+        return value
+    default = field_defaults(config).get(field, _MISSING)
+    if value is not _MISSING and not _same(value, default) and value != old_value:
+        rule = f"is an old spelling of {field}, which says {value!r}"
+        raise ConfigurationError(old_field, old_value, rule, f"Keep {field} only")
+    return old_value
+
+
+def _same(left: Any, right: Any) -> bool:
+    return left is right or bool(left == right)

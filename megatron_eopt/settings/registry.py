@@ -1,0 +1,183 @@
+"""Which optimizers there are beyond Adam and SGD, and how each is made from a configuration.
+
+Optimizers come from three places: this package's own, everything emerging-optimizers registers, and
+packages that declare an entry point in the group ``megatron_eopt.optimizers``.
+"""
+
+import importlib.metadata
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
+
+from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError, check_choice
+from megatron_eopt.base.names import STANDARD_OPTIMIZERS
+
+__all__ = [
+    "ENTRY_POINTS",
+    "NOT_A_MATRIX",
+    "EmergingOptimizerEntry",
+    "Overrides",
+    "StateLayoutT",
+    "default_param_overrides",
+    "entries",
+    "entry_of",
+    "init_state",
+    "is_nonlinear_or_embedding",
+    "is_registered",
+    "optimizer_names",
+    "register_optimizer",
+]
+
+Overrides = Mapping[ParamKey, Mapping[str, Any]]
+"""Settings of some of the parameters, by what matches these."""
+
+ENTRY_POINTS = "megatron_eopt.optimizers"
+"""Entry-point group through which an installed package adds optimizers."""
+
+StateLayoutT = Literal["element_wise", "matrix_update", "matrix_state"]
+"""What of an optimizer needs whole matrices.
+
+``element_wise``: nothing, each number is updated by itself, so any shape and any cut will do.
+``matrix_update``: the update; the state has the parameter's shape and may be cut anywhere (Muon).
+``matrix_state``: the state too (SOAP).
+"""
+
+_entries: dict[str, "EmergingOptimizerEntry"] = {}
+_from_packages: set[str] = set()
+
+
+def is_nonlinear_or_embedding(param: torch.Tensor) -> bool:
+    """Whether a parameter's own attributes say that it is no matrix for an emerging optimizer."""
+    return bool(getattr(param, "is_embedding_or_output_parameter", False)) or param.dim() != 2
+
+
+NOT_A_MATRIX = ParamKey(
+    predicate=ParamPredicate(name="nonlinear_or_embedding", fn=is_nonlinear_or_embedding)
+)
+"""Stands for all that routing takes for no matrix, embedding tables of any kind included."""
+
+
+def init_state(opt: Any, config: Any = None) -> None:
+    """Make every parameter's state exist before the first step, as loading needs it.
+
+    Raises:
+        ConfigurationError: If the optimizer has no method for it.
+    """
+    if not hasattr(opt, "_init_group"):
+        rule = "must make the state exist before the first step, and the class has no _init_group"
+        way_out = "Register the optimizer with an init_state_fn of its own"
+        raise ConfigurationError("init_state_fn", type(opt).__name__, rule, way_out)
+    for group in opt.param_groups:
+        opt._init_group(group, skip_non_grad_params=False)
+
+
+def default_param_overrides() -> dict[ParamKey, dict[str, Any]]:
+    """Return the overrides that send to Adam what is no matrix."""
+    return {NOT_A_MATRIX: {"optimizer": "adam"}}
+
+
+@dataclass
+class EmergingOptimizerEntry:
+    """Everything needed to make one optimizer.
+
+    Attributes:
+        optimizer_cls: A torch optimizer class.
+        init_state_fn: Called as ``(optimizer, config)``; makes every parameter's state exist.
+        config_to_kwargs: Called as ``(config, model_chunks, pg_collection)``; returns the class's
+            arguments. None means the keyword contract of :mod:`megatron_eopt.settings.fields`.
+        default_param_overrides: Overrides that hold unless the user's say otherwise.
+        state_layout: What of the optimizer needs whole matrices.
+        prefixes: Prefixes of configuration fields, the own one first, then those it falls back to.
+            Empty means the registered name.
+        consumes: Further fields that this optimizer or the factory uses on its behalf.
+    """
+
+    optimizer_cls: type
+    init_state_fn: Callable[..., None] = init_state
+    config_to_kwargs: Callable[..., dict[str, Any]] | None = None
+    default_param_overrides: dict[ParamKey, dict[str, Any]] = field(
+        default_factory=default_param_overrides
+    )
+    state_layout: StateLayoutT = "matrix_state"
+    prefixes: tuple[str, ...] = ()
+    consumes: frozenset[str] = frozenset()
+
+
+def register_optimizer(
+    name: str, entry: EmergingOptimizerEntry | type | None = None, **fields: Any
+) -> Any:
+    """Make an optimizer reachable as ``OptimizerConfig(optimizer=name)`` and in overrides.
+
+    Works as a call, with an entry or an optimizer class, and as a decorator of a class::
+
+        @register_optimizer("mine", state_layout="element_wise")
+        class Mine(torch.optim.Optimizer): ...
+
+    Args:
+        name: Name of the optimizer.
+        entry: Its entry, or its class.
+        **fields: Fields of :class:`EmergingOptimizerEntry`, where ``entry`` is no entry.
+
+    Returns:
+        The class, or a decorator.
+
+    Raises:
+        ConfigurationError: If the name is taken.
+        ConfigurationTypeError: If ``entry`` is neither an entry nor a class.
+    """
+    if name in STANDARD_OPTIMIZERS or name in _entries:
+        rule = "there is already an optimizer of this name"
+        raise ConfigurationError("register_optimizer(name)", name, rule, "Choose another name")
+    if entry is None:
+        return lambda optimizer_cls: register_optimizer(name, optimizer_cls, **fields)
+    if isinstance(entry, type):
+        entry = EmergingOptimizerEntry(optimizer_cls=entry, **fields)
+    elif fields:
+        rule = "go with a class, not with an entry"
+        way_out = "Set them in the entry"
+        raise ConfigurationTypeError("register_optimizer(**fields)", sorted(fields), rule, way_out)
+    if not isinstance(entry, EmergingOptimizerEntry):
+        rule = "must be an EmergingOptimizerEntry or an optimizer class"
+        way_out = "Wrap it in an EmergingOptimizerEntry"
+        raise ConfigurationTypeError("register_optimizer(entry)", entry, rule, way_out)
+    in_pieces = getattr(entry.optimizer_cls, "steps_in_pieces", None)
+    if entry.state_layout == "matrix_update" and not (in_pieces is not None and in_pieces()):
+        raise ConfigurationError(
+            "register_optimizer(state_layout)",
+            entry.state_layout,
+            f"is for classes that step parts of parameters, and {entry.optimizer_cls.__name__} "
+            "steps whole ones by itself",
+            "Leave it out (matrix_state), or derive the class from TensorParallelMuon and override "
+            "nothing that a step calls",
+        )
+    _entries[name] = entry
+    return entry.optimizer_cls
+
+
+def is_registered(name: str) -> bool:
+    """Whether ``name`` is taken; loads nothing."""
+    return name in _entries
+
+
+def entries() -> dict[str, EmergingOptimizerEntry]:
+    """Return all entries by name; what packages contribute is loaded at the first call."""
+    for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        if point.value not in _from_packages:
+            register_optimizer(point.name, point.load())
+            _from_packages.add(point.value)
+    return _entries
+
+
+def entry_of(name: str) -> EmergingOptimizerEntry:
+    """Return the entry of ``name``; a ConfigurationError offers the nearest names otherwise."""
+    known = entries()
+    check_choice("optimizer", name, sorted({*known, *STANDARD_OPTIMIZERS}))
+    return known[name]
+
+
+def optimizer_names() -> tuple[str, ...]:
+    """Return the names of all optimizers, sorted."""
+    return tuple(sorted({*entries(), *STANDARD_OPTIMIZERS}))

@@ -1,0 +1,223 @@
+"""What a configuration means, resolved and checked once; nothing else reads a configuration."""
+
+import copy
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError, check_choice
+from megatron_eopt.base.names import SCALAR_OPTIMIZERS, STANDARD_OPTIMIZERS, TpModeT
+from megatron_eopt.matrices import SplitT
+from megatron_eopt.settings.checks import InUse, check_values, refuse_for_matrices
+from megatron_eopt.settings.config import EmergingOptimizerConfig
+from megatron_eopt.settings.fields import first_field
+from megatron_eopt.settings.registry import (
+    Overrides,
+    StateLayoutT,
+    entry_of,
+    optimizer_names,
+)
+
+__all__ = ["LossScale", "RunSettings", "Settings", "StorageT", "resolve", "resolve_run"]
+
+StorageT = Literal["replicated", "sharded"]
+"""Where main weights and state live: whole on every data-parallel rank, or in ZeRO-1 fragments."""
+
+_SPLITS: tuple[SplitT, ...] = ("qkv", "gated", "mla", "linear_attention", "per_head")
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """The loss scale that was asked for."""
+
+    constant: float | None  # a fixed scale; None for a dynamic one
+    dynamic: Mapping[str, Any]  # arguments of megatron-core's ``DynamicGradScaler``
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """What holds for a run whatever its optimizers are."""
+
+    # the caller's configuration, for megatron-core's own classes alone
+    config: Any = field(repr=False, compare=False)
+    lr: float  # the largest learning rate
+    min_lr: float | None  # the smallest one
+    weight_decay: float
+    decoupled_weight_decay: bool  # whether weights themselves decay, as AdamW's do
+    clip_grad: float  # largest gradient norm; 0 for any
+    skip_threshold: float  # steps with a larger gradient norm are skipped
+    counts_zeros: bool  # whether zeros in gradients are counted
+    # the 16-bit type of weights, which then have float32 main copies; None for float32
+    half: Literal["bf16", "fp16"] | None
+    loss_scale: LossScale | None  # None without
+    precision_aware: bool  # whether Transformer Engine's Adam keeps the main weights
+    offloads: bool  # whether megatron-core moves optimizer states to the host
+    early_gather: bool  # whether the first chunk's gather overlaps with the other chunks' step
+    fresh_state: tuple[str, ...]  # kinds of state that may start anew where a checkpoint lacks them
+    prints_routing: bool  # whether a table of all routes is logged
+    # whether gradients of optimizers that need matrices are never clipped
+    exempt_from_clipping: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(RunSettings):
+    """One configuration, resolved."""
+
+    optimizer: str  # name of the main optimizer, without ``dist_``
+    storage: StorageT  # where main weights and state live
+    recommended: bool  # whether defaults are the ones recommended here, not megatron-core's
+    scalar: str  # the optimizer of what the main one does not take
+    splits: frozenset[SplitT] = frozenset()  # kinds of fused weights to split
+    router_to_scalar: bool = False  # whether routers' weights go to the scalar optimizer
+    # ``max_lr`` and ``min_lr`` of the main optimizer where they are its own
+    main_lr: Mapping[str, float] = field(default_factory=dict)
+    prefixes: tuple[str, ...] = ()  # prefixes of the configuration's fields in use
+    tp_mode: TpModeT = "auto"  # where tensor-parallel matrices are computed
+
+    @property
+    def is_standard(self) -> bool:
+        """Whether the main optimizer is Adam or SGD."""
+        return self.optimizer in STANDARD_OPTIMIZERS
+
+    @property
+    def state_layout(self) -> StateLayoutT:
+        """What of the main optimizer needs whole matrices."""
+        return "element_wise" if self.is_standard else entry_of(self.optimizer).state_layout
+
+    @property
+    def default_overrides(self) -> Overrides:
+        """The overrides that come with the main optimizer; a user's go before."""
+        if self.is_standard:
+            return {}
+        defaults = copy.deepcopy(entry_of(self.optimizer).default_param_overrides)
+        for values in defaults.values():
+            if values.get("optimizer") == "adam":
+                values["optimizer"] = self.scalar
+        return defaults
+
+
+def resolve(config: Any, *, lr_may_follow: bool = False) -> Settings:
+    """Return what ``config`` means, having checked every value in use.
+
+    Args:
+        config: An ``OptimizerConfig``.
+        lr_may_follow: Whether a learning rate that is not given is no error yet.
+
+    Raises:
+        ConfigurationError: If the optimizer's name is unknown, flags contradict each other, a value
+            is out of bounds or a field has no effect.
+        ConfigurationTypeError: If something is of the wrong type.
+    """
+    name, storage = _name_and_storage(config)
+    chosen: dict[str, Any] = {"scalar": name, "prefixes": (name,)}
+    if name not in STANDARD_OPTIMIZERS:
+        chosen = _of_emerging(name, config)
+    check_values(config, InUse(name, chosen["prefixes"], chosen["scalar"], lr_may_follow))
+    return Settings(
+        **{**_of_the_run(config), **chosen},
+        optimizer=name,
+        storage=storage,
+        recommended=isinstance(config, EmergingOptimizerConfig),
+    )
+
+
+def resolve_run(config: Any) -> RunSettings:
+    """Return what ``config`` says apart from optimizers, which a caller has built by itself.
+
+    Raises:
+        ConfigurationError: If something was asked for that needs megatron-core's own Adam.
+    """
+    refuse_for_matrices(config)
+    exempt = bool(getattr(config, "muon_exempt_from_clipping", False))
+    return RunSettings(**{**_of_the_run(config), "exempt_from_clipping": exempt})
+
+
+def _of_emerging(name: str, config: Any) -> dict[str, Any]:
+    entry = entry_of(name)
+    prefixes = entry.prefixes or (name,)
+    scalar = _scalar_of(config, entry.consumes)
+    lrs = {key: first_field(config, short, prefixes) for key, short in _LRS.items()}
+    chosen = {
+        "scalar": scalar,
+        "splits": frozenset(s for s in _SPLITS if getattr(config, f"muon_split_{s}", False)),
+        "router_to_scalar": not first_field(config, "orthogonalize_router", prefixes, True),
+        "exempt_from_clipping": bool(first_field(config, "exempt_from_clipping", prefixes, False)),
+        "main_lr": {key: value for key, value in lrs.items() if value is not None},
+        "prefixes": (*prefixes, "lion") if scalar == "lion" else prefixes,
+    }
+    if "muon" in prefixes:
+        chosen["tp_mode"] = first_field(config, "mode", ("muon",)) or config.muon_tp_mode
+    return chosen
+
+
+def _of_the_run(config: Any) -> dict[str, Any]:
+    return {
+        "config": config,
+        "lr": config.lr,
+        "min_lr": config.min_lr,
+        "weight_decay": config.weight_decay,
+        "decoupled_weight_decay": config.decoupled_weight_decay,
+        "clip_grad": config.clip_grad,
+        "skip_threshold": config.grad_norm_skip_threshold,
+        "counts_zeros": bool(config.log_num_zeros_in_grad),
+        "half": "bf16" if config.bf16 else "fp16" if config.fp16 else None,
+        "loss_scale": _loss_scale(config),
+        "precision_aware": bool(config.use_precision_aware_optimizer),
+        "offloads": bool(config.optimizer_cpu_offload),
+        "early_gather": bool(config.overlap_param_gather_with_optimizer_step),
+        "fresh_state": tuple(getattr(config, "checkpoint_fresh_state", ())),
+        "prints_routing": bool(getattr(config, "print_optimizer_routing", False)),
+        "exempt_from_clipping": False,
+    }
+
+
+def _loss_scale(config: Any) -> LossScale | None:
+    if config.loss_scale:
+        return LossScale(config.loss_scale, {})
+    if not config.fp16:
+        return None
+    dynamic = {
+        "initial_scale": config.initial_loss_scale,
+        "min_scale": config.min_loss_scale,
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": config.loss_scale_window,
+        "hysteresis": config.hysteresis,
+    }
+    return LossScale(None, dynamic)
+
+
+_LRS = {"max_lr": "lr", "min_lr": "min_lr"}
+
+
+def _name_and_storage(config: Any) -> tuple[str, StorageT]:
+    name = config.optimizer
+    if not isinstance(name, str):
+        raise ConfigurationTypeError(
+            "optimizer", name, "must be the name of an optimizer", "Give a string"
+        )
+    layer_wise = bool(getattr(config, "use_layer_wise_distributed_optimizer", False))
+    bare = name.removeprefix("dist_")
+    if bare != name and name not in optimizer_names():
+        warnings.warn(
+            f"optimizer={name!r} is deprecated; use optimizer={bare!r} with "
+            "use_distributed_optimizer=True",
+            DeprecationWarning,
+            stacklevel=4,
+        )
+        name, layer_wise = bare, True
+    check_choice("optimizer", name, optimizer_names())
+    if layer_wise and name in STANDARD_OPTIMIZERS:
+        rule = f"is for optimizers that need whole matrices, and {name} does not"
+        way_out = "Set use_distributed_optimizer=True instead"
+        raise ConfigurationError("use_layer_wise_distributed_optimizer", True, rule, way_out)
+    return name, "sharded" if layer_wise or config.use_distributed_optimizer else "replicated"
+
+
+def _scalar_of(config: Any, consumes: frozenset[str]) -> str:
+    if "muon_scalar_optimizer" not in consumes:
+        return "adam"
+    scalar = config.muon_scalar_optimizer
+    check_choice("muon_scalar_optimizer", scalar, SCALAR_OPTIMIZERS)
+    return str(scalar)

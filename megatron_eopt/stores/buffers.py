@@ -1,0 +1,248 @@
+"""Dense and experts' buffers of Megatron's DDP with the groups of ranks that share them."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_pg_rank, get_pg_size
+from torch import Tensor, distributed
+
+from megatron_eopt.base.agreement import any_rank
+from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
+from megatron_eopt.stores.all_reduced import AllReducedBuffer
+from megatron_eopt.stores.rank_grid import Coordinates, RankGrid, redistribution_grids
+
+__all__ = ["BufferSet", "buffer_sets", "check_buffers", "check_model_chunks", "process_groups"]
+
+_DDP_REFUSALS = {
+    "use_megatron_fsdp": "has no flat buffers to take fragments from",
+    "reuse_grad_buf_for_mxfp8_param_ag": "overwrites gradients before all optimizers have stepped",
+}
+
+
+@dataclass(frozen=True)
+class BufferSet:
+    """The buffers of one kind on this rank, and who holds what of them.
+
+    Attributes:
+        is_expert: Whether they hold experts' parameters.
+        buffers: Buffers by model chunk: DDP's, or ours if its parameters lie apart.
+        data: Ranks over which the buffers are cut into fragments.
+        data_gloo: The same ranks over gloo, for old checkpoint formats; may be None.
+        model_rank: Number of this rank's part of the model, for names in checkpoints.
+        grid: The redistribution group; None where nothing is redistributed.
+        stats: Ranks over which gradient statistics add up.
+        instance: Number of this rank's instance of the distributed optimizer.
+        tensor: Tensor-parallel group of dense parameters.
+        expert_tensor: Tensor-parallel group of experts' parameters.
+    """
+
+    is_expert: bool
+    buffers: dict[int, list[Any]]
+    data: Any
+    data_gloo: Any
+    model_rank: int
+    grid: RankGrid | None
+    stats: Any
+    instance: int
+    tensor: Any
+    expert_tensor: Any
+
+    @property
+    def all_buffers(self) -> list[Any]:
+        """The buffers of all chunks, in their order."""
+        return [buffer for buffers in self.buffers.values() for buffer in buffers]
+
+
+_KINDS = (
+    (False, "buffers", "intra_dp_cp_group", "mp_group"),
+    (True, "expert_parallel_buffers", "intra_expt_dp_group", "expt_tp_pp_with_egtp_remat_group"),
+)
+
+
+def process_groups(pg_collection: Any) -> Any:
+    """Return a caller's collection of process groups, or Megatron's own one."""
+    if pg_collection is None or getattr(pg_collection, "tp", None) is None:
+        return ProcessGroupCollection.use_mpu_process_groups()
+    return pg_collection
+
+
+def buffer_sets(
+    model_chunks: Sequence[Any], pg_collection: Any, *, use_gloo: bool, redistributed: bool
+) -> list[BufferSet]:
+    """Return the dense set and, if any rank of the world has experts, the experts'.
+
+    All ranks call this together; groups that Megatron does not have are created here.
+
+    Args:
+        model_chunks: The wrapped model.
+        pg_collection: Process groups; None means Megatron's global ones.
+        use_gloo: Whether groups over gloo may be used.
+        redistributed: Whether whole matrices will be brought together.
+
+    Raises:
+        ConfigurationError: If there are experts and a group for them is missing.
+    """
+    collection = process_groups(pg_collection)
+    given = pg_collection if collection is pg_collection else None
+    found = ProcessGroupCollection.setup_process_groups_for_optimizer(
+        given, list(model_chunks), use_gloo_process_groups=False
+    )
+    several = get_pg_size(found["dp_cp_group"]) > get_pg_size(found["intra_dp_cp_group"])
+    shared = {
+        "stats": found["intra_dist_opt_group"],
+        "instance": get_pg_rank(found["inter_dist_opt_group"]) if several else 0,
+        "tensor": collection.tp,
+        "expert_tensor": getattr(collection, "expt_tp", None) or collection.tp,
+    }
+    wanted = [
+        Coordinates(
+            collection.tp, found["intra_dp_cp_group"], getattr(collection, "tp_dp_cp", None)
+        )
+    ]
+    if any_rank(any(chunk.expert_parallel_buffers for chunk in model_chunks)):
+        _check_expert_groups(collection, found)
+        expert_tensor = getattr(collection, "expt_tp", None)
+        wanted.append(Coordinates(expert_tensor, found["intra_expt_dp_group"]))
+    grids: Sequence[RankGrid | None] = [None] * len(wanted)
+    if redistributed:
+        grids = redistribution_grids(wanted)
+    return [
+        BufferSet(
+            is_expert=is_expert,
+            buffers={i: _buffers(chunk, attribute) for i, chunk in enumerate(model_chunks)},
+            data=found[data],
+            data_gloo=_gloo_twin(found[data], is_expert) if use_gloo else None,
+            model_rank=get_pg_rank(found[model]),
+            grid=grid,
+            **shared,
+        )
+        for grid, (is_expert, attribute, data, model) in zip(grids, _KINDS, strict=False)
+    ]
+
+
+def check_model_chunks(model_chunks: Sequence[Any]) -> None:
+    """Raise unless the model is wrapped in Megatron's DDP in a mode that can be served.
+
+    Raises:
+        ConfigurationTypeError: If it is not wrapped.
+        ConfigurationError: If it is wrapped in another mode.
+    """
+    for chunk in model_chunks:
+        ddp_config = getattr(chunk, "ddp_config", None)
+        if ddp_config is None or not hasattr(chunk, "buffers") or callable(chunk.buffers):
+            raise ConfigurationTypeError(
+                "model_chunks",
+                chunk,
+                "must be wrapped in megatron.core.distributed.DistributedDataParallel",
+                "Wrap it, with use_distributed_optimizer=True",
+            )
+        for name, reason in _DDP_REFUSALS.items():
+            if getattr(ddp_config, name, False):
+                _refuse_of_ddp(
+                    name, True, f"{reason}, so layer-wise storage refuses it", f"Set {name}=False"
+                )
+        if getattr(chunk.config, "qk_clip", False):
+            raise ConfigurationError(
+                "qk_clip",
+                True,
+                "writes whole weights through main_param, which here is one rank's fragment",
+                "Set qk_clip=False",
+            )
+        if not ddp_config.use_distributed_optimizer:
+            _check_all_reducing(ddp_config)
+
+
+def _check_all_reducing(ddp_config: Any) -> None:
+    way_out = "Set use_distributed_optimizer=True in the same configuration"
+    for name in ("fp8_param_gather", "fp4_param_gather"):
+        if getattr(ddp_config, name, False):
+            rule = "needs parameters in DDP's flat buffers, and this DDP has none of them"
+            _refuse_of_ddp(name, True, rule, way_out)
+    if (instances := ddp_config.num_distributed_optimizer_instances) > 1:
+        rule = "needs a DDP that reduce-scatters gradients"
+        _refuse_of_ddp("num_distributed_optimizer_instances", instances, rule, way_out)
+
+
+def _refuse_of_ddp(name: str, value: object, rule: str, way_out: str) -> None:
+    raise ConfigurationError(f"DistributedDataParallelConfig.{name}", value, rule, way_out)
+
+
+def check_buffers(
+    buffers: Iterable[Any], groups: Iterable[Mapping[str, Any]], names: Mapping[Tensor, str]
+) -> None:
+    """Raise unless every parameter of the buffers is in exactly one group, in one data type.
+
+    Args:
+        buffers: DDP's flat buffers.
+        groups: Parameter groups of all base optimizers.
+        names: Names of the parameters.
+
+    Raises:
+        ConfigurationError: If one is in none or in several, or a buffer mixes data types.
+    """
+    owners: dict[Tensor, int] = {}
+    for group in groups:
+        for param in group["params"]:
+            owners[param] = owners.get(param, 0) + 1
+    for buffer in buffers:
+        for param in buffer.params:
+            count = owners.get(param, 0)
+            if count != 1:
+                raise ConfigurationError(
+                    "optimizers",
+                    names[param],
+                    f"must be in exactly one parameter group, and is in {count}",
+                    "Give every trainable parameter to one optimizer, or freeze it before the "
+                    "model is wrapped",
+                )
+            wanted = buffer.param_dtype  # of quantized weights their bytes
+            if wanted.is_floating_point and param.dtype != wanted:
+                raise ConfigurationError(
+                    "model_chunks",
+                    names[param],
+                    f"is {param.dtype} in a buffer of {wanted}, and a buffer is "
+                    "gathered in one data type",
+                    "Convert the model before it is wrapped",
+                )
+
+
+def _buffers(chunk: Any, attribute: str) -> list[Any]:
+    buffers = getattr(chunk, attribute)
+    if chunk.ddp_config.use_distributed_optimizer:
+        return list(buffers)
+    return [AllReducedBuffer.of_ddp(buffer) for buffer in buffers]
+
+
+def _check_expert_groups(collection: Any, found: Any) -> None:
+    groups = {
+        "expt_tp": getattr(collection, "expt_tp", None),
+        "expt_dp": found["intra_expt_dp_group"],
+    }
+    for name, group in groups.items():
+        if group is None:
+            raise ConfigurationError(
+                f"pg_collection.{name}",
+                None,
+                "must be the group that experts' weights are cut or copied over, since the model "
+                "has experts",
+                "Add it to the collection, or pass pg_collection=None to use Megatron's own groups",
+            )
+
+
+def _gloo_twin(group: Any, is_expert: bool) -> Any:
+    """Return Megatron's gloo group over the same ranks, None if it did not make one."""
+    try:
+        twin = (
+            parallel_state.get_expert_data_parallel_group_gloo(partial_expert_data_parallel=True)
+            if is_expert
+            else parallel_state.get_data_parallel_group_gloo(
+                with_context_parallel=True, partial_data_parallel=True
+            )
+        )
+    except AssertionError:
+        return None
+    same = distributed.get_process_group_ranks(twin) == distributed.get_process_group_ranks(group)
+    return twin if same else None

@@ -1,0 +1,176 @@
+"""What a rank stores of one parameter, and where the ranks of its group store the rest.
+
+Note [Shards]
+    However weights are kept, an optimizer sees shards: tensor-parallel slabs, ZeRO-1 fragments of
+    such slabs, pieces of a DTensor, whole parameters. A shard has a layout for each of the
+    parameter's logical matrices, over the ranks of one group; where several ranks hold the same
+    numbers, the layout says which of them sends. The areas that a rank holds of a parameter's
+    matrices fill its tensor exactly once, which is checked when the shard is made.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.layouts import Layout
+from megatron_eopt.layouts.boxes import Boxes, ragged_arange
+from megatron_eopt.matrices import Split, matrix_rows
+
+__all__ = ["Fragment", "Ranks", "Shard", "fragment_layouts", "group_by_ranks"]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that together store some parameters.
+
+    Attributes:
+        group: Their process group; None for one rank.
+        rank: This rank's place among them.
+        size: Their number.
+    """
+
+    group: dist.ProcessGroup | None = None
+    rank: int = 0
+    size: int = 1
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None) -> "Ranks":
+        """The ranks of a process group."""
+        if group is None or dist.get_world_size(group) == 1:
+            return cls()
+        return cls(group, dist.get_rank(group), dist.get_world_size(group))
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """One parameter as a group of ranks stores it; see Note [Shards].
+
+    Attributes:
+        name: The parameter's name; unique among the shards of an optimizer.
+        split: Its logical matrices.
+        layouts: Where each of them is stored, in the split's order.
+        ranks: Who stores it.
+        shape: Shape of the tensor that this rank stores; any with as many elements.
+        slab: Where the split is that of one tensor-parallel slab alone, its rank and their number.
+
+    Raises:
+        ConfigurationError: If the pieces that this rank holds do not fill its tensor exactly once.
+    """
+
+    name: str
+    split: Split
+    layouts: tuple[Layout, ...]
+    ranks: Ranks
+    shape: tuple[int, ...]
+    slab: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        held = self.pieces
+        runs = np.where(held.stride == held.width, 1, held.height)
+        length = np.where(held.stride == held.width, held.area, held.width)
+        start = np.repeat(held.offset, runs) + ragged_arange(runs) * np.repeat(held.stride, runs)
+        order = np.argsort(start, kind="stable")
+        ends = np.cumsum(np.repeat(length, runs)[order])
+        filled = np.array_equal(start[order], np.concatenate([[0], ends])[:-1])
+        covered = int(ends[-1]) if len(ends) else 0
+        if not filled or covered != self.numel:
+            raise ConfigurationError(
+                "layout of",
+                self.name,
+                f"rank {self.ranks.rank} stores {self.numel} elements of it, of which the "
+                f"{self.split.kind} split {self.split.describe()} covers {int(held.area.sum())}; "
+                "each must be covered once",
+                "Correct partition_dim, tensor_model_parallel or the split of this parameter",
+            )
+
+    @property
+    def numel(self) -> int:
+        """Elements that this rank stores."""
+        return torch.Size(self.shape).numel()
+
+    @property
+    def pieces(self) -> Boxes:
+        """What this rank stores of all matrices."""
+        return Boxes.join([layout.piece(self.ranks.rank) for layout in self.layouts])
+
+    @property
+    def matrix_names(self) -> tuple[str, ...]:
+        """Name of each logical matrix: the parameter's, with the matrix's where it has several."""
+        if len(self.layouts) == 1:
+            return (self.name,)
+        return tuple(f"{self.name}[{matrix.name}]" for matrix in self.split.matrices)
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """A flat range of a tensor-parallel slab.
+
+    Attributes:
+        tensor_rank: The slab's tensor-parallel coordinate, 0 where nothing is cut.
+        start: First element, counted in the flattened slab.
+        stop: One past the last element; equal to ``start`` where a rank holds nothing.
+    """
+
+    tensor_rank: int
+    start: int
+    stop: int
+
+
+def fragment_layouts(
+    split: Split, partition_dim: int, tensor_size: int, fragments: Sequence[Fragment]
+) -> tuple[Layout, ...]:
+    """Return where each logical matrix of a parameter is stored.
+
+    Tensor parallelism cuts first, then flat ranges are taken. A plain tensor-parallel weight has
+    one whole-slab fragment a rank, a ZeRO-1 weight a range of its slab, a replica the same range as
+    another rank; of ranks with the same range the first is the source.
+
+    Args:
+        split: The parameter's logical matrices.
+        partition_dim: Dimension cut by tensor parallelism, -1 if none.
+        tensor_size: Ranks of the tensor-parallel group, 1 if nothing is cut.
+        fragments: One entry per rank of the redistribution group, in its order of ranks.
+    """
+    holders: dict[Fragment, list[int]] = {}
+    for rank, fragment in enumerate(fragments):
+        if fragment.start < fragment.stop:
+            holders.setdefault(fragment, []).append(rank)
+    ranks = np.array([rank for held in holders.values() for rank in held], np.int64)
+    sources = [held[0] for held in holders.values()]
+    mine = [fragments[rank] for rank in ranks]
+    tensor_ranks = sorted({fragment.tensor_rank for fragment in mine})
+    held = [matrix_rows(split, tensor_size, rank, partition_dim) for rank in tensor_ranks]
+    layouts = []
+    for index, matrix in enumerate(split.matrices):
+        slabs = [
+            Layout.row_runs(
+                matrix.shape,
+                rank=tensor_rank,
+                local=runs[index].local,
+                logical=runs[index].logical,
+                length=runs[index].length,
+                first_col=runs[index].first_col,
+                held_cols=runs[index].held_cols,
+            ).boxes
+            for tensor_rank, runs in zip(tensor_ranks, held, strict=True)
+        ]
+        cut = Layout(matrix.shape, Boxes.join(slabs)).fragments(
+            rank=ranks,
+            holder=np.array([fragment.tensor_rank for fragment in mine], np.int64),
+            start=np.array([fragment.start for fragment in mine], np.int64),
+            stop=np.array([fragment.stop for fragment in mine], np.int64),
+        )
+        layouts.append(cut.with_sources(sources))
+    return tuple(layouts)
+
+
+def group_by_ranks(shards: Sequence[Shard]) -> list[tuple[Ranks, list[int]]]:
+    """Return the numbers of the shards of each group of ranks, in the order of first appearance."""
+    groups: dict[dist.ProcessGroup | None, tuple[Ranks, list[int]]] = {}
+    for number, shard in enumerate(shards):
+        groups.setdefault(shard.ranks.group, (shard.ranks, []))[1].append(number)
+    return list(groups.values())

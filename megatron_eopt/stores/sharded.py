@@ -1,0 +1,356 @@
+"""Weights and state in ZeRO-1 fragments of Megatron's flat buffers."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
+
+from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.names import STEP
+from megatron_eopt.matrices import Split
+from megatron_eopt.routing.parameters import cut_dimension
+from megatron_eopt.stores.all_reduced import AllReducedBuffer
+from megatron_eopt.stores.buffers import BufferSet
+from megatron_eopt.stores.interface import Stored
+from megatron_eopt.stores.rank_grid import RankGrid
+from megatron_eopt.stores.replicated import SplitOf, refuse_rematerialized
+from megatron_eopt.stores.shard import Fragment, Shard, fragment_layouts
+
+__all__ = [
+    "BufferPlace",
+    "FragmentsOptimizer",
+    "OffloadedOptimizer",
+    "fragment_of",
+    "places_in",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class BufferPlace:
+    """Where a parameter lies in its bucket, counted from the bucket's start.
+
+    Attributes:
+        name: The parameter's name.
+        start: First element.
+        stop: One past the last.
+        shard: Elements of a bucket that each data-parallel rank holds.
+    """
+
+    name: str
+    start: int
+    stop: int
+    shard: int
+
+    def held_by(self, data_rank: int) -> tuple[int, int]:
+        """Return the range of the flattened parameter that a rank holds; empty if start == stop."""
+        low = max(self.start, data_rank * self.shard)
+        high = min(self.stop, (data_rank + 1) * self.shard)
+        return (low - self.start, high - self.start) if low < high else (0, 0)
+
+
+def places_in(buffer_set: BufferSet, names: Mapping[Tensor, str]) -> dict[Tensor, BufferPlace]:
+    """Return where every parameter of a set lies, in an order that all ranks share."""
+    places = {}
+    for buffer in buffer_set.all_buffers:
+        for param in buffer.params:
+            start, stop, bucket_id = buffer.param_index_map[param]
+            bucket = buffer.buckets[bucket_id]
+            shard = bucket.grad_data.numel() // buffer.data_parallel_group.size()
+            places[param] = BufferPlace(
+                names[param], start - bucket.offset, stop - bucket.offset, shard
+            )
+    return places
+
+
+def fragment_of(
+    param: Tensor, place: BufferPlace, split_of: SplitOf, grid: RankGrid, *, slabs: bool = False
+) -> Shard:
+    """Return the fragments of one parameter as a shard.
+
+    Args:
+        param: The model's parameter; its attributes say how tensor parallelism cuts it.
+        place: Where it lies in its bucket.
+        split_of: Its logical matrices.
+        grid: The group.
+        slabs: Whether each tensor-parallel slab counts as a parameter of its own; ``grid`` is then
+            that of one slab.
+
+    Raises:
+        ConfigurationError: If weight rematerialization cuts the parameter once more, or a slab
+            does not consist of whole blocks of its split.
+    """
+    refuse_rematerialized(place.name, param, None)
+    dim = cut_dimension(param)
+    size = 1 if dim == -1 else grid.tensor_size
+    split = split_of(param, _unsharded(tuple(param.shape), dim, size))
+    slab = None
+    if slabs and size > 1:
+        split = _slab_of(split, size, dim, place.name)
+        slab = (grid.tensor_ranks[grid.ranks.rank], size)
+    if slabs or size == 1:
+        size, dim = 1, -1
+    fragments = [
+        Fragment(tensor_rank if size > 1 else 0, *place.held_by(data_rank))
+        for tensor_rank, data_rank in zip(grid.tensor_ranks, grid.data_ranks, strict=True)
+    ]
+    mine = fragments[grid.ranks.rank]
+    layouts = fragment_layouts(split, dim, size, fragments)
+    return Shard(place.name, split, layouts, grid.ranks, (mine.stop - mine.start,), slab)
+
+
+def _slab_of(split: Split, size: int, dim: int, name: str) -> Split:
+    """Return the split of one tensor-parallel slab of a parameter."""
+    if dim == 1:
+        return replace(split, shape=(*split.shape[:-1], split.cols // size))
+    sections = []
+    for section in split.sections:
+        if section.blocks % size == 0:
+            sections.append(replace(section, blocks=section.blocks // size))
+        elif len(section.fields) == 1 and section.rows % size == 0:
+            field = replace(section.fields[0], rows=section.rows // size)
+            sections.append(replace(section, fields=(field,), blocks=1))
+        else:
+            raise ConfigurationError(
+                "tp_mode",
+                "blockwise",
+                f"cuts {name} ({split.describe()}) inside a block, so a slab has no whole parts",
+                "Choose another tp_mode, or do not split this weight",
+            )
+    shape = (*split.shape[:-2], split.rows // size, split.cols)
+    return replace(split, shape=shape, sections=tuple(sections))
+
+
+def _unsharded(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, int]:
+    """Return rows and columns of the whole; what has more or fewer dimensions counts as rows."""
+    sizes = [shape[0] if shape else 1, math.prod(shape[1:])]
+    if dim != -1:
+        sizes[dim] *= size
+    return sizes[0], sizes[1]
+
+
+class FragmentsOptimizer(DistributedOptimizer):
+    """Keeps main weights and state of one buffer set in fragments; a torch optimizer steps them.
+
+    Arguments are those of ``DistributedOptimizer``.
+    """
+
+    optimizer: Any
+    steps: int = 0
+
+    def __init__(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        # megatron-core knows how to make Adam's state alone; ours is made before it asks
+        kwargs.setdefault("init_state_fn", _exists_already)
+        super().__init__(optimizer, *args, **kwargs)
+        # the chain gathers parameters when all its members have stepped
+        self._defer_param_sync = True
+        self.main_of: dict[Tensor, Tensor] = {}
+        if self.is_stub_optimizer:
+            return
+        pairs = [
+            *zip(self.model_fp32_groups, self.shard_fp32_groups, strict=True),
+            *zip(self.model_float16_groups, self._mains_of_half(), strict=True),
+        ]
+        self.main_of = {
+            param: main
+            for params, mains in pairs
+            for param, main in zip(params, mains, strict=True)
+        }
+        self._prepare_copies()
+
+    def _mains_of_half(self) -> Sequence[Sequence[Tensor]]:
+        if self._held_by_adam:
+            mains: Sequence[Sequence[Tensor]] = self.shard_float16_groups
+            return mains
+        return self.shard_fp32_from_float16_groups  # type: ignore[no-any-return]
+
+    @property
+    def _held_by_adam(self) -> bool:
+        """Whether Transformer Engine's Adam keeps the main weights and writes the model's."""
+        return bool(getattr(self.optimizer, "master_weights", False))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is the same on all ranks: groups, with the steps done, and loss scale."""
+        groups = [
+            {key: value for key, value in group.items() if key != "params"} | {STEP: self.steps}
+            for group in self.optimizer.param_groups
+        ]
+        state: dict[str, Any] = {"optimizer": {"param_groups": groups}}
+        if self.grad_scaler:
+            state["grad_scaler"] = self.grad_scaler.state_dict()
+        return state
+
+    def stored(self) -> Iterator[Stored]:
+        """Yield the fragments that this rank holds."""
+        for param, main in self.main_of.items():
+            held = self._get_model_param_range_map(param)["param"]
+            yield Stored(param, main, held.start, held.end)
+
+    def tensors_of(self, item: Stored) -> dict[str, Any]:
+        """Return main weights and state, each flat, by kind."""
+        return {
+            kind: value.detach()
+            for kind, value in self._get_main_param_and_optimizer_states(item.param).items()
+        }
+
+    def put_tensors(self, item: Stored, tensors: Mapping[str, Any]) -> None:
+        """Take over what was written to what :meth:`tensors_of` returned."""
+        if self._held_by_adam:
+            self._set_main_param_and_optimizer_states(item.param, tensors)
+
+    def replica_of(self, replica: Any) -> tuple[int, ...]:
+        """Return the copy's number: of what is cut over data parallelism each rank has its own."""
+        return (*replica[:-1], self.distributed_optimizer_instance_id)
+
+    def replica_of_matrix(self, replica: Any) -> tuple[int, ...]:
+        """Return the copy's number, the same on all ranks of one instance."""
+        return (0, 0, self.distributed_optimizer_instance_id)
+
+    def collect_gradients(self) -> None:
+        """Let the main weights have this rank's fragments of the gradients, in float32."""
+        if not self.is_stub_optimizer:
+            self._copy_model_grads_to_main_grads()
+
+    def gather_params(self, *, now: bool = False) -> None:
+        """Collect parameters where DDP does not, since it all-reduces gradients."""
+        for buffer in () if self.is_stub_optimizer else self.buffers:
+            if isinstance(buffer, AllReducedBuffer) and (now or not buffer.gathered_by_hooks):
+                buffer.gather()
+
+    def step_with_ready_grads(self) -> bool:
+        """Step, and count the step if it was done."""
+        done = bool(super().step_with_ready_grads())
+        self.steps += done
+        return done
+
+    def _prepare_copies(self) -> None:
+        """Cut all views once: a step then costs one fused call, not three calls a parameter."""
+        quantized = self.ddp_config.fp8_param_gather or self.ddp_config.fp4_param_gather
+        self._copies_itself = not (quantized or self._held_by_adam)
+        if not self._copies_itself:
+            return
+        self._params: list[Any] = list(self.main_of)
+        self._mains = list(self.main_of.values())
+        self._ranges = [(item.start, item.stop) for item in self.stored()]
+        self._sources: list[Tensor | None] = [None] * len(self._params)
+        self._grads: list[Tensor | None] = [None] * len(self._params)
+        pairs = [(main, self._param_view(param)) for param, main in self.main_of.items()]
+        self._copies = [pair for pair in pairs if _lie_apart(*pair)]
+        # the main copy of a float32 parameter is the parameter itself, until a caller has moved it
+        # to another device and back
+        self._shared = [pair for pair in pairs if not _lie_apart(*pair)]
+
+    def _param_view(self, param: Tensor) -> Tensor:
+        held = self._get_model_param_range_map(param)["gbuf_world_in_bucket"]
+        buffer, _, bucket = self.model_param_gbuf_map[param]
+        data: Tensor = self.buffers[buffer].buckets[bucket].param_data
+        return data.view(-1)[held.start : held.end]
+
+    def _fresh_grads(self) -> list[Tensor | None]:
+        """Return this rank's fragment of each gradient, wherever a caller keeps it now."""
+        for place, param in enumerate(self._params):
+            source = getattr(param, "main_grad", None)
+            if source is None:
+                source = param.grad
+            if source is not self._sources[place]:
+                start, stop = self._ranges[place]
+                self._sources[place] = source
+                own = None if source is None else source.detach().reshape(-1)[start:stop]
+                self._grads[place] = own
+        return self._grads
+
+    @torch.no_grad()
+    def _copy_model_grads_to_main_grads(self) -> None:
+        if self.is_stub_optimizer:
+            return
+        if not self._copies_itself:
+            super()._copy_model_grads_to_main_grads()
+            return
+        grads: list[Tensor | None] = list(self._fresh_grads())
+        narrow = {n: g for n, g in enumerate(grads) if g is not None and g.dtype != torch.float32}
+        if narrow:
+            views = list(narrow.values())
+            sizes = [view.numel() for view in views]
+            flat = torch.empty(sum(sizes), dtype=torch.float32, device=views[0].device)
+            wide = list(torch.split(flat, sizes))
+            torch._foreach_copy_(wide, views)
+            for number, cast in zip(narrow, wide, strict=True):
+                grads[number] = cast
+        for main, grad in zip(self._mains, grads, strict=True):
+            main.grad = grad
+
+    @torch.no_grad()
+    def _copy_main_params_to_model_params(self) -> None:
+        if self.is_stub_optimizer:
+            return
+        if not self._copies_itself:
+            super()._copy_main_params_to_model_params()
+            return
+        copies = self._copies + [pair for pair in self._shared if _lie_apart(*pair)]
+        if copies:
+            mains, views = zip(*copies, strict=True)
+            torch._foreach_copy_(views, mains)
+
+    def get_parameter_state_dp_reshardable(self) -> Any:
+        """Return the fragments bucket by bucket.
+
+        Megatron refuses an empty bucket, which a rank has whose shard is nothing but padding.
+        """
+        state = super().get_parameter_state_dp_reshardable()
+        for number in range(len(self.buffers)):
+            for buckets in state[number].values():
+                for fragments in buckets:
+                    if not fragments:
+                        nothing = {"gbuf_local_start": 0, "gbuf_local_end": 0, "padding": True}
+                        fragments.append(nothing)
+        return state
+
+    def _get_main_param_and_optimizer_states(self, model_param: Tensor) -> dict[str, Any]:
+        tensors = super()._get_main_param_and_optimizer_states(model_param)
+        return {
+            kind: value
+            for kind, value in tensors.items()
+            if isinstance(value, Tensor) and kind != STEP
+        }
+
+
+def _lie_apart(one: Tensor, other: Tensor) -> bool:
+    return one.data_ptr() != other.data_ptr()
+
+
+class OffloadedOptimizer(DistributedOptimizer):
+    """Steps Adam or SGD on fragments whose state is partly in the host's memory.
+
+    State, and checkpoints of it, are megatron-core's.
+    """
+
+    optimizer: Any
+    steps: int = 0
+
+    def __init__(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(optimizer, *args, init_state_fn=None, **kwargs)
+        self._defer_param_sync = True
+
+    def stored(self) -> Iterator[Stored]:
+        """Yield the fragments that this rank holds."""
+        if self.is_stub_optimizer:
+            return
+        for param, (group, place) in self.model_param_group_index_map.items():
+            held = self._get_model_param_range_map(param)["param"]
+            main = self.optimizer.param_groups[group]["params"][place]
+            yield Stored(param, main, held.start, held.end)
+
+    def collect_gradients(self) -> None:
+        """Let the fragments have this rank's part of the gradients."""
+        if not self.is_stub_optimizer:
+            self._copy_model_grads_to_main_grads()
+
+    def gather_params(self, *, now: bool = False) -> None:
+        """Nothing to do: DDP gathers."""
+
+
+def _exists_already(*_: Any) -> None:
+    """Do nothing: state is made when the optimizer is built."""

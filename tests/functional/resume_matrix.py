@@ -1,0 +1,286 @@
+"""Every optimizer in every storage and layout: stopped and gone on with, against one go.
+
+    python -m tests.functional.resume_matrix
+
+writes the table of docs/support_matrix.md anew.
+"""
+
+import argparse
+import functools
+import itertools
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from emerging_optimizers.utils import SinkhornMapper
+from megatron.core import dist_checkpointing
+from torch import Tensor, distributed
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.nn import functional
+
+from megatron_eopt import ConfigurationError
+from megatron_eopt.fsdp2 import build_optimizer
+from tests.functional.script import ROOT
+from tests.harness import close_pools, run_ranks
+from tests.harness.megatron import initialize_megatron
+from tests.harness.scene import forget_megatron
+from tests.unit.fsdp2 import model as fsdp2
+from tests.unit.stores.full_state import (
+    Case,
+    build,
+    differences,
+    full_state,
+    set_lr,
+    sharded,
+    steps,
+    unwrapped,
+)
+
+Storage = Literal["replicated", "sharded", "FSDP2"]
+STORAGES: tuple[Storage, ...] = ("replicated", "sharded", "FSDP2")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+LAYOUTS = tuple(itertools.product((1, 2), (1, 2)))
+"""Tensor parallel, data parallel."""
+
+MAIN = ("muon", "normuon", "adamuon", "namo", "soap", "lion", "adam")
+OTHERS = (
+    "sgd",
+    "laprop",
+    "mop",
+    "muon_hyperball",
+    "oblique_adam",
+    "oblique_sgd",
+    "polargrad",
+    "psgd_pro",
+    "rekls",
+    "scion",
+    "sinkhorn_muon",
+    "spel",
+)
+METHODS = ("normuon", "adamuon", "namo")
+"""Second moments of adaptive Muon, each an optimizer of its own here."""
+
+EQUAL = "equal"
+MODEL = {"layers": 1, "hidden": 16, "heads": 4, "query_groups": 2, "gated": True, "bias": True}
+
+TABLE = ROOT / "docs/support_matrix.md"
+BEGIN = "<!-- resume matrix -->"
+END = "<!-- end of the resume matrix -->"
+
+
+@dataclass(frozen=True, order=True)
+class Cell:
+    """One way of running an optimizer.
+
+    Attributes:
+        optimizer: One of :data:`MAIN` or :data:`OTHERS`.
+        storage: How weights are kept.
+        tensor: Tensor-parallel size.
+        data: Data-parallel size.
+        dtype: Of the model's weights.
+    """
+
+    optimizer: str
+    storage: Storage
+    tensor: int
+    data: int
+    dtype: str
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Return what names the optimizer in a configuration."""
+        if self.optimizer in METHODS:
+            method = {"adaptive_muon_moment2_method": self.optimizer}
+            return {"optimizer": "adaptive_muon", **method}
+        return {"optimizer": self.optimizer}
+
+    @property
+    def case(self) -> Case:
+        """Return the run of a Megatron model."""
+        storage = {"use_distributed_optimizer": self.storage == "sharded"}
+        fields = self.fields
+        return Case(
+            optimizer=fields.pop("optimizer"),
+            model={**MODEL, "dtype": DTYPES[self.dtype]},
+            parallel={"tp": self.tensor},
+            ddp=storage,
+            config={**storage, **fields},
+        )
+
+
+def cells(
+    optimizers: Iterable[str], storage: Storage, layout: tuple[int, int], dtypes: Iterable[str]
+) -> list[Cell]:
+    """Return the cells of one storage and one layout."""
+    return [Cell(name, storage, *layout, dtype) for name in optimizers for dtype in dtypes]
+
+
+def outcomes(some: list[Cell]) -> dict[Cell, str]:
+    """Run cells of one storage and one layout, each stopped after two steps of four.
+
+    Returns:
+        :data:`EQUAL`, "refused: " and the error of building the optimizer, or what differs.
+    """
+    first = some[0]
+    job = _of_fsdp2 if first.storage == "FSDP2" else _of_megatron
+    with tempfile.TemporaryDirectory() as folder:
+        found = run_ranks(
+            first.tensor * first.data, job, some, folder, cpu=first.storage != "FSDP2", timeout=900
+        )
+    assert all(one.keys() == found[0].keys() for one in found)
+    return {
+        cell: max((one[cell] for one in found), key=lambda text: text != EQUAL) for cell in some
+    }
+
+
+@fsdp2.eager
+def _of_megatron(some: list[Cell], folder: str) -> dict[Cell, str]:
+    results = {}
+    for number, cell in enumerate(some):
+        into = Path(folder, str(number))
+        if distributed.get_rank() == 0:
+            into.mkdir()
+        initialize_megatron(tp=cell.tensor)
+        try:
+            run = build(cell.case, _to_domain_of(cell.optimizer))
+        except ConfigurationError as error:
+            results[cell] = f"refused: {error}"
+        else:
+            results[cell] = _stopped_and_gone_on(cell, run, into)
+        forget_megatron()
+    return results
+
+
+def _to_domain_of(optimizer: str) -> Callable[[Any], None] | None:
+    """Return what brings weights where an optimizer keeps them; None if that is anywhere."""
+    if optimizer.startswith("oblique"):
+        return functools.partial(_change, lambda weight: functional.normalize(weight, dim=0))
+    if optimizer == "sinkhorn_muon":
+        return functools.partial(_change, lambda weight: SinkhornMapper(num_iters=50)(weight.abs()))
+    return None
+
+
+def _change(change: Callable[[Tensor], Tensor], model: torch.nn.Module) -> None:
+    for param in model.parameters():
+        if param.dim() == 2:
+            param.data.copy_(change(param.data.float()))
+
+
+def _stopped_and_gone_on(cell: Cell, run: tuple[Any, Any], folder: Path) -> str:
+    case = cell.case
+    steps(case, *run, 0, 2)
+    dist_checkpointing.save(sharded(case, *run, is_loading=False), str(folder))
+    steps(case, *run, 2, 4)
+    expected = full_state(case, *run)
+    chunk, optimizer = build(case, _to_domain_of(cell.optimizer))
+    for param in chunk.parameters():
+        param.data.zero_()
+    wanted = sharded(case, chunk, optimizer, is_loading=True)
+    loaded = dist_checkpointing.load(wanted, str(folder))
+    unwrapped(chunk).load_state_dict(loaded["model"], strict=False)
+    optimizer.load_state_dict(loaded["optimizer"])
+    set_lr(optimizer, optimizer.config)
+    steps(case, chunk, optimizer, 2, 4)
+    return _told(differences(expected, full_state(case, chunk, optimizer)))
+
+
+@fsdp2.eager
+def _of_fsdp2(some: list[Cell], folder: str) -> dict[Cell, str]:
+    results = {}
+    for number, cell in enumerate(some):
+        layout = "fsdp_tp" if cell.tensor > 1 else "fsdp"
+        fields = cell.fields
+        settings = fsdp2.config(fields.pop("optimizer"), **fields)
+        try:
+            model = fsdp2.make_model(layout, DTYPES[cell.dtype])
+            optimizer = build_optimizer(model, settings)
+        except ConfigurationError as error:
+            results[cell] = f"refused: {error}"
+            continue
+        _inject(model, optimizer, 0, 2)
+        saved = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+        checkpoint.save(saved, checkpoint_id=f"{folder}/{number}")
+        at_save = fsdp2.weights(model)
+        _inject(model, optimizer, 2, 4)
+        expected = fsdp2.weights(model)
+        model = fsdp2.make_model(layout, DTYPES[cell.dtype])
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                param.copy_(fsdp2.shard(at_save[name], param))
+        optimizer = build_optimizer(model, settings)
+        loaded = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+        checkpoint.load(loaded, checkpoint_id=f"{folder}/{number}")
+        set_optimizer_state_dict(model, optimizer, loaded["optimizer"])
+        _inject(model, optimizer, 2, 4)
+        results[cell] = _told(differences(expected, fsdp2.weights(model)))
+    return results
+
+
+def _inject(model: Any, optimizer: Any, first: int, end: int) -> None:
+    for step in range(first, end):
+        fsdp2.set_gradients(model, step)
+        # a trainer restores the state of random numbers
+        torch.manual_seed(step)
+        optimizer.step()
+
+
+def _told(names: list[str]) -> str:
+    return f"differs: {', '.join(names)}" if names else EQUAL
+
+
+def all_outcomes() -> Iterator[dict[Cell, str]]:
+    """Run every cell, one storage and layout after the other."""
+    for storage, layout in itertools.product(STORAGES, LAYOUTS):
+        yield outcomes(cells((*MAIN, *OTHERS), storage, layout, DTYPES))
+
+
+def table(results: dict[Cell, str]) -> str:
+    """Return outcomes as a table for readers: what is not named is bit-equal."""
+    lines = [f"| optimizer | {' | '.join(STORAGES)} |", "|---|---|---|---|"]
+    for name in (*MAIN, *OTHERS):
+        row = []
+        for storage in STORAGES:
+            mine = {c: r for c, r in results.items() if (c.optimizer, c.storage) == (name, storage)}
+            row.append(_summary(mine))
+        lines.append(f"| `{name}` | {' | '.join(row)} |")
+    return "\n".join(lines)
+
+
+def _summary(mine: dict[Cell, str]) -> str:
+    other = {cell: result for cell, result in mine.items() if result != EQUAL}
+    if not other:
+        return "equal"
+    if all(result.startswith("refused") for result in other.values()):
+        if len(other) == len(mine):
+            return "refused"
+        names = [f"TP {c.tensor} x DP {c.data} {c.dtype}" for c in sorted(other)]
+        return f"equal; refused: {', '.join(names)}"
+    raise ValueError(f"neither bit-equal nor refused: {other}")
+
+
+def in_docs(text: str, new: str | None = None) -> str:
+    """Return the table of a page, or the page with another one."""
+    before, _, rest = text.partition(BEGIN)
+    old, _, after = rest.partition(END)
+    return old.strip() if new is None else f"{before}{BEGIN}\n{new}\n{END}{after}"
+
+
+def main() -> None:
+    """Run everything and write the table."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    results: dict[Cell, str] = {}
+    for some in all_outcomes():
+        results |= some
+    TABLE.write_text(in_docs(TABLE.read_text(), table(results)))
+    close_pools()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""Parameters cut in any way, drawn in one process and stored in others."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megatron_eopt.matrices import Split
+from megatron_eopt.stores.shard import Fragment, Ranks, Shard, fragment_layouts
+
+
+@dataclass(frozen=True)
+class StoredParameter:
+    """Which fragment of which tensor-parallel slab each rank of a group has.
+
+    Attributes:
+        name: Its name.
+        split: Its logical matrices.
+        partition_dim: Dimension cut by tensor parallelism, -1 if none.
+        tensor_size: Number of slabs.
+        fragments: One for each rank.
+    """
+
+    name: str
+    split: Split
+    partition_dim: int
+    tensor_size: int
+    fragments: tuple[Fragment, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole parameter."""
+        return torch.Size(self.split.shape).numel()
+
+    def shard(self, group: dist.ProcessGroup | None = None) -> Shard:
+        """Return what this rank of ``group`` stores, flat."""
+        ranks = Ranks.of(group)
+        mine = self.fragments[ranks.rank]
+        layouts = fragment_layouts(self.split, self.partition_dim, self.tensor_size, self.fragments)
+        return Shard(self.name, self.split, layouts, ranks, (mine.stop - mine.start,))

@@ -1,0 +1,245 @@
+"""Calls as trainers and RL frameworks make them, and what they rely on afterwards."""
+
+import copy
+import inspect
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import optimizer as megatron_optimizer
+from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, ParamKey
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+import megatron_eopt
+from megatron_eopt import EmergingOptimizerConfig, get_megatron_optimizer
+from megatron_eopt.muon import get_megatron_muon_optimizer
+from tests.harness import run_ranks
+from tests.harness.megatron import initialize_megatron
+from tests.harness.models import forward_backward, synthetic_batch, tiny_gpt, train_step, wrap_ddp
+
+GROUP_KEYS = {
+    "params", "is_expert_parallel", "default_config", "wd_mult", "lr_mult", "is_decoupled_lr",
+    "max_lr", "min_lr", "lr", "weight_decay",
+}  # fmt: skip
+
+
+def muon_config(**fields: Any) -> OptimizerConfig:
+    defaults = {"optimizer": "muon", "lr": 0.01, "min_lr": 0.001, "weight_decay": 0.1}
+    return OptimizerConfig(**(defaults | fields))
+
+
+def model_on_one_rank(**kwargs: Any) -> Any:
+    initialize_megatron()
+    return wrap_ddp(tiny_gpt(layers=1, **kwargs))
+
+
+def learns(chunk: Any, optimizer: Any) -> None:
+    assert isinstance(optimizer, ChainedOptimizer)
+    batch = [synthetic_batch(0)]
+    losses = [train_step([chunk], optimizer, batch) for _ in range(4)]
+    assert losses[-1] < losses[0]
+
+
+def _as_areal() -> None:
+    chunk = model_on_one_rank()
+    config = muon_config()
+    collection = ProcessGroupCollection.use_mpu_process_groups()
+    learns(chunk, get_megatron_optimizer(config, [chunk], None, False, collection, None))
+
+
+def _as_verl() -> None:
+    chunk = model_on_one_rank()
+    learns(chunk, get_megatron_optimizer(config=muon_config(), model_chunks=[chunk]))
+
+
+def _as_slime() -> None:
+    chunk = model_on_one_rank()
+    optimizer = get_megatron_optimizer(
+        config=muon_config(), model_chunks=[chunk], use_gloo_process_groups=False
+    )
+    learns(chunk, optimizer)
+
+
+def _as_the_trainer() -> None:
+    chunk = model_on_one_rank()
+    config = muon_config()
+    overrides = megatron_optimizer.get_standard_config_overrides(config)
+    optimizer = get_megatron_optimizer(
+        config,
+        [chunk],
+        config_overrides=overrides,
+        use_gloo_process_groups=True,
+        dump_param_to_param_group_map=None,
+    )
+    scheduler = OptimizerParamScheduler(
+        optimizer, 0.0, 0.01, 0.001, 2, 10, "cosine", 0.1, 0.1, 10, "constant"
+    )
+    scheduler.step(1)
+    for group in optimizer.param_groups:
+        assert set(group) >= GROUP_KEYS
+        assert group["lr"] == 0.005
+        assert group["weight_decay"] == pytest.approx(0.1 * group["wd_mult"])
+    wd_mults = {group["wd_mult"] for group in optimizer.param_groups}
+    assert wd_mults == {0.0, 1.0}
+    learns(chunk, optimizer)
+
+
+def _through_the_old_entry_point() -> None:
+    chunk = model_on_one_rank()
+    with pytest.warns(DeprecationWarning, match="get_megatron_optimizer"):
+        optimizer = get_megatron_muon_optimizer(muon_config(optimizer="adam"), [chunk])
+    assert type(optimizer.chained_optimizers[0].optimizer).__name__ == "TensorParallelMuon"
+    learns(chunk, optimizer)
+
+
+CALLS = [_as_areal, _as_verl, _as_slime, _as_the_trainer, _through_the_old_entry_point]
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__.strip("_"))
+def test_call(call):
+    run_ranks(1, call)
+
+
+def test_the_signature_is_megatrons():
+    ours = inspect.signature(get_megatron_optimizer).parameters
+    theirs = inspect.signature(megatron_optimizer.get_megatron_optimizer).parameters
+    assert [(p.name, p.default) for p in ours.values()] == [
+        (p.name, p.default) for p in theirs.values()
+    ]
+
+
+def _twice() -> None:
+    chunk = model_on_one_rank(experts=2)
+    config, overrides = muon_config(), {ParamKey(name="*bias"): {"wd_mult": 0.0}}
+    config_before, overrides_before = copy.deepcopy(config), copy.deepcopy(overrides)
+    grads = {name: p.requires_grad for name, p in chunk.named_parameters()}
+    first = get_megatron_optimizer(config, [chunk], overrides)
+    second = get_megatron_optimizer(config, [chunk], overrides)
+    assert config == config_before
+    assert overrides == overrides_before
+    assert grads == {name: p.requires_grad for name, p in chunk.named_parameters()}
+
+    def described(optimizer: Any) -> list[Any]:
+        return [
+            {**group, "params": [id(p) for p in group["params"]]}
+            for group in optimizer.param_groups
+        ]
+
+    assert described(first) == described(second)
+    held = [id(p) for group in first.param_groups for p in group["params"]]
+    assert len(held) == len(set(held)) == len(list(chunk.parameters()))
+
+
+def test_a_second_call_gives_an_equal_optimizer_and_nothing_is_changed():
+    run_ranks(1, _twice)
+
+
+def _frozen() -> bool:
+    initialize_megatron()
+    chunk = wrap_ddp(tiny_gpt(layers=1).requires_grad_(False))
+    optimizer = get_megatron_optimizer(muon_config(), [chunk])
+    assert optimizer.is_stub_optimizer
+    return optimizer.step()[0]
+
+
+def test_frozen_models_step():
+    assert run_ranks(1, _frozen) == [True]
+
+
+def _half_frozen_pipeline() -> tuple[list[str], bool]:
+    initialize_megatron(pp=2)
+    model = tiny_gpt(layers=2)
+    first_stage = model.pre_process
+    chunk = wrap_ddp(model.requires_grad_(not first_stage))
+    optimizer = get_megatron_optimizer(muon_config(clip_grad=1.0), [chunk])
+    if not first_stage:
+        for param in chunk.parameters():
+            param.main_grad.fill_(0.1)
+    held = [len(group["params"]) for group in optimizer.param_groups]
+    assert any(held) != first_stage
+    return [group["group_id"] for group in optimizer.param_groups], optimizer.step()[0]
+
+
+def test_a_stage_without_parameters_has_the_same_groups():
+    first, second = run_ranks(2, _half_frozen_pipeline)
+    assert first == second
+    assert first[1]
+
+
+def _clipping(exempt: bool) -> tuple[float, float]:
+    initialize_megatron()
+    chunk = wrap_ddp(tiny_gpt(layers=1))
+    config = EmergingOptimizerConfig(
+        optimizer="muon", lr=0.01, clip_grad=1e-3, muon_exempt_from_clipping=exempt
+    )
+    optimizer = get_megatron_optimizer(config, [chunk])
+    forward_backward([chunk], [synthetic_batch(0)])
+    optimizer.step()
+    norms = [
+        torch.stack([p.grad.norm() for p in child.get_parameters()]).norm().item()
+        for child in optimizer.chained_optimizers
+    ]
+    assert config.clip_grad == 1e-3
+    return norms[0], norms[1]
+
+
+def test_the_main_optimizer_can_be_exempt_from_clipping():
+    matrices, scalars = run_ranks(1, _clipping, False)[0]
+    free, still_clipped = run_ranks(1, _clipping, True)[0]
+    assert max(matrices, scalars, still_clipped) < 1.1e-3
+    assert free > 0.01
+
+
+def _dump(folder: str) -> list[str]:
+    chunk = model_on_one_rank()
+    get_megatron_optimizer(muon_config(), [chunk], dump_param_to_param_group_map=folder)
+    return [path.name for path in Path(folder).iterdir()]
+
+
+def test_the_map_of_groups_is_written(tmp_path):
+    assert ".metadata" in run_ranks(1, _dump, str(tmp_path / "map"))[0]
+
+
+def _fp16_skips_for_all() -> None:
+    initialize_megatron()
+    chunk = wrap_ddp(tiny_gpt(layers=1, dtype=torch.float16))
+    config = muon_config(fp16=True, initial_loss_scale=1024.0, hysteresis=1)
+    optimizer = get_megatron_optimizer(config, [chunk])
+    params = list(chunk.parameters())
+    before = [p.clone() for p in params]
+    for p in params:
+        p.main_grad.fill_(0.5)
+    next(p for p in params if p.dim() == 1).main_grad[0] = torch.inf
+    assert optimizer.step()[0] is False
+    assert optimizer.get_loss_scale().item() == 512
+    assert all(torch.equal(p, old) for p, old in zip(params, before, strict=True))
+    for p in params:
+        p.main_grad.fill_(0.5)
+    assert optimizer.step()[0]
+    assert optimizer.get_loss_scale().item() == 512
+
+
+def test_one_loss_scale_over_all_optimizers():
+    run_ranks(1, _fp16_skips_for_all)
+
+
+def test_the_public_surface_is_short_and_lazy():
+    assert "get_megatron_optimizer" in dir(megatron_eopt)
+    assert len(megatron_eopt.__all__) <= 12
+    with pytest.raises(AttributeError):
+        _ = megatron_eopt.nonsense
+
+
+def test_dist_names_are_deprecated():
+    from megatron_eopt.settings.settings import resolve
+
+    with pytest.warns(DeprecationWarning, match="use_distributed_optimizer=True"):
+        meaning = resolve(muon_config(optimizer="dist_soap"))
+    assert (meaning.optimizer, meaning.storage) == ("soap", "sharded")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert resolve(muon_config(use_distributed_optimizer=True)).storage == "sharded"
+        assert resolve(muon_config(optimizer="adam")).storage == "replicated"

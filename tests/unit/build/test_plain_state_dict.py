@@ -1,0 +1,107 @@
+"""The state of the plain storage as a plain file, as ``--ckpt-format torch`` keeps it."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.settings.registry import optimizer_names
+from tests.harness import run_ranks
+from tests.unit.build.plain_runs import STEPS, Run, build, local, step, unwrapped
+from tests.unit.build.test_plain_checkpoint import ADAPTIVE, SMALL
+
+
+def _continue(runs: list[Run], folder: str) -> list[list[tuple[Any, Any]]]:
+    """Return losses and tensors of uninterrupted runs and of resumed ones."""
+    results = []
+    for number, run in enumerate(runs):
+        chunk, optimizer = build(run)
+        for count in range(STEPS):
+            step(chunk, optimizer, count)
+        file = f"{folder}/{number}"
+        state = {"model": unwrapped(chunk).state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save(state, file)
+        found = [_go_on(chunk, optimizer)]
+
+        chunk, optimizer = build(run, seed=2)
+        state = torch.load(file, weights_only=True)
+        unwrapped(chunk).load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        results.append([*found, _go_on(chunk, optimizer)])
+    return results
+
+
+def _go_on(chunk: Any, optimizer: Any) -> tuple[Any, Any]:
+    losses = [step(chunk, optimizer, number) for number in range(STEPS, 2 * STEPS)]
+    return losses, {name: tensor.clone() for name, (_, tensor) in local(chunk, optimizer).items()}
+
+
+RUNS = {
+    "float32": [Run(name, {"sgd_momentum": 0.9}, model=SMALL) for name in optimizer_names()],
+    "bfloat16": [
+        replace(run, dtype="bfloat16", model=SMALL)
+        for run in [Run("muon"), *ADAPTIVE, Run("soap"), Run("adam"), Run("muon", mixed=True)]
+    ],
+}
+
+
+@pytest.mark.parametrize("dtype", RUNS)
+def test_a_state_dict_continues(tmp_path, dtype):
+    (results,) = run_ranks(1, _continue, RUNS[dtype], str(tmp_path), timeout=200)
+    for run, ((losses, tensors), (again, resumed)) in zip(RUNS[dtype], results, strict=True):
+        assert again == losses, run
+        assert tensors.keys() == resumed.keys()
+        for name, tensor in tensors.items():
+            assert torch.equal(resumed[name], tensor), (run, name)
+
+
+def _refusals() -> dict[str, str]:
+    muon, adam = Run("muon", model=SMALL), Run("adam", model=SMALL)
+    states = {
+        name: build(run)[1].state_dict() for name, run in {"muon": muon, "adam": adam}.items()
+    }
+    routed = replace(adam, overrides={"*linear_fc1*": "lion"})
+    # three groups of Adam, where two are wanted
+    regrouped = build(replace(adam, config={"decoupled_lr": 0.1}))[1].state_dict()
+    cases = {
+        "another main": (muon, states["adam"]),
+        "fewer": (adam, states["muon"]),
+        "other routing": (routed, states["muon"]),
+        "other groups": (adam, regrouped),
+    }
+    messages = {}
+    for name, (run, state) in cases.items():
+        with pytest.raises(ConfigurationError) as caught:
+            build(run)[1].load_state_dict(state)
+        messages[name] = str(caught.value)
+    return messages
+
+
+def test_another_optimizers_state_is_refused():
+    (messages,) = run_ranks(1, _refusals)
+    assert "[['adam']]" in messages["another main"]
+    assert "[['muon'], ['adam']]" in messages["another main"]
+    assert "of the optimizers [['adam']]" in messages["fewer"]
+    assert "of the optimizers [['adam'], ['lion']]" in messages["other routing"]
+    assert "has ['adam/dense/" in messages["other groups"]
+
+
+def _swapped() -> None:
+    run = Run("adam", dtype="bfloat16", model=SMALL)
+    chunk, optimizer = build(run)
+    step(chunk, optimizer, 0)
+    state = optimizer.state_dict()
+    state["optimizer"]["param_groups"].reverse()
+    state["fp32_from_fp16_params"].reverse()
+    other, resumed = build(run, seed=2)
+    resumed.load_state_dict(state)
+    before, after = local(chunk, optimizer), local(other, resumed)
+    for name, (_, tensor) in before.items():
+        if " " in name:
+            assert torch.equal(after[name][1], tensor), name
+
+
+def test_the_order_of_groups_does_not_matter():
+    run_ranks(1, _swapped)

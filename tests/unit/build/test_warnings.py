@@ -1,0 +1,70 @@
+"""Who gets an update that depends on the number of ranks, or far too long a one, is told so."""
+
+import logging
+
+import pytest
+
+from megatron_eopt.build import differences
+from tests.harness import run_ranks
+from tests.unit.build.factories import losses
+
+
+class _Lines(logging.Handler):
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
+def _warnings(config, ddp, tp):
+    handler = _Lines()
+    logger = logging.getLogger("megatron_eopt.build.differences")
+    logger.addHandler(handler)
+    differences._said.clear()  # each is said once in a process
+    try:
+        losses("ours", 1, config=config, ddp=ddp, parallel={"tp": tp})
+    finally:
+        logger.removeHandler(handler)
+    return handler.lines
+
+
+SHARDED = {"use_distributed_optimizer": True}
+
+
+@pytest.mark.parametrize(
+    ("config", "ddp", "tp", "expected"),
+    [
+        ({"optimizer": "muon", "muon_tp_mode": "blockwise"}, {}, 2, "muon_tp_mode='blockwise'"),
+        ({"optimizer": "soap"}, {}, 2, "optimizer='soap'"),
+        ({"optimizer": "muon", "muon_tp_mode": "duplicated"}, {}, 2, None),
+        ({"optimizer": "muon", "muon_tp_mode": "blockwise"}, {}, 1, None),
+        ({"optimizer": "soap", **SHARDED}, SHARDED, 2, None),
+        ({"optimizer": "lion"}, {}, 2, None),
+    ],
+)
+def test_a_warning_names_the_field(config, ddp, tp, expected):
+    lines = run_ranks(2, _warnings, config, ddp, tp)[0]
+    found = [line for line in lines if "depends on the number of ranks" in line]
+    assert len(found) == (expected is not None)
+    assert all(expected in line for line in found)
+
+
+@pytest.mark.parametrize(
+    ("method", "scale", "warned"),
+    [
+        ("adamuon", "spectral", True),
+        ("adamuon", "adamw_rms", True),
+        ("adamuon", "shape_scaling", False),
+        ("normuon", "adamw_rms", False),
+    ],
+)
+def test_adamuons_scale(method, scale, warned):
+    config = {
+        "optimizer": "adaptive_muon",
+        "adaptive_muon_moment2_method": method,
+        "muon_scale_mode": scale,
+    }
+    lines = run_ranks(1, _warnings, config, {}, 1)[0]
+    assert any(f"muon_scale_mode={scale!r}" in line for line in lines) == warned

@@ -1,0 +1,168 @@
+"""The whole state of a run, put together from what its ranks would save."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, apply_factories, is_main_replica
+from torch import distributed
+
+from megatron_eopt import EmergingOptimizerConfig, get_megatron_optimizer
+from tests.harness.scene import forget_megatron
+from tests.unit.stores.runs import DENSE, Run, inject, make_chunk, set_lr
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run through the factory.
+
+    Attributes:
+        optimizer: Name of the optimizer.
+        model: Arguments of ``tiny_gpt``.
+        parallel: Arguments of ``initialize_megatron``.
+        ddp: Fields of ``DistributedDataParallelConfig``.
+        config: Fields of ``EmergingOptimizerConfig``.
+        form: Megatron's form of checkpoint.
+    """
+
+    optimizer: str = "muon"
+    model: dict[str, Any] = field(default_factory=lambda: DENSE)
+    parallel: dict[str, Any] = field(default_factory=dict)
+    ddp: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    form: str = "fully_reshardable"
+
+    @property
+    def run(self) -> Run:
+        return Run(model=self.model, parallel=self.parallel, ddp=self.ddp)
+
+
+def unwrapped(chunk: Any) -> Any:
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+def build(case: Case, prepare: Callable[[Any], None] | None = None) -> tuple[Any, Any]:
+    """Return a model and its optimizer.
+
+    Args:
+        case: What to build.
+        prepare: Changes the model's weights before the optimizer sees them.
+    """
+    chunk = make_chunk(case.run)
+    if prepare is not None:
+        prepare(chunk)
+    fields = {
+        "optimizer": case.optimizer,
+        "lr": 0.01,
+        "min_lr": 0.001,
+        "clip_grad": 0.0,
+        "bf16": case.model.get("dtype") == torch.bfloat16,
+        "use_distributed_optimizer": True,
+    }
+    config = EmergingOptimizerConfig(**(fields | case.config))
+    optimizer = get_megatron_optimizer(config, [chunk])
+    set_lr(optimizer, config)
+    return chunk, optimizer
+
+
+def steps(case: Case, chunk: Any, optimizer: Any, first: int, end: int) -> None:
+    for step in range(first, end):
+        optimizer.zero_grad()
+        inject(case.run, chunk, step)
+        # a trainer restores the state of random numbers
+        torch.manual_seed(step)
+        optimizer.step()
+
+
+def sharded(case: Case, chunk: Any, optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
+    metadata = {"distrib_optim_sharding_type": case.form, "chained_optim_avoid_prefix": True}
+    model = unwrapped(chunk).sharded_state_dict()
+    state = optimizer.sharded_state_dict(
+        unwrapped(chunk).sharded_state_dict(), is_loading=is_loading, metadata=metadata
+    )
+    return {"model": model, "optimizer": state}
+
+
+def full_state(case: Case, chunk: Any, optimizer: Any) -> dict[str, Any]:
+    """Return every tensor and object of a checkpoint, whole, on every rank."""
+    state = sharded(replace(case, form="fully_reshardable"), chunk, optimizer, is_loading=False)
+    apply_factories(state)
+    mine = [
+        replace(item, data=item.data.detach().clone()) if isinstance(item, ShardedTensor) else item
+        for item in nested_values(state)
+        if isinstance(item, ShardedTensor | ShardedObject) and is_main_replica(item.replica_id)
+    ]
+    everyones: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(everyones, mine)
+    whole: dict[str, Any] = {}
+    for item in (item for items in everyones for item in items):
+        if isinstance(item, ShardedObject):
+            whole[item.unique_key] = item.data
+            continue
+        if item.key not in whole:
+            whole[item.key] = torch.full(item.global_shape, torch.nan, dtype=item.dtype)
+        whole[item.key][item.global_slice()] = item.data
+    assert not any(torch.isnan(v).any() for v in whole.values() if isinstance(v, torch.Tensor))
+    return {key: value for key, value in whole.items() if "_extra_state" not in key}
+
+
+def save(cases: list[Case], folder: str) -> list[dict[str, Any]]:
+    """For each case step twice and save; return the whole states."""
+    states = []
+    for number, case in enumerate(cases):
+        chunk, optimizer = build(case)
+        steps(case, chunk, optimizer, 0, 2)
+        into = Path(folder) / str(number)
+        into.mkdir(exist_ok=True)
+        dist_checkpointing.save(sharded(case, chunk, optimizer, is_loading=False), str(into))
+        states.append(full_state(case, chunk, optimizer))
+        forget_megatron()
+    return states if distributed.get_rank() == 0 else []
+
+
+def interrupted(cases: list[Case], folder: str) -> tuple[list[Any], list[Any]]:
+    """For each case do four steps, saving after two, and resume; return both final states."""
+    save(cases, folder)
+    whole = []
+    for case in cases:
+        chunk, optimizer = build(case)
+        steps(case, chunk, optimizer, 0, 4)
+        whole.append(full_state(case, chunk, optimizer))
+        forget_megatron()
+    return whole, load(cases, folder, further=2)
+
+
+def load(cases: list[Case], folder: str, further: int = 0) -> list[dict[str, Any]]:
+    """Load each case's checkpoint into a fresh model, do further steps; return the whole states."""
+    states = []
+    for number, case in enumerate(cases):
+        chunk, optimizer = build(case)
+        for param in chunk.parameters():
+            param.data.zero_()
+        wanted = sharded(case, chunk, optimizer, is_loading=True)
+        loaded = dist_checkpointing.load(wanted, str(Path(folder) / str(number)))
+        unwrapped(chunk).load_state_dict(loaded["model"], strict=False)
+        optimizer.load_state_dict(loaded["optimizer"])
+        set_lr(optimizer, optimizer.config)
+        steps(case, chunk, optimizer, 2, 2 + further)
+        states.append(full_state(case, chunk, optimizer))
+        forget_megatron()
+    return states if distributed.get_rank() == 0 else []
+
+
+def differences(saved: dict[str, Any], loaded: dict[str, Any]) -> list[str]:
+    """Return the names of what is not bit-equal, or only in one of them."""
+    different = sorted(saved.keys() ^ loaded.keys())
+    for key in saved.keys() & loaded.keys():
+        one, other = saved[key], loaded[key]
+        same = torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+        if not same:
+            different.append(key)
+    return different

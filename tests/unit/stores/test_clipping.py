@@ -1,0 +1,40 @@
+"""Gradient clipping: what is scaled, and what is left alone on request."""
+
+from typing import Any
+
+import pytest
+
+from megatron_eopt.settings.config import EmergingOptimizerConfig
+from tests.harness import run_ranks
+from tests.unit.stores import runs
+from tests.unit.stores.runs import Run, inject, make_chunk
+
+
+def gradients(exempt: bool) -> dict[str, Any]:
+    """Clip; return the norms of the main gradients of matrices and of all others."""
+    run = Run(ddp={"use_distributed_optimizer": True})
+    chunk = make_chunk(run)
+    config = EmergingOptimizerConfig(
+        optimizer="muon", lr=0.01, clip_grad=1.0, muon_exempt_from_clipping=exempt
+    )
+    matrices, others = runs.param_groups(run, config, chunk)
+    bases = [runs.muon_over(matrices, config, chunk), runs.adam_over(others, config)]
+    optimizer = runs.LayerWiseDistributedOptimizer(bases, config, None, None, [chunk])
+    inject(run, chunk, 0)
+    _, norm, _ = optimizer.step()
+    composite = optimizer.chained_optimizers[0].optimizer
+    squares = [
+        sum(float(p.grad.square().sum()) for g in composite.groups_of(driver) for p in g["params"])
+        for driver in composite.drivers
+    ]
+    return {"norm": norm, "muon": squares[0], "adam": squares[1]}
+
+
+def test_exempt_matrices_are_not_scaled_and_still_count():
+    clipped, exempt = run_ranks(2, gradients, False), run_ranks(2, gradients, True)
+    factor = 1.0 / exempt[0]["norm"]
+    assert exempt[0]["norm"] == clipped[0]["norm"] > 10
+    for a, b in zip(clipped, exempt, strict=True):
+        assert b["adam"] == pytest.approx(a["adam"], rel=1e-6)
+        assert a["muon"] == pytest.approx(b["muon"] * factor**2, rel=1e-5)
+    assert sum(result["muon"] + result["adam"] for result in clipped) == pytest.approx(1, rel=1e-5)

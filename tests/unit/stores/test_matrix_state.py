@@ -1,0 +1,140 @@
+"""Optimizers with matrix state: whole at an owner, wherever the fragments are."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from emerging_optimizers.soap import SOAP
+
+from megatron_eopt.storage import LayerWiseDistributedOptimizer
+from tests.harness import run_ranks
+from tests.unit.stores import runs
+from tests.unit.stores.runs import DENSE, MOE, Result, Run, deviation, inject, make_chunk
+
+
+class RowNorms(torch.optim.Optimizer):
+    """A user's optimizer, whose state is one number per row and knows no fragments."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                norms = param.grad.norm(dim=tuple(range(1, param.dim())), keepdim=True)
+                if "norms" not in self.state[param]:
+                    self.state[param]["norms"] = torch.zeros_like(norms)
+                mean = self.state[param]["norms"].lerp_(norms, 0.5)
+                param.sub_(param.grad / (mean + param.norm()), alpha=group["lr"])
+
+
+def soap(groups: list[Any], config: Any) -> torch.optim.Optimizer:
+    return SOAP(groups, lr=config.lr, weight_decay=config.weight_decay)
+
+
+def row_norms(groups: list[Any], config: Any) -> torch.optim.Optimizer:
+    return RowNorms(groups, lr=config.lr)
+
+
+def step_with(run: Run, build: Callable[[list[Any], Any], Any], everything: bool) -> Result:
+    """Step; Adam gets what is no matrix unless the optimizer under test takes everything."""
+    chunk = make_chunk(run)
+    config = runs.make_config(run)
+    matrices, others = runs.param_groups(run, config, chunk)
+    if everything:
+        bases = [build(matrices + others, config)]
+    else:
+        bases = [build(matrices, config), runs.adam_over(others, config)]
+    optimizer = LayerWiseDistributedOptimizer(bases, config, None, None, [chunk])
+    runs.set_lr(optimizer, config)
+    steps = []
+    for step in range(run.steps):
+        inject(run, chunk, step)
+        steps.append(optimizer.step())
+    owned = [
+        sum(math.prod(driver._shapes[index]) for index in driver.owned)
+        for child in optimizer.chained_optimizers
+        for driver in child.optimizer.drivers
+        if driver.needs_matrices
+    ]
+    return Result(runs.weights(run, chunk), steps, sum(owned))
+
+
+def plainly(run: Run, build: Callable[[list[Any], Any], Any], everything: bool) -> Result:
+    """Do the same with the torch optimizers themselves, in one process."""
+    chunk = make_chunk(run)
+    config = runs.make_config(run)
+    matrices, others = runs.param_groups(run, config, chunk)
+    if everything:
+        optimizers = [build(matrices + others, config)]
+    else:
+        optimizers = [build(matrices, config), runs.adam_over(others, config)]
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = config.lr
+    for step in range(run.steps):
+        inject(run, chunk, step)
+        for param in chunk.parameters():
+            param.grad = param.main_grad.clone()
+        if config.clip_grad:
+            torch.nn.utils.clip_grad_norm_(chunk.parameters(), config.clip_grad)
+        for optimizer in optimizers:
+            optimizer.step()
+    return Result(runs.weights(run, chunk), [])
+
+
+@pytest.mark.parametrize(
+    ("world", "parallel", "model"),
+    [(1, {}, DENSE), (2, {}, DENSE), (4, {"tp": 2}, DENSE), (4, {"tp": 2, "etp": 2}, MOE)],
+)
+@pytest.mark.parametrize("everything", [False, True])
+def test_a_users_optimizer_gets_whole_parameters(world, parallel, model, everything):
+    expected = run_ranks(1, plainly, Run(model=model), row_norms, everything)[0]
+    results = run_ranks(
+        world, step_with, Run(model=model, parallel=parallel), row_norms, everything
+    )
+    assert deviation(results, expected) < 2e-6
+    if world == 2:
+        held = [result.extra for result in results]
+        # every matrix whole at one rank, and both ranks have about the same
+        assert max(held) < 0.7 * sum(held)
+
+
+def test_soap_is_the_same_in_fragments():
+    # SOAP follows its input to the last bit: in the null space of a factor it divides rounding by
+    # rounding. Without clipping, gradients arrive in every bit as they are in one process.
+    run = Run(model=DENSE | {"bias": False}, config={"clip_grad": 0.0}, steps=2)
+    expected = run_ranks(1, plainly, run, soap, False)[0]
+    for result in run_ranks(2, step_with, run, soap, False):
+        for name, (_, weight) in result.weights.items():
+            matrix = "layers" in name and weight.dim() == 2
+            assert torch.equal(weight, expected.weights[name][1]) or not matrix, name
+
+
+def reload(run: Run) -> float:
+    """Change the model from outside, reload, step; return the deviation from a fresh start."""
+    chunk = make_chunk(run)
+    config = runs.make_config(run)
+    matrices, others = runs.param_groups(run, config, chunk)
+    bases = [row_norms(matrices, config), runs.adam_over(others, config)]
+    optimizer = LayerWiseDistributedOptimizer(bases, config, None, None, [chunk])
+    start = {name: p.detach().clone() for name, p in chunk.named_parameters()}
+    for param in chunk.parameters():
+        param.data.mul_(2)
+    optimizer.reload_model_params()
+    for group in optimizer.param_groups:
+        group["lr"] = group["weight_decay"] = 0.0
+    inject(run, chunk, 0)
+    optimizer.step()
+    now = dict(chunk.named_parameters())
+    return max(float((now[name] - 2 * value).norm()) for name, value in start.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_owners_follow_reloaded_parameters(dtype):
+    config = {"bf16": dtype == torch.bfloat16}
+    run = Run(model=DENSE | {"dtype": dtype}, config=config)
+    assert run_ranks(2, reload, run) == [0.0, 0.0]

@@ -1,0 +1,295 @@
+"""Gradients that are not finite: refused by name on all ranks, or skipped; nothing else changes."""
+
+import math
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
+from megatron.core.optimizer.grad_scaler import DynamicGradScaler
+
+import megatron_eopt
+from megatron_eopt.build.chain import mark_left_out
+from megatron_eopt.math import NonFiniteError
+from tests.harness import run_ranks
+from tests.unit.stores.runs import (
+    DENSE,
+    MOE,
+    Run,
+    inject,
+    make_chunk,
+    make_config,
+    make_optimizer,
+    set_lr,
+)
+
+BF16 = {"model": DENSE | {"dtype": torch.bfloat16}, "config": {"bf16": True}}
+ADAM = {"optimizer": "adam", "use_distributed_optimizer": True}
+FIRST, SECOND = "decoder.layers.0.mlp.linear_fc2.weight", "decoder.layers.1.mlp.linear_fc2.weight"
+BAD = (math.nan, math.inf, -math.inf)
+NORM = "decoder.final_layernorm.weight"
+
+
+def build(run: Run, storage: str) -> tuple[Any, Any]:
+    """Return model and optimizer: "layer_wise", "plain" (whole state) or "adam" in fragments."""
+    if storage == "layer_wise":
+        chunk = make_chunk(run)
+        optimizer = make_optimizer(run, chunk)
+    else:
+        chunk = make_chunk(run)
+        optimizer = megatron_eopt.get_megatron_optimizer(
+            make_config(run), [chunk], use_gloo_process_groups=False
+        )
+    set_lr(optimizer, make_config(run))
+    return chunk, optimizer
+
+
+def values_in(thing: Any) -> Any:
+    """Return a copy of all tensors and numbers in nested containers."""
+    if isinstance(thing, torch.Tensor):
+        return thing.detach().clone()
+    if isinstance(thing, dict):
+        return [values_in(value) for value in thing.values()]
+    if isinstance(thing, list | tuple):
+        return [values_in(value) for value in thing]
+    return thing if isinstance(thing, int | float) else None
+
+
+def snapshot(chunk: Any, optimizer: Any) -> Any:
+    """Copy all that a step may change, the loss scale apart."""
+    inner = [child.optimizer for child in optimizer.chained_optimizers]
+    return values_in(
+        [
+            list(chunk.parameters()),
+            [getattr(child, "steps", 0) for child in optimizer.chained_optimizers],
+            [child.get_parameters() for child in optimizer.chained_optimizers],
+            [list(one.state.values()) for one in inner],
+            [one.param_groups for one in inner],
+        ]
+    )
+
+
+def equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return bool(a == b)
+
+
+def poison(chunk: Any, optimizer: Any, name: str, value: float) -> None:
+    """Put ``value`` into what this rank holds of the gradients whose names end like this."""
+    for long_name, param in chunk.named_parameters():
+        if not long_name.endswith(name):
+            continue
+        for child in optimizer.chained_optimizers:
+            for item in child.stored():
+                if item.param is param and item.start < item.stop:
+                    param.main_grad.view(-1)[item.stop - 1] = value
+
+
+def gradients(run: Run, chunk: Any, optimizer: Any, step: int) -> None:
+    optimizer.zero_grad()
+    inject(run, chunk, step)
+    for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+        buffer.grad_data.mul_(float(optimizer.get_loss_scale()))
+
+
+def refused(
+    run: Run, storage: str, local: str, ranks: list[int], values: tuple[float, ...] = (math.nan,)
+) -> list[dict[str, Any]]:
+    """For each value do a good step, a bad one and a good one; return what this rank saw."""
+    chunk, optimizer = build(run, storage)
+    results = []
+    for number, value in enumerate(values):
+        gradients(run, chunk, optimizer, 2 * number)
+        result: dict[str, Any] = {"good": optimizer.step()[0], "message": None, "names": None}
+        gradients(run, chunk, optimizer, 2 * number + 1)
+        before = snapshot(chunk, optimizer)
+        if torch.distributed.get_rank() in ranks:
+            poison(chunk, optimizer, local, value)
+        try:
+            optimizer.step()
+        except NonFiniteError as error:
+            result |= {"message": str(error), "names": error.names}
+        result["unchanged"] = equal(before, snapshot(chunk, optimizer))
+        results.append(result)
+    gradients(run, chunk, optimizer, 1)
+    assert optimizer.step()[0]
+    return results
+
+
+def check_refused(ranks: list[list[dict[str, Any]]], name: str, what: str = "gradients") -> None:
+    for results in ranks:
+        for result in results:
+            assert result["good"]
+            assert result["names"] == [name]
+            assert result["message"].startswith(f"non-finite {what} of {name}:")
+            assert result["unchanged"]
+
+
+@pytest.mark.parametrize("fields", [{}, BF16], ids=["fp32", "bf16"])
+# the norm's weight lies in the first half of the buffer, the embedding in the second
+@pytest.mark.parametrize("name", [NORM, "embedding.word_embeddings.weight", SECOND])
+def test_a_fragment_of_one_data_parallel_rank(fields, name):
+    results = run_ranks(2, refused, Run(**fields), "layer_wise", name, [0, 1], BAD)
+    check_refused(results, name)
+
+
+CUTS = {
+    # parallel, model, local name, poisoned ranks, global name
+    "one tensor-parallel rank": ({"tp": 2}, DENSE, SECOND, [1], SECOND),
+    "a copy that the norm leaves out": ({"tp": 2}, DENSE, NORM, [1], NORM),
+    "the first pipeline stage": ({"pp": 2}, DENSE, FIRST, [0], FIRST),
+    "the last pipeline stage": ({"pp": 2}, DENSE, FIRST, [1], SECOND),
+    "an expert": (
+        {"ep": 2},
+        MOE,
+        "layers.0.mlp.experts.local_experts.1.linear_fc1.weight",
+        [1],
+        "decoder.layers.0.mlp.experts.local_experts.3.linear_fc1.weight",
+    ),
+}
+
+
+@pytest.mark.parametrize("storage", ["layer_wise", "plain"])
+@pytest.mark.parametrize("case", CUTS)
+def test_one_rank_of_a_model_that_is_cut(storage, case):
+    parallel, model, local, ranks, name = CUTS[case]
+    optimizer = "stock" if storage == "plain" else "layer_wise"
+    run = Run(optimizer=optimizer, model=model, parallel=parallel)
+    check_refused(run_ranks(2, refused, run, storage, local, ranks), name)
+
+
+@pytest.mark.parametrize("config", [{}, ADAM], ids=["muon", "adam in fragments"])
+def test_every_data_parallel_replica_of_other_storages(config):
+    run = Run(optimizer="layer_wise" if config else "stock", config=config)
+    results = run_ranks(2, refused, run, "plain", SECOND, [0, 1], BAD)
+    check_refused(results, SECOND)
+
+
+@pytest.mark.parametrize("storage", ["layer_wise", "plain"])
+def test_finite_gradients_whose_norm_is_beyond_float32_are_refused_by_another_name(storage):
+    run = Run(optimizer="stock" if storage == "plain" else "layer_wise", parallel={"tp": 2})
+    results = run_ranks(2, refused, run, storage, SECOND, [1], (1e30, -3e38))
+    check_refused(results, SECOND, "norm of all gradients, each of them finite, because")
+
+
+def skipped(run: Run, storage: str, values: tuple[float, ...]) -> list[dict[str, Any]]:
+    """Do a good step, and a bad one for each value; return what this rank saw of the bad ones."""
+    chunk, optimizer = build(run, storage)
+    gradients(run, chunk, optimizer, 0)
+    assert optimizer.step()[0]
+    results = []
+    for value in values:
+        gradients(run, chunk, optimizer, 1)
+        if torch.distributed.get_rank() == 1:
+            poison(chunk, optimizer, SECOND, value)
+        before = snapshot(chunk, optimizer)
+        done, norm, _ = optimizer.step()
+        unchanged = equal(before, snapshot(chunk, optimizer))
+        scale = float(optimizer.get_loss_scale())
+        results.append({"done": done, "norm": norm, "unchanged": unchanged, "scale": scale})
+    return results
+
+
+@pytest.mark.parametrize("storage", ["layer_wise", "plain"])
+def test_a_norm_above_the_threshold_skips_the_step(storage):
+    run = Run(
+        optimizer="stock" if storage == "plain" else "layer_wise",
+        parallel={"tp": 2},
+        config={"grad_norm_skip_threshold": 1e3},
+    )
+    for results in run_ranks(2, skipped, run, storage, (1e4, math.inf)):
+        for result in results:
+            assert not result["done"]
+            assert result["norm"] > 1e3
+            assert result["unchanged"]
+
+
+@pytest.mark.parametrize("storage", ["layer_wise", "plain"])
+def test_with_a_loss_scale_all_ranks_skip_and_change_the_scale_alone(storage):
+    scaling = {"initial_loss_scale": 1024.0, "min_loss_scale": 1.0, "hysteresis": 1}
+    run = Run(
+        optimizer="stock" if storage == "plain" else "layer_wise",
+        model=DENSE | {"dtype": torch.float16},
+        config={"fp16": True, "loss_scale_window": 2, **scaling},
+        parallel={"tp": 2},
+    )
+    expected = [scale_after([False] + [True] * number) for number in (1, 2, 3)]
+    for results in run_ranks(2, skipped, run, storage, BAD):
+        assert [result["scale"] for result in results] == expected == [512, 256, 128]
+        for result in results:
+            assert not result["done"]
+            assert result["norm"] is None
+            assert result["unchanged"]
+
+
+def scale_after(overflows: list[bool]) -> float:
+    """Return megatron-core's loss scale after these steps."""
+    with mock.patch("torch.cuda.current_device", return_value="cpu"):
+        tensor = torch.tensor
+        with mock.patch("torch.tensor", lambda data, **_: tensor(data)):
+            scaler = DynamicGradScaler(1024.0, 1.0, 2.0, 0.5, 2, 1)
+            for overflow in overflows:
+                scaler.update(overflow)
+            return float(scaler.scale)
+
+
+def count_reductions(storage: str) -> list[int]:
+    run = Run(optimizer="layer_wise" if storage == "layer_wise" else "stock", parallel={"tp": 2})
+    if storage == "stock":
+        chunk = make_chunk(run)
+        optimizer = make_optimizer(run, chunk)
+        set_lr(optimizer, make_config(run))
+    else:
+        chunk, optimizer = build(run, storage)
+    counts = []
+    for step in range(2):
+        gradients(run, chunk, optimizer, step)
+        dist = torch.distributed
+        with (
+            mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced,
+            mock.patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as gathered,
+        ):
+            optimizer.step()
+        assert not gathered.called
+        counts.append(reduced.call_count)
+    return counts
+
+
+def test_a_good_step_reduces_what_megatron_core_reduces():
+    stock = run_ranks(2, count_reductions, "stock")
+    assert stock[0][1] > 0
+    assert run_ranks(2, count_reductions, "plain") == stock
+    # the first step learns more, once, where there are several wrappers
+    layer_wise = run_ranks(2, count_reductions, "layer_wise")
+    assert [count for _, count in layer_wise] == [count for _, count in stock]
+
+
+def norms(counted: list[torch.Tensor], left_out: list[torch.Tensor]) -> tuple[float, float]:
+    return tuple(
+        float(get_grad_norm_fp32(grads, grad_stats_parallel_group=torch.distributed.group.WORLD))
+        for grads in (counted, mark_left_out(counted, left_out))
+    )
+
+
+def marked_norms() -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    generator = torch.Generator().manual_seed(0)
+    fine = [torch.ones(7), torch.ones(3, dtype=torch.bfloat16), torch.empty(0)]
+    good, bad = [], []
+    for sizes in ([1000, 37, 4], [5], [0, 3], [0], []):
+        counted = [torch.randn(size, generator=generator) for size in sizes]
+        good.append(norms(counted, fine))
+        bad += [norms(counted, [*fine, torch.tensor([1.0, value])]) for value in BAD]
+    return good, bad
+
+
+def test_what_the_norm_leaves_out_keeps_every_bit_of_it():
+    ((good, bad),) = run_ranks(1, marked_norms)
+    for plain, marked in good:
+        assert marked == plain
+    for plain, marked in bad:
+        assert math.isfinite(plain)
+        assert math.isnan(marked)
