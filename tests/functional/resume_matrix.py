@@ -8,6 +8,7 @@ writes the table of docs/support_matrix.md anew.
 import argparse
 import functools
 import itertools
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -285,7 +286,8 @@ def main() -> None:
         results |= some
         cell = next(iter(some))
         equal = sum(result == EQUAL for result in some.values())
-        print(f"{cell.storage}, TP {cell.tensor} x DP {cell.data}: {equal} of {len(some)} equal")
+        place = f"{cell.storage}, TP {cell.tensor} x DP {cell.data}"
+        sys.stdout.write(f"{place}: {equal} of {len(some)} equal\n")
     TABLE.write_text(in_docs(TABLE.read_text(), table(results)))
     close_pools()
 
