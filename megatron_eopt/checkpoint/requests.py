@@ -17,6 +17,7 @@ from megatron_eopt.checkpoint.saved_state import (
     MAINS,
     Owner,
     Shapes,
+    Source,
     Value,
     Whereabouts,
     count_value,
@@ -88,12 +89,7 @@ class StateRequests:
             for number, member in enumerate(members)
             for value in self._values_of(member, model_state, self._buckets.get(number))
         ]
-        in_bucket = (
-            next((s for s in value.sources if s.bucket is not None), None)
-            if form.by_bucket
-            else None
-            for value in self._values
-        )
+        in_bucket = (_in_bucket(value, form) if form.by_bucket else None for value in self._values)
         self._chosen = {
             place: source or value.sources[0]
             for place, (value, source) in enumerate(zip(self._values, in_bucket, strict=True))
@@ -304,6 +300,14 @@ class StateRequests:
         if self._counts is None or int(where.state[STEP]) != self._counts[driver]:
             owner = Owner(where.space.name, where.space.keys, state=where.state)
             yield count_value(owner, place, (*where.replica, int(apart)))
+
+
+def _in_bucket(value: Value, form: Form) -> Source | None:
+    """Return a value's source in a bucket, whose key has a place in the chain or none."""
+    found = [source for source in value.sources if source.bucket is not None]
+    with_place = [source for source in found if str(source.bucket).startswith("chained_")]
+    without = [source for source in found if source not in with_place]
+    return next(iter([*with_place, *without] if form.by_place else [*without, *with_place]), None)
 
 
 def _kept(member: Member, driver: Driver) -> list[tuple[Driver, Tensor, Kept]]:
