@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -51,6 +51,8 @@ class AdaptiveDriver(MuonDriver):
     ) -> None:
         self._rules: list[Rule] = []
         self._ready: dict[int, tuple[Tensor, Tensor]] = {}
+        # statistics of whole matrices are state of a parameter, which a rank has if it stores some
+        means = replace(means, at_home=settings.method != "adamuon")
         super().__init__(name, settings, shards, means)
         kind = RULES[settings.method]
         for numbers, engine in self.engines:

@@ -41,6 +41,7 @@ class Means:
         dtype: Of the stacks and of what travels; directions are rounded to it at every layout.
         device: Where the tensors live.
         buffers: Shared with other engines that never run at the same time.
+        at_home: Whether only ranks that store a part of a matrix may own it.
     """
 
     mode: TpModeT = "auto"
@@ -49,6 +50,7 @@ class Means:
     dtype: torch.dtype = torch.float32
     device: torch.device | str = "cpu"
     buffers: Buffers | None = None
+    at_home: bool = False
 
 
 class MatrixEngine:
@@ -98,7 +100,9 @@ class MatrixEngine:
         self.first = [0]
         for shard in shards:
             self.first.append(self.first[-1] + len(shard.layouts))
-        self.work: Work = plan_work(layouts, self.ranks.size, means.mode, means.wave_bytes)
+        self.work: Work = plan_work(
+            layouts, self.ranks.size, means.mode, means.wave_bytes, at_home=means.at_home
+        )
         stored_in = [shard.name for shard in shards for _ in shard.layouts]
         matrices = [
             Matrix(name, layout, work.compute, tensor)
