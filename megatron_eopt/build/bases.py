@@ -70,6 +70,12 @@ class Base:
         known = {item.optimizer_cls for item in registered if item.state_layout == "element_wise"}
         return "element_wise" if cls in known | ELEMENT_WISE_CLASSES else "matrix_state"
 
+    @property
+    def draws(self) -> bool:
+        """Whether it is known to draw random numbers in a step."""
+        cls = type(self.optimizer)
+        return any(item.draws and item.optimizer_cls is cls for item in entries().values())
+
 
 def shares_of(
     groups: Sequence[Group], main: str, n_chunks: int, *, first_chunk_apart: bool = False

@@ -32,6 +32,15 @@ def driver_over(
         means: How matrices travel.
         config: What functions that make state get.
     """
+    driver = _driver(base, params, shards, means, config)
+    group_of = {p: number for number, group in enumerate(groups) for p in group["params"]}
+    driver.assign({number: group_of[param] for number, param in enumerate(params)})
+    return driver
+
+
+def _driver(
+    base: Base, params: Sequence[Tensor], shards: Sequence[Shard], means: Means, config: Any
+) -> Driver:
     if base.layout == "matrix_update":
         planned: Driver = base.optimizer.driver_over(shards, means)
         return planned
@@ -40,7 +49,4 @@ def driver_over(
         # what has other dimensions travels as a matrix, and steps in its own
         rows, cols = shard.layouts[0].shape
         shapes.append((rows, cols) if param.dim() == 2 else (rows, *param.shape[1:]))
-    driver = OwnerDriver(base.optimizer, base.init_state_fn, config, shards, shapes, means)
-    group_of = {p: number for number, group in enumerate(groups) for p in group["params"]}
-    driver.assign({number: group_of[param] for number, param in enumerate(params)})
-    return driver
+    return OwnerDriver(base.optimizer, base.init_state_fn, config, shards, shapes, means)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import torch.distributed as dist
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from torch import Tensor, nn
 
@@ -170,6 +171,14 @@ class _Builder:
         return list(together.values())
 
     def _driver(self, base: Base, params: list[Tensor]) -> Driver:
+        if base.draws and self._has_copies(params[0]):
+            raise ConfigurationError(
+                "optimizer",
+                type(base.optimizer).__name__,
+                "draws random numbers, others on each of the ranks that hold copies of "
+                f"{self._names[params[0]]}",
+                "Shard all parameters over all ranks, without tensor parallelism, or use another",
+            )
         mode: TpModeT = self._settings.tp_mode
         if base.layout == "matrix_state" or (mode == "auto" and is_sharded(params[0])):
             # what is cut has to travel, and at one owner the work is done once
@@ -178,6 +187,12 @@ class _Builder:
         shards = self._shards(params, mode)
         config = self._settings.config
         return driver_over(base, base.groups, params, shards, means, config)
+
+    def _has_copies(self, param: Tensor) -> bool:
+        """Whether other ranks hold copies that they step by themselves."""
+        group = self._meshes.of(param)
+        known = dist.is_initialized()
+        return known and dist.get_world_size() > (1 if group is None else group.size())
 
     def _shards(self, params: Sequence[Tensor], mode: TpModeT) -> list[Shard]:
         group = self._meshes.of(params[0])

@@ -58,7 +58,7 @@ class StateRequests:
         members: The optimizers of a chain.
         model_state: The model's ``sharded_state_dict``, with its parameters themselves as data.
         form: How it names state.
-        by_place: Whether keys of several optimizers start with their places in the chain.
+        counts: On saving the steps that each driver's states count; None on loading.
 
     Attributes:
         param_state: What goes into the sharded state dict; :meth:`adapt` changes it in place.

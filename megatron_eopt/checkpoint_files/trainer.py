@@ -26,7 +26,7 @@ from megatron_eopt.checkpoint_files.manifest import write_manifest
 from megatron_eopt.checkpoint_files.rank_files import check_rank_files, describe_model
 from megatron_eopt.checkpoint_files.sessions import Loading, Saving, loading, saving
 from megatron_eopt.checkpoint_files.weights_only import CachedWeightsOnlyReader, WeightsOnlyReader
-from megatron_eopt.checkpoints.trainer import Function, Rebindings, wrapped
+from megatron_eopt.checkpoints.trainer import Function, Rebindings, folder_asked_for, wrapped
 
 __all__ = ["trainer_rebindings"]
 
@@ -253,21 +253,10 @@ def _verifying_a_folder(original: Function) -> Function:
 
 def _verifying_a_distributed_folder(original: Function) -> Function:
     @functools.wraps(original)
-    def _load_global_dist_base_checkpoint(
-        load_dir: Any,
-        args: Any,
-        rank0: bool,
-        sharded_state_dict: Any,
-        iteration: int,
-        release: bool,
-        *rest: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def _load_global_dist_base_checkpoint(*args: Any, **kwargs: Any) -> Any:
         session = loading.current
         if session is not None and not MultiStorageClientFeature.is_enabled():
-            session.verify(Path(load_dir, "release" if release else f"iter_{iteration:07d}"))
-        return original(
-            load_dir, args, rank0, sharded_state_dict, iteration, release, *rest, **kwargs
-        )
+            session.verify(folder_asked_for(original, *args, **kwargs))
+        return original(*args, **kwargs)
 
     return _load_global_dist_base_checkpoint

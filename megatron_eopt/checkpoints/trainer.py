@@ -5,6 +5,7 @@ Before the trainer reads a distributed checkpoint, what it asks for is matched w
 
 import functools
 import importlib
+import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +16,14 @@ from megatron.core.msc_utils import MultiStorageClientFeature
 from megatron_eopt.checkpoints.checksum import checksum
 from megatron_eopt.checkpoints.matching import match
 
-__all__ = ["Function", "Rebindings", "checksum_rebindings", "trainer_rebindings", "wrapped"]
+__all__ = [
+    "Function",
+    "Rebindings",
+    "checksum_rebindings",
+    "folder_asked_for",
+    "trainer_rebindings",
+    "wrapped",
+]
 
 type Function = Callable[..., Any]
 type Rebindings = list[tuple[ModuleType, str, Any]]
@@ -77,31 +85,35 @@ def _handing_over(original: Function) -> Function:
     return load_checkpoint
 
 
+def folder_asked_for(original: Function, *args: Any, **kwargs: Any) -> Path:
+    """Return the folder that ``_load_global_dist_base_checkpoint`` is to read.
+
+    Args:
+        original: The trainer's function.
+        *args: What it is called with.
+        **kwargs: The same, by name.
+    """
+    asked = inspect.signature(original).bind(*args, **kwargs).arguments
+    place = asked["load_dir"], asked["iteration"], asked["release"]
+    checkpointing = importlib.import_module("megatron.training.checkpointing")
+    return Path(checkpointing.get_checkpoint_name(*place, return_base_dir=True))
+
+
 def _matching(original: Function) -> Function:
     @functools.wraps(original)
-    def _load_global_dist_base_checkpoint(
-        load_dir: Any,
-        args: Any,
-        rank0: bool,
-        sharded_state_dict: Any,
-        iteration: int,
-        release: bool,
-        *rest: Any,
-        **kwargs: Any,
-    ) -> Any:
-        asks = not rank0 and sharded_state_dict is not None
-        if asks and not MultiStorageClientFeature.is_enabled():
+    def _load_global_dist_base_checkpoint(*values: Any, **kwargs: Any) -> Any:
+        asked = inspect.signature(original).bind(*values, **kwargs).arguments
+        wanted, args = asked["sharded_state_dict"], asked["args"]
+        if not asked["rank0"] and wanted is not None and not MultiStorageClientFeature.is_enabled():
             match(
-                sharded_state_dict,
-                Path(load_dir, "release" if release else f"iter_{iteration:07d}"),
+                wanted,
+                folder_asked_for(original, *values, **kwargs),
                 fresh=getattr(args, "checkpoint_fresh_state", ()),
                 momentum_from_adam=getattr(args, "checkpoint_momentum_from_adam", False),
                 strict=args.dist_ckpt_strictness,
                 whole_model=not args.finetune,
             )
-        return original(
-            load_dir, args, rank0, sharded_state_dict, iteration, release, *rest, **kwargs
-        )
+        return original(*values, **kwargs)
 
     return _load_global_dist_base_checkpoint
 

@@ -1,8 +1,9 @@
 """Adaptive Muon over any storage: orthogonal factors divided by second moments, then scaled."""
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,6 +43,9 @@ class AdaptiveDriver(MuonDriver):
         settings: What all parameters have in common.
         shards: What it steps.
         means: How matrices are computed.
+
+    Attributes:
+        owned_state: Statistics of parameters that this rank computes on but stores nothing of.
     """
 
     settings: AdaptiveSettings
@@ -51,13 +55,14 @@ class AdaptiveDriver(MuonDriver):
     ) -> None:
         self._rules: list[Rule] = []
         self._ready: dict[int, tuple[Tensor, Tensor]] = {}
-        # statistics of whole matrices are state of a parameter, which a rank has if it stores some
-        means = replace(means, at_home=settings.method != "adamuon")
         super().__init__(name, settings, shards, means)
         kind = RULES[settings.method]
         for numbers, engine in self.engines:
             mine = [self.shards[number] for number in numbers]
             self._rules.append(kind(engine, mine, settings.orthogonalization))
+        self._away: dict[int, Tensor] = {}
+        self._counted: dict[int, Coefficients] = {}
+        self.owned_state: State = defaultdict(dict)
 
     def is_cut_like_weights(self, kind: str, value: Any) -> bool:
         """Whether a state has a number for each of the parameter's."""
@@ -66,24 +71,41 @@ class AdaptiveDriver(MuonDriver):
     def init(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Make momenta, statistics and counters exist."""
         super().init(groups, state)
-        for _, param, number in self.numbered(groups):
-            state[param].setdefault(MOMENT2, self._empty_statistics(param, number))
+        here = {number for _, _, number in self.numbered(groups)}
+        for number in self.group_of.keys() - here - self._away.keys():
+            if self._computes_on(number):
+                device = self._rule_of(number)[0].engine.device
+                self._away[number] = torch.empty(0, dtype=torch.float32, device=device)
+        for param, number, values in self._states(groups, state):
+            values.setdefault(MOMENT2, self._empty_statistics(param, number))
             if self.settings.bias_correction:
                 # on the host, so that reading it makes nobody wait
-                state[param].setdefault(STEP, torch.zeros((), dtype=torch.float32))
+                values.setdefault(STEP, torch.zeros((), dtype=torch.float32))
+
+    def counting(self, groups: Sequence[ParamGroup], state: State) -> Iterator[dict[str, Any]]:
+        """Yield the states in which steps are counted."""
+        yield from (values for *_, values in self._states(groups, state) if STEP in values)
 
     def set_steps(self, groups: Sequence[ParamGroup], state: State, steps: int) -> None:
         """Set the counters of bias correction."""
-        for _, param, _ in self.numbered(groups):
-            set_step(state[param], steps)
+        for *_, values in self._states(groups, state):
+            set_step(values, steps)
+
+    def step(self, groups: Sequence[ParamGroup], state: State) -> None:
+        """Update the parameters of ``groups``; all ranks of a group call this together."""
+        self._counted = {
+            number: self._count(groups[self.group_of[number]], self.owned_state[key])
+            for number, key in self._away.items()
+        }
+        super().step(groups, state)
 
     def kept(self, groups: Sequence[ParamGroup], state: State) -> Iterator[Kept]:
         """Yield the statistics of NorMuon and NAMO that this rank knows."""
         if self.settings.method == "adamuon":
             return
-        for _, param, number in self.numbered(groups):
+        for *_, number, values in self._states(groups, state):
             rule, place = self._rule_of(number)
-            for matrix, view in enumerate(rule.views_of(place, state[param][MOMENT2])):
+            for matrix, view in enumerate(rule.views_of(place, values[MOMENT2])):
                 if (known := rule.known(place, matrix)) is not None:
                     window = view.narrow(*known.window) if view.dim() > 1 else view
                     offset = [0] * view.dim()
@@ -98,7 +120,25 @@ class AdaptiveDriver(MuonDriver):
                         tuple(offset),
                         writes=known.writes,
                         slab=self._slab_of(number),
+                        container=values,
                     )
+
+    def _states(
+        self, groups: Sequence[ParamGroup], state: State
+    ) -> Iterator[tuple[Tensor, int, dict[str, Any]]]:
+        """Yield the state of each shard that this rank stores or computes on, and its number."""
+        for _, param, number in self.numbered(groups):
+            yield param, number, state[param]
+        for number, key in self._away.items():
+            yield key, number, self.owned_state[key]
+
+    def _computes_on(self, number: int) -> bool:
+        """Whether this rank needs a shard's statistics even if it stores nothing of it."""
+        if self.settings.method == "adamuon":
+            return False
+        rule, place = self._rule_of(number)
+        count = len(self.shards[number].layouts)
+        return any(rule.known(place, matrix) is not None for matrix in range(count))
 
     def _slab_of(self, number: int) -> tuple[int, int] | None:
         """Return the slab that a parameter's statistics are of alone; None for all of it."""
@@ -108,7 +148,7 @@ class AdaptiveDriver(MuonDriver):
 
     def complete(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Bring statistics that other ranks computed up to date; collective."""
-        moments = {n: state[param][MOMENT2] for _, param, n in self.numbered(groups)}
+        moments = {n: values[MOMENT2] for *_, n, values in self._states(groups, state)}
         for (numbers, _), rule in zip(self.engines, self._rules, strict=True):
             rule.complete({place: moments[n] for place, n in enumerate(numbers) if n in moments})
 
@@ -157,6 +197,9 @@ class AdaptiveDriver(MuonDriver):
         index = {number: index for index, number in enumerate(self.engines[place][0])}
         moments = {index[n]: state[item.param][MOMENT2] for n, item in stepped.items()}
         counted = {index[n]: self._count(s.group, state[s.param]) for n, s in stepped.items()}
+        away = index.keys() & self._away.keys()
+        moments |= {index[n]: self.owned_state[self._away[n]][MOMENT2] for n in away}
+        counted |= {index[n]: self._counted[n] for n in away}
         self._rules[place].begin(moments, counted)
 
     def _inputs(

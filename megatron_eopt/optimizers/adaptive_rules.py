@@ -2,10 +2,10 @@
 
 Note [Where statistics live]
     AdaMuon's are element by element: they are cut like the weights and act on updates that came
-    back. NorMuon's live where a matrix is computed; every rank has room for all of a matrix's, and
-    what it does not compute on stays stale until they are completed. NAMO's are one number a matrix
-    and the same on all ranks: the norms of gradients and directions are summed over what the ranks
-    store, in one all-reduce for the matrices of a wave.
+    back. NorMuon's live where a matrix is computed; who stores or computes part of a parameter has
+    room for all of its statistics, and what a rank does not compute on stays stale until they are
+    completed. NAMO's are one number a matrix and the same on all ranks: the norms of gradients and
+    directions are summed over what the ranks store, in one all-reduce for the matrices of a wave.
 """
 
 import math

@@ -31,6 +31,8 @@ _EMERGING_MODULES = (
 
 _ELEMENT_WISE = frozenset({"lion", "laprop"})
 
+_DRAWS = frozenset({"psgd_pro"})
+
 _FACTORY_ARGUMENTS = (
     "scalar_optimizer",
     "lr",
@@ -70,6 +72,7 @@ def _register_emerging(name: str, cls: type) -> None:
         state_layout="element_wise" if name in _ELEMENT_WISE else "matrix_state",
         prefixes=(name, "muon") if is_muon else (name,),
         consumes=_FACTORY_FIELDS if is_muon else frozenset(),
+        draws=name in _DRAWS,
     )
     register_optimizer(name, entry)
 

@@ -33,6 +33,7 @@ __all__ = [
     "ParamGroup",
     "State",
     "bind",
+    "by_rows",
     "dry_step",
     "fixed",
     "leaves",
@@ -92,6 +93,7 @@ class Driver:
 
     Attributes:
         places: For each parameter group the number of the shard of each of its parameters.
+        group_of: The parameter group of each shard, as far as it is known.
         needs_matrices: Whether it brings whole matrices together.
         is_clipped: Whether its gradients are scaled down with all others'.
     """
@@ -103,6 +105,7 @@ class Driver:
         self.name = name
         self.shards = list(shards)
         self.places: list[list[int]] = []
+        self.group_of: dict[int, int] = {}
 
     @property
     def plans(self) -> list[Any]:
@@ -112,6 +115,11 @@ class Driver:
     def attach(self, places: Sequence[Sequence[int]]) -> None:
         """Learn which shard each parameter of each group is."""
         self.places = [list(numbers) for numbers in places]
+        self.assign({n: group for group, numbers in enumerate(places) for n in numbers})
+
+    def assign(self, group_of: Mapping[int, int]) -> None:
+        """Learn the parameter groups of shards of which this rank may hold nothing."""
+        self.group_of.update(group_of)
 
     def init(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Make the state of every parameter exist, as far as it can be without a step."""
@@ -290,6 +298,17 @@ def dry_step(optimizer: Any) -> None:
             param.grad = grad
         for group, before in zip(optimizer.param_groups, groups, strict=True):
             group.update(before)
+
+
+def by_rows(state: dict[str, Any]) -> None:
+    """Let all tensors of a state be contiguous, as those that are loaded are.
+
+    The factors that LAPACK returns lie by columns, and products of equal numbers that lie otherwise
+    may differ in the last bit.
+    """
+    for path, value in list(leaves(state)):
+        if isinstance(value, Tensor) and not value.is_contiguous():
+            put(state, path, value.contiguous())
 
 
 def leaves(state: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -14,6 +14,7 @@ from megatron_eopt.optimizers.driver import (
     ParamGroup,
     State,
     bind,
+    by_rows,
     dry_step,
     leaves,
 )
@@ -93,6 +94,12 @@ class SlabDriver(ElementWiseDriver):
     def is_cut_like_weights(self, kind: str, value: Any) -> bool:
         """Whether a state is one of those that have a number for each of a parameter's."""
         return kind in ELEMENT_WISE_STATE and super().is_cut_like_weights(kind, value)
+
+    def step(self, groups: Sequence[ParamGroup], state: State) -> None:
+        """Let the optimizer step."""
+        super().step(groups, state)
+        for _, param, _ in self.numbered(groups):
+            by_rows(state[param])
 
     def kept(self, groups: Sequence[ParamGroup], state: State) -> Iterator[Kept]:
         """Yield all other state: its shape has a meaning for the optimizer alone."""

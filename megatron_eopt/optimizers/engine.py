@@ -41,7 +41,6 @@ class Means:
         dtype: Of the stacks and of what travels; directions are rounded to it at every layout.
         device: Where the tensors live.
         buffers: Shared with other engines that never run at the same time.
-        at_home: Whether only ranks that store a part of a matrix may own it.
     """
 
     mode: TpModeT = "auto"
@@ -50,7 +49,6 @@ class Means:
     dtype: torch.dtype = torch.float32
     device: torch.device | str = "cpu"
     buffers: Buffers | None = None
-    at_home: bool = False
 
 
 class MatrixEngine:
@@ -100,9 +98,7 @@ class MatrixEngine:
         self.first = [0]
         for shard in shards:
             self.first.append(self.first[-1] + len(shard.layouts))
-        self.work: Work = plan_work(
-            layouts, self.ranks.size, means.mode, means.wave_bytes, at_home=means.at_home
-        )
+        self.work: Work = plan_work(layouts, self.ranks.size, means.mode, means.wave_bytes)
         stored_in = [shard.name for shard in shards for _ in shard.layouts]
         matrices = [
             Matrix(name, layout, work.compute, tensor)

@@ -78,14 +78,7 @@ class Work:
         return self.matrices[matrix].compute.shape
 
 
-def plan_work(
-    storage: Sequence[Layout],
-    world_size: int,
-    mode: TpModeT,
-    wave_bytes: int,
-    *,
-    at_home: bool = False,
-) -> Work:
+def plan_work(storage: Sequence[Layout], world_size: int, mode: TpModeT, wave_bytes: int) -> Work:
     """Decide where each matrix is computed; a pure function, the same on every rank.
 
     Args:
@@ -93,7 +86,6 @@ def plan_work(
         world_size: Ranks of the group.
         mode: What was asked for.
         wave_bytes: Upper bound of what one owner holds of a wave.
-        at_home: Whether only ranks that store a part of a matrix may own it.
     """
     costs = np.array([iteration_cost(*layout.shape) for layout in storage], np.float64)
     modes = _choose_modes(storage, world_size, mode)
@@ -101,11 +93,8 @@ def plan_work(
     travelling = [i for i, m in enumerate(modes) if m == "exchange"]
     if travelling:
         homes = np.array([home(storage[i]) for i in travelling], np.int64)
-        share = homes[:, 1].astype(np.float64)
-        owners[travelling] = (
-            homes[:, 0]
-            if at_home
-            else assign_owners(costs[travelling], world_size, home=homes[:, 0], share=share)
+        owners[travelling] = assign_owners(
+            costs[travelling], world_size, home=homes[:, 0], share=homes[:, 1].astype(np.float64)
         )
     matrices = []
     for i, m in enumerate(modes):

@@ -26,6 +26,7 @@ from megatron_eopt.optimizers.driver import (
     ParamGroup,
     State,
     bind,
+    by_rows,
     dry_step,
     leaves,
 )
@@ -93,7 +94,6 @@ class OwnerDriver(Driver):
         self.owned_state: State = defaultdict(dict)
         self._own_groups: list[ParamGroup] = []
         self._exists = 0
-        self._group_of: dict[int, int] = {}
 
     @property
     def plans(self) -> list[Any]:
@@ -104,11 +104,6 @@ class OwnerDriver(Driver):
         """Learn which shard each parameter of each group is."""
         super().attach(places)
         self._own_groups = [{"params": []} for _ in places]
-        self._group_of.update({n: g for g, numbers in enumerate(places) for n in numbers})
-
-    def assign(self, group_of: Mapping[int, int]) -> None:
-        """Learn the parameter groups of shards of which this rank may hold nothing."""
-        self._group_of.update(group_of)
 
     def init(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Make the state of every owned matrix exist, as far as the optimizer has a way to."""
@@ -156,8 +151,8 @@ class OwnerDriver(Driver):
         for index, param in self.owned.items():
             number, matrix = self._of_matrix[index]
             item = Kept(number, matrix, (), None)
-            own = self._own_groups[self._group_of[number]]
-            counters = own.keys() - groups[self._group_of[number]].keys() - {"params", STEP}
+            own = self._own_groups[self.group_of[number]]
+            counters = own.keys() - groups[self.group_of[number]].keys() - {"params", STEP}
             for path, value in leaves(self.owned_state[param]):
                 if path != (STEP,):
                     whole = isinstance(value, Tensor) and value.shape == self._shapes[index]
@@ -224,6 +219,7 @@ class OwnerDriver(Driver):
             act()
             self._own_groups = [{**group, "params": []} for group in self._optimizer.param_groups]
             for param, place in members.values():
+                by_rows(self.owned_state[param])
                 if param.data_ptr() != place.data_ptr():
                     place.copy_(param.detach())
                 param.data, param.grad = place.new_empty(0), None
@@ -267,7 +263,7 @@ class OwnerDriver(Driver):
         """
         groups = [{**own, "params": []} for own in counters]
         for index, (param, _) in members.items():
-            groups[self._group_of[self._of_matrix[index][0]]]["params"].append(param)
+            groups[self.group_of[self._of_matrix[index][0]]]["params"].append(param)
         return groups
 
     def _update_settings(self, groups: Sequence[ParamGroup]) -> None:

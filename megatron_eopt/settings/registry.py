@@ -93,6 +93,7 @@ class EmergingOptimizerEntry:
         prefixes: Prefixes of configuration fields, the own one first, then those it falls back to.
             Empty means the registered name.
         consumes: Further fields that this optimizer or the factory uses on its behalf.
+        draws: Whether it draws random numbers in a step.
     """
 
     optimizer_cls: type
@@ -104,6 +105,7 @@ class EmergingOptimizerEntry:
     state_layout: StateLayoutT = "matrix_state"
     prefixes: tuple[str, ...] = ()
     consumes: frozenset[str] = frozenset()
+    draws: bool = False
 
 
 def register_optimizer(
