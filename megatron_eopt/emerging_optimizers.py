@@ -11,8 +11,8 @@ import torch
 
 from megatron_eopt.base.errors import check_choice
 from megatron_eopt.math.coefficients import COEFFICIENT_NAMES
+from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
-from megatron_eopt.optimizers.built_in import register_optimizer
 from megatron_eopt.optimizers.muon import TensorParallelMuon
 from megatron_eopt.settings import arguments as _arguments
 from megatron_eopt.settings import fields as _fields
@@ -23,6 +23,7 @@ from megatron_eopt.settings.registry import (
     entry_of,
     init_state,
     is_nonlinear_or_embedding,
+    register_optimizer,
 )
 
 __all__ = [

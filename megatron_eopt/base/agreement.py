@@ -15,18 +15,6 @@ from torch import distributed
 
 from megatron_eopt.base.errors import ConfigurationError
 
-__all__ = [
-    "CheckpointError",
-    "agreed",
-    "any_rank",
-    "device_of_collectives",
-    "everyones",
-    "from_rank_0",
-    "integers",
-    "is_rank_0",
-    "of_every_rank",
-]
-
 
 class CheckpointError(ConfigurationError):
     """A checkpoint that cannot be loaded as it is; the same on every rank."""

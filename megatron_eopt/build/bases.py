@@ -23,8 +23,6 @@ from megatron_eopt.settings.fields import constructor_arguments
 from megatron_eopt.settings.registry import StateLayoutT, entries, entry_of
 from megatron_eopt.settings.settings import Settings
 
-__all__ = ["Base", "Share", "build_base", "shares_of"]
-
 
 @dataclass(frozen=True)
 class Share:

@@ -28,8 +28,6 @@ from megatron_eopt.settings.settings import RunSettings, Settings
 from megatron_eopt.stores.interface import named_gradients
 from megatron_eopt.stores.sharded import FragmentsOptimizer, OffloadedOptimizer
 
-__all__ = ["OptimizerChain", "mark_left_out", "names_in"]
-
 _HUGE = 1e16
 """Of norms up to this one it takes a million until float32 has no room for their squares' sum."""
 

@@ -6,8 +6,6 @@ from typing import Any
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.settings.settings import Settings
 
-__all__ = ["check_ddp", "is_megatron_fsdp"]
-
 
 def is_megatron_fsdp(model_chunks: Sequence[Any]) -> bool:
     """Whether Megatron's own FSDP manages the model."""

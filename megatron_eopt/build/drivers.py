@@ -11,8 +11,6 @@ from megatron_eopt.optimizers.engine import Means
 from megatron_eopt.optimizers.owner_driver import OwnerDriver
 from megatron_eopt.stores.shard import Shard
 
-__all__ = ["driver_over"]
-
 
 def driver_over(
     base: Base,

@@ -33,8 +33,6 @@ from megatron_eopt.settings.registry import Overrides
 from megatron_eopt.settings.settings import Settings, resolve
 from megatron_eopt.stores.buffers import buffer_sets, check_model_chunks, process_groups
 
-__all__ = ["get_megatron_optimizer"]
-
 logger = logging.getLogger(__name__)
 
 

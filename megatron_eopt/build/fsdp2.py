@@ -38,8 +38,6 @@ from megatron_eopt.stores.dtensors import (
 )
 from megatron_eopt.stores.shard import Shard
 
-__all__ = ["build_optimizer", "build_routed", "resolve_for_dtensors"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -19,8 +19,6 @@ from megatron_eopt.settings.settings import resolve_run
 from megatron_eopt.stores.all_reduced import AllReducedChunk
 from megatron_eopt.stores.buffers import buffer_sets, check_model_chunks, process_groups
 
-__all__ = ["LayerWiseDistributedOptimizer", "check_base_optimizers"]
-
 
 class LayerWiseDistributedOptimizer(OptimizerChain):
     """Keeps every optimizer's state in fragments of Megatron's buffers, or whole at an owner.

@@ -9,8 +9,6 @@ from torch import Tensor, distributed
 from megatron_eopt.base.versions import megatron_name
 from megatron_eopt.settings.settings import LossScale
 
-__all__ = ["UnscaledOnce", "make_scaler", "overflowed", "unscale_"]
-
 
 def make_scaler(wanted: LossScale | None) -> Any:
     """Return megatron-core's gradient scaler, constant or dynamic; None without."""

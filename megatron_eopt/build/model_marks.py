@@ -9,8 +9,6 @@ from torch import nn
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import STACK_ATTRIBUTE
 
-__all__ = ["OUTPUT_LAYERS", "mark_parameters"]
-
 logger = logging.getLogger(__name__)
 
 OUTPUT_LAYERS = ("lm_head", "*.lm_head", "output", "output_layer", "*.output_layer", "embed_out")

@@ -17,8 +17,6 @@ from megatron_eopt.stores.replicated import (
     tensor_parallel_cut,
 )
 
-__all__ = ["replicated_member"]
-
 
 def replicated_member(
     base: Base | None, share: Share, settings: Settings, collection: Any, scaler: Any

@@ -27,8 +27,6 @@ from megatron_eopt.stores.sharded import (
     places_in,
 )
 
-__all__ = ["Sharding", "sharded_members", "unmixed_members"]
-
 
 @dataclass(frozen=True)
 class Sharding:

@@ -23,8 +23,6 @@ from megatron_eopt.stores.dtensors import (
     uneven,
 )
 
-__all__ = ["DTensorChain", "chain_of_dtensors", "is_torch_fsdp2"]
-
 
 def is_torch_fsdp2(model_chunks: Sequence[Any]) -> bool:
     """Whether torch's ``fully_shard`` manages the model, in megatron-core's wrapper."""

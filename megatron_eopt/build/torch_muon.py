@@ -12,8 +12,6 @@ from megatron_eopt.base.names import MOMENTUM
 from megatron_eopt.optimizers.sharded import ShardedOptimizer
 from megatron_eopt.stores.dtensors import MeshGroups, local_of, parameter_layout
 
-__all__ = ["import_torch_muon"]
-
 
 @torch.no_grad()
 def import_torch_muon(

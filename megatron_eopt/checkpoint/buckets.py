@@ -12,8 +12,6 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch import Tensor
 
-__all__ = ["BucketSpace"]
-
 
 @dataclass(frozen=True)
 class _Place:

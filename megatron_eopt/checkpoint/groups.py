@@ -8,19 +8,6 @@ from megatron_eopt.base.names import STEP
 from megatron_eopt.base.versions import megatron_name
 from megatron_eopt.routing.groups import GROUP_ID
 
-__all__ = [
-    "adopt",
-    "check_structure",
-    "children_of",
-    "groups_to_save",
-    "match_all",
-    "optimizers_of",
-    "saved_groups",
-    "saved_scaler",
-    "saved_steps",
-    "steps_of",
-]
-
 type Groups = Sequence[Mapping[str, Any]]
 
 

@@ -19,17 +19,6 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
 
-__all__ = [
-    "StateKey",
-    "kind_of",
-    "matrix_state_key",
-    "of_first_release",
-    "saved_keys",
-    "split_key",
-    "state_key",
-    "tensors",
-]
-
 _OPTIMIZER = re.compile(
     r"(?:chained_\d+\.)?optimizer\.(?:(matrix_|)state\.([^.]+)\.)?(.+?)(?:/shard_[\d.]+_[\d.]+)?"
 )

@@ -24,8 +24,6 @@ from megatron_eopt.optimizers.member import Member
 from megatron_eopt.optimizers.sharded import ShardedOptimizer
 from megatron_eopt.stores.dtensors import local_of, shard_like
 
-__all__ = ["load", "save"]
-
 MAINS = "fp32_from_fp16_params"
 """Key of the main weights in the state of megatron-core's wrapper for 16-bit parameters."""
 

@@ -8,8 +8,6 @@ from megatron_eopt.base.names import STEP
 from megatron_eopt.checkpoint.keys import split_key
 from megatron_eopt.checkpoint.saved_state import MAINS, Owner, Shapes, Source, Value
 
-__all__ = ["Index", "Policy", "Reading", "missing_state", "shortened"]
-
 _SHOWN = 12
 
 

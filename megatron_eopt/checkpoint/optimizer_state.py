@@ -23,15 +23,6 @@ from megatron_eopt.optimizers.element_wise import set_step
 from megatron_eopt.optimizers.member import Member
 from megatron_eopt.stores.sharded import FragmentsOptimizer
 
-__all__ = [
-    "REQUESTS",
-    "adopt_common",
-    "common_state",
-    "load",
-    "requested",
-    "set_all_steps",
-]
-
 REQUESTS = "requests"
 """Key of the requests in a sharded state dict that is about to be loaded."""
 

@@ -19,8 +19,6 @@ from torch.distributed.tensor import DTensor
 
 from megatron_eopt.base.errors import ConfigurationError
 
-__all__ = ["Box", "ParameterSpace", "parameter_spaces"]
-
 type _Cut = tuple[tuple[int, ...], tuple[int, ...]]
 
 

@@ -21,8 +21,6 @@ from megatron_eopt.checkpoint.optimizer_state import (
 from megatron_eopt.optimizers.driver import OF_GROUPS, Kept
 from megatron_eopt.optimizers.member import Member
 
-__all__ = ["load_rank_file", "save_rank_file"]
-
 
 def save_rank_file(filename: str, members: Sequence[Member], names: Mapping[Tensor, str]) -> None:
     """Write this rank's state; collective over the world.

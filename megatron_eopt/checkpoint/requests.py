@@ -31,8 +31,6 @@ from megatron_eopt.stores.dtensors import local_of
 from megatron_eopt.stores.interface import Storage, Stored
 from megatron_eopt.stores.sharded import FragmentsOptimizer
 
-__all__ = ["Form", "StateRequests"]
-
 
 @dataclass(frozen=True)
 class Form:

@@ -38,19 +38,6 @@ from megatron_eopt.optimizers.driver import Kept
 from megatron_eopt.stores.interface import Stored
 from megatron_eopt.stores.shard import Shard
 
-__all__ = [
-    "MAINS",
-    "Owner",
-    "Shapes",
-    "Source",
-    "Value",
-    "Whereabouts",
-    "count_value",
-    "in_chain",
-    "kept_value",
-    "stored_values",
-]
-
 type Shapes = Mapping[str, tuple[int, ...] | None]
 """Global shapes of a checkpoint's tensors by key; None for objects."""
 

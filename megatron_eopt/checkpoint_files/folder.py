@@ -11,8 +11,6 @@ from megatron_eopt.checkpoint_files.manifest import verify, write_manifest
 from megatron_eopt.checkpoints.content import describe
 from megatron_eopt.checkpoints.loading import load as load_matched
 
-__all__ = ["load", "save", "save_with"]
-
 
 def load(
     sharded_state_dict: dict[str, Any], folder: str | Path, *, digests: bool = True, **kwargs: Any

@@ -9,18 +9,6 @@ from pathlib import Path
 from megatron_eopt.base.agreement import CheckpointError
 from megatron_eopt.checkpoint_files.manifest import MANIFEST, Manifest, replace_file
 
-__all__ = [
-    "TRACKER",
-    "Choice",
-    "announce",
-    "checkpoint_folders",
-    "choose",
-    "clear",
-    "forget_garbled_tracker",
-    "has_checkpoints",
-    "replace_tracker",
-]
-
 logger = logging.getLogger(__name__)
 
 TRACKER = "latest_checkpointed_iteration.txt"

@@ -24,8 +24,6 @@ from megatron_eopt.base.agreement import (
     is_rank_0,
 )
 
-__all__ = ["MANIFEST", "FileRecord", "Manifest", "replace_file", "verify", "write_manifest"]
-
 logger = logging.getLogger(__name__)
 
 MANIFEST = "eopt_manifest.json"

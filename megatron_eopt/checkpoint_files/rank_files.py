@@ -10,8 +10,6 @@ from megatron_eopt.base.agreement import CheckpointError, agreed, everyones
 from megatron_eopt.checkpoint_files.manifest import Manifest
 from megatron_eopt.checkpoints.content import describe
 
-__all__ = ["check_rank_files", "describe_model"]
-
 _COMPARED = ("parameters", "tensors", "digest")
 
 

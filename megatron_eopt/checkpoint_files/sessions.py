@@ -8,8 +8,6 @@ from typing import Any
 
 from megatron_eopt.checkpoint_files.manifest import Manifest, verify
 
-__all__ = ["Loading", "Saving", "loading", "saving"]
-
 
 @dataclass
 class Saving:

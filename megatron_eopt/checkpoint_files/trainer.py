@@ -28,8 +28,6 @@ from megatron_eopt.checkpoint_files.sessions import Loading, Saving, loading, sa
 from megatron_eopt.checkpoint_files.weights_only import CachedWeightsOnlyReader, WeightsOnlyReader
 from megatron_eopt.checkpoints.trainer import Function, Rebindings, folder_asked_for, wrapped
 
-__all__ = ["trainer_rebindings"]
-
 _DIST_CHECKPOINTING = "megatron.core.dist_checkpointing"
 
 

@@ -19,8 +19,6 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-__all__ = ["CachedWeightsOnlyReader", "UnsafeCheckpointError", "WeightsOnlyReader"]
-
 _OF_METADATA = frozenset(
     [
         *(

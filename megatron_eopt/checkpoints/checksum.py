@@ -19,8 +19,6 @@ from megatron_eopt.base.agreement import device_of_collectives
 from megatron_eopt.checkpoint.keys import split_key, tensors
 from megatron_eopt.checkpoints.content import hash_of_text
 
-__all__ = ["checksum"]
-
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ELEMENTS_AT_ONCE = 1 << 22
 

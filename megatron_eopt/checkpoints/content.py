@@ -10,8 +10,6 @@ from torch import distributed
 from megatron_eopt.base.agreement import device_of_collectives, everyones
 from megatron_eopt.checkpoint.keys import split_key, tensors
 
-__all__ = ["describe", "hash_of_text", "split_key"]
-
 
 def describe(sharded_state_dict: Any) -> dict[str, Any]:
     """Return what a manifest says of a model; all ranks call this together.

@@ -8,8 +8,6 @@ from megatron.core.dist_checkpointing import serialization
 
 from megatron_eopt.checkpoints.matching import match
 
-__all__ = ["load"]
-
 
 def load(
     sharded_state_dict: dict[str, Any],

@@ -29,8 +29,6 @@ from megatron_eopt.checkpoint.keys import saved_keys as keys
 from megatron_eopt.checkpoint.keys import split_key, tensors
 from megatron_eopt.checkpoint.migration import Policy
 
-__all__ = ["match"]
-
 logger = logging.getLogger(__name__)
 
 type Shapes = Mapping[str, tuple[int, ...] | None]

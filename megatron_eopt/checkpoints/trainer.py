@@ -16,15 +16,6 @@ from megatron.core.msc_utils import MultiStorageClientFeature
 from megatron_eopt.checkpoints.checksum import checksum
 from megatron_eopt.checkpoints.matching import match
 
-__all__ = [
-    "Function",
-    "Rebindings",
-    "checksum_rebindings",
-    "folder_asked_for",
-    "trainer_rebindings",
-    "wrapped",
-]
-
 type Function = Callable[..., Any]
 type Rebindings = list[tuple[ModuleType, str, Any]]
 """Which names of Megatron's modules to replace: (module, name, replacement)."""

@@ -9,8 +9,6 @@ import numpy.typing as npt
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.layouts.boxes import Int64Array
 
-__all__ = ["assign_owners", "iteration_cost", "lower_bound"]
-
 type Float64Array = npt.NDArray[np.float64]
 
 _BOUND_ROUNDS = 30

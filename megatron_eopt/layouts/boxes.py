@@ -10,8 +10,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Boxes", "Int64Array", "IntLike", "intersect", "matching", "ragged_arange"]
-
 type Int64Array = npt.NDArray[np.int64]
 type IntLike = int | Int64Array | list[int]
 

@@ -6,8 +6,6 @@ import numpy as np
 
 from megatron_eopt.layouts.boxes import Int64Array
 
-__all__ = ["Copy", "End", "make_copies"]
-
 
 @dataclass(frozen=True, slots=True)
 class End:

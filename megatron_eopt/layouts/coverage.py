@@ -8,8 +8,6 @@ import numpy as np
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.layouts.boxes import Boxes, Int64Array, ragged_arange
 
-__all__ = ["check_cover"]
-
 
 def check_cover(
     names: Sequence[str],

@@ -10,8 +10,6 @@ from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.layouts.boxes import Boxes, Int64Array
 from megatron_eopt.layouts.layout import Layout
 
-__all__ = ["dtensor_layout"]
-
 
 def dtensor_layout(
     shape: Sequence[int],  # global shape

@@ -13,8 +13,6 @@ import numpy.typing as npt
 from megatron_eopt.layouts.boxes import Boxes, Int64Array, intersect, matching
 from megatron_eopt.layouts.copies import Copy, End, make_copies
 
-__all__ = ["Exchange", "Side", "build_exchange"]
-
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Side:

@@ -20,8 +20,6 @@ from megatron_eopt.layouts.boxes import (
     ragged_arange,
 )
 
-__all__ = ["Layout"]
-
 type Mask = npt.NDArray[np.bool_]
 
 

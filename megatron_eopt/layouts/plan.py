@@ -12,8 +12,6 @@ from megatron_eopt.layouts.coverage import check_cover
 from megatron_eopt.layouts.exchange import Exchange, Side, build_exchange
 from megatron_eopt.layouts.layout import Layout
 
-__all__ = ["Batch", "Matrix", "Plan", "WavePlan", "build_plan"]
-
 # Local matrices of other shapes begin at multiples of this many elements: 256 bytes in float32.
 _ALIGNMENT = 64
 

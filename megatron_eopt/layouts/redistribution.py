@@ -18,8 +18,6 @@ from megatron_eopt.layouts.wire import (
     verify_same_on_all_ranks,
 )
 
-__all__ = ["ComputeT", "LoadT", "Redistribution", "StoreT", "WaveBatch"]
-
 
 @dataclass(frozen=True, slots=True)
 class WaveBatch:

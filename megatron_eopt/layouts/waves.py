@@ -7,8 +7,6 @@ import numpy as np
 from megatron_eopt.base.errors import check_number
 from megatron_eopt.layouts.boxes import Int64Array
 
-__all__ = ["plan_waves"]
-
 
 def plan_waves(
     owners: Sequence[int] | Int64Array,  # of every matrix; the same where every rank computes

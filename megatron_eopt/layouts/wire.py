@@ -12,15 +12,6 @@ from megatron_eopt.base.agreement import of_every_rank
 from megatron_eopt.layouts.copies import Copy
 from megatron_eopt.layouts.exchange import Exchange
 
-__all__ = [
-    "Buffers",
-    "FinishT",
-    "RedistributionError",
-    "Transport",
-    "run_copies",
-    "verify_same_on_all_ranks",
-]
-
 
 class RedistributionError(RuntimeError):
     """A collective of a redistribution failed; names step, wave, direction and group."""

@@ -16,8 +16,6 @@ from megatron_eopt.math.newton_schulz import ReduceT, iterate_gram, iterate_stan
 from megatron_eopt.math.precision import PrecisionT, check_precision
 from megatron_eopt.math.scaling import ScaleModeT, scale_factor
 
-__all__ = ["DEFAULT_EPS", "Orthogonalization", "matmul_precision", "orthogonalize"]
-
 DEFAULT_EPS = 1e-7
 """Smallest Frobenius norm that is divided by."""
 

@@ -5,8 +5,6 @@ from collections.abc import Iterable, Mapping
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.matrices.split import Field, Section, Split
 
-__all__ = ["gated", "periodic", "qkv", "side_by_side", "whole"]
-
 
 def whole(shape: tuple[int, ...]) -> Split:
     """Return the split of a plain weight: one matrix, or one per expert.

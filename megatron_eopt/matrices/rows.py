@@ -15,8 +15,6 @@ import numpy.typing as npt
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.matrices.split import Section, Split
 
-__all__ = ["RowRuns", "check_fits", "local_shape", "matrix_rows", "part_rows"]
-
 type Int64Array = npt.NDArray[np.int64]
 # rows of three: start in the rank's rows, start in the part's rows, number of rows
 type _Table = Int64Array

@@ -20,8 +20,6 @@ from typing import Literal
 
 from megatron_eopt.base.errors import ConfigurationError
 
-__all__ = ["Field", "LogicalMatrix", "Part", "Section", "Split", "SplitT"]
-
 type SplitT = Literal["qkv", "gated", "mla", "linear_attention", "per_head"]
 """Kinds of fused weights that can be split; ``per_head`` makes every head of the others' attention
 projections a matrix of its own."""

@@ -19,8 +19,6 @@ from megatron_eopt.optimizers.engine import Means, UpdateT
 from megatron_eopt.optimizers.muon_driver import MuonDriver, MuonSettings, OrthogonalizeT, Stepped
 from megatron_eopt.stores.shard import Shard
 
-__all__ = ["AdaptiveDriver", "AdaptiveSettings"]
-
 
 @dataclass(frozen=True)
 class AdaptiveSettings(MuonSettings):

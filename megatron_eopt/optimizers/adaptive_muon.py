@@ -17,8 +17,6 @@ from megatron_eopt.optimizers.engine import Means
 from megatron_eopt.optimizers.muon import HOOKS, TensorParallelMuon
 from megatron_eopt.stores.shard import Shard
 
-__all__ = ["TensorParallelAdaptiveMuon"]
-
 
 class TensorParallelAdaptiveMuon(TensorParallelMuon, AdaptiveMuon):
     """Muon whose orthogonal factors are divided by a running second moment before they are scaled.

@@ -31,8 +31,6 @@ from megatron_eopt.optimizers.engine import MatrixEngine
 from megatron_eopt.optimizers.square_norms import Segments
 from megatron_eopt.stores.shard import Shard
 
-__all__ = ["RULES", "Coefficients", "Known", "Rule", "matrix_shapes"]
-
 
 class Coefficients(NamedTuple):
     """Settings of one parameter in one step: decay, smallest divisor, bias correction."""

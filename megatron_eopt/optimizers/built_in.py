@@ -18,8 +18,6 @@ from megatron_eopt.settings.registry import (
     register_optimizer,
 )
 
-__all__ = ["register_optimizer"]
-
 _EMERGING_MODULES = (
     "orthogonalized_optimizers",
     "scalar_optimizers",

@@ -21,8 +21,6 @@ import numpy.typing as npt
 
 from megatron_eopt.layouts import Layout, iteration_cost, lower_bound
 
-__all__ = ["FLOPS_PER_BYTE", "FLOPS_PER_CALL", "GroupCosts", "home"]
-
 type Float64Array = npt.NDArray[np.float64]
 
 FLOPS_PER_BYTE = 1e3

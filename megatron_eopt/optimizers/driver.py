@@ -24,22 +24,6 @@ from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import STEP
 from megatron_eopt.stores.shard import Shard
 
-__all__ = [
-    "OF_GROUPS",
-    "CompositeOptimizer",
-    "Driver",
-    "InitState",
-    "Kept",
-    "ParamGroup",
-    "State",
-    "bind",
-    "by_rows",
-    "dry_step",
-    "fixed",
-    "leaves",
-    "put",
-]
-
 OF_GROUPS = "group"
 """First name of the path to what an optimizer counts in its groups."""
 

@@ -20,8 +20,6 @@ from megatron_eopt.optimizers.driver import (
 )
 from megatron_eopt.stores.shard import Shard
 
-__all__ = ["ElementWiseDriver", "SlabDriver", "complete_state", "set_step", "set_steps"]
-
 _COUNT_IN_GROUPS = ("transformer_engine", "apex")
 
 

@@ -16,8 +16,6 @@ from megatron_eopt.optimizers.modes import Work, plan_work
 from megatron_eopt.optimizers.triangle import pack_triangle, unpack_triangle
 from megatron_eopt.stores.shard import Ranks, Shard, group_by_ranks
 
-__all__ = ["DEFAULT_WAVE_BYTES", "MatrixEngine", "Means", "UpdateT", "engines_of"]
-
 DEFAULT_WAVE_BYTES = 64 << 20
 """What one owner holds of a wave, in bytes: enough to fill a GPU, little beside the weights."""
 

@@ -7,8 +7,6 @@ import torch
 
 from megatron_eopt.base.errors import ConfigurationTypeError, check_number, check_switch
 
-__all__ = ["check_group_settings"]
-
 _DECAY: dict[str, float] = {"at_least": 0, "below": 1}
 _NOT_NEGATIVE: dict[str, float] = {"at_least": 0}
 

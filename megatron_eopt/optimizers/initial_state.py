@@ -10,8 +10,6 @@ import torch
 
 from megatron_eopt.settings.registry import init_state
 
-__all__ = ["INITIALIZERS"]
-
 
 def _oblique_sgd(opt: Any, config: Any = None) -> None:
     for state, param in _empty_states(opt):

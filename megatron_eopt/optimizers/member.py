@@ -9,8 +9,6 @@ from torch import Tensor
 from megatron_eopt.optimizers.driver import CompositeOptimizer, Driver, ParamGroup, State
 from megatron_eopt.stores.interface import Storage
 
-__all__ = ["Member"]
-
 
 @dataclass(frozen=True, eq=False)
 class Member:

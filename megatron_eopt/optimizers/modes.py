@@ -29,8 +29,6 @@ from megatron_eopt.layouts import Layout, assign_owners, iteration_cost, plan_wa
 from megatron_eopt.layouts.boxes import Int64Array
 from megatron_eopt.optimizers.costs import GroupCosts, home
 
-__all__ = ["MatrixWork", "Work", "plan_work"]
-
 type _Mode = Literal["blockwise", "duplicated", "exchange", "distributed"]
 type Float64Array = npt.NDArray[np.float64]
 

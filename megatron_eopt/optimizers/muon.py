@@ -37,8 +37,6 @@ from megatron_eopt.optimizers.muon_driver import (
 from megatron_eopt.stores.replicated import slab, tensor_parallel_cut
 from megatron_eopt.stores.shard import Shard
 
-__all__ = ["HOOKS", "TensorParallelMuon"]
-
 HOOKS = ("pre_weight_update_fn_inplace", "post_weight_update_fn_inplace")
 """What subclasses of emerging-optimizers' class may do to whole parameters around an update."""
 

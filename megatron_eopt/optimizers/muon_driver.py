@@ -18,18 +18,6 @@ from megatron_eopt.optimizers.driver import Driver, ParamGroup, State
 from megatron_eopt.optimizers.engine import MatrixEngine, Means, UpdateT, engines_of
 from megatron_eopt.stores.shard import Shard
 
-__all__ = [
-    "WEIGHT_DECAY_METHODS",
-    "MuonDriver",
-    "MuonSettings",
-    "OrthogonalizeT",
-    "Stepped",
-    "WeightDecayT",
-    "decayed",
-    "directions",
-    "subtract",
-]
-
 WeightDecayT = Literal["decoupled", "l2", "independent"]
 """How weight decay acts: ``decoupled`` shrinks weights by ``lr * weight_decay`` (AdamW,
 arXiv:1711.05101), ``independent`` by ``weight_decay`` whatever the learning rate, ``l2`` adds

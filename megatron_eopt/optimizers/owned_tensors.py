@@ -21,8 +21,6 @@ from megatron_eopt.layouts import Layout, Matrix, Redistribution, WaveBatch
 from megatron_eopt.optimizers.driver import Kept, ParamGroup, State
 from megatron_eopt.optimizers.owner_driver import OwnerDriver
 
-__all__ = ["OwnedTensors"]
-
 
 @dataclass(frozen=True)
 class _Entry:

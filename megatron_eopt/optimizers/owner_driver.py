@@ -35,8 +35,6 @@ from megatron_eopt.optimizers.engine import Means
 from megatron_eopt.optimizers.modes import plan_work
 from megatron_eopt.stores.shard import Shard
 
-__all__ = ["OwnerDriver"]
-
 # how much of the state there is: the same on all ranks, since making it is collective
 _AS_INITIALIZED, _COMPLETELY = 1, 2
 

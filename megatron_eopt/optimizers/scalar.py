@@ -18,8 +18,6 @@ from megatron_eopt.base.versions import megatron_name
 from megatron_eopt.settings.arguments import offload_arguments, scalar_arguments
 from megatron_eopt.settings.settings import RunSettings
 
-__all__ = ["ELEMENT_WISE_CLASSES", "build_scalar_optimizer", "plain_scalar_optimizer"]
-
 logger = logging.getLogger(__name__)
 
 InitState = Callable[..., None] | None

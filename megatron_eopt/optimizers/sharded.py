@@ -22,8 +22,6 @@ from megatron_eopt.optimizers.owned_tensors import OwnedTensors
 from megatron_eopt.optimizers.owner_driver import OwnerDriver
 from megatron_eopt.stores.dtensors import local_of, shard_like
 
-__all__ = ["ShardedOptimizer"]
-
 
 class ShardedOptimizer(CompositeOptimizer):
     """Steps the parameters of a sharded model; see :func:`megatron_eopt.fsdp2.build_optimizer`.

@@ -10,8 +10,6 @@ from torch import Tensor
 from megatron_eopt.layouts.boxes import Boxes
 from megatron_eopt.stores.shard import Shard
 
-__all__ = ["Segments"]
-
 
 @dataclass(frozen=True)
 class Segments:

@@ -7,8 +7,6 @@ index takes longer than sending them.
 import torch
 from torch import Tensor
 
-__all__ = ["pack_triangle", "packed_elements", "unpack_triangle"]
-
 _STRIPS = 16
 
 

@@ -18,8 +18,6 @@ from megatron_eopt.routing.parameters import trainable_parameters
 from megatron_eopt.settings.registry import Overrides
 from megatron_eopt.settings.settings import Settings
 
-__all__ = ["with_callers_grouping"]
-
 _NAME = "megatron.core.optimizer._get_param_groups"
 _NO_SETTINGS = frozenset({"params", "is_expert_parallel", "default_config"})
 

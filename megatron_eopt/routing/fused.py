@@ -20,8 +20,6 @@ from torch import nn
 
 from megatron_eopt.matrices import Field, Section, Split, SplitT, gated, periodic, side_by_side
 
-__all__ = ["FusedWeight", "fused_weight"]
-
 type _Lengths = Mapping[str, int]
 
 

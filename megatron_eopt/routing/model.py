@@ -21,15 +21,6 @@ from megatron_eopt.settings.arguments import qkv_split_shapes
 from megatron_eopt.settings.registry import Overrides
 from megatron_eopt.settings.settings import Settings, resolve
 
-__all__ = [
-    "Routing",
-    "format_routing",
-    "overrides_for",
-    "route_model",
-    "route_parameters",
-    "routing_table",
-]
-
 logger = logging.getLogger(__name__)
 
 

@@ -22,8 +22,6 @@ from megatron_eopt.matrices import Split, SplitT, check_fits, local_shape, qkv, 
 from megatron_eopt.routing.fused import fused_weight
 from megatron_eopt.routing.parameters import cut_dimension
 
-__all__ = ["find_splits", "tensor_parallel_cut"]
-
 logger = logging.getLogger(__name__)
 
 # Names that fused projections go by, in megatron-core and in models ported to it.

@@ -17,17 +17,6 @@ from megatron_eopt.settings.fields import (
 from megatron_eopt.settings.registry import entry_of
 from megatron_eopt.settings.settings import RunSettings
 
-__all__ = [
-    "adam_numbers",
-    "arguments_of",
-    "emerging_kwargs",
-    "entry_kwargs",
-    "muon_family_kwargs",
-    "offload_arguments",
-    "qkv_split_shapes",
-    "scalar_arguments",
-]
-
 
 def arguments_of(
     name: str, settings: RunSettings, model_chunks: Sequence[Any], pg_collection: Any

@@ -30,8 +30,6 @@ from megatron_eopt.settings.fields import (
 from megatron_eopt.settings.refusals import refuse_unsupported_modes
 from megatron_eopt.settings.registry import entry_of
 
-__all__ = ["InUse", "check_values", "refuse_for_dtensors", "refuse_for_matrices"]
-
 _BOUNDS: dict[str, dict[str, float]] = {
     name: bounds
     for names, bounds in (

@@ -11,23 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.optimizer.optimizer_config import (
-    AdamOptimizerConfig,
     OptimizerConfig,
-    SGDOptimizerConfig,
 )
 
 from megatron_eopt.base.names import OptimizerDefaultsT, TpModeT
 from megatron_eopt.math import AlgorithmT
 from megatron_eopt.settings.refusals import refuse_unsupported_modes
-
-__all__ = [
-    "AdamOptimizerConfig",
-    "EmergingOptimizerConfig",
-    "OptimizerConfig",
-    "SGDOptimizerConfig",
-    "as_muon",
-    "default_values",
-]
 
 _LIKE_MEGATRON: dict[str, object] = {
     "muon_algorithm": "standard",

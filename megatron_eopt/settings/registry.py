@@ -15,22 +15,6 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError, check_choice
 from megatron_eopt.base.names import STANDARD_OPTIMIZERS
 
-__all__ = [
-    "ENTRY_POINTS",
-    "NOT_A_MATRIX",
-    "EmergingOptimizerEntry",
-    "Overrides",
-    "StateLayoutT",
-    "default_param_overrides",
-    "entries",
-    "entry_of",
-    "init_state",
-    "is_nonlinear_or_embedding",
-    "is_registered",
-    "optimizer_names",
-    "register_optimizer",
-]
-
 Overrides = Mapping[ParamKey, Mapping[str, Any]]
 """Settings of some of the parameters, by what matches these."""
 

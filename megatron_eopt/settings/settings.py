@@ -19,8 +19,6 @@ from megatron_eopt.settings.registry import (
     optimizer_names,
 )
 
-__all__ = ["LossScale", "RunSettings", "Settings", "StorageT", "resolve", "resolve_run"]
-
 StorageT = Literal["replicated", "sharded"]
 """Where main weights and state live: whole on every data-parallel rank, or in ZeRO-1 fragments."""
 

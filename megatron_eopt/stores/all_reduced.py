@@ -17,8 +17,6 @@ from torch import Tensor, distributed
 
 from megatron_eopt.base.errors import ConfigurationError
 
-__all__ = ["AllReducedBuffer", "AllReducedChunk"]
-
 
 class _Bucket:
     """What Megatron's distributed optimizer asks of a bucket."""

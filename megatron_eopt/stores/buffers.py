@@ -14,8 +14,6 @@ from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
 from megatron_eopt.stores.all_reduced import AllReducedBuffer
 from megatron_eopt.stores.rank_grid import Coordinates, RankGrid, redistribution_grids
 
-__all__ = ["BufferSet", "buffer_sets", "check_buffers", "check_model_chunks", "process_groups"]
-
 _DDP_REFUSALS = {
     "use_megatron_fsdp": "has no flat buffers to take fragments from",
     "reuse_grad_buf_for_mxfp8_param_ag": "overwrites gradients before all optimizers have stepped",

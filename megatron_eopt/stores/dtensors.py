@@ -22,19 +22,6 @@ from megatron_eopt.stores.interface import Stored
 from megatron_eopt.stores.replicated import Float32Optimizer, MainParamsOptimizer
 from megatron_eopt.stores.shard import Ranks, Shard
 
-__all__ = [
-    "Float32Shards",
-    "MainShards",
-    "MeshGroups",
-    "check_parameters",
-    "dtensor_shards",
-    "is_sharded",
-    "local_of",
-    "parameter_layout",
-    "shard_like",
-    "uneven",
-]
-
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

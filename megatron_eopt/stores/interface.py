@@ -5,8 +5,6 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-__all__ = ["Storage", "Stored", "named_gradients"]
-
 
 class Stored(NamedTuple):
     """What this rank stores of one of the model's parameters.

@@ -14,8 +14,6 @@ from torch import distributed
 from megatron_eopt.base.agreement import integers
 from megatron_eopt.stores.shard import Ranks
 
-__all__ = ["Coordinates", "RankGrid", "data_parallel_only", "redistribution_grids"]
-
 
 @dataclass(frozen=True)
 class Coordinates:

@@ -14,15 +14,6 @@ from megatron_eopt.routing.parameters import cut_dimension
 from megatron_eopt.stores.interface import Stored
 from megatron_eopt.stores.shard import Fragment, Ranks, Shard, fragment_layouts
 
-__all__ = [
-    "Float32Optimizer",
-    "MainParamsOptimizer",
-    "SplitOf",
-    "refuse_rematerialized",
-    "slab",
-    "tensor_parallel_cut",
-]
-
 type SplitOf = Callable[[Tensor, tuple[int, ...]], Split]
 """Returns the logical matrices of a parameter of the given unsharded shape."""
 

@@ -20,8 +20,6 @@ from megatron_eopt.layouts import Layout
 from megatron_eopt.layouts.boxes import Boxes, ragged_arange
 from megatron_eopt.matrices import Split, matrix_rows
 
-__all__ = ["Fragment", "Ranks", "Shard", "fragment_layouts", "group_by_ranks"]
-
 
 @dataclass(frozen=True)
 class Ranks:

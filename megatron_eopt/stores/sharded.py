@@ -20,14 +20,6 @@ from megatron_eopt.stores.rank_grid import RankGrid
 from megatron_eopt.stores.replicated import SplitOf, refuse_rematerialized
 from megatron_eopt.stores.shard import Fragment, Shard, fragment_layouts
 
-__all__ = [
-    "BufferPlace",
-    "FragmentsOptimizer",
-    "OffloadedOptimizer",
-    "fragment_of",
-    "places_in",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class BufferPlace:
