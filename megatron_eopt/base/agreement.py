@@ -13,20 +13,19 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import distributed
 
-from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
 
 
 class CheckpointError(ConfigurationError):
     """A checkpoint that cannot be loaded as it is; the same on every rank."""
 
-    @classmethod
-    def repeat(cls, argument: str, value: object, text: str) -> "CheckpointError":
-        """Return the error that another rank raised, with its attributes and its message."""
-        error = cls.__new__(cls, text)
-        error.args = (text,)
-        error.argument = argument
-        error.value = value
-        return error
+
+_REPEATED: tuple[type[ConfigurationError | ConfigurationTypeError], ...] = (
+    CheckpointError,
+    ConfigurationError,
+    ConfigurationTypeError,
+)
+"""Errors that keep their kind on other ranks, the narrower one first."""
 
 
 def is_rank_0() -> bool:
@@ -52,7 +51,7 @@ def from_rank_0[T](function: Callable[[], T]) -> T:
     if not distributed.is_initialized():
         return function()
     if not is_rank_0():
-        data, report = _broadcast(None, source=0)
+        data, report = _broadcast(None)
         if report is not None:
             _raise(0, report, None)
         return cast(T, pickle.loads(data))
@@ -60,35 +59,41 @@ def from_rank_0[T](function: Callable[[], T]) -> T:
     # the others wait, so that a result which cannot be sent is an error like any other
     data, unsent = _attempt(lambda: pickle.dumps(result)) if error is None else (None, None)
     error = error or unsent
-    _broadcast((data, None if error is None else _report(error)), source=0)
+    _broadcast((data, None if error is None else _report(error)))
     if error is not None:
         _raise(0, _report(error), error)
     return cast(T, result)
 
 
-def agreed[T](function: Callable[[], T]) -> T:
+def agreed[T](function: Callable[[], T], group: distributed.ProcessGroup | None = None) -> T:
     """Call ``function`` on every rank; raise everywhere what the first rank that failed raised.
 
-    If none has failed, that takes one number of each rank. The function must not communicate.
+    If none has failed, that takes one number of each rank. A function may communicate only where no
+    rank can fail alone meanwhile.
+
+    Args:
+        function: What to call.
+        group: The ranks that call this together; None for the world.
 
     Returns:
         This rank's result.
 
     Raises:
         ConfigurationError: If the function of the first rank that failed raised one.
-        RuntimeError: If it raised something else.
+        ConfigurationTypeError: Likewise.
+        RuntimeError: If it raised something else, and there are several ranks.
     """
     result, error = _attempt(function)
-    if not distributed.is_initialized():
+    if not distributed.is_initialized() or (world := distributed.get_world_size(group)) == 1:
         if error is not None:
             raise error
         return cast(T, result)
-    rank, world = distributed.get_rank(), distributed.get_world_size()
+    rank = distributed.get_rank(group)
     first = torch.tensor(world if error is None else rank, device=device_of_collectives())
-    distributed.all_reduce(first, distributed.ReduceOp.MIN)
+    distributed.all_reduce(first, distributed.ReduceOp.MIN, group=group)
     if (failed := int(first)) < world:
         report = _report(error) if error is not None and rank == failed else None
-        _raise(failed, _broadcast(report, source=failed), error)
+        _raise(failed, _broadcast(report, failed, group), error)
     return cast(T, result)
 
 
@@ -148,9 +153,9 @@ def _distinct(data: bytes) -> list[tuple[int, int]]:
     return [(rank, size) for (size, _), rank in first.items()]
 
 
-def _broadcast(value: Any, source: int) -> Any:
+def _broadcast(value: Any, source: int = 0, group: distributed.ProcessGroup | None = None) -> Any:
     values = [value]
-    distributed.broadcast_object_list(values, source)
+    distributed.broadcast_object_list(values, group=group, group_src=source)
     return values[0]
 
 
@@ -161,13 +166,17 @@ def _attempt[T](function: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return None, error
 
 
-def _report(error: Exception) -> tuple[str, object, str] | str:
-    if isinstance(error, ConfigurationError):
-        return error.argument, repr(error.value), str(error)
+def _report(error: Exception) -> tuple[int, str, object, str] | str:
+    for place, kind in enumerate(_REPEATED):
+        if isinstance(error, kind):
+            return place, error.argument, repr(error.value), str(error)
     return f"{type(error).__name__}: {error}"
 
 
 def _raise(rank: int, report: Any, own: Exception | None) -> NoReturn:
-    if not isinstance(report, str):
-        raise CheckpointError.repeat(*report) from own
-    raise RuntimeError(f"rank {rank} failed: {report}") from own
+    if isinstance(report, str):
+        raise RuntimeError(f"rank {rank} failed: {report}") from own
+    place, argument, value, text = report
+    error: Any = _REPEATED[place].__new__(_REPEATED[place], text)
+    error.args, error.argument, error.value = (text,), argument, value
+    raise error from own

@@ -24,6 +24,7 @@ from megatron_eopt.checkpoint.requests import Form
 from megatron_eopt.math.finite import NonFiniteError, names_of_all, not_finite
 from megatron_eopt.optimizers.driver import CompositeOptimizer
 from megatron_eopt.optimizers.member import Member
+from megatron_eopt.qk_clip import remember
 from megatron_eopt.settings.settings import RunSettings, Settings
 from megatron_eopt.stores.interface import named_gradients
 from megatron_eopt.stores.sharded import FragmentsOptimizer, OffloadedOptimizer
@@ -60,7 +61,8 @@ class OptimizerChain(ChainedOptimizer):
         self._scaler = scaler
         self._named_chunks = list(model_chunks)
         self._unscaled = UnscaledOnce(model_chunks)
-        self._is_sharded = any(isinstance(item, FragmentsOptimizer) for item in storages)
+        self.is_sharded = any(isinstance(item, FragmentsOptimizer) for item in storages)
+        remember(model_chunks, self)
 
     @torch.no_grad()
     def prepare_grads(self) -> bool:
@@ -139,6 +141,11 @@ class OptimizerChain(ChainedOptimizer):
         for member in self.members:
             member.storage.gather_params(now=now)
 
+    def finish_gathering(self) -> None:
+        """Wait for parameters that a step has begun to gather."""
+        if self.settings.early_gather:
+            self.model_chunks[0].start_param_sync(force_sync=True)
+
     @torch.no_grad()
     def get_grad_norm(self) -> Any:
         """Return the norm over all ranks; collective.
@@ -200,7 +207,7 @@ class OptimizerChain(ChainedOptimizer):
             by_bucket=form == _BY_BUCKET and self._is_unmixed,
             # as in megatron-core's chain, but where it has none of the kind
             by_place=not metadata.get("chained_optim_avoid_prefix")
-            and (self._is_unmixed or not self._is_sharded),
+            and (self._is_unmixed or not self.is_sharded),
             fresh=frozenset(self.settings.fresh_state),
         )
         return optimizer_state.requested(
@@ -218,7 +225,7 @@ class OptimizerChain(ChainedOptimizer):
         if self._is_offloaded:
             super().load_state_dict(state_dict)
         elif isinstance(state_dict, Mapping) and (
-            self._is_sharded or optimizer_state.REQUESTS in state_dict
+            self.is_sharded or optimizer_state.REQUESTS in state_dict
         ):
             optimizer_state.load(self.members, state_dict)
         else:

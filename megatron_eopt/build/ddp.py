@@ -19,9 +19,11 @@ def check_ddp(settings: Settings, model_chunks: Sequence[Any]) -> None:
     Raises:
         ConfigurationError: If training would go wrong; the message says which flag to change.
     """
-    for ddp_config in (getattr(chunk, "ddp_config", None) for chunk in model_chunks):
+    for chunk in model_chunks:
+        ddp_config = getattr(chunk, "ddp_config", None)
         if ddp_config is None:
             continue
+        _check_qk_clip(settings, chunk)
         scattered = ddp_config.use_distributed_optimizer
         is_sharded = settings.storage == "sharded"
         if scattered and not is_sharded:
@@ -60,3 +62,18 @@ def check_ddp(settings: Settings, model_chunks: Sequence[Any]) -> None:
                 f"does not work with {settings.optimizer}",
                 "Use Megatron's DistributedDataParallel, or adam",
             )
+
+
+def _check_qk_clip(settings: Settings, chunk: Any) -> None:
+    if not getattr(getattr(chunk, "config", None), "qk_clip", False):
+        return
+    reasons = {
+        "optimizer_cpu_offload": "keeps main weights in the host's memory",
+        "use_precision_aware_optimizer": "keeps main weights inside Transformer Engine's Adam",
+        "fp8_param_gather": "gathers weights of 8 bits",
+        "fp4_param_gather": "gathers weights of 4 bits",
+    }
+    for name, reason in reasons.items():
+        if getattr(settings.config, name, False) or getattr(chunk.ddp_config, name, False):
+            rule = f"scales main weights and the model's in place, and {name} {reason}"
+            raise ConfigurationError("qk_clip", True, rule, f"Set qk_clip=False or {name}=False")

@@ -8,6 +8,7 @@ from megatron.core.optimizer import get_megatron_optimizer as megatrons_own_fact
 from megatron.core.utils import get_pg_size, log_single_rank
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from megatron_eopt import qk_clip
 from megatron_eopt.base.versions import check_megatron, megatron_name
 from megatron_eopt.build.bases import build_base, shares_of
 from megatron_eopt.build.chain import OptimizerChain, names_in
@@ -76,6 +77,7 @@ def get_megatron_optimizer(
     if of_dtensors and not settings.is_standard:
         settings = resolve_for_dtensors(config)
     check_ddp(settings, model_chunks)
+    qk_clip.prepare(model_chunks)
     if is_megatron_fsdp(model_chunks):
         return megatrons_own_factory(
             config,

@@ -9,6 +9,7 @@ from emerging_optimizers.orthogonalized_optimizers import OrthogonalizedOptimize
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
+from megatron_eopt import qk_clip
 from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
 from megatron_eopt.build.bases import Base
 from megatron_eopt.build.chain import OptimizerChain, names_in
@@ -65,6 +66,7 @@ class LayerWiseDistributedOptimizer(OptimizerChain):
             trained = [param for param in params if param.requires_grad]
             chunks = [AllReducedChunk(trained, process_groups(pg_collection))]
         check_model_chunks(chunks)
+        qk_clip.prepare(chunks)
         bases = _bases(optimizers, init_state_fn_list, exempt=settings.exempt_from_clipping)
         sets = buffer_sets(chunks, pg_collection, use_gloo=True, redistributed=True)
         scaler = make_scaler(settings.loss_scale)

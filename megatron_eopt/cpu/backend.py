@@ -10,6 +10,7 @@ import torch
 from torch._dynamo import trace_rules
 
 from megatron_eopt.base.versions import dataset_helpers_to_skip
+from megatron_eopt.cpu.attention import attention_patches
 from megatron_eopt.cpu.cuda_standins import cuda_patches
 from megatron_eopt.cpu.generators import Generators
 from megatron_eopt.cpu.gloo import collective_patches, mesh_patches
@@ -52,6 +53,7 @@ class _Backend:
                         *collective_patches(),
                         *mesh_patches(),
                         *norm_patches(),
+                        *attention_patches(),
                         *engine_patches(self._mode),
                         *thread_patches(self._mode),
                         *_dataset_helpers(),

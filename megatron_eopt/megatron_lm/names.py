@@ -15,11 +15,13 @@ from megatron_eopt.megatron_lm.optional import FLAGS
 from megatron_eopt.megatron_lm.processes import without_the_script
 from megatron_eopt.megatron_lm.rebinding import Rebinding
 from megatron_eopt.megatron_lm.trainer import (
+    clipping_local_attention,
     in_the_usual_layout,
     sharding_ddp_config,
     with_our_flags,
     with_torch_fsdp2,
 )
+from megatron_eopt.qk_clip import clip_qk
 
 EMERGING_OPTIMIZERS = (
     "EmergingOptimizerEntry",
@@ -48,6 +50,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "megatron.core.optimizer.layer_wise_optimizer": {
         "LayerWiseDistributedOptimizer": LayerWiseDistributedOptimizer
     },
+    "megatron.core.optimizer.qk_clip": {"clip_qk": clip_qk},
     "megatron.core.optimizer.muon": {
         "get_megatron_muon_optimizer": muon.get_megatron_muon_optimizer
     },
@@ -63,7 +66,7 @@ WRAPPED: dict[str, dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]]
     },
     "megatron.training.arguments": {
         "parse_args": lambda original: FLAGS.after_parsing(with_our_flags(original)),
-        "validate_args": with_torch_fsdp2,
+        "validate_args": lambda original: clipping_local_attention(with_torch_fsdp2(original)),
     },
     "megatron.training.training": {
         "get_megatron_ddp_config": sharding_ddp_config,

@@ -72,6 +72,29 @@ def with_torch_fsdp2(original: Callable[..., Any]) -> Callable[..., Any]:
     return validate_args
 
 
+def clipping_local_attention(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let the flags of QK-clip pass with Megatron's local attention, whose logits we record.
+
+    Megatron's check wants Transformer Engine's attention for them, whatever the layers are.
+    """
+
+    @functools.wraps(original)
+    def validate_args(args: argparse.Namespace, defaults: Any = None) -> Any:
+        defaults = {} if defaults is None else defaults
+        if args.transformer_impl != "local":
+            return original(args, defaults)
+        asked = {name: getattr(args, name) for name in ("qk_clip", "log_max_attention_logit")}
+        for name in asked:
+            setattr(args, name, False)
+        try:
+            return original(args, defaults)
+        finally:
+            for name, value in asked.items():
+                setattr(args, name, value)
+
+    return validate_args
+
+
 def _check_torch_fsdp2(args: argparse.Namespace) -> None:
     def refuse(dest: str, rule: str, way_out: str) -> NoReturn:
         flag = f"--{dest.replace('_', '-')}"

@@ -142,13 +142,6 @@ def check_model_chunks(model_chunks: Sequence[Any]) -> None:
                 _refuse_of_ddp(
                     name, True, f"{reason}, so layer-wise storage refuses it", f"Set {name}=False"
                 )
-        if getattr(chunk.config, "qk_clip", False):
-            raise ConfigurationError(
-                "qk_clip",
-                True,
-                "writes whole weights through main_param, which here is one rank's fragment",
-                "Set qk_clip=False",
-            )
         if not ddp_config.use_distributed_optimizer:
             _check_all_reducing(ddp_config)
 

@@ -14,12 +14,23 @@ from megatron.core.distributed import (
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_model_config
 
 SEQUENCE_LENGTH = 16
 VOCABULARY = 32
+LATENT = {
+    "q_lora_rank": 12,
+    "kv_lora_rank": 8,
+    "qk_head_dim": 6,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 8,
+    "rope_type": "rope",
+    "apply_rope_fusion": False,
+    "normalization": "RMSNorm",
+}
+"""Sizes of multi-latent attention; keys and values have different ones."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +56,7 @@ def tiny_gpt(
     bias: bool = False,
     dtype: torch.dtype = torch.float32,
     virtual_stage: int | None = None,
+    latent: bool = False,
     **overrides: Any,
 ) -> torch.nn.Module:
     """Build this rank's part of a GPT, in fp32 or wrapped for a 16-bit ``dtype``.
@@ -62,12 +74,17 @@ def tiny_gpt(
         bias: Whether linear layers have biases.
         dtype: Data type of the parameters.
         virtual_stage: Index of the model chunk with an interleaved pipeline.
+        latent: Whether attention is multi-latent.
         overrides: Further fields of ``TransformerConfig``.
     """
+    if latent:
+        overrides = {"multi_latent_attention": True} | LATENT | overrides
     config = _config(layers, hidden, heads, query_groups, gated, experts, bias, dtype, overrides)
     model: torch.nn.Module = GPTModel(
         config=config,
-        transformer_layer_spec=get_gpt_layer_local_spec(num_experts=experts),
+        transformer_layer_spec=get_gpt_layer_local_spec(
+            num_experts=experts, multi_latent_attention=latent, normalization=config.normalization
+        ),
         vocab_size=vocabulary,
         max_sequence_length=SEQUENCE_LENGTH,
         pre_process=parallel_state.is_pipeline_first_stage(
@@ -130,7 +147,8 @@ def _config(
             # without it Megatron does not train experts under tensor parallelism
             "sequence_parallel": fields["tensor_model_parallel_size"] > 1,
         }
-    return TransformerConfig(**(fields | overrides))
+    cls = MLATransformerConfig if "multi_latent_attention" in overrides else TransformerConfig
+    return cls(**(fields | overrides))
 
 
 def wrap_ddp(model: torch.nn.Module, **flags: Any) -> DistributedDataParallel:

@@ -31,6 +31,7 @@ ORDER = (
     "storage",
     # what it is made of
     "build",
+    "qk_clip",
     "checkpoint",
     "optimizers",
     "stores",

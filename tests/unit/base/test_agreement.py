@@ -56,9 +56,9 @@ def test_all_ranks_have_one_outcome():
     first, *others = run_ranks(3, outcomes)
     assert others == [first, first]
     assert first == [
-        "CheckpointError: argument=1: must be another. Give another.",
-        "CheckpointError: argument=1: must be another. Give another.",
-        "CheckpointError: argument=0: must be another. Give another.",
+        "ConfigurationError: argument=1: must be another. Give another.",
+        "ConfigurationError: argument=1: must be another. Give another.",
+        "ConfigurationError: argument=0: must be another. Give another.",
         "RuntimeError: rank 1 failed: KeyError: 'oops'",
         "RuntimeError: rank 0 failed: KeyError: 'oops'",
         "RuntimeError: rank 0 failed: TypeError: cannot pickle '_thread.lock' object",

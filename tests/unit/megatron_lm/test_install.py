@@ -172,7 +172,9 @@ def _import_in_between() -> None:
         assert not ours
     finally:
         sys.modules.pop("megatron.training.late", None)
-        sys.modules.update(zip((name, "megatron.training.training"), kept, strict=True))
+        for module in kept:
+            sys.modules[module.__name__] = module
+            setattr(sys.modules["megatron.training"], module.__name__.rpartition(".")[2], module)
 
 
 def test_modules_imported_while_installed_get_upstreams_objects_back():

@@ -90,10 +90,15 @@ def slab_of(name: str, param: Any, gated: bool) -> Slab:
 
 
 def global_name(name: str, model: dict[str, Any]) -> str:
-    """Count experts over the whole model."""
+    """Count experts, and the layers of pipeline stages, over the whole model."""
     parts = name.split(".")
     while parts[0] == "module":  # wrappers of DDP and of 16-bit models
         parts = parts[1:]
+    if "layers" in parts:
+        at = parts.index("layers") + 1
+        stages = parallel_state.get_pipeline_model_parallel_world_size()
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        parts[at] = str(int(parts[at]) + model.get("layers", 2) // stages * stage)
     if "local_experts" in parts:
         at = parts.index("local_experts") + 1
         local = model["experts"] // parallel_state.get_expert_model_parallel_world_size()

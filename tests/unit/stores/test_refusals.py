@@ -48,9 +48,6 @@ def refusals() -> dict[str, tuple[str, str]]:
     attempt("init functions", [muon, adam], config, None, [None], [chunk])
     closure = torch.optim.LBFGS([param for group in others for param in group["params"]])
     attempt("closure", [muon, closure], config, None, None, [chunk])
-    chunk.config.qk_clip = True
-    attempt("qk_clip", [muon, adam], config, None, None, [chunk])
-    chunk.config.qk_clip = False
     for name in ("use_megatron_fsdp", "reuse_grad_buf_for_mxfp8_param_ag"):
         setattr(chunk.ddp_config, name, True)
         attempt(f"ddp {name}", [muon, adam], config, None, None, [chunk])
@@ -67,7 +64,6 @@ EXPECTED = {
     "twice": ("ConfigurationError", "exactly one parameter group, and is in 2"),
     "init functions": ("ConfigurationError", "init_state_fn_list"),
     "closure": ("ConfigurationError", "closure"),
-    "qk_clip": ("ConfigurationError", "qk_clip"),
     "ddp use_megatron_fsdp": ("ConfigurationError", "use_megatron_fsdp"),
     "ddp reuse_grad_buf_for_mxfp8_param_ag": ("ConfigurationError", "reuse_grad_buf"),
 }

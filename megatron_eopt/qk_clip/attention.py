@@ -1,0 +1,161 @@
+"""Which rows of which weights make a head's queries and keys, and how large its logits are."""
+
+import functools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.transformer.attention import Attention, SelfAttention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.utils import (
+    get_default_causal_mask,
+    get_sliding_window_causal_mask,
+)
+from torch import Tensor, nn
+
+from megatron_eopt.base.errors import ConfigurationError, check_number
+
+
+@dataclass(frozen=True, eq=False)
+class Projection:
+    """A weight with rows that make queries or keys.
+
+    Attributes:
+        weight: The local weight; tensor parallelism cuts rows of the whole.
+        blocks: Heads, or query groups, of the whole weight.
+        parts: Rows of a block that follow one another, and the power of the head's factor that
+            scales them.
+    """
+
+    weight: Tensor
+    blocks: int
+    parts: tuple[tuple[int, float], ...]
+
+    def factors(self, of_heads: Tensor, rank: int) -> Tensor:
+        """Return what each row of the local weight is multiplied by.
+
+        Args:
+            of_heads: Factor of the logits of every head, ``(heads,)``; of the heads of a query
+                group, which have one key, the smallest counts.
+            rank: This rank's place in the tensor-parallel group.
+        """
+        factor = of_heads.view(self.blocks, -1).amin(1, keepdim=True)
+        rows = [factor.pow(power).expand(-1, count) for count, power in self.parts]
+        local = self.weight.shape[0]
+        return torch.cat(rows, dim=1).reshape(-1)[rank * local : (rank + 1) * local]
+
+
+def attentions(chunk: nn.Module) -> Iterator[Any]:
+    """Yield the self-attention modules of a model's chunk, in their order."""
+    for module in chunk.modules():
+        if isinstance(module, SelfAttention | MLASelfAttention):
+            yield module
+
+
+def projections(attention: Any) -> list[Projection]:
+    """Return the weights that make a module's queries and keys.
+
+    Raises:
+        ConfigurationError: If the module has others.
+    """
+    config = attention.config
+    alpha = config.qk_clip_alpha
+    heads = config.num_attention_heads
+    if isinstance(attention, SelfAttention):
+        size, groups = config.kv_channels, config.num_query_groups
+        queries = heads // groups * size
+        gates = ((queries, 0.0),) if getattr(config, "attention_output_gate", False) else ()
+        parts = ((queries, alpha), *gates, (size, 1 - alpha), (size, 0.0))
+        return [Projection(_weight(attention, "linear_qkv"), groups, parts)]
+    nope = config.qk_head_dim
+    low_rank = config.q_lora_rank is not None
+    # all heads have one rotary key, so the queries alone bring its part of the logits down
+    query = ((nope, alpha), (config.qk_pos_emb_head_dim, 1.0))
+    key = ((nope, 1 - alpha), (config.v_head_dim, 0.0))
+    return [
+        Projection(
+            _weight(attention, "linear_q_up_proj" if low_rank else "linear_q_proj"), heads, query
+        ),
+        Projection(_weight(attention, "linear_kv_up_proj"), heads, key),
+    ]
+
+
+def _weight(attention: Any, name: str) -> Tensor:
+    weight = getattr(getattr(attention, name, None), "weight", None)
+    if not isinstance(weight, Tensor):
+        raise ConfigurationError(
+            "qk_clip",
+            True,
+            f"scales the weight of {name}, and {type(attention).__name__} has none",
+            "Set qk_clip=False, or use megatron-core's SelfAttention or MLASelfAttention",
+        )
+    return weight
+
+
+def prepare(model_chunks: Iterable[nn.Module]) -> None:
+    """Check what QK-clip is asked for, and let attention record its logits where it does not.
+
+    Transformer Engine's attention records them by itself, Megatron's local one from now on, if the
+    model's configuration asks for QK-clip or for the largest logit in logs.
+
+    Raises:
+        ConfigurationError: If a number is out of bounds, or an attention cannot be clipped.
+        ConfigurationTypeError: If a number is none.
+    """
+    for chunk in model_chunks:
+        for attention in attentions(chunk) if isinstance(chunk, nn.Module) else ():
+            config = attention.config
+            if config.qk_clip:
+                _check(attention)
+            core = getattr(attention, "core_attention", None)
+            asked = config.qk_clip or config.log_max_attention_logit
+            if asked and isinstance(core, DotProductAttention):
+                _record(core)
+
+
+def _check(attention: Attention) -> None:
+    config: Any = attention.config
+    check_number("qk_clip_alpha", config.qk_clip_alpha, at_least=0)
+    if config.qk_clip_alpha > 1:
+        rule = "is the queries' share of the factor, at most 1"
+        way_out = "Choose a value from 0 to 1; 0.5 shares evenly"
+        raise ConfigurationError("qk_clip_alpha", config.qk_clip_alpha, rule, way_out)
+    check_number("qk_clip_threshold", config.qk_clip_threshold, above=0)
+    projections(attention)
+    norms = [getattr(attention, name, None) for name in ("q_layernorm", "k_layernorm")]
+    if isinstance(attention, SelfAttention) and any(
+        norm is not None and not isinstance(norm, IdentityOp) for norm in norms
+    ):
+        rule = "scales weights before a norm of queries and keys, which takes the scale out again"
+        raise ConfigurationError("qk_clip", True, rule, "Set qk_clip=False, or qk_layernorm=False")
+
+
+def _record(core: Any) -> None:
+    if not hasattr(core, "current_max_attn_logits"):
+        core.current_max_attn_logits = None
+        core.scale_mask_softmax.register_forward_pre_hook(functools.partial(_note, core))
+
+
+@torch.no_grad()
+def _note(core: Any, softmax: Any, inputs: tuple[Any, ...]) -> None:
+    """Note the largest logits of each local head, as softmax is about to see them."""
+    if not core.training:
+        return
+    scores: Tensor = inputs[0].detach().float()
+    mask = inputs[1]
+    if softmax.scale is not None:
+        scores = scores * softmax.scale
+    queries, keys = scores.shape[2:]
+    if softmax.window_size is not None:
+        mask = get_sliding_window_causal_mask(queries, keys, softmax.window_size)
+    elif softmax.attn_mask_type == AttnMaskType.causal and mask is None and queries > 1:
+        mask = get_default_causal_mask(queries)
+    if mask is not None:
+        scores = scores.masked_fill(mask, float("-inf"))
+    found = scores.amax(dim=(0, 2, 3))
+    known = core.current_max_attn_logits
+    core.current_max_attn_logits = found if known is None else torch.maximum(known, found)

@@ -1,0 +1,145 @@
+"""What is recorded, and what is refused when the optimizer is built."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.distributed import TorchFullyShardedDataParallel
+from megatron.core.distributed.torch_fully_sharded_data_parallel_config import (
+    TorchFullyShardedDataParallelConfig,
+)
+
+from megatron_eopt import ConfigurationError, EmergingOptimizerConfig, get_megatron_optimizer
+from megatron_eopt.qk_clip import clip_qk
+from megatron_eopt.qk_clip.attention import attentions
+from tests.harness import run_ranks
+from tests.harness.megatron import initialize_megatron
+from tests.harness.models import synthetic_batch, tiny_gpt, train_step
+from tests.unit.fsdp2.model import eager, shard, whole
+from tests.unit.qk_clip.test_clip import GROUPED, LATENT, MODEL, deviation
+from tests.unit.stores.full_state import Case, build
+from tests.unit.stores.runs import make_chunk
+
+
+def refusals() -> dict[str, str]:
+    found = {}
+    wrong: dict[str, dict[str, Any]] = {
+        "alpha below": {"qk_clip_alpha": -0.1},
+        "alpha above": {"qk_clip_alpha": 1.5},
+        "alpha nan": {"qk_clip_alpha": math.nan},
+        "threshold": {"qk_clip_threshold": 0},
+    }
+    for name, fields in wrong.items():
+        found[name] = refusal(Case("muon", {**GROUPED, **MODEL, **fields}))
+    offloaded = {"optimizer_cpu_offload": True, "use_distributed_optimizer": True}
+    found["offload"] = refusal(
+        Case(
+            "adam", {**GROUPED, **MODEL}, ddp={"use_distributed_optimizer": True}, config=offloaded
+        )
+    )
+    config = EmergingOptimizerConfig(optimizer="muon", lr=0.01, use_distributed_optimizer=True)
+    for name, module in (("q_layernorm", torch.nn.LayerNorm(8)), ("linear_qkv", torch.nn.Identity())):
+        chunk = make_chunk(Case("muon", {**GROUPED, **MODEL}).run)
+        setattr(next(attentions(chunk)), name, module)
+        with pytest.raises(ConfigurationError) as error:
+            get_megatron_optimizer(config, [chunk])
+        found[name] = str(error.value)
+    return found
+
+
+def refusal(case: Case) -> str:
+    with pytest.raises(ConfigurationError) as error:
+        build(case)
+    return str(error.value)
+
+
+def test_what_cannot_be_clipped_is_refused_when_built():
+    found = run_ranks(1, refusals)[0]
+    assert found["alpha below"].startswith("qk_clip_alpha=-0.1: must be a finite number at least 0")
+    assert found["alpha above"].startswith("qk_clip_alpha=1.5: is the queries' share")
+    assert found["alpha nan"].startswith("qk_clip_alpha=nan: must be a finite number")
+    assert found["threshold"].startswith("qk_clip_threshold=0: must be a finite number above 0")
+    assert "before a norm of queries and keys" in found["q_layernorm"]
+    assert "optimizer_cpu_offload keeps main weights in the host's memory" in found["offload"]
+    assert "scales the weight of linear_qkv, and SelfAttention has none" in found["linear_qkv"]
+
+
+def recorded(model: dict[str, Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return what attention records in two microbatches, and the float64 maxima of its inputs."""
+    chunk, optimizer = build(Case("muon", {**model, **MODEL}))
+    expected: dict[int, torch.Tensor] = {}
+
+    def look(attention: Any, core: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        query, key = (args[n] if len(args) > n else None for n in (0, 1))
+        query, key = query.double(), key.double()
+        key = key.repeat_interleave(query.shape[2] // key.shape[2], dim=2)
+        scores = torch.einsum("qbnd,kbnd->bnqk", query, key) * core.softmax_scale
+        scores = scores.masked_fill(torch.ones(scores.shape[2:]).triu(1).bool(), -math.inf)
+        found = scores.amax((0, 2, 3))
+        number = attention.layer_number
+        expected[number] = torch.maximum(expected.get(number, found), found)
+
+    for attention in attentions(chunk):
+        core = attention.core_attention
+        core.register_forward_pre_hook(
+            lambda core, args, kwargs, a=attention: look(a, core, args, kwargs), with_kwargs=True
+        )
+    for seed in range(2):
+        train_step([chunk], optimizer, [synthetic_batch(2 * seed), synthetic_batch(2 * seed + 1)])
+        expected_now = [expected.pop(a.layer_number) for a in attentions(chunk)]
+        mine = [a.core_attention.current_max_attn_logits for a in attentions(chunk)]
+        chunk.eval()
+        assert clip_qk([chunk], log_max_only=True) == max(float(m.max()) for m in mine)
+        chunk.train()
+    return list(zip(mine, expected_now, strict=True))
+
+
+@pytest.mark.parametrize("model", [GROUPED, LATENT], ids=["GQA", "MLA"])
+def test_local_attention_records_the_largest_logit_of_each_head(model):
+    for mine, expected in run_ranks(1, recorded, model)[0]:
+        assert mine.shape == (4,)
+        # float32 products of at most 32 terms
+        torch.testing.assert_close(mine.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def nothing_is_recorded() -> bool:
+    chunk, _ = build(Case("muon", GROUPED))
+    return any(hasattr(a.core_attention, "current_max_attn_logits") for a in attentions(chunk))
+
+
+def test_nothing_is_recorded_that_nobody_asked_for():
+    assert run_ranks(1, nothing_is_recorded) == [False]
+
+
+@eager
+def of_dtensors(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Step, clip and step a model of torch FSDP2; return its weights."""
+    initialize_megatron()
+    torch.manual_seed(0)
+    model = tiny_gpt(**{**GROUPED, **MODEL, "transformer_impl": "local", "dtype": dtype})
+    wrapped = TorchFullyShardedDataParallel(
+        model.config, TorchFullyShardedDataParallelConfig(), model
+    )
+    bf16 = dtype == torch.bfloat16
+    config = EmergingOptimizerConfig(optimizer="muon", lr=0.01, clip_grad=0.0, bf16=bf16)
+    optimizer = get_megatron_optimizer(config, [wrapped])
+    for group in optimizer.param_groups:
+        group["lr"] = 0.01
+    for step in range(2):
+        for number, param in enumerate(wrapped.parameters()):
+            generator = torch.Generator().manual_seed(100 * step + number)
+            value = torch.randn(param.shape, generator=generator)
+            param.grad = shard(value.to(dtype), param)
+        optimizer.step()
+        for attention in attentions(wrapped):
+            attention.core_attention.current_max_attn_logits = torch.tensor([5.0, 20.0, 9.0, 40.0])
+        assert clip_qk([wrapped]) == 40.0
+    return {name: whole(param) for name, param in wrapped.named_parameters()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_shards_of_torch_fsdp2_are_clipped_as_one_process_does(dtype):
+    expected = run_ranks(1, of_dtensors, dtype, timeout=120)[0]
+    for found in run_ranks(2, of_dtensors, dtype, timeout=120):
+        assert deviation(found, expected) < (2e-6 if dtype == torch.float32 else 2e-2)

@@ -1,0 +1,209 @@
+"""Clipped, stepped, clipped: the same weights in every layout and storage."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.optimizer import qk_clip as megatrons
+
+from megatron_eopt.qk_clip import clip_qk
+from megatron_eopt.qk_clip.attention import attentions
+from tests.harness import run_ranks
+from tests.unit.stores import runs
+from tests.unit.stores.full_state import Case, build, steps, unwrapped
+
+GROUPED = {"layers": 2, "hidden": 32, "heads": 4, "query_groups": 2, "bias": True}
+LATENT = {"layers": 2, "hidden": 32, "heads": 4, "latent": True, "position_embedding": "rope"}
+THRESHOLD = 10.0
+MODEL = {"qk_clip": True, "qk_clip_alpha": 0.4, "qk_clip_threshold": THRESHOLD}
+
+# of each layer and head, before each clip; the first head of the second group decides for both
+MAXIMA = (
+    ((5.0, 20.0, 9.0, 10.0), (-3.0, 0.0, 40.0, 12.0)),
+    ((11.0, 5.0, 30.0, 2.0), (1.0, 2.0, 3.0, 4.0)),
+)
+
+
+@dataclass(frozen=True)
+class Clipped:
+    """What a rank has after clips and steps."""
+
+    weights: dict[str, Any]
+    returned: list[float]
+    is_rounding: bool = True
+    attributes: list[Any] = field(default_factory=list)
+
+
+def case_of(model: dict[str, Any], **fields: Any) -> Case:
+    return Case("muon", {**model, **MODEL}, **fields)
+
+
+def put(chunks: list[Any], maxima: Any, logits_of: int) -> None:
+    """Let attention have recorded its heads' maxima, smaller ones on other data-parallel ranks."""
+    rank, size = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    )
+    data = parallel_state.get_data_parallel_rank()
+    for chunk in chunks:
+        for attention in attentions(chunk):
+            mine = torch.tensor(maxima[attention.layer_number - 1]).chunk(size)[rank]
+            # another rank's tokens have the larger logits of every other head
+            seen = torch.where(torch.arange(len(mine)) % 2 == data % 2, mine, mine - 1)
+            attention.core_attention.current_max_attn_logits = (
+                seen if parallel_state.get_data_parallel_world_size() > 1 else mine
+            )
+    assert logits_of == len(maxima)
+
+
+def clipped(case: Case, clip: Any = clip_qk, gathers_first: bool = True) -> Clipped:
+    """Do a step and a clip, twice."""
+    chunk, optimizer = build(case)
+    returned = []
+    for step, maxima in enumerate(MAXIMA):
+        steps(case, chunk, optimizer, step, step + 1)
+        if case.ddp.get("overlap_param_gather") and gathers_first:
+            chunk.start_param_sync(force_sync=True)
+        put([chunk], maxima, 2)
+        returned.append(clip([chunk]))
+        optimizer.gather_params(now=True)
+    mains = {item.param: item for member in optimizer.members for item in member.storage.stored()}
+    exact = [
+        torch.equal(
+            param.detach().view(-1)[item.start : item.stop],
+            item.main.detach().view(-1).to(param.dtype),
+        )
+        for param, item in mains.items()
+    ]
+    return Clipped(runs.weights(case.run, chunk), returned, all(exact))
+
+
+def whole(results: list[Clipped]) -> dict[str, torch.Tensor]:
+    """Put slabs together by name."""
+    found: dict[str, torch.Tensor] = {}
+    for result in results:
+        for name, (slab, value) in result.weights.items():
+            if slab.dim == -1:
+                found[name] = value
+                continue
+            shape = list(value.shape)
+            shape[slab.dim] *= slab.parts
+            place = found.setdefault(name, torch.full(shape, torch.nan, dtype=value.dtype))
+            pieces = place.chunk(slab.halves, slab.dim)
+            for piece, part in zip(pieces, value.chunk(slab.halves, slab.dim), strict=True):
+                piece.chunk(slab.parts, slab.dim)[slab.part].copy_(part)
+    return found
+
+
+def deviation(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    assert found.keys() == expected.keys()
+    return max(
+        float((found[name].double() - value.double()).norm() / value.double().norm().clamp(min=1))
+        for name, value in expected.items()
+    )
+
+
+SHARDED = {"use_distributed_optimizer": True}
+PLAIN = {"use_distributed_optimizer": False}
+OVERLAPPED = {**SHARDED, "overlap_param_gather": True, "overlap_grad_reduce": True}
+LAYOUTS = {
+    "DP 2": (2, {}),
+    "TP 2": (2, {"tp": 2}),
+    "PP 2": (2, {"pp": 2}),
+    "TP 2 x DP 2": (4, {"tp": 2}),
+    # tensor parallelism cuts query groups apart
+    "TP 4": (4, {"tp": 4}),
+}
+
+
+def with_dtype(model: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    return {**model, "dtype": dtype}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model", [GROUPED, LATENT], ids=["GQA", "MLA"])
+def test_every_layout_clips_as_one_process_does(model, layout):
+    if layout == "TP 4" and model is GROUPED:
+        pytest.skip("the local attention wants a whole query group on each rank")
+    world, parallel = LAYOUTS[layout]
+    for dtype, bound in ((torch.float32, 2e-6), (torch.bfloat16, 2e-2)):
+        case = case_of(with_dtype(model, dtype))
+        alone = replace(case, ddp=PLAIN, config=PLAIN)
+        expected = run_ranks(1, clipped, alone)[0]
+        assert expected.returned == [40.0, 30.0]
+        for ddp in (SHARDED, PLAIN):
+            here = replace(case, parallel=parallel, ddp=ddp, config=ddp)
+            results = run_ranks(world, clipped, here)
+            assert {tuple(result.returned) for result in results} == {(40.0, 30.0)}
+            assert all(result.is_rounding for result in results)
+            assert deviation(whole(results), whole([expected])) < bound
+
+
+@pytest.mark.parametrize("gathers_first", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_parameters_may_be_gathered_before_or_after(dtype, gathers_first):
+    case = case_of(with_dtype(GROUPED, dtype), ddp=SHARDED)
+    expected = run_ranks(2, clipped, case)
+    found = run_ranks(2, clipped, replace(case, ddp=OVERLAPPED), clip_qk, gathers_first)
+    assert deviation(whole(found), whole(expected)) == 0.0
+    assert all(result.is_rounding for result in found)
+
+
+@pytest.mark.parametrize("model", [GROUPED, LATENT], ids=["GQA", "MLA"])
+def test_megatrons_own_where_it_works(model):
+    # it stumbles over logits that are not positive
+    positive = tuple(
+        tuple(tuple(max(logit, 1.0) for logit in layer) for layer in maxima) for maxima in MAXIMA
+    )
+    case = replace(case_of(model), ddp=PLAIN, config=PLAIN)
+    ours, theirs = run_ranks(1, side_by_side, case, positive)[0]
+    assert deviation(ours, theirs) == 0.0
+
+
+def side_by_side(case: Case, maxima: Any) -> Any:
+    found = []
+    for clip in (clip_qk, megatrons_clip):
+        chunk, optimizer = build(case)
+        for step, some in enumerate(maxima):
+            steps(case, chunk, optimizer, step, step + 1)
+            put([chunk], some, 2)
+            assert clip([chunk]) == max(map(max, some))
+        found.append({name: p.detach().clone() for name, p in chunk.named_parameters()})
+    return found
+
+
+def megatrons_clip(model: list[Any]) -> float:
+    class Twice:
+        """It looks for the model two wrappers down."""
+
+        def __init__(self, module: Any) -> None:
+            self.module = module
+
+    return megatrons.clip_qk([Twice(Twice(unwrapped(chunk))) for chunk in model])
+
+
+def nothing_to_clip() -> list[Any]:
+    case = replace(case_of(GROUPED), ddp=SHARDED)
+    chunk, optimizer = build(case)
+    steps(case, chunk, optimizer, 0, 1)
+    before = {name: param.detach().clone() for name, param in chunk.named_parameters()}
+    found = [clip_qk([chunk])]
+    for logits in ([-1.0, 0.0, -torch.inf, torch.nan], [torch.inf, 3.0, 2.0, 1.0]):
+        first = next(attentions(chunk))
+        first.core_attention.current_max_attn_logits = torch.tensor(logits)
+        found.append(clip_qk([chunk]))
+        assert first.core_attention.current_max_attn_logits is None
+    first.core_attention.current_max_attn_logits = torch.full((4,), 50.0)
+    found.append(clip_qk([chunk], log_max_only=True))
+    for name, param in chunk.named_parameters():
+        assert torch.equal(param, before[name]), name
+    return found
+
+
+def test_what_has_no_usable_logits_stays():
+    nothing, _, infinite, logged = run_ranks(1, nothing_to_clip)[0]
+    assert nothing == 0.0
+    assert infinite == float("inf")
+    assert logged == 50.0
