@@ -8,7 +8,7 @@ from typing import Any
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import OLD_SPELLINGS
 from megatron_eopt.settings.config import default_values
-from megatron_eopt.settings.config_file import DEFAULTS_KEY, allowed_keys, read_optimizer_file
+from megatron_eopt.settings.config_file import allowed_keys, read_optimizer_file
 
 logger = logging.getLogger(__name__)
 
@@ -46,10 +46,7 @@ def merge_file(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
         raise ConfigurationError("--optimizer-config", args.optimizer_config, rule, way_out)
     file = read_optimizer_file(args.optimizer_config)
     file.config()
-    values = dict(file.values)
-    if file.defaults is not None:
-        values[DEFAULTS_KEY] = file.defaults
-    for name, value in values.items():
+    for name, value in file.values.items():
         if name in given and given[name] != value:
             rule = f"{file.places[name]} says {value!r}"
             way_out = "Remove the flag or the line"

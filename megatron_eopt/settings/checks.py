@@ -22,11 +22,7 @@ from megatron_eopt.math import (
 )
 from megatron_eopt.math.moments import Moment2MethodT
 from megatron_eopt.settings.config import EmergingOptimizerConfig
-from megatron_eopt.settings.fields import (
-    check_all_consumed,
-    check_old_spellings,
-    consumed_fields,
-)
+from megatron_eopt.settings.fields import check_all_consumed, check_old_spellings, consumed_fields
 from megatron_eopt.settings.refusals import refuse_unsupported_modes
 from megatron_eopt.settings.registry import entry_of
 
@@ -60,19 +56,14 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 _OPTIMIZER_PREFIXES = ("muon", "adaptive_muon", "lion", "soap")
 
 _SWITCHES = tuple(
-    item.name
-    for item in dataclasses.fields(EmergingOptimizerConfig)
-    if isinstance(item.default, bool)
+    f.name for f in dataclasses.fields(EmergingOptimizerConfig) if isinstance(f.default, bool)
 )
 """Fields that are on or off; None counts as off."""
-
-_MAY_BE_INFINITE = frozenset({"grad_norm_skip_threshold"})
 
 _MAY_BE_NONE = frozenset(
     {"min_lr", "decoupled_lr", "decoupled_min_lr", "loss_scale"}
     | {"muon_lr", "muon_min_lr", "muon_momentum_beta", "muon_mode"}
 )
-
 
 _FOR_MATRICES = {
     "use_precision_aware_optimizer": "keeps main parameters inside Transformer Engine's Adam, "
@@ -83,7 +74,6 @@ _FOR_MATRICES = {
     "optimizer_cuda_graph": "cannot capture the collectives that bring matrices together",
     "overlap_param_gather_with_optimizer_step": "gathers parameters before all have been stepped",
 }
-
 
 _FOR_DTENSORS = {
     "fp16": "needs a loss scale, which the training loop has: torch.amp.GradScaler",
@@ -106,27 +96,20 @@ class InUse:
 
     def has(self, config: Any, name: str) -> bool:
         """Whether the field ``name`` is in use and given."""
-        owners = [prefix for prefix in _OPTIMIZER_PREFIXES if name.startswith(f"{prefix}_")]
-        if owners and not any(owner in self.prefixes for owner in owners):
+        owners = {prefix for prefix in _OPTIMIZER_PREFIXES if name.startswith(f"{prefix}_")}
+        if (owners and owners.isdisjoint(self.prefixes)) or not hasattr(config, name):
             return False
-        missing = getattr(config, name, None) is None
         may_be_none = name in _MAY_BE_NONE or (name == "lr" and self.lr_may_follow)
-        return hasattr(config, name) and not (missing and may_be_none)
+        return getattr(config, name) is not None or not may_be_none
 
 
 def check_values(config: Any, use: InUse) -> None:
-    """Raise if a field of ``config`` that is in use has a value out of bounds.
-
-    Raises:
-        ConfigurationError: If a number or a choice is out of bounds, a mode does not fit the
-            optimizer, or a field has no effect.
-        ConfigurationTypeError: If something is no number that must be one.
-    """
+    """Raise if a field in use is out of bounds, does not fit the optimizer or has no effect."""
     refuse_unsupported_modes(config, use.optimizer)
     for name, bounds in _BOUNDS.items():
         if use.has(config, name):
             value = getattr(config, name)
-            if not (name in _MAY_BE_INFINITE and value == math.inf):
+            if name != "grad_norm_skip_threshold" or value != math.inf:
                 check_number(name, value, **bounds)
     for name, choices in _CHOICES.items():
         if use.has(config, name):
@@ -146,8 +129,13 @@ def check_values(config: Any, use: InUse) -> None:
         return
     check_old_spellings(config, use.prefixes)
     if "muon" in use.prefixes:
-        _check_schedule(config)
-        resolve_coefficients(config.muon_coefficient_type, config.muon_num_ns_steps)
+        steps, coefficients = config.muon_num_ns_steps, config.muon_coefficient_type
+        if not isinstance(steps, int):
+            rule, way_out = "must be an integer", "Give a whole number"
+            raise ConfigurationTypeError("muon_num_ns_steps", steps, rule, way_out)
+        if isinstance(coefficients, str):
+            check_choice("muon_coefficient_type", coefficients, get_args(CoefficientT))
+        resolve_coefficients(coefficients, steps)
         get_backend(getattr(config, "muon_backend", "torch"))
     entry = entry_of(use.optimizer)
     consumed = consumed_fields(entry.optimizer_cls, use.prefixes) | entry.consumes
@@ -160,9 +148,8 @@ def refuse_for_matrices(config: Any) -> None:
     """Raise a ConfigurationError for the first mode that keeps matrices from being whole."""
     for name, reason in _FOR_MATRICES.items():
         if getattr(config, name, False):
-            raise ConfigurationError(
-                name, True, f"{reason}, so layer-wise storage refuses it", f"Set {name}=False"
-            )
+            rule = f"{reason}, so layer-wise storage refuses it"
+            raise ConfigurationError(name, True, rule, f"Set {name}=False")
 
 
 def refuse_for_dtensors(config: Any) -> None:
@@ -172,13 +159,3 @@ def refuse_for_dtensors(config: Any) -> None:
             raise ConfigurationError(name, value, f"{rule}, not here", f"Leave {name} unset")
     if config.lr is None:
         raise ConfigurationError("lr", None, "must be given", "Give the largest learning rate")
-
-
-def _check_schedule(config: Any) -> None:
-    steps, coefficients = config.muon_num_ns_steps, config.muon_coefficient_type
-    if not isinstance(steps, int):
-        raise ConfigurationTypeError(
-            "muon_num_ns_steps", steps, "must be an integer", "Give a whole number"
-        )
-    if isinstance(coefficients, str):
-        check_choice("muon_coefficient_type", coefficients, get_args(CoefficientT))
