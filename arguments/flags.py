@@ -17,19 +17,6 @@ from megatron_eopt.settings.fields import field_types
 from megatron_eopt.settings.registry import optimizer_names
 
 
-class _Tuple(argparse.Action):
-    """Stores several values as a tuple, as configurations hold them."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        setattr(namespace, self.dest, tuple(values))
-
-
 def choices_of_trainer_flags() -> dict[str, tuple[str, ...]]:
     """Return, by parsed name, the choices of flags that the trainer's parser has already."""
     names = optimizer_names()
@@ -103,7 +90,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "optimizer-config": {"metavar": "FILE"},
     "print-optimizer-routing": _STORE_TRUE,
     "verify-checkpoints": {"action": argparse.BooleanOptionalAction, "default": False},
-    "checkpoint-fresh-state": {"metavar": "KEY", "nargs": "+", "action": _Tuple, "default": ()},
+    "checkpoint-fresh-state": {"metavar": "KEY", "nargs": "+", "default": ()},
     "checkpoint-momentum-from-adam": _STORE_TRUE,
     "print-state-checksum": _STORE_TRUE,
     "muon-backend": {"choices": backend_names()},

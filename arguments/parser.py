@@ -50,9 +50,10 @@ def config_from_args(args: argparse.Namespace) -> tuple[EmergingOptimizerConfig,
         ConfigurationError: If something was asked for that the optimizer cannot do.
     """
     names = [item.name for item in dataclasses.fields(EmergingOptimizerConfig)]
-    config = EmergingOptimizerConfig(
-        **{name: getattr(args, name) for name in names if hasattr(args, name)}
-    )
+    values = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    # argparse makes lists
+    values["checkpoint_fresh_state"] = tuple(values.get("checkpoint_fresh_state", ()))
+    config = EmergingOptimizerConfig(**values)
     return config, megatron_optimizer.get_standard_config_overrides(config)
 
 

@@ -21,9 +21,8 @@ _ABSENT = object()
 def given_flags(parse: Callable[..., Any], argv: Sequence[str] | None) -> dict[str, Any]:
     """Return the optimizers' flags that were given, by parsed name, defaults left out.
 
-    Args:
-        parse: The parser's own ``parse_known_args``.
-        argv: The command line; None means the process's.
+    ``parse`` is the parser's own ``parse_known_args``, ``argv`` the command line (None: the
+    process's).
     """
     names = allowed_keys()
     parsed, _ = parse(argv, argparse.Namespace(**dict.fromkeys(names, _ABSENT)))
@@ -33,12 +32,8 @@ def given_flags(parse: Callable[..., Any], argv: Sequence[str] | None) -> dict[s
 def merge_file(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
     """Set in ``args`` what the file of ``--optimizer-config`` says.
 
-    Args:
-        args: What was parsed.
-        given: The values among it that were given.
-
-    Raises:
-        ConfigurationError: If the file cannot be used, or a flag says something else.
+    That a flag of ``given``, those of ``args`` that were not left out, says something else is a
+    ConfigurationError.
     """
     if getattr(args, "yaml_cfg", None) is not None:
         rule = "has no effect with --yaml-cfg, which replaces all flags"
@@ -57,12 +52,8 @@ def merge_file(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
 def fill(args: argparse.Namespace, trainers: Mapping[str, Any]) -> None:
     """Give every optimizer flag of ``args`` that is still None its default.
 
-    Args:
-        args: What was parsed; flags that were not given are None.
-        trainers: The trainer's defaults.
-
-    Raises:
-        ConfigurationError: If an old spelling and the present one were both given and disagree.
+    ``trainers`` are the trainer's defaults. An old spelling and the present one that were both
+    given and disagree are a ConfigurationError.
     """
     for old, new in OLD_SPELLINGS.items():
         _resolve_old_spelling(args, f"muon_{old}", f"muon_{new}")
@@ -73,9 +64,8 @@ def fill(args: argparse.Namespace, trainers: Mapping[str, Any]) -> None:
         if dest.startswith(PREFIXES) and getattr(args, dest, None) is None:
             setattr(args, dest, default)
     if not getattr(args, "use_layer_wise_param_layout", True):
-        logger.info(
-            "--no-use-layer-wise-param-layout has no effect: matrices need no layout of their own"
-        )
+        reason = "matrices need no layout of their own"
+        logger.info("--no-use-layer-wise-param-layout has no effect: %s", reason)
 
 
 def _resolve_old_spelling(args: argparse.Namespace, old: str, new: str) -> None:

@@ -70,11 +70,7 @@ def _script(path: str) -> _Program:
 
 
 def _module(name: str) -> _Program:
-    """Return the program of a module, for a package that of its ``__main__``.
-
-    Raises:
-        ImportError: If there is no such module, or it is not written in Python.
-    """
+    """Return the program of a module, for a package that of its ``__main__``."""
     spec = importlib.util.find_spec(name)
     if spec is not None and spec.submodule_search_locations is not None:
         return _module(f"{name}.__main__")
@@ -96,7 +92,8 @@ def _prepare(target: str) -> _Program:
     return _script(place) if kind == "script" else _module(place)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the launcher's own arguments and those of what it launches."""
     parser = argparse.ArgumentParser(
         prog=_PROGRAM,
         usage=f"{_PROGRAM} [-h] (SCRIPT | -m MODULE) [ARGUMENTS...]",
@@ -106,15 +103,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument("script", nargs="?", metavar="SCRIPT", help="path of a Python file")
-    target.add_argument(
-        "-m", dest="module", metavar="MODULE", help="run a module of this name instead"
-    )
-    return parser
-
-
-def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the launcher's own arguments and those of what it launches."""
-    parser = _parser()
+    module_help = "run a module of this name instead"
+    target.add_argument("-m", dest="module", metavar="MODULE", help=module_help)
     own = 2 if arguments[:1] == ["-m"] else 1
     options = parser.parse_args(arguments[:own])
     if options.script is not None and not Path(options.script).is_file():
@@ -126,10 +116,7 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run what the command line names, as the main module of this process.
-
-    Args:
-        arguments: The launcher's command line; None means the process's.
+    """Run what the command line (None: the process's) names, as the main module of this process.
 
     Raises:
         SystemExit: If the command line names nothing that could be run.
@@ -152,14 +139,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     program.run(vars(module))
 
 
-def _import_again(namespace: dict[str, Any]) -> None:
-    """Import in a child process what the parent runs, as multiprocessing asks for."""
-    program = _prepare(os.environ[_TARGET])
-    sys.argv[0] = program.file
-    program.run(namespace)
-
-
 if __name__ == "__main__":
     main()
 elif __name__ == "__mp_main__":
-    _import_again(globals())
+    # a child process imports what its parent runs, as multiprocessing asks for
+    _program = _prepare(os.environ[_TARGET])
+    sys.argv[0] = _program.file
+    _program.run(globals())

@@ -43,27 +43,24 @@ def device_of_collectives() -> torch.device:
 def from_rank_0[T](function: Callable[[], T]) -> T:
     """Call ``function`` on rank 0 alone; return its result, or raise its error, on every rank.
 
-    The result is broadcast.
-
     Raises:
         ConfigurationError: If the function raised one.
         RuntimeError: If it raised something else, or returned what cannot be pickled.
     """
     if not distributed.is_initialized():
         return function()
-    if not is_rank_0():
-        data, report = _broadcast(None, source=0)
-        if report is not None:
-            _raise(0, report, None)
-        return cast(T, pickle.loads(data))
-    result, error = _attempt(function)
-    # the others wait, so that a result which cannot be sent is an error like any other
-    data, unsent = _attempt(lambda: pickle.dumps(result)) if error is None else (None, None)
-    error = error or unsent
-    _broadcast((data, None if error is None else _report(error)), source=0)
-    if error is not None:
-        _raise(0, _report(error), error)
-    return cast(T, result)
+    result, data, error = None, None, None
+    if is_rank_0():
+        try:
+            result = function()
+            # the others wait, so that a result which cannot be sent is an error like any other
+            data = pickle.dumps(result)
+        except Exception as caught:
+            error = caught
+    data, report = _broadcast((data, _report(error)), source=0)
+    if report is not None:
+        _raise(0, report, error)
+    return cast(T, result if is_rank_0() else pickle.loads(data))
 
 
 def agreed[T](function: Callable[[], T]) -> T:
@@ -71,24 +68,22 @@ def agreed[T](function: Callable[[], T]) -> T:
 
     If none has failed, that takes one number of each rank. The function must not communicate.
 
-    Returns:
-        This rank's result.
-
     Raises:
         ConfigurationError: If the function of the first rank that failed raised one.
         RuntimeError: If it raised something else.
     """
-    result, error = _attempt(function)
     if not distributed.is_initialized():
-        if error is not None:
-            raise error
-        return cast(T, result)
+        return function()
+    result, error = None, None
+    try:
+        result = function()
+    except Exception as caught:
+        error = caught
     rank, world = distributed.get_rank(), distributed.get_world_size()
     first = torch.tensor(world if error is None else rank, device=device_of_collectives())
     distributed.all_reduce(first, distributed.ReduceOp.MIN)
     if (failed := int(first)) < world:
-        report = _report(error) if error is not None and rank == failed else None
-        _raise(failed, _broadcast(report, source=failed), error)
+        _raise(failed, _broadcast(_report(error), source=failed), error)
     return cast(T, result)
 
 
@@ -131,9 +126,9 @@ def integers(mine: Sequence[int]) -> list[list[int]]:
     if not distributed.is_initialized():
         return [list(mine)]
     local = torch.tensor(list(mine), dtype=torch.int64, device=device_of_collectives())
-    gathered = local.new_empty(distributed.get_world_size() * len(local))
+    gathered = local.new_empty(distributed.get_world_size(), len(local))
     distributed.all_gather_into_tensor(gathered, local)
-    rows: list[list[int]] = gathered.view(-1, len(local)).tolist()
+    rows: list[list[int]] = gathered.tolist()
     return rows
 
 
@@ -154,17 +149,10 @@ def _broadcast(value: Any, source: int) -> Any:
     return values[0]
 
 
-def _attempt[T](function: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    try:
-        return function(), None
-    except Exception as error:
-        return None, error
-
-
-def _report(error: Exception) -> tuple[str, object, str] | str:
+def _report(error: Exception | None) -> tuple[str, object, str] | str | None:
     if isinstance(error, ConfigurationError):
         return error.argument, repr(error.value), str(error)
-    return f"{type(error).__name__}: {error}"
+    return None if error is None else f"{type(error).__name__}: {error}"
 
 
 def _raise(rank: int, report: Any, own: Exception | None) -> NoReturn:

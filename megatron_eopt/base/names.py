@@ -41,13 +41,6 @@ ELEMENT_WISE_STATE = frozenset({FIRST_MOMENT, "exp_avg_sq", "max_exp_avg_sq", MO
 """Kinds of optimizer state that have one number for each of the parameter. Of other kinds the shape
 does not tell: the Kronecker factors of a square matrix look like one."""
 
-STATE_PREFIX = "optimizer.state."
-"""Start of a checkpoint's keys of state that is cut like its parameter; the kind of state and the
-parameter's key follow."""
-
-MATRIX_STATE_PREFIX = "optimizer.matrix_state."
-"""Start of a checkpoint's keys of other state; its kind and a name of the matrix follow."""
-
 MAIN_OF_SHARDED = "param"
 """Kind of main weights in checkpoints of ZeRO-1 fragments."""
 
