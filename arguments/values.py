@@ -45,7 +45,7 @@ def merge_file(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
         if name in given and given[name] != value:
             rule = f"{file.places[name]} says {value!r}"
             way_out = "Remove the flag or the line"
-            raise ConfigurationError(f"--{name.replace('_', '-')}", given[name], rule, way_out)
+            raise ConfigurationError(_flag(name), given[name], rule, way_out)
         setattr(args, name, value)
 
 
@@ -56,7 +56,14 @@ def fill(args: argparse.Namespace, trainers: Mapping[str, Any]) -> None:
     given and disagree are a ConfigurationError.
     """
     for old, new in OLD_SPELLINGS.items():
-        _resolve_old_spelling(args, f"muon_{old}", f"muon_{new}")
+        given, present = getattr(args, f"muon_{old}", None), getattr(args, f"muon_{new}", None)
+        if given is None:
+            continue
+        if present not in (None, given):
+            rule = f"is an old spelling of {_flag(f'muon_{new}')}, which says {present!r}"
+            raise ConfigurationError(_flag(f"muon_{old}"), given, rule, "Give one of them")
+        setattr(args, f"muon_{new}", given)
+        setattr(args, f"muon_{old}", None)
     defaults = default_values(args.optimizer_defaults)
     if args.optimizer_defaults == "megatron":
         defaults |= trainers
@@ -68,12 +75,5 @@ def fill(args: argparse.Namespace, trainers: Mapping[str, Any]) -> None:
         logger.info("--no-use-layer-wise-param-layout has no effect: %s", reason)
 
 
-def _resolve_old_spelling(args: argparse.Namespace, old: str, new: str) -> None:
-    given, present = getattr(args, old, None), getattr(args, new, None)
-    if given is None:
-        return
-    if present not in (None, given):
-        rule = f"is an old spelling of --{new.replace('_', '-')}, which says {present!r}"
-        raise ConfigurationError(f"--{old.replace('_', '-')}", given, rule, "Give one of them")
-    setattr(args, new, given)
-    setattr(args, old, None)
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

@@ -126,9 +126,9 @@ def integers(mine: Sequence[int]) -> list[list[int]]:
     if not distributed.is_initialized():
         return [list(mine)]
     local = torch.tensor(list(mine), dtype=torch.int64, device=device_of_collectives())
-    gathered = local.new_empty(distributed.get_world_size(), len(local))
+    gathered = local.new_empty(distributed.get_world_size() * len(local))
     distributed.all_gather_into_tensor(gathered, local)
-    rows: list[list[int]] = gathered.tolist()
+    rows: list[list[int]] = gathered.view(-1, len(local)).tolist()
     return rows
 
 

@@ -110,15 +110,9 @@ def _hash(item: ShardedTensor) -> Tensor:
 def _global_places(places: Tensor, item: ShardedTensor) -> Tensor:
     """Turn places in a flattened shard into places in the flattened unsharded tensor."""
     result = torch.zeros_like(places)
-    stride = 1
-    for axis in reversed(range(len(item.global_shape))):
-        local_axis = axis - item.prepend_axis_num
-        index = torch.zeros_like(places)
-        if local_axis >= 0:
-            extent = item.local_shape[local_axis]
-            index, places = places % extent, places // extent
-        result += (index + item.global_offset[axis]) * stride
-        stride *= item.global_shape[axis]
+    index = (*[0] * item.prepend_axis_num, *torch.unravel_index(places, item.local_shape))
+    for at, offset, extent in zip(index, item.global_offset, item.global_shape, strict=True):
+        result = result * extent + (at + offset)
     return result
 
 

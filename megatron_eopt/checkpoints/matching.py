@@ -43,15 +43,12 @@ class Requests(Protocol):
 
     def adapt(self, shapes: Shapes, policy: Policy) -> list[str]:
         """Change what is asked for to what there is; return lines to log."""
-        ...
 
     def keys(self) -> set[str]:
         """Return the keys of the tensors that are asked for."""
-        ...
 
     def own_keys(self) -> set[str]:
         """Return the keys, by parameter, of all state of this optimizer."""
-        ...
 
 
 def match(
@@ -64,17 +61,9 @@ def match(
 ) -> None:
     """Adapt a sharded state dict to the checkpoint that it is about to be loaded from, in place.
 
-    All ranks call this together, and all raise the same or nothing.
-
-    Args:
-        sharded_state_dict: What is asked for.
-        folder: Of the checkpoint, in the format torch_dist.
-        policy: What may differ.
-        strict: As in ``dist_checkpointing.load``.
-        whole_model: Whether model tensors of the checkpoint that nobody asks for are an error.
-
-    Raises:
-        ConfigurationError: If state is missing, has another shape or is left over.
+    All ranks call this together, and all raise the same CheckpointError or nothing. ``folder``
+    holds the checkpoint, in the format torch_dist; ``strict`` is as in ``dist_checkpointing.load``;
+    with ``whole_model`` model tensors that nobody asks for are an error, too.
     """
     shapes = from_rank_0(lambda: _shapes(folder))
     requests = list(_requests(sharded_state_dict))

@@ -76,8 +76,7 @@ def folder_asked_for(original: Function, *args: Any, **kwargs: Any) -> Path:
     """Return the folder that ``_load_global_dist_base_checkpoint`` is to read, called so."""
     asked = inspect.signature(original).bind(*args, **kwargs).arguments
     place = asked["load_dir"], asked["iteration"], asked["release"]
-    checkpointing = importlib.import_module("megatron.training.checkpointing")
-    return Path(checkpointing.get_checkpoint_name(*place, return_base_dir=True))
+    return Path(_checkpointing().get_checkpoint_name(*place, return_base_dir=True))
 
 
 def _matching(original: Function) -> Function:
@@ -104,8 +103,10 @@ def _printing_what_was_saved(original: Function) -> Function:
         iteration: int, model: Any, optimizer: Any, *rest: Any, **kwargs: Any
     ) -> None:
         original(iteration, model, optimizer, *rest, **kwargs)
-        held = None if _args().no_save_optim else optimizer
-        _say(f"state checksum: {checksum(model, held)} (saved, iteration {iteration})")
+        trainer = _checkpointing()
+        held = None if trainer.get_args().no_save_optim else optimizer
+        text = f"state checksum: {checksum(model, held)} (saved, iteration {iteration})"
+        trainer.print_rank_0(text)
 
     return save_checkpoint
 
@@ -116,9 +117,11 @@ def _printing_what_was_loaded(found: list[bool], original: Function) -> Function
         found.clear()
         result = original(ddp_model, optimizer, *rest, **kwargs)
         if any(found):
-            args = _args()
+            trainer = _checkpointing()
+            args = trainer.get_args()
             held = None if args.no_load_optim or args.finetune else optimizer
-            _say(f"state checksum: {checksum(ddp_model, held)} (loaded, iteration {result[0]})")
+            text = f"state checksum: {checksum(ddp_model, held)} (loaded, iteration {result[0]})"
+            trainer.print_rank_0(text)
         return result
 
     return load_checkpoint
@@ -134,13 +137,5 @@ def _noting_what_is_found(found: list[bool], original: Function) -> Function:
     return _load_base_checkpoint
 
 
-def _args() -> Any:
-    from megatron.training.global_vars import get_args
-
-    return get_args()
-
-
-def _say(text: str) -> None:
-    from megatron.training.utils import print_rank_0
-
-    print_rank_0(text)
+def _checkpointing() -> Any:
+    return importlib.import_module("megatron.training.checkpointing")

@@ -75,14 +75,14 @@ def muon_family_kwargs(
     return kwargs
 
 
-def qkv_split_shapes(model_config: Any) -> list[int]:
+def qkv_split_shapes(model_cfg: Any) -> list[int]:
     """Return the rows of Q, K and V in one query group of a fused QKV weight.
 
     With an output gate its rows come after the query's.
     """
-    head = model_config.kv_channels
-    queries = model_config.num_attention_heads // model_config.num_query_groups * head
-    gate = [queries] if getattr(model_config, "attention_output_gate", False) else []
+    head = model_cfg.kv_channels
+    queries = model_cfg.num_attention_heads // model_cfg.num_query_groups * head
+    gate = [queries] if getattr(model_cfg, "attention_output_gate", False) else []
     return [queries, *gate, head, head]
 
 

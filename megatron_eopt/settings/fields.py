@@ -45,26 +45,24 @@ def field_types(config_cls: type) -> dict[str, FieldType]:
 def constructor_arguments(optimizer_cls: type) -> list[str]:
     """Return the names of a class's constructor arguments, following ``**kwargs`` to its bases."""
     names: dict[str, None] = {}
-    for cls in optimizer_cls.__mro__:
-        if "__init__" not in vars(cls):
-            continue
-        parameters = inspect.signature(vars(cls)["__init__"]).parameters.values()
-        variable = {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}
-        names.update(dict.fromkeys(p.name for p in parameters if p.kind not in variable))
-        if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+    for init in (vars(cls)["__init__"] for cls in optimizer_cls.__mro__ if "__init__" in vars(cls)):
+        parameters = inspect.signature(init).parameters.values()
+        variable = {p.name for p in parameters if p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+        names |= dict.fromkeys(p.name for p in parameters if p.name not in variable)
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             break
     return [name for name in names if name not in ("self", "params")]
 
 
 def kwargs_from_config(
-    optimizer_cls: type, prefixes: str | Sequence[str], config: object
+    optimizer_cls: type, prefix: str | Sequence[str], config: object
 ) -> dict[str, Any]:
     """Return the constructor arguments that ``config``, or its like, has a value for.
 
-    ``prefixes`` are looked up in their order, the most specific first. An old spelling and the
-    present one that disagree are a ConfigurationError.
+    Of several prefixes the most specific comes first. An old spelling and the present one that
+    disagree are a ConfigurationError.
     """
-    prefixes = (prefixes,) if isinstance(prefixes, str) else tuple(prefixes)
+    prefixes = (prefix,) if isinstance(prefix, str) else tuple(prefix)
     names = constructor_arguments(optimizer_cls)
     values = {name: _look_up(name, prefixes, config) for name in names}
     return {name: value for name, value in values.items() if value is not _MISSING}
