@@ -63,12 +63,6 @@ class _Program(NamedTuple):
         exec(self.code, namespace)  # what python itself does with a script
 
 
-def _script(path: str) -> _Program:
-    file = os.path.abspath(path)
-    loader = SourceFileLoader("__main__", file)
-    return _Program(loader.source_to_code(loader.get_data(file), file), file, loader, None)
-
-
 def _module(name: str) -> _Program:
     """Return the program of a module, for a package that of its ``__main__``."""
     spec = importlib.util.find_spec(name)
@@ -89,7 +83,10 @@ def _prepare(target: str) -> _Program:
     cpu.enable_if_chosen()
     megatron_lm.install()
     kind, _, place = target.partition(":")
-    return _script(place) if kind == "script" else _module(place)
+    if kind == "module":
+        return _module(place)
+    loader = SourceFileLoader("__main__", place)
+    return _Program(loader.source_to_code(loader.get_data(place), place), place, loader, None)
 
 
 def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -43,9 +43,7 @@ def device_of_collectives() -> torch.device:
 def from_rank_0[T](function: Callable[[], T]) -> T:
     """Call ``function`` on rank 0 alone; return its result, or raise its error, on every rank.
 
-    Raises:
-        ConfigurationError: If the function raised one.
-        RuntimeError: If it raised something else, or returned what cannot be pickled.
+    Errors but ConfigurationErrors, and results that cannot be pickled, are a RuntimeError.
     """
     if not distributed.is_initialized():
         return function()
@@ -67,10 +65,7 @@ def agreed[T](function: Callable[[], T]) -> T:
     """Call ``function`` on every rank; raise everywhere what the first rank that failed raised.
 
     If none has failed, that takes one number of each rank. The function must not communicate.
-
-    Raises:
-        ConfigurationError: If the function of the first rank that failed raised one.
-        RuntimeError: If it raised something else.
+    Errors but ConfigurationErrors become a RuntimeError.
     """
     if not distributed.is_initialized():
         return function()

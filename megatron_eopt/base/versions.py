@@ -30,11 +30,7 @@ _PLACES = {
 
 @functools.cache
 def megatron_name(name: str) -> Any:
-    """Return one of megatron-core's names that are not part of its documented interface.
-
-    Raises:
-        ImportError: If the installed release has it no longer.
-    """
+    """Return one of megatron-core's undocumented names; an ImportError if it has it no longer."""
     module = importlib.import_module(_PLACES[name])
     try:
         return getattr(module, name)

@@ -47,11 +47,7 @@ def wrapped(
     wrappers: Mapping[str, Callable[[Function], Function]],
     module: str = "megatron.training.checkpointing",
 ) -> Rebindings:
-    """Return the rebindings that put wrappers around functions of a module of Megatron's.
-
-    Raises:
-        ImportError: If this release of Megatron lacks one of the names.
-    """
+    """Return what puts wrappers around a module's functions; an ImportError if it lacks one."""
     owner = importlib.import_module(module)
     for name in wrappers:
         if not callable(getattr(owner, name, None)):
@@ -85,10 +81,8 @@ def _matching(original: Function) -> Function:
         asked = inspect.signature(original).bind(*values, **kwargs).arguments
         wanted, args = asked["sharded_state_dict"], asked["args"]
         if not asked["rank0"] and wanted is not None and not MultiStorageClientFeature.is_enabled():
-            policy = Policy(
-                frozenset(getattr(args, "checkpoint_fresh_state", ())),
-                getattr(args, "checkpoint_momentum_from_adam", False),
-            )
+            fresh = frozenset(getattr(args, "checkpoint_fresh_state", ()))
+            policy = Policy(fresh, getattr(args, "checkpoint_momentum_from_adam", False))
             strict, whole_model = args.dist_ckpt_strictness, not args.finetune
             folder = folder_asked_for(original, *values, **kwargs)
             match(wanted, folder, policy, strict=strict, whole_model=whole_model)

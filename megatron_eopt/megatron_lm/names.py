@@ -20,22 +20,12 @@ from megatron_eopt.megatron_lm.trainer import (
 )
 
 EMERGING_OPTIMIZERS = (
-    "EmergingOptimizerEntry",
-    "TensorParallelAdaptiveMuon",
-    "TensorParallelMuon",
-    "_EMERGING_OPTIMIZERS",
-    "_adaptive_muon_config_to_kwargs",
-    "_create_emerging_optimizer",
-    "_default_adam_based_eopt_config_to_kwargs",
-    "_default_param_overrides_factory",
-    "_eopt_init_state_fn",
-    "_get_qkv_split_shapes",
-    "_is_nonlinear_or_embedding",
-    "_kwargs_from_config",
-    "_muon_config_to_kwargs",
-    "get_supported_coefficient_types",
-    "validate_coefficient_type",
-)
+    "EmergingOptimizerEntry TensorParallelAdaptiveMuon TensorParallelMuon _EMERGING_OPTIMIZERS "
+    "_adaptive_muon_config_to_kwargs _create_emerging_optimizer _default_param_overrides_factory "
+    "_default_adam_based_eopt_config_to_kwargs _eopt_init_state_fn _get_qkv_split_shapes "
+    "_is_nonlinear_or_embedding _kwargs_from_config _muon_config_to_kwargs "
+    "get_supported_coefficient_types validate_coefficient_type"
+).split()
 """Names of Megatron's module ``emerging_optimizers`` that are ours in our module of that name."""
 
 PUBLISHED: dict[str, dict[str, Any]] = {

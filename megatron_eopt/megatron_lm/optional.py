@@ -21,11 +21,7 @@ class FollowsFlags:
         self._exchanges: dict[str, Exchange] = {}
 
     def follow(self, args: argparse.Namespace) -> None:
-        """Replace what ``args`` ask for, and put back what they do not.
-
-        Raises:
-            ImportError: If Megatron lacks a name that would be replaced.
-        """
+        """Replace what ``args`` ask for, and put back what they do not."""
         flags = [flag for flag in BY_FLAG if getattr(args, flag, False)]
         if flags == list(self._exchanges):
             return

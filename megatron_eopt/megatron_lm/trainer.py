@@ -131,11 +131,9 @@ def in_the_usual_layout(original: Callable[..., Any]) -> Callable[..., Any]:
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
         wanted = call.arguments
-        if (
-            wanted["use_layer_wise_distributed_optimizer"]
-            and wanted["use_layer_wise_param_layout"]
-            and wanted["DP"] is DistributedDataParallel
-        ):
+        layer_wise = wanted["use_layer_wise_distributed_optimizer"]
+        in_layout = layer_wise and wanted["use_layer_wise_param_layout"]
+        if in_layout and wanted["DP"] is DistributedDataParallel:
             wanted["ddp_config"].use_distributed_optimizer = True
         wanted["use_layer_wise_distributed_optimizer"] = False
         return original(*call.args, **call.kwargs)

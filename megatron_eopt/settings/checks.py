@@ -61,7 +61,7 @@ _SWITCHES = tuple(
 """Fields that are on or off; None counts as off."""
 
 _MAY_BE_NONE = frozenset(
-    {"min_lr", "decoupled_lr", "decoupled_min_lr", "loss_scale"}
+    {"min_lr", "decoupled_lr", "decoupled_min_lr", "loss_scale", *_SWITCHES}
     | {"muon_lr", "muon_min_lr", "muon_momentum_beta", "muon_mode"}
 )
 
@@ -85,50 +85,41 @@ _FOR_DTENSORS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class InUse:
-    """What of a configuration is in use."""
+def check_values(
+    config: Any, optimizer: str, prefixes: tuple[str, ...], scalar: str, *, lr_may_follow: bool
+) -> None:
+    """Raise if a field in use is out of bounds, does not fit the optimizer or has no effect.
 
-    optimizer: str  # name of the main optimizer
-    prefixes: tuple[str, ...]  # prefixes of the fields in use
-    scalar: str  # the optimizer of what the main one does not take
-    lr_may_follow: bool = False  # whether a learning rate that is not given is no error yet
-
-    def has(self, config: Any, name: str) -> bool:
-        """Whether the field ``name`` is in use and given."""
+    ``optimizer`` is the main one, whose fields have ``prefixes``; ``scalar`` takes the rest. With
+    ``lr_may_follow`` a learning rate that is not given is no error yet.
+    """
+    refuse_unsupported_modes(config, optimizer)
+    may_be_none = _MAY_BE_NONE | ({"lr"} if lr_may_follow else set())
+    for name in (*_BOUNDS, *_CHOICES, *_SWITCHES):
         owners = {prefix for prefix in _OPTIMIZER_PREFIXES if name.startswith(f"{prefix}_")}
-        if (owners and owners.isdisjoint(self.prefixes)) or not hasattr(config, name):
-            return False
-        may_be_none = name in _MAY_BE_NONE or (name == "lr" and self.lr_may_follow)
-        return getattr(config, name) is not None or not may_be_none
-
-
-def check_values(config: Any, use: InUse) -> None:
-    """Raise if a field in use is out of bounds, does not fit the optimizer or has no effect."""
-    refuse_unsupported_modes(config, use.optimizer)
-    for name, bounds in _BOUNDS.items():
-        if use.has(config, name):
-            value = getattr(config, name)
-            if name != "grad_norm_skip_threshold" or value != math.inf:
-                check_number(name, value, **bounds)
-    for name, choices in _CHOICES.items():
-        if use.has(config, name):
-            check_choice(name, getattr(config, name), choices)
-    for name in _SWITCHES:
-        if use.has(config, name) and getattr(config, name) is not None:
-            check_switch(name, getattr(config, name))
+        if (owners and owners.isdisjoint(prefixes)) or not hasattr(config, name):
+            continue
+        value = getattr(config, name)
+        if value is None and name in may_be_none:
+            continue
+        if name in _CHOICES:
+            check_choice(name, value, _CHOICES[name])
+        elif name in _SWITCHES:
+            check_switch(name, value)
+        elif name != "grad_norm_skip_threshold" or value != math.inf:
+            check_number(name, value, **_BOUNDS[name])
     if config.fp16 and not config.loss_scale and config.min_loss_scale > config.initial_loss_scale:
         rule = f"must not be above initial_loss_scale={config.initial_loss_scale!r}"
         way_out = "Lower it, or raise initial_loss_scale"
         raise ConfigurationError("min_loss_scale", config.min_loss_scale, rule, way_out)
-    if getattr(config, "muon_exempt_from_clipping", False) and "muon" not in use.prefixes:
-        rule = f"is about Muon's gradients, and {use.optimizer}'s are always clipped"
+    if getattr(config, "muon_exempt_from_clipping", False) and "muon" not in prefixes:
+        rule = f"is about Muon's gradients, and {optimizer}'s are always clipped"
         way_out = "Leave it off, or set clip_grad=0"
         raise ConfigurationError("muon_exempt_from_clipping", True, rule, way_out)
-    if use.optimizer in STANDARD_OPTIMIZERS:
+    if optimizer in STANDARD_OPTIMIZERS:
         return
-    check_old_spellings(config, use.prefixes)
-    if "muon" in use.prefixes:
+    check_old_spellings(config, prefixes)
+    if "muon" in prefixes:
         steps, coefficients = config.muon_num_ns_steps, config.muon_coefficient_type
         if not isinstance(steps, int):
             rule, way_out = "must be an integer", "Give a whole number"
@@ -137,11 +128,11 @@ def check_values(config: Any, use: InUse) -> None:
             check_choice("muon_coefficient_type", coefficients, get_args(CoefficientT))
         resolve_coefficients(coefficients, steps)
         get_backend(getattr(config, "muon_backend", "torch"))
-    entry = entry_of(use.optimizer)
-    consumed = consumed_fields(entry.optimizer_cls, use.prefixes) | entry.consumes
-    if use.scalar == "lion":
+    entry = entry_of(optimizer)
+    consumed = consumed_fields(entry.optimizer_cls, prefixes) | entry.consumes
+    if scalar == "lion":
         consumed |= {"lion_beta1", "lion_beta2"}
-    check_all_consumed(config, use.prefixes, consumed)
+    check_all_consumed(config, prefixes, consumed)
 
 
 def refuse_for_matrices(config: Any) -> None:

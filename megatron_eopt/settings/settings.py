@@ -9,7 +9,7 @@ from typing import Any, Literal
 from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError, check_choice
 from megatron_eopt.base.names import SCALAR_OPTIMIZERS, STANDARD_OPTIMIZERS, TpModeT
 from megatron_eopt.matrices import SplitT
-from megatron_eopt.settings.checks import InUse, check_values, refuse_for_matrices
+from megatron_eopt.settings.checks import check_values, refuse_for_matrices
 from megatron_eopt.settings.config import EmergingOptimizerConfig
 from megatron_eopt.settings.fields import first_field
 from megatron_eopt.settings.registry import Overrides, StateLayoutT, entry_of, optimizer_names
@@ -91,11 +91,9 @@ class Settings(RunSettings):
 
 
 def resolve(config: Any, *, lr_may_follow: bool = False) -> Settings:
-    """Return what ``config`` means, having checked every value in use.
+    """Return what an ``OptimizerConfig`` means, having checked every value in use.
 
-    Args:
-        config: An ``OptimizerConfig``.
-        lr_may_follow: Whether a learning rate that is not given is no error yet.
+    With ``lr_may_follow`` a learning rate that is not given is no error yet.
 
     Raises:
         ConfigurationError: If the optimizer's name is unknown, flags contradict each other, a value
@@ -105,7 +103,8 @@ def resolve(config: Any, *, lr_may_follow: bool = False) -> Settings:
     name, storage = _name_and_storage(config)
     standard: dict[str, Any] = {"scalar": name, "prefixes": (name,)}
     chosen = standard if name in STANDARD_OPTIMIZERS else _of_emerging(name, config)
-    check_values(config, InUse(name, chosen["prefixes"], chosen["scalar"], lr_may_follow))
+    in_use = (name, chosen["prefixes"], chosen["scalar"])
+    check_values(config, *in_use, lr_may_follow=lr_may_follow)
     return Settings(
         **_of_the_run(config) | chosen,
         optimizer=name,
