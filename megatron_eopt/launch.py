@@ -121,12 +121,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     options, rest = _parse(sys.argv[1:] if arguments is None else arguments)
     sys.argv[:] = [options.script or options.module, *rest]
+    target = f"module:{options.module}"
     if options.script is not None:
+        target = f"script:{os.path.abspath(options.script)}"
         if not sys.flags.safe_path:
             sys.path[0] = str(Path(options.script).resolve().parent)
-        target = f"script:{os.path.abspath(options.script)}"
-    else:
-        target = f"module:{options.module}"
     # for the processes that this one starts, see _MainSpec
     os.environ[_TARGET] = target
     program = _prepare(target)

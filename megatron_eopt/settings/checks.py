@@ -44,7 +44,7 @@ _BOUNDS: dict[str, dict[str, float]] = {
 }
 """Bounds of numeric fields; those with an optimizer's prefix count only while it is in use."""
 
-_CHOICES: dict[str, tuple[str, ...]] = {
+CHOICES: dict[str, tuple[str, ...]] = {
     "muon_tp_mode": get_args(TpModeT),
     "muon_mode": get_args(TpModeT),
     "muon_scale_mode": get_args(ScaleModeT),
@@ -95,15 +95,15 @@ def check_values(
     """
     refuse_unsupported_modes(config, optimizer)
     may_be_none = _MAY_BE_NONE | ({"lr"} if lr_may_follow else set())
-    for name in (*_BOUNDS, *_CHOICES, *_SWITCHES):
+    for name in (*_BOUNDS, *CHOICES, *_SWITCHES):
         owners = {prefix for prefix in _OPTIMIZER_PREFIXES if name.startswith(f"{prefix}_")}
         if (owners and owners.isdisjoint(prefixes)) or not hasattr(config, name):
             continue
         value = getattr(config, name)
         if value is None and name in may_be_none:
             continue
-        if name in _CHOICES:
-            check_choice(name, value, _CHOICES[name])
+        if name in CHOICES:
+            check_choice(name, value, CHOICES[name])
         elif name in _SWITCHES:
             check_switch(name, value)
         elif name != "grad_norm_skip_threshold" or value != math.inf:
