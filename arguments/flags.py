@@ -3,45 +3,22 @@
 import argparse
 from typing import Any, get_args
 
-from megatron_eopt.base.names import (
-    SCALAR_OPTIMIZERS,
-    STANDARD_OPTIMIZERS,
-    OptimizerDefaultsT,
-    TpModeT,
-)
-from megatron_eopt.math import CoefficientT, PrecisionT, ScaleModeT, backend_names
-from megatron_eopt.math.moments import Moment2MethodT
+from megatron_eopt.base.names import SCALAR_OPTIMIZERS, STANDARD_OPTIMIZERS, OptimizerDefaultsT
+from megatron_eopt.math import CoefficientT, backend_names
 from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
+from megatron_eopt.settings.checks import CHOICES
 from megatron_eopt.settings.config import EmergingOptimizerConfig
 from megatron_eopt.settings.fields import field_types
 from megatron_eopt.settings.registry import optimizer_names
 
 
-class _Tuple(argparse.Action):
-    """Stores several values as a tuple, as configurations hold them."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        setattr(namespace, self.dest, tuple(values))
-
-
 def choices_of_trainer_flags() -> dict[str, tuple[str, ...]]:
-    """Return, by parsed name, the choices of flags that the trainer's parser has already."""
+    """Return, by parsed name, the choices of flags that the trainer's parser may have already."""
     names = optimizer_names()
     old = tuple(f"dist_{name}" for name in names if name not in STANDARD_OPTIMIZERS)
-    return {
-        "optimizer": (*names, *old),
-        "muon_scale_mode": get_args(ScaleModeT),
-        "muon_fp32_matmul_prec": get_args(PrecisionT),
-        "muon_coefficient_type": get_args(CoefficientT),
-        "muon_tp_mode": get_args(TpModeT),
-        "muon_scalar_optimizer": SCALAR_OPTIMIZERS,
-    }
+    coefficients, scalars = get_args(CoefficientT), SCALAR_OPTIMIZERS
+    muons = {"muon_coefficient_type": coefficients, "muon_scalar_optimizer": scalars}
+    return {**CHOICES, **muons, "optimizer": (*names, *old)}
 
 
 GROUPS: dict[str, dict[str, str]] = {
@@ -103,12 +80,12 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "optimizer-config": {"metavar": "FILE"},
     "print-optimizer-routing": _STORE_TRUE,
     "verify-checkpoints": {"action": argparse.BooleanOptionalAction, "default": False},
-    "checkpoint-fresh-state": {"metavar": "KEY", "nargs": "+", "action": _Tuple, "default": ()},
+    "checkpoint-fresh-state": {"metavar": "KEY", "nargs": "+", "default": ()},
     "checkpoint-momentum-from-adam": _STORE_TRUE,
     "print-state-checksum": _STORE_TRUE,
     "muon-backend": {"choices": backend_names()},
     "muon-use-nesterov": {"action": "store_true", "default": None},
-    "adaptive-muon-moment2-method": {"choices": get_args(Moment2MethodT)},
+    "adaptive-muon-moment2-method": {"choices": CHOICES["adaptive_muon_moment2_method"]},
 }
 """Arguments of ``add_argument`` that do not follow from the type of the configuration's field."""
 

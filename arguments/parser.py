@@ -12,15 +12,12 @@ from megatron_eopt.settings.config import EmergingOptimizerConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add this package's flags to ``parser`` and return it; a second call changes nothing.
+    """Add our flags to the trainer's, or any, parser and return it; a second call changes nothing.
 
     Works as the ``extra_args_provider`` of ``megatron.training``. Flags that the trainer has keep
     their place and get our choices. Flags that were not given get their defaults when the command
     line has been parsed, since these follow from ``--optimizer-defaults`` and
     ``--optimizer-config``.
-
-    Args:
-        parser: The trainer's parser, or any other.
     """
     known = {action.dest: action for action in parser._actions}
     if "optimizer_defaults" in known:
@@ -42,17 +39,14 @@ def config_from_args(args: argparse.Namespace) -> tuple[EmergingOptimizerConfig,
 
     Takes the place of ``megatron.training.training.get_megatron_optimizer_config``. The class is
     always ours; with ``--optimizer-defaults megatron`` its fields hold megatron-core's defaults.
-
-    Args:
-        args: Parsed by a parser that :func:`add_arguments` extended.
-
-    Raises:
-        ConfigurationError: If something was asked for that the optimizer cannot do.
+    What was parsed comes from a parser that :func:`add_arguments` extended; if it asks for what the
+    optimizer cannot do, that is a ConfigurationError.
     """
     names = [item.name for item in dataclasses.fields(EmergingOptimizerConfig)]
-    config = EmergingOptimizerConfig(
-        **{name: getattr(args, name) for name in names if hasattr(args, name)}
-    )
+    values = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    # argparse makes lists
+    values["checkpoint_fresh_state"] = tuple(values.get("checkpoint_fresh_state", ()))
+    config = EmergingOptimizerConfig(**values)
     return config, megatron_optimizer.get_standard_config_overrides(config)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import OLD_SPELLINGS
 from megatron_eopt.settings.config import default_values
-from megatron_eopt.settings.config_file import DEFAULTS_KEY, allowed_keys, read_optimizer_file
+from megatron_eopt.settings.config_file import allowed_keys, read_optimizer_file
 
 logger = logging.getLogger(__name__)
 
@@ -21,9 +21,8 @@ _ABSENT = object()
 def given_flags(parse: Callable[..., Any], argv: Sequence[str] | None) -> dict[str, Any]:
     """Return the optimizers' flags that were given, by parsed name, defaults left out.
 
-    Args:
-        parse: The parser's own ``parse_known_args``.
-        argv: The command line; None means the process's.
+    ``parse`` is the parser's own ``parse_known_args``, ``argv`` the command line (None: the
+    process's).
     """
     names = allowed_keys()
     parsed, _ = parse(argv, argparse.Namespace(**dict.fromkeys(names, _ABSENT)))
@@ -33,12 +32,8 @@ def given_flags(parse: Callable[..., Any], argv: Sequence[str] | None) -> dict[s
 def merge_file(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
     """Set in ``args`` what the file of ``--optimizer-config`` says.
 
-    Args:
-        args: What was parsed.
-        given: The values among it that were given.
-
-    Raises:
-        ConfigurationError: If the file cannot be used, or a flag says something else.
+    That a flag of ``given``, those of ``args`` that were not left out, says something else is a
+    ConfigurationError.
     """
     if getattr(args, "yaml_cfg", None) is not None:
         rule = "has no effect with --yaml-cfg, which replaces all flags"
@@ -46,29 +41,29 @@ def merge_file(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
         raise ConfigurationError("--optimizer-config", args.optimizer_config, rule, way_out)
     file = read_optimizer_file(args.optimizer_config)
     file.config()
-    values = dict(file.values)
-    if file.defaults is not None:
-        values[DEFAULTS_KEY] = file.defaults
-    for name, value in values.items():
+    for name, value in file.values.items():
         if name in given and given[name] != value:
             rule = f"{file.places[name]} says {value!r}"
             way_out = "Remove the flag or the line"
-            raise ConfigurationError(f"--{name.replace('_', '-')}", given[name], rule, way_out)
+            raise ConfigurationError(_flag(name), given[name], rule, way_out)
         setattr(args, name, value)
 
 
 def fill(args: argparse.Namespace, trainers: Mapping[str, Any]) -> None:
     """Give every optimizer flag of ``args`` that is still None its default.
 
-    Args:
-        args: What was parsed; flags that were not given are None.
-        trainers: The trainer's defaults.
-
-    Raises:
-        ConfigurationError: If an old spelling and the present one were both given and disagree.
+    ``trainers`` are the trainer's defaults. An old spelling and the present one that were both
+    given and disagree are a ConfigurationError.
     """
     for old, new in OLD_SPELLINGS.items():
-        _resolve_old_spelling(args, f"muon_{old}", f"muon_{new}")
+        given, present = getattr(args, f"muon_{old}", None), getattr(args, f"muon_{new}", None)
+        if given is None:
+            continue
+        if present not in (None, given):
+            rule = f"is an old spelling of {_flag(f'muon_{new}')}, which says {present!r}"
+            raise ConfigurationError(_flag(f"muon_{old}"), given, rule, "Give one of them")
+        setattr(args, f"muon_{new}", given)
+        setattr(args, f"muon_{old}", None)
     defaults = default_values(args.optimizer_defaults)
     if args.optimizer_defaults == "megatron":
         defaults |= trainers
@@ -76,17 +71,9 @@ def fill(args: argparse.Namespace, trainers: Mapping[str, Any]) -> None:
         if dest.startswith(PREFIXES) and getattr(args, dest, None) is None:
             setattr(args, dest, default)
     if not getattr(args, "use_layer_wise_param_layout", True):
-        logger.info(
-            "--no-use-layer-wise-param-layout has no effect: matrices need no layout of their own"
-        )
+        reason = "matrices need no layout of their own"
+        logger.info("--no-use-layer-wise-param-layout has no effect: %s", reason)
 
 
-def _resolve_old_spelling(args: argparse.Namespace, old: str, new: str) -> None:
-    given, present = getattr(args, old, None), getattr(args, new, None)
-    if given is None:
-        return
-    if present not in (None, given):
-        rule = f"is an old spelling of --{new.replace('_', '-')}, which says {present!r}"
-        raise ConfigurationError(f"--{old.replace('_', '-')}", given, rule, "Give one of them")
-    setattr(args, new, given)
-    setattr(args, old, None)
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

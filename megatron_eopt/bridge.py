@@ -5,6 +5,7 @@ the optimizer, and calls ``finalize`` when all fields have their last values. Ne
 Megatron-Bridge to be installed.
 """
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,13 +68,8 @@ class BridgeOptimizerConfig(EmergingOptimizerConfig):
         )
 
 
-def _allow_reading_back() -> None:
-    """Let the trainers' configuration files name the class above, where they check names."""
-    try:
-        from megatron.training.config.instantiate_utils import target_allowlist
-    except ImportError:
-        return
+# the trainers' configuration files may name the class above, where they check names
+with contextlib.suppress(ImportError):
+    from megatron.training.config.instantiate_utils import target_allowlist
+
     target_allowlist.add_exact(f"{__name__}.{BridgeOptimizerConfig.__qualname__}")
-
-
-_allow_reading_back()

@@ -14,8 +14,8 @@ from megatron_eopt.math.coefficients import COEFFICIENT_NAMES
 from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
 from megatron_eopt.optimizers.muon import TensorParallelMuon
-from megatron_eopt.settings import arguments as _arguments
-from megatron_eopt.settings import fields as _fields
+from megatron_eopt.settings.arguments import emerging_kwargs, entry_kwargs, qkv_split_shapes
+from megatron_eopt.settings.fields import kwargs_from_config
 from megatron_eopt.settings.registry import (
     EmergingOptimizerEntry,
     default_param_overrides,
@@ -51,17 +51,10 @@ def validate_coefficient_type(coefficient_type: str) -> None:
 _default_param_overrides_factory = default_param_overrides
 _eopt_init_state_fn = init_state
 _is_nonlinear_or_embedding = is_nonlinear_or_embedding
-_muon_config_to_kwargs = functools.partial(_arguments.entry_kwargs, "muon")
-_adaptive_muon_config_to_kwargs = functools.partial(_arguments.entry_kwargs, "adaptive_muon")
-
-
-# under the argument names that megatron-core's have
-def _get_qkv_split_shapes(model_cfg: Any) -> list[int]:
-    return _arguments.qkv_split_shapes(model_cfg)
-
-
-def _kwargs_from_config(optimizer_cls: type, prefix: str, config: Any) -> dict[str, Any]:
-    return _fields.kwargs_from_config(optimizer_cls, prefix, config)
+_get_qkv_split_shapes = qkv_split_shapes
+_kwargs_from_config = kwargs_from_config
+_muon_config_to_kwargs = functools.partial(entry_kwargs, "muon")
+_adaptive_muon_config_to_kwargs = functools.partial(entry_kwargs, "adaptive_muon")
 
 
 def _create_emerging_optimizer(
@@ -72,7 +65,7 @@ def _create_emerging_optimizer(
     pg_collection: Any,
 ) -> tuple[torch.optim.Optimizer, Any]:
     entry = entry_of(eopt_name)
-    kwargs = _arguments.entry_kwargs(eopt_name, config, model_chunks, pg_collection)
+    kwargs = entry_kwargs(eopt_name, config, model_chunks, pg_collection)
     return entry.optimizer_cls(param_groups, **kwargs), entry.init_state_fn
 
 
@@ -80,6 +73,5 @@ def _default_adam_based_eopt_config_to_kwargs(
     eopt_name: str, config: Any, model_chunks: Sequence[Any], pg_collection: Any
 ) -> dict[str, Any]:
     entry = entry_of(eopt_name)
-    return _arguments.emerging_kwargs(
-        entry.optimizer_cls, entry.prefixes or (eopt_name,), config, pg_collection
-    )
+    prefixes = entry.prefixes or (eopt_name,)
+    return emerging_kwargs(entry.optimizer_cls, prefixes, config, pg_collection)

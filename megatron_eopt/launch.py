@@ -63,18 +63,8 @@ class _Program(NamedTuple):
         exec(self.code, namespace)  # what python itself does with a script
 
 
-def _script(path: str) -> _Program:
-    file = os.path.abspath(path)
-    loader = SourceFileLoader("__main__", file)
-    return _Program(loader.source_to_code(loader.get_data(file), file), file, loader, None)
-
-
 def _module(name: str) -> _Program:
-    """Return the program of a module, for a package that of its ``__main__``.
-
-    Raises:
-        ImportError: If there is no such module, or it is not written in Python.
-    """
+    """Return the program of a module, for a package that of its ``__main__``."""
     spec = importlib.util.find_spec(name)
     if spec is not None and spec.submodule_search_locations is not None:
         return _module(f"{name}.__main__")
@@ -93,10 +83,14 @@ def _prepare(target: str) -> _Program:
     cpu.enable_if_chosen()
     megatron_lm.install()
     kind, _, place = target.partition(":")
-    return _script(place) if kind == "script" else _module(place)
+    if kind == "module":
+        return _module(place)
+    loader = SourceFileLoader("__main__", place)
+    return _Program(loader.source_to_code(loader.get_data(place), place), place, loader, None)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the launcher's own arguments and those of what it launches."""
     parser = argparse.ArgumentParser(
         prog=_PROGRAM,
         usage=f"{_PROGRAM} [-h] (SCRIPT | -m MODULE) [ARGUMENTS...]",
@@ -106,15 +100,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument("script", nargs="?", metavar="SCRIPT", help="path of a Python file")
-    target.add_argument(
-        "-m", dest="module", metavar="MODULE", help="run a module of this name instead"
-    )
-    return parser
-
-
-def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the launcher's own arguments and those of what it launches."""
-    parser = _parser()
+    module_help = "run a module of this name instead"
+    target.add_argument("-m", dest="module", metavar="MODULE", help=module_help)
     own = 2 if arguments[:1] == ["-m"] else 1
     options = parser.parse_args(arguments[:own])
     if options.script is not None and not Path(options.script).is_file():
@@ -126,10 +113,7 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run what the command line names, as the main module of this process.
-
-    Args:
-        arguments: The launcher's command line; None means the process's.
+    """Run what the command line (None: the process's) names, as the main module of this process.
 
     Raises:
         SystemExit: If the command line names nothing that could be run.
@@ -137,12 +121,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     options, rest = _parse(sys.argv[1:] if arguments is None else arguments)
     sys.argv[:] = [options.script or options.module, *rest]
+    target = f"module:{options.module}"
     if options.script is not None:
+        target = f"script:{os.path.abspath(options.script)}"
         if not sys.flags.safe_path:
             sys.path[0] = str(Path(options.script).resolve().parent)
-        target = f"script:{os.path.abspath(options.script)}"
-    else:
-        target = f"module:{options.module}"
     # for the processes that this one starts, see _MainSpec
     os.environ[_TARGET] = target
     program = _prepare(target)
@@ -152,14 +135,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     program.run(vars(module))
 
 
-def _import_again(namespace: dict[str, Any]) -> None:
-    """Import in a child process what the parent runs, as multiprocessing asks for."""
-    program = _prepare(os.environ[_TARGET])
-    sys.argv[0] = program.file
-    program.run(namespace)
-
-
 if __name__ == "__main__":
     main()
 elif __name__ == "__mp_main__":
-    _import_again(globals())
+    # a child process imports what its parent runs, as multiprocessing asks for
+    _program = _prepare(os.environ[_TARGET])
+    sys.argv[0] = _program.file
+    _program.run(globals())

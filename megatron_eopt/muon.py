@@ -22,35 +22,23 @@ def get_megatron_muon_optimizer(
 ) -> Any:
     """Return Muon for matrices and Adam for the rest; deprecated.
 
-    Use :func:`megatron_eopt.get_megatron_optimizer` with ``optimizer="muon"``.
-
-    Args:
-        config: An ``OptimizerConfig``; one whose optimizer is adam or sgd means Muon here.
-        model_chunks: The wrapped model.
-        config_overrides: As in ``get_megatron_optimizer``.
-        use_gloo_process_groups: As there.
-        pg_collection: As there.
-        dump_param_to_param_group_map: As there.
-        layer_wise_distributed_optimizer: Keep the state in fragments.
+    Use :func:`megatron_eopt.get_megatron_optimizer` with ``optimizer="muon"``; arguments and errors
+    are the same. Here a config whose optimizer is adam or sgd means Muon, too, and
+    ``layer_wise_distributed_optimizer`` keeps the state in fragments.
 
     Raises:
-        ConfigurationError: As there.
-        ConfigurationTypeError: As there, or if ``layer_wise_distributed_optimizer`` was given as
-            the fifth argument, where older releases had it.
+        ConfigurationTypeError: If ``layer_wise_distributed_optimizer`` was given as the fifth
+            argument, where older releases had it.
     """
     if isinstance(pg_collection, bool):
-        raise ConfigurationTypeError(
-            "pg_collection",
-            pg_collection,
-            "the fifth argument is the collection of process groups, as in get_megatron_optimizer",
-            "Pass layer_wise_distributed_optimizer by its name",
+        rule = (
+            "the fifth argument is the collection of process groups, as in get_megatron_optimizer"
         )
-    warnings.warn(
-        "get_megatron_muon_optimizer is deprecated; call get_megatron_optimizer with "
-        "optimizer='muon'",
-        DeprecationWarning,
-        stacklevel=2,
-    )
+        way_out = "Pass layer_wise_distributed_optimizer by its name"
+        raise ConfigurationTypeError("pg_collection", pg_collection, rule, way_out)
+    way_out = "call get_megatron_optimizer with optimizer='muon'"
+    text = f"get_megatron_muon_optimizer is deprecated; {way_out}"
+    warnings.warn(text, DeprecationWarning, stacklevel=2)
     return get_megatron_optimizer(
         as_muon(config, layer_wise=layer_wise_distributed_optimizer),
         model_chunks,

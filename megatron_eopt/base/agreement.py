@@ -42,58 +42,46 @@ def device_of_collectives() -> torch.device:
 def from_rank_0[T](function: Callable[[], T]) -> T:
     """Call ``function`` on rank 0 alone; return its result, or raise its error, on every rank.
 
-    The result is broadcast.
-
-    Raises:
-        ConfigurationError: If the function raised one.
-        RuntimeError: If it raised something else, or returned what cannot be pickled.
+    Errors but ConfigurationErrors, and results that cannot be pickled, are a RuntimeError.
     """
     if not distributed.is_initialized():
         return function()
-    if not is_rank_0():
-        data, report = _broadcast(None)
-        if report is not None:
-            _raise(0, report, None)
-        return cast(T, pickle.loads(data))
-    result, error = _attempt(function)
-    # the others wait, so that a result which cannot be sent is an error like any other
-    data, unsent = _attempt(lambda: pickle.dumps(result)) if error is None else (None, None)
-    error = error or unsent
-    _broadcast((data, None if error is None else _report(error)))
-    if error is not None:
-        _raise(0, _report(error), error)
-    return cast(T, result)
+    result, data, error = None, None, None
+    if is_rank_0():
+        try:
+            result = function()
+            # the others wait, so that a result which cannot be sent is an error like any other
+            data = pickle.dumps(result)
+        except Exception as caught:
+            error = caught
+    data, report = _broadcast((data, _report(error)))
+    if report is not None:
+        _raise(0, report, error)
+    return cast(T, result if is_rank_0() else pickle.loads(data))
 
 
 def agreed[T](function: Callable[[], T], group: distributed.ProcessGroup | None = None) -> T:
     """Call ``function`` on every rank; raise everywhere what the first rank that failed raised.
 
     If none has failed, that takes one number of each rank. A function may communicate only where no
-    rank can fail alone meanwhile.
+    rank can fail alone meanwhile. Errors that are not ours become a RuntimeError.
 
     Args:
         function: What to call.
         group: The ranks that call this together; None for the world.
-
-    Returns:
-        This rank's result.
-
-    Raises:
-        ConfigurationError: If the function of the first rank that failed raised one.
-        ConfigurationTypeError: Likewise.
-        RuntimeError: If it raised something else, and there are several ranks.
     """
-    result, error = _attempt(function)
     if not distributed.is_initialized() or (world := distributed.get_world_size(group)) == 1:
-        if error is not None:
-            raise error
-        return cast(T, result)
+        return function()
+    result, error = None, None
+    try:
+        result = function()
+    except Exception as caught:
+        error = caught
     rank = distributed.get_rank(group)
     first = torch.tensor(world if error is None else rank, device=device_of_collectives())
     distributed.all_reduce(first, distributed.ReduceOp.MIN, group=group)
     if (failed := int(first)) < world:
-        report = _report(error) if error is not None and rank == failed else None
-        _raise(failed, _broadcast(report, failed, group), error)
+        _raise(failed, _broadcast(_report(error), failed, group), error)
     return cast(T, result)
 
 
@@ -159,18 +147,11 @@ def _broadcast(value: Any, source: int = 0, group: distributed.ProcessGroup | No
     return values[0]
 
 
-def _attempt[T](function: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    try:
-        return function(), None
-    except Exception as error:
-        return None, error
-
-
-def _report(error: Exception) -> tuple[int, str, object, str] | str:
+def _report(error: Exception | None) -> tuple[int, str, object, str] | str | None:
     for place, kind in enumerate(_REPEATED):
         if isinstance(error, kind):
             return place, error.argument, repr(error.value), str(error)
-    return f"{type(error).__name__}: {error}"
+    return None if error is None else f"{type(error).__name__}: {error}"
 
 
 def _raise(rank: int, report: Any, own: Exception | None) -> NoReturn:

@@ -7,6 +7,7 @@ it in a cluster's log can mend the run without reading our source.
 import difflib
 import math
 from collections.abc import Iterable
+from operator import ge, gt, lt
 
 
 class ConfigurationError(ValueError):
@@ -67,17 +68,9 @@ def check_number(
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigurationTypeError(argument, value, "must be a number", "Give a plain number")
-    bounds = [
-        f"{word} {bound:g}"
-        for word, bound in (("at least", at_least), ("above", above), ("below", below))
-        if bound is not None
-    ]
-    inside = (
-        math.isfinite(value)
-        and (at_least is None or value >= at_least)
-        and (above is None or value > above)
-        and (below is None or value < below)
-    )
-    if not inside:
-        rule = "must be a finite number" + (f" {' and '.join(bounds)}" if bounds else "")
+    named = (("at least", at_least, ge), ("above", above, gt), ("below", below, lt))
+    bounds = [(word, bound, holds) for word, bound, holds in named if bound is not None]
+    if not (math.isfinite(value) and all(holds(value, bound) for _, bound, holds in bounds)):
+        words = " and ".join(f"{word} {bound:g}" for word, bound, _ in bounds)
+        rule = f"must be a finite number {words}".rstrip()
         raise ConfigurationError(argument, value, rule, "Choose a value inside these bounds")

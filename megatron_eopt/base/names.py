@@ -28,31 +28,16 @@ NO_MUON_ATTRIBUTE = "use_muon"
 STACK_ATTRIBUTE = "eopt_matrix_stack"
 """A 3-D parameter with this attribute set to ``True`` is a stack of matrices (experts)."""
 
-MOMENTUM = "momentum_buffer"
-"""State key of the momentum of Muon, Lion and SGD."""
-
-FIRST_MOMENT = "exp_avg"
-"""State key of Adam's first moment."""
-
-STEP = "step"
-"""State key of a counter of steps."""
+# keys of optimizer state
+MOMENTUM = "momentum_buffer"  # of Muon, Lion and SGD
+MOMENT2 = "moment2_buffer"  # adaptive Muon's second moments
+FIRST_MOMENT = "exp_avg"  # Adam's
+STEP = "step"  # a counter of steps
 
 ELEMENT_WISE_STATE = frozenset({FIRST_MOMENT, "exp_avg_sq", "max_exp_avg_sq", MOMENTUM})
 """Kinds of optimizer state that have one number for each of the parameter. Of other kinds the shape
 does not tell: the Kronecker factors of a square matrix look like one."""
 
-STATE_PREFIX = "optimizer.state."
-"""Start of a checkpoint's keys of state that is cut like its parameter; the kind of state and the
-parameter's key follow."""
-
-MATRIX_STATE_PREFIX = "optimizer.matrix_state."
-"""Start of a checkpoint's keys of other state; its kind and a name of the matrix follow."""
-
-MAIN_OF_SHARDED = "param"
-"""Kind of main weights in checkpoints of ZeRO-1 fragments."""
-
-MAIN_OF_REPLICATED = "fp32_param"
-"""Kind of main weights in checkpoints of optimizers that keep whole parameters."""
-
-MOMENT2 = "moment2_buffer"
-"""State key of adaptive Muon's second moments."""
+# kinds of main weights in checkpoints
+MAIN_OF_SHARDED = "param"  # of ZeRO-1 fragments
+MAIN_OF_REPLICATED = "fp32_param"  # of optimizers that keep whole parameters

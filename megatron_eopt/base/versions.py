@@ -11,8 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-SUPPORTED_MEGATRON = ((0, 19, 2), (0, 20))
-"""First supported release of megatron-core and the first one that is not."""
+_SUPPORTED = "megatron-core>=0.19.2,<0.20"
 
 TESTED_MEGATRON = ("0.19.2",)
 """Releases whose own names may be replaced, see :mod:`megatron_eopt.megatron_lm`."""
@@ -31,18 +30,14 @@ _PLACES = {
 
 @functools.cache
 def megatron_name(name: str) -> Any:
-    """Return one of megatron-core's names that are not part of its documented interface.
-
-    Raises:
-        ImportError: If the installed release has it no longer.
-    """
+    """Return one of megatron-core's undocumented names; an ImportError if it has it no longer."""
     module = importlib.import_module(_PLACES[name])
     try:
         return getattr(module, name)
     except AttributeError as error:
         raise ImportError(
             f"megatron-core {megatron_version()} has no {_PLACES[name]}.{name}; "
-            "install 'megatron-core>=0.19.2,<0.20'"
+            f"install '{_SUPPORTED}'"
         ) from error
 
 
@@ -78,9 +73,8 @@ def check_megatron() -> None:
     """Raise an ImportError unless megatron-core is one that this package was written for."""
     found = megatron_version()
     numbers = tuple(int(part) for part in found.split(".")[:3] if part.isdigit())
-    first, end = SUPPORTED_MEGATRON
-    if not first <= numbers < end:
+    if not (0, 19, 2) <= numbers < (0, 20):
         raise ImportError(
             f"megatron-core {found} is installed, but megatron-eopt was written for "
-            "megatron-core>=0.19.2,<0.20; install one of these"
+            f"{_SUPPORTED}; install one of these"
         )

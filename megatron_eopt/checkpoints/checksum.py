@@ -4,7 +4,7 @@ Every element counts once, as a hash of its tensor's name, its place in the unsh
 bits. The sum of all hashes modulo 2^64 is exact and the same in every order.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -84,16 +84,14 @@ def _model_state(chunks: Sequence[Any], metadata: dict[str, Any] | None = None) 
 def _numbers(state: Any) -> Iterator[int]:
     """Yield a hash of each number among the optimizer's state that is no tensor."""
     for item in nested_values(state):
-        if isinstance(item, ShardedObject) and isinstance(item.data, int | float):
-            of_optimizer = split_key(item.key)
-            if of_optimizer is not None and is_main_replica(item.replica_id):
-                yield hash_of_text(f"{item.key} {item.data!r}")
+        is_number = isinstance(item, ShardedObject) and isinstance(item.data, int | float)
+        if is_number and split_key(item.key) is not None and is_main_replica(item.replica_id):
+            yield hash_of_text(f"{item.key} {item.data!r}")
 
 
 def _steps(optimizer: Any) -> int:
     """Return the largest step count of the optimizer's parameter groups on this rank."""
-    groups: Iterable[Any] = optimizer.param_groups
-    return max((int(group.get("step") or 0) for group in groups), default=0)
+    return max((int(group.get("step") or 0) for group in optimizer.param_groups), default=0)
 
 
 def _hash(item: ShardedTensor) -> Tensor:
@@ -112,15 +110,9 @@ def _hash(item: ShardedTensor) -> Tensor:
 def _global_places(places: Tensor, item: ShardedTensor) -> Tensor:
     """Turn places in a flattened shard into places in the flattened unsharded tensor."""
     result = torch.zeros_like(places)
-    stride = 1
-    for axis in reversed(range(len(item.global_shape))):
-        local_axis = axis - item.prepend_axis_num
-        index = torch.zeros_like(places)
-        if local_axis >= 0:
-            extent = item.local_shape[local_axis]
-            index, places = places % extent, places // extent
-        result += (index + item.global_offset[axis]) * stride
-        stride *= item.global_shape[axis]
+    index = (*[0] * item.prepend_axis_num, *torch.unravel_index(places, item.local_shape))
+    for at, offset, extent in zip(index, item.global_offset, item.global_shape, strict=True):
+        result = result * extent + (at + offset)
     return result
 
 

@@ -14,8 +14,7 @@ from megatron_eopt.checkpoint.keys import split_key, tensors
 def describe(sharded_state_dict: Any) -> dict[str, Any]:
     """Return what a manifest says of a model; all ranks call this together.
 
-    Args:
-        sharded_state_dict: Of a model; an optimizer's tensors may be among its own.
+    An optimizer's tensors may be among the model's own.
 
     Returns:
         "parameters": elements of all model tensors; "tensors": their number; "digest": of their
@@ -31,7 +30,9 @@ def describe(sharded_state_dict: Any) -> dict[str, Any]:
             elements += torch.Size(item.global_shape).numel()
             count += 1
             digest += hash_of_text(f"{item.key} {tuple(item.global_shape)}")
-    totals = torch.tensor([elements, count, _as_int64(digest)], device=device_of_collectives())
+    # the int64 with the digest's lowest 64 bits
+    signed = (digest + 2**63) % 2**64 - 2**63
+    totals = torch.tensor([elements, count, signed], device=device_of_collectives())
     if distributed.is_initialized():
         distributed.all_reduce(totals)
     return {
@@ -45,8 +46,3 @@ def describe(sharded_state_dict: Any) -> dict[str, Any]:
 def hash_of_text(text: str) -> int:
     """Return a number below 2^63 that stands for ``text``."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
-
-
-def _as_int64(number: int) -> int:
-    """Return the int64 with the same lowest 64 bits."""
-    return (number + 2**63) % 2**64 - 2**63

@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron.core.dist_checkpointing import serialization
 
+from megatron_eopt.checkpoint.migration import Policy
 from megatron_eopt.checkpoints.matching import match
 
 
@@ -38,11 +39,6 @@ def load(
         ConfigurationError: On every rank, if an optimizer's state is missing.
     """
     strict = kwargs.get("strict", "assume_ok_unexpected")
-    match(
-        sharded_state_dict,
-        Path(folder),
-        fresh=fresh,
-        momentum_from_adam=momentum_from_adam,
-        strict=str(getattr(strict, "value", strict)),
-    )
+    policy = Policy(frozenset(fresh), momentum_from_adam)
+    match(sharded_state_dict, Path(folder), policy, strict=str(getattr(strict, "value", strict)))
     return serialization.load(sharded_state_dict, str(folder), **kwargs)

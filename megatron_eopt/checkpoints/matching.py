@@ -5,10 +5,10 @@ to state that may start fresh. Whatever remains unmatched is an error that lists
 """
 
 import logging
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
@@ -25,14 +25,11 @@ from megatron_eopt.base.agreement import (
     from_rank_0,
     is_rank_0,
 )
-from megatron_eopt.checkpoint.keys import saved_keys as keys
-from megatron_eopt.checkpoint.keys import split_key, tensors
+from megatron_eopt.checkpoint.keys import saved_keys, split_key, tensors
 from megatron_eopt.checkpoint.migration import Policy
+from megatron_eopt.checkpoint.saved_state import Shapes
 
 logger = logging.getLogger(__name__)
-
-type Shapes = Mapping[str, tuple[int, ...] | None]
-"""Global shapes of a checkpoint's tensors by key; None for objects."""
 
 MAY_LACK_KEYS = ("log_all", "return_all", "ignore_all")
 """Values of megatron-core's ``strict`` that let a checkpoint lack what is asked for."""
@@ -40,62 +37,52 @@ MAY_LACK_KEYS = ("log_all", "return_all", "ignore_all")
 _SHOWN = 8
 
 
+@runtime_checkable
 class Requests(Protocol):
     """What one optimizer asks for, as ``storage`` defines it."""
 
     def adapt(self, shapes: Shapes, policy: Policy) -> list[str]:
         """Change what is asked for to what there is; return lines to log."""
-        ...
 
     def keys(self) -> set[str]:
         """Return the keys of the tensors that are asked for."""
-        ...
 
     def own_keys(self) -> set[str]:
         """Return the keys, by parameter, of all state of this optimizer."""
-        ...
 
 
 def match(
     sharded_state_dict: Any,
     folder: Path,
+    policy: Policy,
     *,
-    fresh: Iterable[str] = (),
-    momentum_from_adam: bool = False,
     strict: str = "assume_ok_unexpected",
     whole_model: bool = False,
 ) -> None:
     """Adapt a sharded state dict to the checkpoint that it is about to be loaded from, in place.
 
-    All ranks call this together, and all raise the same or nothing.
-
-    Args:
-        sharded_state_dict: What is asked for.
-        folder: Of the checkpoint, in the format torch_dist.
-        fresh: Kinds of optimizer state that need not match.
-        momentum_from_adam: Whether a missing momentum is read from Adam's first moment.
-        strict: As in ``dist_checkpointing.load``.
-        whole_model: Whether model tensors of the checkpoint that nobody asks for are an error.
-
-    Raises:
-        ConfigurationError: If state is missing, has another shape or is left over.
+    All ranks call this together, and all raise the same CheckpointError or nothing. ``folder``
+    holds the checkpoint, in the format torch_dist; ``strict`` is as in ``dist_checkpointing.load``;
+    with ``whole_model`` model tensors that nobody asks for are an error, too.
     """
-    kinds = tuple(fresh)
     shapes = from_rank_0(lambda: _shapes(folder))
     requests = list(_requests(sharded_state_dict))
     own = _keys(sharded_state_dict, requests).union(*(item.own_keys() for item in requests))
-    policy = Policy(frozenset(kinds), momentum_from_adam)
     may_lack = strict.lower() in MAY_LACK_KEYS
     # the model first: if that is another one, its optimizer's state says the same less clearly
-    _refuse_differences(_model_tensors(sharded_state_dict), shapes, folder, may_lack)
+    model = [item for item in tensors(sharded_state_dict) if split_key(item.key) is None]
+    _refuse_differences(model, shapes, folder, may_lack)
     lines = agreed(lambda: [line for r in requests for line in r.adapt(shapes, policy)])
     _log(everyones(lines))
     _refuse_differences(tensors(sharded_state_dict), shapes, folder, may_lack)
-    asked = _keys(sharded_state_dict, requests)
-    left_over, of_unknown = _left_over(_comparable(shapes), asked, own)
-    _refuse_left_over_state(left_over, of_unknown, kinds, folder)
-    if whole_model and not may_lack:
-        _refuse_left_over_model(left_over, folder)
+    there = sorted(key for key, shape in shapes.items() if shape is not None or _is_of_param(key))
+    left_over = _left_over(there, _keys(sharded_state_dict, requests), own)
+    _refuse_left_over_state(left_over, policy.fresh, folder)
+    extra = [key for key in left_over if split_key(key) is None]
+    if extra and whole_model and not may_lack:
+        rule = f"was written by another model; tensors that this one lacks: {_shown(extra)}"
+        way_out = "Load it with the model's flags of the run that wrote it, or with --finetune"
+        raise _unfit(folder, rule, way_out)
 
 
 def _shapes(folder: Path) -> Shapes:
@@ -103,44 +90,34 @@ def _shapes(folder: Path) -> Shapes:
         # whatever megatron-core is going to read the checkpoint with
         metadata = torch_strategy.FileSystemReader(folder).read_metadata().state_dict_metadata
     except Exception as error:
-        raise CheckpointError(
-            "checkpoint",
-            str(folder),
-            f"its metadata cannot be read ({type(error).__name__}: {error})",
-            "Load another iteration with --ckpt-step, or restore the folder",
-        ) from error
+        rule = f"its metadata cannot be read ({type(error).__name__}: {error})"
+        way_out = "Load another iteration with --ckpt-step, or restore the folder"
+        raise _unfit(folder, rule, way_out) from error
     return {
         key: tuple(item.size) if isinstance(item, TensorStorageMetadata) else None
         for key, item in metadata.items()
     }
 
 
-def _requests(sharded_state_dict: Any) -> Iterator[Requests]:
+def _requests(state: Any) -> Iterator[Requests]:
     # nested_values of megatron-core would look into the requests' own containers
-    if isinstance(sharded_state_dict, Mapping):
-        for value in sharded_state_dict.values():
+    if isinstance(state, Mapping):
+        state = list(state.values())
+    if isinstance(state, list | tuple):
+        for value in state:
             yield from _requests(value)
-    elif isinstance(sharded_state_dict, list | tuple):
-        for value in sharded_state_dict:
-            yield from _requests(value)
-    elif isinstance(sharded_state_dict, LocalNonpersistentObject):
-        item = sharded_state_dict.obj
-        if callable(getattr(item, "adapt", None)) and callable(getattr(item, "keys", None)):
-            yield item
+    elif isinstance(state, LocalNonpersistentObject) and isinstance(state.obj, Requests):
+        yield state.obj
 
 
 def _keys(sharded_state_dict: Any, requests: Iterable[Requests]) -> set[str]:
-    return keys(sharded_state_dict).union(*(item.keys() for item in requests))
+    return saved_keys(sharded_state_dict).union(*(item.keys() for item in requests))
 
 
 def _log(lines: Iterable[str]) -> None:
     if is_rank_0():
         for line in lines:
             logger.warning("%s", line)
-
-
-def _model_tensors(sharded_state_dict: Any) -> Iterator[ShardedTensor]:
-    return (item for item in tensors(sharded_state_dict) if split_key(item.key) is None)
 
 
 def _refuse_differences(
@@ -155,18 +132,12 @@ def _refuse_differences(
         elif shape != tuple(item.global_shape) and not item.allow_shape_mismatch:
             differing.add(f"{item.key} {shape} instead of {tuple(item.global_shape)}")
     lacking = [] if may_lack else sorted(everyones(sorted(missing)))
-    other = sorted(everyones(sorted(differing)))
-    if other:
-        raise CheckpointError(
-            "checkpoint",
-            str(folder),
-            f"was written by another model; tensors of another shape: {_shown(other)}",
-            "Load it with the model's flags of the run that wrote it",
-        )
+    if other := sorted(everyones(sorted(differing))):
+        rule = f"was written by another model; tensors of another shape: {_shown(other)}"
+        raise _unfit(folder, rule, "Load it with the model's flags of the run that wrote it")
     if lacking:
-        raise CheckpointError(
-            "checkpoint",
-            str(folder),
+        raise _unfit(
+            folder,
             f"lacks tensors that this run asks for: {_shown(lacking)}",
             "Load it with the model, the optimizer and, if its optimizer state is in buckets "
             "(dp_reshardable), the layout of the run that wrote it, or without optimizer state "
@@ -174,17 +145,13 @@ def _refuse_differences(
         )
 
 
-def _comparable(shapes: Shapes) -> list[str]:
-    """Return the keys of tensors, and of objects that are a parameter's or a matrix's state.
+def _is_of_param(key: str) -> bool:
+    """Return whether a key is of a parameter's or a matrix's state.
 
     Other objects (random numbers, settings) are read or left by rules of their own.
     """
-    parts = {key: split_key(key) for key in shapes}
-    return sorted(
-        key
-        for key, shape in shapes.items()
-        if shape is not None or ((of := parts[key]) is not None and of[0] is not None)
-    )
+    parts = split_key(key)
+    return parts is not None and parts[0] is not None
 
 
 def _is_known(key: str, known: set[str]) -> bool:
@@ -204,10 +171,10 @@ def _is_known(key: str, known: set[str]) -> bool:
     return False
 
 
-def _left_over(keys_there: list[str], asked: set[str], own: set[str]) -> tuple[list[str], set[str]]:
-    """Return the keys that no rank asks for, and those whose parameter no optimizer has.
+def _left_over(keys_there: list[str], asked: set[str], own: set[str]) -> dict[str, bool]:
+    """Return the keys that no rank asks for, and of each whether an optimizer has its parameter.
 
-    Both are empty of optimizers' keys if no rank asks for an optimizer's state.
+    There are none of optimizers if no rank asks for an optimizer's state.
     """
     known = {parts[1] for key in own if (parts := split_key(key)) is not None}
     any_state = any(split_key(key) is not None for key in own)
@@ -219,26 +186,24 @@ def _left_over(keys_there: list[str], asked: set[str], own: set[str]) -> tuple[l
     if distributed.is_initialized():
         distributed.all_reduce(flags, distributed.ReduceOp.MAX)
     wanted, parameter_known = flags.bool().tolist()
-    left = [
-        (key, is_known)
+    return {
+        key: is_known
         for key, is_wanted, is_known in zip(keys_there, wanted, parameter_known, strict=False)
         if not is_wanted and (wanted[-1] or split_key(key) is None)
-    ]
-    return [key for key, _ in left], {key for key, is_known in left if not is_known}
+    }
 
 
 def _refuse_left_over_state(
-    left_over: Iterable[str], of_unknown: set[str], fresh: tuple[str, ...], folder: Path
+    left_over: Mapping[str, bool], fresh: Container[str], folder: Path
 ) -> None:
     """Log state of parameters that have changed their optimizer; refuse all other state."""
-    changed: dict[str, int] = defaultdict(int)
+    changed: Counter[str] = Counter()
     refused = []
-    for key in left_over:
-        parts = split_key(key)
-        if parts is None:
+    for key, parameter_known in left_over.items():
+        if (parts := split_key(key)) is None:
             continue
         kind = parts[0] or parts[1].rpartition(".")[2]
-        if key not in of_unknown or kind in fresh:
+        if parameter_known or kind in fresh:
             changed[kind] += 1
         else:
             refused.append(key)
@@ -248,24 +213,14 @@ def _refuse_left_over_state(
         for kind, count in sorted(changed.items())
     )
     if refused:
-        raise CheckpointError(
-            "checkpoint",
-            str(folder),
-            f"has optimizer state that no optimizer of this run asks for: {_shown(refused)}",
-            "Train the same parameters, or name the kinds of state to leave out with "
-            "--checkpoint-fresh-state",
-        )
+        way_out = "Train the same parameters, or name the kinds of state to leave out with "
+        way_out += "--checkpoint-fresh-state"
+        rule = f"has optimizer state that no optimizer of this run asks for: {_shown(refused)}"
+        raise _unfit(folder, rule, way_out)
 
 
-def _refuse_left_over_model(left_over: Iterable[str], folder: Path) -> None:
-    extra = [key for key in left_over if split_key(key) is None]
-    if extra:
-        raise CheckpointError(
-            "checkpoint",
-            str(folder),
-            f"was written by another model; tensors that this one lacks: {_shown(extra)}",
-            "Load it with the model's flags of the run that wrote it, or with --finetune",
-        )
+def _unfit(folder: Path, rule: str, way_out: str) -> CheckpointError:
+    return CheckpointError("checkpoint", str(folder), rule, way_out)
 
 
 def _shown(names: list[str]) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron.core.msc_utils import MultiStorageClientFeature
 
+from megatron_eopt.checkpoint.migration import Policy
 from megatron_eopt.checkpoints.checksum import checksum
 from megatron_eopt.checkpoints.matching import match
 
@@ -25,21 +26,13 @@ def trainer_rebindings() -> Rebindings:
     """Return what our optimizers need of the trainer's loading.
 
     An object has to be replaced in every module that imported it.
-
-    Raises:
-        ImportError: If this release of Megatron-LM lacks one of the names.
     """
-    return wrapped(
-        {"load_checkpoint": _handing_over, "_load_global_dist_base_checkpoint": _matching}
-    )
+    wrappers = {"load_checkpoint": _handing_over, "_load_global_dist_base_checkpoint": _matching}
+    return wrapped(wrappers)
 
 
 def checksum_rebindings() -> Rebindings:
-    """Return what prints a checksum of the state after every load and save.
-
-    Raises:
-        ImportError: If this release of Megatron-LM lacks one of the names.
-    """
+    """Return what prints a checksum of the state after every load and save."""
     found: list[bool] = []
     return wrapped(
         {
@@ -50,19 +43,18 @@ def checksum_rebindings() -> Rebindings:
     )
 
 
-def wrapped(wrappers: Mapping[str, Callable[[Function], Function]]) -> Rebindings:
-    """Return the rebindings that put wrappers around functions of the trainer's checkpointing.
-
-    Args:
-        wrappers: By name of the function.
-
-    Raises:
-        ImportError: If this release of Megatron-LM lacks one of the names.
-    """
-    owner = importlib.import_module("megatron.training.checkpointing")
+def wrapped(
+    wrappers: Mapping[str, Callable[[Function], Function]],
+    module: str = "megatron.training.checkpointing",
+) -> Rebindings:
+    """Return what puts wrappers around a module's functions; an ImportError if it lacks one."""
+    owner = importlib.import_module(module)
     for name in wrappers:
         if not callable(getattr(owner, name, None)):
-            raise ImportError(f"this Megatron-LM has no function {owner.__name__}.{name}")
+            raise ImportError(
+                f"this megatron-core has no function {module}.{name}, which megatron-eopt wraps; "
+                "nothing was replaced"
+            )
     return [(owner, name, wrapper(getattr(owner, name))) for name, wrapper in wrappers.items()]
 
 
@@ -77,17 +69,10 @@ def _handing_over(original: Function) -> Function:
 
 
 def folder_asked_for(original: Function, *args: Any, **kwargs: Any) -> Path:
-    """Return the folder that ``_load_global_dist_base_checkpoint`` is to read.
-
-    Args:
-        original: The trainer's function.
-        *args: What it is called with.
-        **kwargs: The same, by name.
-    """
+    """Return the folder that ``_load_global_dist_base_checkpoint`` is to read, called so."""
     asked = inspect.signature(original).bind(*args, **kwargs).arguments
     place = asked["load_dir"], asked["iteration"], asked["release"]
-    checkpointing = importlib.import_module("megatron.training.checkpointing")
-    return Path(checkpointing.get_checkpoint_name(*place, return_base_dir=True))
+    return Path(_checkpointing().get_checkpoint_name(*place, return_base_dir=True))
 
 
 def _matching(original: Function) -> Function:
@@ -96,14 +81,11 @@ def _matching(original: Function) -> Function:
         asked = inspect.signature(original).bind(*values, **kwargs).arguments
         wanted, args = asked["sharded_state_dict"], asked["args"]
         if not asked["rank0"] and wanted is not None and not MultiStorageClientFeature.is_enabled():
-            match(
-                wanted,
-                folder_asked_for(original, *values, **kwargs),
-                fresh=getattr(args, "checkpoint_fresh_state", ()),
-                momentum_from_adam=getattr(args, "checkpoint_momentum_from_adam", False),
-                strict=args.dist_ckpt_strictness,
-                whole_model=not args.finetune,
-            )
+            fresh = frozenset(getattr(args, "checkpoint_fresh_state", ()))
+            policy = Policy(fresh, getattr(args, "checkpoint_momentum_from_adam", False))
+            strict, whole_model = args.dist_ckpt_strictness, not args.finetune
+            folder = folder_asked_for(original, *values, **kwargs)
+            match(wanted, folder, policy, strict=strict, whole_model=whole_model)
         return original(*values, **kwargs)
 
     return _load_global_dist_base_checkpoint
@@ -115,8 +97,10 @@ def _printing_what_was_saved(original: Function) -> Function:
         iteration: int, model: Any, optimizer: Any, *rest: Any, **kwargs: Any
     ) -> None:
         original(iteration, model, optimizer, *rest, **kwargs)
-        held = None if _args().no_save_optim else optimizer
-        _say(f"state checksum: {checksum(model, held)} (saved, iteration {iteration})")
+        trainer = _checkpointing()
+        held = None if trainer.get_args().no_save_optim else optimizer
+        text = f"state checksum: {checksum(model, held)} (saved, iteration {iteration})"
+        trainer.print_rank_0(text)
 
     return save_checkpoint
 
@@ -127,9 +111,11 @@ def _printing_what_was_loaded(found: list[bool], original: Function) -> Function
         found.clear()
         result = original(ddp_model, optimizer, *rest, **kwargs)
         if any(found):
-            args = _args()
+            trainer = _checkpointing()
+            args = trainer.get_args()
             held = None if args.no_load_optim or args.finetune else optimizer
-            _say(f"state checksum: {checksum(ddp_model, held)} (loaded, iteration {result[0]})")
+            text = f"state checksum: {checksum(ddp_model, held)} (loaded, iteration {result[0]})"
+            trainer.print_rank_0(text)
         return result
 
     return load_checkpoint
@@ -145,13 +131,5 @@ def _noting_what_is_found(found: list[bool], original: Function) -> Function:
     return _load_base_checkpoint
 
 
-def _args() -> Any:
-    from megatron.training.global_vars import get_args
-
-    return get_args()
-
-
-def _say(text: str) -> None:
-    from megatron.training.utils import print_rank_0
-
-    print_rank_0(text)
+def _checkpointing() -> Any:
+    return importlib.import_module("megatron.training.checkpointing")

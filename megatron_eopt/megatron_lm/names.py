@@ -2,20 +2,18 @@
 
 import importlib
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 from megatron_eopt import emerging_optimizers, muon
-from megatron_eopt.arguments import config_from_args
 from megatron_eopt.base.versions import dataset_helpers_to_skip
 from megatron_eopt.build.factory import get_megatron_optimizer
 from megatron_eopt.build.layer_wise import LayerWiseDistributedOptimizer
-from megatron_eopt.checkpoints import trainer_rebindings
-from megatron_eopt.megatron_lm.optional import FLAGS
+from megatron_eopt.checkpoints.trainer import trainer_rebindings, wrapped
 from megatron_eopt.megatron_lm.processes import without_the_script
 from megatron_eopt.megatron_lm.rebinding import Rebinding
 from megatron_eopt.megatron_lm.trainer import (
     clipping_local_attention,
+    config_of_optimizer,
     in_the_usual_layout,
     sharding_ddp_config,
     with_our_flags,
@@ -24,22 +22,12 @@ from megatron_eopt.megatron_lm.trainer import (
 from megatron_eopt.qk_clip import clip_qk
 
 EMERGING_OPTIMIZERS = (
-    "EmergingOptimizerEntry",
-    "TensorParallelAdaptiveMuon",
-    "TensorParallelMuon",
-    "_EMERGING_OPTIMIZERS",
-    "_adaptive_muon_config_to_kwargs",
-    "_create_emerging_optimizer",
-    "_default_adam_based_eopt_config_to_kwargs",
-    "_default_param_overrides_factory",
-    "_eopt_init_state_fn",
-    "_get_qkv_split_shapes",
-    "_is_nonlinear_or_embedding",
-    "_kwargs_from_config",
-    "_muon_config_to_kwargs",
-    "get_supported_coefficient_types",
-    "validate_coefficient_type",
-)
+    "EmergingOptimizerEntry TensorParallelAdaptiveMuon TensorParallelMuon _EMERGING_OPTIMIZERS "
+    "_adaptive_muon_config_to_kwargs _create_emerging_optimizer _default_param_overrides_factory "
+    "_default_adam_based_eopt_config_to_kwargs _eopt_init_state_fn _get_qkv_split_shapes "
+    "_is_nonlinear_or_embedding _kwargs_from_config _muon_config_to_kwargs "
+    "get_supported_coefficient_types validate_coefficient_type"
+).split()
 """Names of Megatron's module ``emerging_optimizers`` that are ours in our module of that name."""
 
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -54,9 +42,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "megatron.core.optimizer.muon": {
         "get_megatron_muon_optimizer": muon.get_megatron_muon_optimizer
     },
-    "megatron.training.training": {
-        "get_megatron_optimizer_config": FLAGS.before_building(config_from_args)
-    },
+    "megatron.training.training": {"get_megatron_optimizer_config": config_of_optimizer},
 }
 """Objects that take the place of Megatron's, by the module that defines them."""
 
@@ -65,7 +51,7 @@ WRAPPED: dict[str, dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]]
         "get_write_results_queue": without_the_script
     },
     "megatron.training.arguments": {
-        "parse_args": lambda original: FLAGS.after_parsing(with_our_flags(original)),
+        "parse_args": with_our_flags,
         "validate_args": lambda original: clipping_local_attention(with_torch_fsdp2(original)),
     },
     "megatron.training.training": {
@@ -77,33 +63,14 @@ WRAPPED: dict[str, dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]]
 
 
 def rebindings() -> list[Rebinding]:
-    """Return everything to replace.
-
-    Raises:
-        ImportError: If Megatron has a module no longer, or lacks a function to wrap.
-    """
+    """Return everything to replace; an ImportError if Megatron lacks a module or a function."""
     found = [
         Rebinding(importlib.import_module(module), name, replacement)
         for module, names in PUBLISHED.items()
         for name, replacement in names.items()
     ]
-    for module, wrappers in WRAPPED.items():
-        owner = importlib.import_module(module)
-        found += [
-            Rebinding(owner, name, wrapper(_function(owner, name)))
-            for name, wrapper in wrappers.items()
-        ]
-    found += [Rebinding(*names) for names in trainer_rebindings()]
+    wrappers = [item for module, names in WRAPPED.items() for item in wrapped(names, module)]
+    found += [Rebinding(*names) for names in (*wrappers, *trainer_rebindings())]
     if (helpers := dataset_helpers_to_skip()) is not None:
         found.append(Rebinding(helpers, "compile_helpers", lambda: None))
     return found
-
-
-def _function(owner: ModuleType, name: str) -> Callable[..., Any]:
-    function: object = vars(owner).get(name)
-    if not callable(function):
-        raise ImportError(
-            f"this megatron-core has no function {owner.__name__}.{name}, which megatron-eopt "
-            "wraps; nothing was replaced"
-        )
-    return function

@@ -1,9 +1,7 @@
 """What is replaced only if flags of the command line ask for it."""
 
 import argparse
-import functools
 from collections.abc import Callable
-from typing import Any
 
 from megatron_eopt import checkpoint_files, checkpoints
 from megatron_eopt.checkpoints.trainer import Rebindings
@@ -23,11 +21,7 @@ class FollowsFlags:
         self._exchanges: dict[str, Exchange] = {}
 
     def follow(self, args: argparse.Namespace) -> None:
-        """Replace what ``args`` ask for, and put back what they do not.
-
-        Raises:
-            ImportError: If Megatron lacks a name that would be replaced.
-        """
+        """Replace what ``args`` ask for, and put back what they do not."""
         flags = [flag for flag in BY_FLAG if getattr(args, flag, False)]
         if flags == list(self._exchanges):
             return
@@ -41,29 +35,6 @@ class FollowsFlags:
         """Put everything back, what was replaced last first."""
         while self._exchanges:
             self._exchanges.popitem()[1].undo()
-
-    def after_parsing(self, parse: Callable[..., Any]) -> Callable[..., Any]:
-        """Let ``parse_args`` of the trainer be followed, which may read a checkpoint next."""
-
-        @functools.wraps(parse)
-        def parse_args(
-            extra_args_provider: Any = None, ignore_unknown_args: bool = False
-        ) -> argparse.Namespace:
-            args: argparse.Namespace = parse(extra_args_provider, ignore_unknown_args)
-            self.follow(args)
-            return args
-
-        return parse_args
-
-    def before_building(self, config_from_args: Callable[..., Any]) -> Callable[..., Any]:
-        """Follow what an optimizer is built from, which may have been parsed before."""
-
-        @functools.wraps(config_from_args)
-        def get_config(args: argparse.Namespace) -> Any:
-            self.follow(args)
-            return config_from_args(args)
-
-        return get_config
 
 
 FLAGS = FollowsFlags()

@@ -9,30 +9,22 @@ from types import ModuleType
 from typing import Any
 
 
-class SealedQueue:
-    """A queue that lies in another process, which need not know the types of what it holds.
-
-    Args:
-        queue: A manager's queue; it gets pickles and gives them back.
-    """
+class _SealedQueue:
+    """A manager's queue, whose process need not know the types of what it holds: pickles."""
 
     def __init__(self, queue: Any) -> None:
         self._queue = queue
 
     def put(self, item: object, *args: Any, **kwargs: Any) -> None:
-        """Put ``item``, as ``queue.Queue`` does."""
         self._queue.put(pickle.dumps(item), *args, **kwargs)
 
     def get(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the next item, as ``queue.Queue`` does."""
         return pickle.loads(self._queue.get(*args, **kwargs))
 
     def get_nowait(self) -> Any:
-        """Return the next item, as ``queue.Queue`` does."""
         return self.get(block=False)
 
     def empty(self) -> bool:
-        """Return whether it holds nothing."""
         return bool(self._queue.empty())
 
 
@@ -56,8 +48,8 @@ def without_the_script(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(original)
-    def get_write_results_queue(*args: Any, **kwargs: Any) -> SealedQueue:
+    def get_write_results_queue(*args: Any, **kwargs: Any) -> _SealedQueue:
         with _without_main():
-            return SealedQueue(original(*args, **kwargs))
+            return _SealedQueue(original(*args, **kwargs))
 
     return get_write_results_queue

@@ -40,20 +40,13 @@ class Exchange:
         return bool(self._pairs)
 
     def apply(self, rebindings: Sequence[Rebinding]) -> None:
-        """Replace objects.
-
-        Raises:
-            ImportError: If a name does not exist. Nothing has been replaced then.
-        """
-        missing = [
-            f"{item.owner.__name__}.{item.name}"
-            for item in rebindings
-            if not hasattr(item.owner, item.name)
-        ]
+        """Replace objects, or none of them and raise an ImportError if a name does not exist."""
+        missing = [item for item in rebindings if not hasattr(item.owner, item.name)]
         if missing:
+            names = ", ".join(f"{item.owner.__name__}.{item.name}" for item in missing)
             raise ImportError(
-                f"this megatron-core has no {', '.join(missing)}, which megatron-eopt replaces; "
-                "nothing was replaced"
+                f"this megatron-core has no {names}, which megatron-eopt replaces; nothing was "
+                "replaced"
             )
         self._pairs = [(item.original, item.replacement) for item in rebindings]
         _swap({id(original): replacement for original, replacement in self._pairs})

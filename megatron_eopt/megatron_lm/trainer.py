@@ -10,9 +10,10 @@ from typing import Any, NoReturn
 from megatron.core.distributed import DistributedDataParallel
 
 from megatron_eopt import cpu
-from megatron_eopt.arguments import add_arguments
+from megatron_eopt.arguments import add_arguments, config_from_args
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import STANDARD_OPTIMIZERS
+from megatron_eopt.megatron_lm.optional import FLAGS
 
 ProviderT = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 
@@ -32,9 +33,17 @@ def with_our_flags(original: Callable[..., argparse.Namespace]) -> Callable[...,
         args = original(provider, ignore_unknown_args)
         if cpu.is_enabled():
             cpu.check_supported(args)
+        # a checkpoint may be read next
+        FLAGS.follow(args)
         return args
 
     return parse_args
+
+
+def config_of_optimizer(args: argparse.Namespace) -> Any:
+    """Return what an optimizer is built from; the flags may have been parsed before install."""
+    FLAGS.follow(args)
+    return config_from_args(args)
 
 
 def _add_all(
@@ -145,11 +154,9 @@ def in_the_usual_layout(original: Callable[..., Any]) -> Callable[..., Any]:
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
         wanted = call.arguments
-        if (
-            wanted["use_layer_wise_distributed_optimizer"]
-            and wanted["use_layer_wise_param_layout"]
-            and wanted["DP"] is DistributedDataParallel
-        ):
+        layer_wise = wanted["use_layer_wise_distributed_optimizer"]
+        in_layout = layer_wise and wanted["use_layer_wise_param_layout"]
+        if in_layout and wanted["DP"] is DistributedDataParallel:
             wanted["ddp_config"].use_distributed_optimizer = True
         wanted["use_layer_wise_distributed_optimizer"] = False
         return original(*call.args, **call.kwargs)

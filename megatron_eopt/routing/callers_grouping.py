@@ -14,6 +14,7 @@ from megatron.core import optimizer as megatron_optimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 
 from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.routing.groups import USUAL_VALUES
 from megatron_eopt.routing.parameters import trainable_parameters
 from megatron_eopt.settings.registry import Overrides
 from megatron_eopt.settings.settings import Settings
@@ -27,11 +28,8 @@ def with_callers_grouping(
 ) -> Overrides:
     """Return the overrides that a caller's own grouping function, called with these, amounts to.
 
-    They are ``overrides`` where megatron-core's own function is in place.
-
-    Raises:
-        ConfigurationError: If the function cannot be called as megatron-core calls it, or does not
-            return groups that have every trainable parameter once.
+    They are ``overrides`` where megatron-core's own function is in place. One that cannot be called
+    like that, or misses a parameter, is a ConfigurationError.
     """
     grouping = getattr(megatron_optimizer, "_get_param_groups", None)
     if grouping is None or getattr(grouping, "__globals__", None) is vars(megatron_optimizer):
@@ -42,13 +40,7 @@ def with_callers_grouping(
         rule = f"fails when called with (model_chunks, config, overrides): {error}"
         raise _unusable(grouping, rule) from error
     _check(grouping, groups, model_chunks)
-    usual = {
-        "wd_mult": 1.0,
-        "lr_mult": 1.0,
-        "is_decoupled_lr": False,
-        "max_lr": settings.lr,
-        "min_lr": settings.min_lr,
-    }
+    usual = {**USUAL_VALUES, "max_lr": settings.lr, "min_lr": settings.min_lr}
     result = {}
     for group in groups:
         values = {
@@ -65,9 +57,8 @@ def _key(values: Mapping[str, Any], params: Sequence[torch.Tensor]) -> ParamKey:
     """Return what matches ``params`` alone, with a name that is the same on every rank."""
     members = {id(param) for param in params}
     name = ", ".join(f"{key}={value}" for key, value in sorted(values.items()))
-    predicate = ParamWithNamePredicate(
-        name=f"the caller's group with {name}", fn=lambda param, _: id(param) in members
-    )
+    label = f"the caller's group with {name}"
+    predicate = ParamWithNamePredicate(name=label, fn=lambda param, _: id(param) in members)
     return ParamKey(with_name_predicate=predicate)
 
 

@@ -5,7 +5,7 @@ Each function below answers for one family of modules; the orders are those in w
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.ssm.mamba_mixer import MambaMixer
@@ -31,26 +31,19 @@ class FusedWeight:
     rows: int | None  # rows of the unsharded weight; ``None`` where any number that divides will do
     build: Callable[[tuple[int, ...]], Split]  # makes the split from the unsharded shape
     # the same with one matrix per head, where the weight has heads
-    build_per_head: Callable[[tuple[int, ...]], Split] | None = field(default=None)
+    build_per_head: Callable[[tuple[int, ...]], Split] | None = None
 
 
 def fused_weight(owner: nn.Module, child: str) -> FusedWeight | None:
-    """Say how the linear module ``owner.child`` is fused.
+    """Say how the linear module ``owner.child`` is fused; ``None`` if it is one matrix or unknown.
 
-    Args:
-        owner: The module that uses the linear one; its type decides, never the linear's class,
-            of which there is one per back end.
-        child: The linear module's attribute name in ``owner``.
-
-    Returns:
-        Its fusion, or ``None`` if the weight is one matrix or the owner is unknown.
+    The owner's type decides, never the linear's class, of which there is one per back end.
     """
     if isinstance(owner, SelfAttention) and child == "linear_qkv":
         return _grouped_query(owner)
     if isinstance(owner, CrossAttention) and child == "linear_kv":
-        head_dim = owner.config.kv_channels
-        heads = owner.config.num_attention_heads
-        return _by_head("qkv", {"k": head_dim, "v": head_dim}, heads)
+        lengths = dict.fromkeys(("k", "v"), owner.config.kv_channels)
+        return _repeated("qkv", lengths, owner.config.num_attention_heads, lengths)
     if isinstance(owner, MultiLatentAttention | AbsorbedMLASelfAttention):
         return _latent_attention(owner.config, child)
     if isinstance(owner, MLP | TEGroupedMLP) and child == "linear_fc1":
@@ -79,24 +72,20 @@ def _latent_attention(config: Any, child: str) -> FusedWeight | None:
     latent = {"kv": config.kv_lora_rank, "k_pos": rotary}
     match child:
         case "linear_q_proj" | "linear_q_up_proj":
-            return _by_head("mla", {"q_nope": nope, "q_pos": rotary}, heads)
+            lengths = {"q_nope": nope, "q_pos": rotary}
+            return _repeated("mla", lengths, heads, lengths)
         case "linear_kv_up_proj":
-            return _by_head("mla", {"k_nope": nope, "v": value}, heads)
+            lengths = {"k_nope": nope, "v": value}
+            return _repeated("mla", lengths, heads, lengths)
         case "linear_kv_down_proj":
             return _repeated("mla", latent, 1)
         case "linear_qkv_down_proj":
-            return _fused_down_projection(config.q_lora_rank, latent)
+            # queries beside keys and values; each rank holds a slab of the one and of the other
+            keys = tuple(Field(name, rows) for name, rows in latent.items())
+            sections = (Section((Field("q", config.q_lora_rank),)), Section(keys))
+            rows = sum(section.rows for section in sections)
+            return FusedWeight("mla", rows, lambda shape: Split("mla", shape, sections))
     return None
-
-
-def _fused_down_projection(q_rank: int, latent: _Lengths) -> FusedWeight:
-    """Queries beside keys and values; each rank holds a slab of the one and of the other."""
-    sections = (
-        Section((Field("q", q_rank),)),
-        Section(tuple(Field(name, rows) for name, rows in latent.items())),
-    )
-    rows = sum(section.rows for section in sections)
-    return FusedWeight("mla", rows, lambda shape: Split("mla", shape, sections))
 
 
 def _gated_linear_unit(owner: Any) -> FusedWeight | None:
@@ -110,10 +99,10 @@ def _gated_linear_unit(owner: Any) -> FusedWeight | None:
 
 def _linear_attention(owner: Any) -> FusedWeight | None:
     """Projections beside one another, each cut over the tensor-parallel ranks by itself."""
-    heads: _Lengths = {}
     if isinstance(owner, MambaMixer):
         names, sizes = ("z", "x", "B", "C", "dt"), owner.in_proj.weight.partition_sizes
-        heads = {"z": owner.headdim, "x": owner.headdim, "B": owner.d_state, "C": owner.d_state}
+        head, state = owner.headdim, owner.d_state
+        heads = {"z": head, "x": head, "B": state, "C": state}
     elif hasattr(owner, "in_proj_split_sections") and hasattr(owner, "in_proj_split_names"):
         # the gated-delta-net family publishes its own table
         names, sizes = owner.in_proj_split_names, owner.in_proj_split_sections
@@ -130,10 +119,6 @@ def _linear_attention(owner: Any) -> FusedWeight | None:
         lambda shape: side_by_side("linear_attention", shape, lengths),
         lambda shape: side_by_side("linear_attention", shape, lengths, units=units),
     )
-
-
-def _by_head(kind: SplitT, lengths: _Lengths, heads: int) -> FusedWeight:
-    return _repeated(kind, lengths, heads, units=lengths)
 
 
 def _repeated(

@@ -5,6 +5,7 @@ parameters are experts', and the names of the settings that differ from the run'
 numbers, so that a run can be resumed with another learning rate.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -14,6 +15,9 @@ from megatron_eopt.routing.routes import Route
 
 GROUP_ID = "group_id"
 """Key of a parameter group that holds its identity."""
+
+USUAL_VALUES = {"wd_mult": 1.0, "lr_mult": 1.0, "is_decoupled_lr": False}
+"""What megatron-core's groups have where nothing else was asked for."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +61,11 @@ def key_of(route: Route) -> GroupKey:
 
 def summarize(routes: Iterable[Route]) -> list[GroupSummary]:
     """Return what other ranks need to know about this rank's groups."""
-    return _merged(
+    summaries = (
         GroupSummary(key_of(route), frozenset(route.labels), frozenset({route.parameter.chunk}))
         for route in routes
     )
+    return list(_merged(summaries).values())
 
 
 def build_groups(routes: Sequence[Route], everyones: Iterable[GroupSummary]) -> list[Group]:
@@ -68,26 +73,24 @@ def build_groups(routes: Sequence[Route], everyones: Iterable[GroupSummary]) -> 
 
     ``everyones`` are the summaries of all ranks' groups.
     """
-    summaries = _merged(everyones)
-    members: dict[GroupKey, list[Route]] = {summary.key: [] for summary in summaries}
+    merged = _merged(everyones)
+    members = defaultdict(list)
     for route in routes:
         members[key_of(route)].append(route)
-    chunks = {summary.key: summary.chunks for summary in summaries}
     return [
-        Group(key, identity, tuple(members[key]), chunks[key])
-        for key, identity in _identities({summary.key: summary.labels for summary in summaries})
+        Group(key, identity, tuple(members[key]), merged[key].chunks)
+        for key, identity in _identities({key: one.labels for key, one in merged.items()})
     ]
 
 
-def _merged(summaries: Iterable[GroupSummary]) -> list[GroupSummary]:
+def _merged(summaries: Iterable[GroupSummary]) -> dict[GroupKey, GroupSummary]:
     """Merge the summaries of each key, in the order of first appearance."""
     merged: dict[GroupKey, GroupSummary] = {}
     for one in summaries:
         other = merged.get(one.key, one)
-        merged[one.key] = GroupSummary(
-            one.key, one.labels | other.labels, one.chunks | other.chunks
-        )
-    return list(merged.values())
+        both = (one.labels | other.labels, one.chunks | other.chunks)
+        merged[one.key] = GroupSummary(one.key, *both)
+    return merged
 
 
 def param_group(
@@ -104,9 +107,7 @@ def param_group(
         "is_expert_parallel": group.key.is_expert,
         # Megatron's log shows the learning rate of the groups that follow the run's schedule.
         "default_config": not any("lr" in name for name in values),
-        "wd_mult": 1.0,
-        "lr_mult": 1.0,
-        "is_decoupled_lr": False,
+        **USUAL_VALUES,
         "max_lr": lr,
         "min_lr": min_lr,
         **values,

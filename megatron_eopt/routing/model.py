@@ -44,12 +44,7 @@ class Routing:
 
 
 def overrides_for(settings: Settings, overrides: Overrides | None) -> Overrides:
-    """Return a caller's overrides, checked, or megatron-core's standard ones for None.
-
-    Raises:
-        ConfigurationError: If an override holds something that no parameter group can.
-        ConfigurationTypeError: If one has the wrong type.
-    """
+    """Return a caller's overrides, checked, or megatron-core's standard ones for None."""
     if overrides is None:
         overrides = megatron_optimizer.get_standard_config_overrides(settings.config)
     check_overrides(overrides, settings)
@@ -61,10 +56,7 @@ def route_model(
 ) -> Routing:
     """Route every trainable parameter; collective over the world.
 
-    Raises:
-        ConfigurationError: If an override, a caller's grouping or the routing as a whole cannot be
-            honoured.
-        ConfigurationTypeError: If an override has the wrong type.
+    An override, a caller's grouping or a routing that cannot be honoured is a ConfigurationError.
     """
     overrides = overrides_for(settings, overrides)
     overrides = with_callers_grouping(settings, model_chunks, overrides)
@@ -81,9 +73,7 @@ def route_parameters(
 ) -> Routing:
     """Route given parameters, each of them one matrix; collective over the world.
 
-    Raises:
-        ConfigurationError: As :func:`route_model`, or if there are parameters, but none anywhere
-            for the main optimizer.
+    Parameters, but none anywhere for the main optimizer, are a ConfigurationError.
     """
     check_overrides(overrides, settings)
     routes = route_all(parameters, overrides, settings)
@@ -129,7 +119,5 @@ def routing_table(
 
 def format_routing(settings: Settings, routing: Routing) -> str:
     """Return a routing as a table."""
-    rows = routing_rows(
-        routing.groups, routing.splits, lr=settings.lr, weight_decay=settings.weight_decay
-    )
-    return format_table(rows)
+    run = {"lr": settings.lr, "weight_decay": settings.weight_decay}
+    return format_table(routing_rows(routing.groups, routing.splits, **run))

@@ -42,60 +42,48 @@ def check_overrides(overrides: Overrides, settings: RunSettings) -> None:
     }
     for key, values in overrides.items():
         if not isinstance(key, ParamKey):
-            raise ConfigurationTypeError(
-                "config_overrides", key, "each key must be a ParamKey", "Wrap the name in ParamKey"
-            )
+            rule, way_out = "each key must be a ParamKey", "Wrap the name in ParamKey"
+            raise ConfigurationTypeError("config_overrides", key, rule, way_out)
         where = f"config_overrides[{describe(key)}]"
         if not isinstance(values, Mapping):
-            raise ConfigurationTypeError(
-                where, values, "must be a mapping of group settings", "Give a dict"
-            )
+            rule = "must be a mapping of group settings"
+            raise ConfigurationTypeError(where, values, rule, "Give a dict")
         for name, value in values.items():
+            argument = f"{where}[{name!r}]"
             if isinstance(value, float) or name in _NOT_NEGATIVE:
                 bounds = {"at_least": 0.0} if name in _NOT_NEGATIVE else {}
-                check_number(f"{where}[{name!r}]", value, **bounds)
+                check_number(argument, value, **bounds)
             if name == "params":
                 rule = "the parameters of a group follow from the key and cannot be overridden"
                 way_out = "Leave 'params' out and name the parameters in the ParamKey"
-                raise ConfigurationError(f"{where}['params']", type(value).__name__, rule, way_out)
+                raise ConfigurationError(argument, type(value).__name__, rule, way_out)
             try:
                 hash(value)
             except TypeError as error:
-                raise ConfigurationTypeError(
-                    f"{where}[{name!r}]", value, "must be hashable", "Use a tuple, not a list"
-                ) from error
+                rule, way_out = "must be hashable", "Use a tuple, not a list"
+                raise ConfigurationTypeError(argument, value, rule, way_out) from error
             if name in whole_run and value != whole_run[name]:
                 rule = "concerns the whole optimizer, not a group of parameters"
-                raise ConfigurationError(
-                    f"{where}[{name!r}]", value, rule, f"Set {name} in the config"
-                )
+                raise ConfigurationError(argument, value, rule, f"Set {name} in the config")
 
 
 def merge(parameter: ModelParameter, overrides: Overrides) -> Merged:
-    """Return the union of all overrides that match ``parameter``.
-
-    Raises:
-        ConfigurationError: If two of them disagree.
-    """
-    values: dict[str, Any] = {}
+    """Return the union of all overrides that match ``parameter``, which may not disagree."""
+    said: dict[str, tuple[Any, str]] = {}  # values with the labels of their keys
     labels: set[str] = set()
-    said_by: dict[str, str] = {}
     for key, override in overrides.items():
         if not key.matches(parameter.param, parameter.name):
             continue
         label = describe(key)
         labels.add(label)
         for name, value in override.items():
-            if name in values and values[name] != value:
-                raise ConfigurationError(
-                    f"config_overrides[...][{name!r}]",
-                    value,
-                    f"{parameter.name} matches {said_by[name]!r}, which says {values[name]!r}, and "
-                    f"{label!r}, which says {value!r}",
-                    "Let the two keys match different parameters",
-                )
-            values[name] = value
-            said_by[name] = label
+            other, by = said.setdefault(name, (value, label))
+            if other != value:
+                rule = f"{parameter.name} matches {by!r}, which says {other!r}, and {label!r}"
+                rule += f", which says {value!r}"
+                way_out = "Let the two keys match different parameters"
+                raise ConfigurationError(f"config_overrides[...][{name!r}]", value, rule, way_out)
+    values = {name: value for name, (value, _) in said.items()}
     return Merged(values, tuple(sorted(labels)))
 
 

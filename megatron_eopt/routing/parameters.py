@@ -32,8 +32,8 @@ class ModelParameter:
     @property
     def has_matrix_shape(self) -> bool:
         """Whether it is a matrix, or marked as a stack of matrices, by its shape."""
-        stack = len(self.shape) == 3 and getattr(self.param, STACK_ATTRIBUTE, False)
-        return len(self.shape) == 2 or bool(stack)
+        stack = bool(getattr(self.param, STACK_ATTRIBUTE, False))
+        return len(self.shape) == 2 or (len(self.shape) == 3 and stack)
 
     @property
     def why_not_matrix(self) -> str | None:
@@ -52,9 +52,6 @@ def cut_dimension(param: torch.Tensor) -> int:
 
     ``partition_dim`` says so. Where ``tensor_model_parallel`` is False nothing is cut all the same:
     Transformer Engine sets the dimension on duplicated weights, too.
-
-    Raises:
-        ConfigurationError: If ``partition_dim`` is none of these.
     """
     dim = getattr(param, "partition_dim", -1)
     if dim is None or dim == -1 or getattr(param, "tensor_model_parallel", True) is False:
@@ -69,9 +66,8 @@ def trainable_parameters(model_chunks: Sequence[torch.nn.Module]) -> list[ModelP
     """Return every trainable parameter once, in model order; tied ones under their first name."""
     found: dict[int, ModelParameter] = {}
     for chunk, model in enumerate(model_chunks):
-        embeddings = _weights_of(
-            model, (torch.nn.Embedding, megatron_name("VocabParallelEmbedding"))
-        )
+        kinds = (torch.nn.Embedding, megatron_name("VocabParallelEmbedding"))
+        embeddings = _weights_of(model, kinds)
         routers = _weights_of(model, (megatron_name("Router"),))
         for name, param in model.named_parameters():
             if not param.requires_grad or id(param) in found:

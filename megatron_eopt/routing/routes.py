@@ -28,9 +28,8 @@ def route_all(
 ) -> list[Route]:
     """Return the route of every parameter, in their order.
 
-    Raises:
-        ConfigurationError: If an override names an unknown optimizer, sends a parameter to one that
-            cannot take it, or disagrees with another override.
+    Overrides that disagree, or name an optimizer that is unknown or cannot take a parameter, are a
+    ConfigurationError.
     """
     defaults = settings.default_overrides
     return [_route(parameter, overrides, defaults, settings) for parameter in parameters]

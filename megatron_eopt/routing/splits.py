@@ -44,18 +44,11 @@ class _Weight(NamedTuple):
 def find_splits(
     model_chunks: Iterable[nn.Module], *, which: Collection[SplitT]
 ) -> dict[nn.Parameter, Split]:
-    """Describe every fused trainable weight whose kind of split is on.
+    """Return the splits, of *unsharded* shapes, of fused trainable weights whose kind is on.
 
-    A weight that is not in the result is one matrix: use ``whole(shape)`` for it. A weight that
+    A weight that is not in the result is one matrix: use ``whole(shape)`` for it. Three-dimensional
+    expert weights are always in it: no option makes one matrix of several experts. A weight that
     looks fused but is of no known kind is named in one warning.
-
-    Args:
-        model_chunks: The model, in pipeline chunks, wrapped (DDP, Float16Module) or not.
-        which: The kinds of split that are on.
-
-    Returns:
-        Splits, of *unsharded* shapes. Three-dimensional expert weights are always in it: no option
-        makes one matrix of several experts.
 
     Raises:
         ConfigurationError: If ``which`` has an unknown name or ``per_head`` alone; if a split
@@ -66,28 +59,21 @@ def find_splits(
     if set(which) == {"per_head"}:
         rule = "per_head refines the splits of attention projections, none of which is on"
         raise ConfigurationError("which", which, rule, "Add 'qkv', 'mla' or 'linear_attention'")
-    splits: dict[nn.Parameter, Split] = {}
     unknown: list[str] = []
-    for weight in _weights(model_chunks):
-        split = _split_of(weight, which, unknown)
-        if split is not None:
-            splits[weight.param] = split
+    found = {w.param: _split_of(w, which, unknown) for w in _weights(model_chunks)}
     if unknown:
         logger.warning(
             "These weights look fused but how is not known, so each is treated as one matrix: %s. "
             "Set param.eopt_split to a megatron_eopt.matrices.Split, or to 'whole' if it is one.",
             ", ".join(unknown),
         )
-    return splits
+    return {param: split for param, split in found.items() if split is not None}
 
 
 def tensor_parallel_cut(param: nn.Parameter, *modules: nn.Module) -> tuple[int, int]:
     """Return ``(tp_size, partition_dim)`` of a weight, ``(1, -1)`` if it is not sharded.
 
     Its linear module and the ``modules`` around it are asked in turn for their group.
-
-    Raises:
-        ConfigurationError: If the weight is sharded over a group that cannot be found.
     """
     dim = cut_dimension(param)
     if dim == -1:
@@ -109,18 +95,14 @@ def _weights(model_chunks: Iterable[nn.Module]) -> Iterator[_Weight]:
     """Yield each trainable weight of two or three dimensions once."""
     seen: set[int] = set()
     for chunk in model_chunks:
-        children = (
-            (owner_name, owner, child, linear)
-            for owner_name, owner in chunk.named_modules()
-            for child, linear in owner.named_children()
-        )
-        # the chunk itself has no owner but itself
-        for owner_name, owner, child, linear in (("", chunk, "", chunk), *children):
-            for leaf, param in linear.named_parameters(recurse=False):
+        modules = dict(chunk.named_modules())
+        for path, linear in modules.items():
+            # the chunk itself has no owner but itself
+            owner, child = path.rpartition(".")[::2]
+            for leaf, param in linear.named_parameters(prefix=path, recurse=False):
                 if param.dim() in (2, 3) and param.requires_grad and id(param) not in seen:
                     seen.add(id(param))
-                    name = ".".join(filter(None, (owner_name, child, leaf)))
-                    yield _Weight(name, param, owner, child, linear)
+                    yield _Weight(leaf, param, modules[owner], child, linear)
 
 
 def _split_of(weight: _Weight, which: Collection[SplitT], unknown: list[str]) -> Split | None:

@@ -3,8 +3,6 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from megatron_eopt.matrices import Split
 from megatron_eopt.routing.groups import Group
 
@@ -12,11 +10,7 @@ COLUMNS = ("parameter", "shape", "optimizer", "split", "lr", "weight decay", "wh
 
 
 def routing_rows(
-    groups: Iterable[Group],
-    splits: Mapping[torch.nn.Parameter, Split],
-    *,
-    lr: float,
-    weight_decay: float,
+    groups: Iterable[Group], splits: Mapping[Any, Split], *, lr: float, weight_decay: float
 ) -> list[tuple[str, ...]]:
     """Return one row per parameter of this rank, in model order, under :data:`COLUMNS`.
 
@@ -25,27 +19,22 @@ def routing_rows(
     rows = []
     for group in groups:
         values: dict[str, Any] = dict(group.key.values)
-        settings = (
-            f"{values.get('max_lr', lr):g}",
-            f"{weight_decay * values.get('wd_mult', 1.0):g}",
-        )
+        decay = weight_decay * values.get("wd_mult", 1.0)
+        settings = (f"{values.get('max_lr', lr):g}", f"{decay:g}")
         for member in group.members:
             item = member.parameter
             shape = " x ".join(map(str, item.shape)) + (" (expert)" if item.is_expert else "")
             cells = (item.name, shape, member.optimizer, describe_split(splits.get(item.param)))
             rows.append((item.order, (*cells, *settings, member.why)))
-    return [row for _, row in sorted(rows, key=lambda pair: pair[0])]
+    return [row for _, row in sorted(rows)]
 
 
 def describe_split(split: Split | None) -> str:
     """Return the parts of a split, for example ``qkv: q 64 x 32, k 32 x 32, v 32 x 32``."""
     if split is None:
         return "-"
-    parts = (
-        f"{part.name} {f'{part.count} x ' if part.count > 1 else ''}"
-        f"{part.shape[0]} x {part.shape[1]}"
-        for part in split.parts
-    )
+    sizes = ((p.name, *([p.count] if p.count > 1 else []), *p.shape) for p in split.parts)
+    parts = (f"{name} {' x '.join(map(str, numbers))}" for name, *numbers in sizes)
     return f"{split.kind}: " + ", ".join(parts)
 
 
@@ -53,7 +42,5 @@ def format_table(rows: Sequence[Sequence[str]], header: Sequence[str] = COLUMNS)
     """Return ``rows`` as a Markdown table that is also readable as text."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     lines = [header, ["-" * width for width in widths], *rows]
-    padded = (
-        [cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines
-    )
+    padded = (map(str.ljust, line, widths) for line in lines)
     return "\n".join(f"| {' | '.join(cells)} |" for cells in padded)

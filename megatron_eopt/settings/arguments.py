@@ -9,11 +9,7 @@ from typing import Any
 from megatron.core.utils import is_te_min_version
 
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.settings.fields import (
-    constructor_arguments,
-    kwargs_from_config,
-    weight_decay_kwargs,
-)
+from megatron_eopt.settings.fields import constructor_arguments, kwargs_from_config
 from megatron_eopt.settings.registry import entry_of
 from megatron_eopt.settings.settings import RunSettings
 
@@ -32,8 +28,7 @@ def entry_kwargs(
     entry = entry_of(name)
     if entry.config_to_kwargs is not None:
         return entry.config_to_kwargs(config, model_chunks, pg_collection)
-    prefixes = entry.prefixes or (name,)
-    return emerging_kwargs(entry.optimizer_cls, prefixes, config, pg_collection)
+    return emerging_kwargs(entry.optimizer_cls, entry.prefixes or (name,), config, pg_collection)
 
 
 def emerging_kwargs(
@@ -43,11 +38,13 @@ def emerging_kwargs(
 
     ``betas`` are Adam's where the optimizer has none of its own.
     """
-    kwargs = {
-        **kwargs_from_config(optimizer_cls, prefixes, config),
-        **weight_decay_kwargs(optimizer_cls, config),
-    }
+    kwargs = kwargs_from_config(optimizer_cls, prefixes, config)
     arguments = constructor_arguments(optimizer_cls)
+    decoupled = getattr(config, "decoupled_weight_decay", True)
+    if "use_decoupled_weight_decay" in arguments:
+        kwargs["use_decoupled_weight_decay"] = decoupled
+    elif "weight_decay_method" in arguments:
+        kwargs["weight_decay_method"] = "decoupled" if decoupled else "l2"
     if "betas" in arguments:
         kwargs.setdefault("betas", (config.adam_beta1, config.adam_beta2))
     if "pg_collection" in arguments:
@@ -68,7 +65,7 @@ def muon_family_kwargs(
     """
     kwargs = emerging_kwargs(optimizer_cls, prefixes, config, pg_collection)
     model_config = getattr(model_chunks[0], "config", None)
-    kwargs["is_qkv_fn"] = _is_qkv
+    kwargs["is_qkv_fn"] = lambda param: bool(getattr(param, "is_qkv", False))
     kwargs["qkv_split_shapes"] = model_config and qkv_split_shapes(model_config)
     if "backend" not in kwargs:
         # A configuration of megatron-core's own class means megatron-core's iteration to the bit.
@@ -78,14 +75,14 @@ def muon_family_kwargs(
     return kwargs
 
 
-def qkv_split_shapes(model_config: Any) -> list[int]:
+def qkv_split_shapes(model_cfg: Any) -> list[int]:
     """Return the rows of Q, K and V in one query group of a fused QKV weight.
 
     With an output gate its rows come after the query's.
     """
-    head = model_config.kv_channels
-    queries = model_config.num_attention_heads // model_config.num_query_groups * head
-    gate = [queries] if getattr(model_config, "attention_output_gate", False) else []
+    head = model_cfg.kv_channels
+    queries = model_cfg.num_attention_heads // model_cfg.num_query_groups * head
+    gate = [queries] if getattr(model_cfg, "attention_output_gate", False) else []
     return [queries, *gate, head, head]
 
 
@@ -95,7 +92,9 @@ def scalar_arguments(name: str, settings: RunSettings) -> dict[str, Any]:
     kwargs: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     match name:
         case "adam":
-            kwargs |= {**adam_numbers(settings), "capturable": config.optimizer_cuda_graph}
+            # as floats: torch takes no integers among them
+            kwargs["betas"] = (float(config.adam_beta1), float(config.adam_beta2))
+            kwargs |= {"eps": float(config.adam_eps), "capturable": config.optimizer_cuda_graph}
             return kwargs | (_precision_aware(config) if settings.precision_aware else {})
         case "lion":
             return kwargs | {"betas": (config.lion_beta1, config.lion_beta2)}
@@ -103,19 +102,8 @@ def scalar_arguments(name: str, settings: RunSettings) -> dict[str, Any]:
             return kwargs | {"momentum": config.sgd_momentum}
 
 
-def adam_numbers(settings: RunSettings) -> dict[str, Any]:
-    """Return Adam's ``betas`` and ``eps`` as floats; torch takes no integers among them."""
-    config = settings.config
-    betas = (float(config.adam_beta1), float(config.adam_beta2))
-    return {"betas": betas, "eps": float(config.adam_eps)}
-
-
 def offload_arguments(name: str, settings: RunSettings) -> dict[str, Any]:
-    """Return the arguments of megatron-core's optimizer that keeps state on the host.
-
-    Raises:
-        ConfigurationError: If it cannot be had for this optimizer.
-    """
+    """Return the arguments of megatron-core's optimizer that keeps state on the host, or refuse."""
     config, field = settings.config, "optimizer_cpu_offload"
     if name not in ("adam", "sgd"):
         raise ConfigurationError(field, True, f"does not work with {name}", "Use adam or sgd")
@@ -124,7 +112,7 @@ def offload_arguments(name: str, settings: RunSettings) -> dict[str, Any]:
         raise ConfigurationError(field, True, "needs decoupled weight decay", way_out)
     kwargs = scalar_arguments(name, settings)
     if name == "adam":
-        kwargs = {k: v for k, v in kwargs.items() if k in ("lr", "weight_decay", "betas", "eps")}
+        kwargs = {key: kwargs[key] for key in ("lr", "weight_decay", "betas", "eps")}
         kwargs |= {"bias_correction": True, "fused": True}
     return {
         "offload_fraction": config.optimizer_offload_fraction,
@@ -148,7 +136,3 @@ def _precision_aware(config: Any) -> dict[str, Any]:
     if is_te_min_version("2.1.0.dev0"):
         kwargs["store_param_remainders"] = config.store_param_remainders
     return kwargs
-
-
-def _is_qkv(param: Any) -> bool:
-    return bool(getattr(param, "is_qkv", False))

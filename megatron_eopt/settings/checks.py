@@ -22,11 +22,7 @@ from megatron_eopt.math import (
 )
 from megatron_eopt.math.moments import Moment2MethodT
 from megatron_eopt.settings.config import EmergingOptimizerConfig
-from megatron_eopt.settings.fields import (
-    check_all_consumed,
-    check_old_spellings,
-    consumed_fields,
-)
+from megatron_eopt.settings.fields import check_all_consumed, check_old_spellings, consumed_fields
 from megatron_eopt.settings.refusals import refuse_unsupported_modes
 from megatron_eopt.settings.registry import entry_of
 
@@ -48,7 +44,7 @@ _BOUNDS: dict[str, dict[str, float]] = {
 }
 """Bounds of numeric fields; those with an optimizer's prefix count only while it is in use."""
 
-_CHOICES: dict[str, tuple[str, ...]] = {
+CHOICES: dict[str, tuple[str, ...]] = {
     "muon_tp_mode": get_args(TpModeT),
     "muon_mode": get_args(TpModeT),
     "muon_scale_mode": get_args(ScaleModeT),
@@ -60,19 +56,14 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 _OPTIMIZER_PREFIXES = ("muon", "adaptive_muon", "lion", "soap")
 
 _SWITCHES = tuple(
-    item.name
-    for item in dataclasses.fields(EmergingOptimizerConfig)
-    if isinstance(item.default, bool)
+    f.name for f in dataclasses.fields(EmergingOptimizerConfig) if isinstance(f.default, bool)
 )
 """Fields that are on or off; None counts as off."""
 
-_MAY_BE_INFINITE = frozenset({"grad_norm_skip_threshold"})
-
 _MAY_BE_NONE = frozenset(
-    {"min_lr", "decoupled_lr", "decoupled_min_lr", "loss_scale"}
+    {"min_lr", "decoupled_lr", "decoupled_min_lr", "loss_scale", *_SWITCHES}
     | {"muon_lr", "muon_min_lr", "muon_momentum_beta", "muon_mode"}
 )
-
 
 _FOR_MATRICES = {
     "use_precision_aware_optimizer": "keeps main parameters inside Transformer Engine's Adam, "
@@ -84,7 +75,6 @@ _FOR_MATRICES = {
     "overlap_param_gather_with_optimizer_step": "gathers parameters before all have been stepped",
 }
 
-
 _FOR_DTENSORS = {
     "fp16": "needs a loss scale, which the training loop has: torch.amp.GradScaler",
     "loss_scale": "belongs to the training loop: torch.amp.GradScaler",
@@ -95,74 +85,62 @@ _FOR_DTENSORS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class InUse:
-    """What of a configuration is in use."""
+def check_values(
+    config: Any, optimizer: str, prefixes: tuple[str, ...], scalar: str, *, lr_may_follow: bool
+) -> None:
+    """Raise if a field in use is out of bounds, does not fit the optimizer or has no effect.
 
-    optimizer: str  # name of the main optimizer
-    prefixes: tuple[str, ...]  # prefixes of the fields in use
-    scalar: str  # the optimizer of what the main one does not take
-    lr_may_follow: bool = False  # whether a learning rate that is not given is no error yet
-
-    def has(self, config: Any, name: str) -> bool:
-        """Whether the field ``name`` is in use and given."""
-        owners = [prefix for prefix in _OPTIMIZER_PREFIXES if name.startswith(f"{prefix}_")]
-        if owners and not any(owner in self.prefixes for owner in owners):
-            return False
-        missing = getattr(config, name, None) is None
-        may_be_none = name in _MAY_BE_NONE or (name == "lr" and self.lr_may_follow)
-        return hasattr(config, name) and not (missing and may_be_none)
-
-
-def check_values(config: Any, use: InUse) -> None:
-    """Raise if a field of ``config`` that is in use has a value out of bounds.
-
-    Raises:
-        ConfigurationError: If a number or a choice is out of bounds, a mode does not fit the
-            optimizer, or a field has no effect.
-        ConfigurationTypeError: If something is no number that must be one.
+    ``optimizer`` is the main one, whose fields have ``prefixes``; ``scalar`` takes the rest. With
+    ``lr_may_follow`` a learning rate that is not given is no error yet.
     """
-    refuse_unsupported_modes(config, use.optimizer)
-    for name, bounds in _BOUNDS.items():
-        if use.has(config, name):
-            value = getattr(config, name)
-            if not (name in _MAY_BE_INFINITE and value == math.inf):
-                check_number(name, value, **bounds)
-    for name, choices in _CHOICES.items():
-        if use.has(config, name):
-            check_choice(name, getattr(config, name), choices)
-    for name in _SWITCHES:
-        if use.has(config, name) and getattr(config, name) is not None:
-            check_switch(name, getattr(config, name))
+    refuse_unsupported_modes(config, optimizer)
+    may_be_none = _MAY_BE_NONE | ({"lr"} if lr_may_follow else set())
+    for name in (*_BOUNDS, *CHOICES, *_SWITCHES):
+        owners = {prefix for prefix in _OPTIMIZER_PREFIXES if name.startswith(f"{prefix}_")}
+        if (owners and owners.isdisjoint(prefixes)) or not hasattr(config, name):
+            continue
+        value = getattr(config, name)
+        if value is None and name in may_be_none:
+            continue
+        if name in CHOICES:
+            check_choice(name, value, CHOICES[name])
+        elif name in _SWITCHES:
+            check_switch(name, value)
+        elif name != "grad_norm_skip_threshold" or value != math.inf:
+            check_number(name, value, **_BOUNDS[name])
     if config.fp16 and not config.loss_scale and config.min_loss_scale > config.initial_loss_scale:
         rule = f"must not be above initial_loss_scale={config.initial_loss_scale!r}"
         way_out = "Lower it, or raise initial_loss_scale"
         raise ConfigurationError("min_loss_scale", config.min_loss_scale, rule, way_out)
-    if getattr(config, "muon_exempt_from_clipping", False) and "muon" not in use.prefixes:
-        rule = f"is about Muon's gradients, and {use.optimizer}'s are always clipped"
+    if getattr(config, "muon_exempt_from_clipping", False) and "muon" not in prefixes:
+        rule = f"is about Muon's gradients, and {optimizer}'s are always clipped"
         way_out = "Leave it off, or set clip_grad=0"
         raise ConfigurationError("muon_exempt_from_clipping", True, rule, way_out)
-    if use.optimizer in STANDARD_OPTIMIZERS:
+    if optimizer in STANDARD_OPTIMIZERS:
         return
-    check_old_spellings(config, use.prefixes)
-    if "muon" in use.prefixes:
-        _check_schedule(config)
-        resolve_coefficients(config.muon_coefficient_type, config.muon_num_ns_steps)
+    check_old_spellings(config, prefixes)
+    if "muon" in prefixes:
+        steps, coefficients = config.muon_num_ns_steps, config.muon_coefficient_type
+        if not isinstance(steps, int):
+            rule, way_out = "must be an integer", "Give a whole number"
+            raise ConfigurationTypeError("muon_num_ns_steps", steps, rule, way_out)
+        if isinstance(coefficients, str):
+            check_choice("muon_coefficient_type", coefficients, get_args(CoefficientT))
+        resolve_coefficients(coefficients, steps)
         get_backend(getattr(config, "muon_backend", "torch"))
-    entry = entry_of(use.optimizer)
-    consumed = consumed_fields(entry.optimizer_cls, use.prefixes) | entry.consumes
-    if use.scalar == "lion":
+    entry = entry_of(optimizer)
+    consumed = consumed_fields(entry.optimizer_cls, prefixes) | entry.consumes
+    if scalar == "lion":
         consumed |= {"lion_beta1", "lion_beta2"}
-    check_all_consumed(config, use.prefixes, consumed)
+    check_all_consumed(config, prefixes, consumed)
 
 
 def refuse_for_matrices(config: Any) -> None:
     """Raise a ConfigurationError for the first mode that keeps matrices from being whole."""
     for name, reason in _FOR_MATRICES.items():
         if getattr(config, name, False):
-            raise ConfigurationError(
-                name, True, f"{reason}, so layer-wise storage refuses it", f"Set {name}=False"
-            )
+            rule = f"{reason}, so layer-wise storage refuses it"
+            raise ConfigurationError(name, True, rule, f"Set {name}=False")
 
 
 def refuse_for_dtensors(config: Any) -> None:
@@ -172,13 +150,3 @@ def refuse_for_dtensors(config: Any) -> None:
             raise ConfigurationError(name, value, f"{rule}, not here", f"Leave {name} unset")
     if config.lr is None:
         raise ConfigurationError("lr", None, "must be given", "Give the largest learning rate")
-
-
-def _check_schedule(config: Any) -> None:
-    steps, coefficients = config.muon_num_ns_steps, config.muon_coefficient_type
-    if not isinstance(steps, int):
-        raise ConfigurationTypeError(
-            "muon_num_ns_steps", steps, "must be an integer", "Give a whole number"
-        )
-    if isinstance(coefficients, str):
-        check_choice("muon_coefficient_type", coefficients, get_args(CoefficientT))

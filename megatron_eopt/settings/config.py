@@ -10,9 +10,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.optimizer.optimizer_config import (
-    OptimizerConfig,
-)
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
 from megatron_eopt.base.names import OptimizerDefaultsT, TpModeT
 from megatron_eopt.math import AlgorithmT
@@ -98,10 +96,10 @@ class EmergingOptimizerConfig(OptimizerConfig):
 
 def default_values(whose: OptimizerDefaultsT) -> dict[str, Any]:
     """Return the recommended default of every field, or megatron-core's where it has the field."""
-    recommended = _fields(EmergingOptimizerConfig())
+    recommended = dataclasses.asdict(EmergingOptimizerConfig())
     if whose == "recommended":
         return recommended
-    return {**recommended, **_LIKE_MEGATRON, **_fields(OptimizerConfig())}
+    return {**recommended, **_LIKE_MEGATRON, **dataclasses.asdict(OptimizerConfig())}
 
 
 def as_muon(config: Any, *, layer_wise: bool) -> Any:
@@ -115,7 +113,3 @@ def as_muon(config: Any, *, layer_wise: bool) -> Any:
     if layer_wise:
         config.use_layer_wise_distributed_optimizer = True
     return config
-
-
-def _fields(config: OptimizerConfig) -> dict[str, Any]:
-    return {item.name: getattr(config, item.name) for item in dataclasses.fields(config)}

@@ -8,13 +8,12 @@ YAML's own rules turn ``on`` into a truth value and ``1e-3`` into text, so value
 text that was written, and the type of their field says what it means.
 """
 
-import dataclasses
 import difflib
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import yaml  # type: ignore[import-untyped,unused-ignore]
@@ -38,6 +37,8 @@ _RUNS_OWN = frozenset(
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.uint8}
 """Data types by the names that the trainer's flags have for them."""
 
+_ONE_A_LINE = "Write one 'name: value' a line"
+
 _ALLOWED: dict[str, FieldType] = {
     name: kind
     for name, kind in field_types(EmergingOptimizerConfig).items()
@@ -45,27 +46,20 @@ _ALLOWED: dict[str, FieldType] = {
 } | {DEFAULTS_KEY: type_of(OptimizerDefaultsT)}
 
 
-@dataclasses.dataclass(frozen=True)
-class OptimizerFile:
+class OptimizerFile(NamedTuple):
     """What a file says."""
 
     path: Path
-    # whose defaults hold for fields that are not in the file; None if it does not say
-    defaults: OptimizerDefaultsT | None
-    # the fields' values by name; data types by the names of the trainer's flags
-    values: Mapping[str, Any]
+    values: Mapping[str, Any]  # by key; data types by the names of the trainer's flags
     places: Mapping[str, str]  # file and line of each key
 
     def config(self) -> EmergingOptimizerConfig:
-        """Return the configuration, checked as far as that is possible without a model.
-
-        Raises:
-            ConfigurationError: If a value, or a combination, cannot be honoured.
-        """
-        values = {**default_values(self.defaults or "recommended"), **self.values}
-        for name in self.values:
-            if _ALLOWED[name].type is torch.dtype:
-                values[name] = _DTYPES[values[name]]
+        """Return the configuration, checked as far as that is possible without a model."""
+        given: dict[str, Any] = {
+            name: _DTYPES[value] if _ALLOWED[name].type is torch.dtype else value
+            for name, value in self.values.items()
+        }
+        values = default_values(given.pop(DEFAULTS_KEY, "recommended")) | given
         try:
             config = EmergingOptimizerConfig(**values)
             resolve(config, lr_may_follow=True)
@@ -96,27 +90,21 @@ def load_optimizer_config(path: str | os.PathLike[str]) -> EmergingOptimizerConf
 
 
 def read_optimizer_file(path: str | os.PathLike[str]) -> OptimizerFile:
-    """Return what a file says, each value of its field's type.
-
-    Raises:
-        ConfigurationError: As :func:`load_optimizer_config`, but for checks of bounds.
-    """
+    """Return what a file says, each value of its field's type; raises all but errors of bounds."""
     path = Path(path)
     values: dict[str, Any] = {}
     places: dict[str, str] = {}
     for entry in _entries(path):
         name = entry.key.replace("-", "_")
         if name in places:
-            raise entry.error(
-                f"was given before, at {places[name]}",
-                "Keep one (dashes and underscores are equal)",
-            )
+            rule = f"was given before, at {places[name]}"
+            raise entry.error(rule, "Keep one (dashes and underscores are equal)")
         places[name] = entry.place
-        values[name] = _value(entry, name)
+        values[name] = _value(entry, _field_type(entry, name))
     if "optimizer" not in values:
         rule = "does not say which optimizer it describes"
         raise _unusable(path, rule, "Add a line such as 'optimizer: muon'")
-    return OptimizerFile(path, values.pop(DEFAULTS_KEY, None), values, places)
+    return OptimizerFile(path, values, places)
 
 
 def allowed_keys() -> tuple[str, ...]:
@@ -136,130 +124,94 @@ class _Entry(NamedTuple):
         return ConfigurationError(f"{self.place}: {self.key}", self.text, rule, way_out)
 
 
-class _Loader(yaml.SafeLoader):
-    """Refuses what makes a value another one than the text that stands there."""
-
-    def compose_node(self, parent: Any, index: Any) -> yaml.Node:
-        event = self.peek_event()
-        anchor = getattr(event, "anchor", None)
-        if anchor is not None or event.tag is not None:
-            sign = "*" if isinstance(event, yaml.AliasEvent) else "&"
-            raise ConfigurationError(
-                f"{self.name}:{event.start_mark.line + 1}",
-                event.tag if anchor is None else f"{sign}{anchor}",
-                "anchors, aliases and tags are not understood",
-                "Write the value itself",
-            )
-        return super().compose_node(parent, index)
-
-
-def _entries(path: Path) -> list[_Entry]:
-    """Return the entries of a file in their order."""
+def _entries(path: Path) -> Iterator[_Entry]:
+    """Yield the entries of a file in their order."""
     try:
         text = path.read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         rule = f"cannot be read: {getattr(error, 'strerror', None) or 'it is not UTF-8 text'}"
         raise _unusable(path, rule, "Give the path of a YAML file, saved as UTF-8") from error
-    one_a_line = "Write one 'name: value' a line"
+
+    def refuse(mark: Any, value: object, rule: str, way_out: str = _ONE_A_LINE) -> NoReturn:
+        place = f"{path}:{mark.line + 1}" if mark else str(path)
+        raise ConfigurationError(place, value, rule, way_out)
+
     try:
-        loader = _Loader(text)
-        loader.name = str(path)
-        root = loader.get_single_node()
+        for event in yaml.parse(text, yaml.SafeLoader):
+            anchor, tag = getattr(event, "anchor", None), getattr(event, "tag", None)
+            if anchor or tag:
+                sign = "*" if isinstance(event, yaml.AliasEvent) else "&"
+                written = f"{sign}{anchor}" if anchor else tag
+                rule = "anchors, aliases and tags are not understood"
+                refuse(event.start_mark, written, rule, "Write the value itself")
+        root = yaml.compose(text, yaml.SafeLoader)
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        place = str(path) if mark is None else f"{path}:{mark.line + 1}"
         problem = getattr(error, "problem", None) or getattr(error, "reason", str(error))
-        raise ConfigurationError(place, problem, "is not valid YAML", one_a_line) from error
+        refuse(getattr(error, "problem_mark", None), problem, "is not valid YAML")
     if root is None:
-        raise ConfigurationError(str(path), "", "holds nothing", f"{one_a_line}, 'optimizer' too")
+        refuse(None, "", "holds nothing", f"{_ONE_A_LINE}, 'optimizer' too")
     if not isinstance(root, yaml.MappingNode):
-        place = f"{path}:{root.start_mark.line + 1}"
-        raise ConfigurationError(
-            place, _shown(root), "must be a mapping of names to values", one_a_line
-        )
-    entries = []
+        refuse(root.start_mark, _shown(root), "must be a mapping of names to values")
     for key, value in root.value:
-        place = f"{path}:{key.start_mark.line + 1}"
         if not isinstance(key, yaml.ScalarNode):
-            raise ConfigurationError(place, _shown(key), "is no name", "Write 'name: value'")
+            refuse(key.start_mark, _shown(key), "is no name")
+        place = f"{path}:{key.start_mark.line + 1}"
         entry = _Entry(place, key.value, _shown(value), getattr(value, "style", None) is None)
         if not isinstance(value, yaml.ScalarNode):
             raise entry.error("must be a single value", "Write it plainly")
-        entries.append(entry)
-    return entries
+        yield entry
 
 
 def _shown(node: yaml.Node) -> str:
     return {"mapping": "a mapping", "sequence": "a list"}.get(node.id) or str(node.value)
 
 
-class _Form(NamedTuple):
-    """How values of a type are written."""
-
-    name: str
-    pattern: str
-    convert: Callable[[str], Any]
-    way_out: str
-
-
-_FORMS = {
-    bool: _Form(
-        "true or false", "true|false", lambda text: text == "true", "Write it so, in lower case"
-    ),
-    int: _Form("a whole number", r"[-+]?(0|[1-9]\d*)", int, "Write it in plain decimal digits"),
-    float: _Form(
+_FORMS: dict[type, tuple[str, str, Callable[[str], Any], str]] = {
+    bool: ("true or false", "true|false", "true".__eq__, "Write it so, in lower case"),
+    int: ("a whole number", r"[-+]?(0|[1-9]\d*)", int, "Write it in plain decimal digits"),
+    float: (
         "a number",
         r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?|\.?inf",
         lambda text: float(text.replace(".inf", "inf")),
         "Write it like 0.02, 3e-4 or inf",
     ),
 }
+"""How values of a type are written: what they are called, pattern, conversion and way out."""
 
 
-def _value(entry: _Entry, name: str) -> Any:
-    """Return the value of an entry, of its field's type."""
-    kind = _field_type(entry, name)
+def _value(entry: _Entry, kind: FieldType) -> Any:
     if entry.plain and entry.text in ("", "null", "~"):
         if entry.text and kind.optional:
             return None
-        raise entry.error(
-            "cannot be null" if entry.text else "has no value",
-            "Write a value, or null for none"
-            if kind.optional
-            else "Write a value, or leave it out",
-        )
+        rule = "cannot be null" if entry.text else "has no value"
+        otherwise = "null for none" if kind.optional else "leave it out"
+        raise entry.error(rule, f"Write a value, or {otherwise}")
     choices = tuple(_DTYPES) if kind.type is torch.dtype else kind.choices
     if choices and entry.text not in choices:
         raise entry.error(f"must be one of {', '.join(choices)}", "Choose one of these")
     if choices or kind.type is str:
         return entry.text
-    form = _FORMS[kind.type]
+    called, pattern, convert, way_out = _FORMS[kind.type]
     if not entry.plain:
-        raise entry.error(f"must be {form.name}, not text", "Remove the quotes")
-    if not re.fullmatch(form.pattern, entry.text):
-        raise entry.error(f"must be {form.name}", form.way_out)
-    return form.convert(entry.text)
+        raise entry.error(f"must be {called}, not text", "Remove the quotes")
+    if not re.fullmatch(pattern, entry.text):
+        raise entry.error(f"must be {called}", way_out)
+    return convert(entry.text)
 
 
 def _field_type(entry: _Entry, name: str) -> FieldType:
+    if name in _ALLOWED:
+        return _ALLOWED[name]
     if name == "use_layer_wise_distributed_optimizer":
-        raise entry.error(
-            "follows from the optimizer and use-distributed-optimizer",
-            "Write use-distributed-optimizer: true",
-        )
+        rule = "follows from the optimizer and use-distributed-optimizer"
+        raise entry.error(rule, "Write use-distributed-optimizer: true")
     if name in _RUNS_OWN:
-        raise entry.error(
-            "is the run's own, no part of an optimizer's description",
-            f"Give the flag --{name.replace('_', '-')}, or set the configuration's field",
-        )
-    if name not in _ALLOWED:
-        near = difflib.get_close_matches(name, _ALLOWED, n=3)
-        hint = " or ".join(item.replace("_", "-") for item in near)
-        raise entry.error(
-            "is no setting of an optimizer",
-            f"Did you mean {hint}" if near else "Keys are the names of the optimizers' flags",
-        )
-    return _ALLOWED[name]
+        way_out = f"Give the flag --{name.replace('_', '-')}, or set the configuration's field"
+        raise entry.error("is the run's own, no part of an optimizer's description", way_out)
+    near = difflib.get_close_matches(name, _ALLOWED, n=3)
+    hint = f"Did you mean {' or '.join(item.replace('_', '-') for item in near)}"
+    no_hint = "Keys are the names of the optimizers' flags"
+    raise entry.error("is no setting of an optimizer", hint if near else no_hint)
 
 
 def _unusable(path: Path, rule: str, way_out: str) -> ConfigurationError:

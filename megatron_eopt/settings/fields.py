@@ -8,6 +8,7 @@ an error, since its user expects an effect.
 import dataclasses
 import inspect
 from collections.abc import Iterable, Sequence
+from dataclasses import MISSING
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
@@ -28,8 +29,7 @@ class FieldType(NamedTuple):
 
 def type_of(hint: Any) -> FieldType:
     """Return what a field with this type hint takes."""
-    optional = get_origin(hint) in (Union, UnionType)
-    if optional:
+    if optional := get_origin(hint) in (Union, UnionType):
         (hint,) = (item for item in get_args(hint) if item is not NoneType)
     if get_origin(hint) is Literal:
         return FieldType(str, get_args(hint), optional)
@@ -45,42 +45,27 @@ def field_types(config_cls: type) -> dict[str, FieldType]:
 def constructor_arguments(optimizer_cls: type) -> list[str]:
     """Return the names of a class's constructor arguments, following ``**kwargs`` to its bases."""
     names: dict[str, None] = {}
-    for cls in optimizer_cls.__mro__:
-        if "__init__" not in vars(cls):
-            continue
-        parameters = inspect.signature(vars(cls)["__init__"]).parameters.values()
-        variable = {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}
-        names.update(dict.fromkeys(p.name for p in parameters if p.kind not in variable))
-        if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+    for init in (vars(cls)["__init__"] for cls in optimizer_cls.__mro__ if "__init__" in vars(cls)):
+        parameters = inspect.signature(init).parameters.values()
+        variable = {p.name for p in parameters if p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+        names |= dict.fromkeys(p.name for p in parameters if p.name not in variable)
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             break
     return [name for name in names if name not in ("self", "params")]
 
 
 def kwargs_from_config(
-    optimizer_cls: type, prefixes: str | Sequence[str], config: object
+    optimizer_cls: type, prefix: str | Sequence[str], config: object
 ) -> dict[str, Any]:
     """Return the constructor arguments that ``config``, or its like, has a value for.
 
-    ``prefixes`` are looked up in their order, the most specific first.
-
-    Raises:
-        ConfigurationError: If an old spelling and the present one disagree.
+    Of several prefixes the most specific comes first. An old spelling and the present one that
+    disagree are a ConfigurationError.
     """
-    prefixes = (prefixes,) if isinstance(prefixes, str) else tuple(prefixes)
+    prefixes = (prefix,) if isinstance(prefix, str) else tuple(prefix)
     names = constructor_arguments(optimizer_cls)
     values = {name: _look_up(name, prefixes, config) for name in names}
     return {name: value for name, value in values.items() if value is not _MISSING}
-
-
-def weight_decay_kwargs(optimizer_cls: type, config: object) -> dict[str, Any]:
-    """Return the argument that says whether weight decay is decoupled, under the class's name."""
-    decoupled = getattr(config, "decoupled_weight_decay", True)
-    arguments = constructor_arguments(optimizer_cls)
-    if "use_decoupled_weight_decay" in arguments:
-        return {"use_decoupled_weight_decay": decoupled}
-    if "weight_decay_method" in arguments:
-        return {"weight_decay_method": "decoupled" if decoupled else "l2"}
-    return {}
 
 
 def check_old_spellings(config: object, prefixes: Sequence[str]) -> None:
@@ -92,28 +77,19 @@ def check_old_spellings(config: object, prefixes: Sequence[str]) -> None:
 
 def first_field(config: object, name: str, prefixes: Sequence[str], default: Any = None) -> Any:
     """Return the first of the fields ``<prefix>_<name>`` that is set, else ``default``."""
-    for prefix in prefixes:
-        value = getattr(config, f"{prefix}_{name}", None)
-        if value is not None:
-            return value
-    return default
+    values = (getattr(config, f"{prefix}_{name}", None) for prefix in prefixes)
+    return next((value for value in values if value is not None), default)
 
 
 def check_all_consumed(config: object, prefixes: Sequence[str], consumed: Iterable[str]) -> None:
-    """Raise for the first changed field that has one of ``prefixes`` and that nobody ``consumed``.
-
-    Raises:
-        ConfigurationError: If there is one.
-    """
-    consumed = set(consumed)
+    """Raise a ConfigurationError for the first changed field of ``prefixes`` not ``consumed``."""
+    consumed, in_use = set(consumed), tuple(f"{prefix}_" for prefix in prefixes)
     defaults = field_defaults(config)
     for name, value in vars(config).items():
-        if name in consumed or not any(name.startswith(f"{prefix}_") for prefix in prefixes):
-            continue
-        if name in defaults and _same(defaults[name], value):
-            continue
-        rule = "no optimizer in use takes this field, so changing it would have no effect"
-        raise ConfigurationError(name, value, rule, "Remove it, or correct its name")
+        changed = defaults.get(name, _MISSING) != value
+        if changed and name.startswith(in_use) and name not in consumed:
+            rule = "no optimizer in use takes this field, so changing it would have no effect"
+            raise ConfigurationError(name, value, rule, "Remove it, or correct its name")
 
 
 def consumed_fields(optimizer_cls: type, prefixes: Sequence[str]) -> set[str]:
@@ -128,9 +104,9 @@ def consumed_fields(optimizer_cls: type, prefixes: Sequence[str]) -> set[str]:
 def field_defaults(config: object) -> dict[str, Any]:
     """Return the default values of a dataclass's fields, as far as they have one."""
     items = dataclasses.fields(config) if dataclasses.is_dataclass(config) else ()
-    made = {item.name: item.default_factory for item in items}
-    return {item.name: item.default for item in items} | {
-        name: make() for name, make in made.items() if make is not dataclasses.MISSING
+    return {
+        item.name: item.default if item.default_factory is MISSING else item.default_factory()
+        for item in items
     }
 
 
@@ -155,11 +131,7 @@ def _resolve_old_spelling(name: str, prefix: str, config: object) -> Any:
     if old_value is None:
         return value
     default = field_defaults(config).get(field, _MISSING)
-    if value is not _MISSING and not _same(value, default) and value != old_value:
+    if value is not _MISSING and value not in (default, old_value):
         rule = f"is an old spelling of {field}, which says {value!r}"
         raise ConfigurationError(old_field, old_value, rule, f"Keep {field} only")
     return old_value
-
-
-def _same(left: Any, right: Any) -> bool:
-    return left is right or bool(left == right)

@@ -9,15 +9,10 @@ from typing import Any, Literal
 from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError, check_choice
 from megatron_eopt.base.names import SCALAR_OPTIMIZERS, STANDARD_OPTIMIZERS, TpModeT
 from megatron_eopt.matrices import SplitT
-from megatron_eopt.settings.checks import InUse, check_values, refuse_for_matrices
+from megatron_eopt.settings.checks import check_values, refuse_for_matrices
 from megatron_eopt.settings.config import EmergingOptimizerConfig
 from megatron_eopt.settings.fields import first_field
-from megatron_eopt.settings.registry import (
-    Overrides,
-    StateLayoutT,
-    entry_of,
-    optimizer_names,
-)
+from megatron_eopt.settings.registry import Overrides, StateLayoutT, entry_of, optimizer_names
 
 StorageT = Literal["replicated", "sharded"]
 """Where main weights and state live: whole on every data-parallel rank, or in ZeRO-1 fragments."""
@@ -96,11 +91,9 @@ class Settings(RunSettings):
 
 
 def resolve(config: Any, *, lr_may_follow: bool = False) -> Settings:
-    """Return what ``config`` means, having checked every value in use.
+    """Return what an ``OptimizerConfig`` means, having checked every value in use.
 
-    Args:
-        config: An ``OptimizerConfig``.
-        lr_may_follow: Whether a learning rate that is not given is no error yet.
+    With ``lr_may_follow`` a learning rate that is not given is no error yet.
 
     Raises:
         ConfigurationError: If the optimizer's name is unknown, flags contradict each other, a value
@@ -108,12 +101,12 @@ def resolve(config: Any, *, lr_may_follow: bool = False) -> Settings:
         ConfigurationTypeError: If something is of the wrong type.
     """
     name, storage = _name_and_storage(config)
-    chosen: dict[str, Any] = {"scalar": name, "prefixes": (name,)}
-    if name not in STANDARD_OPTIMIZERS:
-        chosen = _of_emerging(name, config)
-    check_values(config, InUse(name, chosen["prefixes"], chosen["scalar"], lr_may_follow))
+    standard: dict[str, Any] = {"scalar": name, "prefixes": (name,)}
+    chosen = standard if name in STANDARD_OPTIMIZERS else _of_emerging(name, config)
+    in_use = (name, chosen["prefixes"], chosen["scalar"])
+    check_values(config, *in_use, lr_may_follow=lr_may_follow)
     return Settings(
-        **{**_of_the_run(config), **chosen},
+        **_of_the_run(config) | chosen,
         optimizer=name,
         storage=storage,
         recommended=isinstance(config, EmergingOptimizerConfig),
@@ -123,19 +116,22 @@ def resolve(config: Any, *, lr_may_follow: bool = False) -> Settings:
 def resolve_run(config: Any) -> RunSettings:
     """Return what ``config`` says apart from optimizers, which a caller has built by itself.
 
-    Raises:
-        ConfigurationError: If something was asked for that needs megatron-core's own Adam.
+    What needs megatron-core's own Adam is refused.
     """
     refuse_for_matrices(config)
     exempt = bool(getattr(config, "muon_exempt_from_clipping", False))
-    return RunSettings(**{**_of_the_run(config), "exempt_from_clipping": exempt})
+    return RunSettings(**_of_the_run(config) | {"exempt_from_clipping": exempt})
 
 
 def _of_emerging(name: str, config: Any) -> dict[str, Any]:
     entry = entry_of(name)
     prefixes = entry.prefixes or (name,)
-    scalar = _scalar_of(config, entry.consumes)
-    lrs = {key: first_field(config, short, prefixes) for key, short in _LRS.items()}
+    scalar = "adam"
+    if "muon_scalar_optimizer" in entry.consumes:
+        scalar = config.muon_scalar_optimizer
+        check_choice("muon_scalar_optimizer", scalar, SCALAR_OPTIMIZERS)
+    max_lr, min_lr = (first_field(config, lr, prefixes) for lr in ("lr", "min_lr"))
+    lrs = {"max_lr": max_lr, "min_lr": min_lr}
     chosen = {
         "scalar": scalar,
         "splits": frozenset(s for s in _SPLITS if getattr(config, f"muon_split_{s}", False)),
@@ -150,13 +146,9 @@ def _of_emerging(name: str, config: Any) -> dict[str, Any]:
 
 
 def _of_the_run(config: Any) -> dict[str, Any]:
-    return {
+    unchanged = ("lr", "min_lr", "weight_decay", "decoupled_weight_decay", "clip_grad")
+    return {name: getattr(config, name) for name in unchanged} | {
         "config": config,
-        "lr": config.lr,
-        "min_lr": config.min_lr,
-        "weight_decay": config.weight_decay,
-        "decoupled_weight_decay": config.decoupled_weight_decay,
-        "clip_grad": config.clip_grad,
         "skip_threshold": config.grad_norm_skip_threshold,
         "counts_zeros": bool(config.log_num_zeros_in_grad),
         "half": "bf16" if config.bf16 else "fp16" if config.fp16 else None,
@@ -186,15 +178,11 @@ def _loss_scale(config: Any) -> LossScale | None:
     return LossScale(None, dynamic)
 
 
-_LRS = {"max_lr": "lr", "min_lr": "min_lr"}
-
-
 def _name_and_storage(config: Any) -> tuple[str, StorageT]:
     name = config.optimizer
     if not isinstance(name, str):
-        raise ConfigurationTypeError(
-            "optimizer", name, "must be the name of an optimizer", "Give a string"
-        )
+        rule = "must be the name of an optimizer"
+        raise ConfigurationTypeError("optimizer", name, rule, "Give a string")
     layer_wise = bool(getattr(config, "use_layer_wise_distributed_optimizer", False))
     bare = name.removeprefix("dist_")
     if bare != name and name not in optimizer_names():
@@ -211,11 +199,3 @@ def _name_and_storage(config: Any) -> tuple[str, StorageT]:
         way_out = "Set use_distributed_optimizer=True instead"
         raise ConfigurationError("use_layer_wise_distributed_optimizer", True, rule, way_out)
     return name, "sharded" if layer_wise or config.use_distributed_optimizer else "replicated"
-
-
-def _scalar_of(config: Any, consumes: frozenset[str]) -> str:
-    if "muon_scalar_optimizer" not in consumes:
-        return "adam"
-    scalar = config.muon_scalar_optimizer
-    check_choice("muon_scalar_optimizer", scalar, SCALAR_OPTIMIZERS)
-    return str(scalar)

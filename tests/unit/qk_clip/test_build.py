@@ -39,7 +39,10 @@ def refusals() -> dict[str, str]:
         )
     )
     config = EmergingOptimizerConfig(optimizer="muon", lr=0.01, use_distributed_optimizer=True)
-    for name, module in (("q_layernorm", torch.nn.LayerNorm(8)), ("linear_qkv", torch.nn.Identity())):
+    for name, module in (
+        ("q_layernorm", torch.nn.LayerNorm(8)),
+        ("linear_qkv", torch.nn.Identity()),
+    ):
         chunk = make_chunk(Case("muon", {**GROUPED, **MODEL}).run)
         setattr(next(attentions(chunk)), name, module)
         with pytest.raises(ConfigurationError) as error:
