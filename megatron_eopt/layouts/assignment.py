@@ -95,9 +95,24 @@ def assign_owners(
         bad = cost[~(np.isfinite(cost) & (cost >= 0))][0]
         raise ConfigurationError("costs", bad, "must be finite and not negative", "Mend the model")
     owners = _longest_first(cost, world_size)
-    if home is not None:
-        weight = np.ones(len(cost)) if share is None else np.asarray(share, np.float64)
-        _settle(owners, cost, np.asarray(home, np.int64), weight, world_size)
+    if home is None:
+        return owners
+    home = np.asarray(home, np.int64)
+    weight = np.ones(len(cost)) if share is None else np.asarray(share, np.float64)
+    _exchange_equals(owners, cost, home, weight)
+    load = np.bincount(owners, weights=cost, minlength=world_size)
+    limit = load.max()
+    moved = True
+    while moved:  # a matrix that moves home makes room where it was; each moves at most once
+        moved = False
+        away = np.flatnonzero((owners != home) & (home >= 0))
+        away = away[load[home[away]] + cost[away] <= limit]
+        for i in away[np.argsort(-weight[away], kind="stable")].tolist():
+            if load[home[i]] + cost[i] <= limit:
+                load[owners[i]] -= cost[i]
+                load[home[i]] += cost[i]
+                owners[i] = home[i]
+                moved = True
     return owners
 
 
@@ -111,26 +126,6 @@ def _longest_first(cost: Float64Array, world_size: int) -> Int64Array:
         owners[i] = rank
         heapq.heapreplace(heap, (load + amount, rank))
     return owners
-
-
-def _settle(
-    owners: Int64Array, cost: Float64Array, home: Int64Array, share: Float64Array, world_size: int
-) -> None:
-    """Bring matrices home in place, without raising the maximum."""
-    _exchange_equals(owners, cost, home, share)
-    load = np.bincount(owners, weights=cost, minlength=world_size)
-    limit = load.max()
-    moved = True
-    while moved:  # a matrix that moves home makes room where it was; each moves at most once
-        moved = False
-        away = np.flatnonzero((owners != home) & (home >= 0))
-        away = away[load[home[away]] + cost[away] <= limit]
-        for i in away[np.argsort(-share[away], kind="stable")].tolist():
-            if load[home[i]] + cost[i] <= limit:
-                load[owners[i]] -= cost[i]
-                load[home[i]] += cost[i]
-                owners[i] = home[i]
-                moved = True
 
 
 def _exchange_equals(

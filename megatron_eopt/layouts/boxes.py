@@ -101,6 +101,12 @@ class Boxes:
         table[:, OFFSET] += (row - self.row) * self.stride + column - self.column
         return Boxes(table)
 
+    def held(self, world_size: int) -> Int64Array:
+        """Elements at each rank; int64 ``(world_size,)``."""
+        counts = np.zeros(world_size, np.int64)
+        np.add.at(counts, self.rank, self.area)
+        return counts
+
     @property
     def bottom(self) -> Int64Array:
         """One past the last row."""

@@ -45,8 +45,8 @@ def build_exchange(source: Boxes, sink: Boxes, rank: int, world_size: int) -> Ex
         _meet(source.take(here & sends), sink.take(there & wants)),
     ]
     return Exchange(
-        send_sizes=_elements_by_rank(sent, world_size),
-        recv_sizes=_elements_by_rank(arriving, world_size),
+        send_sizes=tuple(sent.held(world_size).tolist()),
+        recv_sizes=tuple(arriving.held(world_size).tolist()),
         pack=make_copies(packed, _on_wire(packed)),
         unpack=make_copies(_on_wire(unpacked), unpacked),
         keep=[copy for read, write in kept for copy in make_copies(read, write)],
@@ -69,12 +69,6 @@ def _meet(a: Boxes, b: Boxes) -> tuple[Boxes, Boxes]:
     a, b = a.clip(b), b.clip(a)
     shared = a.area > 0
     return a.take(shared), b.take(shared)
-
-
-def _elements_by_rank(boxes: Boxes, world_size: int) -> tuple[int, ...]:
-    counts = np.zeros(world_size, np.int64)
-    np.add.at(counts, boxes.rank, boxes.area)
-    return tuple(counts.tolist())
 
 
 def _on_wire(boxes: Boxes) -> Boxes:

@@ -181,9 +181,7 @@ class Layout:
 
     def held(self, world_size: int) -> Int64Array:
         """Elements that each rank holds; int64 ``(world_size,)``."""
-        counts = np.zeros(world_size, np.int64)
-        np.add.at(counts, self.boxes.rank, self.boxes.area)
-        return counts
+        return self.boxes.held(world_size)
 
 
 def _crop(boxes: Boxes, start: Int64Array, stop: Int64Array, rank: Int64Array) -> Boxes:

@@ -73,8 +73,9 @@ def _resolve_custom(triples: tuple[Triple, ...], steps: int) -> tuple[Triple, ..
     schedule = tuple(muon_utils.get_coefficient_iterator(steps, triples, mode="cycle"))
     worst = max(abs(response(schedule, grid / 256)) for grid in range(1, 257))
     if not worst <= _DIVERGED:
-        rule = f"must keep singular values in (0, 1] bounded, and sends one to {worst:.3g}"
-        way_out = f"Give fewer steps than {steps} or other coefficients"
+        where = f"every singular value in (0, 1] bounded over {steps} steps"
+        rule = f"must keep {where}, and sends one to {worst:.3g}"
+        way_out = "Give fewer steps or other coefficients"
         raise ConfigurationError("coefficients", triples, rule, way_out)
     return schedule
 
