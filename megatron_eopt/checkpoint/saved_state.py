@@ -199,7 +199,7 @@ def _of_matrices(kind: str, flat: Tensor, where: Whereabouts) -> Iterator[Source
     pieces = []
     for matrix, layout in enumerate(where.shard.layouts):
         for row in layout.piece(where.shard.ranks.rank).table:
-            _, top, left, height, width, offset, stride, _ = row.tolist()
+            _, top, left, height, width, offset, stride, *_ = row.tolist()
             view = flat.as_strided((height, width), (stride, 1), flat.storage_offset() + offset)
             pieces.append(
                 ShardedTensor(

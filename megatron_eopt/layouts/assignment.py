@@ -1,6 +1,7 @@
 """Which rank computes on which matrix: balanced first, near its storage second."""
 
 import heapq
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -94,14 +95,25 @@ def assign_owners(
         bad = cost[~(np.isfinite(cost) & (cost >= 0))][0]
         raise ConfigurationError("costs", bad, "must be finite and not negative", "Mend the model")
     owners = _longest_first(cost, world_size)
-    if home is not None:
-        weight = np.ones(len(cost)) if share is None else np.asarray(share, np.float64)
-        _settle(owners, cost, np.asarray(home, np.int64), weight, world_size)
+    if home is None:
+        return owners
+    home = np.asarray(home, np.int64)
+    weight = np.ones(len(cost)) if share is None else np.asarray(share, np.float64)
+    _exchange_equals(owners, cost, home, weight)
+    load = np.bincount(owners, weights=cost, minlength=world_size)
+    limit = load.max()
+    moved = True
+    while moved:  # a matrix that moves home makes room where it was; each moves at most once
+        moved = False
+        away = np.flatnonzero((owners != home) & (home >= 0))
+        away = away[load[home[away]] + cost[away] <= limit]
+        for i in away[np.argsort(-weight[away], kind="stable")].tolist():
+            if load[home[i]] + cost[i] <= limit:
+                load[owners[i]] -= cost[i]
+                load[home[i]] += cost[i]
+                owners[i] = home[i]
+                moved = True
     return owners
-
-
-def _loads(owners: Int64Array, cost: Float64Array, world_size: int) -> Float64Array:
-    return np.bincount(owners, weights=cost, minlength=world_size)
 
 
 def _longest_first(cost: Float64Array, world_size: int) -> Int64Array:
@@ -116,43 +128,19 @@ def _longest_first(cost: Float64Array, world_size: int) -> Int64Array:
     return owners
 
 
-def _settle(
-    owners: Int64Array, cost: Float64Array, home: Int64Array, share: Float64Array, world_size: int
-) -> None:
-    """Bring matrices home in place, without raising the maximum."""
-    _exchange_equals(owners, cost, home, share, world_size)
-    load = _loads(owners, cost, world_size)
-    limit = load.max()
-    moved = True
-    while moved:  # a matrix that moves home makes room where it was; each moves at most once
-        moved = False
-        away = np.flatnonzero((owners != home) & (home >= 0))
-        fits = load[home[away]] + cost[away] <= limit
-        away = away[fits]
-        for i in away[np.lexsort((away, -share[away]))].tolist():
-            if load[home[i]] + cost[i] <= limit:
-                load[owners[i]] -= cost[i]
-                load[home[i]] += cost[i]
-                owners[i] = home[i]
-                moved = True
-
-
 def _exchange_equals(
-    owners: Int64Array, cost: Float64Array, home: Int64Array, share: Float64Array, world_size: int
+    owners: Int64Array, cost: Float64Array, home: Int64Array, share: Float64Array
 ) -> None:
     """Among matrices of equal cost, deal the same owners out again, first to those at home."""
     _, kind = np.unique(cost, return_inverse=True)
-    key, places = np.unique(kind * world_size + owners, return_counts=True)
-    claim = np.where(home >= 0, kind * world_size + home, -1)
-    slot = np.minimum(np.searchsorted(key, claim), max(len(key) - 1, 0))
-    # order the claims on each slot by share, and grant as many as it has places
-    by_slot = np.lexsort((np.arange(len(cost)), -share, slot, key[slot] != claim))
-    ordered = slot[by_slot]
-    valid = key[ordered] == claim[by_slot]
-    first = np.searchsorted(ordered[valid], ordered[valid], "left")
-    granted = by_slot[valid][np.arange(len(first)) - first < places[ordered[valid]]]
-    np.subtract.at(places, slot[granted], 1)
-    rest = np.setdiff1d(np.arange(len(cost)), granted)
-    rest = rest[np.argsort(kind[rest], kind="stable")]
-    owners[granted] = home[granted]
-    owners[rest] = np.repeat(key, places) % world_size
+    places = Counter(zip(kind.tolist(), owners.tolist(), strict=True))
+    homes = list(zip(kind.tolist(), home.tolist(), strict=True))
+    rest = []
+    for i in np.argsort(-share, kind="stable").tolist():
+        if places[homes[i]]:
+            places[homes[i]] -= 1
+            owners[i] = home[i]
+        else:
+            rest.append(i)
+    rest.sort(key=lambda i: (homes[i][0], i))
+    owners[rest] = [owner for _, owner in sorted(places.elements())]

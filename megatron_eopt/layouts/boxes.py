@@ -11,9 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 type Int64Array = npt.NDArray[np.int64]
+type Mask = npt.NDArray[np.bool_]
 type IntLike = int | Int64Array | list[int]
 
-RANK, ROW, COLUMN, HEIGHT, WIDTH, OFFSET, STRIDE, SOURCE = range(8)
+RANK, ROW, COLUMN, HEIGHT, WIDTH, OFFSET, STRIDE, SOURCE, MATRIX, TENSOR = range(10)
 
 
 class _Column:
@@ -28,14 +29,15 @@ class _Column:
 
 @dataclass(frozen=True, eq=False)
 class Boxes:
-    """Rectangles ``[row, row + height) x [column, column + width)`` of a logical matrix.
+    """Rectangles ``[row, row + height) x [column, column + width)`` of logical matrices.
 
     Element ``(row + i, column + j)`` is element ``offset + i * stride + j`` of the flattened
     storage tensor of ``rank``. ``source`` is 1 where that rank's copy is the one that is sent, 0
-    where it only receives.
+    where it only receives. Where boxes of several layouts lie in one table, ``matrix`` says which
+    one is meant, and ``tensor`` in which of the rank's storage tensors its offset is counted.
 
     Attributes:
-        table: int64 ``(n, 8)``; the columns are the attributes below, in their order.
+        table: int64 ``(n, 10)``; the columns are the attributes below, in their order.
     """
 
     table: Int64Array
@@ -48,6 +50,8 @@ class Boxes:
     offset = _Column(OFFSET)
     stride = _Column(STRIDE)
     source = _Column(SOURCE)
+    matrix = _Column(MATRIX)
+    tensor = _Column(TENSOR)
 
     @classmethod
     def make(
@@ -58,13 +62,13 @@ class Boxes:
         size: tuple[IntLike, IntLike],
         offset: IntLike,
         stride: IntLike,
-        source: IntLike = 1,
+        source: IntLike | Mask = 1,
     ) -> "Boxes":
         """Broadcast the columns against each other and drop empty boxes.
 
         ``corner`` is ``(row, column)``, ``size`` is ``(height, width)``.
         """
-        fields = (rank, *corner, *size, offset, stride, source)
+        fields = (rank, *corner, *size, offset, stride, source, 0, 0)
         columns = np.broadcast_arrays(*(np.atleast_1d(np.asarray(f, np.int64)) for f in fields))
         table = np.stack(columns, axis=1)
         return cls(table[(table[:, HEIGHT] > 0) & (table[:, WIDTH] > 0)])
@@ -72,39 +76,36 @@ class Boxes:
     @classmethod
     def join(cls, parts: list["Boxes"]) -> "Boxes":
         """Lay tables below one another."""
-        return cls(np.concatenate([np.empty((0, 8), np.int64), *(part.table for part in parts)]))
+        return cls(np.concatenate([np.empty((0, 10), np.int64), *(part.table for part in parts)]))
 
     def __len__(self) -> int:
         return len(self.table)
 
-    def take(self, index: npt.NDArray[np.int64] | npt.NDArray[np.bool_]) -> "Boxes":
+    def take(self, index: Int64Array | Mask) -> "Boxes":
         """Return the boxes of an index or a mask."""
         return Boxes(self.table[index])
 
-    def replace(self, field: int, values: IntLike) -> "Boxes":
-        """Return a copy with one field (RANK ... SOURCE) replaced."""
+    def replace(self, field: int, values: IntLike | Mask) -> "Boxes":
+        """Return a copy with one field (RANK ... TENSOR) replaced."""
         table = self.table.copy()
         table[:, field] = values
         return Boxes(table)
 
-    def clip(self, top: IntLike, bottom: IntLike, left: IntLike, right: IntLike) -> "Boxes":
-        """Intersect every box with its own rows ``[top, bottom)``, columns ``[left, right)``."""
-        row, column = np.maximum(self.row, top), np.maximum(self.column, left)
-        return Boxes.make(
-            rank=self.rank,
-            corner=(row, column),
-            size=(
-                np.maximum(np.minimum(self.bottom, bottom) - row, 0),
-                np.maximum(np.minimum(self.right, right) - column, 0),
-            ),
-            offset=self.place(row, column),
-            stride=self.stride,
-            source=self.source,
-        )
+    def clip(self, other: "Boxes") -> "Boxes":
+        """Cut the ``i``-th box down to what it shares with the ``i``-th of another table."""
+        row, column = np.maximum(self.row, other.row), np.maximum(self.column, other.column)
+        table = self.table.copy()
+        table[:, ROW], table[:, COLUMN] = row, column
+        table[:, HEIGHT] = np.maximum(np.minimum(self.bottom, other.bottom) - row, 0)
+        table[:, WIDTH] = np.maximum(np.minimum(self.right, other.right) - column, 0)
+        table[:, OFFSET] += (row - self.row) * self.stride + column - self.column
+        return Boxes(table)
 
-    def place(self, row: Int64Array, column: Int64Array) -> Int64Array:
-        """Storage place of element ``(row[i], column[i])``, which lies in box ``i``."""
-        return self.offset + (row - self.row) * self.stride + column - self.column
+    def held(self, world_size: int) -> Int64Array:
+        """Elements at each rank; int64 ``(world_size,)``."""
+        counts = np.zeros(world_size, np.int64)
+        np.add.at(counts, self.rank, self.area)
+        return counts
 
     @property
     def bottom(self) -> Int64Array:
@@ -140,15 +141,3 @@ def matching(left: Int64Array, right: Int64Array) -> tuple[Int64Array, Int64Arra
     counts = np.searchsorted(keys, left, "right") - first
     i = np.repeat(np.arange(len(left), dtype=np.int64), counts)
     return i, order[np.repeat(first, counts) + ragged_arange(counts)]
-
-
-def intersect(a: Boxes, b: Boxes) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array]:
-    """Intersect the ``i``-th box of ``a`` with the ``i``-th box of ``b``.
-
-    Returns:
-        ``(row, column, height, width)``; height or width is 0 where they do not meet.
-    """
-    row, column = np.maximum(a.row, b.row), np.maximum(a.column, b.column)
-    height = np.maximum(np.minimum(a.bottom, b.bottom) - row, 0)
-    width = np.maximum(np.minimum(a.right, b.right) - column, 0)
-    return row, column, height, width

@@ -1,19 +1,11 @@
 """Which strided blocks are copied between storage tensors, wire and compute buffers."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
-from megatron_eopt.layouts.boxes import Int64Array
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """One side of boxes that are copied; entry ``i`` belongs to box ``i``."""
-
-    tensor: Int64Array  # index of the flat tensor
-    offset: Int64Array  # place of the first element
-    stride: Int64Array  # elements from one row to the next
+from megatron_eopt.layouts.boxes import Boxes
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,74 +19,53 @@ class Copy:
     write: tuple[int, ...]  # strides and, last, the offset in the tensor that is written
 
 
-def make_copies(height: Int64Array, width: Int64Array, read: End, write: End) -> list[Copy]:
-    """Merge box copies into as few strided ones as possible, in the order of the wire.
+def make_copies(read: Boxes, write: Boxes) -> list[Copy]:
+    """Merge copies of boxes into as few strided ones as possible, in the order of the wire.
 
     Rows that follow one another on both sides become one run; equal blocks at equal distances
     (the groups of a fused QKV weight, interleaved gate and up rows) become one block of three
     dimensions, whatever their number.
     """
-    flat = (height == 1) | ((read.stride == width) & (write.stride == width))
-    columns = [
-        read.tensor,
-        write.tensor,
-        np.where(flat, 1, height),
-        np.where(flat, height * width, width),
-        np.where(flat, 0, read.stride),
-        np.where(flat, 0, write.stride),
-        read.offset,
-        write.offset,
+    if not len(read):
+        return []
+    flat = (read.height == 1) | ((read.stride == read.width) & (write.stride == write.width))
+    size = np.where(flat, [np.ones_like(read.height), read.area], [read.height, read.width])
+    strides = np.where(flat, 0, [read.stride, write.stride])
+    tensors = np.stack([read.tensor, write.tensor])
+    places = np.stack([read.offset, write.offset])
+    joined = (size[0, 1:] == 1) & (size[0, :-1] == 1)
+    joined &= (tensors[:, 1:] == tensors[:, :-1]).all(0)
+    joined &= (places[:, 1:] == places[:, :-1] + size[1, :-1]).all(0)
+    first = np.flatnonzero(np.concatenate([[True], ~joined]))
+    size[1, first] = np.add.reduceat(size[1], first)
+    blocks = np.concatenate([tensors, size, strides])[:, first]
+    return _repeat_blocks(blocks.T.tolist(), places[:, first].T.tolist())
+
+
+def _repeat_blocks(blocks: list[list[int]], places: list[list[int]]) -> list[Copy]:
+    """Turn equal blocks at equal, positive distances into one copy.
+
+    A block is its two tensors, height and width, and two strides from row to row; a place is where
+    it begins in both tensors.
+    """
+    steps = [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(places)]
+    again = [
+        min(step) >= 0 and a == b for step, (a, b) in zip(steps, pairwise(blocks), strict=True)
     ]
-    boxes = np.stack(columns, axis=1)
-    return _repeat_blocks(_join_runs([tuple(row) for row in boxes.tolist()]))
-
-
-type _Block = tuple[int, ...]
-
-
-def _join_runs(blocks: list[_Block]) -> list[_Block]:
-    """Join runs that follow one another on both sides."""
-    out: list[_Block] = []
-    for block in blocks:
-        if out and block[2] == out[-1][2] == 1 and block[:2] == out[-1][:2]:
-            last = out[-1]
-            if (block[6], block[7]) == (last[6] + last[3], last[7] + last[3]):
-                out[-1] = (*last[:3], last[3] + block[3], *last[4:])
-                continue
-        out.append(block)
-    return out
-
-
-def _repeat_blocks(blocks: list[_Block]) -> list[Copy]:
-    """Turn equal blocks at equal, positive distances into one copy."""
     copies = []
     first = 0
     while first < len(blocks):
-        head = blocks[first]
-        count, jump = 1, (0, 0)
-        while first + count < len(blocks):
-            block, last = blocks[first + count], blocks[first + count - 1]
-            step = (block[6] - last[6], block[7] - last[7])
-            if block[:6] != head[:6] or min(step) < 0 or (count > 1 and step != jump):
-                break
-            count, jump = count + 1, step
-        copies.append(_copy(head, count, jump))
-        first += count
+        last = first
+        while last < len(steps) and again[last] and steps[last] == steps[first]:
+            last += 1
+        source, sink, height, width, read_stride, write_stride = blocks[first]
+        dims = [(width, 1, 1)]
+        if height > 1:
+            dims.insert(0, (height, read_stride, write_stride))
+        if last > first:
+            dims.insert(0, (last - first + 1, *steps[first]))
+        size, read, write = zip(*dims, strict=True)
+        read_at, write_at = places[first]
+        copies.append(Copy(source, sink, size, (*read, read_at), (*write, write_at)))
+        first = last + 1
     return copies
-
-
-def _copy(block: _Block, count: int, jump: tuple[int, int]) -> Copy:
-    source, sink, height, width, read_stride, write_stride, read, write = block
-    dims = [
-        (count, jump[0], jump[1]),
-        (height, read_stride, write_stride),
-        (width, 1, 1),
-    ]
-    kept = [dim for dim in dims[:2] if dim[0] > 1] + dims[2:]
-    return Copy(
-        source,
-        sink,
-        tuple(dim[0] for dim in kept),
-        (*(dim[1] for dim in kept), read),
-        (*(dim[2] for dim in kept), write),
-    )

@@ -10,33 +10,27 @@ from megatron_eopt.layouts.boxes import Boxes, Int64Array, ragged_arange
 
 
 def check_cover(
-    names: Sequence[str],
-    shapes: Sequence[tuple[int, int]],
-    matrix: Int64Array,
-    boxes: Boxes,
-    world_size: int,
+    names: Sequence[str], shapes: Sequence[tuple[int, int]], boxes: Boxes, world_size: int
 ) -> None:
-    """Check the layouts of many matrices at once; ``matrix`` is the number of every box's matrix.
+    """Check the layouts of many matrices at once.
 
     Raises:
         ConfigurationError: Naming the first matrix, rank and range at fault.
     """
 
-    def refuse(box: int, rule: str) -> NoReturn:
-        name, shape = names[int(matrix[box])], shapes[int(matrix[box])]
+    def refuse(boxes: Boxes, box: int, rule: str) -> NoReturn:
+        matrix, place = int(boxes.matrix[box]), boxes.offset[box]
         where = (
             f"rows {boxes.row[box]}:{boxes.bottom[box]}, columns {boxes.column[box]}:"
-            f"{boxes.right[box]} on rank {boxes.rank[box]} (storage places from "
-            f"{boxes.offset[box]})"
+            f"{boxes.right[box]} on rank {boxes.rank[box]} (storage places from {place})"
         )
-        raise ConfigurationError(
-            "layout of", name, f"the piece with {where} of shape {shape} {rule}", "Mend the pieces"
-        )
+        rule = f"the piece with {where} of shape {shapes[matrix]} {rule}"
+        raise ConfigurationError("layout of", names[matrix], rule, "Mend the pieces")
 
     rows, cols = np.array(shapes, np.int64).reshape(-1, 2).T
     ranked = (boxes.rank >= 0) & (boxes.rank < world_size)
-    inside = (boxes.row >= 0) & (boxes.bottom <= rows[matrix])
-    inside &= (boxes.column >= 0) & (boxes.right <= cols[matrix])
+    inside = (boxes.row >= 0) & (boxes.bottom <= rows[boxes.matrix])
+    inside &= (boxes.column >= 0) & (boxes.right <= cols[boxes.matrix])
     stored = (boxes.offset >= 0) & ((boxes.stride >= boxes.width) | (boxes.height == 1))
     for good, rule in (
         (ranked, f"must lie on a rank below {world_size}"),
@@ -44,21 +38,19 @@ def check_cover(
         (stored, "must lie at places of the storage tensor that do not overlap"),
     ):
         if not good.all():
-            refuse(int(np.flatnonzero(~good)[0]), rule)
-    pair = _overlap(matrix * world_size + boxes.rank, boxes)
-    if pair is not None:
-        refuse(pair[1], "is stored twice by the same rank")
-    chosen = np.flatnonzero(boxes.source == 1)
-    sources = boxes.take(chosen)
-    pair = _overlap(matrix[chosen], sources)
-    if pair is not None:
+            refuse(boxes, int(good.argmin()), rule)
+    if pair := _overlap(boxes.matrix * world_size + boxes.rank, boxes):
+        refuse(boxes, pair[1], "is stored twice by the same rank")
+    sources = boxes.take(boxes.source == 1)
+    if pair := _overlap(sources.matrix, sources):
         rule = f"must have one source and has two, the other is rank {int(sources.rank[pair[0]])}"
-        refuse(int(chosen[pair[1]]), rule)
+        refuse(sources, pair[1], rule)
     covered = np.zeros(len(names), np.int64)
-    np.add.at(covered, matrix[chosen], sources.area)
-    if np.any(covered != rows * cols):
-        bad = int(np.flatnonzero(covered != rows * cols)[0])
-        gap = _first_gap(sources.take(matrix[chosen] == bad), shapes[bad])
+    np.add.at(covered, sources.matrix, sources.area)
+    full = covered == rows * cols
+    if not full.all():
+        bad = int(full.argmin())
+        gap = _first_gap(sources.take(sources.matrix == bad), shapes[bad])
         rule = f"rows and columns {gap} of the {shapes[bad]} matrix have no source on any rank"
         raise ConfigurationError("layout of", names[bad], rule, "Store every element somewhere")
 
@@ -93,5 +85,5 @@ def _first_gap(sources: Boxes, shape: tuple[int, int]) -> str:
                 return f"{top}:{bottom}, {left}:{column}"
             left = max(left, right)
         if left < shape[1]:
-            return f"{top}:{bottom}, {left}:{shape[1]}"
-    return "none"
+            break
+    return f"{top}:{bottom}, {left}:{shape[1]}"

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.layouts.boxes import (
@@ -19,8 +18,6 @@ from megatron_eopt.layouts.boxes import (
     matching,
     ragged_arange,
 )
-
-type Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,18 +65,18 @@ class Layout:
         if len(sizes) != len(ranks) or sum(sizes) != shape[dim] or min(sizes, default=0) < 0:
             rule = f"must be {len(ranks)} sizes with the sum {shape[dim]}"
             raise ConfigurationError("sizes", sizes, rule, "Give the size of every slab")
-        holders = [[r] if isinstance(r, int | np.integer) else list(r) for r in ranks]
-        copies = np.array([len(h) for h in holders], np.int64)
+        holders = [np.atleast_1d(np.asarray(held, np.int64)) for held in ranks]
+        copies = np.array([len(held) for held in holders], np.int64)
         start = np.repeat(np.cumsum(sizes) - sizes, copies)
         size = np.repeat(np.array(sizes, np.int64), copies)
         rows, cols = shape
         boxes = Boxes.make(
-            rank=np.array([r for h in holders for r in h], np.int64),
+            rank=np.concatenate(holders),
             corner=(start, 0) if dim == 0 else (0, start),
             size=(size, cols) if dim == 0 else (rows, size),
             offset=0,
             stride=size if dim == 1 else cols,
-            source=(ragged_arange(copies) == 0).astype(np.int64),
+            source=ragged_arange(copies) == 0,
         )
         return cls(shape, boxes)
 
@@ -114,18 +111,17 @@ class Layout:
 
         Storage stays what it is: this takes Q out of a fused weight, or one expert out of many.
         """
-        start, count = (np.atleast_1d(np.asarray(x, np.int64)) for x in (start, count))
-        start, count = start[count > 0], count[count > 0]
-        logical = np.cumsum(count) - count
-        order = np.argsort(start, kind="stable")
-        first = np.searchsorted((start + count)[order], self.boxes.row, "right")
-        last = np.searchsorted(start[order], self.boxes.bottom, "left")
+        size = (count, self.shape[1])
+        runs = Boxes.make(rank=0, corner=(start, 0), size=size, offset=0, stride=0)
+        logical = np.cumsum(runs.height) - runs.height
+        order = np.argsort(runs.row, kind="stable")
+        first = np.searchsorted(runs.bottom[order], self.boxes.row, "right")
+        last = np.searchsorted(runs.row[order], self.boxes.bottom, "left")
         counts = np.maximum(last - first, 0)
         run = order[np.repeat(first, counts) + ragged_arange(counts)]
-        boxes = self.boxes.take(np.repeat(np.arange(len(counts)), counts))
-        boxes = boxes.clip(start[run], start[run] + count[run], 0, self.shape[1])
-        boxes = boxes.replace(ROW, boxes.row + (logical - start)[run])
-        return Layout((int(count.sum()), self.shape[1]), boxes)
+        boxes = self.boxes.take(np.repeat(np.arange(len(counts)), counts)).clip(runs.take(run))
+        boxes = boxes.replace(ROW, boxes.row + (logical - runs.row)[run])
+        return Layout((int(runs.height.sum()), self.shape[1]), boxes)
 
     def fragments(self, rank: IntLike, holder: IntLike, start: IntLike, stop: IntLike) -> "Layout":
         """Cut the storage tensors of this layout into flat ranges that other ranks hold.
@@ -137,13 +133,12 @@ class Layout:
             *(np.atleast_1d(np.asarray(x, np.int64)) for x in (rank, holder, start, stop))
         )
         i, j = matching(holder, self.boxes.rank)
-        pieces = _crop(self.boxes.take(j), start[i], stop[i], rank[i])
-        return Layout(self.shape, pieces)
+        return Layout(self.shape, _crop(self.boxes.take(j), start[i], stop[i], rank[i]))
 
     def with_sources(self, ranks: Sequence[int]) -> "Layout":
         """Let exactly the copies at ``ranks`` be sources."""
         chosen = np.isin(self.boxes.rank, np.asarray(ranks, np.int64))
-        return Layout(self.shape, self.boxes.replace(SOURCE, chosen.astype(np.int64)))
+        return Layout(self.shape, self.boxes.replace(SOURCE, chosen))
 
     def compact(self) -> "Layout":
         """The same pieces, each stored by itself as a dense local matrix: a compute layout.
@@ -151,12 +146,12 @@ class Layout:
         Raises:
             ConfigurationError: If a rank's piece is not a set of rows with the same columns.
         """
-        table = self.boxes.table[np.lexsort((self.boxes.row, self.boxes.rank))]
-        boxes = Boxes(table)
+        boxes = self.boxes.take(np.lexsort((self.boxes.row, self.boxes.rank)))
         new = np.concatenate([[True], boxes.rank[1:] != boxes.rank[:-1]])[: len(boxes)]
         same = (boxes.column[1:] == boxes.column[:-1]) & (boxes.width[1:] == boxes.width[:-1])
-        if not np.all(same | new[1:]):
-            rank = int(boxes.rank[1:][~(same | new[1:])][0])
+        odd = ~(same | new[1:])
+        if odd.any():
+            rank = int(boxes.rank[1:][odd][0])
             rule = "must hold the same columns in every run of rows to compute on it in place"
             raise ConfigurationError("rank", rank, rule, "Use mode exchange for such a storage")
         above = np.cumsum(boxes.height) - boxes.height
@@ -186,37 +181,34 @@ class Layout:
 
     def held(self, world_size: int) -> Int64Array:
         """Elements that each rank holds; int64 ``(world_size,)``."""
-        counts = np.zeros(world_size, np.int64)
-        np.add.at(counts, self.boxes.rank, self.boxes.area)
-        return counts
+        return self.boxes.held(world_size)
 
 
 def _crop(boxes: Boxes, start: Int64Array, stop: Int64Array, rank: Int64Array) -> Boxes:
     """Keep of box ``i`` the storage range ``[start, stop)``: a part of a row, rows, a part."""
-    row_start = boxes.offset - start
-    # the first row that ends after `start`, the last one that begins before `stop`
-    first = np.maximum((-row_start - boxes.width) // boxes.stride + 1, 0)
-    last = np.minimum(-((boxes.offset - stop) // boxes.stride) - 1, boxes.height - 1)
-    left = np.maximum(-(row_start + first * boxes.stride), 0)
-    right = np.minimum(stop - boxes.offset - last * boxes.stride, boxes.width)
-    one_row, rows = first == last, first < last
-    top, bottom = rows & (left > 0), rows & (right < boxes.width)
+    # from column `left` of row `top` to before column `right` of row `bottom`
+    low = np.maximum(start - boxes.offset, 0)
+    high = np.minimum(stop - boxes.offset, boxes.height * boxes.stride)
+    top, bottom = low // boxes.stride, high // boxes.stride
+    left = low - top * boxes.stride
+    right = np.minimum(high - bottom * boxes.stride, boxes.width)
+    full = top + (left > 0)
+    edge = np.zeros_like(left)
 
-    def part(low: Int64Array, high: Int64Array, a: IntLike, b: IntLike, keep: Mask) -> Boxes:
-        a, b = np.asarray(a, np.int64), np.asarray(b, np.int64)
+    def part(row: Int64Array, height: IntLike, column: Int64Array, end: Int64Array) -> Boxes:
         return Boxes.make(
             rank=rank,
-            corner=(boxes.row + low, boxes.column + a),
-            size=(np.where(keep, high - low + 1, 0), b - a),
-            offset=row_start + low * boxes.stride + a,
+            corner=(boxes.row + row, boxes.column + column),
+            size=(height, end - column),
+            offset=boxes.offset - start + row * boxes.stride + column,
             stride=boxes.stride,
             source=boxes.source,
         )
 
-    parts = [
-        part(first, first, left, right, one_row),
-        part(first, first, left, boxes.width, top),
-        part(first + top, last - bottom, 0, boxes.width, rows),
-        part(last, last, 0, right, bottom),
-    ]
-    return Boxes.join(parts)
+    return Boxes.join(
+        [
+            part(top, full - top, left, np.where(top < bottom, boxes.width, right)),
+            part(full, bottom - full, edge, boxes.width),
+            part(bottom, np.where(bottom < full, 0, 1), edge, right),
+        ]
+    )

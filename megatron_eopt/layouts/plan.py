@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.layouts.boxes import Boxes, Int64Array
+from megatron_eopt.layouts.boxes import MATRIX, OFFSET, TENSOR, Boxes, Int64Array
 from megatron_eopt.layouts.coverage import check_cover
-from megatron_eopt.layouts.exchange import Exchange, Side, build_exchange
+from megatron_eopt.layouts.exchange import Exchange, build_exchange
 from megatron_eopt.layouts.layout import Layout
 
 # Local matrices of other shapes begin at multiples of this many elements: 256 bytes in float32.
@@ -47,7 +47,6 @@ class Batch:
 class WavePlan:
     """One wave as one rank sees it."""
 
-    matrices: tuple[int, ...]  # indices of the wave's matrices, on whatever rank
     # names of the storage tensors of which this rank holds something in this wave
     tensors: tuple[str, ...]
     results: tuple[str, ...]  # those of them that something travels back to
@@ -62,18 +61,11 @@ class Plan:
     """A redistribution as one rank of a group sees it."""
 
     rank: int
-    world_size: int  # ranks of the group
     element_size: int  # bytes of an element on the wire
-    names: tuple[str, ...]  # of the matrices
     # storage tensor name to (index used by the moves, elements it must have at least)
     tensors: dict[str, tuple[int, int]]
     waves: tuple[WavePlan, ...]  # the waves, in order
     digest: str  # hash of everything the plan was computed from; equal on ranks that agree
-
-    @property
-    def storage_tensors(self) -> int:
-        """One more than the largest index of a storage tensor that is held here."""
-        return 1 + max((index for index, _ in self.tensors.values()), default=-1)
 
     @property
     def calls(self) -> int:
@@ -109,25 +101,29 @@ def build_plan(
         ConfigurationError: If a layout has gaps or overlaps, a compute piece is not dense, names
             repeat, or ``waves`` are no partition of the indices of ``matrices``.
     """
-    names = tuple(matrix.name for matrix in matrices)
+    names = [matrix.name for matrix in matrices]
     _check_lists(names, waves)
     index: dict[str, int] = {}
     tensor = np.array([index.setdefault(m.stored_in, len(index)) for m in matrices], np.int64)
-    storage = _stack([m.storage for m in matrices])
-    compute = _stack([m.compute for m in matrices])
+    storage = _stack([m.storage for m in matrices], tensor)
+    compute = _stack([m.compute for m in matrices], 0)
     shapes = [matrix.storage.shape for matrix in matrices]
-    for which, sides in (("storage", storage), ("compute", compute)):
-        labels = [f"{name} ({which})" for name in names]
-        check_cover(labels, shapes, *sides, world_size)
-    plans = [_plan_wave(matrices, list(wave), tensor, rank, world_size) for wave in waves]
+    for which, boxes in (("storage", storage), ("compute", compute)):
+        check_cover([f"{name} ({which})" for name in names], shapes, boxes, world_size)
+    mine = storage.take(storage.rank == rank)
+    needed = np.zeros(len(index), np.int64)
+    np.maximum.at(needed, mine.tensor, mine.extent)
+    told = [(m.name, m.stored_in, m.returns, m.storage.shape, m.compute.shape) for m in matrices]
+    text = repr((told, [list(map(int, wave)) for wave in waves], world_size, element_size))
+    digest = hashlib.blake2b(text.encode(), digest_size=32)
+    digest.update(storage.table.tobytes())
+    digest.update(compute.table.tobytes())
     return Plan(
         rank=rank,
-        world_size=world_size,
         element_size=element_size,
-        names=names,
-        tensors=_local_tensors(index, tensor, *storage, rank),
-        waves=tuple(plans),
-        digest=_digest(matrices, waves, storage, compute, (world_size, element_size)),
+        tensors={name: (i, int(needed[i])) for name, i in index.items() if needed[i]},
+        waves=tuple(_plan_wave(matrices, wave, tensor, rank, world_size) for wave in waves),
+        digest=digest.hexdigest(),
     )
 
 
@@ -142,74 +138,52 @@ def _check_lists(names: Sequence[str], waves: Sequence[Sequence[int]]) -> None:
         raise ConfigurationError("waves", odd[:8], rule, "Use layouts.plan_waves")
 
 
-def _stack(layouts: Sequence[Layout]) -> tuple[Int64Array, Boxes]:
-    """Lay layouts below one another; returns the matrix of every box, and the boxes."""
-    counts = np.array([len(layout.boxes) for layout in layouts], np.int64)
+def _stack(layouts: Sequence[Layout], tensor: Int64Array | int) -> Boxes:
+    """Lay layouts below one another; ``tensor`` is the number of each one's storage tensor."""
+    boxes = Boxes.join([layout.boxes for layout in layouts])
+    counts = [len(layout.boxes) for layout in layouts]
     matrix = np.repeat(np.arange(len(layouts), dtype=np.int64), counts)
-    return matrix, Boxes.join([layout.boxes for layout in layouts])
-
-
-def _local_tensors(
-    index: dict[str, int], tensor: Int64Array, matrix: Int64Array, boxes: Boxes, rank: int
-) -> dict[str, tuple[int, int]]:
-    here = boxes.rank == rank
-    needed = np.zeros(len(index), np.int64)
-    np.maximum.at(needed, tensor[matrix[here]], boxes.take(here).extent)
-    return {name: (i, int(needed[i])) for name, i in index.items() if needed[i]}
+    tensors = np.broadcast_to(tensor, len(layouts))
+    return boxes.replace(MATRIX, matrix).replace(TENSOR, tensors[matrix])
 
 
 def _plan_wave(
-    matrices: Sequence[Matrix], wave: list[int], tensor: Int64Array, rank: int, world_size: int
+    matrices: Sequence[Matrix], wave: Sequence[int], tensor: Int64Array, rank: int, world_size: int
 ) -> WavePlan:
-    computed = {i: shape for i in wave if (shape := matrices[i].compute.local_shape(rank))}
-    batches, elements = _make_batches(computed)
-    place = {
-        i: batch.offset + n * batch.shape[0] * batch.shape[1]
-        for batch in batches
-        for n, i in enumerate(batch.matrices)
-    }
-    zero = np.zeros(len(wave), np.int64)
-    storage = Side(*_stack([matrices[i].storage for i in wave]), tensor[wave], zero)
-    base = np.array([place.get(i, 0) for i in wave], np.int64)
-    compute = Side(*_stack([matrices[i].compute for i in wave]), zero, base)
-    held = [i for i in wave if len(matrices[i].storage.piece(rank))]
-    back = np.array([matrices[i].returns for i in wave], bool)
+    members = [matrices[i] for i in wave]
+    batches, places, elements = _make_batches(
+        {i: shape for i in wave if (shape := matrices[i].compute.local_shape(rank))}
+    )
+    storage = _stack([m.storage for m in members], tensor[list(wave)])
+    compute = _stack([m.compute for m in members], 0)
+    base = np.array([places.get(i, 0) for i in wave], np.int64)
+    compute = compute.replace(OFFSET, compute.offset + base[compute.matrix])
+    held = [m for m in members if len(m.storage.piece(rank))]
+    back = np.array([m.returns for m in members], bool)
+    returned, results = compute.take(back[compute.matrix]), storage.take(back[storage.matrix])
     return WavePlan(
-        matrices=tuple(wave),
-        tensors=tuple(dict.fromkeys(matrices[i].stored_in for i in held)),
-        results=tuple(dict.fromkeys(matrices[i].stored_in for i in held if matrices[i].returns)),
+        tensors=tuple(dict.fromkeys(m.stored_in for m in held)),
+        results=tuple(dict.fromkeys(m.stored_in for m in held if m.returns)),
         batches=batches,
         compute_elements=elements,
         inward=build_exchange(storage, compute, rank, world_size),
-        outward=build_exchange(compute.only(back), storage.only(back), rank, world_size),
+        outward=build_exchange(returned, results, rank, world_size),
     )
 
 
-def _make_batches(shapes: dict[int, tuple[int, int]]) -> tuple[tuple[Batch, ...], int]:
-    """Group equal shapes; returns the batches and the elements of the compute buffer."""
+def _make_batches(
+    shapes: dict[int, tuple[int, int]],
+) -> tuple[tuple[Batch, ...], dict[int, int], int]:
+    """Group equal shapes; returns batches, each matrix's place in the buffer, and its size."""
     groups: dict[tuple[int, int], list[int]] = {}
     for i, shape in shapes.items():
         groups.setdefault(shape, []).append(i)
     batches = []
+    places: dict[int, int] = {}
     offset = 0
-    for shape, members in groups.items():
-        batches.append(Batch(shape, offset, tuple(members)))
-        size = shape[0] * shape[1] * len(members)
-        offset += -(-size // _ALIGNMENT) * _ALIGNMENT
-    return tuple(batches), offset
-
-
-def _digest(
-    matrices: Sequence[Matrix],
-    waves: Sequence[Sequence[int]],
-    storage: tuple[Int64Array, Boxes],
-    compute: tuple[Int64Array, Boxes],
-    numbers: tuple[int, ...],
-) -> str:
-    shapes = [(m.name, m.stored_in, m.returns, m.storage.shape, m.compute.shape) for m in matrices]
-    text = repr((shapes, [list(map(int, wave)) for wave in waves], numbers))
-    digest = hashlib.blake2b(text.encode(), digest_size=32)
-    for matrix, boxes in (storage, compute):
-        digest.update(np.ascontiguousarray(matrix).tobytes())
-        digest.update(np.ascontiguousarray(boxes.table).tobytes())
-    return digest.hexdigest()
+    for (rows, cols), members in groups.items():
+        batches.append(Batch((rows, cols), offset, tuple(members)))
+        size = rows * cols
+        places.update({i: offset + n * size for n, i in enumerate(members)})
+        offset += -(-size * len(members) // _ALIGNMENT) * _ALIGNMENT
+    return tuple(batches), places, offset

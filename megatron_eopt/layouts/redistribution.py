@@ -9,12 +9,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.layouts.plan import Matrix, WavePlan, build_plan
+from megatron_eopt.layouts.exchange import Exchange
+from megatron_eopt.layouts.plan import Matrix, build_plan
 from megatron_eopt.layouts.wire import (
     Buffers,
-    FinishT,
-    Transport,
+    FlatT,
+    WaitT,
     run_copies,
+    start_exchange,
     verify_same_on_all_ranks,
 )
 
@@ -77,7 +79,7 @@ class Redistribution:
         name: str = "redistribution",
         buffers: Buffers | None = None,
     ) -> None:
-        self._transport = Transport(group, name)
+        self._group, self._name = group, name
         self._dtype = dtype
         self._device = torch.device(device)
         self._buffers = buffers or Buffers()
@@ -85,8 +87,8 @@ class Redistribution:
         self.plan = build_plan(
             matrices,
             waves,
-            rank=self._transport.rank,
-            world_size=self._transport.world_size,
+            rank=0 if group is None else dist.get_rank(group),
+            world_size=1 if group is None else dist.get_world_size(group),
             element_size=dtype.itemsize,
         )
         self._last = _last_uses([wave.tensors for wave in self.plan.waves])
@@ -102,14 +104,9 @@ class Redistribution:
     ) -> dict[str, Tensor]:
         """Run all waves on tensors that are all there; collective over the group.
 
-        Args:
-            inputs: Storage tensor by name (:attr:`Matrix.stored_in`). Names that this rank does not
-                store are ignored.
-            compute: Called for every batch of this rank.
-            outputs: Where to write, like ``inputs``, which it may be; by default new tensors.
-
-        Returns:
-            The outputs that this rank stores.
+        ``inputs`` are storage tensors by name (:attr:`Matrix.stored_in`), of which those that this
+        rank does not store are ignored. ``outputs`` is where to write, by default new tensors; it
+        may be ``inputs``. Returns the outputs that this rank stores.
 
         Raises:
             ConfigurationError: If a tensor is missing, too small or not contiguous.
@@ -127,24 +124,19 @@ class Redistribution:
     ) -> None:
         """Run all waves, asking for tensors when it is their turn; collective over the group.
 
-        Args:
-            load: Returns tensors to read, which are let go after their last wave.
-            compute: Called for every batch of this rank.
-            store: Takes results.
-            sinks: Returns the tensors to write results to; new float32 ones by default.
-
-        Raises:
-            ConfigurationError: As :meth:`run`.
-            RedistributionError: As :meth:`run`.
+        What ``load`` returns is let go after its last wave. ``sinks`` returns the tensors to write
+        results to, by default new float32 ones. Raises what :meth:`run` does.
         """
         sources, results = _Live(load), _Live(sinks or self._new_results)
-        coming = self._start_in(0, sources) if self.plan.waves else None
+        waves = self.plan.waves
+        coming = self._start_in(0, sources) if waves else None
         leaving: _Travelling | None = None
-        for number, wave in enumerate(self.plan.waves):
+        for number, wave in enumerate(waves):
             assert coming is not None
             stack = self._buffer("compute", wave.compute_elements)
-            self._finish_in(wave, coming, stack)
-            if number + 1 < len(self.plan.waves):
+            run_copies(wave.inward.keep, coming.stored, [stack])
+            coming.finish(wave.inward, [stack])
+            if number + 1 < len(waves):
                 coming = self._start_in(number + 1, sources)
             for batch in wave.batches:
                 shape = (len(batch.matrices), *batch.shape)
@@ -154,44 +146,39 @@ class Redistribution:
                 self._finish_out(number - 1, leaving, results, store)
             leaving = self._start_out(number, stack, results)
         if leaving is not None:
-            self._finish_out(len(self.plan.waves) - 1, leaving, results, store)
+            self._finish_out(len(waves) - 1, leaving, results, store)
         self._steps += 1
 
     def _start_in(self, number: int, sources: "_Live") -> "_Travelling":
-        exchange = self.plan.waves[number].inward
-        tensors = sources.of(number, self.plan.waves[number].tensors)
+        wave = self.plan.waves[number]
+        tensors = sources.of(number, wave.tensors)
         self._shapes.update({name: tensor.shape for name, tensor in tensors.items()})
-        flat = self._flat("inputs", tensors)
-        send = self._buffer("send in", sum(exchange.send_sizes))
-        recv = self._buffer("recv in", sum(exchange.recv_sizes))
-        run_copies(exchange.pack, flat, [send])
-        finish = self._transport.start(exchange, send, recv, (self._steps, number, "in"))
+        stored = self._flat("inputs", tensors)
+        travelling = self._start(wave.inward, "in", number, stored, stored)
         sources.forget(self._last[number])
-        return _Travelling(flat, recv, finish)
-
-    def _finish_in(self, wave: WavePlan, coming: "_Travelling", stack: Tensor) -> None:
-        run_copies(wave.inward.keep, coming.flat, [stack])
-        if coming.finish is not None:
-            coming.finish()
-            run_copies(wave.inward.unpack, [coming.recv], [stack])
+        return travelling
 
     def _start_out(self, number: int, stack: Tensor, results: "_Live") -> "_Travelling":
-        exchange = self.plan.waves[number].outward
-        send = self._buffer("send out", sum(exchange.send_sizes))
-        recv = self._buffer("recv out", sum(exchange.recv_sizes))
-        run_copies(exchange.pack, [stack], [send])
-        finish = self._transport.start(exchange, send, recv, (self._steps, number, "out"))
-        flat = self._flat("outputs", results.of(number, self.plan.waves[number].results))
-        run_copies(exchange.keep, [stack], flat)
-        return _Travelling(flat, recv, finish)
+        wave = self.plan.waves[number]
+        stored = self._flat("outputs", results.of(number, wave.results))
+        travelling = self._start(wave.outward, "out", number, [stack], stored)
+        run_copies(wave.outward.keep, [stack], stored)
+        return travelling
 
     def _finish_out(
         self, number: int, leaving: "_Travelling", results: "_Live", store: StoreT
     ) -> None:
-        if leaving.finish is not None:
-            leaving.finish()
-            run_copies(self.plan.waves[number].outward.unpack, [leaving.recv], leaving.flat)
+        leaving.finish(self.plan.waves[number].outward, leaving.stored)
         store(results.forget(self._last_out[number]))
+
+    def _start(
+        self, exchange: Exchange, direction: str, wave: int, packed: FlatT, stored: FlatT
+    ) -> "_Travelling":
+        send = self._buffer(f"send {direction}", sum(exchange.send_sizes))
+        recv = self._buffer(f"recv {direction}", sum(exchange.recv_sizes))
+        run_copies(exchange.pack, packed, [send])
+        what = f"step {self._steps}, wave {wave} ({direction}), group {self._name!r}"
+        return _Travelling(stored, recv, start_exchange(exchange, send, recv, self._group, what))
 
     def _new_results(self, number: int, names: Sequence[str]) -> dict[str, Tensor]:
         return {
@@ -202,9 +189,9 @@ class Redistribution:
     def _buffer(self, purpose: str, elements: int) -> Tensor:
         return self._buffers.get(purpose, elements, self._dtype, self._device)
 
-    def _flat(self, argument: str, tensors: Mapping[str, Tensor]) -> list[Tensor | None]:
+    def _flat(self, argument: str, tensors: Mapping[str, Tensor]) -> dict[int, Tensor]:
         """Return flat views by the plan's index of tensors."""
-        flat: list[Tensor | None] = [None] * self.plan.storage_tensors
+        flat = {}
         for name, whole in tensors.items():
             index, needed = self.plan.tensors[name]
             tensor = whole.detach()
@@ -218,11 +205,16 @@ class Redistribution:
 
 @dataclass(frozen=True, slots=True)
 class _Travelling:
-    """A wave under way in one direction, with this rank's storage tensors by their index."""
+    """A wave under way in one direction."""
 
-    flat: list[Tensor | None]
+    stored: FlatT  # this rank's storage tensors
     recv: Tensor
-    finish: FinishT | None
+    wait: WaitT | None
+
+    def finish(self, exchange: Exchange, sinks: FlatT) -> None:
+        if self.wait is not None:
+            self.wait()
+            run_copies(exchange.unpack, [self.recv], sinks)
 
 
 class _Live:

@@ -1,8 +1,7 @@
 """Waves: batches of matrices that travel together, balanced and of bounded size."""
 
 from collections.abc import Sequence
-
-import numpy as np
+from itertools import groupby
 
 from megatron_eopt.base.errors import check_number
 from megatron_eopt.layouts.boxes import Int64Array
@@ -32,7 +31,7 @@ def plan_waves(
         queues.setdefault(int(owners[i]), []).append(i)
     fullest = max((sum(sizes[i] for i in queue) for queue in queues.values()), default=0)
     wanted = max(at_least, -(-fullest // max_bytes))
-    numbers = np.zeros(len(sizes), np.int64)
+    numbers = [0] * len(sizes)
     for queue in queues.values():
         total = sum(costs[i] for i in queue)
         wave, held, done = 0, 0, 0.0
@@ -44,7 +43,5 @@ def plan_waves(
             wave, held = due, sizes[i] + (held if due == wave else 0)
             done += costs[i]
             numbers[i] = wave
-    waves: dict[int, list[int]] = {}
-    for i in sorted(range(len(sizes)), key=lambda i: (numbers[i], -costs[i], i)):
-        waves.setdefault(int(numbers[i]), []).append(i)
-    return list(waves.values())
+    order = sorted(range(len(sizes)), key=lambda i: (numbers[i], -costs[i], i))
+    return [list(wave) for _, wave in groupby(order, key=numbers.__getitem__)]

@@ -1,7 +1,7 @@
 """Carries one exchange over a process group: packs, sends, receives, unpacks."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -37,97 +37,68 @@ class Buffers:
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
 
-type FinishT = Callable[[], None]
+type WaitT = Callable[[], None]
 """Waits for the data of an all-to-all: a CPU waits in it, on a GPU the current stream will. Raises
 a RedistributionError if the process group failed, because a rank died or its time-out is over; on a
 GPU the process group's own watchdog finds that out."""
 
 
-class Transport:
-    """Starts the all-to-alls of one group.
+type FlatT = Sequence[Tensor] | Mapping[int, Tensor]
+"""Flat contiguous tensors by the index that copies have for them."""
 
-    Args:
-        group: The process group; None for a single process without torch.distributed.
-        name: What the group is, for messages.
+
+def start_exchange(
+    exchange: Exchange, send: Tensor, recv: Tensor, group: dist.ProcessGroup | None, what: str
+) -> WaitT | None:
+    """Start one all-to-all; None if nothing has to travel anywhere in the group.
+
+    ``send`` holds ``sum(send_sizes)`` packed elements and is not to be written before it has
+    finished, ``recv`` is where ``sum(recv_sizes)`` arrive. ``what`` is for messages.
     """
+    if not exchange.collective:
+        return None
+    sizes = (list(exchange.recv_sizes), list(exchange.send_sizes))
+    with _named(what, group):
+        work = dist.all_to_all_single(recv, send, *sizes, group=group, async_op=True)
+    assert work is not None
 
-    def __init__(self, group: dist.ProcessGroup | None, name: str) -> None:
-        self.group = group
-        self.rank = 0 if group is None else dist.get_rank(group)
-        self.world_size = 1 if group is None else dist.get_world_size(group)
-        ranks = [0] if group is None else dist.get_process_group_ranks(group)
+    def wait() -> None:
+        with _named(what, group):
+            work.wait()
+
+    return wait
+
+
+@contextmanager
+def _named(what: str, group: dist.ProcessGroup | None) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        ranks = dist.get_process_group_ranks(group)
         shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-        self.group_name = f"{name!r} of {self.world_size} ranks ({shown})"
-
-    def start(
-        self, exchange: Exchange, send: Tensor, recv: Tensor, place: tuple[int, int, str]
-    ) -> FinishT | None:
-        """Start one all-to-all; None if nothing has to travel anywhere in the group.
-
-        Args:
-            exchange: The direction's plan.
-            send: Packed elements, ``sum(send_sizes)``; not to be written before it has finished.
-            recv: Where elements arrive, ``sum(recv_sizes)``.
-            place: Step, wave and direction, for messages.
-        """
-        if not exchange.collective:
-            return None
-        sizes = (list(exchange.recv_sizes), list(exchange.send_sizes))
-        with self._named(place):
-            work = dist.all_to_all_single(recv, send, *sizes, group=self.group, async_op=True)
-        assert work is not None
-
-        def finish() -> None:
-            with self._named(place):
-                work.wait()
-
-        return finish
-
-    @contextmanager
-    def _named(self, place: tuple[int, int, str]) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            step, wave, direction = place
-            raise RedistributionError(
-                f"all-to-all failed at step {step}, wave {wave} ({direction}), group "
-                f"{self.group_name}: {error}. Look for the first error among its ranks; a rank "
-                "that is only slow needs a process group with a longer time-out."
-            ) from error
+        raise RedistributionError(
+            f"all-to-all failed at {what} of {len(ranks)} ranks ({shown}): {error}. Look for the "
+            "first error among its ranks; a rank that is only slow needs a process group with a "
+            "longer time-out."
+        ) from error
 
 
-def run_copies(
-    copies: Sequence[Copy], sources: Sequence[Tensor | None], sinks: Sequence[Tensor | None]
-) -> None:
+def run_copies(copies: Sequence[Copy], sources: FlatT, sinks: FlatT) -> None:
     """Copy every block between flat contiguous tensors; dtypes may differ."""
-    into: list[Tensor] = []
-    from_: list[Tensor] = []
-    for copy in copies:
-        read, write = sources[copy.source], sinks[copy.sink]
-        assert read is not None
-        assert write is not None
-        from_.append(_block(read, copy.size, copy.read))
-        into.append(_block(write, copy.size, copy.write))
-    if not into:
-        return
-    if into[0].is_cuda:
-        _copy_on_gpu(into, from_)
-    else:
+    into = [_block(sinks[copy.sink], copy.size, copy.write) for copy in copies]
+    from_ = [_block(sources[copy.source], copy.size, copy.read) for copy in copies]
+    if into and into[0].is_cuda:
+        # fuse the runs into one kernel; one strided block among them would unfuse them all
+        for sink, source in zip(into, from_, strict=True):
+            if sink.dim() > 1:
+                sink.copy_(source)
+        into, from_ = ([block for block in side if block.dim() == 1] for side in (into, from_))
+    if into:
         torch._foreach_copy_(into, from_)
 
 
 def _block(tensor: Tensor, size: tuple[int, ...], place: tuple[int, ...]) -> Tensor:
     return tensor.as_strided(size, place[:-1], tensor.storage_offset() + place[-1])
-
-
-def _copy_on_gpu(into: list[Tensor], from_: list[Tensor]) -> None:
-    """Fuse the runs into one kernel; one strided block among them would unfuse them all."""
-    runs = [i for i, block in enumerate(into) if block.dim() == 1]
-    if runs:
-        torch._foreach_copy_([into[i] for i in runs], [from_[i] for i in runs])
-    for sink, source in zip(into, from_, strict=True):
-        if sink.dim() > 1:
-            sink.copy_(source)
 
 
 def verify_same_on_all_ranks(group: dist.ProcessGroup | None, digest: str, what: str) -> None:

@@ -88,13 +88,13 @@ class Plan:
 
 def standard_flops(m: int, n: int, steps: int) -> int:
     """Return the FLOPs of the standard iteration on an ``m x n`` matrix, either side longer."""
-    m, n = min(m, n), max(m, n)
+    m, n = sorted((m, n))
     return steps * (4 * n * m**2 + 2 * m**3)
 
 
 def gram_flops(m: int, n: int, steps: int, restarts: int) -> int:
     """Return the FLOPs of the Gram iteration on an ``m x n`` matrix, either side longer."""
-    m, n = min(m, n), max(m, n)
+    m, n = sorted((m, n))
     segments = restarts + 1
     return 4 * segments * n * m**2 + (8 * steps - 6 * segments) * m**3
 
@@ -102,13 +102,10 @@ def gram_flops(m: int, n: int, steps: int, restarts: int) -> int:
 @lru_cache(maxsize=4)
 def _studied(width: Literal["float32", "16-bit"]) -> dict[tuple[Triple, ...], tuple[int, ...]]:
     """Key the table by the triples themselves: equal schedules have several names."""
-    return {
-        resolve_coefficients(name, steps): restarts
-        for (name, steps), restarts in _STUDIED[width].items()
-    }
+    return {resolve_coefficients(*named): restarts for named, restarts in _STUDIED[width].items()}
 
 
-def cautious_restarts(schedule: Sequence[Triple]) -> tuple[int, ...]:
+def _cautious_restarts(schedule: Sequence[Triple]) -> tuple[int, ...]:
     """Return restarts that bound how much any segment amplifies small singular values."""
     restarts: list[int] = []
     growth, cap = 1.0, _FIRST_SEGMENT_GROWTH
@@ -148,20 +145,15 @@ def choose_algorithm(
     # TF32 rounds operands to 11 bits, so its forms are judged as 16-bit ones
     coarse = operand == torch.bfloat16 or (operand == torch.float32 and precision == "high")
     studied = _studied("16-bit" if coarse else "float32").get(schedule)
-    gram = Plan(
-        "gram",
-        studied or cautious_restarts(schedule),
-        operand,
-        shifted=coarse or min(shape) >= _SMALLEST_SHIFTED_FLOAT32,
-    )
+    shifted = coarse or min(shape) >= _SMALLEST_SHIFTED_FLOAT32
+    gram = Plan("gram", studied or _cautious_restarts(schedule), operand, shifted)
     if algorithm == "gram":
         return gram
     accurate = studied is not None and min(shape) >= _SMALLEST_16_BIT if coarse else True
     # float64 is there to be a reference, so it stays with the textbook
     if operand == torch.float64 or not accurate:
         return standard
-    steps = len(schedule)
-    cost = gram_flops(*shape, steps, len(gram.restarts))
     small = coarse and min(shape) < _SMALL_16_BIT
     share = _WORTHWHILE_SMALL_16_BIT if small else _WORTHWHILE
-    return gram if cost <= share * standard_flops(*shape, steps) else standard
+    cost = gram_flops(*shape, len(schedule), len(gram.restarts))
+    return gram if cost <= share * standard_flops(*shape, len(schedule)) else standard

@@ -8,7 +8,7 @@ cannot do, is an error, never a fall-back.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Protocol
@@ -56,19 +56,13 @@ class Compute(Protocol):
 
 @dataclass(frozen=True)
 class Backend:
-    """A plug.
+    """A plug."""
 
-    Attributes:
-        compute: Does the work.
-        algorithms: What it can be asked for; the first is what ``auto`` means to it.
-        distributed: Whether it can work on a matrix whose long side is cut over ranks.
-        linear_in_last_step: Whether it takes the triples as they are, so that a factor on the last
-            one is a factor on the result.
-    """
-
-    compute: Compute
+    compute: Compute  # does the work
+    # what it can be asked for; the first is what ``auto`` means to it
     algorithms: tuple[AlgorithmT, ...] = ("standard",)
-    distributed: bool = False
+    distributed: bool = False  # whether it can work on a matrix whose long side is cut over ranks
+    # whether it takes the triples as they are, so that a factor on the last is one on the result
     linear_in_last_step: bool = False
 
     def algorithm(self, name: str, asked: AlgorithmT) -> AlgorithmT:
@@ -82,15 +76,10 @@ class Backend:
 
 
 class _WholeMatrices:
-    """Another package's iteration, for matrices that no rank shares with others.
+    """Another package's iteration, for matrices that no rank shares with others."""
 
-    Attributes:
-        name: The back end's.
-        half: Whether it computes in 16 bits only.
-    """
-
-    name: str
-    half = False
+    name: str  # the back end's
+    half = False  # whether it computes in 16 bits only
 
     def __call__(
         self,
@@ -102,14 +91,12 @@ class _WholeMatrices:
         reduce: ReduceT | None,
         columns: int,
     ) -> Tensor:
-        """Do the work, see :class:`Compute`; refuse what the package cannot do."""
+        """Refuse what the package cannot do, and do the rest."""
         if self.half and plan.dtype != torch.bfloat16:
             raise self.error("computes in 16 bits only", "Use it with precision='medium'")
         if reduce is not None:
-            raise self.error(
-                "computes whole matrices, and this one's long side is cut over ranks",
-                "Use backend='torch', or another TP mode than distributed",
-            )
+            rule = "computes whole matrices, and this one's long side is cut over ranks"
+            raise self.error(rule, "Use backend='torch', or another TP mode than distributed")
         return self.iterate(wide, schedule, plan, eps)
 
     def iterate(self, wide: Tensor, schedule: tuple[Triple, ...], plan: Plan, eps: float) -> Tensor:
@@ -143,20 +130,17 @@ class _EmergingOptimizers(_WholeMatrices):
     name = "emerging_optimizers"
 
     def iterate(self, wide: Tensor, schedule: tuple[Triple, ...], plan: Plan, eps: float) -> Tensor:
-        def compute(matrix: Tensor) -> Tensor:
-            result: Tensor = muon_utils.newton_schulz(
-                matrix.to(torch.float32),
-                len(schedule),
-                "custom",
-                custom_coefficient_sets=list(schedule),
-                eps=eps,
-                transpose=False,
-            )
-            return result
-
+        compute = partial(
+            muon_utils.newton_schulz,
+            steps=len(schedule),
+            coefficient_type="custom",
+            custom_coefficient_sets=list(schedule),
+            eps=eps,
+            transpose=False,
+        )
         coarse = plan.dtype == torch.bfloat16
         with fp32_matmul_precision("medium" if coarse else torch.get_float32_matmul_precision()):
-            return _one_by_one(compute, wide)
+            return _one_by_one(lambda matrix: compute(matrix.to(torch.float32)), wide)
 
 
 class _Syrk(_WholeMatrices):
@@ -219,10 +203,8 @@ class TransformerEngine(_WholeMatrices):
         present = find_spec("transformer_engine") is not None
         self.require(self.name, "--no-build-isolation 'transformer-engine[pytorch]'", present)
         if not dist.is_initialized():
-            raise self.error(
-                "needs an NCCL process group",
-                "Call torch.distributed.init_process_group('nccl') first, also for one GPU",
-            )
+            way_out = "Call torch.distributed.init_process_group('nccl') first, also for one GPU"
+            raise self.error("needs an NCCL process group", way_out)
         self._module = import_module("transformer_engine.pytorch.newton_schulz")
         self._context = self._module.CusolverMpCtx(group or dist.group.WORLD)
 

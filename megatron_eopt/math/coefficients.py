@@ -58,7 +58,6 @@ def resolve_coefficients(coefficients: CoefficientsLike, steps: int) -> tuple[Tr
         raise ConfigurationTypeError("steps", steps, "must be an integer", "Give a whole number")
     check_number("steps", steps, at_least=1)
     if isinstance(coefficients, str):
-        check_choice("coefficients", coefficients, COEFFICIENT_NAMES)
         return _resolve_named(coefficients, steps)
     return _resolve_custom(_checked_triples(coefficients), steps)
 
@@ -74,13 +73,10 @@ def _resolve_custom(triples: tuple[Triple, ...], steps: int) -> tuple[Triple, ..
     schedule = tuple(muon_utils.get_coefficient_iterator(steps, triples, mode="cycle"))
     worst = max(abs(response(schedule, grid / 256)) for grid in range(1, 257))
     if not worst <= _DIVERGED:
-        raise ConfigurationError(
-            "coefficients",
-            triples,
-            f"must keep every singular value in (0, 1] bounded over {steps} steps, and sends one "
-            f"to {worst:.3g}",
-            "Give fewer steps or other coefficients",
-        )
+        where = f"every singular value in (0, 1] bounded over {steps} steps"
+        rule = f"must keep {where}, and sends one to {worst:.3g}"
+        way_out = "Give fewer steps or other coefficients"
+        raise ConfigurationError("coefficients", triples, rule, way_out)
     return schedule
 
 
@@ -101,14 +97,12 @@ def _checked_triples(coefficients: object) -> tuple[Triple, ...]:
         way_out = f"Give one of {', '.join(COEFFICIENT_NAMES)} or a list of triples"
         raise ConfigurationTypeError("coefficients", coefficients, rule, way_out)
     if not coefficients:
-        raise ConfigurationError(
-            "coefficients", coefficients, "must hold at least one triple", "Give one (a, b, c)"
-        )
+        rule = "must hold at least one triple"
+        raise ConfigurationError("coefficients", coefficients, rule, "Give one (a, b, c)")
     for triple in coefficients:
         if not isinstance(triple, Sequence) or isinstance(triple, str) or len(triple) != 3:
-            raise ConfigurationTypeError(
-                "coefficients", triple, "every entry must be three numbers", "Give (a, b, c)"
-            )
+            rule = "every entry must be three numbers"
+            raise ConfigurationTypeError("coefficients", triple, rule, "Give (a, b, c)")
         for number in triple:
             check_number("coefficients", number)
     return tuple((float(a), float(b), float(c)) for a, b, c in coefficients)

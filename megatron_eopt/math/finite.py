@@ -61,31 +61,22 @@ def check_finite(
     """Raise if a tensor holds inf or nan, naming every such tensor.
 
     One host synchronization for all tensors together, and one all-reduce of one number for each
-    group; the search for the culprits runs only on failure.
-
-    Args:
-        named: Pairs of parameter name and tensor, any shapes and float dtypes.
-        what: What the tensors are, for the message.
-        groups: Whose ranks must raise together, in the same order on all of them. What a later
-            group says reaches the earlier ones, too.
+    group; the search for the culprits runs only on failure. The ranks of ``groups``, in the same
+    order on all of them, raise together: what a later group says reaches the earlier ones, too.
 
     Raises:
         NonFiniteError: If any entry is inf or nan on any rank of the groups, with the same names on
             each of them.
     """
     filled = [(name, tensor) for name, tensor in named if tensor.numel()]
-    if not filled and not groups:
-        return
     if filled:
-        device = filled[0][1].device
-    else:
+        flag = suspicion([tensor for _, tensor in filled]).to(torch.int32)
+    elif groups:
         on_gpu = "nccl" in dist.get_backend(groups[0])
-        device = (
-            torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-        )
-    flag = torch.zeros((), dtype=torch.int32, device=device)
-    if filled:
-        flag += suspicion([tensor for _, tensor in filled])
+        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu"
+        flag = torch.zeros((), dtype=torch.int32, device=device)
+    else:
+        return
     there_and_back = [*groups, *reversed(groups[:-1])]
     for group in there_and_back:
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)

@@ -95,16 +95,10 @@ def multiply_add(
 def iterate_standard(
     x: Tensor, triples: Sequence[Triple], reduce: ReduceT | None = None, *, tall: bool = False
 ) -> Tensor:
-    """Run ``X <- a X + (b A + c A^2) X`` with ``A = X X^T`` once per triple.
+    """Run ``X <- a X + (b A + c A^2) X`` with ``A = X X^T`` once per triple, and return ``X``.
 
-    Args:
-        x: Normalised; overwritten.
-        triples: One ``(a, b, c)`` per step.
-        reduce: Called once per step, with the Gram matrix.
-        tall: Whether ``x`` holds transposes.
-
-    Returns:
-        The last iterate, shaped like ``x``. ``len(triples) * (4 n / m + 2) m^3`` FLOPs a matrix.
+    ``x`` is normalised and will be overwritten; ``reduce`` is called once per step, with the Gram
+    matrix. ``len(triples) * (4 n / m + 2) m^3`` FLOPs a matrix.
     """
     m = x.shape[-1] if tall else x.shape[-2]
     square = x.new_empty((*x.shape[:-2], m, m))
@@ -112,9 +106,7 @@ def iterate_standard(
     spare = torch.empty_like(x)
     for a, b, c in triples:
         wide = x.mT if tall else x
-        torch.matmul(wide, wide.mT, out=square)
-        if reduce is not None:
-            square = reduce_symmetric(square, reduce)
+        square = _reduced(torch.matmul(wide, wide.mT, out=square), reduce)
         multiply_add(square, square, square, beta=b, alpha=c, out=polynomial)
         left, right = (x, polynomial) if tall else (polynomial, x)
         multiply_add(x, left, right, beta=a, out=spare)
@@ -157,13 +149,12 @@ def gram_residual(
     """
     wide = x.mT if tall else x
     if shift == 0.0:
-        square = torch.matmul(wide, wide.mT)
-        return Shifted(0.0, square if reduce is None else reduce_symmetric(square, reduce))
+        return Shifted(0.0, _reduced(torch.matmul(wide, wide.mT), reduce))
     m, n = wide.shape[-2:]
     share = n / columns if columns else 1.0
     eye = torch.eye(m, dtype=x.dtype, device=x.device).expand(*wide.shape[:-1], m)
     residual = multiply_add(eye, wide, wide.mT, beta=-shift * share)
-    return Shifted(shift, residual if reduce is None else reduce_symmetric(residual, reduce))
+    return Shifted(shift, _reduced(residual, reduce))
 
 
 def _product(left: Shifted, right: Shifted) -> Shifted:
@@ -176,21 +167,12 @@ def _product(left: Shifted, right: Shifted) -> Shifted:
     shift = left.shift * right.shift
     if big.shift == 0.0:
         return Shifted(shift, torch.matmul(left.residual, right.residual))
-    if small.shift == 0.0:
-        addend, out = small.residual, None
-    else:
-        out = torch.add(small.residual, big.residual, alpha=small.shift / big.shift)
-        addend = out
-    return Shifted(
-        shift, multiply_add(addend, left.residual, right.residual, beta=big.shift, out=out)
-    )
-
-
-def _dense(a: Shifted) -> Shifted:
-    """Return the same matrix with its identity part in a residual of its own."""
-    residual = a.residual.clone()
-    residual.diagonal(dim1=-2, dim2=-1).add_(a.shift)
-    return Shifted(0.0, residual)
+    addend = small.residual
+    out: Tensor | None = None
+    if small.shift != 0.0:
+        addend = out = torch.add(addend, big.residual, alpha=small.shift / big.shift)
+    product = multiply_add(addend, left.residual, right.residual, beta=big.shift, out=out)
+    return Shifted(shift, product)
 
 
 def accumulate(a: Shifted, triples: Sequence[Triple], *, shifted: bool = True) -> Shifted:
@@ -208,7 +190,10 @@ def accumulate(a: Shifted, triples: Sequence[Triple], *, shifted: bool = True) -
             multiply_add(rest, rest, rest, beta=slope, alpha=third),
         )
         if q is None:
-            q = polynomial if shifted else _dense(polynomial)
+            q = polynomial
+            if not shifted:
+                q = Shifted(0.0, polynomial.residual.clone())
+                q.residual.diagonal(dim1=-2, dim2=-1).add_(polynomial.shift)
         else:
             q = _product(polynomial, q)
         if step + 1 < len(triples):
@@ -239,31 +224,22 @@ def iterate_gram(
 ) -> Tensor:
     """Run all steps on Gram matrices, forming a fresh one before each step in ``restarts``.
 
-    Args:
-        x: Normalised; overwritten.
-        triples: One ``(a, b, c)`` per step.
-        restarts: Steps, counted from 0, ascending, that start on a fresh Gram matrix.
-        reduce: Called once per segment, with a Gram matrix.
-        columns: Columns of the whole matrix, if ``x`` has only some of them.
-        tall: Whether ``x`` holds transposes.
-        shifted: Whether to keep identity parts exact.
-
-    Returns:
-        The last iterate, shaped like ``x``.
+    Returns the last iterate. ``x`` is normalised and will be overwritten; ``restarts`` count from 0
+    and ascend; ``reduce`` is called once per segment, with a Gram matrix; ``columns`` are those of
+    the whole matrix, if ``x`` has only some.
     """
-    bounds = (0, *restarts, len(triples))
+    m = x.shape[-1] if tall else x.shape[-2]
     spare: Tensor | None = None
-    for start, stop in pairwise(bounds):
-        m = x.shape[-1] if tall else x.shape[-2]
+    for start, stop in pairwise((0, *restarts, len(triples))):
         shift = expected_shift(triples[:start], m) if shifted else 0.0
         a = gram_residual(x, shift, reduce, columns=columns, tall=tall)
         q = accumulate(a, triples[start:stop], shifted=shifted)
-        result = apply(q, x, out=spare, tall=tall)
-        x, spare = result, x
+        x, spare = apply(q, x, out=spare, tall=tall), x
     return x
 
 
-def reduce_symmetric(matrices: Tensor, reduce: ReduceT) -> Tensor:
-    """Sum symmetric matrices ``(..., n, n)`` over the ranks that share them."""
-    total: Tensor = getattr(reduce, "of_symmetric", reduce)(matrices)
+def _reduced(symmetric: Tensor, reduce: ReduceT | None) -> Tensor:
+    if reduce is None:
+        return symmetric
+    total: Tensor = getattr(reduce, "of_symmetric", reduce)(symmetric)
     return total

@@ -1,19 +1,23 @@
 """The one entry through which every optimizer orthogonalizes."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from emerging_optimizers.utils import fp32_matmul_precision
 from torch import Tensor
 
-from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError, check_number
+from megatron_eopt.base.errors import (
+    ConfigurationError,
+    ConfigurationTypeError,
+    check_choice,
+    check_number,
+)
 from megatron_eopt.math.algorithm import AlgorithmT, Plan, choose_algorithm
 from megatron_eopt.math.backends import Backend, get_backend, register_backend
 from megatron_eopt.math.coefficients import CoefficientsLike, Triple, resolve_coefficients
 from megatron_eopt.math.newton_schulz import ReduceT, iterate_gram, iterate_standard, normalize
-from megatron_eopt.math.precision import PrecisionT, check_precision
+from megatron_eopt.math.precision import PRECISIONS, PrecisionT
 from megatron_eopt.math.scaling import ScaleModeT, scale_factor
 
 DEFAULT_EPS = 1e-7
@@ -75,35 +79,25 @@ class Orthogonalization:
 
     What can be decided before the data is decided when it is made, or once for a shape.
 
-    Attributes:
-        coefficients: Name of a set of emerging-optimizers, or triples of your own.
-        steps: Number of iterations, at least 1.
-        algorithm: ``auto`` decides by cost and measured accuracy.
-        precision: Precision of the products for every input but float64, which stays float64.
-        eps: Smallest norm to divide by, above 0.
-        backend: Who computes; see :mod:`megatron_eopt.math.backends`.
-        scale_mode: How an optimizer's update is scaled by the matrix's shape.
-        extra_scale_factor: A further factor on it.
-
     Raises:
         ConfigurationError: If a value is unknown or out of bounds, or the back end is absent or
             has no such algorithm.
         ConfigurationTypeError: If a value is of the wrong kind.
     """
 
-    coefficients: CoefficientsLike = "quintic"
-    steps: int = 5
-    algorithm: AlgorithmT = "auto"
-    precision: PrecisionT = "highest"
-    eps: float = DEFAULT_EPS
-    backend: str = "torch"
-    scale_mode: ScaleModeT = "spectral"
-    extra_scale_factor: float = 1.0
+    coefficients: CoefficientsLike = "quintic"  # a set of emerging-optimizers, or your own triples
+    steps: int = 5  # number of iterations, at least 1
+    algorithm: AlgorithmT = "auto"  # decides by cost and measured accuracy
+    precision: PrecisionT = "highest"  # of the products for every input but float64
+    eps: float = DEFAULT_EPS  # smallest norm to divide by, above 0
+    backend: str = "torch"  # who computes; see :mod:`megatron_eopt.math.backends`
+    scale_mode: ScaleModeT = "spectral"  # how an update is scaled by the matrix's shape
+    extra_scale_factor: float = 1.0  # a further factor on it
     _schedule: tuple[Triple, ...] = field(init=False, repr=False)
     _plug: Backend = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        check_precision(self.precision)
+        check_choice("precision", self.precision, PRECISIONS)
         check_number("eps", self.eps, above=0)
         plug = get_backend(self.backend)
         plug.algorithm(self.backend, self.algorithm)
@@ -129,9 +123,10 @@ class Orthogonalization:
             wide = wide.flatten(0, -3)
         schedule = self._schedule
         if self._plug.linear_in_last_step:
-            last = schedule[-1]
-            schedule = (*schedule[:-1], (last[0] * scale, last[1] * scale, last[2] * scale))
-        with matmul_precision(self.precision):
+            a, b, c = schedule[-1]
+            schedule = (*schedule[:-1], (a * scale, b * scale, c * scale))
+        # "medium" casts its operands itself; the few products that stay float32 are to be exact
+        with fp32_matmul_precision("high" if self.precision == "high" else "highest"):
             result = self._plug.compute(
                 wide, schedule, plan, eps=self.eps, reduce=reduce, columns=max(shape)
             ).to(x.dtype)
@@ -193,7 +188,7 @@ def orthogonalize(
             it costs neither a pass over the matrix nor another rounding.
         reduce: Sums a tensor over the ranks that share the matrix; may work in place.
         whole_shape: ``(rows, columns)`` of the whole matrix; needed with ``reduce``.
-        **settings: Attributes of :class:`Orthogonalization`.
+        **settings: Fields of :class:`Orthogonalization`.
 
     Returns:
         A tensor of the shape and dtype of ``x``.
@@ -207,25 +202,6 @@ def orthogonalize(
     return compute(x, scale=scale, reduce=reduce, whole_shape=whole_shape)
 
 
-@contextmanager
-def matmul_precision(precision: PrecisionT) -> Iterator[None]:
-    """Run float32 products at this precision; the process-wide setting returns on any exit.
-
-    ``medium`` casts its operands itself and asks nothing of torch but exact float32 for the few
-    products that stay float32.
-    """
-    wanted = "high" if precision == "high" else "highest"
-    before = torch.get_float32_matmul_precision()
-    if before == wanted:
-        yield
-        return
-    torch.set_float32_matmul_precision(wanted)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
 def _whole_shape(
     x: Tensor, reduce: ReduceT | None, whole_shape: tuple[int, int] | None
 ) -> tuple[int, int]:
@@ -234,16 +210,14 @@ def _whole_shape(
         raise ConfigurationTypeError(
             "x", tuple(x.shape), "must have at least two dimensions", "Give a matrix or a batch"
         )
-    rows, columns = x.shape[-2:]
+    rows, columns = piece = x.shape[-2:]
     if whole_shape is None:
-        if reduce is not None:
-            raise ConfigurationError(
-                "whole_shape", None, "is needed with reduce", "Give rows and columns of the whole"
-            )
-        return rows, columns
-    long = 0 if whole_shape[0] > whole_shape[1] else 1
-    piece = (rows, columns)
+        if reduce is None:
+            return rows, columns
+        way_out = "Give rows and columns of the whole"
+        raise ConfigurationError("whole_shape", None, "is needed with reduce", way_out)
     # a square matrix may be cut either way; its columns are taken to be the cut ones
+    long = 0 if whole_shape[0] > whole_shape[1] else 1
     if piece[1 - long] != whole_shape[1 - long] or piece[long] > whole_shape[long]:
         rule = f"a piece of {rows} x {columns} must be cut along the longer side alone"
         way_out = "Redistribute it so that the shorter side is whole"

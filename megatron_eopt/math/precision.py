@@ -15,11 +15,6 @@ PRECISIONS: tuple[PrecisionT, ...] = get_args(PrecisionT)
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def check_precision(precision: str) -> None:
-    """Raise a ConfigurationError unless ``precision`` is one of :data:`PrecisionT`."""
-    check_choice("precision", precision, PRECISIONS)
-
-
 def compute_dtype(dtype: torch.dtype, precision: PrecisionT) -> torch.dtype:
     """Return the dtype of the operands of the matrix products.
 
@@ -27,9 +22,10 @@ def compute_dtype(dtype: torch.dtype, precision: PrecisionT) -> torch.dtype:
     others. All other inputs are computed in float32 (highest, high) or bfloat16 (medium).
 
     Raises:
+        ConfigurationError: If the precision is unknown.
         ConfigurationTypeError: If ``dtype`` is not float64, float32, bfloat16 or float16.
     """
-    check_precision(precision)
+    check_choice("precision", precision, PRECISIONS)
     if dtype not in FLOAT_DTYPES:
         rule = "a matrix to orthogonalize must be float64, float32, bfloat16 or float16"
         raise ConfigurationTypeError("dtype", dtype, rule, "Convert it first")

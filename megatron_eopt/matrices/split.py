@@ -73,19 +73,14 @@ class LogicalMatrix:
 class Split:
     """The logical matrices of one unsharded parameter; hashable, equal on all ranks.
 
-    Attributes:
-        kind: What was split, for tables and logs: ``"qkv"``, ``"gated"``, ``"mla"``, ...
-        shape: Unsharded shape, ``(rows, cols)`` or ``(experts, rows, cols)``.
-        sections: The sections, top to bottom.
-
     Raises:
         ConfigurationError: If the sections do not add up to the rows of ``shape``, a size is not
             positive, a name occurs twice, or a unit does not divide its part.
     """
 
-    kind: str
-    shape: tuple[int, ...]
-    sections: tuple[Section, ...]
+    kind: str  # what was split, for tables and logs: ``"qkv"``, ``"gated"``, ``"mla"``, ...
+    shape: tuple[int, ...]  # unsharded, ``(rows, cols)`` or ``(experts, rows, cols)``
+    sections: tuple[Section, ...]  # top to bottom
 
     def __post_init__(self) -> None:
         if len(self.shape) not in (2, 3) or min(self.shape) < 1:
@@ -94,31 +89,20 @@ class Split:
             raise ConfigurationError("shape", self.shape, rule, way_out)
         total = sum(section.rows for section in self.sections)
         if total != self.rows:
-            raise ConfigurationError(
-                "shape",
-                self.shape,
-                f"its {self.rows} rows must be the {total} that the {self.kind} split "
-                f"{self.describe()} adds up to",
-                "Give the unsharded shape, or another split",
-            )
-        self._check_fields()
-
-    def _check_fields(self) -> None:
-        fields = list(self._fields())
-        names = [field.name for field, *_ in fields]
+            pattern = f"the {self.kind} split {self.describe()}"
+            rule = f"its {self.rows} rows must be the {total} that {pattern} adds up to"
+            way_out = "Give the unsharded shape, or another split"
+            raise ConfigurationError("shape", self.shape, rule, way_out)
+        names = [field.name for section in self.sections for field in section.fields]
         if len(set(names)) != len(names):
-            raise ConfigurationError(
-                "sections", names, "every field needs a name of its own", "Rename one of them"
-            )
-        for field, blocks, unit in fields:
+            rule = "every field needs a name of its own"
+            raise ConfigurationError("sections", names, rule, "Rename one of them")
+        for field, blocks, unit in self._fields():
             rows = field.rows * blocks
             if rows < 1 or unit < 1 or rows % unit:
-                raise ConfigurationError(
-                    field.name,
-                    (field.rows, blocks, field.unit),
-                    "(rows, blocks, unit) must be positive, and the unit divide rows x blocks",
-                    "Choose sizes that fit",
-                )
+                sizes = (field.rows, blocks, field.unit)
+                rule = "(rows, blocks, unit) must be positive, and the unit divide rows x blocks"
+                raise ConfigurationError(field.name, sizes, rule, "Choose sizes that fit")
 
     def _fields(self) -> Iterator[tuple[Field, int, int]]:
         """Yield each field, how often it occurs and the rows of one of its matrices."""

@@ -11,8 +11,7 @@ from megatron_eopt.layouts.wire import run_copies
 
 def check(layout, name, ranks):
     """Raise unless the sources cover every element exactly once."""
-    matrix = np.zeros(len(layout.boxes), np.int64)
-    check_cover([name], [layout.shape], matrix, layout.boxes, ranks)
+    check_cover([name], [layout.shape], layout.boxes, ranks)
 
 
 @st.composite
@@ -84,7 +83,7 @@ def store(layout, full, ranks, copies_differ=False):
     for rank in range(ranks):
         piece = layout.piece(rank)
         tensor = torch.full([int(piece.extent.max(initial=0))], torch.nan)
-        for _, row, col, height, width, offset, stride, source in piece.table.tolist():
+        for _, row, col, height, width, offset, stride, source, *_ in piece.table.tolist():
             view = tensor.as_strided((height, width), (stride, 1), offset)
             view.copy_(full[row : row + height, col : col + width])
             if copies_differ and not source:

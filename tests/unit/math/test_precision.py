@@ -2,9 +2,13 @@ import pytest
 import torch
 
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.math.orthogonalize import matmul_precision, orthogonalize
+from megatron_eopt.math.orthogonalize import orthogonalize
 from megatron_eopt.math.precision import PRECISIONS, PrecisionT, compute_dtype
 from tests.unit.math.spectra import gaussian, relative_error
+
+
+def _stop(_: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("stop")
 
 
 @pytest.mark.parametrize("outside", ["highest", "high", "medium"])
@@ -15,8 +19,8 @@ def test_the_process_wide_setting_returns(outside: str, precision: PrecisionT) -
     try:
         orthogonalize(gaussian(4, 6), precision=precision)
         assert torch.get_float32_matmul_precision() == outside
-        with pytest.raises(RuntimeError, match="stop"), matmul_precision(precision):
-            raise RuntimeError("stop")
+        with pytest.raises(RuntimeError, match="stop"):
+            orthogonalize(gaussian(4, 6), precision=precision, reduce=_stop, whole_shape=(4, 12))
         assert torch.get_float32_matmul_precision() == outside
     finally:
         torch.set_float32_matmul_precision(before)

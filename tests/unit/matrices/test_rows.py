@@ -14,7 +14,6 @@ from megatron_eopt.matrices import (
     qkv,
     whole,
 )
-from megatron_eopt.matrices.rows import part_rows
 from tests.unit.matrices.oracle import elements, rows_of_rank
 from tests.unit.matrices.strategies import randomly, splits
 
@@ -25,27 +24,12 @@ cuts = st.integers(1, 4).flatmap(lambda tp: st.tuples(st.just(tp), splits(tp)))
 @given(cuts)
 def test_every_local_row_is_the_row_that_naive_loops_find(cut: tuple[int, Split]) -> None:
     tp_size, split = cut
-    for rank in range(tp_size):
-        expected = rows_of_rank(split, tp_size, rank)
-        found: list[tuple[int, int] | None] = [None] * len(expected)
-        for part, runs in enumerate(part_rows(split, tp_size, rank, 0)):
-            for local, logical, length in runs.triples():
-                for row in range(length):
-                    assert found[local + row] is None
-                    found[local + row] = (part, logical + row)
-        assert found == expected
-
-
-@randomly
-@given(cuts)
-def test_matrices_are_their_parts_cut_at_whole_matrices(cut: tuple[int, Split]) -> None:
-    tp_size, split = cut
     part_of = [
         (number, index) for number, part in enumerate(split.parts) for index in range(part.count)
     ]
     for rank in range(tp_size):
         expected = rows_of_rank(split, tp_size, rank)
-        seen = 0
+        found: list[tuple[int, int] | None] = [None] * len(expected)
         for (number, index), matrix, runs in zip(
             part_of, split.matrices, matrix_rows(split, tp_size, rank, 0), strict=True
         ):
@@ -53,10 +37,9 @@ def test_matrices_are_their_parts_cut_at_whole_matrices(cut: tuple[int, Split]) 
                 assert logical >= 0
                 assert logical + length <= matrix.shape[0]
                 for row in range(length):
-                    stacked = index * matrix.shape[0] + logical + row
-                    assert expected[local + row] == (number, stacked)
-                seen += length
-        assert seen == len(expected)
+                    assert found[local + row] is None
+                    found[local + row] = (number, index * matrix.shape[0] + logical + row)
+        assert found == expected
 
 
 @randomly
@@ -91,18 +74,18 @@ def test_cut_columns_put_each_element_where_it_belongs(cut: tuple[int, Split]) -
 
 def test_runs_are_as_long_as_they_can_be() -> None:
     split = qkv((24, 2), [4, 1, 1])  # four groups of q q q q k v
-    q, k, v = part_rows(split)
+    q, k, v = matrix_rows(split)
     assert list(q.triples()) == [(0, 0, 4), (6, 4, 4), (12, 8, 4), (18, 12, 4)]
     assert list(k.triples()) == [(4, 0, 1), (10, 1, 1), (16, 2, 1), (22, 3, 1)]
     assert list(v.triples()) == [(5, 0, 1), (11, 1, 1), (17, 2, 1), (23, 3, 1)]
-    (plain,) = part_rows(whole((3, 7, 5)))
-    assert list(plain.triples()) == [(0, 0, 21)]
+    experts = matrix_rows(whole((3, 7, 5)))
+    assert [list(runs.triples()) for runs in experts] == [[(0, 0, 7)], [(7, 0, 7)], [(14, 0, 7)]]
 
 
 def test_more_ranks_than_query_groups_cut_inside_a_group() -> None:
     # two groups of q0 q1 k v with heads of 2 rows, over 4 ranks: 4 rows each
     split = qkv((16, 3), [4, 2, 2])
-    triples = [[list(runs.triples()) for runs in part_rows(split, 4, r, 0)] for r in range(4)]
+    triples = [[list(runs.triples()) for runs in matrix_rows(split, 4, r, 0)] for r in range(4)]
     assert triples == [
         [[(0, 0, 4)], [], []],
         [[], [(0, 0, 2)], [(2, 0, 2)]],
@@ -112,7 +95,7 @@ def test_more_ranks_than_query_groups_cut_inside_a_group() -> None:
 
 
 def test_gate_and_up_are_cut_each() -> None:
-    gate, up = part_rows(gated((16, 3)), 2, 1, 0)
+    gate, up = matrix_rows(gated((16, 3)), 2, 1, 0)
     assert list(gate.triples()) == [(0, 4, 4)]
     assert list(up.triples()) == [(4, 4, 4)]
 
@@ -137,7 +120,7 @@ def test_elements_of_cut_columns_are_one_run_per_row() -> None:
 
 
 def test_cached_results_cannot_be_changed() -> None:
-    (runs,) = part_rows(whole((2, 6)))
+    (runs,) = matrix_rows(whole((2, 6)))
     with pytest.raises(ValueError, match="read-only"):
         runs.local[0] = 5
 
@@ -157,7 +140,7 @@ def test_an_impossible_cut_is_an_error(
     split: Split, tp_size: int, tp_rank: int, partition_dim: int, words: list[str]
 ) -> None:
     with pytest.raises(ConfigurationError) as error:
-        part_rows(split, tp_size, tp_rank, partition_dim)
+        matrix_rows(split, tp_size, tp_rank, partition_dim)
     for word in words:
         assert word in str(error.value)
 
@@ -167,5 +150,5 @@ def test_heads_of_a_large_projection() -> None:
     split = periodic("mla", (128 * 256, 512), lengths, units=lengths)
     assert len(split.matrices) == 256
     for rank in (0, 63):
-        held = [runs.rows for runs in matrix_rows(split, 64, rank, 0)]
+        held = [runs.length.sum() for runs in matrix_rows(split, 64, rank, 0)]
         assert held == [128 if index % 128 // 2 == rank else 0 for index in range(256)]
