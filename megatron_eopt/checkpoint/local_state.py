@@ -1,6 +1,5 @@
 """This rank's state as torch has it, by number: for the same optimizers at the same layout."""
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -138,14 +137,13 @@ class _Loading:
 
     def _take_dtensors(self, optimizer: ShardedOptimizer) -> None:
         """Hand over state of shards, and of whole matrices; collective."""
-        count = itertools.count()
+        present = optimizer.param_groups
         groups = [
-            {**group, "params": [next(count) for _ in group["params"]]}
-            for group in optimizer.param_groups
+            {**group, "params": [id(param) for param in group["params"]]} for group in present
         ]
         states = {
-            number: {kind: _shard(param, value) for kind, value in values.items()}
-            for number, (param, values) in enumerate(self._states)
+            id(param): {kind: _shard(param, value) for kind, value in values.items()}
+            for param, values in self._states
         }
         optimizer.load_state_dict({"state": states, "param_groups": groups})
 

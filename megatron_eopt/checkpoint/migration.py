@@ -13,12 +13,7 @@ _SHOWN = 12
 
 @dataclass(frozen=True)
 class Policy:
-    """What may differ between a checkpoint and the run that loads it.
-
-    Attributes:
-        fresh: Kinds of state that may be missing; they start fresh.
-        momentum_from_adam: Whether Adam's first moment serves as momentum where there is none.
-    """
+    """What may differ: kinds that start fresh if missing, and momentum from Adam's first moment."""
 
     fresh: frozenset[str] = frozenset()
     momentum_from_adam: bool = False
@@ -37,12 +32,9 @@ def kinds_by_parameter(shapes: Shapes) -> tuple[dict[str, set[str]], bool]:
 
 @dataclass
 class Reading:
-    """Chooses a source for every value, and collects what to say about it.
+    """Chooses a source for every value, by its place in what is asked for.
 
-    Attributes:
-        policy: What may differ.
-        chosen: Value, by its place in what is asked for, to its source.
-        missing: State that nobody said may be missing, as "parameter: kind".
+    It collects state that nobody said may be missing, as "parameter: kind", and what else to say.
     """
 
     policy: Policy

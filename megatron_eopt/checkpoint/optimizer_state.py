@@ -8,13 +8,7 @@ from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 from megatron_eopt.base.agreement import of_every_rank
 from megatron_eopt.base.errors import ConfigurationTypeError
 from megatron_eopt.base.names import STEP
-from megatron_eopt.checkpoint.groups import (
-    adopt,
-    saved_groups,
-    saved_scaler,
-    saved_steps,
-    steps_of,
-)
+from megatron_eopt.checkpoint.groups import adopt, saved_groups, saved_scaler, saved_steps, steps_of
 from megatron_eopt.checkpoint.requests import Form, StateRequests
 from megatron_eopt.optimizers.driver import Driver
 from megatron_eopt.optimizers.element_wise import set_step

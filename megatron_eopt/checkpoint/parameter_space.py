@@ -47,6 +47,7 @@ class ParameterSpace:
     """Where the elements of a parameter lie that the model saves as ``base``.
 
     Attributes:
+        sharded: One of its boxes, which has what all have in common: whole shape, replica.
         keys: Names of the checkpoint's tensors that it is part of, without optimizer prefixes.
         name: Its own name, unique in the model.
         prepended: Leading dimensions of the checkpoint's tensor that number layers or experts.
@@ -58,16 +59,12 @@ class ParameterSpace:
     def __init__(self, base: ShardedTensor | ShardedTensorFactory) -> None:
         shards = _shards(base)
         self._boxes = [_box(shard) for shard in shards]
+        self.sharded = self._boxes[0].sharded
         self.keys = tuple(dict.fromkeys(shard.key for shard in shards))
         self.prepended = shards[0].prepend_axis_num
         # layers or experts may share a key; the places of leading dimensions tell them apart
         places = shards[0].global_offset[: self.prepended]
         self.name = ".".join([base.key, *map(str, places)])
-
-    @property
-    def sharded(self) -> ShardedTensor:
-        """One of the boxes, which has what all have in common: key, whole shape, replica."""
-        return self._boxes[0].sharded
 
     def boxes(self, start: int, stop: int) -> list[Box]:
         """Return the boxes of the elements ``start`` to ``stop`` of the flattened parameter."""

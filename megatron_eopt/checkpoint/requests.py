@@ -15,13 +15,7 @@ from megatron_eopt.checkpoint.by_parameter import count_value, kept_value, store
 from megatron_eopt.checkpoint.keys import saved_keys
 from megatron_eopt.checkpoint.migration import Policy, Reading, kinds_by_parameter, missing_state
 from megatron_eopt.checkpoint.parameter_space import parameter_spaces
-from megatron_eopt.checkpoint.saved_state import (
-    MAINS,
-    Shapes,
-    Value,
-    Whereabouts,
-    kept_of,
-)
+from megatron_eopt.checkpoint.saved_state import MAINS, Shapes, Value, Whereabouts, kept_of
 from megatron_eopt.optimizers.driver import OF_GROUPS, Driver
 from megatron_eopt.optimizers.member import Member
 from megatron_eopt.stores.interface import Storage, Stored
@@ -45,16 +39,10 @@ class Form:
 
 
 class StateRequests:
-    """The part of a sharded state dict that holds the parameters' state.
+    """The part of a sharded state dict that holds the parameters' state: ``param_state``.
 
-    Args:
-        members: The optimizers of a chain.
-        model_state: The model's ``sharded_state_dict``, with its parameters themselves as data.
-        form: How the state dict names state.
-        counts: On saving the steps that each driver's states count; None on loading.
-
-    Attributes:
-        param_state: What goes into the sharded state dict; :meth:`adapt` changes it in place.
+    The model's ``sharded_state_dict`` must hold the parameters themselves as data. On saving,
+    ``counts`` are the steps that each driver's states count; None on loading.
 
     Raises:
         ConfigurationError: If a parameter is not in the model's state.

@@ -19,12 +19,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch import Tensor
 
-from megatron_eopt.base.names import (
-    FIRST_MOMENT,
-    MAIN_OF_REPLICATED,
-    MAIN_OF_SHARDED,
-    MOMENTUM,
-)
+from megatron_eopt.base.names import FIRST_MOMENT, MAIN_OF_REPLICATED, MAIN_OF_SHARDED, MOMENTUM
 from megatron_eopt.checkpoint.parameter_space import Box, ParameterSpace
 from megatron_eopt.optimizers.driver import Driver, Kept
 from megatron_eopt.optimizers.member import Member

@@ -25,7 +25,6 @@ class BufferSet(NamedTuple):
     """The buffers of one kind on this rank, and who holds what of them.
 
     Attributes:
-        is_expert: Whether they hold experts' parameters.
         buffers: Buffers by model chunk: DDP's, or ours if its parameters lie apart.
         data: Ranks over which the buffers are cut into fragments.
         data_gloo: The same ranks over gloo, for old checkpoint formats; may be None.
@@ -33,8 +32,6 @@ class BufferSet(NamedTuple):
         grid: The redistribution group; None where nothing is redistributed.
         stats: Ranks over which gradient statistics add up.
         instance: Number of this rank's instance of the distributed optimizer.
-        tensor: Tensor-parallel group of dense parameters.
-        expert_tensor: The same of experts' parameters.
     """
 
     is_expert: bool

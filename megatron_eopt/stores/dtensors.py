@@ -102,13 +102,8 @@ def dtensor_shards(
 ) -> list[Shard]:
     """Return the shards of some parameters.
 
-    Of replicas the one sends to which the matrix's owner belongs, which so has a part already.
-
-    Args:
-        params: Parameters by name.
-        splits: The logical matrices of each.
-        group: The ranks that store them; None for one.
-        computed_by: Called with all layouts; returns a rank that computes on each matrix.
+    Of replicas the one sends to which the matrix's owner belongs, which so has a part already:
+    ``computed_by``, called with all layouts, returns a rank that computes on each matrix.
     """
     of_params, layouts = [], []
     for (name, param), split in zip(params.items(), splits, strict=True):

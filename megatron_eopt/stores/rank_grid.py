@@ -16,12 +16,9 @@ from megatron_eopt.stores.shard import Ranks
 
 
 class Coordinates(NamedTuple):
-    """The groups that span one redistribution group; None where there are none.
+    """The groups, or None, that span one redistribution group.
 
-    Attributes:
-        tensor: Tensor-parallel group of the parameters.
-        data: Group over which buffers are cut into fragments.
-        existing: A group of Megatron's that may already be the right one.
+    Buffers are cut into fragments over ``data``; ``existing`` may already be the right one.
     """
 
     tensor: Any
@@ -30,14 +27,7 @@ class Coordinates(NamedTuple):
 
 
 class RankGrid(NamedTuple):
-    """A group and where each of its members stands, in the group's order.
-
-    Attributes:
-        ranks: The group.
-        tensor_ranks: Tensor-parallel coordinate of each member.
-        data_ranks: Which fragment of a buffer each member holds.
-        tensor_size: Ranks of the tensor-parallel group.
-    """
+    """A group, and the tensor-parallel coordinate and fragment of each member, in its order."""
 
     ranks: Ranks
     tensor_ranks: tuple[int, ...]

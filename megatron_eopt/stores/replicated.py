@@ -24,14 +24,8 @@ def tensor_parallel_cut(
 ) -> tuple[int, dist.ProcessGroup | None]:
     """Return the dimension in which tensor parallelism cuts a parameter, and the slabs' ranks.
 
-    Args:
-        param: ``allreduce = False`` or ``expert_tp`` marks an expert's; see
-            :func:`~megatron_eopt.routing.parameters.cut_dimension` for the dimension.
-        pg_collection: Process groups with ``tp`` and, for experts, ``expt_tp``.
-        mode: Where the work will happen.
-
-    Returns:
-        (-1, None) if nothing is cut.
+    It is -1, of no ranks, if nothing is cut. ``allreduce = False`` or ``expert_tp`` marks an
+    expert's, whose group is ``expt_tp`` and not ``tp``.
 
     Raises:
         ConfigurationError: If the parameter is cut and there is no group, or weight

@@ -120,8 +120,8 @@ def fragment_layouts(
 
     Args:
         split: The parameter's logical matrices.
-        partition_dim: Dimension cut by tensor parallelism, -1 if none.
-        tensor_size: Ranks of the tensor-parallel group, 1 if nothing is cut.
+        partition_dim: Dimension cut by tensor parallelism, -1 if none; the size is then 1.
+        tensor_size: Ranks of the tensor-parallel group.
         fragments: One entry per rank of the redistribution group, in its order of ranks.
     """
     holders: dict[Fragment, list[int]] = {}

@@ -22,14 +22,7 @@ from megatron_eopt.stores.shard import Fragment, Shard, fragment_layouts
 
 
 class BufferPlace(NamedTuple):
-    """Where a parameter lies in its bucket, counted from the bucket's start.
-
-    Attributes:
-        name: The parameter's name.
-        start: First element.
-        stop: One past the last.
-        shard: Elements of a bucket that each data-parallel rank holds.
-    """
+    """Where a parameter lies in its bucket, of which each rank holds ``shard`` elements."""
 
     name: str
     start: int
@@ -61,13 +54,7 @@ def fragment_of(
 ) -> Shard:
     """Return the fragments of one parameter as a shard.
 
-    Args:
-        param: The model's parameter; its attributes say how tensor parallelism cuts it.
-        place: Where it lies in its bucket.
-        split_of: Its logical matrices.
-        grid: The group.
-        slabs: Whether each tensor-parallel slab counts as a parameter of its own; ``grid`` is then
-            that of one slab.
+    If each tensor-parallel slab counts as a parameter of its own, ``grid`` is that of one slab.
 
     Raises:
         ConfigurationError: If weight rematerialization cuts the parameter once more, or a slab
@@ -76,7 +63,11 @@ def fragment_of(
     refuse_rematerialized(place.name, param, None)
     dim = cut_dimension(param)
     size = 1 if dim == -1 else grid.tensor_size
-    split = split_of(param, _unsharded(tuple(param.shape), dim, size))
+    # rows and columns of the whole; what has more or fewer dimensions counts as rows
+    unsharded = [param.shape[0] if param.dim() else 1, math.prod(param.shape[1:])]
+    if dim != -1:
+        unsharded[dim] *= size
+    split = split_of(param, tuple(unsharded))
     slab = None
     if slabs and size > 1:
         split = _slab_of(split, size, dim, place.name)
@@ -114,23 +105,17 @@ def _slab_of(split: Split, size: int, dim: int, name: str) -> Split:
     return replace(split, shape=shape, sections=tuple(sections))
 
 
-def _unsharded(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, int]:
-    """Return rows and columns of the whole; what has more or fewer dimensions counts as rows."""
-    sizes = [shape[0] if shape else 1, math.prod(shape[1:])]
-    if dim != -1:
-        sizes[dim] *= size
-    return sizes[0], sizes[1]
-
-
 class FragmentsOptimizer(Storage, DistributedOptimizer):
     """Keeps main weights and state of one buffer set in fragments; a torch optimizer steps them.
 
     Arguments are those of ``DistributedOptimizer``.
     """
 
+    _copies_itself = False
+
     def __init__(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         # megatron-core knows how to make Adam's state alone; ours is made before it asks
-        kwargs.setdefault("init_state_fn", _exists_already)
+        kwargs.setdefault("init_state_fn", lambda *_: None)
         super().__init__(optimizer, *args, **kwargs)
         # the chain gathers parameters when all its members have stepped
         self._defer_param_sync = True
@@ -148,7 +133,9 @@ class FragmentsOptimizer(Storage, DistributedOptimizer):
             strict=True,
         )
         self.main_of = {param: main for pair in groups for param, main in zip(*pair, strict=True)}
-        self._prepare_copies()
+        quantized = self.ddp_config.fp8_param_gather or self.ddp_config.fp4_param_gather
+        if not (quantized or self._held_by_adam):
+            self._prepare_copies()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is the same on all ranks: groups, with the steps done, and loss scale."""
@@ -200,10 +187,7 @@ class FragmentsOptimizer(Storage, DistributedOptimizer):
 
     def _prepare_copies(self) -> None:
         """Cut all views once: a step then costs one fused call, not three calls a parameter."""
-        quantized = self.ddp_config.fp8_param_gather or self.ddp_config.fp4_param_gather
-        self._copies_itself = not (quantized or self._held_by_adam)
-        if not self._copies_itself:
-            return
+        self._copies_itself = True
         self._params: list[Any] = list(self.main_of)
         self._mains = list(self.main_of.values())
         self._ranges = [(item.start, item.stop) for item in self.stored()]
@@ -232,8 +216,6 @@ class FragmentsOptimizer(Storage, DistributedOptimizer):
 
     @torch.no_grad()
     def _copy_model_grads_to_main_grads(self) -> None:
-        if self.is_stub_optimizer:
-            return
         if not self._copies_itself:
             super()._copy_model_grads_to_main_grads()
             return
@@ -252,8 +234,6 @@ class FragmentsOptimizer(Storage, DistributedOptimizer):
 
     @torch.no_grad()
     def _copy_main_params_to_model_params(self) -> None:
-        if self.is_stub_optimizer:
-            return
         if not self._copies_itself:
             super()._copy_main_params_to_model_params()
             return
@@ -302,7 +282,3 @@ class OffloadedOptimizer(Storage, DistributedOptimizer):
             held = self._get_model_param_range_map(param)["param"]
             main = self.optimizer.param_groups[group]["params"][place]
             yield Stored(param, main, held.start, held.end)
-
-
-def _exists_already(*_: Any) -> None:
-    """Do nothing: state is made when the optimizer is built."""
