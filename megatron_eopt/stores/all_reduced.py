@@ -102,8 +102,8 @@ class AllReducedChunk:
     def __init__(self, params: Sequence[Tensor], pg_collection: Any) -> None:
         self.ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=False)
         self.config: Any = None
-        self.buffers: list[AllReducedBuffer] = []
-        self.expert_parallel_buffers: list[AllReducedBuffer] = []
+        self.buffers: list[Any] = []
+        self.expert_parallel_buffers: list[Any] = []
         for key, (members, indices) in group_params_for_buffers(list(params), True).items():
             name = "expt_dp" if key.is_expert_parallel else "dp_cp"
             group = getattr(pg_collection, name, None)
@@ -114,6 +114,7 @@ class AllReducedChunk:
                     "must be the ranks that hold copies of the parameters",
                     "Pass it, or the wrapped model as model_chunks",
                 )
+            # what is asked of DDP's gradient buffers
             buffer = SimpleNamespace(
                 params=members,
                 param_indices=indices,
@@ -122,10 +123,10 @@ class AllReducedChunk:
                 data_parallel_group=group,
             )
             kind = self.expert_parallel_buffers if key.is_expert_parallel else self.buffers
-            kind.append(AllReducedBuffer(buffer))
+            kind.append(buffer)
 
     def named_parameters(self) -> list[tuple[str, Tensor]]:
         """Return names by place, which is all there is, with the parameters."""
         every = [*self.buffers, *self.expert_parallel_buffers]
-        params = [param for buffer in every for param in buffer.params]
+        params = (param for buffer in every for param in buffer.params)
         return [(f"parameter {number}", param) for number, param in enumerate(params)]
