@@ -4,17 +4,19 @@ There a kind of state is one flat tensor for each bucket of DDP's buffers. It ca
 optimizer over the same buffers, at any data-parallel size.
 """
 
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch import Tensor
 
+from megatron_eopt.checkpoint.saved_state import Source, Value, kinds_to_read
+from megatron_eopt.optimizers.member import Member
+from megatron_eopt.stores.sharded import FragmentsOptimizer
 
-@dataclass(frozen=True)
-class _Place:
+
+class _Place(NamedTuple):
     """Where a fragment lies: the key of its bucket, the bucket's size, its first element there."""
 
     key: str
@@ -24,10 +26,6 @@ class _Place:
 
 class BucketSpace:
     """Where the fragments of one distributed optimizer lie in such a checkpoint.
-
-    Args:
-        optimizer: The distributed optimizer.
-        number: Its place in its chain.
 
     Attributes:
         prefixes: What the checkpoint's keys of this optimizer may start with.
@@ -40,34 +38,30 @@ class BucketSpace:
         self._optimizer = optimizer
         self._of = dict(self._places())
 
-    def prefix(self, available: Collection[str]) -> str | None:
-        """Return what a checkpoint's keys start with; None if it has none of this optimizer."""
-        for prefix in self.prefixes:
-            if any(key.startswith(f"{prefix}gbuf_idx_") for key in available):
-                return prefix
-        return None
-
-    def kinds(self, available: Collection[str], prefix: str) -> dict[Tensor, set[str]]:
-        """Return the kinds of state that a checkpoint has of every parameter."""
+    def kinds(self, available: Collection[str]) -> dict[Tensor, set[str]]:
+        """Return the kinds of state of every parameter; nothing if none are of this optimizer."""
         kinds: dict[str, set[str]] = {}
         for key in available:
             bucket, _, kind = key.rpartition(".")
             kinds.setdefault(bucket, set()).add(kind)
-        return {param: kinds.get(prefix + place.key, set()) for param, place in self._of.items()}
+        for prefix in self.prefixes:
+            if any(bucket.startswith(f"{prefix}gbuf_idx_") for bucket in kinds):
+                return {
+                    param: kinds.get(prefix + its.key, set()) for param, its in self._of.items()
+                }
+        return {}
 
-    def piece(self, param: Tensor, values: Tensor, kind: str, prefix: str) -> ShardedTensor:
-        """Return what to read of one kind of state.
-
-        Args:
-            param: The parameter.
-            values: Where this rank's part goes, flat.
-            kind: The kind in the checkpoint.
-            prefix: What the checkpoint's keys start with.
-        """
-        place = self._of[param]
-        key = f"{prefix}{place.key}.{kind}"
-        shape, size = tuple(values.shape), (place.size,)
-        return ShardedTensor(key, values, values.dtype, shape, size, (place.start,), None)
+    def sources(self, value: Value) -> Iterator[Source]:
+        """Yield where such a checkpoint may have a value of a fragment."""
+        if value.where.stored is None or value.flat is None:
+            return
+        flat, place = value.flat, self._of[value.where.stored.param]
+        shape, size, start = tuple(flat.shape), (place.size,), (place.start,)
+        for kind, from_adam in kinds_to_read(value.kind).items():
+            for prefix in self.prefixes:
+                key = f"{prefix}{place.key}.{kind}"
+                piece = ShardedTensor(key, flat, flat.dtype, shape, size, start, None)
+                yield Source((piece,), from_adam, prefix)
 
     def common(self, prefix: str) -> dict[str, ShardedObject]:
         """Return what such a checkpoint keeps with the buckets: groups and the loss scale."""
@@ -91,3 +85,21 @@ class BucketSpace:
                     size = buffers[index].buckets[number].numel_unpadded
                     for param, held in bucket["param_map"].items():
                         yield param, _Place(key, size, held["gbuf_world_in_bucket"].start)
+
+
+def bucket_spaces(members: Sequence[Member]) -> dict[int, BucketSpace]:
+    """Return where the optimizers of a chain that keep fragments may lie, by their places in it."""
+    return {
+        number: BucketSpace(member.storage, number)
+        for number, member in enumerate(members)
+        if isinstance(member.storage, FragmentsOptimizer) and not member.storage.is_stub_optimizer
+    }
+
+
+def source_in_bucket(value: Value, *, by_place: bool) -> Source:
+    """Return a value's source in a bucket, if possible with a place in the chain, or without."""
+    found = [source for source in value.sources if source.bucket is not None]
+    return min(
+        found or value.sources[:1],
+        key=lambda source: str(source.bucket).startswith("chained_") != by_place,
+    )

@@ -56,25 +56,8 @@ def children_of(state: Any) -> list[Mapping[Any, Any]]:
     return [state[number] for number in sorted(key for key in state if isinstance(key, int))]
 
 
-def groups_to_save(groups: Groups, main: str | None) -> list[dict[str, Any]]:
-    """Return parameter groups without parameters, as checkpoints of whole parameters have them.
-
-    Args:
-        groups: The present groups.
-        main: Name of the main optimizer. megatron-core names only the other ones there, and matches
-            groups by it.
-    """
-    return [
-        {k: v for k, v in group.items() if k != "params" and (k, v) != ("optimizer", main)}
-        for group in groups
-    ]
-
-
 def saved_groups(state: Mapping[Any, Any]) -> list[Mapping[str, Any]]:
-    """Return the parameter groups of all optimizers whose states ``state`` holds.
-
-    Each has the number of its steps, where anything says it.
-    """
+    """Return all parameter groups in ``state``, with their steps where anything says them."""
     found: list[Mapping[str, Any]] = []
     for inner in _inner(state):
         common = inner.get("state", {}).get("common_step")
@@ -88,8 +71,8 @@ def saved_steps(state: Mapping[Any, Any]) -> int:
     found = [group.get(STEP) for group in saved_groups(state)]
     for inner in _inner(state):
         states = inner.get("state", {})
-        found += [states.get("common_step"), inner.get(STEP)]
-        found += [s.get(STEP) for n, s in states.items() if isinstance(n, int)]
+        each = (values.get(STEP) for key, values in states.items() if isinstance(key, int))
+        found += [states.get("common_step"), inner.get(STEP), *each]
     return max((int(step) for step in found if step is not None), default=0)
 
 
@@ -101,8 +84,8 @@ def steps_of(groups: Groups, saved: Groups, otherwise: int) -> int:
 
 def saved_scaler(state: Mapping[Any, Any]) -> Mapping[str, Any] | None:
     """Return the state of the loss scale, None if there is none."""
-    scalers = [item["grad_scaler"] for item in _states(state) if item.get("grad_scaler")]
-    return scalers[0] if scalers else None
+    scalers = (item.get("grad_scaler") for item in _states(state))
+    return next((scaler for scaler in scalers if scaler), None)
 
 
 def adopt(group: dict[str, Any], saved: Groups) -> None:
@@ -110,10 +93,6 @@ def adopt(group: dict[str, Any], saved: Groups) -> None:
 
     A group that the checkpoint does not have, because its parameters had another optimizer or
     another program wrote it, keeps all its settings.
-
-    Args:
-        group: The present group; changed in place.
-        saved: Groups of the checkpoint.
     """
     keep = {"params", STEP, "default_config", GROUP_ID, *_identifiers()}
     place = _find(group, saved)

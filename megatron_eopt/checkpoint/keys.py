@@ -8,7 +8,6 @@ Note [Keys]
     Where an optimizer works on each tensor-parallel slab by itself ``.tp{rank}of{size}`` follows:
     such state has no meaning at another size. A kind has no dots: nested state has its path there,
     with slashes between the names, and dots, slashes and percent signs inside of a name escaped.
-    Release 0.1.0 joined paths with dots.
 """
 
 import re
@@ -25,12 +24,9 @@ _OPTIMIZER = re.compile(
 
 
 class StateKey(NamedTuple):
-    """An optimizer's key, taken apart.
+    """An optimizer's key, taken apart: it names a parameter, or the place of a whole matrix.
 
-    Attributes:
-        kind: Kind of state; None for what holds buckets of many parameters, or settings.
-        name: The parameter's key, or the place of a matrix.
-        of_matrix: Whether it belongs to a whole matrix.
+    What holds buckets of many parameters, or settings, has no kind.
     """
 
     kind: str | None
@@ -48,11 +44,6 @@ def kind_of(path: Sequence[str]) -> str:
     """Return the kind of a value that ``path`` leads to; different paths give different kinds."""
     escape = str.maketrans({"%": "%25", "/": "%2F", ".": "%2E"})
     return "/".join(name.translate(escape) for name in path)
-
-
-def of_first_release(path: Sequence[str]) -> str:
-    """Return the same as release 0.1.0 wrote it."""
-    return ".".join(path)
 
 
 def state_key(kind: str, parameter: str) -> str:

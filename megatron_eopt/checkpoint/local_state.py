@@ -4,21 +4,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import STEP
-from megatron_eopt.checkpoint.groups import (
-    adopt,
-    children_of,
-    match_all,
-    optimizers_of,
-    saved_groups,
-    saved_scaler,
-    saved_steps,
-)
-from megatron_eopt.checkpoint.migration import shortened
+from megatron_eopt.checkpoint.groups import children_of, match_all, optimizers_of, saved_groups
+from megatron_eopt.checkpoint.migration import missing_state
+from megatron_eopt.checkpoint.optimizer_state import adopt_common, prepare
 from megatron_eopt.optimizers.driver import leaves, put
 from megatron_eopt.optimizers.member import Member
 from megatron_eopt.optimizers.sharded import ShardedOptimizer
@@ -31,34 +25,24 @@ MAINS = "fp32_from_fp16_params"
 def save(member: Member, main: str | None) -> dict[str, Any]:
     """Return the state of one optimizer of a chain: tensors, numbers, lists and dictionaries alone.
 
-    That of fragments has groups, steps and loss scale only.
-
-    Args:
-        member: The optimizer.
-        main: Name of the main optimizer. megatron-core names only the other ones in groups, and
-            matches groups by it.
+    That of fragments has groups, steps and loss scale only. As in megatron-core the main optimizer
+    is the one that groups do not name.
     """
     storage: Any = member.storage
     if storage.is_stub_optimizer:
         return {}
-    if hasattr(storage, "model_param_group_index_map"):
-        own: dict[str, Any] = storage.state_dict()
-        return own
-    for driver in member.drivers:
-        with member.scene(driver) as (groups, state):
-            driver.init(groups, state)
-    inner = storage.optimizer.state_dict()
-    for group in inner["param_groups"]:
+    result: dict[str, Any]
+    if isinstance(storage, DistributedOptimizer):
+        result = storage.state_dict()
+        return result
+    prepare([member], is_loading=False)
+    result = storage.state_dict()
+    for group in result.get("optimizer", result)["param_groups"]:
         if group.get("optimizer") == main:
-            del group["optimizer"]
-    mains = getattr(storage, "fp32_from_float16_groups", None)
-    if mains is None:
-        return inner  # type: ignore[no-any-return]
-    result: dict[str, Any] = {"optimizer": inner}
-    if storage.grad_scaler:
-        result["grad_scaler"] = storage.grad_scaler.state_dict()
-    # aliases without the attributes, which may be objects of our classes
-    result[MAINS] = [[item.detach() for item in group] for group in mains]
+            group.pop("optimizer", None)
+    if MAINS in result:
+        # aliases without the attributes, which may be objects of our classes
+        result[MAINS] = [[item.detach() for item in group] for group in result[MAINS]]
     return result
 
 
@@ -66,12 +50,8 @@ def save(member: Member, main: str | None) -> dict[str, Any]:
 def load(members: Sequence[Member], state: Any, fresh: Sequence[str]) -> None:
     """Load what :func:`save` returned for each optimizer of a chain, in place.
 
-    Groups match by identity and keep the present run's schedule. Nothing has changed if it fails.
-
-    Args:
-        members: The optimizers.
-        state: A state, a list of states, or a mapping from their numbers.
-        fresh: Kinds of state that may be missing.
+    Groups match by identity and keep the present run's schedule; state of the kinds ``fresh`` may
+    be missing. Nothing has changed if it fails.
 
     Raises:
         ConfigurationError: If it has other optimizers or groups, or lacks state.
@@ -92,32 +72,28 @@ def load(members: Sequence[Member], state: Any, fresh: Sequence[str]) -> None:
             f"must hold the state of the optimizers {[sorted(map(str, n)) for n in present]}",
             "Resume with the optimizers and overrides of the run that wrote the checkpoint",
         )
-    pairs = [
-        (member, part)
+    loading = [
+        _Loading(member, part, frozenset(fresh))
         for member, part in zip(members, parts, strict=True)
         if not member.storage.is_stub_optimizer
     ]
-    for loading in [_Loading(member, part, frozenset(fresh)) for member, part in pairs]:
-        loading.take()
+    for one in loading:
+        one.take()
 
 
 class _Loading:
     """One optimizer's state, matched with what it keeps, and then written there."""
 
     def __init__(self, member: Member, part: Mapping[str, Any], fresh: frozenset[str]) -> None:
+        self._member = member
         self._storage: Any = member.storage
         self._part = part
-        for driver in member.drivers:
-            with member.scene(driver) as (groups, state):
-                driver.expect(groups, state)
+        prepare([member], is_loading=True)
         optimizer = self._storage.optimizer
         inner = part.get("optimizer", part)
         saved = inner.get("param_groups", ())
-        self._twins = match_all(saved, optimizer.param_groups)
-        self._groups = [
-            (group, saved[twin])
-            for group, twin in zip(optimizer.param_groups, self._twins, strict=True)
-        ]
+        twins = match_all(saved, optimizer.param_groups)
+        self._groups = [*zip(optimizer.param_groups, (saved[t] for t in twins), strict=True)]
         states = inner.get("state", {})
         common = {STEP: states["common_step"]} if "common_step" in states else {}
         self._states = [
@@ -131,11 +107,18 @@ class _Loading:
             for kind in sorted(optimizer.state[param].keys() - values.keys() - fresh)
         ]
         if missing:
-            raise _missing(missing)
+            raise missing_state(missing)
         if not isinstance(optimizer, ShardedOptimizer):
             for param, values in self._states:
                 _check_shapes(param, optimizer.state[param], values)
-        self._mains = list(self._pairs_of_mains())
+        self._mains: list[tuple[Tensor, Tensor]] = []
+        saved_mains = part.get(MAINS, ())
+        present = getattr(self._storage, "fp32_from_float16_groups", ())
+        for mains, twin in zip(present, twins, strict=False):
+            its = saved_mains[twin] if twin < len(saved_mains) else ()
+            if [local_of(a).shape for a in mains] != [local_of(b).shape for b in its]:
+                raise _another(f"{len(its)} main weights ({MAINS}) of a group", len(mains))
+            self._mains += zip(mains, its, strict=True)
 
     def take(self) -> None:
         """Write everything to where it belongs."""
@@ -147,60 +130,44 @@ class _Loading:
                 _take(optimizer.state[param], values)
         for target, value in self._mains:
             local_of(target).copy_(local_of(value))
+        adopt_common([self._member], self._part)
         for group, its in self._groups:
-            adopt(group, [its])
             if STEP in its:
                 group[STEP] = its[STEP]
-        self._storage.steps = saved_steps(self._part)
-        scaler = saved_scaler(self._part)
-        if self._storage.grad_scaler and scaler is not None:
-            self._storage.grad_scaler.load_state_dict(scaler)
 
     def _take_dtensors(self, optimizer: ShardedOptimizer) -> None:
         """Hand over state of shards, and of whole matrices; collective."""
-        numbers = iter(range(len(self._states)))
+        present = optimizer.param_groups
         groups = [
-            {**group, "params": [next(numbers) for _ in group["params"]]}
-            for group in optimizer.param_groups
+            {**group, "params": [id(param) for param in group["params"]]} for group in present
         ]
         states = {
-            number: {kind: _shard(param, value) for kind, value in values.items()}
-            for number, (param, values) in enumerate(self._states)
+            id(param): {kind: _shard(param, value) for kind, value in values.items()}
+            for param, values in self._states
         }
         optimizer.load_state_dict({"state": states, "param_groups": groups})
 
-    def _pairs_of_mains(self) -> Iterator[tuple[Tensor, Tensor]]:
-        present = getattr(self._storage, "fp32_from_float16_groups", ())
-        saved = self._part.get(MAINS, ())
-        for mains, twin in zip(present, self._twins, strict=False):
-            its = saved[twin] if twin < len(saved) else ()
-            if [local_of(a).shape for a in mains] != [local_of(b).shape for b in its]:
-                raise _missing([f"{MAINS}: {len(its)} of {len(mains)} main weights of a group"])
-            yield from zip(mains, its, strict=True)
-
 
 def _numbered(present: Mapping[str, Any], its: Mapping[str, Any]) -> Iterator[tuple[Tensor, Any]]:
-    numbers = its.get("params", ())
-    if len(numbers) != len(present["params"]):
-        raise ConfigurationError(
-            "state_dict",
-            f"{len(numbers)} parameters in group {present.get('group_id')}",
-            f"this rank has {len(present['params'])} of them",
-            "Resume with the same model in the same parallel layout, or from a torch_dist "
-            "checkpoint",
-        )
-    return zip(present["params"], numbers, strict=True)
+    numbers, params = its.get("params", ()), present["params"]
+    if len(numbers) != len(params):
+        raise _another(f"{len(numbers)} parameters in group {present.get('group_id')}", len(params))
+    return zip(params, numbers, strict=True)
+
+
+def _another(found: str, wanted: int) -> ConfigurationError:
+    return ConfigurationError(
+        "state_dict",
+        found,
+        f"this rank has {wanted} of them, in shapes that must be the same",
+        "Resume with the same model and precision in the same parallel layout, or from a "
+        "torch_dist checkpoint",
+    )
 
 
 def _check_shapes(param: Tensor, kept: Mapping[str, Any], values: Mapping[str, Any]) -> None:
     for kind in kept.keys() & values.keys():
-        mine, its = dict(leaves(kept[kind])), dict(leaves(values[kind]))
-        same = mine.keys() == its.keys() and all(
-            torch.as_tensor(its[path]).numel() == torch.as_tensor(value).numel()
-            for path, value in mine.items()
-            if isinstance(value, Tensor | int | float)
-        )
-        if not same:
+        if _sizes(kept[kind]) != _sizes(values[kind]):
             raise ConfigurationError(
                 "state_dict",
                 f"{kind} of {_describe(values[kind])}",
@@ -209,6 +176,14 @@ def _check_shapes(param: Tensor, kept: Mapping[str, Any], values: Mapping[str, A
                 "Resume with the settings and the tensor-parallel size of the run that wrote the "
                 "checkpoint, or start this state anew with checkpoint_fresh_state",
             )
+
+
+def _sizes(value: Any) -> dict[tuple[str, ...], int | None]:
+    """Return how many elements each tensor or number has."""
+    return {
+        path: torch.as_tensor(leaf).numel() if isinstance(leaf, Tensor | int | float) else None
+        for path, leaf in leaves(value)
+    }
 
 
 def _take(kept: dict[str, Any], values: Mapping[str, Any]) -> None:
@@ -223,9 +198,8 @@ def _take(kept: dict[str, Any], values: Mapping[str, Any]) -> None:
 
 def _shard(param: Tensor, value: Any) -> Any:
     """Return a loaded shard as the DTensor that it is a part of."""
-    if not isinstance(value, Tensor) or isinstance(value, DTensor) or not value.dim():
-        return value
-    return shard_like(param, value)
+    is_local = isinstance(value, Tensor) and not isinstance(value, DTensor) and value.dim()
+    return shard_like(param, value) if is_local else value
 
 
 def _describe(value: Any) -> str:
@@ -234,13 +208,3 @@ def _describe(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"pieces [{', '.join(map(_describe, value))}]"
     return type(value).__name__
-
-
-def _missing(missing: list[str]) -> ConfigurationError:
-    return ConfigurationError(
-        "state_dict",
-        f"without {shortened(missing)}",
-        "must hold all state of this run's optimizers",
-        "Load a checkpoint of the same optimizers, or name the states that shall start anew in "
-        "checkpoint_fresh_state",
-    )

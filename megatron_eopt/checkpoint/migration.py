@@ -1,91 +1,56 @@
 """Which source each value of state is read from, and what happens to those a checkpoint lacks."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.base.names import STEP
+from megatron_eopt.base.names import FIRST_MOMENT, MOMENTUM, STEP
 from megatron_eopt.checkpoint.keys import split_key
-from megatron_eopt.checkpoint.saved_state import MAINS, Owner, Shapes, Source, Value
+from megatron_eopt.checkpoint.saved_state import MAINS, Shapes, Source, Value
 
 _SHOWN = 12
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What may differ between a checkpoint and the run that loads it.
-
-    Attributes:
-        fresh: Kinds of state that may be missing; they start fresh.
-        momentum_from_adam: Whether Adam's first moment serves as momentum where there is none.
-    """
+    """What may differ: kinds that start fresh if missing, and momentum from Adam's first moment."""
 
     fresh: frozenset[str] = frozenset()
     momentum_from_adam: bool = False
 
 
-class Index:
-    """The kinds of state that a checkpoint has, by the parameter they belong to.
-
-    Args:
-        shapes: Keys and shapes of the checkpoint's tensors and objects.
-
-    Attributes:
-        has_buckets: Whether state of some parameters lies in buckets.
-    """
-
-    def __init__(self, shapes: Shapes) -> None:
-        self._kinds: dict[str, set[str]] = {}
-        self.has_buckets = False
-        for key in shapes:
-            parts = split_key(key)
-            if parts is not None and parts.kind is None:
-                self.has_buckets |= parts.name.startswith("distributed.")
-            elif parts is not None and not parts.of_matrix:
-                self._kinds.setdefault(parts.name, set()).add(str(parts.kind))
-
-    def __bool__(self) -> bool:
-        return bool(self._kinds)
-
-    def kinds(self, names: Iterable[str]) -> set[str]:
-        """Return the kinds of state that all of ``names`` have."""
-        found = [self._kinds.get(name, set()) for name in names]
-        return set.intersection(*found) if found else set()
+def kinds_by_parameter(shapes: Shapes) -> tuple[dict[str, set[str]], bool]:
+    """Return the kinds of state of each parameter, and whether some lies in buckets."""
+    parts = [found for key in shapes if (found := split_key(key)) is not None]
+    kinds: dict[str, set[str]] = {}
+    for found in parts:
+        if found.kind is not None and not found.of_matrix:
+            kinds.setdefault(found.name, set()).add(found.kind)
+    by_bucket = any(p.kind is None and p.name.startswith("distributed.") for p in parts)
+    return kinds, by_bucket
 
 
 @dataclass
 class Reading:
-    """Chooses a source for every value, and collects what to say about it.
+    """Chooses a source for every value, by its place in what is asked for.
 
-    Attributes:
-        policy: What may differ.
-        chosen: Value, by its place in what is asked for, to its source.
+    It collects state that nobody said may be missing, as "parameter: kind", and what else to say.
     """
 
     policy: Policy
     chosen: dict[int, Source] = field(default_factory=dict)
-    _missing: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
     _notes: dict[str, list[str]] = field(default_factory=dict)
 
-    def choose(
-        self, owner: Owner, values: Mapping[int, Value], shapes: Shapes, there: Collection[str]
-    ) -> None:
-        """Choose for all values of one parameter, or of one rank's part of it.
-
-        Args:
-            owner: The parameter.
-            values: Its values by place.
-            shapes: What the checkpoint has.
-            there: Kinds of state that it has of this parameter.
-        """
+    def choose(self, values: Mapping[int, Value], shapes: Shapes, there: Collection[str]) -> None:
+        """Choose for all values of a parameter, of which the checkpoint has the kinds ``there``."""
         for place, value in values.items():
             for source in value.sources:
-                if source.is_in(shapes) and (
-                    self.policy.momentum_from_adam or not source.from_adam
-                ):
+                meant = self.policy.momentum_from_adam or not source.from_adam
+                if meant and source.is_in(shapes):
                     self.chosen[place] = source
-                    if source.note:
-                        self._note(source.note, owner.name)
+                    if source.from_adam:
+                        self._note(f"{MOMENTUM} is taken from {FIRST_MOMENT}", value)
                     break
         # steps are also counted for all parameters together
         wanted = {value.kind for value in values.values()} - MAINS - {STEP}
@@ -96,24 +61,12 @@ class Reading:
             if place in self.chosen or value.is_count:
                 continue
             if value.kind in MAINS:
-                self._note("main weights are those of the model", owner.name)
+                self._note("main weights are those of the model", value)
             elif another_optimizer or value.kind in self.policy.fresh:
                 has = ", ".join(sorted(others)) or "none"
-                self._note(f"{value.kind} starts fresh (the checkpoint has: {has})", owner.name)
+                self._note(f"{value.kind} starts fresh (the checkpoint has: {has})", value)
             else:
-                self._missing.append(f"{owner.name}: {value.kind}")
-
-    def check(self, *, other_buckets: bool) -> None:
-        """Raise if state is missing that nobody said may be.
-
-        Args:
-            other_buckets: Whether the checkpoint has buckets that are not this run's.
-
-        Raises:
-            ConfigurationError: With the parameters and what they lack.
-        """
-        if self._missing:
-            raise missing_state(self._missing, other_buckets=other_buckets)
+                self.missing.append(f"{value.where.space.name}: {value.kind}")
 
     def lines(self) -> list[str]:
         """Return what differs from the checkpoint, a line for each difference."""
@@ -122,14 +75,17 @@ class Reading:
             for note, names in self._notes.items()
         ]
 
-    def _note(self, note: str, name: str) -> None:
-        names = self._notes.setdefault(note, [])
+    def _note(self, note: str, value: Value) -> None:
+        names, name = self._notes.setdefault(note, []), value.where.space.name
         if name not in names[-1:]:
             names.append(name)
 
 
 def missing_state(missing: list[str], *, other_buckets: bool = False) -> ConfigurationError:
-    """Return the error for state that a checkpoint lacks, given as "parameter: kind"."""
+    """Return the error for state, as "parameter: kind", that a checkpoint lacks.
+
+    It may have ``other_buckets``, which are not this run's.
+    """
     kinds = sorted({item.rpartition(": ")[2] for item in missing})
     rule = "must hold this state of the optimizer, and does not"
     if other_buckets:

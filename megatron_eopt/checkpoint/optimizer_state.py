@@ -3,71 +3,47 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 
 from megatron_eopt.base.agreement import of_every_rank
 from megatron_eopt.base.errors import ConfigurationTypeError
 from megatron_eopt.base.names import STEP
-from megatron_eopt.checkpoint.groups import (
-    adopt,
-    groups_to_save,
-    saved_groups,
-    saved_scaler,
-    saved_steps,
-    steps_of,
-)
+from megatron_eopt.checkpoint.groups import adopt, saved_groups, saved_scaler, saved_steps, steps_of
 from megatron_eopt.checkpoint.requests import Form, StateRequests
 from megatron_eopt.optimizers.driver import Driver
 from megatron_eopt.optimizers.element_wise import set_step
 from megatron_eopt.optimizers.member import Member
-from megatron_eopt.stores.sharded import FragmentsOptimizer
 
 REQUESTS = "requests"
 """Key of the requests in a sharded state dict that is about to be loaded."""
 
 _PARAM_STATE = "param_state"
-_FORM = "fully_reshardable"
-"""Megatron's name for state in the parameters' shapes."""
 
 
 def requested(
-    members: Sequence[Member],
-    model_state: Mapping[str, Any],
-    *,
-    is_loading: bool,
-    form: Form | None = None,
+    members: Sequence[Member], model_state: Mapping[str, Any], form: Form, *, is_loading: bool
 ) -> dict[Any, Any]:
     """Return what ``dist_checkpointing`` saves or loads of a chain; collective.
-
-    Args:
-        members: The optimizers of the chain.
-        model_state: The model's ``sharded_state_dict``, with its parameters themselves as data.
-        is_loading: Whether to load.
-        form: How the checkpoint names state.
 
     Raises:
         ConfigurationError: If a parameter is not in the model's state.
     """
-    for member in members:
-        for driver in member.drivers:
-            with member.scene(driver) as (groups, state):
-                if is_loading:
-                    driver.expect(groups, state)
-                else:
-                    driver.init(groups, state)
-    form = form or Form()
+    prepare(members, is_loading=is_loading)
     counts = None if is_loading else counts_of(members)
     requests = StateRequests(members, model_state, form, counts)
     result = common_state(members, form.main, counts)
-    for number, member in enumerate(members):
-        if isinstance(member.storage, FragmentsOptimizer) and not member.storage.is_stub_optimizer:
-            own = result if len(members) == 1 else result[number]
-            own["param_state_sharding_type"] = _FORM
     result[_PARAM_STATE] = requests.param_state
     if is_loading:
         result[REQUESTS] = LocalNonpersistentObject(requests)
     return result
+
+
+def prepare(members: Sequence[Member], *, is_loading: bool) -> None:
+    """Make all state exist that can be saved, or is about to be loaded."""
+    for member in members:
+        for driver in member.drivers:
+            with member.scene(driver) as work:
+                (driver.expect if is_loading else driver.init)(*work)
 
 
 def counts_of(members: Sequence[Member]) -> dict[Driver, int]:
@@ -88,45 +64,17 @@ def counts_of(members: Sequence[Member]) -> dict[Driver, int]:
 def common_state(
     members: Sequence[Member], main: str | None = None, counts: Mapping[Driver, int] | None = None
 ) -> dict[Any, Any]:
-    """Return what is the same on all ranks: groups, steps and loss scale.
-
-    Args:
-        members: The optimizers of a chain.
-        main: Name of the main optimizer. megatron-core names only the other ones in the groups of
-            optimizers that hold whole parameters, and matches groups by it.
-        counts: What :func:`counts_of` returned; None on loading.
-    """
-    states: list[dict[str, Any]] = []
+    """Return what is the same on all ranks: groups, steps as ``counts_of`` says, and loss scale."""
+    states: list[dict[Any, Any]] = []
     for member in members:
-        storage = member.storage
-        if storage.is_stub_optimizer:
-            states.append({})
-            continue
-        steps = {driver: (counts or {}).get(driver, -1) for driver in member.drivers}
-        if isinstance(storage, FragmentsOptimizer):
-            state = storage.state_dict()
-            for group, driver in zip(
-                state["optimizer"]["param_groups"], _each(member), strict=True
-            ):
-                group[STEP] = steps[driver] if steps[driver] >= 0 else storage.steps
-            states.append(state)
-            continue
-        inner: dict[str, Any] = {
-            "param_groups": groups_to_save(storage.optimizer.param_groups, main)
-        }
-        if max(steps.values()) >= 0:
-            inner["state"] = {"common_step": torch.tensor(float(max(steps.values())))}
-        # as megatron-core's wrappers do
-        has_mains = hasattr(storage, "fp32_from_float16_groups")
-        states.append({"optimizer": inner} if has_mains else inner)
-        if storage.grad_scaler:
-            states[-1]["grad_scaler"] = storage.grad_scaler.state_dict()
+        steps = [
+            (counts or {}).get(driver, -1)
+            for driver in member.drivers
+            for _ in member.groups_of(driver)
+        ]
+        stub = member.storage.is_stub_optimizer
+        states.append({} if stub else member.storage.common_state(steps, main))
     return states[0] if len(states) == 1 else dict(enumerate(states))
-
-
-def _each(member: Member) -> list[Driver]:
-    """Return the driver of each parameter group."""
-    return [driver for driver in member.drivers for _ in member.groups_of(driver)]
 
 
 def load(members: Sequence[Member], state: Mapping[Any, Any]) -> None:
@@ -151,18 +99,19 @@ def load(members: Sequence[Member], state: Mapping[Any, Any]) -> None:
     known = {**state, **{len(members) + int(n): part for n, part in by_bucket.items()}}
     adopt_common(members, known)
     apart = [] if requests is None or param_state is None else requests.take(param_state)
-    set_all_steps(members, saved_groups(known))
+    set_all_steps(members, known)
     for values, steps in apart:
         set_step(values, steps)
 
 
-def set_all_steps(members: Sequence[Member], saved: Sequence[Mapping[str, Any]]) -> None:
+def set_all_steps(members: Sequence[Member], state: Mapping[Any, Any]) -> None:
     """Let every counter of steps say what the same groups of a checkpoint have done."""
+    saved = saved_groups(state)
     for member in members:
         for driver in member.drivers:
-            with member.scene(driver) as (groups, state):
+            with member.scene(driver) as (groups, values):
                 steps = steps_of(groups, saved, member.storage.steps)
-                driver.set_steps(groups, state, steps)
+                driver.set_steps(groups, values, steps)
 
 
 def adopt_common(members: Sequence[Member], state: Mapping[Any, Any]) -> None:

@@ -6,6 +6,7 @@ row, whole rows, the start of a last one. Each is saved, and read, by itself. So
 to be saved, nothing superfluous is read, and the layout of the run does not show in the checkpoint.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,23 +24,8 @@ type _Cut = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """A box of a checkpoint tensor, as a strided view of the flattened local parameter.
-
-    Attributes:
-        sharded: The box and its tensor, without data; nothing is prepended to its local shape.
-        strides: Elements of the local parameter between neighbours, for each of its dimensions.
-        start: The first element, in the local parameter.
-    """
-
-    sharded: ShardedTensor
-    strides: tuple[int, ...]
-    start: int
-
-
-@dataclass(frozen=True)
 class Box:
-    """Part of a stored tensor that is a box of a checkpoint's tensor.
+    """Part of a stored tensor, or of a whole local parameter, that is a box of a checkpoint's.
 
     Attributes:
         sharded: The box and its tensor, without data; the key is the model's.
@@ -58,12 +44,10 @@ class Box:
 
 
 class ParameterSpace:
-    """Where one parameter's elements lie in a checkpoint.
-
-    Args:
-        base: What the model saves the parameter as.
+    """Where the elements of a parameter lie that the model saves as ``base``.
 
     Attributes:
+        sharded: One of its boxes, which has what all have in common: whole shape, replica.
         keys: Names of the checkpoint's tensors that it is part of, without optimizer prefixes.
         name: Its own name, unique in the model.
         prepended: Leading dimensions of the checkpoint's tensor that number layers or experts.
@@ -74,50 +58,39 @@ class ParameterSpace:
 
     def __init__(self, base: ShardedTensor | ShardedTensorFactory) -> None:
         shards = _shards(base)
-        self._pieces = [_piece(shard) for shard in shards]
-        self.keys = tuple(dict.fromkeys(piece.sharded.key for piece in self._pieces))
+        self._boxes = [_box(shard) for shard in shards]
+        self.sharded = self._boxes[0].sharded
+        self.keys = tuple(dict.fromkeys(shard.key for shard in shards))
         self.prepended = shards[0].prepend_axis_num
         # layers or experts may share a key; the places of leading dimensions tell them apart
         places = shards[0].global_offset[: self.prepended]
         self.name = ".".join([base.key, *map(str, places)])
 
-    @property
-    def sharded(self) -> ShardedTensor:
-        """One of the boxes, which has what all have in common: key, whole shape, replica."""
-        return self._pieces[0].sharded
-
     def boxes(self, start: int, stop: int) -> list[Box]:
         """Return the boxes of the elements ``start`` to ``stop`` of the flattened parameter."""
         found = []
-        for piece in self._pieces:
-            shape = piece.sharded.local_shape
-            order = sorted(range(len(shape)), key=lambda d: (-piece.strides[d], d))
+        for box in self._boxes:
+            shape = box.sharded.local_shape
+            order = sorted(range(len(shape)), key=lambda d: (-box.strides[d], d))
+            back = [order.index(d) for d in range(len(shape))]
             sizes = [shape[d] for d in order]
-            strides = [piece.strides[d] for d in order]
-            for offset, lengths in cut(sizes, strides, start - piece.start, stop - piece.start):
-                steps = zip(offset, strides, strict=True)
-                first = piece.start - start + sum(i * stride for i, stride in steps)
-                back = [order.index(d) for d in range(len(shape))]
+            strides = [box.strides[d] for d in order]
+            for offset, lengths in cut(sizes, strides, start - box.start, stop - box.start):
+                places = zip(box.sharded.global_offset, back, strict=True)
                 sharded = replace(
-                    piece.sharded,
+                    box.sharded,
                     local_shape=tuple(lengths[d] for d in back),
-                    global_offset=tuple(
-                        whole + offset[d]
-                        for whole, d in zip(piece.sharded.global_offset, back, strict=True)
-                    ),
+                    global_offset=tuple(whole + offset[d] for whole, d in places),
                 )
-                found.append(Box(sharded, first, piece.strides))
+                first = box.start - start + int(math.sumprod(offset, strides))
+                found.append(Box(sharded, first, box.strides))
         return found
 
 
 def parameter_spaces(
     model_state: Mapping[str, Any], params: Iterable[Tensor]
 ) -> dict[Tensor, ParameterSpace]:
-    """Return where each of ``params`` lies in a checkpoint.
-
-    Args:
-        model_state: The model's ``sharded_state_dict``, with its parameters themselves as data.
-        params: The model's parameters.
+    """Return where each of the model's parameters lies in a checkpoint.
 
     Raises:
         ConfigurationError: If a parameter is not in the model's state.
@@ -163,21 +136,14 @@ def cut(sizes: Sequence[int], strides: Sequence[int], start: int, stop: int) -> 
     extent = 1 + sum((n - 1) * s for n, s in zip(inner_sizes, inner_strides, strict=True))
     touched = max(0, (start - extent) // stride + 1), min(size, -(-stop // stride))
     whole = max(touched[0], -(-start // stride)), min(touched[1], (stop - extent) // stride + 1)
-    if whole[0] >= whole[1]:
-        whole = touched[1], touched[1]
-    for row in range(touched[0], whole[0]):
-        yield from _row(row, inner_sizes, inner_strides, start - row * stride, stop - row * stride)
     if whole[0] < whole[1]:
         yield (whole[0], *(0 for _ in inner_sizes)), (whole[1] - whole[0], *inner_sizes)
-    for row in range(whole[1], touched[1]):
-        yield from _row(row, inner_sizes, inner_strides, start - row * stride, stop - row * stride)
-
-
-def _row(
-    row: int, sizes: Sequence[int], strides: Sequence[int], start: int, stop: int
-) -> Iterator[_Cut]:
-    for offset, lengths in cut(sizes, strides, start, stop):
-        yield (row, *offset), (1, *lengths)
+    else:
+        whole = touched[1], touched[1]
+    for row in (*range(touched[0], whole[0]), *range(whole[1], touched[1])):
+        before = row * stride
+        for offset, lengths in cut(inner_sizes, inner_strides, start - before, stop - before):
+            yield (row, *offset), (1, *lengths)
 
 
 def _shards(base: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
@@ -186,7 +152,8 @@ def _shards(base: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
     if isinstance(base, ShardedTensor):
         return [replace(base, data=stand_in)]
     built = list(nested_values(base.build_fn(base.key, stand_in, base.replica_id, None)))
-    if not all(isinstance(item, ShardedTensor) and _is_view(item.data, stand_in) for item in built):
+    views = [item.data for item in built if isinstance(item, ShardedTensor)]
+    if len(views) < len(built) or not all(v is stand_in or v._base is stand_in for v in views):
         raise ConfigurationError(
             "model_sharded_state_dict",
             base.key,
@@ -196,22 +163,17 @@ def _shards(base: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
     return built
 
 
-def _is_view(data: Any, stand_in: Tensor) -> bool:
-    return isinstance(data, Tensor) and (data is stand_in or data._base is stand_in)
-
-
-def _piece(shard: ShardedTensor) -> _Piece:
+def _box(shard: ShardedTensor) -> Box:
+    """Return a shard with strides of the flattened local parameter, and nothing prepended."""
     data = shard.data
     assert data is not None
-    prepended = (1,) * shard.prepend_axis_num
+    ones = (1,) * shard.prepend_axis_num
     sharded = replace(
         shard,
         data=None,
-        local_shape=prepended + tuple(shard.local_shape),
+        local_shape=ones + tuple(shard.local_shape),
         # a fragment's boxes are no regular grid
         axis_fragmentations=None,
         prepend_axis_num=0,
     )
-    return _Piece(
-        sharded, (*(data.numel() for _ in prepended), *data.stride()), data.storage_offset()
-    )
+    return Box(sharded, data.storage_offset(), (*(data.numel() for _ in ones), *data.stride()))

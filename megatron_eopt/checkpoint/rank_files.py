@@ -1,7 +1,7 @@
 """One file a rank, for checkpoints of format ``torch``: loads at the layout that wrote it."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,14 @@ from torch import Tensor, distributed
 from megatron_eopt.base.agreement import of_every_rank
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import STEP
-from megatron_eopt.checkpoint.groups import saved_groups
 from megatron_eopt.checkpoint.optimizer_state import (
     adopt_common,
     common_state,
     counts_of,
+    prepare,
     set_all_steps,
 )
+from megatron_eopt.checkpoint.saved_state import kept_of
 from megatron_eopt.optimizers.driver import OF_GROUPS, Kept
 from megatron_eopt.optimizers.member import Member
 
@@ -25,10 +26,7 @@ from megatron_eopt.optimizers.member import Member
 def save_rank_file(filename: str, members: Sequence[Member], names: Mapping[Tensor, str]) -> None:
     """Write this rank's state; collective over the world.
 
-    Args:
-        filename: Where to. Ranks that were given the same one write files of their own beside it.
-        members: The optimizers of a chain.
-        names: Names of the model's parameters.
+    Ranks that were given the same file name write files of their own beside it.
     """
     path = _own_path(filename)
     content = {
@@ -44,12 +42,7 @@ def save_rank_file(filename: str, members: Sequence[Member], names: Mapping[Tens
 
 @torch.no_grad()
 def load_rank_file(filename: str, members: Sequence[Member], names: Mapping[Tensor, str]) -> None:
-    """Read this rank's state; collective over the world.
-
-    Args:
-        filename: What was given to :func:`save_rank_file`.
-        members: The optimizers of a chain.
-        names: Names of the model's parameters.
+    """Read what :func:`save_rank_file` wrote of this rank's state; collective over the world.
 
     Raises:
         ConfigurationError: On every rank, if any rank's file is missing, broken or of another
@@ -58,13 +51,19 @@ def load_rank_file(filename: str, members: Sequence[Member], names: Mapping[Tens
     path = _own_path(filename)
     mine = [_content(member, names) for member in members]
     content: Any = {}
-    problem = ""
     try:
         content = torch.load(path, weights_only=True, map_location="cpu")
         problem = _mismatch(content, mine)
     except Exception as error:  # whatever a broken file makes the reader raise
         problem = f"cannot be read: {error}"
-    _agree(f"{path} {problem}" if problem else "")
+    if problems := [text for text in of_every_rank(problem and f"{path} {problem}") if text]:
+        raise ConfigurationError(
+            "load",
+            "; ".join(problems),
+            "the file must be what this rank wrote at this layout",
+            "Resume at the layout that wrote it, use checkpoints of format torch_dist, which load "
+            "at any layout, or load no optimizer state (--no-load-optim)",
+        )
     saved = content["optimizers"]
     for member, its in zip(members, saved, strict=True):
         for item in member.storage.stored():
@@ -72,22 +71,21 @@ def load_rank_file(filename: str, members: Sequence[Member], names: Mapping[Tens
             for kind, value in its["fragments"][names[item.param]]["state"].items():
                 tensors[kind].copy_(value)
             member.storage.put_tensors(item, tensors)
-        for name, part, kept in _kept(member, names):
-            kept.replace(its["matrices"][name][part][_path(kept)])
+        for _, param, kept in kept_of(member):
+            name, part, path_there = _place(names[param], kept)
+            kept.replace(its["matrices"][name][part][path_there])
     common = dict(enumerate(item["common"] for item in saved))
     adopt_common(members, common)
-    set_all_steps(members, saved_groups(common))
+    set_all_steps(members, common)
 
 
 def _content(member: Member, names: Mapping[Tensor, str]) -> dict[str, Any]:
     """Return what a file has of one optimizer; tensors are the ones that are stepped."""
-    for driver in member.drivers:
-        with member.scene(driver) as (groups, state):
-            driver.expect(groups, state)
+    prepare([member], is_loading=True)
     matrices: dict[str, Any] = {}
-    for name, part, item in _kept(member, names):
-        entry = matrices.setdefault(name, {"state": {}, "group": {}})
-        entry[part][_path(item)] = item.value
+    for _, param, item in kept_of(member):
+        name, part, path = _place(names[param], item)
+        matrices.setdefault(name, {"state": {}, "group": {}})[part][path] = item.value
     return {
         "common": common_state([member], counts=counts_of([member])),
         "fragments": {
@@ -101,17 +99,11 @@ def _content(member: Member, names: Mapping[Tensor, str]) -> dict[str, Any]:
     }
 
 
-def _kept(member: Member, names: Mapping[Tensor, str]) -> Iterator[tuple[str, str, Kept]]:
-    """Yield what is not cut like a parameter: name of the matrix, where it is kept, and itself."""
-    for driver, params in zip(member.drivers, member.params, strict=True):
-        with member.scene(driver) as (groups, state):
-            for item in driver.kept(groups, state):
-                part = "group" if item.path[0] == OF_GROUPS else "state"
-                yield f"{names[params[item.shard]]}[{item.matrix}]", part, item
-
-
-def _path(item: Kept) -> tuple[str, ...]:
-    return item.path[1:] if item.path[0] == OF_GROUPS else item.path
+def _place(param: str, item: Kept) -> tuple[str, str, tuple[str, ...]]:
+    """Return where a file has a value: the matrix, the part of its entry, the path there."""
+    name = f"{param}[{item.matrix}]"
+    of_group = item.path[0] == OF_GROUPS
+    return (name, "group", item.path[1:]) if of_group else (name, "state", item.path)
 
 
 def _mismatch(content: Any, mine: Sequence[Mapping[str, Any]]) -> str:
@@ -132,12 +124,12 @@ def _signature(entries: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: (
             entry.get("range"),
-            sorted(
-                (key, tuple(value.shape) if isinstance(value, Tensor) else None)
+            {
+                key: tuple(value.shape) if isinstance(value, Tensor) else None
                 for key, value in entry["state"].items()
                 # steps are counted for all together
                 if key != (STEP,)
-            ),
+            },
         )
         for name, entry in entries.items()
     }
@@ -149,18 +141,6 @@ def _own_path(filename: str) -> Path:
     if of_every_rank(str(path)).count(str(path)) == 1:
         return path
     return path.with_name(f"{path.stem}_rank{distributed.get_rank():05d}{path.suffix}")
-
-
-def _agree(problem: str) -> None:
-    problems = [text for text in of_every_rank(problem) if text]
-    if problems:
-        raise ConfigurationError(
-            "load",
-            "; ".join(problems),
-            "the file must be what this rank wrote at this layout",
-            "Resume at the layout that wrote it, use checkpoints of format torch_dist, which load "
-            "at any layout, or load no optimizer state (--no-load-optim)",
-        )
 
 
 def _to_host(value: Any) -> Any:

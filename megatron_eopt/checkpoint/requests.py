@@ -1,7 +1,7 @@
 """What a chain of optimizers asks of ``dist_checkpointing`` for the state of its parameters."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -9,27 +9,16 @@ from torch import Tensor
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import MOMENT2, STEP
-from megatron_eopt.checkpoint.buckets import BucketSpace
+from megatron_eopt.checkpoint import first_release
+from megatron_eopt.checkpoint.buckets import BucketSpace, bucket_spaces, source_in_bucket
+from megatron_eopt.checkpoint.by_parameter import count_value, kept_value, stored_values
 from megatron_eopt.checkpoint.keys import saved_keys
-from megatron_eopt.checkpoint.migration import Index, Policy, Reading, missing_state
+from megatron_eopt.checkpoint.migration import Policy, Reading, kinds_by_parameter, missing_state
 from megatron_eopt.checkpoint.parameter_space import parameter_spaces
-from megatron_eopt.checkpoint.saved_state import (
-    MAINS,
-    Owner,
-    Shapes,
-    Source,
-    Value,
-    Whereabouts,
-    count_value,
-    in_chain,
-    kept_value,
-    stored_values,
-)
-from megatron_eopt.optimizers.driver import OF_GROUPS, Driver, Kept
+from megatron_eopt.checkpoint.saved_state import MAINS, Shapes, Value, Whereabouts, kept_of
+from megatron_eopt.optimizers.driver import OF_GROUPS, Driver
 from megatron_eopt.optimizers.member import Member
-from megatron_eopt.stores.dtensors import local_of
 from megatron_eopt.stores.interface import Storage, Stored
-from megatron_eopt.stores.sharded import FragmentsOptimizer
 
 
 @dataclass(frozen=True)
@@ -50,16 +39,10 @@ class Form:
 
 
 class StateRequests:
-    """The part of a sharded state dict that holds the parameters' state.
+    """The part of a sharded state dict that holds the parameters' state: ``param_state``.
 
-    Args:
-        members: The optimizers of a chain.
-        model_state: The model's ``sharded_state_dict``, with its parameters themselves as data.
-        form: How it names state.
-        counts: On saving the steps that each driver's states count; None on loading.
-
-    Attributes:
-        param_state: What goes into the sharded state dict; :meth:`adapt` changes it in place.
+    The model's ``sharded_state_dict`` must hold the parameters themselves as data. On saving,
+    ``counts`` are the steps that each driver's states count; None on loading.
 
     Raises:
         ConfigurationError: If a parameter is not in the model's state.
@@ -70,39 +53,31 @@ class StateRequests:
         members: Sequence[Member],
         model_state: Mapping[str, Any],
         form: Form,
-        counts: Mapping[Driver, int] | None = None,
+        counts: Mapping[Driver, int] | None,
     ) -> None:
-        self._members = list(members)
         self._counts = counts
-        self._may_lack = form.fresh
-        self._buckets = {
-            number: BucketSpace(member.storage, number)
-            for number, member in enumerate(members)
-            if isinstance(member.storage, FragmentsOptimizer)
-            and not member.storage.is_stub_optimizer
-        }
+        self._may_lack = form.fresh | MAINS
+        self._buckets = bucket_spaces(members)
         self._held: list[tuple[Storage, Stored, dict[str, Tensor]]] = []
         self._values = [
-            in_chain(value, number, first=form.by_place) if len(members) > 1 else value
+            value.in_chain(number, first=form.by_place) if len(members) > 1 else value
             for number, member in enumerate(members)
             for value in self._values_of(member, model_state, self._buckets.get(number))
         ]
-        in_bucket = (_in_bucket(value, form) if form.by_bucket else None for value in self._values)
         self._chosen = {
-            place: source or value.sources[0]
-            for place, (value, source) in enumerate(zip(self._values, in_bucket, strict=True))
+            place: source_in_bucket(value, by_place=form.by_place)
+            if form.by_bucket
+            else value.sources[0]
+            for place, value in enumerate(self._values)
             if not (value.is_count and counts is None)
         }
         self.param_state: dict[str, Any] = {}
         self._ask()
-        self._own_keys: set[str] = set()
-        for value in self._values:
-            for source in value.sources:
-                self._own_keys |= source.keys if source.bucket is None else set()
 
     def own_keys(self) -> set[str]:
-        """Return the keys, in every spelling, of all state that there is."""
-        return self._own_keys
+        """Return the keys by parameter, in every spelling, of all state that there is."""
+        sources = [source for value in self._values for source in value.sources]
+        return saved_keys([list(source.pieces) for source in sources if source.bucket is None])
 
     def keys(self) -> set[str]:
         """Return the checkpoint's keys that are asked for now."""
@@ -114,10 +89,6 @@ class StateRequests:
         State of another optimizer is left alone, and this one's starts fresh. Call it before
         loading; without it a key that is missing makes ``dist_checkpointing.load`` fail.
 
-        Args:
-            shapes: Keys and global shapes of the checkpoint's tensors; None for objects.
-            policy: What may differ.
-
         Returns:
             What starts fresh or is taken from elsewhere, a line each.
 
@@ -126,9 +97,12 @@ class StateRequests:
         """
         if not self._values:
             return []
-        index, reading = Index(shapes), Reading(policy)
-        in_buckets = self._kinds_in_buckets(shapes)
-        if not index and not in_buckets:
+        kinds, has_buckets = kinds_by_parameter(shapes)
+        reading = Reading(policy)
+        in_buckets: dict[Tensor, set[str]] = {}
+        for buckets in self._buckets.values():
+            in_buckets |= buckets.kinds(shapes)
+        if not kinds and not in_buckets:
             raise ConfigurationError(
                 "checkpoint",
                 "no optimizer state of this rank's parameters",
@@ -137,77 +111,72 @@ class StateRequests:
                 "Load it at the layout that wrote it and save again, write it with "
                 "--dist-ckpt-optim-fully-reshardable, or load no optimizer state (--no-load-optim)",
             )
-        for owner, values in self._by_owner():
-            there = index.kinds(owner.keys)
-            if owner.stored is not None and not index:
-                there = in_buckets.get(owner.stored.param, set())
-            elif not index:
+        by_parameter: dict[str, dict[int, Value]] = {}
+        for place, value in enumerate(self._values):
+            by_parameter.setdefault(value.where.space.name, {})[place] = value
+        for values in by_parameter.values():
+            where = next(iter(values.values())).where
+            if kinds:
+                there = set.intersection(*(kinds.get(key, set()) for key in where.space.keys))
+            elif where.stored is not None:
+                there = in_buckets.get(where.stored.param, set())
+            else:
                 there = {"another optimizer's"}
-            reading.choose(owner, values, shapes, there)
-        reading.check(other_buckets=index.has_buckets)
+            reading.choose(values, shapes, there)
+        if reading.missing:
+            raise missing_state(reading.missing, other_buckets=has_buckets)
         self._chosen = reading.chosen
         self._ask()
         return reading.lines()
 
     @torch.no_grad()
     def take(self, loaded: Mapping[str, Any]) -> list[tuple[dict[str, Any], int]]:
-        """Write what was loaded to where it belongs.
-
-        Args:
-            loaded: ``param_state`` with values in place of requests.
+        """Write what was loaded, ``param_state`` with values for requests, to where it belongs.
 
         Returns:
             The states that count other steps than all have done, and these steps.
         """
         found = loaded.get("values", {})
-        lacking = [
-            place
-            for place, source in self._chosen.items()
-            if len(found.get(str(place), {})) != len(source.pieces)
-        ]
-        self._refuse([self._values[place] for place in lacking])
-        for place in lacking:
-            del self._chosen[place]
+        wanted, self._chosen = self._chosen, {}
+        missing = []
+        for place, source in wanted.items():
+            value = self._values[place]
+            if len(found.get(str(place), {})) == len(source.pieces):
+                self._chosen[place] = source
+            elif value.kind not in self._may_lack:
+                missing.append(f"{value.where.space.name}: {value.kind}")
+        if missing:
+            raise missing_state(missing)
         counts = []
         for place, source in self._chosen.items():
-            pieces = found.get(str(place), {})
+            value, pieces = self._values[place], found.get(str(place), {})
             values = [pieces[str(number)] for number in range(len(source.pieces))]
-            value = self._values[place]
             if value.is_count:
-                counts.append((value.owner.state or {}, int(values[0])))
+                counts.append((value.where.state or {}, int(values[0])))
             else:
                 value.take(values, source)
         for place, value in enumerate(self._values):
             if value.kind in MAINS and place not in self._chosen:
                 # the checkpoint has none: it is what the model was loaded with
-                item = value.owner.stored
-                assert item is not None
-                model = local_of(item.param).detach().reshape(-1)[item.start : item.stop]
-                value.flat.copy_(model)  # type: ignore[union-attr]
+                value.take_from_model()
         for storage, item, tensors in self._held:
             storage.put_tensors(item, tensors)
         return [(state, 0) for state in self._fresh()] + counts
 
-    def _refuse(self, lacking: Sequence[Value]) -> None:
-        missing = [
-            f"{value.owner.name}: {value.kind}"
-            for value in lacking
-            if value.kind not in self._may_lack | MAINS
-        ]
-        if missing:
-            raise missing_state(missing)
-
     def _fresh(self) -> list[dict[str, Any]]:
         """Return the states of which nothing was loaded, or not the statistics that they count."""
-        states: dict[int, tuple[dict[str, Any], list[bool]]] = {}
-        lacking = set()
+        states: dict[int, dict[str, Any]] = {}
+        took, lacking = set(), set()
         for place, value in enumerate(self._values):
-            if value.owner.state is not None and value.kind not in MAINS and not value.is_count:
-                key = id(value.owner.state)
-                states.setdefault(key, (value.owner.state, []))[1].append(place in self._chosen)
-                if value.kind == MOMENT2 and place not in self._chosen:
-                    lacking.add(key)
-        return [state for key, (state, took) in states.items() if key in lacking or not any(took)]
+            state = value.where.state
+            if state is None or value.kind in MAINS or value.is_count:
+                continue
+            states[id(state)] = state
+            if place in self._chosen:
+                took.add(id(state))
+            elif value.kind == MOMENT2:
+                lacking.add(id(state))
+        return [state for key, state in states.items() if key in lacking or key not in took]
 
     def _ask(self) -> None:
         self.param_state.clear()
@@ -216,7 +185,7 @@ class StateRequests:
             for place, source in self._chosen.items()
             if source.pieces
         }
-        prefixes = {source.bucket for source in self._chosen.values()} - {None}
+        prefixes = {source.bucket for source in self._chosen.values()}
         buckets = {
             str(number): space.common(prefix)
             for number, space in self._buckets.items()
@@ -225,20 +194,6 @@ class StateRequests:
         }
         if buckets:
             self.param_state["buckets"] = buckets
-
-    def _kinds_in_buckets(self, shapes: Shapes) -> dict[Tensor, set[str]]:
-        kinds: dict[Tensor, set[str]] = {}
-        for space in self._buckets.values():
-            prefix = space.prefix(shapes)
-            if prefix is not None:
-                kinds.update(space.kinds(shapes, prefix))
-        return kinds
-
-    def _by_owner(self) -> list[tuple[Owner, dict[int, Value]]]:
-        owners: dict[str, tuple[Owner, dict[int, Value]]] = {}
-        for place, value in enumerate(self._values):
-            owners.setdefault(value.owner.name, (value.owner, {}))[1][place] = value
-        return list(owners.values())
 
     def _values_of(
         self, member: Member, model_state: Mapping[str, Any], buckets: BucketSpace | None
@@ -251,9 +206,10 @@ class StateRequests:
             (driver, number): storage.optimizer.state[main]
             for driver, number, main in member.stepped()
         }
-        kept = [found for driver in member.drivers for found in _kept(member, driver)]
+        kept = list(kept_of(member))
         params = dict.fromkeys([item.param for item in stored] + [param for _, param, _ in kept])
         spaces = parameter_spaces(model_state, params)
+        other_forms = [first_release.sources, *([buckets.sources] if buckets else [])]
         for item in stored:
             driver, number = stepped[id(item.main)]
             tensors = {
@@ -263,52 +219,31 @@ class StateRequests:
             }
             self._held.append((storage, item, tensors))
             space = spaces[item.param]
-            where = Whereabouts(
-                space,
-                storage.replica_of(space.sharded.replica_id),
-                states[driver, number],
-                driver.shards[number] if driver.shards else None,
-                buckets,
-            )
-            yield from stored_values(item, tensors, where)
-            yield from self._count(driver, where, "0", apart=not where.holds_first(item))
+            replica = storage.replica_of(space.sharded.replica_id)
+            shard = driver.shards[number] if driver.shards else None
+            where = Whereabouts(space, replica, states[driver, number], shard, item)
+            for value in stored_values(tensors, where):
+                others = (source for form in other_forms for source in form(value))
+                yield replace(value, sources=(*value.sources, *others))
+            yield from self._count(driver, where, "0", writes=where.holds_first)
         counted = {id(state) for state in states.values()}
-        for driver, param, value in kept:
-            space = spaces[param]
-            state = value.container
-            if state is None:
-                state = states.get((driver, value.shard))
-            where = Whereabouts(
-                space,
-                storage.replica_of_matrix(space.sharded.replica_id),
-                None if value.path[0] == OF_GROUPS else state,
-                driver.shards[value.shard] if driver.shards else None,
-            )
-            yield kept_value(value, where)
-            if id(where.state) not in counted:
-                counted.add(id(where.state))
-                yield from self._count(driver, where, str(value.matrix), apart=not value.writes)
+        for driver, param, its in kept:
+            state = states.get((driver, its.shard)) if its.container is None else its.container
+            if its.path[0] == OF_GROUPS:
+                state = None
+            replica = storage.replica_of_matrix(spaces[param].sharded.replica_id)
+            shard = driver.shards[its.shard] if driver.shards else None
+            where = Whereabouts(spaces[param], replica, state, shard)
+            yield kept_value(its, where)
+            if id(state) not in counted:
+                counted.add(id(state))
+                yield from self._count(driver, where, str(its.matrix), writes=its.writes)
 
     def _count(
-        self, driver: Driver, where: Whereabouts, place: str, *, apart: bool
+        self, driver: Driver, where: Whereabouts, place: str, *, writes: bool
     ) -> Iterator[Value]:
         """Yield a count of steps, on saving if it is another than most of the driver's."""
         if where.state is None or STEP not in where.state:
             return
         if self._counts is None or int(where.state[STEP]) != self._counts[driver]:
-            owner = Owner(where.space.name, where.space.keys, state=where.state)
-            yield count_value(owner, place, (*where.replica, int(apart)))
-
-
-def _in_bucket(value: Value, form: Form) -> Source | None:
-    """Return a value's source in a bucket, whose key has a place in the chain or none."""
-    found = [source for source in value.sources if source.bucket is not None]
-    with_place = [source for source in found if str(source.bucket).startswith("chained_")]
-    without = [source for source in found if source not in with_place]
-    return next(iter([*with_place, *without] if form.by_place else [*without, *with_place]), None)
-
-
-def _kept(member: Member, driver: Driver) -> list[tuple[Driver, Tensor, Kept]]:
-    params = member.params[list(member.drivers).index(driver)]
-    with member.scene(driver) as (groups, state):
-        return [(driver, params[item.shard], item) for item in driver.kept(groups, state)]
+            yield count_value(where, place, writes=writes)

@@ -7,6 +7,7 @@ each rank reads its fragment of them where they are.
 """
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,89 +19,59 @@ from torch import Tensor, distributed
 from megatron_eopt.base.errors import ConfigurationError
 
 
-class _Bucket:
-    """What Megatron's distributed optimizer asks of a bucket."""
-
-    def __init__(self, params: Sequence[Tensor], param_data: Tensor, numel_unpadded: int) -> None:
-        self.params_list = list(params)
-        self.params = set(params)
-        self.offset = 0
-        self.numel_unpadded = numel_unpadded
-        # only its size is asked for: gradients lie in DDP's own buffer
-        self.grad_data = torch.empty(param_data.numel(), device="meta")
-        self.param_data = param_data
-
-
 class AllReducedBuffer:
-    """Parameters of one kind, moved into a flat buffer with one bucket.
+    """Parameters of one of DDP's gradient buffers, moved into a flat buffer with one bucket.
 
     Args:
-        params: The parameters.
-        param_indices: Their places among all parameters of the kind's data types.
-        grad_dtype: Of their gradients.
-        ddp_config: How DDP was configured.
-        group: The data-parallel ranks, which hold copies.
-        overlaps: DDP's own buckets, whose hooks gather parameters in the forward pass.
+        buffer: DDP's. If it overlaps, hooks of its own buckets gather parameters.
 
     Attributes:
-        gathered_by_hooks: Whether there are such buckets.
+        gathered_by_hooks: Whether there are such hooks.
     """
 
-    def __init__(
-        self,
-        params: Sequence[Tensor],
-        param_indices: Sequence[int],
-        grad_dtype: torch.dtype,
-        ddp_config: Any,
-        group: Any,
-        overlaps: Sequence[Any] = (),
-    ) -> None:
-        self.params = list(params)
-        self.param_indices = param_indices
-        self.param_dtype, self.grad_dtype = params[0].dtype, grad_dtype
-        self.ddp_config = ddp_config
-        self.data_parallel_group = group
-        self.data_parallel_world_size = distributed.get_world_size(group)
+    def __init__(self, buffer: Any) -> None:
+        self.params: list[Tensor] = list(buffer.params)
+        self.param_indices = buffer.param_indices
+        self.param_dtype, self.grad_dtype = self.params[0].dtype, buffer.grad_dtype
+        self.ddp_config = buffer.ddp_config
+        self.data_parallel_group = buffer.data_parallel_group
+        self.data_parallel_world_size = distributed.get_world_size(self.data_parallel_group)
         layout = DistributedOptimizer._compute_per_buffer_param_layout(
-            self.params, None, self.data_parallel_world_size, ddp_config, param_indices
+            self.params, None, self.data_parallel_world_size, self.ddp_config, self.param_indices
         )
         self.param_index_map = layout.param_index_map
         self.num_optimizer_shards = layout.num_optimizer_shards
         self.numel_unpadded = layout.per_bucket_numel_unpadded[0]
         self._data = torch.zeros(
-            layout.bucket_indices[0][1], dtype=self.param_dtype, device=params[0].device
+            layout.bucket_indices[0][1], dtype=self.param_dtype, device=self.params[0].device
         )
-        self.buckets = [_Bucket(self.params, self._data, self.numel_unpadded)]
+        # what Megatron's distributed optimizer asks of a bucket
+        bucket = SimpleNamespace(
+            params_list=self.params,
+            params=set(self.params),
+            offset=0,
+            numel_unpadded=self.numel_unpadded,
+            # only its size is asked for: gradients lie in DDP's own buffer
+            grad_data=torch.empty(self._data.numel(), device="meta"),
+            param_data=self._data,
+        )
+        self.buckets = [bucket]
         with torch.no_grad():
             for param, (start, stop, _) in self.param_index_map.items():
                 view = self._data[start:stop].view(param.shape)
                 view.copy_(param)
                 param.data = view
-        self.gathered_by_hooks = bool(overlaps)
-        for bucket in overlaps:
-            bucket.set_layerwise_params_list(self._fragments_in(bucket))
-
-    @classmethod
-    def of_ddp(cls, buffer: Any) -> "AllReducedBuffer":
-        """Take over the parameters of one of DDP's gradient buffers."""
-        return cls(
-            buffer.params,
-            buffer.param_indices,
-            buffer.grad_dtype,
-            buffer.ddp_config,
-            buffer.data_parallel_group,
-            buffer.buckets if buffer.ddp_config.overlap_param_gather else (),
-        )
+        self.gathered_by_hooks: bool = self.ddp_config.overlap_param_gather
+        for overlapping in buffer.buckets if self.gathered_by_hooks else ():
+            overlapping.set_layerwise_params_list(self._fragments_in(overlapping))
 
     def gather(self) -> None:
         """Collect every rank's fragments; collective over the data-parallel ranks."""
-        if self.data_parallel_world_size == 1:
-            return
-        mine = self._data.chunk(self.data_parallel_world_size)[
-            distributed.get_rank(self.data_parallel_group)
-        ]
-        # a rank's own fragment is read where the result is written
-        distributed.all_gather_into_tensor(self._data, mine.clone(), group=self.data_parallel_group)
+        group = self.data_parallel_group
+        if self.data_parallel_world_size > 1:
+            mine = self._data.chunk(self.data_parallel_world_size)[distributed.get_rank(group)]
+            # a rank's own fragment is read where the result is written
+            distributed.all_gather_into_tensor(self._data, mine.clone(), group=group)
 
     def _fragments_in(self, bucket: Any) -> list[list[Tensor]]:
         """Return, for every rank, views of what it steps of the parameters of one of DDP's buckets.
@@ -118,10 +89,10 @@ class AllReducedBuffer:
 
 
 class AllReducedChunk:
-    """What stands for wrapped model chunks where a caller has only parameters.
+    """What stands for wrapped model chunks where a caller has only all-reduced parameters.
 
     Args:
-        params: All parameters; gradients of each are the same on all its data-parallel ranks.
+        params: All parameters.
         pg_collection: Process groups with ``dp_cp`` and, for experts, ``expt_dp``.
 
     Raises:
@@ -131,8 +102,8 @@ class AllReducedChunk:
     def __init__(self, params: Sequence[Tensor], pg_collection: Any) -> None:
         self.ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=False)
         self.config: Any = None
-        self.buffers: list[AllReducedBuffer] = []
-        self.expert_parallel_buffers: list[AllReducedBuffer] = []
+        self.buffers: list[Any] = []
+        self.expert_parallel_buffers: list[Any] = []
         for key, (members, indices) in group_params_for_buffers(list(params), True).items():
             name = "expt_dp" if key.is_expert_parallel else "dp_cp"
             group = getattr(pg_collection, name, None)
@@ -143,12 +114,19 @@ class AllReducedChunk:
                     "must be the ranks that hold copies of the parameters",
                     "Pass it, or the wrapped model as model_chunks",
                 )
-            buffer = AllReducedBuffer(members, indices, key.grad_dtype, self.ddp_config, group)
+            # what is asked of DDP's gradient buffers
+            buffer = SimpleNamespace(
+                params=members,
+                param_indices=indices,
+                grad_dtype=key.grad_dtype,
+                ddp_config=self.ddp_config,
+                data_parallel_group=group,
+            )
             kind = self.expert_parallel_buffers if key.is_expert_parallel else self.buffers
             kind.append(buffer)
 
     def named_parameters(self) -> list[tuple[str, Tensor]]:
         """Return names by place, which is all there is, with the parameters."""
         every = [*self.buffers, *self.expert_parallel_buffers]
-        params = [param for buffer in every for param in buffer.params]
+        params = (param for buffer in every for param in buffer.params)
         return [(f"parameter {number}", param) for number, param in enumerate(params)]

@@ -1,8 +1,8 @@
 """Dense and experts' buffers of Megatron's DDP with the groups of ranks that share them."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -14,18 +14,17 @@ from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
 from megatron_eopt.stores.all_reduced import AllReducedBuffer
 from megatron_eopt.stores.rank_grid import Coordinates, RankGrid, redistribution_grids
 
+_DDP = "DistributedDataParallelConfig"
 _DDP_REFUSALS = {
     "use_megatron_fsdp": "has no flat buffers to take fragments from",
     "reuse_grad_buf_for_mxfp8_param_ag": "overwrites gradients before all optimizers have stepped",
 }
 
 
-@dataclass(frozen=True)
-class BufferSet:
+class BufferSet(NamedTuple):
     """The buffers of one kind on this rank, and who holds what of them.
 
     Attributes:
-        is_expert: Whether they hold experts' parameters.
         buffers: Buffers by model chunk: DDP's, or ours if its parameters lie apart.
         data: Ranks over which the buffers are cut into fragments.
         data_gloo: The same ranks over gloo, for old checkpoint formats; may be None.
@@ -33,8 +32,6 @@ class BufferSet:
         grid: The redistribution group; None where nothing is redistributed.
         stats: Ranks over which gradient statistics add up.
         instance: Number of this rank's instance of the distributed optimizer.
-        tensor: Tensor-parallel group of dense parameters.
-        expert_tensor: Tensor-parallel group of experts' parameters.
     """
 
     is_expert: bool
@@ -72,13 +69,8 @@ def buffer_sets(
 ) -> list[BufferSet]:
     """Return the dense set and, if any rank of the world has experts, the experts'.
 
-    All ranks call this together; groups that Megatron does not have are created here.
-
-    Args:
-        model_chunks: The wrapped model.
-        pg_collection: Process groups; None means Megatron's global ones.
-        use_gloo: Whether groups over gloo may be used.
-        redistributed: Whether whole matrices will be brought together.
+    All ranks call this together; where matrices are to be ``redistributed``, groups that Megatron
+    does not have are created here.
 
     Raises:
         ConfigurationError: If there are experts and a group for them is missing.
@@ -95,18 +87,11 @@ def buffer_sets(
         "tensor": collection.tp,
         "expert_tensor": getattr(collection, "expt_tp", None) or collection.tp,
     }
-    wanted = [
-        Coordinates(
-            collection.tp, found["intra_dp_cp_group"], getattr(collection, "tp_dp_cp", None)
-        )
-    ]
+    existing = getattr(collection, "tp_dp_cp", None)
+    wanted = [Coordinates(collection.tp, found["intra_dp_cp_group"], existing)]
     if any_rank(any(chunk.expert_parallel_buffers for chunk in model_chunks)):
-        _check_expert_groups(collection, found)
-        expert_tensor = getattr(collection, "expt_tp", None)
-        wanted.append(Coordinates(expert_tensor, found["intra_expt_dp_group"]))
-    grids: Sequence[RankGrid | None] = [None] * len(wanted)
-    if redistributed:
-        grids = redistribution_grids(wanted)
+        wanted.append(_of_experts(getattr(collection, "expt_tp", None), found))
+    grids = redistribution_grids(wanted) if redistributed else [None] * len(wanted)
     return [
         BufferSet(
             is_expert=is_expert,
@@ -139,9 +124,8 @@ def check_model_chunks(model_chunks: Sequence[Any]) -> None:
             )
         for name, reason in _DDP_REFUSALS.items():
             if getattr(ddp_config, name, False):
-                _refuse_of_ddp(
-                    name, True, f"{reason}, so layer-wise storage refuses it", f"Set {name}=False"
-                )
+                rule = f"{reason}, so layer-wise storage refuses it"
+                raise ConfigurationError(f"{_DDP}.{name}", True, rule, f"Set {name}=False")
         if not ddp_config.use_distributed_optimizer:
             _check_all_reducing(ddp_config)
 
@@ -151,14 +135,11 @@ def _check_all_reducing(ddp_config: Any) -> None:
     for name in ("fp8_param_gather", "fp4_param_gather"):
         if getattr(ddp_config, name, False):
             rule = "needs parameters in DDP's flat buffers, and this DDP has none of them"
-            _refuse_of_ddp(name, True, rule, way_out)
+            raise ConfigurationError(f"{_DDP}.{name}", True, rule, way_out)
     if (instances := ddp_config.num_distributed_optimizer_instances) > 1:
+        name = f"{_DDP}.num_distributed_optimizer_instances"
         rule = "needs a DDP that reduce-scatters gradients"
-        _refuse_of_ddp("num_distributed_optimizer_instances", instances, rule, way_out)
-
-
-def _refuse_of_ddp(name: str, value: object, rule: str, way_out: str) -> None:
-    raise ConfigurationError(f"DistributedDataParallelConfig.{name}", value, rule, way_out)
+        raise ConfigurationError(name, instances, rule, way_out)
 
 
 def check_buffers(
@@ -166,21 +147,13 @@ def check_buffers(
 ) -> None:
     """Raise unless every parameter of the buffers is in exactly one group, in one data type.
 
-    Args:
-        buffers: DDP's flat buffers.
-        groups: Parameter groups of all base optimizers.
-        names: Names of the parameters.
-
     Raises:
         ConfigurationError: If one is in none or in several, or a buffer mixes data types.
     """
-    owners: dict[Tensor, int] = {}
-    for group in groups:
-        for param in group["params"]:
-            owners[param] = owners.get(param, 0) + 1
+    owners = Counter(param for group in groups for param in group["params"])
     for buffer in buffers:
         for param in buffer.params:
-            count = owners.get(param, 0)
+            count = owners[param]
             if count != 1:
                 raise ConfigurationError(
                     "optimizers",
@@ -204,15 +177,12 @@ def _buffers(chunk: Any, attribute: str) -> list[Any]:
     buffers = getattr(chunk, attribute)
     if chunk.ddp_config.use_distributed_optimizer:
         return list(buffers)
-    return [AllReducedBuffer.of_ddp(buffer) for buffer in buffers]
+    return [AllReducedBuffer(buffer) for buffer in buffers]
 
 
-def _check_expert_groups(collection: Any, found: Any) -> None:
-    groups = {
-        "expt_tp": getattr(collection, "expt_tp", None),
-        "expt_dp": found["intra_expt_dp_group"],
-    }
-    for name, group in groups.items():
+def _of_experts(tensor: Any, found: Any) -> Coordinates:
+    data = found["intra_expt_dp_group"]
+    for name, group in (("expt_tp", tensor), ("expt_dp", data)):
         if group is None:
             raise ConfigurationError(
                 f"pg_collection.{name}",
@@ -221,6 +191,7 @@ def _check_expert_groups(collection: Any, found: Any) -> None:
                 "has experts",
                 "Add it to the collection, or pass pg_collection=None to use Megatron's own groups",
             )
+    return Coordinates(tensor, data)
 
 
 def _gloo_twin(group: Any, is_expert: bool) -> Any:

@@ -42,15 +42,14 @@ class MeshGroups:
         mesh = param.device_mesh
         ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
         if ranks not in self._of:
+            group: Any
             if mesh.ndim == 1:
-                self._of[ranks] = mesh.get_group()
+                group = mesh.get_group()
             elif len(ranks) == dist.get_world_size():
-                assert dist.group.WORLD is not None
-                self._of[ranks] = dist.group.WORLD
+                group = dist.group.WORLD
             else:
                 group = dist.new_group(list(ranks), use_local_synchronization=True)
-                assert isinstance(group, dist.ProcessGroup)
-                self._of[ranks] = group
+            self._of[ranks] = group
         return self._of[ranks]
 
 
@@ -85,12 +84,9 @@ def shard_like(param: Tensor, local: Tensor) -> Tensor:
 
 
 def parameter_layout(name: str, param: Tensor, group: dist.ProcessGroup | None) -> Layout:
-    """Return where a parameter's elements are; leading dimensions are folded into rows.
+    """Return where a parameter's elements are, in the group that :meth:`MeshGroups.of` returns.
 
-    Args:
-        name: Its name, for messages.
-        param: Of two dimensions or more.
-        group: The ranks that store it, as :meth:`MeshGroups.of` returns them.
+    It has two dimensions or more, of which all but the last are folded into rows.
     """
     shape = tuple(param.shape)
     if group is None or not isinstance(param, DTensor):
@@ -106,28 +102,22 @@ def dtensor_shards(
 ) -> list[Shard]:
     """Return the shards of some parameters.
 
-    Of replicas the one sends to which the matrix's owner belongs, which so has a part already.
-
-    Args:
-        params: Parameters by name.
-        splits: The logical matrices of each.
-        group: The ranks that store them; None for one.
-        computed_by: Called with all layouts; returns a rank that computes on each matrix.
+    Of replicas the one sends to which the matrix's owner belongs, which so has a part already:
+    ``computed_by``, called with all layouts, returns a rank that computes on each matrix.
     """
-    layouts: list[tuple[Tensor, Layout]] = []
+    of_params, layouts = [], []
     for (name, param), split in zip(params.items(), splits, strict=True):
         layout = parameter_layout(name, param, group)
         for rows in matrix_rows(split, 1, 0, -1):
             order = np.argsort(rows.logical, kind="stable")
-            layouts.append((param, layout.select_rows(rows.local[order], rows.length[order])))
+            layouts.append(layout.select_rows(rows.local[order], rows.length[order]))
+            of_params.append(param)
     if group is not None:
-        owners = computed_by([layout for _, layout in layouts])
         layouts = [
-            (param, layout.with_sources(_replica_of(owner, param, group)))
-            for (param, layout), owner in zip(layouts, owners, strict=True)
+            layout.with_sources(_replica_of(owner, param, group))
+            for layout, param, owner in zip(layouts, of_params, computed_by(layouts), strict=True)
         ]
-    remaining = iter(layout for _, layout in layouts)
-    ranks = Ranks.of(group)
+    remaining, ranks = iter(layouts), Ranks.of(group)
     return [
         Shard(
             name,
@@ -169,7 +159,8 @@ def check_parameters(parameters: Sequence[ModelParameter]) -> None:
     if not parameters:
         rule = "has no parameter that requires a gradient"
         raise ConfigurationError("model", "no trainable parameter", rule, "Unfreeze some")
-    sharded = any(_mesh_size(item.param) > 1 for item in parameters)
+    meshes = [p.param.device_mesh for p in parameters if isinstance(p.param, DTensor)]
+    sharded = any(mesh.size() > 1 for mesh in meshes)
     stored_by: dict[int, str] = {}
     for item in parameters:
         _check_storage(item.name, item.param, sharded)
@@ -222,10 +213,6 @@ def _check_storage(name: str, param: nn.Parameter, sharded: bool) -> None:
         )
         way_out = "Cut it with parallelize_module on a mesh that fully_shard's mesh is a part of"
         raise ConfigurationError(name, shown, rule, way_out)
-
-
-def _mesh_size(param: nn.Parameter) -> int:
-    return param.device_mesh.size() if isinstance(param, DTensor) else 1
 
 
 def uneven(params: Iterable[tuple[str, Tensor]]) -> list[str]:

@@ -1,7 +1,7 @@
 """What optimizers, checkpoints and chains ask of a storage."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -22,8 +22,8 @@ class Stored(NamedTuple):
     stop: int
 
 
-class Storage(Protocol):
-    """One of megatron-core's wrappers around a torch optimizer, as far as it keeps weights.
+class Storage:
+    """Keeps weights; stands before one of megatron-core's wrappers of a torch optimizer.
 
     Attributes:
         optimizer: The torch optimizer, with groups and state of what is stepped.
@@ -33,37 +33,50 @@ class Storage(Protocol):
     """
 
     optimizer: Any
-    steps: int
+    steps: int = 0
     is_stub_optimizer: bool
-    grad_scaler: Any
+    grad_scaler: Any = None
 
     def stored(self) -> Iterator[Stored]:
         """Yield what this rank stores, in an order that does not change."""
-        ...
+        raise NotImplementedError
 
     def tensors_of(self, item: Stored) -> dict[str, Any]:
         """Return main weights, where they are not the model's, and state, by kind."""
-        ...
+        raise NotImplementedError
 
     def put_tensors(self, item: Stored, tensors: Mapping[str, Any]) -> None:
-        """Take over what was written to what :meth:`tensors_of` returned."""
-        ...
+        """Take over what was written to what :meth:`tensors_of` returned, unless it is live."""
+
+    def common_state(self, steps: Sequence[int], main: str | None) -> dict[str, Any]:
+        """Return what checkpoints have once for all ranks: groups, steps and loss scale.
+
+        States of each parameter group count ``steps``, -1 where none count any. Of whole parameters
+        megatron-core names all optimizers but the ``main`` one in groups, and matches these by it.
+        """
+        raise NotImplementedError
 
     def collect_gradients(self) -> None:
-        """Hand this step's gradients to what is stepped."""
-        ...
+        """Hand this step's gradients to what is stepped, in its data type."""
+        if not self.is_stub_optimizer:
+            self._copy_model_grads_to_main_grads()  # type: ignore[attr-defined]
 
     def gather_params(self, *, now: bool = False) -> None:
-        """Bring the stepped weights to all ranks, unless hooks will and it need not be now."""
-        ...
+        """Bring the stepped weights to all ranks, unless hooks or DDP will, and not ``now``."""
+
+    def step_with_ready_grads(self) -> bool:
+        """Step, and count the step if it was done."""
+        done = bool(super().step_with_ready_grads())  # type: ignore[misc]
+        self.steps += done
+        return done
 
     def replica_of(self, replica: Any) -> tuple[int, ...]:
         """Return which copy of stored state this rank has, from that of the model's parameter."""
-        ...
+        return replica if isinstance(replica, tuple) else (replica,)
 
     def replica_of_matrix(self, replica: Any) -> tuple[int, ...]:
         """Return the same of state that is not cut like the parameter."""
-        ...
+        return self.replica_of(replica)
 
 
 def named_gradients(storage: Storage) -> Iterator[tuple[Tensor, Tensor]]:

@@ -6,23 +6,19 @@ created, by all ranks together and in one order.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 from torch import distributed
 
 from megatron_eopt.base.agreement import integers
 from megatron_eopt.stores.shard import Ranks
 
 
-@dataclass(frozen=True)
-class Coordinates:
-    """The groups that span one redistribution group.
+class Coordinates(NamedTuple):
+    """The groups, or None, that span one redistribution group.
 
-    Attributes:
-        tensor: Tensor-parallel group of the parameters; None without one.
-        data: Group over which buffers are cut into fragments; None if they are not.
-        existing: A group of Megatron's that may already be the right one; None if there is none.
+    Buffers are cut into fragments over ``data``; ``existing`` may already be the right one.
     """
 
     tensor: Any
@@ -30,16 +26,8 @@ class Coordinates:
     existing: Any = None
 
 
-@dataclass(frozen=True)
-class RankGrid:
-    """A group and where each of its members stands.
-
-    Attributes:
-        ranks: The group.
-        tensor_ranks: Tensor-parallel coordinate of each member, in the group's order.
-        data_ranks: Which fragment of a buffer each member holds, in the group's order.
-        tensor_size: Ranks of the tensor-parallel group.
-    """
+class RankGrid(NamedTuple):
+    """A group, and the tensor-parallel coordinate and fragment of each member, in its order."""
 
     ranks: Ranks
     tensor_ranks: tuple[int, ...]
@@ -48,30 +36,25 @@ class RankGrid:
 
 
 def data_parallel_only(grid: RankGrid, group: Any) -> RankGrid:
-    """Return the ranks that hold fragments of one tensor-parallel slab.
-
-    Args:
-        grid: The redistribution group that this rank belongs to.
-        group: Its data-parallel group.
-    """
+    """Return the ranks, a data-parallel group, that hold fragments of one tensor-parallel slab."""
     size = distributed.get_world_size(group)
     mine = grid.tensor_ranks[grid.ranks.rank]
     return RankGrid(Ranks.of(group), (mine,) * size, tuple(range(size)), grid.tensor_size)
 
 
 def redistribution_grids(wanted: Sequence[Coordinates]) -> list[RankGrid]:
-    """Return one group per entry; all ranks of the world call this with as many entries.
-
-    Args:
-        wanted: What spans each group.
-    """
+    """Return one group per entry; all ranks of the world call this with as many entries."""
+    me = distributed.get_rank()
     everyone = integers([number for mine in wanted for number in _row(mine)])
     grids = []
     for place, mine in enumerate(wanted):
         # of every rank: first rank of its tensor-parallel group and place there, likewise of data
         table = [row[4 * place : 4 * place + 4] for row in everyone]
-        classes = _classes(table)
-        grids.append(_describe(table, classes, _find_or_create(mine, classes)))
+        group = _find_or_create(mine, _classes(table))
+        members = [me] if group is None else distributed.get_process_group_ranks(group)
+        tensor_ranks = tuple(table[rank][1] for rank in members)
+        data_ranks = tuple(table[rank][3] for rank in members)
+        grids.append(RankGrid(Ranks.of(group), tensor_ranks, data_ranks, max(tensor_ranks) + 1))
     return grids
 
 
@@ -87,21 +70,12 @@ def _row(mine: Coordinates) -> list[int]:
 
 def _classes(table: Sequence[Sequence[int]]) -> list[list[int]]:
     """Partition the ranks: two belong together if they share one of the groups."""
-    parent: dict[int, int] = {}
-
-    def root(rank: int) -> int:
-        while parent.setdefault(rank, rank) != rank:
-            rank = parent[rank]
-        return rank
-
+    class_of = np.arange(len(table))
     for rank, row in enumerate(table):
         for first in (row[0], row[2]):
-            low, high = sorted((root(rank), root(first)))
-            parent[high] = low
-    classes: dict[int, list[int]] = {}
-    for rank in range(len(table)):
-        classes.setdefault(root(rank), []).append(rank)
-    return [classes[key] for key in sorted(classes)]
+            low, high = sorted((class_of[rank], class_of[first]))
+            class_of[class_of == high] = low
+    return [np.flatnonzero(class_of == number).tolist() for number in np.unique(class_of)]
 
 
 def _find_or_create(mine: Coordinates, classes: list[list[int]]) -> Any:
@@ -120,18 +94,3 @@ def _find_or_create(mine: Coordinates, classes: list[list[int]]) -> Any:
 def _members(group: Any) -> list[int]:
     ranks = distributed.get_process_group_ranks(group)
     return sorted(ranks) if distributed.get_rank() in ranks else []
-
-
-def _describe(
-    table: Sequence[Sequence[int]], classes: Sequence[Sequence[int]], group: Any
-) -> RankGrid:
-    me = distributed.get_rank()
-    members: Sequence[int] = next(ranks for ranks in classes if me in ranks)
-    if group is not None:
-        members = distributed.get_process_group_ranks(group)
-    return RankGrid(
-        Ranks.of(group) if len(members) > 1 else Ranks(),
-        tensor_ranks=tuple(table[rank][1] for rank in members),
-        data_ranks=tuple(table[rank][3] for rank in members),
-        tensor_size=max(table[rank][1] for rank in members) + 1,
-    )

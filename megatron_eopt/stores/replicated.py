@@ -1,8 +1,9 @@
 """Weights and state on every data-parallel rank: tensor-parallel slabs, or all of a weight."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 from torch import Tensor
@@ -11,7 +12,7 @@ from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import MAIN_OF_REPLICATED, TpModeT
 from megatron_eopt.matrices import Split
 from megatron_eopt.routing.parameters import cut_dimension
-from megatron_eopt.stores.interface import Stored
+from megatron_eopt.stores.interface import Storage, Stored
 from megatron_eopt.stores.shard import Fragment, Ranks, Shard, fragment_layouts
 
 type SplitOf = Callable[[Tensor, tuple[int, ...]], Split]
@@ -23,14 +24,8 @@ def tensor_parallel_cut(
 ) -> tuple[int, dist.ProcessGroup | None]:
     """Return the dimension in which tensor parallelism cuts a parameter, and the slabs' ranks.
 
-    Args:
-        param: ``allreduce = False`` or ``expert_tp`` marks an expert's; see
-            :func:`~megatron_eopt.routing.parameters.cut_dimension` for the dimension.
-        pg_collection: Process groups with ``tp`` and, for experts, ``expt_tp``.
-        mode: Where the work will happen.
-
-    Returns:
-        (-1, None) if nothing is cut.
+    It is -1, of no ranks, if nothing is cut. ``allreduce = False`` or ``expert_tp`` marks an
+    expert's, whose group is ``expt_tp`` and not ``tp``.
 
     Raises:
         ConfigurationError: If the parameter is cut and there is no group, or weight
@@ -58,19 +53,13 @@ def tensor_parallel_cut(
 
 
 def refuse_rematerialized(name: str, param: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Raise if weight rematerialization cuts a matrix's rows once more.
-
-    Args:
-        name: What the parameter is, for the message.
-        param: The parameter.
-        group: The ranks that it would be cut over; None if they are not known.
+    """Raise if weight rematerialization cuts a matrix's rows once more, over ``group`` if known.
 
     Raises:
         ConfigurationError: If it does.
     """
-    if not getattr(param, "is_gtp_weight_remat", False):
-        return
-    if group is None or dist.get_world_size(group) > 1:
+    cuts = group is None or dist.get_world_size(group) > 1
+    if cuts and getattr(param, "is_gtp_weight_remat", False):
         raise ConfigurationError(
             "is_gtp_weight_remat",
             True,
@@ -82,14 +71,7 @@ def refuse_rematerialized(name: str, param: Tensor, group: dist.ProcessGroup | N
 def slab(
     name: str, param: Tensor, split_of: SplitOf, cut: tuple[int, dist.ProcessGroup | None]
 ) -> Shard:
-    """Return a tensor-parallel slab, or a whole parameter, as a shard.
-
-    Args:
-        name: Its name.
-        param: The local weight.
-        split_of: Its logical matrices.
-        cut: What :func:`tensor_parallel_cut` returned.
-    """
+    """Return a slab, or a whole parameter, cut as :func:`tensor_parallel_cut` says, as a shard."""
     dim, group = cut
     ranks = Ranks.of(group)
     shape = list(param.shape)
@@ -101,62 +83,48 @@ def slab(
     return Shard(name, split, layouts, ranks, tuple(param.shape))
 
 
-class _Replicated:
+class _Replicated(Storage):
     """What both wrappers have in common; stands before megatron-core's in their bases."""
-
-    optimizer: Any
-    steps: int = 0
-    is_stub_optimizer: bool
-    grad_scaler: Any = None
 
     def tensors_of(self, item: Stored) -> dict[str, Any]:
         """Return main weights, where they are not the model's, and state, by kind."""
         main = {} if item.main is item.param else {MAIN_OF_REPLICATED: item.main.detach()}
         return {**main, **self.optimizer.state[item.main]}
 
-    def put_tensors(self, item: Stored, tensors: Mapping[str, Any]) -> None:
-        """Nothing to do: the tensors are those that are kept."""
+    def common_state(self, steps: Sequence[int], main: str | None) -> dict[str, Any]:
+        """Return what checkpoints have once for all ranks."""
+        groups = [
+            {k: v for k, v in group.items() if k != "params" and (k, v) != ("optimizer", main)}
+            for group in self.optimizer.param_groups
+        ]
+        done = max(steps, default=-1)
+        counted = {"state": {"common_step": torch.tensor(float(done))}} if done >= 0 else {}
+        return {"param_groups": groups, **counted}
 
-    def gather_params(self, *, now: bool = False) -> None:
-        """Nothing to do: every rank has stepped all weights."""
+    def stored(self) -> Iterator[Stored]:
+        """Yield the parameters with what is stepped, in the order of the groups."""
+        if not self.is_stub_optimizer:
+            model_of = self._model_of()
+            for group in self.optimizer.param_groups:
+                for main in group["params"]:
+                    yield Stored(model_of.get(main, main), main, 0, main.numel())
 
-    def replica_of(self, replica: Any) -> tuple[int, ...]:
-        """Return the model's own: state is copied as the parameter is."""
-        return replica if isinstance(replica, tuple) else (replica,)
-
-    def replica_of_matrix(self, replica: Any) -> tuple[int, ...]:
-        """Return the same."""
-        return self.replica_of(replica)
-
-    def step_with_ready_grads(self) -> bool:
-        """Step, and count the step if it was done."""
-        done = bool(super().step_with_ready_grads())  # type: ignore[misc]
-        self.steps += done
-        return done
+    def _model_of(self) -> dict[Tensor, Tensor]:
+        """Return the parameter of each main copy."""
+        return {}
 
 
 class MainParamsOptimizer(_Replicated, Float16OptimizerWithFloat16Params):
     """For bf16 and fp16: steps on float32 copies of the parameters."""
 
-    def collect_gradients(self) -> None:
-        """Copy the model's gradients to the main weights, in float32."""
-        if not self.is_stub_optimizer:
-            self._copy_model_grads_to_main_grads()
+    def common_state(self, steps: Sequence[int], main: str | None) -> dict[str, Any]:
+        """Return the same in the form of megatron-core's wrapper, and the loss scale."""
+        scale = {"grad_scaler": self.grad_scaler.state_dict()} if self.grad_scaler else {}
+        return {"optimizer": super().common_state(steps, main), **scale}
 
-    def stored(self) -> Iterator[Stored]:
-        """Yield the parameters with their main copies, in the order of the groups."""
-        if self.is_stub_optimizer:
-            return
-        model_of = {
-            main: model
-            for models, mains in zip(
-                self.float16_groups, self.fp32_from_float16_groups, strict=True
-            )
-            for model, main in zip(models, mains, strict=True)
-        }
-        for group in self.optimizer.param_groups:
-            for main in group["params"]:
-                yield Stored(model_of.get(main, main), main, 0, main.numel())
+    def _model_of(self) -> dict[Tensor, Tensor]:
+        groups = zip(self.fp32_from_float16_groups, self.float16_groups, strict=True)
+        return {main: model for pair in groups for main, model in zip(*pair, strict=True)}
 
 
 class Float32Optimizer(_Replicated, FP32Optimizer):
@@ -165,11 +133,3 @@ class Float32Optimizer(_Replicated, FP32Optimizer):
     def collect_gradients(self) -> None:
         """Let the parameters have the gradients that DDP keeps for them."""
         self.prepare_grads()
-
-    def stored(self) -> Iterator[Stored]:
-        """Yield the parameters, in the order of the groups."""
-        if self.is_stub_optimizer:
-            return
-        for group in self.optimizer.param_groups:
-            for param in group["params"]:
-                yield Stored(param, param, 0, param.numel())

@@ -10,6 +10,7 @@ Note [Shards]
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,13 +24,7 @@ from megatron_eopt.matrices import Split, matrix_rows
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks that together store some parameters.
-
-    Attributes:
-        group: Their process group; None for one rank.
-        rank: This rank's place among them.
-        size: Their number.
-    """
+    """The ranks that together store some parameters, and this one's place; no group for one."""
 
     group: dist.ProcessGroup | None = None
     rank: int = 0
@@ -103,14 +98,10 @@ class Shard:
         return tuple(f"{self.name}[{matrix.name}]" for matrix in self.split.matrices)
 
 
-@dataclass(frozen=True, slots=True)
-class Fragment:
-    """A flat range of a tensor-parallel slab.
+class Fragment(NamedTuple):
+    """The range ``start`` to ``stop`` of a flattened slab; empty where a rank holds nothing.
 
-    Attributes:
-        tensor_rank: The slab's tensor-parallel coordinate, 0 where nothing is cut.
-        start: First element, counted in the flattened slab.
-        stop: One past the last element; equal to ``start`` where a rank holds nothing.
+    Slabs are counted by their tensor-parallel coordinate, 0 where nothing is cut.
     """
 
     tensor_rank: int
@@ -129,8 +120,8 @@ def fragment_layouts(
 
     Args:
         split: The parameter's logical matrices.
-        partition_dim: Dimension cut by tensor parallelism, -1 if none.
-        tensor_size: Ranks of the tensor-parallel group, 1 if nothing is cut.
+        partition_dim: Dimension cut by tensor parallelism, -1 if none; the size is then 1.
+        tensor_size: Ranks of the tensor-parallel group.
         fragments: One entry per rank of the redistribution group, in its order of ranks.
     """
     holders: dict[Fragment, list[int]] = {}
@@ -139,8 +130,8 @@ def fragment_layouts(
             holders.setdefault(fragment, []).append(rank)
     ranks = np.array([rank for held in holders.values() for rank in held], np.int64)
     sources = [held[0] for held in holders.values()]
-    mine = [fragments[rank] for rank in ranks]
-    tensor_ranks = sorted({fragment.tensor_rank for fragment in mine})
+    ranges = np.array([fragments[rank] for rank in ranks], np.int64).reshape(-1, 3)
+    tensor_ranks = np.unique(ranges[:, 0]).tolist()
     held = [matrix_rows(split, tensor_size, rank, partition_dim) for rank in tensor_ranks]
     layouts = []
     for index, matrix in enumerate(split.matrices):
@@ -157,10 +148,7 @@ def fragment_layouts(
             for tensor_rank, runs in zip(tensor_ranks, held, strict=True)
         ]
         cut = Layout(matrix.shape, Boxes.join(slabs)).fragments(
-            rank=ranks,
-            holder=np.array([fragment.tensor_rank for fragment in mine], np.int64),
-            start=np.array([fragment.start for fragment in mine], np.int64),
-            stop=np.array([fragment.stop for fragment in mine], np.int64),
+            rank=ranks, holder=ranges[:, 0], start=ranges[:, 1], stop=ranges[:, 2]
         )
         layouts.append(cut.with_sources(sources))
     return tuple(layouts)

@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -15,22 +15,14 @@ from megatron_eopt.matrices import Split
 from megatron_eopt.routing.parameters import cut_dimension
 from megatron_eopt.stores.all_reduced import AllReducedBuffer
 from megatron_eopt.stores.buffers import BufferSet
-from megatron_eopt.stores.interface import Stored
+from megatron_eopt.stores.interface import Storage, Stored
 from megatron_eopt.stores.rank_grid import RankGrid
 from megatron_eopt.stores.replicated import SplitOf, refuse_rematerialized
 from megatron_eopt.stores.shard import Fragment, Shard, fragment_layouts
 
 
-@dataclass(frozen=True, slots=True)
-class BufferPlace:
-    """Where a parameter lies in its bucket, counted from the bucket's start.
-
-    Attributes:
-        name: The parameter's name.
-        start: First element.
-        stop: One past the last.
-        shard: Elements of a bucket that each data-parallel rank holds.
-    """
+class BufferPlace(NamedTuple):
+    """Where a parameter lies in its bucket, of which each rank holds ``shard`` elements."""
 
     name: str
     start: int
@@ -52,9 +44,8 @@ def places_in(buffer_set: BufferSet, names: Mapping[Tensor, str]) -> dict[Tensor
             start, stop, bucket_id = buffer.param_index_map[param]
             bucket = buffer.buckets[bucket_id]
             shard = bucket.grad_data.numel() // buffer.data_parallel_group.size()
-            places[param] = BufferPlace(
-                names[param], start - bucket.offset, stop - bucket.offset, shard
-            )
+            start, stop = start - bucket.offset, stop - bucket.offset
+            places[param] = BufferPlace(names[param], start, stop, shard)
     return places
 
 
@@ -63,13 +54,7 @@ def fragment_of(
 ) -> Shard:
     """Return the fragments of one parameter as a shard.
 
-    Args:
-        param: The model's parameter; its attributes say how tensor parallelism cuts it.
-        place: Where it lies in its bucket.
-        split_of: Its logical matrices.
-        grid: The group.
-        slabs: Whether each tensor-parallel slab counts as a parameter of its own; ``grid`` is then
-            that of one slab.
+    If each tensor-parallel slab counts as a parameter of its own, ``grid`` is that of one slab.
 
     Raises:
         ConfigurationError: If weight rematerialization cuts the parameter once more, or a slab
@@ -78,7 +63,11 @@ def fragment_of(
     refuse_rematerialized(place.name, param, None)
     dim = cut_dimension(param)
     size = 1 if dim == -1 else grid.tensor_size
-    split = split_of(param, _unsharded(tuple(param.shape), dim, size))
+    # rows and columns of the whole; what has more or fewer dimensions counts as rows
+    unsharded = [param.shape[0] if param.dim() else 1, math.prod(param.shape[1:])]
+    if dim != -1:
+        unsharded[dim] *= size
+    split = split_of(param, tuple(unsharded))
     slab = None
     if slabs and size > 1:
         split = _slab_of(split, size, dim, place.name)
@@ -116,53 +105,37 @@ def _slab_of(split: Split, size: int, dim: int, name: str) -> Split:
     return replace(split, shape=shape, sections=tuple(sections))
 
 
-def _unsharded(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, int]:
-    """Return rows and columns of the whole; what has more or fewer dimensions counts as rows."""
-    sizes = [shape[0] if shape else 1, math.prod(shape[1:])]
-    if dim != -1:
-        sizes[dim] *= size
-    return sizes[0], sizes[1]
-
-
-class FragmentsOptimizer(DistributedOptimizer):
+class FragmentsOptimizer(Storage, DistributedOptimizer):
     """Keeps main weights and state of one buffer set in fragments; a torch optimizer steps them.
 
     Arguments are those of ``DistributedOptimizer``.
     """
 
-    optimizer: Any
-    steps: int = 0
+    _copies_itself = False
 
     def __init__(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         # megatron-core knows how to make Adam's state alone; ours is made before it asks
-        kwargs.setdefault("init_state_fn", _exists_already)
+        kwargs.setdefault("init_state_fn", lambda *_: None)
         super().__init__(optimizer, *args, **kwargs)
         # the chain gathers parameters when all its members have stepped
         self._defer_param_sync = True
         self.main_of: dict[Tensor, Tensor] = {}
         if self.is_stub_optimizer:
             return
-        pairs = [
-            *zip(self.model_fp32_groups, self.shard_fp32_groups, strict=True),
-            *zip(self.model_float16_groups, self._mains_of_half(), strict=True),
-        ]
-        self.main_of = {
-            param: main
-            for params, mains in pairs
-            for param, main in zip(params, mains, strict=True)
-        }
-        self._prepare_copies()
-
-    def _mains_of_half(self) -> Sequence[Sequence[Tensor]]:
-        if self._held_by_adam:
-            mains: Sequence[Sequence[Tensor]] = self.shard_float16_groups
-            return mains
-        return self.shard_fp32_from_float16_groups  # type: ignore[no-any-return]
-
-    @property
-    def _held_by_adam(self) -> bool:
-        """Whether Transformer Engine's Adam keeps the main weights and writes the model's."""
-        return bool(getattr(self.optimizer, "master_weights", False))
+        # Transformer Engine's Adam may keep the main weights itself, and write the model's
+        self._held_by_adam = bool(getattr(self.optimizer, "master_weights", False))
+        mains_of_half = (
+            self.shard_float16_groups if self._held_by_adam else self.shard_fp32_from_float16_groups
+        )
+        groups = zip(
+            (*self.model_fp32_groups, *self.model_float16_groups),
+            (*self.shard_fp32_groups, *mains_of_half),
+            strict=True,
+        )
+        self.main_of = {param: main for pair in groups for param, main in zip(*pair, strict=True)}
+        quantized = self.ddp_config.fp8_param_gather or self.ddp_config.fp4_param_gather
+        if not (quantized or self._held_by_adam):
+            self._prepare_copies()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is the same on all ranks: groups, with the steps done, and loss scale."""
@@ -175,6 +148,13 @@ class FragmentsOptimizer(DistributedOptimizer):
             state["grad_scaler"] = self.grad_scaler.state_dict()
         return state
 
+    def common_state(self, steps: Sequence[int], main: str | None) -> dict[str, Any]:
+        """Return what checkpoints by parameter have once for all ranks."""
+        state = self.state_dict()
+        for group, count in zip(state["optimizer"]["param_groups"], steps, strict=True):
+            group[STEP] = count if count >= 0 else self.steps
+        return {**state, "param_state_sharding_type": "fully_reshardable"}
+
     def stored(self) -> Iterator[Stored]:
         """Yield the fragments that this rank holds."""
         for param, main in self.main_of.items():
@@ -183,10 +163,8 @@ class FragmentsOptimizer(DistributedOptimizer):
 
     def tensors_of(self, item: Stored) -> dict[str, Any]:
         """Return main weights and state, each flat, by kind."""
-        return {
-            kind: value.detach()
-            for kind, value in self._get_main_param_and_optimizer_states(item.param).items()
-        }
+        tensors = self._get_main_param_and_optimizer_states(item.param)
+        return {kind: value.detach() for kind, value in tensors.items()}
 
     def put_tensors(self, item: Stored, tensors: Mapping[str, Any]) -> None:
         """Take over what was written to what :meth:`tensors_of` returned."""
@@ -201,39 +179,21 @@ class FragmentsOptimizer(DistributedOptimizer):
         """Return the copy's number, the same on all ranks of one instance."""
         return (0, 0, self.distributed_optimizer_instance_id)
 
-    def collect_gradients(self) -> None:
-        """Let the main weights have this rank's fragments of the gradients, in float32."""
-        if not self.is_stub_optimizer:
-            self._copy_model_grads_to_main_grads()
-
     def gather_params(self, *, now: bool = False) -> None:
         """Collect parameters where DDP does not, since it all-reduces gradients."""
         for buffer in () if self.is_stub_optimizer else self.buffers:
             if isinstance(buffer, AllReducedBuffer) and (now or not buffer.gathered_by_hooks):
                 buffer.gather()
 
-    def step_with_ready_grads(self) -> bool:
-        """Step, and count the step if it was done."""
-        done = bool(super().step_with_ready_grads())
-        self.steps += done
-        return done
-
     def _prepare_copies(self) -> None:
         """Cut all views once: a step then costs one fused call, not three calls a parameter."""
-        quantized = self.ddp_config.fp8_param_gather or self.ddp_config.fp4_param_gather
-        self._copies_itself = not (quantized or self._held_by_adam)
-        if not self._copies_itself:
-            return
+        self._copies_itself = True
         self._params: list[Any] = list(self.main_of)
         self._mains = list(self.main_of.values())
         self._ranges = [(item.start, item.stop) for item in self.stored()]
         self._sources: list[Tensor | None] = [None] * len(self._params)
         self._grads: list[Tensor | None] = [None] * len(self._params)
-        pairs = [(main, self._param_view(param)) for param, main in self.main_of.items()]
-        self._copies = [pair for pair in pairs if _lie_apart(*pair)]
-        # the main copy of a float32 parameter is the parameter itself, until a caller has moved it
-        # to another device and back
-        self._shared = [pair for pair in pairs if not _lie_apart(*pair)]
+        self._views = [self._param_view(param) for param in self.main_of]
 
     def _param_view(self, param: Tensor) -> Tensor:
         held = self._get_model_param_range_map(param)["gbuf_world_in_bucket"]
@@ -256,18 +216,16 @@ class FragmentsOptimizer(DistributedOptimizer):
 
     @torch.no_grad()
     def _copy_model_grads_to_main_grads(self) -> None:
-        if self.is_stub_optimizer:
-            return
         if not self._copies_itself:
             super()._copy_model_grads_to_main_grads()
             return
-        grads: list[Tensor | None] = list(self._fresh_grads())
+        grads = list(self._fresh_grads())
         narrow = {n: g for n, g in enumerate(grads) if g is not None and g.dtype != torch.float32}
         if narrow:
             views = list(narrow.values())
             sizes = [view.numel() for view in views]
             flat = torch.empty(sum(sizes), dtype=torch.float32, device=views[0].device)
-            wide = list(torch.split(flat, sizes))
+            wide = torch.split(flat, sizes)
             torch._foreach_copy_(wide, views)
             for number, cast in zip(narrow, wide, strict=True):
                 grads[number] = cast
@@ -276,14 +234,15 @@ class FragmentsOptimizer(DistributedOptimizer):
 
     @torch.no_grad()
     def _copy_main_params_to_model_params(self) -> None:
-        if self.is_stub_optimizer:
-            return
         if not self._copies_itself:
             super()._copy_main_params_to_model_params()
             return
-        copies = self._copies + [pair for pair in self._shared if _lie_apart(*pair)]
-        if copies:
-            mains, views = zip(*copies, strict=True)
+        # the main copy of a float32 parameter is the parameter itself, until a caller has moved it
+        # to another device and back
+        pairs = zip(self._mains, self._views, strict=True)
+        apart = [pair for pair in pairs if pair[0].data_ptr() != pair[1].data_ptr()]
+        if apart:
+            mains, views = zip(*apart, strict=True)
             torch._foreach_copy_(views, mains)
 
     def get_parameter_state_dp_reshardable(self) -> Any:
@@ -302,25 +261,14 @@ class FragmentsOptimizer(DistributedOptimizer):
 
     def _get_main_param_and_optimizer_states(self, model_param: Tensor) -> dict[str, Any]:
         tensors = super()._get_main_param_and_optimizer_states(model_param)
-        return {
-            kind: value
-            for kind, value in tensors.items()
-            if isinstance(value, Tensor) and kind != STEP
-        }
+        return {kind: value for kind, value in tensors.items() if kind != STEP}
 
 
-def _lie_apart(one: Tensor, other: Tensor) -> bool:
-    return one.data_ptr() != other.data_ptr()
-
-
-class OffloadedOptimizer(DistributedOptimizer):
+class OffloadedOptimizer(Storage, DistributedOptimizer):
     """Steps Adam or SGD on fragments whose state is partly in the host's memory.
 
     State, and checkpoints of it, are megatron-core's.
     """
-
-    optimizer: Any
-    steps: int = 0
 
     def __init__(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(optimizer, *args, init_state_fn=None, **kwargs)
@@ -334,15 +282,3 @@ class OffloadedOptimizer(DistributedOptimizer):
             held = self._get_model_param_range_map(param)["param"]
             main = self.optimizer.param_groups[group]["params"][place]
             yield Stored(param, main, held.start, held.end)
-
-    def collect_gradients(self) -> None:
-        """Let the fragments have this rank's part of the gradients."""
-        if not self.is_stub_optimizer:
-            self._copy_model_grads_to_main_grads()
-
-    def gather_params(self, *, now: bool = False) -> None:
-        """Nothing to do: DDP gathers."""
-
-
-def _exists_already(*_: Any) -> None:
-    """Do nothing: state is made when the optimizer is built."""

@@ -1,0 +1,91 @@
+"""State as it is written now: in the shape of its unsharded parameter, or of a matrix's own."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from torch import Tensor
+
+from megatron_eopt.base.names import STEP
+from megatron_eopt.checkpoint import first_release
+from megatron_eopt.checkpoint.keys import kind_of, matrix_state_key, state_key
+from megatron_eopt.checkpoint.parameter_space import Box, ParameterSpace
+from megatron_eopt.checkpoint.saved_state import Source, Value, Whereabouts, kinds_to_read
+from megatron_eopt.matrices import matrix_rows
+from megatron_eopt.optimizers.driver import Kept
+from megatron_eopt.stores.shard import Shard
+
+
+def stored_values(tensors: Mapping[str, Tensor], where: Whereabouts) -> Iterator[Value]:
+    """Yield main weights and state that are cut like what this rank stores of a parameter."""
+    for kind, values in tensors.items():
+        flat = values.detach().reshape(-1)
+        sources = []
+        for other, from_adam in kinds_to_read(kind).items():
+            pieces = (
+                where.piece(box, state_key(other, box.sharded.key), box.view(flat))
+                for box in where.boxes
+            )
+            sources.append(Source(tuple(pieces), from_adam))
+        yield Value(where, kind, tuple(sources), flat)
+
+
+def kept_value(kept: Kept, where: Whereabouts) -> Value:
+    """Return what a checkpoint holds of a value that is not cut like its parameter."""
+    kind = kind_of(kept.path)
+    where = replace(where, replica=(*where.replica, int(not kept.writes)))
+    if kept.per_element and where.shard is not None:
+        boxes = _boxes_of_matrix(kept, where.shard, where.space)
+        if boxes:
+            pieces = (
+                where.piece(box, state_key(kind, box.sharded.key), box.view(kept.value))
+                for box in boxes
+            )
+            return Value(where, kind, (Source(tuple(pieces)),), kept=kept)
+    name = f"{where.space.name}.{kept.matrix}"
+    if kept.slab is not None:
+        name += ".tp{}of{}".format(*kept.slab)
+    spellings = dict.fromkeys((kind, first_release.kind_of(kept.path)))
+    pieces = (_own(matrix_state_key(spelling, name), kept, where.replica) for spelling in spellings)
+    return Value(where, kind, tuple(Source((piece,)) for piece in pieces), kept=kept)
+
+
+def count_value(where: Whereabouts, place: str, *, writes: bool) -> Value:
+    """Return what a checkpoint holds of a count of steps of one matrix, 0 for a parameter."""
+    assert where.state is not None
+    key = matrix_state_key(STEP, f"{where.space.name}.{place}")
+    replica = (*where.replica, int(not writes))
+    piece = ShardedObject(key, int(where.state[STEP]), (1,), (0,), replica_id=replica)
+    return Value(where, STEP, (Source((piece,)),))
+
+
+def _own(key: str, kept: Kept, replica: tuple[int, ...]) -> ShardedTensor | ShardedObject:
+    if not isinstance(kept.value, Tensor):
+        return ShardedObject(key, kept.value, (1,), (0,), replica_id=replica)
+    # a tensor in a checkpoint has at least one dimension
+    data = kept.value.detach()
+    data = data.view(data.shape or (1,))
+    shape = tuple(data.shape)
+    offset = kept.offset or (0,) * data.dim()
+    return ShardedTensor(key, data, data.dtype, shape, kept.whole or shape, offset, None, replica)
+
+
+def _boxes_of_matrix(kept: Kept, shard: Shard, space: ParameterSpace) -> list[Box]:
+    """Return the boxes of the unsharded parameter that a matrix is; none if it has no such."""
+    base = space.sharded
+    shape = tuple(base.global_shape[space.prepended :])
+    if len(space.keys) > 1 or shape != (shard.split.shape if len(shape) == 2 else kept.value.shape):
+        return []
+    ones, before = (1,) * space.prepended, base.global_offset[: space.prepended]
+    outer = (kept.value.numel(),) * space.prepended
+    if len(shape) != 2:
+        offset = (*before, *(0 for _ in shape))
+        whole = replace(base, local_shape=(*ones, *shape), global_offset=offset)
+        return [Box(whole, 0, (*outer, *kept.value.stride()))]
+    cols = shape[1]
+    boxes = []
+    for first, row, count in matrix_rows(shard.split, 1, 0, -1)[kept.matrix].triples():
+        box = replace(base, local_shape=(*ones, count, cols), global_offset=(*before, first, 0))
+        boxes.append(Box(box, row * cols, (*outer, cols, 1)))
+    return boxes
