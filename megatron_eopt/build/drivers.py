@@ -1,6 +1,7 @@
 """Which driver steps a torch optimizer's parameters over given shards."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -15,8 +16,7 @@ from megatron_eopt.stores.shard import Shard
 def driver_over(
     base: Base,
     groups: Sequence[ParamGroup],
-    params: Sequence[Tensor],
-    shards: Sequence[Shard],
+    shards: Mapping[Tensor, Shard],
     means: Means,
     config: Any,
 ) -> Driver:
@@ -25,26 +25,23 @@ def driver_over(
     Args:
         base: The optimizer.
         groups: Its parameter groups there, of the model's parameters.
-        params: The model's parameters, in the order of ``shards``.
-        shards: How the ranks store them.
+        shards: How the ranks store the model's parameters.
         means: How matrices travel.
         config: What functions that make state get.
     """
-    driver = _driver(base, params, shards, means, config)
-    group_of = {p: number for number, group in enumerate(groups) for p in group["params"]}
-    driver.assign({number: group_of[param] for number, param in enumerate(params)})
-    return driver
-
-
-def _driver(
-    base: Base, params: Sequence[Tensor], shards: Sequence[Shard], means: Means, config: Any
-) -> Driver:
+    driver: Driver
     if base.layout == "matrix_update":
-        planned: Driver = base.optimizer.driver_over(shards, means)
-        return planned
-    shapes = []
-    for param, shard in zip(params, shards, strict=True):
+        driver = base.optimizer.driver_over(list(shards.values()), means)
+    else:
         # what has other dimensions travels as a matrix, and steps in its own
-        rows, cols = shard.layouts[0].shape
-        shapes.append((rows, cols) if param.dim() == 2 else (rows, *param.shape[1:]))
-    return OwnerDriver(base.optimizer, base.init_state_fn, config, shards, shapes, means)
+        shapes = [
+            shard.layouts[0].shape
+            if param.dim() == 2
+            else (shard.layouts[0].shape[0], *param.shape[1:])
+            for param, shard in shards.items()
+        ]
+        init = base.init_state_fn and functools.partial(base.init_state_fn, base.optimizer, config)
+        driver = OwnerDriver(base.optimizer, init, list(shards.values()), shapes, means)
+    group_of = {p: number for number, group in enumerate(groups) for p in group["params"]}
+    driver.assign({number: group_of[param] for number, param in enumerate(shards)})
+    return driver

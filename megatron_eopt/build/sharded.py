@@ -30,22 +30,14 @@ from megatron_eopt.stores.sharded import (
 
 @dataclass(frozen=True)
 class Sharding:
-    """What all members of one chain share.
-
-    Attributes:
-        settings: The configuration.
-        chunks: The wrapped model.
-        sets: Its buffers.
-        names: Names of the parameters.
-        scaler: The loss scale; None without.
-        splits: The logical matrices of parameters, None for one; empty if optimizers say it.
-    """
+    """What all members of one chain share."""
 
     settings: RunSettings
-    chunks: Sequence[Any]
-    sets: Sequence[BufferSet]
-    names: Mapping[Tensor, str]
-    scaler: Any
+    chunks: Sequence[Any]  # the wrapped model
+    sets: Sequence[BufferSet]  # its buffers
+    names: Mapping[Tensor, str]  # of the parameters
+    scaler: Any  # the loss scale; None without
+    # the logical matrices of parameters, None for one; empty if optimizers say it
     splits: Mapping[Tensor, Split | None]
 
     def storage(self, optimizer: Any, buffers: BufferSet, chunks: Sequence[int]) -> Any:
@@ -87,20 +79,13 @@ def unmixed_members(sharding: Sharding, pairs: Sequence[tuple[Share, Base | None
     """Return members that megatron-core's own could be: Adam, or one like it, and nothing else.
 
     State appears with the first step, as megatron-core's does.
-
-    Args:
-        sharding: What they share.
-        pairs: What each of them steps, and with what.
     """
     by_kind = {item.is_expert: item for item in sharding.sets}
     members = []
     for share, base in pairs:
-        if base is None:
-            members.append(Member(sharding.storage(None, by_kind[share.is_expert], share.chunks)))
-            continue
-        bind(base.optimizer, base.groups, defaultdict(dict))
-        storage = sharding.storage(base.optimizer, by_kind[share.is_expert], share.chunks)
-        if isinstance(storage, OffloadedOptimizer):
+        optimizer = base and bind(base.optimizer, base.groups, defaultdict(dict))
+        storage = sharding.storage(optimizer, by_kind[share.is_expert], share.chunks)
+        if base is None or isinstance(storage, OffloadedOptimizer):
             members.append(Member(storage))
             continue
         driver = ElementWiseDriver(storage.optimizer, base.init_state_fn, sharding.settings.config)
@@ -113,10 +98,6 @@ def sharded_members(sharding: Sharding, bases: Sequence[Base]) -> list[Member]:
     """Return one member for each set of buffers, in which every optimizer steps its parameters.
 
     All ranks call this together.
-
-    Args:
-        sharding: What they share.
-        bases: All torch optimizers.
 
     Raises:
         ConfigurationError: If a parameter is in no parameter group or in several, or cannot be
@@ -175,19 +156,20 @@ def _driver(
     if slabs:
         grid = data_parallel_only(grid, buffers.data)
     split_of = sharding.splits_for(base.optimizer)
-    shards = [fragment_of(p, place, split_of, grid, slabs=slabs) for p, place in places.items()]
+    shards = {
+        param: fragment_of(param, place, split_of, grid, slabs=slabs)
+        for param, place in places.items()
+    }
     # at one owner each rank sends and receives its share twice, at any number of ranks
     means = Means("exchange", device=torch.device("cuda", torch.cuda.current_device()))
-    return driver_over(base, groups, list(places), shards, means, config)
+    return driver_over(base, groups, shards, means, config)
 
 
 def _numbered(member: Member, params: Mapping[Driver, Sequence[Tensor]]) -> Member:
     """Return a member whose drivers know which shard each of their fragments is.
 
-    Args:
-        member: The member.
-        params: The parameters of each driver that has shards, in their order; the other drivers
-            number their fragments as they come.
+    ``params`` has the parameters of each driver that has shards, in their order; the other drivers
+    number their fragments as they come.
     """
     model_of = {id(item.main): item.param for item in member.storage.stored()}
     found = []

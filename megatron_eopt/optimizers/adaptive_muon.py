@@ -14,7 +14,7 @@ from megatron_eopt.math.moments import MOMENT2_METHODS, Moment2MethodT
 from megatron_eopt.math.newton_schulz import ReduceT
 from megatron_eopt.optimizers.adaptive_driver import AdaptiveDriver, AdaptiveSettings
 from megatron_eopt.optimizers.engine import Means
-from megatron_eopt.optimizers.muon import HOOKS, TensorParallelMuon
+from megatron_eopt.optimizers.muon import TensorParallelMuon
 from megatron_eopt.stores.shard import Shard
 
 
@@ -88,12 +88,9 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon, AdaptiveMuon):
         check_choice("moment2_method", moment2_method, MOMENT2_METHODS)
         decoupled = "decoupled" if use_decoupled_weight_decay else "l2"
         if moment2_method == "namo" and (options.get("weight_decay_method") or decoupled) == "l2":
-            raise ConfigurationError(
-                "moment2_method",
-                moment2_method,
-                "does not work with l2 weight decay, which would enter the gradient norms",
-                "Use decoupled weight decay",
-            )
+            rule = "does not work with l2 weight decay, which would enter the gradient norms"
+            way_out = "Use decoupled weight decay"
+            raise ConfigurationError("moment2_method", moment2_method, rule, way_out)
         self.moment2_method: Moment2MethodT = moment2_method
         self.bias_correction = bias_correction
         self.scale_mode = scale_mode
@@ -144,19 +141,8 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon, AdaptiveMuon):
         """
         return super().orthogonalize(p, grad, **kwargs)
 
-    @classmethod
-    def steps_in_pieces(cls) -> bool:
-        """Whether nothing that a subclass defines needs the whole parameter."""
-        own = ("step", "orthogonalize", "_init_group", "driver_over", *HOOKS)
-        return all(getattr(cls, name) is getattr(TensorParallelAdaptiveMuon, name) for name in own)
-
     def driver_over(self, shards: Sequence[Shard], means: Means) -> AdaptiveDriver:
-        """Return what steps other shards with this optimizer's settings.
-
-        Args:
-            shards: The shards.
-            means: How matrices are computed there; statistics want float32.
-        """
+        """Return what steps other shards with this optimizer's settings, in float32."""
         settings = AdaptiveSettings(
             self._muon.nesterov,
             self._muon.weight_decay_method,
@@ -186,7 +172,8 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon, AdaptiveMuon):
         number = next(n for _, p, n in self.driver.numbered(self.param_groups) if p is param)
         return self.driver.statistics_of(number, self.state[param][MOMENT2])
 
-    def _base(self) -> type[TensorParallelMuon]:
+    @classmethod
+    def _base(cls) -> type[TensorParallelMuon]:
         return TensorParallelAdaptiveMuon
 
     @property

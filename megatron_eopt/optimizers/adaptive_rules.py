@@ -40,13 +40,6 @@ class Coefficients(NamedTuple):
     divisor: float
 
 
-def matrix_shapes(engine: MatrixEngine, shard: Shard) -> list[tuple[int, int]]:
-    """Return the shape of each matrix of a parameter; blockwise of this rank's pieces."""
-    if not engine.blockwise:
-        return [matrix.shape for matrix in shard.split.matrices]
-    return [layout.compact().local_shape(shard.ranks.rank) or (0, 0) for layout in shard.layouts]
-
-
 class Known(NamedTuple):
     """What a rank knows of a statistic: (dimension, start, length), and whether it writes it."""
 
@@ -69,7 +62,13 @@ class Rule:
         self.engine = engine
         self.shards = shards
         self.arithmetic = arithmetic
-        self.shapes = [matrix_shapes(engine, shard) for shard in shards]
+        # of each parameter's matrices; blockwise of this rank's pieces
+        self.shapes = [
+            [layout.compact().local_shape(shard.ranks.rank) or (0, 0) for layout in shard.layouts]
+            if engine.blockwise
+            else [matrix.shape for matrix in shard.split.matrices]
+            for shard in shards
+        ]
         self.statistics = [
             [statistic_shape(self.method, *shape) for shape in shapes] for shapes in self.shapes
         ]
@@ -185,22 +184,16 @@ class NorMuonRule(Rule):
         """Sum what each rank computes, as far as it speaks for it; collective over the group."""
         if self.engine.ranks.group is None or self.engine.blockwise:
             return
-        known = []
-        for place, shapes in enumerate(self.statistics):
-            blank = torch.zeros(sum(map(math.prod, shapes)), device=self.engine.device)
-            if place in moments:
-                blank = torch.zeros_like(moments[place], dtype=torch.float32)
-                theirs = self.views_of(place, moments[place])
-                for matrix, (to, its) in enumerate(
-                    zip(self.views_of(place, blank), theirs, strict=True)
-                ):
-                    part = self.known(place, matrix)
-                    if part is not None and part.writes:
-                        to.narrow(*part.window).copy_(its.narrow(*part.window))
-            known.append(blank.view(-1))
-        total = torch.cat(known)
+        sizes = [sum(map(math.prod, shapes)) for shapes in self.statistics]
+        total = torch.zeros(sum(sizes), device=self.engine.device)
+        values = torch.split(total, sizes)
+        for place, moment in moments.items():
+            pairs = zip(*(self.views_of(place, m) for m in (values[place], moment)), strict=True)
+            for matrix, (to, its) in enumerate(pairs):
+                part = self.known(place, matrix)
+                if part is not None and part.writes:
+                    to.narrow(*part.window).copy_(its.narrow(*part.window))
         dist.all_reduce(total, group=self.engine.ranks.group)
-        values = torch.split(total, [item.numel() for item in known])
         for place, moment in moments.items():
             moment.copy_(values[place].view_as(moment))
 
@@ -233,13 +226,9 @@ class NorMuonRule(Rule):
             return Known((1, int(piece.column[0]), int(piece.width[0])), writes)
         start, length = int(piece.row.min()), int(piece.bottom.max() - piece.row.min())
         if int(piece.area.sum()) != length * int(piece.width[0]):
-            raise ConfigurationError(
-                "tp_mode",
-                "distributed",
-                f"needs adjacent rows on each rank, and {self.engine.names[index]!r} has others "
-                "between them",
-                "Use exchange",
-            )
+            name = self.engine.names[index]
+            rule = f"needs adjacent rows on each rank, and {name!r} has others between them"
+            raise ConfigurationError("tp_mode", "distributed", rule, "Use exchange")
         return Known((0, start, length), writes)
 
 
@@ -265,20 +254,15 @@ class NamoRule(Rule):
         arrived = self.engine.arrivals[wave]
         if not arrived:
             return
-        norms = [
-            torch.stack([self._segments[place].square_sums(value) for value in moving[place]])
-            if place in moving
-            else torch.zeros(
-                2, len(self.shapes[place]), dtype=torch.float64, device=self.engine.device
-            )
-            for place in arrived
-        ]
-        total = torch.cat(norms, dim=1)
+        sizes = [len(self.shapes[place]) for place in arrived]
+        total = torch.zeros(2, sum(sizes), dtype=torch.float64, device=self.engine.device)
+        parts = dict(zip(arrived, torch.split(total, sizes, dim=1), strict=True))
+        for place in parts.keys() & moving.keys():
+            for norms, value in zip(parts[place], moving[place], strict=True):
+                norms.copy_(self._segments[place].square_sums(value))
         if self.engine.ranks.group is not None and not self.engine.blockwise:
             dist.all_reduce(total, group=self.engine.ranks.group)
-        for place, both in zip(
-            arrived, torch.split(total, [n.shape[1] for n in norms], dim=1), strict=True
-        ):
+        for place, both in parts.items():
             settings = self._coefficients.get(place)
             if settings is None:
                 self._factors[place] = torch.zeros_like(both[0])

@@ -12,17 +12,11 @@ from megatron_eopt.stores.interface import Storage
 
 @dataclass(frozen=True, eq=False)
 class Member:
-    """A storage with what steps it.
-
-    Attributes:
-        storage: The storage.
-        drivers: The drivers.
-        params: For each driver the model's parameters in the order of its shards.
-    """
+    """A storage with what steps it."""
 
     storage: Storage
     drivers: Sequence[Driver] = ()
-    params: Sequence[Sequence[Tensor]] = ()
+    params: Sequence[Sequence[Tensor]] = ()  # the model's, for each driver in its shards' order
 
     def groups_of(self, driver: Driver) -> list[ParamGroup]:
         """Return the parameter groups that a driver steps, as schedulers see them."""
