@@ -12,11 +12,7 @@ from megatron_eopt.base.names import SCALAR_OPTIMIZERS
 from megatron_eopt.matrices import Split
 from megatron_eopt.optimizers.driver import InitState, ParamGroup
 from megatron_eopt.optimizers.group_settings import check_group_settings
-from megatron_eopt.optimizers.scalar import (
-    ELEMENT_WISE_CLASSES,
-    build_scalar_optimizer,
-    plain_scalar_optimizer,
-)
+from megatron_eopt.optimizers.scalar import ELEMENT_WISE_CLASSES, build_scalar_optimizer
 from megatron_eopt.routing.groups import Group, param_group
 from megatron_eopt.settings.arguments import arguments_of
 from megatron_eopt.settings.fields import constructor_arguments
@@ -133,8 +129,7 @@ def build_base(
     optimizer: torch.optim.Optimizer
     init_state_fn: InitState
     if is_scalar:
-        build = plain_scalar_optimizer if plain else build_scalar_optimizer
-        optimizer, init_state_fn = build(name, made_over, settings)
+        optimizer, init_state_fn = build_scalar_optimizer(name, made_over, settings, plain=plain)
     else:
         entry = entry_of(name)
         kwargs = arguments_of(name, settings, model_chunks, pg_collection)

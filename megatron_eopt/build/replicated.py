@@ -23,7 +23,7 @@ def replicated_member(
     base: Base | None, share: Share, settings: Settings, collection: Any, scaler: Any
 ) -> Member:
     """Return the member that steps a share with its torch optimizer; None without groups."""
-    optimizer = base and base.optimizer
+    optimizer: Any = None if base is None else base.optimizer
     made_early = base is not None and bool(optimizer.state)
     if made_early:
         # made for the model's parameters, which the wrapper may replace by main ones

@@ -10,13 +10,7 @@ from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
 from megatron_eopt.optimizers.initial_state import INITIALIZERS
 from megatron_eopt.optimizers.muon import TensorParallelMuon
 from megatron_eopt.settings.arguments import muon_family_kwargs
-from megatron_eopt.settings.registry import (
-    EmergingOptimizerEntry,
-    StateLayoutT,
-    init_state,
-    is_registered,
-    register_optimizer,
-)
+from megatron_eopt.settings.registry import init_state, is_registered, register_optimizer
 
 _EMERGING_MODULES = (
     "orthogonalized_optimizers",
@@ -48,39 +42,29 @@ _FACTORY_FIELDS = frozenset(f"muon_{name}" for name in _FACTORY_ARGUMENTS)
 """Fields of Muon that something else than a constructor uses."""
 
 
-def _register_muon(
-    name: str, cls: type, prefixes: tuple[str, ...], state_layout: StateLayoutT
-) -> None:
-    entry = EmergingOptimizerEntry(
-        cls,
-        config_to_kwargs=functools.partial(muon_family_kwargs, cls, prefixes),
-        state_layout=state_layout,
-        prefixes=prefixes,
+for _name, _cls in (("muon", TensorParallelMuon), ("adaptive_muon", TensorParallelAdaptiveMuon)):
+    _prefixes = tuple(dict.fromkeys((_name, "muon")))
+    register_optimizer(
+        _name,
+        _cls,
+        config_to_kwargs=functools.partial(muon_family_kwargs, _cls, _prefixes),
+        state_layout="matrix_update",
+        prefixes=_prefixes,
         consumes=_FACTORY_FIELDS,
     )
-    register_optimizer(name, entry)
-
-
-def _register_emerging(name: str, cls: type) -> None:
-    is_muon = issubclass(cls, Muon)
-    entry = EmergingOptimizerEntry(
-        cls,
-        init_state_fn=INITIALIZERS.get(name, init_state),
-        # also those whose update alone needs a whole matrix: they step by themselves
-        state_layout="element_wise" if name in _ELEMENT_WISE else "matrix_state",
-        prefixes=(name, "muon") if is_muon else (name,),
-        consumes=_FACTORY_FIELDS if is_muon else frozenset(),
-        draws=name in _DRAWS,
-    )
-    register_optimizer(name, entry)
-
-
-_register_muon("muon", TensorParallelMuon, ("muon",), "matrix_update")
-_register_muon(
-    "adaptive_muon", TensorParallelAdaptiveMuon, ("adaptive_muon", "muon"), "matrix_update"
-)
 for _module in _EMERGING_MODULES:
     importlib.import_module(f"emerging_optimizers.{_module}")
 for _name in emerging_registry.get_optimizer_name_list():
     if not is_registered(_name):
-        _register_emerging(_name, emerging_registry.get_optimizer_cls(_name))
+        _cls = emerging_registry.get_optimizer_cls(_name)
+        _is_muon = issubclass(_cls, Muon)
+        register_optimizer(
+            _name,
+            _cls,
+            init_state_fn=INITIALIZERS.get(_name, init_state),
+            # also those whose update alone needs a whole matrix: they step by themselves
+            state_layout="element_wise" if _name in _ELEMENT_WISE else "matrix_state",
+            prefixes=(_name, "muon") if _is_muon else (_name,),
+            consumes=_FACTORY_FIELDS if _is_muon else frozenset(),
+            draws=_name in _DRAWS,
+        )

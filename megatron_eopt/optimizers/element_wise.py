@@ -123,8 +123,9 @@ def _complete(
     names: tuple[str, ...] = ()
     if isinstance(optimizer, torch.optim.Adam):
         names = (FIRST_MOMENT, "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
+        device = param.device if group["capturable"] or group["fused"] else "cpu"
         # a tensor for each: torch counts in place
-        state.setdefault(STEP, torch.tensor(0.0))
+        state.setdefault(STEP, torch.tensor(0.0, device=device))
     elif isinstance(optimizer, torch.optim.SGD) and group["momentum"]:
         names = (MOMENTUM,)
     for name in names:

@@ -12,19 +12,19 @@ from megatron_eopt.settings.registry import init_state
 
 
 def _oblique_sgd(opt: Any, config: Any = None) -> None:
-    for state, param in _empty_states(opt):
+    for state, param in empty_states(opt):
         state["momentum_buffer"] = torch.zeros_like(param)
 
 
 def _oblique_adam(opt: Any, config: Any = None) -> None:
-    for state, param in _empty_states(opt):
+    for state, param in empty_states(opt):
         state["step"] = 0
         state["exp_avg"] = torch.zeros_like(param)
         state["exp_avg_sq"] = torch.zeros_like(param)
 
 
 def _psgd_pro(opt: Any, config: Any = None) -> None:
-    for state, param in _empty_states(opt):
+    for state, param in empty_states(opt):
         device = param.device
         state["step"] = 0
         state["exp_avg"] = torch.zeros_like(param)
@@ -42,7 +42,8 @@ def _muon_hyperball(opt: Any, config: Any = None) -> None:
             opt.state[param].setdefault("hyperball_R", norm)
 
 
-def _empty_states(opt: Any) -> list[tuple[dict[str, Any], torch.Tensor]]:
+def empty_states(opt: Any) -> list[tuple[dict[str, Any], torch.Tensor]]:
+    """Return the states that are to be made, each with its parameter."""
     params = [param for group in opt.param_groups for param in group["params"]]
     return [(opt.state[param], param) for param in params if not opt.state[param]]
 
