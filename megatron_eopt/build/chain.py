@@ -171,10 +171,7 @@ class OptimizerChain(ChainedOptimizer):
         State is saved by parameter, so it loads at any layout, but for Adam alone in the form that
         Megatron calls ``dp_reshardable``.
 
-        Args:
-            model_sharded_state_dict: The model's, with its parameters themselves as data.
-            is_loading: Whether to load.
-            **kwargs: ``metadata`` and ``sharding_type``, the trainer's choice of a form.
+        The trainer chooses a form by ``metadata`` and ``sharding_type``.
 
         Raises:
             ConfigurationError: If a parameter is not in the model's state.

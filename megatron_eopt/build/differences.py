@@ -19,11 +19,7 @@ def log_differences(
 ) -> None:
     """Log once, on one rank, what is different for this configuration and model.
 
-    Args:
-        settings: The configuration.
-        routing: The routes.
-        arguments: Of the constructor of the main optimizer.
-        tensor_parallel_size: Ranks that cut a matrix.
+    ``arguments`` are those of the main optimizer's constructor.
     """
     for sentence in _warnings(settings, arguments, tensor_parallel_size):
         _say(logging.WARNING, sentence)

@@ -22,12 +22,7 @@ def driver_over(
 ) -> Driver:
     """Return the driver of an optimizer that needs matrices; collective over the shards' ranks.
 
-    Args:
-        base: The optimizer.
-        groups: Its parameter groups there, of the model's parameters.
-        shards: How the ranks store the model's parameters.
-        means: How matrices travel.
-        config: What functions that make state get.
+    ``groups`` and ``shards`` are those of the model's parameters.
     """
     driver: Driver
     if base.layout == "matrix_update":

@@ -123,8 +123,7 @@ class _Builder:
         self.groups: list[ParamGroup] = []
         self.served: list[tuple[Driver, slice, list[Tensor]]] = []
         self._settings = settings
-        self._names = routing.names
-        self._splits = routing.matrices
+        self._names, self._splits = routing.names, routing.matrices
         self._order = {param: number for number, param in enumerate(self._names)}
         self._meshes = MeshGroups()
 

@@ -66,7 +66,7 @@ def _driver(base: Base, params: list[Tensor], settings: Settings, collection: An
         driver = ElementWiseDriver(optimizer, init_state_fn, settings.config)
     else:
         ranks = [Ranks.of(tensor_parallel_cut(param, collection)[1]) for param in params]
-        driver = SlabDriver(optimizer, init_state_fn, settings.config, ranks)
+        driver = SlabDriver(optimizer, init_state_fn, settings.config, ranks=ranks)
     count = itertools.count()
     driver.attach([[next(count) for _ in group["params"]] for group in optimizer.param_groups])
     return driver

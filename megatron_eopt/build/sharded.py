@@ -1,5 +1,6 @@
 """Optimizers of ZeRO-1 fragments: one member of a chain for each set of Megatron's buffers."""
 
+import functools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +19,6 @@ from megatron_eopt.optimizers.member import Member
 from megatron_eopt.settings.settings import RunSettings
 from megatron_eopt.stores.buffers import BufferSet, check_buffers
 from megatron_eopt.stores.rank_grid import data_parallel_only
-from megatron_eopt.stores.replicated import SplitOf
 from megatron_eopt.stores.sharded import (
     BufferPlace,
     FragmentsOptimizer,
@@ -60,19 +60,15 @@ class Sharding:
         storage.expert_tp_group = buffers.expert_tensor
         return storage
 
-    def splits_for(self, optimizer: Any) -> SplitOf:
-        """Return what tells the logical matrices of an optimizer's parameters."""
-
-        def split_of(param: Tensor, shape: tuple[int, ...]) -> Split:
-            if param in self.splits:
-                return self.splits[param] or whole(shape)
-            if hasattr(optimizer, "split_of"):
-                own: Split = optimizer.split_of(param, shape)
-                return own
-            declared = getattr(param, "eopt_split", None)
-            return declared if isinstance(declared, Split) else whole(shape)
-
-        return split_of
+    def split_of(self, optimizer: Any, param: Tensor, shape: tuple[int, ...]) -> Split:
+        """Return the logical matrices of a parameter that an optimizer steps."""
+        if param in self.splits:
+            return self.splits[param] or whole(shape)
+        if hasattr(optimizer, "split_of"):
+            own: Split = optimizer.split_of(param, shape)
+            return own
+        declared = getattr(param, "eopt_split", None)
+        return declared if isinstance(declared, Split) else whole(shape)
 
 
 def unmixed_members(sharding: Sharding, pairs: Sequence[tuple[Share, Base | None]]) -> list[Member]:
@@ -155,7 +151,7 @@ def _driver(
     slabs = base.layout == "matrix_update" and base.optimizer.tp_mode == "blockwise"
     if slabs:
         grid = data_parallel_only(grid, buffers.data)
-    split_of = sharding.splits_for(base.optimizer)
+    split_of = functools.partial(sharding.split_of, base.optimizer)
     shards = {
         param: fragment_of(param, place, split_of, grid, slabs=slabs)
         for param, place in places.items()

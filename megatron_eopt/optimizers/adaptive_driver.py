@@ -42,6 +42,11 @@ class AdaptiveDriver(MuonDriver):
             kind(engine, [shards[n] for n in numbers], settings.orthogonalization)
             for numbers, engine in self.engines
         ]
+        self._rule_of = {
+            number: (rule, index)
+            for (numbers, _), rule in zip(self.engines, self._rules, strict=True)
+            for index, number in enumerate(numbers)
+        }
         self._ready: dict[int, tuple[Tensor, Tensor]] = {}
         self._away: dict[int, Tensor] = {}
         self._counted: dict[int, Coefficients] = {}
@@ -61,7 +66,7 @@ class AdaptiveDriver(MuonDriver):
         super().init(groups, state)
         here = {number for _, _, number in self.numbered(groups)}
         for number in self.group_of.keys() - here - self._away.keys():
-            rule, place = self._rule_of(number)
+            rule, place = self._rule_of[number]
             count = 0 if self._is_by_element else len(self.shards[number].layouts)
             if any(rule.known(place, matrix) is not None for matrix in range(count)):
                 self._away[number] = torch.empty(0, device=rule.engine.device)
@@ -93,7 +98,7 @@ class AdaptiveDriver(MuonDriver):
         if self._is_by_element:
             return
         for *_, number, values in self._states(groups, state):
-            rule, place = self._rule_of(number)
+            rule, place = self._rule_of[number]
             shard = self.shards[number]
             slab = (shard.ranks.rank, shard.ranks.size) if rule.engine.blockwise else shard.slab
             for matrix, view in enumerate(rule.views_of(place, values[MOMENT2])):
@@ -128,19 +133,13 @@ class AdaptiveDriver(MuonDriver):
 
     def statistics_of(self, number: int, moment: Tensor) -> list[Tensor]:
         """Return views of a parameter's statistics, one for each of its logical matrices."""
-        rule, place = self._rule_of(number)
+        rule, place = self._rule_of[number]
         return [moment] if self._is_by_element else rule.views_of(place, moment)
-
-    def _rule_of(self, number: int) -> tuple[Rule, int]:
-        for (numbers, _), rule in zip(self.engines, self._rules, strict=True):
-            if number in numbers:
-                return rule, numbers.index(number)
-        raise KeyError(number)
 
     def _empty_statistics(self, param: Tensor, number: int) -> Tensor:
         if self._is_by_element:
             return torch.zeros_like(param, requires_grad=False)
-        rule, place = self._rule_of(number)
+        rule, place = self._rule_of[number]
         shapes = rule.statistics[place]
         shape = shapes[0] if len(shapes) == 1 else (sum(map(math.prod, shapes)),)
         return param.new_zeros(shape, requires_grad=False)
@@ -166,7 +165,7 @@ class AdaptiveDriver(MuonDriver):
         self._ready = {}
 
     def _prepare(self, place: int, stepped: Mapping[int, Stepped], state: State) -> None:
-        index = self._index(place)
+        index = {number: index for index, number in enumerate(self.engines[place][0])}
         moments = {index[n]: state[item.param][MOMENT2] for n, item in stepped.items()}
         counted = {index[n]: self._count(s.group, state[s.param]) for n, s in stepped.items()}
         away = index.keys() & self._away.keys()
@@ -182,18 +181,12 @@ class AdaptiveDriver(MuonDriver):
         else:
             found = {n: self._ready[n][0] for n in stepped}
             inputs = {n: self._ready[n][1] for n in stepped}
-        index = self._index(place)
-        moving = {index[n]: (item.param.grad, found[n]) for n, item in stepped.items()}
+        moving = {self._rule_of[n][1]: (item.param.grad, found[n]) for n, item in stepped.items()}
         self._rules[place].on_wave(wave, moving)  # type: ignore[arg-type]
         return inputs
 
     def _finished(self, place: int, updates: Mapping[int, Tensor]) -> None:
-        index = self._index(place)
-        self._rules[place].finish({index[n]: update for n, update in updates.items()})
-
-    def _index(self, place: int) -> dict[int, int]:
-        """Return where the shards stand in an engine, by their numbers here."""
-        return {number: index for index, number in enumerate(self.engines[place][0])}
+        self._rules[place].finish({self._rule_of[n][1]: u for n, u in updates.items()})
 
     def _count(self, group: ParamGroup, state: dict[str, Any]) -> Coefficients:
         corrected = self.settings.bias_correction

@@ -75,6 +75,10 @@ class Rule:
         self._shard_of = [n for n, shapes in enumerate(self.shapes) for _ in shapes]
         self._coefficients: Mapping[int, Coefficients] = {}
         self._moments: Mapping[int, Tensor] = {}
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Compute what is the same in all steps."""
 
     def begin(
         self, moments: Mapping[int, Tensor], coefficients: Mapping[int, Coefficients]
@@ -114,16 +118,13 @@ class AdaMuonRule(Rule):
 
     method: Moment2MethodT = "adamuon"
 
-    def __init__(
-        self, engine: MatrixEngine, shards: Sequence[Shard], arithmetic: Orthogonalization
-    ) -> None:
-        super().__init__(engine, shards, arithmetic)
+    def _prepare(self) -> None:
         self._scales = [
-            [arithmetic.scale(shape) if shape[0] else 0.0 for shape in shapes]
+            [self.arithmetic.scale(shape) if shape[0] else 0.0 for shape in shapes]
             for shapes in self.shapes
         ]
         self._segments = {
-            place: Segments.of(shards[place], engine.device)
+            place: Segments.of(self.shards[place], self.engine.device)
             for place, scales in enumerate(self._scales)
             if len(set(scales)) > 1
         }
@@ -156,10 +157,7 @@ class NorMuonRule(Rule):
 
     method: Moment2MethodT = "normuon"
 
-    def __init__(
-        self, engine: MatrixEngine, shards: Sequence[Shard], arithmetic: Orthogonalization
-    ) -> None:
-        super().__init__(engine, shards, arithmetic)
+    def _prepare(self) -> None:
         self._flat = [shape for shapes in self.statistics for shape in shapes]
         self._known = [self._window(index) for index in range(len(self._flat))]
         self._views: dict[int, tuple[Tensor, list[Tensor]]] = {}
@@ -237,11 +235,8 @@ class NamoRule(Rule):
 
     method: Moment2MethodT = "namo"
 
-    def __init__(
-        self, engine: MatrixEngine, shards: Sequence[Shard], arithmetic: Orthogonalization
-    ) -> None:
-        super().__init__(engine, shards, arithmetic)
-        self._segments = [Segments.of(shard, engine.device) for shard in shards]
+    def _prepare(self) -> None:
+        self._segments = [Segments.of(shard, self.engine.device) for shard in self.shards]
         self._factors: dict[int, Tensor] = {}
         self._indices: dict[tuple[int, ...], Tensor] = {}
 

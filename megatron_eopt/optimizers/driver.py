@@ -216,6 +216,22 @@ def bind(
     return optimizer
 
 
+def empty_states(optimizer: Any) -> list[tuple[dict[str, Any], Tensor]]:
+    """Return the states that are to be made, each with its parameter."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return [(optimizer.state[param], param) for param in params if not optimizer.state[param]]
+
+
+def zeros(*names: str, **counters: int) -> Callable[..., None]:
+    """Return what gives every parameter without state counters, and zeros of its shape."""
+
+    def init_state(optimizer: Any, config: Any = None) -> None:
+        for state, param in empty_states(optimizer):
+            state.update(counters, **{name: torch.zeros_like(param.data) for name in names})
+
+    return init_state
+
+
 @torch.no_grad()
 def dry_step(optimizer: Any) -> None:
     """Let every parameter without state have one of the right shape, whose values do not matter.
@@ -227,7 +243,7 @@ def dry_step(optimizer: Any) -> None:
         ConfigurationError: If it cannot step with zero gradients.
     """
     everything = [param for group in optimizer.param_groups for param in group["params"]]
-    bare = [param for param in everything if not optimizer.state[param]]
+    bare = [param for _, param in empty_states(optimizer)]
     if not bare:
         return
     values = [param.detach().clone() for param in bare]

@@ -76,14 +76,8 @@ class SlabDriver(ElementWiseDriver):
     It knows for each parameter which ranks have its slabs.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        init_state_fn: InitState,
-        config: Any,
-        ranks: Sequence[Ranks],
-    ) -> None:
-        super().__init__(optimizer, init_state_fn, config)
+    def __init__(self, *args: Any, ranks: Sequence[Ranks]) -> None:
+        super().__init__(*args)
         self._ranks = ranks
 
     def is_cut_like_weights(self, kind: str, value: Any) -> bool:

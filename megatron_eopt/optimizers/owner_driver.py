@@ -42,12 +42,8 @@ _GRAD, _WEIGHT = "grad of ", "weight of "
 class OwnerDriver(Driver):
     """Steps a torch optimizer on whole matrices, each at its owner.
 
-    Args:
-        optimizer: The user's optimizer, with the settings of all its groups.
-        init_state_fn: Makes its state exist, called without arguments; may be None.
-        shards: What it steps; one group of ranks stores all of them.
-        shapes: Shape of each whole parameter, if it has other dimensions than its one matrix.
-        means: How matrices travel.
+    One group of ranks stores all shards. ``shapes`` are those of whole parameters, if they have
+    other dimensions than their one matrix.
     """
 
     needs_matrices = True

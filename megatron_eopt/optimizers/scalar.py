@@ -14,37 +14,26 @@ from megatron.core.utils import log_single_rank
 
 from megatron_eopt.base.names import FIRST_MOMENT, MOMENTUM
 from megatron_eopt.base.versions import megatron_name
-from megatron_eopt.optimizers.driver import InitState
-from megatron_eopt.optimizers.initial_state import empty_states
+from megatron_eopt.optimizers.driver import InitState, empty_states, zeros
 from megatron_eopt.settings.arguments import offload_arguments, scalar_arguments
 from megatron_eopt.settings.registry import init_state
 from megatron_eopt.settings.settings import RunSettings
 
 logger = logging.getLogger(__name__)
 
-ELEMENT_WISE_CLASSES = frozenset(
-    {
-        # fused ones where Transformer Engine or Apex is installed
-        megatron_optimizer.Adam,
-        megatron_optimizer.SGD,
-        torch.optim.Adam,
-        torch.optim.AdamW,
-        torch.optim.SGD,
-    }
-)
+_FUSED = {megatron_optimizer.Adam, megatron_optimizer.SGD}
+"""Where Transformer Engine or Apex is installed, else torch's."""
+
+ELEMENT_WISE_CLASSES = _FUSED | {torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD}
 """Classes that update each number by itself."""
 
 
 def build_scalar_optimizer(
     name: str, groups: list[dict[str, Any]], settings: RunSettings, *, plain: bool
 ) -> tuple[torch.optim.Optimizer, InitState]:
-    """Return an optimizer and the function that makes its state, where no driver does.
+    """Return Adam, SGD or Lion, and the function that makes its state where no driver does.
 
-    Args:
-        name: "adam", "sgd" or "lion".
-        groups: Parameter groups.
-        settings: The configuration.
-        plain: Whether it is torch's own in place of a fused one, for tensors that no kernel knows.
+    Plain ones are torch's own in place of fused ones, for tensors that no kernel knows.
     """
     if settings.offloads and not plain:
         return _offloaded(name, groups, settings), None
@@ -63,7 +52,8 @@ def build_scalar_optimizer(
         init_state_fn = _init_fused_sgd if is_fused else None
     elif is_fused:
         optimizer = megatron_optimizer.Adam(groups, adam_w_mode=decoupled, **kwargs)
-        init_state_fn = _init_precision_aware if settings.precision_aware else _init_fused_adam
+        moments = zeros(FIRST_MOMENT, "exp_avg_sq")
+        init_state_fn = _init_precision_aware if settings.precision_aware else moments
     else:
         optimizer = (torch.optim.AdamW if decoupled else torch.optim.Adam)(groups, **kwargs)
     if not plain:
@@ -87,12 +77,6 @@ def _offloaded(
 def _init_precision_aware(opt: Any, config: Any = None) -> None:
     for _, param in empty_states(opt):
         opt.initialize_state(param)
-
-
-def _init_fused_adam(opt: Any, config: Any = None) -> None:
-    for state, param in empty_states(opt):
-        state[FIRST_MOMENT] = torch.zeros_like(param.data)
-        state["exp_avg_sq"] = torch.zeros_like(param.data)
 
 
 def _init_fused_sgd(opt: Any, config: Any = None) -> None:
