@@ -63,17 +63,18 @@ def import_torch_muon(
 def _momenta_by_name(
     state_dict: Mapping[str, Any], params: Sequence[str] | None
 ) -> dict[str, Tensor]:
-    names: dict[Any, str] = {}
-    order = [key for group in state_dict["param_groups"] for key in group["params"]]
-    given = [n for group in state_dict["param_groups"] for n in group.get("param_names", ())]
-    given = list(params) if params is not None else given
+    groups = state_dict["param_groups"]
+    order = [key for group in groups for key in group["params"]]
     if order and all(isinstance(key, str) for key in order):
-        names = {key: key for key in order}
-    elif len(given) == len(order):
-        names = dict(zip(order, given, strict=True))
+        given: Sequence[str] = order
+    elif params is not None:
+        given = params
     else:
+        given = [name for group in groups for name in group.get("param_names", ())]
+    if len(given) != len(order):
         rule = f"must name the {len(order)} parameters of the state dict, in their order"
         raise ConfigurationError("params", params, rule, "Pass the names torch.optim.Muon got")
+    names = dict(zip(order, given, strict=True))
     return {
         names[key]: state[MOMENTUM]
         for key, state in state_dict["state"].items()

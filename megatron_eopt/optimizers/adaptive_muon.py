@@ -143,13 +143,8 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon, AdaptiveMuon):
 
     def driver_over(self, shards: Sequence[Shard], means: Means) -> AdaptiveDriver:
         """Return what steps other shards with this optimizer's settings, in float32."""
-        settings = AdaptiveSettings(
-            self._muon.nesterov,
-            self._muon.weight_decay_method,
-            self.orthogonalization,
-            self.moment2_method,
-            self.bias_correction,
-        )
+        own = {"method": self.moment2_method, "bias_correction": self.bias_correction}
+        settings = AdaptiveSettings(**vars(self._muon), **own)
         return AdaptiveDriver(type(self).__name__, settings, shards, means)
 
     @torch.no_grad()

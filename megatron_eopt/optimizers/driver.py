@@ -207,10 +207,7 @@ def loss_of(closure: Callable[[], float] | None) -> float | None:
 def bind(
     optimizer: torch.optim.Optimizer, groups: Iterable[ParamGroup], state: State
 ) -> torch.optim.Optimizer:
-    """Let ``optimizer`` work on other groups and another state from now on, and return it.
-
-    One optimizer may serve several buffer sets, each with groups and state of its own.
-    """
+    """Let ``optimizer``, which may serve several buffer sets, work on these from now on."""
     optimizer.param_groups = list(groups)
     optimizer.state = state
     return optimizer

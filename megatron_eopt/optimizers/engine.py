@@ -107,9 +107,8 @@ class MatrixEngine:
     def run(self, load: LoadT, store: StoreT) -> None:
         """Update matrices wave by wave; collective over the group.
 
-        Args:
-            load: Returns what to orthogonalize of shards by name, contiguous.
-            store: Takes updates by shard name, in float32.
+        ``load`` returns what to orthogonalize by the shards' names, contiguous; ``store`` takes
+        updates, in float32.
         """
         self._redistribution.run_waves(load, self._compute, store)
 

@@ -346,12 +346,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
 
 def _orthogonalization(**settings: Any) -> Orthogonalization:
-    """Return the arithmetic, having checked the settings under the names of the arguments.
-
-    Raises:
-        ConfigurationError: If a value is unknown or out of bounds.
-        ConfigurationTypeError: If a number is of the wrong kind.
-    """
+    """Return the arithmetic, having checked the settings under the names of the arguments."""
     steps = settings["steps"]
     check_number("num_ns_steps", steps, at_least=1)
     if not isinstance(steps, int):

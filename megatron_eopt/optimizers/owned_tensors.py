@@ -91,12 +91,10 @@ class OwnedTensors:
         ]
         known = [entry for entries in of_every_rank(mine, self._ranks.group) for entry in entries]
         if problems := [entry for entry in known if entry.problem]:
-            raise ConfigurationError(
-                f"state {problems[0].name!r} of {self._driver.name}",
-                problems[0].problem,
-                "can be saved only as float32 tensors and numbers",
-                "Use another optimizer, or run without checkpoints",
-            )
+            argument = f"state {problems[0].name!r} of {self._driver.name}"
+            rule = "can be saved only as float32 tensors and numbers"
+            way_out = "Use another optimizer, or run without checkpoints"
+            raise ConfigurationError(argument, problems[0].problem, rule, way_out)
         return kept, sorted(known, key=lambda entry: (entry.shard, entry.name))
 
     def _name(self, item: Kept) -> str:
