@@ -1,5 +1,6 @@
-"""The torch optimizers that a configuration asks for, before any storage wraps them."""
+"""The torch optimizers that a configuration asks for, and the drivers that step with them."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,14 +11,17 @@ from torch import Tensor, nn
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import SCALAR_OPTIMIZERS
 from megatron_eopt.matrices import Split
-from megatron_eopt.optimizers.driver import InitState, ParamGroup
+from megatron_eopt.optimizers.driver import Driver, InitState, ParamGroup
+from megatron_eopt.optimizers.engine import Means
 from megatron_eopt.optimizers.group_settings import check_group_settings
+from megatron_eopt.optimizers.owner_driver import OwnerDriver
 from megatron_eopt.optimizers.scalar import ELEMENT_WISE_CLASSES, build_scalar_optimizer
 from megatron_eopt.routing.groups import Group, param_group
 from megatron_eopt.settings.arguments import arguments_of
 from megatron_eopt.settings.fields import constructor_arguments
 from megatron_eopt.settings.registry import StateLayoutT, entries, entry_of
 from megatron_eopt.settings.settings import Settings
+from megatron_eopt.stores.shard import Shard
 
 
 @dataclass(frozen=True)
@@ -151,3 +155,32 @@ def build_base(
     ]
     is_clipped = not (settings.exempt_from_clipping and name == settings.optimizer)
     return Base(optimizer, init_state_fn, complete, is_clipped)
+
+
+def driver_over(
+    base: Base,
+    groups: Sequence[ParamGroup],
+    shards: Mapping[Tensor, Shard],
+    means: Means,
+    config: Any,
+) -> Driver:
+    """Return the driver of an optimizer that needs matrices; collective over the shards' ranks.
+
+    ``groups`` and ``shards`` are those of the model's parameters.
+    """
+    driver: Driver
+    if base.layout == "matrix_update":
+        driver = base.optimizer.driver_over(list(shards.values()), means)
+    else:
+        # what has other dimensions travels as a matrix, and steps in its own
+        shapes = [
+            shard.layouts[0].shape
+            if param.dim() == 2
+            else (shard.layouts[0].shape[0], *param.shape[1:])
+            for param, shard in shards.items()
+        ]
+        init = base.init_state_fn and functools.partial(base.init_state_fn, base.optimizer, config)
+        driver = OwnerDriver(base.optimizer, init, list(shards.values()), shapes, means)
+    group_of = {p: number for number, group in enumerate(groups) for p in group["params"]}
+    driver.assign({number: group_of[param] for number, param in enumerate(shards)})
+    return driver

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
 from megatron_eopt.base.names import TpModeT
-from megatron_eopt.build.bases import Base, Share, build_base, shares_of
-from megatron_eopt.build.drivers import driver_over
+from megatron_eopt.build.bases import Base, Share, build_base, driver_over, shares_of
 from megatron_eopt.build.model_marks import OUTPUT_LAYERS, mark_parameters
 from megatron_eopt.layouts import Layout
 from megatron_eopt.matrices import whole

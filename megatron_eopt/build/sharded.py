@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_eopt.build.bases import Base, Share
-from megatron_eopt.build.drivers import driver_over
+from megatron_eopt.build.bases import Base, Share, driver_over
 from megatron_eopt.matrices import Split, whole
 from megatron_eopt.optimizers.driver import CompositeOptimizer, Driver, ParamGroup, bind
 from megatron_eopt.optimizers.element_wise import ElementWiseDriver

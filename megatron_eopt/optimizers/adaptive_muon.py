@@ -28,6 +28,9 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon, AdaptiveMuon):
     shape, NorMuon's ``(rows, 1)`` or ``(1, cols)`` of the whole matrix, NAMO's ``(1,)``. The
     statistics of several logical matrices lie one after another, flat, in the order of their split.
 
+    As in emerging-optimizers' class, ``orthogonalize`` returns orthogonal factors neither scaled
+    nor divided by second moments: a step does both, also with what a subclass returns.
+
     Args:
         params: See :class:`TensorParallelMuon`, as for all arguments not listed here.
         lr: Learning rate.
@@ -128,23 +131,11 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon, AdaptiveMuon):
         check_number("eps", param_group["eps"], above=0)
         super().add_param_group(param_group)
 
-    def orthogonalize(self, p: Tensor, grad: Tensor, **kwargs: Any) -> Tensor:
-        """Return the orthogonal factors of one parameter's matrices; collective over its group.
-
-        As in emerging-optimizers' class they are neither scaled nor divided by second moments,
-        which a step does afterwards, also with what a subclass returns here.
-
-        Args:
-            p: The parameter; its attributes say how it is cut and fused.
-            grad: What to orthogonalize, of the same shape.
-            **kwargs: Settings of its parameter group; none is needed.
-        """
-        return super().orthogonalize(p, grad, **kwargs)
-
     def driver_over(self, shards: Sequence[Shard], means: Means) -> AdaptiveDriver:
         """Return what steps other shards with this optimizer's settings, in float32."""
-        own = {"method": self.moment2_method, "bias_correction": self.bias_correction}
-        settings = AdaptiveSettings(**vars(self._muon), **own)
+        settings = AdaptiveSettings(
+            **vars(self._muon), method=self.moment2_method, bias_correction=self.bias_correction
+        )
         return AdaptiveDriver(type(self).__name__, settings, shards, means)
 
     @torch.no_grad()

@@ -18,13 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.math.moments import (
-    Moment2MethodT,
-    adamuon_,
-    namo_,
-    normuon_,
-    statistic_shape,
-)
+from megatron_eopt.math.moments import Moment2MethodT, adamuon_, namo_, normuon_, statistic_shape
 from megatron_eopt.math.newton_schulz import ReduceT
 from megatron_eopt.math.orthogonalize import Orthogonalization
 from megatron_eopt.optimizers.engine import MatrixEngine
@@ -238,7 +232,6 @@ class NamoRule(Rule):
     def _prepare(self) -> None:
         self._segments = [Segments.of(shard, self.engine.device) for shard in self.shards]
         self._factors: dict[int, Tensor] = {}
-        self._indices: dict[tuple[int, ...], Tensor] = {}
 
     def known(self, place: int, matrix: int) -> Known | None:
         """Every rank knows everything; the first one writes."""
@@ -272,12 +265,9 @@ class NamoRule(Rule):
         self, stack: Tensor, matrices: Sequence[int], reduce: ReduceT | None, shape: tuple[int, int]
     ) -> None:
         """Multiply by factor and scale."""
-        parts = []
-        for matrix in matrices:
-            place = self._shard_of[matrix]
-            index = matrix - self.engine.first[place]
-            parts.append(self._factors[place][index : index + 1])
-        factors = torch.cat(parts) * self.arithmetic.scale(shape)
+        places = [(self._shard_of[matrix], matrix) for matrix in matrices]
+        found = [self._factors[place][m - self.engine.first[place]] for place, m in places]
+        factors = torch.stack(found) * self.arithmetic.scale(shape)
         stack.mul_(factors.to(stack.dtype).view(-1, 1, 1))
 
 

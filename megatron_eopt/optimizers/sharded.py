@@ -17,13 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.layouts import Plan
-from megatron_eopt.optimizers.driver import (
-    CompositeOptimizer,
-    Driver,
-    ParamGroup,
-    State,
-    loss_of,
-)
+from megatron_eopt.optimizers.driver import CompositeOptimizer, Driver, ParamGroup, State, loss_of
 from megatron_eopt.optimizers.owned_tensors import OwnedTensors
 from megatron_eopt.optimizers.owner_driver import OwnerDriver
 from megatron_eopt.stores.dtensors import local_of, shard_like
