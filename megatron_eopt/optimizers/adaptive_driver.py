@@ -69,7 +69,7 @@ class AdaptiveDriver(MuonDriver):
             rule, place = self._rule_of[number]
             count = 0 if self._is_by_element else len(self.shards[number].layouts)
             if any(rule.known(place, matrix) is not None for matrix in range(count)):
-                self._away[number] = torch.empty(0, device=rule.engine.device)
+                self._away[number] = torch.empty(0, dtype=torch.float32, device=rule.engine.device)
         for param, number, values in self._states(groups, state):
             values.setdefault(MOMENT2, self._empty_statistics(param, number))
             if self.settings.bias_correction:

@@ -177,7 +177,7 @@ class NorMuonRule(Rule):
         if self.engine.ranks.group is None or self.engine.blockwise:
             return
         sizes = [sum(map(math.prod, shapes)) for shapes in self.statistics]
-        total = torch.zeros(sum(sizes), device=self.engine.device)
+        total = torch.zeros(sum(sizes), dtype=torch.float32, device=self.engine.device)
         values = torch.split(total, sizes)
         for place, moment in moments.items():
             pairs = zip(*(self.views_of(place, m) for m in (values[place], moment)), strict=True)

@@ -119,7 +119,7 @@ def _complete(
         names = (FIRST_MOMENT, "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
         device = param.device if group["capturable"] or group["fused"] else "cpu"
         # a tensor for each: torch counts in place
-        state.setdefault(STEP, torch.tensor(0.0, device=device))
+        state.setdefault(STEP, torch.tensor(0.0, dtype=torch.float32, device=device))
     elif isinstance(optimizer, torch.optim.SGD) and group["momentum"]:
         names = (MOMENTUM,)
     for name in names:

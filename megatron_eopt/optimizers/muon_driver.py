@@ -108,7 +108,7 @@ class MuonDriver(Driver):
                 name: inputs[n].contiguous()
                 if n in inputs
                 # in place of one that rests, but is in the plan
-                else torch.zeros(self.shards[n].shape, device=engine.device)
+                else torch.zeros(self.shards[n].shape, dtype=torch.float32, device=engine.device)
                 for name, n in zip(names, numbers, strict=True)
             }
 

@@ -117,7 +117,7 @@ class OwnedTensors:
             return whole.clone()
         if entry.owner != self._ranks.rank:
             assert entry.shape is not None
-            whole = torch.empty(entry.shape, device=self._device)
+            whole = torch.empty(entry.shape, dtype=torch.float32, device=self._device)
         rows = [ShardPlacement(0)]
         return distribute_tensor(whole, self._mesh, rows, src_data_rank=entry.owner)
 
