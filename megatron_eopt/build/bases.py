@@ -1,5 +1,6 @@
-"""The torch optimizers that a configuration asks for, before any storage wraps them."""
+"""The torch optimizers that a configuration asks for, and the drivers that step with them."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,52 +11,37 @@ from torch import Tensor, nn
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import SCALAR_OPTIMIZERS
 from megatron_eopt.matrices import Split
-from megatron_eopt.optimizers.driver import InitState, ParamGroup
+from megatron_eopt.optimizers.driver import Driver, InitState, ParamGroup
+from megatron_eopt.optimizers.engine import Means
 from megatron_eopt.optimizers.group_settings import check_group_settings
-from megatron_eopt.optimizers.scalar import (
-    ELEMENT_WISE_CLASSES,
-    build_scalar_optimizer,
-    plain_scalar_optimizer,
-)
+from megatron_eopt.optimizers.owner_driver import OwnerDriver
+from megatron_eopt.optimizers.scalar import ELEMENT_WISE_CLASSES, build_scalar_optimizer
 from megatron_eopt.routing.groups import Group, param_group
 from megatron_eopt.settings.arguments import arguments_of
 from megatron_eopt.settings.fields import constructor_arguments
 from megatron_eopt.settings.registry import StateLayoutT, entries, entry_of
 from megatron_eopt.settings.settings import Settings
+from megatron_eopt.stores.shard import Shard
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one optimizer of the chain steps.
+    """What one optimizer of the chain steps."""
 
-    Attributes:
-        optimizer: Name of the torch optimizer.
-        is_expert: Whether it holds experts' parameters.
-        groups: Its parameter groups.
-        chunks: Indices of the model chunks that its parameters come from.
-    """
-
-    optimizer: str
-    is_expert: bool
+    optimizer: str  # name of the torch optimizer
+    is_expert: bool  # whether it holds experts' parameters
     groups: tuple[Group, ...]
-    chunks: tuple[int, ...]
+    chunks: tuple[int, ...]  # indices of the model chunks that its parameters come from
 
 
 @dataclass(frozen=True)
 class Base:
-    """A torch optimizer as a user passes one, or as a configuration asks for one.
+    """A torch optimizer as a user passes one, or as a configuration asks for one."""
 
-    Attributes:
-        optimizer: The torch optimizer; it may have been made over stand-ins for the parameters.
-        init_state_fn: Makes its state exist, called as ``(optimizer, config)``; may be None.
-        groups: Its parameter groups, of the model's parameters.
-        is_clipped: Whether its gradients are clipped.
-    """
-
-    optimizer: Any
-    init_state_fn: InitState
-    groups: Sequence[ParamGroup]
-    is_clipped: bool = True
+    optimizer: Any  # the torch optimizer, maybe made over stand-ins for the parameters
+    init_state_fn: InitState  # makes its state exist, called as ``(optimizer, config)``
+    groups: Sequence[ParamGroup]  # of the model's parameters
+    is_clipped: bool = True  # whether its gradients are clipped
 
     @property
     def layout(self) -> StateLayoutT:
@@ -80,14 +66,9 @@ def shares_of(
 ) -> list[Share]:
     """Return what the optimizers of a chain step: the main one first, dense before experts.
 
-    Order and number are part of checkpoint formats, so they follow from what all ranks know.
-
-    Args:
-        groups: All groups.
-        main: Name of the main optimizer, whose dense share always exists.
-        n_chunks: Number of model chunks.
-        first_chunk_apart: Whether the first chunk's dense parameters get an optimizer of their own,
-            so that their gather can overlap with the next optimizer's step.
+    Order and number are part of checkpoint formats, so they follow from what all ranks know. The
+    dense share of the main optimizer always exists. The first chunk's dense parameters may get an
+    optimizer of their own, so that their gather can overlap with the next optimizer's step.
     """
     everything = tuple(range(n_chunks))
     dense = [everything]
@@ -151,18 +132,22 @@ def build_base(
         made_over = [{**g, "params": [nn.Parameter(torch.ones(1, 1))]} for g in groups]
     optimizer: torch.optim.Optimizer
     init_state_fn: InitState
-    if plain and is_scalar:
-        optimizer, init_state_fn = plain_scalar_optimizer(name, made_over, settings)
-    elif is_scalar:
-        optimizer, init_state_fn = build_scalar_optimizer(name, made_over, settings)
+    if is_scalar:
+        optimizer, init_state_fn = build_scalar_optimizer(name, made_over, settings, plain=plain)
     else:
         entry = entry_of(name)
         kwargs = arguments_of(name, settings, model_chunks, pg_collection)
         if splits is not None and "splits" in constructor_arguments(entry.optimizer_cls):
             kwargs["splits"] = splits
         optimizer, init_state_fn = entry.optimizer_cls(made_over, **kwargs), entry.init_state_fn
-        if made_over is not groups:
-            _refuse_changed_weights(name, made_over)
+        stands = [p for group in made_over for p in group["params"] if made_over is not groups]
+        # weights that will be stepped a constructor does not see
+        if any(bool((param != 1).any()) for param in stands):
+            rule = "changes weights when it is built, and there are no whole ones in this storage"
+            way_out = (
+                "Set use_distributed_optimizer=False, or leave out the option that changes them"
+            )
+            raise ConfigurationError("optimizer", name, rule, way_out)
     check_group_settings(optimizer)
     complete = [
         {**made, "params": group["params"]}
@@ -172,12 +157,30 @@ def build_base(
     return Base(optimizer, init_state_fn, complete, is_clipped)
 
 
-def _refuse_changed_weights(name: str, stand_ins: Sequence[dict[str, Any]]) -> None:
-    """Refuse a constructor that changes weights: those that will be stepped it does not see."""
-    if any(bool((param != 1).any()) for group in stand_ins for param in group["params"]):
-        raise ConfigurationError(
-            "optimizer",
-            name,
-            "changes weights when it is built, and there are no whole ones in this storage",
-            "Set use_distributed_optimizer=False, or leave out the option that changes them",
-        )
+def driver_over(
+    base: Base,
+    groups: Sequence[ParamGroup],
+    shards: Mapping[Tensor, Shard],
+    means: Means,
+    config: Any,
+) -> Driver:
+    """Return the driver of an optimizer that needs matrices; collective over the shards' ranks.
+
+    ``groups`` and ``shards`` are those of the model's parameters.
+    """
+    driver: Driver
+    if base.layout == "matrix_update":
+        driver = base.optimizer.driver_over(list(shards.values()), means)
+    else:
+        # what has other dimensions travels as a matrix, and steps in its own
+        shapes = [
+            shard.layouts[0].shape
+            if param.dim() == 2
+            else (shard.layouts[0].shape[0], *param.shape[1:])
+            for param, shard in shards.items()
+        ]
+        init = base.init_state_fn and functools.partial(base.init_state_fn, base.optimizer, config)
+        driver = OwnerDriver(base.optimizer, init, list(shards.values()), shapes, means)
+    group_of = {p: number for number, group in enumerate(groups) for p in group["params"]}
+    driver.assign({number: group_of[param] for number, param in enumerate(shards)})
+    return driver

@@ -16,7 +16,7 @@ from megatron.core.optimizer.optimizer import GRAD_NORM_GROUP_ATTR, ChainedOptim
 from torch import Tensor
 
 from megatron_eopt.base.versions import megatron_name
-from megatron_eopt.build.loss_scale import UnscaledOnce, overflowed, unscale_
+from megatron_eopt.build.loss_scale import UnscaledOnce, unscale_
 from megatron_eopt.checkpoint import local_state, optimizer_state
 from megatron_eopt.checkpoint.groups import check_structure
 from megatron_eopt.checkpoint.rank_files import load_rank_file, save_rank_file
@@ -39,11 +39,7 @@ _BY_BUCKET = "dp_reshardable"
 class OptimizerChain(ChainedOptimizer):
     """megatron-core's chain, with one loss scale and one decision a step for all its members.
 
-    Args:
-        members: The optimizers, in the order in which they step and are saved.
-        settings: The configuration.
-        scaler: The loss scale; None without.
-        model_chunks: The whole model, which names the parameters in messages.
+    They step and are saved in their order. The whole model names the parameters in messages.
     """
 
     def __init__(
@@ -53,7 +49,7 @@ class OptimizerChain(ChainedOptimizer):
         scaler: Any,
         model_chunks: Sequence[Any],
     ) -> None:
-        storages: list[Any] = [member.storage for member in members]
+        storages = [member.storage for member in members]
         super().__init__(storages)
         self.members = list(members)
         self.settings = settings
@@ -83,7 +79,7 @@ class OptimizerChain(ChainedOptimizer):
             mine += [grad for _, grad in named_gradients(child)]
         found_inf = False
         for group, grads in by_group.items():
-            found_inf |= overflowed(unscale_(grads, self._scaler.inv_scale), group)
+            found_inf |= unscale_(grads, self._scaler.inv_scale, group)
         self._scaler.update(found_inf)
         self._unscaled.remember(found_inf)
         return found_inf
@@ -127,16 +123,10 @@ class OptimizerChain(ChainedOptimizer):
         return True
 
     def gather_params(self, *, now: bool = False) -> None:
-        """Bring the stepped weights to all ranks; collective.
-
-        Args:
-            now: Whether to do it also where hooks of the next forward pass would.
-        """
+        """Bring the stepped weights to all ranks, ``now`` also where hooks would; collective."""
         for chunk in self.model_chunks:
-            ddp_config = chunk.ddp_config
-            if ddp_config.use_distributed_optimizer and (
-                now or not ddp_config.overlap_param_gather
-            ):
+            wrapped = chunk.ddp_config
+            if wrapped.use_distributed_optimizer and (now or not wrapped.overlap_param_gather):
                 chunk.start_param_sync(force_sync=now)
         for member in self.members:
             member.storage.gather_params(now=now)
@@ -158,7 +148,7 @@ class OptimizerChain(ChainedOptimizer):
                 norm. The names are the same on every rank.
         """
         counted = [_watched(child) for child in self.chained_optimizers]
-        groups = [child.get_grad_stats_parallel_group() for child in self.chained_optimizers]
+        groups = self._stats_groups
         if len(set(groups)) == 1:
             counted, groups = [[grad for grads in counted for grad in grads]], groups[:1]
         norms = [
@@ -188,10 +178,7 @@ class OptimizerChain(ChainedOptimizer):
         State is saved by parameter, so it loads at any layout, but for Adam alone in the form that
         Megatron calls ``dp_reshardable``.
 
-        Args:
-            model_sharded_state_dict: The model's, with its parameters themselves as data.
-            is_loading: Whether to load.
-            **kwargs: ``metadata`` and ``sharding_type``, the trainer's choice of a form.
+        The trainer chooses a form by ``metadata`` and ``sharding_type``.
 
         Raises:
             ConfigurationError: If a parameter is not in the model's state.
@@ -233,7 +220,7 @@ class OptimizerChain(ChainedOptimizer):
 
     def save_state_dict_to_file(self, filename: str) -> None:
         """Write this rank's state, for checkpoints of format ``torch``."""
-        save_rank_file(filename, self.members, self._names())
+        save_rank_file(filename, self.members, names_in(self._named_chunks))
 
     def load_state_dict_from_file(self, filename: str) -> None:
         """Read what :meth:`save_state_dict_to_file` wrote at the same layout.
@@ -241,12 +228,16 @@ class OptimizerChain(ChainedOptimizer):
         Raises:
             ConfigurationError: On every rank, if a file is missing, broken or of another layout.
         """
-        load_rank_file(filename, self.members, self._names())
+        load_rank_file(filename, self.members, names_in(self._named_chunks))
 
     @property
     def _main(self) -> str | None:
         """Name of the main optimizer, where a configuration says it."""
         return self.settings.optimizer if isinstance(self.settings, Settings) else None
+
+    @property
+    def _stats_groups(self) -> list[Any]:
+        return [child.get_grad_stats_parallel_group() for child in self.chained_optimizers]
 
     @property
     def _is_offloaded(self) -> bool:
@@ -282,8 +273,7 @@ class OptimizerChain(ChainedOptimizer):
             for child in self.chained_optimizers
             for param, grad in named_gradients(child)
         ]
-        children = self.chained_optimizers
-        groups = dict.fromkeys(child.get_grad_stats_parallel_group() for child in children)
+        groups = dict.fromkeys(self._stats_groups)
         if names := names_of_all(not_finite(named), groups):
             raise NonFiniteError("gradients", names)
         huge = [name for name, grad in named if float(grad.double().norm()) > _HUGE]
@@ -293,14 +283,11 @@ class OptimizerChain(ChainedOptimizer):
 
     def _name_of(self, param: Tensor) -> str:
         if not isinstance(self._named_chunks[0], torch.nn.Module):
-            return self._names()[param]
+            return names_in(self._named_chunks)[param]
         name: str = megatron_name("get_global_unique_param_name")(self._named_chunks, param)
         while name.startswith("module."):
             name = name.removeprefix("module.")
         return name
-
-    def _names(self) -> dict[Tensor, str]:
-        return names_in(self._named_chunks)
 
 
 def names_in(model_chunks: Sequence[Any]) -> dict[Tensor, str]:
@@ -318,10 +305,6 @@ def mark_left_out(counted: list[Tensor], left_out: list[Tensor]) -> list[Tensor]
 
     The host waits for nothing, and the norm keeps every bit: the smallest tensor is replaced by its
     sum with zero, or with nan.
-
-    Args:
-        counted: Gradients that count in the norm.
-        left_out: Gradients that do not.
     """
     left_out = [grad for grad in left_out if grad.numel()]
     if not left_out:

@@ -6,6 +6,8 @@ from typing import Any
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.settings.settings import Settings
 
+_OF_DDP = "DistributedDataParallelConfig."
+
 
 def is_megatron_fsdp(model_chunks: Sequence[Any]) -> bool:
     """Whether Megatron's own FSDP manages the model."""
@@ -19,49 +21,41 @@ def check_ddp(settings: Settings, model_chunks: Sequence[Any]) -> None:
     Raises:
         ConfigurationError: If training would go wrong; the message says which flag to change.
     """
+    is_sharded = settings.storage == "sharded"
     for chunk in model_chunks:
         ddp_config = getattr(chunk, "ddp_config", None)
         if ddp_config is None:
             continue
         _check_qk_clip(settings, chunk)
-        scattered = ddp_config.use_distributed_optimizer
-        is_sharded = settings.storage == "sharded"
+        scattered, gathers = ddp_config.use_distributed_optimizer, ddp_config.overlap_param_gather
         if scattered and not is_sharded:
-            raise ConfigurationError(
-                "DistributedDataParallelConfig.use_distributed_optimizer",
-                True,
+            rule = (
                 "each rank would get only its own part of the gradients, but the optimizer is "
-                f"configured to hold all of {settings.optimizer}'s state on every rank",
-                "Set it to False, or set use_distributed_optimizer=True in the optimizer's config",
+                f"configured to hold all of {settings.optimizer}'s state on every rank"
             )
+            way_out = (
+                "Set it to False, or set use_distributed_optimizer=True in the optimizer's config"
+            )
+            raise ConfigurationError(_OF_DDP + "use_distributed_optimizer", True, rule, way_out)
         if is_sharded and not scattered and settings.is_standard:
-            raise ConfigurationError(
-                "use_distributed_optimizer",
-                True,
-                "the model was wrapped without it",
-                "Set DistributedDataParallelConfig.use_distributed_optimizer=True too",
-            )
-        if ddp_config.overlap_param_gather and not is_sharded:
-            raise ConfigurationError(
-                "DistributedDataParallelConfig.overlap_param_gather",
-                True,
-                "there is nothing to gather without a distributed optimizer",
-                "Set it to False, or use_distributed_optimizer=True",
-            )
-        if settings.early_gather and not ddp_config.overlap_param_gather:
-            raise ConfigurationError(
-                "overlap_param_gather_with_optimizer_step",
-                True,
+            rule = "the model was wrapped without it"
+            way_out = f"Set {_OF_DDP}use_distributed_optimizer=True too"
+            raise ConfigurationError("use_distributed_optimizer", True, rule, way_out)
+        if gathers and not is_sharded:
+            rule = "there is nothing to gather without a distributed optimizer"
+            way_out = "Set it to False, or use_distributed_optimizer=True"
+            raise ConfigurationError(_OF_DDP + "overlap_param_gather", True, rule, way_out)
+        if settings.early_gather and not gathers:
+            rule, way_out = (
                 "needs overlap_param_gather",
-                "Set DistributedDataParallelConfig.overlap_param_gather=True too",
+                f"Set {_OF_DDP}overlap_param_gather=True too",
             )
+            argument = "overlap_param_gather_with_optimizer_step"
+            raise ConfigurationError(argument, True, rule, way_out)
         if getattr(ddp_config, "use_megatron_fsdp", False) and not settings.is_standard:
-            raise ConfigurationError(
-                "DistributedDataParallelConfig.use_megatron_fsdp",
-                True,
-                f"does not work with {settings.optimizer}",
-                "Use Megatron's DistributedDataParallel, or adam",
-            )
+            rule = f"does not work with {settings.optimizer}"
+            way_out = "Use Megatron's DistributedDataParallel, or adam"
+            raise ConfigurationError(_OF_DDP + "use_megatron_fsdp", True, rule, way_out)
 
 
 def _check_qk_clip(settings: Settings, chunk: Any) -> None:

@@ -13,12 +13,7 @@ from megatron_eopt.base.versions import check_megatron, megatron_name
 from megatron_eopt.build.bases import build_base, shares_of
 from megatron_eopt.build.chain import OptimizerChain, names_in
 from megatron_eopt.build.ddp import check_ddp, is_megatron_fsdp
-from megatron_eopt.build.differences import (
-    differences,
-    log_differences,
-    warn_if_inexact,
-    warn_if_too_long,
-)
+from megatron_eopt.build.differences import log_differences
 from megatron_eopt.build.fsdp2 import resolve_for_dtensors
 from megatron_eopt.build.layer_wise import LayerWiseDistributedOptimizer
 from megatron_eopt.build.loss_scale import make_scaler
@@ -122,21 +117,15 @@ def _sharded(
     *,
     use_gloo: bool,
 ) -> OptimizerChain:
-    shares = shares_of(
-        routing.groups,
-        settings.optimizer,
-        len(model_chunks),
-        first_chunk_apart=settings.early_gather,
-    )
+    count, apart = len(model_chunks), settings.early_gather
+    shares = shares_of(routing.groups, settings.optimizer, count, first_chunk_apart=apart)
     mixed = not settings.is_standard or len({share.optimizer for share in shares}) > 1
     if mixed:
         refuse_for_matrices(settings.config)
         check_model_chunks(model_chunks)
     sets = buffer_sets(model_chunks, pg_collection, use_gloo=use_gloo, redistributed=mixed)
-    scaler = make_scaler(settings.loss_scale)
-    sharding = Sharding(
-        settings, model_chunks, sets, names_in(model_chunks), scaler, routing.matrices
-    )
+    scaler, names = make_scaler(settings.loss_scale), names_in(model_chunks)
+    sharding = Sharding(settings, model_chunks, sets, names, scaler, routing.matrices)
     collection = process_groups(pg_collection)
     pairs = [
         (share, build_base(share, settings, model_chunks, collection, stand_ins=True))
@@ -148,8 +137,7 @@ def _sharded(
     for index, chunk in enumerate(model_chunks):
         # the wrapped model asks for this when it gathers parameters
         chunk.overlap_param_gather_with_optimizer_step = settings.early_gather and index == 0
-    members = unmixed_members(sharding, pairs)
-    return OptimizerChain(members, settings, scaler, model_chunks)
+    return OptimizerChain(unmixed_members(sharding, pairs), settings, scaler, model_chunks)
 
 
 def _report(
@@ -158,16 +146,11 @@ def _report(
     arguments: Mapping[str, Any] = {}
     if not settings.is_standard:
         arguments = arguments_of(settings.optimizer, settings, model_chunks, collection)
-    warn_if_too_long(arguments)
-    warn_if_inexact(settings, arguments, get_pg_size(getattr(collection, "tp", None)))
-    log_differences(differences(settings, routing))
+    log_differences(settings, routing, arguments, get_pg_size(getattr(collection, "tp", None)))
     for group in routing.groups:
         numel = sum(member.parameter.param.numel() for member in group.members)
-        log_single_rank(
-            logger,
-            logging.INFO,
-            f"group {group.identity}: {len(group.members)} parameters, {numel} elements here",
-        )
+        line = f"group {group.identity}: {len(group.members)} parameters, {numel} elements here"
+        log_single_rank(logger, logging.INFO, line)
     if settings.prints_routing:
         table = format_routing(settings, routing)
         log_single_rank(logger, logging.WARNING, f"optimizer routing\n{table}")

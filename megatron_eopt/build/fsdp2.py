@@ -1,7 +1,7 @@
 """From a configuration and a model of DTensors to one torch optimizer."""
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
 from megatron_eopt.base.names import TpModeT
-from megatron_eopt.build.bases import Base, Share, build_base, shares_of
-from megatron_eopt.build.drivers import driver_over
+from megatron_eopt.build.bases import Base, Share, build_base, driver_over, shares_of
 from megatron_eopt.build.model_marks import OUTPUT_LAYERS, mark_parameters
 from megatron_eopt.layouts import Layout
 from megatron_eopt.matrices import whole
@@ -36,7 +35,6 @@ from megatron_eopt.stores.dtensors import (
     is_sharded,
     local_of,
 )
-from megatron_eopt.stores.shard import Shard
 
 logger = logging.getLogger(__name__)
 
@@ -108,11 +106,6 @@ def resolve_for_dtensors(config: Any) -> Settings:
 def build_routed(settings: Settings, routing: Routing, shares: Iterable[Share]) -> ShardedOptimizer:
     """Return the optimizer of parameters whose routes are known; collective.
 
-    Args:
-        settings: The configuration.
-        routing: The routes.
-        shares: What steps which groups.
-
     Raises:
         ConfigurationError: If a setting of the optimizer or of a group cannot be honoured.
     """
@@ -129,8 +122,7 @@ class _Builder:
         self.groups: list[ParamGroup] = []
         self.served: list[tuple[Driver, slice, list[Tensor]]] = []
         self._settings = settings
-        self._names = routing.names
-        self._splits = routing.matrices
+        self._names, self._splits = routing.names, routing.matrices
         self._order = {param: number for number, param in enumerate(self._names)}
         self._meshes = MeshGroups()
 
@@ -149,7 +141,12 @@ class _Builder:
             driver = ElementWiseDriver(base.optimizer, base.init_state_fn, self._settings.config)
             self.served.append((driver, places, params))
             return
-        for members in self._by_ranks(params):
+        # those that the same ranks store, cut ones and replicated ones apart
+        together: dict[tuple[Any, bool], list[Tensor]] = {}
+        for param in params:
+            key = (self._meshes.of(param), is_sharded(param))
+            together.setdefault(key, []).append(param)
+        for members in together.values():
             self.served.append((self._driver(base, members), places, members))
 
     def _numbers(self, group: ParamGroup) -> ParamGroup:
@@ -160,46 +157,28 @@ class _Builder:
             "weight_decay": self._settings.weight_decay * group.get("wd_mult", 1.0),
         }
 
-    def _by_ranks(self, params: Iterable[Tensor]) -> list[list[Tensor]]:
-        """Put parameters together that the same ranks store, cut ones and replicated ones apart."""
-        together: dict[tuple[Any, bool], list[Tensor]] = {}
-        for param in params:
-            key = (self._meshes.of(param), is_sharded(param))
-            together.setdefault(key, []).append(param)
-        return list(together.values())
-
     def _driver(self, base: Base, params: list[Tensor]) -> Driver:
-        if base.draws and self._has_copies(params[0]):
-            raise ConfigurationError(
-                "optimizer",
-                type(base.optimizer).__name__,
-                "draws random numbers, others on each of the ranks that hold copies of "
-                f"{self._names[params[0]]}",
-                "Shard all parameters over all ranks, without tensor parallelism, or use another",
+        group = self._meshes.of(params[0])
+        size = 1 if group is None else group.size()
+        if base.draws and dist.is_initialized() and dist.get_world_size() > size:
+            name = self._names[params[0]]
+            rule = f"draws random numbers, others on each of the ranks that hold copies of {name}"
+            way_out = (
+                "Shard all parameters over all ranks, without tensor parallelism, or use another"
             )
+            raise ConfigurationError("optimizer", type(base.optimizer).__name__, rule, way_out)
         mode: TpModeT = self._settings.tp_mode
         if base.layout == "matrix_state" or (mode == "auto" and is_sharded(params[0])):
             # what is cut has to travel, and at one owner the work is done once
             mode = "exchange"
-        means = Means(mode, device=local_of(params[0]).device)
-        shards = self._shards(params, mode)
-        config = self._settings.config
-        return driver_over(base, base.groups, params, shards, means, config)
-
-    def _has_copies(self, param: Tensor) -> bool:
-        """Whether other ranks hold copies that they step by themselves."""
-        group = self._meshes.of(param)
-        known = dist.is_initialized()
-        return known and dist.get_world_size() > (1 if group is None else group.size())
-
-    def _shards(self, params: Sequence[Tensor], mode: TpModeT) -> list[Shard]:
-        group = self._meshes.of(params[0])
-        size = 1 if group is None else group.size()
 
         def computed_by(layouts: Sequence[Layout]) -> list[int]:
             work = plan_work(layouts, size, mode, DEFAULT_WAVE_BYTES)
             return [int(matrix.compute.boxes.rank[0]) for matrix in work.matrices]
 
-        named: Mapping[str, Tensor] = {self._names[param]: param for param in params}
+        named = {self._names[param]: param for param in params}
         splits = [self._splits[param] or whole(tuple(param.shape)) for param in params]
-        return dtensor_shards(named, splits, group, computed_by)
+        found = dtensor_shards(named, splits, group, computed_by)
+        shards = dict(zip(params, found, strict=True))
+        means = Means(mode, device=local_of(params[0]).device)
+        return driver_over(base, base.groups, shards, means, self._settings.config)

@@ -15,7 +15,7 @@ from megatron_eopt.build.bases import Base
 from megatron_eopt.build.chain import OptimizerChain, names_in
 from megatron_eopt.build.loss_scale import make_scaler
 from megatron_eopt.build.sharded import Sharding, sharded_members
-from megatron_eopt.optimizers.driver import fixed
+from megatron_eopt.optimizers.driver import refuse_group
 from megatron_eopt.settings.settings import resolve_run
 from megatron_eopt.stores.all_reduced import AllReducedChunk
 from megatron_eopt.stores.buffers import buffer_sets, check_model_chunks, process_groups
@@ -73,7 +73,7 @@ class LayerWiseDistributedOptimizer(OptimizerChain):
         sharding = Sharding(settings, chunks, sets, names_in(chunks), scaler, {})
         self._build(bases, sharding, pg_collection)
         for optimizer in optimizers:
-            optimizer.add_param_group = _refuse  # type: ignore[method-assign]
+            optimizer.add_param_group = refuse_group  # type: ignore[method-assign]
 
     @classmethod
     def of_bases(cls, bases: Sequence[Base], sharding: Sharding, pg_collection: Any) -> Self:
@@ -105,39 +105,27 @@ def check_base_optimizers(optimizers: Sequence[Any]) -> None:
 
     Raises:
         ConfigurationTypeError: For one that is wrapped already, or is no optimizer.
-        ConfigurationError: For one that needs a closure, or has a scheduler, which would write to
-            groups that nobody steps.
+        ConfigurationError: For one that needs a closure, or has a scheduler.
     """
     for number, optimizer in enumerate(optimizers):
         argument = f"optimizers[{number}]"
         if isinstance(optimizer, MegatronOptimizer):
-            raise ConfigurationTypeError(
-                argument,
-                optimizer,
-                "is wrapped already, and layer-wise storage wraps base torch optimizers itself",
-                "Pass the torch optimizer inside it",
-            )
+            rule = "is wrapped already, and layer-wise storage wraps base torch optimizers itself"
+            way_out = "Pass the torch optimizer inside it"
+            raise ConfigurationTypeError(argument, optimizer, rule, way_out)
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise ConfigurationTypeError(
-                argument, optimizer, "must be a torch.optim.Optimizer", "Pass one"
-            )
+            rule = "must be a torch.optim.Optimizer"
+            raise ConfigurationTypeError(argument, optimizer, rule, "Pass one")
+        name = type(optimizer).__name__
         if getattr(optimizer.step, "_wrapped_by_lr_sched", False):
-            raise ConfigurationError(
-                argument,
-                type(optimizer).__name__,
-                "has a learning-rate scheduler already, which would write to parameter groups that "
-                "nobody steps",
-                "Make the scheduler over the optimizer that this returns",
-            )
+            rule = "has a learning-rate scheduler already, which would write to groups not stepped"
+            way_out = "Make the scheduler over the optimizer that this returns"
+            raise ConfigurationError(argument, name, rule, way_out)
         closure = inspect.signature(optimizer.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
-            raise ConfigurationError(
-                argument,
-                type(optimizer).__name__,
-                "needs a closure that evaluates the model again, which Megatron's training step "
-                "does not give",
-                "Choose an optimizer whose step() works without one",
-            )
+            rule = "needs a closure that evaluates the model again, which Megatron does not give"
+            way_out = "Choose an optimizer whose step() works without one"
+            raise ConfigurationError(argument, name, rule, way_out)
 
 
 def _bases(
@@ -148,26 +136,16 @@ def _bases(
 ) -> list[Base]:
     functions = list(init_state_fns or [None] * len(optimizers))
     if len(functions) != len(optimizers):
-        raise ConfigurationError(
-            "init_state_fn_list",
-            functions,
-            f"must have one entry for each of the {len(optimizers)} optimizers",
-            "Give None for an optimizer without one",
-        )
+        rule = f"must have one entry for each of the {len(optimizers)} optimizers"
+        way_out = "Give None for an optimizer without one"
+        raise ConfigurationError("init_state_fn_list", functions, rule, way_out)
     # what orthogonalizes does not depend on the size of gradients
     free = [exempt and isinstance(item, OrthogonalizedOptimizer) for item in optimizers]
     if exempt and not any(free):
-        raise ConfigurationError(
-            "muon_exempt_from_clipping",
-            True,
-            "is about Muon's gradients, and none of the optimizers is a Muon",
-            "Leave it off, or set clip_grad=0",
-        )
+        rule = "is about Muon's gradients, and none of the optimizers is a Muon"
+        way_out = "Leave it off, or set clip_grad=0"
+        raise ConfigurationError("muon_exempt_from_clipping", True, rule, way_out)
     return [
         Base(optimizer, function, optimizer.param_groups, is_clipped=not is_free)
         for optimizer, function, is_free in zip(optimizers, functions, free, strict=True)
     ]
-
-
-def _refuse(param_group: dict[str, Any]) -> None:
-    raise fixed("add_param_group", f"{len(list(param_group.get('params', ())))} parameters")

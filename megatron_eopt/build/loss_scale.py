@@ -19,25 +19,15 @@ def make_scaler(wanted: LossScale | None) -> Any:
     return megatron_name("DynamicGradScaler")(**wanted.dynamic)
 
 
-def unscale_(grads: Sequence[Tensor | None], inv_scale: Tensor) -> Tensor:
-    """Multiply gradients by ``inv_scale`` in place and look for infinities and nans among them.
-
-    Args:
-        grads: float32 gradients.
-        inv_scale: Reciprocal of the loss scale, of shape (1,).
+def unscale_(grads: list[Tensor], inv_scale: Tensor, group: Any) -> bool:
+    """Multiply float32 gradients by ``inv_scale``, of shape (1,), in place; collective.
 
     Returns:
-        float32 of shape (1,): 1 if any was not finite, else 0.
+        Whether any rank of ``group`` had infinities or nans among them.
     """
     found = torch.zeros_like(inv_scale)
-    present = [grad for grad in grads if grad is not None]
-    if present:
-        torch._amp_foreach_non_finite_check_and_unscale_(present, found, inv_scale)
-    return found
-
-
-def overflowed(found: Tensor, group: Any) -> bool:
-    """Return whether any rank of ``group`` found something that is not finite."""
+    if grads:
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, found, inv_scale)
     distributed.all_reduce(found, op=distributed.ReduceOp.MAX, group=group)
     return bool(found.item() > 0)
 
@@ -48,10 +38,7 @@ class UnscaledOnce:
     Some callers prepare gradients and look at their norm before they step, which prepares them
     again. Float32 gradients are unscaled where the model keeps them. Torch counts the writes to a
     tensor, and Megatron zeroes its buffers before each step, so new gradients are told from those
-    that were seen.
-
-    Args:
-        model_chunks: The wrapped model; gradients outside of DDP's buffers are always new.
+    that were seen. Gradients outside of DDP's buffers are always new.
     """
 
     def __init__(self, model_chunks: Sequence[Any]) -> None:
@@ -65,11 +52,7 @@ class UnscaledOnce:
         return self._found_inf if self._seen == self._writes() else None
 
     def remember(self, found_inf: bool) -> None:
-        """Take note that the gradients have just been unscaled.
-
-        Args:
-            found_inf: Whether any overflowed.
-        """
+        """Take note that the gradients have just been unscaled, and whether any overflowed."""
         self._seen = self._writes() if self._knows_all else None
         self._found_inf = found_inf
 

@@ -21,10 +21,6 @@ def mark_parameters(model: nn.Module, output_layers: Sequence[str]) -> None:
     A 3-D weight is a stack where the user declared ``eopt_split``, or where a part of its path is
     ``experts``. All others, such as those of convolutions, are no matrices.
 
-    Args:
-        model: The model.
-        output_layers: Shell-style patterns of module paths.
-
     Raises:
         ConfigurationError: If patterns other than the default ones match no module.
     """

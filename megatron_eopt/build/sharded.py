@@ -1,5 +1,6 @@
 """Optimizers of ZeRO-1 fragments: one member of a chain for each set of Megatron's buffers."""
 
+import functools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -8,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_eopt.build.bases import Base, Share
-from megatron_eopt.build.drivers import driver_over
+from megatron_eopt.build.bases import Base, Share, driver_over
 from megatron_eopt.matrices import Split, whole
 from megatron_eopt.optimizers.driver import CompositeOptimizer, Driver, ParamGroup, bind
 from megatron_eopt.optimizers.element_wise import ElementWiseDriver
@@ -18,7 +18,6 @@ from megatron_eopt.optimizers.member import Member
 from megatron_eopt.settings.settings import RunSettings
 from megatron_eopt.stores.buffers import BufferSet, check_buffers
 from megatron_eopt.stores.rank_grid import data_parallel_only
-from megatron_eopt.stores.replicated import SplitOf
 from megatron_eopt.stores.sharded import (
     BufferPlace,
     FragmentsOptimizer,
@@ -30,22 +29,14 @@ from megatron_eopt.stores.sharded import (
 
 @dataclass(frozen=True)
 class Sharding:
-    """What all members of one chain share.
-
-    Attributes:
-        settings: The configuration.
-        chunks: The wrapped model.
-        sets: Its buffers.
-        names: Names of the parameters.
-        scaler: The loss scale; None without.
-        splits: The logical matrices of parameters, None for one; empty if optimizers say it.
-    """
+    """What all members of one chain share."""
 
     settings: RunSettings
-    chunks: Sequence[Any]
-    sets: Sequence[BufferSet]
-    names: Mapping[Tensor, str]
-    scaler: Any
+    chunks: Sequence[Any]  # the wrapped model
+    sets: Sequence[BufferSet]  # its buffers
+    names: Mapping[Tensor, str]  # of the parameters
+    scaler: Any  # the loss scale; None without
+    # the logical matrices of parameters, None for one; empty if optimizers say it
     splits: Mapping[Tensor, Split | None]
 
     def storage(self, optimizer: Any, buffers: BufferSet, chunks: Sequence[int]) -> Any:
@@ -68,39 +59,28 @@ class Sharding:
         storage.expert_tp_group = buffers.expert_tensor
         return storage
 
-    def splits_for(self, optimizer: Any) -> SplitOf:
-        """Return what tells the logical matrices of an optimizer's parameters."""
-
-        def split_of(param: Tensor, shape: tuple[int, ...]) -> Split:
-            if param in self.splits:
-                return self.splits[param] or whole(shape)
-            if hasattr(optimizer, "split_of"):
-                own: Split = optimizer.split_of(param, shape)
-                return own
-            declared = getattr(param, "eopt_split", None)
-            return declared if isinstance(declared, Split) else whole(shape)
-
-        return split_of
+    def split_of(self, optimizer: Any, param: Tensor, shape: tuple[int, ...]) -> Split:
+        """Return the logical matrices of a parameter that an optimizer steps."""
+        if param in self.splits:
+            return self.splits[param] or whole(shape)
+        if hasattr(optimizer, "split_of"):
+            own: Split = optimizer.split_of(param, shape)
+            return own
+        declared = getattr(param, "eopt_split", None)
+        return declared if isinstance(declared, Split) else whole(shape)
 
 
 def unmixed_members(sharding: Sharding, pairs: Sequence[tuple[Share, Base | None]]) -> list[Member]:
     """Return members that megatron-core's own could be: Adam, or one like it, and nothing else.
 
     State appears with the first step, as megatron-core's does.
-
-    Args:
-        sharding: What they share.
-        pairs: What each of them steps, and with what.
     """
     by_kind = {item.is_expert: item for item in sharding.sets}
     members = []
     for share, base in pairs:
-        if base is None:
-            members.append(Member(sharding.storage(None, by_kind[share.is_expert], share.chunks)))
-            continue
-        bind(base.optimizer, base.groups, defaultdict(dict))
-        storage = sharding.storage(base.optimizer, by_kind[share.is_expert], share.chunks)
-        if isinstance(storage, OffloadedOptimizer):
+        optimizer = base and bind(base.optimizer, base.groups, defaultdict(dict))
+        storage = sharding.storage(optimizer, by_kind[share.is_expert], share.chunks)
+        if base is None or isinstance(storage, OffloadedOptimizer):
             members.append(Member(storage))
             continue
         driver = ElementWiseDriver(storage.optimizer, base.init_state_fn, sharding.settings.config)
@@ -113,10 +93,6 @@ def sharded_members(sharding: Sharding, bases: Sequence[Base]) -> list[Member]:
     """Return one member for each set of buffers, in which every optimizer steps its parameters.
 
     All ranks call this together.
-
-    Args:
-        sharding: What they share.
-        bases: All torch optimizers.
 
     Raises:
         ConfigurationError: If a parameter is in no parameter group or in several, or cannot be
@@ -174,20 +150,21 @@ def _driver(
     slabs = base.layout == "matrix_update" and base.optimizer.tp_mode == "blockwise"
     if slabs:
         grid = data_parallel_only(grid, buffers.data)
-    split_of = sharding.splits_for(base.optimizer)
-    shards = [fragment_of(p, place, split_of, grid, slabs=slabs) for p, place in places.items()]
+    split_of = functools.partial(sharding.split_of, base.optimizer)
+    shards = {
+        param: fragment_of(param, place, split_of, grid, slabs=slabs)
+        for param, place in places.items()
+    }
     # at one owner each rank sends and receives its share twice, at any number of ranks
     means = Means("exchange", device=torch.device("cuda", torch.cuda.current_device()))
-    return driver_over(base, groups, list(places), shards, means, config)
+    return driver_over(base, groups, shards, means, config)
 
 
 def _numbered(member: Member, params: Mapping[Driver, Sequence[Tensor]]) -> Member:
     """Return a member whose drivers know which shard each of their fragments is.
 
-    Args:
-        member: The member.
-        params: The parameters of each driver that has shards, in their order; the other drivers
-            number their fragments as they come.
+    ``params`` has the parameters of each driver that has shards, in their order; the other drivers
+    number their fragments as they come.
     """
     model_of = {id(item.main): item.param for item in member.storage.stored()}
     found = []

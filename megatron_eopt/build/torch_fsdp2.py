@@ -13,15 +13,11 @@ from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.build.bases import shares_of
 from megatron_eopt.build.chain import OptimizerChain
 from megatron_eopt.build.fsdp2 import build_routed
+from megatron_eopt.build.replicated import set_groups
 from megatron_eopt.optimizers.member import Member
 from megatron_eopt.routing.model import Routing
 from megatron_eopt.settings.settings import Settings
-from megatron_eopt.stores.dtensors import (
-    Float32Shards,
-    MainShards,
-    check_parameters,
-    uneven,
-)
+from megatron_eopt.stores.dtensors import Float32Shards, MainShards, check_parameters, uneven
 
 
 def is_torch_fsdp2(model_chunks: Sequence[Any]) -> bool:
@@ -33,12 +29,6 @@ def chain_of_dtensors(
     settings: Settings, model_chunks: Sequence[Any], routing: Routing, collection: Any
 ) -> "DTensorChain":
     """Return the chain whose one optimizer steps all DTensors of the model; collective.
-
-    Args:
-        settings: The configuration, resolved for DTensors.
-        model_chunks: The wrapped model.
-        routing: Which parameter gets which optimizer.
-        collection: Megatron's process groups.
 
     Raises:
         ConfigurationError: If a field or a parameter cannot be honoured.
@@ -57,20 +47,14 @@ def chain_of_dtensors(
         inner.follow({item.param: item.main for item in storage.stored()})
     else:
         storage = Float32Shards(inner, settings.config, _state_exists)
-    storage.grad_stats_parallel_group = collection.mp
-    storage.tp_group = collection.tp
-    storage.expert_tp_group = getattr(collection, "expt_tp", collection.tp)
+    set_groups(storage, collection.mp, collection)
     return DTensorChain([Member(storage, inner.drivers, params)], settings, None, model_chunks)
 
 
 class DTensorChain(OptimizerChain):
-    """A chain over DTensors.
+    """A chain over DTensors."""
 
-    Attributes:
-        loads_itself: Tells the trainer's loader to hand a loaded state dict over: not all of it
-            is in tensors that were read into.
-    """
-
+    # the trainer's loader hands a loaded state dict over: not all of it was read into tensors
     loads_itself = True
 
     def sharded_state_dict(

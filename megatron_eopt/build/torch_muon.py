@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import MOMENTUM
 from megatron_eopt.optimizers.sharded import ShardedOptimizer
-from megatron_eopt.stores.dtensors import MeshGroups, local_of, parameter_layout
+from megatron_eopt.stores.dtensors import local_of
 
 
 @torch.no_grad()
@@ -46,7 +46,6 @@ def import_torch_muon(
     if missing := sorted(targets.keys() - momenta.keys()):
         rule = "have no momentum in it"
         raise ConfigurationError("state_dict", missing[:8], rule, "Route them elsewhere here too")
-    groups = MeshGroups()
     for name, (param, target) in targets.items():
         value = momenta[name]
         if value.shape != param.shape:
@@ -54,39 +53,28 @@ def import_torch_muon(
             raise ConfigurationError(name, tuple(value.shape), rule, "Load a fitting one")
         if isinstance(value, DTensor):
             value = value.full_tensor()
-        _fill(name, param, local_of(target), value, groups)
-
-
-def _fill(name: str, param: Tensor, local: Tensor, value: Tensor, groups: MeshGroups) -> None:
-    """Copy this rank's part of a whole tensor."""
-    group = groups.of(param)
-    rank = 0 if group is None else torch.distributed.get_rank(group)
-    whole = value.reshape(-1, value.shape[-1])
-    flat = local.view(-1)
-    piece = parameter_layout(name, param, group).piece(rank)
-    for i in range(len(piece)):
-        row, column = int(piece.row[i]), int(piece.column[i])
-        height, width = int(piece.height[i]), int(piece.width[i])
-        place = flat.as_strided(
-            (height, width), (int(piece.stride[i]), 1), flat.storage_offset() + int(piece.offset[i])
-        )
-        place.copy_(whole[row : row + height, column : column + width])
+        if isinstance(param, DTensor):
+            # every rank has the whole tensor and cuts it for itself
+            mesh, placements = param.device_mesh, param.placements
+            value = distribute_tensor(value, mesh, placements, src_data_rank=None)
+        local_of(target).copy_(local_of(value))
 
 
 def _momenta_by_name(
     state_dict: Mapping[str, Any], params: Sequence[str] | None
 ) -> dict[str, Tensor]:
-    names: dict[Any, str] = {}
-    order = [key for group in state_dict["param_groups"] for key in group["params"]]
-    given = [n for group in state_dict["param_groups"] for n in group.get("param_names", ())]
-    given = list(params) if params is not None else given
+    groups = state_dict["param_groups"]
+    order = [key for group in groups for key in group["params"]]
     if order and all(isinstance(key, str) for key in order):
-        names = {key: key for key in order}
-    elif len(given) == len(order):
-        names = dict(zip(order, given, strict=True))
+        given: Sequence[str] = order
+    elif params is not None:
+        given = params
     else:
+        given = [name for group in groups for name in group.get("param_names", ())]
+    if len(given) != len(order):
         rule = f"must name the {len(order)} parameters of the state dict, in their order"
         raise ConfigurationError("params", params, rule, "Pass the names torch.optim.Muon got")
+    names = dict(zip(order, given, strict=True))
     return {
         names[key]: state[MOMENTUM]
         for key, state in state_dict["state"].items()

@@ -22,58 +22,54 @@ from megatron_eopt.stores.shard import Shard
 
 @dataclass(frozen=True)
 class AdaptiveSettings(MuonSettings):
-    """What the parameters of an adaptive Muon have in common.
+    """What the parameters of an adaptive Muon have in common."""
 
-    Attributes:
-        method: How updates are normalized.
-        bias_correction: Whether statistics are divided by ``1 - beta2^step``.
-    """
-
-    method: Moment2MethodT
-    bias_correction: bool
+    method: Moment2MethodT  # how updates are normalized
+    bias_correction: bool  # whether statistics are divided by ``1 - beta2^step``
 
 
 class AdaptiveDriver(MuonDriver):
-    """Steps adaptive Muon; see Note [Where statistics live] in :mod:`.adaptive_rules`.
-
-    Args:
-        name: Class of the optimizer, for messages.
-        settings: What all parameters have in common.
-        shards: What it steps.
-        means: How matrices are computed.
-
-    Attributes:
-        owned_state: Statistics of parameters that this rank computes on but stores nothing of.
-    """
+    """Steps adaptive Muon; see Note [Where statistics live] in :mod:`.adaptive_rules`."""
 
     settings: AdaptiveSettings
 
     def __init__(
         self, name: str, settings: AdaptiveSettings, shards: Sequence[Shard], means: Means
     ) -> None:
-        self._rules: list[Rule] = []
-        self._ready: dict[int, tuple[Tensor, Tensor]] = {}
         super().__init__(name, settings, shards, means)
         kind = RULES[settings.method]
-        for numbers, engine in self.engines:
-            mine = [self.shards[number] for number in numbers]
-            self._rules.append(kind(engine, mine, settings.orthogonalization))
+        self._rules: list[Rule] = [
+            kind(engine, [shards[n] for n in numbers], settings.orthogonalization)
+            for numbers, engine in self.engines
+        ]
+        self._rule_of = {
+            number: (rule, index)
+            for (numbers, _), rule in zip(self.engines, self._rules, strict=True)
+            for index, number in enumerate(numbers)
+        }
+        self._ready: dict[int, tuple[Tensor, Tensor]] = {}
         self._away: dict[int, Tensor] = {}
         self._counted: dict[int, Coefficients] = {}
+        # statistics of parameters that this rank computes on but stores nothing of
         self.owned_state: State = defaultdict(dict)
 
     def is_cut_like_weights(self, kind: str, value: Any) -> bool:
         """Whether a state has a number for each of the parameter's."""
-        return kind == MOMENTUM or (kind == MOMENT2 and self.settings.method == "adamuon")
+        return kind == MOMENTUM or (kind == MOMENT2 and self._is_by_element)
+
+    @property
+    def _is_by_element(self) -> bool:
+        return self.settings.method == "adamuon"
 
     def init(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Make momenta, statistics and counters exist."""
         super().init(groups, state)
         here = {number for _, _, number in self.numbered(groups)}
         for number in self.group_of.keys() - here - self._away.keys():
-            if self._computes_on(number):
-                device = self._rule_of(number)[0].engine.device
-                self._away[number] = torch.empty(0, dtype=torch.float32, device=device)
+            rule, place = self._rule_of[number]
+            count = 0 if self._is_by_element else len(self.shards[number].layouts)
+            if any(rule.known(place, matrix) is not None for matrix in range(count)):
+                self._away[number] = torch.empty(0, dtype=torch.float32, device=rule.engine.device)
         for param, number, values in self._states(groups, state):
             values.setdefault(MOMENT2, self._empty_statistics(param, number))
             if self.settings.bias_correction:
@@ -99,25 +95,24 @@ class AdaptiveDriver(MuonDriver):
 
     def kept(self, groups: Sequence[ParamGroup], state: State) -> Iterator[Kept]:
         """Yield the statistics of NorMuon and NAMO that this rank knows."""
-        if self.settings.method == "adamuon":
+        if self._is_by_element:
             return
         for *_, number, values in self._states(groups, state):
-            rule, place = self._rule_of(number)
+            rule, place = self._rule_of[number]
+            shard = self.shards[number]
+            slab = (shard.ranks.rank, shard.ranks.size) if rule.engine.blockwise else shard.slab
             for matrix, view in enumerate(rule.views_of(place, values[MOMENT2])):
                 if (known := rule.known(place, matrix)) is not None:
-                    window = view.narrow(*known.window) if view.dim() > 1 else view
-                    offset = [0] * view.dim()
-                    if view.dim() > 1:
-                        offset[known.window[0]] = known.window[1]
+                    cut, start, _ = known.window
                     yield Kept(
                         number,
                         matrix,
                         (MOMENT2,),
-                        window,
+                        view.narrow(*known.window),
                         tuple(view.shape),
-                        tuple(offset),
+                        tuple(start if dim == cut else 0 for dim in range(view.dim())),
                         writes=known.writes,
-                        slab=self._slab_of(number),
+                        slab=slab,
                         container=values,
                     )
 
@@ -130,20 +125,6 @@ class AdaptiveDriver(MuonDriver):
         for number, key in self._away.items():
             yield key, number, self.owned_state[key]
 
-    def _computes_on(self, number: int) -> bool:
-        """Whether this rank needs a shard's statistics even if it stores nothing of it."""
-        if self.settings.method == "adamuon":
-            return False
-        rule, place = self._rule_of(number)
-        count = len(self.shards[number].layouts)
-        return any(rule.known(place, matrix) is not None for matrix in range(count))
-
-    def _slab_of(self, number: int) -> tuple[int, int] | None:
-        """Return the slab that a parameter's statistics are of alone; None for all of it."""
-        shard = self.shards[number]
-        rule, _ = self._rule_of(number)
-        return (shard.ranks.rank, shard.ranks.size) if rule.engine.blockwise else shard.slab
-
     def complete(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Bring statistics that other ranks computed up to date; collective."""
         moments = {n: values[MOMENT2] for *_, n, values in self._states(groups, state)}
@@ -152,21 +133,13 @@ class AdaptiveDriver(MuonDriver):
 
     def statistics_of(self, number: int, moment: Tensor) -> list[Tensor]:
         """Return views of a parameter's statistics, one for each of its logical matrices."""
-        if self.settings.method == "adamuon":
-            return [moment]
-        rule, place = self._rule_of(number)
-        return rule.views_of(place, moment)
-
-    def _rule_of(self, number: int) -> tuple[Rule, int]:
-        for (numbers, _), rule in zip(self.engines, self._rules, strict=True):
-            if number in numbers:
-                return rule, numbers.index(number)
-        raise KeyError(number)
+        rule, place = self._rule_of[number]
+        return [moment] if self._is_by_element else rule.views_of(place, moment)
 
     def _empty_statistics(self, param: Tensor, number: int) -> Tensor:
-        if self.settings.method == "adamuon":
+        if self._is_by_element:
             return torch.zeros_like(param, requires_grad=False)
-        rule, place = self._rule_of(number)
+        rule, place = self._rule_of[number]
         shapes = rule.statistics[place]
         shape = shapes[0] if len(shapes) == 1 else (sum(map(math.prod, shapes)),)
         return param.new_zeros(shape, requires_grad=False)
@@ -204,23 +177,16 @@ class AdaptiveDriver(MuonDriver):
         self, place: int, wave: int, stepped: Mapping[int, Stepped], state: State
     ) -> Mapping[int, Tensor]:
         if self.own is None:
-            found = self._directions(stepped, state)
-            inputs = found
+            found = inputs = self._directions(stepped, state)
         else:
             found = {n: self._ready[n][0] for n in stepped}
             inputs = {n: self._ready[n][1] for n in stepped}
-        moving = {}
-        for index, number in enumerate(self.engines[place][0]):
-            if number in stepped:
-                grad = stepped[number].param.grad
-                assert grad is not None
-                moving[index] = grad, found[number]
-        self._rules[place].on_wave(wave, moving)
+        moving = {self._rule_of[n][1]: (item.param.grad, found[n]) for n, item in stepped.items()}
+        self._rules[place].on_wave(wave, moving)  # type: ignore[arg-type]
         return inputs
 
     def _finished(self, place: int, updates: Mapping[int, Tensor]) -> None:
-        index = {number: index for index, number in enumerate(self.engines[place][0])}
-        self._rules[place].finish({index[n]: update for n, update in updates.items()})
+        self._rules[place].finish({self._rule_of[n][1]: u for n, u in updates.items()})
 
     def _count(self, group: ParamGroup, state: dict[str, Any]) -> Coefficients:
         corrected = self.settings.bias_correction

@@ -14,7 +14,7 @@ from megatron_eopt.math.moments import MOMENT2_METHODS, Moment2MethodT
 from megatron_eopt.math.newton_schulz import ReduceT
 from megatron_eopt.optimizers.adaptive_driver import AdaptiveDriver, AdaptiveSettings
 from megatron_eopt.optimizers.engine import Means
-from megatron_eopt.optimizers.muon import HOOKS, TensorParallelMuon
+from megatron_eopt.optimizers.muon import TensorParallelMuon
 from megatron_eopt.stores.shard import Shard
 
 
@@ -27,6 +27,9 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon, AdaptiveMuon):
     State of a parameter: ``momentum_buffer`` in its shape, and ``moment2_buffer``: AdaMuon's in its
     shape, NorMuon's ``(rows, 1)`` or ``(1, cols)`` of the whole matrix, NAMO's ``(1,)``. The
     statistics of several logical matrices lie one after another, flat, in the order of their split.
+
+    As in emerging-optimizers' class, ``orthogonalize`` returns orthogonal factors neither scaled
+    nor divided by second moments: a step does both, also with what a subclass returns.
 
     Args:
         params: See :class:`TensorParallelMuon`, as for all arguments not listed here.
@@ -88,12 +91,9 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon, AdaptiveMuon):
         check_choice("moment2_method", moment2_method, MOMENT2_METHODS)
         decoupled = "decoupled" if use_decoupled_weight_decay else "l2"
         if moment2_method == "namo" and (options.get("weight_decay_method") or decoupled) == "l2":
-            raise ConfigurationError(
-                "moment2_method",
-                moment2_method,
-                "does not work with l2 weight decay, which would enter the gradient norms",
-                "Use decoupled weight decay",
-            )
+            rule = "does not work with l2 weight decay, which would enter the gradient norms"
+            way_out = "Use decoupled weight decay"
+            raise ConfigurationError("moment2_method", moment2_method, rule, way_out)
         self.moment2_method: Moment2MethodT = moment2_method
         self.bias_correction = bias_correction
         self.scale_mode = scale_mode
@@ -131,38 +131,10 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon, AdaptiveMuon):
         check_number("eps", param_group["eps"], above=0)
         super().add_param_group(param_group)
 
-    def orthogonalize(self, p: Tensor, grad: Tensor, **kwargs: Any) -> Tensor:
-        """Return the orthogonal factors of one parameter's matrices; collective over its group.
-
-        As in emerging-optimizers' class they are neither scaled nor divided by second moments,
-        which a step does afterwards, also with what a subclass returns here.
-
-        Args:
-            p: The parameter; its attributes say how it is cut and fused.
-            grad: What to orthogonalize, of the same shape.
-            **kwargs: Settings of its parameter group; none is needed.
-        """
-        return super().orthogonalize(p, grad, **kwargs)
-
-    @classmethod
-    def steps_in_pieces(cls) -> bool:
-        """Whether nothing that a subclass defines needs the whole parameter."""
-        own = ("step", "orthogonalize", "_init_group", "driver_over", *HOOKS)
-        return all(getattr(cls, name) is getattr(TensorParallelAdaptiveMuon, name) for name in own)
-
     def driver_over(self, shards: Sequence[Shard], means: Means) -> AdaptiveDriver:
-        """Return what steps other shards with this optimizer's settings.
-
-        Args:
-            shards: The shards.
-            means: How matrices are computed there; statistics want float32.
-        """
+        """Return what steps other shards with this optimizer's settings, in float32."""
         settings = AdaptiveSettings(
-            self._muon.nesterov,
-            self._muon.weight_decay_method,
-            self.orthogonalization,
-            self.moment2_method,
-            self.bias_correction,
+            **vars(self._muon), method=self.moment2_method, bias_correction=self.bias_correction
         )
         return AdaptiveDriver(type(self).__name__, settings, shards, means)
 
@@ -186,7 +158,8 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon, AdaptiveMuon):
         number = next(n for _, p, n in self.driver.numbered(self.param_groups) if p is param)
         return self.driver.statistics_of(number, self.state[param][MOMENT2])
 
-    def _base(self) -> type[TensorParallelMuon]:
+    @classmethod
+    def _base(cls) -> type[TensorParallelMuon]:
         return TensorParallelAdaptiveMuon
 
     @property

@@ -18,13 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.math.moments import (
-    Moment2MethodT,
-    adamuon_,
-    namo_,
-    normuon_,
-    statistic_shape,
-)
+from megatron_eopt.math.moments import Moment2MethodT, adamuon_, namo_, normuon_, statistic_shape
 from megatron_eopt.math.newton_schulz import ReduceT
 from megatron_eopt.math.orthogonalize import Orthogonalization
 from megatron_eopt.optimizers.engine import MatrixEngine
@@ -38,13 +32,6 @@ class Coefficients(NamedTuple):
     beta2: float
     eps: float
     divisor: float
-
-
-def matrix_shapes(engine: MatrixEngine, shard: Shard) -> list[tuple[int, int]]:
-    """Return the shape of each matrix of a parameter; blockwise of this rank's pieces."""
-    if not engine.blockwise:
-        return [matrix.shape for matrix in shard.split.matrices]
-    return [layout.compact().local_shape(shard.ranks.rank) or (0, 0) for layout in shard.layouts]
 
 
 class Known(NamedTuple):
@@ -69,13 +56,23 @@ class Rule:
         self.engine = engine
         self.shards = shards
         self.arithmetic = arithmetic
-        self.shapes = [matrix_shapes(engine, shard) for shard in shards]
+        # of each parameter's matrices; blockwise of this rank's pieces
+        self.shapes = [
+            [layout.compact().local_shape(shard.ranks.rank) or (0, 0) for layout in shard.layouts]
+            if engine.blockwise
+            else [matrix.shape for matrix in shard.split.matrices]
+            for shard in shards
+        ]
         self.statistics = [
             [statistic_shape(self.method, *shape) for shape in shapes] for shapes in self.shapes
         ]
         self._shard_of = [n for n, shapes in enumerate(self.shapes) for _ in shapes]
         self._coefficients: Mapping[int, Coefficients] = {}
         self._moments: Mapping[int, Tensor] = {}
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Compute what is the same in all steps."""
 
     def begin(
         self, moments: Mapping[int, Tensor], coefficients: Mapping[int, Coefficients]
@@ -115,16 +112,13 @@ class AdaMuonRule(Rule):
 
     method: Moment2MethodT = "adamuon"
 
-    def __init__(
-        self, engine: MatrixEngine, shards: Sequence[Shard], arithmetic: Orthogonalization
-    ) -> None:
-        super().__init__(engine, shards, arithmetic)
+    def _prepare(self) -> None:
         self._scales = [
-            [arithmetic.scale(shape) if shape[0] else 0.0 for shape in shapes]
+            [self.arithmetic.scale(shape) if shape[0] else 0.0 for shape in shapes]
             for shapes in self.shapes
         ]
         self._segments = {
-            place: Segments.of(shards[place], engine.device)
+            place: Segments.of(self.shards[place], self.engine.device)
             for place, scales in enumerate(self._scales)
             if len(set(scales)) > 1
         }
@@ -157,10 +151,7 @@ class NorMuonRule(Rule):
 
     method: Moment2MethodT = "normuon"
 
-    def __init__(
-        self, engine: MatrixEngine, shards: Sequence[Shard], arithmetic: Orthogonalization
-    ) -> None:
-        super().__init__(engine, shards, arithmetic)
+    def _prepare(self) -> None:
         self._flat = [shape for shapes in self.statistics for shape in shapes]
         self._known = [self._window(index) for index in range(len(self._flat))]
         self._views: dict[int, tuple[Tensor, list[Tensor]]] = {}
@@ -185,22 +176,16 @@ class NorMuonRule(Rule):
         """Sum what each rank computes, as far as it speaks for it; collective over the group."""
         if self.engine.ranks.group is None or self.engine.blockwise:
             return
-        known = []
-        for place, shapes in enumerate(self.statistics):
-            blank = torch.zeros(sum(map(math.prod, shapes)), device=self.engine.device)
-            if place in moments:
-                blank = torch.zeros_like(moments[place], dtype=torch.float32)
-                theirs = self.views_of(place, moments[place])
-                for matrix, (to, its) in enumerate(
-                    zip(self.views_of(place, blank), theirs, strict=True)
-                ):
-                    part = self.known(place, matrix)
-                    if part is not None and part.writes:
-                        to.narrow(*part.window).copy_(its.narrow(*part.window))
-            known.append(blank.view(-1))
-        total = torch.cat(known)
+        sizes = [sum(map(math.prod, shapes)) for shapes in self.statistics]
+        total = torch.zeros(sum(sizes), dtype=torch.float32, device=self.engine.device)
+        values = torch.split(total, sizes)
+        for place, moment in moments.items():
+            pairs = zip(*(self.views_of(place, m) for m in (values[place], moment)), strict=True)
+            for matrix, (to, its) in enumerate(pairs):
+                part = self.known(place, matrix)
+                if part is not None and part.writes:
+                    to.narrow(*part.window).copy_(its.narrow(*part.window))
         dist.all_reduce(total, group=self.engine.ranks.group)
-        values = torch.split(total, [item.numel() for item in known])
         for place, moment in moments.items():
             moment.copy_(values[place].view_as(moment))
 
@@ -233,13 +218,9 @@ class NorMuonRule(Rule):
             return Known((1, int(piece.column[0]), int(piece.width[0])), writes)
         start, length = int(piece.row.min()), int(piece.bottom.max() - piece.row.min())
         if int(piece.area.sum()) != length * int(piece.width[0]):
-            raise ConfigurationError(
-                "tp_mode",
-                "distributed",
-                f"needs adjacent rows on each rank, and {self.engine.names[index]!r} has others "
-                "between them",
-                "Use exchange",
-            )
+            name = self.engine.names[index]
+            rule = f"needs adjacent rows on each rank, and {name!r} has others between them"
+            raise ConfigurationError("tp_mode", "distributed", rule, "Use exchange")
         return Known((0, start, length), writes)
 
 
@@ -248,13 +229,9 @@ class NamoRule(Rule):
 
     method: Moment2MethodT = "namo"
 
-    def __init__(
-        self, engine: MatrixEngine, shards: Sequence[Shard], arithmetic: Orthogonalization
-    ) -> None:
-        super().__init__(engine, shards, arithmetic)
-        self._segments = [Segments.of(shard, engine.device) for shard in shards]
+    def _prepare(self) -> None:
+        self._segments = [Segments.of(shard, self.engine.device) for shard in self.shards]
         self._factors: dict[int, Tensor] = {}
-        self._indices: dict[tuple[int, ...], Tensor] = {}
 
     def known(self, place: int, matrix: int) -> Known | None:
         """Every rank knows everything; the first one writes."""
@@ -265,20 +242,15 @@ class NamoRule(Rule):
         arrived = self.engine.arrivals[wave]
         if not arrived:
             return
-        norms = [
-            torch.stack([self._segments[place].square_sums(value) for value in moving[place]])
-            if place in moving
-            else torch.zeros(
-                2, len(self.shapes[place]), dtype=torch.float64, device=self.engine.device
-            )
-            for place in arrived
-        ]
-        total = torch.cat(norms, dim=1)
+        sizes = [len(self.shapes[place]) for place in arrived]
+        total = torch.zeros(2, sum(sizes), dtype=torch.float64, device=self.engine.device)
+        parts = dict(zip(arrived, torch.split(total, sizes, dim=1), strict=True))
+        for place in parts.keys() & moving.keys():
+            for norms, value in zip(parts[place], moving[place], strict=True):
+                norms.copy_(self._segments[place].square_sums(value))
         if self.engine.ranks.group is not None and not self.engine.blockwise:
             dist.all_reduce(total, group=self.engine.ranks.group)
-        for place, both in zip(
-            arrived, torch.split(total, [n.shape[1] for n in norms], dim=1), strict=True
-        ):
+        for place, both in parts.items():
             settings = self._coefficients.get(place)
             if settings is None:
                 self._factors[place] = torch.zeros_like(both[0])
@@ -293,12 +265,9 @@ class NamoRule(Rule):
         self, stack: Tensor, matrices: Sequence[int], reduce: ReduceT | None, shape: tuple[int, int]
     ) -> None:
         """Multiply by factor and scale."""
-        parts = []
-        for matrix in matrices:
-            place = self._shard_of[matrix]
-            index = matrix - self.engine.first[place]
-            parts.append(self._factors[place][index : index + 1])
-        factors = torch.cat(parts) * self.arithmetic.scale(shape)
+        places = [(self._shard_of[matrix], matrix) for matrix in matrices]
+        found = [self._factors[place][m - self.engine.first[place]] for place, m in places]
+        factors = torch.stack(found) * self.arithmetic.scale(shape)
         stack.mul_(factors.to(stack.dtype).view(-1, 1, 1))
 
 

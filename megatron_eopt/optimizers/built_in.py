@@ -2,28 +2,21 @@
 
 import functools
 import importlib
+from collections.abc import Callable
+from typing import Any
 
+import torch
 from emerging_optimizers import registry as emerging_registry
 from emerging_optimizers.orthogonalized_optimizers import Muon
 
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
-from megatron_eopt.optimizers.initial_state import INITIALIZERS
+from megatron_eopt.optimizers.driver import empty_states, zeros
 from megatron_eopt.optimizers.muon import TensorParallelMuon
 from megatron_eopt.settings.arguments import muon_family_kwargs
-from megatron_eopt.settings.registry import (
-    EmergingOptimizerEntry,
-    StateLayoutT,
-    init_state,
-    is_registered,
-    register_optimizer,
-)
+from megatron_eopt.settings.registry import init_state, is_registered, register_optimizer
 
 _EMERGING_MODULES = (
-    "orthogonalized_optimizers",
-    "scalar_optimizers",
-    "soap",
-    "psgd",
-    "riemannian_optimizers",
+    "orthogonalized_optimizers scalar_optimizers soap psgd riemannian_optimizers".split()
 )
 """Modules that register emerging-optimizers' optimizers when they are imported."""
 
@@ -32,55 +25,65 @@ _ELEMENT_WISE = frozenset({"lion", "laprop"})
 _DRAWS = frozenset({"psgd_pro"})
 
 _FACTORY_ARGUMENTS = (
-    "scalar_optimizer",
-    "lr",
-    "min_lr",
-    "exempt_from_clipping",
-    "orthogonalize_router",
-    "split_qkv",
-    "split_gated",
-    "split_mla",
-    "split_linear_attention",
-    "split_per_head",
-)
+    "scalar_optimizer lr min_lr exempt_from_clipping orthogonalize_router "
+    "split_qkv split_gated split_mla split_linear_attention split_per_head"
+).split()
 
 _FACTORY_FIELDS = frozenset(f"muon_{name}" for name in _FACTORY_ARGUMENTS)
 """Fields of Muon that something else than a constructor uses."""
 
 
-def _register_muon(
-    name: str, cls: type, prefixes: tuple[str, ...], state_layout: StateLayoutT
-) -> None:
-    entry = EmergingOptimizerEntry(
-        cls,
-        config_to_kwargs=functools.partial(muon_family_kwargs, cls, prefixes),
-        state_layout=state_layout,
-        prefixes=prefixes,
+def _psgd_pro(opt: Any, config: Any = None) -> None:
+    for state, param in empty_states(opt):
+        device = param.device
+        state["step"] = 0
+        state["exp_avg"] = torch.zeros_like(param)
+        # one Kronecker factor and one Lipschitz constant for each dimension, in float32
+        state["Q"] = [torch.eye(n, device=device) * opt.precond_init_scale for n in param.shape]
+        state["L"] = [torch.ones((), device=device) for _ in param.shape]
+
+
+def _muon_hyperball(opt: Any, config: Any = None) -> None:
+    init_state(opt)
+    for group in opt.param_groups:
+        for param in group["params"]:
+            radius = opt.hyperball_radius
+            norm = param.norm().item() if radius is None else radius
+            opt.state[param].setdefault("hyperball_R", norm)
+
+
+_INITIALIZERS: dict[str, Callable[..., None]] = {
+    "muon_hyperball": _muon_hyperball,
+    "oblique_adam": zeros("exp_avg", "exp_avg_sq", step=0),
+    "oblique_sgd": zeros("momentum_buffer"),
+    "psgd_pro": _psgd_pro,
+}
+"""Functions that make every parameter's state exist before the first step, as loading needs: some
+classes have no complete initializer of their own."""
+
+for _name, _cls in (("muon", TensorParallelMuon), ("adaptive_muon", TensorParallelAdaptiveMuon)):
+    _prefixes = tuple(dict.fromkeys((_name, "muon")))
+    register_optimizer(
+        _name,
+        _cls,
+        config_to_kwargs=functools.partial(muon_family_kwargs, _cls, _prefixes),
+        state_layout="matrix_update",
+        prefixes=_prefixes,
         consumes=_FACTORY_FIELDS,
     )
-    register_optimizer(name, entry)
-
-
-def _register_emerging(name: str, cls: type) -> None:
-    is_muon = issubclass(cls, Muon)
-    entry = EmergingOptimizerEntry(
-        cls,
-        init_state_fn=INITIALIZERS.get(name, init_state),
-        # also those whose update alone needs a whole matrix: they step by themselves
-        state_layout="element_wise" if name in _ELEMENT_WISE else "matrix_state",
-        prefixes=(name, "muon") if is_muon else (name,),
-        consumes=_FACTORY_FIELDS if is_muon else frozenset(),
-        draws=name in _DRAWS,
-    )
-    register_optimizer(name, entry)
-
-
-_register_muon("muon", TensorParallelMuon, ("muon",), "matrix_update")
-_register_muon(
-    "adaptive_muon", TensorParallelAdaptiveMuon, ("adaptive_muon", "muon"), "matrix_update"
-)
 for _module in _EMERGING_MODULES:
     importlib.import_module(f"emerging_optimizers.{_module}")
 for _name in emerging_registry.get_optimizer_name_list():
     if not is_registered(_name):
-        _register_emerging(_name, emerging_registry.get_optimizer_cls(_name))
+        _cls = emerging_registry.get_optimizer_cls(_name)
+        _is_muon = issubclass(_cls, Muon)
+        register_optimizer(
+            _name,
+            _cls,
+            init_state_fn=_INITIALIZERS.get(_name, init_state),
+            # also those whose update alone needs a whole matrix: they step by themselves
+            state_layout="element_wise" if _name in _ELEMENT_WISE else "matrix_state",
+            prefixes=(_name, "muon") if _is_muon else (_name,),
+            consumes=_FACTORY_FIELDS if _is_muon else frozenset(),
+            draws=_name in _DRAWS,
+        )

@@ -34,31 +34,18 @@ type InitState = Callable[..., None] | None
 
 @dataclass(frozen=True)
 class Kept:
-    """One value of state that is not cut like its parameter.
+    """One value of state that is not cut like its parameter."""
 
-    Attributes:
-        shard: Number of the shard.
-        matrix: The logical matrix in the shard's split; 0 where the parameter counts as one.
-        path: Names and places that lead to the value; the first one is the kind of state.
-        value: A tensor or a plain value.
-        whole: Unsharded shape, if ``value`` is a part of it.
-        offset: Where the part begins.
-        writes: Whether this rank, of those that hold the same numbers, writes them.
-        slab: (rank, size) where the value has a meaning for one tensor-parallel slab alone.
-        per_element: Whether it has a number for each of a whole matrix's elements.
-        container: Where a plain value is put back.
-    """
-
-    shard: int
-    matrix: int
-    path: tuple[str, ...]
-    value: Any
-    whole: tuple[int, ...] | None = None
-    offset: tuple[int, ...] = ()
-    writes: bool = True
-    slab: tuple[int, int] | None = None
-    per_element: bool = False
-    container: Any = None
+    shard: int  # number of the shard
+    matrix: int  # the logical matrix in its split; 0 where the parameter counts as one
+    path: tuple[str, ...]  # what leads to the value, the kind of state first
+    value: Any  # a tensor or a plain value
+    whole: tuple[int, ...] | None = None  # unsharded shape, if the value is a part of it
+    offset: tuple[int, ...] = ()  # where the part begins
+    writes: bool = True  # whether this rank, of those that hold the same numbers, writes them
+    slab: tuple[int, int] | None = None  # (rank, size), if it is of one tensor-parallel slab alone
+    per_element: bool = False  # whether it has a number for each of a whole matrix's elements
+    container: Any = None  # where a plain value is put back
 
     def replace(self, value: Any) -> None:
         """Take over a loaded value."""
@@ -69,26 +56,17 @@ class Kept:
 
 
 class Driver:
-    """Steps some parameter groups; see Note [Drivers].
+    """Steps some parameter groups; see Note [Drivers]."""
 
-    Args:
-        name: Class of the optimizer, for messages.
-        shards: What it steps, the same on all ranks of a group but for what each of them holds.
-
-    Attributes:
-        places: For each parameter group the number of the shard of each of its parameters.
-        group_of: The parameter group of each shard, as far as it is known.
-        needs_matrices: Whether it brings whole matrices together.
-        is_clipped: Whether its gradients are scaled down with all others'.
-    """
-
-    needs_matrices = False
-    is_clipped = True
+    needs_matrices = False  # whether it brings whole matrices together
+    is_clipped = True  # whether its gradients are scaled down with all others'
 
     def __init__(self, name: str, shards: Sequence[Shard]) -> None:
-        self.name = name
+        self.name = name  # class of the optimizer, for messages
         self.shards = list(shards)
+        # for each parameter group the number of the shard of each of its parameters
         self.places: list[list[int]] = []
+        # the parameter group of each shard, as far as it is known
         self.group_of: dict[int, int] = {}
 
     @property
@@ -147,15 +125,8 @@ class CompositeOptimizer(torch.optim.Optimizer):
     """One torch optimizer made of several drivers: what Megatron's distributed optimizer wraps.
 
     It holds the parameter groups and the state, as every consumer of an optimizer expects. Drivers
-    step with the numbers (lr, weight decay) that a scheduler wrote there.
-
-    Args:
-        groups: Parameter groups.
-        served: The drivers, each with the groups that it steps; :meth:`init_state` starts them once
-            they know their places.
-
-    Attributes:
-        drivers: The drivers.
+    step with the numbers (lr, weight decay) that a scheduler wrote there. :meth:`init_state` starts
+    them once they know their places.
     """
 
     def __init__(
@@ -188,13 +159,9 @@ class CompositeOptimizer(torch.optim.Optimizer):
         yield self.groups_of(driver), self.state
 
     def add_param_group(self, param_group: ParamGroup) -> None:
-        """Refuse: who computes what is decided when the optimizer is built.
-
-        Raises:
-            ConfigurationError: Always, after construction.
-        """
+        """Refuse, after construction: who computes what is decided when the optimizer is built."""
         if self._complete:
-            raise fixed("add_param_group", f"{len(list(param_group.get('params', ())))} parameters")
+            refuse_group(param_group)
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
@@ -209,40 +176,57 @@ class CompositeOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update all parameters.
-
-        Args:
-            closure: Unsupported; must be None.
-        """
+        """Update all parameters; without a closure."""
         if closure is not None:
             raise ValueError("closure is not supported")
         if len(self.param_groups) != self._count:
-            raise fixed("param_groups", f"{len(self.param_groups)} groups")
+            raise _fixed("param_groups", f"{len(self.param_groups)} groups")
         for driver in self.drivers:
             with self.scene(driver) as (groups, state):
                 driver.step(groups, state)
 
 
-def fixed(argument: str, value: object) -> ConfigurationError:
-    """Return the error of whoever adds parameters to an optimizer that is planned."""
-    return ConfigurationError(
-        argument,
-        value,
-        "the plan of who computes what is made once, for the whole model",
-        "Build the optimizer again",
-    )
+def refuse_group(param_group: ParamGroup) -> None:
+    """Raise, in place of ``add_param_group``: what is planned is planned for the whole model."""
+    raise _fixed("add_param_group", f"{len(list(param_group.get('params', ())))} parameters")
+
+
+def _fixed(argument: str, value: str) -> ConfigurationError:
+    rule = "the plan of who computes what is made once, for the whole model"
+    return ConfigurationError(argument, value, rule, "Build the optimizer again")
+
+
+def loss_of(closure: Callable[[], float] | None) -> float | None:
+    """Return what a closure computes with gradients enabled; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def bind(
     optimizer: torch.optim.Optimizer, groups: Iterable[ParamGroup], state: State
 ) -> torch.optim.Optimizer:
-    """Let ``optimizer`` work on other groups and another state from now on, and return it.
-
-    One optimizer may serve several buffer sets, each with groups and state of its own.
-    """
+    """Let ``optimizer``, which may serve several buffer sets, work on these from now on."""
     optimizer.param_groups = list(groups)
     optimizer.state = state
     return optimizer
+
+
+def empty_states(optimizer: Any) -> list[tuple[dict[str, Any], Tensor]]:
+    """Return the states that are to be made, each with its parameter."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return [(optimizer.state[param], param) for param in params if not optimizer.state[param]]
+
+
+def zeros(*names: str, **counters: int) -> Callable[..., None]:
+    """Return what gives every parameter without state counters, and zeros of its shape."""
+
+    def init_state(optimizer: Any, config: Any = None) -> None:
+        for state, param in empty_states(optimizer):
+            state.update(counters, **{name: torch.zeros_like(param.data) for name in names})
+
+    return init_state
 
 
 @torch.no_grad()
@@ -256,7 +240,7 @@ def dry_step(optimizer: Any) -> None:
         ConfigurationError: If it cannot step with zero gradients.
     """
     everything = [param for group in optimizer.param_groups for param in group["params"]]
-    bare = [param for param in everything if not optimizer.state[param]]
+    bare = [param for _, param in empty_states(optimizer)]
     if not bare:
         return
     values = [param.detach().clone() for param in bare]

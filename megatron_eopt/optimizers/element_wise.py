@@ -18,7 +18,7 @@ from megatron_eopt.optimizers.driver import (
     dry_step,
     leaves,
 )
-from megatron_eopt.stores.shard import Shard
+from megatron_eopt.stores.shard import Ranks
 
 _COUNT_IN_GROUPS = ("transformer_engine", "apex")
 
@@ -26,21 +26,13 @@ _COUNT_IN_GROUPS = ("transformer_engine", "apex")
 class ElementWiseDriver(Driver):
     """Steps Adam, SGD, Lion and their like on any part of the parameters.
 
-    Args:
-        optimizer: The user's optimizer.
-        init_state_fn: Makes its state exist, called as ``(optimizer, config)``; may be None.
-        config: What ``init_state_fn`` gets.
-        shards: What it steps.
+    ``init_state_fn`` makes their state exist, called as ``(optimizer, config)``; it may be None.
     """
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        init_state_fn: InitState,
-        config: Any,
-        shards: Sequence[Shard] = (),
+        self, optimizer: torch.optim.Optimizer, init_state_fn: InitState, config: Any
     ) -> None:
-        super().__init__(type(optimizer).__name__, shards)
+        super().__init__(type(optimizer).__name__, ())
         self._optimizer = optimizer
         self._init_state_fn = init_state_fn
         self._config = config
@@ -48,7 +40,11 @@ class ElementWiseDriver(Driver):
     def init(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Make the state of every tensor exist, with step counters of their own."""
         optimizer = bind(self._optimizer, groups, state)
-        complete_state(optimizer, self._init_state_fn, self._config)
+        if self._init_state_fn is not None:
+            self._init_state_fn(optimizer, self._config)
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                _complete(optimizer, group, optimizer.state[param], param)
 
     def expect(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Make all state exist that is about to be loaded."""
@@ -61,8 +57,13 @@ class ElementWiseDriver(Driver):
         yield from super().counting(groups, state)
 
     def set_steps(self, groups: Sequence[ParamGroup], state: State, steps: int) -> None:
-        """Set the counters where the optimizer keeps them."""
-        set_steps(bind(self._optimizer, groups, state), steps)
+        """Set the counters where the optimizer keeps them: in states, or in groups."""
+        for group in groups:
+            group.pop(STEP, None)
+            if type(self._optimizer).__module__.startswith(_COUNT_IN_GROUPS):
+                group[STEP] = steps
+            for param in group["params"]:
+                set_step(state[param], steps)
 
     def step(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Let the optimizer step."""
@@ -72,22 +73,12 @@ class ElementWiseDriver(Driver):
 class SlabDriver(ElementWiseDriver):
     """Steps any other optimizer on whole parameters, or on each tensor-parallel slab by itself.
 
-    Args:
-        optimizer: The user's optimizer.
-        init_state_fn: Makes its state exist, called as ``(optimizer, config)``; may be None.
-        config: What ``init_state_fn`` gets.
-        slabs: For each parameter which slab this rank has, and of how many.
+    It knows for each parameter which ranks have its slabs.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        init_state_fn: InitState,
-        config: Any,
-        slabs: Sequence[tuple[int, int]],
-    ) -> None:
-        super().__init__(optimizer, init_state_fn, config)
-        self._slabs = list(slabs)
+    def __init__(self, *args: Any, ranks: Sequence[Ranks]) -> None:
+        super().__init__(*args)
+        self._ranks = ranks
 
     def is_cut_like_weights(self, kind: str, value: Any) -> bool:
         """Whether a state is one of those that have a number for each of a parameter's."""
@@ -102,37 +93,12 @@ class SlabDriver(ElementWiseDriver):
     def kept(self, groups: Sequence[ParamGroup], state: State) -> Iterator[Kept]:
         """Yield all other state: its shape has a meaning for the optimizer alone."""
         for _, param, number in self.numbered(groups):
-            slab = self._slabs[number] if self._slabs[number][1] > 1 else None
+            ranks = self._ranks[number]
+            slab = (ranks.rank, ranks.size) if ranks.size > 1 else None
             for kind, value in state[param].items():
                 if kind != STEP and not self.is_cut_like_weights(kind, value):
                     for path, leaf in leaves(value, (kind,)):
                         yield Kept(number, 0, path, leaf, slab=slab, container=state[param])
-
-
-def complete_state(optimizer: Any, init_state_fn: InitState, config: Any) -> None:
-    """Make the state of every parameter exist, with step counters of their own.
-
-    Args:
-        optimizer: A torch optimizer that updates each number by itself.
-        init_state_fn: Makes most of its state exist, called as ``(optimizer, config)``; may be
-            None.
-        config: What it gets.
-    """
-    if init_state_fn is not None:
-        init_state_fn(optimizer, config)
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            _complete(optimizer, group, optimizer.state[param], param)
-
-
-def set_steps(optimizer: Any, steps: int) -> None:
-    """Set the counters of steps where an optimizer keeps them: in states, or in groups."""
-    for group in optimizer.param_groups:
-        group.pop(STEP, None)
-        if type(optimizer).__module__.startswith(_COUNT_IN_GROUPS):
-            group[STEP] = steps
-        for param in group["params"]:
-            set_step(optimizer.state[param], steps)
 
 
 def set_step(state: dict[str, Any], steps: int) -> None:
@@ -151,8 +117,9 @@ def _complete(
     names: tuple[str, ...] = ()
     if isinstance(optimizer, torch.optim.Adam):
         names = (FIRST_MOMENT, "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
+        device = param.device if group["capturable"] or group["fused"] else "cpu"
         # a tensor for each: torch counts in place
-        state.setdefault(STEP, torch.tensor(0.0))
+        state.setdefault(STEP, torch.tensor(0.0, dtype=torch.float32, device=device))
     elif isinstance(optimizer, torch.optim.SGD) and group["momentum"]:
         names = (MOMENTUM,)
     for name in names:

@@ -1,7 +1,8 @@
 """Computes on matrices wherever they are stored: redistribute, compute, redistribute back."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_eopt.base.names import TpModeT
-from megatron_eopt.layouts import Buffers, Matrix, Redistribution, WaveBatch
+from megatron_eopt.layouts import Matrix, Redistribution, WaveBatch
 from megatron_eopt.layouts.redistribution import LoadT, StoreT
 from megatron_eopt.math.newton_schulz import ReduceT
 from megatron_eopt.optimizers.modes import Work, plan_work
@@ -30,23 +31,14 @@ the shape of the whole matrix.
 
 @dataclass(frozen=True)
 class Means:
-    """How an engine works.
+    """How an engine works."""
 
-    Attributes:
-        mode: Where the work happens.
-        wave_bytes: Upper bound of what one owner holds of a wave.
-        batched: Whether equal shapes share a call; without, every matrix is computed by itself.
-        dtype: Of the stacks and of what travels; directions are rounded to it at every layout.
-        device: Where the tensors live.
-        buffers: Shared with other engines that never run at the same time.
-    """
-
-    mode: TpModeT = "auto"
-    wave_bytes: int = DEFAULT_WAVE_BYTES
-    batched: bool = True
+    mode: TpModeT = "auto"  # where the work happens
+    wave_bytes: int = DEFAULT_WAVE_BYTES  # upper bound of what one owner holds of a wave
+    batched: bool = True  # whether equal shapes share a call; else every matrix has its own
+    # of the stacks and of what travels; directions are rounded to it at every layout
     dtype: torch.dtype = torch.float32
-    device: torch.device | str = "cpu"
-    buffers: Buffers | None = None
+    device: torch.device | str = "cpu"  # where the tensors live
 
 
 class MatrixEngine:
@@ -61,16 +53,11 @@ class MatrixEngine:
         "duplicated" has no phase 3, "distributed" and "blockwise" have neither 1 nor 3 where the
         storage is already cut the way they compute.
 
-    Args:
-        shards: Parameters that the same ranks store; the same list in the same order on each.
-        update: The arithmetic on whole matrices (or on slabs, in mode "distributed").
-        means: How it works.
+    The same ranks store all shards, which are listed in the same order on each.
 
     Attributes:
         names: Name of every logical matrix.
-        shapes: Rows and columns of each.
         first: Index of each shard's first matrix, and one past the last of all.
-        owned: Indices of the matrices that this rank computes on, whole or in part.
         work: Where each matrix is computed.
         arrivals: For each wave the shards that no wave before has needed, the same on all ranks.
         blockwise: Whether each rank's piece counts as a matrix of its own.
@@ -92,41 +79,24 @@ class MatrixEngine:
         self._shards = list(shards)
         layouts = [layout for shard in shards for layout in shard.layouts]
         self.names = tuple(name for shard in shards for name in shard.matrix_names)
-        self.shapes = tuple(layout.shape for layout in layouts)
-        self.first = [0]
-        for shard in shards:
-            self.first.append(self.first[-1] + len(shard.layouts))
+        self.first = [0, *accumulate(len(shard.layouts) for shard in shards)]
         self.work: Work = plan_work(layouts, self.ranks.size, means.mode, means.wave_bytes)
-        stored_in = [shard.name for shard in shards for _ in shard.layouts]
-        matrices = [
-            Matrix(name, layout, work.compute, tensor)
-            for name, layout, work, tensor in zip(
-                self.names, layouts, self.work.matrices, stored_in, strict=True
-            )
-        ]
+        shard_of = [n for n, shard in enumerate(shards) for _ in shard.layouts]
+        stored_in = [shards[n].name for n in shard_of]
+        computes = [matrix.compute for matrix in self.work.matrices]
         self._redistribution = Redistribution(
-            matrices,
+            list(map(Matrix, self.names, layouts, computes, stored_in)),
             self.work.waves,
             self.ranks.group,
             dtype=means.dtype,
             device=means.device,
             name=f"Muon {means.mode}",
-            buffers=means.buffers,
         )
-        self.arrivals = self._arrivals()
-        self.owned = tuple(
-            index for wave in self.plan.waves for batch in wave.batches for index in batch.matrices
-        )
-
-    def _arrivals(self) -> list[list[int]]:
-        shard_of = [n for n, shard in enumerate(self._shards) for _ in shard.layouts]
         seen: set[int] = set()
-        arrivals = []
+        self.arrivals: list[list[int]] = []
         for wave in self.work.waves:
-            fresh = sorted({shard_of[matrix] for matrix in wave} - seen)
-            seen.update(fresh)
-            arrivals.append(fresh)
-        return arrivals
+            self.arrivals.append(sorted({shard_of[matrix] for matrix in wave} - seen))
+            seen.update(self.arrivals[-1])
 
     @property
     def plan(self) -> Any:
@@ -134,25 +104,18 @@ class MatrixEngine:
         return self._redistribution.plan
 
     @torch.no_grad()
-    def run(self, load: LoadT, store: StoreT, sinks: LoadT | None = None) -> None:
+    def run(self, load: LoadT, store: StoreT) -> None:
         """Update matrices wave by wave; collective over the group.
 
-        Args:
-            load: Returns what to orthogonalize of shards by name, contiguous.
-            store: Takes updates by shard name, float32 where ``sinks`` is None.
-            sinks: Returns where to write.
+        ``load`` returns what to orthogonalize by the shards' names, contiguous; ``store`` takes
+        updates, in float32.
         """
-        self._redistribution.run_waves(load, self._compute, store, sinks)
+        self._redistribution.run_waves(load, self._compute, store)
 
     def updates(self, directions: Sequence[Tensor]) -> list[Tensor]:
-        """Return the update of every shard; collective over the group.
+        """Return every shard's update, float32 in the shape of its direction; collective.
 
-        Args:
-            directions: This rank's part of what to orthogonalize, in the order of the shards; any
-                shape with as many elements; empty where this rank holds nothing.
-
-        Returns:
-            Tensors of the same shapes, in float32; never views of the directions.
+        Directions may have any shape with as many elements as this rank holds of the shard.
         """
         names = [shard.name for shard in self._shards]
         inputs = {n: d.contiguous() for n, d in zip(names, directions, strict=True)}
@@ -195,18 +158,13 @@ class _Sum:
 
 
 def engines_of(
-    shards: Sequence[Shard], update: Callable[[int], UpdateT], means: Mapping[int, Means] | Means
+    shards: Sequence[Shard], update: Callable[[int], UpdateT], means: Means
 ) -> list[tuple[list[int], MatrixEngine]]:
     """Return an engine for each group of ranks that stores some shards, with their numbers.
 
-    Args:
-        shards: All shards of a driver.
-        update: Returns the arithmetic of the engine with a given number.
-        means: How all engines work, or each by its number.
+    ``update`` returns the arithmetic of the engine with a given place among them.
     """
-    engines = []
-    for place, (_, numbers) in enumerate(group_by_ranks(shards)):
-        how = means if isinstance(means, Means) else means[place]
-        members = [shards[number] for number in numbers]
-        engines.append((numbers, MatrixEngine(members, update(place), how)))
-    return engines
+    return [
+        (numbers, MatrixEngine([shards[number] for number in numbers], update(place), means))
+        for place, (_, numbers) in enumerate(group_by_ranks(shards))
+    ]

@@ -1,7 +1,7 @@
 """One optimizer of a chain: a storage that holds, and the drivers that step."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -12,17 +12,11 @@ from megatron_eopt.stores.interface import Storage
 
 @dataclass(frozen=True, eq=False)
 class Member:
-    """A storage with what steps it.
-
-    Attributes:
-        storage: The storage.
-        drivers: The drivers.
-        params: For each driver the model's parameters in the order of its shards.
-    """
+    """A storage with what steps it."""
 
     storage: Storage
     drivers: Sequence[Driver] = ()
-    params: Sequence[Sequence[Tensor]] = ()
+    params: Sequence[Sequence[Tensor]] = ()  # the model's, for each driver in its shards' order
 
     def groups_of(self, driver: Driver) -> list[ParamGroup]:
         """Return the parameter groups that a driver steps, as schedulers see them."""
@@ -32,15 +26,12 @@ class Member:
         groups: list[ParamGroup] = optimizer.param_groups
         return groups
 
-    @contextmanager
-    def scene(self, driver: Driver) -> Iterator[tuple[list[ParamGroup], State]]:
+    def scene(self, driver: Driver) -> AbstractContextManager[tuple[list[ParamGroup], State]]:
         """Give what a driver works on: groups of this rank's tensors, and their state."""
         optimizer = self.storage.optimizer
         if isinstance(optimizer, CompositeOptimizer):
-            with optimizer.scene(driver) as work:
-                yield work
-        else:
-            yield optimizer.param_groups, optimizer.state
+            return optimizer.scene(driver)
+        return nullcontext((optimizer.param_groups, optimizer.state))
 
     def stepped(self) -> Iterator[tuple[Driver, int, Tensor]]:
         """Yield every tensor of the parameter groups with its driver and its shard's number."""

@@ -8,10 +8,10 @@ duplicated     whole on every rank                         one all-to-all in
 exchange       whole at one owner                          one all-to-all in, one out
 distributed    the long side cut over the ranks            Gram all-reduces; two all-to-alls
                                                            where the storage is cut otherwise
-auto           what is cheapest in all: exchange for       that of these
-               some and distributed for other matrices,
-               or duplicated for all; see
-               :mod:`megatron_eopt.optimizers.costs`
+auto           what keeps the busiest rank busy least      that of these
+               long: distributed for the most expensive
+               matrices and exchange for the others, or
+               duplicated for all
 =============  ==========================================  =====================================
 """
 
@@ -21,16 +21,14 @@ from dataclasses import dataclass
 from typing import Literal, cast
 
 import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
 from megatron_eopt.base.names import TpModeT
 from megatron_eopt.layouts import Layout, assign_owners, iteration_cost, plan_waves
+from megatron_eopt.layouts.assignment import Float64Array
 from megatron_eopt.layouts.boxes import Int64Array
-from megatron_eopt.optimizers.costs import GroupCosts, home
 
 type _Mode = Literal["blockwise", "duplicated", "exchange", "distributed"]
-type Float64Array = npt.NDArray[np.float64]
 
 # a rank may store this many times its fair share of a matrix and still compute on what it stores
 _IMBALANCE = 1.25
@@ -38,15 +36,16 @@ _IMBALANCE = 1.25
 _WORK_BYTES = 4
 """Directions and updates are float32 on the wire and in the compute buffers."""
 
+_STEPS = 5
+
+_COLLECTIVE = 1e9
+"""What a rank could compute in the time of one collective: FLOPs of a GPU in microseconds, and of a
+CPU that talks over loopback."""
+
 
 @dataclass(frozen=True, eq=False)
 class MatrixWork:
-    """How one matrix is computed.
-
-    Attributes:
-        mode: The row of the table above.
-        compute: Its compute layout.
-    """
+    """How one matrix is computed: the row of the table above, and the layout."""
 
     mode: _Mode
     compute: Layout
@@ -59,15 +58,10 @@ class MatrixWork:
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """The work of one engine.
-
-    Attributes:
-        matrices: One entry per matrix.
-        waves: Indices of matrices that travel together.
-    """
+    """The work of one engine."""
 
     matrices: tuple[MatrixWork, ...]
-    waves: tuple[tuple[int, ...], ...]
+    waves: tuple[tuple[int, ...], ...]  # indices of matrices that travel together
 
     def update_shape(self, matrix: int, local: Tensor) -> tuple[int, int]:
         """Return the shape that decides a matrix's scale: blockwise its piece's, else its own."""
@@ -77,16 +71,9 @@ class Work:
 
 
 def plan_work(storage: Sequence[Layout], world_size: int, mode: TpModeT, wave_bytes: int) -> Work:
-    """Decide where each matrix is computed; a pure function, the same on every rank.
-
-    Args:
-        storage: Where each matrix is stored.
-        world_size: Ranks of the group.
-        mode: What was asked for.
-        wave_bytes: Upper bound of what one owner holds of a wave.
-    """
+    """Decide where each matrix is computed; a pure function, the same on every rank."""
     costs = np.array([iteration_cost(*layout.shape) for layout in storage], np.float64)
-    modes = _choose_modes(storage, world_size, mode)
+    modes = _choose_modes(storage, costs, world_size, mode)
     owners = np.zeros(len(storage), np.int64)
     travelling = [i for i, m in enumerate(modes) if m == "exchange"]
     if travelling:
@@ -109,30 +96,46 @@ def plan_work(storage: Sequence[Layout], world_size: int, mode: TpModeT, wave_by
     return Work(tuple(matrices), _waves(matrices, owners, costs, wave_bytes, world_size))
 
 
-def _choose_modes(storage: Sequence[Layout], world_size: int, mode: TpModeT) -> list[_Mode]:
-    count = len(storage)
+def _choose_modes(
+    storage: Sequence[Layout], costs: Float64Array, world_size: int, mode: TpModeT
+) -> list[_Mode]:
     if world_size == 1:
-        return ["duplicated"] * count
+        return ["duplicated"] * len(storage)
     if mode in ("blockwise", "duplicated", "exchange"):
-        return [cast(_Mode, mode)] * count
-    if mode == "distributed":
-        return [_slabs_or_whole(layout, world_size) for layout in storage]
-    in_place = [_stored_in_slabs(layout, world_size) for layout in storage]
-    shared = GroupCosts.of(storage, in_place, world_size).cheapest()
-    if shared is None:
-        return ["duplicated"] * count
-    modes: list[_Mode] = ["exchange"] * count
-    for i in shared.tolist():
-        modes[i] = "distributed"
-    return modes
+        return [cast(_Mode, mode)] * len(storage)
+    # all ranks must call the same all-reduces, so each needs a slab
+    shared = {i for i, layout in enumerate(storage) if max(layout.shape) >= world_size}
+    if mode == "auto":
+        chosen = _most_expensive(storage, costs, world_size, shared)
+        if chosen is None:
+            return ["duplicated"] * len(storage)
+        shared = chosen
+    return ["distributed" if i in shared else "exchange" for i in range(len(storage))]
 
 
-def _slabs_or_whole(layout: Layout, world_size: int) -> _Mode:
-    """Choose between slabs and one owner, for a matrix whose work is to be shared.
+def _most_expensive(
+    storage: Sequence[Layout], costs: Float64Array, world_size: int, eligible: set[int]
+) -> set[int] | None:
+    """Return which matrices to share; None if every rank had better compute all of them.
 
-    All ranks must call the same all-reduces, so each needs a slab.
+    The most expensive ones, as many as keep the busiest rank busy least long, with a constant for
+    every collective; of large numbers every factor of about 1.3 is tried. Of a shared matrix with
+    sides m <= n each of W ranks does ``S (4 n m^2 / W + 2 m^3)``.
     """
-    return "distributed" if max(layout.shape) >= world_size else "exchange"
+    short, long = np.sort([layout.shape for layout in storage], axis=1).T.astype(np.float64)
+    in_slabs = _STEPS * (4 * long * short**2 / world_size + 2 * short**3)
+    order = [i for i in np.argsort(-costs, kind="stable").tolist() if i in eligible]
+    least, best = costs.sum() + _COLLECTIVE, None
+    for count in sorted({0, *(min(int(1.3**i), len(order)) for i in range(64))}):
+        shared = order[:count]
+        rest = np.delete(costs, shared)
+        loads = np.bincount(assign_owners(rest, world_size), weights=rest, minlength=1)
+        kinds = {storage[i].shape for i in shared}
+        calls = 2 * bool(len(rest)) + (_STEPS + 1) * len(kinds)
+        total = loads.max() + in_slabs[shared].sum() + _COLLECTIVE * calls
+        if total < least:
+            least, best = total, set(shared)
+    return best
 
 
 def _slabs(storage: Layout, world_size: int) -> Layout:
@@ -151,6 +154,13 @@ def _stored_in_slabs(storage: Layout, world_size: int) -> bool:
     if not once or np.any(across != storage.shape[1 - long]):
         return False
     return home(storage)[1] <= _IMBALANCE * size / world_size
+
+
+def home(layout: Layout) -> tuple[int, int]:
+    """Return the rank that holds most of a matrix, the lowest one on ties, and how much that is."""
+    ranks, piece = np.unique(layout.boxes.rank, return_inverse=True)
+    held = np.bincount(piece, weights=layout.boxes.area)
+    return int(ranks[held.argmax()]), int(held.max())
 
 
 def _long_side(storage: Layout) -> Literal[0, 1]:

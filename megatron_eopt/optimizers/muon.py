@@ -1,6 +1,7 @@
 """Muon for parameters that tensor parallelism may have cut, as a torch optimizer."""
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast, get_args
@@ -25,7 +26,7 @@ from megatron_eopt.math.orthogonalize import DEFAULT_EPS, Orthogonalization
 from megatron_eopt.math.precision import PRECISIONS
 from megatron_eopt.math.scaling import SCALE_MODES
 from megatron_eopt.matrices import Split, qkv, whole
-from megatron_eopt.optimizers.driver import ParamGroup
+from megatron_eopt.optimizers.driver import ParamGroup, loss_of
 from megatron_eopt.optimizers.engine import MatrixEngine, Means
 from megatron_eopt.optimizers.muon_driver import (
     WEIGHT_DECAY_METHODS,
@@ -193,10 +194,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             NonFiniteError: If a gradient holds inf or nan on any rank of these groups, with nothing
                 changed.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         assert self.driver is not None
         self._refuse_non_finite()
         self.driver.step(self.param_groups, self.state)
@@ -211,7 +209,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             **kwargs: Settings of its parameter group; none is needed.
         """
         if p not in self._lone:
-            self._lone[p] = self._lone_engine(self._shard_of(p), p.device)
+            dtype = self._stack_dtype
+            means = Means(self.tp_mode, batched=self._batched, dtype=dtype, device=p.device)
+            self._lone[p] = MatrixEngine([self._shard_of(p)], self._orthogonalize_stack, means)
         with torch.no_grad():
             return self._lone[p].updates([grad])[0].to(grad.dtype)
 
@@ -235,19 +235,16 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             return whole(shape)
         rows = getattr(param, "qkv_split_shapes", None) or self.qkv_split_shapes
         if not rows:
-            raise ConfigurationError(
-                "qkv_split_shapes",
-                rows,
-                f"must say how the fused weight {name!r} of shape {shape} is put together",
-                "Give the rows of Q, K and V in one query group",
-            )
+            rule = f"must say how the fused weight {name!r} of shape {shape} is put together"
+            way_out = "Give the rows of Q, K and V in one query group"
+            raise ConfigurationError("qkv_split_shapes", rows, rule, way_out)
         return qkv(shape, rows)
 
     @classmethod
     def steps_in_pieces(cls) -> bool:
         """Whether nothing that a subclass defines needs the whole parameter."""
         own = ("step", "orthogonalize", "_init_group", "driver_over", *HOOKS)
-        return all(getattr(cls, name) is getattr(TensorParallelMuon, name) for name in own)
+        return all(getattr(cls, name) is getattr(cls._base(), name) for name in own)
 
     def driver_over(self, shards: Sequence[Shard], means: Means) -> MuonDriver:
         """Return what steps other shards with this optimizer's settings.
@@ -263,24 +260,20 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         device = next((p.device for g in self.param_groups for p in g["params"]), "cpu")
         means = Means(self.tp_mode, batched=self._batched, device=device)
         driver = self.driver_over(self._shards, means)
-        count = iter(range(len(self._shards)))
+        count = itertools.count()
         driver.attach([[next(count) for _ in group["params"]] for group in self.param_groups])
         driver.init(self.param_groups, self.state)
         own = self._base().orthogonalize
         if type(self).orthogonalize is not own:
             driver.own = self.orthogonalize
-        if any(self._has_own(hook) for hook in HOOKS):
+        if any(getattr(type(self), f) is not getattr(OrthogonalizedOptimizer, f) for f in HOOKS):
             driver.apply = self._apply_with_hooks
         self.driver = driver
 
-    def _base(self) -> type["TensorParallelMuon"]:
+    @classmethod
+    def _base(cls) -> type["TensorParallelMuon"]:
         """Return the class of ours whose ``orthogonalize`` needs no call for each parameter."""
         return TensorParallelMuon
-
-    def _lone_engine(self, shard: Shard, device: torch.device) -> MatrixEngine:
-        dtype = self._stack_dtype
-        means = Means(self.tp_mode, batched=self._batched, dtype=dtype, device=device)
-        return MatrixEngine([shard], self._orthogonalize_stack, means)
 
     def _orthogonalize_stack(
         self, stack: Tensor, matrices: Sequence[int], reduce: ReduceT | None, shape: tuple[int, int]
@@ -295,12 +288,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     def _shard(self, name: str, param: Tensor) -> Shard:
         shape = tuple(param.shape)
         if len(shape) not in (2, 3) or 0 in shape:
-            raise ConfigurationError(
-                name,
-                shape,
-                "Muon needs shapes (out, in) or (experts, out, in) without a size of 0",
-                "Give other parameters to an element-wise optimizer",
-            )
+            rule = "Muon needs shapes (out, in) or (experts, out, in) without a size of 0"
+            way_out = "Give other parameters to an element-wise optimizer"
+            raise ConfigurationError(name, shape, rule, way_out)
         cut = tensor_parallel_cut(param, self.pg_collection, self.tp_mode)
         return slab(name, param, functools.partial(self.split_of, name=name), cut)
 
@@ -328,14 +318,11 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         if wanted is None:
             wanted = all(param.device.type == "cpu" for _, param in found)
         if wanted:
+            # the others would wait for a rank that has raised
+            sharing = [engine.ranks.group for _, engine in self.driver.engines]
             check_finite_gradients(
                 ((name, param.grad) for name, param in found),  # type: ignore[misc]
-                # the others would wait for a rank that has raised
-                groups=[
-                    engine.ranks.group
-                    for _, engine in self.driver.engines
-                    if engine.ranks.group is not None
-                ],
+                groups=[group for group in sharing if group is not None],
             )
 
     def _apply_with_hooks(
@@ -346,10 +333,6 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         subtract(group, params, updates)
         for param in params:
             self.post_weight_update_fn_inplace(param)
-
-    def _has_own(self, method: str) -> bool:
-        """Whether a subclass defines its own version of one of emerging-optimizers' hooks."""
-        return getattr(type(self), method) is not getattr(OrthogonalizedOptimizer, method)
 
     def _scaled_orthogonalization(
         self, matrix: Tensor, tp_group: Any = None, partition_dim: int | None = None
@@ -363,12 +346,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
 
 def _orthogonalization(**settings: Any) -> Orthogonalization:
-    """Return the arithmetic, having checked the settings under the names of the arguments.
-
-    Raises:
-        ConfigurationError: If a value is unknown or out of bounds.
-        ConfigurationTypeError: If a number is of the wrong kind.
-    """
+    """Return the arithmetic, having checked the settings under the names of the arguments."""
     steps = settings["steps"]
     check_number("num_ns_steps", steps, at_least=1)
     if not isinstance(steps, int):

@@ -15,7 +15,7 @@ from megatron_eopt.base.names import MOMENTUM
 from megatron_eopt.math.newton_schulz import ReduceT
 from megatron_eopt.math.orthogonalize import Orthogonalization
 from megatron_eopt.optimizers.driver import Driver, ParamGroup, State
-from megatron_eopt.optimizers.engine import MatrixEngine, Means, UpdateT, engines_of
+from megatron_eopt.optimizers.engine import Means, UpdateT, engines_of
 from megatron_eopt.stores.shard import Shard
 
 WeightDecayT = Literal["decoupled", "l2", "independent"]
@@ -34,17 +34,11 @@ type Apply = Callable[[ParamGroup, Sequence[Tensor], list[Tensor]], None]
 
 @dataclass(frozen=True)
 class MuonSettings:
-    """What the parameters of a Muon have in common.
+    """What the parameters of a Muon have in common."""
 
-    Attributes:
-        nesterov: Orthogonalize gradient and momentum mixed instead of the momentum alone.
-        weight_decay_method: How weight decay acts.
-        orthogonalization: The arithmetic on matrices.
-    """
-
-    nesterov: bool
+    nesterov: bool  # orthogonalize gradient and momentum mixed instead of the momentum alone
     weight_decay_method: WeightDecayT
-    orthogonalization: Orthogonalization
+    orthogonalization: Orthogonalization  # the arithmetic on matrices
 
 
 @dataclass
@@ -57,18 +51,7 @@ class Stepped:
 
 
 class MuonDriver(Driver):
-    """Steps Muon; see Note [Phases of a step].
-
-    Args:
-        name: Class of the optimizer, for messages.
-        settings: What all parameters have in common.
-        shards: What it steps.
-        means: How matrices are computed; their dtype is the arithmetic's.
-
-    Attributes:
-        apply: Subtracts updates; a class's hooks may do more.
-        own: Takes the place of our orthogonalization, if there is one.
-    """
+    """Steps Muon; see Note [Phases of a step]. The dtype of ``means`` is the arithmetic's."""
 
     needs_matrices = True
 
@@ -79,8 +62,8 @@ class MuonDriver(Driver):
         self.settings = settings
         self._numbers = {shard.name: number for number, shard in enumerate(shards)}
         self.engines = engines_of(shards, self._update_of, means)
-        self.apply: Apply = subtract
-        self.own: OrthogonalizeT | None = None
+        self.apply: Apply = subtract  # a class's hooks may do more
+        self.own: OrthogonalizeT | None = None  # takes the place of our orthogonalization
 
     @property
     def plans(self) -> list[Any]:
@@ -122,7 +105,10 @@ class MuonDriver(Driver):
             mine = {n: stepped[n] for n in numbers if n in stepped}
             inputs = self._inputs(place, wave, mine, state)
             return {
-                name: inputs[n].contiguous() if n in inputs else self._nothing(n, engine)
+                name: inputs[n].contiguous()
+                if n in inputs
+                # in place of one that rests, but is in the plan
+                else torch.zeros(self.shards[n].shape, dtype=torch.float32, device=engine.device)
                 for name, n in zip(names, numbers, strict=True)
             }
 
@@ -158,24 +144,18 @@ class MuonDriver(Driver):
 
     def _apply(self, stepped: Iterable[Stepped], updates: Mapping[int, Tensor]) -> None:
         for group, members in _by_group(stepped):
-            params = [item.param for item in members]
-            self.apply(
-                group, params, [updates[item.number].to(item.param.dtype) for item in members]
-            )
-
-    def _nothing(self, number: int, engine: MatrixEngine) -> Tensor:
-        """Stand in for the direction of a parameter that rests, but is in the plan."""
-        shape, device = self.shards[number].shape, engine.device
-        return torch.zeros(shape, dtype=torch.float32, device=device)
+            mine = [updates[item.number].to(item.param.dtype) for item in members]
+            self.apply(group, [item.param for item in members], mine)
 
     def _update_of(self, place: int) -> UpdateT:
-        return self._update
-
-    def _update(
-        self, stack: Tensor, matrices: Sequence[int], reduce: ReduceT | None, shape: tuple[int, int]
-    ) -> None:
         arithmetic = self.settings.orthogonalization
-        arithmetic.factors_(stack, reduce, shape, arithmetic.scale(shape))
+
+        def update(
+            stack: Tensor, _: Sequence[int], reduce: ReduceT | None, shape: tuple[int, int]
+        ) -> None:
+            arithmetic.factors_(stack, reduce, shape, arithmetic.scale(shape))
+
+        return update
 
 
 def directions(
@@ -184,16 +164,8 @@ def directions(
     """Update the momenta in place and return what to orthogonalize.
 
     Momentum is the moving average ``M <- momentum M + (1 - momentum) G``; Nesterov's direction
-    mixes the gradient in once more, ``momentum M + (1 - momentum) G``.
-
-    Args:
-        grads: Gradients.
-        momenta: Momentum buffers of the same shapes.
-        momentum: Decay of the average, in [0, 1).
-        nesterov: Which of the two directions to return.
-
-    Returns:
-        The momenta themselves, which the caller must not change, or new tensors.
+    mixes the gradient in once more, ``momentum M + (1 - momentum) G``. What is returned are new
+    tensors, or without Nesterov the momenta themselves, which the caller must not change.
     """
     if not grads:
         return []
@@ -207,13 +179,7 @@ def subtract(group: ParamGroup, params: Sequence[Tensor], updates: list[Tensor])
 
 
 def decayed(params: list[Tensor], group: ParamGroup, method: WeightDecayT) -> list[Tensor]:
-    """Decay weights in place, or gradients into new tensors, and return the gradients to use.
-
-    Args:
-        params: Weights of one group, with gradients.
-        group: Has ``lr`` and ``weight_decay``.
-        method: What is decayed, and by which rate.
-    """
+    """Decay weights in place, or gradients into new tensors, and return the gradients to use."""
     grads: list[Tensor] = [param.grad for param in params]  # type: ignore[misc]
     if not group["weight_decay"] or not params:
         return grads

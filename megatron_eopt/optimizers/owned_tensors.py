@@ -1,60 +1,38 @@
 """State that owners keep of whole matrices, as DTensors that any other layout can load.
 
-Saving cuts every state tensor along its first dimension over the ranks of the group; loading brings
-the pieces to whichever rank owns the matrix now. Both are one redistribution.
+Saving cuts every state tensor along its first dimension over the ranks of the group, one at a time.
 """
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Shard as ShardPlacement
 
 from megatron_eopt.base.agreement import of_every_rank
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.layouts import Layout, Matrix, Redistribution, WaveBatch
 from megatron_eopt.optimizers.driver import Kept, ParamGroup, State
 from megatron_eopt.optimizers.owner_driver import OwnerDriver
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """One value of state of one matrix, as all ranks know it.
+    """One value of state of one matrix, as all ranks know it."""
 
-    Attributes:
-        shard: Number of the parameter's shard.
-        name: Its key in the state dict.
-        owner: The rank that holds it.
-        shape: Its shape; None for a number.
-        number: The number.
-        problem: Why it could not be restored; empty if it could.
-    """
-
-    shard: int
-    name: str
-    owner: int
-    shape: tuple[int, ...] | None
+    shard: int  # number of the parameter's shard
+    name: str  # its key in the state dict
+    owner: int  # the rank that holds it
+    shape: tuple[int, ...] | None  # None for a number
     number: Any = None
-    problem: str = ""
-
-    @property
-    def rows_and_cols(self) -> tuple[int, int]:
-        assert self.shape is not None
-        return self.shape[0], math.prod(self.shape[1:])
+    problem: str = ""  # why it could not be restored
 
 
 class OwnedTensors:
-    """Publishes and adopts the state that one driver's owners keep.
-
-    Args:
-        driver: The driver.
-        device: Where tensors live.
-    """
+    """Publishes and adopts the state that one driver's owners keep."""
 
     def __init__(self, driver: OwnerDriver, device: torch.device) -> None:
         self._driver = driver
@@ -73,15 +51,11 @@ class OwnedTensors:
         kept, entries = self._survey(groups, state)
         states: list[dict[str, Any]] = [{} for _ in self._driver.shards]
         for entry in entries:
-            if entry.shape is None:
-                states[entry.shard][entry.name] = entry.number
-        tensors = [entry for entry in entries if entry.shape is not None]
-
-        def read(entry: _Entry, place: Tensor) -> None:
-            place.copy_(kept[entry.shard, entry.name].value.view(entry.rows_and_cols))
-
-        for entry, piece in zip(tensors, self._travel(tensors, read), strict=True):
-            states[entry.shard][entry.name] = self._as_dtensor(entry, piece)
+            value = entry.number
+            if entry.shape is not None:
+                mine = kept.get((entry.shard, entry.name))
+                value = self._cut(entry, torch.empty(0) if mine is None else mine.value)
+            states[entry.shard][entry.name] = value
         return states
 
     def adopt(
@@ -93,17 +67,17 @@ class OwnedTensors:
             ConfigurationError: On all ranks, if something is missing or has another shape.
         """
         kept, entries = self._survey(groups, state)
-        self._agree([p for entry in entries if (p := self._misfit(entry, saved[entry.shard]))])
-        for (shard, name), item in kept.items():
-            if not _is_matrix(item.value):
-                item.replace(saved[shard][name])
-        tensors = [entry for entry in entries if entry.shape is not None]
-        pieces = [self._own_piece(entry, saved[entry.shard][entry.name]) for entry in tensors]
-
-        def write(entry: _Entry, place: Tensor) -> None:
-            kept[entry.shard, entry.name].replace(place)
-
-        self._travel(tensors, write, pieces)
+        mine = [p for entry in entries if (p := self._misfit(entry, saved[entry.shard]))]
+        known = of_every_rank(mine, self._ranks.group)
+        if problems := sorted({problem for some in known for problem in some}):
+            way_out = "Load what this optimizer saved"
+            raise ConfigurationError("state_dict", "incomplete", problems[0], way_out)
+        for entry in entries:
+            value = saved[entry.shard][entry.name]
+            if isinstance(value, DTensor):
+                value = value.full_tensor()
+            if (entry.shard, entry.name) in kept:
+                kept[entry.shard, entry.name].replace(value)
 
     def _survey(
         self, groups: Sequence[ParamGroup], state: State
@@ -117,12 +91,10 @@ class OwnedTensors:
         ]
         known = [entry for entries in of_every_rank(mine, self._ranks.group) for entry in entries]
         if problems := [entry for entry in known if entry.problem]:
-            raise ConfigurationError(
-                f"state {problems[0].name!r} of {self._driver.name}",
-                problems[0].problem,
-                "can be saved only as float32 tensors and numbers",
-                "Use another optimizer, or run without checkpoints",
-            )
+            argument = f"state {problems[0].name!r} of {self._driver.name}"
+            rule = "can be saved only as float32 tensors and numbers"
+            way_out = "Use another optimizer, or run without checkpoints"
+            raise ConfigurationError(argument, problems[0].problem, rule, way_out)
         return kept, sorted(known, key=lambda entry: (entry.shard, entry.name))
 
     def _name(self, item: Kept) -> str:
@@ -139,87 +111,19 @@ class OwnedTensors:
             return f"has the shape {shape} and not {entry.shape} for {entry.name!r} of {name}"
         return ""
 
-    def _agree(self, problems: Sequence[str]) -> None:
-        known = of_every_rank(list(problems), self._ranks.group)
-        if any(known):
-            found = sorted({problem for some in known for problem in some})
-            raise ConfigurationError(
-                "state_dict", "incomplete", found[0], "Load what this optimizer saved"
-            )
-
-    def _travel(
-        self,
-        entries: Sequence[_Entry],
-        at_owner: Callable[[_Entry, Tensor], None],
-        pieces: Sequence[Tensor] | None = None,
-    ) -> list[Tensor]:
-        """Bring pieces to the owners, call ``at_owner``, and return what comes back."""
-        if not entries:
-            return []
-        ranks = range(self._ranks.size)
-        matrices = [
-            Matrix(
-                str(number),
-                Layout.slabs(entry.rows_and_cols, 0, ranks, self._cut(entry)),
-                Layout.whole(entry.rows_and_cols, entry.owner),
-            )
-            for number, entry in enumerate(entries)
-        ]
-        if pieces is None:
-            pieces = [torch.zeros(self._piece(entry), device=self._device) for entry in entries]
-
-        def compute(batch: WaveBatch) -> None:
-            for number, place in zip(batch.matrices, batch.tensor, strict=True):
-                at_owner(entries[number], place)
-
-        # a tensor a wave: saving must not need memory for all of them
-        waves = [[number] for number in range(len(entries))]
-        redistribution = Redistribution(
-            matrices, waves, self._ranks.group, device=self._device, name="optimizer state"
-        )
-        inputs = {str(number): piece for number, piece in enumerate(pieces)}
-        outputs = {name: torch.zeros_like(piece) for name, piece in inputs.items()}
-        redistribution.run(inputs, compute, outputs)
-        return list(outputs.values())
-
-    def _cut(self, entry: _Entry) -> list[int]:
-        """Return every rank's rows, cut as torch cuts: all full but the last ones."""
-        rows = entry.rows_and_cols[0]
-        chunk = -(-rows // self._ranks.size)
-        return [max(0, min(chunk, rows - rank * chunk)) for rank in range(self._ranks.size)]
-
-    def _piece(self, entry: _Entry) -> tuple[int, ...]:
-        assert entry.shape is not None
-        return (self._cut(entry)[self._ranks.rank], *entry.shape[1:])
-
-    def _as_dtensor(self, entry: _Entry, piece: Tensor) -> Tensor:
+    def _cut(self, entry: _Entry, whole: Tensor) -> Tensor:
+        """Return this rank's rows of a tensor that its owner alone passes; collective."""
         if self._mesh is None:
-            return piece
-        assert entry.shape is not None
-        stride = torch.empty(entry.shape, device="meta").stride()
-        return DTensor.from_local(
-            piece,
-            self._mesh,
-            [ShardPlacement(0)],
-            run_check=False,
-            shape=torch.Size(entry.shape),
-            stride=stride,
-        )
-
-    def _own_piece(self, entry: _Entry, value: Tensor) -> Tensor:
-        if isinstance(value, DTensor):
-            assert self._mesh is not None
-            return value.redistribute(self._mesh, [ShardPlacement(0)]).to_local().contiguous()
-        first = sum(self._cut(entry)[: self._ranks.rank])
-        return value.narrow(0, first, self._piece(entry)[0]).contiguous()
-
-
-def _is_matrix(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0
+            return whole.clone()
+        if entry.owner != self._ranks.rank:
+            assert entry.shape is not None
+            whole = torch.empty(entry.shape, dtype=torch.float32, device=self._device)
+        rows = [ShardPlacement(0)]
+        return distribute_tensor(whole, self._mesh, rows, src_data_rank=entry.owner)
 
 
 def _describe(shard: int, name: str, owner: int, value: Any) -> _Entry:
-    if _is_matrix(value) and value.dtype == torch.float32:
+    if isinstance(value, Tensor) and value.dim() and value.dtype == torch.float32:
         return _Entry(shard, name, owner, tuple(value.shape))
     if isinstance(value, bool | int | float):
         return _Entry(shard, name, owner, None, value)

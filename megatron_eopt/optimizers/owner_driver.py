@@ -6,8 +6,7 @@ owner keeps no weight. Matrices of equal shape in a wave are stepped together.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from megatron_eopt.math.finite import names_of_all
 from megatron_eopt.optimizers.driver import (
     OF_GROUPS,
     Driver,
-    InitState,
     Kept,
     ParamGroup,
     State,
@@ -44,17 +42,8 @@ _GRAD, _WEIGHT = "grad of ", "weight of "
 class OwnerDriver(Driver):
     """Steps a torch optimizer on whole matrices, each at its owner.
 
-    Args:
-        optimizer: The user's optimizer, with the settings of all its groups.
-        init_state_fn: Makes its state exist, called as ``(optimizer, config)``; may be None.
-        config: What ``init_state_fn`` gets.
-        shards: What it steps; one group of ranks stores all of them.
-        shapes: Shape of each whole parameter, if it has other dimensions than its one matrix.
-        means: How matrices travel.
-
-    Attributes:
-        owned: The matrices that this rank owns, by number; empty but while they are stepped.
-        owned_state: The optimizer's state of them.
+    One group of ranks stores all shards. ``shapes`` are those of whole parameters, if they have
+    other dimensions than their one matrix.
     """
 
     needs_matrices = True
@@ -62,8 +51,7 @@ class OwnerDriver(Driver):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        init_state_fn: InitState,
-        config: Any,
+        init_state_fn: Callable[[], None] | None,
         shards: Sequence[Shard],
         shapes: Sequence[tuple[int, ...]],
         means: Means,
@@ -71,10 +59,8 @@ class OwnerDriver(Driver):
         super().__init__(type(optimizer).__name__, shards)
         self._optimizer = optimizer
         self._init_state_fn = init_state_fn
-        self._config = config
         self._device = torch.device(means.device)
         self._ranks = shards[0].ranks
-        self._numbers = {shard.name: number for number, shard in enumerate(shards)}
         self._of_matrix = [
             (n, m) for n, shard in enumerate(shards) for m in range(len(shard.layouts))
         ]
@@ -83,6 +69,7 @@ class OwnerDriver(Driver):
             for n, m in self._of_matrix
         ]
         self._redistribution = self._plan(means)
+        # the matrices that this rank owns, by number; empty but while they are stepped
         self.owned: dict[int, nn.Parameter] = {
             index // 2: nn.Parameter(torch.empty(0, device=self._device))
             for wave in self._redistribution.plan.waves
@@ -106,11 +93,9 @@ class OwnerDriver(Driver):
     def init(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Make the state of every owned matrix exist, as far as the optimizer has a way to."""
         self._update_settings(groups)
-        if self._init_state_fn is None or self._exists >= _AS_INITIALIZED:
-            return
-        function = self._init_state_fn
-        self._run(groups, lambda: function(self._optimizer, self._config), with_grads=False)
-        self._exists = _AS_INITIALIZED
+        if self._init_state_fn is not None and self._exists < _AS_INITIALIZED:
+            self._run(groups, self._init_state_fn, with_grads=False)
+            self._exists = _AS_INITIALIZED
 
     def expect(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Make the state exist of every owned matrix that has none before its first step."""
@@ -148,21 +133,16 @@ class OwnerDriver(Driver):
         self._update_settings(groups)
         for index, param in self.owned.items():
             number, matrix = self._of_matrix[index]
-            item = Kept(number, matrix, (), None)
-            own = self._own_groups[self.group_of[number]]
+            own, kept = self._own_groups[self.group_of[number]], self.owned_state[param]
             counters = own.keys() - groups[self.group_of[number]].keys() - {"params", STEP}
-            for path, value in leaves(self.owned_state[param]):
+            for path, value in leaves(kept):
                 if path != (STEP,):
                     whole = isinstance(value, Tensor) and value.shape == self._shapes[index]
                     per_element = whole and ".".join(path) in ELEMENT_WISE_STATE
-                    container = self.owned_state[param]
-                    yield replace(
-                        item, path=path, value=value, per_element=per_element, container=container
-                    )
+                    yield Kept(number, matrix, path, value, per_element=per_element, container=kept)
             for path, value in leaves({name: own[name] for name in sorted(counters)}):
-                yield replace(
-                    item, path=(OF_GROUPS, *path), value=value, container={OF_GROUPS: own}
-                )
+                place = {OF_GROUPS: own}
+                yield Kept(number, matrix, (OF_GROUPS, *path), value, container=place)
 
     def counts(self) -> Iterator[Kept]:
         """Yield the counts of steps of the matrices that this rank owns."""
@@ -191,11 +171,10 @@ class OwnerDriver(Driver):
         work = plan_work(layouts, self._ranks.size, "exchange", means.wave_bytes // 2)
         names = [name for shard in self.shards for name in shard.matrix_names]
         stored_in = [shard.name for shard in self.shards for _ in shard.layouts]
+        pairs = zip(names, layouts, work.matrices, stored_in, strict=True)
         matrices = [
             Matrix(kind + name, layout, item.compute, kind + tensor, returns=kind == _WEIGHT)
-            for name, layout, item, tensor in zip(
-                names, layouts, work.matrices, stored_in, strict=True
-            )
+            for name, layout, item, tensor in pairs
             for kind in (_GRAD, _WEIGHT)
         ]
         waves = [[index for i in wave for index in (2 * i, 2 * i + 1)] for wave in work.waves]
@@ -205,15 +184,27 @@ class OwnerDriver(Driver):
 
     def _run(self, groups: Sequence[ParamGroup], act: Any, *, with_grads: bool) -> None:
         """Bring matrices to their owners, let the optimizer act on them, and bring them back."""
-        params = {n: param for _, param, n in self.numbered(groups)}
+        params = {self.shards[n].name: param for _, param, n in self.numbered(groups)}
         counters = [dict(own) for own in self._own_groups]
 
         def load(wave: int, names: Sequence[str]) -> dict[str, Tensor]:
-            return {name: self._loaded(name, params, with_grads) for name in names}
+            return {name: loaded(name).contiguous() for name in names}
+
+        def loaded(name: str) -> Tensor:
+            if name.startswith(_WEIGHT):
+                return params[name.removeprefix(_WEIGHT)].detach()
+            param = params[name.removeprefix(_GRAD)]
+            grad = param.grad if with_grads else torch.zeros_like(param)
+            assert grad is not None
+            return grad
 
         def compute(batch: WaveBatch) -> None:
             members = self._lay_out(batch)
-            bind(self._optimizer, self._chosen(members, counters), self.owned_state)
+            # what is counted in groups is counted once a step: every batch begins as the first
+            groups = [{**own, "params": []} for own in counters]
+            for index, (param, _) in members.items():
+                groups[self.group_of[self._of_matrix[index][0]]]["params"].append(param)
+            bind(self._optimizer, groups, self.owned_state)
             act()
             self._own_groups = [{**group, "params": []} for group in self._optimizer.param_groups]
             for param, place in members.values():
@@ -223,22 +214,13 @@ class OwnerDriver(Driver):
                 param.data, param.grad = place.new_empty(0), None
 
         def store(results: Mapping[str, Tensor]) -> None:
-            names = [name for name in results if name.startswith(_WEIGHT)]
-            own = [params[self._numbers[name.removeprefix(_WEIGHT)]] for name in names]
+            # gradients do not return
+            own = [params[name.removeprefix(_WEIGHT)] for name in results]
             if with_grads and own:
-                torch._foreach_copy_(
-                    own, [results[name].view_as(p) for name, p in zip(names, own, strict=True)]
-                )
+                new = [value.view_as(p) for value, p in zip(results.values(), own, strict=True)]
+                torch._foreach_copy_(own, new)
 
         self._redistribution.run_waves(load, compute, store)
-
-    def _loaded(self, name: str, params: Mapping[int, Tensor], with_grads: bool) -> Tensor:
-        if name.startswith(_WEIGHT):
-            return params[self._numbers[name.removeprefix(_WEIGHT)]].detach().contiguous()
-        param = params[self._numbers[name.removeprefix(_GRAD)]]
-        grad = param.grad if with_grads else torch.zeros_like(param)
-        assert grad is not None
-        return grad.contiguous()
 
     def _lay_out(self, batch: WaveBatch) -> dict[int, tuple[nn.Parameter, Tensor]]:
         """Let the owned parameters be the matrices of a batch; return them with their places."""
@@ -251,18 +233,6 @@ class OwnerDriver(Driver):
             param.grad = places[2 * index].view(shape)
             members[index] = (param, weight)
         return members
-
-    def _chosen(
-        self, members: Mapping[int, tuple[nn.Parameter, Tensor]], counters: Sequence[ParamGroup]
-    ) -> list[ParamGroup]:
-        """Return the groups with the members of a batch alone.
-
-        What the optimizer counts in groups it counts once a step: every batch begins as the first.
-        """
-        groups = [{**own, "params": []} for own in counters]
-        for index, (param, _) in members.items():
-            groups[self.group_of[self._of_matrix[index][0]]]["params"].append(param)
-        return groups
 
     def _update_settings(self, groups: Sequence[ParamGroup]) -> None:
         """Take over the schedule's present numbers."""

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.layouts import Plan
-from megatron_eopt.optimizers.driver import CompositeOptimizer, Driver, ParamGroup, State
+from megatron_eopt.optimizers.driver import CompositeOptimizer, Driver, ParamGroup, State, loss_of
 from megatron_eopt.optimizers.owned_tensors import OwnedTensors
 from megatron_eopt.optimizers.owner_driver import OwnerDriver
 from megatron_eopt.stores.dtensors import local_of, shard_like
@@ -94,7 +94,8 @@ class ShardedOptimizer(CompositeOptimizer):
     @contextmanager
     def scene(self, driver: Driver) -> Iterator[tuple[list[ParamGroup], State]]:
         """Give a driver this rank's shards, and take over what it makes of their state."""
-        shards = {param: _shard(param) for param in self._params[driver]}
+        # the storage itself, or a copy of a 16-bit one
+        shards = {p: local_of(p).detach().to(torch.float32) for p in self._params[driver]}
         state: State = defaultdict(dict)
         for param, shard in shards.items():
             state[shard] = {key: local_of(value) for key, value in self.state[param].items()}
@@ -125,10 +126,7 @@ class ShardedOptimizer(CompositeOptimizer):
         Returns:
             The closure's loss.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         super().step()
         return loss
 
@@ -149,9 +147,8 @@ class ShardedOptimizer(CompositeOptimizer):
         for param, found_of in published.items():
             self.state[param].update(found_of)
         result = super().state_dict()
-        for param in published:
-            # the owners hold it; what was returned keeps the present dictionary
-            self.state[param] = {}
+        # the owners hold it; what was returned keeps the present dictionary
+        self.state.update({param: {} for param in published})
         return result
 
     @torch.no_grad()
@@ -196,11 +193,6 @@ class ShardedOptimizer(CompositeOptimizer):
             for key, value in state_dict["state"].get(number, {}).items():
                 if isinstance(value, Tensor) and value.dim():
                     self.state[param][key] = value.to(param.device)
-
-
-def _shard(param: Tensor) -> Tensor:
-    """Return this rank's part in float32: the storage itself, or a copy of a 16-bit one."""
-    return local_of(param).detach().to(torch.float32)  # type: ignore[no-any-return]
 
 
 def _grad(param: Tensor, dtype: torch.dtype) -> Tensor:

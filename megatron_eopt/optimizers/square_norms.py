@@ -13,22 +13,14 @@ from megatron_eopt.stores.shard import Shard
 
 @dataclass(frozen=True)
 class Segments:
-    """A rank's flattened tensor as runs, each inside one row of one matrix.
+    """A rank's flattened tensor as runs without gaps, each inside one row of one matrix."""
 
-    Attributes:
-        matrix: Index of each run's matrix among the parameter's; int64 ``(runs,)``.
-        length: Elements of each run, int64 ``(runs,)``; they follow one another without gaps.
-        counted: 1 where this rank's copy is the source, 0 where another rank's is; float64
-            ``(runs,)``.
-        matrices: Number of matrices.
-        counts_at_all: Whether anything is counted, known on the host.
-    """
-
-    matrix: Tensor
-    length: Tensor
+    matrix: Tensor  # index of each run's matrix among the parameter's; int64 ``(runs,)``
+    length: Tensor  # elements of each run; int64 ``(runs,)``
+    # 1 where this rank's copy is the source, 0 where another rank's is; float64 ``(runs,)``
     counted: Tensor
-    matrices: int
-    counts_at_all: bool
+    matrices: int  # number of matrices
+    counts_at_all: bool  # whether anything is counted, known on the host
 
     @classmethod
     def of(cls, shard: Shard, device: torch.device) -> "Segments":

@@ -13,11 +13,7 @@ _STRIPS = 16
 def pack_triangle(square: Tensor) -> Tensor:
     """Return the upper triangle of symmetric matrices, to whole blocks of rows.
 
-    Args:
-        square: ``(m, m)`` or ``(batch, m, m)``.
-
-    Returns:
-        A new tensor of one dimension; :func:`packed_elements` per matrix.
+    Of ``(m, m)`` or ``(batch, m, m)``, as one dimension with :func:`packed_elements` per matrix.
     """
     strips = [square[..., top:bottom, top:].flatten() for top, bottom in _strips(square.shape[-1])]
     return torch.cat(strips)
