@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.settings.checks import refuse_for_qk_clip
 from megatron_eopt.settings.settings import Settings
 
 _OF_DDP = "DistributedDataParallelConfig."
@@ -26,7 +27,8 @@ def check_ddp(settings: Settings, model_chunks: Sequence[Any]) -> None:
         ddp_config = getattr(chunk, "ddp_config", None)
         if ddp_config is None:
             continue
-        _check_qk_clip(settings, chunk)
+        if getattr(getattr(chunk, "config", None), "qk_clip", False):
+            refuse_for_qk_clip(settings.config, ddp_config)
         scattered, gathers = ddp_config.use_distributed_optimizer, ddp_config.overlap_param_gather
         if scattered and not is_sharded:
             rule = (
@@ -56,18 +58,3 @@ def check_ddp(settings: Settings, model_chunks: Sequence[Any]) -> None:
             rule = f"does not work with {settings.optimizer}"
             way_out = "Use Megatron's DistributedDataParallel, or adam"
             raise ConfigurationError(_OF_DDP + "use_megatron_fsdp", True, rule, way_out)
-
-
-def _check_qk_clip(settings: Settings, chunk: Any) -> None:
-    if not getattr(getattr(chunk, "config", None), "qk_clip", False):
-        return
-    reasons = {
-        "optimizer_cpu_offload": "keeps main weights in the host's memory",
-        "use_precision_aware_optimizer": "keeps main weights inside Transformer Engine's Adam",
-        "fp8_param_gather": "gathers weights of 8 bits",
-        "fp4_param_gather": "gathers weights of 4 bits",
-    }
-    for name, reason in reasons.items():
-        if getattr(settings.config, name, False) or getattr(chunk.ddp_config, name, False):
-            rule = f"scales main weights and the model's in place, and {name} {reason}"
-            raise ConfigurationError("qk_clip", True, rule, f"Set qk_clip=False or {name}=False")

@@ -75,6 +75,13 @@ _FOR_MATRICES = {
     "overlap_param_gather_with_optimizer_step": "gathers parameters before all have been stepped",
 }
 
+_FOR_QK_CLIP = {
+    "optimizer_cpu_offload": "keeps main weights in the host's memory",
+    "use_precision_aware_optimizer": "keeps main weights inside Transformer Engine's Adam",
+    "fp8_param_gather": "gathers weights of 8 bits",
+    "fp4_param_gather": "gathers weights of 4 bits",
+}
+
 _FOR_DTENSORS = {
     "fp16": "needs a loss scale, which the training loop has: torch.amp.GradScaler",
     "loss_scale": "belongs to the training loop: torch.amp.GradScaler",
@@ -141,6 +148,14 @@ def refuse_for_matrices(config: Any) -> None:
         if getattr(config, name, False):
             rule = f"{reason}, so layer-wise storage refuses it"
             raise ConfigurationError(name, True, rule, f"Set {name}=False")
+
+
+def refuse_for_qk_clip(config: Any, ddp_config: Any) -> None:
+    """Raise a ConfigurationError for the first mode that keeps weights from being scaled."""
+    for name, reason in _FOR_QK_CLIP.items():
+        if getattr(config, name, False) or getattr(ddp_config, name, False):
+            rule = f"scales main weights and the model's in place, and {name} {reason}"
+            raise ConfigurationError("qk_clip", True, rule, f"Set qk_clip=False or {name}=False")
 
 
 def refuse_for_dtensors(config: Any) -> None:
