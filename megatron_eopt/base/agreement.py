@@ -85,6 +85,11 @@ def agreed[T](function: Callable[[], T], group: distributed.ProcessGroup | None 
     return cast(T, result)
 
 
+def agreed_in[T](group: distributed.ProcessGroup | None, function: Callable[[], T]) -> T:
+    """Do the same as :func:`agreed` over a group, which is this rank alone if it is None."""
+    return function() if group is None else agreed(function, group)
+
+
 def everyones[T](items: Iterable[T]) -> list[T]:
     """Return the items of all ranks, in their order, without duplicates.
 

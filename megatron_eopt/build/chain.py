@@ -15,6 +15,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get
 from megatron.core.optimizer.optimizer import GRAD_NORM_GROUP_ATTR, ChainedOptimizer
 from torch import Tensor
 
+from megatron_eopt.base.agreement import agreed
 from megatron_eopt.base.versions import megatron_name
 from megatron_eopt.build.loss_scale import UnscaledOnce, unscale_
 from megatron_eopt.checkpoint import local_state, optimizer_state
@@ -202,12 +203,15 @@ class OptimizerChain(ChainedOptimizer):
         )
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Load what :meth:`sharded_state_dict` asked for, or :meth:`state_dict` returned.
+        """Load what :meth:`sharded_state_dict` or :meth:`state_dict` returned; collective.
 
         Raises:
             ConfigurationError: If it is not of these optimizers, or lacks state of theirs.
             ConfigurationTypeError: If it is not built like a state.
         """
+        agreed(lambda: self._load(state_dict))
+
+    def _load(self, state_dict: Any) -> None:
         check_structure(state_dict)
         if self._is_offloaded:
             super().load_state_dict(state_dict)

@@ -9,8 +9,9 @@ from megatron.core.utils import get_pg_size, log_single_rank
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron_eopt import qk_clip
+from megatron_eopt.base.agreement import agreed
 from megatron_eopt.base.versions import check_megatron, megatron_name
-from megatron_eopt.build.bases import build_base, shares_of
+from megatron_eopt.build.bases import Base, Share, build_base, shares_of
 from megatron_eopt.build.chain import OptimizerChain, names_in
 from megatron_eopt.build.ddp import check_ddp, is_megatron_fsdp
 from megatron_eopt.build.differences import log_differences
@@ -68,11 +69,7 @@ def get_megatron_optimizer(
     if isinstance(model_chunks[0], megatron_name("MimoModel")):
         return megatrons_own_factory(config, model_chunks)
     of_dtensors = is_torch_fsdp2(model_chunks)
-    settings = resolve(config)
-    if of_dtensors and not settings.is_standard:
-        settings = resolve_for_dtensors(config)
-    check_ddp(settings, model_chunks)
-    qk_clip.prepare(model_chunks)
+    settings = agreed(lambda: _settings(config, model_chunks, of_dtensors=of_dtensors))
     if is_megatron_fsdp(model_chunks):
         return megatrons_own_factory(
             config,
@@ -85,17 +82,29 @@ def get_megatron_optimizer(
     routing = route_model(settings, model_chunks, config_overrides)
     collection = process_groups(pg_collection)
     _report(settings, routing, model_chunks, collection)
-    optimizer: Any
-    if of_dtensors and not settings.is_standard:
-        optimizer = chain_of_dtensors(settings, model_chunks, routing, collection)
-    elif settings.storage == "replicated":
-        optimizer = _replicated(settings, routing, model_chunks, collection)
-    else:
+
+    def build() -> OptimizerChain:
+        if of_dtensors and not settings.is_standard:
+            return chain_of_dtensors(settings, model_chunks, routing, collection)
+        if settings.storage == "replicated":
+            return _replicated(settings, routing, model_chunks, collection)
         use_gloo = use_gloo_process_groups
-        optimizer = _sharded(settings, routing, model_chunks, pg_collection, use_gloo=use_gloo)
+        return _sharded(settings, routing, model_chunks, pg_collection, use_gloo=use_gloo)
+
+    # what one pipeline stage refuses, the others would not know
+    optimizer = agreed(build)
     if dump_param_to_param_group_map is not None:
         _dump(routing.groups, model_chunks, dump_param_to_param_group_map)
     return optimizer
+
+
+def _settings(config: Any, model_chunks: Sequence[Any], *, of_dtensors: bool) -> Settings:
+    settings = resolve(config)
+    if of_dtensors and not settings.is_standard:
+        settings = resolve_for_dtensors(config)
+    check_ddp(settings, model_chunks)
+    qk_clip.prepare(model_chunks)
+    return settings
 
 
 def _replicated(
@@ -120,17 +129,21 @@ def _sharded(
     count, apart = len(model_chunks), settings.early_gather
     shares = shares_of(routing.groups, settings.optimizer, count, first_chunk_apart=apart)
     mixed = not settings.is_standard or len({share.optimizer for share in shares}) > 1
-    if mixed:
-        refuse_for_matrices(settings.config)
-        check_model_chunks(model_chunks)
+    collection = process_groups(pg_collection)
+
+    def pairs_with_bases() -> list[tuple[Share, Base | None]]:
+        if mixed:
+            refuse_for_matrices(settings.config)
+            check_model_chunks(model_chunks)
+        return [
+            (share, build_base(share, settings, model_chunks, collection, stand_ins=True))
+            for share in shares
+        ]
+
+    pairs = agreed(pairs_with_bases)
     sets = buffer_sets(model_chunks, pg_collection, use_gloo=use_gloo, redistributed=mixed)
     scaler, names = make_scaler(settings.loss_scale), names_in(model_chunks)
     sharding = Sharding(settings, model_chunks, sets, names, scaler, routing.matrices)
-    collection = process_groups(pg_collection)
-    pairs = [
-        (share, build_base(share, settings, model_chunks, collection, stand_ins=True))
-        for share in shares
-    ]
     if mixed:
         bases = [base for _, base in pairs if base is not None]
         return LayerWiseDistributedOptimizer.of_bases(bases, sharding, collection)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from torch import Tensor, nn
 
+from megatron_eopt.base.agreement import agreed, agreed_in
 from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
 from megatron_eopt.base.names import TpModeT
 from megatron_eopt.build.bases import Base, Share, build_base, driver_over, shares_of
@@ -69,18 +70,24 @@ def build_optimizer(
         ConfigurationError: If a value, a combination or a parameter cannot be honoured.
         ConfigurationTypeError: If a value has the wrong type.
     """
-    if not isinstance(config, OptimizerConfig):
-        way_out = "Pass an EmergingOptimizerConfig"
-        raise ConfigurationTypeError("config", config, "must be an OptimizerConfig", way_out)
-    settings = resolve_for_dtensors(config)
+
+    def checked() -> tuple[Settings, Overrides]:
+        if not isinstance(config, OptimizerConfig):
+            way_out = "Pass an EmergingOptimizerConfig"
+            raise ConfigurationTypeError("config", config, "must be an OptimizerConfig", way_out)
+        settings = resolve_for_dtensors(config)
+        check_parameters(trainable_parameters([model]))
+        mark_parameters(model, output_layers)
+        return settings, overrides_for(settings, config_overrides)
+
+    settings, overrides = agreed(checked)
     if settings.clip_grad:
         logger.info("clip_grad is for the training loop: torch.nn.utils.clip_grad_norm_")
-    overrides = overrides_for(settings, config_overrides)
-    check_parameters(trainable_parameters([model]))
-    mark_parameters(model, output_layers)
     routing = route_parameters(settings, trainable_parameters([model]), overrides)
-    routing = replace(routing, splits=find_splits([model], which=settings.splits))
-    return build_routed(settings, routing, shares_of(routing.groups, settings.optimizer, 1))
+    splits = agreed(lambda: find_splits([model], which=settings.splits))
+    routing = replace(routing, splits=splits)
+    shares = shares_of(routing.groups, settings.optimizer, 1)
+    return agreed(lambda: build_routed(settings, routing, shares))
 
 
 def resolve_for_dtensors(config: Any) -> Settings:
@@ -178,7 +185,7 @@ class _Builder:
 
         named = {self._names[param]: param for param in params}
         splits = [self._splits[param] or whole(tuple(param.shape)) for param in params]
-        found = dtensor_shards(named, splits, group, computed_by)
+        found = agreed_in(group, lambda: dtensor_shards(named, splits, group, computed_by))
         shards = dict(zip(params, found, strict=True))
         means = Means(mode, device=local_of(params[0]).device)
         return driver_over(base, base.groups, shards, means, self._settings.config)

@@ -10,13 +10,14 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from megatron_eopt import qk_clip
+from megatron_eopt.base.agreement import agreed
 from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
 from megatron_eopt.build.bases import Base
 from megatron_eopt.build.chain import OptimizerChain, names_in
 from megatron_eopt.build.loss_scale import make_scaler
 from megatron_eopt.build.sharded import Sharding, sharded_members
 from megatron_eopt.optimizers.driver import refuse_group
-from megatron_eopt.settings.settings import resolve_run
+from megatron_eopt.settings.settings import RunSettings, resolve_run
 from megatron_eopt.stores.all_reduced import AllReducedChunk
 from megatron_eopt.stores.buffers import buffer_sets, check_model_chunks, process_groups
 
@@ -58,16 +59,20 @@ class LayerWiseDistributedOptimizer(OptimizerChain):
         init_state_fn_list: Sequence[Callable[..., None] | None] | None = None,
         model_chunks: Sequence[Any] | None = None,
     ) -> None:
-        settings = resolve_run(config)
-        check_base_optimizers(optimizers)
-        chunks = list(model_chunks or ())
-        if not chunks:
-            params = [p for o in optimizers for group in o.param_groups for p in group["params"]]
-            trained = [param for param in params if param.requires_grad]
-            chunks = [AllReducedChunk(trained, process_groups(pg_collection))]
-        check_model_chunks(chunks)
-        qk_clip.prepare(chunks)
-        bases = _bases(optimizers, init_state_fn_list, exempt=settings.exempt_from_clipping)
+        def checked() -> tuple[RunSettings, list[Any], list[Base]]:
+            settings = resolve_run(config)
+            check_base_optimizers(optimizers)
+            chunks = list(model_chunks or ())
+            if not chunks:
+                params = [p for o in optimizers for g in o.param_groups for p in g["params"]]
+                trained = [param for param in params if param.requires_grad]
+                chunks = [AllReducedChunk(trained, process_groups(pg_collection))]
+            check_model_chunks(chunks)
+            qk_clip.prepare(chunks)
+            exempt = settings.exempt_from_clipping
+            return settings, chunks, _bases(optimizers, init_state_fn_list, exempt=exempt)
+
+        settings, chunks, bases = agreed(checked)
         sets = buffer_sets(chunks, pg_collection, use_gloo=True, redistributed=True)
         scaler = make_scaler(settings.loss_scale)
         sharding = Sharding(settings, chunks, sets, names_in(chunks), scaler, {})

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_eopt.base.agreement import agreed, agreed_in
 from megatron_eopt.build.bases import Base, Share, driver_over
 from megatron_eopt.matrices import Split, whole
 from megatron_eopt.optimizers.driver import CompositeOptimizer, Driver, ParamGroup, bind
@@ -98,11 +99,9 @@ def sharded_members(sharding: Sharding, bases: Sequence[Base]) -> list[Member]:
         ConfigurationError: If a parameter is in no parameter group or in several, or cannot be
             served.
     """
-    check_buffers(
-        [buffer for item in sharding.sets for buffer in item.all_buffers],
-        [group for base in bases for group in base.groups],
-        sharding.names,
-    )
+    buffers = [buffer for item in sharding.sets for buffer in item.all_buffers]
+    groups = [group for base in bases for group in base.groups]
+    agreed(lambda: check_buffers(buffers, groups, sharding.names))
     members = [_member(sharding, bases, item) for item in sharding.sets]
     for base in bases:
         # state that was made for the model's parameters would only take memory
@@ -151,10 +150,14 @@ def _driver(
     if slabs:
         grid = data_parallel_only(grid, buffers.data)
     split_of = functools.partial(sharding.split_of, base.optimizer)
-    shards = {
-        param: fragment_of(param, place, split_of, grid, slabs=slabs)
-        for param, place in places.items()
-    }
+    members = grid
+    shards = agreed_in(
+        grid.ranks.group,
+        lambda: {
+            param: fragment_of(param, place, split_of, members, slabs=slabs)
+            for param, place in places.items()
+        },
+    )
     # at one owner each rank sends and receives its share twice, at any number of ranks
     means = Means("exchange", device=torch.device("cuda", torch.cuda.current_device()))
     return driver_over(base, groups, shards, means, config)

@@ -5,7 +5,7 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 
-from megatron_eopt.base.agreement import of_every_rank
+from megatron_eopt.base.agreement import agreed, of_every_rank
 from megatron_eopt.base.errors import ConfigurationTypeError
 from megatron_eopt.base.names import STEP
 from megatron_eopt.checkpoint.groups import adopt, saved_groups, saved_scaler, saved_steps, steps_of
@@ -30,7 +30,7 @@ def requested(
     """
     prepare(members, is_loading=is_loading)
     counts = None if is_loading else counts_of(members)
-    requests = StateRequests(members, model_state, form, counts)
+    requests = agreed(lambda: StateRequests(members, model_state, form, counts))
     result = common_state(members, form.main, counts)
     result[_PARAM_STATE] = requests.param_state
     if is_loading:

@@ -11,6 +11,7 @@ from emerging_optimizers.orthogonalized_optimizers import OrthogonalizedOptimize
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from megatron_eopt.base.agreement import agreed_in
 from megatron_eopt.base.errors import (
     ConfigurationError,
     ConfigurationTypeError,
@@ -170,13 +171,11 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         check_number("lr", group["lr"], at_least=0)
         check_number("momentum", group["momentum"], at_least=0, below=1)
         check_number("weight_decay", group["weight_decay"], at_least=0)
-        names = group.get("param_names") or [None] * len(group["params"])
-        for name, param in zip(names, group["params"], strict=True):
+        for name in group.get("param_names") or [None] * len(group["params"]):
             shown = name or f"parameter {len(self._names)}"
             if shown in self._names:
                 shown = f"{shown}#{len(self._names)}"
             self._names.append(shown)
-            self._shards.append(self._shard(shown, param))
         if self.driver is not None:
             self._plan()
 
@@ -257,6 +256,14 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         return MuonDriver(type(self).__name__, self._muon, shards, means)
 
     def _plan(self) -> None:
+        params = [param for group in self.param_groups for param in group["params"]]
+
+        def shards() -> list[Shard]:
+            return [self._shard(n, p) for n, p in zip(self._names, params, strict=True)]
+
+        dense, experts = (getattr(self.pg_collection, name, None) for name in ("tp", "expt_tp"))
+        # the ranks of both groups plan together
+        self._shards = agreed_in(dense, lambda: agreed_in(experts, shards))
         device = next((p.device for g in self.param_groups for p in g["params"]), "cpu")
         means = Means(self.tp_mode, batched=self._batched, device=device)
         driver = self.driver_over(self._shards, means)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from megatron.core import optimizer as megatron_optimizer
 
-from megatron_eopt.base.agreement import of_every_rank
+from megatron_eopt.base.agreement import agreed, of_every_rank
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.matrices import Split
 from megatron_eopt.routing.callers_grouping import with_callers_grouping
@@ -58,12 +58,13 @@ def route_model(
 
     An override, a caller's grouping or a routing that cannot be honoured is a ConfigurationError.
     """
-    overrides = overrides_for(settings, overrides)
-    overrides = with_callers_grouping(settings, model_chunks, overrides)
-    routing = route_parameters(settings, trainable_parameters(model_chunks), overrides)
+    known = agreed(
+        lambda: with_callers_grouping(settings, model_chunks, overrides_for(settings, overrides))
+    )
+    routing = route_parameters(settings, trainable_parameters(model_chunks), known)
     if settings.is_standard:
         return routing
-    splits = find_splits(model_chunks, which=settings.splits)
+    splits = agreed(lambda: find_splits(model_chunks, which=settings.splits))
     _tag_as_megatron_does(routing.routes, model_chunks, settings)
     return Routing(routing.routes, routing.groups, splits)
 
@@ -75,8 +76,12 @@ def route_parameters(
 
     Parameters, but none anywhere for the main optimizer, are a ConfigurationError.
     """
-    check_overrides(overrides, settings)
-    routes = route_all(parameters, overrides, settings)
+
+    def routed() -> list[Route]:
+        check_overrides(overrides, settings)
+        return route_all(parameters, overrides, settings)
+
+    routes = agreed(routed)
     reports = of_every_rank((summarize(routes), frozenset(unmatched(parameters, overrides))))
     summaries = [summary for groups, _ in reports for summary in groups]
     if summaries:

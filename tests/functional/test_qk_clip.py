@@ -6,12 +6,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.functional.script import train
 
-THRESHOLD = 1.0
-# steps so long that the logits grow at once
+THRESHOLD = 5.0
+ITERATIONS = 80
+# logits grow by a few percent a step, and differ as little between batches of this size
 GROWING = """
-    --optimizer muon --lr 5e-2 --weight-decay 0 --train-iters 12 --lr-decay-style constant
+    --optimizer muon --lr 3e-3 --weight-decay 0 --train-iters 80 --lr-decay-style constant
+    --init-method-std 0.05 --micro-batch-size 16 --global-batch-size 64
     --hidden-dropout 0 --attention-dropout 0 --use-distributed-optimizer --overlap-grad-reduce
-    --overlap-param-gather --log-max-attention-logit --print-state-checksum --save-interval 6
+    --overlap-param-gather --log-max-attention-logit --print-state-checksum --save-interval 60
     --tensorboard-log-interval 1 --group-query-attention --num-query-groups 2
 """.split()
 CLIPPED = [*GROWING, "--qk-clip", "--qk-clip-threshold", str(THRESHOLD), "--qk-clip-alpha", "0.5"]
@@ -24,7 +26,7 @@ def logged(folder):
 
 
 def checksums(output):
-    return re.findall(r"state checksum: (\w+) \(saved, iteration 12\)", output)
+    return re.findall(rf"state checksum: (\w+) \(saved, iteration {ITERATIONS}\)", output)
 
 
 def test_logits_stay_below_the_threshold_and_a_resumed_run_is_the_same(tmp_path):
@@ -33,12 +35,11 @@ def test_logits_stay_below_the_threshold_and_a_resumed_run_is_the_same(tmp_path)
     first = ["--save", places["first"], "--tensorboard-dir", places["clipped"]]
     straight = train(*CLIPPED, *first, "--tensor-model-parallel-size", "2", "--sequence-parallel")
     free, clipped = logged(places["free"]), logged(places["clipped"])
-    assert max(free) > 2 * THRESHOLD
-    # a logit is clipped after it has been seen: the first steps' growth is theirs
-    assert max(clipped[-4:]) < 1.1 * THRESHOLD
+    assert max(free) > 1.2 * THRESHOLD
+    assert max(clipped) < 1.1 * THRESHOLD
     resumed = train(
         *[*CLIPPED, "--tensor-model-parallel-size", "2", "--sequence-parallel"],
-        *["--load", places["first"], "--ckpt-step", "6", "--save", places["second"]],
+        *["--load", places["first"], "--ckpt-step", "60", "--save", places["second"]],
     )
     assert len(checksums(straight)) == 1
     assert checksums(straight) == checksums(resumed)

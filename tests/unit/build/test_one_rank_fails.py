@@ -1,0 +1,165 @@
+"""What one rank refuses while the optimizer is built, saved or loaded, all ranks refuse alike."""
+
+import importlib
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from megatron.core import dist_checkpointing
+from torch import distributed
+
+from megatron_eopt import ConfigurationError
+from megatron_eopt.base.errors import ConfigurationTypeError
+from tests.harness import run_ranks
+from tests.unit.fsdp2 import model as fsdp2
+from tests.unit.stores import runs
+from tests.unit.stores.full_state import Case, build, sharded, steps
+
+SHARDED = {"use_distributed_optimizer": True}
+PLAIN = {"use_distributed_optimizer": False}
+CASES = {
+    "sharded": Case("muon", ddp=SHARDED, config=SHARDED),
+    "whole at owners": Case("soap", ddp=SHARDED, config=SHARDED),
+    "replicated": Case("muon", ddp=PLAIN, config=PLAIN, parallel={"pp": 2}),
+}
+
+# where a rank may find something that the others do not have
+BUILDING = [
+    "megatron_eopt.build.factory.resolve",
+    "megatron_eopt.build.factory.check_ddp",
+    "megatron_eopt.routing.model.check_overrides",
+    "megatron_eopt.routing.model.route_all",
+    "megatron_eopt.routing.model.find_splits",
+    "megatron_eopt.build.factory.build_base",
+    "megatron_eopt.stores.shard.Shard.__post_init__",
+]
+OF_SHARDED = [
+    "megatron_eopt.build.factory.check_model_chunks",
+    "megatron_eopt.build.sharded.check_buffers",
+    "megatron_eopt.build.sharded.fragment_of",
+]
+OF_DTENSORS = [
+    "megatron_eopt.build.fsdp2.resolve_for_dtensors",
+    "megatron_eopt.build.fsdp2.check_parameters",
+    "megatron_eopt.routing.model.route_all",
+    "megatron_eopt.build.fsdp2.find_splits",
+    "megatron_eopt.build.fsdp2.build_base",
+    "megatron_eopt.build.fsdp2.dtensor_shards",
+]
+
+
+@contextmanager
+def failing_on_rank_1(place: str, kind: type[Exception]) -> Any:
+    """Let a function raise on rank 1, on the others it does what it did."""
+    path, _, name = place.rpartition(".")
+    try:
+        owner = importlib.import_module(path)
+    except ModuleNotFoundError:
+        module, _, cls = path.rpartition(".")
+        owner = getattr(importlib.import_module(module), cls)
+    before = getattr(owner, name)
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        if distributed.get_rank() == 1:
+            raise kind("injected", place, "must not be so", "Do not inject")
+        return before(*args, **kwargs)
+
+    setattr(owner, name, failing)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def caught(action: Any) -> tuple[str, str]:
+    with pytest.raises((ConfigurationError, ConfigurationTypeError)) as error:
+        action()
+    distributed.barrier()
+    return type(error.value).__name__, str(error.value)
+
+
+def building(case: Case, places: list[str]) -> list[tuple[str, str]]:
+    found = []
+    for number, place in enumerate(places):
+        kind = ConfigurationTypeError if number % 2 else ConfigurationError
+        with failing_on_rank_1(place, kind):
+            found.append(caught(lambda: build(case)))
+    return found
+
+
+@fsdp2.eager
+def building_over_dtensors(places: list[str]) -> list[tuple[str, str]]:
+    found = []
+    for place in places:
+        model = fsdp2.make_model("fsdp")
+        with failing_on_rank_1(place, ConfigurationError):
+            found.append(caught(lambda m=model: fsdp2.build_optimizer(m, fsdp2.config())))
+    return found
+
+
+def check(results: list[Any], places: list[str]) -> None:
+    first, second = results
+    assert first == second
+    for place, (_, message) in zip(places, first, strict=True):
+        assert message.startswith(f"injected='{place}'")
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", CASES)
+def test_while_it_is_built(name):
+    places = BUILDING + (OF_SHARDED if name != "replicated" else [])
+    results = run_ranks(2, building, CASES[name], places, timeout=90)
+    check(results, places)
+    kinds = [kind for kind, _ in results[0]]
+    expected = [
+        "ConfigurationTypeError" if n % 2 else "ConfigurationError" for n in range(len(kinds))
+    ]
+    assert kinds == expected
+
+
+@pytest.mark.timeout(120)
+def test_while_slabs_are_planned():
+    places = ["megatron_eopt.stores.shard.Shard.__post_init__"]
+    case = Case("muon", ddp=PLAIN, config=PLAIN, parallel={"tp": 2})
+    check(run_ranks(2, building, case, places, timeout=60), places)
+
+
+@pytest.mark.timeout(120)
+def test_while_one_over_dtensors_is_built():
+    check(run_ranks(2, building_over_dtensors, OF_DTENSORS, cpu=False, timeout=90), OF_DTENSORS)
+
+
+SAVING = ["megatron_eopt.checkpoint.optimizer_state.StateRequests.__init__"]
+LOADING = ["megatron_eopt.build.chain.check_structure"]
+LOADING_WHAT_WAS_ASKED_FOR = [
+    *LOADING,
+    "megatron_eopt.checkpoint.requests.StateRequests.take",
+    "megatron_eopt.checkpoint.optimizer_state.adopt",
+]
+
+
+def saving_and_loading(case: Case, folder: str) -> list[tuple[str, str]]:
+    chunk, optimizer = build(case)
+    steps(case, chunk, optimizer, 0, 1)
+    found = []
+    for place in SAVING:
+        for is_loading in (False, True):
+            with failing_on_rank_1(place, ConfigurationError):
+                found.append(
+                    caught(lambda load=is_loading: sharded(case, chunk, optimizer, is_loading=load))
+                )
+    dist_checkpointing.save(sharded(case, chunk, optimizer, is_loading=False), folder)
+    wanted = sharded(case, chunk, optimizer, is_loading=True)
+    wanted = dist_checkpointing.load(wanted, folder)["optimizer"]
+    for place in LOADING_WHAT_WAS_ASKED_FOR:
+        with failing_on_rank_1(place, ConfigurationError):
+            found.append(caught(lambda: optimizer.load_state_dict(wanted)))
+    runs.set_lr(optimizer, optimizer.config)
+    return found
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", CASES)
+def test_while_state_is_saved_and_loaded(name, tmp_path):
+    places = [place for place in SAVING for _ in range(2)] + LOADING_WHAT_WAS_ASKED_FOR
+    check(run_ranks(2, saving_and_loading, CASES[name], str(tmp_path), timeout=90), places)
