@@ -2,16 +2,17 @@
 
 import re
 
+import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.functional.script import train
 
-THRESHOLD = 5.0
+THRESHOLD = 4.0
 ITERATIONS = 80
 # logits grow by a few percent a step, and differ as little between batches of this size
 GROWING = """
-    --optimizer muon --lr 3e-3 --weight-decay 0 --train-iters 80 --lr-decay-style constant
-    --init-method-std 0.05 --micro-batch-size 16 --global-batch-size 64
+    --optimizer muon --lr 1.5e-3 --weight-decay 0 --train-iters 80 --lr-decay-style constant
+    --init-method-std 0.08 --micro-batch-size 32 --global-batch-size 128
     --hidden-dropout 0 --attention-dropout 0 --use-distributed-optimizer --overlap-grad-reduce
     --overlap-param-gather --log-max-attention-logit --print-state-checksum --save-interval 60
     --tensorboard-log-interval 1 --group-query-attention --num-query-groups 2
@@ -29,11 +30,15 @@ def checksums(output):
     return re.findall(rf"state checksum: (\w+) \(saved, iteration {ITERATIONS}\)", output)
 
 
+@pytest.mark.long
+@pytest.mark.timeout(900)
 def test_logits_stay_below_the_threshold_and_a_resumed_run_is_the_same(tmp_path):
     places = {name: str(tmp_path / name) for name in ("free", "clipped", "first", "second")}
-    train(*GROWING, "--tensorboard-dir", places["free"])
+    train(*GROWING, "--tensorboard-dir", places["free"], timeout=300)
     first = ["--save", places["first"], "--tensorboard-dir", places["clipped"]]
-    straight = train(*CLIPPED, *first, "--tensor-model-parallel-size", "2", "--sequence-parallel")
+    straight = train(
+        *CLIPPED, *first, "--tensor-model-parallel-size", "2", "--sequence-parallel", timeout=300
+    )
     free, clipped = logged(places["free"]), logged(places["clipped"])
     assert max(free) > 1.2 * THRESHOLD
     assert max(clipped) < 1.1 * THRESHOLD
