@@ -11,8 +11,9 @@ from megatron.core.optimizer.layer_wise_optimizer import (
     tag_params_for_buffer_routing,
 )
 
+from benchmarks.balance.bound import lower_bound
 from benchmarks.model_shapes import Shape
-from megatron_eopt.layouts import assign_owners, iteration_cost, lower_bound
+from megatron_eopt.layouts import assign_owners, iteration_cost
 
 __all__ = ["WORLD_SIZES", "Padded", "Row", "measure"]
 

@@ -7,13 +7,17 @@
 * A **redistribution** runs a plan: one all-to-all in and one out per wave.
 """
 
-from megatron_eopt.layouts.assignment import assign_owners, iteration_cost, lower_bound
+from megatron_eopt.layouts.assignment import assign_owners, iteration_cost
 from megatron_eopt.layouts.dtensor import dtensor_layout
 from megatron_eopt.layouts.layout import Layout
 from megatron_eopt.layouts.plan import Matrix, Plan, build_plan
-from megatron_eopt.layouts.redistribution import Redistribution, WaveBatch
+from megatron_eopt.layouts.redistribution import (
+    Buffers,
+    Redistribution,
+    RedistributionError,
+    WaveBatch,
+)
 from megatron_eopt.layouts.waves import plan_waves
-from megatron_eopt.layouts.wire import Buffers, RedistributionError
 
 __all__ = [
     "Buffers",
@@ -27,6 +31,5 @@ __all__ = [
     "build_plan",
     "dtensor_layout",
     "iteration_cost",
-    "lower_bound",
     "plan_waves",
 ]

@@ -39,7 +39,6 @@ GRADIENTS_PASS = {
     "optimizers/muon_driver.py",
     "optimizers/engine.py",
     "layouts/redistribution.py",
-    "layouts/wire.py",
     "math/orthogonalize.py",
     "math/newton_schulz.py",
 }

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from megatron_eopt.layouts import Layout, Matrix, build_plan
 from megatron_eopt.layouts.coverage import check_cover
-from megatron_eopt.layouts.wire import run_copies
+from megatron_eopt.layouts.redistribution import run_copies
 
 
 def check(layout, name, ranks):

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.balance.bound import lower_bound
 from benchmarks.model_shapes import MODELS
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.layouts import assign_owners, iteration_cost, lower_bound, plan_waves
+from megatron_eopt.layouts import assign_owners, iteration_cost, plan_waves
 
 WORLD_SIZES = [2**k for k in range(3, 13)]
 
