@@ -47,7 +47,6 @@ GRADIENTS_PASS = {
 ASIDE = {
     "base/errors.py": "checks numbers of groups that schedulers may have written to",
     "build/loss_scale.py": "forgets what was unscaled",
-    "layouts/plan.py": "names the tensors of a wave",
     "math/backends.py": "chooses the iteration",
     "math/scaling.py": "computes a factor from a shape",
     "optimizers/element_wise.py": "steps what is no matrix",
