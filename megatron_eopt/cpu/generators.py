@@ -29,13 +29,23 @@ from megatron_eopt.cpu.patches import Patch, PatchList
 
 _GPUS = torch.default_generator
 
-_HOSTS_IF_NEW = frozenset({torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal})
+MAY_DRAW_FOR_HOST = frozenset(
+    {
+        torch.rand,
+        torch.randn,
+        torch.randint,
+        torch.randperm,
+        torch.normal,
+        torch.Tensor.random_,
+    }
+)
+"""Functions of torch some of whose calls draw from the host's generator."""
 
 
 def _is_hosts(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call draws from the host's generator."""
-    if func not in _HOSTS_IF_NEW:
-        return func is torch.Tensor.random_
+    """Whether a call of one of them does."""
+    if func is torch.Tensor.random_:
+        return True
     if func is torch.normal and len(args) < 3 and "size" not in kwargs:
         return False  # drawn around the values of a tensor
     return kwargs.get("device") in (None, "cpu")
@@ -83,7 +93,8 @@ class Generators:
     ) -> dict[str, Any]:
         """Return a call's keyword arguments, the host's generator among them if it draws from it.
 
-        Must see the devices that the call names before they are changed.
+        Is for functions of ``MAY_DRAW_FOR_HOST`` alone, and must see the devices that the call
+        names before they are changed.
         """
         if self._hosts is None or not _is_hosts(func, args, kwargs):
             return kwargs

@@ -25,7 +25,7 @@ from torch._C import (
 from torch.overrides import TorchFunctionMode
 from torch.utils import _device as default_device
 
-from megatron_eopt.cpu.generators import Generators
+from megatron_eopt.cpu.generators import MAY_DRAW_FOR_HOST, Generators
 from megatron_eopt.cpu.patches import Patch
 
 CPU = torch.device("cpu")
@@ -117,11 +117,14 @@ class CudaIsCpu(TorchFunctionMode):
         handler = _HANDLERS.get(func)
         if handler is not None:
             return handler(args, kwargs)
-        if names_a_gpu(default_device.CURRENT_DEVICE) and _has_no_device(func, kwargs):
+        # every call of torch passes here, so that most must get by with few of Python's
+        default = default_device.CURRENT_DEVICE
+        if default is not None and names_a_gpu(default) and _has_no_device(func, kwargs):
             # as torch.set_default_device, whose context is below this mode, would fill it in
-            kwargs = {**kwargs, "device": default_device.CURRENT_DEVICE}
-        kwargs = self._generators.arguments(func, args, kwargs)
-        return func(*args, **_on_cpu(kwargs))
+            kwargs = {**kwargs, "device": default}
+        if func in MAY_DRAW_FOR_HOST:
+            kwargs = self._generators.arguments(func, args, kwargs)
+        return func(*args, **_on_cpu(kwargs)) if kwargs else func(*args)
 
 
 def stack_of_modes() -> list[Any]:
