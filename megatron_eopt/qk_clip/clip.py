@@ -6,12 +6,12 @@ from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
-from megatron.core import parallel_state
 from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.qk_clip.attention import attentions, projections
+from megatron_eopt.stores.buffers import process_groups
 
 _CHAINS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 
@@ -49,21 +49,45 @@ def clip_qk(model: Sequence[Any], log_max_only: bool = False) -> float:
 
 def _clip(model: Sequence[Any], *, log_max_only: bool) -> float:
     found = [attention for chunk in model for attention in attentions(chunk)]
+    # before any exchange, so that nobody waits for a rank that refuses
+    chains = [] if log_max_only else _chains_of(model, found)
     recorded = [_take(attention) for attention in found]
     maxima = _over_all_tokens(model, found, recorded)
     if not log_max_only:
-        clipped = {}
-        for attention, logits in zip(found, maxima, strict=True):
-            # not (a <= b): nan and inf are no reason to change a weight
-            usable = torch.isfinite(logits) & (logits > attention.config.qk_clip_threshold)
-            if bool(usable.any()):
-                eta = (attention.config.qk_clip_threshold / logits).clamp(max=1.0)
-                eta = torch.where(usable, eta, torch.ones_like(eta))
-                rank = attention.pg_collection.tp.rank()
-                for item in projections(attention):
-                    clipped[item.weight] = item.factors(eta, rank)
-        _scale(model, clipped)
+        _scale(chains, _factors(found, maxima))
     return _largest(model, maxima)
+
+
+def _factors(found: Sequence[Any], maxima: Sequence[Tensor]) -> dict[Tensor, Tensor]:
+    """Return what each row of each weight to clip is multiplied by."""
+    if not found:
+        return {}
+    thresholds = [attention.config.qk_clip_threshold for attention in found]
+    # nan and inf are no reason to change a weight
+    clipped = [
+        torch.isfinite(logits) & (logits > threshold)
+        for logits, threshold in zip(maxima, thresholds, strict=True)
+    ]
+    factors = {}
+    # the host waits once, not once for each layer
+    is_clipped = torch.stack([heads.any() for heads in clipped]).tolist()
+    for place in (place for place, is_one in enumerate(is_clipped) if is_one):
+        eta = torch.where(clipped[place], thresholds[place] / maxima[place], 1.0)
+        rank = found[place].pg_collection.tp.rank()
+        for item in projections(found[place]):
+            factors[item.weight] = item.factors(eta, rank)
+    return factors
+
+
+def _chains_of(model: Sequence[Any], found: Sequence[Any]) -> list[Any]:
+    """Return what stores the main weights of the model."""
+    chains = {chain for chunk in model if (chain := _CHAINS.get(chunk, lambda: None)())}
+    weights = [item.weight for attention in found for item in projections(attention)]
+    if not chains and (odd := [weight for weight in weights if hasattr(weight, "main_param")]):
+        rule = "has main weights that only the optimizer knows which made them"
+        way_out = "Build it with megatron_eopt.get_megatron_optimizer"
+        raise ConfigurationError("model", tuple(odd[0].shape), rule, way_out)
+    return list(chains)
 
 
 def _take(attention: Any) -> Tensor:
@@ -105,9 +129,7 @@ def _group(model: Sequence[Any], name: str) -> Any:
         if getattr(collection, name, None) is not None:
             return getattr(collection, name)
         chunk = getattr(chunk, "module", None)
-    if name == "mp":
-        return parallel_state.get_model_parallel_group()
-    return parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return getattr(process_groups(None), name)
 
 
 def _largest(model: Sequence[Any], maxima: Sequence[Tensor]) -> float:
@@ -115,24 +137,20 @@ def _largest(model: Sequence[Any], maxima: Sequence[Tensor]) -> float:
     largest = torch.stack([item.max() for item in maxima]).max() if maxima else None
     value = torch.full((), -math.inf, device=device) if largest is None else largest.clone()
     distributed.all_reduce(value, distributed.ReduceOp.MAX, group=_group(model, "mp"))
-    return 0.0 if float(value) == -math.inf else float(value)
+    found = float(value)
+    return 0.0 if found == -math.inf else found
 
 
-def _scale(model: Sequence[Any], factors: dict[Tensor, Tensor]) -> None:
+def _scale(chains: Sequence[Any], factors: dict[Tensor, Tensor]) -> None:
     """Multiply the rows of weights, and their main weights, by their factors."""
     if not factors:
         return
-    chains = {chain for chunk in model if (chain := _CHAINS.get(chunk, lambda: None)())}
     stored = {
         item.param: item
         for chain in chains
         for member in chain.members
         for item in member.storage.stored()
     }
-    if not chains and (odd := [weight for weight in factors if hasattr(weight, "main_param")]):
-        rule = "has main weights that only the optimizer knows which made them"
-        way_out = "Build it with megatron_eopt.get_megatron_optimizer"
-        raise ConfigurationError("model", tuple(odd[0].shape), rule, way_out)
     for chain in chains:
         chain.finish_gathering()
     for weight, rows in factors.items():
