@@ -8,26 +8,35 @@ from megatron_eopt import emerging_optimizers, muon
 from megatron_eopt.base.versions import dataset_helpers_to_skip
 from megatron_eopt.build.factory import get_megatron_optimizer
 from megatron_eopt.build.layer_wise import LayerWiseDistributedOptimizer
-from megatron_eopt.checkpoints.trainer import trainer_rebindings, wrapped
+from megatron_eopt.checkpoint.trainer import trainer_rebindings, wrapped
 from megatron_eopt.megatron_lm.processes import without_the_script
 from megatron_eopt.megatron_lm.rebinding import Rebinding
 from megatron_eopt.megatron_lm.trainer import (
-    clipping_local_attention,
+    checking_what_it_knows,
     config_of_optimizer,
     in_the_usual_layout,
     sharding_ddp_config,
     with_our_flags,
-    with_torch_fsdp2,
 )
 from megatron_eopt.qk_clip import clip_qk
 
 EMERGING_OPTIMIZERS = (
-    "EmergingOptimizerEntry TensorParallelAdaptiveMuon TensorParallelMuon _EMERGING_OPTIMIZERS "
-    "_adaptive_muon_config_to_kwargs _create_emerging_optimizer _default_param_overrides_factory "
-    "_default_adam_based_eopt_config_to_kwargs _eopt_init_state_fn _get_qkv_split_shapes "
-    "_is_nonlinear_or_embedding _kwargs_from_config _muon_config_to_kwargs "
-    "get_supported_coefficient_types validate_coefficient_type"
-).split()
+    "EmergingOptimizerEntry",
+    "TensorParallelAdaptiveMuon",
+    "TensorParallelMuon",
+    "_EMERGING_OPTIMIZERS",
+    "_adaptive_muon_config_to_kwargs",
+    "_create_emerging_optimizer",
+    "_default_adam_based_eopt_config_to_kwargs",
+    "_default_param_overrides_factory",
+    "_eopt_init_state_fn",
+    "_get_qkv_split_shapes",
+    "_is_nonlinear_or_embedding",
+    "_kwargs_from_config",
+    "_muon_config_to_kwargs",
+    "get_supported_coefficient_types",
+    "validate_coefficient_type",
+)
 """Names of Megatron's module ``emerging_optimizers`` that are ours in our module of that name."""
 
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -52,7 +61,7 @@ WRAPPED: dict[str, dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]]
     },
     "megatron.training.arguments": {
         "parse_args": with_our_flags,
-        "validate_args": lambda original: clipping_local_attention(with_torch_fsdp2(original)),
+        "validate_args": checking_what_it_knows,
     },
     "megatron.training.training": {
         "get_megatron_ddp_config": sharding_ddp_config,

@@ -60,46 +60,28 @@ def _add_all(
     return parser
 
 
-def with_torch_fsdp2(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Let ``--use-torch-fsdp2`` pass with our optimizers, which Megatron's check refuses.
+def checking_what_it_knows(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let Megatron check flags without those that it refuses and we serve.
 
-    Everything else that it requires of torch FSDP2 is checked as for Adam.
-    """
-
-    @functools.wraps(original)
-    def validate_args(args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
-        name = args.optimizer
-        if not getattr(args, "use_torch_fsdp2", False) or name in STANDARD_OPTIMIZERS:
-            return original(args, *rest, **kwargs)
-        _check_torch_fsdp2(args)
-        args.optimizer = "adam"
-        try:
-            return original(args, *rest, **kwargs)
-        finally:
-            args.optimizer = name
-
-    return validate_args
-
-
-def clipping_local_attention(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Let the flags of QK-clip pass with Megatron's local attention, whose logits we record.
-
-    Megatron's check wants Transformer Engine's attention for them, whatever the layers are.
+    It refuses ``--use-torch-fsdp2`` with any optimizer but its own, and the flags of QK-clip
+    without Transformer Engine's attention, where we record the logits of the local one. Whatever
+    else it requires of torch FSDP2 is checked as for Adam.
     """
 
     @functools.wraps(original)
     def validate_args(args: argparse.Namespace, defaults: Any = None) -> Any:
-        defaults = {} if defaults is None else defaults
-        if args.transformer_impl != "local":
-            return original(args, defaults)
-        asked = {name: getattr(args, name) for name in ("qk_clip", "log_max_attention_logit")}
-        for name in asked:
-            setattr(args, name, False)
+        pretended: dict[str, Any] = {}
+        if getattr(args, "use_torch_fsdp2", False) and args.optimizer not in STANDARD_OPTIMIZERS:
+            _check_torch_fsdp2(args)
+            pretended["optimizer"] = "adam"
+        if args.transformer_impl == "local":
+            pretended |= {"qk_clip": False, "log_max_attention_logit": False}
+        asked = {name: getattr(args, name) for name in pretended}
+        vars(args).update(pretended)
         try:
-            return original(args, defaults)
+            return original(args, {} if defaults is None else defaults)
         finally:
-            for name, value in asked.items():
-                setattr(args, name, value)
+            vars(args).update(asked)
 
     return validate_args
 

@@ -165,13 +165,16 @@ class AdaptiveDriver(MuonDriver):
         self._ready = {}
 
     def _prepare(self, place: int, stepped: Mapping[int, Stepped], state: State) -> None:
-        index = {number: index for index, number in enumerate(self.engines[place][0])}
-        moments = {index[n]: state[item.param][MOMENT2] for n, item in stepped.items()}
-        counted = {index[n]: self._count(s.group, state[s.param]) for n, s in stepped.items()}
-        away = index.keys() & self._away.keys()
-        moments |= {index[n]: self.owned_state[self._away[n]][MOMENT2] for n in away}
-        counted |= {index[n]: self._counted[n] for n in away}
-        self._rules[place].begin(moments, counted)
+        states = {n: state[item.param] for n, item in stepped.items()}
+        counted = {n: self._count(item.group, states[n]) for n, item in stepped.items()}
+        for number in self.engines[place][0]:
+            if number in self._away:
+                states[number] = self.owned_state[self._away[number]]
+                counted[number] = self._counted[number]
+        self._rules[place].begin(
+            {self._rule_of[n][1]: values[MOMENT2] for n, values in states.items()},
+            {self._rule_of[n][1]: coefficients for n, coefficients in counted.items()},
+        )
 
     def _inputs(
         self, place: int, wave: int, stepped: Mapping[int, Stepped], state: State

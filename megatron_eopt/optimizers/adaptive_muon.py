@@ -32,22 +32,6 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon, AdaptiveMuon):
     nor divided by second moments: a step does both, also with what a subclass returns.
 
     Args:
-        params: See :class:`TensorParallelMuon`, as for all arguments not listed here.
-        lr: Learning rate.
-        momentum: Decay of the moving average of gradients, in [0, 1).
-        nesterov: Orthogonalize gradient and momentum mixed instead of the momentum alone.
-        weight_decay: Weight decay, at least 0.
-        use_decoupled_weight_decay: Decay the weights themselves instead of the gradient.
-        split_qkv: Orthogonalize the Q, K and V parts of fused weights each by itself.
-        is_qkv_fn: Tells which parameters are such fused weights.
-        qkv_split_shapes: Rows of Q, K and V in one query group.
-        fp32_matmul_prec: "highest", "high" or "medium".
-        coefficient_type: Name of the iteration's coefficient set, or triples of your own.
-        num_ns_steps: Steps of the Newton-Schulz iteration.
-        scale_mode: How the update is scaled to the shape of the whole matrix.
-        extra_scale_factor: A further factor on the update.
-        pg_collection: Process groups; ``tp`` and, for experts, ``expt_tp`` are used.
-        tp_mode: Where the work on a cut matrix happens.
         moment2_method: "adamuon" (arXiv:2507.11005), "normuon" (arXiv:2510.05491) or "namo"
             (arXiv:2602.17080).
         beta2: Decay of the second moments, in [0, 1); a parameter group may have its own.
@@ -57,6 +41,8 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon, AdaptiveMuon):
             ``1 / sqrt(1 - beta2)`` times as long (AdaMuon, NAMO); each parameter then has a state
             ``step``.
         **options: Keyword arguments of :class:`TensorParallelMuon` that come after ``tp_mode``.
+
+    All other arguments are those of :class:`TensorParallelMuon`.
 
     Raises:
         ConfigurationError: If a value is out of bounds, or for NAMO with l2 weight decay, which

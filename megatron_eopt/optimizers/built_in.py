@@ -16,7 +16,11 @@ from megatron_eopt.settings.arguments import muon_family_kwargs
 from megatron_eopt.settings.registry import init_state, is_registered, register_optimizer
 
 _EMERGING_MODULES = (
-    "orthogonalized_optimizers scalar_optimizers soap psgd riemannian_optimizers".split()
+    "orthogonalized_optimizers",
+    "scalar_optimizers",
+    "soap",
+    "psgd",
+    "riemannian_optimizers",
 )
 """Modules that register emerging-optimizers' optimizers when they are imported."""
 
@@ -24,12 +28,20 @@ _ELEMENT_WISE = frozenset({"lion", "laprop"})
 
 _DRAWS = frozenset({"psgd_pro"})
 
-_FACTORY_ARGUMENTS = (
-    "scalar_optimizer lr min_lr exempt_from_clipping orthogonalize_router "
-    "split_qkv split_gated split_mla split_linear_attention split_per_head"
-).split()
-
-_FACTORY_FIELDS = frozenset(f"muon_{name}" for name in _FACTORY_ARGUMENTS)
+_FACTORY_FIELDS = frozenset(
+    {
+        "muon_scalar_optimizer",
+        "muon_lr",
+        "muon_min_lr",
+        "muon_exempt_from_clipping",
+        "muon_orthogonalize_router",
+        "muon_split_qkv",
+        "muon_split_gated",
+        "muon_split_mla",
+        "muon_split_linear_attention",
+        "muon_split_per_head",
+    }
+)
 """Fields of Muon that something else than a constructor uses."""
 
 

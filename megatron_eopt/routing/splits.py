@@ -26,8 +26,23 @@ logger = logging.getLogger(__name__)
 
 # Names that fused projections go by, in megatron-core and in models ported to it.
 _FUSED_NAMES = frozenset(
-    "linear_qkv linear_kv linear_qkv_down_proj in_proj in_proj_qkv in_proj_qkvz in_proj_ba qkv "
-    "qkv_proj wqkv kv_proj query_key_value gate_up_proj w13 c_attn".split()
+    {
+        "linear_qkv",
+        "linear_kv",
+        "linear_qkv_down_proj",
+        "in_proj",
+        "in_proj_qkv",
+        "in_proj_qkvz",
+        "in_proj_ba",
+        "qkv",
+        "qkv_proj",
+        "wqkv",
+        "kv_proj",
+        "query_key_value",
+        "gate_up_proj",
+        "w13",
+        "c_attn",
+    }
 )
 
 

@@ -26,21 +26,39 @@ from megatron_eopt.settings.fields import check_all_consumed, check_old_spelling
 from megatron_eopt.settings.refusals import refuse_unsupported_modes
 from megatron_eopt.settings.registry import entry_of
 
+_NOT_NEGATIVE = {"at_least": 0.0}
+_POSITIVE = {"above": 0.0}
+_DECAY = {"at_least": 0.0, "below": 1.0}
+
 _BOUNDS: dict[str, dict[str, float]] = {
-    name: bounds
-    for names, bounds in (
-        ("lr min_lr decoupled_lr decoupled_min_lr muon_lr muon_min_lr", {"at_least": 0.0}),
-        ("weight_decay clip_grad grad_norm_skip_threshold loss_scale", {"at_least": 0.0}),
-        ("optimizer_offload_fraction", {"at_least": 0.0}),
-        ("adam_beta1 adam_beta2 lion_beta1 lion_beta2", {"at_least": 0.0, "below": 1.0}),
-        ("soap_shampoo_beta adaptive_muon_beta2", {"at_least": 0.0, "below": 1.0}),
-        ("sgd_momentum muon_momentum muon_momentum_beta", {"at_least": 0.0, "below": 1.0}),
-        ("adam_eps adaptive_muon_eps", {"above": 0.0}),
-        ("initial_loss_scale min_loss_scale loss_scale_window", {"above": 0.0}),
-        ("hysteresis muon_num_ns_steps", {"at_least": 1.0}),
-        ("muon_extra_scale_factor", {}),
-    )
-    for name in names.split()
+    "lr": _NOT_NEGATIVE,
+    "min_lr": _NOT_NEGATIVE,
+    "decoupled_lr": _NOT_NEGATIVE,
+    "decoupled_min_lr": _NOT_NEGATIVE,
+    "muon_lr": _NOT_NEGATIVE,
+    "muon_min_lr": _NOT_NEGATIVE,
+    "weight_decay": _NOT_NEGATIVE,
+    "clip_grad": _NOT_NEGATIVE,
+    "grad_norm_skip_threshold": _NOT_NEGATIVE,
+    "loss_scale": _NOT_NEGATIVE,
+    "optimizer_offload_fraction": _NOT_NEGATIVE,
+    "adam_beta1": _DECAY,
+    "adam_beta2": _DECAY,
+    "lion_beta1": _DECAY,
+    "lion_beta2": _DECAY,
+    "soap_shampoo_beta": _DECAY,
+    "adaptive_muon_beta2": _DECAY,
+    "sgd_momentum": _DECAY,
+    "muon_momentum": _DECAY,
+    "muon_momentum_beta": _DECAY,
+    "adam_eps": _POSITIVE,
+    "adaptive_muon_eps": _POSITIVE,
+    "initial_loss_scale": _POSITIVE,
+    "min_loss_scale": _POSITIVE,
+    "loss_scale_window": _POSITIVE,
+    "hysteresis": {"at_least": 1.0},
+    "muon_num_ns_steps": {"at_least": 1.0},
+    "muon_extra_scale_factor": {},
 }
 """Bounds of numeric fields; those with an optimizer's prefix count only while it is in use."""
 

@@ -193,7 +193,10 @@ class FragmentsOptimizer(Storage, DistributedOptimizer):
         self._ranges = [(item.start, item.stop) for item in self.stored()]
         self._sources: list[Tensor | None] = [None] * len(self._params)
         self._grads: list[Tensor | None] = [None] * len(self._params)
-        self._views = [self._param_view(param) for param in self.main_of]
+        pairs = [(main, self._param_view(param)) for param, main in self.main_of.items()]
+        self._apart = [pair for pair in pairs if not _is_one(*pair)]
+        # a float32 parameter is its own main weight, unless a caller has moved one of them
+        self._shared = [pair for pair in pairs if _is_one(*pair)]
 
     def _param_view(self, param: Tensor) -> Tensor:
         held = self._get_model_param_range_map(param)["gbuf_world_in_bucket"]
@@ -237,12 +240,9 @@ class FragmentsOptimizer(Storage, DistributedOptimizer):
         if not self._copies_itself:
             super()._copy_main_params_to_model_params()
             return
-        # the main copy of a float32 parameter is the parameter itself, until a caller has moved it
-        # to another device and back
-        pairs = zip(self._mains, self._views, strict=True)
-        apart = [pair for pair in pairs if pair[0].data_ptr() != pair[1].data_ptr()]
-        if apart:
-            mains, views = zip(*apart, strict=True)
+        copies = self._apart + [pair for pair in self._shared if not _is_one(*pair)]
+        if copies:
+            mains, views = zip(*copies, strict=True)
             torch._foreach_copy_(views, mains)
 
     def get_parameter_state_dp_reshardable(self) -> Any:
@@ -262,6 +262,10 @@ class FragmentsOptimizer(Storage, DistributedOptimizer):
     def _get_main_param_and_optimizer_states(self, model_param: Tensor) -> dict[str, Any]:
         tensors = super()._get_main_param_and_optimizer_states(model_param)
         return {kind: value for kind, value in tensors.items() if kind != STEP}
+
+
+def _is_one(main: Tensor, view: Tensor) -> bool:
+    return main.data_ptr() == view.data_ptr()
 
 
 class OffloadedOptimizer(Storage, DistributedOptimizer):

@@ -13,6 +13,8 @@ from tests.harness import run_ranks
 from tests.unit.stores import runs
 from tests.unit.stores.runs import DENSE, MOE, Result, Run, deviation, inject, make_chunk
 
+BuildT = Callable[[list[Any], Any], Any]
+
 
 class RowNorms(torch.optim.Optimizer):
     """A user's optimizer, whose state is one number per row and knows no fragments."""
@@ -39,15 +41,18 @@ def row_norms(groups: list[Any], config: Any) -> torch.optim.Optimizer:
     return RowNorms(groups, lr=config.lr)
 
 
-def step_with(run: Run, build: Callable[[list[Any], Any], Any], everything: bool) -> Result:
-    """Step; Adam gets what is no matrix unless the optimizer under test takes everything."""
-    chunk = make_chunk(run)
-    config = runs.make_config(run)
+def bases_over(run: Run, config: Any, chunk: Any, build: BuildT, everything: bool) -> list[Any]:
+    """Build; Adam gets what is no matrix unless the optimizer under test takes everything."""
     matrices, others = runs.param_groups(run, config, chunk)
     if everything:
-        bases = [build(matrices + others, config)]
-    else:
-        bases = [build(matrices, config), runs.adam_over(others, config)]
+        return [build(matrices + others, config)]
+    return [build(matrices, config), runs.adam_over(others, config)]
+
+
+def step_with(run: Run, build: BuildT, everything: bool) -> Result:
+    chunk = make_chunk(run)
+    config = runs.make_config(run)
+    bases = bases_over(run, config, chunk, build, everything)
     optimizer = LayerWiseDistributedOptimizer(bases, config, None, None, [chunk])
     runs.set_lr(optimizer, config)
     steps = []
@@ -63,15 +68,11 @@ def step_with(run: Run, build: Callable[[list[Any], Any], Any], everything: bool
     return Result(runs.weights(run, chunk), steps, sum(owned))
 
 
-def plainly(run: Run, build: Callable[[list[Any], Any], Any], everything: bool) -> Result:
+def plainly(run: Run, build: BuildT, everything: bool) -> Result:
     """Do the same with the torch optimizers themselves, in one process."""
     chunk = make_chunk(run)
     config = runs.make_config(run)
-    matrices, others = runs.param_groups(run, config, chunk)
-    if everything:
-        optimizers = [build(matrices + others, config)]
-    else:
-        optimizers = [build(matrices, config), runs.adam_over(others, config)]
+    optimizers = bases_over(run, config, chunk, build, everything)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = config.lr
