@@ -6,7 +6,8 @@ trainer gets it with ``--verify-checkpoints`` alone (:func:`trainer_rebindings`)
 """
 
 from megatron_eopt.base.agreement import CheckpointError
+from megatron_eopt.checkpoint_files.checksum_lines import checksum_rebindings
 from megatron_eopt.checkpoint_files.folder import load, save
 from megatron_eopt.checkpoint_files.trainer import trainer_rebindings
 
-__all__ = ["CheckpointError", "load", "save", "trainer_rebindings"]
+__all__ = ["CheckpointError", "checksum_rebindings", "load", "save", "trainer_rebindings"]

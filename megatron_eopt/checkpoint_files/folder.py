@@ -6,10 +6,10 @@ from typing import Any
 from megatron.core.dist_checkpointing import serialization
 
 from megatron_eopt.base.agreement import from_rank_0
+from megatron_eopt.checkpoint.loading import load as load_matched
+from megatron_eopt.checkpoint_files.content import describe
 from megatron_eopt.checkpoint_files.folders import clear
 from megatron_eopt.checkpoint_files.manifest import verify, write_manifest
-from megatron_eopt.checkpoints.content import describe
-from megatron_eopt.checkpoints.loading import load as load_matched
 
 
 def load(

@@ -7,8 +7,8 @@ from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
 
 from megatron_eopt.base.agreement import CheckpointError, agreed, everyones
+from megatron_eopt.checkpoint_files.content import describe
 from megatron_eopt.checkpoint_files.manifest import Manifest
-from megatron_eopt.checkpoints.content import describe
 
 _COMPARED = ("parameters", "tensors", "digest")
 

@@ -12,6 +12,7 @@ from typing import Any
 from megatron.core.msc_utils import MaybeMultiStorageClient, MultiStorageClientFeature
 
 from megatron_eopt.base.agreement import CheckpointError, from_rank_0
+from megatron_eopt.checkpoint.trainer import Function, Rebindings, folder_asked_for, wrapped
 from megatron_eopt.checkpoint_files.folder import save_with
 from megatron_eopt.checkpoint_files.folders import (
     TRACKER,
@@ -26,7 +27,6 @@ from megatron_eopt.checkpoint_files.manifest import write_manifest
 from megatron_eopt.checkpoint_files.rank_files import check_rank_files, describe_model
 from megatron_eopt.checkpoint_files.sessions import Loading, Saving, loading, saving
 from megatron_eopt.checkpoint_files.weights_only import CachedWeightsOnlyReader, WeightsOnlyReader
-from megatron_eopt.checkpoints.trainer import Function, Rebindings, folder_asked_for, wrapped
 
 _DIST_CHECKPOINTING = "megatron.core.dist_checkpointing"
 

@@ -6,7 +6,7 @@
 | layer-wise checkpoints load at one data-parallel size only | tests/unit/stores/test_resharding.py::test_dense, ::test_experts |
 | format torch: files of context-parallel ranks overwrite each other | test_ranks_that_are_given_one_file_name_keep_their_own_files, test_files_of_ranks_resume_a_run |
 | a group's identity contains the learning rate | test_another_schedule_resumes, tests/unit/build/test_resume.py |
-| muon with the distributed optimizer goes on from other weights | test_the_first_loss_after_a_resume_is_that_of_the_saved_weights, tests/unit/checkpoints/test_state.py::test_all_ranks_compute_with_the_parameters_of_the_checkpoint |
+| muon with the distributed optimizer goes on from other weights | test_the_first_loss_after_a_resume_is_that_of_the_saved_weights, tests/unit/checkpoint/test_state.py::test_all_ranks_compute_with_the_parameters_of_the_checkpoint |
 | fully_reshardable saves shifted tensors where a bucket is padded; empty buckets are refused | tests/unit/stores/test_resharding.py::test_padded_buckets |
 | distributed Adam over torch's AdamW: KeyError, or a step of 0, after loading | test_the_step_of_adam_is_resumed, tests/unit/stores/test_resharding.py::test_resuming_equals_not_stopping |
 """  # noqa: E501

@@ -4,6 +4,7 @@ Every element counts once, as a hash of its tensor's name, its place in the unsh
 bits. The sum of all hashes modulo 2^64 is exact and the same in every order.
 """
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,7 +18,6 @@ from torch import Tensor, distributed
 
 from megatron_eopt.base.agreement import device_of_collectives
 from megatron_eopt.checkpoint.keys import split_key, tensors
-from megatron_eopt.checkpoints.content import hash_of_text
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ELEMENTS_AT_ONCE = 1 << 22
@@ -60,6 +60,11 @@ def checksum(model_chunks: Sequence[Any], optimizer: Any = None) -> str:
         distributed.all_reduce(most, distributed.ReduceOp.MAX)
     total += _mix(most + hash_of_text("steps"))
     return f"{int(total) % 2**64:016x}"
+
+
+def hash_of_text(text: str) -> int:
+    """Return a number below 2^63 that stands for ``text``."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
 
 
 def _metadata() -> dict[str, Any]:

@@ -6,8 +6,8 @@ from typing import Any
 
 from megatron.core.dist_checkpointing import serialization
 
+from megatron_eopt.checkpoint.matching import match
 from megatron_eopt.checkpoint.migration import Policy
-from megatron_eopt.checkpoints.matching import match
 
 
 def load(

@@ -1,6 +1,5 @@
 """What a sharded state dict holds, in terms that do not depend on the layout of the run."""
 
-import hashlib
 from typing import Any
 
 import torch
@@ -9,6 +8,7 @@ from torch import distributed
 
 from megatron_eopt.base.agreement import device_of_collectives, everyones
 from megatron_eopt.checkpoint.keys import split_key, tensors
+from megatron_eopt.checkpoint_files.checksum import hash_of_text
 
 
 def describe(sharded_state_dict: Any) -> dict[str, Any]:
@@ -41,8 +41,3 @@ def describe(sharded_state_dict: Any) -> dict[str, Any]:
         "digest": f"{int(totals[2]) % 2**64:016x}",
         "optimizer_state": sorted(everyones(sorted(kinds))),
     }
-
-
-def hash_of_text(text: str) -> int:
-    """Return a number below 2^63 that stands for ``text``."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1

@@ -12,8 +12,7 @@ from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_eopt import checkpoints
-from megatron_eopt.checkpoint.keys import tensors
-from megatron_eopt.checkpoints.content import split_key
+from megatron_eopt.checkpoint.keys import split_key, tensors
 from tests.harness import run_ranks
 from tests.unit.stores.full_state import Case, build, sharded, steps, unwrapped
 from tests.unit.stores.runs import DENSE, MOE

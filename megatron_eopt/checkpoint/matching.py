@@ -8,7 +8,7 @@ import logging
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
@@ -27,6 +27,7 @@ from megatron_eopt.base.agreement import (
 )
 from megatron_eopt.checkpoint.keys import saved_keys, split_key, tensors
 from megatron_eopt.checkpoint.migration import Policy
+from megatron_eopt.checkpoint.requests import StateRequests
 from megatron_eopt.checkpoint.saved_state import Shapes
 
 logger = logging.getLogger(__name__)
@@ -35,20 +36,6 @@ MAY_LACK_KEYS = ("log_all", "return_all", "ignore_all")
 """Values of megatron-core's ``strict`` that let a checkpoint lack what is asked for."""
 
 _SHOWN = 8
-
-
-@runtime_checkable
-class Requests(Protocol):
-    """What one optimizer asks for, as ``storage`` defines it."""
-
-    def adapt(self, shapes: Shapes, policy: Policy) -> list[str]:
-        """Change what is asked for to what there is; return lines to log."""
-
-    def keys(self) -> set[str]:
-        """Return the keys of the tensors that are asked for."""
-
-    def own_keys(self) -> set[str]:
-        """Return the keys, by parameter, of all state of this optimizer."""
 
 
 def match(
@@ -99,18 +86,18 @@ def _shapes(folder: Path) -> Shapes:
     }
 
 
-def _requests(state: Any) -> Iterator[Requests]:
+def _requests(state: Any) -> Iterator[StateRequests]:
     # nested_values of megatron-core would look into the requests' own containers
     if isinstance(state, Mapping):
         state = list(state.values())
     if isinstance(state, list | tuple):
         for value in state:
             yield from _requests(value)
-    elif isinstance(state, LocalNonpersistentObject) and isinstance(state.obj, Requests):
+    elif isinstance(state, LocalNonpersistentObject) and isinstance(state.obj, StateRequests):
         yield state.obj
 
 
-def _keys(sharded_state_dict: Any, requests: Iterable[Requests]) -> set[str]:
+def _keys(sharded_state_dict: Any, requests: Iterable[StateRequests]) -> set[str]:
     return saved_keys(sharded_state_dict).union(*(item.keys() for item in requests))
 
 

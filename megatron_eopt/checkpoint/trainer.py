@@ -13,9 +13,8 @@ from typing import Any
 
 from megatron.core.msc_utils import MultiStorageClientFeature
 
+from megatron_eopt.checkpoint.matching import match
 from megatron_eopt.checkpoint.migration import Policy
-from megatron_eopt.checkpoints.checksum import checksum
-from megatron_eopt.checkpoints.matching import match
 
 type Function = Callable[..., Any]
 type Rebindings = list[tuple[ModuleType, str, Any]]
@@ -29,18 +28,6 @@ def trainer_rebindings() -> Rebindings:
     """
     wrappers = {"load_checkpoint": _handing_over, "_load_global_dist_base_checkpoint": _matching}
     return wrapped(wrappers)
-
-
-def checksum_rebindings() -> Rebindings:
-    """Return what prints a checksum of the state after every load and save."""
-    found: list[bool] = []
-    return wrapped(
-        {
-            "save_checkpoint": _printing_what_was_saved,
-            "load_checkpoint": functools.partial(_printing_what_was_loaded, found),
-            "_load_base_checkpoint": functools.partial(_noting_what_is_found, found),
-        }
-    )
 
 
 def wrapped(
@@ -72,7 +59,7 @@ def folder_asked_for(original: Function, *args: Any, **kwargs: Any) -> Path:
     """Return the folder that ``_load_global_dist_base_checkpoint`` is to read, called so."""
     asked = inspect.signature(original).bind(*args, **kwargs).arguments
     place = asked["load_dir"], asked["iteration"], asked["release"]
-    return Path(_checkpointing().get_checkpoint_name(*place, return_base_dir=True))
+    return Path(checkpointing().get_checkpoint_name(*place, return_base_dir=True))
 
 
 def _matching(original: Function) -> Function:
@@ -91,45 +78,6 @@ def _matching(original: Function) -> Function:
     return _load_global_dist_base_checkpoint
 
 
-def _printing_what_was_saved(original: Function) -> Function:
-    @functools.wraps(original)
-    def save_checkpoint(
-        iteration: int, model: Any, optimizer: Any, *rest: Any, **kwargs: Any
-    ) -> None:
-        original(iteration, model, optimizer, *rest, **kwargs)
-        trainer = _checkpointing()
-        held = None if trainer.get_args().no_save_optim else optimizer
-        text = f"state checksum: {checksum(model, held)} (saved, iteration {iteration})"
-        trainer.print_rank_0(text)
-
-    return save_checkpoint
-
-
-def _printing_what_was_loaded(found: list[bool], original: Function) -> Function:
-    @functools.wraps(original)
-    def load_checkpoint(ddp_model: Any, optimizer: Any, *rest: Any, **kwargs: Any) -> Any:
-        found.clear()
-        result = original(ddp_model, optimizer, *rest, **kwargs)
-        if any(found):
-            trainer = _checkpointing()
-            args = trainer.get_args()
-            held = None if args.no_load_optim or args.finetune else optimizer
-            text = f"state checksum: {checksum(ddp_model, held)} (loaded, iteration {result[0]})"
-            trainer.print_rank_0(text)
-        return result
-
-    return load_checkpoint
-
-
-def _noting_what_is_found(found: list[bool], original: Function) -> Function:
-    @functools.wraps(original)
-    def _load_base_checkpoint(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        found.append(result[0] is not None)
-        return result
-
-    return _load_base_checkpoint
-
-
-def _checkpointing() -> Any:
+def checkpointing() -> Any:
+    """Return the trainer's module of checkpoints, which is heavy to import."""
     return importlib.import_module("megatron.training.checkpointing")
