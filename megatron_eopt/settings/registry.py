@@ -4,6 +4,7 @@ Optimizers come from three places: this package's own, everything emerging-optim
 packages that declare an entry point in the group ``megatron_eopt.optimizers``.
 """
 
+import functools
 import importlib.metadata
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -150,11 +151,17 @@ def is_registered(name: str) -> bool:
 
 def entries() -> dict[str, EmergingOptimizerEntry]:
     """Return all entries by name; what packages contribute is loaded at the first call."""
-    for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
+    for point in _entry_points():
         if point.value not in _from_packages:
             register_optimizer(point.name, point.load())
             _from_packages.add(point.value)
     return _entries
+
+
+@functools.cache
+def _entry_points() -> tuple[importlib.metadata.EntryPoint, ...]:
+    # looking through all installed packages takes some 50 ms
+    return tuple(importlib.metadata.entry_points(group=ENTRY_POINTS))
 
 
 def entry_of(name: str) -> EmergingOptimizerEntry:

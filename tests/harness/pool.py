@@ -51,9 +51,12 @@ class _Worker:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process.pid, signal.SIGUSR1)
         deadline = time.monotonic() + 2
-        while time.monotonic() < deadline and not self.stacks.read_text().endswith("\n"):
-            time.sleep(0.02)
-        return self.stacks.read_text().strip() or "no stack: the process did not answer"
+        before, text = None, ""
+        # it is written piece by piece
+        while time.monotonic() < deadline and not (text and text == before):
+            time.sleep(0.05)
+            before, text = text, self.stacks.read_text()
+        return text.strip() or "no stack: the process did not answer"
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """What runs inside a worker process: receive a job, set the scene, call, reply, clean up."""
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -13,7 +14,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 # imported once by the server process that the workers are forked from
-PRELOADED = ("megatron.core.models.gpt.gpt_layer_specs", "megatron_eopt.cpu")
+PRELOADED = (
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.training.training",
+    "megatron_eopt.megatron_lm",
+)
 
 
 FORGET = b""
@@ -56,9 +61,18 @@ def serve(
     multiprocessing.set_start_method("fork", force=True)
     # Ctrl-C reaches the whole foreground group; the parent is the one to react
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    from megatron_eopt.megatron_lm.processes import without_the_script
     from tests.harness.scene import forget_everything, watch_wrapped_models
 
     watch_wrapped_models()
+    # half a million objects of imported modules stay, and need not be looked at after every job
+    gc.freeze()
+    # each rank's first save would import torch in one more process
+    filesystem_async.get_write_results_queue = without_the_script(
+        filesystem_async.get_write_results_queue
+    )
     with stacks.open("a") as file:
         faulthandler.register(signal.SIGUSR1, file=file)
         connection.send_bytes(pickle.dumps(Reply(pickle.dumps(None))))

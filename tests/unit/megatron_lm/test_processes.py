@@ -39,6 +39,9 @@ def _what_its_process_imports(folder: str, ours: bool) -> tuple[list[str], bool]
     main = sys.modules["__main__"] = ModuleType("__main__")
     main.__file__ = str(script)
     filesystem_async._results_queue = None
+    # the worker that runs this has it wrapped already
+    wrapped = filesystem_async.get_write_results_queue
+    filesystem_async.get_write_results_queue = wrapped.__wrapped__
     try:
         with megatron_lm.installed() if ours else contextlib.nullcontext():
             _pass_on(filesystem_async.get_write_results_queue())
@@ -49,6 +52,7 @@ def _what_its_process_imports(folder: str, ours: bool) -> tuple[list[str], bool]
         loaded = Path(f"/proc/{pid}/maps").read_text()
     finally:
         filesystem_async._results_queue = None
+        filesystem_async.get_write_results_queue = wrapped
     names = imports.read_text().split() if imports.exists() else []
     return names, "libtorch" in loaded
 

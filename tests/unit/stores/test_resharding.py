@@ -68,7 +68,7 @@ BUCKETS = {"overlap_grad_reduce": True, "bucket_size": 3000}
 PADDED = {**BUCKETS, "pad_buckets_for_high_nccl_busbw": True}
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_padded_buckets(tmp_path, ranks):
     forms = ("fully_reshardable", "dp_reshardable")
     padding = PADDED if ranks == 2 else BUCKETS
@@ -79,7 +79,7 @@ def test_padded_buckets(tmp_path, ranks):
 
 
 @pytest.mark.parametrize(
-    "dtype", [pytest.param(torch.float32, marks=pytest.mark.long), torch.bfloat16], ids=str
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.long)], ids=str
 )
 def test_resuming_equals_not_stopping(tmp_path, dtype):
     model = {**DENSE, "dtype": dtype}
