@@ -53,6 +53,8 @@ GROUPS: dict[str, dict[str, str]] = {
         "own.",
         "muon-algorithm": "How to orthogonalize; auto takes the cheaper of those that are accurate "
         "enough.",
+        "muon-wave-mb": "MiB of whole matrices that one rank brings together at a time: less takes "
+        "less memory, more keeps a GPU busier.",
         "muon-backend": "Whose kernels orthogonalize.",
         "muon-use-nesterov": "Old spelling of --muon-nesterov.",
         "muon-mode": "Old spelling of --muon-tp-mode.",

@@ -10,6 +10,10 @@ TpModeT = Literal["blockwise", "duplicated", "distributed", "exchange", "auto"]
 matrices; ``exchange`` brings each matrix to one owner; ``auto`` picks the cheapest exact one.
 """
 
+DEFAULT_WAVE_MB = 64.0
+"""MiB of whole matrices that one rank brings together at a time: enough to fill a GPU, and little
+beside the weights."""
+
 OptimizerDefaultsT = Literal["megatron", "recommended"]
 """Whose default values a command line means."""
 

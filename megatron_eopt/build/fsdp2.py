@@ -20,7 +20,7 @@ from megatron_eopt.matrices import whole
 from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
 from megatron_eopt.optimizers.driver import Driver, ParamGroup
 from megatron_eopt.optimizers.element_wise import ElementWiseDriver
-from megatron_eopt.optimizers.engine import DEFAULT_WAVE_BYTES, Means
+from megatron_eopt.optimizers.engine import Means
 from megatron_eopt.optimizers.modes import plan_work
 from megatron_eopt.optimizers.sharded import ShardedOptimizer
 from megatron_eopt.routing.model import Routing, overrides_for, route_parameters
@@ -179,13 +179,15 @@ class _Builder:
             # what is cut has to travel, and at one owner the work is done once
             mode = "exchange"
 
+        device = local_of(params[0]).device
+        means = Means(mode, wave_mb=self._settings.wave_mb, device=device)
+
         def computed_by(layouts: Sequence[Layout]) -> list[int]:
-            work = plan_work(layouts, size, mode, DEFAULT_WAVE_BYTES)
+            work = plan_work(layouts, size, mode, means.wave_bytes)
             return [int(matrix.compute.boxes.rank[0]) for matrix in work.matrices]
 
         named = {self._names[param]: param for param in params}
         splits = [self._splits[param] or whole(tuple(param.shape)) for param in params]
         found = agreed_in(group, lambda: dtensor_shards(named, splits, group, computed_by))
         shards = dict(zip(params, found, strict=True))
-        means = Means(mode, device=local_of(params[0]).device)
         return driver_over(base, base.groups, shards, means, self._settings.config)

@@ -159,7 +159,8 @@ def _driver(
         },
     )
     # at one owner each rank sends and receives its share twice, at any number of ranks
-    means = Means("exchange", device=torch.device("cuda", torch.cuda.current_device()))
+    device = torch.device("cuda", torch.cuda.current_device())
+    means = Means("exchange", wave_mb=sharding.settings.wave_mb, device=device)
     return driver_over(base, groups, shards, means, config)
 
 

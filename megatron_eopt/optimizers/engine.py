@@ -9,16 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_eopt.base.names import TpModeT
+from megatron_eopt.base.names import DEFAULT_WAVE_MB, TpModeT
 from megatron_eopt.layouts import Matrix, Redistribution, WaveBatch
 from megatron_eopt.layouts.redistribution import LoadT, StoreT
 from megatron_eopt.math.newton_schulz import ReduceT
 from megatron_eopt.optimizers.modes import Work, plan_work
 from megatron_eopt.optimizers.triangle import pack_triangle, unpack_triangle
 from megatron_eopt.stores.shard import Ranks, Shard, group_by_ranks
-
-DEFAULT_WAVE_BYTES = 64 << 20
-"""What one owner holds of a wave, in bytes: enough to fill a GPU, little beside the weights."""
 
 UpdateT = Callable[[Tensor, Sequence[int], ReduceT | None, tuple[int, int]], None]
 """Replaces directions by updates in place.
@@ -34,11 +31,16 @@ class Means:
     """How an engine works."""
 
     mode: TpModeT = "auto"  # where the work happens
-    wave_bytes: int = DEFAULT_WAVE_BYTES  # upper bound of what one owner holds of a wave
+    wave_mb: float = DEFAULT_WAVE_MB  # upper bound of what one owner holds of a wave, in MiB
     batched: bool = True  # whether equal shapes share a call; else every matrix has its own
     # of the stacks and of what travels; directions are rounded to it at every layout
     dtype: torch.dtype = torch.float32
     device: torch.device | str = "cpu"  # where the tensors live
+
+    @property
+    def wave_bytes(self) -> int:
+        """The bound of a wave in bytes."""
+        return int(self.wave_mb * 2**20)
 
 
 class MatrixEngine:

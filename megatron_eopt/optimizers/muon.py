@@ -18,7 +18,7 @@ from megatron_eopt.base.errors import (
     check_choice,
     check_number,
 )
-from megatron_eopt.base.names import TpModeT
+from megatron_eopt.base.names import DEFAULT_WAVE_MB, TpModeT
 from megatron_eopt.math.algorithm import ALGORITHMS, AlgorithmT
 from megatron_eopt.math.coefficients import COEFFICIENT_NAMES
 from megatron_eopt.math.finite import check_finite as check_finite_gradients
@@ -86,6 +86,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             that share a matrix alike; it takes an all-reduce of one number. Reading the answer
             makes the host wait for a GPU, so the default is to check on CPUs only.
         batched: Whether equal shapes share a call.
+        wave_mb: MiB of whole matrices that one rank brings together at a time, above 0.
 
     Raises:
         ConfigurationError: If a value is out of bounds, or a parameter is cut and there is no group
@@ -118,6 +119,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         splits: Mapping[Tensor, Split | None] | None = None,
         check_finite: bool | None = None,
         batched: bool = True,
+        wave_mb: float = DEFAULT_WAVE_MB,
     ) -> None:
         if weight_decay_method is None:
             weight_decay_method = "decoupled" if use_decoupled_weight_decay else "l2"
@@ -140,7 +142,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         self.is_qkv_fn = is_qkv_fn or (lambda param: bool(getattr(param, "is_qkv", False)))
         self.qkv_split_shapes = qkv_split_shapes
         self.check_finite = check_finite
-        self._batched = batched
+        check_number("wave_mb", wave_mb, above=0)
+        self._means = Means(tp_mode, wave_mb, batched)
         self._splits = dict(splits or {})
         self._names: list[str] = []
         self._shards: list[Shard] = []
@@ -208,8 +211,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             **kwargs: Settings of its parameter group; none is needed.
         """
         if p not in self._lone:
-            dtype = self._stack_dtype
-            means = Means(self.tp_mode, batched=self._batched, dtype=dtype, device=p.device)
+            means = replace(self._means, dtype=self._stack_dtype, device=p.device)
             self._lone[p] = MatrixEngine([self._shard_of(p)], self._orthogonalize_stack, means)
         with torch.no_grad():
             return self._lone[p].updates([grad])[0].to(grad.dtype)
@@ -265,8 +267,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         # the ranks of both groups plan together
         self._shards = agreed_in(dense, lambda: agreed_in(experts, shards))
         device = next((p.device for g in self.param_groups for p in g["params"]), "cpu")
-        means = Means(self.tp_mode, batched=self._batched, device=device)
-        driver = self.driver_over(self._shards, means)
+        driver = self.driver_over(self._shards, replace(self._means, device=device))
         count = itertools.count()
         driver.attach([[next(count) for _ in group["params"]] for group in self.param_groups])
         driver.init(self.param_groups, self.state)

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
-from megatron_eopt.base.names import OptimizerDefaultsT, TpModeT
+from megatron_eopt.base.names import DEFAULT_WAVE_MB, OptimizerDefaultsT, TpModeT
 from megatron_eopt.math import AlgorithmT
 from megatron_eopt.settings.refusals import refuse_unsupported_modes
 
@@ -62,6 +62,10 @@ class EmergingOptimizerConfig(OptimizerConfig):
     muon_algorithm: AlgorithmT = "auto"
     """Newton-Schulz by the book ("standard"), on the Gram matrix ("gram"), or whichever is cheaper
     among those that are accurate enough ("auto")."""
+
+    muon_wave_mb: float = DEFAULT_WAVE_MB
+    """MiB of whole matrices that one rank brings together at a time, for SOAP and its like too. A
+    step's working memory depends on it, and on the largest matrix, but not on the model."""
 
     muon_backend: str = "torch"
     """Whose kernels run the iteration."""

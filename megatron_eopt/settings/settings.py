@@ -6,8 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError, check_choice
-from megatron_eopt.base.names import SCALAR_OPTIMIZERS, STANDARD_OPTIMIZERS, TpModeT
+from megatron_eopt.base.errors import (
+    ConfigurationError,
+    ConfigurationTypeError,
+    check_choice,
+    check_number,
+)
+from megatron_eopt.base.names import (
+    DEFAULT_WAVE_MB,
+    SCALAR_OPTIMIZERS,
+    STANDARD_OPTIMIZERS,
+    TpModeT,
+)
 from megatron_eopt.matrices import SplitT
 from megatron_eopt.settings.checks import check_values, refuse_for_matrices
 from megatron_eopt.settings.config import EmergingOptimizerConfig
@@ -49,6 +59,7 @@ class RunSettings:
     early_gather: bool  # whether the first chunk's gather overlaps with the other chunks' step
     fresh_state: tuple[str, ...]  # kinds of state that may start anew where a checkpoint lacks them
     prints_routing: bool  # whether a table of all routes is logged
+    wave_mb: float  # MiB of whole matrices that one rank brings together at a time
     # whether gradients of optimizers that need matrices are never clipped
     exempt_from_clipping: bool
 
@@ -159,7 +170,15 @@ def _of_the_run(config: Any) -> dict[str, Any]:
         "fresh_state": tuple(getattr(config, "checkpoint_fresh_state", ())),
         "prints_routing": bool(getattr(config, "print_optimizer_routing", False)),
         "exempt_from_clipping": False,
+        "wave_mb": _wave_mb(config),
     }
+
+
+def _wave_mb(config: Any) -> float:
+    # optimizers other than Muon work in waves, too
+    wave_mb: float = getattr(config, "muon_wave_mb", DEFAULT_WAVE_MB)
+    check_number("muon_wave_mb", wave_mb, above=0)
+    return wave_mb
 
 
 def _loss_scale(config: Any) -> LossScale | None:

@@ -89,7 +89,7 @@ def come_back(cases):
     rank, wrong = dist.get_rank(), []
     for number, (parameters, mode, wave_bytes) in enumerate(cases):
         shards = [parameter.shard(dist.group.WORLD) for parameter in parameters]
-        engine = MatrixEngine(shards, identity, Means(mode=mode, wave_bytes=wave_bytes))
+        engine = MatrixEngine(shards, identity, Means(mode=mode, wave_mb=wave_bytes / 2**20))
         directions = []
         for index, parameter in enumerate(parameters):
             fragment = parameter.fragments[rank]

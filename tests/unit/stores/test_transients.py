@@ -1,0 +1,82 @@
+"""What a step holds beside weights, gradients and state: bounded by waves, not by the model."""
+
+from typing import Any
+
+import pytest
+
+from tests.harness import run_ranks
+from tests.harness.live_bytes import LiveBytes
+from tests.unit.stores.full_state import Case, build, inject
+
+WAVE_MB = 1 / 16
+WAVE = int(WAVE_MB * 2**20)
+HIDDEN = 64
+LARGEST = 4 * HIDDEN * HIDDEN * 4
+"""Bytes of the up projection, in float32."""
+
+FACTOR = (4 * HIDDEN) ** 2 * 4
+"""Bytes of the larger of SOAP's Kronecker factors of that matrix."""
+
+BUFFERS = 16 << 10
+"""Norms, factors and counters, whose number depends on the model, but not on its matrices."""
+
+MODEL = {"hidden": HIDDEN, "heads": 4, "bias": False, "vocabulary": 64}
+MOE = {**MODEL, "experts": 4, "moe_grouped_gemm": False}
+
+
+def peak(case: Case) -> int:
+    """Return the most bytes by which tensors grow in a step; the first makes what lives on."""
+    chunk, optimizer = build(case)
+    for step in range(2):
+        optimizer.zero_grad()
+        inject(case.run, chunk, step)
+        if step == 0:
+            optimizer.step()
+    with LiveBytes() as seen:
+        optimizer.step()
+    return seen.peak
+
+
+def peaks(
+    optimizer: str, ranks: int, storage: bool, model: dict[str, Any], wave_mb: float, **fields: Any
+) -> list[int]:
+    """Return the largest peak of any rank with two and with eight layers."""
+    where = {"use_distributed_optimizer": storage}
+    config = {**where, "muon_wave_mb": wave_mb, **fields}
+    parallel = {"ep": 2} if "experts" in model else {}
+    cases = [
+        Case(optimizer, {**model, "layers": layers}, parallel=parallel, ddp=where, config=config)
+        for layers in (2, 8)
+    ]
+    return [max(run_ranks(ranks, peak, case)) for case in cases]
+
+
+NORMUON = {"adaptive_muon_moment2_method": "normuon"}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "ranks", "storage", "model", "fields"),
+    [
+        ("muon", 2, True, MODEL, {}),
+        ("muon", 4, True, MODEL, {}),
+        ("muon", 2, False, MODEL, {}),
+        ("muon", 2, True, MOE, {}),
+        ("adaptive_muon", 2, True, MODEL, NORMUON),
+        ("adaptive_muon", 2, False, MODEL, NORMUON),
+    ],
+    ids=["DP 2", "DP 4", "replicated", "experts", "NorMuon", "NorMuon replicated"],
+)
+def test_muons_step_holds_two_waves_and_the_iteration(optimizer, ranks, storage, model, fields):
+    found = peaks(optimizer, ranks, storage, model, WAVE_MB, **fields)
+    assert max(found) <= 2 * WAVE + 3 * LARGEST + BUFFERS
+
+
+@pytest.mark.parametrize("storage", [True, False], ids=["sharded", "replicated"])
+def test_an_owners_step_holds_two_waves_and_what_its_optimizer_needs_for_one_matrix(storage):
+    few, many = peaks("soap", 2, storage, MODEL, WAVE_MB)
+    assert max(few, many) <= 2 * WAVE + 3 * LARGEST + 5 * FACTOR
+    assert many <= few + BUFFERS
+
+
+def test_larger_waves_hold_more():
+    assert max(peaks("muon", 2, True, MODEL, 1.0)) > 4 * WAVE
