@@ -8,11 +8,14 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.optimizer import qk_clip as megatrons
 
+from megatron_eopt import EmergingOptimizerConfig, get_megatron_optimizer
 from megatron_eopt.qk_clip import clip_qk
 from megatron_eopt.qk_clip.attention import attentions
 from tests.harness import run_ranks
+from tests.harness.megatron import initialize_megatron
 from tests.unit.stores import runs
 from tests.unit.stores.full_state import Case, build, steps, unwrapped
+from tests.unit.stores.runs import Run, make_chunk
 
 GROUPED = {"layers": 2, "hidden": 32, "heads": 4, "query_groups": 2, "bias": True}
 LATENT = {"layers": 2, "hidden": 32, "heads": 4, "latent": True, "position_embedding": "rope"}
@@ -48,7 +51,8 @@ def put(chunks: list[Any], maxima: Any) -> None:
     data = parallel_state.get_data_parallel_rank()
     for chunk in chunks:
         for attention in attentions(chunk):
-            mine = torch.tensor(maxima[attention.layer_number - 1]).chunk(size)[rank]
+            of_layer = maxima[(attention.layer_number - 1) % len(maxima)]
+            mine = torch.tensor(of_layer).chunk(size)[rank]
             # another rank's tokens have the larger logits of every other head
             seen = torch.where(torch.arange(len(mine)) % 2 == data % 2, mine, mine - 1)
             attention.core_attention.current_max_attn_logits = (
@@ -59,13 +63,24 @@ def put(chunks: list[Any], maxima: Any) -> None:
 def clipped(case: Case, clip: Any = clip_qk, gathers_first: bool = True) -> Clipped:
     """Do a step and a clip, twice."""
     chunk, optimizer = build(case)
+    return stepped_and_clipped([(case.run, chunk)], optimizer, clip, gathers_first)
+
+
+def stepped_and_clipped(
+    parts: list[tuple[Run, Any]], optimizer: Any, clip: Any = clip_qk, gathers_first: bool = True
+) -> Clipped:
+    chunks = [chunk for _, chunk in parts]
     returned = []
     for step, maxima in enumerate(MAXIMA):
-        steps(case, chunk, optimizer, step, step + 1)
-        if case.ddp.get("overlap_param_gather") and gathers_first:
-            chunk.start_param_sync(force_sync=True)
-        put([chunk], maxima)
-        returned.append(clip([chunk]))
+        optimizer.zero_grad()
+        for run, chunk in parts:
+            runs.inject(run, chunk, step)
+        optimizer.step()
+        for chunk in chunks:
+            if chunk.ddp_config.overlap_param_gather and gathers_first:
+                chunk.start_param_sync(force_sync=True)
+        put(chunks, maxima)
+        returned.append(clip(chunks))
         optimizer.gather_params(now=True)
     mains = {item.param: item for member in optimizer.members for item in member.storage.stored()}
     exact = [
@@ -75,7 +90,10 @@ def clipped(case: Case, clip: Any = clip_qk, gathers_first: bool = True) -> Clip
         )
         for param, item in mains.items()
     ]
-    return Clipped(runs.weights(case.run, chunk), returned, all(exact))
+    weights: dict[str, Any] = {}
+    for run, chunk in parts:
+        weights |= runs.weights(run, chunk)
+    return Clipped(weights, returned, all(exact))
 
 
 def deviation(results: list[Any], expected: Any) -> float:
@@ -124,6 +142,35 @@ def test_every_layout_clips_as_one_process_does(model, layout):
             assert {tuple(result.returned) for result in results} == {(40.0, 30.0)}
             assert all(result.is_rounding for result in results)
             assert deviation(results, expected) < bound
+
+
+def interleaved(model: dict[str, Any], ddp: dict[str, Any]) -> Clipped:
+    """Step and clip two model chunks on each of two pipeline stages."""
+    initialize_megatron(pp=2, virtual_pp=2)
+    parts = []
+    for stage in range(2):
+        parallel_state.set_virtual_pipeline_model_parallel_rank(stage)
+        run = Run(model={**model, **MODEL, "virtual_stage": stage}, ddp=ddp)
+        parts.append((run, make_chunk(run)))
+    config = EmergingOptimizerConfig(
+        optimizer="muon",
+        lr=0.01,
+        min_lr=0.001,
+        clip_grad=0.0,
+        use_distributed_optimizer=ddp["use_distributed_optimizer"],
+    )
+    optimizer = get_megatron_optimizer(config, [chunk for _, chunk in parts])
+    runs.set_lr(optimizer, config)
+    return stepped_and_clipped(parts, optimizer)
+
+
+@pytest.mark.parametrize("ddp", [SHARDED, PLAIN, OVERLAPPED], ids=["sharded", "plain", "overlap"])
+def test_an_interleaved_pipeline_clips_as_one_process_does(ddp):
+    model = {**GROUPED, "layers": 4}
+    expected = run_ranks(1, clipped, replace(case_of(model), ddp=PLAIN, config=PLAIN))[0]
+    results = run_ranks(2, interleaved, model, ddp)
+    assert {tuple(result.returned) for result in results} == {(40.0, 30.0)}
+    assert deviation(results, expected) < 2e-6
 
 
 EXPERTS = {"layers": 1, "heads": 4, "query_groups": 2, "experts": 4, "moe_grouped_gemm": False}

@@ -98,7 +98,11 @@ def global_name(name: str, model: dict[str, Any]) -> str:
         at = parts.index("layers") + 1
         stages = parallel_state.get_pipeline_model_parallel_world_size()
         stage = parallel_state.get_pipeline_model_parallel_rank()
-        parts[at] = str(int(parts[at]) + model.get("layers", 2) // stages * stage)
+        # an interleaved pipeline's chunks follow one another around all stages
+        chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
+        in_chunk = model.get("layers", 2) // (stages * chunks)
+        before = in_chunk * (stages * model.get("virtual_stage", 0) + stage)
+        parts[at] = str(int(parts[at]) + before)
     if "local_experts" in parts:
         at = parts.index("local_experts") + 1
         local = model["experts"] // parallel_state.get_expert_model_parallel_world_size()
