@@ -27,7 +27,10 @@ def checksums(output):
 EXACT = ["--swiglu", "--muon-fp32-matmul-prec", "highest"]
 
 
-@pytest.mark.parametrize("flags", [EXACT, ["--bf16"]], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "flags",
+    [pytest.param(EXACT, id="fp32"), pytest.param(["--bf16"], id="bf16", marks=pytest.mark.long)],
+)
 def test_training_and_resuming_is_training_with_ddp(tmp_path, flags):
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
     replicated = numbers(train(*MUON, *flags))

@@ -35,9 +35,8 @@ class LiveBytes(TorchDispatchMode):
         for item in tree_iter((args, kwargs)):
             self._before += self._note(item)
         result = func(*args, **(kwargs or {}))
-        for item in tree_iter(result):
-            self._note(item)
-        self.peak = max(self.peak, self._bytes() - self._before)
+        if sum(self._note(item) for item in tree_iter(result)):
+            self.peak = max(self.peak, self._bytes() - self._before)
         return result
 
     def _note(self, item: Any) -> int:

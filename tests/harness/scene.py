@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,11 @@ def forget_everything() -> None:
     forget_wrapped_models()
     cpu.disable()
     if dist.is_initialized():
+        groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
         dist.destroy_process_group()
+        # each waits 10 ms for its threads to end
+        with ThreadPoolExecutor(len(groups)) as threads:
+            list(threads.map(lambda place: groups.__setitem__(place, None), range(len(groups))))
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
     logging.disable(logging.NOTSET)

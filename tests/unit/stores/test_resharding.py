@@ -37,7 +37,12 @@ def dense(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("world", "parallel"),
-    [(4, {}), (4, {"tp": 4}), (4, {"tp": 2, "pp": 2}), (1, {})],
+    [
+        (4, {}),
+        pytest.param(4, {"tp": 4}, marks=pytest.mark.long),
+        (4, {"tp": 2, "pp": 2}),
+        (1, {}),
+    ],
     ids=["DP 4", "TP 4", "TP 2 x PP 2", "DP 1"],
 )
 def test_dense(dense, world, parallel):
@@ -78,9 +83,8 @@ def test_padded_buckets(tmp_path, ranks):
     check(saved, run_ranks(ranks, load, cases, str(tmp_path), timeout=300)[0], cases)
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.long)], ids=str
-)
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_resuming_equals_not_stopping(tmp_path, dtype):
     model = {**DENSE, "dtype": dtype}
     cases = [replace(case, model=model) for case in OPTIMIZERS]

@@ -59,12 +59,10 @@ NORMUON = {"adaptive_muon_moment2_method": "normuon"}
     [
         ("muon", 2, True, MODEL, {}),
         ("muon", 4, True, MODEL, {}),
-        ("muon", 2, False, MODEL, {}),
         ("muon", 2, True, MOE, {}),
-        ("adaptive_muon", 2, True, MODEL, NORMUON),
         ("adaptive_muon", 2, False, MODEL, NORMUON),
     ],
-    ids=["DP 2", "DP 4", "replicated", "experts", "NorMuon", "NorMuon replicated"],
+    ids=["DP 2", "DP 4", "experts", "NorMuon replicated"],
 )
 def test_muons_step_holds_two_waves_and_the_iteration(optimizer, ranks, storage, model, fields):
     found = peaks(optimizer, ranks, storage, model, WAVE_MB, **fields)
