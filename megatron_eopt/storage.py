@@ -1,5 +1,15 @@
-"""The layer-wise distributed optimizer under its public name."""
+"""Storages under their public names: the layer-wise distributed optimizer, and ways to add one."""
 
 from megatron_eopt.build.layer_wise import LayerWiseDistributedOptimizer
+from megatron_eopt.build.replicated import chain_of_slabs
+from megatron_eopt.build.storages import Wanted, register_storage
+from megatron_eopt.stores.interface import Storage, Stored
 
-__all__ = ["LayerWiseDistributedOptimizer"]
+__all__ = [
+    "LayerWiseDistributedOptimizer",
+    "Storage",
+    "Stored",
+    "Wanted",
+    "chain_of_slabs",
+    "register_storage",
+]

@@ -18,8 +18,9 @@ from megatron_eopt.build.differences import log_differences
 from megatron_eopt.build.fsdp2 import resolve_for_dtensors
 from megatron_eopt.build.layer_wise import LayerWiseDistributedOptimizer
 from megatron_eopt.build.loss_scale import make_scaler
-from megatron_eopt.build.replicated import replicated_member
+from megatron_eopt.build.replicated import chain_of_slabs
 from megatron_eopt.build.sharded import Sharding, unmixed_members
+from megatron_eopt.build.storages import Wanted, chain_in_storage, register_storage
 from megatron_eopt.build.torch_fsdp2 import chain_of_dtensors, is_torch_fsdp2
 from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
 from megatron_eopt.routing.groups import Group
@@ -83,16 +84,11 @@ def get_megatron_optimizer(
     collection = process_groups(pg_collection)
     _report(settings, routing, model_chunks, collection)
 
-    def build() -> OptimizerChain:
-        if of_dtensors and not settings.is_standard:
-            return chain_of_dtensors(settings, model_chunks, routing, collection)
-        if settings.storage == "replicated":
-            return _replicated(settings, routing, model_chunks, collection)
-        use_gloo = use_gloo_process_groups
-        return _sharded(settings, routing, model_chunks, pg_collection, use_gloo=use_gloo)
-
+    wanted = Wanted(
+        settings, routing, model_chunks, collection, pg_collection, use_gloo_process_groups
+    )
     # what one pipeline stage refuses, the others would not know
-    optimizer = agreed(build)
+    optimizer = agreed(lambda: chain_in_storage(wanted))
     if dump_param_to_param_group_map is not None:
         _dump(routing.groups, model_chunks, dump_param_to_param_group_map)
     return optimizer
@@ -107,29 +103,14 @@ def _settings(config: Any, model_chunks: Sequence[Any], *, of_dtensors: bool) ->
     return settings
 
 
-def _replicated(
-    settings: Settings, routing: Routing, model_chunks: Sequence[Any], collection: Any
-) -> OptimizerChain:
-    scaler = make_scaler(settings.loss_scale) if settings.half else None
-    members = []
-    for share in shares_of(routing.groups, settings.optimizer, len(model_chunks)):
-        base = build_base(share, settings, model_chunks, collection, splits=routing.matrices)
-        members.append(replicated_member(base, share, settings, collection, scaler))
-    return OptimizerChain(members, settings, scaler, model_chunks)
-
-
-def _sharded(
-    settings: Settings,
-    routing: Routing,
-    model_chunks: list[Any],
-    pg_collection: Any,
-    *,
-    use_gloo: bool,
-) -> OptimizerChain:
+def _sharded(wanted: Wanted) -> OptimizerChain | None:
+    settings, routing, model_chunks = wanted.settings, wanted.routing, wanted.model_chunks
+    if settings.storage != "sharded":
+        return None
     count, apart = len(model_chunks), settings.early_gather
     shares = shares_of(routing.groups, settings.optimizer, count, first_chunk_apart=apart)
     mixed = not settings.is_standard or len({share.optimizer for share in shares}) > 1
-    collection = process_groups(pg_collection)
+    collection = wanted.collection
 
     def pairs_with_bases() -> list[tuple[Share, Base | None]]:
         if mixed:
@@ -141,7 +122,9 @@ def _sharded(
         ]
 
     pairs = agreed(pairs_with_bases)
-    sets = buffer_sets(model_chunks, pg_collection, use_gloo=use_gloo, redistributed=mixed)
+    sets = buffer_sets(
+        model_chunks, wanted.pg_collection, use_gloo=wanted.use_gloo, redistributed=mixed
+    )
     scaler, names = make_scaler(settings.loss_scale), names_in(model_chunks)
     sharding = Sharding(settings, model_chunks, sets, names, scaler, routing.matrices)
     if mixed:
@@ -151,6 +134,10 @@ def _sharded(
         # the wrapped model asks for this when it gathers parameters
         chunk.overlap_param_gather_with_optimizer_step = settings.early_gather and index == 0
     return OptimizerChain(unmixed_members(sharding, pairs), settings, scaler, model_chunks)
+
+
+for _builder in (chain_of_slabs, _sharded, chain_of_dtensors):
+    register_storage(_builder)
 
 
 def _report(

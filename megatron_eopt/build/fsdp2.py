@@ -137,7 +137,10 @@ class _Builder:
         """Add the groups of one optimizer, and drivers that step them."""
         # sizes of fused weights come with the parameters here, not with the model's configuration
         chunks = [SimpleNamespace(config=None)]
-        base = build_base(share, self._settings, chunks, None, stand_ins=True, plain=True)
+        # what one rank refuses, the others would go on to exchange
+        base = agreed(
+            lambda: build_base(share, self._settings, chunks, None, stand_ins=True, plain=True)
+        )
         if base is None:
             return
         places = slice(len(self.groups), len(self.groups) + len(base.groups))

@@ -1,16 +1,22 @@
 """Optimizers of whole parameters, or of each tensor-parallel slab: one member of a chain."""
 
+import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-from megatron_eopt.build.bases import Base, Share
+from megatron_eopt.build.bases import Base, Share, build_base, shares_of
+from megatron_eopt.build.chain import OptimizerChain
+from megatron_eopt.build.loss_scale import make_scaler
+from megatron_eopt.build.storages import Wanted
 from megatron_eopt.optimizers.driver import Driver, refuse_group
 from megatron_eopt.optimizers.element_wise import ElementWiseDriver, SlabDriver
 from megatron_eopt.optimizers.member import Member
 from megatron_eopt.optimizers.muon import TensorParallelMuon
 from megatron_eopt.settings.settings import Settings
+from megatron_eopt.stores.interface import Storage
 from megatron_eopt.stores.replicated import (
     Float32Optimizer,
     MainParamsOptimizer,
@@ -19,21 +25,49 @@ from megatron_eopt.stores.replicated import (
 from megatron_eopt.stores.shard import Ranks
 
 
-def replicated_member(
-    base: Base | None, share: Share, settings: Settings, collection: Any, scaler: Any
+def chain_of_slabs(
+    wanted: Wanted, storage_of: Callable[..., Storage] | None = None
+) -> OptimizerChain | None:
+    """Return the chain that steps whole parameters, or each tensor-parallel slab.
+
+    Args:
+        wanted: What to serve.
+        storage_of: Called as ``(optimizer, config, init_state_fn)`` in place of our own storages;
+            the model is then served whatever the configuration says.
+    """
+    settings, chunks = wanted.settings, wanted.model_chunks
+    if storage_of is None and settings.storage != "replicated":
+        return None
+    scaler = make_scaler(settings.loss_scale) if settings.half else None
+    members = []
+    for share in shares_of(wanted.routing.groups, settings.optimizer, len(chunks)):
+        matrices = wanted.routing.matrices
+        base = build_base(share, settings, chunks, wanted.collection, splits=matrices)
+        if storage_of is not None:
+            make = storage_of
+        elif settings.half:
+            make = functools.partial(_main_params, scaler)
+        else:
+            make = Float32Optimizer
+        members.append(_member(base, share, wanted, make))
+    return OptimizerChain(members, settings, scaler, chunks)
+
+
+def _main_params(scaler: Any, optimizer: Any, config: Any, init_state_fn: Any) -> Storage:
+    return MainParamsOptimizer(optimizer, config, scaler, init_state_fn)
+
+
+def _member(
+    base: Base | None, share: Share, wanted: Wanted, storage_of: Callable[..., Storage]
 ) -> Member:
-    """Return the member that steps a share with its torch optimizer; None without groups."""
+    settings, collection = wanted.settings, wanted.collection
     optimizer: Any = None if base is None else base.optimizer
     made_early = base is not None and bool(optimizer.state)
     if made_early:
         # made for the model's parameters, which the wrapper may replace by main ones
         optimizer.state.clear()
     init_state_fn = base and base.init_state_fn
-    storage: Any
-    if settings.half:
-        storage = MainParamsOptimizer(optimizer, settings.config, scaler, init_state_fn)
-    else:
-        storage = Float32Optimizer(optimizer, settings.config, init_state_fn)
+    storage = storage_of(optimizer, settings.config, init_state_fn)
     name = "tp_ep_pp" if share.is_expert else "mp"
     set_groups(storage, getattr(collection, name, collection.mp), collection)
     if base is None:

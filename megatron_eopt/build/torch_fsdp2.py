@@ -14,9 +14,8 @@ from megatron_eopt.build.bases import shares_of
 from megatron_eopt.build.chain import OptimizerChain
 from megatron_eopt.build.fsdp2 import build_routed
 from megatron_eopt.build.replicated import set_groups
+from megatron_eopt.build.storages import Wanted
 from megatron_eopt.optimizers.member import Member
-from megatron_eopt.routing.model import Routing
-from megatron_eopt.settings.settings import Settings
 from megatron_eopt.stores.dtensors import Float32Shards, MainShards, check_parameters, uneven
 
 
@@ -25,14 +24,15 @@ def is_torch_fsdp2(model_chunks: Sequence[Any]) -> bool:
     return any(isinstance(chunk, TorchFullyShardedDataParallel) for chunk in model_chunks)
 
 
-def chain_of_dtensors(
-    settings: Settings, model_chunks: Sequence[Any], routing: Routing, collection: Any
-) -> "DTensorChain":
+def chain_of_dtensors(wanted: Wanted) -> "DTensorChain | None":
     """Return the chain whose one optimizer steps all DTensors of the model; collective.
 
     Raises:
         ConfigurationError: If a field or a parameter cannot be honoured.
     """
+    settings, routing, model_chunks = wanted.settings, wanted.routing, wanted.model_chunks
+    if settings.is_standard or not is_torch_fsdp2(model_chunks):
+        return None
     if settings.storage != "replicated":
         rule = "cuts Megatron's buffers, and torch FSDP2 cuts state already"
         way_out = "Leave it off with --use-torch-fsdp2"
@@ -47,7 +47,7 @@ def chain_of_dtensors(
         inner.follow({item.param: item.main for item in storage.stored()})
     else:
         storage = Float32Shards(inner, settings.config, _state_exists)
-    set_groups(storage, collection.mp, collection)
+    set_groups(storage, wanted.collection.mp, wanted.collection)
     return DTensorChain([Member(storage, inner.drivers, params)], settings, None, model_chunks)
 
 

@@ -7,7 +7,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from torch import Tensor
 
 from megatron_eopt.checkpoint.keys import matrix_state_key
-from megatron_eopt.checkpoint.saved_state import MAINS, Source, Value, Whereabouts
+from megatron_eopt.checkpoint.saved_state import MAINS, Source, Value, Whereabouts, register_form
 
 
 def kind_of(path: Sequence[str]) -> str:
@@ -15,6 +15,7 @@ def kind_of(path: Sequence[str]) -> str:
     return ".".join(path)
 
 
+@register_form
 def sources(value: Value) -> Iterator[Source]:
     """Yield where such a checkpoint may have a value that is cut like its parameter."""
     if value.flat is not None and value.kind not in MAINS:

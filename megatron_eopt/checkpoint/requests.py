@@ -9,13 +9,19 @@ from torch import Tensor
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import MOMENT2, STEP
-from megatron_eopt.checkpoint import first_release
 from megatron_eopt.checkpoint.buckets import BucketSpace, bucket_spaces, source_in_bucket
 from megatron_eopt.checkpoint.by_parameter import count_value, kept_value, stored_values
 from megatron_eopt.checkpoint.keys import saved_keys
 from megatron_eopt.checkpoint.migration import Policy, Reading, kinds_by_parameter, missing_state
 from megatron_eopt.checkpoint.parameter_space import parameter_spaces
-from megatron_eopt.checkpoint.saved_state import MAINS, Shapes, Value, Whereabouts, kept_of
+from megatron_eopt.checkpoint.saved_state import (
+    MAINS,
+    OTHER_FORMS,
+    Shapes,
+    Value,
+    Whereabouts,
+    kept_of,
+)
 from megatron_eopt.optimizers.driver import OF_GROUPS, Driver
 from megatron_eopt.optimizers.member import Member
 from megatron_eopt.stores.interface import Storage, Stored
@@ -209,7 +215,7 @@ class StateRequests:
         kept = list(kept_of(member))
         params = dict.fromkeys([item.param for item in stored] + [param for _, param, _ in kept])
         spaces = parameter_spaces(model_state, params)
-        other_forms = [first_release.sources, *([buckets.sources] if buckets else [])]
+        other_forms = [*OTHER_FORMS, *([buckets.sources] if buckets else [])]
         for item in stored:
             driver, number = stepped[id(item.main)]
             tensors = {

@@ -10,7 +10,7 @@ Note [Saved state]
     that may serve. Each of these forms is a file with a function that returns sources of a value.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -148,6 +148,19 @@ class Value:
             if source.bucket is None
         )
         return replace(self, sources=named + self.sources if first else self.sources + named)
+
+
+type SourcesT = Callable[[Value], Iterable[Source]]
+"""Returns where another form of checkpoint may have a value that is cut like its parameter."""
+
+OTHER_FORMS: list[SourcesT] = []
+"""Of checkpoints that this package reads and does not write, in the order of preference."""
+
+
+def register_form(sources: SourcesT) -> SourcesT:
+    """Let checkpoints of another form be read, too; works as a decorator."""
+    OTHER_FORMS.append(sources)
+    return sources
 
 
 def kept_of(member: Member) -> Iterator[tuple[Driver, Tensor, Kept]]:

@@ -1,0 +1,95 @@
+"""A storage is one file: float64 main weights of float32 parameters, here below."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import dist_checkpointing
+
+from megatron_eopt.build import storages
+from megatron_eopt.storage import Stored, Wanted, chain_of_slabs, register_storage
+from megatron_eopt.stores.replicated import Float32Optimizer
+from tests.harness import run_ranks
+from tests.unit.stores import runs
+from tests.unit.stores.full_state import Case, build, sharded, steps, unwrapped
+
+
+class Float64Optimizer(Float32Optimizer):
+    """Steps on float64 copies of the parameters."""
+
+    def __init__(self, optimizer: Any, config: Any, init_state_fn: Any) -> None:
+        self.main_of: dict[torch.Tensor, torch.Tensor] = {}
+        for group in optimizer.param_groups if optimizer else ():
+            for place, param in enumerate(group["params"]):
+                self.main_of[param] = group["params"][place] = param.detach().double()
+        super().__init__(optimizer, config, init_state_fn)
+
+    def stored(self) -> Iterator[Stored]:
+        """Yield the parameters with their copies."""
+        for param, main in self.main_of.items():
+            yield Stored(param, main, 0, main.numel())
+
+    def collect_gradients(self) -> None:
+        """Let the copies have the gradients that DDP keeps."""
+        for param, main in self.main_of.items():
+            main.grad = param.main_grad.double()  # type: ignore[attr-defined]
+
+    def step_with_ready_grads(self) -> bool:
+        """Step the copies, and round them to the parameters."""
+        done = super().step_with_ready_grads()
+        for param, main in self.main_of.items():
+            param.detach().copy_(main)
+        return done
+
+
+def in_float64(wanted: Wanted) -> Any:
+    if wanted.settings.storage != "replicated" or wanted.settings.half:
+        return None
+    return chain_of_slabs(wanted, Float64Optimizer)
+
+
+CASE = Case(
+    "muon",
+    ddp={"use_distributed_optimizer": False},
+    config={"use_distributed_optimizer": False, "muon_fp32_matmul_prec": "highest"},
+)
+
+
+def trained(case: Case, ours: bool, folder: str) -> Any:
+    """Do four steps, the last two once more from a checkpoint of an own storage."""
+    if not ours:
+        chunk, optimizer = build(case)
+        steps(case, chunk, optimizer, 0, 4)
+        return runs.Result(runs.weights(case.run, chunk), [])
+    register_storage(in_float64)
+    try:
+        chunk, optimizer = build(case)
+        mains = [item.main for member in optimizer.members for item in member.storage.stored()]
+        assert {main.dtype for main in mains} == {torch.float64}
+        steps(case, chunk, optimizer, 0, 2)
+        dist_checkpointing.save(sharded(case, chunk, optimizer, is_loading=False), folder)
+        steps(case, chunk, optimizer, 2, 4)
+        resumed, optimizer = build(case)
+        for param in resumed.parameters():
+            param.data.zero_()
+        loaded = dist_checkpointing.load(sharded(case, resumed, optimizer, is_loading=True), folder)
+        unwrapped(resumed).load_state_dict(loaded["model"], strict=False)
+        optimizer.load_state_dict(loaded["optimizer"])
+        runs.set_lr(optimizer, optimizer.config)
+        steps(case, resumed, optimizer, 2, 4)
+    finally:
+        storages._BUILDERS.remove(in_float64)
+    for mine, again in zip(chunk.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(mine, again)
+    return runs.Result(runs.weights(case.run, chunk), [])
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adam"])
+def test_weights_and_checkpoints_are_those_of_a_storage_of_ours(tmp_path, optimizer):
+    case = replace(CASE, optimizer=optimizer)
+    expected = run_ranks(2, trained, case, False, "")[0]
+    found = run_ranks(2, trained, case, True, str(tmp_path))
+    # float64 weights differ from float32 ones by the roundings of four steps
+    assert runs.deviation(found, expected) < 1e-5
