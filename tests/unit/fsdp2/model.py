@@ -1,5 +1,8 @@
 """A small model with matrices that divide evenly, unevenly and hardly at all, and its shardings."""
 
+import functools
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -18,9 +21,21 @@ from megatron_eopt.matrices import gated
 from megatron_eopt.settings.config import EmergingOptimizerConfig
 
 STEPS = 10
-# emerging-optimizers compiles its functions, which takes minutes here
-eager = torch.compiler.set_stance("force_eager")
 MATRICES = ("up.weight", "down.weight", "tiny.weight", "wide.weight", "experts.weight")
+
+
+def eager[**P, R](function: Callable[P, R]) -> Callable[P, R]:
+    """Compile nothing while a function runs; emerging-optimizers' would take minutes here.
+
+    As a decorator torch's own context sets the stance when modules are imported, too.
+    """
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.compiler.set_stance("force_eager"):
+            return function(*args, **kwargs)
+
+    return call
 
 
 class Experts(nn.Module):
