@@ -82,12 +82,14 @@ def _factors(found: Sequence[Any], maxima: Sequence[Tensor]) -> dict[Tensor, Ten
 def _chains_of(model: Sequence[Any], found: Sequence[Any]) -> list[Any]:
     """Return what stores the main weights of the model."""
     chains = {chain for chunk in model if (chain := _CHAINS.get(chunk, lambda: None)())}
+    if chains:
+        return list(chains)
     weights = [item.weight for attention in found for item in projections(attention)]
-    if not chains and (odd := [weight for weight in weights if hasattr(weight, "main_param")]):
+    if odd := [weight for weight in weights if hasattr(weight, "main_param")]:
         rule = "has main weights that only the optimizer knows which made them"
         way_out = "Build it with megatron_eopt.get_megatron_optimizer"
         raise ConfigurationError("model", tuple(odd[0].shape), rule, way_out)
-    return list(chains)
+    return []
 
 
 def _take(attention: Any) -> Tensor:
