@@ -29,7 +29,7 @@ from megatron_eopt.settings.arguments import arguments_of
 from megatron_eopt.settings.checks import refuse_for_matrices
 from megatron_eopt.settings.registry import Overrides
 from megatron_eopt.settings.settings import Settings, resolve
-from megatron_eopt.stores.buffers import buffer_sets, check_model_chunks, process_groups
+from megatron_eopt.stores.buffers import buffer_sets, check_model_chunks
 
 logger = logging.getLogger(__name__)
 
@@ -81,12 +81,8 @@ def get_megatron_optimizer(
             dump_param_to_param_group_map,
         )
     routing = route_model(settings, model_chunks, config_overrides)
-    collection = process_groups(pg_collection)
-    _report(settings, routing, model_chunks, collection)
-
-    wanted = Wanted(
-        settings, routing, model_chunks, collection, pg_collection, use_gloo_process_groups
-    )
+    wanted = Wanted(settings, routing, model_chunks, pg_collection, use_gloo_process_groups)
+    _report(settings, routing, model_chunks, wanted.collection)
     # what one pipeline stage refuses, the others would not know
     optimizer = agreed(lambda: chain_in_storage(wanted))
     if dump_param_to_param_group_map is not None:

@@ -39,17 +39,13 @@ def chain_of_slabs(
     if storage_of is None and settings.storage != "replicated":
         return None
     scaler = make_scaler(settings.loss_scale) if settings.half else None
+    if storage_of is None:
+        storage_of = functools.partial(_main_params, scaler) if settings.half else Float32Optimizer
     members = []
     for share in shares_of(wanted.routing.groups, settings.optimizer, len(chunks)):
         matrices = wanted.routing.matrices
         base = build_base(share, settings, chunks, wanted.collection, splits=matrices)
-        if storage_of is not None:
-            make = storage_of
-        elif settings.half:
-            make = functools.partial(_main_params, scaler)
-        else:
-            make = Float32Optimizer
-        members.append(_member(base, share, wanted, make))
+        members.append(_member(base, share, wanted, storage_of))
     return OptimizerChain(members, settings, scaler, chunks)
 
 

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.build.chain import OptimizerChain
 from megatron_eopt.routing.model import Routing
 from megatron_eopt.settings.settings import Settings
+from megatron_eopt.stores.buffers import process_groups
 
 
 @dataclass(frozen=True)
@@ -17,9 +18,13 @@ class Wanted:
     settings: Settings  # the configuration, resolved
     routing: Routing  # which optimizer each parameter gets, agreed by all ranks
     model_chunks: list[Any]  # the wrapped model
-    collection: Any  # process groups: the caller's, or Megatron's own
-    pg_collection: Any = None  # the caller's, if there are any
+    pg_collection: Any = None  # the caller's process groups, if there are any
     use_gloo: bool = True  # whether gloo groups may serve old checkpoint formats
+
+    @cached_property
+    def collection(self) -> Any:
+        """Process groups: the caller's, or Megatron's own."""
+        return process_groups(self.pg_collection)
 
 
 type BuilderT = Callable[[Wanted], OptimizerChain | None]
@@ -38,12 +43,8 @@ def chain_in_storage(wanted: Wanted) -> OptimizerChain:
     """Return the chain that the first builder makes which serves the model; collective.
 
     Raises:
-        ConfigurationError: If none does, or a setting or a parameter cannot be honoured.
+        ConfigurationError: If a setting or a parameter cannot be honoured.
     """
-    for builder in reversed(_BUILDERS):
-        chain = builder(wanted)
-        if chain is not None:
-            return chain
-    kinds = [type(chunk).__name__ for chunk in wanted.model_chunks]
-    rule, way_out = "is wrapped in nothing that a storage serves", "Register one for it"
-    raise ConfigurationError("model_chunks", kinds, rule, way_out)
+    # what a configuration may ask for, whole slabs or fragments, is served in the end
+    found = (builder(wanted) for builder in reversed(_BUILDERS))
+    return next(chain for chain in found if chain is not None)
