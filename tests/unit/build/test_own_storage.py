@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core import dist_checkpointing
 
 from megatron_eopt.build import storages
 from megatron_eopt.storage import Stored, Wanted, chain_of_slabs, register_storage
 from megatron_eopt.stores.replicated import Float32Optimizer
 from tests.harness import run_ranks
+from tests.harness.scene import forget_megatron
 from tests.unit.stores import runs
-from tests.unit.stores.full_state import Case, build, sharded, steps, unwrapped
+from tests.unit.stores.full_state import Case, build, differences, interrupted, steps
 
 
 class Float64Optimizer(Float32Optimizer):
@@ -57,39 +57,37 @@ CASE = Case(
 )
 
 
-def trained(case: Case, ours: bool, folder: str) -> Any:
-    """Do four steps, the last two once more from a checkpoint of an own storage."""
-    if not ours:
-        chunk, optimizer = build(case)
-        steps(case, chunk, optimizer, 0, 4)
-        return runs.Result(runs.weights(case.run, chunk), [])
+def trained(case: Case) -> runs.Result:
+    chunk, optimizer = build(case)
+    steps(case, chunk, optimizer, 0, 4)
+    return runs.Result(runs.weights(case.run, chunk), [], optimizer)
+
+
+def in_ours(case: Case) -> runs.Result:
+    return replace(trained(case), extra=None)
+
+
+def in_an_own_storage(case: Case, folder: str) -> tuple[runs.Result, list[str]]:
+    """Return the weights of four steps, and what differs if the last two follow a resumption."""
     register_storage(in_float64)
     try:
-        chunk, optimizer = build(case)
-        mains = [item.main for member in optimizer.members for item in member.storage.stored()]
+        result = trained(case)
+        mains = [item.main for m in result.extra.members for item in m.storage.stored()]
         assert {main.dtype for main in mains} == {torch.float64}
-        steps(case, chunk, optimizer, 0, 2)
-        dist_checkpointing.save(sharded(case, chunk, optimizer, is_loading=False), folder)
-        steps(case, chunk, optimizer, 2, 4)
-        resumed, optimizer = build(case)
-        for param in resumed.parameters():
-            param.data.zero_()
-        loaded = dist_checkpointing.load(sharded(case, resumed, optimizer, is_loading=True), folder)
-        unwrapped(resumed).load_state_dict(loaded["model"], strict=False)
-        optimizer.load_state_dict(loaded["optimizer"])
-        runs.set_lr(optimizer, optimizer.config)
-        steps(case, resumed, optimizer, 2, 4)
+        forget_megatron()
+        whole, resumed = interrupted([case], folder)
     finally:
         storages._BUILDERS.remove(in_float64)
-    for mine, again in zip(chunk.parameters(), resumed.parameters(), strict=True):
-        assert torch.equal(mine, again)
-    return runs.Result(runs.weights(case.run, chunk), [])
+    # the first rank puts the resumed state together
+    found = differences(whole[0], resumed[0]) if torch.distributed.get_rank() == 0 else []
+    return replace(result, extra=None), found
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adam"])
 def test_weights_and_checkpoints_are_those_of_a_storage_of_ours(tmp_path, optimizer):
     case = replace(CASE, optimizer=optimizer)
-    expected = run_ranks(2, trained, case, False, "")[0]
-    found = run_ranks(2, trained, case, True, str(tmp_path))
+    expected = run_ranks(2, in_ours, case)[0]
+    found, differing = zip(*run_ranks(2, in_an_own_storage, case, str(tmp_path)), strict=True)
+    assert not any(differing)
     # float64 weights differ from float32 ones by the roundings of four steps
-    assert runs.deviation(found, expected) < 1e-5
+    assert runs.deviation(list(found), expected) < 1e-5

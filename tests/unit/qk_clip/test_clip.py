@@ -8,13 +8,12 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.optimizer import qk_clip as megatrons
 
-from megatron_eopt import EmergingOptimizerConfig, get_megatron_optimizer
 from megatron_eopt.qk_clip import clip_qk
 from megatron_eopt.qk_clip.attention import attentions
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.unit.stores import runs
-from tests.unit.stores.full_state import Case, build, steps, unwrapped
+from tests.unit.stores.full_state import Case, build, optimizer_over, steps, unwrapped
 from tests.unit.stores.runs import Run, make_chunk
 
 GROUPED = {"layers": 2, "hidden": 32, "heads": 4, "query_groups": 2, "bias": True}
@@ -152,15 +151,8 @@ def interleaved(model: dict[str, Any], ddp: dict[str, Any]) -> Clipped:
         parallel_state.set_virtual_pipeline_model_parallel_rank(stage)
         run = Run(model={**model, **MODEL, "virtual_stage": stage}, ddp=ddp)
         parts.append((run, make_chunk(run)))
-    config = EmergingOptimizerConfig(
-        optimizer="muon",
-        lr=0.01,
-        min_lr=0.001,
-        clip_grad=0.0,
-        use_distributed_optimizer=ddp["use_distributed_optimizer"],
-    )
-    optimizer = get_megatron_optimizer(config, [chunk for _, chunk in parts])
-    runs.set_lr(optimizer, config)
+    config = {"use_distributed_optimizer": ddp["use_distributed_optimizer"]}
+    optimizer = optimizer_over(case_of(model, config=config), [chunk for _, chunk in parts])
     return stepped_and_clipped(parts, optimizer)
 
 

@@ -58,6 +58,10 @@ def build(case: Case, prepare: Callable[[Any], None] | None = None) -> tuple[Any
     chunk = make_chunk(case.run)
     if prepare is not None:
         prepare(chunk)
+    return chunk, optimizer_over(case, [chunk])
+
+
+def optimizer_over(case: Case, chunks: list[Any]) -> Any:
     fields = {
         "optimizer": case.optimizer,
         "lr": 0.01,
@@ -67,9 +71,9 @@ def build(case: Case, prepare: Callable[[Any], None] | None = None) -> tuple[Any
         "use_distributed_optimizer": True,
     }
     config = EmergingOptimizerConfig(**(fields | case.config))
-    optimizer = get_megatron_optimizer(config, [chunk])
+    optimizer = get_megatron_optimizer(config, chunks)
     set_lr(optimizer, config)
-    return chunk, optimizer
+    return optimizer
 
 
 def steps(case: Case, chunk: Any, optimizer: Any, first: int, end: int) -> None:

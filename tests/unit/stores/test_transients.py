@@ -6,7 +6,7 @@ import pytest
 
 from tests.harness import run_ranks
 from tests.harness.live_bytes import LiveBytes
-from tests.unit.stores.full_state import Case, build, inject
+from tests.unit.stores.full_state import Case, build, inject, steps
 
 WAVE_MB = 1 / 16
 WAVE = int(WAVE_MB * 2**20)
@@ -27,11 +27,9 @@ MOE = {**MODEL, "experts": 4, "moe_grouped_gemm": False}
 def peak(case: Case) -> int:
     """Return the most bytes by which tensors grow in a step; the first makes what lives on."""
     chunk, optimizer = build(case)
-    for step in range(2):
-        optimizer.zero_grad()
-        inject(case.run, chunk, step)
-        if step == 0:
-            optimizer.step()
+    steps(case, chunk, optimizer, 0, 1)
+    optimizer.zero_grad()
+    inject(case.run, chunk, 1)
     with LiveBytes() as seen:
         optimizer.step()
     return seen.peak
