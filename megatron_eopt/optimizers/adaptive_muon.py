@@ -1,6 +1,7 @@
 """Muon with second moments: AdaMuon, NorMuon and NAMO."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -122,6 +123,7 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon, AdaptiveMuon):
         settings = AdaptiveSettings(
             **vars(self._muon), method=self.moment2_method, bias_correction=self.bias_correction
         )
+        means = replace(means, wave_mb=self._means.wave_mb)
         return AdaptiveDriver(type(self).__name__, settings, shards, means)
 
     @torch.no_grad()

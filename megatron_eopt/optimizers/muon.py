@@ -252,9 +252,10 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
         Args:
             shards: The shards.
-            means: How matrices are computed there, but for the dtype, which is the arithmetic's.
+            means: How matrices are computed there, but for the dtype, which is the arithmetic's,
+                and the size of waves.
         """
-        means = replace(means, dtype=self._stack_dtype)
+        means = replace(means, dtype=self._stack_dtype, wave_mb=self._means.wave_mb)
         return MuonDriver(type(self).__name__, self._muon, shards, means)
 
     def _plan(self) -> None:

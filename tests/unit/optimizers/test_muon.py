@@ -10,6 +10,8 @@ from emerging_optimizers.orthogonalized_optimizers import OrthogonalizedOptimize
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.math import NonFiniteError
 from megatron_eopt.matrices import whole
+from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
+from megatron_eopt.optimizers.engine import Means
 from megatron_eopt.optimizers.muon import TensorParallelMuon
 from tests.reference.muon import muon_step, newton_schulz, spectral_scale
 from tests.unit.optimizers.parameters import parameter
@@ -303,3 +305,14 @@ def test_a_declared_split_goes_before_is_qkv():
     TensorParallelMuon([param], split_qkv=True, qkv_split_shapes=QKV, splits=splits).step()
     TensorParallelMuon([plain]).step()
     assert torch.equal(param, plain)
+
+
+@pytest.mark.parametrize("kind", [TensorParallelMuon, TensorParallelAdaptiveMuon])
+def test_any_storage_takes_the_optimizers_own_size_of_waves(kind):
+    params = [torch.nn.Parameter(torch.randn(64, 64)) for _ in range(4)]
+    shards = kind(params)._shards
+    two_matrices = 2 * 64 * 64 * 4 / 2**20
+    for wave_mb, count in [(two_matrices, 2), (2 * two_matrices, 1)]:
+        muon = kind(params, wave_mb=wave_mb, fp32_matmul_prec="highest")
+        driver = muon.driver_over(shards, Means("exchange", wave_mb=1024))
+        assert [len(engine.work.waves) for _, engine in driver.engines] == [count]
