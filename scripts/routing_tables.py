@@ -7,8 +7,10 @@ With ``--check`` the file is compared instead, and the exit code tells whether i
 
 import argparse
 import os
+import re
 import sys
 import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,7 @@ COMMON: dict[str, Any] = {
     "add_bias_linear": False,
     "gradient_accumulation_fusion": False,
     "persist_layer_norm": False,
+    "normalization": "RMSNorm",
 }
 GATED = {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
 MODELS: dict[str, tuple[type, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
@@ -76,10 +79,9 @@ INTRODUCTION = """\
 # Routing: which parameter gets which optimizer
 
 Matrices go to the emerging optimizer (here `muon`), routers of experts included unless
-`muon_orthogonalize_router` is off (`--no-muon-orthogonalize-router`). Embedding tables (learned
-positions too), the output layer, norms, biases and parameters with an attribute `use_muon = False`
-go to the scalar optimizer, `muon_scalar_optimizer`. An override sends any parameter to any
-registered optimizer:
+`--no-muon-orthogonalize-router`. Embedding tables (learned positions too), the output layer, norms,
+biases and parameters with an attribute `use_muon = False` go to the scalar optimizer,
+`muon_scalar_optimizer`. An override sends any parameter to any registered optimizer:
 
 ```python
 from megatron.core.optimizer import ParamKey, get_standard_config_overrides
@@ -89,9 +91,9 @@ overrides[ParamKey(name="*.linear_proj.weight")] = {"optimizer": "soap", "max_lr
 optimizer = megatron_eopt.get_megatron_optimizer(config, model_chunks, overrides)
 ```
 
-`--print-optimizer-routing` (or `EmergingOptimizerConfig(print_optimizer_routing=True)`) logs such a
-table of your model. These are by `python scripts/routing_tables.py`, with the recommended defaults,
-`lr=0.001`, `weight_decay=0.1` and megatron-core's standard overrides.
+`--print-optimizer-routing` logs such a table of your model. These are by
+`python scripts/routing_tables.py`, with the recommended defaults and megatron-core's standard
+overrides; the second has what the first does not show.
 """
 
 
@@ -121,13 +123,27 @@ def table_of(title: str) -> str:
     return routing_table(config, [model])
 
 
+def shortened(tables: Iterable[str]) -> Iterator[str]:
+    """Yield tables without parameters whose names differ in numbers alone from one shown before."""
+    shown: set[str] = set()
+    for table in tables:
+        head, rule, *rows = table.splitlines()
+        new = []
+        for row in rows:
+            kind = re.sub(r"\.\d+\.", ".", row.split()[1])
+            if kind not in shown:
+                shown.add(kind)
+                new.append(row)
+        yield "\n".join([head, rule, *new])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="Compare instead of writing.")
     args = parser.parse_args()
     initialize()
-    parts = [INTRODUCTION, *(f"## {title}\n\n{table_of(title)}\n" for title in MODELS)]
-    text = "\n".join(parts)
+    tables = zip(MODELS, shortened(table_of(title) for title in MODELS), strict=True)
+    text = "\n".join([INTRODUCTION, *(f"## {title}\n\n{table}\n" for title, table in tables)])
     if args.check:
         return 0 if TARGET.read_text() == text else 1
     TARGET.write_text(text)
