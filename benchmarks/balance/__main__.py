@@ -1,12 +1,17 @@
 """Entry: ``python -m benchmarks.balance``."""
 
 import argparse
+import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.balance.figures import WORLD_SIZES, Row, measure
 from benchmarks.model_shapes import MODELS
+
+SHOWN = tuple(4**k for k in range(2, 7))
+"""Numbers of ranks in the table; the file of figures has all."""
 
 BEGIN, END = "<!-- balance table: begin -->", "<!-- balance table: end -->"
 
@@ -31,11 +36,15 @@ def line(model: str, row: Row) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def lines(models: list[str]) -> Iterator[str]:
-    yield HEAD
+def table(rows: Sequence[tuple[str, Row]]) -> str:
+    """Return a Markdown table."""
+    return "\n".join([HEAD, *(line(model, row) for model, row in rows if row.world_size in SHOWN)])
+
+
+def measured(models: list[str]) -> Iterator[tuple[str, Row]]:
     for model in models:
         for world_size in WORLD_SIZES:
-            yield line(model, measure(MODELS[model], world_size))
+            yield model, measure(MODELS[model], world_size)
 
 
 def main() -> None:
@@ -48,19 +57,23 @@ def main() -> None:
     )
     parser.add_argument("--model", action="append", choices=list(MODELS), help="default: all")
     parser.add_argument("--write", type=Path, metavar="FILE", help="replace the table there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
     arguments = parser.parse_args()
     if arguments.write and arguments.model:
         parser.error("--write needs all models")
     logging.getLogger("megatron").setLevel(logging.WARNING)
-    table = []
-    for text in lines(arguments.model or list(MODELS)):
-        print(text, flush=True)
-        table.append(text)
+    print(HEAD)
+    rows = []
+    for model, row in measured(arguments.model or list(MODELS)):
+        print(line(model, row), flush=True)
+        rows.append((model, row))
+    if arguments.json:
+        figures = [{"model": model, **asdict(row)} for model, row in rows]
+        arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
     if arguments.write:
         before, rest = arguments.write.read_text().split(BEGIN)
         after = rest.split(END)[1]
-        content = "\n".join(table)
-        arguments.write.write_text(f"{before}{BEGIN}\n{content}\n{END}{after}")
+        arguments.write.write_text(f"{before}{BEGIN}\n{table(rows)}\n{END}{after}")
 
 
 if __name__ == "__main__":
