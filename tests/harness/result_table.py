@@ -3,7 +3,6 @@
 import os
 import platform
 import subprocess
-from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 class _Entry:
     outcome: str = "passed"
     seconds: float = 0.0
-    figures: list[str] = field(default_factory=list)
+    figures: list[tuple[str, str]] = field(default_factory=list)
 
 
 class ResultTable:
@@ -36,20 +35,19 @@ class ResultTable:
         if report.outcome != "passed":
             entry.outcome = report.outcome
         if report.when == "call":
-            entry.figures = [f"{name}: {value}" for name, value in report.user_properties]
+            entry.figures = [(name, str(value)) for name, value in report.user_properties]
 
     def pytest_sessionfinish(self) -> None:
         lines = [
             "# Results of the long tier",
             "",
             "Written by `./scripts/test.sh --all`: soaks, kills and layout matrices, in one run.",
-            "Of each case: its figures and seconds.",
             "",
             f"Commit `{_commit()}`, torch {torch.__version__}, Python "
             f"{platform.python_version()}, {os.cpu_count()} cores.",
             "",
-            "| test | cases | figures |",
-            "|---|---|---|",
+            "| test | cases | seconds | figures |",
+            "|---|---|---|---|",
         ]
         tests: dict[str, dict[str, _Entry]] = {}
         for name, entry in sorted(self._entries.items()):
@@ -60,18 +58,33 @@ class ResultTable:
 
 
 def _row(test: str, cases: dict[str, _Entry]) -> str:
-    """Return a test's row; what all its cases begin their figures with stands there once."""
-    counts = Counter(entry.outcome for entry in cases.values())
-    outcomes = ", ".join(f"{number} {outcome}" for outcome, number in sorted(counts.items()))
-    named = [figure.partition(": ")[0] for e in cases.values() for figure in e.figures]
-    common = named[0] if len(cases) > 1 and len(named) > 1 and len(set(named)) == 1 else ""
-    shown = []
+    """Return a row: cases that did not pass by name; of several cases the range of figures."""
+    outcomes: dict[str, list[str]] = {}
     for case, entry in cases.items():
-        figures = [figure.removeprefix(f"{common}: ") for figure in entry.figures]
-        words = [*([f"`{case}`"] if case else []), "; ".join(figures), f"{entry.seconds:.0f}s"]
-        shown.append(" ".join(filter(None, words)))
-    text = (f"{common}: " if common else "") + ", ".join(shown)
-    return f"| `{test}` | {outcomes} | {text.replace('|', '\\|')} |"
+        outcomes.setdefault(entry.outcome, []).append(f"`{case}`")
+    counts = [
+        f"{len(names)} {outcome}" + (f" ({', '.join(names)})" if outcome != "passed" else "")
+        for outcome, names in sorted(outcomes.items())
+    ]
+    seconds = sum(entry.seconds for entry in cases.values())
+    values: dict[str, list[str]] = {}
+    for entry in cases.values():
+        for name, value in entry.figures:
+            values.setdefault(name, []).append(value)
+    figures = "; ".join(f"{name}: {_range(found)}" for name, found in values.items())
+    cells = [f"`{test}`", ", ".join(counts), f"{seconds:.0f}", figures.replace("|", "\\|")]
+    return f"| {' | '.join(cells)} |"
+
+
+def _range(values: list[str]) -> str:
+    """Return the least and the greatest of several numbers, as they were given."""
+    if len(set(values)) == 1:
+        return values[0]
+    try:
+        ordered = sorted(values, key=float)
+    except ValueError:
+        return ", ".join(values)
+    return f"{ordered[0]} .. {ordered[-1]}"
 
 
 def _commit() -> str:
