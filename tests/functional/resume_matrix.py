@@ -244,14 +244,16 @@ def all_outcomes(optimizers: Iterable[str] = (*MAIN, *OTHERS)) -> Iterator[dict[
 
 
 def table(results: dict[Cell, str]) -> str:
-    """Return outcomes as a table for readers, with a row for every optimizer that was run."""
-    lines = [f"| optimizer | {' | '.join(STORAGES)} |", "|---|---|---|---|"]
+    """Return outcomes as a table for readers, with a row for all optimizers that fare alike."""
+    alike: dict[tuple[str, ...], list[str]] = {}
     for name in dict.fromkeys(cell.optimizer for cell in results):
         row = []
         for storage in STORAGES:
             mine = {c: r for c, r in results.items() if (c.optimizer, c.storage) == (name, storage)}
             row.append(_summary(mine))
-        lines.append(f"| `{name}` | {' | '.join(row)} |")
+        alike.setdefault(tuple(row), []).append(f"`{name}`")
+    lines = [f"| optimizer | {' | '.join(STORAGES)} |", "|---|---|---|---|"]
+    lines += [f"| {', '.join(names)} | {' | '.join(row)} |" for row, names in alike.items()]
     return "\n".join(lines)
 
 
