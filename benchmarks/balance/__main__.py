@@ -17,8 +17,8 @@ BEGIN, END = "<!-- balance table: begin -->", "<!-- balance table: end -->"
 
 HEAD = """\
 | model | ranks | ours / bound | ours: max/mean \
-| one bucket: padding | max/mean | default buckets: padding | max/mean |
-|---|---:|---:|---:|---:|---:|---:|---:|"""
+| one bucket: padding, max/mean | default buckets |
+|---|---:|---:|---:|---:|---:|"""
 
 
 def line(model: str, row: Row) -> str:
@@ -28,10 +28,8 @@ def line(model: str, row: Row) -> str:
         f"{row.world_size}",
         simple if simple == proved else f"{simple}, proved {proved}",
         f"{row.imbalance:.2f}",
-        f"{row.one_bucket.padding:.2f}",
-        f"{row.one_bucket.imbalance:.2f}",
-        f"{row.buckets.padding:.2f}",
-        f"{row.buckets.imbalance:.2f}",
+        f"{row.one_bucket.padding:.2f}, {row.one_bucket.imbalance:.2f}",
+        f"{row.buckets.padding:.2f}, {row.buckets.imbalance:.2f}",
     ]
     return "| " + " | ".join(cells) + " |"
 
