@@ -14,8 +14,8 @@ tier=(-m "not long")
 if [[ "${1:-}" == "--all" ]]; then
     shift
     tier=()
-    # part of the tests would make a table that looks complete
-    [[ $# -gt 0 ]] || tier=("--write-table=docs/long_tier.md")
+    # part of the tests would make results that look complete
+    [[ $# -gt 0 ]] || tier=("--write-results=docs/long_tier.md")
 fi
 
 step() { echo "== $*"; "$@"; }

@@ -7,12 +7,12 @@ import pytest
 
 from tests.harness import close_pools
 from tests.harness.last_bits import VARIABLE, as_all_tests
-from tests.harness.result_table import ResultTable
+from tests.harness.long_results import LongResults
 
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--write-table",
+        "--write-results",
         type=Path,
         metavar="FILE",
         help="write outcomes, times and figures of the long tests there",
@@ -28,10 +28,10 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if (seed := config.getoption("--other-last-bits")) is not None:
         os.environ[VARIABLE] = seed
-    path = config.getoption("--write-table")
+    path = config.getoption("--write-results")
     # workers report to the process that started them, which writes
     if path is not None and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(ResultTable(path.absolute()))
+        config.pluginmanager.register(LongResults(path.absolute()))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -124,9 +124,8 @@ PLAIN_MUON = Run(optimizer="stock", ddp={"use_distributed_optimizer": False})
 def compare(model: str, record_property: Any) -> tuple[float, float, float]:
     """Record every layout; return the largest deviations of ours, Adam and stock's plain Muon."""
     ours, adam, muon = (deviations(model, run) for run in (OURS, ADAM, PLAIN_MUON))
-    for name, value in ours.items():
-        others = f"Adam {adam[name]:.1e}, plain Muon {muon[name]:.1e}"
-        record_property(name, f"{value:.1e} ({others})")
+    of_layouts = [f"{name}: {ours[name]:.1e}, {adam[name]:.1e}, {muon[name]:.1e}" for name in ours]
+    record_property("ours, Adam, plain Muon", "; ".join(of_layouts))
     worst, adams, muons = (max(found.values()) for found in (ours, adam, muon))
     record_property("largest, x Adam's largest", f"{worst / adams:.2f}")
     record_property("x plain Muon's", f"{worst / muons:.2f}")

@@ -1,4 +1,4 @@
-"""A table of what the long tests found, for the documentation."""
+"""What the long tests found, for the documentation."""
 
 import os
 import platform
@@ -17,8 +17,8 @@ class _Entry:
     figures: list[tuple[str, str]] = field(default_factory=list)
 
 
-class ResultTable:
-    """Collects the reports of tests marked ``long`` and writes them as a Markdown table.
+class LongResults:
+    """Collects the reports of tests marked ``long`` and writes them as Markdown.
 
     Key figures are what tests pass to pytest's ``record_property``.
     """
@@ -46,19 +46,17 @@ class ResultTable:
             f"Commit `{_commit()}`, torch {torch.__version__}, Python "
             f"{platform.python_version()}, {os.cpu_count()} cores.",
             "",
-            "| test | cases | seconds | figures |",
-            "|---|---|---|---|",
         ]
         tests: dict[str, dict[str, _Entry]] = {}
         for name, entry in sorted(self._entries.items()):
             test, _, case = name.removesuffix("]").partition("[")
             tests.setdefault(test, {})[case] = entry
-        lines += [_row(test, cases) for test, cases in tests.items()]
+        lines += [_line(test, cases) for test, cases in tests.items()]
         self._path.write_text("\n".join(lines) + "\n")
 
 
-def _row(test: str, cases: dict[str, _Entry]) -> str:
-    """Return a row: cases that did not pass by name; of several cases the range of figures."""
+def _line(test: str, cases: dict[str, _Entry]) -> str:
+    """Return a test's line: cases that did not pass by name, and the range of each figure."""
     outcomes: dict[str, list[str]] = {}
     for case, entry in cases.items():
         outcomes.setdefault(entry.outcome, []).append(f"`{case}`")
@@ -71,9 +69,8 @@ def _row(test: str, cases: dict[str, _Entry]) -> str:
     for entry in cases.values():
         for name, value in entry.figures:
             values.setdefault(name, []).append(value)
-    figures = "; ".join(f"{name}: {_range(found)}" for name, found in values.items())
-    cells = [f"`{test}`", ", ".join(counts), f"{seconds:.0f}", figures.replace("|", "\\|")]
-    return f"| {' | '.join(cells)} |"
+    figures = [f"{name}: {_range(found)}" for name, found in values.items()]
+    return f"* `{test}`: {'; '.join([*counts, f'{seconds:.0f} s', *figures])}"
 
 
 def _range(values: list[str]) -> str:
