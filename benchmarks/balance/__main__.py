@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks.balance.figures import WORLD_SIZES, Row, measure
 from benchmarks.model_shapes import MODELS
 
-SHOWN = tuple(4**k for k in range(2, 7))
+SHOWN = tuple(4**k for k in range(3, 7))
 """Numbers of ranks in the table; the file of figures has all."""
 
 BEGIN, END = "<!-- balance table: begin -->", "<!-- balance table: end -->"
