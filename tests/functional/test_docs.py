@@ -136,8 +136,8 @@ VALUES = r"torch\.\w+|gradients|'tp'|tp_mode='blockwise'|qkv"
 
 def test_quoted_messages_are_in_the_code():
     text = (ROOT / "docs" / "troubleshooting.md").read_text()
-    cells = re.findall(r"^\| (.*?) \| ", text, re.M)
-    quoted = [fragment for cell in cells for fragment in re.findall(r"`([^`]+)`", cell)]
+    symptoms = re.findall(r"^\* (.*?): ", text, re.M)
+    quoted = [fragment for one in symptoms for fragment in re.findall(r"`([^`]+)`", one)]
     assert len(quoted) > 40
     missing = []
     for fragment in quoted:
