@@ -264,7 +264,13 @@ def _summary(mine: dict[Cell, str]) -> str:
     if all(result.startswith("refused") for result in other.values()):
         if len(other) == len(mine):
             return "refused"
-        names = [f"TP {c.tensor} x DP {c.data} {c.dtype}" for c in sorted(other)]
+        dtypes: dict[str, list[str]] = {}
+        for cell in sorted(other):
+            dtypes.setdefault(f"TP {cell.tensor} x DP {cell.data}", []).append(cell.dtype)
+        names = [
+            layout if len(some) == len(DTYPES) else f"{layout} {', '.join(some)}"
+            for layout, some in dtypes.items()
+        ]
         return f"equal; refused: {', '.join(names)}"
     raise ValueError(f"neither bit-equal nor refused: {other}")
 
