@@ -141,7 +141,7 @@ def test_a_model_with_fewer_tensors_is_refused(saved, tmp_path):
     assert re.search("tensors that this one lacks|no optimizer of this run", refused(wide, *MUON))
 
 
-@pytest.mark.parametrize("text", ["", "2\x00garbage"])
+@pytest.mark.parametrize("text", [pytest.param("", marks=pytest.mark.long), "2\x00garbage"])
 def test_the_newest_whole_checkpoint_is_found(saved, tmp_path, text):
     folder, _ = copied(saved, tmp_path, only=False)
     (folder / TRACKER).write_text(text)
@@ -233,7 +233,9 @@ def test_files_of_ranks_load_at_their_layout_and_model_only(saved_by_rank, tmp_p
     assert words in refused(folder, *PER_RANK)
 
 
-@pytest.mark.parametrize("present", [MUON, ADAM], ids=["muon", "adam"])
+@pytest.mark.parametrize(
+    "present", [MUON, pytest.param(ADAM, marks=pytest.mark.long)], ids=["muon", "adam"]
+)
 def test_buckets_of_another_layout_are_refused(tmp_path, present):
     save(tmp_path, *ADAM)
     error = refused(tmp_path, *present, "--tensor-model-parallel-size", "2")

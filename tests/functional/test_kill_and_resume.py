@@ -5,6 +5,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.functional.kill_and_resume import (
     RUN,
     SAVE_INTERVAL,
@@ -23,6 +25,7 @@ TIMEOUT_S = 240.0
 """For one start, which takes 15 seconds where nothing else runs."""
 
 
+@pytest.mark.long
 def test_a_killed_training_goes_on_as_if_undisturbed(tmp_path: Path) -> None:
     saving = ["--save", str(tmp_path / "undisturbed"), "--save-interval", str(SAVE_INTERVAL)]
     expected = read(train(*RUN, *saving, "--train-iters", str(ITERATIONS), timeout=TIMEOUT_S))

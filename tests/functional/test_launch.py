@@ -70,7 +70,7 @@ def _stock_and_launched(flags: list[str], ours: list[str]) -> tuple[str, str]:
     ("flags", "ours"),
     [
         (["--model-from", "provider"], ["--optimizer-defaults", "megatron"]),
-        (["--model-from", "config", *EXPERTS], []),
+        pytest.param(["--model-from", "config", *EXPERTS], [], marks=pytest.mark.long),
     ],
     ids=["provider-dense", "config-experts"],
 )

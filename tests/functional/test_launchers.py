@@ -157,6 +157,7 @@ def test_a_slurm_job_saves_when_signalled_is_queued_again_and_then_ends(slurm):
     assert "requeue" not in (run / "scontrol").read_text()
 
 
+@pytest.mark.long
 def test_a_slurm_job_that_fails_is_not_queued_again(slurm):
     environment, run = slurm
     failing = job({**environment, "SCRIPT": str(run / "no such script.py")})

@@ -219,7 +219,7 @@ def load_at(cases: list[Case], folder: str) -> list[dict[str, Any]]:
 NORMUON = {"adaptive_muon_moment2_method": "normuon"}
 BOTH = [
     Case("muon", BF16),
-    Case("adaptive_muon", BF16, config=NORMUON),
+    pytest.param(Case("adaptive_muon", BF16, config=NORMUON), marks=pytest.mark.long),
     Case("soap", UNFUSED, config=WHOLE),
 ]
 

@@ -214,6 +214,7 @@ def test_every_key_is_a_field_and_nearly_every_one_a_flag():
     }
 
 
+@pytest.mark.long
 def test_trains_like_its_flags(tmp_path):
     path = tmp_path / "optimizer.yaml"
     path.write_text(

@@ -73,7 +73,7 @@ def _same_training(storage: str, dtype: str) -> None:
             raise AssertionError(f"after moving {name}: {error}") from error
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.long), "bfloat16"])
 @pytest.mark.parametrize("storage", STORAGES)
 def test_training_goes_on_as_if_nothing_had_moved(storage, dtype):
     run_ranks(STORAGES[storage].world, _same_training, storage, dtype)

@@ -104,6 +104,7 @@ def test_none_changes_nothing():
         assert torch.equal(a @ a, a @ a)
 
 
+@pytest.mark.long
 def test_a_script_can_be_run_that_way(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(

@@ -65,10 +65,7 @@ def test_splitting_gate_and_up_nearly_halves_the_work_of_an_expert(
 
 
 # half a minute each where the processor has no 16-bit products
-SIXTEEN_BITS = [
-    pytest.param("medium", *usual, marks=() if usual == ("quintic", 5) else pytest.mark.long)
-    for usual in USUAL
-]
+SIXTEEN_BITS = [pytest.param("medium", *usual, marks=pytest.mark.long) for usual in USUAL]
 
 
 @pytest.mark.parametrize(

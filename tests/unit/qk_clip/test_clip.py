@@ -124,11 +124,23 @@ def with_dtype(model: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     return {**model, "dtype": dtype}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("model", [GROUPED, LATENT], ids=["GQA", "MLA"])
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        pytest.param(
+            model,
+            layout,
+            id=f"{name} {layout}",
+            # of latent attention the layout that cuts in both ways
+            marks=pytest.mark.long if name == "MLA" and layout != "TP 2 x DP 2" else [],
+        )
+        for name, model in (("GQA", GROUPED), ("MLA", LATENT))
+        for layout in LAYOUTS
+        # the local attention wants a whole query group on each rank
+        if (name, layout) != ("GQA", "TP 4")
+    ],
+)
 def test_every_layout_clips_as_one_process_does(model, layout):
-    if layout == "TP 4" and model is GROUPED:
-        pytest.skip("the local attention wants a whole query group on each rank")
     world, parallel = LAYOUTS[layout]
     for dtype, bound in ((torch.float32, 2e-6), (torch.bfloat16, 2e-2)):
         case = case_of(with_dtype(model, dtype))

@@ -99,7 +99,9 @@ def test_resuming_equals_not_stopping(tmp_path, form, world, dtype):
 PADDED = {"overlap_grad_reduce": True, "bucket_size": 3000, "pad_buckets_for_high_nccl_busbw": True}
 
 
-@pytest.mark.parametrize("form", ["fully_reshardable", "dp_reshardable"])
+@pytest.mark.parametrize(
+    "form", ["fully_reshardable", pytest.param("dp_reshardable", marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize(
     ("model", "ddp", "parallel"),
     [(DENSE, PADDED, {}), (MOE, {}, {"ep": 2}), (DENSE, {"use_distributed_optimizer": False}, {})],
