@@ -28,6 +28,8 @@ GROUPS: dict[str, dict[str, str]] = {
         "optimizer-config": "YAML file that describes the optimizer; its keys are named like these "
         "flags.",
         "print-optimizer-routing": "Log which parameter goes to which optimizer, and why.",
+        "log-optimizer-memory": "Log how much memory weights, gradients, state and buffers take, "
+        "and the peak of the second step, which is watched and takes longer.",
     },
     "checkpoints": {
         "verify-checkpoints": "Write a manifest of digests into every checkpoint, compare all "
@@ -81,6 +83,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "optimizer-defaults": {"choices": get_args(OptimizerDefaultsT), "default": "recommended"},
     "optimizer-config": {"metavar": "FILE"},
     "print-optimizer-routing": _STORE_TRUE,
+    "log-optimizer-memory": _STORE_TRUE,
     "verify-checkpoints": {"action": argparse.BooleanOptionalAction, "default": False},
     "checkpoint-fresh-state": {"metavar": "KEY", "nargs": "+", "default": ()},
     "checkpoint-momentum-from-adam": _STORE_TRUE,

@@ -7,7 +7,7 @@ it in a cluster's log can mend the run without reading our source.
 import difflib
 import math
 from collections.abc import Iterable
-from operator import ge, gt, lt
+from operator import ge, gt, le, lt
 
 
 class ConfigurationError(ValueError):
@@ -59,6 +59,7 @@ def check_number(
     at_least: float | None = None,
     above: float | None = None,
     below: float | None = None,
+    at_most: float | None = None,
 ) -> None:
     """Raise unless ``value`` is a finite number within the given bounds.
 
@@ -68,7 +69,12 @@ def check_number(
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigurationTypeError(argument, value, "must be a number", "Give a plain number")
-    named = (("at least", at_least, ge), ("above", above, gt), ("below", below, lt))
+    named = (
+        ("at least", at_least, ge),
+        ("above", above, gt),
+        ("below", below, lt),
+        ("at most", at_most, le),
+    )
     bounds = [(word, bound, holds) for word, bound, holds in named if bound is not None]
     if not (math.isfinite(value) and all(holds(value, bound) for _, bound, holds in bounds)):
         words = " and ".join(f"{word} {bound:g}" for word, bound, _ in bounds)

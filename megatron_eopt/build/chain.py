@@ -6,6 +6,7 @@
 4. When all have stepped, parameters are gathered, once.
 """
 
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -13,11 +14,14 @@ from typing import Any
 import torch
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32
 from megatron.core.optimizer.optimizer import GRAD_NORM_GROUP_ATTR, ChainedOptimizer
+from megatron.core.utils import log_single_rank
 from torch import Tensor
 
 from megatron_eopt.base.agreement import agreed
+from megatron_eopt.base.live_bytes import LiveBytes
 from megatron_eopt.base.versions import megatron_name
 from megatron_eopt.build.loss_scale import UnscaledOnce, unscale_
+from megatron_eopt.build.memory import Memory, memory_of
 from megatron_eopt.checkpoint import local_state, optimizer_state
 from megatron_eopt.checkpoint.groups import check_structure
 from megatron_eopt.checkpoint.rank_files import load_rank_file, save_rank_file
@@ -29,6 +33,8 @@ from megatron_eopt.qk_clip import remember
 from megatron_eopt.settings.settings import RunSettings, Settings
 from megatron_eopt.stores.interface import named_gradients
 from megatron_eopt.stores.sharded import FragmentsOptimizer, OffloadedOptimizer
+
+logger = logging.getLogger(__name__)
 
 _HUGE = 1e16
 """Of norms up to this one it takes a million until float32 has no room for their squares' sum."""
@@ -58,6 +64,7 @@ class OptimizerChain(ChainedOptimizer):
         self._scaler = scaler
         self._named_chunks = list(model_chunks)
         self._unscaled = UnscaledOnce(model_chunks)
+        self._transient: int | None = None
         self.is_sharded = any(isinstance(item, FragmentsOptimizer) for item in storages)
         remember(model_chunks, self)
 
@@ -71,7 +78,7 @@ class OptimizerChain(ChainedOptimizer):
         if self._scaler is not None and (known := self._unscaled.recall()) is not None:
             return known
         for member in self.members:
-            member.storage.collect_gradients()
+            member.collect_gradients()
         if self._scaler is None:
             return False
         by_group: dict[Any, list[Tensor]] = {}
@@ -84,6 +91,10 @@ class OptimizerChain(ChainedOptimizer):
         self._scaler.update(found_inf)
         self._unscaled.remember(found_inf)
         return found_inf
+
+    def memory(self) -> Memory:
+        """Return what this rank's memory is used for, in bytes."""
+        return memory_of(self.members, self._named_chunks, self._transient)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients."""
@@ -102,6 +113,18 @@ class OptimizerChain(ChainedOptimizer):
             NonFiniteError: If a gradient is inf or nan and no loss scale lets the step be skipped;
                 on every rank, with the same names, before anything has changed.
         """
+        if not self.settings.logs_memory or self._transient is not None:
+            return self._step()
+        # the first step makes what lives on; what follows does not depend on the step
+        exists = any(member.storage.steps for member in self.members)
+        with LiveBytes() as seen:
+            result = self._step()
+        if exists:
+            self._transient = seen.peak
+            log_single_rank(logger, logging.INFO, str(self.memory()))
+        return result
+
+    def _step(self) -> tuple[bool, float | None, float | None]:
         self.grad_norms_by_group: dict[str, float] = {}
         if self.prepare_grads():
             return False, None, None

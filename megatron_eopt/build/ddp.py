@@ -28,7 +28,7 @@ def check_ddp(settings: Settings, model_chunks: Sequence[Any]) -> None:
         if ddp_config is None:
             continue
         if getattr(getattr(chunk, "config", None), "qk_clip", False):
-            refuse_for_qk_clip(settings.config, ddp_config)
+            refuse_for_qk_clip(settings.config, ddp_config, hybrid=settings.hybrid)
         scattered, gathers = ddp_config.use_distributed_optimizer, ddp_config.overlap_param_gather
         if scattered and not is_sharded:
             rule = (

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from megatron.core.optimizer import get_megatron_optimizer as megatrons_own_factory
@@ -107,6 +108,9 @@ def _sharded(wanted: Wanted) -> OptimizerChain | None:
     shares = shares_of(routing.groups, settings.optimizer, count, first_chunk_apart=apart)
     mixed = not settings.is_standard or len({share.optimizer for share in shares}) > 1
     collection = wanted.collection
+    if mixed:
+        # megatron-core's optimizer that off-loads knows of no other beside it
+        settings = replace(settings, hybrid=False)
 
     def pairs_with_bases() -> list[tuple[Share, Base | None]]:
         if mixed:

@@ -15,9 +15,11 @@ from megatron_eopt.matrices import Split, whole
 from megatron_eopt.optimizers.driver import CompositeOptimizer, Driver, ParamGroup, bind
 from megatron_eopt.optimizers.element_wise import ElementWiseDriver
 from megatron_eopt.optimizers.engine import Means
+from megatron_eopt.optimizers.host_memory import HostPlace
 from megatron_eopt.optimizers.member import Member
 from megatron_eopt.settings.settings import RunSettings
 from megatron_eopt.stores.buffers import BufferSet, check_buffers
+from megatron_eopt.stores.interface import Storage, Stored
 from megatron_eopt.stores.rank_grid import data_parallel_only
 from megatron_eopt.stores.sharded import (
     BufferPlace,
@@ -42,7 +44,7 @@ class Sharding:
 
     def storage(self, optimizer: Any, buffers: BufferSet, chunks: Sequence[int]) -> Any:
         """Return Megatron's distributed optimizer over the buffers of some chunks."""
-        cls = OffloadedOptimizer if self.settings.offloads else FragmentsOptimizer
+        cls = OffloadedOptimizer if self.settings.hybrid else FragmentsOptimizer
         storage: Any = cls(
             optimizer,
             self.settings.config,
@@ -130,7 +132,29 @@ def _member(sharding: Sharding, bases: Sequence[Base], buffers: BufferSet) -> Me
     storage = sharding.storage(composite, buffers, range(len(sharding.chunks)))
     member = _numbered(Member(storage, composite.drivers), params)
     composite.init_state()
+    if sharding.settings.offload_fraction:
+        _off_load(composite, storage, sharding.settings)
     return member
+
+
+def _off_load(composite: CompositeOptimizer, storage: Storage, settings: RunSettings) -> None:
+    """Let a fraction of main weights and state live in the host's memory."""
+    items = list(storage.stored())
+    place = HostPlace(
+        settings.offload_fraction,
+        # in float32 the stepped weights are the model's
+        frozenset(item.main for item in items if not _is_part(item)),
+        items[0].main.device if items else "cpu",
+        int(settings.wave_mb * 2**20),
+    )
+    for driver in composite.drivers:
+        with composite.scene(driver) as (groups, state):
+            driver.off_load(groups, state, place)
+
+
+def _is_part(item: Stored) -> bool:
+    main, param = (tensor.untyped_storage() for tensor in (item.main, item.param))
+    return main.data_ptr() == param.data_ptr()
 
 
 def _driver(

@@ -13,8 +13,8 @@ from megatron_eopt.base.names import STEP
 from megatron_eopt.checkpoint.groups import children_of, match_all, optimizers_of, saved_groups
 from megatron_eopt.checkpoint.migration import missing_state
 from megatron_eopt.checkpoint.optimizer_state import adopt_common, prepare
-from megatron_eopt.optimizers.driver import leaves, put
 from megatron_eopt.optimizers.member import Member
+from megatron_eopt.optimizers.nested_state import leaves, put
 from megatron_eopt.optimizers.sharded import ShardedOptimizer
 from megatron_eopt.stores.dtensors import local_of, shard_like
 

@@ -121,12 +121,6 @@ REFUSALS = (
         "Leave the flag out",
     ),
     Refusal(
-        "optimizer_cpu_offload",
-        _given,
-        "the optimizer is on the CPU already",
-        "Leave the flag out",
-    ),
-    Refusal(
         "tp_comm_overlap",
         _given,
         "this overlap is done by Transformer Engine, which needs a GPU",
@@ -170,6 +164,13 @@ def _check_combinations(args: argparse.Namespace) -> None:
             size,
             "Megatron trains experts with tensor parallelism only under sequence parallelism",
             "Pass --sequence-parallel, or --tensor-model-parallel-size 1",
+        )
+    if getattr(args, "optimizer_cpu_offload", False) and args.optimizer in ("adam", "sgd"):
+        raise ConfigurationError(
+            "--optimizer-cpu-offload",
+            True,
+            f"megatron-core's optimizer that off-loads {args.optimizer} needs a GPU",
+            "Leave the flag out, or try it with another --optimizer",
         )
     fused = getattr(args, "apply_rope_fusion", None)
     if fused and getattr(args, "position_embedding_type", None) == "rope":

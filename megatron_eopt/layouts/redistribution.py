@@ -36,9 +36,9 @@ class Buffers:
         return tensor[:elements]
 
     @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return sum(tensor.nbytes for tensor in self._tensors.values())
+    def tensors(self) -> list[Tensor]:
+        """All of them."""
+        return list(self._tensors.values())
 
 
 type WaitT = Callable[[], None]
@@ -186,7 +186,7 @@ class Redistribution:
         self._group, self._name = group, name
         self._dtype = dtype
         self._device = torch.device(device)
-        self._buffers = buffers or Buffers()
+        self.buffers = buffers or Buffers()
         self._steps = 0
         self.plan = build_plan(
             matrices,
@@ -195,10 +195,15 @@ class Redistribution:
             world_size=1 if group is None else dist.get_world_size(group),
             element_size=dtype.itemsize,
         )
+        self._first = _first_uses([wave.tensors for wave in self.plan.waves])
         self._last = _last_uses([wave.tensors for wave in self.plan.waves])
         self._last_out = _last_uses([wave.results for wave in self.plan.waves])
         self._shapes: dict[str, torch.Size] = {}
         verify_same_on_all_ranks(group, self.plan.digest, f"the plan of {name!r}")
+
+    def arriving(self, wave: int) -> list[str]:
+        """Return the names that ``load`` will be called with for a wave; none past the last."""
+        return self._first[wave] if wave < len(self._first) else []
 
     def run(
         self,
@@ -291,7 +296,7 @@ class Redistribution:
         }
 
     def _buffer(self, purpose: str, elements: int) -> Tensor:
-        return self._buffers.get(purpose, elements, self._dtype, self._device)
+        return self.buffers.get(purpose, elements, self._dtype, self._device)
 
     def _flat(self, argument: str, tensors: Mapping[str, Tensor]) -> dict[int, Tensor]:
         """Return flat views by the plan's index of tensors."""
@@ -336,6 +341,16 @@ class _Live:
 
     def forget(self, names: Sequence[str]) -> dict[str, Tensor]:
         return {name: self._tensors.pop(name) for name in names}
+
+
+def _first_uses(uses: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Return of each wave's names those that no earlier wave has."""
+    seen: set[str] = set()
+    found = []
+    for names in uses:
+        found.append([name for name in names if name not in seen])
+        seen.update(names)
+    return found
 
 
 def _last_uses(uses: Sequence[Sequence[str]]) -> list[list[str]]:

@@ -63,9 +63,10 @@ def _add_all(
 def checking_what_it_knows(original: Callable[..., Any]) -> Callable[..., Any]:
     """Let Megatron check flags without those that it refuses and we serve.
 
-    It refuses ``--use-torch-fsdp2`` with any optimizer but its own, and the flags of QK-clip
-    without Transformer Engine's attention, where we record the logits of the local one. Whatever
-    else it requires of torch FSDP2 is checked as for Adam.
+    It refuses ``--use-torch-fsdp2`` with any optimizer but its own, off-loading without the Adam
+    that does it there, and the flags of QK-clip without Transformer Engine's attention, where we
+    record the logits of the local one. Whatever else it requires of torch FSDP2 is checked as for
+    Adam.
     """
 
     @functools.wraps(original)
@@ -74,6 +75,8 @@ def checking_what_it_knows(original: Callable[..., Any]) -> Callable[..., Any]:
         if getattr(args, "use_torch_fsdp2", False) and args.optimizer not in STANDARD_OPTIMIZERS:
             _check_torch_fsdp2(args)
             pretended["optimizer"] = "adam"
+        if args.optimizer not in STANDARD_OPTIMIZERS:
+            pretended["optimizer_cpu_offload"] = False
         if args.transformer_impl == "local":
             pretended |= {"qk_clip": False, "log_max_attention_logit": False}
         asked = {name: getattr(args, name) for name in pretended}

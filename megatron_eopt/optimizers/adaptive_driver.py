@@ -172,7 +172,7 @@ class AdaptiveDriver(MuonDriver):
                 states[number] = self.owned_state[self._away[number]]
                 counted[number] = self._counted[number]
         self._rules[place].begin(
-            {self._rule_of[n][1]: values[MOMENT2] for n, values in states.items()},
+            {self._rule_of[n][1]: values for n, values in states.items()},
             {self._rule_of[n][1]: coefficients for n, coefficients in counted.items()},
         )
 

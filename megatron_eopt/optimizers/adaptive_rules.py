@@ -11,13 +11,14 @@ Note [Where statistics live]
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.names import MOMENT2
 from megatron_eopt.math.moments import Moment2MethodT, adamuon_, namo_, normuon_, statistic_shape
 from megatron_eopt.math.newton_schulz import ReduceT
 from megatron_eopt.math.orthogonalize import Orthogonalization
@@ -68,17 +69,22 @@ class Rule:
         ]
         self._shard_of = [n for n, shapes in enumerate(self.shapes) for _ in shapes]
         self._coefficients: Mapping[int, Coefficients] = {}
-        self._moments: Mapping[int, Tensor] = {}
+        self._states: Mapping[int, Mapping[str, Any]] = {}
         self._prepare()
 
     def _prepare(self) -> None:
         """Compute what is the same in all steps."""
 
     def begin(
-        self, moments: Mapping[int, Tensor], coefficients: Mapping[int, Coefficients]
+        self,
+        states: Mapping[int, Mapping[str, Any]],
+        coefficients: Mapping[int, Coefficients],
     ) -> None:
-        """Prepare a step with the statistics and settings of the parameters that do not rest."""
-        self._moments, self._coefficients = moments, coefficients
+        """Prepare a step with the states and settings of the parameters that do not rest.
+
+        Statistics are looked up in them when it is their turn: they may come to the device later.
+        """
+        self._states, self._coefficients = states, coefficients
 
     def on_wave(self, wave: int, moving: Mapping[int, tuple[Tensor, Tensor]]) -> None:
         """Look at gradients and directions of the parameters that a wave is the first to need."""
@@ -103,6 +109,10 @@ class Rule:
         parts = torch.split(moment.view(-1), [math.prod(s) for s in self.statistics[place]])
         return [part.view(shape) for part, shape in zip(parts, self.statistics[place], strict=True)]
 
+    def _moment_of(self, place: int) -> Tensor:
+        moment: Tensor = self._states[place][MOMENT2]
+        return moment
+
     def _settings_of(self, matrix: int) -> Coefficients:
         return self._coefficients.get(self._shard_of[matrix], Coefficients(0.0, 1.0, 1.0))
 
@@ -126,11 +136,11 @@ class AdaMuonRule(Rule):
 
     def finish(self, updates: Mapping[int, Tensor]) -> None:
         """Divide by the roots of the second moments, then scale each matrix by its shape."""
-        places = [place for place in sorted(updates) if place in self._moments]
+        places = [place for place in sorted(updates) if place in self._states]
         for first, last, _ in _runs([self._coefficients[i][:2] for i in places]):
             run = places[first:last]
             settings = [self._coefficients[place] for place in run]
-            moments = [self._moments[place] for place in run]
+            moments = [self._moment_of(place) for place in run]
             mine = [updates[place] for place in run]
             exact = [m.to(u.dtype) for m, u in zip(moments, mine, strict=True)]
             divisors = [item.divisor for item in settings]
@@ -194,10 +204,10 @@ class NorMuonRule(Rule):
         place = self._shard_of[matrix]
         known = self._known[matrix]
         assert known is not None, "a rank computes on what it knows"
-        if place not in self._moments:
+        if place not in self._states:
             # it rests: what is computed is thrown away
             return torch.zeros(self._flat[matrix], device=self.engine.device).narrow(*known.window)
-        moment = self._moments[place]
+        moment = self._moment_of(place)
         cached = self._views.get(place)
         if cached is None or cached[0] is not moment:
             self._views[place] = cached = (moment, self.views_of(place, moment))
@@ -255,7 +265,7 @@ class NamoRule(Rule):
             if settings is None:
                 self._factors[place] = torch.zeros_like(both[0])
                 continue
-            moment = self._moments[place]
+            moment = self._moment_of(place)
             running = moment.view(-1).to(torch.float64)
             self._factors[place] = namo_(running, both[0], both[1], *settings)
             # inf would stay, and make nan of the next mean

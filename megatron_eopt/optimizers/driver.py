@@ -22,6 +22,8 @@ from torch import Tensor
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import STEP
+from megatron_eopt.optimizers.host_memory import HostMemory, HostPlace
+from megatron_eopt.optimizers.nested_state import put
 from megatron_eopt.stores.shard import Shard
 
 OF_GROUPS = "group"
@@ -68,11 +70,16 @@ class Driver:
         self.places: list[list[int]] = []
         # the parameter group of each shard, as far as it is known
         self.group_of: dict[int, int] = {}
+        self.host = HostMemory()  # what of its weights and state is not on the device
 
     @property
     def plans(self) -> list[Any]:
         """What travels in a step, one plan for each group of ranks, for counts of bytes."""
         return []
+
+    def buffers(self) -> Iterator[Tensor]:
+        """Yield what lives on between steps apart from weights and state."""
+        return iter(())
 
     def attach(self, places: Sequence[Sequence[int]]) -> None:
         """Learn which shard each parameter of each group is."""
@@ -85,6 +92,14 @@ class Driver:
 
     def init(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Make the state of every parameter exist, as far as it can be without a step."""
+
+    def off_load(self, groups: Sequence[ParamGroup], state: State, place: HostPlace) -> None:
+        """Keep a fraction of weights and state in the host's memory from now on."""
+        sizes = {param: param.numel() for _, param, _ in self.numbered(groups)}
+        params = place.chosen(sizes)
+        weights = place.movable.intersection(params)
+        self.host = HostMemory(params, weights, place, self.is_cut_like_weights)
+        self.host.write_back(params, state)
 
     def expect(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Make all state exist that is about to be loaded."""
@@ -266,41 +281,3 @@ def dry_step(optimizer: Any) -> None:
             param.grad = grad
         for group, before in zip(optimizer.param_groups, groups, strict=True):
             group.update(before)
-
-
-def by_rows(state: dict[str, Any]) -> None:
-    """Let all tensors of a state be contiguous, as those that are loaded are.
-
-    The factors that LAPACK returns lie by columns, and products of equal numbers that lie otherwise
-    may differ in the last bit.
-    """
-    for path, value in list(leaves(state)):
-        if isinstance(value, Tensor) and not value.is_contiguous():
-            put(state, path, value.contiguous())
-
-
-def leaves(state: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield every leaf of nested dictionaries, lists and tuples with the path to it."""
-    if isinstance(state, Mapping):
-        items = [(str(key), item) for key, item in state.items()]
-    elif isinstance(state, list | tuple):
-        items = [(str(number), item) for number, item in enumerate(state)]
-    else:
-        yield path, state
-        return
-    for name, item in items:
-        yield from leaves(item, (*path, name))
-
-
-def put(state: Any, path: Sequence[str], value: Any) -> None:
-    """Write a leaf to where :func:`leaves` found it; what leads there must exist."""
-    *way, last = path
-    for step in way:
-        state = state[_key(state, step)]
-    state[_key(state, last)] = value
-
-
-def _key(place: Any, step: str) -> Any:
-    if isinstance(place, list | tuple):
-        return int(step)
-    return next((key for key in place if str(key) == step), step)

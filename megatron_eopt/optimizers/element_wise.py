@@ -14,10 +14,9 @@ from megatron_eopt.optimizers.driver import (
     ParamGroup,
     State,
     bind,
-    by_rows,
     dry_step,
-    leaves,
 )
+from megatron_eopt.optimizers.nested_state import by_rows, leaves
 from megatron_eopt.stores.shard import Ranks
 
 _COUNT_IN_GROUPS = ("transformer_engine", "apex")
@@ -66,8 +65,30 @@ class ElementWiseDriver(Driver):
                 set_step(state[param], steps)
 
     def step(self, groups: Sequence[ParamGroup], state: State) -> None:
-        """Let the optimizer step."""
-        bind(self._optimizer, groups, state).step()
+        """Let the optimizer step, on what is off-loaded chunk by chunk."""
+        if self.host.params:
+            self._step_in_chunks(groups, state)
+        else:
+            bind(self._optimizer, groups, state).step()
+
+    def _step_in_chunks(self, groups: Sequence[ParamGroup], state: State) -> None:
+        # what is counted in groups is counted once a step: every chunk begins as the first
+        settings = [dict(group) for group in groups]
+        chunks = self.host.chunks(param for group in groups for param in group["params"])
+        for chunk, following in zip(chunks, [*chunks[1:], []], strict=True):
+            self.host.fetch(chunk, state)
+            self.host.announce(following, state)
+            members = set(chunk)
+            parts = [
+                {**own, "params": [p for p in own["params"] if p in members]} for own in settings
+            ]
+            bind(self._optimizer, parts, state).step()
+            self.host.write_back(chunk, state)
+            for group, part in zip(groups, parts, strict=True):
+                if part["params"]:
+                    group.update({**part, "params": group["params"]})
+        bind(self._optimizer, groups, state)
+        self.host.settle()
 
 
 class SlabDriver(ElementWiseDriver):

@@ -105,6 +105,14 @@ class MatrixEngine:
         """The plan, for its counts of bytes and calls."""
         return self._redistribution.plan
 
+    def buffers(self) -> list[Tensor]:
+        """Return what matrices travel through."""
+        return self._redistribution.buffers.tensors
+
+    def arriving(self, wave: int) -> Sequence[str]:
+        """Return the names of the shards that a wave is the first to load on this rank."""
+        return self._redistribution.arriving(wave)
+
     @torch.no_grad()
     def run(self, load: LoadT, store: StoreT) -> None:
         """Update matrices wave by wave; collective over the group.

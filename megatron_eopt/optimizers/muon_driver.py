@@ -4,7 +4,7 @@ Weight decay, momentum and the update itself are element by element and do not c
 stored, so they act on what a rank stores. Only directions travel, and come back as updates.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -70,6 +70,11 @@ class MuonDriver(Driver):
         """What travels in a step, one plan for each group of ranks."""
         return [engine.plan for _, engine in self.engines]
 
+    def buffers(self) -> Iterator[Tensor]:
+        """Yield what lives on between steps: what matrices travel through."""
+        for _, engine in self.engines:
+            yield from engine.buffers()
+
     def init(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Make every momentum exist."""
         for _, param, _ in self.numbered(groups):
@@ -83,10 +88,13 @@ class MuonDriver(Driver):
             if param.grad is not None
         }
         if self.own is not None:
+            self.host.fetch((item.param for item in stepped.values()), state)
             self._step_in_its_own_way(self.own, stepped, state)
-            return
-        for place, (numbers, _) in enumerate(self.engines):
-            self._step_with(place, {n: stepped[n] for n in numbers if n in stepped}, state)
+            self.host.write_back((item.param for item in stepped.values()), state)
+        else:
+            for place, (numbers, _) in enumerate(self.engines):
+                self._step_with(place, {n: stepped[n] for n in numbers if n in stepped}, state)
+        self.host.settle()
 
     def _step_in_its_own_way(
         self, own: OrthogonalizeT, stepped: Mapping[int, Stepped], state: State
@@ -100,9 +108,15 @@ class MuonDriver(Driver):
             return
         self._prepare(place, stepped, state)
 
+        def params(names: Iterable[str]) -> list[Tensor]:
+            numbers = (self._numbers[name] for name in names)
+            return [stepped[n].param for n in numbers if n in stepped]
+
         def load(wave: int, names: Sequence[str]) -> dict[str, Tensor]:
             numbers = [self._numbers[name] for name in names]
             mine = {n: stepped[n] for n in numbers if n in stepped}
+            self.host.fetch(params(names), state)
+            self.host.announce(params(engine.arriving(wave + 1)), state)
             inputs = self._inputs(place, wave, mine, state)
             return {
                 name: inputs[n].contiguous()
@@ -116,6 +130,7 @@ class MuonDriver(Driver):
             updates = {self._numbers[name]: update for name, update in results.items()}
             self._finished(place, updates)
             self._apply([stepped[n] for n in updates if n in stepped], updates)
+            self.host.write_back(params(results), state)
 
         engine.run(load, store)
 

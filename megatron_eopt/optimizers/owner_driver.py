@@ -5,8 +5,9 @@ Gradient and weight travel in, the weight travels back, wave by wave, in float32
 owner keeps no weight. Matrices of equal shape in a wave are stepped together.
 """
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,13 +25,13 @@ from megatron_eopt.optimizers.driver import (
     ParamGroup,
     State,
     bind,
-    by_rows,
     dry_step,
-    leaves,
 )
 from megatron_eopt.optimizers.element_wise import set_step
 from megatron_eopt.optimizers.engine import Means
+from megatron_eopt.optimizers.host_memory import HostMemory, HostPlace
 from megatron_eopt.optimizers.modes import plan_work
+from megatron_eopt.optimizers.nested_state import by_rows, leaves
 from megatron_eopt.stores.shard import Shard
 
 # how much of the state there is: the same on all ranks, since making it is collective
@@ -77,6 +78,11 @@ class OwnerDriver(Driver):
             for index in batch.matrices
         }
         self.owned_state: State = defaultdict(dict)
+        self._batches = [
+            [self.owned[index] for index in sorted({i // 2 for i in batch.matrices})]
+            for wave in self._redistribution.plan.waves
+            for batch in wave.batches
+        ]
         self._own_groups: list[ParamGroup] = []
         self._exists = 0
 
@@ -84,6 +90,10 @@ class OwnerDriver(Driver):
     def plans(self) -> list[Any]:
         """What travels in a step."""
         return [self._redistribution.plan]
+
+    def buffers(self) -> Iterator[Tensor]:
+        """Yield what lives on between steps: what matrices travel through."""
+        yield from self._redistribution.buffers.tensors
 
     def attach(self, places: Sequence[Sequence[int]]) -> None:
         """Learn which shard each parameter of each group is."""
@@ -144,6 +154,14 @@ class OwnerDriver(Driver):
                 place = {OF_GROUPS: own}
                 yield Kept(number, matrix, (OF_GROUPS, *path), value, container=place)
 
+    def off_load(self, groups: Sequence[ParamGroup], state: State, place: HostPlace) -> None:
+        """Keep weights and the state of owned matrices, a fraction of each, on the host."""
+        weights = place.chosen({param: param.numel() for _, param, _ in self.numbered(groups)})
+        sizes = {param: math.prod(self._shapes[index]) for index, param in self.owned.items()}
+        owned = place.chosen(sizes)
+        self.host = HostMemory([*weights, *owned], place.movable.intersection(weights), place)
+        self.host.write_back(self.host.params, self.owned_state)
+
     def counts(self) -> Iterator[Kept]:
         """Yield the counts of steps of the matrices that this rank owns."""
         for index, param in self.owned.items():
@@ -186,8 +204,16 @@ class OwnerDriver(Driver):
         """Bring matrices to their owners, let the optimizer act on them, and bring them back."""
         params = {self.shards[n].name: param for _, param, n in self.numbered(groups)}
         counters = [dict(own) for own in self._own_groups]
+        following = iter([*self._batches[1:], []])
+
+        def weights(names: Iterable[str]) -> list[Tensor]:
+            own = (name.removeprefix(_WEIGHT) for name in names if name.startswith(_WEIGHT))
+            return [params[name] for name in own]
 
         def load(wave: int, names: Sequence[str]) -> dict[str, Tensor]:
+            self.host.fetch(weights(names), self.owned_state)
+            arriving = self._redistribution.arriving(wave + 1)
+            self.host.announce(weights(arriving), self.owned_state)
             return {name: loaded(name).contiguous() for name in names}
 
         def loaded(name: str) -> Tensor:
@@ -200,6 +226,9 @@ class OwnerDriver(Driver):
 
         def compute(batch: WaveBatch) -> None:
             members = self._lay_out(batch)
+            owned = [param for param, _ in members.values()]
+            self.host.fetch(owned, self.owned_state)
+            self.host.announce(next(following), self.owned_state)
             # what is counted in groups is counted once a step: every batch begins as the first
             groups = [{**own, "params": []} for own in counters]
             for index, (param, _) in members.items():
@@ -212,6 +241,7 @@ class OwnerDriver(Driver):
                 if param.data_ptr() != place.data_ptr():
                     place.copy_(param.detach())
                 param.data, param.grad = place.new_empty(0), None
+            self.host.write_back(owned, self.owned_state)
 
         def store(results: Mapping[str, Tensor]) -> None:
             # gradients do not return
@@ -219,8 +249,10 @@ class OwnerDriver(Driver):
             if with_grads and own:
                 new = [value.view_as(p) for value, p in zip(results.values(), own, strict=True)]
                 torch._foreach_copy_(own, new)
+            self.host.write_back(own, self.owned_state)
 
         self._redistribution.run_waves(load, compute, store)
+        self.host.settle()
 
     def _lay_out(self, batch: WaveBatch) -> dict[int, tuple[nn.Parameter, Tensor]]:
         """Let the owned parameters be the matrices of a batch; return them with their places."""

@@ -35,7 +35,7 @@ def build_scalar_optimizer(
 
     Plain ones are torch's own in place of fused ones, for tensors that no kernel knows.
     """
-    if settings.offloads and not plain:
+    if settings.hybrid and not plain:
         return _offloaded(name, groups, settings), None
     kwargs = scalar_arguments(name, settings)
     decoupled = settings.decoupled_weight_decay

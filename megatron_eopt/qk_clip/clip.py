@@ -174,7 +174,7 @@ def _scale_one(weight: Tensor, rows: Tensor, item: Any) -> None:
         return
     if isinstance(weight, DTensor) or item.stop - item.start == weight.numel():
         main = item.main.detach()
-        main.view(weight.shape).mul_(column)
+        main.view(weight.shape).mul_(column.to(main.device))
         weight.detach().copy_(main.view(weight.shape))
         return
     own = weight.detach().view(-1)[item.start : item.stop]
@@ -182,4 +182,4 @@ def _scale_one(weight: Tensor, rows: Tensor, item: Any) -> None:
         weight.detach().mul_(column)
         return
     flat = rows.repeat_interleave(weight[0].numel())[item.start : item.stop]
-    own.copy_(item.main.detach().view(-1).mul_(flat))
+    own.copy_(item.main.detach().view(-1).mul_(flat.to(item.main.device)))

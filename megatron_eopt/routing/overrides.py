@@ -38,7 +38,7 @@ def check_overrides(overrides: Overrides, settings: RunSettings) -> None:
     """Raise a ConfigurationError or ConfigurationTypeError for what no parameter group can hold."""
     whole_run = {
         "overlap_param_gather_with_optimizer_step": settings.early_gather,
-        "optimizer_cpu_offload": settings.offloads,
+        "optimizer_cpu_offload": settings.hybrid or settings.offload_fraction > 0,
     }
     for key, values in overrides.items():
         if not isinstance(key, ParamKey):

@@ -41,7 +41,6 @@ _BOUNDS: dict[str, dict[str, float]] = {
     "clip_grad": _NOT_NEGATIVE,
     "grad_norm_skip_threshold": _NOT_NEGATIVE,
     "loss_scale": _NOT_NEGATIVE,
-    "optimizer_offload_fraction": _NOT_NEGATIVE,
     "adam_beta1": _DECAY,
     "adam_beta2": _DECAY,
     "lion_beta1": _DECAY,
@@ -86,15 +85,13 @@ _MAY_BE_NONE = frozenset(
 _FOR_MATRICES = {
     "use_precision_aware_optimizer": "keeps main parameters inside Transformer Engine's Adam, "
     "where matrices cannot be redistributed from",
-    "optimizer_cpu_offload": "moves optimizer states to the CPU, and matrices are redistributed "
-    "between devices",
     "reuse_grad_buf_for_mxfp8_param_ag": "overwrites gradients before all optimizers have stepped",
     "optimizer_cuda_graph": "cannot capture the collectives that bring matrices together",
     "overlap_param_gather_with_optimizer_step": "gathers parameters before all have been stepped",
 }
 
 _FOR_QK_CLIP = {
-    "optimizer_cpu_offload": "keeps main weights in the host's memory",
+    "optimizer_cpu_offload": "keeps main weights inside megatron-core's hybrid optimizer",
     "use_precision_aware_optimizer": "keeps main weights inside Transformer Engine's Adam",
     "fp8_param_gather": "gathers weights of 8 bits",
     "fp4_param_gather": "gathers weights of 4 bits",
@@ -168,10 +165,14 @@ def refuse_for_matrices(config: Any) -> None:
             raise ConfigurationError(name, True, rule, f"Set {name}=False")
 
 
-def refuse_for_qk_clip(config: Any, ddp_config: Any) -> None:
-    """Raise a ConfigurationError for the first mode that keeps weights from being scaled."""
+def refuse_for_qk_clip(config: Any, ddp_config: Any, *, hybrid: bool) -> None:
+    """Raise a ConfigurationError for the first mode that keeps weights from being scaled.
+
+    With ``hybrid`` megatron-core's own optimizer off-loads.
+    """
     for name, reason in _FOR_QK_CLIP.items():
-        if getattr(config, name, False) or getattr(ddp_config, name, False):
+        is_on = getattr(config, name, False) or getattr(ddp_config, name, False)
+        if is_on and (hybrid or name != "optimizer_cpu_offload"):
             rule = f"scales main weights and the model's in place, and {name} {reason}"
             raise ConfigurationError("qk_clip", True, rule, f"Set qk_clip=False or {name}=False")
 

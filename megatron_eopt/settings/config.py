@@ -92,6 +92,9 @@ class EmergingOptimizerConfig(OptimizerConfig):
     print_optimizer_routing: bool = False
     """Log a table of every parameter's optimizer, split, learning rate, weight decay and why."""
 
+    log_optimizer_memory: bool = False
+    """Watch what the second step allocates, and log what each kind of tensor takes."""
+
     def __post_init__(self) -> None:
         """Refuse what cannot be honoured before megatron-core asserts on it."""
         refuse_unsupported_modes(self, self.optimizer)

@@ -9,7 +9,6 @@ from megatron_eopt.base.names import STANDARD_OPTIMIZERS
 
 _ONLY_FOR = {
     "use_precision_aware_optimizer": (("adam",), "works with adam only, not with"),
-    "optimizer_cpu_offload": (STANDARD_OPTIMIZERS, "works with adam and sgd only, not with"),
     "optimizer_cuda_graph": (("adam",), "works with adam only, not with"),
     "overlap_param_gather_with_optimizer_step": (STANDARD_OPTIMIZERS, "does not work with"),
 }
@@ -29,6 +28,8 @@ def refuse_unsupported_modes(config: Any, name: str) -> None:
     for field, (optimizers, rule) in _ONLY_FOR.items():
         if getattr(config, field) and name not in optimizers:
             _refuse(field, f"{rule} {name}")
+    if config.optimizer_cuda_graph and config.optimizer_cpu_offload:
+        _refuse("optimizer_cpu_offload", "copies to the host, which no CUDA graph can hold")
     if config.optimizer_cuda_graph and not torch.empty(0, device="cuda").is_cuda:
         # where a back end lets "cuda" mean the CPU
         _refuse("optimizer_cuda_graph", "needs a GPU")

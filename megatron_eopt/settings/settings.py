@@ -55,10 +55,13 @@ class RunSettings:
     half: Literal["bf16", "fp16"] | None
     loss_scale: LossScale | None  # None without
     precision_aware: bool  # whether Transformer Engine's Adam keeps the main weights
-    offloads: bool  # whether megatron-core moves optimizer states to the host
+    hybrid: bool  # whether megatron-core's own optimizer keeps Adam's or SGD's state on the host
+    # how much of main weights and state is kept on the host and comes in waves
+    offload_fraction: float
     early_gather: bool  # whether the first chunk's gather overlaps with the other chunks' step
     fresh_state: tuple[str, ...]  # kinds of state that may start anew where a checkpoint lacks them
     prints_routing: bool  # whether a table of all routes is logged
+    logs_memory: bool  # whether a step is watched, and what memory is used for is logged
     wave_mb: float  # MiB of whole matrices that one rank brings together at a time
     # whether gradients of optimizers that need matrices are never clipped
     exempt_from_clipping: bool
@@ -113,9 +116,14 @@ def resolve(config: Any, *, lr_may_follow: bool = False) -> Settings:
     """
     name, storage = _name_and_storage(config)
     standard: dict[str, Any] = {"scalar": name, "prefixes": (name,)}
+    standard["hybrid"] = bool(config.optimizer_cpu_offload)
     chosen = standard if name in STANDARD_OPTIMIZERS else _of_emerging(name, config)
     in_use = (name, chosen["prefixes"], chosen["scalar"])
     check_values(config, *in_use, lr_may_follow=lr_may_follow)
+    if config.optimizer_cpu_offload and chosen is not standard and storage == "replicated":
+        rule = f"needs the storage in which {name}'s state is cut over data-parallel ranks"
+        way_out = "Set use_distributed_optimizer=True"
+        raise ConfigurationError("optimizer_cpu_offload", True, rule, way_out)
     return Settings(
         **_of_the_run(config) | chosen,
         optimizer=name,
@@ -165,13 +173,21 @@ def _of_the_run(config: Any) -> dict[str, Any]:
         "half": "bf16" if config.bf16 else "fp16" if config.fp16 else None,
         "loss_scale": _loss_scale(config),
         "precision_aware": bool(config.use_precision_aware_optimizer),
-        "offloads": bool(config.optimizer_cpu_offload),
+        "hybrid": False,
+        "offload_fraction": _offload_fraction(config),
         "early_gather": bool(config.overlap_param_gather_with_optimizer_step),
         "fresh_state": tuple(getattr(config, "checkpoint_fresh_state", ())),
         "prints_routing": bool(getattr(config, "print_optimizer_routing", False)),
+        "logs_memory": bool(getattr(config, "log_optimizer_memory", False)),
         "exempt_from_clipping": False,
         "wave_mb": _wave_mb(config),
     }
+
+
+def _offload_fraction(config: Any) -> float:
+    fraction: float = config.optimizer_offload_fraction
+    check_number("optimizer_offload_fraction", fraction, at_least=0.0, at_most=1.0)
+    return fraction if config.optimizer_cpu_offload else 0.0
 
 
 def _wave_mb(config: Any) -> float:

@@ -28,6 +28,7 @@ VALUES = {
 ADDED = {
     "fsdp2.md": "--use-torch-fsdp2 --ckpt-format torch_dist",
     "--overlap-param-gather": "--use-distributed-optimizer --overlap-grad-reduce",
+    "--optimizer-cpu-offload": "--use-distributed-optimizer",
     "--muon-tp-mode": "--tensor-model-parallel-size 2",
     "--adaptive-muon-bias-correction": "--optimizer adaptive_muon",
     "--exp-avg-dtype": "--optimizer adam --use-precision-aware-optimizer",
@@ -40,7 +41,6 @@ REMOVED = frozenset(["--sequence-parallel"])
 REFUSED = {
     "--use-precision-aware-optimizer": "this Adam is Transformer Engine's, which needs a GPU",
     "--exp-avg-dtype": "this Adam is Transformer Engine's, which needs a GPU",
-    "--optimizer-cpu-offload": "the optimizer is on the CPU already",
     "--optimizer-cuda-graph": "a CPU has no CUDA graphs",
     "--enable-msc": "the multistorageclient package is not installed",
     "--ckpt-format torch_dcp": "does not hold the state of muon",

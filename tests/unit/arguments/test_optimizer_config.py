@@ -160,7 +160,11 @@ def test_what_the_caller_had_set_counts_as_given(written):
         ("muon-momentum: 1.5", ":2: muon_momentum=1.5: must be a finite number"),
         ("muon-fp32-matmul-prec: low", ":2: muon_fp32_matmul_prec='low': must be one of"),
         ("muon-scalar-optimizer: adan", ":2: muon_scalar_optimizer='adan'.*'adam'"),
-        ("optimizer-cpu-offload: true", ":2: optimizer_cpu_offload=True: works with adam and sgd"),
+        (
+            "optimizer-cpu-offload: true",
+            ":2: optimizer_cpu_offload=True: needs the storage in which",
+        ),
+        ("optimizer-offload-fraction: 1.5", ":2: optimizer_offload_fraction=1.5: must be a finite"),
         ("exp-avg-dtype: bf16", "exp_avg_dtype=torch.bfloat16: must be torch.float32"),
     ],
 )

@@ -64,7 +64,9 @@ def test_what_cannot_be_clipped_is_refused_when_built():
     assert found["alpha nan"].startswith("qk_clip_alpha=nan: must be a finite number")
     assert found["threshold"].startswith("qk_clip_threshold=0: must be a finite number above 0")
     assert "before a norm of queries and keys" in found["q_layernorm"]
-    assert "optimizer_cpu_offload keeps main weights in the host's memory" in found["offload"]
+    assert (
+        "optimizer_cpu_offload keeps main weights inside megatron-core's hybrid" in found["offload"]
+    )
     assert "scales the weight of linear_qkv, and SelfAttention has none" in found["linear_qkv"]
 
 

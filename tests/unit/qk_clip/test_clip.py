@@ -155,6 +155,18 @@ def test_every_layout_clips_as_one_process_does(model, layout):
             assert deviation(results, expected) < bound
 
 
+def test_off_loaded_weights_are_clipped_as_resident_ones():
+    found = []
+    for fraction in (0.0, 1.0):
+        off_load = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
+        case = case_of(with_dtype(GROUPED, torch.bfloat16))
+        found.append(run_ranks(2, clipped, replace(case, ddp=SHARDED, config=SHARDED | off_load)))
+    for resident, off_loaded in zip(*found, strict=True):
+        assert off_loaded.is_rounding
+        assert off_loaded.returned == resident.returned
+        assert_same(off_loaded.weights, resident.weights)
+
+
 def interleaved(model: dict[str, Any], ddp: dict[str, Any]) -> Clipped:
     """Step and clip two model chunks on each of two pipeline stages."""
     initialize_megatron(pp=2, virtual_pp=2)

@@ -14,7 +14,6 @@ from tests.unit.stores.runs import DENSE, Run, make_chunk
 
 MODES = [
     "use_precision_aware_optimizer",
-    "optimizer_cpu_offload",
     "reuse_grad_buf_for_mxfp8_param_ag",
     "optimizer_cuda_graph",
     "overlap_param_gather_with_optimizer_step",

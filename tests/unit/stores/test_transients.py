@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from megatron_eopt.base.live_bytes import LiveBytes
 from tests.harness import run_ranks
-from tests.harness.live_bytes import LiveBytes
 from tests.unit.stores.full_state import Case, build, inject, steps
 
 WAVE_MB = 1 / 16

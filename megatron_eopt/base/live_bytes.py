@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows every storage for as long as anything refers to it.
 
     What kernels allocate inside of one operation is not seen.
@@ -20,13 +20,19 @@ class LiveBytes(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.peak = 0
+        self._noted = 0  # bytes of what is followed, gone or not
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
         for item in gc.get_objects():
             if issubclass(type(item), torch.Tensor):
                 self._note(item)
         self._before = self._bytes()
+
+    @property
+    def grown(self) -> int:
+        """Bytes by which living storages exceed those at the beginning now."""
+        return self._bytes() - self._before
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -35,8 +41,10 @@ class LiveBytes(TorchDispatchMode):
         for item in tree_iter((args, kwargs)):
             self._before += self._note(item)
         result = func(*args, **(kwargs or {}))
-        if sum(self._note(item) for item in tree_iter(result)):
-            self.peak = max(self.peak, self._bytes() - self._before)
+        # what has been let go is looked for when the peak may have been passed alone
+        fresh = sum(self._note(item) for item in tree_iter(result))
+        if fresh and self._noted - self._before > self.peak:
+            self.peak = max(self.peak, self.grown)
         return result
 
     def _note(self, item: Any) -> int:
@@ -45,11 +53,17 @@ class LiveBytes(TorchDispatchMode):
             return 0
         storage = item.untyped_storage()
         known = self._alive.get(storage._cdata)
-        if known is not None and not known[0].expired():
-            return 0
-        self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        return int(storage.nbytes())
+        if known is not None:
+            if not known[0].expired():  # type: ignore[no-untyped-call]
+                return 0
+            self._noted -= known[1]
+        size = int(storage.nbytes())
+        self._alive[storage._cdata] = (StorageWeakRef(storage), size)  # type: ignore[no-untyped-call]
+        self._noted += size
+        return size
 
     def _bytes(self) -> int:
-        self._alive = {key: item for key, item in self._alive.items() if not item[0].expired()}
-        return sum(size for _, size in self._alive.values())
+        alive = self._alive.items()
+        self._alive = {k: item for k, item in alive if not item[0].expired()}  # type: ignore[no-untyped-call]
+        self._noted = sum(size for _, size in self._alive.values())
+        return self._noted

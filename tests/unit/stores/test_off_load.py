@@ -1,0 +1,79 @@
+"""Main weights and state in the host's memory: the same update, and less on the device."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed
+
+from tests.harness import run_ranks
+from tests.harness.scene import forget_megatron
+from tests.unit.stores.full_state import Case, build, differences, full_state, load, save, steps
+
+MODEL = {"layers": 2, "hidden": 32, "heads": 4, "query_groups": 2}
+MOE = {**MODEL, "experts": 4, "moe_grouped_gemm": False}
+SMALL = {"muon_wave_mb": 1 / 128}
+CASES = {
+    "muon": Case("muon", MODEL, config=SMALL),
+    "adamuon": Case("adaptive_muon", MOE, config=SMALL),
+    "normuon": Case(
+        "adaptive_muon", MODEL, config={"adaptive_muon_moment2_method": "normuon", **SMALL}
+    ),
+    "soap": Case("soap", MODEL, config=SMALL),
+    "lion": Case("lion", MODEL),
+}
+FRACTIONS = (0.0, 0.5, 1.0)
+
+
+def at(case: Case, dtype: torch.dtype, fraction: float) -> Case:
+    off_load = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
+    model, config = {**case.model, "dtype": dtype}, {**case.config, **off_load}
+    return replace(case, model=model, config=config, ddp={"use_distributed_optimizer": True})
+
+
+def trained(case: Case) -> tuple[dict[str, Any], Any]:
+    chunk, optimizer = build(case)
+    steps(case, chunk, optimizer, 0, 10)
+    state, memory = full_state(case, chunk, optimizer), optimizer.memory()
+    forget_megatron()
+    return state, memory
+
+
+def at_all_fractions(case: Case, dtype: torch.dtype) -> list[tuple[list[str], Any]]:
+    """Return for each fraction what differs from the resident run, and what memory is used for."""
+    found = [trained(at(case, dtype, fraction)) for fraction in FRACTIONS]
+    return [(differences(found[0][0], state), memory) for state, memory in found]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", CASES)
+def test_ten_steps_equal_those_of_a_resident_run(name, dtype):
+    for found in run_ranks(2, at_all_fractions, CASES[name], dtype):
+        assert not any(differing for differing, _ in found)
+        resident, half, everything = (memory for _, memory in found)
+        moved = resident.state + (resident.main_weights if dtype != torch.float32 else 0)
+        # counters of steps stay, and statistics of rows, which are no part of fragments
+        assert 0.95 * moved <= everything.host <= moved
+        # whole tensors are chosen
+        assert 0.3 * moved <= half.host <= 0.5 * moved
+        for memory in (half, everything):
+            kept = memory.state + memory.main_weights + memory.host
+            assert kept == resident.state + resident.main_weights
+
+
+def resumed(case: Case, before: float, after: float, folder: str) -> list[str]:
+    """Return what differs if two of four steps follow a resumption at another fraction."""
+    dtype = torch.bfloat16
+    save([at(case, dtype, before)], folder)
+    found = load([at(case, dtype, after)], folder, further=2)
+    chunk, optimizer = build(at(case, dtype, 0.0))
+    steps(case, chunk, optimizer, 0, 4)
+    whole = full_state(case, chunk, optimizer)
+    return differences(whole, found[0]) if distributed.get_rank() == 0 else []
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.5, 0.0), (0.0, 1.0), (1.0, 0.5)])
+def test_checkpoints_are_those_of_a_resident_run(tmp_path, before, after):
+    case = CASES["adamuon"]
+    assert run_ranks(2, resumed, case, before, after, str(tmp_path)) == [[], []]
