@@ -27,7 +27,7 @@ BASE = """
     --tokenizer-type NullTokenizer --vocab-size 255 --num-workers 0 --attention-backend unfused
     --untie-embeddings-and-output-weights --save-interval 6
 """.split()
-AT_ONCE = 6
+AT_ONCE = 2
 """How many lines share a job; the threads of their process groups end with it."""
 
 

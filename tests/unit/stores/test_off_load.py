@@ -49,7 +49,7 @@ def at_all_fractions(case: Case, dtype: torch.dtype) -> list[tuple[list[str], An
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", CASES)
 def test_ten_steps_equal_those_of_a_resident_run(name, dtype):
-    for found in run_ranks(2, at_all_fractions, CASES[name], dtype):
+    for found in run_ranks(2, at_all_fractions, CASES[name], dtype, timeout=300):
         assert not any(differing for differing, _ in found)
         resident, half, everything = (memory for _, memory in found)
         moved = resident.state + (resident.main_weights if dtype != torch.float32 else 0)
@@ -76,4 +76,4 @@ def resumed(case: Case, before: float, after: float, folder: str) -> list[str]:
 @pytest.mark.parametrize(("before", "after"), [(0.5, 0.0), (0.0, 1.0), (1.0, 0.5)])
 def test_checkpoints_are_those_of_a_resident_run(tmp_path, before, after):
     case = CASES["adamuon"]
-    assert run_ranks(2, resumed, case, before, after, str(tmp_path)) == [[], []]
+    assert run_ranks(2, resumed, case, before, after, str(tmp_path), timeout=300) == [[], []]
