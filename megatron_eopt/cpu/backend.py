@@ -13,7 +13,7 @@ from megatron_eopt.base.versions import dataset_helpers_to_skip
 from megatron_eopt.cpu.attention import attention_patches
 from megatron_eopt.cpu.cuda_standins import cuda_patches
 from megatron_eopt.cpu.generators import Generators
-from megatron_eopt.cpu.gloo import collective_patches, mesh_patches
+from megatron_eopt.cpu.gloo import collective_patches, group_patches, mesh_patches
 from megatron_eopt.cpu.mode import CudaIsCpu, Switch, engine_patches, put_on_stack, take_off_stack
 from megatron_eopt.cpu.norms import norm_patches
 from megatron_eopt.cpu.patches import Patch, PatchList
@@ -51,6 +51,7 @@ class _Backend:
                         *cuda_patches(),
                         *self._generators.patches(),
                         *collective_patches(),
+                        *group_patches(),
                         *mesh_patches(),
                         *norm_patches(),
                         *attention_patches(),

@@ -1,4 +1,4 @@
-"""Collectives that NCCL has and gloo lacks."""
+"""Collectives that NCCL has and gloo lacks, and groups that cost less."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -93,6 +93,36 @@ def collective_patches() -> list[Patch]:
         for owner in (dist, distributed_c10d)
         for function in functions
     ]
+
+
+def group_patches() -> list[Patch]:
+    """Return the replacement that lets the groups of a process share one network thread.
+
+    Each group has one of its own otherwise, which wakes up a hundred times a second, and Megatron
+    makes dozens of groups. Releases of torch without the function to replace stay as they are.
+    """
+    if not hasattr(distributed_c10d, "_create_gloo_process_group"):
+        return []
+    gloo: Any = dist.ProcessGroupGloo
+    device = functools.cache(gloo.create_default_device)
+
+    def create_gloo_process_group(wanted: Any, backend_options: object | None) -> Any:
+        options = gloo._Options()
+        options._devices = [device()]
+        options._timeout = wanted.timeout
+        options.enable_reconfigure = wanted.enable_reconfigure
+        group = gloo(wanted.store, wanted.group_rank, wanted.group_size, options)
+        group.options.global_ranks_in_group = wanted.global_ranks_in_group
+        group.options.group_name = wanted.group_id
+        return group
+
+    patches = [Patch(distributed_c10d, "_create_gloo_process_group", create_gloo_process_group)]
+    backend: Any = distributed_c10d.Backend
+    if "GLOO" in backend._plugins:
+        # once the first group exists torch has looked the function up
+        ours = backend._BackendPlugin(create_gloo_process_group, True)
+        patches.append(Patch(backend, "_plugins", {**backend._plugins, "GLOO": ours}))
+    return patches
 
 
 def mesh_patches() -> list[Patch]:

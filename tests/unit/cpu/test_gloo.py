@@ -1,11 +1,13 @@
 """The collectives that gloo lacks equal what NCCL's would give."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_eopt.cpu.gloo import group_patches
 from tests.harness import RankError, run_ranks
 
 
@@ -74,3 +76,20 @@ def test_all_to_all_with_tensor_sizes() -> None:
 def test_gloo_alone_cannot_do_it() -> None:
     with pytest.raises(RankError):
         run_ranks(2, _uneven_all_gather, False, cpu=False)
+
+
+def _groups_that_share_a_thread() -> tuple[int, float]:
+    groups: list[Any] = [dist.new_group([0, 1]) for _ in range(10)]
+    total = torch.ones(3)
+    for group in groups:
+        dist.all_reduce(total, group=group)
+    tasks = Path("/proc/self/task").iterdir()
+    names = [(task / "comm").read_text().strip() for task in tasks]
+    return names.count("gloo_tcp_loop"), float(total[0])
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are looked up there")
+@pytest.mark.skipif(not group_patches(), reason="this torch has no function to replace")
+def test_groups_share_one_network_thread():
+    # the group of all ranks is there before the back end is
+    assert run_ranks(2, _groups_that_share_a_thread) == [(2, 1024.0)] * 2
