@@ -45,7 +45,7 @@ COMMON: dict[str, Any] = {
 }
 GATED = {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
 MODELS: dict[str, tuple[type, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "GPT, learned positions, grouped-query attention, gated experts": (
+    "GPT, grouped-query attention, gated experts": (
         TransformerConfig,
         {
             "num_query_groups": 2,
@@ -56,7 +56,7 @@ MODELS: dict[str, tuple[type, dict[str, Any], dict[str, Any], dict[str, Any]]] =
             **GATED,
         },
         {"num_experts": 2},
-        {"share_embeddings_and_output_weights": False},
+        {"position_embedding_type": "rope", "share_embeddings_and_output_weights": False},
     ),
     "Multi-latent attention": (
         MLATransformerConfig,
