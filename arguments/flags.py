@@ -57,6 +57,8 @@ GROUPS: dict[str, dict[str, str]] = {
         "enough.",
         "muon-wave-mb": "MiB of whole matrices that one rank brings together at a time: less takes "
         "less memory, more keeps a GPU busier.",
+        "muon-momentum-dtype": "How momentum is kept between steps: in float32, or rounded at "
+        "random to fewer bits.",
         "muon-backend": "Whose kernels orthogonalize.",
         "muon-use-nesterov": "Old spelling of --muon-nesterov.",
         "muon-mode": "Old spelling of --muon-tp-mode.",

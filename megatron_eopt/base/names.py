@@ -32,8 +32,12 @@ NO_MUON_ATTRIBUTE = "use_muon"
 STACK_ATTRIBUTE = "eopt_matrix_stack"
 """A 3-D parameter with this attribute set to ``True`` is a stack of matrices (experts)."""
 
+GLOBAL_NAME_ATTRIBUTE = "eopt_global_name"
+"""Where a parameter keeps its name in the whole model, of all pipeline stages and experts."""
+
 # keys of optimizer state
 MOMENTUM = "momentum_buffer"  # of Muon, Lion and SGD
+MOMENTUM_SCALE = "momentum_scale"  # of its blocks, where it is kept in 8 bits
 MOMENT2 = "moment2_buffer"  # adaptive Muon's second moments
 FIRST_MOMENT = "exp_avg"  # Adam's
 STEP = "step"  # a counter of steps

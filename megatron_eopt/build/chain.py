@@ -233,6 +233,7 @@ class OptimizerChain(ChainedOptimizer):
             ConfigurationTypeError: If it is not built like a state.
         """
         agreed(lambda: self._load(state_dict))
+        optimizer_state.settle(self.members)
 
     def _load(self, state_dict: Any) -> None:
         check_structure(state_dict)

@@ -17,6 +17,7 @@ from megatron_eopt.build.chain import OptimizerChain, names_in
 from megatron_eopt.build.loss_scale import make_scaler
 from megatron_eopt.build.sharded import Sharding, sharded_members
 from megatron_eopt.optimizers.driver import refuse_group
+from megatron_eopt.routing.global_names import name_parameters
 from megatron_eopt.settings.settings import RunSettings, resolve_run
 from megatron_eopt.stores.all_reduced import AllReducedChunk
 from megatron_eopt.stores.buffers import buffer_sets, check_model_chunks, process_groups
@@ -69,6 +70,7 @@ class LayerWiseDistributedOptimizer(OptimizerChain):
                 chunks = [AllReducedChunk(trained, process_groups(pg_collection))]
             check_model_chunks(chunks)
             qk_clip.prepare(chunks)
+            name_parameters(chunks)
             exempt = settings.exempt_from_clipping
             return settings, chunks, _bases(optimizers, init_state_fn_list, exempt=exempt)
 

@@ -35,6 +35,7 @@ def import_torch_muon(
         ConfigurationError: If names are unknown, a momentum is missing or has another shape.
     """
     momenta = _momenta_by_name(state_dict, params)
+    optimizer.unpack()
     targets = {
         name: (param, optimizer.state[param][MOMENTUM])
         for param, name in optimizer.names.items()
@@ -58,6 +59,7 @@ def import_torch_muon(
             mesh, placements = param.device_mesh, param.placements
             value = distribute_tensor(value, mesh, placements, src_data_rank=None)
         local_of(target).copy_(local_of(value))
+    optimizer.pack()
 
 
 def _momenta_by_name(

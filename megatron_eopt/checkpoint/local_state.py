@@ -101,10 +101,11 @@ class _Loading:
             for present, its in self._groups
             for param, number in _numbered(present, its)
         ]
+        may_lack = {id(main): fresh | driver.dispensable for driver, _, main in member.stepped()}
         missing = [
             f"parameter {number} of shape {tuple(param.shape)}: {kind}"
             for number, (param, values) in enumerate(self._states)
-            for kind in sorted(optimizer.state[param].keys() - values.keys() - fresh)
+            for kind in sorted(optimizer.state[param].keys() - values.keys() - may_lack[id(param)])
         ]
         if missing:
             raise missing_state(missing)

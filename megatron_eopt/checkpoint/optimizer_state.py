@@ -46,6 +46,14 @@ def prepare(members: Sequence[Member], *, is_loading: bool) -> None:
                 (driver.expect if is_loading else driver.init)(*work)
 
 
+def settle(members: Sequence[Member]) -> None:
+    """Let all state that was loaded be as it is kept between steps; collective."""
+    for member in members:
+        for driver in member.drivers:
+            with member.scene(driver) as work:
+                driver.pack(*work)
+
+
 def counts_of(members: Sequence[Member]) -> dict[Driver, int]:
     """Return the steps that each driver's states count, -1 for one that counts none; collective."""
     mine: dict[tuple[int, str], int] = {}

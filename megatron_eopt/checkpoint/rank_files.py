@@ -1,7 +1,7 @@
 """One file a rank, for checkpoints of format ``torch``: loads at the layout that wrote it."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,12 @@ from megatron_eopt.checkpoint.optimizer_state import (
     counts_of,
     prepare,
     set_all_steps,
+    settle,
 )
 from megatron_eopt.checkpoint.saved_state import kept_of
 from megatron_eopt.optimizers.driver import OF_GROUPS, Kept
 from megatron_eopt.optimizers.member import Member
+from megatron_eopt.stores.interface import Stored
 
 
 def save_rank_file(filename: str, members: Sequence[Member], names: Mapping[Tensor, str]) -> None:
@@ -38,6 +40,7 @@ def save_rank_file(filename: str, members: Sequence[Member], names: Mapping[Tens
     unfinished = path.with_name(f"{path.name}.unfinished")
     torch.save(content, unfinished)
     os.replace(unfinished, path)
+    settle(members)
 
 
 @torch.no_grad()
@@ -66,10 +69,9 @@ def load_rank_file(filename: str, members: Sequence[Member], names: Mapping[Tens
         )
     saved = content["optimizers"]
     for member, its in zip(members, saved, strict=True):
-        for item in member.storage.stored():
-            tensors = member.storage.tensors_of(item)
-            for kind, value in its["fragments"][names[item.param]]["state"].items():
-                tensors[kind].copy_(value)
+        for item, tensors in _stored(member):
+            for kind, value in tensors.items():
+                value.copy_(its["fragments"][names[item.param]]["state"][kind])
             member.storage.put_tensors(item, tensors)
         for _, param, kept in kept_of(member):
             name, part, path_there = _place(names[param], kept)
@@ -77,6 +79,7 @@ def load_rank_file(filename: str, members: Sequence[Member], names: Mapping[Tens
     common = dict(enumerate(item["common"] for item in saved))
     adopt_common(members, common)
     set_all_steps(members, common)
+    settle(members)
 
 
 def _content(member: Member, names: Mapping[Tensor, str]) -> dict[str, Any]:
@@ -89,14 +92,20 @@ def _content(member: Member, names: Mapping[Tensor, str]) -> dict[str, Any]:
     return {
         "common": common_state([member], counts=counts_of([member])),
         "fragments": {
-            names[item.param]: {
-                "range": [item.start, item.stop],
-                "state": member.storage.tensors_of(item),
-            }
-            for item in member.storage.stored()
+            names[item.param]: {"range": [item.start, item.stop], "state": tensors}
+            for item, tensors in _stored(member)
         },
         "matrices": matrices,
     }
+
+
+def _stored(member: Member) -> Iterator[tuple[Stored, dict[str, Any]]]:
+    """Yield what this rank stores with its main weights and state, but for counts of steps."""
+    stepped = {id(main): (driver, number) for driver, number, main in member.stepped()}
+    for item in member.storage.stored():
+        driver, number = stepped[id(item.main)]
+        tensors = driver.saved_form(number, member.storage.tensors_of(item))
+        yield item, {kind: value for kind, value in tensors.items() if kind != STEP}
 
 
 def _place(param: str, item: Kept) -> tuple[str, str, tuple[str, ...]]:
@@ -128,7 +137,7 @@ def _signature(entries: Mapping[str, Any]) -> dict[str, Any]:
                 key: tuple(value.shape) if isinstance(value, Tensor) else None
                 for key, value in entry["state"].items()
                 # steps are counted for all together
-                if key != (STEP,)
+                if key not in (STEP, (STEP,))
             },
         )
         for name, entry in entries.items()

@@ -220,7 +220,7 @@ class StateRequests:
             driver, number = stepped[id(item.main)]
             tensors = {
                 kind: value
-                for kind, value in storage.tensors_of(item).items()
+                for kind, value in driver.saved_form(number, storage.tensors_of(item)).items()
                 if kind in MAINS or (kind != STEP and driver.is_cut_like_weights(kind, value))
             }
             self._held.append((storage, item, tensors))

@@ -52,6 +52,8 @@ class AdaptiveDriver(MuonDriver):
         self._counted: dict[int, Coefficients] = {}
         # statistics of parameters that this rank computes on but stores nothing of
         self.owned_state: State = defaultdict(dict)
+        if settings.bias_correction:
+            self.dispensable -= {STEP}
 
     def is_cut_like_weights(self, kind: str, value: Any) -> bool:
         """Whether a state has a number for each of the parameter's."""
@@ -72,8 +74,7 @@ class AdaptiveDriver(MuonDriver):
                 self._away[number] = torch.empty(0, dtype=torch.float32, device=rule.engine.device)
         for param, number, values in self._states(groups, state):
             values.setdefault(MOMENT2, self._empty_statistics(param, number))
-            if self.settings.bias_correction:
-                # on the host, so that reading it makes nobody wait
+            if self._counts_steps:
                 values.setdefault(STEP, torch.zeros((), dtype=torch.float32))
 
     def counting(self, groups: Sequence[ParamGroup], state: State) -> Iterator[dict[str, Any]]:
@@ -81,14 +82,15 @@ class AdaptiveDriver(MuonDriver):
         yield from (values for *_, values in self._states(groups, state) if STEP in values)
 
     def set_steps(self, groups: Sequence[ParamGroup], state: State, steps: int) -> None:
-        """Set the counters of bias correction."""
+        """Set the counters."""
         for *_, values in self._states(groups, state):
             set_step(values, steps)
 
     def step(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Update the parameters of ``groups``; all ranks of a group call this together."""
+        self._count(self.owned_state[key] for key in self._away.values())
         self._counted = {
-            number: self._count(groups[self.group_of[number]], self.owned_state[key])
+            number: self._coefficients(groups[self.group_of[number]], self.owned_state[key])
             for number, key in self._away.items()
         }
         super().step(groups, state)
@@ -157,7 +159,7 @@ class AdaptiveDriver(MuonDriver):
     def _step_in_its_own_way(
         self, own: OrthogonalizeT, stepped: Mapping[int, Stepped], state: State
     ) -> None:
-        found = self._directions(stepped, state)
+        found = self._directions(range(len(self.shards)), stepped, state)
         # before any exchange, since a class's own way may be one itself
         self._ready = {n: (d, own(stepped[n].param, d)) for n, d in found.items()}
         for place, (numbers, _) in enumerate(self.engines):
@@ -166,7 +168,7 @@ class AdaptiveDriver(MuonDriver):
 
     def _prepare(self, place: int, stepped: Mapping[int, Stepped], state: State) -> None:
         states = {n: state[item.param] for n, item in stepped.items()}
-        counted = {n: self._count(item.group, states[n]) for n, item in stepped.items()}
+        counted = {n: self._coefficients(item.group, states[n]) for n, item in stepped.items()}
         for number in self.engines[place][0]:
             if number in self._away:
                 states[number] = self.owned_state[self._away[number]]
@@ -180,7 +182,7 @@ class AdaptiveDriver(MuonDriver):
         self, place: int, wave: int, stepped: Mapping[int, Stepped], state: State
     ) -> Mapping[int, Tensor]:
         if self.own is None:
-            found = inputs = self._directions(stepped, state)
+            found = inputs = self._directions(self._arriving(place, wave), stepped, state)
         else:
             found = {n: self._ready[n][0] for n in stepped}
             inputs = {n: self._ready[n][1] for n in stepped}
@@ -191,10 +193,12 @@ class AdaptiveDriver(MuonDriver):
     def _finished(self, place: int, updates: Mapping[int, Tensor]) -> None:
         self._rules[place].finish({self._rule_of[n][1]: u for n, u in updates.items()})
 
-    def _count(self, group: ParamGroup, state: dict[str, Any]) -> Coefficients:
+    @property
+    def _counts_steps(self) -> bool:
+        return self.settings.bias_correction or super()._counts_steps
+
+    def _coefficients(self, group: ParamGroup, state: dict[str, Any]) -> Coefficients:
         corrected = self.settings.bias_correction
-        if corrected:
-            state[STEP] += 1
         step = float(state[STEP]) if corrected else 1
         return Coefficients(
             group["beta2"], group["eps"], correction(group["beta2"], step, corrected)

@@ -62,6 +62,8 @@ class Driver:
 
     needs_matrices = False  # whether it brings whole matrices together
     is_clipped = True  # whether its gradients are scaled down with all others'
+    # kinds of state that need not be in what is loaded
+    dispensable: frozenset[str] = frozenset()
 
     def __init__(self, name: str, shards: Sequence[Shard]) -> None:
         self.name = name  # class of the optimizer, for messages
@@ -102,8 +104,15 @@ class Driver:
         self.host.write_back(params, state)
 
     def expect(self, groups: Sequence[ParamGroup], state: State) -> None:
-        """Make all state exist that is about to be loaded."""
+        """Make all state exist that is about to be loaded, as checkpoints have it."""
         self.init(groups, state)
+
+    def saved_form(self, number: int, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the state of the shard ``number`` as checkpoints have it."""
+        return values
+
+    def pack(self, groups: Sequence[ParamGroup], state: State) -> None:
+        """Keep state that was loaded in the form that :meth:`init` gives it; collective."""
 
     def counting(self, groups: Sequence[ParamGroup], state: State) -> Iterator[dict[str, Any]]:
         """Yield the states, and groups, in which steps are counted."""

@@ -22,6 +22,7 @@ from megatron_eopt.base.names import DEFAULT_WAVE_MB, TpModeT
 from megatron_eopt.math.algorithm import ALGORITHMS, AlgorithmT
 from megatron_eopt.math.coefficients import COEFFICIENT_NAMES
 from megatron_eopt.math.finite import check_finite as check_finite_gradients
+from megatron_eopt.math.low_precision import MOMENTUM_DTYPES, MomentumDtypeT
 from megatron_eopt.math.newton_schulz import ReduceT
 from megatron_eopt.math.orthogonalize import DEFAULT_EPS, Orthogonalization
 from megatron_eopt.math.precision import PRECISIONS
@@ -87,6 +88,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             makes the host wait for a GPU, so the default is to check on CPUs only.
         batched: Whether equal shapes share a call.
         wave_mb: MiB of whole matrices that one rank brings together at a time, above 0.
+        momentum_dtype: How momentum is kept between steps: "fp32" (as the parameters are), "bf16",
+            "fp8" or "int8", which are rounded at random. State dicts have it in float32.
 
     Raises:
         ConfigurationError: If a value is out of bounds, or a parameter is cut and there is no group
@@ -120,6 +123,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         check_finite: bool | None = None,
         batched: bool = True,
         wave_mb: float = DEFAULT_WAVE_MB,
+        momentum_dtype: MomentumDtypeT = "fp32",
     ) -> None:
         if weight_decay_method is None:
             weight_decay_method = "decoupled" if use_decoupled_weight_decay else "l2"
@@ -135,7 +139,11 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             backend=backend,
             eps=ns_eps,
         )
-        self._muon = MuonSettings(nesterov, weight_decay_method, self.orthogonalization)
+        check_choice("momentum_dtype", momentum_dtype, MOMENTUM_DTYPES)
+        self.momentum_dtype: MomentumDtypeT = momentum_dtype
+        self._muon = MuonSettings(
+            nesterov, weight_decay_method, self.orthogonalization, momentum_dtype
+        )
         self.pg_collection = pg_collection
         self.tp_mode: TpModeT = tp_mode
         self.split_qkv = split_qkv
@@ -201,6 +209,20 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         self._refuse_non_finite()
         self.driver.step(self.param_groups, self.state)
         return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return groups and state, with momenta that any ``momentum_dtype`` can load."""
+        result: dict[str, Any] = super().state_dict()
+        if self.driver is not None:
+            states = result["state"]
+            result["state"] = {n: self.driver.saved_form(n, states[n]) for n in states}
+        return result
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over groups and state; collective over the groups that cut parameters."""
+        super().load_state_dict(state_dict)
+        if self.driver is not None:
+            self.driver.pack(self.param_groups, self.state)
 
     def orthogonalize(self, p: Tensor, grad: Tensor, **kwargs: Any) -> Tensor:
         """Return the scaled update of one parameter; collective over the group that cuts it.

@@ -11,11 +11,14 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from megatron_eopt.base.names import MOMENTUM
+from megatron_eopt.base.names import MOMENTUM, MOMENTUM_SCALE, STEP
+from megatron_eopt.math.low_precision import MomentumDtypeT
 from megatron_eopt.math.newton_schulz import ReduceT
 from megatron_eopt.math.orthogonalize import Orthogonalization
 from megatron_eopt.optimizers.driver import Driver, ParamGroup, State
+from megatron_eopt.optimizers.element_wise import set_step
 from megatron_eopt.optimizers.engine import Means, UpdateT, engines_of
+from megatron_eopt.optimizers.momentum import momentum_in
 from megatron_eopt.stores.shard import Shard
 
 WeightDecayT = Literal["decoupled", "l2", "independent"]
@@ -39,6 +42,7 @@ class MuonSettings:
     nesterov: bool  # orthogonalize gradient and momentum mixed instead of the momentum alone
     weight_decay_method: WeightDecayT
     orthogonalization: Orthogonalization  # the arithmetic on matrices
+    momentum_dtype: MomentumDtypeT  # how momentum is kept between steps
 
 
 @dataclass
@@ -62,6 +66,9 @@ class MuonDriver(Driver):
         self.settings = settings
         self._numbers = {shard.name: number for number, shard in enumerate(shards)}
         self.engines = engines_of(shards, self._update_of, means)
+        self.momentum = momentum_in(settings.momentum_dtype, shards, means.device)
+        if self.momentum.is_rounded:
+            self.dispensable = frozenset({MOMENTUM_SCALE, STEP})
         self.apply: Apply = subtract  # a class's hooks may do more
         self.own: OrthogonalizeT | None = None  # takes the place of our orthogonalization
 
@@ -76,9 +83,48 @@ class MuonDriver(Driver):
             yield from engine.buffers()
 
     def init(self, groups: Sequence[ParamGroup], state: State) -> None:
-        """Make every momentum exist."""
+        """Make every momentum exist, and where it is rounded a counter."""
+        for _, param, number in self.numbered(groups):
+            if MOMENTUM not in state[param]:
+                self.momentum.make(number, state[param], param)
+            if self._counts_steps:
+                # on the host, so that reading it makes nobody wait
+                state[param].setdefault(STEP, torch.zeros((), dtype=torch.float32))
+
+    def expect(self, groups: Sequence[ParamGroup], state: State) -> None:
+        """Make all state exist that is about to be loaded, as checkpoints have it."""
+        self.init(groups, state)
+        for _, param, number in self.numbered(groups):
+            state[param].update(self.saved_form(number, state[param]))
+
+    def saved_form(self, number: int, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a state with its momentum in float32, which any ``momentum_dtype`` can load."""
+        if not self.momentum.is_rounded:
+            return values
+        kept = {kind: value for kind, value in values.items() if kind != MOMENTUM_SCALE}
+        return {**kept, MOMENTUM: self.momentum.read(number, values)}
+
+    @torch.no_grad()
+    def pack(self, groups: Sequence[ParamGroup], state: State) -> None:
+        """Keep momenta that were loaded in few bits again, if they are; collective."""
+        if not self.momentum.is_rounded:
+            return
+        self.init(groups, state)
+        loaded = {
+            number: (state[param], state[param][MOMENTUM])
+            for _, param, number in self.numbered(groups)
+            if state[param][MOMENTUM].dtype == torch.float32
+        }
+        self.momentum.write(range(len(self.shards)), loaded, nearest=True)
+
+    def set_steps(self, groups: Sequence[ParamGroup], state: State, steps: int) -> None:
+        """Continue to count after ``steps`` steps that another run did."""
         for _, param, _ in self.numbered(groups):
-            state[param].setdefault(MOMENTUM, torch.zeros_like(param, requires_grad=False))
+            set_step(state[param], steps)
+
+    def is_cut_like_weights(self, kind: str, value: Any) -> bool:
+        """Whether a value in a parameter's state has a number for each of the parameter's."""
+        return kind != MOMENTUM_SCALE and super().is_cut_like_weights(kind, value)
 
     def step(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Update the parameters of ``groups``; all ranks of a group call this together."""
@@ -87,6 +133,7 @@ class MuonDriver(Driver):
             for group, param, number in self.numbered(groups)
             if param.grad is not None
         }
+        self._count(state[item.param] for item in stepped.values())
         if self.own is not None:
             self.host.fetch((item.param for item in stepped.values()), state)
             self._step_in_its_own_way(self.own, stepped, state)
@@ -99,7 +146,7 @@ class MuonDriver(Driver):
     def _step_in_its_own_way(
         self, own: OrthogonalizeT, stepped: Mapping[int, Stepped], state: State
     ) -> None:
-        found = self._directions(stepped, state)
+        found = self._directions(range(len(self.shards)), stepped, state)
         self._apply(stepped.values(), {n: own(stepped[n].param, d) for n, d in found.items()})
 
     def _step_with(self, place: int, stepped: Mapping[int, Stepped], state: State) -> None:
@@ -141,21 +188,46 @@ class MuonDriver(Driver):
         self, place: int, wave: int, stepped: Mapping[int, Stepped], state: State
     ) -> Mapping[int, Tensor]:
         """Return what to orthogonalize of the parameters that a wave is the first to need."""
-        return self._directions(stepped, state)
+        return self._directions(self._arriving(place, wave), stepped, state)
 
     def _finished(self, place: int, updates: Mapping[int, Tensor]) -> None:
         """Act on updates that came back, in place."""
 
-    def _directions(self, stepped: Mapping[int, Stepped], state: State) -> dict[int, Tensor]:
-        """Decay weights, update momenta, and return what to orthogonalize, group by group."""
+    def _arriving(self, place: int, wave: int) -> list[int]:
+        """Return the shards that a wave is the first to need, on any rank."""
+        numbers, engine = self.engines[place]
+        return [numbers[index] for index in engine.arrivals[wave]]
+
+    def _directions(
+        self, numbers: Sequence[int], stepped: Mapping[int, Stepped], state: State
+    ) -> dict[int, Tensor]:
+        """Decay weights, update momenta, and return what to orthogonalize, group by group.
+
+        ``numbers`` are the shards that may be stepped on any rank.
+        """
         found: dict[int, Tensor] = {}
+        new: dict[int, tuple[dict[str, Any], Tensor]] = {}
         for group, members in _by_group(stepped.values()):
             params = [item.param for item in members]
             grads = decayed(params, group, self.settings.weight_decay_method)
-            momenta = [state[param][MOMENTUM] for param in params]
+            momenta = [self.momentum.read(item.number, state[item.param]) for item in members]
+            grads = [grad.to(kept.dtype) for grad, kept in zip(grads, momenta, strict=True)]
             mixed = directions(grads, momenta, group["momentum"], self.settings.nesterov)
             found.update(zip((item.number for item in members), mixed, strict=True))
+            for item, momentum in zip(members, momenta, strict=True):
+                new[item.number] = (state[item.param], momentum)
+        self.momentum.write(numbers, new)
         return found
+
+    @property
+    def _counts_steps(self) -> bool:
+        """Whether each parameter's steps are counted."""
+        return self.momentum.is_rounded
+
+    def _count(self, states: Iterable[dict[str, Any]]) -> None:
+        if self._counts_steps:
+            for values in states:
+                values[STEP] += 1
 
     def _apply(self, stepped: Iterable[Stepped], updates: Mapping[int, Tensor]) -> None:
         for group, members in _by_group(stepped):

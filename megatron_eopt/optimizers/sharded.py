@@ -146,7 +146,9 @@ class ShardedOptimizer(CompositeOptimizer):
                     published.update(zip(self._params[driver], found, strict=True))
         for param, found_of in published.items():
             self.state[param].update(found_of)
+        kept = self._show_as_saved()
         result = super().state_dict()
+        self.state.update(kept)
         # the owners hold it; what was returned keeps the present dictionary
         self.state.update({param: {} for param in published})
         return result
@@ -158,7 +160,11 @@ class ShardedOptimizer(CompositeOptimizer):
         Raises:
             ConfigurationError: If state of a parameter is missing.
         """
-        expected = {param: set(self.state[param]) for param in self.names}
+        expected = {
+            param: self.state[param].keys() - driver.dispensable
+            for driver in self.drivers
+            for param in self._params[driver]
+        }
         super().load_state_dict(state_dict)
         self._restore_dtypes(state_dict)
         for param, keys in expected.items():
@@ -166,6 +172,7 @@ class ShardedOptimizer(CompositeOptimizer):
                 rule = f"lacks {', '.join(sorted(missing))} of {self.names[param]}"
                 way_out = "Load what this optimizer saved, or import_torch_muon"
                 raise ConfigurationError("state_dict", "incomplete", rule, way_out)
+        self.pack()
         for driver, owned in self._owned.items():
             params = self._params[driver]
             saved = [dict(self.state[param]) for param in params]
@@ -174,6 +181,29 @@ class ShardedOptimizer(CompositeOptimizer):
             with self.scene(driver) as (groups, state):
                 driver.expect(groups, state)
                 owned.adopt(groups, state, saved)
+
+    def unpack(self) -> None:
+        """Let all state be as state dicts have it."""
+        self._show_as_saved()
+
+    def pack(self) -> None:
+        """Keep all state as it is kept between steps; collective."""
+        for driver in self.drivers:
+            with self.scene(driver) as (groups, state):
+                driver.pack(groups, state)
+
+    def _show_as_saved(self) -> dict[Tensor, dict[str, Any]]:
+        """Let state be as state dicts have it, and return what was another."""
+        kept = {}
+        for driver in self.drivers:
+            for _, param, number in driver.numbered(self.groups_of(driver)):
+                values = {key: local_of(value) for key, value in self.state[param].items()}
+                shown = driver.saved_form(number, values)
+                if shown is not values:
+                    kept[param] = self.state[param]
+                    self.state[param] = {}
+                    self._keep(driver, param, shown)
+        return kept
 
     def _keep(self, driver: Driver, param: Tensor, state: Mapping[str, Any]) -> None:
         """Take over new state."""

@@ -11,6 +11,7 @@ from megatron_eopt.base.agreement import agreed, of_every_rank
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.matrices import Split
 from megatron_eopt.routing.callers_grouping import with_callers_grouping
+from megatron_eopt.routing.global_names import name_parameters
 from megatron_eopt.routing.groups import Group, build_groups, summarize
 from megatron_eopt.routing.overrides import check_overrides, unmatched
 from megatron_eopt.routing.parameters import ModelParameter, trainable_parameters
@@ -64,6 +65,7 @@ def route_model(
     routing = route_parameters(settings, trainable_parameters(model_chunks), known)
     if settings.is_standard:
         return routing
+    name_parameters(model_chunks)
     splits = agreed(lambda: find_splits(model_chunks, which=settings.splits))
     _tag_as_megatron_does(routing.routes, model_chunks, settings)
     return Routing(routing.routes, routing.groups, splits)

@@ -20,6 +20,7 @@ from megatron_eopt.math import (
     get_backend,
     resolve_coefficients,
 )
+from megatron_eopt.math.low_precision import MOMENTUM_DTYPES
 from megatron_eopt.math.moments import Moment2MethodT
 from megatron_eopt.settings.config import EmergingOptimizerConfig
 from megatron_eopt.settings.fields import check_all_consumed, check_old_spellings, consumed_fields
@@ -67,6 +68,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "muon_scale_mode": get_args(ScaleModeT),
     "muon_fp32_matmul_prec": get_args(PrecisionT),
     "muon_algorithm": get_args(AlgorithmT),
+    "muon_momentum_dtype": MOMENTUM_DTYPES,
     "adaptive_muon_moment2_method": get_args(Moment2MethodT),
 }
 
@@ -138,6 +140,11 @@ def check_values(
         rule = f"is about Muon's gradients, and {optimizer}'s are always clipped"
         way_out = "Leave it off, or set clip_grad=0"
         raise ConfigurationError("muon_exempt_from_clipping", True, rule, way_out)
+    dtype = getattr(config, "muon_momentum_dtype", "fp32")
+    if dtype != "fp32" and "muon" not in prefixes:
+        rule = f"is about Muon's momentum, and {optimizer} has none of it"
+        way_out = 'Leave it at "fp32", or train with muon or adaptive_muon'
+        raise ConfigurationError("muon_momentum_dtype", dtype, rule, way_out)
     if optimizer in STANDARD_OPTIMIZERS:
         return
     check_old_spellings(config, prefixes)

@@ -14,6 +14,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
 from megatron_eopt.base.names import DEFAULT_WAVE_MB, OptimizerDefaultsT, TpModeT
 from megatron_eopt.math import AlgorithmT
+from megatron_eopt.math.low_precision import MomentumDtypeT
 from megatron_eopt.settings.refusals import refuse_unsupported_modes
 
 _LIKE_MEGATRON: dict[str, object] = {
@@ -66,6 +67,10 @@ class EmergingOptimizerConfig(OptimizerConfig):
     muon_wave_mb: float = DEFAULT_WAVE_MB
     """MiB of whole matrices that one rank brings together at a time, for SOAP and its like too. A
     step's working memory depends on it, and on the largest matrix, but not on the model."""
+
+    muon_momentum_dtype: MomentumDtypeT = "fp32"
+    """How the momentum of Muon and adaptive Muon is kept between steps: in float32, or rounded at
+    random to "bf16", "fp8" or "int8", the last two with a scale for each block of 32."""
 
     muon_backend: str = "torch"
     """Whose kernels run the iteration."""

@@ -20,7 +20,7 @@ from megatron_eopt.routing.parameters import ModelParameter
 from megatron_eopt.routing.splits import tensor_parallel_cut
 from megatron_eopt.stores.interface import Stored
 from megatron_eopt.stores.replicated import Float32Optimizer, MainParamsOptimizer
-from megatron_eopt.stores.shard import Ranks, Shard
+from megatron_eopt.stores.shard import Ranks, Shard, global_name
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -125,6 +125,7 @@ def dtensor_shards(
             tuple(islice(remaining, len(split.matrices))),
             ranks,
             tuple(local_of(param).shape),
+            global_name=global_name(param, name),
         )
         for (name, param), split in zip(params.items(), splits, strict=True)
     ]

@@ -13,7 +13,7 @@ from megatron_eopt.base.names import MAIN_OF_REPLICATED, TpModeT
 from megatron_eopt.matrices import Split
 from megatron_eopt.routing.parameters import cut_dimension
 from megatron_eopt.stores.interface import Storage, Stored
-from megatron_eopt.stores.shard import Fragment, Ranks, Shard, fragment_layouts
+from megatron_eopt.stores.shard import Fragment, Ranks, Shard, fragment_layouts, global_name
 
 type SplitOf = Callable[[Tensor, tuple[int, ...]], Split]
 """Returns the logical matrices of a parameter of the given unsharded shape."""
@@ -80,7 +80,9 @@ def slab(
     split = split_of(param, tuple(shape))
     fragments = [Fragment(rank, 0, param.numel()) for rank in range(ranks.size)]
     layouts = fragment_layouts(split, dim, ranks.size, fragments)
-    return Shard(name, split, layouts, ranks, tuple(param.shape))
+    return Shard(
+        name, split, layouts, ranks, tuple(param.shape), global_name=global_name(param, name)
+    )
 
 
 class _Replicated(Storage):

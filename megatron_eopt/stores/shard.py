@@ -15,8 +15,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.names import GLOBAL_NAME_ATTRIBUTE
 from megatron_eopt.layouts import Layout
 from megatron_eopt.layouts.boxes import Boxes, ragged_arange
 from megatron_eopt.matrices import Split, matrix_rows
@@ -49,6 +51,7 @@ class Shard:
         ranks: Who stores it.
         shape: Shape of the tensor that this rank stores; any with as many elements.
         slab: Where the split is that of one tensor-parallel slab alone, its rank and their number.
+        global_name: The parameter's name in the whole model, the same at every layout.
 
     Raises:
         ConfigurationError: If the pieces that this rank holds do not fill its tensor exactly once.
@@ -60,6 +63,7 @@ class Shard:
     ranks: Ranks
     shape: tuple[int, ...]
     slab: tuple[int, int] | None = None
+    global_name: str = ""
 
     def __post_init__(self) -> None:
         held = self.pieces
@@ -96,6 +100,11 @@ class Shard:
         if len(self.layouts) == 1:
             return (self.name,)
         return tuple(f"{self.name}[{matrix.name}]" for matrix in self.split.matrices)
+
+
+def global_name(param: Tensor, name: str) -> str:
+    """Return a parameter's name in the whole model, or another one if it does not know that."""
+    return getattr(param, GLOBAL_NAME_ATTRIBUTE, name)
 
 
 class Fragment(NamedTuple):

@@ -18,7 +18,7 @@ from megatron_eopt.stores.buffers import BufferSet
 from megatron_eopt.stores.interface import Storage, Stored
 from megatron_eopt.stores.rank_grid import RankGrid
 from megatron_eopt.stores.replicated import SplitOf, refuse_rematerialized
-from megatron_eopt.stores.shard import Fragment, Shard, fragment_layouts
+from megatron_eopt.stores.shard import Fragment, Shard, fragment_layouts, global_name
 
 
 class BufferPlace(NamedTuple):
@@ -80,7 +80,8 @@ def fragment_of(
     ]
     mine = fragments[grid.ranks.rank]
     layouts = fragment_layouts(split, dim, size, fragments)
-    return Shard(place.name, split, layouts, grid.ranks, (mine.stop - mine.start,), slab)
+    known_as = global_name(param, place.name)
+    return Shard(place.name, split, layouts, grid.ranks, (mine.stop - mine.start,), slab, known_as)
 
 
 def _slab_of(split: Split, size: int, dim: int, name: str) -> Split:

@@ -1,0 +1,289 @@
+"""How momentum is kept between steps: as it is, or in fewer bits.
+
+Note [Rounded momentum]
+    A step decodes the momenta of a wave to float32, and encodes what they have become. They are
+    rounded at random, with noise that is a hash of the parameter's name in the whole model, its
+    count of steps, and the row and column of its logical matrices. So it is the same however the
+    parameter is stored, and in a run that goes on from a checkpoint.
+
+    Blocks that share a scale are 32 columns of a row, from column 0 on. Where the parts of several
+    ranks meet inside of blocks, these ranks agree on the largest magnitudes there: a fragment has
+    two such blocks at most, and a slab of columns none if its width divides by 32. In a checkpoint
+    momentum is float32, whatever it is kept in.
+"""
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_eopt.base.names import MOMENTUM, MOMENTUM_SCALE, STEP
+from megatron_eopt.layouts.boxes import Boxes, Int64Array, ragged_arange
+from megatron_eopt.math.low_precision import (
+    BLOCK,
+    FORMATS,
+    NEAREST,
+    MomentumDtypeT,
+    NumberFormat,
+    decoded,
+    encoded,
+    hashed,
+    magnitude_bits,
+    noise_of,
+    scales_for,
+)
+from megatron_eopt.stores.shard import Shard, group_by_ranks
+
+ROUNDED_AT_ONCE = 1 << 20
+"""Elements, give or take a row: rounding them takes some 50 bytes each."""
+
+type Values = dict[str, Any]
+"""State of one parameter."""
+
+
+class Momentum:
+    """Keeps momenta as they are, in the dtype of what is stepped.
+
+    Attributes:
+        is_rounded: Whether steps have to be counted.
+    """
+
+    is_rounded = False
+
+    def make(self, number: int, values: Values, like: Tensor) -> None:
+        """Let the state of the shard ``number`` have a momentum of zeros."""
+        values[MOMENTUM] = torch.zeros_like(like, requires_grad=False)
+
+    def read(self, number: int, values: Mapping[str, Any]) -> Tensor:
+        """Return the momentum of a shard as a step uses it, and changes it in place."""
+        momentum: Tensor = values[MOMENTUM]
+        return momentum
+
+    def write(
+        self,
+        numbers: Sequence[int],
+        new: Mapping[int, tuple[Values, Tensor]],
+        *,
+        nearest: bool = False,
+    ) -> None:
+        """Keep new momenta of shards, in their states.
+
+        ``numbers`` are all shards that may have a new one on any rank, and ranks that share some
+        call this together. With ``nearest`` nothing is rounded at random.
+        """
+
+
+class RoundedMomentum(Momentum):
+    """Keeps momenta in fewer bits; see Note [Rounded momentum]."""
+
+    is_rounded = True
+
+    def __init__(
+        self, numbers: NumberFormat, shards: Sequence[Shard], device: torch.device | str
+    ) -> None:
+        self._format = numbers
+        self._has_scales = numbers.largest is not None
+        self._shards = list(shards)
+        self._rows = [_Rows(shard, torch.device(device)) for shard in shards]
+
+    def make(self, number: int, values: Values, like: Tensor) -> None:
+        """Let the state of a shard have a momentum of zeros, and scales."""
+        shape, device = like.shape, like.device
+        values[MOMENTUM] = torch.zeros(shape, dtype=self._format.dtype, device=device)
+        if self._has_scales:
+            blocks = self._rows[number].blocks
+            values[MOMENTUM_SCALE] = torch.zeros(blocks, dtype=torch.uint8, device=device)
+
+    def read(self, number: int, values: Mapping[str, Any]) -> Tensor:
+        """Return a shard's momentum in float32: a new tensor, unless that is what there is."""
+        codes: Tensor = values[MOMENTUM]
+        if codes.dtype == torch.float32 or not self._has_scales:
+            return codes.to(torch.float32)
+        momentum = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
+        rows, flat, kept = self._rows[number], momentum.view(-1), codes.view(-1)
+        for part in rows.parts:
+            scales = values[MOMENTUM_SCALE][rows.blocks_in(part, rows.columns_in(part))]
+            flat[part.elements] = decoded(kept[part.elements], scales)
+        return momentum
+
+    def write(
+        self,
+        numbers: Sequence[int],
+        new: Mapping[int, tuple[Values, Tensor]],
+        *,
+        nearest: bool = False,
+    ) -> None:
+        """Round new momenta and keep them; collective where ranks share blocks."""
+        flat = {n: momentum.reshape(-1) for n, (_, momentum) in new.items()}
+        scales: dict[int, Tensor] = {}
+        if self._has_scales:
+            largest = {n: self._rows[n].largest_of(values) for n, values in flat.items()}
+            self._agree(numbers, largest)
+            scales = {n: scales_for(bits, self._format) for n, bits in largest.items()}
+        for n, (values, momentum) in new.items():
+            if values[MOMENTUM].dtype != self._format.dtype:
+                self.make(n, values, momentum)
+            if n in scales:
+                values[MOMENTUM_SCALE].copy_(scales[n])
+            key = None if nearest else self._key(n, int(values[STEP]))
+            self._encode(n, flat[n], values[MOMENTUM].view(-1), scales.get(n), key)
+
+    def _key(self, number: int, step: int) -> int:
+        shard = self._shards[number]
+        name = shard.global_name or shard.name
+        return hashed(zlib.crc32(name.encode()) ^ hashed(step))
+
+    def _encode(
+        self, number: int, momentum: Tensor, into: Tensor, scales: Tensor | None, key: int | None
+    ) -> None:
+        rows = self._rows[number]
+        row_keys = None if key is None else hashed(rows.row.to(torch.int64) ^ key)
+        for part in rows.parts:
+            columns = rows.columns_in(part)
+            mine = None if scales is None else scales[rows.blocks_in(part, columns)]
+            noise: Tensor | int = NEAREST
+            if row_keys is not None:
+                noise = noise_of(rows.spread(row_keys, part), columns)
+            into[part.elements] = encoded(momentum[part.elements], self._format, noise, mine)
+
+    def _agree(self, numbers: Sequence[int], largest: Mapping[int, Tensor]) -> None:
+        """Let the parts of a block have the largest magnitude of all of it, as bits; in place."""
+        for ranks, places in group_by_ranks([self._shards[n] for n in numbers]):
+            mine = [numbers[place] for place in places]
+            counts = [self._rows[n].shared for n in mine]
+            if not sum(counts):
+                continue
+            bits = torch.zeros(sum(counts), dtype=torch.int32, device=self._rows[mine[0]].device)
+            views = dict(zip(mine, torch.split(bits, counts), strict=True))
+            found = [(views[n], self._rows[n], largest[n]) for n in mine if n in largest]
+            for view, rows, its in found:
+                view.scatter_reduce_(0, rows.shared_places, its[rows.shared_blocks], "amax")
+            dist.all_reduce(bits, dist.ReduceOp.MAX, group=ranks.group)
+            for view, rows, its in found:
+                its[rows.shared_blocks] = view[rows.shared_places]
+
+
+def momentum_in(
+    dtype: MomentumDtypeT, shards: Sequence[Shard], device: torch.device | str
+) -> Momentum:
+    """Return what keeps the momenta of ``shards``, tensors on ``device``."""
+    return Momentum() if dtype == "fp32" else RoundedMomentum(FORMATS[dtype], shards, device)
+
+
+class _Part:
+    """Some runs of a shard, and their elements."""
+
+    def __init__(self, runs: slice, elements: slice) -> None:
+        self.runs, self.elements = runs, elements
+
+
+class _Rows:
+    """What a rank stores of a shard: runs without gaps, each inside one row of one matrix.
+
+    Rows are counted over all of the parameter's matrices, and blocks over the runs.
+
+    Attributes:
+        row: The row of each run; int32 ``(runs,)``.
+        parts: All runs, some at a time.
+        blocks: Number of blocks of which this rank has a part.
+        shared: Number of blocks, on all ranks, of which several ranks have a part each.
+        shared_blocks: Those of this rank; int64 ``(n,)``.
+        shared_places: The number of each among all shared ones; int64 ``(n,)``.
+    """
+
+    def __init__(self, shard: Shard, device: torch.device) -> None:
+        first = np.cumsum([0, *(layout.shape[0] for layout in shard.layouts)])
+        rank, per_row = shard.ranks.rank, -(-shard.split.cols // BLOCK)
+        runs = np.concatenate(
+            [
+                _runs(layout.piece(rank), above)
+                for layout, above in zip(shard.layouts, first, strict=False)
+            ]
+        )
+        start, row, column, length = runs[np.argsort(runs[:, 0], kind="stable")].T
+        low, high = column // BLOCK, (column + length - 1) // BLOCK
+        before = np.cumsum(high - low + 1) - (high - low + 1)
+        self.blocks = int((high - low + 1).sum())
+        self.row, self._length, self._column, self._block = (
+            torch.tensor(values, dtype=torch.int32, device=device)
+            for values in (row, length, column - start, before - low)
+        )
+        self.device = self.row.device
+        self.parts = list(_parts(start, length))
+        shared = np.unique(
+            np.concatenate(
+                [
+                    _cut_blocks(layout.boxes, above, shard.split.cols)
+                    for layout, above in zip(shard.layouts, first, strict=False)
+                ]
+            )
+        )
+        self.shared = len(shared) if shard.ranks.size > 1 else 0
+        # only the first and the last block of a run can be cut
+        names = np.concatenate([row * per_row + low, row * per_row + high])
+        mine = np.isin(names, shared)
+        local = np.concatenate([before, before + high - low])
+        self.shared_blocks, self.shared_places = (
+            torch.tensor(values, dtype=torch.int64, device=device)
+            for values in (local[mine], np.searchsorted(shared, names[mine]))
+        )
+
+    def spread(self, per_run: Tensor, part: _Part) -> Tensor:
+        """Return for each element what there is for its run."""
+        count = part.elements.stop - part.elements.start
+        lengths = self._length[part.runs]
+        return torch.repeat_interleave(per_run[part.runs], lengths, output_size=count)
+
+    def columns_in(self, part: _Part) -> Tensor:
+        """Return the column of each element; int64."""
+        places = torch.arange(part.elements.start, part.elements.stop, device=self.device)
+        return places.add_(self.spread(self._column, part))
+
+    def blocks_in(self, part: _Part, columns: Tensor) -> Tensor:
+        """Return the block of each element; int64."""
+        return (columns // BLOCK).add_(self.spread(self._block, part))
+
+    def largest_of(self, flat: Tensor) -> Tensor:
+        """Return the largest magnitude of each block as bits; int32 ``(blocks,)``."""
+        found = torch.zeros(self.blocks, dtype=torch.int32, device=self.device)
+        for part in self.parts:
+            blocks = self.blocks_in(part, self.columns_in(part))
+            found.scatter_reduce_(0, blocks, magnitude_bits(flat[part.elements]), "amax")
+        return found
+
+
+def _runs(boxes: Boxes, above: int) -> Int64Array:
+    """Return start, row, column and length of each run; int64 ``(n, 4)``."""
+    height = boxes.height
+    down = ragged_arange(height)
+    columns = (boxes.offset, boxes.row + above, boxes.column, boxes.width)
+    runs = np.stack([np.repeat(values, height) for values in columns], axis=1)
+    runs[:, 0] += down * np.repeat(boxes.stride, height)
+    runs[:, 1] += down
+    return runs
+
+
+def _cut_blocks(boxes: Boxes, above: int, cols: int) -> Int64Array:
+    """Return the blocks that a box ends inside of, numbered row by row."""
+    left = boxes.take(boxes.column % BLOCK != 0)
+    ends = boxes.column + boxes.width
+    right = boxes.take((ends % BLOCK != 0) & (ends != cols))
+    found = []
+    for some, block in ((left, left.column), (right, right.column + right.width - 1)):
+        rows = np.repeat(some.row + above, some.height) + ragged_arange(some.height)
+        found.append(rows * -(-cols // BLOCK) + np.repeat(block // BLOCK, some.height))
+    return np.concatenate(found)
+
+
+def _parts(start: Int64Array, length: Int64Array) -> Iterator[_Part]:
+    at_once = start // ROUNDED_AT_ONCE
+    bounds = [*np.flatnonzero(np.diff(at_once, prepend=-1)).tolist(), len(start)]
+    for first, end in pairwise(bounds):
+        yield _Part(
+            slice(first, end), slice(int(start[first]), int(start[end - 1] + length[end - 1]))
+        )

@@ -1,0 +1,165 @@
+"""Momentum in few bits: the same however it is cut, small between steps, and carried over."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.math.low_precision import FORMATS
+from megatron_eopt.matrices import qkv, whole
+from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
+from megatron_eopt.optimizers.momentum import RoundedMomentum
+from megatron_eopt.optimizers.muon import TensorParallelMuon
+from megatron_eopt.stores.shard import Fragment
+from tests.harness import run_ranks
+from tests.harness.shards import StoredParameter
+from tests.unit.optimizers.parameters import parameter
+
+WIDE, FUSED = whole((6, 100)), qkv((32, 40), (8, 4, 4))
+
+# blocks are 32 columns: nearly every cut here passes inside of some
+CUTS = {
+    "fragments": (WIDE, -1, 1, ((0, 0, 131), (0, 131, 300), (0, 0, 0), (0, 300, 600))),
+    "columns": (WIDE, 1, 4, tuple((rank, 0, 150) for rank in range(4))),
+    "fragments of columns": (WIDE, 1, 2, ((0, 0, 77), (1, 0, 149), (0, 77, 300), (1, 149, 300))),
+    "fragments of rows": (FUSED, 0, 2, ((0, 0, 33), (1, 0, 600), (0, 33, 640), (1, 600, 640))),
+    "copies": (WIDE, 1, 2, ((0, 0, 300), (0, 0, 300), (1, 0, 300), (1, 0, 300))),
+}
+
+
+def stored(name, *, is_cut):
+    split, dim, size, places = CUTS[name]
+    if not is_cut:
+        dim, size, places = -1, 1, ((0, 0, torch.Size(split.shape).numel()),)
+    return StoredParameter(name, split, dim, size, tuple(Fragment(*place) for place in places))
+
+
+def views(shard, flat, matrices):
+    """Yield what a rank stores of each matrix, in its tensor and in the matrix."""
+    for matrix, layout in zip(matrices, shard.layouts, strict=True):
+        boxes = layout.piece(shard.ranks.rank)
+        for row, column, height, width, offset, stride in boxes.table[:, 1:7].tolist():
+            own = flat.as_strided((height, width), (stride, 1), offset)
+            yield own, matrix[row : row + height, column : column + width]
+
+
+def kept(shard, flat, number_format, steps=3):
+    """Return a momentum that is kept some times, having become another in between."""
+    momentum = RoundedMomentum(number_format, [shard], "cpu")
+    state = {"step": torch.zeros(())}
+    momentum.make(0, state, flat)
+    for _ in range(steps):
+        state["step"] += 1
+        momentum.write([0], {0: (state, momentum.read(0, state).lerp(flat, 0.3))})
+    assert state["momentum_buffer"].dtype == number_format.dtype
+    return momentum.read(0, state)
+
+
+def keep_on_ranks():
+    """Return whose numbers differ from those of the whole parameter on one rank."""
+    differing = []
+    for name in CUTS:
+        for kind, number_format in FORMATS.items():
+            lone = stored(name, is_cut=False).shard()
+            generator = torch.Generator().manual_seed(3)
+            values = torch.randn(lone.shape, generator=generator).exp().sub_(1)
+            matrices, expected = (
+                [torch.empty(layout.shape) for layout in lone.layouts] for _ in range(2)
+            )
+            for own, there in views(lone, values, matrices):
+                there.copy_(own)
+            for own, there in views(lone, kept(lone, values, number_format), expected):
+                there.copy_(own)
+            shard = stored(name, is_cut=True).shard(dist.group.WORLD)
+            mine, wanted = torch.empty(shard.shape), torch.empty(shard.shape)
+            for source, into in ((matrices, mine), (expected, wanted)):
+                for own, there in views(shard, into, source):
+                    own.copy_(there)
+            if not torch.equal(kept(shard, mine, number_format), wanted):
+                differing.append((name, kind, dist.get_rank()))
+    return differing
+
+
+def test_what_is_kept_is_the_same_however_blocks_are_cut():
+    assert run_ranks(4, keep_on_ranks) == [[]] * 4
+
+
+def test_blocks_that_lie_whole_on_one_rank_are_not_spoken_about(monkeypatch):
+    monkeypatch.setattr(dist, "all_reduce", None)
+    place = tuple(Fragment(rank, 0, 64 * 6) for rank in range(2))
+    shard = StoredParameter("w", whole((6, 128)), 1, 2, place).shard()
+    kept(shard, torch.randn(64 * 6), FORMATS["int8"])
+
+
+def trained(cls, dtype, steps, *, loaded=None, param_dtype=torch.float32):
+    params = [parameter(12, 20), parameter(40, 70)]
+    for param in params:
+        param.data = param.data.to(param_dtype)
+    optimizer = cls(params, 0.02, fp32_matmul_prec="highest", momentum_dtype=dtype)
+    if loaded is not None:
+        weights, state = loaded
+        for param, weight in zip(params, weights, strict=True):
+            param.data.copy_(weight)
+        optimizer.load_state_dict(copy.deepcopy(state))
+    for step in range(*steps):
+        for param in params:
+            param.grad = parameter(*param.shape, seed=step).grad.to(param_dtype)
+        optimizer.step()
+    return [param.detach() for param in params], optimizer
+
+
+def momenta(optimizer):
+    states = optimizer.state_dict()["state"].values()
+    return [values["momentum_buffer"] for values in states]
+
+
+@pytest.mark.parametrize("cls", [TensorParallelMuon, TensorParallelAdaptiveMuon])
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_state_is_small_and_goes_on_bit_equal(cls, dtype):
+    weights, whole_run = trained(cls, dtype, (0, 4))
+    half, optimizer = trained(cls, dtype, (0, 2))
+    for param, values in optimizer.state.items():
+        assert values["momentum_buffer"].dtype == FORMATS[dtype].dtype
+        assert values["momentum_buffer"].shape == param.shape
+        scales = values.get("momentum_scale", torch.empty(0))
+        blocks = param.shape[0] * -(-param.shape[1] // 32)
+        assert scales.nbytes == (0 if dtype == "bf16" else blocks)
+    assert all(momentum.dtype == torch.float32 for momentum in momenta(optimizer))
+    resumed, again = trained(cls, dtype, (2, 4), loaded=(half, optimizer.state_dict()))
+    assert all(map(torch.equal, resumed, weights))
+    assert all(map(torch.equal, momenta(again), momenta(whole_run)))
+    kinds = {values["momentum_buffer"].dtype for values in again.state.values()}
+    assert kinds == {FORMATS[dtype].dtype}
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_a_run_may_change_the_dtype_there_and_back(dtype):
+    half, exact = trained(TensorParallelMuon, "fp32", (0, 2))
+    assert "step" not in exact.state_dict()["state"][0]
+    _, rounded = trained(TensorParallelMuon, dtype, (2, 2), loaded=(half, exact.state_dict()))
+    for few, many in zip(momenta(rounded), momenta(exact), strict=True):
+        # half of the spacing of float8, the widest of all, below the largest of a block
+        assert (few - many).abs().max() <= many.abs().max() / 16
+        assert not torch.equal(few, many)
+    _, back = trained(TensorParallelMuon, "fp32", (2, 2), loaded=(half, rounded.state_dict()))
+    assert all(map(torch.equal, momenta(back), momenta(rounded)))
+    weights, _ = trained(TensorParallelMuon, dtype, (2, 4), loaded=(half, exact.state_dict()))
+    assert all(weight.isfinite().all() for weight in weights)
+
+
+def test_16_bit_parameters_have_it_too():
+    weights, optimizer = trained(TensorParallelMuon, "int8", (0, 2), param_dtype=torch.bfloat16)
+    assert {weight.dtype for weight in weights} == {torch.bfloat16}
+    exact, _ = trained(TensorParallelMuon, "fp32", (0, 2))
+    for weight, other in zip(weights, exact, strict=True):
+        # bfloat16 has 8 bits, and Newton-Schulz in it a few less
+        torch.testing.assert_close(weight.float(), other, rtol=0.02, atol=0.02)
+    kinds = {values["momentum_buffer"].dtype for values in optimizer.state.values()}
+    assert kinds == {torch.int8}
+
+
+def test_an_unknown_dtype_is_refused():
+    with pytest.raises(ConfigurationError, match="momentum_dtype='int4'"):
+        TensorParallelMuon([parameter(4, 6)], momentum_dtype="int4")
