@@ -189,7 +189,7 @@ def test_files_stay_short():
 def test_the_whole_stays_small():
     own = [place for place in SOURCES if top_of(place) not in ("cpu", "checkpoint_files")]
     folder = {place: ROOT / ("" if top_of(place) == "arguments" else PACKAGE) for place in own}
-    assert sum((folder[place] / place).read_text().count("\n") for place in own) <= 16_000
+    assert sum((folder[place] / place).read_text().count("\n") for place in own) <= 19_000
 
 
 def functions_of(tree: ast.Module) -> Iterator[ast.FunctionDef]:

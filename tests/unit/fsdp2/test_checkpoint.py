@@ -31,6 +31,8 @@ VARIANTS = {
     "normuon": config("adaptive_muon", adaptive_muon_moment2_method="normuon"),
     "adamuon": config("adaptive_muon", adaptive_muon_moment2_method="adamuon"),
     "soap": config("soap"),
+    "int8": config(muon_momentum_dtype="int8"),
+    "fp8": config("adaptive_muon", muon_momentum_dtype="fp8"),
 }
 
 

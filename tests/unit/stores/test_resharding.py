@@ -17,6 +17,7 @@ OPTIMIZERS = [
     Case("soap", BF16),
     Case("adaptive_muon", BF16, config=NORMUON),
     Case("lion", BF16),
+    Case("muon", BF16, config={"muon_momentum_dtype": "int8"}),
 ]
 
 

@@ -76,3 +76,16 @@ def test_an_owners_step_holds_two_waves_and_what_its_optimizer_needs_for_one_mat
 
 def test_larger_waves_hold_more():
     assert max(peaks("muon", 2, True, MODEL, 1.0)) > 4 * WAVE
+
+
+ROUNDING = 56 * (LARGEST // 4)
+"""Indices, noise and what else rounding needs for each element of the matrix that it works on."""
+
+
+@pytest.mark.parametrize("storage", [True, False], ids=["sharded", "replicated"])
+def test_of_momentum_in_8_bits_no_more_than_a_wave_is_float32(storage):
+    few, many = peaks("muon", 2, storage, MODEL, WAVE_MB, muon_momentum_dtype="int8")
+    # the first wave's momenta, and one matrix that is rounded
+    assert max(few, many) <= 3 * WAVE + 3 * LARGEST + ROUNDING + BUFFERS
+    # eight layers fill their waves better; all that they have more in float32 is seven waves a rank
+    assert many <= few + WAVE + BUFFERS

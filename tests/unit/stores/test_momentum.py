@@ -1,0 +1,144 @@
+"""Momentum in few bits in real storages: layouts, resuming, other dtypes, and other forms of state.
+
+Gradients are injected and not clipped, so they are the same numbers everywhere; momentum depends on
+nothing else, and must be the same to the bit. Weights are what Newton-Schulz makes of it.
+"""
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import distributed
+
+from tests.harness import run_ranks
+from tests.harness.scene import forget_megatron
+from tests.unit.stores.full_state import Case, build, differences, full_state, load, save, steps
+from tests.unit.stores.runs import DENSE, MOE
+from tests.unit.stores.test_layouts import TOLERANCE
+
+# 48 columns: tensor parallelism cuts inside of blocks of 32
+MODEL = {**DENSE, "hidden": 48}
+EXACT = {"muon_fp32_matmul_prec": "highest"}
+NORMUON = {"adaptive_muon_moment2_method": "normuon"}
+DTYPES = ("bf16", "fp8", "int8")
+
+
+def cases(model=MODEL, storage=True, dtypes=DTYPES, **parallel):
+    where = {"use_distributed_optimizer": storage}
+    found = []
+    for dtype in dtypes:
+        name, own = ("adaptive_muon", NORMUON) if dtype == "bf16" else ("muon", {})
+        config = {**where, **EXACT, **own, "muon_momentum_dtype": dtype}
+        found.append(Case(name, model, parallel, where, config))
+    return found
+
+
+def train(some: list[Case], count: int) -> list:
+    """For each case do some steps; return the whole states."""
+    states = []
+    for case in some:
+        chunk, optimizer = build(case)
+        steps(case, chunk, optimizer, 0, count)
+        dtypes = {
+            values["momentum_buffer"].dtype
+            for member in optimizer.members
+            for values in member.storage.optimizer.state.values()
+            if "momentum_buffer" in values
+        }
+        assert len(dtypes) == 1, dtypes
+        assert next(iter(dtypes)).itemsize < 4
+        states.append(full_state(case, chunk, optimizer))
+        forget_megatron()
+    return states if distributed.get_rank() == 0 else []
+
+
+def momenta(state: dict) -> dict:
+    return {key: value for key, value in state.items() if "momentum_buffer" in key}
+
+
+def check_same(found: list, expected: list) -> None:
+    """Compare momenta bit by bit, and all weights up to what Newton-Schulz makes of rounding."""
+    for state, other in zip(found, expected, strict=True):
+        assert len(momenta(state)) >= 4
+        assert not differences(momenta(state), momenta(other))
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and "momentum_buffer" not in key:
+                # statistics of NorMuon follow from the same updates
+                assert float((value - other[key]).norm() / other[key].norm()) < TOLERANCE, key
+
+
+@functools.cache
+def one_process(count: int) -> list:
+    return run_ranks(1, train, cases(), count)[0]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parallel", "storage"),
+    [
+        pytest.param(2, {}, True, marks=pytest.mark.long),
+        (4, {}, True),
+        pytest.param(2, {"tp": 2}, True, marks=pytest.mark.long),
+        (4, {"tp": 2}, True),
+        (2, {"pp": 2}, True),
+        (2, {"tp": 2}, False),
+    ],
+    ids=["DP 2", "DP 4", "TP 2", "TP 2 x DP 2", "PP 2", "TP 2 replicated"],
+)
+def test_momentum_is_the_same_to_the_bit_at_every_layout(ranks, parallel, storage):
+    found = run_ranks(ranks, train, cases(storage=storage, **parallel), 3)[0]
+    expected = one_process(3)
+    if not storage:
+        # main weights have another name there
+        found, expected = [list(map(momenta, states)) for states in (found, expected)]
+    check_same(found, expected)
+
+
+def test_momentum_of_experts_is_the_same_to_the_bit():
+    found = run_ranks(2, train, cases(MOE, dtypes=("int8",), ep=2), 3)[0]
+    check_same(found, run_ranks(1, train, cases(MOE, dtypes=("int8",)), 3)[0])
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("momentum"))
+    return folder, run_ranks(4, save, cases(tp=2), folder, timeout=300)[0]
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_checkpoint_loads_bit_equal_and_goes_on_so_at_other_layouts(saved, ranks):
+    folder, before = saved
+    after = run_ranks(ranks, load, cases(), folder, timeout=300)[0]
+    for state, other in zip(before, after, strict=True):
+        assert not differences(state, other)
+    check_same(run_ranks(ranks, load, cases(), folder, 1, timeout=300)[0], one_process(3))
+
+
+def test_resuming_at_the_same_layout_changes_no_bit(saved):
+    folder, _ = saved
+    whole = run_ranks(4, train, cases(tp=2), 4)[0]
+    for state, other in zip(
+        whole, run_ranks(4, load, cases(tp=2), folder, 2, timeout=300)[0], strict=True
+    ):
+        assert not differences(state, other)
+
+
+@pytest.mark.parametrize("storage", [True, False], ids=["sharded", "plain"])
+@pytest.mark.parametrize("dtype", ["int8", pytest.param("bf16", marks=pytest.mark.long)])
+def test_a_checkpoint_loads_into_another_dtype(tmp_path, storage, dtype):
+    (few,) = cases(storage=storage, dtypes=(dtype,), tp=2)
+    exact = replace(few, config={**few.config, "muon_momentum_dtype": "fp32"})
+    for number, (writes, reads) in enumerate([(few, exact), (exact, few)]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (before,) = run_ranks(2, save, [writes], str(folder))[0]
+        (after,) = run_ranks(2, load, [reads], str(folder))[0]
+        (later,) = run_ranks(2, load, [reads], str(folder), 1)[0]
+        assert all(value.isfinite().all() for value in momenta(later).values())
+        if reads is exact:
+            assert not differences(momenta(before), momenta(after))
+            continue
+        for key, value in momenta(before).items():
+            # bfloat16 has 8 bits; int8 at least 6 below the largest of a block
+            assert (value - momenta(after)[key]).abs().max() <= value.abs().max() / 127
+            assert not torch.equal(value, momenta(after)[key])
