@@ -129,7 +129,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             weight_decay_method = "decoupled" if use_decoupled_weight_decay else "l2"
         check_choice("weight_decay_method", weight_decay_method, WEIGHT_DECAY_METHODS)
         check_choice("tp_mode", tp_mode, get_args(TpModeT))
-        self.orthogonalization = _orthogonalization(
+        arithmetic = self.orthogonalization = _orthogonalization(
             coefficients=coefficient_type,
             steps=num_ns_steps,
             scale_mode=scale_mode,
@@ -140,10 +140,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             eps=ns_eps,
         )
         check_choice("momentum_dtype", momentum_dtype, MOMENTUM_DTYPES)
-        self.momentum_dtype: MomentumDtypeT = momentum_dtype
-        self._muon = MuonSettings(
-            nesterov, weight_decay_method, self.orthogonalization, momentum_dtype
-        )
+        self._muon = MuonSettings(nesterov, weight_decay_method, arithmetic, momentum_dtype)
         self.pg_collection = pg_collection
         self.tp_mode: TpModeT = tp_mode
         self.split_qkv = split_qkv
@@ -262,6 +259,11 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             way_out = "Give the rows of Q, K and V in one query group"
             raise ConfigurationError("qkv_split_shapes", rows, rule, way_out)
         return qkv(shape, rows)
+
+    @property
+    def momentum_dtype(self) -> MomentumDtypeT:
+        """How momentum is kept between steps."""
+        return self._muon.momentum_dtype
 
     @classmethod
     def steps_in_pieces(cls) -> bool:
