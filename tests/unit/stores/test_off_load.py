@@ -21,6 +21,7 @@ CASES = {
         "adaptive_muon", MODEL, config={"adaptive_muon_moment2_method": "normuon", **SMALL}
     ),
     "soap": Case("soap", MODEL, config=SMALL),
+    "muon in 8 bits": Case("muon", MODEL, config={"muon_momentum_dtype": "int8", **SMALL}),
     "lion": Case("lion", MODEL),
 }
 FRACTIONS = (0.0, 0.5, 1.0)
