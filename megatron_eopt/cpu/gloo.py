@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -82,17 +83,58 @@ def _all_gather_of_any_sizes(plain: Callable[..., Any]) -> Callable[..., Any]:
     return all_gather
 
 
+@dataclass(frozen=True)
+class _ScaledSum:
+    """A sum of terms that are multiplied by a factor first."""
+
+    factor: float
+
+
+def _all_reduce_of_scaled(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """``all_reduce`` that also scales and sums, as NCCL's ``PREMUL_SUM`` does."""
+
+    @functools.wraps(plain)
+    def all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, *args: Any, **kw: Any) -> Any:
+        if isinstance(op, _ScaledSum):
+            tensor.detach().mul_(op.factor)
+            op = dist.ReduceOp.SUM
+        return plain(tensor, op, *args, **kw)
+
+    return all_reduce
+
+
+def _reduce_scatter_of_scaled(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """``reduce_scatter_tensor`` that does the same, and leaves its input alone."""
+
+    @functools.wraps(plain)
+    def reduce_scatter_tensor(
+        output: torch.Tensor,
+        input: torch.Tensor,
+        op: Any = dist.ReduceOp.SUM,
+        *args: Any,
+        **kw: Any,
+    ) -> Any:
+        if isinstance(op, _ScaledSum):
+            input, op = input.detach() * op.factor, dist.ReduceOp.SUM
+        return plain(output, input, op, *args, **kw)
+
+    return reduce_scatter_tensor
+
+
 def collective_patches() -> list[Patch]:
     """Return the replacements, under both names that torch gives each collective."""
     functions = (
         _all_to_all_with_tensor_sizes(distributed_c10d.all_to_all_single),
         _all_gather_of_any_sizes(distributed_c10d.all_gather),
+        _all_reduce_of_scaled(distributed_c10d.all_reduce),
+        _reduce_scatter_of_scaled(distributed_c10d.reduce_scatter_tensor),
     )
-    return [
+    both = [
         Patch(owner, function.__name__, function)
         for owner in (dist, distributed_c10d)
         for function in functions
     ]
+    return [*both, Patch(dist, "_make_nccl_premul_sum", _ScaledSum)]
 
 
 def group_patches() -> list[Patch]:

@@ -64,12 +64,6 @@ REFUSALS = (
         "these layers are Transformer Engine's, which needs a GPU",
         "Pass --transformer-impl local",
     ),
-    Refusal(
-        "use_megatron_fsdp",
-        _given,
-        "Megatron-FSDP manages GPU memory and streams",
-        "Leave the flag out; --use-distributed-optimizer shards the optimizer state",
-    ),
     *(
         Refusal(
             field,

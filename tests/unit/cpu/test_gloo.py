@@ -93,3 +93,20 @@ def _groups_that_share_a_thread() -> tuple[int, float]:
 def test_groups_share_one_network_thread():
     # the group of all ranks is there before the back end is
     assert run_ranks(2, _groups_that_share_a_thread) == [(2, 1024.0)] * 2
+
+
+def _scaled_sums() -> None:
+    rank: int = dist.get_rank()
+    halves = dist._make_nccl_premul_sum(0.5)
+    given = torch.arange(4.0) + 10 * rank
+    reduced = torch.empty(2)
+    dist.reduce_scatter_tensor(reduced, given, op=halves)
+    assert reduced.tolist() == [5 + 2 * rank, 6 + 2 * rank]
+    assert given.tolist() == [10 * rank + i for i in range(4)]
+    dist.all_reduce(given, op=halves)
+    assert given.tolist() == [5, 6, 7, 8]
+
+
+def test_sums_of_scaled_terms() -> None:
+    """Megatron-FSDP divides its gradients so."""
+    run_ranks(2, _scaled_sums)

@@ -28,7 +28,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"distributed_backend": "nccl"}, "--distributed-backend='nccl'.*gloo"),
     ({"context_parallel_size": 2}, "--context-parallel-size=2: context parallelism"),
     ({"transformer_impl": "transformer_engine"}, "--transformer-impl.*local"),
-    ({"use_megatron_fsdp": True}, "--use-megatron-fsdp"),
     ({"fp8": "e4m3"}, "--fp8-format='e4m3'"),
     ({"fp4": "e2m1"}, "--fp4-format='e2m1'"),
     ({"cuda_graph_impl": "local"}, "--cuda-graph-impl='local': a CPU has no CUDA graphs"),
