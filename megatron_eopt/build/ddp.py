@@ -54,7 +54,3 @@ def check_ddp(settings: Settings, model_chunks: Sequence[Any]) -> None:
             )
             argument = "overlap_param_gather_with_optimizer_step"
             raise ConfigurationError(argument, True, rule, way_out)
-        if getattr(ddp_config, "use_megatron_fsdp", False) and not settings.is_standard:
-            rule = f"does not work with {settings.optimizer}"
-            way_out = "Use Megatron's DistributedDataParallel, or adam"
-            raise ConfigurationError(_OF_DDP + "use_megatron_fsdp", True, rule, way_out)

@@ -19,6 +19,8 @@ from megatron_eopt.build.differences import log_differences
 from megatron_eopt.build.fsdp2 import resolve_for_dtensors
 from megatron_eopt.build.layer_wise import LayerWiseDistributedOptimizer
 from megatron_eopt.build.loss_scale import make_scaler
+from megatron_eopt.build.managed import is_for_megatrons_own
+from megatron_eopt.build.megatron_fsdp import chain_of_managed_shards
 from megatron_eopt.build.replicated import chain_of_slabs
 from megatron_eopt.build.sharded import Sharding, unmixed_members
 from megatron_eopt.build.storages import Wanted, chain_in_storage, register_storage
@@ -31,6 +33,7 @@ from megatron_eopt.settings.checks import refuse_for_matrices
 from megatron_eopt.settings.registry import Overrides
 from megatron_eopt.settings.settings import Settings, resolve
 from megatron_eopt.stores.buffers import buffer_sets, check_model_chunks
+from megatron_eopt.stores.megatron_fsdp import whole_parameters
 
 logger = logging.getLogger(__name__)
 
@@ -70,9 +73,9 @@ def get_megatron_optimizer(
     check_megatron()
     if isinstance(model_chunks[0], megatron_name("MimoModel")):
         return megatrons_own_factory(config, model_chunks)
-    of_dtensors = is_torch_fsdp2(model_chunks)
+    of_dtensors = is_torch_fsdp2(model_chunks) or is_megatron_fsdp(model_chunks)
     settings = agreed(lambda: _settings(config, model_chunks, of_dtensors=of_dtensors))
-    if is_megatron_fsdp(model_chunks):
+    if is_megatron_fsdp(model_chunks) and is_for_megatrons_own(settings, model_chunks):
         return megatrons_own_factory(
             config,
             model_chunks,
@@ -81,13 +84,15 @@ def get_megatron_optimizer(
             pg_collection,
             dump_param_to_param_group_map,
         )
-    routing = route_model(settings, model_chunks, config_overrides)
+    with whole_parameters(model_chunks):
+        routing = route_model(settings, model_chunks, config_overrides)
     wanted = Wanted(settings, routing, model_chunks, pg_collection, use_gloo_process_groups)
     _report(settings, routing, model_chunks, wanted.collection)
     # what one pipeline stage refuses, the others would not know
     optimizer = agreed(lambda: chain_in_storage(wanted))
     if dump_param_to_param_group_map is not None:
-        _dump(routing.groups, model_chunks, dump_param_to_param_group_map)
+        with whole_parameters(model_chunks):
+            _dump(routing.groups, model_chunks, dump_param_to_param_group_map)
     return optimizer
 
 
@@ -136,7 +141,7 @@ def _sharded(wanted: Wanted) -> OptimizerChain | None:
     return OptimizerChain(unmixed_members(sharding, pairs), settings, scaler, model_chunks)
 
 
-for _builder in (chain_of_slabs, _sharded, chain_of_dtensors):
+for _builder in (chain_of_slabs, _sharded, chain_of_dtensors, chain_of_managed_shards):
     register_storage(_builder)
 
 

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from megatron.core import optimizer as megatron_optimizer
@@ -37,6 +37,19 @@ class Routing:
     def names(self) -> dict[torch.Tensor, str]:
         """Name of every parameter, in model order."""
         return {route.parameter.param: route.parameter.name for route in self.routes}
+
+    def over(self, shards: Mapping[torch.Tensor, torch.nn.Parameter]) -> "Routing":
+        """Return it with other tensors in the parameters' places."""
+
+        def moved(route: Route) -> Route:
+            parameter = route.parameter
+            return replace(route, parameter=replace(parameter, param=shards[parameter.param]))
+
+        return Routing(
+            [moved(route) for route in self.routes],
+            [replace(group, members=tuple(map(moved, group.members))) for group in self.groups],
+            {shards[param]: split for param, split in self.splits.items()},
+        )
 
     @property
     def matrices(self) -> dict[torch.Tensor, Split | None]:

@@ -5,7 +5,6 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -21,6 +20,7 @@ from megatron_eopt.routing.splits import tensor_parallel_cut
 from megatron_eopt.stores.interface import Stored
 from megatron_eopt.stores.replicated import Float32Optimizer, MainParamsOptimizer
 from megatron_eopt.stores.shard import Ranks, Shard, global_name
+from megatron_eopt.stores.uneven import mesh_in, uneven_layouts
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -91,7 +91,7 @@ def parameter_layout(name: str, param: Tensor, group: dist.ProcessGroup | None) 
     shape = tuple(param.shape)
     if group is None or not isinstance(param, DTensor):
         return Layout.whole((int(np.prod(shape[:-1])), shape[-1]), 0)
-    return dtensor_layout(shape, _mesh(param, group), param.placements, name=name)
+    return dtensor_layout(shape, mesh_in(param, group), param.placements, name=name)
 
 
 def dtensor_shards(
@@ -100,18 +100,18 @@ def dtensor_shards(
     group: dist.ProcessGroup | None,
     computed_by: Any,
 ) -> list[Shard]:
-    """Return the shards of some parameters.
+    """Return the shards of some parameters; collective over the group.
 
     Of replicas the one sends to which the matrix's owner belongs, which so has a part already:
     ``computed_by``, called with all layouts, returns a rank that computes on each matrix.
     """
-    of_params, layouts = [], []
+    of_params: list[Tensor] = []
+    layouts: list[Layout] = []
+    uneven = uneven_layouts(list(params.values()), splits, group)
     for (name, param), split in zip(params.items(), splits, strict=True):
-        layout = parameter_layout(name, param, group)
-        for rows in matrix_rows(split, 1, 0, -1):
-            order = np.argsort(rows.logical, kind="stable")
-            layouts.append(layout.select_rows(rows.local[order], rows.length[order]))
-            of_params.append(param)
+        found = uneven.get(param) or _layouts_in_rows(parameter_layout(name, param, group), split)
+        layouts += found
+        of_params += [param] * len(found)
     if group is not None:
         layouts = [
             layout.with_sources(_replica_of(owner, param, group))
@@ -131,18 +131,19 @@ def dtensor_shards(
     ]
 
 
-def _mesh(param: DTensor, group: dist.ProcessGroup) -> npt.NDArray[np.int64]:
-    """Return a device mesh with ranks of the group."""
-    number = {rank: i for i, rank in enumerate(dist.get_process_group_ranks(group))}
-    ranks = param.device_mesh.mesh
-    numbers = [number[rank] for rank in ranks.flatten().tolist()]
-    return np.array(numbers, np.int64).reshape(tuple(ranks.shape))
+def _layouts_in_rows(layout: Layout, split: Split) -> tuple[Layout, ...]:
+    """Return the layouts of the logical matrices that a parameter's rows are."""
+    found = []
+    for rows in matrix_rows(split, 1, 0, -1):
+        order = np.argsort(rows.logical, kind="stable")
+        found.append(layout.select_rows(rows.local[order], rows.length[order]))
+    return tuple(found)
 
 
 def _replica_of(rank: int, param: Tensor, group: dist.ProcessGroup) -> list[int]:
     """Return the ranks that hold a whole copy together, ``rank`` among them."""
     assert isinstance(param, DTensor)
-    mesh = _mesh(param, group)
+    mesh = mesh_in(param, group)
     place = np.argwhere(mesh == rank)[0]
     copy = tuple(
         int(i) if placement.is_replicate() else slice(None)
@@ -229,7 +230,7 @@ def uneven(params: Iterable[tuple[str, Tensor]]) -> list[str]:
     ]
 
 
-class _Shards:
+class LocalShards:
     """Keeps this rank's shards of DTensors; stands before a wrapper of whole parameters."""
 
     def stored(self) -> Iterator[Stored]:
@@ -247,9 +248,9 @@ class _Shards:
         return (0, 0, 0)
 
 
-class Float32Shards(_Shards, Float32Optimizer):
+class Float32Shards(LocalShards, Float32Optimizer):
     """For float32: steps on the parameters' shards themselves."""
 
 
-class MainShards(_Shards, MainParamsOptimizer):
+class MainShards(LocalShards, MainParamsOptimizer):
     """For bf16: steps on float32 copies of the shards."""

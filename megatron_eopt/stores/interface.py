@@ -61,6 +61,12 @@ class Storage:
         if not self.is_stub_optimizer:
             self._copy_model_grads_to_main_grads()  # type: ignore[attr-defined]
 
+    def gradient_of(self, item: Stored) -> Tensor | None:
+        """Return the gradient that what is stored steps with; None where it rests."""
+        # Transformer Engine's Adam has gradients of another dtype than its parameters
+        grad: Tensor | None = getattr(item.main, "decoupled_grad", None)
+        return item.main.grad if grad is None else grad
+
     def gather_params(self, *, now: bool = False) -> None:
         """Bring the stepped weights to all ranks, unless hooks or DDP will, and not ``now``."""
 
@@ -82,8 +88,5 @@ class Storage:
 def named_gradients(storage: Storage) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the model's parameters with the gradients that their main copies step with."""
     for item in storage.stored():
-        # Transformer Engine's Adam has gradients of another dtype than its parameters
-        grad = getattr(item.main, "decoupled_grad", None)
-        grad = item.main.grad if grad is None else grad
-        if grad is not None:
+        if (grad := storage.gradient_of(item)) is not None:
             yield item.param, grad

@@ -85,8 +85,8 @@ def slab(
     )
 
 
-class _Replicated(Storage):
-    """What both wrappers have in common; stands before megatron-core's in their bases."""
+class Replicated(Storage):
+    """What wrappers of whole parameters have in common; stands before megatron-core's."""
 
     def tensors_of(self, item: Stored) -> dict[str, Any]:
         """Return main weights, where they are not the model's, and state, by kind."""
@@ -116,7 +116,7 @@ class _Replicated(Storage):
         return {}
 
 
-class MainParamsOptimizer(_Replicated, Float16OptimizerWithFloat16Params):
+class MainParamsOptimizer(Replicated, Float16OptimizerWithFloat16Params):
     """For bf16 and fp16: steps on float32 copies of the parameters."""
 
     def common_state(self, steps: Sequence[int], main: str | None) -> dict[str, Any]:
@@ -129,7 +129,7 @@ class MainParamsOptimizer(_Replicated, Float16OptimizerWithFloat16Params):
         return {main: model for pair in groups for main, model in zip(*pair, strict=True)}
 
 
-class Float32Optimizer(_Replicated, FP32Optimizer):
+class Float32Optimizer(Replicated, FP32Optimizer):
     """For float32: steps on the parameters themselves."""
 
     def collect_gradients(self) -> None:

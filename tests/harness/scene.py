@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from megatron_eopt import cpu
 
@@ -19,14 +20,14 @@ from megatron_eopt import cpu
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 _wrapped: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-"""Models wrapped in megatron-core's DDP that are still there."""
+"""Models wrapped in megatron-core's DDP or FSDP that are still there."""
 
 
 def watch_wrapped_models() -> None:
     """Note every model that is wrapped from now on, for :func:`forget_everything`."""
 
     def note(parent: torch.nn.Module, _name: str, _child: torch.nn.Module | None) -> None:
-        if type(parent).__name__ == "DistributedDataParallel":
+        if type(parent).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel"):
             _wrapped.add(parent)
 
     torch.nn.modules.module.register_module_module_registration_hook(note)
@@ -62,6 +63,8 @@ def forget_everything() -> None:
     """
     forget_megatron()
     forget_wrapped_models()
+    # it gives out meshes of groups that are no more
+    _clear_sharding_prop_cache()
     cpu.disable()
     if dist.is_initialized():
         groups: list[Any] = list(dist.distributed_c10d._world.pg_map)

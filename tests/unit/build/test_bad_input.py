@@ -111,7 +111,6 @@ def test_unknown_optimizers_come_with_the_nearest_names(name):
 DDP_FLAGS = [
     ({}, {"use_distributed_optimizer": True}),
     ({}, {"overlap_param_gather": True}),
-    ({}, {"use_megatron_fsdp": True}),
 ]
 
 

@@ -1,0 +1,125 @@
+"""State in checkpoints of format ``fsdp_dtensor``: DTensors by parameter, as megatron-core has it.
+
+``optimizer.state.{parameter}.{kind}``; state of whole matrices lies there too, cut by rows. The
+trainer splits gate and up of a SwiGLU's first weight, ``{parameter}_w`` and ``{parameter}_v``, so
+that both load under another tensor parallelism; what is cut like that weight is split like it.
+Every rank has the same keys, whatever it holds, since finding out who holds what is collective.
+"""
+
+from collections.abc import Container, Iterator, Mapping
+from typing import Any
+
+import torch
+from megatron.core.transformer.fsdp_dtensor_checkpoint import (
+    expert_param_local_key,
+    handle_swiglu_in_state_dict,
+)
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from megatron_eopt.base.errors import ConfigurationTypeError
+from megatron_eopt.base.names import STEP
+from megatron_eopt.checkpoint.groups import adopt
+from megatron_eopt.checkpoint.migration import missing_state
+from megatron_eopt.checkpoint.optimizer_state import prepare
+from megatron_eopt.optimizers.member import Member
+
+FORMAT = "fsdp_dtensor"
+"""The trainer's name of the format."""
+
+GROUPS = "param_to_group_meta"
+"""Key of the settings of every parameter's group."""
+
+_FIRST_HALF = "_w"
+
+
+def requested(member: Member, *, is_loading: bool) -> dict[str, Any]:
+    """Return what the trainer saves, or loads in place, of a chain's only optimizer; collective."""
+    storage: Any = member.storage
+    prepare([member], is_loading=is_loading)
+    packed = storage.optimizer.state_dict()
+    state: dict[str, dict[str, Any]] = {}
+    for param, number in _numbered(storage.optimizer.param_groups, packed["param_groups"]):
+        values = packed["state"].get(number, {})
+        state |= _in_parts(storage, param, values)
+    groups = [{**group, STEP: storage.steps} for group in storage.optimizer.param_groups]
+    return {"state": state, GROUPS: storage._param_groups_to_param2group_meta(groups)}
+
+
+def load(member: Member, loaded: Mapping[str, Any]) -> None:
+    """Take over what was loaded into :func:`requested`; collective.
+
+    Raises:
+        ConfigurationTypeError: If it is not built like that.
+        ConfigurationError: If state is missing.
+    """
+    storage: Any = member.storage
+    optimizer, state = storage.optimizer, loaded.get("state")
+    if not isinstance(state, Mapping):
+        rule = "must hold the state of every parameter"
+        way_out = "Pass what sharded_state_dict(..., is_loading=True) returned, once it is loaded"
+        raise ConfigurationTypeError("state_dict['state']", state, rule, way_out)
+    states = {}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            name = storage._param_name(param)
+            found = state.get(name, state.get(name + _FIRST_HALF, {}))
+            kept = optimizer.state[param]
+            # what is cut like the parameter has been read in place
+            states[id(param)] = {**kept, **found, **_cut_like(kept)}
+        names = [storage._param_name(param) for param in group["params"]]
+        adopt(group, [loaded[GROUPS][name] for name in names[:1]])
+    groups = [{**g, "params": [id(param) for param in g["params"]]} for g in optimizer.param_groups]
+    optimizer.load_state_dict({"state": states, "param_groups": groups})
+    storage.steps = max((int(meta.get(STEP, 0)) for meta in loaded[GROUPS].values()), default=0)
+
+
+def refuse_missing(wanted: Mapping[str, Any], keys: Container[str], fresh: Container[str]) -> None:
+    """Raise unless a checkpoint, which has ``keys``, has all state of :func:`requested`.
+
+    State of the kinds ``fresh`` may be missing, and is no longer asked for then.
+
+    Raises:
+        ConfigurationError: If state is missing, with the parameters and what they lack.
+    """
+    lacking = [
+        (name, kind)
+        for name, values in wanted["state"].items()
+        for kind in values
+        if f"optimizer.state.{name}.{kind}" not in keys
+    ]
+    if missing := [f"{name}: {kind}" for name, kind in lacking if kind not in fresh]:
+        raise missing_state(missing)
+    for name, kind in lacking:
+        del wanted["state"][name][kind]
+
+
+def _numbered(groups: Any, packed: Any) -> Iterator[tuple[Tensor, int]]:
+    for group, its in zip(groups, packed, strict=True):
+        yield from zip(group["params"], its["params"], strict=True)
+
+
+def _cut_like(state: Mapping[str, Any]) -> dict[str, DTensor]:
+    """Return what is cut like a parameter of all state that is kept of it."""
+    return {kind: value for kind, value in state.items() if isinstance(value, DTensor)}
+
+
+@torch.no_grad()
+def _in_parts(storage: Any, param: Tensor, values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return one parameter's state by name, in two parts where the parameter is saved in two."""
+    name, chunk = storage._param_name(param), storage.model_chunks[0]
+    if not chunk.config.gated_linear_unit:
+        return {name: dict(values)}
+    # megatron-core splits weights of the model inside, by their names; state has the same shapes
+    inside = expert_param_local_key(name, chunk.config.num_moe_experts)
+    inside = inside.removeprefix("module.module.")
+    cut = _cut_like(storage.optimizer.state[param])
+    parts: dict[str, dict[str, Any]] = {}
+    for kind, value in cut.items():
+        split, _ = handle_swiglu_in_state_dict(chunk.module, {inside: value}, None)
+        for part, tensor in split.items():
+            parts.setdefault(name + part.removeprefix(inside), {})[kind] = tensor
+    rest = {kind: value for kind, value in values.items() if kind not in cut}
+    first = next(iter(parts), None) or name
+    parts.setdefault(first, {}).update(rest)
+    return parts

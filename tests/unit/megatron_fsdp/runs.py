@@ -1,0 +1,164 @@
+"""Runs of ``tests.unit.stores.runs`` in models that Megatron-FSDP manages."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import (
+    uneven_dtensor_to_full_tensor,
+)
+from megatron.core.utils import get_model_config
+
+from megatron_eopt import get_megatron_optimizer
+from tests.harness.models import tiny_gpt
+from tests.harness.scene import forget_megatron
+from tests.unit.fsdp2.model import config as emerging
+from tests.unit.fsdp2.model import eager
+from tests.unit.stores import runs
+from tests.unit.stores.runs import (
+    ZERO_EVERY,
+    Result,
+    Run,
+    Slab,
+    global_name,
+    global_values,
+    initialize_megatron,
+    make_config,
+    slab_of,
+)
+
+
+def wrap(model: torch.nn.Module, **flags: Any) -> FullyShardedDataParallel:
+    config = get_model_config(model)
+    fields = {
+        "use_megatron_fsdp": True,
+        "use_distributed_optimizer": True,
+        "data_parallel_sharding_strategy": "optim_grads_params",
+        "gradient_reduce_div_fusion": False,
+        "bucket_size": 5000,
+    }
+    ddp_config = DistributedDataParallelConfig(**(fields | flags))
+    wrapped = FullyShardedDataParallel(config, ddp_config, model)
+    config.finalize_model_grads_func = finalize_model_grads
+    config.no_sync_func = wrapped.no_sync
+    return wrapped
+
+
+def make_chunk(run: Run) -> Any:
+    """Return a wrapped model whose weights depend on their global names alone."""
+    if not parallel_state.model_parallel_is_initialized():
+        initialize_megatron(**run.parallel)
+    model = tiny_gpt(**run.model)
+    for name, param in model.named_parameters():
+        slab = slab_of(name, param, run.model.get("gated", False))
+        whole = global_values(global_name(name, run.model), slab, param.shape, 0)
+        param.data.copy_(slab.of(whole))
+    return wrap(model, **run.ddp)
+
+
+def make_optimizer(run: Run, chunk: Any) -> Any:
+    sharded = {"use_distributed_optimizer": True, **run.config}
+    # the class that knows all optimizers, or megatron-core's
+    known = "optimizer" in run.config
+    plain = replace(run, config={"muon_tp_mode": "auto", **sharded})
+    config = emerging(**sharded) if known else make_config(plain)
+    optimizer = get_megatron_optimizer(config, [chunk])
+    for group in optimizer.param_groups:
+        # as a scheduler would
+        group["lr"] = config.lr
+        group["weight_decay"] = config.weight_decay * group["wd_mult"]
+    return optimizer
+
+
+def held(param: Any) -> slice:
+    """Return the range of its flattened slab that this rank has of a parameter."""
+    found: slice = getattr(param, "megatron_fsdp_slice", slice(None))
+    return found
+
+
+def inject(run: Run, chunk: Any, step: int) -> None:
+    """Set the gradients that a reduction would leave: none where a rank has nothing."""
+    chunk.module._replace_param_with_distributed_if_needed()
+    for name, param in chunk.named_parameters():
+        original = param.orig_param
+        slab = slab_of(name, original, run.model.get("gated", False))
+        whole = global_values(global_name(name, run.model), slab, original.shape, 1 + step)
+        # zeros to be counted
+        whole.view(-1)[::ZERO_EVERY] = 0
+        local = param.to_local()
+        part = slab.of(whole).reshape(-1)[held(param)].view(local.shape).to(local.dtype)
+        grad = torch.distributed.tensor.DTensor.from_local(
+            part.clone(),
+            param.device_mesh,
+            param.placements,
+            run_check=False,
+            shape=param.shape,
+            stride=param.stride(),
+        )
+        param.grad = grad if local.numel() else None
+
+
+def weights(run: Run, chunk: Any) -> dict[str, tuple[Slab, torch.Tensor]]:
+    """Return this rank's slabs of all weights; collective."""
+    chunk.module._replace_param_with_distributed_if_needed()
+    found = {}
+    for name, param in chunk.named_parameters():
+        slab = slab_of(name, param.orig_param, run.model.get("gated", False))
+        with torch.no_grad():
+            whole = uneven_dtensor_to_full_tensor(param)
+        if slab.dim != -1:
+            whole = whole.chunk(slab.parts, slab.dim)[slab.part]
+        found[global_name(name, run.model)] = slab, whole.clone()
+    return found
+
+
+def train_in_ddp(run: Run) -> Result:
+    """Do the same in one process in a model that Megatron's DDP wraps; return main weights."""
+    chunk = runs.make_chunk(run)
+    optimizer = make_optimizer(run, chunk)
+    steps = []
+    for step in range(run.steps):
+        optimizer.zero_grad()
+        runs.inject(run, chunk, step)
+        steps.append(optimizer.step())
+    mains = {i.param: i.main for m in optimizer.members for i in m.storage.stored()}
+    found = {
+        global_name(name, run.model): (
+            slab_of(name, param, run.model.get("gated", False)),
+            mains[param].detach().view(param.shape).clone(),
+        )
+        for name, param in chunk.named_parameters()
+    }
+    return Result(found, steps)
+
+
+def train(run: Run) -> Result:
+    """Build, step, and return this rank's weights, and how much it has of each parameter."""
+    chunk = make_chunk(run)
+    optimizer = make_optimizer(run, chunk)
+    steps = []
+    for step in range(run.steps):
+        optimizer.zero_grad()
+        inject(run, chunk, step)
+        steps.append(optimizer.step())
+    result = weights(run, chunk)
+    parts = {
+        name: param.to_local().numel() / math.prod(param.shape)
+        for name, param in chunk.named_parameters()
+    }
+    return Result(result, steps, parts)
+
+
+@eager
+def train_all(how: Callable[[Run], Result], runs: dict[str, Run]) -> dict[str, Result]:
+    """Do several runs after one another."""
+    results = {}
+    for name, run in runs.items():
+        results[name] = how(run)
+        forget_megatron()
+    return results

@@ -1,0 +1,135 @@
+"""State in format ``fsdp_dtensor``: written, read into another strategy and number of ranks."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import (
+    preprocess_state_dict_for_uneven_dtensor,
+)
+from torch.distributed import checkpoint
+
+from megatron_eopt import ConfigurationError
+from megatron_eopt.checkpoint.fsdp_dtensor import refuse_missing
+from tests.harness import run_ranks
+from tests.harness.scene import forget_megatron
+from tests.unit.fsdp2.model import eager
+from tests.unit.megatron_fsdp.runs import inject, make_chunk, make_optimizer, weights
+from tests.unit.stores.runs import DENSE, MOE, Result, Run, deviation
+
+FORM = {"distrib_optim_sharding_type": "fsdp_dtensor"}
+RUNS = {
+    "muon": Run(steps=4),
+    "adam": Run(config={"optimizer": "adam"}, steps=4),
+    "normuon": Run(
+        config={"optimizer": "adaptive_muon", "adaptive_muon_moment2_method": "normuon"}, steps=4
+    ),
+    "soap": Run(config={"optimizer": "soap"}, steps=4),
+    "experts": Run(model={**MOE, "gated": True}, steps=4),
+}
+OPTIM = {"data_parallel_sharding_strategy": "optim"}
+
+
+def state_of(chunk: Any, optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
+    """Return what the trainer saves or loads in place, without its split of the model's gates."""
+    state = {"model": chunk.state_dict()}
+    state["optimizer"] = optimizer.sharded_state_dict(
+        state["model"], is_loading=is_loading, metadata=FORM
+    )
+    preprocess_state_dict_for_uneven_dtensor(state)
+    return state
+
+
+def stepped(run: Run, chunk: Any, optimizer: Any, first: int, end: int) -> None:
+    for step in range(first, end):
+        optimizer.zero_grad()
+        inject(run, chunk, step)
+        optimizer.step()
+
+
+@eager
+def save_all(folder: str) -> dict[str, Result]:
+    """Save each run after half of its steps; return the weights after all of them."""
+    results = {}
+    for name, run in RUNS.items():
+        chunk = make_chunk(run)
+        optimizer = make_optimizer(run, chunk)
+        stepped(run, chunk, optimizer, 0, 2)
+        chunk.module._replace_param_with_distributed_if_needed()
+        state = state_of(chunk, optimizer, is_loading=False)
+        checkpoint.save(state, checkpoint_id=f"{folder}/{name}")
+        stepped(run, chunk, optimizer, 2, 4)
+        results[name] = Result(weights(run, chunk), [])
+        forget_megatron()
+    return results
+
+
+@eager
+def load_all(folder: str, ddp: dict[str, Any]) -> dict[str, Result]:
+    """Load each into a model that has taken another step, and go on."""
+    results = {}
+    for name, run in RUNS.items():
+        run = replace(run, ddp=ddp)
+        chunk = make_chunk(run)
+        optimizer = make_optimizer(run, chunk)
+        stepped(run, chunk, optimizer, 7, 8)
+        chunk.module._replace_param_with_distributed_if_needed()
+        state = state_of(chunk, optimizer, is_loading=True)
+        checkpoint.load(state, checkpoint_id=f"{folder}/{name}")
+        optimizer.load_state_dict(state["optimizer"])
+        assert optimizer.members[0].storage.steps == 2
+        stepped(run, chunk, optimizer, 2, 4)
+        results[name] = Result(weights(run, chunk), [])
+        forget_megatron()
+    return results
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("checkpoint"))
+    return folder, run_ranks(2, save_all, folder, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("world", "ddp", "tolerance"),
+    [(2, {}, 0.0), (2, OPTIM, 1e-6), pytest.param(4, {}, 1e-6, marks=pytest.mark.long)],
+    ids=["the same", "another strategy", "other ranks"],
+)
+def test_a_run_goes_on(saved, world, ddp, tolerance):
+    folder, expected = saved
+    results = run_ranks(world, load_all, folder, ddp, timeout=280)
+    for name in RUNS:
+        found = deviation([result[name] for result in results], expected[0][name])
+        assert found <= tolerance, (name, found)
+
+
+def keys_of_state(run: Run) -> list[str]:
+    chunk = make_chunk(run)
+    optimizer = make_optimizer(run, chunk)
+    state = optimizer.sharded_state_dict({}, metadata=FORM)["state"]
+    empty = [n for n, p in chunk.named_parameters() if not p.to_local().numel()]
+    assert empty
+    with pytest.raises(ConfigurationError, match="ckpt_format"):
+        optimizer.sharded_state_dict({}, metadata={})
+    return sorted(f"{name}: {kind}" for name, values in state.items() for kind in values)
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adam"])
+def test_every_rank_asks_for_the_same(optimizer):
+    """Finding out who holds what is collective, so that a missing key would be a deadlock."""
+    run = Run(model={**DENSE, "layers": 1}, config={"optimizer": optimizer})
+    first, *others = run_ranks(4, keys_of_state, run)
+    assert all(other == first for other in others)
+    kind = "momentum_buffer" if optimizer == "muon" else "exp_avg"
+    fc1 = "module.module.decoder.layers.0.mlp.linear_fc1.weight"
+    assert {f"{fc1}_w: {kind}", f"{fc1}_v: {kind}"} <= set(first)
+
+
+def test_missing_state_is_refused_unless_it_may_start_fresh():
+    wanted = {"state": {"weight": {"momentum_buffer": torch.ones(1)}, "bias": {"exp_avg": 1}}}
+    keys = {"optimizer.state.bias.exp_avg"}
+    with pytest.raises(ConfigurationError, match=r"weight: momentum_buffer.*--checkpoint-fresh"):
+        refuse_missing(wanted, keys, ())
+    refuse_missing(wanted, keys, ("momentum_buffer",))
+    assert wanted["state"] == {"weight": {}, "bias": {"exp_avg": 1}}
