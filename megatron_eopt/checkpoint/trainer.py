@@ -1,4 +1,4 @@
-"""State in checkpoints of Megatron-LM's trainer: two of its functions, wrapped.
+"""State in checkpoints of Megatron-LM's trainer: four of its functions, wrapped.
 
 Before the trainer reads a distributed checkpoint, what it asks for is matched with what is there.
 """
@@ -12,7 +12,12 @@ from types import ModuleType
 from typing import Any
 
 from megatron.core.msc_utils import MultiStorageClientFeature
+from megatron.core.transformer.module import Float16Module
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+from megatron_eopt.base.agreement import agreed, from_rank_0
+from megatron_eopt.checkpoint import fsdp_dtensor
 from megatron_eopt.checkpoint.matching import match
 from megatron_eopt.checkpoint.migration import Policy
 
@@ -26,7 +31,12 @@ def trainer_rebindings() -> Rebindings:
 
     An object has to be replaced in every module that imported it.
     """
-    wrappers = {"load_checkpoint": _handing_over, "_load_global_dist_base_checkpoint": _matching}
+    wrappers = {
+        "load_checkpoint": _handing_over,
+        "_load_global_dist_base_checkpoint": _matching,
+        "_load_base_checkpoint": _refusing_gaps,
+        "handle_swiglu_in_state_dict": _under_a_wrapper,
+    }
     return wrapped(wrappers)
 
 
@@ -76,6 +86,40 @@ def _matching(original: Function) -> Function:
         return original(*values, **kwargs)
 
     return _load_global_dist_base_checkpoint
+
+
+def _refusing_gaps(original: Function) -> Function:
+    @functools.wraps(original)
+    def _load_base_checkpoint(*values: Any, **kwargs: Any) -> Any:
+        asked = inspect.signature(original).bind(*values, **kwargs).arguments
+        args, wanted = asked["args"], asked.get("sharded_state_dict") or {}
+        # what only arguments are read from is asked for nothing
+        if args.ckpt_format == fsdp_dtensor.FORMAT and "optimizer" in wanted:
+            keys = from_rank_0(lambda: _keys_in_folder_of(args))
+            fresh = getattr(args, "checkpoint_fresh_state", ())
+            agreed(lambda: fsdp_dtensor.refuse_missing(wanted["optimizer"], keys, fresh))
+        return original(*values, **kwargs)
+
+    return _load_base_checkpoint
+
+
+def _keys_in_folder_of(args: Any) -> frozenset[str]:
+    """Return the keys of the checkpoint that the trainer is about to read."""
+    reader = FileSystemReader(checkpointing().get_load_checkpoint_path_by_args(args))
+    return frozenset(reader.read_metadata().state_dict_metadata)
+
+
+def _under_a_wrapper(original: Function) -> Function:
+    @functools.wraps(original)
+    def handle_swiglu_in_state_dict(model: Any, *rest: Any, **kwargs: Any) -> Any:
+        if not isinstance(model.module, Float16Module):
+            # it looks for parameters where they are in the wrapper of 16-bit models
+            wrapper = nn.Module()
+            wrapper.module = model
+            model = wrapper
+        return original(model, *rest, **kwargs)
+
+    return handle_swiglu_in_state_dict
 
 
 def checkpointing() -> Any:

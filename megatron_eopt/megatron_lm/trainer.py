@@ -63,19 +63,23 @@ def _add_all(
 def checking_what_it_knows(original: Callable[..., Any]) -> Callable[..., Any]:
     """Let Megatron check flags without those that it refuses and we serve.
 
-    It refuses ``--use-torch-fsdp2`` with any optimizer but its own, off-loading without the Adam
-    that does it there, and the flags of QK-clip without Transformer Engine's attention, where we
-    record the logits of the local one. Whatever else it requires of torch FSDP2 is checked as for
-    Adam.
+    It refuses ``--use-torch-fsdp2`` and ``--use-megatron-fsdp`` with any optimizer but its own,
+    off-loading without the Adam that does it there, and the flags of QK-clip without Transformer
+    Engine's attention, where we record the logits of the local one. Whatever else it requires of
+    either FSDP is checked as for Adam.
     """
 
     @functools.wraps(original)
     def validate_args(args: argparse.Namespace, defaults: Any = None) -> Any:
         pretended: dict[str, Any] = {}
-        if getattr(args, "use_torch_fsdp2", False) and args.optimizer not in STANDARD_OPTIMIZERS:
+        is_ours = args.optimizer not in STANDARD_OPTIMIZERS
+        if getattr(args, "use_megatron_fsdp", False):
+            _check_megatron_fsdp(args)
+            pretended |= {"optimizer": "adam"} if is_ours else {}
+        if getattr(args, "use_torch_fsdp2", False) and is_ours:
             _check_torch_fsdp2(args)
             pretended["optimizer"] = "adam"
-        if args.optimizer not in STANDARD_OPTIMIZERS:
+        if is_ours:
             pretended["optimizer_cpu_offload"] = False
         if args.transformer_impl == "local":
             pretended |= {"qk_clip": False, "log_max_attention_logit": False}
@@ -108,6 +112,17 @@ def _check_torch_fsdp2(args: argparse.Namespace) -> None:
     if args.calculate_per_token_loss:
         rule = "Megatron does not divide gradients of torch FSDP2 by the number of tokens"
         refuse("calculate_per_token_loss", rule, "Leave the flag out")
+
+
+def _check_megatron_fsdp(args: argparse.Namespace) -> None:
+    name = args.optimizer
+    if name.startswith("dist_"):
+        rule = "cuts Megatron's buffers, and Megatron-FSDP cuts state already"
+        way_out = f"Pass --optimizer {name.removeprefix('dist_')}"
+        raise ConfigurationError("--optimizer", name, f"{rule} (--use-megatron-fsdp)", way_out)
+    if getattr(args, "print_state_checksum", False):
+        rule = "reads state by parameter, which Megatron-FSDP saves in another form"
+        raise ConfigurationError("--print-state-checksum", True, rule, "Leave the flag out")
 
 
 def sharding_ddp_config(original: Callable[[Any], Any]) -> Callable[[Any], Any]:

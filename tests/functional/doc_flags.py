@@ -27,6 +27,7 @@ VALUES = {
 
 ADDED = {
     "fsdp2.md": "--use-torch-fsdp2 --ckpt-format torch_dist",
+    "megatron_fsdp.md": "--use-megatron-fsdp --ckpt-format fsdp_dtensor",
     "--overlap-param-gather": "--use-distributed-optimizer --overlap-grad-reduce",
     "--optimizer-cpu-offload": "--use-distributed-optimizer",
     "--muon-tp-mode": "--tensor-model-parallel-size 2",
@@ -58,7 +59,9 @@ TRAINS = re.compile(
 
 _ALTERNATIVES = re.compile(r"[a-z_0-9]+(?:\|[a-z_0-9]+)+")
 _SIZE = re.compile(r"--(?:tensor|pipeline|expert|context)-model-parallel-size (\d+)")
-_NEEDS_RANKS = re.compile(r"-parallel-size|--use-(distributed-optimizer|torch-fsdp2)|--overlap-")
+_NEEDS_RANKS = re.compile(
+    r"-parallel-size|--use-(distributed-optimizer|torch-fsdp2|megatron-fsdp)|--overlap-"
+)
 
 
 @dataclass(frozen=True)

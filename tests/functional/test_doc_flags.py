@@ -79,6 +79,7 @@ def _step() -> None:
     from megatron.training.global_vars import set_global_variables
 
     from megatron_eopt import megatron_lm
+    from megatron_eopt.stores.dtensors import local_of
     from tests.harness.megatron import initialize_megatron
     from tests.harness.models import synthetic_batch, tiny_gpt, train_step
 
@@ -97,9 +98,9 @@ def _step() -> None:
     )
     # beyond the warm-up, which begins with a learning rate of zero
     scheduler.step(args.global_batch_size * args.lr_warmup_iters)
-    before = [param.detach().clone() for param in chunks[0].parameters()]
+    before = [local_of(param).detach().clone() for param in optimizer.get_parameters()]
     train_step(chunks, optimizer, [synthetic_batch(0)])
-    after = list(chunks[0].parameters())
+    after = [local_of(param) for param in optimizer.get_parameters()]
     assert any(not torch.equal(*pair) for pair in zip(before, after, strict=True)), "no step"
 
 

@@ -13,7 +13,12 @@ MODULES = (
     "megatron.core.dist_checkpointing.strategies.torch",
     "megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader",
 )
-ALWAYS = {"load_checkpoint", "_load_global_dist_base_checkpoint"}
+ALWAYS = {
+    "load_checkpoint",
+    "_load_base_checkpoint",
+    "_load_global_dist_base_checkpoint",
+    "handle_swiglu_in_state_dict",
+}
 FILES = {
     "save_checkpoint",
     "load_checkpoint",

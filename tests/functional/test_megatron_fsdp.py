@@ -1,0 +1,81 @@
+"""The training script with ``--use-megatron-fsdp`` on CPU processes, and its checkpoints."""
+
+import pytest
+import torch
+from torch.distributed import checkpoint
+
+from tests.functional.script import losses, train
+from tests.harness import RankError
+
+# without dropout, so that losses hang on the weights alone
+COMMON = """
+    --untie-embeddings-and-output-weights --clip-grad 0.5 --hidden-dropout 0 --attention-dropout 0
+    --train-iters 4
+""".split()
+MANAGED = [
+    *COMMON,
+    *"""
+    --use-megatron-fsdp --use-distributed-optimizer --ckpt-format fsdp_dtensor --save-interval 2
+    --no-gradient-accumulation-fusion
+""".split(),
+]
+MUON = ["--optimizer", "muon", "--muon-fp32-matmul-prec", "highest"]
+
+
+def sharded(strategy):
+    return [*MANAGED, "--data-parallel-sharding-strategy", strategy]
+
+
+def numbers(output):
+    return [float(loss) for loss in losses(output)]
+
+
+def tensors(folder, iteration):
+    """Return every tensor of a checkpoint, whole."""
+    reader = checkpoint.FileSystemReader(f"{folder}/iter_{iteration:07d}")
+    found = reader.read_metadata().state_dict_metadata
+    state = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in found.items()
+        if hasattr(entry, "size")
+    }
+    checkpoint.load(state, storage_reader=reader, no_dist=True)
+    return state
+
+
+def differing(first, second, iteration=4):
+    """Return which weights and state two runs have saved differently."""
+    ours, theirs = tensors(first, iteration), tensors(second, iteration)
+    ours = {name: value for name, value in ours.items() if not name.startswith("rng_state")}
+    assert any(name.startswith("optimizer.state") for name in ours)
+    return [name for name, value in ours.items() if not torch.equal(value, theirs[name])]
+
+
+CASES = [
+    pytest.param("optim_grads_params", [*MUON, "--swiglu"], id="muon"),
+    pytest.param("optim_grads_params", ["--swiglu"], id="adam"),
+    pytest.param("optim", MUON, id="muon, optim", marks=pytest.mark.long),
+    pytest.param("optim_grads", [*MUON, "--bf16"], id="muon, bf16", marks=pytest.mark.long),
+    pytest.param("optim_grads_params", ["--optimizer", "soap"], id="soap", marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize(("strategy", "flags"), CASES)
+def test_training_is_training_with_ddp_and_goes_on_bit_equal(tmp_path, strategy, flags):
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    replicated = numbers(train(*COMMON, *flags, "--use-distributed-optimizer"))
+    straight = train(*sharded(strategy), *flags, "--save", first)
+    # the norm's sum has another order, which clipping passes on
+    assert numbers(straight) == pytest.approx(replicated, rel=1e-2 if "--bf16" in flags else 1e-5)
+    again = ["--load", first, "--ckpt-step", "2", "--save", second]
+    resumed = train(*sharded(strategy), *flags, *again)
+    assert not differing(first, second)
+    # the second loss after a start is Megatron's mean of two
+    assert numbers(resumed)[0] == numbers(straight)[2]
+
+
+def test_what_a_checkpoint_lacks_is_refused(tmp_path):
+    folder = str(tmp_path)
+    train(*sharded("optim_grads_params"), "--save", folder, "--train-iters", "2")
+    with pytest.raises(RankError, match=r"momentum_buffer[\s\S]*--checkpoint-fresh-state"):
+        train(*sharded("optim_grads_params"), *MUON, "--load", folder, timeout=240)
