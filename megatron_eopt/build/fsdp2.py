@@ -1,12 +1,14 @@
 """From a configuration and a model of DTensors to one torch optimizer."""
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
+from megatron.core.distributed.fsdp.src.megatron_fsdp import MegatronFSDP
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from torch import Tensor, nn
 
@@ -14,6 +16,7 @@ from megatron_eopt.base.agreement import agreed, agreed_in
 from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
 from megatron_eopt.base.names import TpModeT
 from megatron_eopt.build.bases import Base, Share, build_base, driver_over, shares_of
+from megatron_eopt.build.managed import refuse_modes, refuse_tensor_parallelism
 from megatron_eopt.build.model_marks import OUTPUT_LAYERS, mark_parameters
 from megatron_eopt.layouts import Layout
 from megatron_eopt.matrices import whole
@@ -21,6 +24,7 @@ from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  regist
 from megatron_eopt.optimizers.driver import Driver, ParamGroup
 from megatron_eopt.optimizers.element_wise import ElementWiseDriver
 from megatron_eopt.optimizers.engine import Means
+from megatron_eopt.optimizers.managed import ManagedOptimizer
 from megatron_eopt.optimizers.modes import plan_work
 from megatron_eopt.optimizers.sharded import ShardedOptimizer
 from megatron_eopt.routing.model import Routing, overrides_for, route_parameters
@@ -36,6 +40,11 @@ from megatron_eopt.stores.dtensors import (
     is_sharded,
     local_of,
 )
+from megatron_eopt.stores.megatron_fsdp import (
+    fsdp_modules,
+    shards_of_parameters,
+    whole_parameters,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -49,13 +58,14 @@ def build_optimizer(
 ) -> ShardedOptimizer:
     """Return the optimizer of a model that ``fully_shard`` has sharded, or of an unsharded one.
 
-    Call it after ``fully_shard`` (and after ``parallelize_module``), before the first forward pass.
+    Call it after torch's ``fully_shard`` (and after ``parallelize_module``) or Megatron-FSDP's
+    ``fully_shard_model``, before the first forward pass.
     Nothing that is passed in is changed, apart from attributes that optimizers read from
     parameters. All ranks must call this together.
 
     Args:
         model: The model. Its parameters are DTensors on meshes of any number of dimensions, or
-            plain tensors where nothing is sharded.
+            plain tensors where nothing is sharded; or it is a ``MegatronFSDP``.
         config: What ``get_megatron_optimizer`` takes, usually an ``EmergingOptimizerConfig``.
             Gradients are clipped by the training loop, not here.
         config_overrides: Settings for some of the parameters; the key ``optimizer`` routes them.
@@ -76,18 +86,29 @@ def build_optimizer(
             way_out = "Pass an EmergingOptimizerConfig"
             raise ConfigurationTypeError("config", config, "must be an OptimizerConfig", way_out)
         settings = resolve_for_dtensors(config)
-        check_parameters(trainable_parameters([model]))
-        mark_parameters(model, output_layers)
+        if managing:
+            refuse_modes(managing)
+            refuse_tensor_parallelism(managing)
+        else:
+            check_parameters(trainable_parameters([model]))
+        mark_parameters(named, output_layers)
         return settings, overrides_for(settings, config_overrides)
 
-    settings, overrides = agreed(checked)
+    managing = fsdp_modules([model])
+    # names are those that users gave
+    named = model.module if isinstance(model, MegatronFSDP) else model
+    with whole_parameters([model]):
+        settings, overrides = agreed(checked)
+        routing = route_parameters(settings, trainable_parameters([named]), overrides)
+        splits = agreed(lambda: find_splits([named], which=settings.splits))
     if settings.clip_grad:
         logger.info("clip_grad is for the training loop: torch.nn.utils.clip_grad_norm_")
-    routing = route_parameters(settings, trainable_parameters([model]), overrides)
-    splits = agreed(lambda: find_splits([model], which=settings.splits))
     routing = replace(routing, splits=splits)
+    if managing:
+        routing = routing.over(shards_of_parameters([model]))
     shares = shares_of(routing.groups, settings.optimizer, 1)
-    return agreed(lambda: build_routed(settings, routing, shares))
+    cls = partial(ManagedOptimizer, managing) if managing else ShardedOptimizer
+    return agreed(lambda: build_routed(settings, routing, shares, cls))
 
 
 def resolve_for_dtensors(config: Any) -> Settings:
@@ -110,8 +131,13 @@ def resolve_for_dtensors(config: Any) -> Settings:
     return settings
 
 
-def build_routed(settings: Settings, routing: Routing, shares: Iterable[Share]) -> ShardedOptimizer:
-    """Return the optimizer of parameters whose routes are known; collective.
+def build_routed(
+    settings: Settings,
+    routing: Routing,
+    shares: Iterable[Share],
+    cls: Callable[..., ShardedOptimizer] = ShardedOptimizer,
+) -> ShardedOptimizer:
+    """Return the optimizer, of a class, of parameters whose routes are known; collective.
 
     Raises:
         ConfigurationError: If a setting of the optimizer or of a group cannot be honoured.
@@ -119,7 +145,7 @@ def build_routed(settings: Settings, routing: Routing, shares: Iterable[Share]) 
     builder = _Builder(settings, routing)
     for share in shares:
         builder.add(share)
-    return ShardedOptimizer(builder.groups, builder.served, routing.names)
+    return cls(builder.groups, builder.served, routing.names)
 
 
 class _Builder:

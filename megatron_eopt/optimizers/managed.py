@@ -1,0 +1,68 @@
+"""A torch optimizer of the shards that Megatron-FSDP's ``fully_shard_model`` has made."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from megatron.core.distributed.fsdp.src.megatron_fsdp import MegatronFSDP
+from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import (
+    preprocess_state_dict_for_uneven_dtensor,
+)
+
+from megatron_eopt.optimizers.driver import loss_of
+from megatron_eopt.optimizers.sharded import ShardedOptimizer
+from megatron_eopt.stores.megatron_fsdp import complete_gradients, compute_with_main_weights
+
+
+class ManagedOptimizer(ShardedOptimizer):
+    """Does by itself what ``fully_shard_optimizer`` makes other optimizers do; it is not for that.
+
+    Args:
+        managing: The modules that manage the parameters.
+        args: As for any other optimizer of shards.
+    """
+
+    def __init__(self, managing: Sequence[MegatronFSDP], *args: Any) -> None:
+        self._managing = list(managing)
+        super().__init__(*args)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Wait for the gradients, step, and write the weights to the model; collective.
+
+        Args:
+            closure: Computes the loss again, with gradients enabled.
+
+        Returns:
+            The closure's loss.
+        """
+        loss = loss_of(closure)
+        for module in self._managing:
+            if not module.model_auto_sync:
+                module.finish_grad_sync()
+        complete_gradients(self.names)
+        super().step()
+        for module in self._managing:
+            module.install_optimized_model_weights()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, also where the model accumulates them."""
+        super().zero_grad(set_to_none)
+        for module in self._managing:
+            module.zero_grad_buffer()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return groups and state, which torch's distributed checkpoint saves; collective."""
+        state: dict[str, Any] = preprocess_state_dict_for_uneven_dtensor(super().state_dict())
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over groups and state, and let the model compute with its weights; collective.
+
+        Raises:
+            ConfigurationError: If state of a parameter is missing.
+        """
+        super().load_state_dict(state_dict)
+        for module in self._managing:
+            compute_with_main_weights(module)
