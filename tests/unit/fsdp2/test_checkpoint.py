@@ -108,6 +108,40 @@ def test_state_loads_bit_equal_at_other_sizes(saved, world):
             assert far(after, then)[0] < 2e-6, name
 
 
+@eager
+def load_into_another_dtype(folder, written, settings):
+    """Return what was loaded of a variant's checkpoint into another configuration, and stepped."""
+    model = make_model("fsdp")
+    optimizer = build_optimizer(model, settings)
+    loaded = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+    # one of float32 counts no steps
+    planner = checkpoint.DefaultLoadPlanner(allow_partial_load=True)
+    checkpoint.load(loaded, checkpoint_id=f"{folder}/{written}", planner=planner)
+    set_optimizer_state_dict(model, optimizer, loaded["optimizer"])
+    found = whole_state(model, optimizer)
+    set_gradients(model, 3)
+    optimizer.step()
+    return found, optimizer.state[model.up.weight]["momentum_buffer"].dtype
+
+
+def test_momentum_loads_into_another_dtype(saved):
+    folder, by_rank = saved
+    for written, dtype, settings in (
+        ("int8", torch.float32, VARIANTS["muon"]),
+        ("muon", torch.int8, VARIANTS["int8"]),
+    ):
+        arguments = (folder, written, settings)
+        found, kept_in = run_ranks(2, load_into_another_dtype, *arguments, cpu=False)[0]
+        assert kept_in == dtype
+        expected = by_rank[0][written][0]
+        momenta = [key for key in expected if key.endswith("momentum_buffer")]
+        assert len(momenta) >= 5
+        for key in momenta:
+            # int8 has at least 64 numbers up to the largest of a block
+            apart = (found[key] - expected[key]).abs().max() / expected[key].abs().max()
+            assert apart <= (1 / 127 if dtype == torch.int8 else 0), key
+
+
 def test_all_ranks_save_the_same(saved):
     for name in VARIANTS:
         first = saved[1][0][name][0]
