@@ -95,7 +95,9 @@ def _refusing_gaps(original: Function) -> Function:
         args, wanted = asked["args"], asked.get("sharded_state_dict") or {}
         # what only arguments are read from is asked for nothing
         if args.ckpt_format == fsdp_dtensor.FORMAT and "optimizer" in wanted:
-            keys = from_rank_0(lambda: _keys_in_folder_of(args))
+            # collective: all ranks read the tracker file
+            folder = checkpointing().get_load_checkpoint_path_by_args(args)
+            keys = from_rank_0(lambda: _keys_in(folder))
             fresh = getattr(args, "checkpoint_fresh_state", ())
             agreed(lambda: fsdp_dtensor.refuse_missing(wanted["optimizer"], keys, fresh))
         return original(*values, **kwargs)
@@ -103,10 +105,8 @@ def _refusing_gaps(original: Function) -> Function:
     return _load_base_checkpoint
 
 
-def _keys_in_folder_of(args: Any) -> frozenset[str]:
-    """Return the keys of the checkpoint that the trainer is about to read."""
-    reader = FileSystemReader(checkpointing().get_load_checkpoint_path_by_args(args))
-    return frozenset(reader.read_metadata().state_dict_metadata)
+def _keys_in(folder: str) -> frozenset[str]:
+    return frozenset(FileSystemReader(folder).read_metadata().state_dict_metadata)
 
 
 def _under_a_wrapper(original: Function) -> Function:

@@ -74,6 +74,7 @@ def _outcomes(lines: list[tuple[str, ...]]) -> list[str]:
 
 
 def _step() -> None:
+    from megatron.core.distributed import finalize_model_grads
     from megatron.core.enums import ModelType
     from megatron.training import arguments, training
     from megatron.training.global_vars import set_global_variables
@@ -98,6 +99,7 @@ def _step() -> None:
     )
     # beyond the warm-up, which begins with a learning rate of zero
     scheduler.step(args.global_batch_size * args.lr_warmup_iters)
+    chunks[0].config.finalize_model_grads_func = finalize_model_grads
     before = [local_of(param).detach().clone() for param in optimizer.get_parameters()]
     train_step(chunks, optimizer, [synthetic_batch(0)])
     after = [local_of(param) for param in optimizer.get_parameters()]

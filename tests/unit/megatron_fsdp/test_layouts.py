@@ -110,7 +110,7 @@ OTHERS = {
     "runs", [OPTIMIZERS, pytest.param(OTHERS, marks=pytest.mark.long)], ids=["main", "others"]
 )
 def test_every_optimizer_equals_one_process(runs):
-    expected = run_ranks(1, train_all, train_in_ddp, runs, timeout=120)[0]
-    results = run_ranks(2, train_all, train, runs, timeout=120)
+    expected = run_ranks(1, train_all, train_in_ddp, runs, timeout=280)[0]
+    results = run_ranks(2, train_all, train, runs, timeout=280)
     far = {name: deviation([result[name] for result in results], expected[name]) for name in runs}
     assert {name: value for name, value in far.items() if not value < TOLERANCE} == {}

@@ -90,7 +90,7 @@ COMMANDS = [
     ["--print-state-checksum"],
     ["--no-verify-checkpoints"],
 ]
-EXPECTED = [ALWAYS, ALWAYS, FILES, FILES, ALWAYS | CHECKSUM, ALWAYS]
+EXPECTED = [ALWAYS, ALWAYS, ALWAYS | FILES, ALWAYS | FILES, ALWAYS | CHECKSUM, ALWAYS]
 
 
 def test_flags_decide_what_is_replaced():
