@@ -29,7 +29,7 @@ def is_for_megatrons_own(settings: Settings, model_chunks: Sequence[Any]) -> boo
     """Whether Adam or SGD is to run in a mode that megatron-core's own optimizer alone serves."""
     if not settings.is_standard:
         return False
-    own = settings.precision_aware or settings.offloads or settings.half == "fp16"
+    own = settings.precision_aware or settings.hybrid or settings.half == "fp16"
     modes = (error for m in fsdp_modules(model_chunks) for error in (*_flags(m), *_precision(m)))
     return own or any(modes)
 

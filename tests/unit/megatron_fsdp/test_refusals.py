@@ -37,6 +37,7 @@ CASES = [
     ),
     ({"config": {"fp16": True}}, {}, "fp16=True: needs a loss scale"),
     ({"config": {"use_distributed_optimizer": False}}, {}, "use_distributed_optimizer"),
+    ({"config": {"optimizer_cpu_offload": True}}, {}, "optimizer_cpu_offload=True"),
     ({"model": {**SMALL.model, "qk_clip": True}}, {}, "qk_clip=True: scales rows"),
 ]
 
