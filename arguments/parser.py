@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron.core import optimizer as megatron_optimizer
 
-from megatron_eopt.arguments.flags import GROUPS, choices_of_trainer_flags, options
+from megatron_eopt.arguments.flags import GROUPS, choices_of_trainer_flags, has_meaning, options
 from megatron_eopt.arguments.values import PREFIXES, fill, given_flags, merge_file
 from megatron_eopt.settings.config import EmergingOptimizerConfig
 
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     for title, flags in GROUPS.items():
         group = parser.add_argument_group(title=f"{title} (megatron-eopt)")
         for name, text in flags.items():
-            if name.replace("-", "_") not in known:
+            if name.replace("-", "_") not in known and has_meaning(name):
                 group.add_argument(f"--{name}", help=text, **options(name))
     _fill_after_parsing(parser)
     return parser

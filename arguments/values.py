@@ -70,9 +70,11 @@ def fill(args: argparse.Namespace, trainers: Mapping[str, Any]) -> None:
     for dest, default in defaults.items():
         if dest.startswith(PREFIXES) and getattr(args, dest, None) is None:
             setattr(args, dest, default)
-    if not getattr(args, "use_layer_wise_param_layout", True):
-        reason = "matrices need no layout of their own"
-        logger.info("--no-use-layer-wise-param-layout has no effect: %s", reason)
+    # which of the two there is depends on megatron-core's release
+    layout = None if getattr(args, "use_layer_wise_param_layout", True) else "legacy"
+    if layout := getattr(args, "layer_wise_param_layout", layout):
+        reason = "matrices need no layout of their own, and lie in one buffer without padding"
+        logger.info("the layer-wise layout %r has no effect: %s", layout, reason)
 
 
 def _flag(name: str) -> str:

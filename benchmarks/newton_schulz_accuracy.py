@@ -15,9 +15,9 @@ from torch import Tensor
 
 from megatron_eopt.math import PrecisionT, choose_algorithm, orthogonalize, resolve_coefficients
 from megatron_eopt.math.algorithm import AlgorithmT
-from megatron_eopt.math.coefficients import CoefficientT, Triple
+from megatron_eopt.math.coefficients import Triple
 
-SCHEDULES: tuple[tuple[CoefficientT, int], ...] = (
+SCHEDULES: tuple[tuple[str, int], ...] = (
     ("simple", 5),
     ("quintic", 5),
     ("polar_express", 5),

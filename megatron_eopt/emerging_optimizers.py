@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megatron_eopt.base.errors import check_choice
-from megatron_eopt.math.coefficients import COEFFICIENT_NAMES
+from megatron_eopt.math import coefficient_names
 from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
 from megatron_eopt.optimizers.muon import TensorParallelMuon
@@ -40,12 +40,12 @@ _EMERGING_OPTIMIZERS = entries()
 
 def get_supported_coefficient_types() -> tuple[str, ...]:
     """Return the names of the coefficient sets of the Newton-Schulz iteration."""
-    return tuple(COEFFICIENT_NAMES)
+    return coefficient_names()
 
 
 def validate_coefficient_type(coefficient_type: str) -> None:
     """Raise a ``ValueError`` if no coefficient set has this name."""
-    check_choice("coefficient_type", coefficient_type, COEFFICIENT_NAMES)
+    check_choice("coefficient_type", coefficient_type, coefficient_names())
 
 
 _default_param_overrides_factory = default_param_overrides

@@ -117,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     Raises:
         SystemExit: If the command line names nothing that could be run.
-        ImportError: If megatron-core is no release that this was tested with.
+        ImportError: If megatron-core lacks a name that would be replaced.
     """
     options, rest = _parse(sys.argv[1:] if arguments is None else arguments)
     sys.argv[:] = [options.script or options.module, *rest]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_eopt.base.agreement import agreed
 from megatron_eopt.base.live_bytes import LiveBytes
-from megatron_eopt.base.versions import megatron_name
+from megatron_eopt.base.upstream import needed
 from megatron_eopt.build.loss_scale import UnscaledOnce, unscale_
 from megatron_eopt.build.memory import Memory, memory_of
 from megatron_eopt.checkpoint import local_state, optimizer_state
@@ -48,6 +48,9 @@ class OptimizerChain(ChainedOptimizer):
 
     They step and are saved in their order. The whole model names the parameters in messages.
     """
+
+    # a loaded checkpoint leaves learning rates alone, and so does the trainer that loads it
+    keeps_rates = True
 
     def __init__(
         self,
@@ -312,7 +315,7 @@ class OptimizerChain(ChainedOptimizer):
     def _name_of(self, param: Tensor) -> str:
         if not isinstance(self._named_chunks[0], torch.nn.Module):
             return names_in(self._named_chunks)[param]
-        name: str = megatron_name("get_global_unique_param_name")(self._named_chunks, param)
+        name: str = needed("get_global_unique_param_name")(self._named_chunks, param)
         while name.startswith("module."):
             name = name.removeprefix("module.")
         return name

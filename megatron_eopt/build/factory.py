@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron_eopt import qk_clip
 from megatron_eopt.base.agreement import agreed
-from megatron_eopt.base.versions import check_megatron, megatron_name
+from megatron_eopt.base.upstream import found, needed
 from megatron_eopt.build.bases import Base, Share, build_base, shares_of
 from megatron_eopt.build.chain import OptimizerChain, names_in
 from megatron_eopt.build.ddp import check_ddp, is_megatron_fsdp
@@ -70,8 +70,7 @@ def get_megatron_optimizer(
         ConfigurationError: If a value, or a combination, cannot be honoured.
         ConfigurationTypeError: If a value has the wrong type.
     """
-    check_megatron()
-    if isinstance(model_chunks[0], megatron_name("MimoModel")):
+    if isinstance(model_chunks[0], found("MimoModel") or ()):
         return megatrons_own_factory(config, model_chunks)
     of_dtensors = is_torch_fsdp2(model_chunks) or is_megatron_fsdp(model_chunks)
     settings = agreed(lambda: _settings(config, model_chunks, of_dtensors=of_dtensors))
@@ -162,7 +161,7 @@ def _report(
 
 
 def _dump(groups: Sequence[Group], model_chunks: list[Any], folder: str) -> None:
-    unique_name = megatron_name("get_global_unique_param_name")
+    unique_name = needed("get_global_unique_param_name")
     numbers = {
         unique_name(model_chunks, member.parameter.param): number
         for number, group in enumerate(groups)

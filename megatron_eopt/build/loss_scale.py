@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from megatron_eopt.base.versions import megatron_name
+from megatron_eopt.base.upstream import needed
 from megatron_eopt.settings.settings import LossScale
 
 
@@ -15,8 +15,8 @@ def make_scaler(wanted: LossScale | None) -> Any:
     if wanted is None:
         return None
     if wanted.constant is not None:
-        return megatron_name("ConstantGradScaler")(wanted.constant)
-    return megatron_name("DynamicGradScaler")(**wanted.dynamic)
+        return needed("ConstantGradScaler")(wanted.constant)
+    return needed("DynamicGradScaler")(**wanted.dynamic)
 
 
 def unscale_(grads: list[Tensor], inv_scale: Tensor, group: Any) -> bool:

@@ -5,7 +5,7 @@ from typing import Any
 
 from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
 from megatron_eopt.base.names import STEP
-from megatron_eopt.base.versions import megatron_name
+from megatron_eopt.base.upstream import needed
 from megatron_eopt.routing.groups import GROUP_ID
 
 type Groups = Sequence[Mapping[str, Any]]
@@ -140,7 +140,7 @@ def _find(group: Mapping[str, Any], saved: Groups) -> int | None:
 
 
 def _identifiers() -> tuple[str, ...]:
-    return tuple(megatron_name("param_group_identifier_keys"))
+    return tuple(needed("param_group_identifier_keys"))
 
 
 def _keys(group: Mapping[str, Any], present: Mapping[str, Any]) -> list[Any]:

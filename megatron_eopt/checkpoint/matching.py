@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
-from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
 from torch import distributed
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -25,6 +24,7 @@ from megatron_eopt.base.agreement import (
     from_rank_0,
     is_rank_0,
 )
+from megatron_eopt.base.upstream import needed
 from megatron_eopt.checkpoint.keys import saved_keys, split_key, tensors
 from megatron_eopt.checkpoint.migration import Policy
 from megatron_eopt.checkpoint.requests import StateRequests
@@ -75,7 +75,7 @@ def match(
 def _shapes(folder: Path) -> Shapes:
     try:
         # whatever megatron-core is going to read the checkpoint with
-        metadata = torch_strategy.FileSystemReader(folder).read_metadata().state_dict_metadata
+        metadata = needed("FileSystemReader")(folder).read_metadata().state_dict_metadata
     except Exception as error:
         rule = f"its metadata cannot be read ({type(error).__name__}: {error})"
         way_out = "Load another iteration with --ckpt-step, or restore the folder"

@@ -4,9 +4,9 @@ Before the trainer reads a distributed checkpoint, what it asks for is matched w
 """
 
 import functools
-import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from megatron_eopt.base.agreement import agreed, from_rank_0
+from megatron_eopt.base.upstream import needed, owner_of
 from megatron_eopt.checkpoint import fsdp_dtensor
 from megatron_eopt.checkpoint.matching import match
 from megatron_eopt.checkpoint.migration import Policy
@@ -40,36 +41,48 @@ def trainer_rebindings() -> Rebindings:
     return wrapped(wrappers)
 
 
-def wrapped(
-    wrappers: Mapping[str, Callable[[Function], Function]],
-    module: str = "megatron.training.checkpointing",
-) -> Rebindings:
-    """Return what puts wrappers around a module's functions; an ImportError if it lacks one."""
-    owner = importlib.import_module(module)
-    for name in wrappers:
-        if not callable(getattr(owner, name, None)):
-            raise ImportError(
-                f"this megatron-core has no function {module}.{name}, which megatron-eopt wraps; "
-                "nothing was replaced"
-            )
-    return [(owner, name, wrapper(getattr(owner, name))) for name, wrapper in wrappers.items()]
+def wrapped(wrappers: Mapping[str, Callable[[Function], Function]]) -> Rebindings:
+    """Return what puts wrappers around functions; an ImportError if one is not as is needed."""
+    return [(owner_of(name), name, wrapper(needed(name))) for name, wrapper in wrappers.items()]
 
 
 def _handing_over(original: Function) -> Function:
     @functools.wraps(original)
-    def load_checkpoint(ddp_model: Any, optimizer: Any, *rest: Any, **kwargs: Any) -> Any:
+    def load_checkpoint(
+        ddp_model: Any, optimizer: Any, opt_param_scheduler: Any, *rest: Any, **kwargs: Any
+    ) -> Any:
         if getattr(optimizer, "loads_itself", False):
             kwargs["skip_load_to_model_and_opt"] = False
-        return original(ddp_model, optimizer, *rest, **kwargs)
+        with _rates_kept(optimizer, opt_param_scheduler):
+            return original(ddp_model, optimizer, opt_param_scheduler, *rest, **kwargs)
 
     return load_checkpoint
+
+
+@contextmanager
+def _rates_kept(optimizer: Any, scheduler: Any) -> Iterator[None]:
+    """Give every parameter group its own learning rates back.
+
+    They are this run's already, and megatron-core 0.20 writes those of ``--lr`` and ``--min-lr``
+    into all groups where ``--override-opt-param-scheduler`` asks for this run's.
+    """
+    groups = optimizer.param_groups if getattr(optimizer, "keeps_rates", False) else []
+    own = [{key: group[key] for key in ("max_lr", "min_lr") if key in group} for group in groups]
+    yield
+    changed = False
+    for group, rates in zip(optimizer.param_groups if own else (), own, strict=True):
+        changed |= not rates.items() <= group.items()
+        group.update(rates)
+    if changed and scheduler is not None:
+        # computes the present rates
+        scheduler.step(0)
 
 
 def folder_asked_for(original: Function, *args: Any, **kwargs: Any) -> Path:
     """Return the folder that ``_load_global_dist_base_checkpoint`` is to read, called so."""
     asked = inspect.signature(original).bind(*args, **kwargs).arguments
     place = asked["load_dir"], asked["iteration"], asked["release"]
-    return Path(checkpointing().get_checkpoint_name(*place, return_base_dir=True))
+    return Path(needed("get_checkpoint_name")(*place, return_base_dir=True))
 
 
 def _matching(original: Function) -> Function:
@@ -96,7 +109,7 @@ def _refusing_gaps(original: Function) -> Function:
         # what only arguments are read from is asked for nothing
         if args.ckpt_format == fsdp_dtensor.FORMAT and "optimizer" in wanted:
             # collective: all ranks read the tracker file
-            folder = checkpointing().get_load_checkpoint_path_by_args(args)
+            folder = needed("get_load_checkpoint_path_by_args")(args)
             keys = from_rank_0(lambda: _keys_in(folder))
             fresh = getattr(args, "checkpoint_fresh_state", ())
             agreed(lambda: fsdp_dtensor.refuse_missing(wanted["optimizer"], keys, fresh))
@@ -120,8 +133,3 @@ def _under_a_wrapper(original: Function) -> Function:
         return original(model, *rest, **kwargs)
 
     return handle_swiglu_in_state_dict
-
-
-def checkpointing() -> Any:
-    """Return the trainer's module of checkpoints, which is heavy to import."""
-    return importlib.import_module("megatron.training.checkpointing")

@@ -3,7 +3,8 @@
 import functools
 from typing import Any
 
-from megatron_eopt.checkpoint.trainer import Function, Rebindings, checkpointing, wrapped
+from megatron_eopt.base.upstream import owner_of
+from megatron_eopt.checkpoint.trainer import Function, Rebindings, wrapped
 from megatron_eopt.checkpoint_files.checksum import checksum
 
 
@@ -25,7 +26,7 @@ def _printing_what_was_saved(original: Function) -> Function:
         iteration: int, model: Any, optimizer: Any, *rest: Any, **kwargs: Any
     ) -> None:
         original(iteration, model, optimizer, *rest, **kwargs)
-        trainer = checkpointing()
+        trainer = owner_of("load_checkpoint")
         held = None if trainer.get_args().no_save_optim else optimizer
         text = f"state checksum: {checksum(model, held)} (saved, iteration {iteration})"
         trainer.print_rank_0(text)
@@ -39,7 +40,7 @@ def _printing_what_was_loaded(found: list[bool], original: Function) -> Function
         found.clear()
         result = original(ddp_model, optimizer, *rest, **kwargs)
         if any(found):
-            trainer = checkpointing()
+            trainer = owner_of("load_checkpoint")
             args = trainer.get_args()
             held = None if args.no_load_optim or args.finetune else optimizer
             text = f"state checksum: {checksum(ddp_model, held)} (loaded, iteration {result[0]})"

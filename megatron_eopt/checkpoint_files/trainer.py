@@ -5,13 +5,13 @@ Loading: a folder is chosen, its files are verified, and only then the trainer r
 """
 
 import functools
-import importlib
 from pathlib import Path
 from typing import Any
 
 from megatron.core.msc_utils import MaybeMultiStorageClient, MultiStorageClientFeature
 
 from megatron_eopt.base.agreement import CheckpointError, from_rank_0
+from megatron_eopt.base.upstream import needed, owner_of
 from megatron_eopt.checkpoint.trainer import Function, Rebindings, folder_asked_for, wrapped
 from megatron_eopt.checkpoint_files.folder import save_with
 from megatron_eopt.checkpoint_files.folders import (
@@ -27,8 +27,6 @@ from megatron_eopt.checkpoint_files.manifest import write_manifest
 from megatron_eopt.checkpoint_files.rank_files import check_rank_files, describe_model
 from megatron_eopt.checkpoint_files.sessions import Loading, Saving, loading, saving
 from megatron_eopt.checkpoint_files.weights_only import CachedWeightsOnlyReader, WeightsOnlyReader
-
-_DIST_CHECKPOINTING = "megatron.core.dist_checkpointing"
 
 
 def trainer_rebindings() -> Rebindings:
@@ -51,20 +49,14 @@ def trainer_rebindings() -> Rebindings:
             "_load_global_dist_base_checkpoint": _verifying_a_distributed_folder,
         }
     )
-    checkpointing = importlib.import_module("megatron.training.checkpointing")
-    found.append((checkpointing, "maybe_msc", _AtomicTracker()))
-    serialization = importlib.import_module(f"{_DIST_CHECKPOINTING}.serialization")
-    found.append((serialization, "save", _writing_the_manifest(serialization.save)))
-    strategies = f"{_DIST_CHECKPOINTING}.strategies"
-    for module, name, reader in (
-        ("torch", "FileSystemReader", WeightsOnlyReader),
-        (
-            "cached_metadata_filesystem_reader",
-            "CachedMetadataFileSystemReader",
-            CachedWeightsOnlyReader,
-        ),
+    for name, replacement in (
+        ("maybe_msc", _AtomicTracker()),
+        ("save", _writing_the_manifest(needed("save"))),
+        ("FileSystemReader", WeightsOnlyReader),
+        ("CachedMetadataFileSystemReader", CachedWeightsOnlyReader),
     ):
-        found.append((importlib.import_module(f"{strategies}.{module}"), name, reader))
+        needed(name)
+        found.append((owner_of(name), name, replacement))
     return found
 
 

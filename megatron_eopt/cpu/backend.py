@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch._dynamo import trace_rules
 
-from megatron_eopt.base.versions import dataset_helpers_to_skip
+from megatron_eopt.base.upstream import dataset_helpers_to_skip
 from megatron_eopt.cpu.attention import attention_patches
 from megatron_eopt.cpu.cuda_standins import cuda_patches
 from megatron_eopt.cpu.generators import Generators

@@ -5,7 +5,7 @@
 
 from megatron_eopt.math.algorithm import AlgorithmT, Plan, choose_algorithm, standard_flops
 from megatron_eopt.math.backends import Backend, backend_names, get_backend, register_backend
-from megatron_eopt.math.coefficients import CoefficientT, resolve_coefficients
+from megatron_eopt.math.coefficients import coefficient_names, resolve_coefficients
 from megatron_eopt.math.finite import NonFiniteError
 from megatron_eopt.math.orthogonalize import Orthogonalization, orthogonalize
 from megatron_eopt.math.precision import PrecisionT
@@ -14,7 +14,6 @@ from megatron_eopt.math.scaling import ScaleModeT, scale_factor
 __all__ = [
     "AlgorithmT",
     "Backend",
-    "CoefficientT",
     "NonFiniteError",
     "Orthogonalization",
     "Plan",
@@ -22,6 +21,7 @@ __all__ = [
     "ScaleModeT",
     "backend_names",
     "choose_algorithm",
+    "coefficient_names",
     "get_backend",
     "orthogonalize",
     "register_backend",

@@ -22,7 +22,7 @@ from typing import Literal, get_args
 import torch
 
 from megatron_eopt.base.errors import ConfigurationError, check_choice
-from megatron_eopt.math.coefficients import CoefficientT, Triple, resolve_coefficients
+from megatron_eopt.math.coefficients import Triple, resolve_coefficients
 from megatron_eopt.math.precision import PrecisionT, compute_dtype
 
 AlgorithmT = Literal["auto", "standard", "gram"]
@@ -33,7 +33,7 @@ ALGORITHMS: tuple[AlgorithmT, ...] = get_args(AlgorithmT)
 FLOAT32_TOLERANCE = 2.0
 """How much larger than the standard iteration's error a float32 Gram form's may be."""
 
-_STUDIED: dict[Literal["float32", "16-bit"], dict[tuple[CoefficientT, int], tuple[int, ...]]] = {
+_STUDIED: dict[Literal["float32", "16-bit"], dict[tuple[str, int], tuple[int, ...]]] = {
     "float32": {
         ("simple", 5): (3,),
         ("quintic", 5): (3,),

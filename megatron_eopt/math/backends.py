@@ -6,6 +6,7 @@ known; others can be registered. Asking for one whose package is absent, or for 
 cannot do, is an error, never a fall-back.
 """
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -15,12 +16,12 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from emerging_optimizers import triton_kernels
-from emerging_optimizers.orthogonalized_optimizers import muon_utils
 from emerging_optimizers.utils import fp32_matmul_precision
 from torch import Tensor
 
+from megatron_eopt.base.agreement import is_rank_0
 from megatron_eopt.base.errors import ConfigurationError, check_choice
+from megatron_eopt.base.upstream import found, needed
 from megatron_eopt.math.algorithm import AlgorithmT, Plan
 from megatron_eopt.math.coefficients import Triple
 from megatron_eopt.math.newton_schulz import ReduceT, normalize
@@ -131,7 +132,7 @@ class _EmergingOptimizers(_WholeMatrices):
 
     def iterate(self, wide: Tensor, schedule: tuple[Triple, ...], plan: Plan, eps: float) -> Tensor:
         compute = partial(
-            muon_utils.newton_schulz,
+            needed("newton_schulz"),
             steps=len(schedule),
             coefficient_type="custom",
             custom_coefficient_sets=list(schedule),
@@ -150,12 +151,13 @@ class _Syrk(_WholeMatrices):
 
     def __init__(self) -> None:
         # with tensor descriptors
-        self.require("triton >= 3.4", "'triton>=3.4'", triton_kernels.HAS_TRITON_340)
+        self.require("triton >= 3.4", "'triton>=3.4'", bool(found("HAS_TRITON_340")))
+        self._step = needed("newton_schulz_step_tsyrk")
 
     def iterate(self, wide: Tensor, schedule: tuple[Triple, ...], plan: Plan, eps: float) -> Tensor:
         def compute(x: Tensor) -> Tensor:
             for a, b, c in schedule:
-                x = muon_utils.newton_schulz_step_tsyrk(x, a, b, c)
+                x = self._step(x, a, b, c)
             return x
 
         return _one_by_one(compute, normalize(wide, eps, plan.dtype))
@@ -245,3 +247,32 @@ def get_backend(name: str) -> Backend:
     if name not in _LOADED:
         _LOADED[name] = _LOADERS[name]()
     return _LOADED[name]
+
+
+def on_syrk(name: str, precision: str, *, whole: bool) -> str:
+    """Return the back end of SYRK kernels for who prefers them, or ``name`` and warn.
+
+    megatron-core goes on without them, too, where they cannot be used.
+
+    Args:
+        name: The back end otherwise.
+        precision: That of the products.
+        whole: Whether matrices are whole.
+
+    Raises:
+        ConfigurationError: If ``name`` is one of another package.
+    """
+    if name not in ("torch", "emerging_optimizers", "syrk"):
+        rule = f"asks for kernels of emerging-optimizers, and backend={name!r} for others"
+        raise ConfigurationError("use_syrk", True, rule, "Give one of them")
+    reason = "" if whole else "they compute whole matrices, unlike tp_mode='distributed'"
+    if precision != "medium":
+        reason = f"they compute in 16 bits, and the precision is {precision!r}"
+    if not reason:
+        try:
+            get_backend("syrk")
+        except ConfigurationError as error:
+            reason = str(error)
+    if reason and is_rank_0():
+        warnings.warn(f"use_syrk=True has no effect: {reason}", stacklevel=3)
+    return name if reason else "syrk"

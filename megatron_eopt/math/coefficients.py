@@ -1,14 +1,15 @@
 """Coefficient schedules of the quintic Newton-Schulz iteration ``X <- (a I + b A + c A^2) X``.
 
-The numbers come from emerging-optimizers, which names their sources; this file only decides which
-triple serves which step. ``A`` is the Gram matrix ``X X^T`` of the current iterate.
+The names and numbers come from emerging-optimizers, which names their sources; this file only
+decides which triple serves which step. ``A`` is the Gram matrix ``X X^T`` of the current iterate.
 """
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Literal, cast, get_args
+from typing import Literal
 
-from emerging_optimizers.orthogonalized_optimizers import muon_utils
+import torch
+from emerging_optimizers.utils import fp32_matmul_precision
 
 from megatron_eopt.base.errors import (
     ConfigurationError,
@@ -16,42 +17,45 @@ from megatron_eopt.base.errors import (
     check_choice,
     check_number,
 )
-
-CoefficientT = Literal["simple", "quintic", "polar_express", "cans", "aol", "deepseekv4"]
-"""Names of the coefficient sets that emerging-optimizers ships."""
+from megatron_eopt.base.upstream import needed
 
 Triple = tuple[float, float, float]
 """One step's ``(a, b, c)``."""
 
-CoefficientsLike = CoefficientT | Sequence[Sequence[float]]
+CoefficientsLike = str | Sequence[Sequence[float]]
 """A set by name, or the triples of a set of your own."""
 
-COEFFICIENT_NAMES: tuple[CoefficientT, ...] = get_args(CoefficientT)
-
-# The sets whose last triple is a fixed-point polish; running them longer means polishing longer.
-# emerging-optimizers keeps this list inside a function, so a test compares behaviour instead.
-REPEATS_LAST: frozenset[str] = frozenset({"polar_express", "cans", "deepseekv4"})
+_LongerT = Literal["cycle", "repeat_last", "never"]
+"""What a schedule that is longer than its set does: it starts again, repeats the last triple, which
+polishes a fixed point, or there is none."""
 
 # Beyond this a singular value in (0, 1] is not being orthogonalized but lost.
 _DIVERGED = 1e3
 
 
-def table(name: CoefficientT) -> tuple[Triple, ...]:
-    """Return the triples of a named set, one period of its schedule."""
-    check_choice("coefficients", name, COEFFICIENT_NAMES)
-    triples = cast(Sequence[Triple], muon_utils._COEFFICIENT_SETS[name])
-    return tuple((float(a), float(b), float(c)) for a, b, c in triples)
+def coefficient_names() -> tuple[str, ...]:
+    """Return the names of the coefficient sets that emerging-optimizers ships."""
+    return tuple(needed("_COEFFICIENT_SETS"))
+
+
+def table(name: str) -> tuple[Triple, ...]:
+    """Return the triples of a named set, one period of its schedule; a cubic's ``c`` is 0."""
+    check_choice("coefficients", name, coefficient_names())
+    rows = (tuple(map(float, row)) for row in needed("_COEFFICIENT_SETS")[name])
+    return tuple((row[0], row[1], row[2] if len(row) > 2 else 0.0) for row in rows)
 
 
 def resolve_coefficients(coefficients: CoefficientsLike, steps: int) -> tuple[Triple, ...]:
     """Turn a coefficient set into exactly one triple per step.
 
     Schedules longer than their set repeat the last triple (polar_express, cans, deepseekv4) or
-    start again (all others, and sets of your own); shorter ones are cut.
+    start again (most others, and sets of your own), as emerging-optimizers does; shorter ones are
+    cut.
 
     Raises:
-        ConfigurationError: If the name is unknown, a number is not finite, ``steps`` is below 1,
-            or a set of your own diverges on singular values in (0, 1].
+        ConfigurationError: If the name is unknown, a number is not finite, ``steps`` is below 1
+            or not the set's own where it has no other, or a set of your own diverges on singular
+            values in (0, 1].
         ConfigurationTypeError: If ``steps`` is not an integer or a triple is not three numbers.
     """
     if isinstance(steps, bool) or not isinstance(steps, int):
@@ -63,14 +67,53 @@ def resolve_coefficients(coefficients: CoefficientsLike, steps: int) -> tuple[Tr
 
 
 @lru_cache(maxsize=256)
-def _resolve_named(name: CoefficientT, steps: int) -> tuple[Triple, ...]:
-    mode: Literal["cycle", "repeat_last"] = "repeat_last" if name in REPEATS_LAST else "cycle"
-    return tuple(muon_utils.get_coefficient_iterator(steps, table(name), mode=mode))
+def _resolve_named(name: str, steps: int) -> tuple[Triple, ...]:
+    triples = table(name)
+    mode = _when_longer(name, triples)
+    if mode != "never":
+        return _schedule(triples, steps, mode)
+    if steps != len(triples):
+        rule = f"{name!r} has {len(triples)} steps in emerging-optimizers, and no other number"
+        raise ConfigurationError("steps", steps, rule, f"Give {len(triples)}")
+    return triples
+
+
+def _when_longer(name: str, triples: tuple[Triple, ...]) -> _LongerT:
+    """Find out what emerging-optimizers does after the last triple of a set, by one more step.
+
+    That is decided inside a function of its, and may differ for sets that are yet to come.
+    """
+    singular_values = torch.tensor([0.8, 0.6], device="cpu")
+    steps = len(triples) + 1
+    try:
+        with fp32_matmul_precision("highest"):
+            found = needed("newton_schulz")(
+                singular_values.diag(), steps=steps, coefficient_type=name
+            )
+    except (AssertionError, TypeError, ValueError):
+        return "never"
+    expected = {
+        "cycle": _schedule(triples, steps, "cycle"),
+        "repeat_last": _schedule(triples, steps, "repeat_last"),
+        "never": triples,
+    }
+    modes: tuple[_LongerT, ...] = ("cycle", "repeat_last", "never")
+    return min(
+        modes,
+        key=lambda mode: sum(
+            abs(response(expected[mode], sigma) - value)
+            for sigma, value in zip(singular_values.tolist(), found.diag().tolist(), strict=True)
+        ),
+    )
+
+
+def _schedule(triples: tuple[Triple, ...], steps: int, mode: _LongerT) -> tuple[Triple, ...]:
+    return tuple(needed("get_coefficient_iterator")(steps, triples, mode=mode))
 
 
 @lru_cache(maxsize=256)
 def _resolve_custom(triples: tuple[Triple, ...], steps: int) -> tuple[Triple, ...]:
-    schedule = tuple(muon_utils.get_coefficient_iterator(steps, triples, mode="cycle"))
+    schedule = _schedule(triples, steps, "cycle")
     worst = max(abs(response(schedule, grid / 256)) for grid in range(1, 257))
     if not worst <= _DIVERGED:
         where = f"every singular value in (0, 1] bounded over {steps} steps"
@@ -94,7 +137,7 @@ def response(triples: Sequence[Triple], sigma: float) -> float:
 def _checked_triples(coefficients: object) -> tuple[Triple, ...]:
     if not isinstance(coefficients, Sequence):
         rule = "must be the name of a set or a sequence of (a, b, c)"
-        way_out = f"Give one of {', '.join(COEFFICIENT_NAMES)} or a list of triples"
+        way_out = f"Give one of {', '.join(coefficient_names())} or a list of triples"
         raise ConfigurationTypeError("coefficients", coefficients, rule, way_out)
     if not coefficients:
         rule = "must hold at least one triple"

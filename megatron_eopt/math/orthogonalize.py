@@ -13,6 +13,7 @@ from megatron_eopt.base.errors import (
     check_choice,
     check_number,
 )
+from megatron_eopt.base.upstream import default_of
 from megatron_eopt.math.algorithm import AlgorithmT, Plan, choose_algorithm
 from megatron_eopt.math.backends import Backend, get_backend, register_backend
 from megatron_eopt.math.coefficients import CoefficientsLike, Triple, resolve_coefficients
@@ -20,8 +21,8 @@ from megatron_eopt.math.newton_schulz import ReduceT, iterate_gram, iterate_stan
 from megatron_eopt.math.precision import PRECISIONS, PrecisionT
 from megatron_eopt.math.scaling import ScaleModeT, scale_factor
 
-DEFAULT_EPS = 1e-7
-"""Smallest Frobenius norm that is divided by."""
+DEFAULT_EPS: float = default_of("newton_schulz", "eps")
+"""Smallest Frobenius norm that is divided by: emerging-optimizers', 1e-7 in its release 0.3."""
 
 # A core's second-level cache: a CPU runs a batch in chunks that stay inside it, which measured
 # 1.2x on 64 matrices of 128 x 512. A GPU wants the whole batch at once.

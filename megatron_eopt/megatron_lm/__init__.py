@@ -10,7 +10,6 @@ from contextlib import ExitStack
 
 from megatron_eopt import cpu
 from megatron_eopt.arguments import add_arguments as _extend_parser
-from megatron_eopt.base.versions import check_tested_megatron
 from megatron_eopt.megatron_lm.names import rebindings
 from megatron_eopt.megatron_lm.optional import FLAGS
 from megatron_eopt.megatron_lm.rebinding import Exchange
@@ -41,12 +40,11 @@ def install() -> ExitStack:
         was the one that installed. Outside of ``with`` it does nothing.
 
     Raises:
-        ImportError: If this version of megatron-core has not been tested, or lacks a name that
-            would be replaced. Nothing has been replaced then.
+        ImportError: If this megatron-core lacks a name that would be replaced, or the name is not
+            what is needed. Nothing has been replaced then.
     """
     undo = ExitStack()
     if not is_installed():
-        check_tested_megatron()
         _EXCHANGE.apply(rebindings())
         undo.callback(uninstall)
     return undo

@@ -1,11 +1,12 @@
 """Which of Megatron's names are replaced, and by what."""
 
 import importlib
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from megatron_eopt import emerging_optimizers, muon
-from megatron_eopt.base.versions import dataset_helpers_to_skip
+from megatron_eopt.base.upstream import dataset_helpers_to_skip, found, is_there, needed, owner_of
 from megatron_eopt.build.factory import get_megatron_optimizer
 from megatron_eopt.build.layer_wise import LayerWiseDistributedOptimizer
 from megatron_eopt.checkpoint.trainer import trainer_rebindings, wrapped
@@ -19,6 +20,8 @@ from megatron_eopt.megatron_lm.trainer import (
     with_our_flags,
 )
 from megatron_eopt.qk_clip import clip_qk
+
+logger = logging.getLogger(__name__)
 
 EMERGING_OPTIMIZERS = (
     "EmergingOptimizerEntry",
@@ -39,47 +42,66 @@ EMERGING_OPTIMIZERS = (
 )
 """Names of Megatron's module ``emerging_optimizers`` that are ours in our module of that name."""
 
+NEEDED: dict[str, Any] = {
+    "get_megatron_optimizer": get_megatron_optimizer,
+    "LayerWiseDistributedOptimizer": LayerWiseDistributedOptimizer,
+    "clip_qk": clip_qk,
+    "get_megatron_optimizer_config": config_of_optimizer,
+}
+"""Objects that take the place of Megatron's, by name: without one it would build by itself."""
+
 PUBLISHED: dict[str, dict[str, Any]] = {
-    "megatron.core.optimizer": {"get_megatron_optimizer": get_megatron_optimizer},
     "megatron.core.optimizer.emerging_optimizers": {
         name: getattr(emerging_optimizers, name) for name in EMERGING_OPTIMIZERS
     },
-    "megatron.core.optimizer.layer_wise_optimizer": {
-        "LayerWiseDistributedOptimizer": LayerWiseDistributedOptimizer
-    },
-    "megatron.core.optimizer.qk_clip": {"clip_qk": clip_qk},
     "megatron.core.optimizer.muon": {
         "get_megatron_muon_optimizer": muon.get_megatron_muon_optimizer
     },
-    "megatron.training.training": {"get_megatron_optimizer_config": config_of_optimizer},
 }
-"""Objects that take the place of Megatron's, by the module that defines them."""
+"""The same of names that scripts may import, by module: those that there are."""
 
-WRAPPED: dict[str, dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]]] = {
-    "megatron.core.dist_checkpointing.strategies.filesystem_async": {
-        "get_write_results_queue": without_the_script
-    },
-    "megatron.training.arguments": {
-        "parse_args": with_our_flags,
-        "validate_args": checking_what_it_knows,
-    },
-    "megatron.training.training": {
-        "get_megatron_ddp_config": sharding_ddp_config,
-        "wrap_model_chunks_with_ddp": in_the_usual_layout,
-    },
+WRAPPED: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "get_write_results_queue": without_the_script,
+    "parse_args": with_our_flags,
+    "validate_args": checking_what_it_knows,
+    "get_megatron_ddp_config": sharding_ddp_config,
 }
 """Functions of Megatron that still run, inside ours."""
 
+_WRAPPING = ("wrap_model_chunks_with_ddp", "_ddp_wrap")
+"""Functions that may lay parameters out for layer-wise storage: the first up to megatron-core 0.19,
+the second from 0.20 on, which has the argument that asks for it."""
+
 
 def rebindings() -> list[Rebinding]:
-    """Return everything to replace; an ImportError if Megatron lacks a module or a function."""
-    found = [
-        Rebinding(importlib.import_module(module), name, replacement)
-        for module, names in PUBLISHED.items()
-        for name, replacement in names.items()
-    ]
-    wrappers = [item for module, names in WRAPPED.items() for item in wrapped(names, module)]
-    found += [Rebinding(*names) for names in (*wrappers, *trainer_rebindings())]
+    """Return everything to replace; an ImportError if Megatron lacks what is needed."""
+    result = []
+    for name, replacement in NEEDED.items():
+        needed(name)
+        result.append(Rebinding(owner_of(name), name, replacement))
+    result += _published()
+    layouts = dict.fromkeys([name for name in _WRAPPING if found(name)], in_the_usual_layout)
+    if is_there(_WRAPPING[0]) or not layouts:
+        layouts[_WRAPPING[0]] = in_the_usual_layout
+    wrappers = wrapped({**WRAPPED, **layouts})
+    result += [Rebinding(*names) for names in (*wrappers, *trainer_rebindings())]
     if (helpers := dataset_helpers_to_skip()) is not None:
-        found.append(Rebinding(helpers, "compile_helpers", lambda: None))
-    return found
+        result.append(Rebinding(helpers, "compile_helpers", lambda: None))
+    return result
+
+
+def _published() -> list[Rebinding]:
+    result, absent = [], []
+    for path, names in PUBLISHED.items():
+        try:
+            module: Any = importlib.import_module(path)
+        except ImportError:
+            module = None
+        for name, replacement in names.items():
+            if hasattr(module, name):
+                result.append(Rebinding(module, name, replacement))
+            else:
+                absent.append(f"{path}.{name}")
+    if absent:
+        logger.info("this megatron-core has no %s, which are not replaced", ", ".join(absent))
+    return result

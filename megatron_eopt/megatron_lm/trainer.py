@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from megatron.core.distributed import DistributedDataParallel
@@ -142,7 +142,7 @@ def sharding_ddp_config(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def in_the_usual_layout(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Lay parameters out without padding, whatever the optimizer.
+    """Lay parameters out in one buffer without padding, whatever the optimizer.
 
     Where a caller asks for layer-wise storage gradients are reduce-scattered, as Megatron's own
     function promises: it turns that on in the configuration that it is given.
@@ -150,15 +150,26 @@ def in_the_usual_layout(original: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def wrap_model_chunks_with_ddp(*args: Any, **kwargs: Any) -> Any:
+    def wrap(*args: Any, **kwargs: Any) -> Any:
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
         wanted = call.arguments
         layer_wise = wanted["use_layer_wise_distributed_optimizer"]
-        in_layout = layer_wise and wanted["use_layer_wise_param_layout"]
-        if in_layout and wanted["DP"] is DistributedDataParallel:
+        if layer_wise and _in_buffers(wanted) and _scatters(wanted):
             wanted["ddp_config"].use_distributed_optimizer = True
         wanted["use_layer_wise_distributed_optimizer"] = False
         return original(*call.args, **call.kwargs)
 
-    return wrap_model_chunks_with_ddp
+    return wrap
+
+
+def _in_buffers(wanted: Mapping[str, Any]) -> bool:
+    """Whether the wrapper that is asked for is Megatron's DDP, by its class or by other flags."""
+    is_another = wanted.get("use_megatron_fsdp") or wanted.get("use_torch_fsdp2")
+    return not is_another and wanted.get("DP", DistributedDataParallel) is DistributedDataParallel
+
+
+def _scatters(wanted: Mapping[str, Any]) -> bool:
+    """Whether the layout that is asked for, which we do without, goes with scattered gradients."""
+    name = wanted.get("layer_wise_param_layout", "padded")
+    return name != "legacy" and bool(wanted.get("use_layer_wise_param_layout", True))

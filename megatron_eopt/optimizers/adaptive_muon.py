@@ -41,6 +41,8 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon, AdaptiveMuon):
         bias_correction: Divide statistics by ``1 - beta2^step``, so that the first steps are not
             ``1 / sqrt(1 - beta2)`` times as long (AdaMuon, NAMO); each parameter then has a state
             ``step``.
+        *positional: ``moment2_method``, ``beta2`` and ``eps`` by position, in the order of
+            megatron-core 0.19, or with ``use_syrk`` before them, in that of 0.20.
         **options: Keyword arguments of :class:`TensorParallelMuon` that come after ``tp_mode``.
 
     All other arguments are those of :class:`TensorParallelMuon`.
@@ -68,13 +70,18 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon, AdaptiveMuon):
         extra_scale_factor: float = 1.0,
         pg_collection: Any = None,
         tp_mode: TpModeT = "duplicated",
+        *positional: Any,
         moment2_method: Moment2MethodT = "adamuon",
         beta2: float = 0.95,
         eps: float = 1e-8,
-        *,
         bias_correction: bool = False,
         **options: Any,
     ) -> None:
+        if positional:
+            given = _by_name(positional)
+            moment2_method = given.get("moment2_method", moment2_method)
+            beta2, eps = given.get("beta2", beta2), given.get("eps", eps)
+            options |= {key: value for key, value in given.items() if key == "use_syrk"}
         check_choice("moment2_method", moment2_method, MOMENT2_METHODS)
         decoupled = "decoupled" if use_decoupled_weight_decay else "l2"
         if moment2_method == "namo" and (options.get("weight_decay_method") or decoupled) == "l2":
@@ -158,3 +165,13 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon, AdaptiveMuon):
         self, stack: Tensor, matrices: Sequence[int], reduce: ReduceT | None, shape: tuple[int, int]
     ) -> None:
         self.orthogonalization.factors_(stack, reduce, shape)
+
+
+def _by_name(positional: Sequence[Any]) -> dict[str, Any]:
+    """Return what is given by position after ``tp_mode``, by name."""
+    names = ["moment2_method", "beta2", "eps"]
+    if isinstance(positional[0], bool):
+        names.insert(0, "use_syrk")
+    if len(positional) > len(names):
+        raise TypeError(f"takes {', '.join(names)} after tp_mode, got {positional!r}")
+    return dict(zip(names, positional, strict=False))

@@ -1,7 +1,6 @@
 """The optimizers that this package and emerging-optimizers bring, under their registered names."""
 
 import functools
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -9,20 +8,12 @@ import torch
 from emerging_optimizers import registry as emerging_registry
 from emerging_optimizers.orthogonalized_optimizers import Muon
 
+from megatron_eopt.base.upstream import register_all_optimizers
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
 from megatron_eopt.optimizers.driver import empty_states, zeros
 from megatron_eopt.optimizers.muon import TensorParallelMuon
 from megatron_eopt.settings.arguments import muon_family_kwargs
 from megatron_eopt.settings.registry import init_state, is_registered, register_optimizer
-
-_EMERGING_MODULES = (
-    "orthogonalized_optimizers",
-    "scalar_optimizers",
-    "soap",
-    "psgd",
-    "riemannian_optimizers",
-)
-"""Modules that register emerging-optimizers' optimizers when they are imported."""
 
 _ELEMENT_WISE = frozenset({"lion", "laprop"})
 
@@ -57,7 +48,8 @@ def _psgd_pro(opt: Any, config: Any = None) -> None:
 
 def _muon_hyperball(opt: Any, config: Any = None) -> None:
     init_state(opt)
-    for group in opt.param_groups:
+    # from emerging-optimizers 0.4 on the radius is given, and no state
+    for group in opt.param_groups if hasattr(opt, "hyperball_radius") else ():
         for param in group["params"]:
             radius = opt.hyperball_radius
             norm = param.norm().item() if radius is None else radius
@@ -83,8 +75,7 @@ for _name, _cls in (("muon", TensorParallelMuon), ("adaptive_muon", TensorParall
         prefixes=_prefixes,
         consumes=_FACTORY_FIELDS,
     )
-for _module in _EMERGING_MODULES:
-    importlib.import_module(f"emerging_optimizers.{_module}")
+register_all_optimizers()
 for _name in emerging_registry.get_optimizer_name_list():
     if not is_registered(_name):
         _cls = emerging_registry.get_optimizer_cls(_name)

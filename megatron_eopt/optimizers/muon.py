@@ -20,7 +20,8 @@ from megatron_eopt.base.errors import (
 )
 from megatron_eopt.base.names import DEFAULT_WAVE_MB, TpModeT
 from megatron_eopt.math.algorithm import ALGORITHMS, AlgorithmT
-from megatron_eopt.math.coefficients import COEFFICIENT_NAMES
+from megatron_eopt.math.backends import on_syrk
+from megatron_eopt.math.coefficients import coefficient_names
 from megatron_eopt.math.finite import check_finite as check_finite_gradients
 from megatron_eopt.math.low_precision import MOMENTUM_DTYPES, MomentumDtypeT
 from megatron_eopt.math.newton_schulz import ReduceT
@@ -76,6 +77,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         pg_collection: Process groups; ``tp`` and, for experts, ``expt_tp`` are used.
         tp_mode: Where the work on a cut matrix happens; see
             :data:`megatron_eopt.base.names.TpModeT`.
+        use_syrk: Compute on emerging-optimizers' SYRK kernels where they can be used; a warning
+            says where not. ``backend="syrk"`` insists on them.
         weight_decay_method: "decoupled", "l2" or "independent"; goes before
             ``use_decoupled_weight_decay``.
         algorithm: Which iteration: "auto", "standard" or "gram".
@@ -114,6 +117,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         extra_scale_factor: float = 1.0,
         pg_collection: Any = None,
         tp_mode: TpModeT = "duplicated",
+        use_syrk: bool = False,
         *,
         weight_decay_method: WeightDecayT | None = None,
         algorithm: AlgorithmT = "auto",
@@ -136,7 +140,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             extra_scale_factor=extra_scale_factor,
             precision=fp32_matmul_prec,
             algorithm=algorithm,
-            backend=backend,
+            backend=on_syrk(backend, fp32_matmul_prec, whole=tp_mode != "distributed")
+            if use_syrk
+            else backend,
             eps=ns_eps,
         )
         check_choice("momentum_dtype", momentum_dtype, MOMENTUM_DTYPES)
@@ -386,7 +392,7 @@ def _orthogonalization(**settings: Any) -> Orthogonalization:
         rule = "must be an integer"
         raise ConfigurationTypeError("num_ns_steps", steps, rule, "Give a whole number")
     if isinstance(settings["coefficients"], str):
-        check_choice("coefficient_type", settings["coefficients"], COEFFICIENT_NAMES)
+        check_choice("coefficient_type", settings["coefficients"], coefficient_names())
     check_choice("scale_mode", settings["scale_mode"], SCALE_MODES)
     check_number("extra_scale_factor", settings["extra_scale_factor"])
     check_choice("fp32_matmul_prec", settings["precision"], PRECISIONS)

@@ -13,7 +13,7 @@ from megatron.core import optimizer as megatron_optimizer
 from megatron.core.utils import log_single_rank
 
 from megatron_eopt.base.names import FIRST_MOMENT, MOMENTUM
-from megatron_eopt.base.versions import megatron_name
+from megatron_eopt.base.upstream import needed
 from megatron_eopt.optimizers.driver import InitState, empty_states, zeros
 from megatron_eopt.settings.arguments import offload_arguments, scalar_arguments
 from megatron_eopt.settings.registry import init_state
@@ -68,7 +68,7 @@ def _offloaded(
     on_gpu = megatron_optimizer.Adam if is_adam else megatron_optimizer.SGD
     on_cpu = torch.optim.AdamW if is_adam else torch.optim.SGD
     kwargs = offload_arguments(name, settings)
-    hybrid: torch.optim.Optimizer = megatron_name("HybridDeviceOptimizer")(
+    hybrid: torch.optim.Optimizer = needed("HybridDeviceOptimizer")(
         groups, cpu_optimizer_cls=on_cpu, gpu_optimizer_cls=on_gpu, **kwargs
     )
     return hybrid

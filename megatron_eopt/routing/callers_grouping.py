@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from megatron.core import optimizer as megatron_optimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 
 from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.upstream import found
 from megatron_eopt.routing.groups import USUAL_VALUES
 from megatron_eopt.routing.parameters import trainable_parameters
 from megatron_eopt.settings.registry import Overrides
@@ -31,8 +31,9 @@ def with_callers_grouping(
     They are ``overrides`` where megatron-core's own function is in place. One that cannot be called
     like that, or misses a parameter, is a ConfigurationError.
     """
-    grouping = getattr(megatron_optimizer, "_get_param_groups", None)
-    if grouping is None or getattr(grouping, "__globals__", None) is vars(megatron_optimizer):
+    grouping = found("_get_param_groups")
+    home = getattr(grouping, "__globals__", {}).get("__name__", "")
+    if grouping is None or home.startswith("megatron.core."):
         return overrides
     try:
         groups = grouping(model_chunks, settings.config, overrides)

@@ -10,14 +10,12 @@ from typing import Any
 
 from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.transformer.attention import CrossAttention, SelfAttention
-from megatron.core.transformer.experimental_attention_variant.absorbed_mla import (
-    AbsorbedMLASelfAttention,
-)
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from torch import nn
 
+from megatron_eopt.base.upstream import found
 from megatron_eopt.matrices import Field, Section, Split, SplitT, gated, periodic, side_by_side
 
 type _Lengths = Mapping[str, int]
@@ -44,7 +42,7 @@ def fused_weight(owner: nn.Module, child: str) -> FusedWeight | None:
     if isinstance(owner, CrossAttention) and child == "linear_kv":
         lengths = dict.fromkeys(("k", "v"), owner.config.kv_channels)
         return _repeated("qkv", lengths, owner.config.num_attention_heads, lengths)
-    if isinstance(owner, MultiLatentAttention | AbsorbedMLASelfAttention):
+    if isinstance(owner, (MultiLatentAttention, found("AbsorbedMLASelfAttention") or ())):
         return _latent_attention(owner.config, child)
     if isinstance(owner, MLP | TEGroupedMLP) and child == "linear_fc1":
         return _gated_linear_unit(owner)

@@ -7,7 +7,7 @@ import torch
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import NO_MUON_ATTRIBUTE, STACK_ATTRIBUTE
-from megatron_eopt.base.versions import megatron_name
+from megatron_eopt.base.upstream import needed
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,9 @@ def trainable_parameters(model_chunks: Sequence[torch.nn.Module]) -> list[ModelP
     """Return every trainable parameter once, in model order; tied ones under their first name."""
     found: dict[int, ModelParameter] = {}
     for chunk, model in enumerate(model_chunks):
-        kinds = (torch.nn.Embedding, megatron_name("VocabParallelEmbedding"))
+        kinds = (torch.nn.Embedding, needed("VocabParallelEmbedding"))
         embeddings = _weights_of(model, kinds)
-        routers = _weights_of(model, (megatron_name("Router"),))
+        routers = _weights_of(model, (needed("Router"),))
         for name, param in model.named_parameters():
             if not param.requires_grad or id(param) in found:
                 continue

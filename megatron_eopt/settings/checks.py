@@ -14,9 +14,9 @@ from megatron_eopt.base.errors import (
 from megatron_eopt.base.names import STANDARD_OPTIMIZERS, TpModeT
 from megatron_eopt.math import (
     AlgorithmT,
-    CoefficientT,
     PrecisionT,
     ScaleModeT,
+    coefficient_names,
     get_backend,
     resolve_coefficients,
 )
@@ -154,7 +154,7 @@ def check_values(
             rule, way_out = "must be an integer", "Give a whole number"
             raise ConfigurationTypeError("muon_num_ns_steps", steps, rule, way_out)
         if isinstance(coefficients, str):
-            check_choice("muon_coefficient_type", coefficients, get_args(CoefficientT))
+            check_choice("muon_coefficient_type", coefficients, coefficient_names())
         resolve_coefficients(coefficients, steps)
         get_backend(getattr(config, "muon_backend", "torch"))
     entry = entry_of(optimizer)

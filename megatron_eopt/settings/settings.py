@@ -18,6 +18,7 @@ from megatron_eopt.base.names import (
     STANDARD_OPTIMIZERS,
     TpModeT,
 )
+from megatron_eopt.base.upstream import check_releases
 from megatron_eopt.matrices import SplitT
 from megatron_eopt.settings.checks import check_values, refuse_for_matrices
 from megatron_eopt.settings.config import EmergingOptimizerConfig
@@ -165,6 +166,7 @@ def _of_emerging(name: str, config: Any) -> dict[str, Any]:
 
 
 def _of_the_run(config: Any) -> dict[str, Any]:
+    check_releases(strict=bool(getattr(config, "strict_upstream", False)))
     unchanged = ("lr", "min_lr", "weight_decay", "decoupled_weight_decay", "clip_grad")
     return {name: getattr(config, name) for name in unchanged} | {
         "config": config,

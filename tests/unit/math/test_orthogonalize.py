@@ -7,8 +7,7 @@ from torch import Tensor
 from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
 from megatron_eopt.math.algorithm import AlgorithmT
 from megatron_eopt.math.coefficients import (
-    COEFFICIENT_NAMES,
-    CoefficientT,
+    coefficient_names,
     resolve_coefficients,
     table,
 )
@@ -25,11 +24,9 @@ RANGES = {
 }
 
 
-@pytest.mark.parametrize("name", COEFFICIENT_NAMES)
+@pytest.mark.parametrize("name", RANGES)
 @pytest.mark.parametrize("algorithm", ["standard", "gram"])
-def test_singular_values_land_in_the_range_of_the_set(
-    name: CoefficientT, algorithm: AlgorithmT
-) -> None:
+def test_singular_values_land_in_the_range_of_the_set(name: str, algorithm: AlgorithmT) -> None:
     steps, low, high = RANGES[name]
     for seed in range(4):
         x = gaussian(16, 32, seed)
@@ -40,11 +37,11 @@ def test_singular_values_land_in_the_range_of_the_set(
         assert sigma.max() < high + 0.012
 
 
-@pytest.mark.parametrize("name", COEFFICIENT_NAMES)
+@pytest.mark.parametrize("name", coefficient_names())
 @pytest.mark.parametrize("algorithm", ["standard", "gram"])
 @pytest.mark.parametrize("shape", [(16, 48), (48, 16), (24, 24)])
 def test_float64_equals_the_svd_oracle(
-    name: CoefficientT, algorithm: AlgorithmT, shape: tuple[int, int]
+    name: str, algorithm: AlgorithmT, shape: tuple[int, int]
 ) -> None:
     triples = resolve_coefficients(name, len(table(name)))
     for draw in NAMED.values():
