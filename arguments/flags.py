@@ -50,6 +50,8 @@ GROUPS: dict[str, dict[str, str]] = {
         "muon-exempt-from-clipping": "Never scale the gradients of Muon's matrices down to "
         "--clip-grad.",
         "muon-orthogonalize-router": "Treat the weights of mixture-of-experts routers as matrices.",
+        "muon-orthogonalize-excluded": "Treat matrices that modules mark with use_muon=False as "
+        "such, too: a run of megatron-core 0.19 goes on with their momentum.",
         "muon-split-gated": "Gate and up projection of a fused gated MLP are two matrices.",
         "muon-split-mla": "Split the fused projections of multi-latent attention.",
         "muon-split-linear-attention": "Split the input projection of linear attention layers.",

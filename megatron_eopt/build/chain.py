@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32
-from megatron.core.optimizer.optimizer import GRAD_NORM_GROUP_ATTR, ChainedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.utils import log_single_rank
 from torch import Tensor
 
@@ -59,6 +59,7 @@ class OptimizerChain(ChainedOptimizer):
         scaler: Any,
         model_chunks: Sequence[Any],
     ) -> None:
+        needed("ChainedOptimizer")
         storages = [member.storage for member in members]
         super().__init__(storages)
         self.members = list(members)
@@ -157,6 +158,20 @@ class OptimizerChain(ChainedOptimizer):
                 chunk.start_param_sync(force_sync=now)
         for member in self.members:
             member.storage.gather_params(now=now)
+
+    @torch.no_grad()
+    def quantize_and_sync_model_params_from_main_params(self) -> None:
+        """Let the model have the main weights, on all ranks; collective.
+
+        The trainer of megatron-core 0.20 asks for it after every load.
+        """
+        self._stage_model_params_from_main_params()
+        self.gather_params(now=True)
+
+    def _stage_model_params_from_main_params(self) -> None:
+        """Do the same on this rank alone."""
+        for child in self.chained_optimizers:
+            child._stage_model_params_from_main_params()
 
     def finish_gathering(self) -> None:
         """Wait for parameters that a step has begun to gather."""
@@ -287,10 +302,11 @@ class OptimizerChain(ChainedOptimizer):
         if self.settings.clip_grad <= 0:
             return
         norms = {None: grad_norm, **self._compute_grad_norms_by_group()}
+        group_of = needed("GRAD_NORM_GROUP_ATTR")
         by_norm: dict[str | None, list[Tensor]] = {}
         for member in self.members:
             for param in _clipped(member):
-                by_norm.setdefault(getattr(param, GRAD_NORM_GROUP_ATTR, None), []).append(param)
+                by_norm.setdefault(getattr(param, group_of, None), []).append(param)
         for name, params in by_norm.items():
             # Transformer Engine's Adam has gradients of another dtype than its parameters
             decoupled = getattr(params[0], "decoupled_grad", None) is not None

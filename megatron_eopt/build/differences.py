@@ -13,6 +13,9 @@ logger = logging.getLogger(__name__)
 
 _said: set[str] = set()
 
+_TAG = "is_managed_by_layer_wise_optimizer"
+"""Attribute of parameters that Megatron's wiring of layer-wise storage puts into padded buffers."""
+
 
 def log_differences(
     settings: Settings, routing: Routing, arguments: Mapping[str, Any], tensor_parallel_size: int
@@ -21,6 +24,13 @@ def log_differences(
 
     ``arguments`` are those of the main optimizer's constructor.
     """
+    tagged = sum(bool(getattr(r.parameter.param, _TAG, False)) for r in routing.routes)
+    if tagged and settings.storage == "sharded":
+        _say(
+            logging.WARNING,
+            f"{tagged} parameters have the attribute {_TAG}: they were wrapped in Megatron's padded "
+            "layer-wise layout, which costs memory and is not needed; wrap the model as for Adam",
+        )
     for sentence in _warnings(settings, arguments, tensor_parallel_size):
         _say(logging.WARNING, sentence)
     if not (settings.is_standard or settings.recommended):

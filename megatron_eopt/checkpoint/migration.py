@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.base.names import FIRST_MOMENT, MOMENTUM, STEP
+from megatron_eopt.base.names import FIRST_MOMENT, MOMENTUM, NO_MUON_ATTRIBUTE, STEP
 from megatron_eopt.checkpoint.keys import split_key
 from megatron_eopt.checkpoint.saved_state import MAINS, Shapes, Source, Value
 
@@ -40,6 +40,7 @@ class Reading:
     policy: Policy
     chosen: dict[int, Source] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
+    excluded: list[str] = field(default_factory=list)  # parameters that a module took from Muon
     _notes: dict[str, list[str]] = field(default_factory=dict)
 
     def choose(self, values: Mapping[int, Value], shapes: Shapes, there: Collection[str]) -> None:
@@ -62,7 +63,9 @@ class Reading:
                 continue
             if value.kind in MAINS:
                 self._note("main weights are those of the model", value)
-            elif another_optimizer or value.kind in self.policy.fresh:
+            elif MOMENTUM in others - wanted and _is_excluded(value) and not self._is_fresh(value):
+                self.excluded.append(value.where.space.name)
+            elif another_optimizer or self._is_fresh(value):
                 has = ", ".join(sorted(others)) or "none"
                 self._note(f"{value.kind} starts fresh (the checkpoint has: {has})", value)
             else:
@@ -75,10 +78,37 @@ class Reading:
             for note, names in self._notes.items()
         ]
 
+    def refuse(self, *, other_buckets: bool = False) -> None:
+        """Raise a ConfigurationError if state is missing; see :func:`missing_state`.
+
+        A module that marks its weight with ``use_muon = False`` in one release of megatron-core and
+        not in another takes it from Muon; what becomes of the momentum is not decided here.
+        """
+        if self.excluded:
+            raise ConfigurationError(
+                "checkpoint",
+                shortened(list(dict.fromkeys(self.excluded))),
+                f"has the {MOMENTUM} of Muon for these, which are marked with "
+                f"{NO_MUON_ATTRIBUTE}=False now and go to another optimizer",
+                "Go on with Muon (muon_orthogonalize_excluded=True, --muon-orthogonalize-excluded),"
+                " or name the state that may start fresh: --checkpoint-fresh-state "
+                f"{FIRST_MOMENT} exp_avg_sq",
+            )
+        if self.missing:
+            raise missing_state(self.missing, other_buckets=other_buckets)
+
+    def _is_fresh(self, value: Value) -> bool:
+        return value.kind in self.policy.fresh
+
     def _note(self, note: str, value: Value) -> None:
         names, name = self._notes.setdefault(note, []), value.where.space.name
         if name not in names[-1:]:
             names.append(name)
+
+
+def _is_excluded(value: Value) -> bool:
+    stored = value.where.stored
+    return stored is not None and getattr(stored.param, NO_MUON_ATTRIBUTE, None) is False
 
 
 def missing_state(missing: list[str], *, other_buckets: bool = False) -> ConfigurationError:

@@ -129,8 +129,7 @@ class StateRequests:
             else:
                 there = {"another optimizer's"}
             reading.choose(values, shapes, there)
-        if reading.missing:
-            raise missing_state(reading.missing, other_buckets=has_buckets)
+        reading.refuse(other_buckets=has_buckets)
         self._chosen = reading.chosen
         self._ask()
         return reading.lines()

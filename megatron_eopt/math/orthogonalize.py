@@ -136,6 +136,11 @@ class Orthogonalization:
         return (result.mT if transposed else result).reshape(x.shape)
 
     @property
+    def whole_only(self) -> bool:
+        """Whether it cannot compute on pieces of a matrix, whose Gram matrices are summed."""
+        return not self._plug.distributed
+
+    @property
     def stack_dtype(self) -> torch.dtype:
         """Dtype in which matrices travel and are stacked.
 

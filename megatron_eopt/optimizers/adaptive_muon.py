@@ -130,7 +130,8 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon, AdaptiveMuon):
         settings = AdaptiveSettings(
             **vars(self._muon), method=self.moment2_method, bias_correction=self.bias_correction
         )
-        means = replace(means, wave_mb=self._means.wave_mb)
+        own = self._means
+        means = replace(means, wave_mb=own.wave_mb, whole_only=own.whole_only)
         return AdaptiveDriver(type(self).__name__, settings, shards, means)
 
     @torch.no_grad()

@@ -26,6 +26,7 @@ _FACTORY_FIELDS = frozenset(
         "muon_min_lr",
         "muon_exempt_from_clipping",
         "muon_orthogonalize_router",
+        "muon_orthogonalize_excluded",
         "muon_split_qkv",
         "muon_split_gated",
         "muon_split_mla",

@@ -36,6 +36,7 @@ class Means:
     # of the stacks and of what travels; directions are rounded to it at every layout
     dtype: torch.dtype = torch.float32
     device: torch.device | str = "cpu"  # where the tensors live
+    whole_only: bool = False  # whether the arithmetic is none for slabs of a matrix
 
     @property
     def wave_bytes(self) -> int:
@@ -82,7 +83,13 @@ class MatrixEngine:
         layouts = [layout for shard in shards for layout in shard.layouts]
         self.names = tuple(name for shard in shards for name in shard.matrix_names)
         self.first = [0, *accumulate(len(shard.layouts) for shard in shards)]
-        self.work: Work = plan_work(layouts, self.ranks.size, means.mode, means.wave_bytes)
+        self.work: Work = plan_work(
+            layouts,
+            self.ranks.size,
+            means.mode,
+            means.wave_bytes,
+            whole_only=means.whole_only,
+        )
         shard_of = [n for n, shard in enumerate(shards) for _ in shard.layouts]
         stored_in = [shards[n].name for n in shard_of]
         computes = [matrix.compute for matrix in self.work.matrices]

@@ -70,10 +70,20 @@ class Work:
         return self.matrices[matrix].compute.shape
 
 
-def plan_work(storage: Sequence[Layout], world_size: int, mode: TpModeT, wave_bytes: int) -> Work:
-    """Decide where each matrix is computed; a pure function, the same on every rank."""
+def plan_work(
+    storage: Sequence[Layout],
+    world_size: int,
+    mode: TpModeT,
+    wave_bytes: int,
+    *,
+    whole_only: bool = False,
+) -> Work:
+    """Decide where each matrix is computed; a pure function, the same on every rank.
+
+    With ``whole_only`` nobody can compute on slabs, so that ``auto`` shares no matrix.
+    """
     costs = np.array([iteration_cost(*layout.shape) for layout in storage], np.float64)
-    modes = _choose_modes(storage, costs, world_size, mode)
+    modes = _choose_modes(storage, costs, world_size, mode, whole_only=whole_only)
     owners = np.zeros(len(storage), np.int64)
     travelling = [i for i, m in enumerate(modes) if m == "exchange"]
     if travelling:
@@ -97,7 +107,12 @@ def plan_work(storage: Sequence[Layout], world_size: int, mode: TpModeT, wave_by
 
 
 def _choose_modes(
-    storage: Sequence[Layout], costs: Float64Array, world_size: int, mode: TpModeT
+    storage: Sequence[Layout],
+    costs: Float64Array,
+    world_size: int,
+    mode: TpModeT,
+    *,
+    whole_only: bool,
 ) -> list[_Mode]:
     if world_size == 1:
         return ["duplicated"] * len(storage)
@@ -106,7 +121,7 @@ def _choose_modes(
     # all ranks must call the same all-reduces, so each needs a slab
     shared = {i for i, layout in enumerate(storage) if max(layout.shape) >= world_size}
     if mode == "auto":
-        chosen = _most_expensive(storage, costs, world_size, shared)
+        chosen = _most_expensive(storage, costs, world_size, set() if whole_only else shared)
         if chosen is None:
             return ["duplicated"] * len(storage)
         shared = chosen

@@ -154,7 +154,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         self.qkv_split_shapes = qkv_split_shapes
         self.check_finite = check_finite
         check_number("wave_mb", wave_mb, above=0)
-        self._means = Means(tp_mode, wave_mb, batched)
+        whole_only = self.orthogonalization.whole_only
+        self._means = Means(tp_mode, wave_mb, batched, whole_only=whole_only)
         self._splits = dict(splits or {})
         self._names: list[str] = []
         self._shards: list[Shard] = []
@@ -285,7 +286,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             means: How matrices are computed there, but for the dtype, which is the arithmetic's,
                 and the size of waves.
         """
-        means = replace(means, dtype=self._stack_dtype, wave_mb=self._means.wave_mb)
+        dtype, own = self._stack_dtype, self._means
+        means = replace(means, dtype=dtype, wave_mb=own.wave_mb, whole_only=own.whole_only)
         return MuonDriver(type(self).__name__, self._muon, shards, means)
 
     def _plan(self) -> None:

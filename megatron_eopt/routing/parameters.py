@@ -36,10 +36,13 @@ class ModelParameter:
         return len(self.shape) == 2 or (len(self.shape) == 3 and stack)
 
     @property
+    def is_excluded(self) -> bool:
+        """Whether its module, or the user, has marked it as none for an emerging optimizer."""
+        return getattr(self.param, NO_MUON_ATTRIBUTE, None) is False
+
+    @property
     def why_not_matrix(self) -> str | None:
         """Why this parameter is no matrix that an emerging optimizer could take; None if it is."""
-        if getattr(self.param, NO_MUON_ATTRIBUTE, None) is False:
-            return f"{NO_MUON_ATTRIBUTE}=False"
         if self.is_embedding:
             return "embedding or output layer"
         if not self.has_matrix_shape:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_eopt.base.errors import ConfigurationError, check_choice
-from megatron_eopt.base.names import STANDARD_OPTIMIZERS
+from megatron_eopt.base.names import NO_MUON_ATTRIBUTE, STANDARD_OPTIMIZERS
 from megatron_eopt.routing.overrides import Merged, merge
 from megatron_eopt.routing.parameters import ModelParameter
 from megatron_eopt.settings.registry import NOT_A_MATRIX, Overrides, entry_of, optimizer_names
@@ -55,7 +55,8 @@ def _route(
 
 
 def _by_default(parameter: ModelParameter, defaults: Overrides, settings: Settings) -> Merged:
-    reason = parameter.why_not_matrix
+    excluded = parameter.is_excluded and not settings.takes_excluded
+    reason = f"{NO_MUON_ATTRIBUTE}=False" if excluded else parameter.why_not_matrix
     others = {key: value for key, value in defaults.items() if key != NOT_A_MATRIX}
     merged = merge(parameter, others)
     if NOT_A_MATRIX in defaults and reason:

@@ -48,6 +48,10 @@ class EmergingOptimizerConfig(OptimizerConfig):
     """Whether the weights of mixture-of-experts routers are matrices (megatron-core says yes) or go
     to the scalar optimizer."""
 
+    muon_orthogonalize_excluded: bool = False
+    """Whether matrices that modules mark with ``use_muon = False`` are matrices all the same.
+    megatron-core 0.20 marks some that 0.19 gave to Muon, whose momentum a resumed run has."""
+
     muon_split_gated: bool = True
     """Whether gate and up projection of a fused gated MLP are two matrices."""
 

@@ -78,6 +78,7 @@ class Settings(RunSettings):
     scalar: str  # the optimizer of what the main one does not take
     splits: frozenset[SplitT] = frozenset()  # kinds of fused weights to split
     router_to_scalar: bool = False  # whether routers' weights go to the scalar optimizer
+    takes_excluded: bool = False  # whether matrices that modules exclude go to the main one
     # ``max_lr`` and ``min_lr`` of the main optimizer where they are its own
     main_lr: Mapping[str, float] = field(default_factory=dict)
     prefixes: tuple[str, ...] = ()  # prefixes of the configuration's fields in use
@@ -156,6 +157,7 @@ def _of_emerging(name: str, config: Any) -> dict[str, Any]:
         "scalar": scalar,
         "splits": frozenset(s for s in _SPLITS if getattr(config, f"muon_split_{s}", False)),
         "router_to_scalar": not first_field(config, "orthogonalize_router", prefixes, True),
+        "takes_excluded": bool(first_field(config, "orthogonalize_excluded", prefixes, False)),
         "exempt_from_clipping": bool(first_field(config, "exempt_from_clipping", prefixes, False)),
         "main_lr": {key: value for key, value in lrs.items() if value is not None},
         "prefixes": (*prefixes, "lion") if scalar == "lion" else prefixes,

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -69,6 +70,24 @@ class Storage:
 
     def gather_params(self, *, now: bool = False) -> None:
         """Bring the stepped weights to all ranks, unless hooks or DDP will, and not ``now``."""
+
+    @torch.no_grad()
+    def quantize_and_sync_model_params_from_main_params(self) -> None:
+        """Let the model have the main weights, on all ranks; collective.
+
+        megatron-core 0.20 asks chains and their members for it after every load.
+        """
+        self._stage_model_params_from_main_params()
+        for chunk in getattr(self, "model_chunks", ()):
+            if chunk.ddp_config.use_distributed_optimizer:
+                chunk.start_param_sync(force_sync=True)
+        self.gather_params(now=True)
+
+    @torch.no_grad()
+    def _stage_model_params_from_main_params(self) -> None:
+        """Do the same on this rank alone; float32 weights are their own main weights."""
+        if not self.is_stub_optimizer and hasattr(self, "_copy_main_params_to_model_params"):
+            self._copy_main_params_to_model_params()
 
     def step_with_ready_grads(self) -> bool:
         """Step, and count the step if it was done."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import STEP
+from megatron_eopt.base.upstream import check_instance, needed
 from megatron_eopt.matrices import Split
 from megatron_eopt.routing.parameters import cut_dimension
 from megatron_eopt.stores.all_reduced import AllReducedBuffer
@@ -115,6 +116,7 @@ class FragmentsOptimizer(Storage, DistributedOptimizer):
     _copies_itself = False
 
     def __init__(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        needed("DistributedOptimizer")
         # megatron-core knows how to make Adam's state alone; ours is made before it asks
         kwargs.setdefault("init_state_fn", lambda *_: None)
         super().__init__(optimizer, *args, **kwargs)
@@ -123,6 +125,7 @@ class FragmentsOptimizer(Storage, DistributedOptimizer):
         self.main_of: dict[Tensor, Tensor] = {}
         if self.is_stub_optimizer:
             return
+        check_instance("DistributedOptimizer", self)
         # Transformer Engine's Adam may keep the main weights itself, and write the model's
         self._held_by_adam = bool(getattr(self.optimizer, "master_weights", False))
         mains_of_half = (
@@ -276,6 +279,7 @@ class OffloadedOptimizer(Storage, DistributedOptimizer):
     """
 
     def __init__(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        needed("DistributedOptimizer")
         super().__init__(optimizer, *args, init_state_fn=None, **kwargs)
         self._defer_param_sync = True
 
