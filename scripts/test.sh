@@ -6,6 +6,9 @@
 #                             arguments its results are written to docs/long_tier.md
 #
 # Further arguments go to pytest. TEST_WORKERS=0 runs all tests in one process, in order.
+#
+#   UPSTREAM=PATH[:PATH] ./scripts/test.sh   the same against checkouts of megatron-core and of
+#                             emerging-optimizers, after a table of what they have otherwise
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
@@ -19,6 +22,11 @@ if [[ "${1:-}" == "--all" ]]; then
 fi
 
 step() { echo "== $*"; "$@"; }
+if [[ -n "${UPSTREAM:-}" ]]; then
+    # the tests say themselves what is missing
+    step python scripts/upstream_table.py "$UPSTREAM" || true
+    export PYTHONPATH="$UPSTREAM${PYTHONPATH:+:$PYTHONPATH}"
+fi
 step ruff format --check .
 step ruff check .
 step mypy megatron_eopt

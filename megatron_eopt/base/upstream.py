@@ -86,6 +86,9 @@ _BY_MODULE: dict[str, dict[str, Need]] = {
     "megatron.core.optimizer.layer_wise_optimizer": {
         "LayerWiseDistributedOptimizer": Need("layer-wise storage (install)"),
     },
+    "megatron.core.optimizer.emerging_optimizers": {
+        "TensorParallelAdaptiveMuon": Need("the order of its arguments", "tp_mode"),
+    },
     "megatron.core.optimizer.qk_clip": {"clip_qk": Need("QK-clip (install)")},
     "megatron.core.models.mimo.model.base": {"MimoModel": Need("telling MIMO models")},
     "megatron.core.tensor_parallel": {

@@ -28,8 +28,8 @@ def log_differences(
     if tagged and settings.storage == "sharded":
         _say(
             logging.WARNING,
-            f"{tagged} parameters have the attribute {_TAG}: they lie in Megatron's padded layer-wise "
-            "layout, which costs memory and is not needed; wrap the model as for Adam",
+            f"{tagged} parameters have the attribute {_TAG}: they lie in Megatron's padded "
+            "layer-wise layout, which costs memory and is not needed; wrap the model as for Adam",
         )
     for sentence in _warnings(settings, arguments, tensor_parallel_size):
         _say(logging.WARNING, sentence)

@@ -25,7 +25,7 @@ Triple = tuple[float, float, float]
 CoefficientsLike = str | Sequence[Sequence[float]]
 """A set by name, or the triples of a set of your own."""
 
-_LongerT = Literal["cycle", "repeat_last", "never"]
+LongerT = Literal["cycle", "repeat_last", "never"]
 """What a schedule that is longer than its set does: it starts again, repeats the last triple, which
 polishes a fixed point, or there is none."""
 
@@ -69,7 +69,7 @@ def resolve_coefficients(coefficients: CoefficientsLike, steps: int) -> tuple[Tr
 @lru_cache(maxsize=256)
 def _resolve_named(name: str, steps: int) -> tuple[Triple, ...]:
     triples = table(name)
-    mode = _when_longer(name, triples)
+    mode = when_longer(name, triples)
     if mode != "never":
         return _schedule(triples, steps, mode)
     if steps != len(triples):
@@ -78,7 +78,7 @@ def _resolve_named(name: str, steps: int) -> tuple[Triple, ...]:
     return triples
 
 
-def _when_longer(name: str, triples: tuple[Triple, ...]) -> _LongerT:
+def when_longer(name: str, triples: tuple[Triple, ...]) -> LongerT:
     """Find out what emerging-optimizers does after the last triple of a set, by one more step.
 
     That is decided inside a function of its, and may differ for sets that are yet to come.
@@ -97,7 +97,7 @@ def _when_longer(name: str, triples: tuple[Triple, ...]) -> _LongerT:
         "repeat_last": _schedule(triples, steps, "repeat_last"),
         "never": triples,
     }
-    modes: tuple[_LongerT, ...] = ("cycle", "repeat_last", "never")
+    modes: tuple[LongerT, ...] = ("cycle", "repeat_last", "never")
     return min(
         modes,
         key=lambda mode: sum(
@@ -107,7 +107,7 @@ def _when_longer(name: str, triples: tuple[Triple, ...]) -> _LongerT:
     )
 
 
-def _schedule(triples: tuple[Triple, ...], steps: int, mode: _LongerT) -> tuple[Triple, ...]:
+def _schedule(triples: tuple[Triple, ...], steps: int, mode: LongerT) -> tuple[Triple, ...]:
     return tuple(needed("get_coefficient_iterator")(steps, triples, mode=mode))
 
 

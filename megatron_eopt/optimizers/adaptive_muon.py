@@ -1,5 +1,6 @@
 """Muon with second moments: AdaMuon, NorMuon and NAMO."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.base.errors import ConfigurationError, check_choice, check_number
 from megatron_eopt.base.names import MOMENT2, TpModeT
+from megatron_eopt.base.upstream import found, parameters_of
 from megatron_eopt.math.moments import MOMENT2_METHODS, Moment2MethodT
 from megatron_eopt.math.newton_schulz import ReduceT
 from megatron_eopt.optimizers.adaptive_driver import AdaptiveDriver, AdaptiveSettings
@@ -168,11 +170,35 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon, AdaptiveMuon):
         self.orthogonalization.factors_(stack, reduce, shape)
 
 
+_OWN = ("moment2_method", "beta2", "eps")
+"""Arguments that megatron-core's class takes by position after ``tp_mode``."""
+
+
 def _by_name(positional: Sequence[Any]) -> dict[str, Any]:
     """Return what is given by position after ``tp_mode``, by name."""
-    names = ["moment2_method", "beta2", "eps"]
-    if isinstance(positional[0], bool):
-        names.insert(0, "use_syrk")
+    names = ("use_syrk", *_OWN) if isinstance(positional[0], bool) else _OWN
     if len(positional) > len(names):
         raise TypeError(f"takes {', '.join(names)} after tp_mode, got {positional!r}")
     return dict(zip(names, positional, strict=False))
+
+
+def _signature(init: Callable[..., None]) -> inspect.Signature:
+    """Return a constructor's signature in the order that the installed megatron-core's has."""
+    theirs = found("TensorParallelAdaptiveMuon")
+    order = list(parameters_of(theirs)) if theirs else ["tp_mode", *_OWN]
+    after = [name for name in order[order.index("tp_mode") + 1 :] if name in ("use_syrk", *_OWN)]
+    kinds = inspect.Parameter
+    use_syrk = kinds("use_syrk", kinds.KEYWORD_ONLY, default=False)
+    own = {"use_syrk": use_syrk, **parameters_of(init)}
+    by_position = [
+        p for n, p in own.items() if p.kind is kinds.POSITIONAL_OR_KEYWORD and n not in after
+    ]
+    by_position += [own[name].replace(kind=kinds.POSITIONAL_OR_KEYWORD) for name in after]
+    known = {p.name for p in by_position}
+    rest = [p for n, p in own.items() if n not in known and p.kind is not kinds.VAR_POSITIONAL]
+    return inspect.Signature([*by_position, *rest])
+
+
+TensorParallelAdaptiveMuon.__init__.__signature__ = _signature(  # type: ignore[attr-defined]
+    TensorParallelAdaptiveMuon.__init__
+)

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from emerging_optimizers.utils import SinkhornMapper
 from megatron.core import dist_checkpointing
 from torch import Tensor, distributed
 from torch.distributed import checkpoint
@@ -165,6 +164,8 @@ def _to_domain_of(optimizer: str) -> Callable[[Any], None] | None:
     if optimizer.startswith("oblique"):
         return functools.partial(_change, lambda weight: functional.normalize(weight, dim=0))
     if optimizer == "sinkhorn_muon":
+        from emerging_optimizers.utils import SinkhornMapper
+
         return functools.partial(_change, lambda weight: SinkhornMapper(num_iters=50)(weight.abs()))
     return None
 

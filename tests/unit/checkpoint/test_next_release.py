@@ -1,0 +1,192 @@
+"""Checkpoints between releases of upstream: state that gained a key, or lost its optimizer."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from emerging_optimizers.scalar_optimizers import Lion
+from emerging_optimizers.soap import SOAP
+
+from megatron_eopt.optimizers import scalar
+from megatron_eopt.settings import registry
+from tests.harness import run_ranks
+from tests.unit.checkpoint.test_state import outcome_of, resume, save
+from tests.unit.stores.full_state import Case, build, full_state, steps
+from tests.unit.stores.runs import DENSE
+
+SMALL = {**DENSE, "layers": 1}
+
+
+class NextLion(Lion):
+    """Lion that counts its steps in every state."""
+
+    def _init_group(self, group: dict[str, Any], skip_non_grad_params: bool = True) -> None:
+        for param in group["params"]:
+            if not (skip_non_grad_params and param.grad is None) and not self.state[param]:
+                self.state[param]["step"] = 0
+                self.state[param]["exp_avg"] = torch.zeros_like(param.data)
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.state[param]["step"] += 1
+
+
+class NextSoap(SOAP):
+    """SOAP whose eigenbases have another name."""
+
+    def _init_group(self, group: dict[str, Any], skip_non_grad_params: bool = True) -> None:
+        super()._init_group(group, skip_non_grad_params)
+        for param in group["params"]:
+            state = self.state[param]
+            if "Q_L" in state:
+                state["basis"] = [state.pop("Q_L"), state.pop("Q_R")]
+
+    def step(self, closure: Any = None) -> None:
+        raise NotImplementedError
+
+
+def use(upstreams: type) -> None:
+    """Let this process have the optimizers of one release or the other."""
+    lion, soap = (Lion, SOAP) if upstreams is Lion else (NextLion, NextSoap)
+    registry.entry_of("lion").optimizer_cls = scalar.Lion = lion
+    registry.entry_of("soap").optimizer_cls = soap
+
+
+def saved(case: Case, folder: str, release: type) -> dict[str, Any]:
+    use(release)
+    try:
+        save(case, folder)
+        chunk, optimizer = resume(case, folder)
+        return full_state(case, chunk, optimizer)
+    finally:
+        use(Lion)
+
+
+def resumed(case: Case, folder: str, release: type) -> tuple[dict[str, Any], dict[str, Any], set]:
+    """Load and do one step; return what three steps give, what this gives, and its counts."""
+    use(release)
+    try:
+        chunk, optimizer = build(case)
+        steps(case, chunk, optimizer, 0, 3)
+        whole = full_state(case, chunk, optimizer)
+        chunk, optimizer = resume(case, folder)
+        steps(case, chunk, optimizer, 2, 3)
+        children = optimizer.chained_optimizers
+        states = [state for child in children for state in child.optimizer.state.values()]
+        return whole, full_state(case, chunk, optimizer), {s.get("step") for s in states}
+    finally:
+        use(Lion)
+
+
+WHOLE = {"use_distributed_optimizer": False}
+STORAGES: dict[str, dict[str, Any]] = {"sharded": {}, "plain": {"ddp": WHOLE, "config": WHOLE}}
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_lions_counts_are_carried_over(tmp_path, storage):
+    case = Case("lion", SMALL, **STORAGES[storage])
+    for first, then in ((Lion, NextLion), (NextLion, Lion), (NextLion, NextLion)):
+        folder = tmp_path / f"{first.__name__}{then.__name__}"
+        run_ranks(2, saved, case, str(folder), first)
+        for whole, after, counts in run_ranks(2, resumed, case, str(folder), then):
+            assert whole.keys() == after.keys()
+            for key, value in whole.items():
+                # Lion's rounding is that of its release: none
+                assert torch.equal(torch.as_tensor(value), torch.as_tensor(after[key])), key
+            assert {int(count) for count in counts} == {3} if then is NextLion else {None}
+
+
+def refused(case: Case, folder: str, release: type, options: dict[str, Any]) -> str:
+    use(release)
+    try:
+        return outcome_of(case, folder, options)[0]
+    finally:
+        use(Lion)
+
+
+def test_soaps_state_under_other_names_is_refused_by_name(tmp_path):
+    case = Case("soap", SMALL)
+    run_ranks(2, save, case, str(tmp_path))
+    (error, other) = run_ranks(2, refused, case, str(tmp_path), NextLion, {})
+    assert error == other
+    assert "linear_fc2.weight.0: basis/0" in error
+    assert "--checkpoint-fresh-state basis/0 basis/1" in error
+
+
+class Excluding(Case):
+    """A run whose modules mark a matrix as none for Muon, as some of megatron-core 0.20 do."""
+
+
+def _excluding(case: Case, folder: str, options: dict[str, Any]) -> tuple[str, str, float]:
+    from tests.unit.stores import full_state as runs
+
+    make_chunk = runs.make_chunk
+
+    def marked(run: Any) -> Any:
+        chunk = make_chunk(run)
+        for name, param in chunk.named_parameters():
+            if name.endswith("linear_fc2.weight"):
+                param.use_muon = False
+        return chunk
+
+    runs.make_chunk = marked
+    try:
+        return outcome_of(case, folder, options)
+    finally:
+        runs.make_chunk = make_chunk
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_momentum_of_matrices_that_upstream_takes_from_muon_is_not_lost(tmp_path, storage):
+    case = Case("muon", SMALL, **STORAGES[storage])
+    run_ranks(2, save, case, str(tmp_path))
+
+    def outcome(case: Case, **options: Any) -> str:
+        results = run_ranks(2, _excluding, case, str(tmp_path), options)
+        assert len({error for error, _, _ in results}) == 1
+        return results[0][0]
+
+    error = outcome(case)
+    assert "linear_fc2.weight" in error
+    assert "use_muon=False" in error
+    assert "muon_orthogonalize_excluded=True" in error
+    assert outcome(case, fresh=["exp_avg", "exp_avg_sq"]) == ""
+    kept = replace(case, config={**case.config, "muon_orthogonalize_excluded": True})
+    assert outcome(kept) == ""
+
+
+def _synced(case: Case, child: bool) -> list[str]:
+    chunk, optimizer = build(case)
+    steps(case, chunk, optimizer, 0, 1)
+    names = {id(param): name for name, param in chunk.named_parameters()}
+    before = {name: param.detach().clone() for name, param in chunk.named_parameters()}
+    for param in chunk.parameters():
+        if case.model.get("dtype") == torch.bfloat16:
+            param.data.zero_()
+    for part in optimizer.chained_optimizers if child else [optimizer]:
+        part.quantize_and_sync_model_params_from_main_params()
+    return [
+        names[id(p)]
+        for p in chunk.parameters()
+        if p.requires_grad and not torch.equal(p, before[names[id(p)]])
+    ]
+
+
+@pytest.mark.parametrize("child", [False, True], ids=["chain", "children"])
+@pytest.mark.parametrize(
+    ("ddp", "config"),
+    [
+        ({}, {}),
+        (WHOLE, {}),
+        (WHOLE, WHOLE),
+    ],
+    ids=["sharded", "all-reduced", "plain"],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_model_gets_the_main_weights_when_asked(ddp, config, dtype, child):
+    case = Case("muon", {**SMALL, "dtype": dtype}, ddp=ddp, config=config)
+    assert run_ranks(2, _synced, case, child) == [[], []]
