@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_eopt.base.upstream import untested_releases
 from tests.harness import close_pools
 from tests.harness.last_bits import VARIABLE, as_all_tests
 from tests.harness.long_results import LongResults
@@ -32,6 +33,11 @@ def pytest_configure(config):
     # workers report to the process that started them, which writes
     if path is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(LongResults(path.absolute()))
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("tested_release") and (other := untested_releases()):
+        pytest.skip(f"with {' and '.join(other)}")
 
 
 @pytest.hookimpl(wrapper=True)

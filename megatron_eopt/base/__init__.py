@@ -1,1 +1,1 @@
-"""Errors, names and version probes that everything else may use."""
+"""Errors, names and what is needed of upstream, for everything else."""

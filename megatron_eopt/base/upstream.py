@@ -265,6 +265,12 @@ def version_of(package: str) -> str:
     return str(version).partition("+")[0]
 
 
+def untested_releases() -> list[str]:
+    """Return those of the two packages that are imported in another release than the tested one."""
+    versions = {package: version_of(package) for package in TESTED}
+    return [f"{name} {version}" for name, version in versions.items() if version != TESTED[name]]
+
+
 _warned: set[str] = set()
 
 
@@ -274,14 +280,8 @@ def check_releases(*, strict: bool) -> None:
     Raises:
         ConfigurationError: If ``strict`` and there is one.
     """
-    other = [
-        f"{package} {version}"
-        for package, tested in TESTED.items()
-        if (version := version_of(package)) != tested
-    ]
-    if not other:
+    if not (untested := " and ".join(untested_releases())):
         return
-    untested = " and ".join(other)
     tested = " and ".join(" ".join(item) for item in TESTED.items())
     if strict:
         rule = f"{untested} is not what megatron-eopt was tested with"

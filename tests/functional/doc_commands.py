@@ -29,7 +29,7 @@ class Rule:
 
 RULES = (
     Rule(r"\./scripts/quickstart\.sh\b.*", "long"),
-    Rule(r"\./scripts/test\.sh( --all)?", "parse", "it is what runs these tests"),
+    Rule(r"(UPSTREAM=\S+ )?\./scripts/test\.sh( --all)?", "parse", "it is what runs these tests"),
     Rule(r"source \.venv/bin/activate", "run"),
     Rule(r"python scripts/prepare_corpus\.py .*", "long"),
     Rule(r"torchrun (--nproc-per-node 2|\.\.\.) scripts/pretrain_gpt\.py .*", "long"),
