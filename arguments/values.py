@@ -71,10 +71,13 @@ def fill(args: argparse.Namespace, trainers: Mapping[str, Any]) -> None:
         if dest.startswith(PREFIXES) and getattr(args, dest, None) is None:
             setattr(args, dest, default)
     # which of the two there is depends on megatron-core's release
-    layout = None if getattr(args, "use_layer_wise_param_layout", True) else "legacy"
-    if layout := getattr(args, "layer_wise_param_layout", layout):
-        reason = "matrices need no layout of their own, and lie in one buffer without padding"
-        logger.info("the layer-wise layout %r has no effect: %s", layout, reason)
+    flag = None
+    if not getattr(args, "use_layer_wise_param_layout", True):
+        flag = "--no-use-layer-wise-param-layout"
+    if (layout := getattr(args, "layer_wise_param_layout", "padded")) != "padded":
+        flag = f"--layer-wise-param-layout {layout}"
+    if flag:
+        logger.info("%s has no effect: matrices need no layout of their own", flag)
 
 
 def _flag(name: str) -> str:

@@ -56,12 +56,14 @@ def check_golden(case, environment, seed=None):
     return largest_difference(expected, found, "lm loss")
 
 
+@pytest.mark.tested_release
 @pytest.mark.parametrize("case", params("golden", lambda case: "cpu_gloo" in case.environments))
 def test_golden_on_cpus(case, record_property):
     change = check_golden(case, "cpu_gloo")
     record_property("largest relative difference of a loss", f"{change:.1e}")
 
 
+@pytest.mark.tested_release
 @pytest.mark.parametrize("case", params("golden", lambda case: "gpu_nccl" in case.environments))
 def test_golden_on_gpus(case):
     if torch.cuda.device_count() < case.ranks:
@@ -71,6 +73,7 @@ def test_golden_on_gpus(case):
     check_golden(case, "gpu_nccl")
 
 
+@pytest.mark.tested_release
 @pytest.mark.parametrize(
     "case",
     params("golden", lambda case: case.notices, lambda case: case.name != "layer-wise"),
@@ -89,6 +92,7 @@ UNSEEN = 101
 """A seed of other last bits that no spread was measured with."""
 
 
+@pytest.mark.tested_release
 @pytest.mark.parametrize(
     "case",
     params(

@@ -10,7 +10,9 @@ from megatron.training.arguments import add_megatron_arguments
 
 from megatron_eopt import EmergingOptimizerConfig
 from megatron_eopt.arguments import add_arguments, config_from_args
+from megatron_eopt.arguments.values import fill
 
+NO_LAYOUT = "matrices need no layout of their own"
 FROZEN = Path(__file__).with_name("surface.txt")
 PREFIXES = ("muon_", "adaptive_muon_", "soap_", "lion_")
 
@@ -38,6 +40,7 @@ def surface() -> str:
     return "\n".join(sorted(lines)) + "\n"
 
 
+@pytest.mark.tested_release
 def test_the_surface_is_frozen():
     assert surface() == FROZEN.read_text()
 
@@ -93,10 +96,20 @@ def test_old_spellings(defaults):
         parse("--muon-momentum-beta", "0.7", "--muon-momentum", "0.8")
 
 
-def test_the_param_layout_flag_is_accepted(caplog):
+@pytest.mark.parametrize(
+    ("dest", "said"),
+    [
+        ({"use_layer_wise_param_layout": False}, "--no-use-layer-wise-param-layout"),
+        ({"layer_wise_param_layout": "legacy"}, "--layer-wise-param-layout legacy"),
+        ({"layer_wise_param_layout": "padded"}, None),
+    ],
+    ids=str,
+)
+def test_the_param_layout_flag_of_either_release_is_accepted(caplog, dest, said):
     with caplog.at_level("INFO"):
-        parse("--no-use-layer-wise-param-layout")
-    assert [r for r in caplog.records if "--no-use-layer-wise-param-layout" in r.message]
+        fill(argparse.Namespace(optimizer_defaults="recommended", **dest), {})
+    found = [record.message for record in caplog.records if "has no effect" in record.message]
+    assert found == ([] if said is None else [f"{said} has no effect: {NO_LAYOUT}"])
 
 
 @pytest.mark.parametrize("flags", [("--muon-tp-mode", "foo"), ("--optimizer", "muonn")])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron.core.optimizer import OptimizerConfig as MegatronConfig
 from megatron.training.arguments import add_megatron_arguments
 
 from megatron_eopt import ConfigurationError, EmergingOptimizerConfig, load_optimizer_config
@@ -84,7 +85,7 @@ def test_a_file_is_the_same_as_its_flags(written):
 
 def test_whose_defaults(written):
     config = load_optimizer_config(written("optimizer: muon\noptimizer-defaults: megatron\n"))
-    assert (config.muon_tp_mode, config.muon_split_gated) == ("blockwise", False)
+    assert (config.muon_tp_mode, config.muon_split_gated) == (MegatronConfig().muon_tp_mode, False)
     config = load_optimizer_config(written("optimizer: muon\noptimizer-defaults: recommended\n"))
     assert (config.muon_tp_mode, config.muon_split_gated) == ("auto", True)
 

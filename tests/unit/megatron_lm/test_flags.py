@@ -42,6 +42,7 @@ def values(flags: list[str], whose: str | None, **expected: Any) -> None:
     assert run_ranks(1, _values, flags, whose, [*expected]) == [expected]
 
 
+@pytest.mark.tested_release
 def test_a_script_that_does_not_know_us_gets_upstreams_defaults():
     values([], None, optimizer_defaults="megatron", muon_tp_mode="blockwise", muon_momentum=0.9)
 

@@ -86,6 +86,7 @@ def test_the_comparison_of_signatures_finds_each_kind_of_difference():
         assert signature_problem("", _three, other)
 
 
+@pytest.mark.tested_release
 def test_public_methods_and_fields_of_replaced_classes_exist():
     (missing,) = run_ranks(1, _missing_attributes)
     assert missing == {
