@@ -94,7 +94,7 @@ def adopt(group: dict[str, Any], saved: Groups) -> None:
     A group that the checkpoint does not have, because its parameters had another optimizer or
     another program wrote it, keeps all its settings.
     """
-    keep = {"params", STEP, "default_config", GROUP_ID, *_identifiers()}
+    keep = {"params", STEP, "default_config", GROUP_ID, "max_lr", "min_lr", *_identifiers()}
     place = _find(group, saved)
     twin = {} if place is None else saved[place]
     group.update({key: value for key, value in twin.items() if key not in keep})

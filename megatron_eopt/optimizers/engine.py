@@ -33,10 +33,10 @@ class Means:
     mode: TpModeT = "auto"  # where the work happens
     wave_mb: float = DEFAULT_WAVE_MB  # upper bound of what one owner holds of a wave, in MiB
     batched: bool = True  # whether equal shapes share a call; else every matrix has its own
+    whole_only: bool = False  # whether the arithmetic is none for slabs of a matrix
     # of the stacks and of what travels; directions are rounded to it at every layout
     dtype: torch.dtype = torch.float32
     device: torch.device | str = "cpu"  # where the tensors live
-    whole_only: bool = False  # whether the arithmetic is none for slabs of a matrix
 
     @property
     def wave_bytes(self) -> int:

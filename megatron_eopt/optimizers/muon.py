@@ -132,7 +132,6 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         if weight_decay_method is None:
             weight_decay_method = "decoupled" if use_decoupled_weight_decay else "l2"
         check_choice("weight_decay_method", weight_decay_method, WEIGHT_DECAY_METHODS)
-        check_choice("tp_mode", tp_mode, get_args(TpModeT))
         arithmetic = self.orthogonalization = _orthogonalization(
             coefficients=coefficient_type,
             steps=num_ns_steps,
@@ -140,10 +139,10 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             extra_scale_factor=extra_scale_factor,
             precision=fp32_matmul_prec,
             algorithm=algorithm,
-            backend=on_syrk(backend, fp32_matmul_prec, whole=tp_mode != "distributed")
-            if use_syrk
-            else backend,
+            backend=backend,
             eps=ns_eps,
+            use_syrk=use_syrk,
+            tp_mode=tp_mode,
         )
         check_choice("momentum_dtype", momentum_dtype, MOMENTUM_DTYPES)
         self._muon = MuonSettings(nesterov, weight_decay_method, arithmetic, momentum_dtype)
@@ -154,8 +153,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         self.qkv_split_shapes = qkv_split_shapes
         self.check_finite = check_finite
         check_number("wave_mb", wave_mb, above=0)
-        whole_only = self.orthogonalization.whole_only
-        self._means = Means(tp_mode, wave_mb, batched, whole_only=whole_only)
+        self._means = Means(tp_mode, wave_mb, batched, self.orthogonalization.whole_only)
         self._splits = dict(splits or {})
         self._names: list[str] = []
         self._shards: list[Shard] = []
@@ -388,7 +386,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
 def _orthogonalization(**settings: Any) -> Orthogonalization:
     """Return the arithmetic, having checked the settings under the names of the arguments."""
-    steps = settings["steps"]
+    steps, tp_mode, use_syrk = (settings.pop(key) for key in ("steps", "tp_mode", "use_syrk"))
+    check_choice("tp_mode", tp_mode, get_args(TpModeT))
     check_number("num_ns_steps", steps, at_least=1)
     if not isinstance(steps, int):
         rule = "must be an integer"
@@ -400,4 +399,7 @@ def _orthogonalization(**settings: Any) -> Orthogonalization:
     check_choice("fp32_matmul_prec", settings["precision"], PRECISIONS)
     check_choice("algorithm", settings["algorithm"], ALGORITHMS)
     check_number("ns_eps", settings["eps"], above=0)
-    return Orthogonalization(**settings)
+    if use_syrk:
+        whole = tp_mode != "distributed"
+        settings["backend"] = on_syrk(settings["backend"], settings["precision"], whole=whole)
+    return Orthogonalization(steps=steps, **settings)

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 from emerging_optimizers.scalar_optimizers import Lion
-from emerging_optimizers.soap import SOAP
 
+from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
 from megatron_eopt.optimizers import scalar
 from megatron_eopt.settings import registry
 from tests.harness import run_ranks
@@ -15,6 +15,7 @@ from tests.unit.checkpoint.test_state import outcome_of, resume, save
 from tests.unit.stores.full_state import Case, build, full_state, steps
 from tests.unit.stores.runs import DENSE
 
+SOAP = registry.entry_of("soap").optimizer_cls
 SMALL = {**DENSE, "layers": 1}
 
 
@@ -86,6 +87,7 @@ WHOLE = {"use_distributed_optimizer": False}
 STORAGES: dict[str, dict[str, Any]] = {"sharded": {}, "plain": {"ddp": WHOLE, "config": WHOLE}}
 
 
+@pytest.mark.tested_release
 @pytest.mark.parametrize("storage", STORAGES)
 def test_lions_counts_are_carried_over(tmp_path, storage):
     case = Case("lion", SMALL, **STORAGES[storage])
@@ -108,6 +110,7 @@ def refused(case: Case, folder: str, release: type, options: dict[str, Any]) -> 
         use(Lion)
 
 
+@pytest.mark.tested_release
 def test_soaps_state_under_other_names_is_refused_by_name(tmp_path):
     case = Case("soap", SMALL)
     run_ranks(2, save, case, str(tmp_path))
