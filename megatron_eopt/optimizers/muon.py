@@ -62,11 +62,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         momentum: Decay of the moving average of gradients, in [0, 1).
         nesterov: Orthogonalize gradient and momentum mixed instead of the momentum alone.
         weight_decay: Weight decay, at least 0.
-        use_decoupled_weight_decay: Decay the weights themselves (as AdamW does) instead of adding
-            their multiple to the gradient.
+        use_decoupled_weight_decay: Decay weights, as AdamW does, and not by way of gradients.
         split_qkv: Orthogonalize the Q, K and V parts of fused weights each by itself.
-        is_qkv_fn: Tells which parameters are such fused weights; by default those with a true
-            attribute ``is_qkv``.
+        is_qkv_fn: Tells which parameters are; by default those with a true attribute ``is_qkv``.
         qkv_split_shapes: Rows of Q, K and V in one query group; a parameter's own attribute
             ``qkv_split_shapes`` goes before.
         fp32_matmul_prec: "highest" (float32), "high" (TF32) or "medium" (bfloat16 products).
@@ -75,12 +73,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         scale_mode: How the update is scaled to the shape of the whole matrix.
         extra_scale_factor: A further factor on the update.
         pg_collection: Process groups; ``tp`` and, for experts, ``expt_tp`` are used.
-        tp_mode: Where the work on a cut matrix happens; see
-            :data:`megatron_eopt.base.names.TpModeT`.
-        use_syrk: Compute on emerging-optimizers' SYRK kernels where they can be used; a warning
-            says where not. ``backend="syrk"`` insists on them.
-        weight_decay_method: "decoupled", "l2" or "independent"; goes before
-            ``use_decoupled_weight_decay``.
+        tp_mode: Where a cut matrix is computed, see :data:`megatron_eopt.base.names.TpModeT`.
+        use_syrk: Compute on emerging-optimizers' SYRK kernels where they can be used, else warn.
+        weight_decay_method: "decoupled", "l2" or "independent"; goes before that switch.
         algorithm: Which iteration: "auto", "standard" or "gram".
         backend: Whose kernels compute it.
         ns_eps: Smallest norm that a matrix is divided by, above 0.
