@@ -93,22 +93,23 @@ class RoundedMomentum(Momentum):
 
     def make(self, number: int, values: Values, like: Tensor) -> None:
         """Let the state of a shard have a momentum of zeros, and scales."""
-        shape, device = like.shape, like.device
-        values[MOMENTUM] = torch.zeros(shape, dtype=self._format.dtype, device=device)
+        dtype, rows = self._format.dtype, self._rows[number]
+        values[MOMENTUM] = torch.zeros(like.shape, dtype=dtype, device=like.device)
         if self._has_scales:
-            blocks = self._rows[number].blocks
-            values[MOMENTUM_SCALE] = torch.zeros(blocks, dtype=torch.uint8, device=device)
+            values[MOMENTUM_SCALE] = torch.zeros(rows.blocks, dtype=torch.uint8, device=rows.device)
 
     def read(self, number: int, values: Mapping[str, Any]) -> Tensor:
         """Return a shard's momentum in float32: a new tensor, unless that is what there is."""
         codes: Tensor = values[MOMENTUM]
         if codes.dtype == torch.float32 or not self._has_scales:
             return codes.to(torch.float32)
+        rows = self._rows[number]
+        # what is off-loaded stays on the host between steps
         momentum = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
-        rows, flat, kept = self._rows[number], momentum.view(-1), codes.view(-1)
+        flat, kept = momentum.view(-1), codes.view(-1)
         for part in rows.parts:
             scales = values[MOMENTUM_SCALE][rows.blocks_in(part, rows.columns_in(part))]
-            flat[part.elements] = decoded(kept[part.elements], scales)
+            flat[part.elements] = decoded(kept[part.elements].to(rows.device), scales)
         return momentum
 
     def write(
@@ -149,7 +150,8 @@ class RoundedMomentum(Momentum):
             noise: Tensor | int = NEAREST
             if row_keys is not None:
                 noise = noise_of(rows.spread(row_keys, part), columns)
-            into[part.elements] = encoded(momentum[part.elements], self._format, noise, mine)
+            exact = momentum[part.elements].to(rows.device)
+            into[part.elements] = encoded(exact, self._format, noise, mine)
 
     def _agree(self, numbers: Sequence[int], largest: Mapping[int, Tensor]) -> None:
         """Let the parts of a block have the largest magnitude of all of it, as bits; in place."""
@@ -253,7 +255,8 @@ class _Rows:
         found = torch.zeros(self.blocks, dtype=torch.int32, device=self.device)
         for part in self.parts:
             blocks = self.blocks_in(part, self.columns_in(part))
-            found.scatter_reduce_(0, blocks, magnitude_bits(flat[part.elements]), "amax")
+            bits = magnitude_bits(flat[part.elements].to(self.device))
+            found.scatter_reduce_(0, blocks, bits, "amax")
         return found
 
 

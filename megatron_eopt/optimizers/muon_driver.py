@@ -211,7 +211,8 @@ class MuonDriver(Driver):
             params = [item.param for item in members]
             grads = decayed(params, group, self.settings.weight_decay_method)
             momenta = [self.momentum.read(item.number, state[item.param]) for item in members]
-            grads = [grad.to(kept.dtype) for grad, kept in zip(grads, momenta, strict=True)]
+            if self.momentum.is_rounded:
+                grads = [grad.to(kept.dtype) for grad, kept in zip(grads, momenta, strict=True)]
             mixed = directions(grads, momenta, group["momentum"], self.settings.nesterov)
             found.update(zip((item.number for item in members), mixed, strict=True))
             for item, momentum in zip(members, momenta, strict=True):
