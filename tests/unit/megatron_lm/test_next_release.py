@@ -122,8 +122,9 @@ def test_every_spelling_of_the_layout_means_ours(more, scatters):
     assert calls_of(" ".join((ASKS, *more)), **more) == (scatters, False)
 
 
+@pytest.mark.tested_release
 @pytest.mark.parametrize("only_the_new_one", [False, True])
-def test_the_wrapper_that_wires_is_found(monkeypatch, only_the_new_one):
+def test_the_wrapper_that_wires_is_found(only_the_new_one):
     run_ranks(1, _wrapped_names, only_the_new_one)
 
 

@@ -60,6 +60,7 @@ def test_adaptive_muon_knows_both_orders(given):
         TensorParallelAdaptiveMuon([weight()], *BEFORE, None, "duplicated", *given, 1)
 
 
+@pytest.mark.tested_release
 def test_the_signature_has_the_order_of_what_is_installed(monkeypatch):
     from megatron_eopt.optimizers import adaptive_muon
 
