@@ -141,12 +141,10 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         )
         check_choice("momentum_dtype", momentum_dtype, MOMENTUM_DTYPES)
         self._muon = MuonSettings(nesterov, weight_decay_method, arithmetic, momentum_dtype)
-        self.pg_collection = pg_collection
         self.tp_mode: TpModeT = tp_mode
-        self.split_qkv = split_qkv
+        self.pg_collection, self.check_finite = pg_collection, check_finite
+        self.split_qkv, self.qkv_split_shapes = split_qkv, qkv_split_shapes
         self.is_qkv_fn = is_qkv_fn or (lambda param: bool(getattr(param, "is_qkv", False)))
-        self.qkv_split_shapes = qkv_split_shapes
-        self.check_finite = check_finite
         check_number("wave_mb", wave_mb, above=0)
         self._means = Means(tp_mode, wave_mb, batched, self.orthogonalization.whole_only)
         self._splits = dict(splits or {})

@@ -198,6 +198,7 @@ def test_an_unfinished_folder_does_not_disturb_saving(saved, tmp_path):
     assert not (killed / "__7_0.distcp").exists()
 
 
+@pytest.mark.long
 def test_an_asynchronous_save_is_verified_too(tmp_path):
     asynchronous = ["--async-save", "--async-strategy", "mcore"]
     save(tmp_path, *MUON, *asynchronous)
@@ -223,6 +224,7 @@ def test_damaged_files_of_ranks_are_refused(saved_by_rank, tmp_path, damage, wor
     assert re.search(words, refused(folder, *PER_RANK))
 
 
+@pytest.mark.long
 def test_files_of_ranks_load_at_their_layout_and_model_only(saved_by_rank, tmp_path):
     assert loaded(saved_by_rank, *PER_RANK)[0] == 2
     assert "written by another model" in refused(saved_by_rank, *PER_RANK, "--num-layers", "3")

@@ -54,7 +54,7 @@ def differing(first, second, iteration=4):
 CASES = [
     # the norm's sum has another order, which clipping passes on
     pytest.param("optim_grads_params", [*MUON, "--swiglu"], 1e-5, id="muon"),
-    pytest.param("optim_grads_params", ["--swiglu"], 1e-5, id="adam"),
+    pytest.param("optim_grads_params", ["--swiglu"], 1e-5, id="adam", marks=pytest.mark.long),
     pytest.param("optim", MUON, 1e-5, id="muon, optim", marks=pytest.mark.long),
     pytest.param("optim_grads", [*MUON, "--bf16"], 1e-2, id="muon, bf16", marks=pytest.mark.long),
     # it takes roundings of a gradient of low rank for directions

@@ -93,7 +93,11 @@ def saved(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("world", "ddp", "tolerance"),
-    [(2, {}, 0.0), (2, OPTIM, 1e-6), pytest.param(4, {}, 1e-6, marks=pytest.mark.long)],
+    [
+        (2, {}, 0.0),
+        pytest.param(2, OPTIM, 1e-6, marks=pytest.mark.long),
+        pytest.param(4, {}, 1e-6, marks=pytest.mark.long),
+    ],
     ids=["the same", "another strategy", "other ranks"],
 )
 def test_a_run_goes_on(saved, world, ddp, tolerance):

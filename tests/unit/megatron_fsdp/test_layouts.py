@@ -106,9 +106,8 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize(
-    "runs", [OPTIMIZERS, pytest.param(OTHERS, marks=pytest.mark.long)], ids=["main", "others"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("runs", [OPTIMIZERS, OTHERS], ids=["main", "others"])
 def test_every_optimizer_equals_one_process(runs):
     expected = run_ranks(1, train_all, train_in_ddp, runs, timeout=280)[0]
     results = run_ranks(2, train_all, train, runs, timeout=280)

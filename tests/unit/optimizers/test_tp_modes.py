@@ -47,7 +47,7 @@ def test_every_exact_mode_gives_what_one_process_gives(size):
                 assert error < TOLERANCE, (mode, number, case)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_whole_matrices_are_bit_equal_without_batching(size):
     for by_mode in run_ranks(size, errors_of_modes, ["duplicated", "exchange"], False):
         for (mode, number), compared in by_mode.items():

@@ -77,10 +77,10 @@ def one_process(count: int) -> list:
     ("ranks", "parallel", "storage"),
     [
         pytest.param(2, {}, True, marks=pytest.mark.long),
-        (4, {}, True),
+        pytest.param(4, {}, True, marks=pytest.mark.long),
         pytest.param(2, {"tp": 2}, True, marks=pytest.mark.long),
         (4, {"tp": 2}, True),
-        (2, {"pp": 2}, True),
+        pytest.param(2, {"pp": 2}, True, marks=pytest.mark.long),
         (2, {"tp": 2}, False),
     ],
     ids=["DP 2", "DP 4", "TP 2", "TP 2 x DP 2", "PP 2", "TP 2 replicated"],
@@ -105,7 +105,7 @@ def saved(tmp_path_factory):
     return folder, run_ranks(4, save, cases(tp=2), folder, timeout=300)[0]
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 4])
 def test_a_checkpoint_loads_bit_equal_and_goes_on_so_at_other_layouts(saved, ranks):
     folder, before = saved
     after = run_ranks(ranks, load, cases(), folder, timeout=300)[0]
@@ -114,6 +114,7 @@ def test_a_checkpoint_loads_bit_equal_and_goes_on_so_at_other_layouts(saved, ran
     check_same(run_ranks(ranks, load, cases(), folder, 1, timeout=300)[0], one_process(3))
 
 
+@pytest.mark.long
 def test_resuming_at_the_same_layout_changes_no_bit(saved):
     folder, _ = saved
     whole = run_ranks(4, train, cases(tp=2), 4)[0]

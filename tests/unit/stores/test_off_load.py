@@ -47,7 +47,11 @@ def at_all_fractions(case: Case, dtype: torch.dtype) -> list[tuple[list[str], An
     return [(differences(found[0][0], state), memory) for state, memory in found]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(torch.float32, marks=pytest.mark.long), torch.bfloat16],
+    ids=["fp32", "bf16"],
+)
 @pytest.mark.parametrize("name", CASES)
 def test_ten_steps_equal_those_of_a_resident_run(name, dtype):
     for found in run_ranks(2, at_all_fractions, CASES[name], dtype, timeout=300):
@@ -74,7 +78,9 @@ def resumed(case: Case, before: float, after: float, folder: str) -> list[str]:
     return differences(whole, found[0]) if distributed.get_rank() == 0 else []
 
 
-@pytest.mark.parametrize(("before", "after"), [(0.5, 0.0), (0.0, 1.0), (1.0, 0.5)])
+@pytest.mark.parametrize(
+    ("before", "after"), [(0.5, 1.0), pytest.param(1.0, 0.0, marks=pytest.mark.long)]
+)
 def test_checkpoints_are_those_of_a_resident_run(tmp_path, before, after):
     case = CASES["adamuon"]
     assert run_ranks(2, resumed, case, before, after, str(tmp_path), timeout=300) == [[], []]

@@ -42,7 +42,7 @@ def dense(tmp_path_factory):
         (4, {}),
         pytest.param(4, {"tp": 4}, marks=pytest.mark.long),
         (4, {"tp": 2, "pp": 2}),
-        (1, {}),
+        pytest.param(1, {}, marks=pytest.mark.long),
     ],
     ids=["DP 4", "TP 4", "TP 2 x PP 2", "DP 1"],
 )
@@ -74,7 +74,7 @@ BUCKETS = {"overlap_grad_reduce": True, "bucket_size": 3000}
 PADDED = {**BUCKETS, "pad_buckets_for_high_nccl_busbw": True}
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 3])
+@pytest.mark.parametrize("ranks", [pytest.param(n, marks=pytest.mark.long) for n in (2, 3)])
 def test_padded_buckets(tmp_path, ranks):
     forms = ("fully_reshardable", "dp_reshardable")
     padding = PADDED if ranks == 2 else BUCKETS

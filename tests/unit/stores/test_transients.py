@@ -56,7 +56,7 @@ NORMUON = {"adaptive_muon_moment2_method": "normuon"}
     ("optimizer", "ranks", "storage", "model", "fields"),
     [
         ("muon", 2, True, MODEL, {}),
-        ("muon", 4, True, MODEL, {}),
+        pytest.param("muon", 4, True, MODEL, {}, marks=pytest.mark.long),
         ("muon", 2, True, MOE, {}),
         ("adaptive_muon", 2, False, MODEL, NORMUON),
     ],
