@@ -59,6 +59,10 @@ class Momentum:
         """Let the state of the shard ``number`` have a momentum of zeros."""
         values[MOMENTUM] = torch.zeros_like(like, requires_grad=False)
 
+    def is_kept(self, values: Mapping[str, Any]) -> bool:
+        """Whether a state has its momentum as it is kept, and not as it was loaded."""
+        return True
+
     def read(self, number: int, values: Mapping[str, Any]) -> Tensor:
         """Return the momentum of a shard as a step uses it, and changes it in place."""
         momentum: Tensor = values[MOMENTUM]
@@ -98,10 +102,14 @@ class RoundedMomentum(Momentum):
         if self._has_scales:
             values[MOMENTUM_SCALE] = torch.zeros(rows.blocks, dtype=torch.uint8, device=rows.device)
 
+    def is_kept(self, values: Mapping[str, Any]) -> bool:
+        """Whether a state has its momentum as it is kept, and not as it was loaded."""
+        return bool(values[MOMENTUM].dtype == self._format.dtype)
+
     def read(self, number: int, values: Mapping[str, Any]) -> Tensor:
         """Return a shard's momentum in float32: a new tensor, unless that is what there is."""
         codes: Tensor = values[MOMENTUM]
-        if codes.dtype == torch.float32 or not self._has_scales:
+        if not (self._has_scales and self.is_kept(values)):
             return codes.to(torch.float32)
         rows = self._rows[number]
         # what is off-loaded stays on the host between steps
@@ -127,7 +135,7 @@ class RoundedMomentum(Momentum):
             self._agree(numbers, largest)
             scales = {n: scales_for(bits, self._format) for n, bits in largest.items()}
         for n, (values, momentum) in new.items():
-            if values[MOMENTUM].dtype != self._format.dtype:
+            if not self.is_kept(values):
                 self.make(n, values, momentum)
             if n in scales:
                 values[MOMENTUM_SCALE].copy_(scales[n])

@@ -111,9 +111,9 @@ class MuonDriver(Driver):
             return
         self.init(groups, state)
         loaded = {
-            number: (state[param], state[param][MOMENTUM])
+            number: (state[param], self.momentum.read(number, state[param]))
             for _, param, number in self.numbered(groups)
-            if state[param][MOMENTUM].dtype == torch.float32
+            if not self.momentum.is_kept(state[param])
         }
         self.momentum.write(range(len(self.shards)), loaded, nearest=True)
 

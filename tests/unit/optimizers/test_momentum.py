@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.build.bases import Base
 from megatron_eopt.math.low_precision import FORMATS
 from megatron_eopt.matrices import qkv, whole
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
@@ -150,7 +151,13 @@ def test_a_run_may_change_the_dtype_there_and_back(dtype):
 
 
 def test_16_bit_parameters_have_it_too():
-    weights, optimizer = trained(TensorParallelMuon, "int8", (0, 2), param_dtype=torch.bfloat16)
+    half = {"param_dtype": torch.bfloat16}
+    weights, optimizer = trained(TensorParallelMuon, "int8", (0, 2), **half)
+    # torch gives what it loads the parameter's dtype, which has room for all of int8
+    loaded = weights, optimizer.state_dict()
+    resumed, _ = trained(TensorParallelMuon, "int8", (2, 3), loaded=loaded, **half)
+    whole_run, _ = trained(TensorParallelMuon, "int8", (0, 3), **half)
+    assert all(map(torch.equal, resumed, whole_run))
     assert {weight.dtype for weight in weights} == {torch.bfloat16}
     exact, _ = trained(TensorParallelMuon, "fp32", (0, 2))
     for weight, other in zip(weights, exact, strict=True):
@@ -158,6 +165,16 @@ def test_16_bit_parameters_have_it_too():
         torch.testing.assert_close(weight.float(), other, rtol=0.02, atol=0.02)
     kinds = {values["momentum_buffer"].dtype for values in optimizer.state.values()}
     assert kinds == {torch.int8}
+
+
+def test_a_class_that_steps_whole_parameters_is_refused_with_megatron():
+    class Own(TensorParallelMuon):
+        def step(self, closure=None):
+            return None
+
+    with pytest.raises(ConfigurationError, match=r"momentum_dtype='int8'.*Own"):
+        Base(Own([parameter(4, 6)], momentum_dtype="int8"), None, [])
+    Base(Own([parameter(4, 6)]), None, [])
 
 
 def test_an_unknown_dtype_is_refused():

@@ -4,6 +4,7 @@ Gradients are injected and not clipped, so they are the same numbers everywhere;
 nothing else, and must be the same to the bit. Weights are what Newton-Schulz makes of it.
 """
 
+import copy
 import functools
 from dataclasses import replace
 
@@ -127,7 +128,9 @@ def test_resuming_at_the_same_layout_changes_no_bit(saved):
 @pytest.mark.parametrize("storage", [True, False], ids=["sharded", "plain"])
 @pytest.mark.parametrize("dtype", ["int8", pytest.param("bf16", marks=pytest.mark.long)])
 def test_a_checkpoint_loads_into_another_dtype(tmp_path, storage, dtype):
-    (few,) = cases(storage=storage, dtypes=(dtype,), tp=2)
+    # plain with main weights in float32
+    model = MODEL if storage else {**MODEL, "dtype": torch.bfloat16}
+    (few,) = cases(model, storage=storage, dtypes=(dtype,), tp=2)
     exact = replace(few, config={**few.config, "muon_momentum_dtype": "fp32"})
     for number, (writes, reads) in enumerate([(few, exact), (exact, few)]):
         folder = tmp_path / str(number)
@@ -143,3 +146,43 @@ def test_a_checkpoint_loads_into_another_dtype(tmp_path, storage, dtype):
             # bfloat16 has 8 bits; int8 at least 6 below the largest of a block
             assert (value - momenta(after)[key]).abs().max() <= value.abs().max() / 127
             assert not torch.equal(value, momenta(after)[key])
+
+
+def through_files_and_dictionaries(some: list[Case], folder: str) -> list:
+    """Return the whole states of four steps in one go, and of two and two with the state between.
+
+    Of fragments it goes through the ranks' files, of whole parameters through ``state_dict``.
+    """
+    states = []
+    for number, case in enumerate(some):
+        chunk, optimizer = build(case)
+        steps(case, chunk, optimizer, 0, 2)
+        weights = [param.detach().clone() for param in chunk.parameters()]
+        file = f"{folder}/{number}-{distributed.get_rank()}.pt"
+        optimizer.save_state_dict_to_file(file)
+        state = copy.deepcopy(optimizer.state_dict())
+        steps(case, chunk, optimizer, 2, 4)
+        states.append(full_state(case, chunk, optimizer))
+        forget_megatron()
+        chunk, optimizer = build(case)
+        for param, weight in zip(chunk.parameters(), weights, strict=True):
+            param.data.copy_(weight)
+        if case.config["use_distributed_optimizer"]:
+            optimizer.load_state_dict_from_file(file)
+        else:
+            optimizer.load_state_dict(state)
+        steps(case, chunk, optimizer, 2, 4)
+        states.append(full_state(case, chunk, optimizer))
+        forget_megatron()
+    return states if distributed.get_rank() == 0 else []
+
+
+def test_other_forms_of_state_go_on_bit_equal(tmp_path):
+    some = [
+        *cases(dtypes=("int8", "bf16"), tp=2),
+        *cases(storage=False, dtypes=("fp8", "bf16"), tp=2),
+    ]
+    states = run_ranks(2, through_files_and_dictionaries, some, str(tmp_path), timeout=300)[0]
+    for state, other in zip(states[::2], states[1::2], strict=True):
+        assert len(momenta(state)) >= 4
+        assert not differences(state, other)
