@@ -98,7 +98,7 @@ UNSEEN = 101
     params(
         "golden",
         lambda case: "cpu_gloo" in case.environments,
-        lambda case: case.name != "layer-wise",
+        lambda case: True,
     ),
 )
 def test_recorded_values_hold_with_other_last_bits(case, record_property):

@@ -135,6 +135,7 @@ def test_another_model_is_refused(saved, flags, words):
     assert re.search(words, refused(saved, *MUON, *flags))
 
 
+@pytest.mark.long
 def test_a_model_with_fewer_tensors_is_refused(saved, tmp_path):
     wide = tmp_path / "wide"
     save(wide, *MUON, "--qk-layernorm")
@@ -170,6 +171,7 @@ def test_files_without_a_manifest_load(saved, tmp_path):
     assert loaded(folder, *MUON)[0] == 2
 
 
+@pytest.mark.long
 def test_verification_can_be_left_out(saved, tmp_path):
     folder, newest = copied(saved, tmp_path)
     content = json.loads((newest / MANIFEST).read_text())

@@ -142,7 +142,17 @@ def problems(lines: list[FlagLine]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+USUAL = ("README.md", "getting_started.md", "checkpoints.md", "storage.md", "troubleshooting.md")
+"""Pages whose lines the usual tests step."""
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=page.name, marks=[] if page.name in USUAL else pytest.mark.long)
+        for page in PAGES
+    ],
+)
 def test_flag_lines_of(page):
     lines = [line for line in lines_of(*PAGES) if line.page == page.name]
     wrong = problems(lines)

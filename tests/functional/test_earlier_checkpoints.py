@@ -114,7 +114,10 @@ def of_megatron(folder: str, names: tuple[str, ...], one: bool) -> dict[str, tup
     return results if not distributed.is_initialized() or distributed.get_rank() == 0 else {}
 
 
-@pytest.mark.parametrize(("world", "names"), [(4, AT_THE_SAME_LAYOUT), (1, AT_ONE_RANK)])
+@pytest.mark.parametrize(
+    ("world", "names"),
+    [(4, AT_THE_SAME_LAYOUT), pytest.param(1, AT_ONE_RANK, marks=pytest.mark.long)],
+)
 def test_states_of_megatrons_models(archives: str, world: int, names: tuple[str, ...]) -> None:
     results = run_ranks(world, of_megatron, archives, names, world == 1, timeout=300)[0]
     assert results == dict.fromkeys(names, ([], []))

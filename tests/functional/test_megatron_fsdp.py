@@ -77,6 +77,7 @@ def test_training_is_training_with_ddp_and_goes_on_bit_equal(tmp_path, strategy,
     assert numbers(resumed)[0] == numbers(straight)[2]
 
 
+@pytest.mark.long
 def test_what_a_checkpoint_lacks_is_refused(tmp_path):
     folder = str(tmp_path)
     train(*sharded("optim_grads_params"), "--save", folder, "--train-iters", "2")

@@ -16,6 +16,7 @@ def test_trains_with_a_loss_scale(optimizer):
     assert values[-1] < values[0] - 0.05
 
 
+@pytest.mark.long
 def test_two_runs_with_one_seed_print_the_same_losses():
     first, second = (losses(train("--optimizer", "muon")) for _ in range(2))
     assert len(first) == 6

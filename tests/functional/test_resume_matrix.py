@@ -32,7 +32,10 @@ def wrong(results: dict[Cell, str]) -> dict[Cell, str]:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("layout", SHORT, ids="TP {0[0]} x DP {0[1]}".format)
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize(
+    "storage",
+    [pytest.param(s, marks=[] if s == "sharded" else pytest.mark.long) for s in STORAGES],
+)
 def test_the_main_optimizers_go_on(storage, layout):
     results = outcomes(cells(MAIN, storage, layout, [SHORT[layout]]))
     assert len(results) == len(MAIN)

@@ -220,7 +220,7 @@ NORMUON = {"adaptive_muon_moment2_method": "normuon"}
 BOTH = [
     Case("muon", BF16),
     pytest.param(Case("adaptive_muon", BF16, config=NORMUON), marks=pytest.mark.long),
-    Case("soap", UNFUSED, config=WHOLE),
+    pytest.param(Case("soap", UNFUSED, config=WHOLE), marks=pytest.mark.long),
 ]
 
 
@@ -315,7 +315,7 @@ def test_stocks_plain_muon_loads_layer_wise(tmp_path):
     check_changed(saved, found, "momentum_buffer")
 
 
-@pytest.mark.parametrize("writer", ["stock", "ours"])
+@pytest.mark.parametrize("writer", ["stock", pytest.param("ours", marks=pytest.mark.long)])
 @pytest.mark.parametrize("form", FORMS)
 def test_distributed_adam_loads_into_layer_wise_muon(tmp_path, writer, form):
     folder = str(tmp_path)

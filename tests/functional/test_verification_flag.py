@@ -43,10 +43,10 @@ def _save(script: str, folder: str, flags: list[str]) -> list[str]:
 @pytest.mark.parametrize(
     ("script", "flags", "verified"),
     [
-        (UNMODIFIED, [], False),
+        pytest.param(UNMODIFIED, [], False, marks=pytest.mark.long),
         (UNMODIFIED, ["--verify-checkpoints"], True),
         (SCRIPT, [], True),
-        (SCRIPT, ["--no-verify-checkpoints"], False),
+        pytest.param(SCRIPT, ["--no-verify-checkpoints"], False, marks=pytest.mark.long),
     ],
     ids=["launched", "launched, asked for", "our script", "our script, declined"],
 )

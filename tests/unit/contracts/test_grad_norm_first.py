@@ -24,7 +24,9 @@ def _same_training(storage: str, dtype: str) -> None:
         assert [scale for *_, scale in plain.steps] == [64.0, 128.0, 128.0, 256.0]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param("float32", marks=pytest.mark.long), "bfloat16", "float16"]
+)
 @pytest.mark.parametrize("storage", STORAGES)
 def test_looking_at_the_gradients_first_changes_nothing(storage, dtype):
     run_ranks(STORAGES[storage].world, _same_training, storage, dtype)

@@ -281,6 +281,7 @@ def test_streams_and_events_do_nothing() -> None:
     assert torch.cuda.get_device_properties(0).total_memory > 1 << 28
 
 
+@pytest.mark.long
 def test_enabled_before_megatron_is_imported() -> None:
     """The workers of all other tests import megatron-core first."""
     lines = [

@@ -49,7 +49,9 @@ def unsharded():
     return {name: trained("plain", settings) for name, settings in VARIANTS.items()}
 
 
-@pytest.mark.parametrize("world", LAYOUTS)
+@pytest.mark.parametrize(
+    "world", [pytest.param(n, marks=pytest.mark.long if n == 2 else []) for n in LAYOUTS]
+)
 def test_shards_equal_one_process(world, unsharded):
     start = weights(make_model())
     for results in run_ranks(world, train_all, world, cpu=False, timeout=120):

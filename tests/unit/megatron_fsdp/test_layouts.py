@@ -39,7 +39,15 @@ LAYOUTS = {
 }
 
 # these show nothing that the others do not
-LONG = {"optim, dp 4", "hsdp 2 x 1", "moe, dp 2", "no_shard, dp 2", "duplicated, dp 2"}
+LONG = {
+    "dp 4",
+    "moe, tp 2 x ep 2",
+    "optim, dp 4",
+    "hsdp 2 x 1",
+    "moe, dp 2",
+    "no_shard, dp 2",
+    "duplicated, dp 2",
+}
 
 
 @functools.cache

@@ -38,7 +38,7 @@ def compare(ours, alone, size, rank):
     return compared
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 2, pytest.param(4, marks=pytest.mark.long)])
 def test_every_exact_mode_gives_what_one_process_gives(size):
     modes = ["duplicated", "exchange", "distributed", "auto"]
     for by_mode in run_ranks(size, errors_of_modes, modes, True):

@@ -57,7 +57,7 @@ NORMUON = {"adaptive_muon_moment2_method": "normuon"}
     [
         ("muon", 2, True, MODEL, {}),
         pytest.param("muon", 4, True, MODEL, {}, marks=pytest.mark.long),
-        ("muon", 2, True, MOE, {}),
+        pytest.param("muon", 2, True, MOE, {}, marks=pytest.mark.long),
         ("adaptive_muon", 2, False, MODEL, NORMUON),
     ],
     ids=["DP 2", "DP 4", "experts", "NorMuon replicated"],
