@@ -25,6 +25,8 @@ from typing import Any
 from tests.harness.worker import FORGET, PRELOADED, Job, Reply, serve
 
 START_TIMEOUT_S = 180.0
+CROWD = 300
+"""Threads of a process that make it slow: some 100 belong to the process groups of one job."""
 # how long the other ranks may still report their own errors once one rank has failed
 GRACE_S = 0.5
 
@@ -119,6 +121,12 @@ class Pool:
                 worker.connection.send_bytes(FORGET)
         return results
 
+    @property
+    def is_crowded(self) -> bool:
+        """Whether threads of former jobs stay: Megatron-FSDP keeps process groups in caches."""
+        tasks = [Path(f"/proc/{worker.process.pid}/task") for worker in self._workers]
+        return any(len(list(folder.iterdir())) > CROWD for folder in tasks if folder.exists())
+
     def _collect(self, waiting: dict[int, _Worker], timeout: float, name: str) -> list[Any]:
         """Receive one reply from every waiting worker; raise on the first that is an error."""
         results: dict[int, Any] = {}
@@ -203,9 +211,11 @@ def run_ranks(
         RankError: If a rank raised or died.
         RankTimeoutError: If a rank was not done in time.
     """
-    if world_size not in _POOLS:
-        _POOLS[world_size] = Pool(world_size)
-    pool = _POOLS.pop(world_size)
+    pool = _POOLS.pop(world_size, None)
+    if pool is not None and pool.is_crowded:
+        pool.close()
+        pool = None
+    pool = pool or Pool(world_size)
     try:
         results = pool.run(function, args, timeout, cpu)
     except BaseException:

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from megatron_eopt import cpu
 from tests.harness import RankError, RankTimeoutError, run_ranks
+from tests.harness.pool import CROWD
 
 
 def _identify() -> tuple[int, int, int, bool]:
@@ -75,6 +77,24 @@ def test_ranks_are_connected_and_ordered() -> None:
 
 def test_processes_are_reused() -> None:
     assert run_ranks(2, _identify) == run_ranks(2, _identify)
+
+
+_kept: list[threading.Thread] = []
+
+
+def _leave_threads(count: int) -> None:
+    _kept.extend(
+        threading.Thread(target=time.sleep, args=(600,), daemon=True) for _ in range(count)
+    )
+    for thread in _kept:
+        thread.start()
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted there")
+def test_processes_that_keep_too_many_threads_are_renewed() -> None:
+    first = run_ranks(2, _identify)
+    run_ranks(2, _leave_threads, CROWD)
+    assert {pid for pid, *_ in run_ranks(2, _identify)}.isdisjoint(pid for pid, *_ in first)
 
 
 def test_nothing_is_left_behind() -> None:
