@@ -35,6 +35,10 @@ class RankError(RuntimeError):
     """One or more ranks raised; the message holds their tracebacks."""
 
 
+class UnconnectedError(RankError):
+    """Ranks did not find each other: the function was not called."""
+
+
 class RankTimeoutError(RankError):
     """Some ranks did not finish in time; the message holds their stacks."""
 
@@ -131,6 +135,7 @@ class Pool:
         """Receive one reply from every waiting worker; raise on the first that is an error."""
         results: dict[int, Any] = {}
         errors: dict[int, str] = {}
+        connected = True
         deadline = time.monotonic() + timeout
         while waiting and (left := deadline - time.monotonic()) > 0:
             connections = {worker.connection: rank for rank, worker in waiting.items()}
@@ -142,9 +147,11 @@ class Pool:
                     results[rank] = pickle.loads(reply.result)
                 else:
                     errors[rank] = reply.error
+                    connected = connected and reply.connected
                     deadline = min(deadline, time.monotonic() + GRACE_S)
         if errors:
-            raise RankError(_describe(errors, f"{name}: rank {_ranks(errors)} failed", waiting))
+            kind = RankError if connected else UnconnectedError
+            raise kind(_describe(errors, f"{name}: rank {_ranks(errors)} failed", waiting))
         if waiting:
             stacks = {rank: worker.dump_stacks() for rank, worker in waiting.items()}
             title = f"{name}: rank {_ranks(stacks)} not done after {timeout:g} s"
@@ -215,13 +222,22 @@ def run_ranks(
     if pool is not None and pool.is_crowded:
         pool.close()
         pool = None
-    pool = pool or Pool(world_size)
+    job = (function, args, timeout, cpu)
     try:
-        results = pool.run(function, args, timeout, cpu)
+        return _run(pool or Pool(world_size), job)
+    except UnconnectedError:
+        # gloo may lose a connection while it makes a group; new processes try once more
+        return _run(Pool(world_size), job)
+
+
+def _run(pool: Pool, job: tuple[Any, ...]) -> list[Any]:
+    """Run a job and keep the pool, unless it fails."""
+    try:
+        results = pool.run(*job)
     except BaseException:
         pool.close()
         raise
-    _POOLS[world_size] = pool
+    _POOLS[len(results)] = pool
     return results
 
 

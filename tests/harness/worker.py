@@ -44,10 +44,17 @@ class Job:
 
 @dataclass(frozen=True)
 class Reply:
-    """A pickled result, or an error's text."""
+    """A pickled result, or an error's text.
+
+    Attributes:
+        result: What the function returned, pickled.
+        error: Text of the error.
+        connected: Whether the function was called, or the error came before.
+    """
 
     result: bytes = b""
     error: str | None = None
+    connected: bool = True
 
 
 def serve(
@@ -104,6 +111,9 @@ def _answer(job: Job, rank: int, world_size: int, environment: dict[str, str]) -
     try:
         sys.path[:] = job.path
         set_scene(rank, world_size, job.store, job.cpu, environment)
+    except BaseException:
+        return Reply(error=traceback.format_exc().strip(), connected=False)
+    try:
         function, args = pickle.loads(job.payload)
         with as_all_tests():
             return Reply(pickle.dumps(function(*args)))

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_eopt import cpu
 from tests.harness import RankError, RankTimeoutError, run_ranks
-from tests.harness.pool import CROWD
+from tests.harness.pool import CROWD, Pool, UnconnectedError, close_pools
 
 
 def _identify() -> tuple[int, int, int, bool]:
@@ -183,3 +184,27 @@ def test_no_process_survives_the_session(number: signal.Signals, tmp_path: Path)
     finally:
         session.kill()
         session.wait()
+
+
+def _lose_connections(monkeypatch, times: int) -> None:
+    """Let the first jobs find no rendezvous."""
+    close_pools()
+    run, left = Pool.run, iter(range(times))
+
+    def losing(pool: Pool, *job: Any) -> list[Any]:
+        if next(left, None) is not None:
+            (pool._folder / "store-0").mkdir()
+        return run(pool, *job)
+
+    monkeypatch.setattr(Pool, "run", losing)
+
+
+def test_ranks_that_do_not_find_each_other_try_again(monkeypatch):
+    _lose_connections(monkeypatch, 1)
+    assert [rank for _, rank, *_ in run_ranks(2, _identify)] == [0, 1]
+
+
+def test_ranks_that_never_find_each_other_are_an_error(monkeypatch):
+    _lose_connections(monkeypatch, 2)
+    with pytest.raises(UnconnectedError, match="init_process_group"):
+        run_ranks(2, _identify)
