@@ -130,9 +130,12 @@ class _EmergingOptimizers(_WholeMatrices):
 
     name = "emerging_optimizers"
 
+    def __init__(self) -> None:
+        self._iterate = needed("newton_schulz")
+
     def iterate(self, wide: Tensor, schedule: tuple[Triple, ...], plan: Plan, eps: float) -> Tensor:
         compute = partial(
-            needed("newton_schulz"),
+            self._iterate,
             steps=len(schedule),
             coefficient_type="custom",
             custom_coefficient_sets=list(schedule),
