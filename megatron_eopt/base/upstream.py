@@ -90,6 +90,15 @@ _BY_MODULE: dict[str, dict[str, Need]] = {
         "TensorParallelAdaptiveMuon": Need("the order of its arguments", "tp_mode"),
     },
     "megatron.core.optimizer.qk_clip": {"clip_qk": Need("QK-clip (install)")},
+    "megatron.core.distributed.fsdp.src.megatron_fsdp": {
+        "MegatronFSDP": Need("models that Megatron-FSDP manages"),
+    },
+    "megatron.core.distributed.fsdp.src.megatron_fsdp.mixed_precision": {
+        "is_float8tensor": Need("telling weights of 8 bits under Megatron-FSDP"),
+    },
+    "megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor": {
+        "preprocess_state_dict_for_uneven_dtensor": Need("saving state under Megatron-FSDP"),
+    },
     "megatron.core.models.mimo.model.base": {"MimoModel": Need("telling MIMO models")},
     "megatron.core.tensor_parallel": {
         "VocabParallelEmbedding": Need("telling embedding tables"),
@@ -100,6 +109,7 @@ _BY_MODULE: dict[str, dict[str, Need]] = {
     },
     "megatron.core.transformer.fsdp_dtensor_checkpoint": {
         "get_global_unique_param_name": Need("names of parameters in messages"),
+        "expert_param_local_key": Need("checkpoints of Megatron-FSDP"),
     },
     "megatron.core.dist_checkpointing.serialization": {"save": _OF_FILES},
     "megatron.core.dist_checkpointing.strategies.torch": {

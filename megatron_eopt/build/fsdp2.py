@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
-from megatron.core.distributed.fsdp.src.megatron_fsdp import MegatronFSDP
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from torch import Tensor, nn
 
@@ -96,7 +95,7 @@ def build_optimizer(
 
     managing = fsdp_modules([model])
     # names are those that users gave
-    named = model.module if isinstance(model, MegatronFSDP) else model
+    named: Any = model.module if model in managing else model
     with whole_parameters([model]):
         settings, overrides = agreed(checked)
         routing = route_parameters(settings, trainable_parameters([named]), overrides)

@@ -4,10 +4,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from megatron.core.distributed.fsdp.src.megatron_fsdp import MegatronFSDP
-from megatron.core.distributed.fsdp.src.megatron_fsdp.mixed_precision import is_float8tensor
 
 from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.upstream import needed
 from megatron_eopt.settings.settings import Settings
 from megatron_eopt.stores.megatron_fsdp import fsdp_modules
 from megatron_eopt.stores.replicated import refuse_rematerialized
@@ -34,7 +33,7 @@ def is_for_megatrons_own(settings: Settings, model_chunks: Sequence[Any]) -> boo
     return own or any(modes)
 
 
-def refuse_modes(modules: Iterable[MegatronFSDP]) -> None:
+def refuse_modes(modules: Iterable[Any]) -> None:
     """Raise for the first mode that is not served.
 
     Raises:
@@ -67,7 +66,7 @@ def refuse_unmanageable(settings: Settings, model_chunks: Sequence[Any]) -> None
         refuse_rematerialized(name, param.orig_param, None)
 
 
-def refuse_tensor_parallelism(modules: Iterable[MegatronFSDP]) -> None:
+def refuse_tensor_parallelism(modules: Iterable[Any]) -> None:
     """Raise if tensor parallelism cuts a parameter of a plain model.
 
     Raises:
@@ -81,7 +80,7 @@ def refuse_tensor_parallelism(modules: Iterable[MegatronFSDP]) -> None:
                 raise ConfigurationError(name, tuple(shard.placements), rule, way_out)
 
 
-def _hybrid(module: MegatronFSDP) -> Iterator[ConfigurationError]:
+def _hybrid(module: Any) -> Iterator[ConfigurationError]:
     outer = module.ddp_config.outer_dp_sharding_strategy
     if outer != "no_shard":
         rule = (
@@ -92,17 +91,17 @@ def _hybrid(module: MegatronFSDP) -> Iterator[ConfigurationError]:
         yield ConfigurationError(_OF_DDP + "outer_dp_sharding_strategy", outer, rule, way_out)
 
 
-def _flags(module: MegatronFSDP) -> Iterator[ConfigurationError]:
+def _flags(module: Any) -> Iterator[ConfigurationError]:
     for name, rule in _FLAGS.items():
         if value := getattr(module.ddp_config, name, False):
             yield ConfigurationError(_OF_DDP + name, value, rule, f"Set {name}=False")
 
 
-def _precision(module: MegatronFSDP) -> Iterator[ConfigurationError]:
+def _precision(module: Any) -> Iterator[ConfigurationError]:
     for name, shard in module.param_and_grad_buffer.optimizer_named_parameters:
         if not shard.requires_grad:
             continue
-        if is_float8tensor(shard.orig_param):
+        if needed("is_float8tensor")(shard.orig_param):
             rule = "is stored in 8 bits, which are cut and rounded in ways of their own"
             yield ConfigurationError(name, "float8", rule, "Leave fp8_param_gather off")
         if shard.dtype != torch.float32:

@@ -6,19 +6,17 @@ that both load under another tensor parallelism; what is cut like that weight is
 Every rank has the same keys, whatever it holds, since finding out who holds what is collective.
 """
 
+import inspect
 from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 import torch
-from megatron.core.transformer.fsdp_dtensor_checkpoint import (
-    expert_param_local_key,
-    handle_swiglu_in_state_dict,
-)
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_eopt.base.errors import ConfigurationTypeError
 from megatron_eopt.base.names import STEP
+from megatron_eopt.base.upstream import needed, owner_of
 from megatron_eopt.checkpoint.groups import adopt
 from megatron_eopt.checkpoint.migration import missing_state
 from megatron_eopt.checkpoint.optimizer_state import prepare
@@ -111,12 +109,14 @@ def _in_parts(storage: Any, param: Tensor, values: Mapping[str, Any]) -> dict[st
     if not chunk.config.gated_linear_unit:
         return {name: dict(values)}
     # megatron-core splits weights of the model inside, by their names; state has the same shapes
-    inside = expert_param_local_key(name, chunk.config.num_moe_experts)
+    inside = needed("expert_param_local_key")(name, chunk.config.num_moe_experts)
     inside = inside.removeprefix("module.module.")
     cut = _cut_like(storage.optimizer.state[param])
+    # what stands around it for the trainer expects the trainer's model
+    splitting = inspect.unwrap(owner_of("expert_param_local_key").handle_swiglu_in_state_dict)
     parts: dict[str, dict[str, Any]] = {}
     for kind, value in cut.items():
-        split, _ = handle_swiglu_in_state_dict(chunk.module, {inside: value}, None)
+        split, _ = splitting(chunk.module, {inside: value}, None)
         for part, tensor in split.items():
             parts.setdefault(name + part.removeprefix(inside), {})[kind] = tensor
     rest = {kind: value for kind, value in values.items() if kind not in cut}

@@ -4,11 +4,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from megatron.core.distributed.fsdp.src.megatron_fsdp import MegatronFSDP
-from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import (
-    preprocess_state_dict_for_uneven_dtensor,
-)
 
+from megatron_eopt.base.upstream import needed
 from megatron_eopt.optimizers.driver import loss_of
 from megatron_eopt.optimizers.sharded import ShardedOptimizer
 from megatron_eopt.stores.megatron_fsdp import complete_gradients, compute_with_main_weights
@@ -22,7 +19,7 @@ class ManagedOptimizer(ShardedOptimizer):
         args: As for any other optimizer of shards.
     """
 
-    def __init__(self, managing: Sequence[MegatronFSDP], *args: Any) -> None:
+    def __init__(self, managing: Sequence[Any], *args: Any) -> None:
         self._managing = list(managing)
         super().__init__(*args)
 
@@ -54,7 +51,8 @@ class ManagedOptimizer(ShardedOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return groups and state, which torch's distributed checkpoint saves; collective."""
-        state: dict[str, Any] = preprocess_state_dict_for_uneven_dtensor(super().state_dict())
+        prepared = needed("preprocess_state_dict_for_uneven_dtensor")
+        state: dict[str, Any] = prepared(super().state_dict())
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -9,11 +9,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from megatron.core.distributed.fsdp.src.megatron_fsdp import MegatronFSDP
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import GRAD_NORM_GROUP_ATTR
 from torch import Tensor, nn
 
+from megatron_eopt.base.upstream import found, needed
 from megatron_eopt.stores.dtensors import LocalShards, local_of, shard_like
 from megatron_eopt.stores.interface import Stored
 from megatron_eopt.stores.replicated import Replicated
@@ -21,13 +20,11 @@ from megatron_eopt.stores.replicated import Replicated
 _OF_USERS = "eopt_"
 """How attributes begin that users set to say what a parameter is."""
 
-_OF_GRADIENTS = ("allreduce", GRAD_NORM_GROUP_ATTR)
-"""Attributes that say where gradients are counted."""
 
-
-def fsdp_modules(model_chunks: Iterable[nn.Module]) -> list[MegatronFSDP]:
+def fsdp_modules(model_chunks: Iterable[nn.Module]) -> list[Any]:
     """Return the modules that manage the parameters of a model's chunks, if any do."""
-    return [m for chunk in model_chunks for m in chunk.modules() if isinstance(m, MegatronFSDP)]
+    managing = found("MegatronFSDP") or ()
+    return [m for chunk in model_chunks for m in chunk.modules() if isinstance(m, managing)]
 
 
 @contextmanager
@@ -49,14 +46,16 @@ def whole_parameters(model_chunks: Iterable[nn.Module]) -> Iterator[None]:
 
 def shards_of_parameters(model_chunks: Iterable[nn.Module]) -> dict[Tensor, nn.Parameter]:
     """Return the DTensor that is stepped for each parameter that a model computes with."""
-    found = {
+    shards = {
         shard.orig_param: shard
         for module in fsdp_modules(model_chunks)
         for _, shard in module.param_and_grad_buffer.optimizer_named_parameters
     }
-    for param, shard in found.items():
-        vars(shard).update({k: v for k, v in vars(param).items() if k in _OF_GRADIENTS})
-    return found
+    # what says where gradients are counted
+    of_gradients = ("allreduce", needed("GRAD_NORM_GROUP_ATTR"))
+    for param, shard in shards.items():
+        vars(shard).update({k: v for k, v in vars(param).items() if k in of_gradients})
+    return shards
 
 
 def complete_gradients(params: Iterable[Tensor]) -> None:
