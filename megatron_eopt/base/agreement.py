@@ -7,8 +7,9 @@ another. What may be long travels once: nothing is padded to the largest rank's 
 
 import hashlib
 import pickle
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn, cast
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, NoReturn, Protocol, cast
 
 import torch
 from torch import distributed
@@ -28,6 +29,43 @@ _REPEATED: tuple[type[ConfigurationError | ConfigurationTypeError], ...] = (
 """Errors that keep their kind on other ranks, the narrower one first."""
 
 
+class Place(NamedTuple):
+    """Where a rank stands in its group of one kind."""
+
+    first: int  # the group's lowest global rank
+    number: int  # the rank's number in the group
+
+
+class Answers(Protocol):
+    """What peers would say that are not there; they agree with whatever this rank decides."""
+
+    def of_every_rank[T](self, value: T, group: distributed.ProcessGroup | None) -> list[T]:
+        """Return the values of all ranks of a group (None: the world)."""
+        ...
+
+    def places(self, group: distributed.ProcessGroup | None) -> list[Place]:
+        """Return every rank's place in its group of this one's kind (None: itself alone)."""
+        ...
+
+
+_answers: list[Answers] = []
+"""Who answers for the peers, the innermost last; empty where they speak for themselves."""
+
+
+@contextmanager
+def answered_by(answers: Answers) -> Iterator[None]:
+    """Ask no rank but this one in a block: ``answers`` speaks for the others."""
+    _answers.append(answers)
+    try:
+        yield
+    finally:
+        _answers.pop()
+
+
+def _is_alone() -> bool:
+    return bool(_answers) or not distributed.is_initialized()
+
+
 def is_rank_0() -> bool:
     """Return whether this is rank 0, or the only process."""
     return not distributed.is_initialized() or distributed.get_rank() == 0
@@ -44,7 +82,7 @@ def from_rank_0[T](function: Callable[[], T]) -> T:
 
     Errors but ConfigurationErrors, and results that cannot be pickled, are a RuntimeError.
     """
-    if not distributed.is_initialized():
+    if _is_alone():
         return function()
     result, data, error = None, None, None
     if is_rank_0():
@@ -70,7 +108,7 @@ def agreed[T](function: Callable[[], T], group: distributed.ProcessGroup | None 
         function: What to call.
         group: The ranks that call this together; None for the world.
     """
-    if not distributed.is_initialized() or (world := distributed.get_world_size(group)) == 1:
+    if _is_alone() or (world := distributed.get_world_size(group)) == 1:
         return function()
     result, error = None, None
     try:
@@ -97,7 +135,7 @@ def everyones[T](items: Iterable[T]) -> list[T]:
     at all.
     """
     mine = list(items)
-    if not distributed.is_initialized():
+    if _is_alone():
         return list(dict.fromkeys(mine))
     found: dict[T, None] = {}
     data = pickle.dumps(mine) if mine else b""
@@ -112,6 +150,8 @@ def everyones[T](items: Iterable[T]) -> list[T]:
 
 def of_every_rank[T](value: T, group: distributed.ProcessGroup | None = None) -> list[T]:
     """Return the small values of all ranks of a group (None: the world), in their order."""
+    if _answers:
+        return _answers[-1].of_every_rank(value, group)
     if not distributed.is_initialized():
         return [value]
     gathered: list[Any] = [None] * distributed.get_world_size(group)
@@ -126,6 +166,8 @@ def any_rank(flag: bool) -> bool:
 
 def integers(mine: Sequence[int]) -> list[list[int]]:
     """Return equally many integers of every rank, in the order of ranks."""
+    if _answers:
+        return _answers[-1].of_every_rank(list(mine), None)
     if not distributed.is_initialized():
         return [list(mine)]
     local = torch.tensor(list(mine), dtype=torch.int64, device=device_of_collectives())
@@ -133,6 +175,27 @@ def integers(mine: Sequence[int]) -> list[list[int]]:
     distributed.all_gather_into_tensor(gathered, local)
     rows: list[list[int]] = gathered.view(-1, len(local)).tolist()
     return rows
+
+
+def places_in(groups: Sequence[distributed.ProcessGroup | None]) -> list[list[Place]]:
+    """Return, for each of this rank's groups, every rank's place in its own group of that kind.
+
+    All ranks list groups of the same kinds. None is a group of this rank alone.
+    """
+    if _answers:
+        return [_answers[-1].places(group) for group in groups]
+    mine = [number for group in groups for number in place_in(_ranks_of(group))]
+    rows = integers(mine)
+    return [[Place(*row[2 * n : 2 * n + 2]) for row in rows] for n in range(len(groups))]
+
+
+def place_in(ranks: Sequence[int], rank: int | None = None) -> Place:
+    """Return the place of a rank, by default this one, among the global ranks of its group."""
+    return Place(min(ranks), list(ranks).index(distributed.get_rank() if rank is None else rank))
+
+
+def _ranks_of(group: distributed.ProcessGroup | None) -> list[int]:
+    return [distributed.get_rank()] if group is None else distributed.get_process_group_ranks(group)
 
 
 def _distinct(data: bytes) -> list[tuple[int, int]]:

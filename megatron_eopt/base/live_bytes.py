@@ -5,9 +5,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch._subclasses import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+
+_FOLLOWED = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -49,7 +52,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note(self, item: Any) -> int:
         """Follow a tensor's storage, and return its size if that is new."""
-        if type(item) not in (torch.Tensor, torch.nn.Parameter) or item.device.type == "meta":
+        if type(item) not in _FOLLOWED or item.device.type == "meta":
             return 0
         storage = item.untyped_storage()
         known = self._alive.get(storage._cdata)

@@ -6,8 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_eopt.base.places import place_of
 from megatron_eopt.optimizers.member import Member
 from megatron_eopt.optimizers.nested_state import leaves
+from megatron_eopt.stores.dtensors import local_of
 
 _MIB = 2**20
 
@@ -78,8 +80,9 @@ def _states(members: Sequence[Member]) -> Iterator[Tensor]:
 def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
     total = 0
     for tensor in tensors:
-        storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
-        if storage.data_ptr() not in seen:
-            seen.add(storage.data_ptr())
-            total += storage.nbytes()
+        local = local_of(tensor)
+        place = place_of(local).storage
+        if place not in seen:
+            seen.add(place)
+            total += local.untyped_storage().nbytes()
     return total

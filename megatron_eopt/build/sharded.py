@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.base.agreement import agreed, agreed_in
+from megatron_eopt.base.places import place_of
 from megatron_eopt.build.bases import Base, Share, driver_over
 from megatron_eopt.matrices import Split, whole
 from megatron_eopt.optimizers.driver import CompositeOptimizer, Driver, ParamGroup, bind
@@ -153,8 +154,7 @@ def _off_load(composite: CompositeOptimizer, storage: Storage, settings: RunSett
 
 
 def _is_part(item: Stored) -> bool:
-    main, param = (tensor.untyped_storage() for tensor in (item.main, item.param))
-    return main.data_ptr() == param.data_ptr()
+    return place_of(item.main).storage == place_of(item.param).storage
 
 
 def _driver(

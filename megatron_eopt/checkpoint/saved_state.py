@@ -20,6 +20,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch import Tensor
 
 from megatron_eopt.base.names import FIRST_MOMENT, MAIN_OF_REPLICATED, MAIN_OF_SHARDED, MOMENTUM
+from megatron_eopt.base.places import place_of
 from megatron_eopt.checkpoint.parameter_space import Box, ParameterSpace
 from megatron_eopt.optimizers.driver import Driver, Kept
 from megatron_eopt.optimizers.member import Member
@@ -127,7 +128,7 @@ class Value:
             if isinstance(piece, ShardedObject):
                 assert self.kept is not None
                 self.kept.replace(value)
-            elif value.data_ptr() != piece.data.data_ptr():
+            elif place_of(value) != place_of(piece.data):
                 piece.data.copy_(value.view(piece.data.shape))
 
     def take_from_model(self) -> None:

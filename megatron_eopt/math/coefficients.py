@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 from emerging_optimizers.utils import fp32_matmul_precision
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from megatron_eopt.base.errors import (
     ConfigurationError,
@@ -83,13 +84,14 @@ def when_longer(name: str, triples: tuple[Triple, ...]) -> LongerT:
 
     That is decided inside a function of its, and may differ for sets that are yet to come.
     """
-    singular_values = torch.tensor([0.8, 0.6], device="cpu")
+    singular_values = [0.8, 0.6]
     steps = len(triples) + 1
     try:
-        with fp32_matmul_precision("highest"):
-            found = needed("newton_schulz")(
-                singular_values.diag(), steps=steps, coefficient_type=name
-            )
+        # values count here, also where all other tensors have none
+        with unset_fake_temporarily(), fp32_matmul_precision("highest"):
+            matrix = torch.tensor(singular_values, device="cpu").diag()
+            result = needed("newton_schulz")(matrix, steps=steps, coefficient_type=name)
+            found = result.diag().tolist()
     except (AssertionError, TypeError, ValueError):
         return "never"
     expected = {
@@ -102,7 +104,7 @@ def when_longer(name: str, triples: tuple[Triple, ...]) -> LongerT:
         modes,
         key=lambda mode: sum(
             abs(response(expected[mode], sigma) - value)
-            for sigma, value in zip(singular_values.tolist(), found.diag().tolist(), strict=True)
+            for sigma, value in zip(singular_values, found, strict=True)
         ),
     )
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import STEP
 from megatron_eopt.optimizers.host_memory import HostMemory, HostPlace
+from megatron_eopt.optimizers.modes import Schedule
 from megatron_eopt.optimizers.nested_state import put
 from megatron_eopt.stores.shard import Shard
 
@@ -75,8 +76,8 @@ class Driver:
         self.host = HostMemory()  # what of its weights and state is not on the device
 
     @property
-    def plans(self) -> list[Any]:
-        """What travels in a step, one plan for each group of ranks, for counts of bytes."""
+    def schedules(self) -> list[Schedule]:
+        """Who computes which matrices, and what travels, for each group of ranks."""
         return []
 
     def buffers(self) -> Iterator[Tensor]:

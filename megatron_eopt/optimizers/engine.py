@@ -3,17 +3,16 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_eopt.base.names import DEFAULT_WAVE_MB, TpModeT
-from megatron_eopt.layouts import Matrix, Redistribution, WaveBatch
+from megatron_eopt.layouts import Matrix, Plan, Redistribution, WaveBatch
 from megatron_eopt.layouts.redistribution import LoadT, StoreT
 from megatron_eopt.math.newton_schulz import ReduceT
-from megatron_eopt.optimizers.modes import Work, plan_work
+from megatron_eopt.optimizers.modes import Schedule, Work, plan_work
 from megatron_eopt.optimizers.triangle import pack_triangle, unpack_triangle
 from megatron_eopt.stores.shard import Ranks, Shard, group_by_ranks
 
@@ -108,9 +107,14 @@ class MatrixEngine:
             seen.update(self.arrivals[-1])
 
     @property
-    def plan(self) -> Any:
+    def plan(self) -> Plan:
         """The plan, for its counts of bytes and calls."""
         return self._redistribution.plan
+
+    @property
+    def schedule(self) -> Schedule:
+        """Who computes which matrices, and what travels."""
+        return Schedule(self.ranks, self.names, self.work, self.plan)
 
     def buffers(self) -> list[Tensor]:
         """Return what matrices travel through."""

@@ -24,9 +24,10 @@ import numpy as np
 from torch import Tensor
 
 from megatron_eopt.base.names import TpModeT
-from megatron_eopt.layouts import Layout, assign_owners, iteration_cost, plan_waves
+from megatron_eopt.layouts import Layout, Plan, assign_owners, iteration_cost, plan_waves
 from megatron_eopt.layouts.assignment import Float64Array
 from megatron_eopt.layouts.boxes import Int64Array
+from megatron_eopt.stores.shard import Ranks
 
 type _Mode = Literal["blockwise", "duplicated", "exchange", "distributed"]
 
@@ -63,11 +64,46 @@ class Work:
     matrices: tuple[MatrixWork, ...]
     waves: tuple[tuple[int, ...], ...]  # indices of matrices that travel together
 
+    def loads(self, world_size: int) -> Float64Array:
+        """Estimate the floating-point operations of each rank; float64 ``(world_size,)``."""
+        loads = np.zeros(world_size)
+        for work in self.matrices:
+            if work.shared:
+                short, long = sorted(work.compute.shape)
+                loads += _cost_of_slab(float(short), float(long), world_size)
+                continue
+            for rank in np.unique(work.compute.boxes.rank):
+                shape = work.compute.local_shape(rank)
+                loads[rank] += iteration_cost(*shape) if shape else 0.0
+        return loads
+
     def update_shape(self, matrix: int, local: Tensor) -> tuple[int, int]:
         """Return the shape that decides a matrix's scale: blockwise its piece's, else its own."""
         if self.matrices[matrix].mode == "blockwise":
             return cast(tuple[int, int], tuple(local.shape[-2:]))
         return self.matrices[matrix].compute.shape
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What one group of ranks does together: work, and what travels for it.
+
+    Attributes:
+        ranks: The group.
+        names: Name of every matrix.
+        work: Where each is computed.
+        plan: What travels in a step, as this rank sees it.
+    """
+
+    ranks: Ranks
+    names: Sequence[str]
+    work: Work
+    plan: Plan
+
+    @property
+    def loads(self) -> list[float]:
+        """Estimated floating-point operations of each rank of the group."""
+        return self.work.loads(self.ranks.size).tolist()  # type: ignore[no-any-return]
 
 
 def plan_work(
@@ -134,11 +170,10 @@ def _most_expensive(
     """Return which matrices to share; None if every rank had better compute all of them.
 
     The most expensive ones, as many as keep the busiest rank busy least long, with a constant for
-    every collective; of large numbers every factor of about 1.3 is tried. Of a shared matrix with
-    sides m <= n each of W ranks does ``S (4 n m^2 / W + 2 m^3)``.
+    every collective; of large numbers every factor of about 1.3 is tried.
     """
     short, long = np.sort([layout.shape for layout in storage], axis=1).T.astype(np.float64)
-    in_slabs = _STEPS * (4 * long * short**2 / world_size + 2 * short**3)
+    in_slabs = _cost_of_slab(short, long, world_size)
     order = [i for i in np.argsort(-costs, kind="stable").tolist() if i in eligible]
     least, best = costs.sum() + _COLLECTIVE, None
     for count in sorted({0, *(min(int(1.3**i), len(order)) for i in range(64))}):
@@ -151,6 +186,11 @@ def _most_expensive(
         if total < least:
             least, best = total, set(shared)
     return best
+
+
+def _cost_of_slab[T: (float, Float64Array)](short: T, long: T, ranks: int) -> T:
+    """Return what each of W ranks computes of a shared matrix: ``S (4 n m^2 / W + 2 m^3)``."""
+    return _STEPS * (4 * long * short**2 / ranks + 2 * short**3)
 
 
 def _slabs(storage: Layout, world_size: int) -> Layout:

@@ -18,6 +18,7 @@ from megatron_eopt.math.orthogonalize import Orthogonalization
 from megatron_eopt.optimizers.driver import Driver, ParamGroup, State
 from megatron_eopt.optimizers.element_wise import set_step
 from megatron_eopt.optimizers.engine import Means, UpdateT, engines_of
+from megatron_eopt.optimizers.modes import Schedule
 from megatron_eopt.optimizers.momentum import momentum_in
 from megatron_eopt.stores.shard import Shard
 
@@ -73,9 +74,9 @@ class MuonDriver(Driver):
         self.own: OrthogonalizeT | None = None  # takes the place of our orthogonalization
 
     @property
-    def plans(self) -> list[Any]:
-        """What travels in a step, one plan for each group of ranks."""
-        return [engine.plan for _, engine in self.engines]
+    def schedules(self) -> list[Schedule]:
+        """Who computes which matrices, and what travels, for each group of ranks."""
+        return [engine.schedule for _, engine in self.engines]
 
     def buffers(self) -> Iterator[Tensor]:
         """Yield what lives on between steps: what matrices travel through."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import ELEMENT_WISE_STATE, STEP
+from megatron_eopt.base.places import place_of
 from megatron_eopt.layouts import Matrix, Redistribution, WaveBatch
 from megatron_eopt.math.finite import names_of_all
 from megatron_eopt.optimizers.driver import (
@@ -30,7 +31,7 @@ from megatron_eopt.optimizers.driver import (
 from megatron_eopt.optimizers.element_wise import set_step
 from megatron_eopt.optimizers.engine import Means
 from megatron_eopt.optimizers.host_memory import HostMemory, HostPlace
-from megatron_eopt.optimizers.modes import plan_work
+from megatron_eopt.optimizers.modes import Schedule, plan_work
 from megatron_eopt.optimizers.nested_state import by_rows, leaves
 from megatron_eopt.stores.shard import Shard
 
@@ -87,9 +88,10 @@ class OwnerDriver(Driver):
         self._exists = 0
 
     @property
-    def plans(self) -> list[Any]:
-        """What travels in a step."""
-        return [self._redistribution.plan]
+    def schedules(self) -> list[Schedule]:
+        """Who steps which matrices, and what travels."""
+        names = [name for shard in self.shards for name in shard.matrix_names]
+        return [Schedule(self._ranks, names, self._work, self._redistribution.plan)]
 
     def buffers(self) -> Iterator[Tensor]:
         """Yield what lives on between steps: what matrices travel through."""
@@ -187,6 +189,7 @@ class OwnerDriver(Driver):
         layouts = [layout for shard in self.shards for layout in shard.layouts]
         # gradient and weight together
         work = plan_work(layouts, self._ranks.size, "exchange", means.wave_bytes // 2)
+        self._work = work
         names = [name for shard in self.shards for name in shard.matrix_names]
         stored_in = [shard.name for shard in self.shards for _ in shard.layouts]
         pairs = zip(names, layouts, work.matrices, stored_in, strict=True)
@@ -238,7 +241,7 @@ class OwnerDriver(Driver):
             self._own_groups = [{**group, "params": []} for group in self._optimizer.param_groups]
             for param, place in members.values():
                 by_rows(self.owned_state[param])
-                if param.data_ptr() != place.data_ptr():
+                if place_of(param) != place_of(place):
                     place.copy_(param.detach())
                 param.data, param.grad = place.new_empty(0), None
             self.host.write_back(owned, self.owned_state)

@@ -63,7 +63,7 @@ class ShardedOptimizer(CompositeOptimizer):
     @property
     def plans(self) -> list[Plan]:
         """What travels in a step, one plan for each set of ranks that shares matrices."""
-        return [plan for driver in self.drivers for plan in driver.plans]
+        return [item.plan for driver in self.drivers for item in driver.schedules]
 
     def params_of(self, driver: Driver) -> list[Tensor]:
         """Return the parameters that a driver steps, in the order of its shards."""

@@ -10,6 +10,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.places import place_of
 from megatron_eopt.qk_clip.attention import attentions, projections
 from megatron_eopt.stores.buffers import process_groups
 
@@ -178,7 +179,7 @@ def _scale_one(weight: Tensor, rows: Tensor, item: Any) -> None:
         weight.detach().copy_(main.view(weight.shape))
         return
     own = weight.detach().view(-1)[item.start : item.stop]
-    if item.main.data_ptr() == own.data_ptr():
+    if place_of(item.main) == place_of(own):
         weight.detach().mul_(column)
         return
     flat = rows.repeat_interleave(weight[0].numel())[item.start : item.stop]

@@ -13,6 +13,7 @@ from torch.distributed.tensor.placement_types import Replicate
 from torch.distributed.tensor.placement_types import Shard as ShardPlacement
 
 from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.places import Place, place_of
 from megatron_eopt.layouts import Layout, dtensor_layout
 from megatron_eopt.matrices import Split, matrix_rows
 from megatron_eopt.routing.parameters import ModelParameter
@@ -20,7 +21,7 @@ from megatron_eopt.routing.splits import tensor_parallel_cut
 from megatron_eopt.stores.interface import Stored
 from megatron_eopt.stores.replicated import Float32Optimizer, MainParamsOptimizer
 from megatron_eopt.stores.shard import Ranks, Shard, global_name
-from megatron_eopt.stores.uneven import mesh_in, uneven_layouts
+from megatron_eopt.stores.uneven import mesh_in, ranks_in, uneven_layouts
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -40,7 +41,7 @@ class MeshGroups:
         if not isinstance(param, DTensor) or param.device_mesh.size() == 1:
             return None
         mesh = param.device_mesh
-        ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
+        ranks = tuple(sorted(ranks_in(mesh).ravel().tolist()))
         if ranks not in self._of:
             group: Any
             if mesh.ndim == 1:
@@ -163,7 +164,7 @@ def check_parameters(parameters: Sequence[ModelParameter]) -> None:
         raise ConfigurationError("model", "no trainable parameter", rule, "Unfreeze some")
     meshes = [p.param.device_mesh for p in parameters if isinstance(p.param, DTensor)]
     sharded = any(mesh.size() > 1 for mesh in meshes)
-    stored_by: dict[int, str] = {}
+    stored_by: dict[Place, str] = {}
     for item in parameters:
         _check_storage(item.name, item.param, sharded)
         local = local_of(item.param)
@@ -171,7 +172,7 @@ def check_parameters(parameters: Sequence[ModelParameter]) -> None:
             rule = f"must be one of {', '.join(map(str, _DTYPES))}"
             way_out = "Convert the model before sharding it"
             raise ConfigurationError(f"{item.name}.dtype", local.dtype, rule, way_out)
-        other = stored_by.setdefault(local.data_ptr(), item.name) if local.numel() else item.name
+        other = stored_by.setdefault(place_of(local), item.name) if local.numel() else item.name
         if other != item.name:
             rule = f"shares its storage with {other}, so it would be stepped twice"
             way_out = "Tie weights by assigning the same Parameter before fully_shard"
@@ -201,7 +202,9 @@ def _check_storage(name: str, param: nn.Parameter, sharded: bool) -> None:
             raise ConfigurationError(name, shown, rule, "Redistribute the parameter")
     if mesh.get_coordinate() is None:
         rule = f"is on a mesh without rank {dist.get_rank()}"
-        raise ConfigurationError(name, mesh.mesh.tolist(), rule, "Shard it over this rank's mesh")
+        raise ConfigurationError(
+            name, ranks_in(mesh).tolist(), rule, "Shard it over this rank's mesh"
+        )
     local = param.to_local()
     if local.device.type != mesh.device_type:
         rule = f"is stored on {local.device.type}, but its mesh communicates on {mesh.device_type}"

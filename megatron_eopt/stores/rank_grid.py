@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import distributed
 
-from megatron_eopt.base.agreement import integers
+from megatron_eopt.base.agreement import Place, integers, places_in
 from megatron_eopt.stores.shard import Ranks
 
 
@@ -45,35 +45,24 @@ def data_parallel_only(grid: RankGrid, group: Any) -> RankGrid:
 def redistribution_grids(wanted: Sequence[Coordinates]) -> list[RankGrid]:
     """Return one group per entry; all ranks of the world call this with as many entries."""
     me = distributed.get_rank()
-    everyone = integers([number for mine in wanted for number in _row(mine)])
+    places = places_in([group for mine in wanted for group in (mine.tensor, mine.data)])
     grids = []
-    for place, mine in enumerate(wanted):
-        # of every rank: first rank of its tensor-parallel group and place there, likewise of data
-        table = [row[4 * place : 4 * place + 4] for row in everyone]
-        group = _find_or_create(mine, _classes(table))
+    for mine, tensor, data in zip(wanted, places[::2], places[1::2], strict=True):
+        group = _find_or_create(mine, _classes(tensor, data))
         members = [me] if group is None else distributed.get_process_group_ranks(group)
-        tensor_ranks = tuple(table[rank][1] for rank in members)
-        data_ranks = tuple(table[rank][3] for rank in members)
+        # fragments are numbered by the rank in the group, whatever its global rank
+        tensor_ranks = tuple(tensor[rank].number for rank in members)
+        data_ranks = tuple(data[rank].number for rank in members)
         grids.append(RankGrid(Ranks.of(group), tensor_ranks, data_ranks, max(tensor_ranks) + 1))
     return grids
 
 
-def _row(mine: Coordinates) -> list[int]:
-    me = distributed.get_rank()
-    row = []
-    for group in (mine.tensor, mine.data):
-        ranks = [me] if group is None else distributed.get_process_group_ranks(group)
-        # fragments are numbered by the rank in the group, whatever its global rank
-        row += [min(ranks), ranks.index(me)]
-    return row
-
-
-def _classes(table: Sequence[Sequence[int]]) -> list[list[int]]:
+def _classes(*places: Sequence[Place]) -> list[list[int]]:
     """Partition the ranks: two belong together if they share one of the groups."""
-    class_of = np.arange(len(table))
-    for rank, row in enumerate(table):
-        for first in (row[0], row[2]):
-            low, high = sorted((class_of[rank], class_of[first]))
+    class_of = np.arange(len(places[0]))
+    for of_all in places:
+        for rank, place in enumerate(of_all):
+            low, high = sorted((class_of[rank], class_of[place.first]))
             class_of[class_of == high] = low
     return [np.flatnonzero(class_of == number).tolist() for number in np.unique(class_of)]
 

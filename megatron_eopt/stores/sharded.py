@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import STEP
+from megatron_eopt.base.places import place_of
 from megatron_eopt.base.upstream import check_instance, needed
 from megatron_eopt.matrices import Split
 from megatron_eopt.routing.parameters import cut_dimension
@@ -269,7 +270,7 @@ class FragmentsOptimizer(Storage, DistributedOptimizer):
 
 
 def _is_one(main: Tensor, view: Tensor) -> bool:
-    return main.data_ptr() == view.data_ptr()
+    return place_of(main) == place_of(view)
 
 
 class OffloadedOptimizer(Storage, DistributedOptimizer):

@@ -10,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from megatron_eopt.base.agreement import of_every_rank
@@ -23,12 +25,18 @@ def is_uneven(param: Tensor) -> bool:
     return isinstance(param, DTensor) and hasattr(param, "megatron_fsdp_dist_index")
 
 
+def ranks_in(mesh: DeviceMesh) -> npt.NDArray[np.int64]:
+    """Return a mesh's global ranks in its shape; they have values where no other tensor does."""
+    with unset_fake_temporarily():
+        return mesh.mesh.numpy()  # type: ignore[no-any-return]
+
+
 def mesh_in(param: DTensor, group: dist.ProcessGroup) -> npt.NDArray[np.int64]:
     """Return a parameter's device mesh with ranks of a group that has all of them."""
     number = {rank: i for i, rank in enumerate(dist.get_process_group_ranks(group))}
-    ranks = param.device_mesh.mesh
-    numbers = [number[rank] for rank in ranks.flatten().tolist()]
-    return np.array(numbers, np.int64).reshape(tuple(ranks.shape))
+    ranks = ranks_in(param.device_mesh)
+    numbers = [number[rank] for rank in ranks.ravel().tolist()]
+    return np.array(numbers, np.int64).reshape(ranks.shape)
 
 
 def uneven_layouts(

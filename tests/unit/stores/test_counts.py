@@ -82,7 +82,7 @@ def count_calls(run: Run) -> dict[str, int]:
             calls[name] = counted
         optimizer.step()
     muons = [child.optimizer.drivers[0] for child in optimizer.chained_optimizers]
-    plans = [plan for muon in muons for plan in muon.plans]
+    plans = [item.plan for muon in muons for item in muon.schedules]
     groups = chunk.bucket_groups + chunk.expert_parallel_bucket_groups
     return {
         "waves": sum(len(plan.waves) for plan in plans),

@@ -1,0 +1,139 @@
+"""One process that is any rank of many: process groups without peers, tensors without data."""
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.optimizer import clip_grads
+from torch import Tensor, distributed
+from torch._C._distributed_c10d import FakeWork
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_eopt import cpu
+from megatron_eopt.base.agreement import Place, answered_by, place_in
+from megatron_eopt.base.errors import ConfigurationError, check_number
+from megatron_eopt.cpu.patches import Patch, PatchList
+from megatron_eopt.dry_run.counting import READ
+
+_COALESCED = ("allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_")
+"""Collectives that torch does not know how to call with fake tensors."""
+
+_library: Any = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
+for _name in _COALESCED:
+    _library.impl(_name, lambda *_, **__: FakeWork().boxed(), "Meta")
+
+
+@contextmanager
+def dry_world(rank: int, world_size: int) -> Iterator[None]:
+    """Be one rank of a world that is not there; nothing of it is left afterwards.
+
+    In the block ``cuda`` means the CPU, tensors are fake, and what other ranks would say follows
+    from the process groups that Megatron makes. Megatron must make no groups of gloo.
+
+    Args:
+        rank: Which rank to be.
+        world_size: Number of ranks.
+
+    Raises:
+        ConfigurationError: If the rank is none of the world's, or this process is connected to
+            real ones.
+    """
+    check_number("world_size", world_size, at_least=1)
+    if not 0 <= rank < world_size:
+        rule = f"must be one of the {world_size} ranks"
+        raise ConfigurationError("rank", rank, rule, f"Give 0 to {world_size - 1}")
+    if distributed.is_initialized():
+        rule = "must have no process group: a dry run makes its own"
+        raise ConfigurationError("this process", "initialized", rule, "Run it in another process")
+    peers, patches = _Peers(rank, world_size), PatchList()
+    distributed.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        owners = (distributed, distributed_c10d)
+        patches.apply(Patch(owner, "new_group", peers.new_group) for owner in owners)
+        patches.apply([Patch(clip_grads, "l2_norm_impl", _fused_norm)])
+        # ranks are numbers, whatever computes with them
+        from_group = staticmethod(_with_values(DeviceMesh.from_group))
+        patches.apply([Patch(DeviceMesh, "from_group", from_group)])
+        patches.apply([Patch(DeviceMesh, "__init__", _with_values(DeviceMesh.__init__))])
+        # what is made before, or outside of torch, has values
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        with cpu.enabled(), answered_by(peers), fake, _Values():  # type: ignore[no-untyped-call]
+            yield
+    finally:
+        patches.restore()
+        parallel_state.destroy_model_parallel()
+        distributed.destroy_process_group()
+
+
+class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Lets the host read something of tensors without values: False, 0 or 1.0."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is READ and isinstance(args[0], FakeTensor) and args[0].constant is None:
+            kind = bool if args[0].dtype == torch.bool else int
+            return 1.0 if args[0].is_floating_point() else kind(0)
+        return func(*args, **(kwargs or {}))
+
+
+def _with_values[**P, T](function: Callable[P, T]) -> Callable[P, T]:
+    """Let tensors have values in a function."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        with unset_fake_temporarily():
+            return function(*args, **kwargs)
+
+    return call
+
+
+def _fused_norm(
+    _: int, __: Tensor, lists: Sequence[list[Tensor]], *___: Any
+) -> tuple[Tensor, None]:
+    """Do what Apex and Transformer Engine do: megatron-core's stand-in for it reads every norm."""
+    return torch.stack(torch._foreach_norm(lists[0])).norm().view(1), None
+
+
+class _Peers:
+    """Knows all groups that are made, and what they say of where the other ranks stand."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank, self._size = rank, world_size
+        self._groups: dict[str, list[list[int]]] = defaultdict(list)  # ranks, by description
+        self._make = distributed.new_group
+
+    def new_group(self, ranks: Sequence[int] | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Make a group if this rank is in it; of others only their ranks are noted."""
+        members = list(range(self._size) if ranks is None else ranks)
+        self._groups[kwargs.get("group_desc") or ""].append(members)
+        if self._rank not in members:
+            return distributed.GroupMember.NON_GROUP_MEMBER
+        kwargs["backend"] = "fake"
+        return self._make(members, *args, **kwargs)
+
+    def of_every_rank[T](self, value: T, group: distributed.ProcessGroup | None) -> list[T]:
+        """Return the same for all: ranks of equal role say the same."""
+        return [value] * distributed.get_world_size(group)
+
+    def places(self, group: distributed.ProcessGroup | None) -> list[Place]:
+        """Return every rank's place in its group of one kind.
+
+        Groups are of one kind if they have one description and one size.
+        """
+        if group is None:
+            return [Place(rank, 0) for rank in range(self._size)]
+        mine = distributed.get_process_group_ranks(group)
+        if len(mine) == self._size:
+            return [place_in(mine, rank) for rank in range(self._size)]
+        alike = [g for g in self._groups[group.group_desc] if len(g) == len(mine)]
+        found = {rank: place_in(ranks, rank) for ranks in alike for rank in ranks}
+        return [found[rank] for rank in range(self._size)]

@@ -1,0 +1,1 @@
+"""Runs of the optimizer as one rank of many, without data."""

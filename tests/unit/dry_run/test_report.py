@@ -1,0 +1,118 @@
+"""What a dry run reports is what real runs are counted to do."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import TorchFullyShardedDataParallel
+from megatron.core.distributed.torch_fully_sharded_data_parallel_config import (
+    TorchFullyShardedDataParallelConfig,
+)
+
+from megatron_eopt.dry_run import Report, dry_world, report_of
+from tests.harness import run_ranks
+from tests.harness.megatron import initialize_megatron
+from tests.harness.models import tiny_gpt, wrap_ddp
+from tests.unit.stores.full_state import Case, optimizer_over
+from tests.unit.stores.runs import DENSE, MOE, inject, make_chunk
+
+BF16 = {"dtype": torch.bfloat16}
+FSDP2 = Case("muon", {"transformer_impl": "local"}, config={"use_distributed_optimizer": False})
+CASES = {
+    "dense": (2, Case("muon", DENSE | {"hidden": 64})),
+    "dense, four ranks": (4, Case("muon", DENSE | BF16 | {"hidden": 64})),
+    "plain": (2, Case("muon", DENSE, config={"use_distributed_optimizer": False})),
+    "experts": (4, Case("muon", MOE, {"ep": 2})),
+    "tensor parallel": (4, Case("muon", DENSE | BF16, {"tp": 2})),
+    "pipeline": (2, Case("muon", DENSE, {"pp": 2})),
+    "adaptive muon": (2, Case("adaptive_muon", DENSE)),
+    "soap": (2, Case("soap", DENSE)),
+    "adam": (2, Case("adam", DENSE)),
+}
+
+
+def figures(report: Report) -> tuple[Any, ...]:
+    plans = [
+        (item.loads, item.plan.calls, item.plan.bytes_sent, item.plan.bytes_received)
+        for _, item in report.schedules
+    ]
+    return report.elements, plans, report.collectives, report.flops
+
+
+def real(case: Case) -> tuple[tuple[Any, ...], Any]:
+    chunk = make_chunk(case.run)
+    report = report_of(optimizer_over(case, [chunk]), lambda: inject(case.run, chunk, 0))
+    return figures(report), report.memory
+
+
+def in_fsdp2(model: torch.nn.Module) -> tuple[Any, Callable[[], None]]:
+    """Return the optimizer of a model in megatron-core's FSDP2, and what sets gradients."""
+    config = TorchFullyShardedDataParallelConfig()
+    wrapped = TorchFullyShardedDataParallel(model.config, config, model)
+
+    def give_gradients() -> None:
+        for param in wrapped.parameters():
+            param.grad = torch.ones_like(param)
+
+    return optimizer_over(FSDP2, [wrapped]), give_gradients
+
+
+def real_fsdp2() -> tuple[tuple[Any, ...], Any]:
+    initialize_megatron()
+    report = report_of(*in_fsdp2(tiny_gpt(**FSDP2.model)))
+    return figures(report), report.memory
+
+
+def dry(rank: int, world_size: int, case: Case) -> tuple[tuple[Any, ...], Any, Any]:
+    with dry_world(rank, world_size):
+        sizes = {"tp": "tensor", "pp": "pipeline", "ep": "expert"}
+        parallel = {
+            f"{sizes[key]}_model_parallel_size": size for key, size in case.parallel.items()
+        }
+        parallel_state.initialize_model_parallel(**parallel, create_gloo_process_groups=False)
+        dtype = case.model.get("dtype", torch.float32)
+        torch.set_default_dtype(dtype)
+        shape = {key: value for key, value in case.model.items() if key != "dtype"}
+        model = tiny_gpt(**shape, params_dtype=dtype, perform_initialization=False)
+        torch.set_default_dtype(torch.float32)
+        if case == FSDP2:
+            report = report_of(*in_fsdp2(model))
+        else:
+            chunk = wrap_ddp(model, **case.run.ddp)
+            report = report_of(optimizer_over(case, [chunk]), lambda: None)
+        return figures(report), report.memory, report.host_reads
+
+
+def each_dry(world_size: int, case: Case) -> list[Any]:
+    """Run every rank, one after another, in one process."""
+    return run_ranks(1, all_dry, world_size, case, cpu=False)[0]
+
+
+def all_dry(world_size: int, case: Case) -> list[Any]:
+    dist.destroy_process_group()
+    return [dry(rank, world_size, case) for rank in range(world_size)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_dry_run_is_counted_as_a_real_one(name):
+    world_size, case = CASES[name]
+    sharded = {"use_distributed_optimizer": True} | case.config
+    case = replace(case, ddp={"use_distributed_optimizer": sharded["use_distributed_optimizer"]})
+    compare(run_ranks(world_size, real, case), each_dry(world_size, case))
+
+
+def test_so_is_one_under_fsdp2():
+    compare(run_ranks(2, real_fsdp2), each_dry(2, FSDP2))
+
+
+def compare(real_ranks: list[Any], dry_ranks: list[Any]) -> None:
+    for (done, memory), (planned, expected, reads) in zip(real_ranks, dry_ranks, strict=True):
+        assert planned == done
+        for kind in ("weights", "gradients", "main_weights", "state", "buffers"):
+            assert getattr(expected, kind) == getattr(memory, kind), kind
+        assert expected.transient == pytest.approx(memory.transient, rel=0.05)
+        assert set(reads) <= {"megatron.core.optimizer.clip_grads.get_grad_norm_fp32"}
