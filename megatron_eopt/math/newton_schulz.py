@@ -23,11 +23,17 @@ Note [Gram form]
 
     The three pieces (:func:`gram_residual`, :func:`accumulate`, :func:`apply`) serve a matrix whose
     long side is cut over ranks as they are: only the first needs a sum over the ranks.
+
+Note [Teams]
+    Ranks that share a matrix may divide the products of small matrices, too: each computes the same
+    number of their rows. A left operand needs these rows alone, so only what stands on the right of
+    a later product is gathered: polynomials, the Gram matrices that follow, and ``Q`` at the end.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -37,6 +43,19 @@ from megatron_eopt.math.coefficients import Triple, response
 ReduceT = Callable[[Tensor], Tensor]
 """Sums a tensor over the ranks that share a matrix; may work in place. One that has an attribute
 ``of_symmetric`` is asked through it where matrices are symmetric, so that half of them travels."""
+
+
+class Team(Protocol):
+    """A sum over ranks that also divide the rows of small matrices; see Note [Teams]."""
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """Sum a tensor over the ranks."""
+
+    def rows(self, m: int) -> tuple[int, int]:
+        """Return the first row of ``m`` that this rank computes, and one past its last."""
+
+    def gather(self, block: Tensor) -> Tensor:
+        """Return a whole matrix ``(..., m, m)`` of the ranks' rows ``(..., m / ranks, m)``."""
 
 
 # Squares of smaller numbers leave float32; above it the clamp hides what underflows.
@@ -98,8 +117,9 @@ def iterate_standard(
     """Run ``X <- a X + (b A + c A^2) X`` with ``A = X X^T`` once per triple, and return ``X``.
 
     ``x`` is normalised and will be overwritten; ``reduce`` is called once per step, with the Gram
-    matrix. ``len(triples) * (4 n / m + 2) m^3`` FLOPs a matrix.
+    matrix, and a team gathers once per step. ``len(triples) * (4 n / m + 2) m^3`` FLOPs a matrix.
     """
+    team = _team(reduce)
     m = x.shape[-1] if tall else x.shape[-2]
     square = x.new_empty((*x.shape[:-2], m, m))
     polynomial = torch.empty_like(square)
@@ -107,7 +127,11 @@ def iterate_standard(
     for a, b, c in triples:
         wide = x.mT if tall else x
         square = _reduced(torch.matmul(wide, wide.mT, out=square), reduce)
-        multiply_add(square, square, square, beta=b, alpha=c, out=polynomial)
+        if team is None:
+            multiply_add(square, square, square, beta=b, alpha=c, out=polynomial)
+        else:
+            mine = _rows_of(Shifted(0.0, square), team).residual
+            polynomial = team.gather(multiply_add(mine, mine, square, beta=b, alpha=c))
         left, right = (x, polynomial) if tall else (polynomial, x)
         multiply_add(x, left, right, beta=a, out=spare)
         x, spare = spare, x
@@ -157,13 +181,16 @@ def gram_residual(
     return Shifted(shift, _reduced(residual, reduce))
 
 
-def _product(left: Shifted, right: Shifted) -> Shifted:
+def _product(left: Shifted, right: Shifted, team: Team | None = None) -> Shifted:
     """Return the product of two commuting matrices; one matrix product.
+
+    With a team ``left`` has this rank's rows alone, and so has the product.
 
     ``(l I + L)(r I + R) = l r I + (l R + r L + L R)``; the two terms without a product become the
     addend of one fused call, scaled by the larger factor so that no division can blow up.
     """
-    big, small = (left, right) if abs(left.shift) >= abs(right.shift) else (right, left)
+    rows = right if team is None else _rows_of(right, team)
+    big, small = (left, rows) if abs(left.shift) >= abs(right.shift) else (rows, left)
     shift = left.shift * right.shift
     if big.shift == 0.0:
         return Shifted(shift, torch.matmul(left.residual, right.residual))
@@ -175,25 +202,36 @@ def _product(left: Shifted, right: Shifted) -> Shifted:
     return Shifted(shift, product)
 
 
-def accumulate(a: Shifted, triples: Sequence[Triple], *, shifted: bool = True) -> Shifted:
+def _polynomial(mine: Shifted, a: Shifted, triple: Triple) -> Shifted:
+    """Return one step's polynomial of ``a``, as far as ``mine`` has rows of ``a``."""
+    first, second, third = triple
+    slope = second + 2.0 * third * a.shift
+    rest = multiply_add(mine.residual, mine.residual, a.residual, beta=slope, alpha=third)
+    return Shifted(first + a.shift * (second + third * a.shift), rest)
+
+
+def _unshifted(q: Shifted, first_row: int = 0) -> Shifted:
+    """Return a copy without identity part, of a matrix or of its rows from ``first_row`` on."""
+    copy = Shifted(0.0, q.residual.clone())
+    copy.residual.diagonal(first_row, dim1=-2, dim2=-1).add_(q.shift)
+    return copy
+
+
+def accumulate(
+    a: Shifted, triples: Sequence[Triple], *, shifted: bool = True, team: Team | None = None
+) -> Shifted:
     """Return the factor ``Q`` with which several steps multiply ``X``, whose Gram matrix is ``a``.
 
     ``(8 k - 6) m^3`` FLOPs for ``k`` steps: the first needs no product with ``Q``, the last leaves
-    no Gram matrix behind.
+    no Gram matrix behind. A team divides them.
     """
+    if team is not None:
+        return _accumulate_rows(a, triples, team, shifted=shifted)
     q: Shifted | None = None
-    for step, (first, second, third) in enumerate(triples):
-        mean, rest = a.shift, a.residual
-        slope = second + 2.0 * third * mean
-        polynomial = Shifted(
-            first + mean * (second + third * mean),
-            multiply_add(rest, rest, rest, beta=slope, alpha=third),
-        )
+    for step, triple in enumerate(triples):
+        polynomial = _polynomial(a, a, triple)
         if q is None:
-            q = polynomial
-            if not shifted:
-                q = Shifted(0.0, polynomial.residual.clone())
-                q.residual.diagonal(dim1=-2, dim2=-1).add_(polynomial.shift)
+            q = polynomial if shifted else _unshifted(polynomial)
         else:
             q = _product(polynomial, q)
         if step + 1 < len(triples):
@@ -202,6 +240,44 @@ def accumulate(a: Shifted, triples: Sequence[Triple], *, shifted: bool = True) -
             a = _product(polynomial, _product(polynomial, a))
     assert q is not None, "a segment holds at least one step"
     return q
+
+
+def _accumulate_rows(
+    a: Shifted, triples: Sequence[Triple], team: Team, *, shifted: bool
+) -> Shifted:
+    """Do the same with this rank's rows of every product, gathering what stands on the right."""
+    m = a.residual.shape[-1]
+    mine, q, whole_q = _rows_of(a, team), None, None
+    for step, triple in enumerate(triples):
+        polynomial, last = _polynomial(mine, a, triple), step + 1 == len(triples)
+        # the last one stands on the right only where no rank has all of Q
+        alone = last and (q is None or whole_q is not None)
+        whole = polynomial if alone else _gathered(polynomial, team)
+        if q is None:
+            q = (
+                polynomial
+                if shifted
+                else _unshifted(polynomial, team.rows(mine.residual.shape[-1])[0])
+            )
+        elif last and whole_q is not None:
+            q = _product(polynomial, whole_q, team)
+        else:
+            q = _product(q, whole, team)
+        if not last:
+            whole_q = None if step else whole if shifted else _unshifted(whole)
+            mine = _product(_product(polynomial, a, team), whole, team)
+            a = _gathered(mine, team)
+    assert q is not None, "a segment holds at least one step"
+    return _gathered(q, team)
+
+
+def _gathered(rows: Shifted, team: Team) -> Shifted:
+    return Shifted(rows.shift, team.gather(rows.residual))
+
+
+def _rows_of(whole: Shifted, team: Team) -> Shifted:
+    start, stop = team.rows(whole.residual.shape[-1])
+    return Shifted(whole.shift, whole.residual[..., start:stop, :])
 
 
 def apply(q: Shifted, x: Tensor, out: Tensor | None = None, *, tall: bool = False) -> Tensor:
@@ -226,16 +302,20 @@ def iterate_gram(
 
     Returns the last iterate. ``x`` is normalised and will be overwritten; ``restarts`` count from 0
     and ascend; ``reduce`` is called once per segment, with a Gram matrix; ``columns`` are those of
-    the whole matrix, if ``x`` has only some.
+    the whole matrix, if ``x`` has only some. A team gathers as Note [Teams] says.
     """
     m = x.shape[-1] if tall else x.shape[-2]
     spare: Tensor | None = None
     for start, stop in pairwise((0, *restarts, len(triples))):
         shift = expected_shift(triples[:start], m) if shifted else 0.0
         a = gram_residual(x, shift, reduce, columns=columns, tall=tall)
-        q = accumulate(a, triples[start:stop], shifted=shifted)
+        q = accumulate(a, triples[start:stop], shifted=shifted, team=_team(reduce))
         x, spare = apply(q, x, out=spare, tall=tall), x
     return x
+
+
+def _team(reduce: ReduceT | None) -> Team | None:
+    return cast(Team, reduce) if hasattr(reduce, "gather") else None
 
 
 def _reduced(symmetric: Tensor, reduce: ReduceT | None) -> Tensor:

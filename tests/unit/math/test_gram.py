@@ -1,7 +1,9 @@
 """The pieces of the Gram iteration, and a matrix whose long side is cut over ranks."""
 
+from dataclasses import dataclass
 from threading import Barrier, Thread
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -62,13 +64,34 @@ class Ranks:
         self.barrier = Barrier(size, timeout=30)
         self.calls = [0] * size
 
-    def reduce(self, rank: int, x: Tensor) -> Tensor:
+    def exchange(self, rank: int, x: Tensor) -> list[Tensor]:
         self.parts[rank] = x
         self.barrier.wait()
-        total = torch.stack(self.parts).sum(0)
+        parts = list(self.parts)
         self.barrier.wait()
         self.calls[rank] += 1
-        return total
+        return parts
+
+    def reduce(self, rank: int, x: Tensor) -> Tensor:
+        return torch.stack(self.exchange(rank, x)).sum(0)
+
+
+@dataclass
+class TeamMember:
+    """One rank of a team."""
+
+    ranks: Ranks
+    rank: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.ranks.reduce(self.rank, x)
+
+    def rows(self, m: int) -> tuple[int, int]:
+        height = m // len(self.ranks.parts)
+        return self.rank * height, (self.rank + 1) * height
+
+    def gather(self, block: Tensor) -> Tensor:
+        return torch.cat(self.ranks.exchange(self.rank, block), -2)
 
 
 @pytest.mark.parametrize("algorithm", ["standard", "gram"])
@@ -78,14 +101,19 @@ class Ranks:
     [(torch.float64, 1e-11), (torch.float32, 2e-6), (torch.bfloat16, 1.7e-2)],
 )
 @pytest.mark.parametrize("shape", [(32, 160), (160, 32), (2, 32, 160)])
+@pytest.mark.parametrize("team", [False, True], ids=["sums", "team"])
 def test_a_long_side_cut_over_ranks_gives_the_cut_result(
-    algorithm: AlgorithmT, dtype: torch.dtype, tolerance: float, shape: tuple[int, ...]
+    algorithm: AlgorithmT,
+    dtype: torch.dtype,
+    tolerance: float,
+    shape: tuple[int, ...],
+    team: bool,
 ) -> None:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     precision = "medium" if dtype == torch.bfloat16 else "highest"
     whole = orthogonalize(x, algorithm=algorithm, precision=precision)  # type: ignore[arg-type]
     dim = -2 if shape[-2] > shape[-1] else -1
-    pieces = torch.split(x, [50, 10, 100], dim)
+    pieces = torch.split(x, [50, 10, 80, 20], dim)
     ranks = Ranks(len(pieces))
     results: list[Tensor] = [torch.empty(0)] * len(pieces)
 
@@ -94,7 +122,7 @@ def test_a_long_side_cut_over_ranks_gives_the_cut_result(
             pieces[rank],
             algorithm=algorithm,
             precision=precision,  # type: ignore[arg-type]
-            reduce=lambda t: ranks.reduce(rank, t),
+            reduce=TeamMember(ranks, rank) if team else lambda t: ranks.reduce(rank, t),
             whole_shape=(shape[-2], shape[-1]),
         )
 
@@ -106,4 +134,9 @@ def test_a_long_side_cut_over_ranks_gives_the_cut_result(
     assert relative_error(torch.cat(results, dim), whole) < tolerance
     plan = choose_algorithm((shape[-2], shape[-1]), dtype, precision, QUINTIC, algorithm)  # type: ignore[arg-type]
     sums = len(plan.restarts) + 1 if algorithm == "gram" else len(QUINTIC)
-    assert ranks.calls == [sums + 1] * len(pieces)
+    gathers = 0
+    if team:
+        segments = np.diff([0, *plan.restarts, len(QUINTIC)])
+        per_segment = {1: 1, 2: 3, 3: 6}
+        gathers = sum(per_segment[k] for k in segments) if algorithm == "gram" else len(QUINTIC)
+    assert ranks.calls == [1 + sums + gathers] * len(pieces)
