@@ -61,6 +61,8 @@ GROUPS: dict[str, dict[str, str]] = {
         "enough.",
         "muon-wave-mb": "MiB of whole matrices that one rank brings together at a time: less takes "
         "less memory, more keeps a GPU busier.",
+        "muon-team-size": "Most ranks that compute one matrix together where there are more ranks "
+        "than work: 1 for none.",
         "muon-momentum-dtype": "How momentum is kept between steps: in float32, or rounded at "
         "random to fewer bits.",
         "muon-backend": "Whose kernels orthogonalize.",

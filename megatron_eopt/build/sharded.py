@@ -184,7 +184,8 @@ def _driver(
     )
     # at one owner each rank sends and receives its share twice, at any number of ranks
     device = torch.device("cuda", torch.cuda.current_device())
-    means = Means("exchange", wave_mb=sharding.settings.wave_mb, device=device)
+    settings = sharding.settings
+    means = Means("exchange", wave_mb=settings.wave_mb, device=device, team_size=settings.team_size)
     return driver_over(base, groups, shards, means, config)
 
 

@@ -1,7 +1,7 @@
 """Plans: all waves of a redistribution as pure data, computed alike on every rank."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +27,7 @@ class Matrix:
     # matrices of one fused parameter share it.
     tensor: str = ""
     returns: bool = True  # whether what is computed travels back to the storage
+    kind: Hashable = None  # matrices of different kinds are never stacked together
 
     @property
     def stored_in(self) -> str:
@@ -113,7 +114,9 @@ def build_plan(
     mine = storage.take(storage.rank == rank)
     needed = np.zeros(len(index), np.int64)
     np.maximum.at(needed, mine.tensor, mine.extent)
-    told = [(m.name, m.stored_in, m.returns, m.storage.shape, m.compute.shape) for m in matrices]
+    told = [
+        (m.name, m.stored_in, m.returns, m.kind, m.storage.shape, m.compute.shape) for m in matrices
+    ]
     text = repr((told, [list(map(int, wave)) for wave in waves], world_size, element_size))
     digest = hashlib.blake2b(text.encode(), digest_size=32)
     digest.update(storage.table.tobytes())
@@ -152,7 +155,11 @@ def _plan_wave(
 ) -> WavePlan:
     members = [matrices[i] for i in wave]
     batches, places, elements = _make_batches(
-        {i: shape for i in wave if (shape := matrices[i].compute.local_shape(rank))}
+        {
+            i: (shape, matrices[i].kind)
+            for i in wave
+            if (shape := matrices[i].compute.local_shape(rank))
+        }
     )
     storage = _stack([m.storage for m in members], tensor[list(wave)])
     compute = _stack([m.compute for m in members], 0)
@@ -172,16 +179,16 @@ def _plan_wave(
 
 
 def _make_batches(
-    shapes: dict[int, tuple[int, int]],
+    shapes: dict[int, tuple[tuple[int, int], Hashable]],
 ) -> tuple[tuple[Batch, ...], dict[int, int], int]:
-    """Group equal shapes; returns batches, each matrix's place in the buffer, and its size."""
-    groups: dict[tuple[int, int], list[int]] = {}
-    for i, shape in shapes.items():
-        groups.setdefault(shape, []).append(i)
+    """Stack equal shapes and kinds; returns batches, places in the buffer, and its size."""
+    groups: dict[tuple[tuple[int, int], Hashable], list[int]] = {}
+    for i, alike in shapes.items():
+        groups.setdefault(alike, []).append(i)
     batches = []
     places: dict[int, int] = {}
     offset = 0
-    for (rows, cols), members in groups.items():
+    for ((rows, cols), _), members in groups.items():
         batches.append(Batch((rows, cols), offset, tuple(members)))
         size = rows * cols
         places.update({i: offset + n * size for n, i in enumerate(members)})

@@ -1,14 +1,39 @@
 """Waves: batches of matrices that travel together, balanced and of bounded size."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
 from megatron_eopt.base.errors import check_number
 from megatron_eopt.layouts.boxes import Int64Array
 
 
+@dataclass
+class _Queue:
+    """What one rank computes, wave after wave."""
+
+    bytes: int = 0  # of all its matrices
+    cost: float = 0.0
+    wave: int = 0  # the last one so far, and what it holds of that
+    held: int = 0
+    done: float = 0.0  # cost of all that it has in waves
+
+    def due(self, cost: float, size: int, wanted: int, max_bytes: int) -> int:
+        """Return the wave in which the next matrix keeps the rank's progress even."""
+        middle = (self.done + cost / 2) / self.cost if self.cost else 0.0
+        due = max(self.wave, min(int(middle * wanted), wanted - 1))
+        full = self.held and self.held + size > max_bytes
+        return due + 1 if due == self.wave and full else due
+
+    def take(self, cost: float, size: int, wave: int) -> None:
+        """Put the next matrix into a wave."""
+        self.wave, self.held = wave, size + (self.held if wave == self.wave else 0)
+        self.done += cost
+
+
 def plan_waves(
-    owners: Sequence[int] | Int64Array,  # of every matrix; the same where every rank computes
+    # of every matrix, the same where every rank computes: its owner, or those who share it
+    owners: Sequence[int | Sequence[int]] | Int64Array,
     costs: Sequence[float],  # estimated, of every matrix
     sizes: Sequence[int],  # bytes of every matrix
     *,
@@ -26,22 +51,19 @@ def plan_waves(
     """
     check_number("max_bytes", max_bytes, at_least=1)
     check_number("at_least", at_least, at_least=1)
-    queues: dict[int, list[int]] = {}
-    for i in sorted(range(len(sizes)), key=lambda i: (-costs[i], i)):
-        queues.setdefault(int(owners[i]), []).append(i)
-    fullest = max((sum(sizes[i] for i in queue) for queue in queues.values()), default=0)
+    teams = [list(owner) if isinstance(owner, Sequence) else [int(owner)] for owner in owners]
+    queues: dict[int, _Queue] = {rank: _Queue() for team in teams for rank in team}
+    for i, team in enumerate(teams):
+        for rank in team:
+            queues[rank].bytes += sizes[i]
+            queues[rank].cost += costs[i]
+    fullest = max((queue.bytes for queue in queues.values()), default=0)
     wanted = max(at_least, -(-fullest // max_bytes))
     numbers = [0] * len(sizes)
-    for queue in queues.values():
-        total = sum(costs[i] for i in queue)
-        wave, held, done = 0, 0, 0.0
-        for i in queue:
-            middle = (done + costs[i] / 2) / total if total else 0.0
-            due = max(wave, min(int(middle * wanted), wanted - 1))
-            if due == wave and held and held + sizes[i] > max_bytes:
-                due = wave + 1
-            wave, held = due, sizes[i] + (held if due == wave else 0)
-            done += costs[i]
-            numbers[i] = wave
+    for i in sorted(range(len(sizes)), key=lambda i: (-costs[i], i)):
+        mine = [queues[rank] for rank in teams[i]]
+        numbers[i] = max(queue.due(costs[i], sizes[i], wanted, max_bytes) for queue in mine)
+        for queue in mine:
+            queue.take(costs[i], sizes[i], numbers[i])
     order = sorted(range(len(sizes)), key=lambda i: (numbers[i], -costs[i], i))
     return [list(wave) for _, wave in groupby(order, key=numbers.__getitem__)]

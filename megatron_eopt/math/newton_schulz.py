@@ -254,11 +254,7 @@ def _accumulate_rows(
         alone = last and (q is None or whole_q is not None)
         whole = polynomial if alone else _gathered(polynomial, team)
         if q is None:
-            q = (
-                polynomial
-                if shifted
-                else _unshifted(polynomial, team.rows(mine.residual.shape[-1])[0])
-            )
+            q = polynomial if shifted else _unshifted(polynomial, team.rows(m)[0])
         elif last and whole_q is not None:
             q = _product(polynomial, whole_q, team)
         else:

@@ -133,7 +133,8 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon, AdaptiveMuon):
             **vars(self._muon), method=self.moment2_method, bias_correction=self.bias_correction
         )
         own = self._means
-        means = replace(means, wave_mb=own.wave_mb, whole_only=own.whole_only)
+        # statistics belong to whole matrices
+        means = replace(means, wave_mb=own.wave_mb, whole_only=own.whole_only, team_size=1)
         return AdaptiveDriver(type(self).__name__, settings, shards, means)
 
     @torch.no_grad()

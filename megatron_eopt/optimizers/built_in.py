@@ -74,7 +74,8 @@ for _name, _cls in (("muon", TensorParallelMuon), ("adaptive_muon", TensorParall
         config_to_kwargs=functools.partial(muon_family_kwargs, _cls, _prefixes),
         state_layout="matrix_update",
         prefixes=_prefixes,
-        consumes=_FACTORY_FIELDS,
+        # the statistics of adaptive Muon belong to whole matrices
+        consumes=_FACTORY_FIELDS | ({"muon_team_size"} if _name == "muon" else set()),
     )
 register_all_optimizers()
 for _name in emerging_registry.get_optimizer_name_list():

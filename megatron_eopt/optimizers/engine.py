@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from megatron_eopt.layouts import Matrix, Plan, Redistribution, WaveBatch
 from megatron_eopt.layouts.redistribution import LoadT, StoreT
 from megatron_eopt.math.newton_schulz import ReduceT
 from megatron_eopt.optimizers.modes import Schedule, Work, plan_work
+from megatron_eopt.optimizers.teams import Team
 from megatron_eopt.optimizers.triangle import pack_triangle, unpack_triangle
 from megatron_eopt.stores.shard import Ranks, Shard, group_by_ranks
 
@@ -36,6 +38,7 @@ class Means:
     # of the stacks and of what travels; directions are rounded to it at every layout
     dtype: torch.dtype = torch.float32
     device: torch.device | str = "cpu"  # where the tensors live
+    team_size: int = 1  # most ranks that share a matrix in exchange; 1 for none
 
     @property
     def wave_bytes(self) -> int:
@@ -88,12 +91,19 @@ class MatrixEngine:
             means.mode,
             means.wave_bytes,
             whole_only=means.whole_only,
+            team_size=means.team_size,
+            element_size=means.dtype.itemsize,
         )
+        self._reduce = _reducers(self.work, self.ranks)
         shard_of = [n for n, shard in enumerate(shards) for _ in shard.layouts]
         stored_in = [shards[n].name for n in shard_of]
-        computes = [matrix.compute for matrix in self.work.matrices]
         self._redistribution = Redistribution(
-            list(map(Matrix, self.names, layouts, computes, stored_in)),
+            [
+                Matrix(name, layout, work.compute, tensor, kind=work.kind)
+                for name, layout, work, tensor in zip(
+                    self.names, layouts, self.work.matrices, stored_in, strict=True
+                )
+            ],
             self.work.waves,
             self.ranks.group,
             dtype=means.dtype,
@@ -149,7 +159,8 @@ class MatrixEngine:
 
     def _compute(self, batch: WaveBatch) -> None:
         first = batch.matrices[0]
-        reduce = _Sum(self.ranks.group) if self.work.matrices[first].shared else None
+        work = self.work.matrices[first]
+        reduce = self._reduce[work.team] if work.team or work.shared else None
         shape = self.work.update_shape(first, batch.tensor)
         if self._batched or len(batch.matrices) == 1:
             self._update(batch.tensor, batch.matrices, reduce, shape)
@@ -176,6 +187,40 @@ class _Sum:
         dist.all_reduce(packed, group=self._group)
         unpack_triangle(packed, matrices)
         return matrices
+
+
+class _Team(_Sum):
+    """Ranks that also divide the rows of small matrices."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group)
+        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+
+    def rows(self, m: int) -> tuple[int, int]:
+        """Return the first row that this rank computes, and one past its last."""
+        height = m // self._size
+        return self._rank * height, (self._rank + 1) * height
+
+    def gather(self, block: Tensor) -> Tensor:
+        """Return whole matrices of the ranks' rows."""
+        rows = block.new_empty(self._size * block.numel())
+        dist.all_gather_into_tensor(rows, block.flatten(), group=self._group)
+        by_rank = rows.view(self._size, *block.shape)
+        return by_rank.movedim(0, -3).reshape(*block.shape[:-2], -1, block.shape[-1])
+
+
+def _reducers(work: Work, ranks: Ranks) -> dict[Team, _Sum]:
+    """Return how to sum over the ranks of each team that this one is in, and over all (no team)."""
+    if ranks.group is None:
+        return {}
+    members = dist.get_process_group_ranks(ranks.group)
+    mine = {item.team for item in work.matrices if ranks.rank in item.team}
+    # a rank is in one team of each size, so all of a team's make it at the same turn
+    groups: dict[Team, Any] = {
+        team: dist.new_group([members[rank] for rank in team], use_local_synchronization=True)
+        for team in sorted(mine, key=len)
+    }
+    return {(): _Sum(ranks.group), **{team: _Team(group) for team, group in groups.items()}}
 
 
 def engines_of(

@@ -5,7 +5,8 @@ mode           compute layout                              what it costs besides
 =============  ==========================================  =====================================
 blockwise      each rank's piece by itself                 nothing; it is another update
 duplicated     whole on every rank                         one all-to-all in
-exchange       whole at one owner                          one all-to-all in, one out
+exchange       whole at one owner, or in slabs at a few    one all-to-all in, one out; a team's
+               ranks where there are more than matrices    sums and gatherings of small matrices
 distributed    the long side cut over the ranks            Gram all-reduces; two all-to-alls
                                                            where the storage is cut otherwise
 auto           what keeps the busiest rank busy least      that of these
@@ -16,7 +17,7 @@ auto           what keeps the busiest rank busy least      that of these
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -26,7 +27,7 @@ from torch import Tensor
 from megatron_eopt.base.names import TpModeT
 from megatron_eopt.layouts import Layout, Plan, assign_owners, iteration_cost, plan_waves
 from megatron_eopt.layouts.assignment import Float64Array
-from megatron_eopt.layouts.boxes import Int64Array
+from megatron_eopt.optimizers.teams import COLLECTIVE, Team, assign_teams
 from megatron_eopt.stores.shard import Ranks
 
 type _Mode = Literal["blockwise", "duplicated", "exchange", "distributed"]
@@ -39,10 +40,6 @@ _WORK_BYTES = 4
 
 _STEPS = 5
 
-_COLLECTIVE = 1e9
-"""What a rank could compute in the time of one collective: FLOPs of a GPU in microseconds, and of a
-CPU that talks over loopback."""
-
 
 @dataclass(frozen=True, eq=False)
 class MatrixWork:
@@ -50,6 +47,12 @@ class MatrixWork:
 
     mode: _Mode
     compute: Layout
+    team: Team = ()  # the ranks that share it, if some do; see :mod:`optimizers.teams`
+
+    @property
+    def kind(self) -> Hashable:
+        """What slabs of a team must have in common to be computed in one stack."""
+        return (self.team, self.compute.shape) if self.team else None
 
     @property
     def shared(self) -> bool:
@@ -71,6 +74,9 @@ class Work:
             if work.shared:
                 short, long = sorted(work.compute.shape)
                 loads += _cost_of_slab(float(short), float(long), world_size)
+                continue
+            if work.team:
+                loads[list(work.team)] += iteration_cost(*work.compute.shape) / len(work.team)
                 continue
             for rank in np.unique(work.compute.boxes.rank):
                 shape = work.compute.local_shape(rank)
@@ -113,16 +119,23 @@ def plan_work(
     wave_bytes: int,
     *,
     whole_only: bool = False,
+    team_size: int = 1,
+    element_size: int = _WORK_BYTES,
 ) -> Work:
     """Decide where each matrix is computed; a pure function, the same on every rank.
 
-    With ``whole_only`` nobody can compute on slabs, so that ``auto`` shares no matrix.
+    With ``whole_only`` nobody can compute on slabs, so that ``auto`` shares no matrix. Up to
+    ``team_size`` ranks share one in ``exchange`` where that is faster.
     """
     costs = np.array([iteration_cost(*layout.shape) for layout in storage], np.float64)
     modes = _choose_modes(storage, costs, world_size, mode, whole_only=whole_only)
     owners = np.zeros(len(storage), np.int64)
     travelling = [i for i, m in enumerate(modes) if m == "exchange"]
-    if travelling:
+    shapes = [storage[i].shape for i in travelling]
+    largest = 1 if whole_only else team_size
+    found = assign_teams(shapes, world_size, largest, element_size)
+    teams = dict(zip(travelling, found, strict=True)) if found else {}
+    if travelling and not teams:
         homes = np.array([home(storage[i]) for i in travelling], np.int64)
         owners[travelling] = assign_owners(
             costs[travelling], world_size, home=homes[:, 0], share=homes[:, 1].astype(np.float64)
@@ -134,12 +147,16 @@ def plan_work(
                 compute = storage[i].compact()
             case "duplicated":
                 compute = Layout.replicated(storage[i].shape, range(world_size))
+            case "exchange" if i in teams:
+                compute = Layout.slabs(storage[i].shape, _long_side(storage[i]), teams[i])
             case "exchange":
                 compute = Layout.whole(storage[i].shape, int(owners[i]))
             case "distributed":
                 compute = _slabs(storage[i], world_size)
-        matrices.append(MatrixWork(m, compute))
-    return Work(tuple(matrices), _waves(matrices, owners, costs, wave_bytes, world_size))
+        team = teams.get(i, ())
+        matrices.append(MatrixWork(m, compute, team if len(team) > 1 else ()))
+    computing = [teams.get(i, (owner,)) for i, owner in enumerate(owners.tolist())]
+    return Work(tuple(matrices), _waves(matrices, computing, costs, wave_bytes, world_size))
 
 
 def _choose_modes(
@@ -175,14 +192,14 @@ def _most_expensive(
     short, long = np.sort([layout.shape for layout in storage], axis=1).T.astype(np.float64)
     in_slabs = _cost_of_slab(short, long, world_size)
     order = [i for i in np.argsort(-costs, kind="stable").tolist() if i in eligible]
-    least, best = costs.sum() + _COLLECTIVE, None
+    least, best = costs.sum() + COLLECTIVE, None
     for count in sorted({0, *(min(int(1.3**i), len(order)) for i in range(64))}):
         shared = order[:count]
         rest = np.delete(costs, shared)
         loads = np.bincount(assign_owners(rest, world_size), weights=rest, minlength=1)
         kinds = {storage[i].shape for i in shared}
         calls = 2 * bool(len(rest)) + (_STEPS + 1) * len(kinds)
-        total = loads.max() + in_slabs[shared].sum() + _COLLECTIVE * calls
+        total = loads.max() + in_slabs[shared].sum() + COLLECTIVE * calls
         if total < least:
             least, best = total, set(shared)
     return best
@@ -225,7 +242,7 @@ def _long_side(storage: Layout) -> Literal[0, 1]:
 
 def _waves(
     matrices: Sequence[MatrixWork],
-    owners: Int64Array,
+    owners: Sequence[Team],
     costs: Float64Array,
     wave_bytes: int,
     world_size: int,
@@ -239,8 +256,17 @@ def _waves(
         kinds.setdefault(key, []).append(i)
     waves: list[tuple[int, ...]] = []
     for key, members in kinds.items():
-        share = world_size if key[0] in ("distributed", "blockwise") else 1
-        sizes = [math.prod(matrices[i].compute.shape) * _WORK_BYTES // share for i in members]
-        planned = plan_waves(owners[members], costs[members].tolist(), sizes, max_bytes=wave_bytes)
+        cut = world_size if key[0] in ("distributed", "blockwise") else 1
+        shares = [cut * len(owners[i]) for i in members]
+        sizes = [
+            math.prod(matrices[i].compute.shape) * _WORK_BYTES // share
+            for i, share in zip(members, shares, strict=True)
+        ]
+        planned = plan_waves(
+            [owners[i] for i in members],
+            [costs[i] / len(owners[i]) for i in members],
+            sizes,
+            max_bytes=wave_bytes,
+        )
         waves += [tuple(members[j] for j in wave) for wave in planned]
     return tuple(waves)

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
-from megatron_eopt.base.names import DEFAULT_WAVE_MB, OptimizerDefaultsT, TpModeT
+from megatron_eopt.base.names import DEFAULT_TEAM_SIZE, DEFAULT_WAVE_MB, OptimizerDefaultsT, TpModeT
 from megatron_eopt.math import AlgorithmT
 from megatron_eopt.math.low_precision import MomentumDtypeT
 from megatron_eopt.settings.refusals import refuse_unsupported_modes
@@ -71,6 +71,10 @@ class EmergingOptimizerConfig(OptimizerConfig):
     muon_wave_mb: float = DEFAULT_WAVE_MB
     """MiB of whole matrices that one rank brings together at a time, for SOAP and its like too. A
     step's working memory depends on it, and on the largest matrix, but not on the model."""
+
+    muon_team_size: int = DEFAULT_TEAM_SIZE
+    """Most ranks that compute one matrix together where there are more ranks than work, in sharded
+    storage; 1 for none. By default as many as a computer has GPUs."""
 
     muon_momentum_dtype: MomentumDtypeT = "fp32"
     """How the momentum of Muon and adaptive Muon is kept between steps: in float32, or rounded at

@@ -13,6 +13,7 @@ from megatron_eopt.base.errors import (
     check_number,
 )
 from megatron_eopt.base.names import (
+    DEFAULT_TEAM_SIZE,
     DEFAULT_WAVE_MB,
     SCALAR_OPTIMIZERS,
     STANDARD_OPTIMIZERS,
@@ -64,6 +65,7 @@ class RunSettings:
     prints_routing: bool  # whether a table of all routes is logged
     logs_memory: bool  # whether a step is watched, and what memory is used for is logged
     wave_mb: float  # MiB of whole matrices that one rank brings together at a time
+    team_size: int  # most ranks that compute a matrix together in sharded storage
     # whether gradients of optimizers that need matrices are never clipped
     exempt_from_clipping: bool
 
@@ -185,6 +187,7 @@ def _of_the_run(config: Any) -> dict[str, Any]:
         "logs_memory": bool(getattr(config, "log_optimizer_memory", False)),
         "exempt_from_clipping": False,
         "wave_mb": _wave_mb(config),
+        "team_size": _team_size(config),
     }
 
 
@@ -199,6 +202,12 @@ def _wave_mb(config: Any) -> float:
     wave_mb: float = getattr(config, "muon_wave_mb", DEFAULT_WAVE_MB)
     check_number("muon_wave_mb", wave_mb, above=0)
     return wave_mb
+
+
+def _team_size(config: Any) -> int:
+    size: int = getattr(config, "muon_team_size", DEFAULT_TEAM_SIZE)
+    check_number("muon_team_size", size, at_least=1)
+    return size
 
 
 def _loss_scale(config: Any) -> LossScale | None:

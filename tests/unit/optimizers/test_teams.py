@@ -1,0 +1,177 @@
+"""Ranks that share matrices where there are more of them than work."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.model_shapes import MODELS
+from megatron_eopt.dry_run import Counts
+from megatron_eopt.layouts import Layout, assign_owners, iteration_cost
+from megatron_eopt.math import orthogonalize
+from megatron_eopt.matrices import whole
+from megatron_eopt.optimizers import teams
+from megatron_eopt.optimizers.engine import MatrixEngine, Means
+from megatron_eopt.optimizers.modes import MatrixWork
+from megatron_eopt.optimizers.teams import assign_teams
+from megatron_eopt.stores.shard import Fragment
+from tests.harness import run_ranks
+from tests.harness.shards import StoredParameter
+from tests.unit.stores.full_state import Case, build, steps
+from tests.unit.stores.runs import DENSE, Result, deviation, weights
+
+BF16 = 2  # bytes of an element
+
+
+def busiest(shapes, world_size, found):
+    loads = np.zeros(world_size)
+    for shape, team in zip(shapes, found, strict=True):
+        loads[list(team)] += iteration_cost(*shape) / len(team)
+    return loads.max()
+
+
+def alone(shapes, world_size):
+    costs = np.array([iteration_cost(*shape) for shape in shapes])
+    return np.bincount(assign_owners(costs, world_size), weights=costs).max()
+
+
+@pytest.mark.parametrize(("world_size", "times"), [(256, 2), (512, 4), (1024, 8)])
+def test_the_busiest_rank_of_many_has_so_many_times_less_to_do(world_size, times):
+    shapes = MODELS["Llama-3-8B"]
+    found = assign_teams(shapes, world_size, 8, BF16)
+    assert alone(shapes, world_size) / busiest(shapes, world_size, found) == pytest.approx(times)
+    for team in found:
+        first = team[0]
+        assert team == tuple(range(first, first + len(team)))
+        assert first % len(team) == 0
+
+
+@pytest.mark.parametrize("world_size", [8, 64, 128])
+def test_where_work_is_enough_matrices_stay_whole(world_size):
+    assert assign_teams(MODELS["Llama-3-8B"], world_size, 8, BF16) is None
+
+
+def test_small_matrices_are_not_worth_the_talk():
+    assert assign_teams([(512, 512)] * 3, 64, 8, BF16) is None
+    assert assign_teams([(8192, 8192)] * 3, 64, 1, BF16) is None
+
+
+@contextmanager
+def free_talk() -> Iterator[None]:
+    """Let teams cost nothing but their arithmetic."""
+    with mock.patch.multiple(teams, COLLECTIVE=0.0, BYTE=0.0):
+        yield
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=9),
+    st.integers(2, 19),
+    st.integers(1, 16),
+)
+def test_a_team_never_makes_the_busiest_rank_busier(sizes, world_size, largest):
+    shapes = [(64 * a, 64 * b) for a, b in sizes]
+    with free_talk():
+        found = assign_teams(shapes, world_size, largest, 4)
+    if found is not None:
+        assert busiest(shapes, world_size, found) < alone(shapes, world_size)
+        assert max(map(len, found)) <= min(largest, world_size)
+
+
+def test_a_stack_has_slabs_of_one_team_and_one_shape():
+    """Slabs of (4096, 1024) and of (2048, 2048) are alike on each of two ranks."""
+    tall = MatrixWork("exchange", Layout.slabs((4096, 1024), 0, range(2)), (0, 1))
+    square = MatrixWork("exchange", Layout.slabs((2048, 2048), 1, range(2)), (0, 1))
+    assert tall.compute.local_shape(0) == square.compute.local_shape(0)
+    assert tall.kind != square.kind
+
+
+SHAPES = [(96, 32), (32, 64), (64, 64), (16, 16), (40, 24)]
+
+
+def shards_of(shapes):
+    size = dist.get_world_size()
+    for number, shape in enumerate(shapes):
+        numel = shape[0] * shape[1]
+        # of any length, so that rows are cut inside
+        cuts = [numel * rank // size for rank in range(size + 1)]
+        ranges = tuple(Fragment(0, *pair) for pair in pairwise(cuts))
+        yield StoredParameter(f"w{number}", whole(shape), -1, 1, ranges)
+
+
+def matrices(shapes):
+    return [
+        torch.randn(shape, generator=torch.Generator().manual_seed(i))
+        for i, shape in enumerate(shapes)
+    ]
+
+
+def share(algorithm, wave_mb):
+    """Return this rank's fragments of the updates, its FLOPs and the sizes of its teams."""
+
+    def update(stack, _, reduce, shape):
+        shape = None if reduce is None else shape
+        stack.copy_(orthogonalize(stack, algorithm=algorithm, reduce=reduce, whole_shape=shape))
+
+    stored = list(shards_of(SHAPES))
+    with free_talk():
+        shards = [item.shard(dist.group.WORLD) for item in stored]
+        engine = MatrixEngine(shards, update, Means("exchange", team_size=4, wave_mb=wave_mb))
+    rank = dist.get_rank()
+    directions = [
+        matrix.flatten()[item.fragments[rank].start : item.fragments[rank].stop]
+        for matrix, item in zip(matrices(SHAPES), stored, strict=True)
+    ]
+    engine.updates(directions)
+    with Counts() as counts:
+        updates = engine.updates(directions)
+    sizes = [len(item.team) for item in engine.work.matrices]
+    return updates, counts.flops, sizes, engine.schedule.loads[rank]
+
+
+@pytest.mark.parametrize("algorithm", ["standard", "gram"])
+@pytest.mark.parametrize("wave_mb", [64.0, 0.01])
+def test_shared_matrices_have_the_update_of_one_process(algorithm, wave_mb):
+    ranks = run_ranks(4, share, algorithm, wave_mb)
+    assert max(ranks[0][2]) > 1
+    for number, matrix in enumerate(matrices(SHAPES)):
+        found = torch.cat([updates[number].flatten() for updates, *_ in ranks]).view_as(matrix)
+        expected = orthogonalize(matrix.double(), algorithm="standard")
+        # rounding of float32 products in another order
+        assert (found - expected).norm() / expected.norm() < 2e-6
+
+
+def test_the_planned_operations_are_those_done():
+    for _, flops, _, load in run_ranks(4, share, "standard", 64.0):
+        assert flops == load
+
+
+def train(case, count):
+    with free_talk():
+        chunk, optimizer = build(case)
+    steps(case, chunk, optimizer, 0, count)
+    (schedule,) = [item for m in optimizer.members for d in m.drivers for item in d.schedules]
+    sizes = Counter(len(item.team) for item in schedule.work.matrices)
+    return Result(weights(case.run, chunk), []), sizes
+
+
+def test_training_with_teams_is_training_of_one_process():
+    config = {"muon_team_size": 4, "muon_fp32_matmul_prec": "highest"}
+    case = Case("muon", DENSE | {"layers": 1, "hidden": 64, "gated": False}, config=config)
+    (reference, none), *_ = run_ranks(1, train, case, 3)
+    assert set(none) == {0}
+    ranks = run_ranks(4, train, case, 3)
+    assert set(ranks[0][1]) - {0}
+    # as for all other layouts
+    assert deviation([result for result, _ in ranks], reference) < 2e-6
+    off = replace(case, config={"muon_team_size": 1})
+    assert set(run_ranks(4, train, off, 1)[0][1]) == {0}
