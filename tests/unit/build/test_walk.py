@@ -51,7 +51,10 @@ ASIDE = {
     "math/backends.py": "chooses the iteration",
     "math/scaling.py": "computes a factor from a shape",
     "optimizers/element_wise.py": "steps what is no matrix",
+    "optimizers/host_memory.py": "finds nothing that is off-loaded",
+    "optimizers/member.py": "gives drivers what they step",
     "optimizers/modes.py": "tells where a matrix is computed",
+    "optimizers/momentum.py": "reads and writes momentum as it is kept",
     "stores/interface.py": "lists gradients for their norm",
 }
 """What else runs in a step, and what it does there."""
@@ -60,4 +63,5 @@ ASIDE = {
 def test_a_gradient_goes_through_few_files():
     case = Case("muon", ddp={"use_distributed_optimizer": True})
     for files in run_ranks(2, files_of_a_step, case):
-        assert set(files) == GRADIENTS_PASS | set(ASIDE)
+        assert set(files) >= GRADIENTS_PASS
+        assert not set(files) - GRADIENTS_PASS - set(ASIDE)
