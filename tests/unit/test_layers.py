@@ -25,6 +25,7 @@ ORDER = (
     "bridge",
     "checkpoints",
     "checkpoint_files",
+    "plan",
     "dry_run",
     "emerging_optimizers",
     "fsdp2",

@@ -1,0 +1,1 @@
+"""Shapes of models, where they are read from, and their stages."""
