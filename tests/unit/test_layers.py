@@ -23,6 +23,7 @@ ORDER = (
     "arguments",
     "__init__",
     "bridge",
+    "explain",
     "checkpoints",
     "checkpoint_files",
     "plan",
