@@ -124,7 +124,8 @@ class MatrixEngine:
     @property
     def schedule(self) -> Schedule:
         """Who computes which matrices, and what travels."""
-        return Schedule(self.ranks, self.names, self.work, self.plan)
+        storage = [layout for shard in self._shards for layout in shard.layouts]
+        return Schedule(self.ranks, self.names, storage, self.work, self.plan)
 
     def buffers(self) -> list[Tensor]:
         """Return what matrices travel through."""

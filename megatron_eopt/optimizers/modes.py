@@ -97,12 +97,14 @@ class Schedule:
     Attributes:
         ranks: The group.
         names: Name of every matrix.
+        storage: Where each is stored.
         work: Where each is computed.
         plan: What travels in a step, as this rank sees it.
     """
 
     ranks: Ranks
     names: Sequence[str]
+    storage: Sequence[Layout]
     work: Work
     plan: Plan
 
@@ -110,6 +112,15 @@ class Schedule:
     def loads(self) -> list[float]:
         """Estimated floating-point operations of each rank of the group."""
         return self.work.loads(self.ranks.size).tolist()  # type: ignore[no-any-return]
+
+    @property
+    def arrivals(self) -> list[int]:
+        """Elements that come to each rank of the group, unless it holds others of a slab's."""
+        coming = np.zeros(self.ranks.size, np.int64)
+        for stored, work in zip(self.storage, self.work.matrices, strict=True):
+            held = [layout.held(self.ranks.size) for layout in (work.compute, stored)]
+            coming += np.maximum(held[0] - held[1], 0)
+        return coming.tolist()  # type: ignore[no-any-return]
 
 
 def plan_work(
@@ -132,11 +143,11 @@ def plan_work(
     owners = np.zeros(len(storage), np.int64)
     travelling = [i for i, m in enumerate(modes) if m == "exchange"]
     shapes = [storage[i].shape for i in travelling]
+    homes = np.array([home(storage[i]) for i in travelling], np.int64).reshape(-1, 2)
     largest = 1 if whole_only else team_size
-    found = assign_teams(shapes, world_size, largest, element_size)
+    found = assign_teams(shapes, world_size, largest, element_size, homes[:, 0])
     teams = dict(zip(travelling, found, strict=True)) if found else {}
     if travelling and not teams:
-        homes = np.array([home(storage[i]) for i in travelling], np.int64)
         owners[travelling] = assign_owners(
             costs[travelling], world_size, home=homes[:, 0], share=homes[:, 1].astype(np.float64)
         )

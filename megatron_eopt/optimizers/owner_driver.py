@@ -91,7 +91,8 @@ class OwnerDriver(Driver):
     def schedules(self) -> list[Schedule]:
         """Who steps which matrices, and what travels."""
         names = [name for shard in self.shards for name in shard.matrix_names]
-        return [Schedule(self._ranks, names, self._work, self._redistribution.plan)]
+        storage = [layout for shard in self.shards for layout in shard.layouts]
+        return [Schedule(self._ranks, names, storage, self._work, self._redistribution.plan)]
 
     def buffers(self) -> Iterator[Tensor]:
         """Yield what lives on between steps: what matrices travel through."""

@@ -16,6 +16,7 @@ import numpy as np
 
 from megatron_eopt.layouts import assign_owners, iteration_cost
 from megatron_eopt.layouts.assignment import Float64Array
+from megatron_eopt.layouts.boxes import Int64Array
 
 COLLECTIVE = 1e9
 """What a rank could compute in the time of one collective: FLOPs of a GPU in microseconds, and of a
@@ -38,7 +39,11 @@ type Team = tuple[int, ...]
 
 
 def assign_teams(
-    shapes: Sequence[tuple[int, int]], world_size: int, largest: int, element_size: int
+    shapes: Sequence[tuple[int, int]],
+    world_size: int,
+    largest: int,
+    element_size: int,
+    homes: Int64Array,
 ) -> list[Team] | None:
     """Return who computes each matrix, if that is faster than whole matrices at owners.
 
@@ -50,6 +55,8 @@ def assign_teams(
         world_size: Ranks of the group.
         largest: Most ranks of a team.
         element_size: Bytes of an element of small matrices.
+        homes: Which rank stores most of each matrix; of blocks that are equally busy the nearest
+            one takes it.
 
     Returns:
         The ranks of each matrix, the same on every rank: a pure function. None for whole matrices.
@@ -67,7 +74,7 @@ def assign_teams(
     # below that matrices would be cut where nobody waits for them
     for target in np.unique(table[(table >= mean / 4) & (table < best)]):
         chosen = np.where((costs <= target).any(1), (costs <= target).argmax(1), costs.argmin(1))
-        busiest, found = _assign(costs, chosen, sizes, world_size)
+        busiest, found = _assign(costs, chosen, sizes, world_size, homes)
         if busiest < best:
             best, teams = busiest, found
     return teams
@@ -84,7 +91,11 @@ def _cost(m: int, n: int, size: int, element_size: int) -> float:
 
 
 def _assign(
-    costs: Float64Array, chosen: Float64Array, sizes: Sequence[int], world_size: int
+    costs: Float64Array,
+    chosen: Int64Array,
+    sizes: Sequence[int],
+    world_size: int,
+    homes: Int64Array,
 ) -> tuple[float, list[Team]]:
     """Return the busiest rank's time, and the teams."""
     loads = np.zeros(world_size)
@@ -93,7 +104,9 @@ def _assign(
     for i in np.argsort(-own, kind="stable").tolist():
         size = sizes[chosen[i]]
         whole = world_size // size * size
-        first = size * int(loads[:whole].reshape(-1, size).max(1).argmin())
+        blocks = loads[:whole].reshape(-1, size).max(1)
+        free = np.flatnonzero(blocks == blocks.min())
+        first = size * int(free[np.abs(free - homes[i] // size).argmin()])
         loads[first : first + size] = loads[first : first + size].max() + own[i]
         teams[i] = tuple(range(first, first + size))
     return float(loads.max()), teams

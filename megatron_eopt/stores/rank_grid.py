@@ -81,5 +81,6 @@ def _find_or_create(mine: Coordinates, classes: list[list[int]]) -> Any:
 
 
 def _members(group: Any) -> list[int]:
-    ranks = distributed.get_process_group_ranks(group)
-    return sorted(ranks) if distributed.get_rank() in ranks else []
+    if group == distributed.GroupMember.NON_GROUP_MEMBER:
+        return []
+    return sorted(distributed.get_process_group_ranks(group))

@@ -32,6 +32,10 @@ from tests.unit.stores.runs import DENSE, Result, deviation, weights
 BF16 = 2  # bytes of an element
 
 
+def homes(shapes):
+    return np.arange(len(shapes))
+
+
 def busiest(shapes, world_size, found):
     loads = np.zeros(world_size)
     for shape, team in zip(shapes, found, strict=True):
@@ -47,7 +51,7 @@ def alone(shapes, world_size):
 @pytest.mark.parametrize(("world_size", "times"), [(256, 2), (512, 4), (1024, 8)])
 def test_the_busiest_rank_of_many_has_so_many_times_less_to_do(world_size, times):
     shapes = MODELS["Llama-3-8B"]
-    found = assign_teams(shapes, world_size, 8, BF16)
+    found = assign_teams(shapes, world_size, 8, BF16, homes(shapes))
     assert alone(shapes, world_size) / busiest(shapes, world_size, found) == pytest.approx(times)
     for team in found:
         first = team[0]
@@ -57,12 +61,19 @@ def test_the_busiest_rank_of_many_has_so_many_times_less_to_do(world_size, times
 
 @pytest.mark.parametrize("world_size", [8, 64, 128])
 def test_where_work_is_enough_matrices_stay_whole(world_size):
-    assert assign_teams(MODELS["Llama-3-8B"], world_size, 8, BF16) is None
+    shapes = MODELS["Llama-3-8B"]
+    assert assign_teams(shapes, world_size, 8, BF16, homes(shapes)) is None
 
 
 def test_small_matrices_are_not_worth_the_talk():
-    assert assign_teams([(512, 512)] * 3, 64, 8, BF16) is None
-    assert assign_teams([(8192, 8192)] * 3, 64, 1, BF16) is None
+    assert assign_teams([(512, 512)] * 3, 64, 8, BF16, np.zeros(3, int)) is None
+    assert assign_teams([(8192, 8192)] * 3, 64, 1, BF16, np.zeros(3, int)) is None
+
+
+def test_a_team_is_where_its_matrix_is_stored():
+    found = assign_teams([(8192, 8192)] * 3, 64, 8, BF16, np.array([41, 8, 43]))
+    # of the two that are at home in one block the first stays
+    assert [team[0] for team in found] == [40, 8, 32]
 
 
 @contextmanager
@@ -81,7 +92,7 @@ def free_talk() -> Iterator[None]:
 def test_a_team_never_makes_the_busiest_rank_busier(sizes, world_size, largest):
     shapes = [(64 * a, 64 * b) for a, b in sizes]
     with free_talk():
-        found = assign_teams(shapes, world_size, largest, 4)
+        found = assign_teams(shapes, world_size, largest, 4, homes(shapes) % world_size)
     if found is not None:
         assert busiest(shapes, world_size, found) < alone(shapes, world_size)
         assert max(map(len, found)) <= min(largest, world_size)

@@ -1,0 +1,145 @@
+"""From what a step does to how long it takes on a machine: a roofline, nothing fitted.
+
+* Products take their operations over the rate that products reach.
+* What is done element by element takes the bytes that it reads and writes over the memory's rate.
+* A collective takes its latency, and the bytes that a rank sends (or receives, if those are more):
+  matrices directly, inside a computer and outside at once; all else in a ring on the slowest link.
+* A wave's matrices come in while the wave before is computed, and leave while the next one is. What
+  teams say between their products nothing hides.
+* Gathering parameters is counted apart: Adam has it, too, and the forward pass can hide it.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import distributed
+
+from megatron_eopt.dry_run import Collective, Report
+from megatron_eopt.layouts import iteration_cost
+from megatron_eopt.layouts.exchange import Exchange
+from megatron_eopt.optimizers.modes import Schedule
+from megatron_eopt.plan.machine import Machine
+
+_TRAVEL = "alltoall_base"
+_GATHERED_PARAMETERS = "allgather_into_tensor_coalesced"
+
+MUON_BYTES = 30
+"""Bytes that Muon moves for each weight, element by element, its main weight and momentum in
+float32: gradient read (4); momentum read, written (8); direction written, packed, and its update
+unpacked, read (8); weight read, written (8), written for the model (2)."""
+
+ADAM_BYTES = 30
+"""The same for Adam: gradient (4), two moments (16), weight (8) and the model's (2)."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of one rank's step.
+
+    Attributes:
+        products: Of matrix products.
+        elements: Of what is done element by element.
+        travel: Of matrices on their way, hidden or not.
+        exposed: Of that, what no product hides.
+        teams: Of what ranks that share a matrix say to each other.
+        gather: Of collecting the parameters.
+    """
+
+    products: float
+    elements: float
+    travel: float
+    exposed: float
+    teams: float
+    gather: float
+
+    @property
+    def step(self) -> float:
+        """Seconds of the step, without gathering parameters."""
+        return self.products + self.elements + self.exposed + self.teams
+
+
+def times(report: Report, machine: Machine) -> Times:
+    """Predict a rank's step."""
+    products = report.flops / (machine.flops * machine.efficiency)
+    ways = [_ways(schedule, machine) for _, schedule in report.schedules]
+    work = [_by_wave(schedule) for _, schedule in report.schedules]
+    per_flop = products / max(math.fsum(flops for waves in work for flops in waves), 1.0)
+    exposed = 0.0
+    for way, waves in zip(ways, work, strict=True):
+        exposed += _exposed(way, [per_flop * flops for flops in waves])
+    return Times(
+        products=products,
+        elements=sum(report.elements.values()) * MUON_BYTES / machine.memory,
+        travel=math.fsum(seconds for way in ways for seconds in itertools.chain(*way)),
+        exposed=exposed,
+        teams=_seconds(report, machine, lambda n: n not in (_TRAVEL, _GATHERED_PARAMETERS)),
+        gather=_seconds(report, machine, lambda name: name == _GATHERED_PARAMETERS),
+    )
+
+
+def adam_seconds(elements: int, machine: Machine) -> float:
+    """Predict Adam's step on so many weights."""
+    return elements * ADAM_BYTES / machine.memory
+
+
+def collective_seconds(call: Collective, machine: Machine) -> float:
+    """Predict one collective."""
+    rate = machine.link if call.ranks <= machine.gpus else machine.network
+    others = call.ranks - 1
+    if "allgather" in call.name:
+        passing = float(others)  # every other rank's part passes by, too
+    elif "reduce" in call.name:
+        rounds = 2 if call.name.startswith("allreduce") else 1
+        passing = rounds * others / call.ranks
+    else:
+        passing = 1.0
+    return machine.latency + call.sent * passing / rate
+
+
+def _ways(schedule: Schedule, machine: Machine) -> list[tuple[float, float]]:
+    """Return the seconds of every wave's way in and out."""
+    group, size = schedule.ranks.group, schedule.plan.element_size
+    ranks = np.array([0] if group is None else distributed.get_process_group_ranks(group))
+    near = ranks // machine.gpus == ranks[schedule.ranks.rank] // machine.gpus
+
+    def seconds(way: Exchange) -> float:
+        if not way.collective:
+            return 0.0
+        both = np.array([way.send_sizes, way.recv_sizes]) * size
+        inside, outside = both[:, near].sum(1).max(), both[:, ~near].sum(1).max()
+        return machine.latency + float(max(inside / machine.link, outside / machine.network))
+
+    return [(seconds(wave.inward), seconds(wave.outward)) for wave in schedule.plan.waves]
+
+
+def _by_wave(schedule: Schedule) -> list[float]:
+    """Return the estimated operations of this rank in every wave."""
+    return [
+        math.fsum(
+            iteration_cost(*work.compute.shape) / max(len(work.team), 1)
+            for batch in wave.batches
+            for work in (schedule.work.matrices[i] for i in batch.matrices)
+        )
+        for wave in schedule.plan.waves
+    ]
+
+
+def _exposed(ways: Sequence[tuple[float, float]], work: Sequence[float]) -> float:
+    """Return what waves take beyond their work: each comes in while the one before is computed."""
+    arrived = started = done = left = 0.0
+    for (inward, outward), seconds in zip(ways, work, strict=True):
+        arrived = max(arrived, started) + inward
+        started = max(arrived, done)
+        done = started + seconds
+        left = max(left, done) + outward
+    return left - math.fsum(work)
+
+
+def _seconds(report: Report, machine: Machine, counts: Callable[[str], bool]) -> float:
+    calls: Iterable[tuple[Collective, int]] = report.collectives.items()
+    return sum(
+        collective_seconds(call, machine) * count for call, count in calls if counts(call.name)
+    )

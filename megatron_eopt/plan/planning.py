@@ -1,0 +1,162 @@
+"""Plans a training: the real optimizer runs dry on the ranks that matter, and is timed on paper.
+
+Ranks of equal role are equal. Pipeline stages of one kind have one plan, so one rank of each kind
+is built; who computes what is known to all ranks of a group, so the busiest one is found without
+running the others, and is run. What the group of one rank's experts does, those of others do.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import distributed
+
+from megatron_eopt.base.agreement import places_in
+from megatron_eopt.build.factory import get_megatron_optimizer
+from megatron_eopt.dry_run import Report, dry_world, report_of
+from megatron_eopt.layouts.assignment import Float64Array
+from megatron_eopt.optimizers.modes import Schedule
+from megatron_eopt.plan.architectures import Architecture
+from megatron_eopt.plan.cost import Times, times
+from megatron_eopt.plan.machine import Machine
+from megatron_eopt.plan.model import Layout, build_stage, check_fits, initialize, stage_kinds
+from megatron_eopt.plan.peers import Peers, peers_of
+from megatron_eopt.settings.config import EmergingOptimizerConfig
+
+_AS_BUSY = 0.999
+"""Share of the busiest rank's operations from which on a rank is as busy."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Pipeline stages of one kind.
+
+    Attributes:
+        stages: Their numbers.
+        busiest: Global rank of the first of them with the most to compute.
+        loads: Estimated operations of each rank of the first of them.
+        first_rank: Its first rank.
+    """
+
+    stages: tuple[int, ...]
+    busiest: int
+    loads: Float64Array
+    first_rank: int
+
+    @property
+    def imbalance(self) -> float:
+        """Operations of the busiest rank over the mean."""
+        return float(self.loads.max() / self.loads.mean()) if self.loads.any() else 1.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a step does at one layout.
+
+    Attributes:
+        architecture: The model.
+        layout: Its cuts.
+        stages: Kinds of pipeline stages.
+        rank: The rank that is busiest of all.
+        report: What its step does.
+        times: How long that takes.
+        peers: What other optimizers take on that rank's stage.
+        train_step: Seconds that forward and backward pass take.
+    """
+
+    architecture: Architecture
+    layout: Layout
+    stages: tuple[Stage, ...]
+    rank: int
+    report: Report
+    times: Times
+    peers: Peers
+    train_step: float
+
+    @property
+    def share(self) -> float:
+        """Share of the optimizer's step in a whole iteration."""
+        return self.times.step / (self.times.step + self.train_step)
+
+
+def plan(
+    architecture: Architecture,
+    layout: Layout,
+    machine: Machine,
+    config: EmergingOptimizerConfig,
+    *,
+    tokens: int,
+    utilization: float = 0.4,
+) -> Plan:
+    """Run the busiest rank dry, and predict its step.
+
+    Args:
+        architecture: The model.
+        layout: How it is cut.
+        machine: What computes.
+        config: The optimizer.
+        tokens: Of a global batch.
+        utilization: Share of the GPUs' rate that forward and backward pass reach.
+
+    Raises:
+        ConfigurationError: If the architecture does not fit the layout, or the optimizer refuses.
+    """
+    check_fits(architecture, layout)
+    kinds = stage_kinds(architecture, layout)
+    stages = [_stage(architecture, layout, config, kind) for kind in kinds]
+    worst = max(stages, key=lambda stage: stage.loads.max())
+    with dry_world(worst.busiest, layout.world_size):
+        chunk, optimizer = _built(architecture, layout, config)
+        report = report_of(optimizer, lambda: None)
+        peers, predicted = peers_of(chunk, report, machine), times(report, machine)
+    operations = 6 * architecture.active_parameters * tokens
+    ranks = layout.world_size
+    return Plan(
+        architecture,
+        layout,
+        tuple(stages),
+        worst.busiest,
+        report,
+        predicted,
+        peers,
+        operations / (ranks * machine.flops * utilization),
+    )
+
+
+def _built(
+    architecture: Architecture, layout: Layout, config: EmergingOptimizerConfig
+) -> tuple[Any, Any]:
+    initialize(layout)
+    chunk = build_stage(architecture, layout)
+    return chunk, get_megatron_optimizer(config, [chunk])
+
+
+def _stage(
+    architecture: Architecture,
+    layout: Layout,
+    config: EmergingOptimizerConfig,
+    kind: tuple[int, ...],
+) -> Stage:
+    first = layout.first_rank(kind[0])
+    with dry_world(first, layout.world_size):
+        _, optimizer = _built(architecture, layout, config)
+        loads, coming = np.zeros(layout.world_size), np.zeros(layout.world_size)
+        for member in optimizer.members:
+            for driver in member.drivers:
+                for schedule in driver.schedules:
+                    loads += _of_all_groups(schedule, schedule.loads)
+                    coming += _of_all_groups(schedule, schedule.arrivals)
+    mine = slice(first, first + layout.stage_size)
+    # of those with as much to compute the one to which most comes
+    busy = loads[mine] >= _AS_BUSY * loads[mine].max()
+    busiest = int(np.where(busy, coming[mine], -1).argmax())
+    return Stage(kind, first + busiest, loads[mine], first)
+
+
+def _of_all_groups(schedule: Schedule, values: Sequence[float]) -> Float64Array:
+    """Return every rank's value, if all groups of the schedule's kind have the same."""
+    if schedule.ranks.group is None:
+        return np.full(distributed.get_world_size(), float(values[0]))
+    (places,) = places_in([schedule.ranks.group])
+    return np.array(values, np.float64)[[place.number for place in places]]
