@@ -114,7 +114,7 @@ class _Peers:
     def new_group(self, ranks: Sequence[int] | None = None, *args: Any, **kwargs: Any) -> Any:
         """Make a group if this rank is in it; of others only their ranks are noted."""
         members = list(range(self._size) if ranks is None else ranks)
-        self._groups[kwargs.get("group_desc") or ""].append(members)
+        self._groups[kwargs.get("group_desc") or "undefined"].append(members)
         if self._rank not in members:
             return distributed.GroupMember.NON_GROUP_MEMBER
         kwargs["backend"] = "fake"

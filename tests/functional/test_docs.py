@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_eopt.command import command_parser
 from tests.functional.doc_commands import PAGES, ROOT, blocks
 from tests.harness import run_ranks
 
@@ -101,7 +102,13 @@ def named_flags(text: str) -> set[str]:
 def known_flags() -> set[str]:
     (trainer,) = run_ranks(1, _flags_of_trainer, timeout=240)
     tools = {flag for flags in OF_TOOLS.values() for flag in flags.split()}
-    return {*trainer, *flags_of_scripts(), *tools}
+    return {*trainer, *flags_of_scripts(), *tools, *flags_of_command()}
+
+
+def flags_of_command() -> set[str]:
+    """Return the flags of ``megatron-eopt`` and its parts."""
+    (parts,) = (a.choices for a in command_parser()._actions if isinstance(a.choices, dict))
+    return {flag for part in parts.values() for a in part._actions for flag in a.option_strings}
 
 
 @pages

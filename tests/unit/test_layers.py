@@ -18,6 +18,8 @@ PACKAGE = "megatron_eopt"
 
 ORDER = (
     # what people call
+    "__main__",
+    "command",
     "launch",
     "megatron_lm",
     "arguments",
@@ -189,7 +191,7 @@ def test_files_stay_short():
             assert path.read_text().count("\n") <= 400, f"{path} has over 400 lines"
 
 
-APART = ("cpu", "checkpoint_files", "plan", "dry_run", "explain")
+APART = ("cpu", "checkpoint_files", "plan", "dry_run", "explain", "command", "__main__")
 """What no training needs on a GPU."""
 
 

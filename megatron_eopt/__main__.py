@@ -1,0 +1,17 @@
+"""Entry: ``python -m megatron_eopt``, the same as the command ``megatron-eopt``."""
+
+import importlib
+import sys
+import warnings
+
+
+def main() -> int:
+    """Run the command; see :func:`megatron_eopt.command.main`."""
+    # what packages say while they are imported concerns trainings
+    warnings.simplefilter("ignore")
+    status: int = importlib.import_module("megatron_eopt.command").main()
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,178 @@
+"""The command ``megatron-eopt``: plan a training, sweep over layouts, explain a checkpoint."""
+
+import argparse
+import json
+import logging
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from tqdm import tqdm
+
+from megatron_eopt.arguments import add_arguments, config_from_args
+from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
+from megatron_eopt.explain import explain, show, to_json
+from megatron_eopt.plan.architectures import PUBLISHED, Architecture
+from megatron_eopt.plan.machine import MACHINES, Machine, machine
+from megatron_eopt.plan.model import Layout
+from megatron_eopt.plan.planning import Plan, plan
+from megatron_eopt.plan.sources import add_flags, from_flags, from_hugging_face
+from megatron_eopt.plan.tables import as_dict, draw, show_plan, show_sweep
+from megatron_eopt.settings.config import EmergingOptimizerConfig
+
+_SIZES = {
+    "tp": ("tensor-model-parallel-size", "ranks that tensor parallelism cuts weights over"),
+    "pp": ("pipeline-model-parallel-size", "pipeline stages"),
+    "dp": ("data-parallel-size", "ranks that have copies of the model"),
+    "ep": ("expert-model-parallel-size", "ranks that experts are dealt out to"),
+    "etp": ("expert-tensor-parallel-size", "ranks that an expert's weights are cut over"),
+    "instances": ("num-distributed-optimizer-instances", "of the distributed optimizer"),
+}
+_NUMBERS = {
+    "flops": "dense bfloat16 operations a second",
+    "memory": "bytes a second of its memory",
+    "link": "bytes a second that it sends inside a computer",
+    "network": "bytes a second that it sends to other computers",
+    "gpus": "GPUs of a computer",
+    "efficiency": "share of its rate that matrix products reach",
+}
+_WHOLE = ("gpus",)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command with these arguments (None: the process's); returns its exit status."""
+    arguments = command_parser().parse_args(argv)
+    # what the parts that are built say of themselves
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    try:
+        arguments.run(arguments, Console())
+    except (ConfigurationError, ConfigurationTypeError) as error:
+        print(f"megatron-eopt: {error}", file=sys.stderr)  # noqa: T201
+        return 2
+    finally:
+        logging.disable(logging.NOTSET)
+    return 0
+
+
+def command_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command's arguments."""
+    parser = argparse.ArgumentParser(
+        prog="megatron-eopt",
+        description="See what an optimizer does before and after it runs.",
+        epilog="megatron-eopt plan --model Llama-3-8B --dp 256",
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    text = "what a step will send, hold and take at one layout"
+    one = commands.add_parser("plan", help=text, description=f"Show {text}. {_HOW}")
+    _add_common(one)
+    for short, (flag, meaning) in _SIZES.items():
+        default = None if short == "etp" else 1
+        one.add_argument(
+            f"--{short}", f"--{flag}", type=int, default=default, metavar="N", help=meaning
+        )
+    one.set_defaults(run=_plan)
+    text = "the same over layouts of as many ranks"
+    many = commands.add_parser("sweep", help=text, description=f"Show {text}. {_HOW}")
+    _add_common(many)
+    many.add_argument("--ranks", type=int, required=True, metavar="N", help="ranks in all")
+    for short in ("tp", "pp", "ep"):
+        meaning = _SIZES[short][1]
+        many.add_argument(f"--{short}", type=int, nargs="+", default=[1], help=meaning)
+    many.add_argument("--png", type=Path, metavar="FILE", help="draw the times there")
+    many.set_defaults(run=_sweep)
+    text = "what a checkpoint holds, and where it loads"
+    shown = commands.add_parser("explain", help=text, description=f"Show {text}.")
+    shown.add_argument("checkpoint", type=Path, help="folder of a run, or of one iteration")
+    shown.add_argument("--json", action="store_true", help="print JSON")
+    shown.set_defaults(run=_explain)
+    return parser
+
+
+_HOW = (
+    "The real optimizer runs as the busiest rank, on tensors without data; seconds are predicted "
+    "from the GPU's data sheet. The model is a published one, a config.json, or Megatron's flags."
+)
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--model", choices=PUBLISHED, help="a published architecture")
+    text = "its config.json, or the folder that has it"
+    source.add_argument("--hugging-face", type=Path, metavar="FILE", help=text)
+    add_flags(parser)
+    gpus = parser.add_argument_group("machine")
+    gpus.add_argument("--gpu", choices=MACHINES, default="H100", help="whose data sheet to take")
+    for name, text in _NUMBERS.items():
+        kind = int if name in _WHOLE else float
+        gpus.add_argument(f"--gpu-{name}", type=kind, metavar="X", help=text)
+    text = "tokens of a global batch, for the time of a whole iteration"
+    parser.add_argument("--tokens", type=int, default=2**22, metavar="N", help=text)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--optimizer", default="muon", help="as for the trainer")
+    add_arguments(parser)
+
+
+def _architecture(arguments: argparse.Namespace) -> Architecture:
+    if arguments.model:
+        return PUBLISHED[arguments.model]
+    if arguments.hugging_face:
+        return from_hugging_face(arguments.hugging_face)
+    return from_flags(vars(arguments))
+
+
+def _machine(arguments: argparse.Namespace) -> Machine:
+    return machine(arguments.gpu, {name: getattr(arguments, f"gpu_{name}") for name in _NUMBERS})
+
+
+def _config(arguments: argparse.Namespace) -> EmergingOptimizerConfig:
+    # what a step does depends on no learning rate
+    given = {"lr": 1e-3, "bf16": True, "use_distributed_optimizer": True}
+    return config_from_args(argparse.Namespace(**vars(arguments) | given))[0]
+
+
+def _planned(arguments: argparse.Namespace, layouts: Iterable[Layout]) -> Iterator[Plan]:
+    architecture, gpu = _architecture(arguments), _machine(arguments)
+    config = _config(arguments)
+    for layout in layouts:
+        yield plan(architecture, layout, gpu, config, tokens=arguments.tokens)
+
+
+def _plan(arguments: argparse.Namespace, console: Console) -> None:
+    layout = Layout(*(getattr(arguments, short) for short in _SIZES))
+    (found,) = _planned(arguments, [layout])
+    if arguments.json:
+        console.print_json(json.dumps(as_dict(found)))
+    else:
+        show_plan(found, arguments.gpu, console)
+
+
+def _sweep(arguments: argparse.Namespace, console: Console) -> None:
+    layouts = [
+        Layout(tp, pp, arguments.ranks // (tp * pp), ep)
+        for tp in arguments.tp
+        for pp in arguments.pp
+        for ep in arguments.ep
+        if arguments.ranks % (tp * pp) == 0
+    ]
+    if not layouts:
+        rule = "must be divided by tp x pp of some layout"
+        raise ConfigurationError("--ranks", arguments.ranks, rule, "Choose other sizes")
+    bar = tqdm(layouts, desc="layouts", disable=None)
+    found = list(_planned(arguments, bar))
+    if arguments.json:
+        console.print_json(json.dumps([as_dict(item) for item in found]))
+    else:
+        show_sweep(found, arguments.gpu, console)
+    if arguments.png:
+        draw(found, arguments.gpu, arguments.png)
+
+
+def _explain(arguments: argparse.Namespace, console: Console) -> None:
+    contents = explain(arguments.checkpoint)
+    if arguments.json:
+        console.print_json(to_json(contents))
+    else:
+        show(contents, console)

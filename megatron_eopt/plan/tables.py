@@ -1,0 +1,172 @@
+"""Shows plans, to people and to programs."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_eopt.plan.planning import Plan
+
+_GIB = 2**30
+_TERA = 1e12
+
+
+def as_dict(plan: Plan) -> dict[str, Any]:
+    """Return what a plan says, as plain values; seconds, bytes and operations."""
+    report = plan.report
+    return {
+        "architecture": asdict(plan.architecture),
+        "layout": asdict(plan.layout),
+        "ranks": plan.layout.world_size,
+        "stages": [
+            {
+                "stages": list(stage.stages),
+                "busiest": stage.busiest,
+                "estimated_flops": float(stage.loads.max()),
+                "imbalance": stage.imbalance,
+            }
+            for stage in plan.stages
+        ],
+        "busiest_rank": {
+            "rank": plan.rank,
+            "elements": report.elements,
+            "owns": _owned(plan),
+            "collectives": [
+                {**call._asdict(), "calls": count} for call, count in report.collectives.items()
+            ],
+            "flops": report.flops,
+            "host_reads": dict(report.host_reads),
+            "memory": asdict(report.memory),
+        },
+        "seconds": {**asdict(plan.times), "step": plan.times.step, "train_step": plan.train_step},
+        "share_of_iteration": plan.share,
+        "peers": asdict(plan.peers),
+    }
+
+
+def show_plan(plan: Plan, gpu: str, console: Console) -> None:
+    """Print tables of one plan."""
+    cuts = plan.layout
+    console.print(
+        f"[bold]{plan.architecture.name}[/bold] on {cuts.world_size} x {gpu}: tp {cuts.tensor}, "
+        f"pp {cuts.pipeline}, dp {cuts.data}, ep {cuts.expert}, etp {cuts.expert_tensor}"
+    )
+    rows: list[tuple[str, ...]] = [
+        (_ranges(stage.stages), str(stage.busiest), _flops(stage.loads.max()), _of(stage.imbalance))
+        for stage in plan.stages
+    ]
+    _print(console, "Stages", ("stages", "busiest rank", "its TFLOP", "over the mean"), rows)
+    report, times = plan.report, plan.times
+    rows = [(name, f"{count:,}") for name, count in report.elements.items()]
+    rows += [(f"computes for {name}", matrices) for name, matrices in _owned(plan).items()]
+    _print(console, f"Rank {plan.rank}, the busiest: weights", ("optimizer", "elements"), rows)
+    rows = [
+        (call.name, str(call.ranks), str(count), f"{call.sent * count / 2**20:,.1f}")
+        for call, count in sorted(report.collectives.items())
+    ]
+    _print(console, "Collectives of a step", ("call", "ranks", "calls", "MiB handed over"), rows)
+    memory = asdict(report.memory)
+    rows = [(name, f"{size / _GIB:.2f}") for name, size in memory.items() if size is not None]
+    _print(console, "Memory", ("of", "GiB"), rows)
+    reads = [(place, str(count)) for place, count in report.host_reads.items()]
+    _print(console, "The host waits for the device", ("in", "times a step"), reads)
+    rows = [(name, _ms(seconds)) for name, seconds in asdict(times).items()]
+    rows += [("step, without gather", _ms(times.step))]
+    rows += [("share of an iteration", f"{plan.share:.2%}")]
+    rows += [("Adam's step", _ms(plan.peers.adam))]
+    _print(console, f"Predicted for {gpu}", ("", "ms"), rows)
+    peers = plan.peers
+    rows = [
+        ("this", _flops(report.flops), "1.00"),
+        ("megatron-core's layer-wise", _flops(peers.padded_flops), _of(peers.padding)),
+        ("megatron-core's plain Muon", _flops(peers.plain_flops), "1.00"),
+    ]
+    columns = ("busiest rank of the stage", "TFLOP", "buffers over parameters")
+    _print(console, "Beside it", columns, rows)
+
+
+def show_sweep(plans: Sequence[Plan], gpu: str, console: Console) -> None:
+    """Print one line for each plan."""
+    rows = [
+        (
+            *(str(size) for size in (plan.layout.tensor, plan.layout.pipeline, plan.layout.data)),
+            str(plan.layout.expert),
+            _flops(plan.report.flops),
+            _ms(plan.times.step),
+            f"{plan.share:.2%}",
+            f"{_held(plan) / _GIB:.1f}",
+        )
+        for plan in plans
+    ]
+    columns = ("tp", "pp", "dp", "ep", "TFLOP", "step ms", "of an iteration", "GiB")
+    title = f"{plans[0].architecture.name} on {plans[0].layout.world_size} x {gpu}, busiest ranks"
+    _print(console, title, columns, rows)
+
+
+def draw(plans: Sequence[Plan], gpu: str, path: Path) -> None:
+    """Draw what the steps of plans consist of into a PNG."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 1.2 + 0.4 * len(plans)), layout="constrained")
+    cuts = [plan.layout for plan in plans]
+    labels = [f"tp {c.tensor}, pp {c.pipeline}, dp {c.data}, ep {c.expert}" for c in cuts]
+    left = [0.0] * len(plans)
+    for part in ("products", "teams", "exposed", "elements"):
+        widths = [1e3 * getattr(plan.times, part) for plan in plans]
+        axes.barh(labels, widths, left=left, label=part)
+        left = [sum(pair) for pair in zip(left, widths, strict=True)]
+    axes.set(xlabel="predicted step of the busiest rank (ms)")
+    axes.set_title(f"{plans[0].architecture.name} on {plans[0].layout.world_size} x {gpu}")
+    axes.invert_yaxis()
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _print(
+    console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
+) -> None:
+    table = Table(title=title, title_justify="left")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def _owned(plan: Plan) -> dict[str, str]:
+    """Return how many matrices the rank computes, alone or in a team, by optimizer."""
+    found: dict[str, str] = {}
+    for name, schedule in plan.report.schedules:
+        batches = [batch for wave in schedule.plan.waves for batch in wave.batches]
+        numbers = [number for batch in batches for number in batch.matrices]
+        shared = sum(bool(schedule.work.matrices[number].team) for number in numbers)
+        total = f"{len(numbers)} of {len(schedule.names)} matrices, {shared} in teams"
+        found[f"{name}, {schedule.ranks.size} ranks"] = total
+    return found
+
+
+def _held(plan: Plan) -> int:
+    return sum(size for size in asdict(plan.report.memory).values() if size)
+
+
+def _ranges(stages: Sequence[int]) -> str:
+    return str(stages[0]) if len(stages) == 1 else f"{stages[0]} .. {stages[-1]}"
+
+
+def _flops(count: float) -> str:
+    return f"{count / _TERA:.3f}"
+
+
+def _of(ratio: float) -> str:
+    return f"{ratio:.2f}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3f}"

@@ -1,0 +1,135 @@
+"""Plans: the real optimizer, run dry as the busiest rank, and what its step takes on paper."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from rich.console import Console
+
+from megatron_eopt import ConfigurationError, EmergingOptimizerConfig
+from megatron_eopt.dry_run import Collective
+from megatron_eopt.plan.architectures import PUBLISHED, Architecture, Experts
+from megatron_eopt.plan.cost import _exposed, collective_seconds
+from megatron_eopt.plan.machine import MACHINES, machine
+from megatron_eopt.plan.model import Layout
+from megatron_eopt.plan.planning import Plan, plan
+from megatron_eopt.plan.tables import as_dict, draw, show_plan, show_sweep
+from tests.harness import run_ranks
+
+DENSE = Architecture("dense", 3, 64, 96, 4, 2, 16, 64)
+MIXED = replace(DENSE, num_layers=4, experts=Experts(4, 48, 2, 40, (0, 1, 1, 1)))
+CUT = Layout(tensor=2, pipeline=2, data=4)
+
+
+def planned(architecture: Architecture, layout: Layout, **fields: Any) -> Plan:
+    dist.destroy_process_group()
+    config = EmergingOptimizerConfig(
+        optimizer="muon",
+        lr=0.01,
+        bf16=True,
+        use_distributed_optimizer=True,
+        **fields,
+    )
+    return plan(architecture, layout, MACHINES["H100"], config, tokens=2**22)
+
+
+def in_a_process(*args: Any, **fields: Any) -> dict[str, Any]:
+    return run_ranks(1, _as_dict, args, fields, cpu=False)[0]
+
+
+def _as_dict(args: Any, fields: Any) -> dict[str, Any]:
+    return as_dict(planned(*args, **fields))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "layout"),
+    [(DENSE, CUT), (MIXED, replace(CUT, expert=2)), (MIXED, replace(CUT, expert=2, instances=2))],
+    ids=["dense", "experts", "instances"],
+)
+def test_a_plan_is_of_the_busiest_rank(architecture, layout):
+    found = in_a_process(architecture, layout)
+    rank = found["busiest_rank"]
+    first = min(found["stages"], key=lambda stage: -stage["estimated_flops"])
+    assert rank["rank"] == first["busiest"]
+    # small matrices are computed by the book
+    assert rank["flops"] == first["estimated_flops"]
+    assert sum(len(stage["stages"]) for stage in found["stages"]) == layout.pipeline
+    assert rank["host_reads"] == {"megatron.core.optimizer.clip_grads.get_grad_norm_fp32": 1}
+    assert 0 < found["share_of_iteration"] < 1
+    assert found["peers"]["plain_flops"] >= found["peers"]["padded_flops"] >= rank["flops"]
+    json.dumps(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("Llama-3-8B", Layout(data=256)),
+        ("Llama-3-8B", Layout(data=1024)),
+        ("DeepSeek-V3", Layout(pipeline=16, data=128, expert=64, expert_tensor=1)),
+    ],
+    ids=["Llama-3-8B, 256 ranks", "Llama-3-8B, 1024 ranks", "DeepSeek-V3, 128 ranks a stage"],
+)
+@pytest.mark.long
+def test_where_ranks_outnumber_matrices_teams_have_less_to_do(name, layout, record_property):
+    whole, teams = (in_a_process(PUBLISHED[name], layout, muon_team_size=k) for k in (1, 8))
+    counted = whole["busiest_rank"]["flops"] / teams["busiest_rank"]["flops"]
+    record_property("counted FLOPs", f"{counted:.2f} times less")
+    predicted = whole["seconds"]["step"] / teams["seconds"]["step"]
+    record_property("predicted step", f"{predicted:.2f} times faster")
+    assert counted >= 1.8
+    assert predicted > 1.2
+
+
+@pytest.mark.long
+def test_deepseek_v3_at_4096_ranks_runs_dry():
+    layout = Layout(pipeline=16, data=256, expert=64, expert_tensor=1)
+    found = in_a_process(PUBLISHED["DeepSeek-V3"], layout)
+    assert found["ranks"] == 4096
+    assert [len(stage["stages"]) for stage in found["stages"]] == [1, 14, 1]
+
+
+def test_what_is_planned_is_shown(tmp_path):
+    text = run_ranks(1, shown, str(tmp_path), cpu=False)[0]
+    for words in ("dense on 16 x H100", "alltoall_base", "transient", "step, without gather"):
+        assert words in text
+    assert (tmp_path / "sweep.png").stat().st_size > 10_000
+
+
+def shown(folder: str) -> str:
+    found = planned(DENSE, CUT)
+    console = Console(record=True, width=120)
+    show_plan(found, "H100", console)
+    show_sweep([found, found], "H100", console)
+    draw([found, found], "H100", f"{folder}/sweep.png")
+    return console.export_text()
+
+
+def test_a_layout_that_does_not_fit_is_refused():
+    with pytest.raises(ConfigurationError, match="layers"):
+        plan(DENSE, Layout(pipeline=4), MACHINES["H100"], EmergingOptimizerConfig(), tokens=1)
+
+
+def test_waves_hide_what_travels_behind_work():
+    # in 1, work 5, out 1, of three waves: the first way in and the last one out are seen
+    assert _exposed([(1, 1)] * 3, [5, 5, 5]) == 2
+    # nothing to compute meanwhile
+    assert _exposed([(1, 1)] * 3, [0, 0, 0]) == 4
+    assert _exposed([], []) == 0
+
+
+def test_collectives_take_latency_and_the_slower_link():
+    gpu = machine("H100", {"latency": 1.0, "link": 100.0, "network": 10.0})
+    assert collective_seconds(Collective("alltoall_base", 8, 200), gpu) == 3
+    assert collective_seconds(Collective("alltoall_base", 16, 200), gpu) == 21
+    assert collective_seconds(Collective("allgather_base", 4, 100), gpu) == 4
+    assert collective_seconds(Collective("allreduce", 4, 100), gpu) == 2.5
+
+
+@pytest.mark.parametrize("number", [0.0, -1.0])
+def test_a_machine_needs_positive_numbers(number):
+    with pytest.raises(ConfigurationError, match="link"):
+        machine("H100", {"link": number})
+    with pytest.raises(ConfigurationError, match="X100"):
+        machine("X100")

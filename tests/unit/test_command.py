@@ -1,0 +1,63 @@
+"""The command ``megatron-eopt`` as people call it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from megatron_eopt.command import main
+
+SMALL = (
+    "--num-layers 2 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4 --vocab-size 64 "
+    "--swiglu"
+).split()
+
+
+def test_help_says_what_there_is(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = capsys.readouterr().out
+    for word in ("plan", "sweep", "explain"):
+        assert word in text
+
+
+def test_a_plan_and_a_sweep_are_printed(tmp_path):
+    """Run them in processes without process groups, as people do."""
+    run = [sys.executable, "-m", "megatron_eopt"]
+    one = subprocess.run(
+        [*run, "plan", *SMALL, "--dp", "4", "--muon-team-size", "1", "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found = json.loads(one.stdout)
+    assert found["ranks"] == 4
+    png = tmp_path / "sweep.png"
+    many = subprocess.run(
+        [*run, "sweep", *SMALL, "--ranks", "4", "--tp", "1", "2", "--png", str(png)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "on 4 x H100" in many.stdout
+    assert png.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("plan --hidden-size 64", "num-attention-heads"),
+        ("plan --model Llama-3-8B --tp 3", "must divide"),
+        ("sweep --model Llama-3-8B --ranks 3 --tp 2", "must be divided"),
+        ("explain nowhere", "nowhere"),
+        ("plan --hugging-face nowhere", "nowhere"),
+        ("plan --model Llama-3-8B --muon-team-size 0", "muon_team_size"),
+        ("plan --model Llama-3-8B --gpu-link 0", "link"),
+    ],
+)
+def test_wrong_arguments_are_one_line(arguments, words, capsys):
+    assert main(arguments.split()) == 2
+    captured = capsys.readouterr()
+    assert words in captured.err
+    assert captured.err.count("\n") == 1
