@@ -40,9 +40,10 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        # of what is only now seen to have been there nothing is new
-        for item in tree_iter((args, kwargs)):
-            self._before += self._note(item)
+        # of what is only now seen to have been there nothing is new, but for torch.tensor's
+        if func is not torch.ops.aten.lift_fresh.default:
+            for item in tree_iter((args, kwargs)):
+                self._before += self._note(item)
         result = func(*args, **(kwargs or {}))
         # what has been let go is looked for when the peak may have been passed alone
         fresh = sum(self._note(item) for item in tree_iter(result))

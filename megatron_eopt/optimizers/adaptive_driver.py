@@ -55,6 +55,12 @@ class AdaptiveDriver(MuonDriver):
         if settings.bias_correction:
             self.dispensable -= {STEP}
 
+    def buffers(self) -> Iterator[Tensor]:
+        """Yield what lives on between steps."""
+        yield from super().buffers()
+        for rule in self._rules:
+            yield from rule.buffers()
+
     def is_cut_like_weights(self, kind: str, value: Any) -> bool:
         """Whether a state has a number for each of the parameter's."""
         return kind == MOMENTUM or (kind == MOMENT2 and self._is_by_element)

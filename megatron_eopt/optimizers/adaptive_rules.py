@@ -113,6 +113,10 @@ class Rule:
         moment: Tensor = self._states[place][MOMENT2]
         return moment
 
+    def buffers(self) -> Iterator[Tensor]:
+        """Yield what lives on between steps apart from state."""
+        return iter(())
+
     def _settings_of(self, matrix: int) -> Coefficients:
         return self._coefficients.get(self._shard_of[matrix], Coefficients(0.0, 1.0, 1.0))
 
@@ -133,6 +137,11 @@ class AdaMuonRule(Rule):
             if len(set(scales)) > 1
         }
         self._factors = {i: s.per_run(self._scales[i]) for i, s in self._segments.items()}
+
+    def buffers(self) -> Iterator[Tensor]:
+        """Yield where scales change, and the scales there."""
+        for place, segments in self._segments.items():
+            yield from (*segments.tensors, self._factors[place])
 
     def finish(self, updates: Mapping[int, Tensor]) -> None:
         """Divide by the roots of the second moments, then scale each matrix by its shape."""
@@ -242,6 +251,11 @@ class NamoRule(Rule):
     def _prepare(self) -> None:
         self._segments = [Segments.of(shard, self.engine.device) for shard in self.shards]
         self._factors: dict[int, Tensor] = {}
+
+    def buffers(self) -> Iterator[Tensor]:
+        """Yield where the matrices of what is stored are."""
+        for segments in self._segments:
+            yield from segments.tensors
 
     def known(self, place: int, matrix: int) -> Known | None:
         """Every rank knows everything; the first one writes."""

@@ -63,6 +63,10 @@ class Momentum:
         """Whether a state has its momentum as it is kept, and not as it was loaded."""
         return True
 
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield what lives on between steps apart from state."""
+        return iter(())
+
     def read(self, number: int, values: Mapping[str, Any]) -> Tensor:
         """Return the momentum of a shard as a step uses it, and changes it in place."""
         momentum: Tensor = values[MOMENTUM]
@@ -94,6 +98,10 @@ class RoundedMomentum(Momentum):
         self._has_scales = numbers.largest is not None
         self._shards = list(shards)
         self._rows = [_Rows(shard, torch.device(device)) for shard in shards]
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield where blocks and rows of all shards are."""
+        return (value for rows in self._rows for value in rows.tensors)
 
     def make(self, number: int, values: Values, like: Tensor) -> None:
         """Let the state of a shard have a momentum of zeros, and scales."""
@@ -242,6 +250,12 @@ class _Rows:
             torch.tensor(values, dtype=torch.int64, device=device)
             for values in (local[mine], np.searchsorted(shared, names[mine]))
         )
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that it keeps."""
+        of_runs = [self.row, self._length, self._column, self._block]
+        return [*of_runs, self.shared_blocks, self.shared_places]
 
     def spread(self, per_run: Tensor, part: _Part) -> Tensor:
         """Return for each element what there is for its run."""

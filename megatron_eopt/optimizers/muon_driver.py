@@ -79,9 +79,10 @@ class MuonDriver(Driver):
         return [engine.schedule for _, engine in self.engines]
 
     def buffers(self) -> Iterator[Tensor]:
-        """Yield what lives on between steps: what matrices travel through."""
+        """Yield what lives on between steps: what matrices travel through, and where rows are."""
         for _, engine in self.engines:
             yield from engine.buffers()
+        yield from self.momentum.tensors()
 
     def init(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Make every momentum exist, and where it is rounded a counter."""

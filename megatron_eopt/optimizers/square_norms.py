@@ -44,6 +44,11 @@ class Segments:
             bool(boxes.source.any()),
         )
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that it keeps."""
+        return [self.matrix, self.length, self.counted]
+
     def per_run(self, factors: Sequence[float]) -> Tensor:
         """Return float32 ``(runs,)`` from one factor a matrix."""
         return torch.tensor(factors, dtype=torch.float32, device=self.matrix.device)[self.matrix]

@@ -16,6 +16,11 @@ MODEL = {"layers": 2, "hidden": 64, "heads": 4, "query_groups": 2}
 CASES = {
     "muon": Case("muon", MODEL),
     "adaptive muon": Case("adaptive_muon", MODEL),
+    "adamuon": Case(
+        "adaptive_muon", MODEL | {"gated": True}, config={"adaptive_muon_moment2_method": "adamuon"}
+    ),
+    "namo": Case("adaptive_muon", MODEL, config={"adaptive_muon_moment2_method": "namo"}),
+    "8 bits": Case("muon", MODEL, config={"muon_momentum_dtype": "int8"}),
     "soap": Case("soap", MODEL),
     "adam": Case("adam", MODEL),
     "replicated": Case("muon", MODEL),
