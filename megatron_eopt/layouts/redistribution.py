@@ -15,6 +15,7 @@ from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.layouts.copies import Copy
 from megatron_eopt.layouts.exchange import Exchange
 from megatron_eopt.layouts.plan import Matrix, build_plan
+from megatron_eopt.layouts.waves import first_uses
 
 
 class RedistributionError(RuntimeError):
@@ -195,7 +196,7 @@ class Redistribution:
             world_size=1 if group is None else dist.get_world_size(group),
             element_size=dtype.itemsize,
         )
-        self._first = _first_uses([wave.tensors for wave in self.plan.waves])
+        self._first = first_uses([wave.tensors for wave in self.plan.waves])
         self._last = _last_uses([wave.tensors for wave in self.plan.waves])
         self._last_out = _last_uses([wave.results for wave in self.plan.waves])
         self._shapes: dict[str, torch.Size] = {}
@@ -341,16 +342,6 @@ class _Live:
 
     def forget(self, names: Sequence[str]) -> dict[str, Tensor]:
         return {name: self._tensors.pop(name) for name in names}
-
-
-def _first_uses(uses: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Return of each wave's names those that no earlier wave has."""
-    seen: set[str] = set()
-    found = []
-    for names in uses:
-        found.append([name for name in names if name not in seen])
-        seen.update(names)
-    return found
 
 
 def _last_uses(uses: Sequence[Sequence[str]]) -> list[list[str]]:

@@ -1,6 +1,6 @@
 """Waves: batches of matrices that travel together, balanced and of bounded size."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -67,3 +67,13 @@ def plan_waves(
             queue.take(costs[i], sizes[i], numbers[i])
     order = sorted(range(len(sizes)), key=lambda i: (numbers[i], -costs[i], i))
     return [list(wave) for _, wave in groupby(order, key=numbers.__getitem__)]
+
+
+def first_uses[T](waves: Iterable[Iterable[T]]) -> list[list[T]]:
+    """Return of each wave's items those that no earlier wave has."""
+    seen: set[T] = set()
+    found = []
+    for items in waves:
+        found.append([item for item in dict.fromkeys(items) if item not in seen])
+        seen.update(found[-1])
+    return found

@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_eopt.base.names import DEFAULT_WAVE_MB, TpModeT
 from megatron_eopt.layouts import Matrix, Plan, Redistribution, WaveBatch
 from megatron_eopt.layouts.redistribution import LoadT, StoreT
+from megatron_eopt.layouts.waves import first_uses
 from megatron_eopt.math.newton_schulz import ReduceT
 from megatron_eopt.optimizers.modes import Schedule, Work, plan_work
 from megatron_eopt.optimizers.teams import Team
@@ -110,11 +111,9 @@ class MatrixEngine:
             device=means.device,
             name=f"Muon {means.mode}",
         )
-        seen: set[int] = set()
-        self.arrivals: list[list[int]] = []
-        for wave in self.work.waves:
-            self.arrivals.append(sorted({shard_of[matrix] for matrix in wave} - seen))
-            seen.update(self.arrivals[-1])
+        self.arrivals: list[list[int]] = first_uses(
+            sorted({shard_of[matrix] for matrix in wave}) for wave in self.work.waves
+        )
 
     @property
     def plan(self) -> Plan:
