@@ -113,13 +113,18 @@ class Schedule:
         """Estimated floating-point operations of each rank of the group."""
         return self.work.loads(self.ranks.size).tolist()  # type: ignore[no-any-return]
 
-    @property
-    def arrivals(self) -> list[int]:
-        """Elements that come to each rank of the group, unless it holds others of a slab's."""
-        coming = np.zeros(self.ranks.size, np.int64)
+    def arrivals(self, places: Sequence[int]) -> list[float]:
+        """Return the elements that come to each rank of the group from elsewhere.
+
+        Args:
+            places: Number of the place, such as a computer, in which each rank is. Slabs are taken
+                to have of every place what the whole matrix has of it.
+        """
+        coming = np.zeros(self.ranks.size)
         for stored, work in zip(self.storage, self.work.matrices, strict=True):
-            held = [layout.held(self.ranks.size) for layout in (work.compute, stored)]
-            coming += np.maximum(held[0] - held[1], 0)
+            at_rank = stored.held(self.ranks.size)
+            at_place = np.bincount(places, weights=at_rank)[list(places)]
+            coming += work.compute.held(self.ranks.size) * (1 - at_place / at_rank.sum())
         return coming.tolist()  # type: ignore[no-any-return]
 
 

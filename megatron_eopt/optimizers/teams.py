@@ -53,10 +53,10 @@ def assign_teams(
     Args:
         shapes: Of the matrices.
         world_size: Ranks of the group.
-        largest: Most ranks of a team.
+        largest: Most ranks of a team: those of one computer.
         element_size: Bytes of an element of small matrices.
-        homes: Which rank stores most of each matrix; of blocks that are equally busy the nearest
-            one takes it.
+        homes: Which rank stores most of each matrix; of blocks that are equally busy one in the
+            same computer takes it, and the nearest.
 
     Returns:
         The ranks of each matrix, the same on every rank: a pure function. None for whole matrices.
@@ -74,7 +74,7 @@ def assign_teams(
     # below that matrices would be cut where nobody waits for them
     for target in np.unique(table[(table >= mean / 4) & (table < best)]):
         chosen = np.where((costs <= target).any(1), (costs <= target).argmax(1), costs.argmin(1))
-        busiest, found = _assign(costs, chosen, sizes, world_size, homes)
+        busiest, found = _assign(costs, chosen, sizes, world_size, homes, largest)
         if busiest < best:
             best, teams = busiest, found
     return teams
@@ -96,6 +96,7 @@ def _assign(
     sizes: Sequence[int],
     world_size: int,
     homes: Int64Array,
+    computer: int,
 ) -> tuple[float, list[Team]]:
     """Return the busiest rank's time, and the teams."""
     loads = np.zeros(world_size)
@@ -105,8 +106,9 @@ def _assign(
         size = sizes[chosen[i]]
         whole = world_size // size * size
         blocks = loads[:whole].reshape(-1, size).max(1)
-        free = np.flatnonzero(blocks == blocks.min())
-        first = size * int(free[np.abs(free - homes[i] // size).argmin()])
+        free = size * np.flatnonzero(blocks == blocks.min())
+        far = world_size * (free // computer != homes[i] // computer)
+        first = int(free[(np.abs(free - homes[i] // size * size) + far).argmin()])
         loads[first : first + size] = loads[first : first + size].max() + own[i]
         teams[i] = tuple(range(first, first + size))
     return float(loads.max()), teams

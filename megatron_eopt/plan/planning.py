@@ -104,7 +104,7 @@ def plan(
     """
     check_fits(architecture, layout)
     kinds = stage_kinds(architecture, layout)
-    stages = [_stage(architecture, layout, config, kind) for kind in kinds]
+    stages = [_stage(architecture, layout, config, kind, machine.gpus) for kind in kinds]
     worst = max(stages, key=lambda stage: stage.loads.max())
     with dry_world(worst.busiest, layout.world_size):
         chunk, optimizer = _built(architecture, layout, config)
@@ -137,6 +137,7 @@ def _stage(
     layout: Layout,
     config: EmergingOptimizerConfig,
     kind: tuple[int, ...],
+    gpus: int,
 ) -> Stage:
     first = layout.first_rank(kind[0])
     with dry_world(first, layout.world_size):
@@ -146,12 +147,18 @@ def _stage(
             for driver in member.drivers:
                 for schedule in driver.schedules:
                     loads += _of_all_groups(schedule, schedule.loads)
-                    coming += _of_all_groups(schedule, schedule.arrivals)
+                    computers = [rank // gpus for rank in _members(schedule)]
+                    coming += _of_all_groups(schedule, schedule.arrivals(computers))
     mine = slice(first, first + layout.stage_size)
-    # of those with as much to compute the one to which most comes
+    # of those with as much to compute the one to which most comes from other computers
     busy = loads[mine] >= _AS_BUSY * loads[mine].max()
     busiest = int(np.where(busy, coming[mine], -1).argmax())
     return Stage(kind, first + busiest, loads[mine], first)
+
+
+def _members(schedule: Schedule) -> list[int]:
+    group = schedule.ranks.group
+    return [0] if group is None else distributed.get_process_group_ranks(group)
 
 
 def _of_all_groups(schedule: Schedule, values: Sequence[float]) -> Float64Array:
