@@ -63,8 +63,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "less memory, more keeps a GPU busier.",
         "muon-team-size": "Most ranks that compute one matrix together where there are more ranks "
         "than work: 1 for none.",
-        "muon-momentum-dtype": "How momentum is kept between steps: in float32, or rounded at "
-        "random to fewer bits.",
+        "muon-momentum-dtype": "How momentum is kept between steps: in float32, or in fewer bits.",
         "muon-backend": "Whose kernels orthogonalize.",
         "muon-use-syrk": "Orthogonalize on emerging-optimizers' SYRK kernels where they can be "
         "used.",

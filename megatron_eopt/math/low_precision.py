@@ -1,4 +1,4 @@
-"""Numbers kept in fewer bits than float32, rounded at random so that small changes are not lost.
+"""Numbers kept in fewer bits than float32, rounded to the nearest or at random.
 
 8-bit numbers have a scale per block of 32, a power of two in one byte, as in the OCP microscaling
 formats (arXiv:2310.10537). So all that is kept is exact in float32, and what is rounded once stays

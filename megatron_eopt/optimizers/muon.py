@@ -87,7 +87,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         batched: Whether equal shapes share a call.
         wave_mb: MiB of whole matrices that one rank brings together at a time, above 0.
         momentum_dtype: How momentum is kept between steps: "fp32" (as the parameters are), "bf16",
-            "fp8" or "int8", which are rounded at random. State dicts have it in float32.
+            "fp8" or "int8", to which it is rounded. State dicts have it in float32.
 
     Raises:
         ConfigurationError: If a value is out of bounds, or a parameter is cut and there is no group

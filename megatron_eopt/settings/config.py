@@ -77,8 +77,8 @@ class EmergingOptimizerConfig(OptimizerConfig):
     storage; 1 for none. By default as many as a computer has GPUs."""
 
     muon_momentum_dtype: MomentumDtypeT = "fp32"
-    """How the momentum of Muon and adaptive Muon is kept between steps: in float32, or rounded at
-    random to "bf16", "fp8" or "int8", the last two with a scale for each block of 32."""
+    """How the momentum of Muon and adaptive Muon is kept between steps: in float32, or rounded to
+    "bf16" at random, or to "fp8" or "int8" with a scale for each block of 32."""
 
     muon_backend: str = "torch"
     """Whose kernels run the iteration."""
