@@ -40,6 +40,7 @@ RULES = (
         "parse",
         "more GPUs or machines than there are",
     ),
+    Rule(r"megatron-eopt .*", "parse", "tests/unit/test_command.py runs smaller ones"),
     Rule(r"python -m tests\.functional\.record .*", "help", "it would record new values"),
     Rule(r"\./scripts/pretrain_gpu\.sh .*(--help|--dry-run)\b.*", "run"),
     Rule(r"\./scripts/pretrain_gpu\.sh .*", "help", "there is no GPU"),
