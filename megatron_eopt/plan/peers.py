@@ -1,6 +1,7 @@
 """What other optimizers would take on the same rank: Adam, and megatron-core's two ways of Muon."""
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,11 @@ class Padded:
     padding: float
     loads: tuple[float, ...]
 
+    @property
+    def imbalance(self) -> float:
+        """Largest load over the mean."""
+        return float(np.max(self.loads) / np.mean(self.loads))
+
 
 @dataclass(frozen=True)
 class Peers:
@@ -59,7 +65,7 @@ def peers_of(chunk: Any, report: Report, machine: Machine) -> Peers:
     costs = _costs(report)
     matrices = [(name, param) for name, param in chunk.module.named_parameters() if name in costs]
     padded = [
-        padded_layout([param for _, param in part], [costs[name] for name, _ in part], size)
+        padded_layout([param.shape for _, param in part], [costs[name] for name, _ in part], size)
         for size, part in _by_ranks(chunk, matrices).items()
     ]
     return Peers(
@@ -72,22 +78,32 @@ def peers_of(chunk: Any, report: Report, machine: Machine) -> Peers:
 
 
 def padded_layout(
-    params: list[Tensor], costs: list[float], world_size: int, bucket_size: int | None = None
+    shapes: Sequence[Sequence[int]],
+    costs: Sequence[float],
+    world_size: int,
+    bucket_size: int | None = None,
 ) -> Padded:
-    """Run megatron-core's layout function on parameters without storage, and read it."""
+    """Run megatron-core's layout function on parameters without storage, and read it.
+
+    Args:
+        shapes: Of the parameters, matrices all of them.
+        costs: Operations on each.
+        world_size: Ranks that the buffers are cut over.
+        bucket_size: Elements from which on a bucket is full; None for one bucket.
+    """
     holder = nn.ParameterList(
-        nn.Parameter(torch.empty(param.shape, device="meta", dtype=torch.bfloat16))
-        for param in params
+        nn.Parameter(torch.empty(tuple(shape), device="meta", dtype=torch.bfloat16))
+        for shape in shapes
     )
     tag_params_for_buffer_routing([holder])
-    stand_ins = list(holder)
+    params = list(holder)
     config = DistributedDataParallelConfig(use_distributed_optimizer=True)
     full = LayerWiseDistributedOptimizer.compute_full_param_layout(
-        stand_ins, bucket_size, world_size, config
+        params, bucket_size, world_size, config
     )
     (layout,) = full.layouts.values()
     loads = np.zeros(world_size)
-    for param, cost in zip(stand_ins, costs, strict=True):
+    for param, cost in zip(params, costs, strict=True):
         start, _, bucket = layout.param_index_map[param]
         first, last = layout.bucket_indices[bucket]
         loads[(start - first) * world_size // (last - first)] += cost
