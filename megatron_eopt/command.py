@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments.run(arguments, Console())
     except (ConfigurationError, ConfigurationTypeError) as error:
-        print(f"megatron-eopt: {error}", file=sys.stderr)  # noqa: T201
+        sys.stderr.write(f"megatron-eopt: {error}\n")
         return 2
     finally:
         logging.disable(logging.NOTSET)

@@ -29,7 +29,7 @@ _REPEATED: tuple[type[ConfigurationError | ConfigurationTypeError], ...] = (
 """Errors that keep their kind on other ranks, the narrower one first."""
 
 
-class Place(NamedTuple):
+class GroupPlace(NamedTuple):
     """Where a rank stands in its group of one kind."""
 
     first: int  # the group's lowest global rank
@@ -43,7 +43,7 @@ class Answers(Protocol):
         """Return the values of all ranks of a group (None: the world)."""
         ...
 
-    def places(self, group: distributed.ProcessGroup | None) -> list[Place]:
+    def places(self, group: distributed.ProcessGroup | None) -> list[GroupPlace]:
         """Return every rank's place in its group of this one's kind (None: itself alone)."""
         ...
 
@@ -177,24 +177,27 @@ def integers(mine: Sequence[int]) -> list[list[int]]:
     return rows
 
 
-def places_in(groups: Sequence[distributed.ProcessGroup | None]) -> list[list[Place]]:
+def places_in(groups: Sequence[distributed.ProcessGroup | None]) -> list[list[GroupPlace]]:
     """Return, for each of this rank's groups, every rank's place in its own group of that kind.
 
     All ranks list groups of the same kinds. None is a group of this rank alone.
     """
     if _answers:
         return [_answers[-1].places(group) for group in groups]
-    mine = [number for group in groups for number in place_in(_ranks_of(group))]
+    mine = [number for group in groups for number in place_in(ranks_of(group))]
     rows = integers(mine)
-    return [[Place(*row[2 * n : 2 * n + 2]) for row in rows] for n in range(len(groups))]
+    return [[GroupPlace(*row[2 * n : 2 * n + 2]) for row in rows] for n in range(len(groups))]
 
 
-def place_in(ranks: Sequence[int], rank: int | None = None) -> Place:
+def place_in(ranks: Sequence[int], rank: int | None = None) -> GroupPlace:
     """Return the place of a rank, by default this one, among the global ranks of its group."""
-    return Place(min(ranks), list(ranks).index(distributed.get_rank() if rank is None else rank))
+    return GroupPlace(
+        min(ranks), list(ranks).index(distributed.get_rank() if rank is None else rank)
+    )
 
 
-def _ranks_of(group: distributed.ProcessGroup | None) -> list[int]:
+def ranks_of(group: distributed.ProcessGroup | None) -> list[int]:
+    """Return the global ranks of a group, this one alone if it is None."""
     return [distributed.get_rank()] if group is None else distributed.get_process_group_ranks(group)
 
 

@@ -61,11 +61,6 @@ class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.flops = 0
         self.host_reads: Counter[str] = Counter()
 
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes that this rank hands over to collectives."""
-        return sum(call.sent * count for call, count in self.collectives.items())
-
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

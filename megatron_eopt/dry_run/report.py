@@ -32,6 +32,16 @@ class Report:
     memory: Memory
 
 
+def schedules_of(optimizer: Any) -> list[tuple[str, Schedule]]:
+    """Return who computes which matrices, with the name of the optimizer that steps them."""
+    return [
+        (driver.name, schedule)
+        for member in optimizer.members
+        for driver in member.drivers
+        for schedule in driver.schedules
+    ]
+
+
 def report_of(optimizer: Any, give_gradients: Callable[[], None]) -> Report:
     """Let an optimizer step twice, and report what the second step does.
 
@@ -52,12 +62,7 @@ def report_of(optimizer: Any, give_gradients: Callable[[], None]) -> Report:
             elements[driver.name] += main.numel()
     return Report(
         elements=dict(elements),
-        schedules=[
-            (driver.name, schedule)
-            for member in optimizer.members
-            for driver in member.drivers
-            for schedule in driver.schedules
-        ],
+        schedules=schedules_of(optimizer),
         collectives=counts.collectives,
         flops=counts.flops,
         host_reads=counts.host_reads,

@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_eopt import cpu
-from megatron_eopt.base.agreement import Place, answered_by, place_in
+from megatron_eopt.base.agreement import GroupPlace, answered_by, place_in
 from megatron_eopt.base.errors import ConfigurationError, check_number
 from megatron_eopt.cpu.patches import Patch, PatchList
 from megatron_eopt.dry_run.counting import READ
@@ -57,12 +57,15 @@ def dry_world(rank: int, world_size: int) -> Iterator[None]:
     distributed.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         owners = (distributed, distributed_c10d)
-        patches.apply(Patch(owner, "new_group", peers.new_group) for owner in owners)
-        patches.apply([Patch(clip_grads, "l2_norm_impl", _fused_norm)])
-        # ranks are numbers, whatever computes with them
-        from_group = staticmethod(_with_values(DeviceMesh.from_group))
-        patches.apply([Patch(DeviceMesh, "from_group", from_group)])
-        patches.apply([Patch(DeviceMesh, "__init__", _with_values(DeviceMesh.__init__))])
+        patches.apply(
+            [
+                *(Patch(owner, "new_group", peers.new_group) for owner in owners),
+                Patch(clip_grads, "l2_norm_impl", _fused_norm),
+                # ranks are numbers, whatever computes with them
+                Patch(DeviceMesh, "from_group", staticmethod(_with_values(DeviceMesh.from_group))),
+                Patch(DeviceMesh, "__init__", _with_values(DeviceMesh.__init__)),
+            ]
+        )
         # what is made before, or outside of torch, has values
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         with cpu.enabled(), answered_by(peers), fake, _Values():  # type: ignore[no-untyped-call]
@@ -124,13 +127,13 @@ class _Peers:
         """Return the same for all: ranks of equal role say the same."""
         return [value] * distributed.get_world_size(group)
 
-    def places(self, group: distributed.ProcessGroup | None) -> list[Place]:
+    def places(self, group: distributed.ProcessGroup | None) -> list[GroupPlace]:
         """Return every rank's place in its group of one kind.
 
         Groups are of one kind if they have one description and one size.
         """
         if group is None:
-            return [Place(rank, 0) for rank in range(self._size)]
+            return [GroupPlace(rank, 0) for rank in range(self._size)]
         mine = distributed.get_process_group_ranks(group)
         if len(mine) == self._size:
             return [place_in(mine, rank) for rank in range(self._size)]

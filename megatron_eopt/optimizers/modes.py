@@ -54,6 +54,16 @@ class MatrixWork:
         """What slabs of a team must have in common to be computed in one stack."""
         return (self.team, self.compute.shape) if self.team else None
 
+    def load_of(self, rank: int, world_size: int) -> float:
+        """Estimate the floating-point operations of one of the ranks that compute it."""
+        if self.shared:
+            short, long = sorted(map(float, self.compute.shape))
+            return _cost_of_slab(short, long, world_size)
+        if self.team:
+            return iteration_cost(*self.compute.shape) / len(self.team)
+        shape = self.compute.local_shape(rank)
+        return iteration_cost(*shape) if shape else 0.0
+
     @property
     def shared(self) -> bool:
         """Whether all ranks of the group compute on slabs of it together."""
@@ -71,16 +81,8 @@ class Work:
         """Estimate the floating-point operations of each rank; float64 ``(world_size,)``."""
         loads = np.zeros(world_size)
         for work in self.matrices:
-            if work.shared:
-                short, long = sorted(work.compute.shape)
-                loads += _cost_of_slab(float(short), float(long), world_size)
-                continue
-            if work.team:
-                loads[list(work.team)] += iteration_cost(*work.compute.shape) / len(work.team)
-                continue
             for rank in np.unique(work.compute.boxes.rank):
-                shape = work.compute.local_shape(rank)
-                loads[rank] += iteration_cost(*shape) if shape else 0.0
+                loads[rank] += work.load_of(rank, world_size)
         return loads
 
     def update_shape(self, matrix: int, local: Tensor) -> tuple[int, int]:

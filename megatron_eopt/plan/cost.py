@@ -15,10 +15,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from torch import distributed
 
+from megatron_eopt.base.agreement import ranks_of
 from megatron_eopt.dry_run import Collective, Report
-from megatron_eopt.layouts import iteration_cost
 from megatron_eopt.layouts.exchange import Exchange
 from megatron_eopt.optimizers.modes import Schedule
 from megatron_eopt.plan.machine import Machine
@@ -101,8 +100,7 @@ def collective_seconds(call: Collective, machine: Machine) -> float:
 
 def _ways(schedule: Schedule, machine: Machine) -> list[tuple[float, float]]:
     """Return the seconds of every wave's way in and out."""
-    group, size = schedule.ranks.group, schedule.plan.element_size
-    ranks = np.array([0] if group is None else distributed.get_process_group_ranks(group))
+    ranks, size = np.array(ranks_of(schedule.ranks.group)), schedule.plan.element_size
     near = ranks // machine.gpus == ranks[schedule.ranks.rank] // machine.gpus
 
     def seconds(way: Exchange) -> float:
@@ -117,11 +115,12 @@ def _ways(schedule: Schedule, machine: Machine) -> list[tuple[float, float]]:
 
 def _by_wave(schedule: Schedule) -> list[float]:
     """Return the estimated operations of this rank in every wave."""
+    ranks = schedule.ranks
     return [
         math.fsum(
-            iteration_cost(*work.compute.shape) / max(len(work.team), 1)
+            schedule.work.matrices[i].load_of(ranks.rank, ranks.size)
             for batch in wave.batches
-            for work in (schedule.work.matrices[i] for i in batch.matrices)
+            for i in batch.matrices
         )
         for wave in schedule.plan.waves
     ]

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from torch import distributed
 
-from megatron_eopt.base.agreement import places_in
+from megatron_eopt.base.agreement import places_in, ranks_of
 from megatron_eopt.build.factory import get_megatron_optimizer
-from megatron_eopt.dry_run import Report, dry_world, report_of
+from megatron_eopt.dry_run import Report, dry_world, report_of, schedules_of
 from megatron_eopt.layouts.assignment import Float64Array
 from megatron_eopt.optimizers.modes import Schedule
 from megatron_eopt.plan.architectures import Architecture
@@ -36,13 +36,11 @@ class Stage:
         stages: Their numbers.
         busiest: Global rank of the first of them with the most to compute.
         loads: Estimated operations of each rank of the first of them.
-        first_rank: Its first rank.
     """
 
     stages: tuple[int, ...]
     busiest: int
     loads: Float64Array
-    first_rank: int
 
     @property
     def imbalance(self) -> float:
@@ -143,22 +141,15 @@ def _stage(
     with dry_world(first, layout.world_size):
         _, optimizer = _built(architecture, layout, config)
         loads, coming = np.zeros(layout.world_size), np.zeros(layout.world_size)
-        for member in optimizer.members:
-            for driver in member.drivers:
-                for schedule in driver.schedules:
-                    loads += _of_all_groups(schedule, schedule.loads)
-                    computers = [rank // gpus for rank in _members(schedule)]
-                    coming += _of_all_groups(schedule, schedule.arrivals(computers))
+        for _, schedule in schedules_of(optimizer):
+            loads += _of_all_groups(schedule, schedule.loads)
+            computers = [rank // gpus for rank in ranks_of(schedule.ranks.group)]
+            coming += _of_all_groups(schedule, schedule.arrivals(computers))
     mine = slice(first, first + layout.stage_size)
     # of those with as much to compute the one to which most comes from other computers
     busy = loads[mine] >= _AS_BUSY * loads[mine].max()
     busiest = int(np.where(busy, coming[mine], -1).argmax())
-    return Stage(kind, first + busiest, loads[mine], first)
-
-
-def _members(schedule: Schedule) -> list[int]:
-    group = schedule.ranks.group
-    return [0] if group is None else distributed.get_process_group_ranks(group)
+    return Stage(kind, first + busiest, loads[mine])
 
 
 def _of_all_groups(schedule: Schedule, values: Sequence[float]) -> Float64Array:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import distributed
 
-from megatron_eopt.base.agreement import Place, integers, places_in
+from megatron_eopt.base.agreement import GroupPlace, integers, places_in, ranks_of
 from megatron_eopt.stores.shard import Ranks
 
 
@@ -44,12 +44,11 @@ def data_parallel_only(grid: RankGrid, group: Any) -> RankGrid:
 
 def redistribution_grids(wanted: Sequence[Coordinates]) -> list[RankGrid]:
     """Return one group per entry; all ranks of the world call this with as many entries."""
-    me = distributed.get_rank()
     places = places_in([group for mine in wanted for group in (mine.tensor, mine.data)])
     grids = []
     for mine, tensor, data in zip(wanted, places[::2], places[1::2], strict=True):
         group = _find_or_create(mine, _classes(tensor, data))
-        members = [me] if group is None else distributed.get_process_group_ranks(group)
+        members = ranks_of(group)
         # fragments are numbered by the rank in the group, whatever its global rank
         tensor_ranks = tuple(tensor[rank].number for rank in members)
         data_ranks = tuple(data[rank].number for rank in members)
@@ -57,7 +56,7 @@ def redistribution_grids(wanted: Sequence[Coordinates]) -> list[RankGrid]:
     return grids
 
 
-def _classes(*places: Sequence[Place]) -> list[list[int]]:
+def _classes(*places: Sequence[GroupPlace]) -> list[list[int]]:
     """Partition the ranks: two belong together if they share one of the groups."""
     class_of = np.arange(len(places[0]))
     for of_all in places:

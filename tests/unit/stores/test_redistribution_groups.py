@@ -8,7 +8,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import distributed
 
-from megatron_eopt.base.agreement import Place
+from megatron_eopt.base.agreement import GroupPlace
 from megatron_eopt.storage import LayerWiseDistributedOptimizer
 from megatron_eopt.stores.buffers import buffer_sets
 from megatron_eopt.stores.rank_grid import _classes
@@ -20,10 +20,10 @@ from tests.unit.stores.runs import DENSE, MOE, Result, Run, inject, make_chunk, 
 
 def test_ranks_that_share_a_group_belong_together():
     # 8 ranks, tensor parallel pairs (0 1)(2 3)(4 5)(6 7); data parallel (0 2)(1 3) and (4 6)(5 7)
-    tensor = [Place(r - r % 2, r % 2) for r in range(8)]
-    data = [Place(r % 2 + 4 * (r // 4), (r // 2) % 2) for r in range(8)]
+    tensor = [GroupPlace(r - r % 2, r % 2) for r in range(8)]
+    data = [GroupPlace(r % 2 + 4 * (r // 4), (r // 2) % 2) for r in range(8)]
     assert _classes(tensor, data) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    alone = [Place(r, 0) for r in range(3)]
+    alone = [GroupPlace(r, 0) for r in range(3)]
     assert _classes(alone, alone) == [[0], [1], [2]]
 
 
