@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -35,12 +36,12 @@ class Layout:
     @classmethod
     def whole(cls, shape: tuple[int, int], owner: int) -> "Layout":
         """The whole matrix at one rank."""
-        return cls.replicated(shape, [owner])
+        return _copies(shape, (owner,))
 
     @classmethod
     def replicated(cls, shape: tuple[int, int], ranks: Sequence[int]) -> "Layout":
         """The whole matrix at every one of ``ranks``; the first is the source."""
-        return cls.slabs(shape, 0, [list(ranks)])
+        return _copies(shape, tuple(ranks))
 
     @classmethod
     def slabs(
@@ -182,6 +183,12 @@ class Layout:
     def held(self, world_size: int) -> Int64Array:
         """Elements that each rank holds; int64 ``(world_size,)``."""
         return self.boxes.held(world_size)
+
+
+@lru_cache(maxsize=1 << 16)
+def _copies(shape: tuple[int, int], ranks: tuple[int, ...]) -> Layout:
+    """Make it once: a model has few shapes, and an owner many matrices of each."""
+    return Layout.slabs(shape, 0, [list(ranks)])
 
 
 def _crop(boxes: Boxes, start: Int64Array, stop: Int64Array, rank: Int64Array) -> Boxes:

@@ -19,6 +19,7 @@ auto           what keeps the busiest rank busy least      that of these
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, cast
 
 import numpy as np
@@ -246,6 +247,7 @@ def _stored_in_slabs(storage: Layout, world_size: int) -> bool:
     return home(storage)[1] <= _IMBALANCE * size / world_size
 
 
+@lru_cache(maxsize=1 << 16)
 def home(layout: Layout) -> tuple[int, int]:
     """Return the rank that holds most of a matrix, the lowest one on ties, and how much that is."""
     ranks, piece = np.unique(layout.boxes.rank, return_inverse=True)

@@ -10,6 +10,7 @@ Note [Shards]
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +23,9 @@ from megatron_eopt.base.names import GLOBAL_NAME_ATTRIBUTE
 from megatron_eopt.layouts import Layout
 from megatron_eopt.layouts.boxes import Boxes, ragged_arange
 from megatron_eopt.matrices import Split, matrix_rows
+
+_REMEMBERED = 4096
+"""Layouts that are made once for all parameters of one shape and place."""
 
 
 @dataclass(frozen=True)
@@ -66,20 +70,14 @@ class Shard:
     global_name: str = ""
 
     def __post_init__(self) -> None:
-        held = self.pieces
-        runs = np.where(held.stride == held.width, 1, held.height)
-        length = np.where(held.stride == held.width, held.area, held.width)
-        start = np.repeat(held.offset, runs) + ragged_arange(runs) * np.repeat(held.stride, runs)
-        order = np.argsort(start, kind="stable")
-        ends = np.cumsum(np.repeat(length, runs)[order])
-        filled = np.array_equal(start[order], np.concatenate([[0], ends])[:-1])
-        covered = int(ends[-1]) if len(ends) else 0
+        filled, covered = _covered(self.layouts, self.ranks.rank)
         if not filled or covered != self.numel:
+            held = int(self.pieces.area.sum())
             raise ConfigurationError(
                 "layout of",
                 self.name,
                 f"rank {self.ranks.rank} stores {self.numel} elements of it, of which the "
-                f"{self.split.kind} split {self.split.describe()} covers {int(held.area.sum())}; "
+                f"{self.split.kind} split {self.split.describe()} covers {held}; "
                 "each must be covered once",
                 "Correct partition_dim, tensor_model_parallel or the split of this parameter",
             )
@@ -92,7 +90,7 @@ class Shard:
     @property
     def pieces(self) -> Boxes:
         """What this rank stores of all matrices."""
-        return Boxes.join([layout.piece(self.ranks.rank) for layout in self.layouts])
+        return _pieces(self.layouts, self.ranks.rank)
 
     @property
     def matrix_names(self) -> tuple[str, ...]:
@@ -100,6 +98,23 @@ class Shard:
         if len(self.layouts) == 1:
             return (self.name,)
         return tuple(f"{self.name}[{matrix.name}]" for matrix in self.split.matrices)
+
+
+def _pieces(layouts: Sequence[Layout], rank: int) -> Boxes:
+    return Boxes.join([layout.piece(rank) for layout in layouts])
+
+
+@lru_cache(maxsize=_REMEMBERED)
+def _covered(layouts: tuple[Layout, ...], rank: int) -> tuple[bool, int]:
+    """Tell whether a rank's pieces lie one after another from place 0 on, and where they end."""
+    held = _pieces(layouts, rank)
+    runs = np.where(held.stride == held.width, 1, held.height)
+    length = np.where(held.stride == held.width, held.area, held.width)
+    start = np.repeat(held.offset, runs) + ragged_arange(runs) * np.repeat(held.stride, runs)
+    order = np.argsort(start, kind="stable")
+    ends = np.cumsum(np.repeat(length, runs)[order])
+    filled = np.array_equal(start[order], np.concatenate([[0], ends])[:-1])
+    return filled, int(ends[-1]) if len(ends) else 0
 
 
 def global_name(param: Tensor, name: str) -> str:
@@ -133,15 +148,24 @@ def fragment_layouts(
         tensor_size: Ranks of the tensor-parallel group.
         fragments: One entry per rank of the redistribution group, in its order of ranks.
     """
+    held = [(rank, item) for rank, item in enumerate(fragments) if item.start < item.stop]
+    return _layouts_of(split, partition_dim, tensor_size, tuple(held))
+
+
+@lru_cache(maxsize=_REMEMBERED)
+def _layouts_of(
+    split: Split, partition_dim: int, tensor_size: int, held: tuple[tuple[int, Fragment], ...]
+) -> tuple[Layout, ...]:
+    """Do it for the fragments that are not empty, each with its rank."""
     holders: dict[Fragment, list[int]] = {}
-    for rank, fragment in enumerate(fragments):
-        if fragment.start < fragment.stop:
-            holders.setdefault(fragment, []).append(rank)
-    ranks = np.array([rank for held in holders.values() for rank in held], np.int64)
-    sources = [held[0] for held in holders.values()]
-    ranges = np.array([fragments[rank] for rank in ranks], np.int64).reshape(-1, 3)
+    for rank, fragment in held:
+        holders.setdefault(fragment, []).append(rank)
+    ranks = np.array([rank for same in holders.values() for rank in same], np.int64)
+    sources = [same[0] for same in holders.values()]
+    of_rank = dict(held)
+    ranges = np.array([of_rank[rank] for rank in ranks.tolist()], np.int64).reshape(-1, 3)
     tensor_ranks = np.unique(ranges[:, 0]).tolist()
-    held = [matrix_rows(split, tensor_size, rank, partition_dim) for rank in tensor_ranks]
+    rows = [matrix_rows(split, tensor_size, rank, partition_dim) for rank in tensor_ranks]
     layouts = []
     for index, matrix in enumerate(split.matrices):
         slabs = [
@@ -154,7 +178,7 @@ def fragment_layouts(
                 first_col=runs[index].first_col,
                 held_cols=runs[index].held_cols,
             ).boxes
-            for tensor_rank, runs in zip(tensor_ranks, held, strict=True)
+            for tensor_rank, runs in zip(tensor_ranks, rows, strict=True)
         ]
         cut = Layout(matrix.shape, Boxes.join(slabs)).fragments(
             rank=ranks, holder=ranges[:, 0], start=ranges[:, 1], stop=ranges[:, 2]
