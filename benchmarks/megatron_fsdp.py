@@ -4,7 +4,6 @@
 """
 
 import argparse
-import json
 import statistics
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp import fully_shard_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from benchmarks.about import about, write_json
 from benchmarks.fsdp2.arms import DECAY, EVEN, LR, MOMENTUM, STEPS, Matrices, gradients
 from megatron_eopt import EmergingOptimizerConfig
 from megatron_eopt.fsdp2 import build_optimizer
@@ -140,6 +140,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
     args = parser.parse_args()
+    before = about()
     figures = {}
     print("| ranks | ours, ms | gathered everywhere, ms | x ours | quartiles | calls | bytes |")
     print("|---:|---:|---:|---:|---:|---:|---:|")
@@ -159,7 +160,7 @@ def main() -> None:
             f"| {ranks} | {medians} | {middle:.2f} | {quartiles} | {found[0]['calls']} | {sent:,} |"
         )
     if args.json is not None:
-        args.json.write_text(json.dumps(figures, indent=2) + "\n")
+        write_json({"ranks": figures}, args.json, before)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ turn, on the same gradients, in float32.
 """
 
 import argparse
-import json
 import statistics
 import time
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
+from benchmarks.about import about, in_turn, write_json
 from megatron_eopt import EmergingOptimizerConfig, get_megatron_optimizer
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
@@ -62,13 +62,10 @@ def _on_rank(rounds: int) -> tuple[list[list[float]], list[Any]]:
     initialize_megatron()
     contestants = [_Contestant(*contestant) for contestant in CONTESTANTS]
     times: list[list[float]] = [[] for _ in contestants]
-    for round_ in range(WARM_UP + rounds):
-        # who goes first changes from round to round
-        turn = round_ % len(contestants)
-        for place in [*range(turn, len(contestants)), *range(turn)]:
-            elapsed = contestants[place].step(round_)
-            if round_ >= WARM_UP:
-                times[place].append(elapsed)
+    for round_, place in in_turn(range(len(contestants)), WARM_UP + rounds):
+        elapsed = contestants[place].step(round_)
+        if round_ >= WARM_UP:
+            times[place].append(elapsed)
     return times, [contestant.optimizer.memory() for contestant in contestants]
 
 
@@ -132,10 +129,11 @@ def main() -> None:
     args = parser.parse_args()
     if args.rounds < 4:
         parser.error("--rounds must be at least 4")
+    before = about()
     rows = measure(args.rounds, args.timeout)
     print(table(rows))
     if args.json is not None:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+        write_json({"contestants": rows}, args.json, before)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,13 @@
 """Entry: ``python -m benchmarks.checkpoint_files``."""
 
 import argparse
-import json
-import os
 import statistics
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from benchmarks.about import about, write_json
 from benchmarks.checkpoint_files.measure import Figures, measure
 
 
@@ -31,7 +30,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.rounds < 2:
         parser.error("--rounds must be at least 2")
-    before = os.getloadavg()[0]
+    before = about()
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         figures = measure(
             args.ranks, args.layers, args.hidden, args.rounds, Path(folder), args.timeout
@@ -39,8 +38,8 @@ def main() -> None:
     print(f"a checkpoint of {figures[0].checkpoint_bytes:,} bytes, {args.ranks} ranks\n")
     print(table(figures))
     if args.json is not None:
-        result = {"load": before, "ranks": args.ranks, "ways": [asdict(one) for one in figures]}
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
+        result = {"ranks": args.ranks, "ways": [asdict(one) for one in figures]}
+        write_json(result, args.json, before)
 
 
 def table(figures: Sequence[Figures]) -> str:

@@ -1,14 +1,13 @@
 """Entry: ``python -m benchmarks.fsdp2``."""
 
 import argparse
-import json
-import os
 import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from benchmarks.about import about, write_json
 from benchmarks.fsdp2.arms import ARMS, OTHER, OURS, has_other
 from benchmarks.fsdp2.measure import Figures, measure, try_uneven
 
@@ -34,7 +33,7 @@ def main() -> None:
     arms = [arm for arm in ARMS if arm != OTHER or has_other()]
     if OTHER not in arms:
         print("muon_fsdp2 cannot be imported and is left out", file=sys.stderr)
-    before = os.getloadavg()[0]
+    before = about()
     figures = [
         one for ranks in args.ranks for one in measure(ranks, arms, args.rounds, args.timeout)
     ]
@@ -43,8 +42,8 @@ def main() -> None:
     print("\nRows that do not divide, 2 ranks:\n")
     print("\n".join(f"* {arm}: {outcome}" for arm, outcome in uneven.items()))
     if args.json is not None:
-        result = {"load": before, "even": [asdict(one) for one in figures], "uneven": uneven}
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
+        result = {"even": [asdict(one) for one in figures], "uneven": uneven}
+        write_json(result, args.json, before)
 
 
 def table(figures: Sequence[Figures]) -> str:

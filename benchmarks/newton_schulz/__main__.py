@@ -7,13 +7,10 @@ the ratios of alternating pairs.
 """
 
 import argparse
-import json
-import platform
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
-
+from benchmarks.about import about, write_json
 from benchmarks.newton_schulz.cases import (
     Result,
     against_emerging_optimizers,
@@ -69,6 +66,7 @@ def main() -> None:
     parser.add_argument("--png", type=Path, help="draw the figure into this file")
     parser.add_argument("--pairs", type=int, default=11, help="alternating pairs per line")
     arguments = parser.parse_args()
+    before = about()
     print(HEADER)
     results: list[Result] = []
     for source in (against_emerging_optimizers, batch_against_loop):
@@ -78,15 +76,7 @@ def main() -> None:
     results.append(on_gpu(arguments.pairs))
     print(line(results[-1]))
     if arguments.json:
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-        about = {
-            "torch": torch.__version__,
-            "threads": torch.get_num_threads(),
-            "machine": platform.machine(),
-            "gpu": device,
-        }
-        document = {"about": about, "results": [asdict(result) for result in results]}
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+        write_json({"results": [asdict(result) for result in results]}, arguments.json, before)
     if arguments.png:
         draw(results, arguments.png)
 

@@ -2,11 +2,15 @@
 
 import argparse
 from pathlib import Path
+from typing import get_args
 
-from benchmarks.optimizer_step.arms import HIDDEN, LAYERS, SECTIONS
+from benchmarks.about import about, write_json
+from benchmarks.optimizer_step.arms import HIDDEN, LAYERS, SECTIONS, ProductsT
 from benchmarks.optimizer_step.measure import measure
-from benchmarks.optimizer_step.report import draw, table, train_table, write_json
+from benchmarks.optimizer_step.report import draw, table, train_table
 from benchmarks.optimizer_step.train_step import TOKENS, measure_train_step
+
+TRAIN = "train step"
 
 
 def main() -> None:
@@ -20,7 +24,16 @@ def main() -> None:
         ),
     )
     parser.add_argument("--rounds", type=int, default=15, help="steps of each, at least 10")
-    parser.add_argument("--only", choices=[section.name for section in SECTIONS])
+    parser.add_argument(
+        "--only", choices=[*(section.name for section in SECTIONS), TRAIN], help="one part of it"
+    )
+    parser.add_argument(
+        "--products",
+        choices=get_args(ProductsT.__value__),
+        default="bf16",
+        help="of Newton-Schulz, and in a whole train step the model's: fp32 where the CPU has no "
+        "products of bfloat16",
+    )
     parser.add_argument("--timeout", type=float, default=170.0, help="seconds for one section")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the times here")
@@ -28,14 +41,23 @@ def main() -> None:
     if args.rounds < 10:
         parser.error("--rounds must be at least 10")
     sections = [section for section in SECTIONS if args.only in (None, section.name)]
-    results = [measure(section, args.rounds, args.timeout) for section in sections]
-    print(table(results))
-    whole = measure_train_step(args.rounds, args.timeout)
-    print(f"\nA whole train step, DP 2, {TOKENS} tokens a rank:\n")
-    print(train_table(whole))
+    before = about()
+    results = []
+    for section in sections:
+        results.append(measure(section, args.products, args.rounds, args.timeout))
+        print(table(results[-1:]), flush=True)
+    whole = []
+    if args.only in (None, TRAIN):
+        whole = measure_train_step(args.products, args.rounds, args.timeout)
+        print(f"\nA whole train step, DP 2, {TOKENS} tokens a rank:\n")
+        print(train_table(whole))
     if args.json is not None:
-        write_json(results, whole, args.json)
-    if args.png is not None:
+        figures = {
+            "steps": [result.to_json() for result in results],
+            "train_steps": [one.to_json() for one in whole],
+        }
+        write_json(figures, args.json, before)
+    if args.png is not None and results:
         draw(results, args.png)
 
 

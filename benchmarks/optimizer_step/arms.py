@@ -14,8 +14,11 @@ from megatron_eopt import EmergingOptimizerConfig, get_megatron_optimizer
 from tests.harness.models import tiny_gpt, wrap_ddp
 
 LAYERS, HIDDEN, HEADS, VOCABULARY = 4, 512, 8, 1024
+EXPERTS, HIDDEN_OF_EXPERTS = 8, 256
 
 type StorageT = Literal["whole", "fragments", "padded"]
+type ProductsT = Literal["bf16", "fp32"]
+"""What Newton-Schulz multiplies, and what a whole train step computes in."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +53,19 @@ class Section:
         tp: Tensor-parallel size.
         ranks: Processes.
         arms: The first is ours.
+        experts: Of every layer; None for a dense model.
     """
 
     name: str
     tp: int
     ranks: int
     arms: tuple[Arm, ...]
+    experts: int | None = None
+
+    @property
+    def hidden(self) -> int:
+        """Hidden size of the model."""
+        return HIDDEN if self.experts is None else HIDDEN_OF_EXPERTS
 
 
 OURS: Literal["megatron-eopt"] = "megatron-eopt"
@@ -84,6 +94,27 @@ SECTIONS = (
             Arm("stock, plain", STOCK, OptimizerConfig, "duplicated"),
         ),
     ),
+    Section(
+        "TP 2 x DP 2",
+        tp=2,
+        ranks=4,
+        arms=(
+            Arm("ours, auto", OURS, EmergingOptimizerConfig, "auto", "fragments"),
+            Arm("stock, padded, duplicated", STOCK, OptimizerConfig, "duplicated", "padded"),
+            Arm("stock, padded, distributed", STOCK, OptimizerConfig, "distributed", "padded"),
+        ),
+    ),
+    Section(
+        "MoE, DP 2",
+        tp=1,
+        ranks=2,
+        arms=(
+            Arm("ours, fragments", OURS, EmergingOptimizerConfig, "auto", "fragments"),
+            Arm("stock, padded layer-wise", STOCK, OptimizerConfig, "duplicated", "padded"),
+            Arm("stock, plain", STOCK, OptimizerConfig, "duplicated"),
+        ),
+        experts=EXPERTS,
+    ),
 )
 
 # forward, backward and step
@@ -101,18 +132,25 @@ TRAIN_SECTION = Section(
 class Contestant:
     """A model of its own with its optimizer; all start from the same weights."""
 
-    def __init__(self, arm: Arm) -> None:
+    def __init__(
+        self,
+        section: Section,
+        arm: Arm,
+        products: ProductsT,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
         model_parallel_cuda_manual_seed(1234)
         torch.manual_seed(1234)
         self.arm = arm
         model = tiny_gpt(
             layers=LAYERS,
-            hidden=HIDDEN,
+            hidden=section.hidden,
             heads=HEADS,
+            experts=section.experts,
             vocabulary=VOCABULARY,
             # stock sends learned position embeddings to Muon, which this package does not
             position_embedding="rope",
-            dtype=torch.bfloat16,
+            dtype=dtype,
         )
         self.model = _wrap(model, arm.storage)
         config = arm.config(
@@ -121,13 +159,13 @@ class Contestant:
             use_layer_wise_distributed_optimizer=arm.storage == "padded",
             lr=1e-2,
             weight_decay=0.01,
-            bf16=True,
-            params_dtype=torch.bfloat16,
+            bf16=dtype == torch.bfloat16,
+            params_dtype=dtype,
             muon_tp_mode=arm.tp_mode,
             muon_nesterov=True,
             muon_momentum=0.95,
             muon_split_qkv=True,
-            muon_fp32_matmul_prec="medium",
+            muon_fp32_matmul_prec="medium" if products == "bf16" else "highest",
         )
         factory: Any = get_megatron_optimizer
         if arm.factory == STOCK:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.optimizer_step.arms import SECTIONS, Contestant, Section
+from benchmarks.about import in_turn
+from benchmarks.optimizer_step.arms import SECTIONS, Contestant, ProductsT, Section
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
 
@@ -51,11 +52,10 @@ class Result:
         return asdict(self)
 
 
-def measure(section: Section, rounds: int, timeout: float) -> Result:
+def measure(section: Section, products: ProductsT, rounds: int, timeout: float) -> Result:
     """Run one section."""
-    ranks = run_ranks(
-        section.ranks, _on_rank, SECTIONS.index(section), rounds, timeout=timeout, cpu=True
-    )
+    number = SECTIONS.index(section)
+    ranks = run_ranks(section.ranks, _on_rank, number, products, rounds, timeout=timeout, cpu=True)
     times = {
         arm.name: [max(r["times"][arm.name][i] for r in ranks) for i in range(rounds)]
         for arm in section.arms
@@ -71,20 +71,17 @@ def measure(section: Section, rounds: int, timeout: float) -> Result:
     return Result(section.name, section.ranks, rounds, times, ratios)
 
 
-def _on_rank(number: int, rounds: int) -> dict[str, Any]:
+def _on_rank(number: int, products: ProductsT, rounds: int) -> dict[str, Any]:
     section = SECTIONS[number]
     initialize_megatron(tp=section.tp)
-    contestants = [Contestant(arm) for arm in section.arms]
+    contestants = [Contestant(section, arm, products) for arm in section.arms]
     start = contestants[0].weights()
     times: dict[str, list[float]] = {arm.name: [] for arm in section.arms}
-    for round_ in range(WARM_UP + rounds):
-        # who goes first changes from round to round
-        turn = round_ % len(contestants)
-        for contestant in contestants[turn:] + contestants[:turn]:
-            contestant.set_gradients(round_)
-            elapsed = _time_step(contestant)
-            if round_ >= WARM_UP:
-                times[contestant.arm.name].append(elapsed)
+    for round_, contestant in in_turn(contestants, WARM_UP + rounds):
+        contestant.set_gradients(round_)
+        elapsed = _time_step(contestant)
+        if round_ >= WARM_UP:
+            times[contestant.arm.name].append(elapsed)
     ours = contestants[0].weights()
     differences = {c.arm.name: _compare(c.weights(), ours, start) for c in contestants[1:]}
     return {"times": times, "differences": differences}

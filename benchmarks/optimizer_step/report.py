@@ -1,6 +1,5 @@
 """Prints and draws the results."""
 
-import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,15 +43,6 @@ def train_table(steps: Sequence[TrainStep]) -> str:
         cells += [f"{statistics.median(pairs):.2f}"]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
-
-
-def write_json(results: Sequence[Result], whole: Sequence[TrainStep], path: Path) -> None:
-    """Write all figures."""
-    figures = {
-        "steps": [result.to_json() for result in results],
-        "train_steps": [one.to_json() for one in whole],
-    }
-    path.write_text(json.dumps(figures, indent=2) + "\n")
 
 
 def draw(results: Sequence[Result], path: Path) -> None:

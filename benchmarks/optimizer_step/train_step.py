@@ -4,9 +4,11 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from benchmarks.optimizer_step.arms import TRAIN_SECTION, VOCABULARY, Contestant
+from benchmarks.about import in_turn
+from benchmarks.optimizer_step.arms import TRAIN_SECTION, VOCABULARY, Contestant, ProductsT
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import SEQUENCE_LENGTH, forward_backward, synthetic_batch
@@ -40,9 +42,9 @@ class TrainStep:
         return asdict(self)
 
 
-def measure_train_step(rounds: int, timeout: float) -> list[TrainStep]:
+def measure_train_step(products: ProductsT, rounds: int, timeout: float) -> list[TrainStep]:
     """Train both models in turn; ours is the first."""
-    ranks = run_ranks(TRAIN_SECTION.ranks, _on_rank, rounds, timeout=timeout, cpu=True)
+    ranks = run_ranks(TRAIN_SECTION.ranks, _on_rank, products, rounds, timeout=timeout, cpu=True)
 
     def slowest(name: str, part: int) -> list[float]:
         return [max(rank[name][i][part] for rank in ranks) for i in range(rounds)]
@@ -53,17 +55,15 @@ def measure_train_step(rounds: int, timeout: float) -> list[TrainStep]:
     ]
 
 
-def _on_rank(rounds: int) -> dict[str, list[tuple[float, float]]]:
+def _on_rank(products: ProductsT, rounds: int) -> dict[str, list[tuple[float, float]]]:
     initialize_megatron()
-    contestants = [Contestant(arm) for arm in TRAIN_SECTION.arms]
+    dtype = torch.bfloat16 if products == "bf16" else torch.float32
+    contestants = [Contestant(TRAIN_SECTION, arm, products, dtype) for arm in TRAIN_SECTION.arms]
     times: dict[str, list[tuple[float, float]]] = {arm.name: [] for arm in TRAIN_SECTION.arms}
-    for round_ in range(WARM_UP + rounds):
-        # who goes first changes from round to round
-        turn = round_ % len(contestants)
-        for contestant in contestants[turn:] + contestants[:turn]:
-            elapsed = _train(contestant, MICROBATCHES * round_)
-            if round_ >= WARM_UP:
-                times[contestant.arm.name].append(elapsed)
+    for round_, contestant in in_turn(contestants, WARM_UP + rounds):
+        elapsed = _train(contestant, MICROBATCHES * round_)
+        if round_ >= WARM_UP:
+            times[contestant.arm.name].append(elapsed)
     return times
 
 

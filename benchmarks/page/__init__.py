@@ -1,0 +1,1 @@
+"""Writes docs/benchmarks.md, all of it, from the figures beside it."""

@@ -1,0 +1,49 @@
+#!/usr/bin/env bash
+# Runs the benchmarks one after another, writes their figures and docs/benchmarks.md.
+#
+#   ./benchmarks/run_all.sh                 all but the trainings (about 30 minutes on two cores)
+#   ./benchmarks/run_all.sh --only NAME     one of them (may be repeated); names: --list
+#   ./benchmarks/run_all.sh --out FOLDER    figures and page go there instead of docs/
+#
+# Nothing else should run meanwhile: every figure says how busy the machine was before it.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+
+names=(optimizer_step optimizer_step_fp32 newton_schulz fsdp2 megatron_fsdp checkpoints start_up
+    checkpoint_files working_memory balance momentum)
+only=() out=docs
+while [[ $# -gt 0 ]]; do
+    case "$1" in
+        --only) only+=("${2:?--only needs a name, one of: ${names[*]}}"); shift 2 ;;
+        --out) out="${2:?--out needs a folder}"; shift 2 ;;
+        --list) printf '%s\n' "${names[@]}"; exit ;;
+        *) sed -n '2,/^$/{s/^# \{0,1\}//p}' "$0"; [[ "$1" == --help ]] && exit || exit 2 ;;
+    esac
+done
+for name in "${only[@]}"; do
+    if [[ ! " ${names[*]} " == *" $name "* ]]; then
+        echo "--only $name: must be one of ${names[*]}" >&2
+        exit 2
+    fi
+done
+source scripts/environment.sh
+[[ ${#only[@]} -gt 0 ]] || only=("${names[@]:0:10}")
+figures="$out/benchmarks"
+mkdir -p "$figures"
+
+count=0
+for name in "${only[@]}"; do
+    count=$((count + 1))
+    echo "== $count/${#only[@]} $name"
+    json=(--json "$figures/$name.json") png=(--png "$figures/$name.png")
+    case "$name" in
+        optimizer_step | newton_schulz) python -m "benchmarks.$name" "${json[@]}" "${png[@]}" ;;
+        optimizer_step_fp32) python -m benchmarks.optimizer_step --products fp32 "${json[@]}" ;;
+        balance) python -m benchmarks.balance --write "$out/balance.md" "${json[@]}" ;;
+        momentum) python -m benchmarks.momentum --out runs/momentum "${json[@]}" "${png[@]}" ;;
+        *) python -m "benchmarks.$name" "${json[@]}" ;;
+    esac
+done
+python -m benchmarks.page --figures "$figures" --write "$out/benchmarks.md"
+echo "wrote $out/benchmarks.md"
