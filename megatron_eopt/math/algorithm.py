@@ -85,6 +85,10 @@ class Plan:
     dtype: torch.dtype  # of the matrix products' operands
     shifted: bool = False  # whether the Gram form keeps identity parts apart
 
+    def products(self, steps: int) -> int:
+        """Return how often the whole matrix is multiplied by a small one in so many steps."""
+        return len(self.restarts) + 1 if self.algorithm == "gram" else steps
+
 
 def standard_flops(m: int, n: int, steps: int) -> int:
     """Return the FLOPs of the standard iteration on an ``m x n`` matrix, either side longer."""

@@ -65,6 +65,7 @@ class Backend:
     distributed: bool = False  # whether it can work on a matrix whose long side is cut over ranks
     # whether it takes the triples as they are, so that a factor on the last is one on the result
     linear_in_last_step: bool = False
+    writes_out: bool = False  # whether it takes a tensor ``out`` to write to, which may be ``wide``
 
     def algorithm(self, name: str, asked: AlgorithmT) -> AlgorithmT:
         """Return what to plan for; a ConfigurationError if it cannot do what was asked."""

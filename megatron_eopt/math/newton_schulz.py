@@ -38,6 +38,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
+from megatron_eopt.math.algorithm import Plan
 from megatron_eopt.math.coefficients import Triple, response
 
 ReduceT = Callable[[Tensor], Tensor]
@@ -62,7 +63,14 @@ class Team(Protocol):
 _FLOAT32_SAFE_EPS = 1e-15
 
 
-def normalize(x: Tensor, eps: float, dtype: torch.dtype, reduce: ReduceT | None = None) -> Tensor:
+def normalize(
+    x: Tensor,
+    eps: float,
+    dtype: torch.dtype,
+    reduce: ReduceT | None = None,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
     """Divide each matrix by its Frobenius norm, or by ``eps`` where that is larger.
 
     Rows are summed in float32 and then combined in float64: a flat float32 sum over the millions of
@@ -70,8 +78,9 @@ def normalize(x: Tensor, eps: float, dtype: torch.dtype, reduce: ReduceT | None 
     row and give a zero update; float64 input has no such limit.
 
     Returns:
-        A new contiguous tensor of this ``dtype``, shaped like ``x``, ``(..., m, n)`` of any float
-        dtype; every spectral norm is at most 1.
+        A contiguous tensor of this ``dtype``, shaped like ``x``, ``(..., m, n)`` of any float
+        dtype; every spectral norm is at most 1. It is new, or ``out``, which is contiguous, of this
+        dtype, and may be ``x``.
     """
     careful = x.dtype == torch.float64 or eps < _FLOAT32_SAFE_EPS
     row_dtype = torch.float64 if careful else torch.float32
@@ -90,10 +99,12 @@ def normalize(x: Tensor, eps: float, dtype: torch.dtype, reduce: ReduceT | None 
         factor = factor.to(torch.float32)
     # Contiguous: products that write into a transposed bfloat16 batch leave the vendor's library on
     # a CPU and take a thousand times longer.
-    if x.is_cuda:
-        return torch.mul(x, factor, out=torch.empty(x.shape, dtype=dtype, device=x.device))
+    if x.is_cuda and out is None:
+        out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    if out is not None and not scratch:
+        return torch.mul(x, factor, out=out)
     product = x.mul_(factor) if scratch else x * factor
-    return product.to(dtype).contiguous()
+    return product.to(dtype).contiguous() if out is None else out.copy_(product)
 
 
 def multiply_add(
@@ -112,18 +123,24 @@ def multiply_add(
 
 
 def iterate_standard(
-    x: Tensor, triples: Sequence[Triple], reduce: ReduceT | None = None, *, tall: bool = False
+    x: Tensor,
+    triples: Sequence[Triple],
+    reduce: ReduceT | None = None,
+    *,
+    tall: bool = False,
+    spare: Tensor | None = None,
 ) -> Tensor:
     """Run ``X <- a X + (b A + c A^2) X`` with ``A = X X^T`` once per triple, and return ``X``.
 
     ``x`` is normalised and will be overwritten; ``reduce`` is called once per step, with the Gram
     matrix, and a team gathers once per step. ``len(triples) * (4 n / m + 2) m^3`` FLOPs a matrix.
+    Iterates lie in turn in ``spare``, like ``x`` and by default new, and in ``x``.
     """
     team = _team(reduce)
     m = x.shape[-1] if tall else x.shape[-2]
     square = x.new_empty((*x.shape[:-2], m, m))
     polynomial = torch.empty_like(square)
-    spare = torch.empty_like(x)
+    spare = torch.empty_like(x) if spare is None else spare
     for a, b, c in triples:
         wide = x.mT if tall else x
         square = _reduced(torch.matmul(wide, wide.mT, out=square), reduce)
@@ -287,25 +304,25 @@ def apply(q: Shifted, x: Tensor, out: Tensor | None = None, *, tall: bool = Fals
 def iterate_gram(
     x: Tensor,
     triples: Sequence[Triple],
-    restarts: Sequence[int] = (),
+    plan: Plan,
     reduce: ReduceT | None = None,
     *,
     columns: int | None = None,
     tall: bool = False,
-    shifted: bool = True,
+    spare: Tensor | None = None,
 ) -> Tensor:
-    """Run all steps on Gram matrices, forming a fresh one before each step in ``restarts``.
+    """Run all steps on Gram matrices, forming a fresh one before each of the plan's restarts.
 
-    Returns the last iterate. ``x`` is normalised and will be overwritten; ``restarts`` count from 0
-    and ascend; ``reduce`` is called once per segment, with a Gram matrix; ``columns`` are those of
-    the whole matrix, if ``x`` has only some. A team gathers as Note [Teams] says.
+    Returns the last iterate. ``x`` is normalised and will be overwritten; ``reduce`` is called once
+    per segment, with a Gram matrix; ``columns`` are those of the whole matrix, if ``x`` has only
+    some. A team gathers as Note [Teams] says. Iterates, one a segment, lie in turn in ``spare``,
+    like ``x`` and by default new, and in ``x``.
     """
     m = x.shape[-1] if tall else x.shape[-2]
-    spare: Tensor | None = None
-    for start, stop in pairwise((0, *restarts, len(triples))):
-        shift = expected_shift(triples[:start], m) if shifted else 0.0
+    for start, stop in pairwise((0, *plan.restarts, len(triples))):
+        shift = expected_shift(triples[:start], m) if plan.shifted else 0.0
         a = gram_residual(x, shift, reduce, columns=columns, tall=tall)
-        q = accumulate(a, triples[start:stop], shifted=shifted, team=_team(reduce))
+        q = accumulate(a, triples[start:stop], shifted=plan.shifted, team=_team(reduce))
         x, spare = apply(q, x, out=spare, tall=tall), x
     return x
 

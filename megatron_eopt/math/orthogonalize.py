@@ -13,6 +13,7 @@ from megatron_eopt.base.errors import (
     check_choice,
     check_number,
 )
+from megatron_eopt.base.places import place_of
 from megatron_eopt.base.upstream import default_of
 from megatron_eopt.math.algorithm import AlgorithmT, Plan, choose_algorithm
 from megatron_eopt.math.backends import Backend, get_backend, register_backend
@@ -48,7 +49,9 @@ def _compute_torch(
     eps: float,
     reduce: ReduceT | None,
     columns: int,
+    out: Tensor | None = None,
 ) -> Tensor:
+    """Do it with our own code; ``out`` is what to write to, if possible, and may be ``wide``."""
     if wide.ndim == 3 and (size := chunk_size(wide, plan.dtype, reduce)) < wide.shape[0]:
         parts = [
             _compute_torch(part, schedule, plan, eps=eps, reduce=reduce, columns=columns)
@@ -56,20 +59,28 @@ def _compute_torch(
         ]
         return torch.cat(parts)
     tall = wide.stride(-2) < wide.stride(-1)
-    x = normalize(wide.mT if tall else wide, eps, plan.dtype, reduce)
+    if out is not None:
+        out = out.mT if tall else out
+        out = out if out.dtype == plan.dtype and out.is_contiguous() else None
+    # the iterates lie in two places in turn, of which the last one is `out`
+    first_in_out = plan.products(len(schedule)) % 2 == 0
+    x, spare = wide.mT if tall else wide, None if first_in_out else out
+    x = normalize(x, eps, plan.dtype, reduce, out=out if first_in_out else None)
     if plan.algorithm == "standard":
-        x = iterate_standard(x, schedule, reduce, tall=tall)
+        x = iterate_standard(x, schedule, reduce, tall=tall, spare=spare)
     else:
-        x = iterate_gram(
-            x, schedule, plan.restarts, reduce, columns=columns, tall=tall, shifted=plan.shifted
-        )
+        x = iterate_gram(x, schedule, plan, reduce, columns=columns, tall=tall, spare=spare)
     return x.mT if tall else x
 
 
 register_backend(
     "torch",
     Backend(
-        _compute_torch, ("auto", "standard", "gram"), distributed=True, linear_in_last_step=True
+        _compute_torch,
+        ("auto", "standard", "gram"),
+        distributed=True,
+        linear_in_last_step=True,
+        writes_out=True,
     ),
 )
 
@@ -113,8 +124,9 @@ class Orthogonalization:
         scale: float = 1.0,
         reduce: ReduceT | None = None,
         whole_shape: tuple[int, int] | None = None,
+        in_place: bool = False,
     ) -> Tensor:
-        """Return the orthogonal factors of matrices; see :func:`orthogonalize`."""
+        """Return the orthogonal factors of matrices, or ``x``; see :func:`orthogonalize`."""
         shape = _whole_shape(x, reduce, whole_shape)
         asked = self._plug.algorithm(self.backend, self.algorithm)
         plan = choose_algorithm(shape, x.dtype, self.precision, self._schedule, asked)
@@ -126,14 +138,18 @@ class Orthogonalization:
         if self._plug.linear_in_last_step:
             a, b, c = schedule[-1]
             schedule = (*schedule[:-1], (a * scale, b * scale, c * scale))
+        own = {"out": wide} if in_place and self._plug.writes_out else {}
         # "medium" casts its operands itself; the few products that stay float32 are to be exact
         with fp32_matmul_precision("high" if self.precision == "high" else "highest"):
             result = self._plug.compute(
-                wide, schedule, plan, eps=self.eps, reduce=reduce, columns=max(shape)
+                wide, schedule, plan, eps=self.eps, reduce=reduce, columns=max(shape), **own
             ).to(x.dtype)
         if scale != 1.0 and not self._plug.linear_in_last_step:
             result = result * scale
-        return (result.mT if transposed else result).reshape(x.shape)
+        result = (result.mT if transposed else result).reshape(x.shape)
+        if not in_place:
+            return result
+        return x if place_of(result) == place_of(x) else x.copy_(result)
 
     @property
     def whole_only(self) -> bool:
@@ -166,7 +182,7 @@ class Orthogonalization:
         whole_shape = None if reduce is None else shape
         for part in torch.split(stack, chunk_size(stack, stack.dtype, reduce)):
             matrices = part[0] if len(part) == 1 else part
-            matrices.copy_(self(matrices, scale=scale, reduce=reduce, whole_shape=whole_shape))
+            self(matrices, scale=scale, reduce=reduce, whole_shape=whole_shape, in_place=True)
 
 
 def orthogonalize(
