@@ -44,9 +44,17 @@ class GoldenError(ValueError):
     """A recorded file that is absent, stale or damaged; the message says how to record it."""
 
 
-def path_of(name: str, environment: str, folder: Path = FOLDER) -> Path:
+def place_of(environment: Environment) -> str:
+    """Return the name of the folder of an environment; each model of GPU has one of its own."""
+    if environment == "cpu_gloo":
+        return environment
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "without a gpu"
+    return "nccl_" + re.sub(r"\W+", "_", gpu.lower())
+
+
+def path_of(name: str, environment: Environment, folder: Path = FOLDER) -> Path:
     """Return where a case's values are recorded."""
-    return folder / environment / f"{name}.json"
+    return folder / place_of(environment) / f"{name}.json"
 
 
 def description(environment: Environment) -> dict[str, str]:

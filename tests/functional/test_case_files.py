@@ -214,6 +214,13 @@ def test_recorded_files(tmp_path):
         golden.read(CASE, "gpu_nccl", tmp_path)
 
 
+def test_each_model_of_gpu_has_a_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    path = golden.path_of("a", "gpu_nccl", tmp_path)
+    assert path == tmp_path / "nccl_nvidia_h100_80gb_hbm3" / "a.json"
+
+
 def test_of_other_kinds_the_spread_alone_is_recorded(tmp_path):
     case = Case("a", "parity", (), variants={"x": Variant(), "y": Variant(("--bf16",))})
     write(tmp_path, case)
