@@ -1,6 +1,7 @@
 """Train a small byte-level GPT with Muon on the source code of Python's standard library.
 
-Runs Megatron-Core's real trainer on two processes: on GPUs where there are two, else on the CPU.
+Runs Megatron-Core's real trainer on two processes: on GPUs where there is one for each, else on the
+CPU.
 Further Megatron flags are passed through, for example --tensor-model-parallel-size 2.
 """
 
@@ -21,7 +22,6 @@ from tqdm import tqdm
 SCRIPTS = Path(__file__).resolve().parent
 ITERATION = re.compile(r"iteration\s+(\d+)/\s*(\d+) .*?lm loss: (\S+)")
 REPORTED = re.compile(r"lm loss|saving checkpoint|successfully (saved|loaded)|^\w*Error: ")
-PROCESSES = 2
 
 
 def model_flags() -> list[str]:
@@ -41,11 +41,11 @@ def model_flags() -> list[str]:
     ]
 
 
-def training_flags(steps: int, out: Path, corpus: Path) -> list[str]:
+def training_flags(steps: int, processes: int, out: Path, corpus: Path) -> list[str]:
     """Return the flags of data, schedule, logging and checkpoints."""
     interval = str(max(1, steps // 4))
     return [
-        *("--micro-batch-size", "8", "--global-batch-size", "16"),
+        *("--micro-batch-size", "8", "--global-batch-size", str(max(16, 8 * processes))),
         *("--train-iters", str(steps), "--lr", "2e-3", "--min-lr", "2e-4"),
         *("--lr-decay-style", "cosine", "--lr-warmup-iters", str(max(1, min(20, steps // 10)))),
         *("--weight-decay", "0.1", "--clip-grad", "1.0"),
@@ -75,12 +75,14 @@ def prepare_corpus(corpus: Path) -> None:
     subprocess.run(command, check=True, env=environment)
 
 
-def on_gpu() -> bool:
-    """Whether the training processes will find a GPU each."""
-    if os.environ.get("MEGATRON_EOPT_DEVICE") == "cpu" or shutil.which("nvidia-smi") is None:
+def on_gpu(processes: int) -> bool:
+    """Whether the training processes will find a GPU each, or were told that they will."""
+    if (chosen := os.environ.get("MEGATRON_EOPT_DEVICE")) is not None:
+        return chosen == "cuda"
+    if shutil.which("nvidia-smi") is None:
         return False
     listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
-    return listing.stdout.count("GPU ") >= PROCESSES
+    return listing.stdout.count("GPU ") >= processes
 
 
 def stop_gently(launcher: subprocess.Popen[str]) -> None:
@@ -89,13 +91,13 @@ def stop_gently(launcher: subprocess.Popen[str]) -> None:
         child.send_signal(signal.SIGTERM)
 
 
-def train(flags: list[str], log: Path) -> tuple[int, bool]:
+def train(processes: int, flags: list[str], log: Path) -> tuple[int, bool]:
     """Run the training job and show what it prints, with a progress bar on a terminal.
 
     Returns:
         The launcher's exit code and whether the user interrupted the run.
     """
-    gpu = on_gpu()
+    gpu = on_gpu(processes)
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
@@ -103,7 +105,7 @@ def train(flags: list[str], log: Path) -> tuple[int, bool]:
         "PYTHONUNBUFFERED": "1",
         "MEGATRON_EOPT_DEVICE": "cuda" if gpu else "cpu",
     }
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(PROCESSES)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
     command += ["--master-addr", "127.0.0.1", "--master-port", "0"]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
     command += [str(SCRIPTS / "pretrain_gpt.py"), *flags]
@@ -191,19 +193,21 @@ def main() -> int:
         prog="./scripts/quickstart.sh", description=__doc__, allow_abbrev=False
     )
     parser.add_argument("--steps", type=int, default=360, help="training steps (default: 360)")
+    parser.add_argument("--processes", type=int, default=2, help="of training (default: 2)")
     parser.add_argument(
         "--out", type=Path, default=Path("runs/quickstart"), help="folder for all that is written"
     )
     args, flags = parser.parse_known_args()
-    if args.steps < 1:
-        parser.error(f"--steps {args.steps}: must be at least 1")
+    for name in ("steps", "processes"):
+        if (value := getattr(args, name)) < 1:
+            parser.error(f"--{name} {value}: must be at least 1")
     out = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     corpus = out.parent / "corpus"
     prepare_corpus(corpus)
-    print(f"Training {args.steps} steps on {PROCESSES} processes; everything lands in {out}")
-    all_flags = [*model_flags(), *training_flags(args.steps, out, corpus), *flags]
-    code, interrupted = train(all_flags, out / "training.log")
+    print(f"Training {args.steps} steps on {args.processes} processes; everything lands in {out}")
+    own = training_flags(args.steps, args.processes, out, corpus)
+    code, interrupted = train(args.processes, [*model_flags(), *own, *flags], out / "training.log")
     if interrupted:
         print("Stopped. The same command goes on from the last checkpoint.")
         return 130

@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -16,6 +17,33 @@ SMALL = ["--num-layers", "1", "--hidden-size", "64", "--ffn-hidden-size", "128"]
 def command(out: Path, steps: int) -> list[str]:
     script = str(ROOT / "scripts" / "quickstart.py")
     return [sys.executable, script, "--steps", str(steps), "--out", str(out), *SMALL]
+
+
+LISTING = "GPU 0: one\nGPU 1: another\n"
+
+
+@pytest.mark.parametrize(
+    ("chosen", "processes", "expected"),
+    [(None, 1, True), (None, 2, True), (None, 3, False), ("cpu", 1, False), ("cuda", 3, True)],
+)
+def test_gpus_are_used_where_each_process_has_one(
+    chosen, processes, expected, tmp_path, monkeypatch
+):
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\nprintf '{LISTING}'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("MEGATRON_EOPT_DEVICE", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("MEGATRON_EOPT_DEVICE", chosen)
+    script = runpy.run_path(str(ROOT / "scripts" / "quickstart.py"))
+    assert script["on_gpu"](processes) is expected
+
+
+def test_every_process_has_a_batch():
+    script = runpy.run_path(str(ROOT / "scripts" / "quickstart.py"))
+    for processes, size in ((1, "16"), (2, "16"), (3, "24"), (8, "64")):
+        flags = script["training_flags"](10, processes, Path("out"), Path("corpus"))
+        assert flags[flags.index("--global-batch-size") + 1] == size
 
 
 @pytest.fixture
