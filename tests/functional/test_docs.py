@@ -63,6 +63,7 @@ def test_python_compiles(page):
 # flags of the programs that commands start
 OF_TOOLS = {
     "torchrun": "--standalone --nproc-per-node --nnodes --rdzv-backend --rdzv-id --rdzv-endpoint",
+    "pip": "--no-deps --wheel-dir",
     "docker": "--build-arg --gpus --ipc --ulimit",
     "sbatch": "--nodes --signal",
     "launch and tests": "--help --all --environment --other-last-bits",

@@ -1,0 +1,71 @@
+"""Processes that are the ranks of a world: over NCCL with a GPU each, or over gloo on the CPU."""
+
+import gc
+import os
+import pickle
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
+
+from benchmarks.gpu_check.context import OnRanks
+from megatron_eopt import cpu
+from megatron_eopt.cpu import Device
+from tests.harness.scene import forget_megatron
+
+
+def ranks_on(device: Device) -> OnRanks:
+    """Return what runs functions on ranks with a device; an error on one ends all.
+
+    A lone rank is this process, since a new one would import everything once more.
+    """
+
+    def on_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        with tempfile.TemporaryDirectory() as name:
+            job = (device, world_size, Path(name), function, args)
+            if world_size == 1:
+                _be_rank(0, *job)
+            else:
+                spawn(_be_rank, job, nprocs=world_size)  # type: ignore[no-untyped-call]
+            return [pickle.loads(_result(Path(name), i).read_bytes()) for i in range(world_size)]
+
+    return on_ranks
+
+
+def _result(folder: Path, rank: int) -> Path:
+    return folder / f"result-{rank}"
+
+
+def _be_rank(
+    rank: int,
+    device: Device,
+    world_size: int,
+    folder: Path,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1"}
+    torch.manual_seed(0)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world_size,
+    )
+    if device == "cpu":
+        cpu.enable()
+    try:
+        _result(folder, rank).write_bytes(pickle.dumps(function(*args)))
+    finally:
+        forget_megatron()
+        cpu.disable()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        gc.collect()

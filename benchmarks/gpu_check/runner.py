@@ -1,0 +1,139 @@
+"""Runs sections one by one, each in a process of its own, within the time that there is."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_check.plan import ROOT, Section
+
+LEAST_S = 20.0
+"""A section is not begun with less time than this: its imports take about as long."""
+
+LAST_LINES = 30
+
+type Document = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One call of the command.
+
+    Attributes:
+        out: Folder of results.
+        deadline: When all must be over, as ``time.monotonic`` counts.
+        device: ``cuda`` or ``cpu``.
+        ranks: GPUs to use, or processes.
+        small: Whether sizes are those of a trial.
+        basis: What a result must have been found with to be kept.
+        environment: Variables of the sections' processes.
+    """
+
+    out: Path
+    deadline: float
+    device: str
+    ranks: int
+    small: bool
+    basis: Document
+    environment: dict[str, str]
+
+    def document(self, section: Section, *, again: bool = False) -> Document:
+        """Return what a section found: before, unless it failed or ``again``; or now."""
+        kept = None if again else self.kept(section)
+        if kept is not None:
+            return kept
+        left = self.deadline - time.monotonic()
+        if left < LEAST_S:
+            return not_run(f"{max(0, left):.0f} s were left")
+        return self._run(section, min(left, section.limit_s))
+
+    def kept(self, section: Section) -> Document | None:
+        """Return what a section found before with the same code, machine and sizes."""
+        with contextlib.suppress(OSError, json.JSONDecodeError):
+            found: Document = json.loads(self._path(section).read_text())
+            if found["basis"] == self.basis and found["status"] in ("passed", "skipped"):
+                return found | {"kept": True}
+        return None
+
+    def _run(self, section: Section, seconds: float) -> Document:
+        path, log = self._path(section), self.out / f"{section.name}.log"
+        path.unlink(missing_ok=True)
+        began = time.monotonic()
+        in_time, code = _watch(self._command(section, seconds), log, self.environment, seconds)
+        took = round(time.monotonic() - began, 1)
+        if in_time and code == 0 and path.exists():
+            document: Document = json.loads(path.read_text())
+        elif not in_time and seconds < section.limit_s:
+            return not_run(f"stopped after {took:.0f} s, when all time was up")
+        else:
+            why = f"ended with exit code {code}" if in_time else f"not done after {took:.0f} s"
+            document = {"status": "failed", "problems": [why], "figures": {}, "headline": ""}
+        document |= {"seconds": took, "basis": self.basis}
+        if document["status"] == "failed":
+            document["log"] = _last_lines(log)
+        path.write_text(json.dumps(document, indent=1) + "\n")
+        return document
+
+    def _path(self, section: Section) -> Path:
+        return self.out / f"{section.name}.json"
+
+    def _command(self, section: Section, seconds: float) -> list[str]:
+        command = [sys.executable, "-P", "-m", "benchmarks.gpu_check.section", section.name]
+        command += ["--out", str(self.out), "--device", self.device, "--ranks", str(self.ranks)]
+        command += ["--seconds", f"{seconds:.0f}", *(["--small"] if self.small else [])]
+        return command
+
+
+def not_run(why: str) -> Document:
+    """Return what is said of a section for which there was no time."""
+    return {"status": "not run", "seconds": 0.0, "skipped": why, "figures": {}, "headline": ""}
+
+
+def _watch(
+    command: Sequence[str], log: Path, environment: dict[str, str], seconds: float
+) -> tuple[bool, int]:
+    """Run a command with its output in a file; return whether it ended in time, and its code."""
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            return True, process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False, -1
+        finally:
+            _end(process)
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """End a process and all that it has started, also what has a session of its own."""
+    import psutil  # type: ignore[import-untyped]
+
+    try:
+        everyone = psutil.Process(process.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        everyone = []
+    # processes whose parent has ended are in its group still
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    for child in everyone:
+        with contextlib.suppress(psutil.Error):
+            child.kill()
+    process.wait()
+
+
+def _last_lines(log: Path) -> list[str]:
+    return log.read_text(errors="replace").splitlines()[-LAST_LINES:]

@@ -1,0 +1,65 @@
+"""Runs one section in this process and writes what it found."""
+
+import argparse
+import importlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_check.context import Context, Outcome
+from benchmarks.gpu_check.plan import SECTIONS
+from benchmarks.gpu_check.ranks import ranks_on
+from megatron_eopt.cpu import Device
+
+
+def outcome_of(name: str, context: Context) -> Outcome:
+    """Return what a section found; an exception is a problem."""
+    failed = Outcome()
+    with failed.noting(name):
+        module = importlib.import_module(f"benchmarks.gpu_check.sections.{name}")
+        outcome: Outcome = module.run(context)
+        return outcome
+    return failed
+
+
+def write(path: Path, document: dict[str, Any]) -> None:
+    """Write JSON; the file appears whole or not at all."""
+    draft = path.with_suffix(".tmp")
+    draft.write_text(json.dumps(document, indent=1) + "\n")
+    os.replace(draft, path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("section", choices=[section.name for section in SECTIONS])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
+    parser.add_argument("--ranks", type=int, required=True)
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--seconds", type=float, required=True)
+    arguments = parser.parse_args()
+    folder = arguments.out / arguments.section
+    folder.mkdir(parents=True, exist_ok=True)
+    device: Device = arguments.device
+    context = Context(
+        device, arguments.ranks, folder, arguments.small, arguments.seconds, ranks_on(device)
+    )
+    began = time.perf_counter()
+    found = outcome_of(arguments.section, context)
+    document = {
+        "status": found.status,
+        "seconds": round(time.perf_counter() - began, 1),
+        "headline": found.headline,
+        "problems": found.problems,
+        "skipped": found.skipped,
+        "figures": found.figures,
+    }
+    write(arguments.out / f"{arguments.section}.json", document)
+    sys.stdout.write(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""What a step and what it leaves takes of the device, against what the optimizer counts."""
+
+import gc
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_check.context import Context, Outcome
+from benchmarks.gpu_check.models import build, give_gradients
+from megatron_eopt.base.live_bytes import LiveBytes
+from megatron_eopt.build.memory import Memory
+
+SHARE, SLACK = 0.15, 64 * 2**20
+"""How far a measurement may be from the count: of it, and besides. Allocators round up, and
+libraries keep work spaces of some tens of MiB."""
+
+SLACK_ON_CPU = 4096
+LARGE: dict[str, Any] = {
+    "layers": 8,
+    "hidden": 2048,
+    "heads": 16,
+    "query_groups": 8,
+    "vocabulary": 32768,
+    "position_embedding": "rope",
+    "dtype": torch.bfloat16,
+}
+SMALL: dict[str, Any] = {"hidden": 64, "heads": 8, "query_groups": 4}
+OPTIMIZERS = ("muon", "adam")
+_MIB = 2**20
+
+
+def run(context: Context) -> Outcome:
+    """Measure each optimizer on a model of half a billion weights, or on a small one."""
+    outcome, told = Outcome(), []
+    model = SMALL if context.small else LARGE
+    on_gpu = context.device == "cuda"
+    slack = SLACK if on_gpu else SLACK_ON_CPU
+    for name in OPTIMIZERS:
+        with outcome.noting(name):
+            ranks = context.on_ranks(context.ranks if on_gpu else 1, measured, name, model, on_gpu)
+            outcome.figures[name] = ranks
+            for rank, found in enumerate(ranks):
+                outcome.problems += [f"{name}, rank {rank}: {text}" for text in wrong(found, slack)]
+            peaks = (ranks[0][key] / _MIB for key in ("peak", "counted peak"))
+            told.append("{} needs {:.1f} MiB for a step, counted {:.1f}".format(name, *peaks))
+    outcome.headline = "; ".join(told)
+    return outcome
+
+
+def wrong(found: dict[str, int | None], slack: int) -> list[str]:
+    """Return which measurements are too far from their counts, as sentences.
+
+    Args:
+        found: Bytes; where nothing can be measured, None.
+        slack: Bytes by which they may differ, besides :data:`SHARE`.
+    """
+    sentences = []
+    for name in ("peak", "standing"):
+        measurement, count = found[name], found[f"counted {name}"]
+        if measurement is None or count is None:
+            continue
+        if abs(measurement - count) > SHARE * count + slack:
+            sentences.append(
+                f"{name} of {measurement / _MIB:.1f} MiB, {count / _MIB:.1f} were counted"
+            )
+    return sentences
+
+
+def measured(name: str, model: dict[str, Any], on_gpu: bool) -> dict[str, int | None]:
+    """Return this rank's bytes: what stays, and by how much a step exceeds it."""
+    gc.collect()
+    before = torch.cuda.memory_allocated() if on_gpu else 0
+    chunk, optimizer = build(model, {"optimizer": name, "log_optimizer_memory": True})
+    # the second step is watched by the optimizer itself
+    for step in range(2):
+        give_gradients(chunk, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    memory: Memory = optimizer.memory()
+    give_gradients(chunk, 2)
+    standing = None
+    if on_gpu:
+        torch.cuda.synchronize()
+        at_rest = torch.cuda.memory_allocated()
+        standing = at_rest - before
+        torch.cuda.reset_peak_memory_stats()
+        optimizer.step()
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - at_rest
+    else:
+        with LiveBytes() as seen:
+            optimizer.step()
+        peak = seen.peak
+    parts = (memory.weights, memory.gradients, memory.main_weights, memory.state, memory.buffers)
+    return {
+        "peak": peak,
+        "counted peak": memory.transient,
+        "standing": standing,
+        "counted standing": sum(parts),
+    }

@@ -1,0 +1,188 @@
+"""A table of all back ends and forms of the iteration: milliseconds, TFLOP/s, and what is wrong."""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.gpu_check.context import Context, Outcome
+from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.cpu import Device
+from megatron_eopt.math import Orthogonalization, backend_names, get_backend, standard_flops
+from megatron_eopt.math.algorithm import AlgorithmT
+from megatron_eopt.math.precision import PrecisionT
+
+STEPS = 5
+ROW_S = 1.5
+"""Seconds that a row measures for, after a first call that may compile and choose kernels."""
+
+LEFT_S = 20
+"""No row is begun when fewer seconds are left for the section."""
+
+COPIES = 10
+"""A row is measured where so many float32 copies of its matrices fit into free memory."""
+
+TOLERANCES: dict[PrecisionT, float] = {"highest": 1e-4, "medium": 5e-2}
+"""Largest deviation from the reference, relative: 16 bits carry two digits through the steps."""
+
+OWN = "torch"
+
+
+class Stack(NamedTuple):
+    """Matrices of one shape."""
+
+    batch: int
+    rows: int
+    columns: int
+
+    def __str__(self) -> str:
+        return f"{self.batch} x {self.rows} x {self.columns}"
+
+
+LARGE = (Stack(1, 8192, 28672), Stack(8, 2048, 7168))
+SMALL = (Stack(1, 64, 256), Stack(4, 32, 128))
+
+
+def run(context: Context) -> Outcome:
+    """Measure all back ends that are there, each on every stack."""
+    outcome = Outcome()
+    rows: list[dict[str, Any]] = []
+    outcome.figures = {"rows": rows}
+    until = time.monotonic() + context.seconds - LEFT_S
+    for stack in SMALL if context.small else LARGE:
+        with outcome.noting(str(stack)):
+            rows += measured(stack, context.device, until)
+    outcome.problems += [
+        f"{row['backend']} {row['algorithm']} on {row['matrices']}: {row['problem']}"
+        for row in rows
+        if row.get("problem")
+    ]
+    timed = [row for row in rows if "tflops" in row]
+    if timed:
+        best = max(timed, key=lambda row: float(row["tflops"]))
+        outcome.headline = (
+            f"fastest: {best['backend']} {best['algorithm']} on {best['matrices']}, "
+            f"{best['milliseconds']:.3g} ms, {best['tflops']:.3g} TFLOP/s as if standard"
+        )
+    return outcome
+
+
+def measured(stack: Stack, device: Device, until: float) -> Iterator[dict[str, Any]]:
+    """Yield a row for every back end and form, also of what is not there or has no time.
+
+    Args:
+        stack: Of which shape.
+        device: Where.
+        until: When no more rows are begun, as ``time.monotonic`` counts.
+    """
+    precision: PrecisionT = "medium" if device == "cuda" else "highest"
+    if device == "cuda" and find_spec("transformer_engine") and not dist.is_initialized():
+        # its back end spreads matrices over a process group, of this GPU alone
+        store = torch._C._distributed_c10d.HashStore()
+        dist.init_process_group("nccl", store=store, rank=0, world_size=1)
+    x, expected, told = given(stack, precision, device)
+    for name, algorithm, absent in forms():
+        row = {"backend": name, "algorithm": algorithm, "matrices": str(stack)}
+        if time.monotonic() > until:
+            told = "not measured: no time left"
+        row |= {"precision": precision, "note": absent or told}
+        if not row["note"] and x is not None and expected is not None:
+            row |= figures(name, algorithm, precision, x, expected)
+        print(row, flush=True)
+        yield row
+
+
+def forms() -> Iterator[tuple[str, AlgorithmT, str]]:
+    """Yield every back end with what it computes, or why it is absent."""
+    for name in backend_names():
+        try:
+            algorithms = get_backend(name).algorithms
+        except (ConfigurationError, ImportError, OSError, RuntimeError) as error:
+            yield name, "auto", f"absent: {error}"
+        else:
+            yield from ((name, algorithm, "") for algorithm in algorithms if algorithm != "auto")
+
+
+def given(
+    stack: Stack, precision: PrecisionT, device: Device
+) -> tuple[Tensor | None, Tensor | None, str]:
+    """Return matrices, their orthogonal factors, and a note where memory has no room for them."""
+    needed = COPIES * stack.batch * stack.rows * stack.columns * 4
+    if device == "cuda" and (free := torch.cuda.mem_get_info()[0]) < needed:
+        return None, None, f"not measured: {free / 2**30:.0f} GiB free of {needed / 2**30:.0f}"
+    generator = torch.Generator(device).manual_seed(0)
+    x = torch.randn(tuple(stack), device=device, generator=generator)
+    if precision == "medium":
+        # all back ends get the same numbers, however they take them
+        x = x.to(torch.bfloat16).to(torch.float32)
+    # float64 is slow on most GPUs
+    reference = x if device == "cuda" else x.double()
+    compute = Orthogonalization(steps=STEPS, algorithm="standard", precision="highest")
+    return x, compute(reference).to(torch.float32), ""
+
+
+def figures(
+    name: str, algorithm: AlgorithmT, precision: PrecisionT, x: Tensor, expected: Tensor
+) -> dict[str, Any]:
+    """Return the time of a form and its deviation, or its error."""
+    try:
+        compute = Orthogonalization(
+            steps=STEPS, algorithm=algorithm, precision=precision, backend=name
+        )
+        # as the optimizer hands matrices over
+        stack = x.to(compute.stack_dtype)
+        difference = compute(stack).to(torch.float32).sub_(expected)
+        deviation = float(difference.norm() / expected.norm())
+        del difference
+        times = milliseconds_of(lambda: compute(stack))
+    except Exception as error:
+        # a kernel that does not compile is a finding, and the other rows are to be measured
+        return {"problem": f"{type(error).__name__}: {error}"[:500], "note": "failed"}
+    finally:
+        gc.collect()
+        if x.is_cuda:
+            torch.cuda.empty_cache()
+    median = statistics.median(times)
+    flops = x.shape[0] * standard_flops(x.shape[-2], x.shape[-1], STEPS)
+    row: dict[str, Any] = {
+        "milliseconds": median,
+        "fastest": min(times),
+        "slowest": max(times),
+        "calls": len(times),
+        "tflops": flops / median / 1e9,
+        "deviation": deviation,
+    }
+    # written so that nan is too much
+    if not deviation <= TOLERANCES[precision]:
+        row["problem"] = f"deviates by {deviation:.1e}, {TOLERANCES[precision]:.0e} are allowed"
+    return row
+
+
+def milliseconds_of(work: Callable[[], object]) -> list[float]:
+    """Return the times of calls, at least five, for about :data:`ROW_S`; one call came before."""
+    times: list[float] = []
+    began = time.perf_counter()
+    while len(times) < 5 or (time.perf_counter() - began < ROW_S and len(times) < 50):
+        times.append(_milliseconds(work))
+    return times
+
+
+def _milliseconds(work: Callable[[], object]) -> float:
+    if not torch.cuda.is_available():
+        start = time.perf_counter()
+        work()
+        return 1e3 * (time.perf_counter() - start)
+    before: Any
+    after: Any
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    before.record()
+    work()
+    after.record()
+    after.synchronize()
+    return float(before.elapsed_time(after))
