@@ -32,6 +32,8 @@ GROUPS: dict[str, dict[str, str]] = {
         "print-optimizer-routing": "Log which parameter goes to which optimizer, and why.",
         "log-optimizer-memory": "Log how much memory weights, gradients, state and buffers take, "
         "and the peak of the second step, which is watched and takes longer.",
+        "log-optimizer-stats": "Write to TensorBoard and W&B how large weights and updates are, "
+        "how orthogonal Muon's are, and where an optimizer's time goes.",
     },
     "checkpoints": {
         "verify-checkpoints": "Write a manifest of digests into every checkpoint, compare all "
@@ -94,6 +96,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "strict-upstream": _STORE_TRUE,
     "print-optimizer-routing": _STORE_TRUE,
     "log-optimizer-memory": _STORE_TRUE,
+    "log-optimizer-stats": _STORE_TRUE,
     "verify-checkpoints": {"action": argparse.BooleanOptionalAction, "default": False},
     "checkpoint-fresh-state": {"metavar": "KEY", "nargs": "+", "default": ()},
     "checkpoint-momentum-from-adam": _STORE_TRUE,

@@ -9,6 +9,7 @@
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from megatron_eopt.base.live_bytes import LiveBytes
 from megatron_eopt.base.upstream import needed
 from megatron_eopt.build.loss_scale import UnscaledOnce, unscale_
 from megatron_eopt.build.memory import Memory, memory_of
+from megatron_eopt.build.stats import Stats
 from megatron_eopt.checkpoint import local_state, optimizer_state
 from megatron_eopt.checkpoint.groups import check_structure
 from megatron_eopt.checkpoint.rank_files import load_rank_file, save_rank_file
@@ -69,6 +71,10 @@ class OptimizerChain(ChainedOptimizer):
         self._named_chunks = list(model_chunks)
         self._unscaled = UnscaledOnce(model_chunks)
         self._transient: int | None = None
+        # whether the next steps are watched, the same on all ranks; a caller may change it
+        self.watching = settings.logs_stats
+        self._stats = Stats(self.members)
+        self.skipped_steps = 0
         self.is_sharded = any(isinstance(item, FragmentsOptimizer) for item in storages)
         remember(model_chunks, self)
 
@@ -100,6 +106,10 @@ class OptimizerChain(ChainedOptimizer):
         """Return what this rank's memory is used for, in bytes."""
         return memory_of(self.members, self._named_chunks, self._transient)
 
+    def stats(self) -> dict[str, float]:
+        """Return what was measured in the last step that was watched, by name; collective."""
+        return self._stats.values() | {"optimizer/skipped-steps": float(self.skipped_steps)}
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients."""
         self._unscaled.forget()
@@ -117,12 +127,13 @@ class OptimizerChain(ChainedOptimizer):
             NonFiniteError: If a gradient is inf or nan and no loss scale lets the step be skipped;
                 on every rank, with the same names, before anything has changed.
         """
-        if not self.settings.logs_memory or self._transient is not None:
-            return self._step()
-        # the first step makes what lives on; what follows does not depend on the step
-        exists = any(member.storage.steps for member in self.members)
-        with LiveBytes() as seen:
-            result = self._step()
+        with self._stats.watching() if self.watching else nullcontext():
+            if not self.settings.logs_memory or self._transient is not None:
+                return self._step()
+            # the first step makes what lives on; what follows does not depend on the step
+            exists = any(member.storage.steps for member in self.members)
+            with LiveBytes() as seen:
+                result = self._step()
         if exists:
             self._transient = seen.peak
             log_single_rank(logger, logging.INFO, str(self.memory()))
@@ -131,11 +142,13 @@ class OptimizerChain(ChainedOptimizer):
     def _step(self) -> tuple[bool, float | None, float | None]:
         self.grad_norms_by_group: dict[str, float] = {}
         if self.prepare_grads():
+            self.skipped_steps += 1
             return False, None, None
         grad_norm = self.get_grad_norm()
         self._clip(grad_norm)
         zeros = self.count_zeros() if self.settings.counts_zeros else None
         if self.is_above_skip_threshold(grad_norm):
+            self.skipped_steps += 1
             return False, grad_norm, zeros
         return self.step_with_ready_grads(), grad_norm, zeros
 
@@ -315,6 +328,7 @@ class OptimizerChain(ChainedOptimizer):
             )
 
     def _refuse(self) -> None:
+        self.skipped_steps += 1
         named = [
             (self._name_of(param), grad)
             for child in self.chained_optimizers

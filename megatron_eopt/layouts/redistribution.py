@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -12,10 +12,14 @@ from torch import Tensor
 
 from megatron_eopt.base.agreement import of_every_rank
 from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.meter import Meter
 from megatron_eopt.layouts.copies import Copy
 from megatron_eopt.layouts.exchange import Exchange
 from megatron_eopt.layouts.plan import Matrix, build_plan
 from megatron_eopt.layouts.waves import first_uses
+
+EXCHANGE = "exchange"
+"""Name of the blocks in which elements are packed, waited for and unpacked."""
 
 
 class RedistributionError(RuntimeError):
@@ -189,6 +193,7 @@ class Redistribution:
         self._device = torch.device(device)
         self.buffers = buffers or Buffers()
         self._steps = 0
+        self.meter: Meter | None = None  # what to note times and bytes with
         self.plan = build_plan(
             matrices,
             waves,
@@ -244,8 +249,9 @@ class Redistribution:
         for number, wave in enumerate(waves):
             assert coming is not None
             stack = self._buffer("compute", wave.compute_elements)
-            run_copies(wave.inward.keep, coming.stored, [stack])
-            coming.finish(wave.inward, [stack])
+            with self._timed():
+                run_copies(wave.inward.keep, coming.stored, [stack])
+                coming.finish(wave.inward, [stack])
             if number + 1 < len(waves):
                 coming = self._start_in(number + 1, sources)
             for batch in wave.batches:
@@ -258,27 +264,35 @@ class Redistribution:
         if leaving is not None:
             self._finish_out(len(waves) - 1, leaving, results, store)
         self._steps += 1
+        if self.meter is not None:
+            self.meter.sent += self.plan.bytes_sent
+
+    def _timed(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.meter is None else self.meter.span(EXCHANGE)
 
     def _start_in(self, number: int, sources: "_Live") -> "_Travelling":
         wave = self.plan.waves[number]
         tensors = sources.of(number, wave.tensors)
         self._shapes.update({name: tensor.shape for name, tensor in tensors.items()})
         stored = self._flat("inputs", tensors)
-        travelling = self._start(wave.inward, "in", number, stored, stored)
+        with self._timed():
+            travelling = self._start(wave.inward, "in", number, stored, stored)
         sources.forget(self._last[number])
         return travelling
 
     def _start_out(self, number: int, stack: Tensor, results: "_Live") -> "_Travelling":
         wave = self.plan.waves[number]
         stored = self._flat("outputs", results.of(number, wave.results))
-        travelling = self._start(wave.outward, "out", number, [stack], stored)
-        run_copies(wave.outward.keep, [stack], stored)
+        with self._timed():
+            travelling = self._start(wave.outward, "out", number, [stack], stored)
+            run_copies(wave.outward.keep, [stack], stored)
         return travelling
 
     def _finish_out(
         self, number: int, leaving: "_Travelling", results: "_Live", store: StoreT
     ) -> None:
-        leaving.finish(self.plan.waves[number].outward, leaving.stored)
+        with self._timed():
+            leaving.finish(self.plan.waves[number].outward, leaving.stored)
         store(results.forget(self._last_out[number]))
 
     def _start(

@@ -157,7 +157,7 @@ class AdaptiveDriver(MuonDriver):
             stack: Tensor, matrices: Sequence[int], reduce: ReduceT | None, shape: tuple[int, int]
         ) -> None:
             if self.own is None:
-                self.settings.orthogonalization.factors_(stack, reduce, shape)
+                self._orthogonalize(place, matrices, stack, reduce, shape)
             self._rules[place].on_orthogonal(stack, matrices, reduce, shape)
 
         return update

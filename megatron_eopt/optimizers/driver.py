@@ -22,9 +22,11 @@ from torch import Tensor
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import STEP
+from megatron_eopt.layouts import Redistribution
 from megatron_eopt.optimizers.host_memory import HostMemory, HostPlace
 from megatron_eopt.optimizers.modes import Schedule
 from megatron_eopt.optimizers.nested_state import put
+from megatron_eopt.optimizers.watch import Watch
 from megatron_eopt.stores.shard import Shard
 
 OF_GROUPS = "group"
@@ -74,11 +76,23 @@ class Driver:
         # the parameter group of each shard, as far as it is known
         self.group_of: dict[int, int] = {}
         self.host = HostMemory()  # what of its weights and state is not on the device
+        self.watch: Watch | None = None  # what measures its steps at present
 
     @property
     def schedules(self) -> list[Schedule]:
         """Who computes which matrices, and what travels, for each group of ranks."""
         return []
+
+    @property
+    def redistributions(self) -> list[Redistribution]:
+        """What brings matrices to where they are computed, and back."""
+        return []
+
+    def be_watched(self, watch: Watch | None) -> None:
+        """Let steps be measured from now on, or no longer."""
+        self.watch = watch
+        for item in self.redistributions:
+            item.meter = None if watch is None else watch.meter
 
     def buffers(self) -> Iterator[Tensor]:
         """Yield what lives on between steps apart from weights and state."""

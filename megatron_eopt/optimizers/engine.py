@@ -65,6 +65,7 @@ class MatrixEngine:
         names: Name of every logical matrix.
         first: Index of each shard's first matrix, and one past the last of all.
         work: Where each matrix is computed.
+        redistribution: What brings matrices to where they are computed, and back.
         arrivals: For each wave the shards that no wave before has needed, the same on all ranks.
         blockwise: Whether each rank's piece counts as a matrix of its own.
 
@@ -98,7 +99,7 @@ class MatrixEngine:
         self._reduce = _reducers(self.work, self.ranks)
         shard_of = [n for n, shard in enumerate(shards) for _ in shard.layouts]
         stored_in = [shards[n].name for n in shard_of]
-        self._redistribution = Redistribution(
+        self.redistribution = Redistribution(
             [
                 Matrix(name, layout, work.compute, tensor, kind=work.kind)
                 for name, layout, work, tensor in zip(
@@ -118,7 +119,7 @@ class MatrixEngine:
     @property
     def plan(self) -> Plan:
         """The plan, for its counts of bytes and calls."""
-        return self._redistribution.plan
+        return self.redistribution.plan
 
     @property
     def schedule(self) -> Schedule:
@@ -128,11 +129,11 @@ class MatrixEngine:
 
     def buffers(self) -> list[Tensor]:
         """Return what matrices travel through."""
-        return self._redistribution.buffers.tensors
+        return self.redistribution.buffers.tensors
 
     def arriving(self, wave: int) -> Sequence[str]:
         """Return the names of the shards that a wave is the first to load on this rank."""
-        return self._redistribution.arriving(wave)
+        return self.redistribution.arriving(wave)
 
     @torch.no_grad()
     def run(self, load: LoadT, store: StoreT) -> None:
@@ -141,7 +142,7 @@ class MatrixEngine:
         ``load`` returns what to orthogonalize by the shards' names, contiguous; ``store`` takes
         updates, in float32.
         """
-        self._redistribution.run_waves(load, self._compute, store)
+        self.redistribution.run_waves(load, self._compute, store)
 
     def updates(self, directions: Sequence[Tensor]) -> list[Tensor]:
         """Return every shard's update, float32 in the shape of its direction; collective.

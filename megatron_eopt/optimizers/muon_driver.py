@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.base.names import MOMENTUM, MOMENTUM_SCALE, STEP
+from megatron_eopt.layouts import Redistribution
 from megatron_eopt.math.low_precision import MomentumDtypeT
 from megatron_eopt.math.newton_schulz import ReduceT
 from megatron_eopt.math.orthogonalize import Orthogonalization
@@ -20,6 +21,7 @@ from megatron_eopt.optimizers.element_wise import set_step
 from megatron_eopt.optimizers.engine import Means, UpdateT, engines_of
 from megatron_eopt.optimizers.modes import Schedule
 from megatron_eopt.optimizers.momentum import momentum_in
+from megatron_eopt.optimizers.watch import ORTHOGONALIZATION
 from megatron_eopt.stores.shard import Shard
 
 WeightDecayT = Literal["decoupled", "l2", "independent"]
@@ -77,6 +79,11 @@ class MuonDriver(Driver):
     def schedules(self) -> list[Schedule]:
         """Who computes which matrices, and what travels, for each group of ranks."""
         return [engine.schedule for _, engine in self.engines]
+
+    @property
+    def redistributions(self) -> list[Redistribution]:
+        """What brings matrices to where they are computed, and back."""
+        return [engine.redistribution for _, engine in self.engines]
 
     def buffers(self) -> Iterator[Tensor]:
         """Yield what lives on between steps: what matrices travel through, and where rows are."""
@@ -235,17 +242,38 @@ class MuonDriver(Driver):
     def _apply(self, stepped: Iterable[Stepped], updates: Mapping[int, Tensor]) -> None:
         for group, members in _by_group(stepped):
             mine = [updates[item.number].to(item.param.dtype) for item in members]
+            if self.watch is not None:
+                self.watch.applied([item.number for item in members], mine)
             self.apply(group, [item.param for item in members], mine)
 
     def _update_of(self, place: int) -> UpdateT:
-        arithmetic = self.settings.orthogonalization
+        scale = self.settings.orthogonalization.scale
 
         def update(
-            stack: Tensor, _: Sequence[int], reduce: ReduceT | None, shape: tuple[int, int]
+            stack: Tensor, matrices: Sequence[int], reduce: ReduceT | None, shape: tuple[int, int]
         ) -> None:
-            arithmetic.factors_(stack, reduce, shape, arithmetic.scale(shape))
+            self._orthogonalize(place, matrices, stack, reduce, shape, scale(shape))
 
         return update
+
+    def _orthogonalize(
+        self,
+        place: int,
+        matrices: Sequence[int],
+        stack: Tensor,
+        reduce: ReduceT | None,
+        shape: tuple[int, int],
+        scale: float = 1.0,
+    ) -> None:
+        """Replace a stack of one engine's matrices by orthogonal factors times ``scale``."""
+        factors = self.settings.orthogonalization.factors_
+        if self.watch is None:
+            factors(stack, reduce, shape, scale)
+            return
+        with self.watch.meter.span(ORTHOGONALIZATION):
+            factors(stack, reduce, shape, scale)
+        among = len(self.engines[place][1].names)
+        self.watch.orthogonalized(among, matrices, stack, reduce, shape, scale)
 
 
 def directions(

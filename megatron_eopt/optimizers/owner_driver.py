@@ -94,6 +94,11 @@ class OwnerDriver(Driver):
         storage = [layout for shard in self.shards for layout in shard.layouts]
         return [Schedule(self._ranks, names, storage, self._work, self._redistribution.plan)]
 
+    @property
+    def redistributions(self) -> list[Redistribution]:
+        """What brings matrices to their owners, and back."""
+        return [self._redistribution]
+
     def buffers(self) -> Iterator[Tensor]:
         """Yield what lives on between steps: what matrices travel through."""
         yield from self._redistribution.buffers.tensors

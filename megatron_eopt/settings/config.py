@@ -116,6 +116,10 @@ class EmergingOptimizerConfig(OptimizerConfig):
     log_optimizer_memory: bool = False
     """Watch what the second step allocates, and log what each kind of tensor takes."""
 
+    log_optimizer_stats: bool = False
+    """Measure steps: the sizes of weights and updates, orthogonality, and where the time goes. The
+    trainer writes that to TensorBoard and W&B; other callers read ``optimizer.stats()``."""
+
     def __post_init__(self) -> None:
         """Refuse what cannot be honoured before megatron-core asserts on it."""
         refuse_unsupported_modes(self, self.optimizer)

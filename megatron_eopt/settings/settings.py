@@ -64,6 +64,7 @@ class RunSettings:
     fresh_state: tuple[str, ...]  # kinds of state that may start anew where a checkpoint lacks them
     prints_routing: bool  # whether a table of all routes is logged
     logs_memory: bool  # whether a step is watched, and what memory is used for is logged
+    logs_stats: bool  # whether steps are measured unless a caller says otherwise
     wave_mb: float  # MiB of whole matrices that one rank brings together at a time
     team_size: int  # most ranks that compute a matrix together in sharded storage
     # whether gradients of optimizers that need matrices are never clipped
@@ -185,6 +186,7 @@ def _of_the_run(config: Any) -> dict[str, Any]:
         "fresh_state": tuple(getattr(config, "checkpoint_fresh_state", ())),
         "prints_routing": bool(getattr(config, "print_optimizer_routing", False)),
         "logs_memory": bool(getattr(config, "log_optimizer_memory", False)),
+        "logs_stats": bool(getattr(config, "log_optimizer_stats", False)),
         "exempt_from_clipping": False,
         "wave_mb": _wave_mb(config),
         "team_size": _team_size(config),
