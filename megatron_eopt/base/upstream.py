@@ -125,6 +125,10 @@ _BY_MODULE: dict[str, dict[str, Need]] = {
         "get_megatron_optimizer_config": Need("our flags (install)"),
         "get_megatron_ddp_config": Need("layer-wise storage (install)"),
         "wrap_model_chunks_with_ddp": _LAYOUT,
+        "train_step": Need("--log-optimizer-stats", "optimizer"),
+        "training_log": Need(
+            "--log-optimizer-stats and progress bars (install)", "iteration loss_dict"
+        ),
     },
     # wires layer-wise storage by itself from 0.20 on
     "megatron.training.models.dist_utils": {"_ddp_wrap": _LAYOUT},

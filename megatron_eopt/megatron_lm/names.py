@@ -11,6 +11,7 @@ from megatron_eopt.build.factory import get_megatron_optimizer
 from megatron_eopt.build.layer_wise import LayerWiseDistributedOptimizer
 from megatron_eopt.checkpoint.trainer import trainer_rebindings, wrapped
 from megatron_eopt.megatron_lm.processes import without_the_script
+from megatron_eopt.megatron_lm.progress import with_progress
 from megatron_eopt.megatron_lm.rebinding import Rebinding
 from megatron_eopt.megatron_lm.trainer import (
     checking_what_it_knows,
@@ -83,7 +84,8 @@ def rebindings() -> list[Rebinding]:
     layouts = dict.fromkeys([name for name in _WRAPPING if found(name)], in_the_usual_layout)
     if is_there(_WRAPPING[0]) or not layouts:
         layouts[_WRAPPING[0]] = in_the_usual_layout
-    wrappers = wrapped({**WRAPPED, **layouts})
+    shown = {"training_log": with_progress} if found("training_log") else {}
+    wrappers = wrapped({**WRAPPED, **layouts, **shown})
     result += [Rebinding(*names) for names in (*wrappers, *trainer_rebindings())]
     if (helpers := dataset_helpers_to_skip()) is not None:
         result.append(Rebinding(helpers, "compile_helpers", lambda: None))

@@ -5,11 +5,13 @@ from collections.abc import Callable
 
 from megatron_eopt import checkpoint_files
 from megatron_eopt.checkpoint.trainer import Rebindings
+from megatron_eopt.megatron_lm import stats
 from megatron_eopt.megatron_lm.rebinding import Exchange, Rebinding
 
 BY_FLAG: dict[str, Callable[[], Rebindings]] = {
     "verify_checkpoints": checkpoint_files.trainer_rebindings,
     "print_state_checksum": checkpoint_files.checksum_rebindings,
+    "log_optimizer_stats": stats.trainer_rebindings,
 }
 """By parsed name, what gives the names to replace; later ones are put around earlier ones."""
 

@@ -13,6 +13,7 @@ from megatron_eopt import cpu
 from megatron_eopt.arguments import add_arguments, config_from_args
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import STANDARD_OPTIMIZERS
+from megatron_eopt.megatron_lm import stats
 from megatron_eopt.megatron_lm.optional import FLAGS
 
 ProviderT = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
@@ -71,6 +72,7 @@ def checking_what_it_knows(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def validate_args(args: argparse.Namespace, defaults: Any = None) -> Any:
+        stats.check(args)
         pretended: dict[str, Any] = {}
         is_ours = args.optimizer not in STANDARD_OPTIMIZERS
         if getattr(args, "use_megatron_fsdp", False):

@@ -30,6 +30,7 @@ ADDED = {
     "megatron_fsdp.md": "--use-megatron-fsdp --ckpt-format fsdp_dtensor",
     "--overlap-param-gather": "--use-distributed-optimizer --overlap-grad-reduce",
     "--optimizer-cpu-offload": "--use-distributed-optimizer",
+    "--log-optimizer-stats": "--tensorboard-dir runs/tensorboard",
     "--muon-tp-mode": "--tensor-model-parallel-size 2",
     "--adaptive-muon-bias-correction": "--optimizer adaptive_muon",
     "--exp-avg-dtype": "--optimizer adam --use-precision-aware-optimizer",

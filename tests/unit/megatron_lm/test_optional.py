@@ -9,6 +9,7 @@ from tests.harness import run_ranks
 
 MODULES = (
     "megatron.training.checkpointing",
+    "megatron.training.training",
     "megatron.core.dist_checkpointing.serialization",
     "megatron.core.dist_checkpointing.strategies.torch",
     "megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader",
@@ -18,6 +19,14 @@ ALWAYS = {
     "_load_base_checkpoint",
     "_load_global_dist_base_checkpoint",
     "handle_swiglu_in_state_dict",
+    # of the trainer
+    "LayerWiseDistributedOptimizer",
+    "clip_qk",
+    "get_megatron_ddp_config",
+    "get_megatron_optimizer",
+    "get_megatron_optimizer_config",
+    "training_log",
+    "wrap_model_chunks_with_ddp",
 }
 FILES = {
     "save_checkpoint",
@@ -32,6 +41,7 @@ FILES = {
     "FileSystemReader",
     "CachedMetadataFileSystemReader",
 }
+STATS = {"train_step"}
 CHECKSUM = {"save_checkpoint", "load_checkpoint", "_load_base_checkpoint"}
 
 
@@ -89,8 +99,10 @@ COMMANDS = [
     ["--print-state-checksum", "--verify-checkpoints"],
     ["--print-state-checksum"],
     ["--no-verify-checkpoints"],
+    ["--log-optimizer-stats"],
 ]
 EXPECTED = [ALWAYS, ALWAYS, ALWAYS | FILES, ALWAYS | FILES, ALWAYS | CHECKSUM, ALWAYS]
+EXPECTED.append(ALWAYS | STATS)
 
 
 def test_flags_decide_what_is_replaced():

@@ -1,0 +1,85 @@
+"""What is written where, and the progress bar, with a trainer's function that does nothing."""
+
+import io
+import sys
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from megatron_eopt.megatron_lm import stats
+from megatron_eopt.megatron_lm.progress import with_progress
+from tests.harness import run_ranks
+
+
+class Written:
+    """A writer of TensorBoard, and a run of W&B."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self.calls.append((name, value, step))
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self.calls.append((values, step))
+
+
+def written() -> tuple[list[Any], list[Any]]:
+    from megatron.training import global_vars
+
+    board, run = Written(), Written()
+    args = SimpleNamespace(consumed_train_samples=80)
+    with (
+        mock.patch.object(global_vars, "get_args", return_value=args),
+        mock.patch.object(global_vars, "get_tensorboard_writer", return_value=board),
+        mock.patch.object(global_vars, "get_wandb_writer", return_value=run),
+    ):
+        stats._write({"Adam/weight-rms": 0.5}, 10)
+    return board.calls, run.calls
+
+
+def test_both_writers_get_what_megatron_would_write():
+    board, run = run_ranks(1, written)[0]
+    assert board == [("Adam/weight-rms", 0.5, 10), ("Adam/weight-rms vs samples", 0.5, 80)]
+    assert run == [({"Adam/weight-rms": 0.5}, 10)]
+
+
+class Terminal(io.StringIO):
+    """Standard error as a terminal, or redirected."""
+
+    def __init__(self, is_terminal: bool) -> None:
+        super().__init__()
+        self.is_terminal = is_terminal
+
+    def isatty(self) -> bool:
+        return self.is_terminal
+
+
+def shown(is_terminal: bool, prints: bool) -> tuple[list[int], str]:
+    """Return what was logged, and what came to standard error."""
+    import torch
+    from megatron.training import global_vars, utils
+
+    def training_log(loss_dict: Any, iteration: int) -> int:
+        return iteration
+
+    args = SimpleNamespace(train_iters=4, log_interval=2)
+    with (
+        mock.patch.object(global_vars, "get_args", return_value=args),
+        mock.patch.object(utils, "is_last_rank", return_value=prints),
+        mock.patch.object(sys, "stderr", Terminal(is_terminal)) as terminal,
+    ):
+        logged = with_progress(training_log)
+        loss = {"lm loss": torch.tensor([2.5])}
+        # a run that goes on after its second iteration
+        return [logged(loss, iteration=number) for number in (3, 4)], terminal.getvalue()
+
+
+def test_a_bar_is_on_a_terminal_alone():
+    for case in ((True, False), (False, True)):
+        assert run_ranks(1, shown, *case)[0] == ([3, 4], "")
+    logged, text = run_ranks(1, shown, True, True)[0]
+    assert logged == [3, 4]
+    assert "75%" in text.split("100%")[0]
+    assert "4/4" in text
+    assert "lm loss=2.5" in text
