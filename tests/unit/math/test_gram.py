@@ -76,8 +76,8 @@ def test_in_place_is_the_same_to_the_bit_in_the_memory_that_was_given(
     with LiveBytes() as within:
         assert compute(x, in_place=True) is x
     assert torch.equal(x, expected)
-    if precision == "highest":
-        # one place for iterates less; in 16 bits a CPU's float32 copy is what is largest
+    if (precision, algorithm) == ("highest", "standard"):
+        # else small matrices, or a float32 copy on a CPU, are what is largest
         assert within.peak <= apart.peak - x.nbytes
 
 
