@@ -40,6 +40,7 @@ from torch import Tensor
 
 from megatron_eopt.math.algorithm import Plan
 from megatron_eopt.math.coefficients import Triple, response
+from megatron_eopt.math.symmetric import multiply_add, symmetric_product
 
 ReduceT = Callable[[Tensor], Tensor]
 """Sums a tensor over the ranks that share a matrix; may work in place. One that has an attribute
@@ -107,21 +108,6 @@ def normalize(
     return product.to(dtype).contiguous() if out is None else out.copy_(product)
 
 
-def multiply_add(
-    add: Tensor,
-    left: Tensor,
-    right: Tensor,
-    *,
-    beta: float,
-    alpha: float = 1.0,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Return ``beta * add + alpha * left @ right`` for 2-D or 3-D operands, written to ``out``."""
-    if left.ndim == 2:
-        return torch.addmm(add, left, right, beta=beta, alpha=alpha, out=out)
-    return torch.baddbmm(add, left, right, beta=beta, alpha=alpha, out=out)
-
-
 def iterate_standard(
     x: Tensor,
     triples: Sequence[Triple],
@@ -143,9 +129,9 @@ def iterate_standard(
     spare = torch.empty_like(x) if spare is None else spare
     for a, b, c in triples:
         wide = x.mT if tall else x
-        square = _reduced(torch.matmul(wide, wide.mT, out=square), reduce)
+        square = _reduced(symmetric_product(wide, wide, out=square), reduce)
         if team is None:
-            multiply_add(square, square, square, beta=b, alpha=c, out=polynomial)
+            symmetric_product(square, square.mT, square, beta=b, alpha=c, out=polynomial)
         else:
             mine = _rows_of(Shifted(0.0, square), team).residual
             polynomial = team.gather(multiply_add(mine, mine, square, beta=b, alpha=c))
@@ -190,11 +176,11 @@ def gram_residual(
     """
     wide = x.mT if tall else x
     if shift == 0.0:
-        return Shifted(0.0, _reduced(torch.matmul(wide, wide.mT), reduce))
+        return Shifted(0.0, _reduced(symmetric_product(wide, wide), reduce))
     m, n = wide.shape[-2:]
     share = n / columns if columns else 1.0
     eye = torch.eye(m, dtype=x.dtype, device=x.device).expand(*wide.shape[:-1], m)
-    residual = multiply_add(eye, wide, wide.mT, beta=-shift * share)
+    residual = symmetric_product(wide, wide, eye, beta=-shift * share)
     return Shifted(shift, _reduced(residual, reduce))
 
 
@@ -209,13 +195,18 @@ def _product(left: Shifted, right: Shifted, team: Team | None = None) -> Shifted
     rows = right if team is None else _rows_of(right, team)
     big, small = (left, rows) if abs(left.shift) >= abs(right.shift) else (rows, left)
     shift = left.shift * right.shift
-    if big.shift == 0.0:
-        return Shifted(shift, torch.matmul(left.residual, right.residual))
-    addend = small.residual
+    addend: Tensor | None = None if big.shift == 0.0 else small.residual
     out: Tensor | None = None
-    if small.shift != 0.0:
+    if addend is not None and small.shift != 0.0:
         addend = out = torch.add(addend, big.residual, alpha=small.shift / big.shift)
-    product = multiply_add(addend, left.residual, right.residual, beta=big.shift, out=out)
+    if team is None:
+        product = symmetric_product(
+            left.residual, right.residual.mT, addend, beta=big.shift, out=out
+        )
+    elif addend is None:
+        product = torch.matmul(left.residual, right.residual)
+    else:
+        product = multiply_add(addend, left.residual, right.residual, beta=big.shift, out=out)
     return Shifted(shift, product)
 
 
@@ -223,7 +214,11 @@ def _polynomial(mine: Shifted, a: Shifted, triple: Triple) -> Shifted:
     """Return one step's polynomial of ``a``, as far as ``mine`` has rows of ``a``."""
     first, second, third = triple
     slope = second + 2.0 * third * a.shift
-    rest = multiply_add(mine.residual, mine.residual, a.residual, beta=slope, alpha=third)
+    part, whole = mine.residual, a.residual
+    if mine is a:
+        rest = symmetric_product(whole, whole.mT, whole, beta=slope, alpha=third)
+    else:
+        rest = multiply_add(part, part, whole, beta=slope, alpha=third)
     return Shifted(first + a.shift * (second + third * a.shift), rest)
 
 

@@ -16,6 +16,7 @@ from megatron_eopt.base.agreement import places_in, ranks_of
 from megatron_eopt.build.factory import get_megatron_optimizer
 from megatron_eopt.dry_run import Report, dry_world, report_of, schedules_of
 from megatron_eopt.layouts.assignment import Float64Array
+from megatron_eopt.math.symmetric import like_a_gpu
 from megatron_eopt.optimizers.modes import Schedule
 from megatron_eopt.plan.architectures import Architecture
 from megatron_eopt.plan.cost import Times, times
@@ -104,7 +105,7 @@ def plan(
     kinds = stage_kinds(architecture, layout)
     stages = [_stage(architecture, layout, config, kind, machine.gpus) for kind in kinds]
     worst = max(stages, key=lambda stage: stage.loads.max())
-    with dry_world(worst.busiest, layout.world_size):
+    with dry_world(worst.busiest, layout.world_size), like_a_gpu():
         chunk, optimizer = _built(architecture, layout, config)
         report = report_of(optimizer, lambda: None)
         peers, predicted = peers_of(chunk, report, machine), times(report, machine)

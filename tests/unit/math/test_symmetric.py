@@ -1,0 +1,90 @@
+"""Products that are known to be symmetric: fewer operations, the same numbers."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron_eopt.math import symmetric
+from megatron_eopt.math.coefficients import resolve_coefficients
+from megatron_eopt.math.orthogonalize import Orthogonalization
+from megatron_eopt.math.precision import PrecisionT
+from megatron_eopt.math.symmetric import like_a_gpu, symmetric_product
+from tests.unit.math.spectra import NAMED, oracle, relative_error
+
+SHAPES = [(32, 48), (3, 32, 48), (32, 32), (24, 40)]
+
+
+@pytest.fixture
+def cut_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(symmetric, "_SMALLEST", 64)
+    monkeypatch.setattr(symmetric, "_SMALLEST_16_BIT", 64)
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def flops(work: object) -> int:
+    with FlopCounterMode(display=False) as counter:
+        work()  # type: ignore[operator]
+    return counter.get_total_flops()
+
+
+@pytest.mark.usefixtures("cut_small")
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_product_with_itself_is_symmetric_to_the_bit(shape: tuple[int, ...]) -> None:
+    x = normal(*shape)
+    product = symmetric_product(x, x)
+    torch.testing.assert_close(product, x @ x.mT)
+    assert torch.equal(product, product.mT)
+
+
+@pytest.mark.usefixtures("cut_small")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("batch", [(), (2,)])
+def test_a_polynomial_may_be_written_over_its_addend(
+    dtype: torch.dtype, batch: tuple[int, ...]
+) -> None:
+    x = normal(*batch, 32, 40, dtype=dtype) / 8
+    a = x @ x.mT
+    expected = 1.5 * a.double() - 0.25 * a.double() @ a.double()
+    out = a.clone()
+    assert symmetric_product(a, a.mT, out, beta=1.5, alpha=-0.25, out=out) is out
+    # a result is rounded once, and in 16 bits its product before
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=8 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.usefixtures("cut_small")
+@pytest.mark.parametrize(("m", "n", "cuts"), [(32, 48, 3), (24, 40, 3), (6, 40, 1), (31, 400, 0)])
+def test_half_of_the_operations_and_the_diagonal_are_left(m: int, n: int, cuts: int) -> None:
+    x = normal(m, n)
+    assert flops(lambda: symmetric_product(x, x)) == (1 + 2**-cuts) / 2 * 2 * m * m * n
+
+
+@pytest.mark.parametrize(("m", "n", "cuts"), [(512, 2048, 2), (512, 512, 1), (256, 256, 0)])
+def test_small_blocks_are_not_worth_it(m: int, n: int, cuts: int) -> None:
+    x = torch.empty(m, n, device="cpu").fill_(1.0)
+    assert flops(lambda: symmetric_product(x, x)) == (1 + 2**-cuts) / 2 * 2 * m * m * n
+    with like_a_gpu():
+        assert flops(lambda: symmetric_product(x, x)) == 2 * m * m * n
+
+
+@pytest.mark.parametrize("spectrum", NAMED)
+@pytest.mark.parametrize("algorithm", ["standard", "gram"])
+@pytest.mark.parametrize("precision", ["highest", "medium"])
+@pytest.mark.parametrize("schedule", [("simple", 5), ("quintic", 5), ("deepseekv4", 10)])
+def test_the_iteration_is_as_accurate(
+    spectrum: str,
+    algorithm: str,
+    precision: PrecisionT,
+    schedule: tuple[str, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x = NAMED[spectrum](64, 256)
+    reference = oracle(x, resolve_coefficients(*schedule))
+    compute = Orthogonalization(*schedule, algorithm=algorithm, precision=precision)  # type: ignore[arg-type]
+    plain = relative_error(compute(x), reference)
+    monkeypatch.setattr(symmetric, "_SMALLEST", 64)
+    monkeypatch.setattr(symmetric, "_SMALLEST_16_BIT", 64)
+    # both are rounding noise, which differs between libraries
+    assert relative_error(compute(x), reference) <= 1.5 * plain + 1e-6
