@@ -8,12 +8,12 @@
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32
+from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.utils import log_single_rank
 from torch import Tensor
@@ -21,6 +21,7 @@ from torch import Tensor
 from megatron_eopt.base.agreement import agreed
 from megatron_eopt.base.live_bytes import LiveBytes
 from megatron_eopt.base.upstream import needed
+from megatron_eopt.build.clipping import clip
 from megatron_eopt.build.loss_scale import UnscaledOnce, unscale_
 from megatron_eopt.build.memory import Memory, memory_of
 from megatron_eopt.build.stats import Stats
@@ -315,17 +316,7 @@ class OptimizerChain(ChainedOptimizer):
         if self.settings.clip_grad <= 0:
             return
         norms = {None: grad_norm, **self._compute_grad_norms_by_group()}
-        group_of = needed("GRAD_NORM_GROUP_ATTR")
-        by_norm: dict[str | None, list[Tensor]] = {}
-        for member in self.members:
-            for param in _clipped(member):
-                by_norm.setdefault(getattr(param, group_of, None), []).append(param)
-        for name, params in by_norm.items():
-            # Transformer Engine's Adam has gradients of another dtype than its parameters
-            decoupled = getattr(params[0], "decoupled_grad", None) is not None
-            clip_grad_by_total_norm_fp32(
-                params, self.settings.clip_grad, norms[name], use_decoupled_grad=decoupled
-            )
+        clip(self.members, self.settings.clip_grad, norms)
 
     def _refuse(self) -> None:
         self.skipped_steps += 1
@@ -387,12 +378,3 @@ def _watched(child: Any) -> list[Tensor]:
     return mark_left_out(
         counted, [grad for _, grad in named_gradients(child) if id(grad) not in known]
     )
-
-
-def _clipped(member: Member) -> Iterator[Tensor]:
-    if not member.drivers:
-        yield from (item.main for item in member.storage.stored())
-    for driver in member.drivers:
-        if driver.is_clipped:
-            for group in member.groups_of(driver):
-                yield from group["params"]
