@@ -19,6 +19,8 @@ from pathlib import Path
 import psutil
 from tqdm import tqdm
 
+PROCESSES = 2
+
 SCRIPTS = Path(__file__).resolve().parent
 ITERATION = re.compile(r"iteration\s+(\d+)/\s*(\d+) .*?lm loss: (\S+)")
 REPORTED = re.compile(r"lm loss|saving checkpoint|successfully (saved|loaded)|^\w*Error: ")
@@ -91,8 +93,16 @@ def stop_gently(launcher: subprocess.Popen[str]) -> None:
         child.send_signal(signal.SIGTERM)
 
 
-def train(processes: int, flags: list[str], log: Path) -> tuple[int, bool]:
+def train(
+    flags: list[str], log: Path, *, processes: int = PROCESSES, quiet: bool = False
+) -> tuple[int, bool]:
     """Run the training job and show what it prints, with a progress bar on a terminal.
+
+    Args:
+        flags: Of the trainer.
+        log: What all that the job prints is added to.
+        processes: How many the job has.
+        quiet: Show the bar alone.
 
     Returns:
         The launcher's exit code and whether the user interrupted the run.
@@ -120,14 +130,15 @@ def train(processes: int, flags: list[str], log: Path) -> tuple[int, bool]:
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )
-    with log.open("w") as file, tqdm(desc="Training", unit="step", disable=None) as bar:
+    bar = tqdm(desc="Training", unit="step", disable=None, leave=not quiet)
+    with log.open("a") as file, bar:
         while True:
             try:
                 line = launcher.stdout.readline()
                 if not line:
                     break
                 file.write(line)
-                show(line, bar)
+                show(line, bar, quiet)
             except KeyboardInterrupt:
                 if interrupted:
                     os.killpg(launcher.pid, signal.SIGKILL)
@@ -137,12 +148,12 @@ def train(processes: int, flags: list[str], log: Path) -> tuple[int, bool]:
     return launcher.wait(), interrupted
 
 
-def show(line: str, bar: "tqdm[None]") -> None:
-    """Pass on the lines that report on training and move the bar."""
+def show(line: str, bar: "tqdm[None]", quiet: bool) -> None:
+    """Move the bar, and unless quiet pass on the lines that report on training."""
     if match := ITERATION.search(line):
         bar.total, bar.n = int(match[2]), int(match[1])
         bar.set_postfix_str(f"loss {float(match[3]):.3f}")
-    if REPORTED.search(line):
+    if not quiet and REPORTED.search(line):
         bar.write(line.rstrip())
 
 
@@ -193,7 +204,7 @@ def main() -> int:
         prog="./scripts/quickstart.sh", description=__doc__, allow_abbrev=False
     )
     parser.add_argument("--steps", type=int, default=360, help="training steps (default: 360)")
-    parser.add_argument("--processes", type=int, default=2, help="of training (default: 2)")
+    parser.add_argument("--processes", type=int, default=PROCESSES, help="of training (default: 2)")
     parser.add_argument(
         "--out", type=Path, default=Path("runs/quickstart"), help="folder for all that is written"
     )
@@ -207,7 +218,8 @@ def main() -> int:
     prepare_corpus(corpus)
     print(f"Training {args.steps} steps on {args.processes} processes; everything lands in {out}")
     own = training_flags(args.steps, args.processes, out, corpus)
-    code, interrupted = train(args.processes, [*model_flags(), *own, *flags], out / "training.log")
+    log = out / "training.log"
+    code, interrupted = train([*model_flags(), *own, *flags], log, processes=args.processes)
     if interrupted:
         print("Stopped. The same command goes on from the last checkpoint.")
         return 130

@@ -8,37 +8,23 @@ products are slow, --muon-fp32-matmul-prec highest saves most of the time.
 
 import argparse
 import json
-import re
-import subprocess
 import sys
 from pathlib import Path
 
+from benchmarks.quickstart_runs import Curve, held_out_losses, train
 from megatron_eopt.math.low_precision import MOMENTUM_DTYPES
 
-QUICKSTART = Path(__file__).resolve().parents[2] / "scripts" / "quickstart.py"
-HELD_OUT = re.compile(r"validation loss at iteration (\d+)(?!.*test set).*?lm loss value: (\S+)")
 TARGET = 0.01
 """By how much, of float32's, the loss of a run may be another."""
-
-type Curve = dict[int, float]
 
 
 def trained(out: Path, dtype: str, seed: int, steps: int, flags: list[str]) -> Curve:
     """Return the held-out losses of one run by step; trains it unless that is done."""
     folder = out / f"{dtype}-{seed}"
-    log = folder / "training.log"
-    curve = losses(log) if log.exists() else {}
-    if steps not in curve:
-        command = [sys.executable, str(QUICKSTART), "--steps", str(steps), "--out", str(folder)]
-        command += ["--seed", str(seed), "--muon-momentum-dtype", dtype, *flags]
-        subprocess.run(command, check=True)
-        curve = losses(log)
-    return curve
-
-
-def losses(log: Path) -> Curve:
-    """Return the held-out losses in a log by step."""
-    return {int(step): float(loss) for step, loss in HELD_OUT.findall(log.read_text())}
+    if steps not in held_out_losses(folder):
+        print(f"Training with momentum in {dtype}, seed {seed}", flush=True)
+        train(folder, steps, ["--seed", str(seed), "--muon-momentum-dtype", dtype, *flags])
+    return held_out_losses(folder)
 
 
 def table(last: dict[str, dict[int, float]]) -> str:
@@ -91,8 +77,7 @@ def main() -> int:
     curves: dict[str, dict[int, Curve]] = {dtype: {} for dtype in MOMENTUM_DTYPES}
     for seed in arguments.seeds:
         for dtype in MOMENTUM_DTYPES:
-            curve = trained(arguments.out, dtype, seed, arguments.steps, flags)
-            curves[dtype][seed] = dict(sorted(curve.items()))
+            curves[dtype][seed] = trained(arguments.out, dtype, seed, arguments.steps, flags)
     last = {
         dtype: {seed: curve[arguments.steps] for seed, curve in by_seed.items()}
         for dtype, by_seed in curves.items()
