@@ -1,0 +1,117 @@
+"""Train the quickstart's model with several optimizers and draw their held-out losses.
+
+Every optimizer is trained with each learning rate of its grid and each seed. Drawn is its learning
+rate with the best median held-out loss; the table has all. Other flags go to Megatron's trainer.
+"""
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.compare_optimizers.grid import (
+    LEARNING_RATES,
+    Grid,
+    InputError,
+    check,
+    grid_of,
+    runs_of,
+)
+from benchmarks.compare_optimizers.report import document, draw, notes, table, write
+from benchmarks.compare_optimizers.summary import summaries
+from benchmarks.compare_optimizers.trainings import Settings, claim, train_all
+from benchmarks.quickstart_runs import RunError
+
+DEFAULT_GRID = ",".join(f"{rate:g}" for rate in LEARNING_RATES)
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="./scripts/compare_optimizers.sh", description=__doc__, allow_abbrev=False
+    )
+    made.add_argument(
+        "--optimizers",
+        nargs="*",
+        default=["adam", "muon"],
+        metavar="NAME",
+        help="what is compared (default: adam muon)",
+    )
+    made.add_argument(
+        "--lr",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME=a,b,c",
+        help=f"an optimizer's grid of learning rates at their peak (default: {DEFAULT_GRID})",
+    )
+    made.add_argument(
+        "--seeds", nargs="*", type=int, default=[1, 2, 3], help="default: %(default)s"
+    )
+    made.add_argument("--steps", type=int, default=360, help="of each run (default: %(default)s)")
+    made.add_argument(
+        "--processes", type=int, default=2, help="that train one model (default: %(default)s)"
+    )
+    made.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/compare"),
+        help="folder of all runs; those that are done are not trained again (default: %(default)s)",
+    )
+    made.add_argument(
+        "--json", type=Path, help="file for all figures (default: comparison.json in --out)"
+    )
+    made.add_argument("--png", type=Path, help="the figure (default: comparison.png in --out)")
+    return made
+
+
+def checked(arguments: argparse.Namespace, flags: list[str]) -> tuple[Grid, Settings]:
+    """Return what to train, or raise an InputError before anything is."""
+    # these import torch, which --help does without
+    from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
+    from megatron_eopt.settings.arguments import offered_names
+
+    for name in ("steps", "processes"):
+        if getattr(arguments, name) < 1:
+            raise InputError(f"--{name} {getattr(arguments, name)}: must be at least 1")
+    check(arguments.optimizers, arguments.seeds, flags, offered_names())
+    grid = grid_of(arguments.optimizers, arguments.lr)
+    settings = Settings(arguments.steps, arguments.processes, tuple(flags))
+    claim(arguments.out, settings)
+    return grid, settings
+
+
+def main(given: list[str] | None = None) -> int:
+    arguments, flags = parser().parse_known_args(given)
+    try:
+        grid, settings = checked(arguments, flags)
+    except InputError as error:
+        print(f"{parser().prog}: {error}", file=sys.stderr)
+        return 2
+    for name, rates in grid.items():
+        print(f"{name}: learning rates {', '.join(f'{rate:g}' for rate in rates)}", flush=True)
+    try:
+        results = train_all(arguments.out, settings, list(runs_of(grid, arguments.seeds)))
+    except KeyboardInterrupt:
+        print("Stopped. The same command goes on from here.")
+        return 130
+    except RunError as error:
+        print(error, file=sys.stderr)
+        return 1
+    found = summaries(grid, results)
+    Console().print(table(found))
+    print(*notes(found), sep="\n")
+    png = arguments.png or arguments.out / "comparison.png"
+    draw(settings, found).savefig(png, dpi=120)
+    figures = arguments.json or arguments.out / "comparison.json"
+    write(document(settings, found, results), figures)
+    print(f"Figure: {png}    All figures: {figures}")
+    return 0
+
+
+if __name__ == "__main__":
+    # as in the quickstart, also for a scheduler's SIGTERM
+    for stop in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(stop, signal.default_int_handler)
+    sys.exit(main())

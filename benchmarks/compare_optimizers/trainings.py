@@ -1,0 +1,137 @@
+"""Trains what a folder of runs lacks; what it has is not trained again."""
+
+import dataclasses
+import json
+import math
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tqdm import tqdm
+
+from benchmarks.compare_optimizers.grid import InputError, Run
+from benchmarks.quickstart_runs import Curve, RunError, held_out_losses, seconds_per_step, train
+
+EVALUATIONS = 10
+"""How often a run is evaluated on held-out text."""
+
+DIVERGED = re.compile(r"Unexpected result (nan|inf)|found (NaN|Inf)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all runs of a folder have in common.
+
+    Attributes:
+        steps: Of each run.
+        processes: Of each run.
+        flags: Of the trainer, given by hand.
+    """
+
+    steps: int
+    processes: int
+    flags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a run.
+
+    Attributes:
+        run: Which it was.
+        held_out: Losses in nats per byte, by step.
+        step_seconds: Median of its steps' times.
+        diverged: Whether it ended early with losses or gradients that were no numbers.
+    """
+
+    run: Run
+    held_out: Curve
+    step_seconds: float
+    diverged: bool = False
+
+    @property
+    def last(self) -> float:
+        """The held-out loss at the end; infinite if the run diverged."""
+        return math.inf if self.diverged else self.held_out[max(self.held_out)]
+
+
+def claim(out: Path, settings: Settings) -> None:
+    """Make ``out`` the folder of runs with these settings.
+
+    Raises:
+        InputError: If it has runs with others.
+    """
+    file = out / "settings.json"
+    wanted = json.loads(json.dumps(dataclasses.asdict(settings)))
+    if not file.exists():
+        out.mkdir(parents=True, exist_ok=True)
+        _write(file, wanted)
+    elif (found := json.loads(file.read_text())) != wanted:
+        had = f"--steps {found['steps']} --processes {found['processes']}"
+        had = " ".join([had, *found["flags"]])
+        raise InputError(f"--out {out}: has runs of {had}; give these, or another folder")
+
+
+def train_all(out: Path, settings: Settings, runs: Sequence[Run]) -> list[Result]:
+    """Return the results of all runs, in order; trains those that are not done.
+
+    Raises:
+        KeyboardInterrupt: If the user stopped a run; it has saved, and is gone on with next time.
+        RunError: If a run failed.
+    """
+    results = []
+    with tqdm(runs, desc="Runs", unit="run", disable=None) as bar:
+        for run in bar:
+            bar.set_postfix_str(run.name)
+            result = done(out, run)
+            if result is None:
+                result = _trained(out, settings, run)
+                bar.write(f"{run.name}: {describe(result)}")
+            results.append(result)
+    return results
+
+
+def describe(result: Result) -> str:
+    """Return what came of a run in a few words."""
+    if result.diverged:
+        return "diverged"
+    return f"held-out loss {result.last:.4f}, {result.step_seconds:.3f} s a step"
+
+
+def done(out: Path, run: Run) -> Result | None:
+    """Return the result that a folder has of a run, if any."""
+    file = out / run.name / "result.json"
+    if not file.exists():
+        return None
+    found = json.loads(file.read_text())
+    held_out = {int(step): loss for step, loss in found["held_out"].items()}
+    return Result(run, held_out, found["step_seconds"], found["diverged"])
+
+
+def _trained(out: Path, settings: Settings, run: Run) -> Result:
+    folder = out / run.name
+    interval = str(max(1, settings.steps // EVALUATIONS))
+    flags = [*run.flags(), "--eval-interval", interval, "--save-interval", str(settings.steps)]
+    diverged = False
+    try:
+        train(folder, settings.steps, [*flags, *settings.flags], settings.processes)
+    except RunError:
+        if not DIVERGED.search((folder / "training.log").read_text()):
+            raise
+        diverged = True
+    result = Result(run, held_out_losses(folder), seconds_per_step(folder), diverged)
+    written = dataclasses.asdict(result)
+    del written["run"]
+    _write(folder / "result.json", written)
+    # 50 MB, and a finished run needs none
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    return result
+
+
+def _write(file: Path, document: object) -> None:
+    # whole or not at all
+    part = file.with_suffix(".part")
+    part.write_text(json.dumps(document, indent=1) + "\n")
+    part.replace(file)
