@@ -14,17 +14,21 @@ from benchmarks.compare_optimizers.summary import Arm, Summary, common_loss
 from benchmarks.compare_optimizers.trainings import Result, Settings
 
 CHOICE = "Drawn is, of each optimizer's grid, the learning rate with the best median held-out loss."
-TIMES = "Time is steps times the median seconds a step of all runs of the optimizer."
+TIMES = (
+    "Time is steps times seconds a step: medians of runs, of which the least disturbed is taken."
+)
 
 
 def table(found: dict[str, Summary]) -> Table:
     """Return a table of the whole grid; a star marks what is drawn."""
     common = common_loss(found)
     made = Table(title="Held-out loss at the end (nats per byte); * is drawn", box=box.SIMPLE)
+    made.pad_edge = False
     for heading in ("optimizer", "lr", "median", "range"):
         made.add_column(heading, no_wrap=True)
-    for heading in ("s a step", f"steps to {common:.3f}", "seconds"):
-        made.add_column(heading, justify="right")
+    for heading in ("s/step", "steps", "s"):
+        made.add_column(heading, no_wrap=True, justify="right")
+    made.caption = f"steps, s: until the median is {common:.4f}, which all that are drawn reach"
     for name, summary in found.items():
         for arm in summary.arms:
             best = arm is summary.best
@@ -110,7 +114,7 @@ def draw(settings: Settings, found: dict[str, Summary]) -> Figure:
             panel.plot(x, median, "o-", lw=1.5, ms=3, color=f"C{number}", label=label(summary))
             panel.fill_between(x, low, high, color=f"C{number}", alpha=0.25, lw=0)
     axes[0].set(xlabel="step", ylabel="held-out loss (nats per byte)")
-    axes[1].set(xlabel="seconds of training (steps x median seconds a step)")
+    axes[1].set(xlabel="seconds of training (steps x seconds a step)")
     for panel in axes:
         panel.grid(alpha=0.3)
     if axes[0].lines:

@@ -62,7 +62,8 @@ class Summary:
     Attributes:
         arms: All learning rates of its grid, ascending.
         best: The one with the least median.
-        step_seconds: Median of all its runs' medians; a step takes the same at any rate.
+        step_seconds: Least of all its runs' medians. A step takes the same at any learning rate,
+            and what else the machine does meanwhile only adds.
         step_range: Least and largest of these medians.
     """
 
@@ -88,7 +89,7 @@ def _summary(name: str, rates: Sequence[float], results: Sequence[Result]) -> Su
     best = min(arms, key=lambda arm: arm.median)
     # a run that diverged in its second step has no time
     seconds = [r.step_seconds for r in own if math.isfinite(r.step_seconds)] or [math.nan]
-    return Summary(arms, best, statistics.median(seconds), (min(seconds), max(seconds)))
+    return Summary(arms, best, min(seconds), (min(seconds), max(seconds)))
 
 
 def common_loss(found: dict[str, Summary]) -> float:
