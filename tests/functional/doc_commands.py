@@ -29,6 +29,11 @@ class Rule:
 
 RULES = (
     Rule(r"\./scripts/quickstart\.sh\b.*", "long"),
+    Rule(
+        r"\./scripts/compare_optimizers\.sh\b.*",
+        "parse",
+        "tests/functional/test_compare_optimizers.py trains smaller models",
+    ),
     Rule(r"(UPSTREAM=\S+ )?\./scripts/test\.sh( --all)?", "parse", "it is what runs these tests"),
     Rule(r"source \.venv/bin/activate", "run"),
     Rule(r"python scripts/prepare_corpus\.py .*", "long"),
