@@ -37,7 +37,8 @@ def about() -> dict[str, Any]:
 
 def write_json(figures: Mapping[str, Any], path: Path, before: Mapping[str, Any]) -> None:
     """Write figures with what they are of; ``before`` is :func:`about` from before measuring."""
-    path.write_text(json.dumps({"about": dict(before), **figures}, indent=2) + "\n")
+    document = {"about": dict(before), **figures}
+    path.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n")
 
 
 def in_turn[T](contestants: Sequence[T], rounds: int) -> Iterator[tuple[int, T]]:

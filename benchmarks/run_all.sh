@@ -11,7 +11,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 names=(optimizer_step optimizer_step_fp32 newton_schulz fsdp2 megatron_fsdp checkpoints start_up
-    checkpoint_files working_memory balance momentum)
+    checkpoint_files working_memory balance momentum compare_optimizers)
 only=() out=docs
 while [[ $# -gt 0 ]]; do
     case "$1" in
@@ -42,6 +42,9 @@ for name in "${only[@]}"; do
         optimizer_step_fp32) python -m benchmarks.optimizer_step --products fp32 "${json[@]}" ;;
         balance) python -m benchmarks.balance --write "$out/balance.md" "${json[@]}" ;;
         momentum) python -m benchmarks.momentum --out runs/momentum "${json[@]}" "${png[@]}" ;;
+        compare_optimizers)
+            ./scripts/compare_optimizers.sh --lr adam=3e-4,1e-3,3e-3 muon=1e-3,3e-3,1e-2 \
+                --steps 120 --processes 1 "${json[@]}" "${png[@]}" ;;
         *) python -m "benchmarks.$name" "${json[@]}" ;;
     esac
 done

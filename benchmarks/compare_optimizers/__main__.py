@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from benchmarks.about import about, write_json
 from benchmarks.compare_optimizers.grid import (
     LEARNING_RATES,
     Grid,
@@ -19,7 +20,7 @@ from benchmarks.compare_optimizers.grid import (
     grid_of,
     runs_of,
 )
-from benchmarks.compare_optimizers.report import document, draw, notes, table, write
+from benchmarks.compare_optimizers.report import document, draw, notes, table
 from benchmarks.compare_optimizers.summary import summaries
 from benchmarks.compare_optimizers.trainings import Settings, claim, train_all
 from benchmarks.quickstart_runs import RunError
@@ -92,6 +93,7 @@ def main(given: list[str] | None = None) -> int:
     for name, rates in grid.items():
         print(f"{name}: learning rates {', '.join(f'{rate:g}' for rate in rates)}", flush=True)
     try:
+        before = about()
         results = train_all(arguments.out, settings, list(runs_of(grid, arguments.seeds)))
     except KeyboardInterrupt:
         print("Stopped. The same command goes on from here.")
@@ -105,7 +107,7 @@ def main(given: list[str] | None = None) -> int:
     png = arguments.png or arguments.out / "comparison.png"
     draw(settings, found).savefig(png, dpi=120)
     figures = arguments.json or arguments.out / "comparison.json"
-    write(document(settings, found, results), figures)
+    write_json(document(settings, found, results), figures, before)
     print(f"Figure: {png}    All figures: {figures}")
     return 0
 

@@ -1,9 +1,7 @@
 """What is told of a comparison: a table, a JSON document, a figure."""
 
-import json
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -138,11 +136,6 @@ def caption(settings: Settings, found: dict[str, Summary]) -> str:
     flags = " ".join(settings.flags)
     what = f"The quickstart's GPT, {where}; line: median, band: range of seeds {seeds}"
     return f"{what}\n{flags}" if flags else what
-
-
-def write(document: dict[str, Any], path: Path) -> None:
-    """Write a document to a JSON file."""
-    path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
 
 
 def _finite(value: float) -> float | None:

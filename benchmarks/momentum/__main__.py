@@ -7,10 +7,10 @@ products are slow, --muon-fp32-matmul-prec highest saves most of the time.
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
+from benchmarks.about import about, write_json
 from benchmarks.quickstart_runs import Curve, held_out_losses, train
 from megatron_eopt.math.low_precision import MOMENTUM_DTYPES
 
@@ -74,6 +74,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write all losses to this file")
     parser.add_argument("--png", type=Path, help="draw the figure into this file")
     arguments, flags = parser.parse_known_args()
+    before = about()
     curves: dict[str, dict[int, Curve]] = {dtype: {} for dtype in MOMENTUM_DTYPES}
     for seed in arguments.seeds:
         for dtype in MOMENTUM_DTYPES:
@@ -85,7 +86,7 @@ def main() -> int:
     print(table(last))
     if arguments.json:
         document = {"steps": arguments.steps, "flags": flags, "held_out": curves}
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+        write_json(document, arguments.json, before)
     if arguments.png:
         draw(curves, arguments.png)
     return int(any(abs(worst_of(last, dtype)) > TARGET for dtype in last))

@@ -8,7 +8,8 @@ import argparse
 import json
 from pathlib import Path
 
-from benchmarks.page.sections import SECTIONS, prose
+from benchmarks.page.markdown import prose
+from benchmarks.page.sections import SECTIONS
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 

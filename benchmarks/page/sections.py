@@ -1,45 +1,13 @@
 """What each file of figures becomes on the page: a heading, how it is measured, a table."""
 
 import statistics
-import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from benchmarks.page.comparison import comparison
+from benchmarks.page.markdown import machine, prose, table
+
 type Figures = dict[str, Any]
-
-
-def prose(text: str) -> str:
-    """Return paragraphs filled to the width of the other pages."""
-    paragraphs = [" ".join(part.split()) for part in text.strip().split("\n\n")]
-    filled = [
-        part
-        if part.startswith("#")
-        else textwrap.fill(part, 124, break_long_words=False, break_on_hyphens=False)
-        for part in paragraphs
-    ]
-    return "\n\n".join(filled) + "\n"
-
-
-def table(head: str, rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table; a column whose name ends in ``:`` has numbers."""
-    names = [name.strip() for name in head.split("|")]
-    rule = ["---:" if name.endswith(":") else "---" for name in names]
-    lines = [[name.rstrip(":") for name in names], rule, *rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + "\n"
-
-
-def machine(figures: Figures) -> str:
-    """Return what figures are of, in a sentence."""
-    about = figures["about"]
-    where = about.get("gpu") or f"{about['cores']} cores of an {about['machine']}"
-    packages = [
-        f"{name} {about[name]}"
-        for name in ("torch", "megatron-core", "emerging-optimizers")
-        if name in about
-    ]
-    commit = f", commit {about['commit']}" if about.get("commit") else ""
-    busy = f", load {about['load']} before" if about.get("load") is not None else ""
-    return f"On {where}{busy}; {', '.join(packages)}{commit}."
 
 
 def _quartiles(values: Sequence[float]) -> str:
@@ -231,6 +199,7 @@ SECTIONS: tuple[tuple[str, Callable[[Figures], str]], ...] = (
     ("optimizer_step.json", steps),
     ("optimizer_step_fp32.json", steps_fp32),
     ("newton_schulz.json", newton_schulz),
+    ("compare_optimizers.json", comparison),
     ("momentum.json", momentum),
     ("fsdp2.json", fsdp2),
     ("megatron_fsdp.json", megatron_fsdp),

@@ -9,7 +9,8 @@ import pytest
 
 from benchmarks.about import about, in_turn
 from benchmarks.page.__main__ import DOCS, page
-from benchmarks.page.sections import SECTIONS, prose, table
+from benchmarks.page.markdown import prose, table
+from benchmarks.page.sections import SECTIONS
 
 ROOT = DOCS.parent
 
