@@ -10,7 +10,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
-names=(optimizer_step optimizer_step_fp32 newton_schulz fsdp2 megatron_fsdp checkpoints start_up
+names=(optimizer_step optimizer_step_fp32 newton_schulz newton_schulz_fp32 fsdp2 megatron_fsdp checkpoints start_up
     checkpoint_files working_memory balance momentum compare_optimizers)
 only=() out=docs
 while [[ $# -gt 0 ]]; do
@@ -28,7 +28,7 @@ for name in "${only[@]}"; do
     fi
 done
 source scripts/environment.sh
-[[ ${#only[@]} -gt 0 ]] || only=("${names[@]:0:10}")
+[[ ${#only[@]} -gt 0 ]] || only=("${names[@]:0:11}")
 figures="$out/benchmarks"
 mkdir -p "$figures"
 
@@ -40,6 +40,7 @@ for name in "${only[@]}"; do
     case "$name" in
         optimizer_step | newton_schulz) python -m "benchmarks.$name" "${json[@]}" "${png[@]}" ;;
         optimizer_step_fp32) python -m benchmarks.optimizer_step --products fp32 "${json[@]}" ;;
+        newton_schulz_fp32) python -m benchmarks.newton_schulz --products fp32 "${json[@]}" ;;
         balance) python -m benchmarks.balance --write "$out/balance.md" "${json[@]}" ;;
         momentum) python -m benchmarks.momentum --out runs/momentum "${json[@]}" "${png[@]}" ;;
         compare_optimizers)

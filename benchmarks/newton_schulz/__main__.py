@@ -12,6 +12,7 @@ from pathlib import Path
 
 from benchmarks.about import about, write_json
 from benchmarks.newton_schulz.cases import (
+    MEASURED,
     Result,
     against_emerging_optimizers,
     batch_against_loop,
@@ -65,16 +66,24 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write all numbers to this file")
     parser.add_argument("--png", type=Path, help="draw the figure into this file")
     parser.add_argument("--pairs", type=int, default=11, help="alternating pairs per line")
+    parser.add_argument(
+        "--products",
+        choices=["all", "fp32"],
+        default="all",
+        help="fp32 where the CPU has no products of bfloat16",
+    )
     arguments = parser.parse_args()
+    precisions = MEASURED[:1] if arguments.products == "fp32" else MEASURED
     before = about()
     print(HEADER)
     results: list[Result] = []
     for source in (against_emerging_optimizers, batch_against_loop):
-        for result in source(arguments.pairs):
+        for result in source(arguments.pairs, precisions):
             results.append(result)
             print(line(result), flush=True)
-    results.append(on_gpu(arguments.pairs))
-    print(line(results[-1]))
+    if arguments.products != "fp32":
+        results.append(on_gpu(arguments.pairs))
+        print(line(results[-1]))
     if arguments.json:
         write_json({"results": [asdict(result) for result in results]}, arguments.json, before)
     if arguments.png:

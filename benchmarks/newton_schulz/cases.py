@@ -1,6 +1,6 @@
 """What is measured: shapes, precisions and the ratios we promise."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -90,10 +90,10 @@ def loop(x: Tensor, precision: PrecisionT) -> list[Tensor]:
     return [orthogonalize(one, precision=precision) for one in x]
 
 
-def against_emerging_optimizers(pairs: int) -> Iterator[Result]:
+def against_emerging_optimizers(pairs: int, precisions: Sequence[PrecisionT]) -> Iterator[Result]:
     for shape in SHAPES:
         x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-        for precision in MEASURED:
+        for precision in precisions:
             sample = contest(
                 partial(orthogonalize, x, precision=precision),
                 partial(theirs, x, precision),
@@ -103,10 +103,10 @@ def against_emerging_optimizers(pairs: int) -> Iterator[Result]:
             yield Result("vs EO", shape, precision, plan, target(shape, precision), sample)
 
 
-def batch_against_loop(pairs: int) -> Iterator[Result]:
+def batch_against_loop(pairs: int, precisions: Sequence[PrecisionT]) -> Iterator[Result]:
     shape = (64, 128, 512)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    for precision in MEASURED:
+    for precision in precisions:
         sample = contest(
             partial(orthogonalize, x, precision=precision), partial(loop, x, precision), pairs
         )

@@ -68,6 +68,31 @@ def steps_fp32(figures: Figures) -> str:
 
 def newton_schulz(figures: Figures) -> str:
     """Write our iteration against others'."""
+    before = f"""## Newton-Schulz
+
+    `python -m benchmarks.newton_schulz --json FILE --png FILE`: our `algorithm="auto"` against
+    emerging-optimizers' `newton_schulz` (EO; above 1 ours is faster), and one batched call against
+    a loop. gram: with these [restarts](numerics.md#gram-newton-schulz). Measured before
+    [symmetric products](numerics.md#symmetric-products) were. {machine(figures)}
+
+    ![Newton-Schulz](benchmarks/newton_schulz.png)"""
+    after = """**no** misses its aim: in 16 bits the Gram form needs two restarts to be
+    [accurate](numerics.md#the-rule), so at n/m = 4 it has only 1.29 times fewer FLOPs."""
+    head = "against, shape | float32: ours, ratio (aim) | bfloat16"
+    rows = _iterations(figures)
+    return f"{prose(before)}\n{table(head, rows)}\n{prose(after)}"
+
+
+def newton_schulz_fp32(figures: Figures) -> str:
+    """Write the same for float32 alone."""
+    before = f"""### In float32 alone
+
+    The same with `--products fp32`. {machine(figures)}"""
+    rows = [row[:2] for row in _iterations(figures)]
+    return f"{prose(before)}\n{table('against, shape | ours, ratio (aim)', rows)}"
+
+
+def _iterations(figures: Figures) -> list[list[str]]:
     shown: dict[tuple[str, str], dict[str, str]] = {}
     for one in figures["results"]:
         peer = {"vs EO": "EO", "vs loop": "loop"}.get(one["name"], one["name"])
@@ -78,21 +103,10 @@ def newton_schulz(figures: Figures) -> str:
             missed = "" if sample["ratio"] >= one["target"] else " **no**"
             cell = f"{one['algorithm']}: {sample['ratio']:.2f} {aim}{missed}"
         shown.setdefault((peer, shape), {})[one["precision"]] = cell
-    rows = [
+    return [
         [f"{peer} {shape}", cells.get("highest", ""), cells.get("medium", "")]
         for (peer, shape), cells in shown.items()
     ]
-    before = f"""## Newton-Schulz
-
-    `python -m benchmarks.newton_schulz --json FILE --png FILE`: our `algorithm="auto"` against
-    emerging-optimizers' `newton_schulz` (EO; above 1 ours is faster), and one batched call against
-    a loop. gram: with these [restarts](numerics.md#gram-newton-schulz). {machine(figures)}
-
-    ![Newton-Schulz](benchmarks/newton_schulz.png)"""
-    after = """**no** misses its aim: in 16 bits the Gram form needs two restarts to be
-    [accurate](numerics.md#the-rule), so at n/m = 4 it has only 1.29 times fewer FLOPs."""
-    head = "against, shape | float32: ours, ratio (aim) | bfloat16"
-    return f"{prose(before)}\n{table(head, rows)}\n{prose(after)}"
 
 
 def momentum(figures: Figures) -> str:
@@ -199,6 +213,7 @@ SECTIONS: tuple[tuple[str, Callable[[Figures], str]], ...] = (
     ("optimizer_step.json", steps),
     ("optimizer_step_fp32.json", steps_fp32),
     ("newton_schulz.json", newton_schulz),
+    ("newton_schulz_fp32.json", newton_schulz_fp32),
     ("compare_optimizers.json", comparison),
     ("momentum.json", momentum),
     ("fsdp2.json", fsdp2),

@@ -16,7 +16,7 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-_SMALLEST = 1 << 24
+_SMALLEST = 1 << 23
 """Multiply-adds of a block in float32, from which on cutting pays."""
 
 _SMALLEST_16_BIT = 1 << 26

@@ -61,7 +61,7 @@ def test_half_of_the_operations_and_the_diagonal_are_left(m: int, n: int, cuts: 
     assert flops(lambda: symmetric_product(x, x)) == (1 + 2**-cuts) / 2 * 2 * m * m * n
 
 
-@pytest.mark.parametrize(("m", "n", "cuts"), [(512, 2048, 2), (512, 512, 1), (256, 256, 0)])
+@pytest.mark.parametrize(("m", "n", "cuts"), [(512, 2048, 3), (512, 512, 2), (256, 256, 0)])
 def test_small_blocks_are_not_worth_it(m: int, n: int, cuts: int) -> None:
     x = torch.empty(m, n, device="cpu").fill_(1.0)
     assert flops(lambda: symmetric_product(x, x)) == (1 + 2**-cuts) / 2 * 2 * m * m * n
