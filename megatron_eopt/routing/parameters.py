@@ -69,9 +69,8 @@ def trainable_parameters(model_chunks: Sequence[torch.nn.Module]) -> list[ModelP
     """Return every trainable parameter once, in model order; tied ones under their first name."""
     found: dict[int, ModelParameter] = {}
     for chunk, model in enumerate(model_chunks):
-        kinds = (torch.nn.Embedding, needed("VocabParallelEmbedding"))
-        embeddings = _weights_of(model, kinds)
-        routers = _weights_of(model, (needed("Router"),))
+        tables = (torch.nn.Embedding, needed("VocabParallelEmbedding"))
+        embeddings, routers = _weights_of(model, tables, (needed("Router"),))
         for name, param in model.named_parameters():
             if not param.requires_grad or id(param) in found:
                 continue
@@ -88,6 +87,11 @@ def trainable_parameters(model_chunks: Sequence[torch.nn.Module]) -> list[ModelP
     return list(found.values())
 
 
-def _weights_of(model: torch.nn.Module, kinds: tuple[type, ...]) -> set[int]:
-    modules = (module for module in model.modules() if isinstance(module, kinds))
-    return {id(p) for module in modules for p in module.parameters(recurse=False)}
+def _weights_of(model: torch.nn.Module, *kinds: tuple[type, ...]) -> list[set[int]]:
+    """Return the parameters of modules of each kind, from one pass over the model."""
+    found: list[set[int]] = [set() for _ in kinds]
+    for module in model.modules():
+        for types, params in zip(kinds, found, strict=True):
+            if isinstance(module, types):
+                params.update(id(param) for param in module.parameters(recurse=False))
+    return found

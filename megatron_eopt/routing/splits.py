@@ -114,10 +114,13 @@ def _weights(model_chunks: Iterable[nn.Module]) -> Iterator[_Weight]:
         for path, linear in modules.items():
             # the chunk itself has no owner but itself
             owner, child = path.rpartition(".")[::2]
-            for leaf, param in linear.named_parameters(prefix=path, recurse=False):
-                if param.dim() in (2, 3) and param.requires_grad and id(param) not in seen:
+            for leaf, param in linear._parameters.items():
+                if param is None or not param.requires_grad or param.dim() not in (2, 3):
+                    continue
+                if id(param) not in seen:
                     seen.add(id(param))
-                    yield _Weight(leaf, param, modules[owner], child, linear)
+                    name = f"{path}.{leaf}" if path else leaf
+                    yield _Weight(name, param, modules[owner], child, linear)
 
 
 def _split_of(weight: _Weight, which: Collection[SplitT], unknown: list[str]) -> Split | None:
