@@ -27,9 +27,9 @@ def context(tmp_path) -> Context:
 @pytest.mark.parametrize(
     "name",
     [
-        "reference",
         "memory",
         # other tests do what these do
+        pytest.param("reference", marks=pytest.mark.long),
         pytest.param("layouts", marks=pytest.mark.long),
         pytest.param("no_sync", marks=pytest.mark.long),
         pytest.param("golden", marks=pytest.mark.long),

@@ -26,6 +26,7 @@ def scalars(folder):
     return found
 
 
+@pytest.mark.long
 def test_scalars_are_written_at_logged_iterations(tmp_path):
     train(*MUON, "--log-optimizer-stats", "--tensorboard-dir", str(tmp_path))
     found = scalars(tmp_path)

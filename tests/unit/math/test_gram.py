@@ -62,9 +62,8 @@ def gram(restarts: tuple[int, ...] = ()) -> Plan:
     return Plan("gram", restarts, torch.float64, shifted=True)
 
 
-@pytest.mark.parametrize("algorithm", ["standard", "gram"])
-@pytest.mark.parametrize("steps", [4, 5])
-@pytest.mark.parametrize("shape", [(3, 8, 20), (3, 20, 8), (8, 8), (1, 20, 8)])
+@pytest.mark.parametrize(("algorithm", "steps"), [("standard", 4), ("standard", 5), ("gram", 5)])
+@pytest.mark.parametrize("shape", [(3, 8, 20), (20, 8)])
 @pytest.mark.parametrize("precision", ["highest", "medium"])
 def test_in_place_is_the_same_to_the_bit_in_the_memory_that_was_given(
     algorithm: AlgorithmT, steps: int, shape: tuple[int, ...], precision: PrecisionT

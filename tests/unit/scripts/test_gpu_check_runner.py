@@ -107,6 +107,7 @@ def test_without_time_a_section_is_not_run(run):
     assert run.calls == 0
 
 
+@pytest.mark.long
 def test_one_that_all_time_was_too_short_for_is_not_run_and_not_kept(run, monkeypatch):
     monkeypatch.setattr("benchmarks.gpu_check.runner.LEAST_S", 0.1)
     short = replace(run, script=HANGS, deadline=time.monotonic() + 2)
@@ -217,6 +218,7 @@ def wheel(folder: Path) -> None:
         archive.writestr(f"{base}.dist-info/RECORD", "")
 
 
+@pytest.mark.long
 def test_wheels_are_put_beside_the_results(tmp_path):
     with pytest.raises(WheelsError, match=r"no file there ends in \.whl"):
         install(tmp_path, tmp_path / "site")
