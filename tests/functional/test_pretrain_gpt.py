@@ -6,7 +6,7 @@ from tests.functional.script import SCRIPT, TINY, losses, start, train
 from tests.harness import RankError
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "adam"])
+@pytest.mark.parametrize("optimizer", ["muon", pytest.param("adam", marks=pytest.mark.long)])
 def test_trains_with_a_loss_scale(optimizer):
     # float32 and bfloat16, and all layouts, are functional cases
     output = train("--optimizer", optimizer, "--fp16", "--initial-loss-scale", "256")

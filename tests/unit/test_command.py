@@ -14,6 +14,10 @@ SMALL = (
 ).split()
 
 
+RUN = [sys.executable, "-m", "megatron_eopt"]
+"""In processes without process groups, as people do."""
+
+
 def test_help_says_what_there_is(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
@@ -22,20 +26,22 @@ def test_help_says_what_there_is(capsys):
         assert word in text
 
 
-def test_a_plan_and_a_sweep_are_printed(tmp_path):
-    """Run them in processes without process groups, as people do."""
-    run = [sys.executable, "-m", "megatron_eopt"]
+def test_a_plan_is_printed():
     one = subprocess.run(
-        [*run, "plan", *SMALL, "--dp", "4", "--muon-team-size", "1", "--json"],
+        [*RUN, "plan", *SMALL, "--dp", "4", "--muon-team-size", "1", "--json"],
         capture_output=True,
         text=True,
         check=True,
     )
     found = json.loads(one.stdout)
     assert found["ranks"] == 4
+
+
+@pytest.mark.long
+def test_a_sweep_is_printed_and_drawn(tmp_path):
     png = tmp_path / "sweep.png"
     many = subprocess.run(
-        [*run, "sweep", *SMALL, "--ranks", "4", "--tp", "1", "2", "--png", str(png)],
+        [*RUN, "sweep", *SMALL, "--ranks", "4", "--tp", "1", "2", "--png", str(png)],
         capture_output=True,
         text=True,
         check=True,
