@@ -1,6 +1,7 @@
 """One process that is any rank of many: process groups without peers, tensors without data."""
 
 import functools
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -54,6 +55,7 @@ def dry_world(rank: int, world_size: int) -> Iterator[None]:
         rule = "must have no process group: a dry run makes its own"
         raise ConfigurationError("this process", "initialized", rule, "Run it in another process")
     peers, patches = _Peers(rank, world_size), PatchList()
+    environment = dict(os.environ)  # in which models note their kind of attention
     distributed.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         owners = (distributed, distributed_c10d)
@@ -74,6 +76,8 @@ def dry_world(rank: int, world_size: int) -> Iterator[None]:
         patches.restore()
         parallel_state.destroy_model_parallel()
         distributed.destroy_process_group()
+        os.environ.clear()
+        os.environ.update(environment)
 
 
 class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -1,6 +1,7 @@
 """Plans: the real optimizer, run dry as the busiest rank, and what its step takes on paper."""
 
 import json
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -104,6 +105,17 @@ def shown(folder: str) -> str:
     show_sweep([found, found], "H100", console)
     draw([found, found], "H100", f"{folder}/sweep.png")
     return console.export_text()
+
+
+def _environment_around_a_plan() -> tuple[dict[str, str], dict[str, str]]:
+    before = dict(os.environ)
+    planned(DENSE, CUT)
+    return before, dict(os.environ)
+
+
+def test_nothing_of_a_plan_is_left_in_the_environment():
+    before, after = run_ranks(1, _environment_around_a_plan, cpu=False)[0]
+    assert after == before
 
 
 def test_a_layout_that_does_not_fit_is_refused():
