@@ -203,8 +203,6 @@ def _product(left: Shifted, right: Shifted, team: Team | None = None) -> Shifted
         product = symmetric_product(
             left.residual, right.residual.mT, addend, beta=big.shift, out=out
         )
-    elif addend is None:
-        product = torch.matmul(left.residual, right.residual)
     else:
         product = multiply_add(addend, left.residual, right.residual, beta=big.shift, out=out)
     return Shifted(shift, product)
@@ -291,9 +289,7 @@ def _rows_of(whole: Shifted, team: Team) -> Shifted:
 def apply(q: Shifted, x: Tensor, out: Tensor | None = None, *, tall: bool = False) -> Tensor:
     """Return ``Q X`` (``X Q`` if ``tall``), shaped like ``x``; no communication."""
     left, right = (x, q.residual) if tall else (q.residual, x)
-    if q.shift == 0.0:
-        return torch.matmul(left, right, out=out)
-    return multiply_add(x, left, right, beta=q.shift, out=out)
+    return multiply_add(x if q.shift else None, left, right, beta=q.shift, out=out)
 
 
 def iterate_gram(

@@ -4,9 +4,9 @@ Note [Symmetric products]
     ``X X^T``, polynomials of it and products of such are symmetric. Cut into four blocks, a product
     needs three, of which two are such products again; the fourth is a copy. With ``d`` cuts
     ``(1 + 2^-d) / 2`` of the operations are left, in ``2^(d + 1) - 1`` smaller products. How small
-    they may be was measured in float32 on one core: from :data:`_SMALLEST` multiply-adds on, they
-    run about as fast as large ones. GPUs have kernels of their own (back end ``syrk``), and want
-    products as large as they get.
+    they may be was measured in float32 with all cores busy: from :data:`_SMALLEST` multiply-adds
+    on, they run about as fast as large ones. GPUs have kernels of their own (back end ``syrk``),
+    and want products as large as they get.
 """
 
 from collections.abc import Iterator
@@ -38,15 +38,21 @@ def like_a_gpu() -> Iterator[None]:
 
 
 def multiply_add(
-    add: Tensor,
+    add: Tensor | None,
     left: Tensor,
     right: Tensor,
     *,
-    beta: float,
+    beta: float = 1.0,
     alpha: float = 1.0,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return ``beta * add + alpha * left @ right`` for 2-D or 3-D operands, written to ``out``."""
+    """Return ``beta * add + alpha * left @ right`` for 2-D or 3-D operands, written to ``out``.
+
+    Without ``add`` that is nothing.
+    """
+    if add is None:
+        product = torch.matmul(left, right, out=out)
+        return product if alpha == 1.0 else product.mul_(alpha)
     if left.ndim == 2:
         return torch.addmm(add, left, right, beta=beta, alpha=alpha, out=out)
     return torch.baddbmm(add, left, right, beta=beta, alpha=alpha, out=out)
@@ -73,10 +79,7 @@ def symmetric_product(
     """
     cuts = _cuts(left)
     if cuts == 0:
-        if add is not None:
-            return multiply_add(add, left, right.mT, beta=beta, alpha=alpha, out=out)
-        product = torch.matmul(left, right.mT, out=out)
-        return product if alpha == 1.0 else product.mul_(alpha)
+        return multiply_add(add, left, right.mT, beta=beta, alpha=alpha, out=out)
     if out is None:
         out = left.new_empty((*left.shape[:-1], left.shape[-2]))
     _lower_blocks(left, right, add, (beta, alpha), out, cuts)
@@ -105,7 +108,14 @@ def _lower_blocks(
 ) -> None:
     """Compute the diagonal blocks, which are symmetric, and the lower one; copy that."""
     if cuts == 0:
-        _write_product(left, right, add, factors, out)
+        beta, alpha = factors
+        # a vendor's library takes strided results of float32 as they are, others by themselves
+        strided = out.dtype.itemsize > 2
+        product = multiply_add(
+            add, left, right.mT, beta=beta, alpha=alpha, out=out if strided else None
+        )
+        if not strided:
+            out.copy_(product)
         return
     half = left.shape[-2] // 2
     low, high = slice(0, half), slice(half, None)
@@ -114,20 +124,3 @@ def _lower_blocks(
         block = out[..., rows, columns]
         _lower_blocks(left[..., rows, :], right[..., columns, :], part, factors, block, again)
     out[..., low, high].copy_(out[..., high, low].mT)
-
-
-def _write_product(
-    left: Tensor, right: Tensor, add: Tensor | None, factors: tuple[float, float], out: Tensor
-) -> None:
-    beta, alpha = factors
-    # a vendor's library takes strided results of float32 as they are, others by themselves
-    apart = None if out.dtype.itemsize > 2 else out.new_empty(out.shape)
-    if add is None:
-        product = torch.matmul(left, right.mT, out=out if apart is None else apart)
-        if alpha != 1.0:
-            product.mul_(alpha)
-    else:
-        target = out if apart is None else apart
-        product = multiply_add(add, left, right.mT, beta=beta, alpha=alpha, out=target)
-    if apart is not None:
-        out.copy_(product)
