@@ -40,7 +40,8 @@ from torch import Tensor
 
 from megatron_eopt.math.algorithm import Plan
 from megatron_eopt.math.coefficients import Triple, response
-from megatron_eopt.math.symmetric import multiply_add, symmetric_product
+from megatron_eopt.math.products import multiply_add
+from megatron_eopt.math.symmetric import symmetric_product
 
 ReduceT = Callable[[Tensor], Tensor]
 """Sums a tensor over the ranks that share a matrix; may work in place. One that has an attribute
@@ -134,9 +135,9 @@ def iterate_standard(
             symmetric_product(square, square.mT, square, beta=b, alpha=c, out=polynomial)
         else:
             mine = _rows_of(Shifted(0.0, square), team).residual
-            polynomial = team.gather(multiply_add(mine, mine, square, beta=b, alpha=c))
+            polynomial = team.gather(multiply_add(mine, square, mine, beta=b, alpha=c))
         left, right = (x, polynomial) if tall else (polynomial, x)
-        multiply_add(x, left, right, beta=a, out=spare)
+        multiply_add(left, right, x, beta=a, out=spare)
         x, spare = spare, x
     return x
 
@@ -204,7 +205,7 @@ def _product(left: Shifted, right: Shifted, team: Team | None = None) -> Shifted
             left.residual, right.residual.mT, addend, beta=big.shift, out=out
         )
     else:
-        product = multiply_add(addend, left.residual, right.residual, beta=big.shift, out=out)
+        product = multiply_add(left.residual, right.residual, addend, beta=big.shift, out=out)
     return Shifted(shift, product)
 
 
@@ -216,7 +217,7 @@ def _polynomial(mine: Shifted, a: Shifted, triple: Triple) -> Shifted:
     if mine is a:
         rest = symmetric_product(whole, whole.mT, whole, beta=slope, alpha=third)
     else:
-        rest = multiply_add(part, part, whole, beta=slope, alpha=third)
+        rest = multiply_add(part, whole, part, beta=slope, alpha=third)
     return Shifted(first + a.shift * (second + third * a.shift), rest)
 
 
@@ -289,7 +290,7 @@ def _rows_of(whole: Shifted, team: Team) -> Shifted:
 def apply(q: Shifted, x: Tensor, out: Tensor | None = None, *, tall: bool = False) -> Tensor:
     """Return ``Q X`` (``X Q`` if ``tall``), shaped like ``x``; no communication."""
     left, right = (x, q.residual) if tall else (q.residual, x)
-    return multiply_add(x if q.shift else None, left, right, beta=q.shift, out=out)
+    return multiply_add(left, right, x if q.shift else None, beta=q.shift, out=out)
 
 
 def iterate_gram(

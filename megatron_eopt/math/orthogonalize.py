@@ -20,6 +20,7 @@ from megatron_eopt.math.backends import Backend, get_backend, register_backend
 from megatron_eopt.math.coefficients import CoefficientsLike, Triple, resolve_coefficients
 from megatron_eopt.math.newton_schulz import ReduceT, iterate_gram, iterate_standard, normalize
 from megatron_eopt.math.precision import PRECISIONS, PrecisionT
+from megatron_eopt.math.products import has_instructions
 from megatron_eopt.math.scaling import ScaleModeT, scale_factor
 
 DEFAULT_EPS: float = default_of("newton_schulz", "eps")
@@ -36,7 +37,8 @@ def chunk_size(wide: Tensor, dtype: torch.dtype, reduce: ReduceT | None) -> int:
     # every chunk would cost its own sums over the ranks
     if wide.device.type != "cpu" or reduce is not None:
         return batch
-    matrix = wide.shape[-2] * wide.shape[-1] * dtype.itemsize
+    itemsize = dtype.itemsize if has_instructions(dtype) else torch.float32.itemsize
+    matrix = wide.shape[-2] * wide.shape[-1] * itemsize
     # threads share a batched product by matrices
     return min(batch, torch.get_num_threads() * max(1, _CHUNK_BYTES // matrix))
 

@@ -1,4 +1,4 @@
-"""Products of matrices, and those whose result is symmetric: a CPU computes about half of these.
+"""Products whose result is symmetric: a CPU computes about half of them.
 
 Note [Symmetric products]
     ``X X^T``, polynomials of it and products of such are symmetric. Cut into four blocks, a product
@@ -9,12 +9,9 @@ Note [Symmetric products]
     and want products as large as they get.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-
-import torch
 from torch import Tensor
+
+from megatron_eopt.math.products import multiply_add, on_a_cpu, widened
 
 _SMALLEST = 1 << 23
 """Multiply-adds of a block in float32, from which on cutting pays."""
@@ -24,40 +21,8 @@ _SMALLEST_16_BIT = 1 << 26
 
 _MOST_CUTS = 3
 
-_like_a_gpu: ContextVar[bool] = ContextVar("_like_a_gpu", default=False)
 
-
-@contextmanager
-def like_a_gpu() -> Iterator[None]:
-    """Let tensors that have no data, and so no GPU, be computed on as a GPU would."""
-    token = _like_a_gpu.set(True)
-    try:
-        yield
-    finally:
-        _like_a_gpu.reset(token)
-
-
-def multiply_add(
-    add: Tensor | None,
-    left: Tensor,
-    right: Tensor,
-    *,
-    beta: float = 1.0,
-    alpha: float = 1.0,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Return ``beta * add + alpha * left @ right`` for 2-D or 3-D operands, written to ``out``.
-
-    Without ``add`` that is nothing.
-    """
-    if add is None:
-        product = torch.matmul(left, right, out=out)
-        return product if alpha == 1.0 else product.mul_(alpha)
-    if left.ndim == 2:
-        return torch.addmm(add, left, right, beta=beta, alpha=alpha, out=out)
-    return torch.baddbmm(add, left, right, beta=beta, alpha=alpha, out=out)
-
-
+@widened
 def symmetric_product(
     left: Tensor,
     right: Tensor,
@@ -79,7 +44,7 @@ def symmetric_product(
     """
     cuts = _cuts(left)
     if cuts == 0:
-        return multiply_add(add, left, right.mT, beta=beta, alpha=alpha, out=out)
+        return multiply_add(left, right.mT, add, beta=beta, alpha=alpha, out=out)
     if out is None:
         out = left.new_empty((*left.shape[:-1], left.shape[-2]))
     _lower_blocks(left, right, add, (beta, alpha), out, cuts)
@@ -89,7 +54,7 @@ def symmetric_product(
 def _cuts(left: Tensor) -> int:
     """Return how often to cut; see Note [Symmetric products]."""
     m, n = left.shape[-2:]
-    if left.device.type != "cpu" or _like_a_gpu.get():
+    if not on_a_cpu(left):
         return 0
     smallest = _SMALLEST_16_BIT if left.dtype.itemsize == 2 else _SMALLEST
     cuts = 0
@@ -112,7 +77,7 @@ def _lower_blocks(
         # a vendor's library takes strided results of float32 as they are, others by themselves
         strided = out.dtype.itemsize > 2
         product = multiply_add(
-            add, left, right.mT, beta=beta, alpha=alpha, out=out if strided else None
+            left, right.mT, add, beta=beta, alpha=alpha, out=out if strided else None
         )
         if not strided:
             out.copy_(product)

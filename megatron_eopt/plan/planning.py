@@ -16,7 +16,7 @@ from megatron_eopt.base.agreement import places_in, ranks_of
 from megatron_eopt.build.factory import get_megatron_optimizer
 from megatron_eopt.dry_run import Report, dry_world, report_of, schedules_of
 from megatron_eopt.layouts.assignment import Float64Array
-from megatron_eopt.math.symmetric import like_a_gpu
+from megatron_eopt.math.products import like_a_gpu
 from megatron_eopt.optimizers.modes import Schedule
 from megatron_eopt.plan.architectures import Architecture
 from megatron_eopt.plan.cost import Times, times

@@ -63,13 +63,8 @@ def test_splitting_gate_and_up_nearly_halves_the_work_of_an_expert(
     assert split + down <= 0.55 * (fused + down)
 
 
-# half a minute each where the processor has no 16-bit products
-SIXTEEN_BITS = [pytest.param("medium", *usual, marks=pytest.mark.long) for usual in USUAL]
-
-
-@pytest.mark.parametrize(
-    ("precision", "name", "steps"), [*(("highest", *usual) for usual in USUAL), *SIXTEEN_BITS]
-)
+@pytest.mark.parametrize("precision", ["highest", "medium"])
+@pytest.mark.parametrize(("name", "steps"), USUAL)
 def test_where_auto_leaves_the_standard_iteration_it_is_accurate(
     precision: PrecisionT, name: str, steps: int
 ) -> None:

@@ -8,7 +8,8 @@ from megatron_eopt.math import symmetric
 from megatron_eopt.math.coefficients import resolve_coefficients
 from megatron_eopt.math.orthogonalize import Orthogonalization
 from megatron_eopt.math.precision import PrecisionT
-from megatron_eopt.math.symmetric import like_a_gpu, symmetric_product
+from megatron_eopt.math.products import like_a_gpu
+from megatron_eopt.math.symmetric import symmetric_product
 from tests.unit.math.spectra import NAMED, oracle, relative_error
 
 SHAPES = [(32, 48), (3, 32, 48), (32, 32), (24, 40)]

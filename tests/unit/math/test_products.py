@@ -1,0 +1,99 @@
+"""Products in 16 bits, on processors that have instructions for them and on others."""
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_eopt.math import products
+from megatron_eopt.math.products import Product, like_a_gpu, multiply_add
+from megatron_eopt.math.symmetric import symmetric_product
+
+HALF = [torch.bfloat16, torch.float16]
+
+
+@pytest.fixture
+def no_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "has_instructions", lambda dtype: dtype.itemsize > 2)
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+class Products(TorchDispatchMode):
+    """Notes the operands' dtype of every product of matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in ("mm", "bmm", "addmm", "baddbmm"):
+            self.dtypes.append(args[-1].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("no_instructions")
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("batch", [(), (3,)])
+@pytest.mark.parametrize("product", [multiply_add, symmetric_product])
+def test_a_widened_product_is_rounded_once(
+    product: Product, batch: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    x = normal(*batch, 24, 40, dtype=dtype)
+    add = (lambda s: s + s.mT)(normal(*batch, 24, 24, dtype=dtype, seed=1))
+    right = x if product is symmetric_product else x.mT
+    exact = 1.5 * add.double() - 0.25 * (x.double() @ x.double().mT)
+    out = add.clone()
+    assert product(x, right, out, beta=1.5, alpha=-0.25, out=out) is out
+    # half a unit in the last place, and float32's own rounding on top
+    torch.testing.assert_close(out.double(), exact, rtol=0.51 * torch.finfo(dtype).eps, atol=1e-5)
+    alone = product(x, right)
+    assert alone.dtype == dtype
+    torch.testing.assert_close(
+        alone.double(), x.double() @ x.double().mT, rtol=0.51 * torch.finfo(dtype).eps, atol=1e-5
+    )
+
+
+@pytest.mark.usefixtures("no_instructions")
+def test_only_a_cpu_without_instructions_widens(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = normal(16, 16)
+
+    def dtypes(work: Callable[[], object]) -> set[torch.dtype]:
+        with Products() as seen:
+            work()
+        return set(seen.dtypes)
+
+    def both() -> None:
+        multiply_add(x, x, x)
+        symmetric_product(x, x)
+
+    assert dtypes(both) == {torch.float32}
+    with like_a_gpu():
+        assert dtypes(both) == {torch.bfloat16}
+    monkeypatch.setattr(products, "has_instructions", lambda dtype: True)
+    assert dtypes(both) == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_wider_numbers_are_as_they_are(dtype: torch.dtype) -> None:
+    x = normal(16, 16, dtype=dtype)
+    assert torch.equal(multiply_add(x, x, x, beta=0.5), torch.addmm(x, x, x, beta=0.5))
+
+
+def test_sixteen_bits_take_no_multiple_of_the_time_on_any_cpu() -> None:
+    """Without instructions torch's own product takes some 90 times as long as in float32."""
+    half, single = normal(512, 512), normal(512, 512, dtype=torch.float32)
+
+    def seconds(x: torch.Tensor) -> float:
+        start = time.perf_counter()
+        multiply_add(x, x, x)
+        return time.perf_counter() - start
+
+    seconds(half), seconds(single)
+    assert median(seconds(half) / seconds(single) for _ in range(9)) < 10
