@@ -6,19 +6,19 @@ in turn with megatron-core's dist_checkpointing, each its own optimizer's state 
 
 import argparse
 import shutil
-import statistics
 import tempfile
-import time
-from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
-from benchmarks.about import about, in_turn, write_json
+from benchmarks.about import about, publish
 from benchmarks.optimizer_step.arms import SECTIONS, Contestant
+from benchmarks.page.sections import checkpoints
+from benchmarks.rounds import measured, ratios, seconds, slowest
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.unit.stores.full_state import unwrapped
@@ -54,47 +54,47 @@ def measure(rounds: int, timeout: float) -> list[Figures]:
     with tempfile.TemporaryDirectory() as folder:
         ranks = run_ranks(SECTION.ranks, _on_rank, rounds, Path(folder), timeout=timeout, cpu=True)
 
-    def slowest(name: str, what: str) -> list[float]:
-        return [max(times) for times in zip(*(rank[name][what] for rank in ranks), strict=True)]
+    def times(name: str, part: int) -> list[float]:
+        return slowest([[both[part] for both in rank[name]] for rank, _ in ranks])
 
-    def ratios(name: str, what: str) -> list[float]:
-        pairs = zip(slowest(name, what), slowest(NAMES[0], what), strict=True)
-        return statistics.quantiles([theirs / ours for theirs, ours in pairs], n=4)
+    def quartiles(name: str, part: int) -> list[float]:
+        return ratios(times(name, part), times(NAMES[0], part))
 
+    sizes = ranks[0][1]
     return [
-        Figures(
-            name,
-            slowest(name, "save"),
-            slowest(name, "load"),
-            ratios(name, "save"),
-            ratios(name, "load"),
-            ranks[0][name]["bytes"],
-        )
-        for name in NAMES
+        Figures(name, times(name, 0), times(name, 1), quartiles(name, 0), quartiles(name, 1), size)
+        for name, size in zip(NAMES, sizes, strict=True)
     ]
 
 
-def _on_rank(rounds: int, folder: Path) -> dict[str, Any]:
+def _on_rank(rounds: int, folder: Path) -> tuple[dict[str, list[tuple[float, float]]], list[int]]:
     initialize_megatron()
-    arms = [arm for arm in SECTION.arms if arm.name in NAMES]
-    contestants = [Contestant(SECTION, arm, "fp32") for arm in arms]
-    found: dict[str, Any] = {arm.name: {"save": [], "load": []} for arm in arms}
-    for contestant in contestants:
+    arms = {arm.name: arm for arm in SECTION.arms}
+    contestants = {name: Contestant(SECTION, arms[name], "fp32") for name in NAMES}
+    for contestant in contestants.values():
         contestant.set_gradients(0)
         contestant.optimizer.step()
-    for round_, contestant in in_turn(contestants, WARM_UP + rounds):
-        place = folder / str(NAMES.index(contestant.arm.name))
-        if dist.get_rank() == 0:
-            shutil.rmtree(place, ignore_errors=True)
-            place.mkdir()
-        for what, function in (("save", dist_checkpointing.save), ("load", _load)):
-            seconds = _timed(function, _state(contestant, is_loading=what == "load"), place)
-            if round_ >= WARM_UP:
-                found[contestant.arm.name][what].append(seconds)
-    for number, name in enumerate(NAMES):
-        files = (folder / str(number)).rglob("*")
-        found[name]["bytes"] = sum(path.stat().st_size for path in files if path.is_file())
-    return found
+    places = {name: folder / str(number) for number, name in enumerate(NAMES)}
+    works = {
+        name: partial(_save_and_load, contestant, places[name])
+        for name, contestant in contestants.items()
+    }
+    times = measured(works, rounds, WARM_UP)
+    return times, [_size(place) for place in places.values()]
+
+
+def _save_and_load(contestant: Contestant, place: Path, round_: int) -> tuple[float, float]:
+    if dist.get_rank() == 0:
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir()
+    state = _state(contestant, is_loading=False)
+    saved = seconds(lambda: dist_checkpointing.save(state, str(place)))
+    wanted = _state(contestant, is_loading=True)
+    return saved, seconds(lambda: dist_checkpointing.load(wanted, str(place)))
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _state(contestant: Contestant, *, is_loading: bool) -> dict[str, Any]:
@@ -109,36 +109,6 @@ def _state(contestant: Contestant, *, is_loading: bool) -> dict[str, Any]:
     return {"model": model.sharded_state_dict(), "optimizer": state}
 
 
-def _load(state: dict[str, Any], folder: str) -> None:
-    dist_checkpointing.load(state, folder)
-
-
-def _timed(function: Callable[[Any, str], Any], state: dict[str, Any], folder: Path) -> float:
-    dist.barrier()
-    began = time.perf_counter()
-    function(state, str(folder))
-    return time.perf_counter() - began
-
-
-def table(figures: Sequence[Figures]) -> str:
-    """Return a Markdown table."""
-    lines = [
-        "| optimizer | MB | save s | x ours (quartiles) | load s | x ours (quartiles) |",
-        "|---|---:|---:|---:|---:|---:|",
-    ]
-    for one in figures:
-        cells = [one.name, f"{one.bytes / 1e6:.1f}"]
-        for seconds, (low, middle, high) in (
-            (one.save, one.save_ratio),
-            (one.load, one.load_ratio),
-        ):
-            cells += [f"{statistics.median(seconds):.2f}"]
-            ours = one.name == NAMES[0]
-            cells += ["1" if ours else f"{middle:.2f} ({low:.2f} .. {high:.2f})"]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.checkpoints", description=(__doc__ or "").split("\n")[0]
@@ -151,9 +121,7 @@ def main() -> None:
         parser.error("--rounds must be at least 2")
     before = about()
     figures = measure(args.rounds, args.timeout)
-    print(table(figures))
-    if args.json is not None:
-        write_json({"arms": [asdict(one) for one in figures]}, args.json, before)
+    publish({"arms": [asdict(one) for one in figures]}, before, args.json, checkpoints)
 
 
 if __name__ == "__main__":

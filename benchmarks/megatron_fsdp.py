@@ -4,8 +4,7 @@
 """
 
 import argparse
-import statistics
-import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,16 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp import fully_shard_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from benchmarks.about import about, write_json
+from benchmarks.about import about, publish
 from benchmarks.fsdp2.arms import DECAY, EVEN, LR, MOMENTUM, STEPS, Matrices, gradients
+from benchmarks.page.sections import megatron_fsdp
+from benchmarks.rounds import measured, milliseconds, slowest
 from megatron_eopt import EmergingOptimizerConfig
 from megatron_eopt.fsdp2 import build_optimizer
 from megatron_eopt.math import orthogonalize
 from tests.harness import run_ranks
 
-OURS, EVERYWHERE = "ours", "gathered everywhere"
+ARMS = OURS, EVERYWHERE = "ours", "gathered everywhere"
 WARM_UP = 2
 
 
@@ -107,15 +108,8 @@ def _on_rank(rounds: int) -> dict[str, Any]:
     models = {OURS: _model(), EVERYWHERE: _model()}
     ours = build_optimizer(models[OURS], config)
     steppers: dict[str, Any] = {OURS: ours, EVERYWHERE: GatheredEverywhere(models[EVERYWHERE])}
-    times: dict[str, list[float]] = {arm: [] for arm in steppers}
-    for round_ in range(WARM_UP + rounds):
-        for arm in sorted(steppers, reverse=bool(round_ % 2)):
-            _set_gradients(models[arm], round_)
-            dist.barrier()
-            began = time.perf_counter()
-            steppers[arm].step()
-            if round_ >= WARM_UP:
-                times[arm].append(1e3 * (time.perf_counter() - began))
+    steps = {arm: partial(_step, models[arm], stepper) for arm, stepper in steppers.items()}
+    times = measured(steps, rounds, WARM_UP)
     pairs = zip(
         models[OURS].module.parameters(), models[EVERYWHERE].module.parameters(), strict=True
     )
@@ -134,6 +128,11 @@ def _on_rank(rounds: int) -> dict[str, Any]:
     }
 
 
+def _step(model: Any, stepper: Any, round_: int) -> float:
+    _set_gradients(model, round_)
+    return milliseconds(stepper.step)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.megatron_fsdp", description=__doc__)
     parser.add_argument("--rounds", type=int, default=15, help="steps of each, 4 or more")
@@ -142,25 +141,13 @@ def main() -> None:
     args = parser.parse_args()
     before = about()
     figures = {}
-    print("| ranks | ours, ms | gathered everywhere, ms | x ours | quartiles | calls | bytes |")
-    print("|---:|---:|---:|---:|---:|---:|---:|")
     for ranks in args.ranks:
         found = run_ranks(ranks, _on_rank, args.rounds, timeout=280)
-        slowest = {
-            arm: [max(rank["times"][arm][step] for rank in found) for step in range(args.rounds)]
-            for arm in (OURS, EVERYWHERE)
-        }
-        ratios = [b / a for a, b in zip(slowest[OURS], slowest[EVERYWHERE], strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
+        times = {arm: slowest([rank["times"][arm] for rank in found]) for arm in ARMS}
         sent = sum(rank["bytes"] for rank in found)
-        figures[ranks] = {"times": slowest, "bytes": sent, "far": found[0]["far"]}
-        medians = " | ".join(f"{statistics.median(slowest[arm]):.0f}" for arm in slowest)
-        quartiles = f"{low:.2f} .. {high:.2f}"
-        print(
-            f"| {ranks} | {medians} | {middle:.2f} | {quartiles} | {found[0]['calls']} | {sent:,} |"
-        )
-    if args.json is not None:
-        write_json({"ranks": figures}, args.json, before)
+        counts = {"calls": found[0]["calls"], "bytes": sent, "far": found[0]["far"]}
+        figures[ranks] = {"times": times, **counts}
+    publish({"ranks": figures}, before, args.json, megatron_fsdp)
 
 
 if __name__ == "__main__":

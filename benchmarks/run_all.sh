@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the benchmarks one after another, writes their figures and docs/benchmarks.md.
 #
-#   ./benchmarks/run_all.sh                 all but the trainings (about 30 minutes on two cores)
+#   ./benchmarks/run_all.sh                 what this CPU can, but for the trainings (about 30 minutes on two cores)
 #   ./benchmarks/run_all.sh --only NAME     one of them (may be repeated); names: --list
 #   ./benchmarks/run_all.sh --out FOLDER    figures and page go there instead of docs/
 #
@@ -10,8 +10,11 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
-names=(optimizer_step optimizer_step_fp32 newton_schulz newton_schulz_fp32 fsdp2 megatron_fsdp checkpoints start_up
-    checkpoint_files working_memory balance momentum compare_optimizers)
+with_bf16=(optimizer_step newton_schulz) without_bf16=(newton_schulz_bf16)
+always=(optimizer_step_fp32 newton_schulz_fp32 fsdp2 megatron_fsdp checkpoints start_up checkpoint_files
+    working_memory balance)
+trainings=(momentum compare_optimizers)
+names=("${with_bf16[@]}" "${without_bf16[@]}" "${always[@]}" "${trainings[@]}")
 only=() out=docs
 while [[ $# -gt 0 ]]; do
     case "$1" in
@@ -28,7 +31,15 @@ for name in "${only[@]}"; do
     fi
 done
 source scripts/environment.sh
-[[ ${#only[@]} -gt 0 ]] || only=("${names[@]:0:11}")
+if [[ ${#only[@]} -eq 0 ]]; then
+    # by what this CPU has instructions for
+    bf16=("${without_bf16[@]}")
+    python -W ignore -c "
+import sys, torch
+from megatron_eopt.math.products import has_instructions
+sys.exit(not (torch.cuda.is_available() or has_instructions(torch.bfloat16)))" && bf16=("${with_bf16[@]}")
+    only=("${bf16[@]}" "${always[@]}")
+fi
 figures="$out/benchmarks"
 mkdir -p "$figures"
 
@@ -40,6 +51,9 @@ for name in "${only[@]}"; do
     case "$name" in
         optimizer_step | newton_schulz) python -m "benchmarks.$name" "${json[@]}" "${png[@]}" ;;
         optimizer_step_fp32) python -m benchmarks.optimizer_step --products fp32 "${json[@]}" ;;
+        newton_schulz_bf16)
+            python -m benchmarks.newton_schulz --products bf16 --pairs 5 \
+                --shapes 512x512 256x1024 512x2048 1024x1024 "${json[@]}" ;;
         newton_schulz_fp32) python -m benchmarks.newton_schulz --products fp32 "${json[@]}" ;;
         balance) python -m benchmarks.balance --write "$out/balance.md" "${json[@]}" ;;
         momentum) python -m benchmarks.momentum --out runs/momentum "${json[@]}" "${png[@]}" ;;

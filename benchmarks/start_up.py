@@ -5,14 +5,15 @@ the optimizer over it; only its construction is timed.
 """
 
 import argparse
-import statistics
 import subprocess
 import sys
-import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.about import about, write_json
+from benchmarks.about import about, publish
+from benchmarks.page.sections import start_up
+from benchmarks.rounds import seconds
 from megatron_eopt import EmergingOptimizerConfig, get_megatron_optimizer
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
@@ -62,9 +63,7 @@ def _on_rank(matrices: int) -> dict[str, float]:
         config = EmergingOptimizerConfig(
             optimizer="muon", lr=1e-2, use_distributed_optimizer=distributed
         )
-        began = time.perf_counter()
-        get_megatron_optimizer(config, [chunk])
-        found[storage] = time.perf_counter() - began
+        found[storage] = seconds(partial(get_megatron_optimizer, config, [chunk]))
     return found
 
 
@@ -81,13 +80,9 @@ def main() -> None:
         parser.error("--matrices and --imports must be at least 1")
     before = about()
     imports = import_seconds(args.imports)
-    print(f"import: {statistics.median(imports):.2f} s beyond torch and megatron-core")
     builds = build_seconds(args.matrices, args.timeout)
-    for storage, seconds in builds.items():
-        print(f"{args.matrices} matrices, {storage}, {RANKS} ranks: {seconds:.1f} s")
-    if args.json is not None:
-        figures = {"imports": imports, "matrices": args.matrices, "builds": builds}
-        write_json(figures, args.json, before)
+    figures = {"imports": imports, "matrices": args.matrices, "builds": builds}
+    publish(figures, before, args.json, start_up)
 
 
 if __name__ == "__main__":

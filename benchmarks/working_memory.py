@@ -6,15 +6,14 @@ turn, on the same gradients, in float32.
 
 import argparse
 import statistics
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-from benchmarks.about import about, in_turn, write_json
+from benchmarks.about import about, publish
+from benchmarks.rounds import measured, milliseconds, ratios, slowest
 from megatron_eopt import EmergingOptimizerConfig, get_megatron_optimizer
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
@@ -52,32 +51,23 @@ class _Contestant:
         generator = torch.Generator().manual_seed(seed)
         for param in self.model.parameters():
             param.main_grad.normal_(generator=generator)
-        dist.barrier()
-        began = time.perf_counter()
-        self.optimizer.step()
-        return 1e3 * (time.perf_counter() - began)
+        return milliseconds(self.optimizer.step)
 
 
 def _on_rank(rounds: int) -> tuple[list[list[float]], list[Any]]:
     initialize_megatron()
-    contestants = [_Contestant(*contestant) for contestant in CONTESTANTS]
-    times: list[list[float]] = [[] for _ in contestants]
-    for round_, place in in_turn(range(len(contestants)), WARM_UP + rounds):
-        elapsed = contestants[place].step(round_)
-        if round_ >= WARM_UP:
-            times[place].append(elapsed)
-    return times, [contestant.optimizer.memory() for contestant in contestants]
+    contestants = {str(contestant): _Contestant(*contestant) for contestant in CONTESTANTS}
+    times = measured({name: one.step for name, one in contestants.items()}, rounds, WARM_UP)
+    return list(times.values()), [one.optimizer.memory() for one in contestants.values()]
 
 
 def measure(rounds: int, timeout: float) -> list[dict[str, Any]]:
     """Return a row for each contestant."""
     ranks = run_ranks(RANKS, _on_rank, rounds, timeout=timeout, cpu=True)
-    slowest = [[max(pair) for pair in zip(*times, strict=True)]
-               for times in zip(*(times for times, _ in ranks), strict=True)]  # fmt: skip
+    times = [slowest(by_rank) for by_rank in zip(*(times for times, _ in ranks), strict=True)]
     rows = []
     for place, (wave_mb, fraction) in enumerate(CONTESTANTS):
-        pairs = [own / usual for own, usual in zip(slowest[place], slowest[0], strict=True)]
-        low, middle, high = statistics.quantiles(pairs, n=4)
+        low, middle, high = ratios(times[place], times[0])
         memories = [memories[place] for _, memories in ranks]
         rows.append(
             {
@@ -85,7 +75,7 @@ def measure(rounds: int, timeout: float) -> list[dict[str, Any]]:
                 "fraction": fraction,
                 "ratio": middle,
                 "quartiles": [low, high],
-                "ms": statistics.median(slowest[place]),
+                "ms": statistics.median(times[place]),
                 "resident_mib": max(m.main_weights + m.state for m in memories) / _MIB,
                 "host_mib": max(m.host for m in memories) / _MIB,
                 "buffers_mib": max(m.buffers for m in memories) / _MIB,
@@ -132,8 +122,7 @@ def main() -> None:
     before = about()
     rows = measure(args.rounds, args.timeout)
     print(table(rows))
-    if args.json is not None:
-        write_json({"contestants": rows}, args.json, before)
+    publish({"contestants": rows}, before, args.json)
 
 
 if __name__ == "__main__":

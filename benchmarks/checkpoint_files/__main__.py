@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.about import about, write_json
+from benchmarks.about import about, publish
 from benchmarks.checkpoint_files.measure import Figures, measure
 
 
@@ -37,9 +37,8 @@ def main() -> None:
         )
     print(f"a checkpoint of {figures[0].checkpoint_bytes:,} bytes, {args.ranks} ranks\n")
     print(table(figures))
-    if args.json is not None:
-        result = {"ranks": args.ranks, "ways": [asdict(one) for one in figures]}
-        write_json(result, args.json, before)
+    result = {"ranks": args.ranks, "ways": [asdict(one) for one in figures]}
+    publish(result, before, args.json)
 
 
 def table(figures: Sequence[Figures]) -> str:

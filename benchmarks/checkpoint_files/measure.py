@@ -2,9 +2,7 @@
 
 import re
 import shutil
-import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,12 +11,14 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
+from benchmarks.rounds import measured, ratios, seconds, slowest
 from megatron_eopt import checkpoint_files, checkpoints
 from tests.harness import run_ranks
 from tests.unit.stores.full_state import Case, build, sharded, steps
 
 PLAIN, OURS, MEGATRONS = "not verified", "--verify-checkpoints", "Megatron's --verify-integrity"
 WARM_UP = 1
+KINDS = ("save", "load")
 
 type State = dict[str, Any]
 
@@ -77,57 +77,52 @@ def measure(
         timeout: Seconds for all of it.
     """
     found = run_ranks(ranks, _on_rank, layers, hidden, rounds, folder, timeout=timeout)
-    size = found[0]["size"]
+    size = found[0][1]
     figures = []
-    for what in ("save", "load"):
-        slowest = {way: _slowest([rank[what][way] for rank in found]) for way in WAYS}
-        for way, seconds in slowest.items():
-            ratios = [a / b for a, b in zip(seconds, slowest[PLAIN], strict=True)]
-            read = [rank[what][way][-1][1] for rank in found]
-            figures.append(
-                Figures(
-                    way,
-                    what,
-                    seconds,
-                    statistics.quantiles(ratios, n=4),
-                    sum(read),
-                    max(read),
-                    size,
-                )
-            )
+    for number, what in enumerate(KINDS):
+        by_way = {way: [[both[number] for both in rank[way]] for rank, _ in found] for way in WAYS}
+        times = {
+            way: slowest([[took for took, _ in rank] for rank in by_rank])
+            for way, by_rank in by_way.items()
+        }
+        for way, took in times.items():
+            read = [rank[-1][1] for rank in by_way[way]]
+            quartiles = ratios(took, times[PLAIN])
+            figures.append(Figures(way, what, took, quartiles, sum(read), max(read), size))
     return figures
 
 
-def _slowest(by_rank: Sequence[Sequence[tuple[float, int]]]) -> list[float]:
-    return [max(seconds for seconds, _ in round_) for round_ in zip(*by_rank, strict=True)]
+type Timed = tuple[float, int]
+"""Seconds, and bytes read."""
 
 
-def _on_rank(layers: int, hidden: int, rounds: int, folder: Path) -> dict[str, Any]:
+def _on_rank(
+    layers: int, hidden: int, rounds: int, folder: Path
+) -> tuple[dict[str, list[tuple[Timed, ...]]], int]:
     case = Case("muon", {"layers": layers, "hidden": hidden, "heads": 8, "untied": False})
     chunk, optimizer = build(case)
     steps(case, chunk, optimizer, 0, 1)
-    results: dict[str, Any] = {what: {way: [] for way in WAYS} for what in ("save", "load")}
-    names = list(WAYS)
-    for round_ in range(WARM_UP + rounds):
-        # who goes first changes from round to round
-        for way in names[round_ % len(names) :] + names[: round_ % len(names)]:
-            place = folder / re.sub(r"\W", "", way)
-            if dist.get_rank() == 0:
-                shutil.rmtree(place, ignore_errors=True)
-            for what, function in zip(("save", "load"), WAYS[way], strict=True):
-                state = sharded(case, chunk, optimizer, is_loading=what == "load")
-                figures = _timed(function, state, place)
-                if round_ >= WARM_UP:
-                    results[what][way].append(figures)
-    files = (folder / re.sub(r"\W", "", PLAIN)).glob("*")
-    return {**results, "size": sum(path.stat().st_size for path in files)}
+    places = {way: folder / re.sub(r"\W", "", way) for way in WAYS}
+
+    def save_and_load(way: str, round_: int) -> tuple[Timed, ...]:
+        if dist.get_rank() == 0:
+            shutil.rmtree(places[way], ignore_errors=True)
+        return tuple(
+            _timed(
+                function, sharded(case, chunk, optimizer, is_loading=what == "load"), places[way]
+            )
+            for what, function in zip(KINDS, WAYS[way], strict=True)
+        )
+
+    times = measured({way: partial(save_and_load, way) for way in WAYS}, rounds, WARM_UP)
+    return times, sum(path.stat().st_size for path in places[PLAIN].glob("*"))
 
 
-def _timed(function: Callable[[State, Path], Any], state: State, folder: Path) -> tuple[float, int]:
+def _timed(function: Callable[[State, Path], Any], state: State, folder: Path) -> Timed:
     dist.barrier()
-    read, began = _bytes_read(), time.perf_counter()
-    function(state, folder)
-    return time.perf_counter() - began, _bytes_read() - read
+    read = _bytes_read()
+    took = seconds(partial(function, state, folder))
+    return took, _bytes_read() - read
 
 
 def _bytes_read() -> int:

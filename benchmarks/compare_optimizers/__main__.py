@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.about import about, write_json
+from benchmarks.about import about, publish
 from benchmarks.compare_optimizers.grid import (
     LEARNING_RATES,
     Grid,
@@ -107,7 +107,7 @@ def main(given: list[str] | None = None) -> int:
     png = arguments.png or arguments.out / "comparison.png"
     draw(settings, found).savefig(png, dpi=120)
     figures = arguments.json or arguments.out / "comparison.json"
-    write_json(document(settings, found, results), figures, before)
+    publish(document(settings, found, results), before, figures)
     print(f"Figure: {png}    All figures: {figures}")
     return 0
 

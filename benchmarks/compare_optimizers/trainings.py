@@ -12,6 +12,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from benchmarks.compare_optimizers.grid import InputError, Run
+from benchmarks.files import write_whole
 from benchmarks.quickstart_runs import Curve, RunError, held_out_losses, seconds_per_step, train
 
 EVALUATIONS = 10
@@ -131,7 +132,4 @@ def _trained(out: Path, settings: Settings, run: Run) -> Result:
 
 
 def _write(file: Path, document: object) -> None:
-    # whole or not at all
-    part = file.with_suffix(".part")
-    part.write_text(json.dumps(document, indent=1) + "\n")
-    part.replace(file)
+    write_whole(file, json.dumps(document, indent=1) + "\n")

@@ -1,15 +1,14 @@
 """Entry: ``python -m benchmarks.fsdp2``."""
 
 import argparse
-import statistics
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.about import about, write_json
-from benchmarks.fsdp2.arms import ARMS, OTHER, OURS, has_other
-from benchmarks.fsdp2.measure import Figures, measure, try_uneven
+from benchmarks.about import about, publish
+from benchmarks.fsdp2.arms import ARMS, OTHER, has_other
+from benchmarks.fsdp2.measure import measure, try_uneven
+from benchmarks.page.sections import fsdp2
 
 
 def main() -> None:
@@ -38,34 +37,8 @@ def main() -> None:
         one for ranks in args.ranks for one in measure(ranks, arms, args.rounds, args.timeout)
     ]
     uneven = {arm: try_uneven(2, arm, 60.0) for arm in arms}
-    print(table(figures))
-    print("\nRows that do not divide, 2 ranks:\n")
-    print("\n".join(f"* {arm}: {outcome}" for arm, outcome in uneven.items()))
-    if args.json is not None:
-        result = {"even": [asdict(one) for one in figures], "uneven": uneven}
-        write_json(result, args.json, before)
-
-
-def table(figures: Sequence[Figures]) -> str:
-    """Return a Markdown table."""
-    lines = [
-        "| ranks | optimizer | median ms | x ours | quartiles | calls | bytes (x ours) | error |",
-        "|---:|---|---:|---:|---:|---:|---:|---:|",
-    ]
-    ours = {one.ranks: one.bytes_sent for one in figures if one.arm == OURS}
-    for one in figures:
-        cells = [str(one.ranks), one.arm, *_timing(one), str(sum(one.calls.values()))]
-        cells += [f"{one.bytes_sent:,} ({one.bytes_sent / ours[one.ranks]:.2f})"]
-        cells += [f"{one.difference:.1e}"]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def _timing(one: Figures) -> list[str]:
-    if not one.times:
-        return ["not measured", "", ""]
-    low, middle, high = one.ratios
-    return [f"{statistics.median(one.times):.0f}", f"{middle:.2f}", f"{low:.2f} .. {high:.2f}"]
+    result = {"even": [asdict(one) for one in figures], "uneven": uneven}
+    publish(result, before, args.json, fsdp2)
 
 
 if __name__ == "__main__":

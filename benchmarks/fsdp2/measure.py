@@ -1,13 +1,11 @@
 """Runs the contestants in turn, in the same processes, on the same gradients."""
 
-import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from benchmarks.fsdp2.arms import (
     EVEN,
@@ -17,6 +15,7 @@ from benchmarks.fsdp2.arms import (
     reference,
 )
 from benchmarks.fsdp2.wire import Wire
+from benchmarks.rounds import measured, milliseconds, ratios, slowest
 from tests.harness import run_ranks
 from tests.harness.pool import RankError, RankTimeoutError
 
@@ -51,16 +50,13 @@ class Figures:
 def measure(ranks: int, arms: Sequence[str], rounds: int, timeout: float) -> list[Figures]:
     """Time, count and compare all contestants on evenly cut matrices."""
     found = run_ranks(ranks, _on_rank, list(arms), rounds, timeout=timeout, cpu=False)
-    times = {
-        arm: [max(rank[arm]["times"][step] for rank in found) for step in range(rounds)]
-        for arm in arms
-    }
+    times = {arm: slowest([rank[arm]["times"] for rank in found]) for arm in arms}
     return [
         Figures(
             ranks,
             arm,
             times[arm],
-            _quartiles([a / b for a, b in zip(times[arm], times[OURS], strict=True)]),
+            ratios(times[arm], times[OURS]),
             found[0][arm]["calls"],
             round(sum(rank[arm]["bytes"] for rank in found)),
             found[0][arm]["difference"],
@@ -81,7 +77,7 @@ def try_uneven(ranks: int, arm: str, timeout: float) -> str:
 
 def _on_rank(arms: list[str], rounds: int) -> dict[str, Any]:
     contestants = {arm: Contestant(arm, EVEN) for arm in arms}
-    results: dict[str, dict[str, Any]] = {arm: {"times": []} for arm in arms}
+    results: dict[str, dict[str, Any]] = {arm: {} for arm in arms}
     for step in range(COMPARED):
         for arm, contestant in contestants.items():
             contestant.set_gradients(step)
@@ -92,15 +88,15 @@ def _on_rank(arms: list[str], rounds: int) -> dict[str, Any]:
     expected = reference(EVEN, COMPARED)
     for arm, contestant in contestants.items():
         results[arm]["difference"] = _difference(contestant.weights(), expected, EVEN)
-    for round_ in range(WARM_UP + rounds if rounds else 0):
-        # who goes first changes from round to round
-        order = arms[round_ % len(arms) :] + arms[: round_ % len(arms)]
-        for arm in order:
-            contestants[arm].set_gradients(round_)
-            elapsed = _time_step(contestants[arm])
-            if round_ >= WARM_UP:
-                results[arm]["times"].append(elapsed)
+    timed = {arm: partial(_step, contestant) for arm, contestant in contestants.items()}
+    for arm, times in measured(timed, rounds, WARM_UP if rounds else 0).items():
+        results[arm]["times"] = times
     return results
+
+
+def _step(contestant: Contestant, round_: int) -> float:
+    contestant.set_gradients(round_)
+    return milliseconds(contestant.optimizer.step)
 
 
 def _uneven(arm: str) -> float:
@@ -109,17 +105,6 @@ def _uneven(arm: str) -> float:
         contestant.set_gradients(step)
         contestant.optimizer.step()
     return _difference(contestant.weights(), reference(UNEVEN, COMPARED), UNEVEN)
-
-
-def _quartiles(values: list[float]) -> list[float]:
-    return statistics.quantiles(values, n=4) if values else []
-
-
-def _time_step(contestant: Contestant) -> float:
-    dist.barrier()
-    began = time.perf_counter()
-    contestant.optimizer.step()
-    return 1e3 * (time.perf_counter() - began)
 
 
 def _difference(ours: list[torch.Tensor], expected: list[torch.Tensor], shapes: Any) -> float:

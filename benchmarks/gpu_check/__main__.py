@@ -17,9 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.gpu_check import report
-from benchmarks.gpu_check.plan import ROOT, SECTIONS
+from benchmarks.gpu_check.plan import SECTIONS
 from benchmarks.gpu_check.runner import Document, Run
 from benchmarks.gpu_check.wheels import WheelsError, install
+from benchmarks.machine import ROOT
 
 RANKS_ON_CPU = 2
 

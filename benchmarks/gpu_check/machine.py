@@ -1,16 +1,14 @@
 """What results depend on: the machine, versions, and the sources. Prints it as JSON."""
 
 import hashlib
-import importlib.metadata
 import json
 import platform
-import shutil
-import subprocess
 import sys
 from importlib.util import find_spec
 from typing import Any
 
-from benchmarks.gpu_check.plan import NEEDED, ROOT
+from benchmarks.gpu_check.plan import NEEDED
+from benchmarks.machine import ROOT, commit, first_line, versions
 
 PACKAGES = (
     "torch",
@@ -30,10 +28,10 @@ def describe() -> dict[str, Any]:
     found: dict[str, Any] = {
         "python": platform.python_version(),
         "system": platform.platform(),
-        "packages": {name: version for name in PACKAGES if (version := _version(name))},
-        "commit": _output("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"),
+        "packages": versions(PACKAGES),
+        "commit": commit(),
         "sources": sources(),
-        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "driver": first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "missing": missing,
         "gpus": [],
     }
@@ -80,24 +78,6 @@ def _is_there(module: str) -> bool:
         return find_spec(module) is not None
     except ImportError:
         return False
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-
-
-def _output(*command: str) -> str:
-    """Return the first line that a program prints, or nothing."""
-    if shutil.which(command[0]) is None:
-        return ""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.partition("\n")[0].strip() if done.returncode == 0 else ""
 
 
 if __name__ == "__main__":

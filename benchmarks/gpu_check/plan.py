@@ -1,9 +1,6 @@
 """Which sections there are, and how long each may take; the standard library alone is needed."""
 
-from pathlib import Path
 from typing import NamedTuple
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 class Section(NamedTuple):

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_check.plan import ROOT, Section
+from benchmarks.gpu_check.plan import Section
+from benchmarks.machine import ROOT
 
 LEAST_S = 20.0
 """A section is not begun with less time than this: its imports take about as long."""

@@ -3,12 +3,11 @@
 import argparse
 import importlib
 import json
-import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
+from benchmarks.files import write_whole
 from benchmarks.gpu_check.context import Context, Outcome
 from benchmarks.gpu_check.plan import SECTIONS
 from benchmarks.gpu_check.ranks import ranks_on
@@ -23,13 +22,6 @@ def outcome_of(name: str, context: Context) -> Outcome:
         outcome: Outcome = module.run(context)
         return outcome
     return failed
-
-
-def write(path: Path, document: dict[str, Any]) -> None:
-    """Write JSON; the file appears whole or not at all."""
-    draft = path.with_suffix(".tmp")
-    draft.write_text(json.dumps(document, indent=1) + "\n")
-    os.replace(draft, path)
 
 
 def main() -> None:
@@ -57,8 +49,9 @@ def main() -> None:
         "skipped": found.skipped,
         "figures": found.figures,
     }
-    write(arguments.out / f"{arguments.section}.json", document)
-    sys.stdout.write(json.dumps(document, indent=1) + "\n")
+    text = json.dumps(document, indent=1) + "\n"
+    write_whole(arguments.out / f"{arguments.section}.json", text)
+    sys.stdout.write(text)
 
 
 if __name__ == "__main__":

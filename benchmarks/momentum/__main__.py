@@ -10,7 +10,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from benchmarks.about import about, write_json
+from benchmarks.about import about, publish
+from benchmarks.page.sections import momentum, worst_of
 from benchmarks.quickstart_runs import Curve, held_out_losses, train
 from megatron_eopt.math.low_precision import MOMENTUM_DTYPES
 
@@ -25,22 +26,6 @@ def trained(out: Path, dtype: str, seed: int, steps: int, flags: list[str]) -> C
         print(f"Training with momentum in {dtype}, seed {seed}", flush=True)
         train(folder, steps, ["--seed", str(seed), "--muon-momentum-dtype", dtype, *flags])
     return held_out_losses(folder)
-
-
-def table(last: dict[str, dict[int, float]]) -> str:
-    """Return the losses of all runs at the end, and the largest deviation from float32's."""
-    lines = ["| momentum | " + " | ".join(f"seed {seed}" for seed in last["fp32"]) + " | at most |"]
-    lines.append("|---" * (len(last["fp32"]) + 2) + "|")
-    for dtype, by_seed in last.items():
-        shown = " | ".join(f"{loss:.4f}" for loss in by_seed.values())
-        lines.append(f"| {dtype} | {shown} | {worst_of(last, dtype):+.2%} |")
-    return "\n".join(lines)
-
-
-def worst_of(last: dict[str, dict[int, float]], dtype: str) -> float:
-    """Return the largest relative deviation of a seed's loss from float32's."""
-    found = [loss / last["fp32"][seed] - 1 for seed, loss in last[dtype].items()]
-    return max(found, key=abs)
 
 
 def draw(curves: dict[str, dict[int, Curve]], path: Path) -> None:
@@ -83,10 +68,8 @@ def main() -> int:
         dtype: {seed: curve[arguments.steps] for seed, curve in by_seed.items()}
         for dtype, by_seed in curves.items()
     }
-    print(table(last))
-    if arguments.json:
-        document = {"steps": arguments.steps, "flags": flags, "held_out": curves}
-        write_json(document, arguments.json, before)
+    document = {"steps": arguments.steps, "flags": flags, "held_out": curves}
+    publish(document, before, arguments.json, momentum)
     if arguments.png:
         draw(curves, arguments.png)
     return int(any(abs(worst_of(last, dtype)) > TARGET for dtype in last))

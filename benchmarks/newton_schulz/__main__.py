@@ -1,4 +1,4 @@
-"""Print the table, draw the figure, write the numbers.
+"""Compare Newton-Schulz iterations: print a table, draw a figure, write the numbers.
 
     python -m benchmarks.newton_schulz [--json FILE] [--png FILE] [--pairs N]
 
@@ -7,37 +7,25 @@ the ratios of alternating pairs.
 """
 
 import argparse
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
-from benchmarks.about import about, write_json
+from tqdm import tqdm
+
+from benchmarks.about import about, publish
 from benchmarks.newton_schulz.cases import (
     MEASURED,
+    SHAPES,
     Result,
     against_emerging_optimizers,
     batch_against_loop,
     on_gpu,
 )
-
-
-def line(result: Result) -> str:
-    shape = "x".join(map(str, result.shape))
-    head = f"| {result.name} | {shape} | {result.precision} | {result.algorithm} | "
-    sample = result.sample
-    if sample is None:
-        return head + f"not measured | | | >= {result.target:.2f} | |"
-    ours = f"{sample.ours:.2f} ({sample.ours_spread[0]:.2f}..{sample.ours_spread[1]:.2f})"
-    other = f"{sample.theirs:.2f} ({sample.theirs_spread[0]:.2f}..{sample.theirs_spread[1]:.2f})"
-    ratio = f"{sample.ratio:.2f} ({sample.ratio_spread[0]:.2f}..{sample.ratio_spread[1]:.2f})"
-    met = "yes" if sample.ratio >= result.target else "no"
-    speed = f" {result.tflops:.0f} TFLOP/s" if result.tflops else ""
-    return head + f"{ours}{speed} | {other} | {ratio} | >= {result.target:.2f} | {met} |"
-
-
-HEADER = (
-    "| comparison | shape | precision | ours runs | ours ms | theirs ms | ratio | target | met |\n"
-    "|---|---|---|---|---|---|---|---|---|"
-)
+from benchmarks.page import sections
+from megatron_eopt.math import PrecisionT
 
 
 def draw(results: list[Result], path: Path) -> None:
@@ -61,6 +49,22 @@ def draw(results: list[Result], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+PRODUCTS: dict[str, tuple[Sequence[PrecisionT], Callable[[dict[str, Any]], str]]] = {
+    "all": (MEASURED, sections.newton_schulz),
+    "fp32": (MEASURED[:1], sections.newton_schulz_fp32),
+    "bf16": (MEASURED[1:], sections.newton_schulz_bf16),
+}
+"""What is measured, and what the page says of it."""
+
+
+def shape(text: str) -> tuple[int, ...]:
+    """Return the sizes of ``512x2048`` or of a batch ``64x128x512``."""
+    sizes = tuple(map(int, text.split("x")))
+    if len(sizes) not in (2, 3) or min(sizes) < 1:
+        raise ValueError(text)
+    return sizes
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--json", type=Path, help="write all numbers to this file")
@@ -68,24 +72,29 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=11, help="alternating pairs per line")
     parser.add_argument(
         "--products",
-        choices=["all", "fp32"],
+        choices=list(PRODUCTS),
         default="all",
-        help="fp32 where the CPU has no products of bfloat16",
+        help="fp32 or bf16 alone, where one is slow on this CPU",
+    )
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        type=shape,
+        metavar="ROWSxCOLUMNS",
+        help="against emerging-optimizers; default: twelve of them, and what follows",
     )
     arguments = parser.parse_args()
-    precisions = MEASURED[:1] if arguments.products == "fp32" else MEASURED
+    if arguments.pairs < 2:
+        parser.error("--pairs must be at least 2")
+    precisions, shown = PRODUCTS[arguments.products]
     before = about()
-    print(HEADER)
-    results: list[Result] = []
-    for source in (against_emerging_optimizers, batch_against_loop):
-        for result in source(arguments.pairs, precisions):
-            results.append(result)
-            print(line(result), flush=True)
-    if arguments.products != "fp32":
-        results.append(on_gpu(arguments.pairs))
-        print(line(results[-1]))
-    if arguments.json:
-        write_json({"results": [asdict(result) for result in results]}, arguments.json, before)
+    sources = [against_emerging_optimizers(arguments.shapes or SHAPES, arguments.pairs, precisions)]
+    if arguments.shapes is None:
+        sources.append(batch_against_loop(arguments.pairs, precisions))
+    if arguments.shapes is None and arguments.products == "all":
+        sources.append(on_gpu(arguments.pairs))
+    results = list(tqdm(chain.from_iterable(sources), unit="contest"))
+    publish({"results": [asdict(result) for result in results]}, before, arguments.json, shown)
     if arguments.png:
         draw(results, arguments.png)
 

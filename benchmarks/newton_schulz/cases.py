@@ -90,8 +90,10 @@ def loop(x: Tensor, precision: PrecisionT) -> list[Tensor]:
     return [orthogonalize(one, precision=precision) for one in x]
 
 
-def against_emerging_optimizers(pairs: int, precisions: Sequence[PrecisionT]) -> Iterator[Result]:
-    for shape in SHAPES:
+def against_emerging_optimizers(
+    shapes: Sequence[tuple[int, ...]], pairs: int, precisions: Sequence[PrecisionT]
+) -> Iterator[Result]:
+    for shape in shapes:
         x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         for precision in precisions:
             sample = contest(
@@ -113,11 +115,12 @@ def batch_against_loop(pairs: int, precisions: Sequence[PrecisionT]) -> Iterator
         yield Result("vs loop", shape, precision, _describe(plan_of(shape, precision)), 1.3, sample)
 
 
-def on_gpu(pairs: int) -> Result:
+def on_gpu(pairs: int) -> Iterator[Result]:
     """Compare ``auto`` with the plain torch standard iteration in bfloat16 on one GPU."""
     plan = _describe(plan_of(GPU_SHAPE, "medium"))
     if not torch.cuda.is_available():
-        return Result("GPU vs standard", GPU_SHAPE, "medium", plan, 1.9, None)
+        yield Result("GPU vs standard", GPU_SHAPE, "medium", plan, 1.9, None)
+        return
     x = torch.randn(GPU_SHAPE, device="cuda")
     sample = contest(
         partial(orthogonalize, x, precision="medium"),
@@ -125,4 +128,4 @@ def on_gpu(pairs: int) -> Result:
         pairs,
     )
     tflops = standard_flops(*GPU_SHAPE, STEPS) / sample.ours / 1e9
-    return Result("GPU vs standard", GPU_SHAPE, "medium", plan, 1.9, sample, tflops)
+    yield Result("GPU vs standard", GPU_SHAPE, "medium", plan, 1.9, sample, tflops)

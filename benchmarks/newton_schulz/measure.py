@@ -1,11 +1,10 @@
 """Alternating measurement: both sides see the same disturbances of a shared machine."""
 
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
+from benchmarks.rounds import measured, milliseconds, ratios
 
 Work = Callable[[], object]
 
@@ -33,40 +32,13 @@ class Sample:
     pairs: int
 
 
-def _milliseconds(work: Work) -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    work()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return (time.perf_counter() - start) * 1e3
-
-
-def _quartiles(values: list[float]) -> tuple[float, float]:
-    low, _, high = statistics.quantiles(values, n=4)
-    return low, high
-
-
 def contest(ours: Work, theirs: Work, pairs: int, warmup: int = 2) -> Sample:
     """Run both in turn, swapping who goes first, and compare them pair by pair."""
-    mine: list[float] = []
-    other: list[float] = []
-    for pair in range(warmup + pairs):
-        if pair % 2:
-            b, a = _milliseconds(theirs), _milliseconds(ours)
-        else:
-            a, b = _milliseconds(ours), _milliseconds(theirs)
-        if pair >= warmup:
-            mine.append(a)
-            other.append(b)
-    ratios = [b / a for a, b in zip(mine, other, strict=True)]
-    return Sample(
-        statistics.median(mine),
-        _quartiles(mine),
-        statistics.median(other),
-        _quartiles(other),
-        statistics.median(ratios),
-        _quartiles(ratios),
-        pairs,
-    )
+    times = measured({"ours": _timed(ours), "theirs": _timed(theirs)}, pairs, warmup)
+    (a, mine, b), (c, other, d) = (statistics.quantiles(one, n=4) for one in times.values())
+    low, middle, high = ratios(times["theirs"], times["ours"])
+    return Sample(mine, (a, b), other, (c, d), middle, (low, high), pairs)
+
+
+def _timed(work: Work) -> Callable[[int], float]:
+    return lambda round_: milliseconds(work)

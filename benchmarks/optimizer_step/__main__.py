@@ -4,11 +4,14 @@ import argparse
 from pathlib import Path
 from typing import get_args
 
-from benchmarks.about import about, write_json
+from tqdm import tqdm
+
+from benchmarks.about import about, publish
 from benchmarks.optimizer_step.arms import HIDDEN, LAYERS, SECTIONS, ProductsT
 from benchmarks.optimizer_step.measure import measure
-from benchmarks.optimizer_step.report import draw, table, train_table
-from benchmarks.optimizer_step.train_step import TOKENS, measure_train_step
+from benchmarks.optimizer_step.report import draw
+from benchmarks.optimizer_step.train_step import measure_train_step
+from benchmarks.page.sections import steps, steps_fp32
 
 TRAIN = "train step"
 
@@ -42,21 +45,18 @@ def main() -> None:
         parser.error("--rounds must be at least 10")
     sections = [section for section in SECTIONS if args.only in (None, section.name)]
     before = about()
-    results = []
-    for section in sections:
-        results.append(measure(section, args.products, args.rounds, args.timeout))
-        print(table(results[-1:]), flush=True)
+    results = [
+        measure(section, args.products, args.rounds, args.timeout)
+        for section in tqdm(sections, unit="layout")
+    ]
     whole = []
     if args.only in (None, TRAIN):
         whole = measure_train_step(args.products, args.rounds, args.timeout)
-        print(f"\nA whole train step, DP 2, {TOKENS} tokens a rank:\n")
-        print(train_table(whole))
-    if args.json is not None:
-        figures = {
-            "steps": [result.to_json() for result in results],
-            "train_steps": [one.to_json() for one in whole],
-        }
-        write_json(figures, args.json, before)
+    figures = {
+        "steps": [result.to_json() for result in results],
+        "train_steps": [one.to_json() for one in whole],
+    }
+    publish(figures, before, args.json, steps if args.products == "bf16" else steps_fp32)
     if args.png is not None and results:
         draw(results, args.png)
 

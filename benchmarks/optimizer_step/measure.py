@@ -1,15 +1,13 @@
 """Runs the contestants of a section in turn, in the same processes, on the same gradients."""
 
-import statistics
-import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from benchmarks.about import in_turn
 from benchmarks.optimizer_step.arms import SECTIONS, Contestant, ProductsT, Section
+from benchmarks.rounds import measured, milliseconds, ratios, slowest
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
 
@@ -56,42 +54,33 @@ def measure(section: Section, products: ProductsT, rounds: int, timeout: float) 
     """Run one section."""
     number = SECTIONS.index(section)
     ranks = run_ranks(section.ranks, _on_rank, number, products, rounds, timeout=timeout, cpu=True)
-    times = {
-        arm.name: [max(r["times"][arm.name][i] for r in ranks) for i in range(rounds)]
-        for arm in section.arms
-    }
+    times = {arm.name: slowest([r["times"][arm.name] for r in ranks]) for arm in section.arms}
     ours = section.arms[0].name
-    ratios = []
+    found = []
     for arm in section.arms[1:]:
-        pairs = [a / b for a, b in zip(times[arm.name], times[ours], strict=True)]
-        low, _, high = statistics.quantiles(pairs, n=4)
+        low, middle, high = ratios(times[arm.name], times[ours])
         weight = max(r["differences"][arm.name][0] for r in ranks)
         step = max(r["differences"][arm.name][1] for r in ranks)
-        ratios.append(Ratio(arm.name, statistics.median(pairs), low, high, weight, step))
-    return Result(section.name, section.ranks, rounds, times, ratios)
+        found.append(Ratio(arm.name, middle, low, high, weight, step))
+    return Result(section.name, section.ranks, rounds, times, found)
 
 
 def _on_rank(number: int, products: ProductsT, rounds: int) -> dict[str, Any]:
     section = SECTIONS[number]
     initialize_megatron(tp=section.tp)
-    contestants = [Contestant(section, arm, products) for arm in section.arms]
-    start = contestants[0].weights()
-    times: dict[str, list[float]] = {arm.name: [] for arm in section.arms}
-    for round_, contestant in in_turn(contestants, WARM_UP + rounds):
-        contestant.set_gradients(round_)
-        elapsed = _time_step(contestant)
-        if round_ >= WARM_UP:
-            times[contestant.arm.name].append(elapsed)
-    ours = contestants[0].weights()
-    differences = {c.arm.name: _compare(c.weights(), ours, start) for c in contestants[1:]}
+    contestants = {arm.name: Contestant(section, arm, products) for arm in section.arms}
+    ours, *others = contestants
+    start = contestants[ours].weights()
+    steps = {name: partial(_step, contestant) for name, contestant in contestants.items()}
+    times = measured(steps, rounds, WARM_UP)
+    end = contestants[ours].weights()
+    differences = {name: _compare(contestants[name].weights(), end, start) for name in others}
     return {"times": times, "differences": differences}
 
 
-def _time_step(contestant: Contestant) -> float:
-    dist.barrier()
-    began = time.perf_counter()
-    contestant.optimizer.step()
-    return 1e3 * (time.perf_counter() - began)
+def _step(contestant: Contestant, round_: int) -> float:
+    contestant.set_gradients(round_)
+    return milliseconds(contestant.optimizer.step)
 
 
 def _compare(

@@ -3,7 +3,6 @@
 import contextlib
 import importlib.metadata
 import json
-import os
 import platform
 import re
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.files import write_whole
 from tests.functional.case_files import Case, Environment
 from tests.functional.comparer import EXACT
 from tests.functional.metrics import METRICS, Metrics
@@ -103,9 +103,7 @@ def write(
     if case.kind == "golden":
         record["metrics"] = metrics
     record["spread"] = rounded
-    draft = path.with_suffix(".tmp")
-    draft.write_text(_readable(record) + "\n")
-    os.replace(draft, path)
+    write_whole(path, _readable(record) + "\n")
     return path
 
 

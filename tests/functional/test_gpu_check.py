@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu_check.context import Context, Outcome
-from benchmarks.gpu_check.plan import ROOT, SECTIONS
+from benchmarks.gpu_check.plan import SECTIONS
 from benchmarks.gpu_check.ranks import ranks_on
 from benchmarks.gpu_check.section import outcome_of
 from benchmarks.gpu_check.sections import golden, layouts, memory, newton_schulz, quickstart
+from benchmarks.machine import ROOT
 from tests.functional.golden import read
 from tests.harness import run_ranks
 

@@ -18,7 +18,7 @@ from megatron.core import parallel_state
 
 from benchmarks.gpu_check.context import Context, Outcome
 from benchmarks.gpu_check.models import build, give_gradients
-from benchmarks.gpu_check.plan import ROOT
+from benchmarks.machine import ROOT
 from megatron_eopt import EmergingOptimizerConfig, get_megatron_optimizer
 from megatron_eopt.build import chain
 from tests.harness.models import tiny_gpt, wrap_ddp

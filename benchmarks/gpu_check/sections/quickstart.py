@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 from benchmarks.gpu_check.context import Context, Outcome
-from benchmarks.gpu_check.plan import ROOT
+from benchmarks.machine import ROOT
 
 STEPS, SMALL_STEPS = 40, 8
 SMALL = "--num-layers 1 --hidden-size 64 --ffn-hidden-size 128 --eval-iters 1".split()

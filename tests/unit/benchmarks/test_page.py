@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.about import about, in_turn
+from benchmarks.about import about
 from benchmarks.page.__main__ import DOCS, page
 from benchmarks.page.markdown import prose, table
 from benchmarks.page.sections import SECTIONS
@@ -41,12 +41,6 @@ def test_prose_is_filled_and_a_table_has_a_rule() -> None:
     assert prose("## A\n\n  b\n  c\n\n" + "word " * 60).splitlines()[:3] == ["## A", "", "b c"]
     assert max(map(len, prose("word " * 60).splitlines())) <= 124
     assert table("a | b:", [["x", "1"]]) == "| a | b |\n| --- | ---: |\n| x | 1 |\n"
-
-
-def test_everybody_goes_first_in_turn() -> None:
-    order = list(in_turn("abc", 3))
-    assert [name for _, name in order[::3]] == ["a", "b", "c"]
-    assert all(sorted(n for r, n in order if r == round_) == ["a", "b", "c"] for round_ in range(3))
 
 
 def test_figures_name_machine_and_packages() -> None:

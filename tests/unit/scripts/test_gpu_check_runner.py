@@ -13,9 +13,10 @@ import pytest
 
 from benchmarks.gpu_check import __main__ as command
 from benchmarks.gpu_check import report
-from benchmarks.gpu_check.plan import ROOT, SECTIONS, Section
+from benchmarks.gpu_check.plan import SECTIONS, Section
 from benchmarks.gpu_check.runner import LEAST_S, Run
 from benchmarks.gpu_check.wheels import WheelsError, install
+from benchmarks.machine import ROOT
 
 SECTION = Section("quickstart", 20.0, "")
 PASSES = """

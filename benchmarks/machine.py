@@ -1,0 +1,45 @@
+"""The machine that figures are of, as far as Python's standard library can tell."""
+
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def processor() -> str:
+    """Return the processor's name."""
+    info = Path("/proc/cpuinfo")
+    name = re.search(r"^model name\s*: (.*)$", info.read_text(), re.M) if info.exists() else None
+    return name[1] if name else platform.processor() or platform.machine()
+
+
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    """Return the versions of those that are installed."""
+    found = {}
+    for package in packages:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str:
+    """Return the commit of the sources, ``-dirty`` if they differ; empty outside of git."""
+    return first_line("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12")
+
+
+def first_line(*command: str) -> str:
+    """Return the first line that a program prints, or nothing."""
+    if shutil.which(command[0]) is None:
+        return ""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.partition("\n")[0].strip() if done.returncode == 0 else ""
