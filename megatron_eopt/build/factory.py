@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron_eopt import qk_clip
 from megatron_eopt.base.agreement import agreed
+from megatron_eopt.base.garbage import without_collections
 from megatron_eopt.base.upstream import found, needed
 from megatron_eopt.build.bases import Base, Share, build_base, shares_of
 from megatron_eopt.build.chain import OptimizerChain, names_in
@@ -38,6 +39,7 @@ from megatron_eopt.stores.megatron_fsdp import whole_parameters
 logger = logging.getLogger(__name__)
 
 
+@without_collections()
 def get_megatron_optimizer(
     config: Any,
     model_chunks: list[Any],
