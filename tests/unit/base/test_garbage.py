@@ -18,9 +18,14 @@ def as_it_was() -> Iterator[None]:
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_collector_is_as_before_also_after_an_error(enabled: bool) -> None:
     (gc.enable if enabled else gc.disable)()
-    with pytest.raises(KeyError), without_collections():
+
+    @without_collections()
+    def fails() -> None:
         assert not gc.isenabled()
         raise KeyError
+
+    with pytest.raises(KeyError):
+        fails()
     assert gc.isenabled() == enabled
 
 
