@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.about import about, publish
 from benchmarks.page.sections import start_up
-from benchmarks.rounds import seconds
+from benchmarks.rounds import measured, seconds, slowest
 from megatron_eopt import EmergingOptimizerConfig, get_megatron_optimizer
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
@@ -43,16 +43,16 @@ def import_seconds(times: int) -> list[float]:
     ]
 
 
-def build_seconds(matrices: int, timeout: float) -> dict[str, float]:
+def build_seconds(matrices: int, times: int, timeout: float) -> dict[str, list[float]]:
     """Return the seconds, of the slowest rank, to build Muon over so many matrices."""
-    ranks = run_ranks(RANKS, _on_rank, matrices, timeout=timeout, cpu=True)
-    return {storage: max(rank[storage] for rank in ranks) for storage in STORAGES}
+    ranks = run_ranks(RANKS, _on_rank, matrices, times, timeout=timeout, cpu=True)
+    return {storage: slowest([rank[storage] for rank in ranks]) for storage in STORAGES}
 
 
-def _on_rank(matrices: int) -> dict[str, float]:
+def _on_rank(matrices: int, times: int) -> dict[str, list[float]]:
     initialize_megatron()
-    found = {}
-    for storage, distributed in STORAGES.items():
+
+    def build(distributed: bool, round_: int) -> float:
         model: Any = tiny_gpt(
             layers=-(-matrices // MATRICES_OF_LAYER),
             hidden=8,
@@ -63,8 +63,10 @@ def _on_rank(matrices: int) -> dict[str, float]:
         config = EmergingOptimizerConfig(
             optimizer="muon", lr=1e-2, use_distributed_optimizer=distributed
         )
-        found[storage] = seconds(partial(get_megatron_optimizer, config, [chunk]))
-    return found
+        return seconds(partial(get_megatron_optimizer, config, [chunk]))
+
+    builds = {storage: partial(build, distributed) for storage, distributed in STORAGES.items()}
+    return measured(builds, times, warm_up=0)
 
 
 def main() -> None:
@@ -73,14 +75,15 @@ def main() -> None:
     )
     parser.add_argument("--matrices", type=int, default=10_000, help="of the model")
     parser.add_argument("--imports", type=int, default=5, help="times that it is imported")
+    parser.add_argument("--builds", type=int, default=5, help="times that each is built")
     parser.add_argument("--timeout", type=float, default=400.0, help="seconds to build it")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
     args = parser.parse_args()
-    if args.matrices < 1 or args.imports < 1:
-        parser.error("--matrices and --imports must be at least 1")
+    if min(args.matrices, args.imports, args.builds) < 1:
+        parser.error("--matrices, --imports and --builds must be at least 1")
     before = about()
     imports = import_seconds(args.imports)
-    builds = build_seconds(args.matrices, args.timeout)
+    builds = build_seconds(args.matrices, args.builds, args.timeout)
     figures = {"imports": imports, "matrices": args.matrices, "builds": builds}
     publish(figures, before, args.json, start_up)
 

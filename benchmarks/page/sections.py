@@ -217,7 +217,10 @@ def checkpoints(figures: Figures) -> str:
 
 def start_up(figures: Figures) -> str:
     """Write how long it takes to import and to build."""
-    builds = " and ".join(f"{took:.1f} s ({name})" for name, took in figures["builds"].items())
+    builds = " and ".join(
+        f"{statistics.median(took):.1f} s ({name}, {min(took):.1f} to {max(took):.1f})"
+        for name, took in figures["builds"].items()
+    )
     imported = statistics.median(figures["imports"])
     return prose(
         f"""## Start

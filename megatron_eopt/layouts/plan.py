@@ -1,7 +1,7 @@
 """Plans: all waves of a redistribution as pure data, computed alike on every rank."""
 
 import hashlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -154,18 +154,21 @@ def _plan_wave(
     matrices: Sequence[Matrix], wave: Sequence[int], tensor: Int64Array, rank: int, world_size: int
 ) -> WavePlan:
     members = [matrices[i] for i in wave]
+    # equal parameters have one layout
+    shapes = _of_each([m.compute for m in members], lambda layout: layout.local_shape(rank))
+    stored = _of_each([m.storage for m in members], lambda layout: len(layout.piece(rank)))
     batches, places, elements = _make_batches(
         {
             i: (shape, matrices[i].kind)
-            for i in wave
-            if (shape := matrices[i].compute.local_shape(rank))
+            for i, shape in zip(wave, shapes, strict=True)
+            if shape is not None
         }
     )
     storage = _stack([m.storage for m in members], tensor[list(wave)])
     compute = _stack([m.compute for m in members], 0)
     base = np.array([places.get(i, 0) for i in wave], np.int64)
     compute = compute.replace(OFFSET, compute.offset + base[compute.matrix])
-    held = [m for m in members if len(m.storage.piece(rank))]
+    held = [m for m, rows in zip(members, stored, strict=True) if rows]
     back = np.array([m.returns for m in members], bool)
     returned, results = compute.take(back[compute.matrix]), storage.take(back[storage.matrix])
     return WavePlan(
@@ -176,6 +179,15 @@ def _plan_wave(
         inward=build_exchange(storage, compute, rank, world_size),
         outward=build_exchange(returned, results, rank, world_size),
     )
+
+
+def _of_each[T](layouts: Sequence[Layout], what: Callable[[Layout], T]) -> list[T]:
+    """Return a property of each layout, found once for those that are one object."""
+    found: dict[int, T] = {}
+    for layout in layouts:
+        if id(layout) not in found:
+            found[id(layout)] = what(layout)
+    return [found[id(layout)] for layout in layouts]
 
 
 def _make_batches(

@@ -61,11 +61,21 @@ def key_of(route: Route) -> GroupKey:
 
 def summarize(routes: Iterable[Route]) -> list[GroupSummary]:
     """Return what other ranks need to know about this rank's groups."""
-    summaries = (
-        GroupSummary(key_of(route), frozenset(route.labels), frozenset({route.parameter.chunk}))
-        for route in routes
-    )
-    return list(_merged(summaries).values())
+    return [
+        GroupSummary(
+            key,
+            frozenset(label for route in alike for label in route.labels),
+            frozenset(route.parameter.chunk for route in alike),
+        )
+        for key, alike in _by_key(routes).items()
+    ]
+
+
+def _by_key(routes: Iterable[Route]) -> dict[GroupKey, list[Route]]:
+    members = defaultdict(list)
+    for route in routes:
+        members[key_of(route)].append(route)
+    return members
 
 
 def build_groups(routes: Sequence[Route], everyones: Iterable[GroupSummary]) -> list[Group]:
@@ -74,11 +84,9 @@ def build_groups(routes: Sequence[Route], everyones: Iterable[GroupSummary]) -> 
     ``everyones`` are the summaries of all ranks' groups.
     """
     merged = _merged(everyones)
-    members = defaultdict(list)
-    for route in routes:
-        members[key_of(route)].append(route)
+    members = _by_key(routes)
     return [
-        Group(key, identity, tuple(members[key]), merged[key].chunks)
+        Group(key, identity, tuple(members.get(key, ())), merged[key].chunks)
         for key, identity in _identities({key: one.labels for key, one in merged.items()})
     ]
 

@@ -199,9 +199,10 @@ class FragmentsOptimizer(Storage, DistributedOptimizer):
         self._sources: list[Tensor | None] = [None] * len(self._params)
         self._grads: list[Tensor | None] = [None] * len(self._params)
         pairs = [(main, self._param_view(param)) for param, main in self.main_of.items()]
-        self._apart = [pair for pair in pairs if not _is_one(*pair)]
         # a float32 parameter is its own main weight, unless a caller has moved one of them
-        self._shared = [pair for pair in pairs if _is_one(*pair)]
+        shared = [_is_one(*pair) for pair in pairs]
+        self._apart = [pair for pair, one in zip(pairs, shared, strict=True) if not one]
+        self._shared = [pair for pair, one in zip(pairs, shared, strict=True) if one]
 
     def _param_view(self, param: Tensor) -> Tensor:
         held = self._get_model_param_range_map(param)["gbuf_world_in_bucket"]
