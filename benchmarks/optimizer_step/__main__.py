@@ -35,7 +35,7 @@ def main() -> None:
         choices=get_args(ProductsT.__value__),
         default="bf16",
         help="of Newton-Schulz, and in a whole train step the model's: fp32 where the CPU has no "
-        "products of bfloat16",
+        "instructions for bfloat16, which take others than ours dozens of times as long",
     )
     parser.add_argument("--timeout", type=float, default=170.0, help="seconds for one section")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")

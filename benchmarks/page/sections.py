@@ -64,7 +64,9 @@ def steps_fp32(figures: Figures) -> str:
     """Write the same with float32 products."""
     text = f"""### With float32 products
 
-    The same with `--products fp32`, where the CPU has no bfloat16 products. {machine(figures)}"""
+    The same with `--products fp32`, where the CPU has no instructions for
+    bfloat16 and stock takes [dozens of times as
+    long](#in-bfloat16-without-instructions-for-it). {machine(figures)}"""
     return f"{prose(text)}\n{_steps_table(figures)}{_train_step(figures)}"
 
 

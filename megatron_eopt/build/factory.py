@@ -39,7 +39,6 @@ from megatron_eopt.stores.megatron_fsdp import whole_parameters
 logger = logging.getLogger(__name__)
 
 
-@without_collections()
 def get_megatron_optimizer(
     config: Any,
     model_chunks: list[Any],
@@ -72,6 +71,25 @@ def get_megatron_optimizer(
         ConfigurationError: If a value, or a combination, cannot be honoured.
         ConfigurationTypeError: If a value has the wrong type.
     """
+    with without_collections():
+        return _built(
+            config,
+            model_chunks,
+            config_overrides,
+            use_gloo_process_groups,
+            pg_collection,
+            dump_param_to_param_group_map,
+        )
+
+
+def _built(
+    config: Any,
+    model_chunks: list[Any],
+    config_overrides: Overrides | None,
+    use_gloo_process_groups: bool,
+    pg_collection: Any,
+    dump_param_to_param_group_map: str | None,
+) -> Any:
     if isinstance(model_chunks[0], found("MimoModel") or ()):
         return megatrons_own_factory(config, model_chunks)
     of_dtensors = is_torch_fsdp2(model_chunks) or is_megatron_fsdp(model_chunks)

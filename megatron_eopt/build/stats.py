@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
@@ -33,16 +33,22 @@ _COLUMNS = (
 """What is summed over the ranks for each class of optimizer: numbers, or scalars on the device."""
 
 
+class _Weight(NamedTuple):
+    """A weight that this rank stores."""
+
+    group: ParamGroup
+    data: Tensor
+    share: float  # see _share
+    number: int  # of its shard
+
+
 @dataclass
 class _Part:
     """What one driver steps of the weights that this rank stores."""
 
     name: str  # class of the optimizer
     driver: Driver | None  # None for an optimizer of megatron-core's own
-    groups: list[ParamGroup] = field(default_factory=list)  # of each weight
-    weights: list[Tensor] = field(default_factory=list)
-    shares: list[float] = field(default_factory=list)  # of each weight
-    numbers: list[int] = field(default_factory=list)  # of each weight's shard
+    weights: list[_Weight] = field(default_factory=list)
     watch: Watch | None = None
 
 
@@ -64,7 +70,7 @@ class Stats:
         parts = [part for member in self._members for part in _parts(member)]
         driven = [(part, part.driver) for part in parts if part.driver is not None]
         for part, driver in driven:
-            part.watch = Watch(device, dict(zip(part.numbers, part.shares, strict=True)))
+            part.watch = Watch(device, {one.number: one.share for one in part.weights})
             driver.be_watched(part.watch)
         try:
             yield
@@ -119,10 +125,8 @@ def _parts(member: Member) -> list[_Part]:
     stored = {item.main: item for item in storage.stored()}
     for part, placed in found:
         for group, main, number in placed:
-            part.groups.append(group)
-            part.weights.append(local_of(main).detach())
-            part.shares.append(_share(storage, stored[main]))
-            part.numbers.append(number)
+            share = _share(storage, stored[main])
+            part.weights.append(_Weight(group, local_of(main).detach(), share, number))
     return [part for part, _ in found]
 
 
@@ -147,11 +151,12 @@ def _share(storage: Storage, item: Stored) -> float:
 
 
 def _row(part: _Part, device: torch.device) -> dict[str, Any]:
-    sizes = [s * w.numel() for s, w in zip(part.shares, part.weights, strict=True)]
+    sizes = [one.share * one.data.numel() for one in part.weights]
+    tensors, shares = [one.data for one in part.weights], [one.share for one in part.weights]
     row: dict[str, Any] = {
         "elements": sum(sizes),
-        "rates": sum(size * g["lr"] for size, g in zip(sizes, part.groups, strict=True)),
-        "squares": sum_of_squares(part.weights, part.shares, device),
+        "rates": sum(n * one.group["lr"] for n, one in zip(sizes, part.weights, strict=True)),
+        "squares": sum_of_squares(tensors, shares, device),
     }
     if (watch := part.watch) is not None:
         row |= {"updated": watch.elements, "squares of updates": watch.squares}

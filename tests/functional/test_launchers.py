@@ -125,6 +125,7 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
+@pytest.mark.long
 def test_a_slurm_job_saves_when_signalled_is_queued_again_and_then_ends(slurm):
     environment, run = slurm
     first = job(environment)

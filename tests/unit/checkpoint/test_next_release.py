@@ -88,7 +88,7 @@ STORAGES: dict[str, dict[str, Any]] = {"sharded": {}, "plain": {"ddp": WHOLE, "c
 
 
 @pytest.mark.tested_release
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("storage", ["sharded", pytest.param("plain", marks=pytest.mark.long)])
 def test_lions_counts_are_carried_over(tmp_path, storage):
     case = Case("lion", SMALL, **STORAGES[storage])
     for first, then in ((Lion, NextLion), (NextLion, Lion), (NextLion, NextLion)):

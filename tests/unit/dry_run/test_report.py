@@ -97,7 +97,10 @@ def all_dry(world_size: int, case: Case) -> list[Any]:
     return [dry(rank, world_size, case) for rank in range(world_size)]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.long) if n == "dense, four ranks" else n for n in CASES],
+)
 def test_a_dry_run_is_counted_as_a_real_one(name):
     world_size, case = CASES[name]
     sharded = {"use_distributed_optimizer": True} | case.config

@@ -125,7 +125,11 @@ def test_resuming_at_the_same_layout_changes_no_bit(saved):
         assert not differences(state, other)
 
 
-@pytest.mark.parametrize("storage", [True, False], ids=["sharded", "plain"])
+@pytest.mark.parametrize(
+    "storage",
+    [True, pytest.param(False, marks=pytest.mark.long)],
+    ids=["sharded", "plain"],
+)
 @pytest.mark.parametrize("dtype", ["int8", pytest.param("bf16", marks=pytest.mark.long)])
 def test_a_checkpoint_loads_into_another_dtype(tmp_path, storage, dtype):
     # plain with main weights in float32
