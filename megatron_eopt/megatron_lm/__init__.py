@@ -10,6 +10,7 @@ from contextlib import ExitStack
 
 from megatron_eopt import cpu
 from megatron_eopt.arguments import add_arguments as _extend_parser
+from megatron_eopt.megatron_lm.help import with_printable_help
 from megatron_eopt.megatron_lm.names import rebindings
 from megatron_eopt.megatron_lm.optional import FLAGS
 from megatron_eopt.megatron_lm.rebinding import Exchange
@@ -26,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """
     if cpu.is_enabled():
         cpu.set_defaults(parser)
-    return _extend_parser(parser)
+    return with_printable_help(_extend_parser(parser))
 
 
 def install() -> ExitStack:

@@ -133,6 +133,8 @@ def _alternatives(text: str) -> Iterator[list[str]]:
 
 
 def _is_name(flags: list[str], parser: argparse.ArgumentParser) -> bool:
-    """Return whether this is a flag of another program, or one that lacks its value."""
+    """Return whether this is a flag of another or any program, or one that lacks its value."""
+    if flags == ["--help"]:
+        return True
     action = parser._option_string_actions.get(flags[0])
     return action is None or (len(flags) == 1 and action.nargs != 0)

@@ -61,17 +61,6 @@ LAYOUTS: dict[str, dict[str, tuple[int, dict[str, int]]]] = {
 MODELS = {"dense": DENSE_MODEL, "moe": MOE_MODEL}
 
 
-def whole_name(name: str, model: dict[str, Any]) -> str:
-    """Count layers over all pipeline stages, and experts over the whole model."""
-    parts = global_name(name, model).split(".")
-    if "layers" in parts:
-        at = parts.index("layers") + 1
-        stages = parallel_state.get_pipeline_model_parallel_world_size()
-        first = parallel_state.get_pipeline_model_parallel_rank() * model.get("layers", 2) // stages
-        parts[at] = str(first + int(parts[at]))
-    return ".".join(parts)
-
-
 def train_for_real(run: Run) -> Result:
     """Train on the same global batches in any layout."""
     initialize_megatron(**run.parallel)
@@ -79,7 +68,7 @@ def train_for_real(run: Run) -> Result:
     model = tiny_gpt(**run.model)
     for name, param in model.named_parameters():
         slab = slab_of(name, param, gated)
-        whole = global_values(whole_name(name, run.model), slab, param.shape, 0)
+        whole = global_values(global_name(name, run.model), slab, param.shape, 0)
         param.data.copy_(slab.of(whole))
     chunk = wrap_ddp(model, **run.ddp)
     optimizer = make_optimizer(run, chunk)
@@ -92,7 +81,7 @@ def train_for_real(run: Run) -> Result:
         forward_backward([chunk], [synthetic_batch(4 * step + i) for i in range(rank, 4, size)])
         steps.append(optimizer.step())
     weights = {
-        whole_name(name, run.model): (slab_of(name, param, gated), param.detach().clone())
+        global_name(name, run.model): (slab_of(name, param, gated), param.detach().clone())
         for name, param in chunk.named_parameters()
     }
     return Result(weights, steps)
