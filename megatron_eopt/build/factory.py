@@ -72,47 +72,29 @@ def get_megatron_optimizer(
         ConfigurationTypeError: If a value has the wrong type.
     """
     with without_collections():
-        return _built(
-            config,
-            model_chunks,
-            config_overrides,
-            use_gloo_process_groups,
-            pg_collection,
-            dump_param_to_param_group_map,
-        )
-
-
-def _built(
-    config: Any,
-    model_chunks: list[Any],
-    config_overrides: Overrides | None,
-    use_gloo_process_groups: bool,
-    pg_collection: Any,
-    dump_param_to_param_group_map: str | None,
-) -> Any:
-    if isinstance(model_chunks[0], found("MimoModel") or ()):
-        return megatrons_own_factory(config, model_chunks)
-    of_dtensors = is_torch_fsdp2(model_chunks) or is_megatron_fsdp(model_chunks)
-    settings = agreed(lambda: _settings(config, model_chunks, of_dtensors=of_dtensors))
-    if is_megatron_fsdp(model_chunks) and is_for_megatrons_own(settings, model_chunks):
-        return megatrons_own_factory(
-            config,
-            model_chunks,
-            dict(overrides_for(settings, config_overrides)),
-            use_gloo_process_groups,
-            pg_collection,
-            dump_param_to_param_group_map,
-        )
-    with whole_parameters(model_chunks):
-        routing = route_model(settings, model_chunks, config_overrides)
-    wanted = Wanted(settings, routing, model_chunks, pg_collection, use_gloo_process_groups)
-    _report(settings, routing, model_chunks, wanted.collection)
-    # what one pipeline stage refuses, the others would not know
-    optimizer = agreed(lambda: chain_in_storage(wanted))
-    if dump_param_to_param_group_map is not None:
+        if isinstance(model_chunks[0], found("MimoModel") or ()):
+            return megatrons_own_factory(config, model_chunks)
+        of_dtensors = is_torch_fsdp2(model_chunks) or is_megatron_fsdp(model_chunks)
+        settings = agreed(lambda: _settings(config, model_chunks, of_dtensors=of_dtensors))
+        if is_megatron_fsdp(model_chunks) and is_for_megatrons_own(settings, model_chunks):
+            return megatrons_own_factory(
+                config,
+                model_chunks,
+                dict(overrides_for(settings, config_overrides)),
+                use_gloo_process_groups,
+                pg_collection,
+                dump_param_to_param_group_map,
+            )
         with whole_parameters(model_chunks):
-            _dump(routing.groups, model_chunks, dump_param_to_param_group_map)
-    return optimizer
+            routing = route_model(settings, model_chunks, config_overrides)
+        wanted = Wanted(settings, routing, model_chunks, pg_collection, use_gloo_process_groups)
+        _report(settings, routing, model_chunks, wanted.collection)
+        # what one pipeline stage refuses, the others would not know
+        optimizer = agreed(lambda: chain_in_storage(wanted))
+        if dump_param_to_param_group_map is not None:
+            with whole_parameters(model_chunks):
+                _dump(routing.groups, model_chunks, dump_param_to_param_group_map)
+        return optimizer
 
 
 def _settings(config: Any, model_chunks: Sequence[Any], *, of_dtensors: bool) -> Settings:

@@ -73,17 +73,16 @@ def widened(product: Product) -> Product:
         right: Tensor,
         add: Tensor | None = None,
         *,
-        beta: float = 1.0,
-        alpha: float = 1.0,
         out: Tensor | None = None,
+        **factors: float,
     ) -> Tensor:
         if not on_a_cpu(left) or has_instructions(left.dtype):
-            return product(left, right, add, beta=beta, alpha=alpha, out=out)
+            return product(left, right, add, out=out, **factors)
         wide = left.float()
         other = wide if right is left else right.float()
-        sum_ = None if add is None else add.float()
-        sum_ = product(wide, other, sum_, beta=beta, alpha=alpha, out=sum_)
-        return sum_.to(left.dtype) if out is None else out.copy_(sum_)
+        total = None if add is None else add.float()
+        total = product(wide, other, total, out=total, **factors)
+        return total.to(left.dtype) if out is None else out.copy_(total)
 
     return compute
 
