@@ -76,8 +76,7 @@ def newton_schulz(figures: Figures) -> str:
 
     `python -m benchmarks.newton_schulz --json FILE --png FILE`: our `algorithm="auto"` against
     emerging-optimizers' `newton_schulz` (EO; above 1 ours is faster), and one batched call against
-    a loop. gram: with these [restarts](numerics.md#gram-newton-schulz). Measured before
-    [symmetric products](numerics.md#symmetric-products) were. {machine(figures)}
+    a loop. gram: with these [restarts](numerics.md#gram-newton-schulz). {machine(figures)}
 
     ![Newton-Schulz](benchmarks/newton_schulz.png)"""
     after = """**no** misses its aim: in 16 bits the Gram form needs two restarts to be

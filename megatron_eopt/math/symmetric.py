@@ -1,25 +1,27 @@
 """Products whose result is symmetric: a CPU computes about half of them.
 
 Note [Symmetric products]
-    ``X X^T``, polynomials of it and products of such are symmetric. Cut into four blocks, a product
-    needs three, of which two are such products again; the fourth is a copy. With ``d`` cuts
-    ``(1 + 2^-d) / 2`` of the operations are left, in ``2^(d + 1) - 1`` smaller products. How small
-    they may be was measured in float32 with all cores busy: from :data:`_SMALLEST` multiply-adds
-    on, they run about as fast as large ones. GPUs have kernels of their own (back end ``syrk``),
-    and want products as large as they get.
+    ``X X^T``, polynomials of it and products of such are symmetric. Of each panel of rows only what
+    lies on and right of the diagonal is computed; the rest is its mirror image. With ``k`` panels
+    ``(1 + 1 / k) / 2`` of the operations are left. How narrow panels may be was measured: in
+    float32 products of 128 to 256 rows run about as fast as large ones. In 16 bits, where products
+    are six times as fast and copies are not, it pays for large matrices only, and panels are
+    columns, as the right operand is what the library packs. GPUs have kernels of their own (back
+    end ``syrk``), and want products as large as they get.
 """
 
 from torch import Tensor
 
 from megatron_eopt.math.products import multiply_add, on_a_cpu, widened
 
+_NARROWEST, _WIDEST = 128, 256
+"""Rows of a panel."""
+
 _SMALLEST = 1 << 23
-"""Multiply-adds of a block in float32, from which on cutting pays."""
+"""Multiply-adds in float32 of a square of a panel's width, from which on cutting pays."""
 
-_SMALLEST_16_BIT = 1 << 26
-"""The same where products are an order faster, and copies are not."""
-
-_MOST_CUTS = 3
+_SMALLEST_16_BIT = 1 << 22
+"""Entries of a factor, from which on it pays in 16 bits."""
 
 
 @widened
@@ -42,50 +44,53 @@ def symmetric_product(
         alpha: Factor on the product.
         out: Where to write, which may be ``add``; by default new.
     """
-    cuts = _cuts(left)
-    if cuts == 0:
+    width = _width(left)
+    if width >= left.shape[-2]:
         return multiply_add(left, right.mT, add, beta=beta, alpha=alpha, out=out)
     if out is None:
         out = left.new_empty((*left.shape[:-1], left.shape[-2]))
-    _lower_blocks(left, right, add, (beta, alpha), out, cuts)
+    _by_panels(left, right, add, (beta, alpha), out, width)
     return out
 
 
-def _cuts(left: Tensor) -> int:
-    """Return how often to cut; see Note [Symmetric products]."""
+def _width(left: Tensor) -> int:
+    """Return the rows of a panel, which may be all; see Note [Symmetric products]."""
     m, n = left.shape[-2:]
     if not on_a_cpu(left):
-        return 0
-    smallest = _SMALLEST_16_BIT if left.dtype.itemsize == 2 else _SMALLEST
-    cuts = 0
-    while cuts < _MOST_CUTS and m % 2 == 0 and (m // 2) ** 2 * n >= smallest:
-        m, cuts = m // 2, cuts + 1
-    return cuts
+        return m
+    if left.dtype.itemsize == 2:
+        return _WIDEST if m * n >= _SMALLEST_16_BIT else m
+    # about four panels, of rows that fill vectors
+    width = min(max(m // 256 * 64, _NARROWEST), _WIDEST)
+    return width if width**2 * n >= _SMALLEST else m
 
 
-def _lower_blocks(
+def _by_panels(
     left: Tensor,
     right: Tensor,
     add: Tensor | None,
     factors: tuple[float, float],
     out: Tensor,
-    cuts: int,
+    width: int,
 ) -> None:
-    """Compute the diagonal blocks, which are symmetric, and the lower one; copy that."""
-    if cuts == 0:
-        beta, alpha = factors
-        # a vendor's library takes strided results of float32 as they are, others by themselves
-        strided = out.dtype.itemsize > 2
-        product = multiply_add(
-            left, right.mT, add, beta=beta, alpha=alpha, out=out if strided else None
-        )
-        if not strided:
-            out.copy_(product)
-        return
-    half = left.shape[-2] // 2
-    low, high = slice(0, half), slice(half, None)
-    for rows, columns, again in ((low, low, cuts - 1), (high, high, cuts - 1), (high, low, 0)):
+    beta, alpha = factors
+    # in 16 bits panels are columns, and libraries write no strided results
+    by_columns = out.dtype.itemsize == 2
+    upper = out.mT if by_columns else out
+    for start in range(0, left.shape[-2], width):
+        panel, rest, beyond = slice(start, start + width), slice(start, None), start + width
+        rows, columns = (rest, panel) if by_columns else (panel, rest)
         part = None if add is None else add[..., rows, columns]
-        block = out[..., rows, columns]
-        _lower_blocks(left[..., rows, :], right[..., columns, :], part, factors, block, again)
-    out[..., low, high].copy_(out[..., high, low].mT)
+        block = upper[..., panel, rest]
+        product = multiply_add(
+            left[..., rows, :],
+            right[..., columns, :].mT,
+            part,
+            beta=beta,
+            alpha=alpha,
+            out=None if by_columns else block,
+        )
+        if by_columns:
+            product = block.copy_(product.mT)
+        # transposed in memory first, for which there is a faster kernel
+        upper[..., beyond:, panel].copy_(product[..., width:].mT.contiguous())
