@@ -55,11 +55,12 @@ def _compute_torch(
 ) -> Tensor:
     """Do it with our own code; ``out`` is what to write to, if possible, and may be ``wide``."""
     if wide.ndim == 3 and (size := chunk_size(wide, plan.dtype, reduce)) < wide.shape[0]:
-        parts = [
-            _compute_torch(part, schedule, plan, eps=eps, reduce=reduce, columns=columns)
-            for part in torch.split(wide, size)
-        ]
-        return torch.cat(parts)
+        whole = torch.empty_like(wide) if out is None else out
+        for part, place in zip(torch.split(wide, size), torch.split(whole, size), strict=True):
+            place.copy_(
+                _compute_torch(part, schedule, plan, eps=eps, reduce=reduce, columns=columns)
+            )
+        return whole
     tall = wide.stride(-2) < wide.stride(-1)
     if out is not None:
         out = out.mT if tall else out
