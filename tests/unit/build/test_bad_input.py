@@ -70,6 +70,7 @@ VALUES = [
     {"muon_nesterov": "no"},
     {"optimizer": "adaptive_muon", "adaptive_muon_bias_correction": 1},
     {"optimizer": "adaptive_muon", "adaptive_muon_eps": 0.0},
+    {"optimizer": "adaptive_muon", "adaptive_muon_eps": 10**30},
     {"optimizer": "adaptive_muon", "adaptive_muon_moment2_method": "normuonn"},
     {"optimizer": "lion", "lion_beta1": 1.0},
     {"optimizer": "soap", "soap_shampoo_beta": -0.5},
