@@ -52,6 +52,22 @@ def check_switch(argument: str, value: object) -> None:
         raise ConfigurationTypeError(argument, value, "is on or off", "Give True or False")
 
 
+def check_integer(
+    argument: str, value: object, *, at_least: int = 1, at_most: int = 2**63 - 1
+) -> None:
+    """Raise unless ``value`` is an integer within the given bounds.
+
+    Raises:
+        ConfigurationTypeError: If ``value`` is not an integer.
+        ConfigurationError: If it is out of bounds.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigurationTypeError(argument, value, "must be an integer", "Give a whole number")
+    if not at_least <= value <= at_most:
+        rule = f"must be an integer of at least {at_least} and at most {at_most}"
+        raise ConfigurationError(argument, value, rule, "Choose one inside these bounds")
+
+
 def check_number(
     argument: str,
     value: object,

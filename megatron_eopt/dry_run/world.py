@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_eopt import cpu
 from megatron_eopt.base.agreement import GroupPlace, answered_by, place_in
-from megatron_eopt.base.errors import ConfigurationError, check_number
+from megatron_eopt.base.errors import ConfigurationError, check_integer
 from megatron_eopt.cpu.patches import Patch, PatchList
 from megatron_eopt.dry_run.counting import READ
 
@@ -47,7 +47,7 @@ def dry_world(rank: int, world_size: int) -> Iterator[None]:
         ConfigurationError: If the rank is none of the world's, or this process is connected to
             real ones.
     """
-    check_number("world_size", world_size, at_least=1)
+    check_integer("world_size", world_size)
     if not 0 <= rank < world_size:
         rule = f"must be one of the {world_size} ranks"
         raise ConfigurationError("rank", rank, rule, f"Give 0 to {world_size - 1}")

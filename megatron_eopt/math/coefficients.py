@@ -16,6 +16,7 @@ from megatron_eopt.base.errors import (
     ConfigurationError,
     ConfigurationTypeError,
     check_choice,
+    check_integer,
     check_number,
 )
 from megatron_eopt.base.upstream import needed
@@ -33,6 +34,9 @@ polishes a fixed point, or there is none."""
 # Beyond this a singular value in (0, 1] is not being orthogonalized but lost.
 _DIVERGED = 1e3
 
+# A typing error, which would take the memory for as many triples.
+_MOST_STEPS = 1000
+
 
 def coefficient_names() -> tuple[str, ...]:
     """Return the names of the coefficient sets that emerging-optimizers ships."""
@@ -46,6 +50,11 @@ def table(name: str) -> tuple[Triple, ...]:
     return tuple((row[0], row[1], row[2] if len(row) > 2 else 0.0) for row in rows)
 
 
+def check_steps(argument: str, steps: object) -> None:
+    """Raise unless ``steps`` is a number of iterations; ``argument`` is the user's word for it."""
+    check_integer(argument, steps, at_most=_MOST_STEPS)
+
+
 def resolve_coefficients(coefficients: CoefficientsLike, steps: int) -> tuple[Triple, ...]:
     """Turn a coefficient set into exactly one triple per step.
 
@@ -54,14 +63,12 @@ def resolve_coefficients(coefficients: CoefficientsLike, steps: int) -> tuple[Tr
     cut.
 
     Raises:
-        ConfigurationError: If the name is unknown, a number is not finite, ``steps`` is below 1
-            or not the set's own where it has no other, or a set of your own diverges on singular
-            values in (0, 1].
+        ConfigurationError: If the name is unknown, a number is not finite, ``steps`` is below 1,
+            above 1000 or not the set's own where it has no other, or a set of your own diverges
+            on singular values in (0, 1].
         ConfigurationTypeError: If ``steps`` is not an integer or a triple is not three numbers.
     """
-    if isinstance(steps, bool) or not isinstance(steps, int):
-        raise ConfigurationTypeError("steps", steps, "must be an integer", "Give a whole number")
-    check_number("steps", steps, at_least=1)
+    check_steps("steps", steps)
     if isinstance(coefficients, str):
         return _resolve_named(coefficients, steps)
     return _resolve_custom(_checked_triples(coefficients), steps)

@@ -49,8 +49,7 @@ def symmetric_product(
         return multiply_add(left, right.mT, add, beta=beta, alpha=alpha, out=out)
     if out is None:
         out = left.new_empty((*left.shape[:-1], left.shape[-2]))
-    _by_panels(left, right, add, (beta, alpha), out, width)
-    return out
+    return _by_panels(left, right, add, out, width, beta=beta, alpha=alpha)
 
 
 def _width(left: Tensor) -> int:
@@ -69,11 +68,11 @@ def _by_panels(
     left: Tensor,
     right: Tensor,
     add: Tensor | None,
-    factors: tuple[float, float],
     out: Tensor,
     width: int,
-) -> None:
-    beta, alpha = factors
+    **factors: float,
+) -> Tensor:
+    """Write the product into ``out`` panel by panel, and return it; Note [Symmetric products]."""
     # in 16 bits panels are columns, and libraries write no strided results
     by_columns = out.dtype.itemsize == 2
     upper = out.mT if by_columns else out
@@ -86,11 +85,11 @@ def _by_panels(
             left[..., rows, :],
             right[..., columns, :].mT,
             part,
-            beta=beta,
-            alpha=alpha,
             out=None if by_columns else block,
+            **factors,
         )
         if by_columns:
             product = block.copy_(product.mT)
         # transposed in memory first, for which there is a faster kernel
         upper[..., beyond:, panel].copy_(product[..., width:].mT.contiguous())
+    return out

@@ -14,14 +14,13 @@ from torch.optim.optimizer import ParamsT
 from megatron_eopt.base.agreement import agreed_in
 from megatron_eopt.base.errors import (
     ConfigurationError,
-    ConfigurationTypeError,
     check_choice,
     check_number,
 )
 from megatron_eopt.base.names import DEFAULT_WAVE_MB, TpModeT
 from megatron_eopt.math.algorithm import ALGORITHMS, AlgorithmT
 from megatron_eopt.math.backends import on_syrk
-from megatron_eopt.math.coefficients import coefficient_names
+from megatron_eopt.math.coefficients import check_steps, coefficient_names
 from megatron_eopt.math.finite import check_finite as check_finite_gradients
 from megatron_eopt.math.low_precision import MOMENTUM_DTYPES, MomentumDtypeT
 from megatron_eopt.math.newton_schulz import ReduceT
@@ -381,10 +380,7 @@ def _orthogonalization(**settings: Any) -> Orthogonalization:
     """Return the arithmetic, having checked the settings under the names of the arguments."""
     steps, tp_mode, use_syrk = (settings.pop(key) for key in ("steps", "tp_mode", "use_syrk"))
     check_choice("tp_mode", tp_mode, get_args(TpModeT))
-    check_number("num_ns_steps", steps, at_least=1)
-    if not isinstance(steps, int):
-        rule = "must be an integer"
-        raise ConfigurationTypeError("num_ns_steps", steps, rule, "Give a whole number")
+    check_steps("num_ns_steps", steps)
     if isinstance(settings["coefficients"], str):
         check_choice("coefficient_type", settings["coefficients"], coefficient_names())
     check_choice("scale_mode", settings["scale_mode"], SCALE_MODES)

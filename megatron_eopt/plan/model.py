@@ -12,7 +12,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-from megatron_eopt.base.errors import ConfigurationError, check_number
+from megatron_eopt.base.errors import ConfigurationError, check_integer
 from megatron_eopt.plan.architectures import Architecture
 
 __all__ = ["Layout", "build_stage", "check_fits", "initialize", "stage_kinds", "stages"]
@@ -45,7 +45,7 @@ class Layout:
         if self.expert_tensor is None:
             object.__setattr__(self, "expert_tensor", self.tensor)
         for field in dataclasses.fields(self):
-            check_number(field.name, getattr(self, field.name), at_least=1)
+            check_integer(field.name, getattr(self, field.name))
         ranks = self._expert_ranks
         _check_divides("expert * expert_tensor", ranks, self.stage_size, "the ranks of a stage")
         _check_divides("instances", self.instances, self.data, "the data-parallel size")

@@ -6,7 +6,6 @@ from typing import Any, get_args
 
 from megatron_eopt.base.errors import (
     ConfigurationError,
-    ConfigurationTypeError,
     check_choice,
     check_number,
     check_switch,
@@ -20,6 +19,7 @@ from megatron_eopt.math import (
     get_backend,
     resolve_coefficients,
 )
+from megatron_eopt.math.coefficients import check_steps
 from megatron_eopt.math.low_precision import MOMENTUM_DTYPES
 from megatron_eopt.math.moments import Moment2MethodT
 from megatron_eopt.settings.config import EmergingOptimizerConfig
@@ -57,7 +57,6 @@ _BOUNDS: dict[str, dict[str, float]] = {
     "min_loss_scale": _POSITIVE,
     "loss_scale_window": _POSITIVE,
     "hysteresis": {"at_least": 1.0},
-    "muon_num_ns_steps": {"at_least": 1.0},
     "muon_extra_scale_factor": {},
 }
 """Bounds of numeric fields; those with an optimizer's prefix count only while it is in use."""
@@ -150,9 +149,7 @@ def check_values(
     check_old_spellings(config, prefixes)
     if "muon" in prefixes:
         steps, coefficients = config.muon_num_ns_steps, config.muon_coefficient_type
-        if not isinstance(steps, int):
-            rule, way_out = "must be an integer", "Give a whole number"
-            raise ConfigurationTypeError("muon_num_ns_steps", steps, rule, way_out)
+        check_steps("muon_num_ns_steps", steps)
         if isinstance(coefficients, str):
             check_choice("muon_coefficient_type", coefficients, coefficient_names())
         resolve_coefficients(coefficients, steps)

@@ -10,6 +10,7 @@ from megatron_eopt.base.errors import (
     ConfigurationError,
     ConfigurationTypeError,
     check_choice,
+    check_integer,
     check_number,
 )
 from megatron_eopt.base.names import (
@@ -208,7 +209,7 @@ def _wave_mb(config: Any) -> float:
 
 def _team_size(config: Any) -> int:
     size: int = getattr(config, "muon_team_size", DEFAULT_TEAM_SIZE)
-    check_number("muon_team_size", size, at_least=1)
+    check_integer("muon_team_size", size)
     return size
 
 

@@ -2,7 +2,12 @@
 
 import pytest
 
-from megatron_eopt.base.errors import ConfigurationError, check_number
+from megatron_eopt.base.errors import (
+    ConfigurationError,
+    ConfigurationTypeError,
+    check_integer,
+    check_number,
+)
 
 
 @pytest.mark.parametrize("value", [2**63, -(2**63) - 1, 10**30, 10**400])
@@ -14,3 +19,15 @@ def test_an_int_that_torch_cannot_take_is_refused(value: int) -> None:
 @pytest.mark.parametrize("value", [1, 2**63 - 1, 1e30])
 def test_numbers_that_fit_are_taken(value: float) -> None:
     check_number("eps", value, above=0)
+
+
+@pytest.mark.parametrize("value", [0, -1, 8, 2**63, 10**30])
+def test_integers_out_of_bounds_are_refused(value: int) -> None:
+    with pytest.raises(ConfigurationError, match=r"steps=.*at least 1 and at most 7"):
+        check_integer("steps", value, at_most=7)
+
+
+@pytest.mark.parametrize("value", [True, 2.0, "2", None])
+def test_what_is_no_integer_is_refused(value: object) -> None:
+    with pytest.raises(ConfigurationTypeError, match=r"steps=.*an integer"):
+        check_integer("steps", value)

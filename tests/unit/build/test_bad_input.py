@@ -44,6 +44,7 @@ VALUES = [
     {"muon_momentum": NAN},
     {"muon_momentum": "0.9"},
     {"muon_num_ns_steps": 0},
+    {"muon_num_ns_steps": 10**9},
     {"muon_num_ns_steps": 2.5},
     {"muon_coefficient_type": "quintik"},
     {"muon_tp_mode": "foo"},

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_eopt.math import symmetric
+from megatron_eopt.math import products, symmetric
 from megatron_eopt.math.coefficients import resolve_coefficients
 from megatron_eopt.math.orthogonalize import Orthogonalization
 from megatron_eopt.math.precision import PrecisionT
@@ -74,11 +74,24 @@ def test_small_panels_are_not_worth_it(m: int, n: int, panels: int) -> None:
         assert flops(lambda: symmetric_product(x, x)) == 2 * m * m * n
 
 
-def test_panels_that_do_not_divide_a_matrix() -> None:
-    x = normal(300, 700, dtype=torch.float32)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("batch", [(), (2,)])
+@pytest.mark.parametrize("width", [8, 12, 19, 20, 32])
+def test_panels_that_do_not_divide_a_matrix(
+    dtype: torch.dtype, batch: tuple[int, ...], width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = normal(*batch, 20, 70, dtype=dtype)
+    exact = x.double() @ x.double().mT
+    # panels of columns, for 16 bits, also on CPUs that widen
+    monkeypatch.setattr(products, "has_instructions", lambda dtype: True)
+    monkeypatch.setattr(symmetric, "_width", lambda left: width)
     product = symmetric_product(x, x)
-    assert torch.equal(product, product.mT)
-    torch.testing.assert_close(product, x @ x.mT, rtol=1e-5, atol=1e-3)
+    if width < 20:
+        assert torch.equal(product, product.mT)
+    # sums of 70 products are in float32, and the result is rounded once
+    torch.testing.assert_close(
+        product.double(), exact, rtol=2 * torch.finfo(dtype).eps, atol=100 * 2**-23
+    )
 
 
 @pytest.mark.parametrize("spectrum", NAMED)
