@@ -9,6 +9,7 @@ moves if the last bits of all sums are moved, see :mod:`tests.harness.last_bits`
 """
 
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, takewhile
 
@@ -24,6 +25,9 @@ steps are signs, most last bits change nothing, and a few change a step."""
 LARGEST = 1e-2
 """Of a loss's tolerance. Six steps lower it by about 15 per cent; what may stray by more than a
 fifteenth of that, times the factor, says nothing about the run."""
+
+UNBOUNDED = 1.0
+"""A spread that says no more than that last bits decide, however far they lead."""
 
 EXACT = {"learning rate": 0.0, "skipped": 0.0, "nan": 0.0}
 """Schedules and counts do not depend on rounding."""
@@ -53,7 +57,7 @@ def spread_of(plain: Metrics, others: Iterable[Metrics]) -> dict[str, list[float
         others: The same with other last bits.
 
     Returns:
-        The largest relative difference up to each value, at most 1, by metric.
+        The largest relative difference up to each value, at most UNBOUNDED, by metric.
 
     Raises:
         ValueError: If a run with other last bits has another schedule, or skips other steps.
@@ -65,18 +69,19 @@ def spread_of(plain: Metrics, others: Iterable[Metrics]) -> dict[str, list[float
                 raise ValueError(f"{name} changes with last bits: {plain[name]}, {other[name]}")
         for name, largest in spread.items():
             strays = [_relative(*pair) for pair in zip(plain[name], other[name], strict=True)]
-            strays = [stray if stray < 1 else 1.0 for stray in strays]  # nan too
+            strays = [stray if stray < UNBOUNDED else UNBOUNDED for stray in strays]  # nan too
             spread[name] = [max(pair) for pair in zip(largest, strays, strict=True)]
     return {name: list(accumulate(values, max)) for name, values in spread.items()}
 
 
 def tolerances_of(spread: Mapping[str, Sequence[float]]) -> dict[str, float | Sequence[float]]:
     """Return what a measured spread allows: so many times as much, and what the print rounds."""
-    allowed = {
-        name: [max(FACTOR * value, AS_PRINTED[name]) for value in values]
-        for name, values in spread.items()
-    }
-    return {**allowed, **EXACT}
+
+    def allowed(name: str, value: float) -> float:
+        return max(FACTOR * value, AS_PRINTED[name]) if value < UNBOUNDED else sys.float_info.max
+
+    found = {name: [allowed(name, value) for value in values] for name, values in spread.items()}
+    return {**found, **EXACT}
 
 
 def values_compared(tolerances: Tolerances) -> int:

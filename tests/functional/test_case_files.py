@@ -1,5 +1,6 @@
 """What the cases are checked with: records, printed metrics, tolerances, recorded files."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from tests.functional.comparer import (
     FACTOR,
     LARGEST,
     RESUME,
+    UNBOUNDED,
     differences,
     largest_difference,
     spread_of,
@@ -177,6 +179,15 @@ def test_tolerances_follow_from_the_spread():
     assert TOLERANCES["lm loss"] == pytest.approx([AS_PRINTED["lm loss"], FACTOR * 1e-6])
     assert TOLERANCES["grad norm"] == pytest.approx([0.0, FACTOR * 1e-4])
     assert TOLERANCES["learning rate"] == 0.0
+
+
+def test_a_spread_without_a_bound_allows_any_finite_value():
+    tolerances = tolerances_of(SPREAD | {"params norm": [0.0, UNBOUNDED]})
+    norm = METRICS_OF_TWO_STEPS["params norm"]
+    far = changed("params norm", norm[0], 1e3 * norm[1])
+    assert not differences(METRICS_OF_TWO_STEPS, far, tolerances)
+    for values in ([2 * norm[0], norm[1]], [norm[0], math.inf]):
+        assert differences(METRICS_OF_TWO_STEPS, changed("params norm", *values), tolerances)
 
 
 @pytest.mark.parametrize(
