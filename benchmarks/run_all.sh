@@ -10,7 +10,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
-with_bf16=(optimizer_step newton_schulz) without_bf16=(newton_schulz_bf16)
+with_bf16=(optimizer_step profile newton_schulz) without_bf16=(newton_schulz_bf16)
 always=(optimizer_step_fp32 newton_schulz_fp32 fsdp2 megatron_fsdp checkpoints start_up checkpoint_files
     working_memory balance)
 trainings=(momentum compare_optimizers)

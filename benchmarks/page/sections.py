@@ -70,6 +70,29 @@ def steps_fp32(figures: Figures) -> str:
     return f"{prose(text)}\n{_steps_table(figures)}{_train_step(figures)}"
 
 
+_PROFILED = ("products", "copies", "arithmetic", "waiting", "rest")
+
+
+def profiles(figures: Figures) -> str:
+    """Write where the time of steps and iterations goes."""
+    rows = []
+    for one in (*figures["steps"], *figures["iterations"]):
+        for name, arm in one["arms"].items():
+            times = [arm[kind] for kind in _PROFILED]
+            speed = f"{arm['gigaflops'] / arm['products']:.2f}"
+            cells = [f"{time:.1f}" for time in (*times, sum(times))]
+            rows.append([one["name"], name, *cells, f"{arm['gigaflops']:.1f}", speed])
+    text = f"""### Where the time goes
+
+    `python -m benchmarks.profile --json FILE`: milliseconds of a rank, by torch's profiler, which
+    slows down what has many small operations. *Copies* are casts, too; *arithmetic* goes entry by
+    entry, norms included; *waiting* is for other ranks; the *rest* is Python, views, allocations
+    and the profiler. The last lines are Newton-Schulz alone. {machine(figures)}"""
+    kinds = " | ".join(f"{kind}:" for kind in _PROFILED)
+    head = f"layout | optimizer | {kinds} | all: | GFLOP: | TFLOP/s:"
+    return f"{prose(text)}\n{table(head, rows)}"
+
+
 def newton_schulz(figures: Figures) -> str:
     """Write our iteration against others'."""
     before = f"""## Newton-Schulz
@@ -80,7 +103,9 @@ def newton_schulz(figures: Figures) -> str:
 
     ![Newton-Schulz](benchmarks/newton_schulz.png)"""
     after = """**no** misses its aim: in 16 bits the Gram form needs two restarts to be
-    [accurate](numerics.md#the-rule), so at n/m = 4 it has only 1.29 times fewer FLOPs."""
+    [accurate](numerics.md#the-rule), so at n/m = 4 it has only 1.29 times fewer FLOPs. Its smaller
+    products run a little slower than large ones, and what is [no product](#where-the-time-goes)
+    (casts, norm, identity parts) either side has to do."""
     head = "against, shape | float32: ours, ratio (aim) | bfloat16"
     rows = _iterations(figures)
     return f"{prose(before)}\n{table(head, rows)}\n{prose(after)}"
@@ -235,6 +260,7 @@ def start_up(figures: Figures) -> str:
 SECTIONS: tuple[tuple[str, Callable[[Figures], str]], ...] = (
     ("optimizer_step.json", steps),
     ("optimizer_step_fp32.json", steps_fp32),
+    ("profile.json", profiles),
     ("newton_schulz.json", newton_schulz),
     ("newton_schulz_fp32.json", newton_schulz_fp32),
     ("newton_schulz_bf16.json", newton_schulz_bf16),
