@@ -90,6 +90,13 @@ _BY_MODULE: dict[str, dict[str, Need]] = {
         "TensorParallelAdaptiveMuon": Need("the order of its arguments", "tp_mode"),
     },
     "megatron.core.optimizer.qk_clip": {"clip_qk": Need("QK-clip (install)")},
+    "megatron.core.distributed.param_and_grad_buffer": {
+        "_ParamAndGradBucketGroup": Need(
+            "gathering weights in place (gloo)",
+            has="_post_param_sync",
+            sets="buckets intra_distributed_optimizer_instance_group param_gather_dispatched",
+        ),
+    },
     "megatron.core.distributed.fsdp.src.megatron_fsdp": {
         "MegatronFSDP": Need("models that Megatron-FSDP manages"),
     },

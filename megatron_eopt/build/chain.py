@@ -34,6 +34,7 @@ from megatron_eopt.optimizers.driver import CompositeOptimizer
 from megatron_eopt.optimizers.member import Member
 from megatron_eopt.qk_clip import remember
 from megatron_eopt.settings.settings import RunSettings, Settings
+from megatron_eopt.stores.gathering import gather_buckets
 from megatron_eopt.stores.interface import named_gradients
 from megatron_eopt.stores.sharded import FragmentsOptimizer, OffloadedOptimizer
 
@@ -167,9 +168,7 @@ class OptimizerChain(ChainedOptimizer):
     def gather_params(self, *, now: bool = False) -> None:
         """Bring the stepped weights to all ranks, ``now`` also where hooks would; collective."""
         for chunk in self.model_chunks:
-            wrapped = chunk.ddp_config
-            if wrapped.use_distributed_optimizer and (now or not wrapped.overlap_param_gather):
-                chunk.start_param_sync(force_sync=now)
+            gather_buckets(chunk, now=now)
         for member in self.members:
             member.storage.gather_params(now=now)
 

@@ -17,6 +17,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, distributed
 
 from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.stores.gathering import gather_shards
 
 
 class AllReducedBuffer:
@@ -67,11 +68,7 @@ class AllReducedBuffer:
 
     def gather(self) -> None:
         """Collect every rank's fragments; collective over the data-parallel ranks."""
-        group = self.data_parallel_group
-        if self.data_parallel_world_size > 1:
-            mine = self._data.chunk(self.data_parallel_world_size)[distributed.get_rank(group)]
-            # a rank's own fragment is read where the result is written
-            distributed.all_gather_into_tensor(self._data, mine.clone(), group=group)
+        gather_shards([self._data], self.data_parallel_group)
 
     def _fragments_in(self, bucket: Any) -> list[list[Tensor]]:
         """Return, for every rank, views of what it steps of the parameters of one of DDP's buckets.

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_eopt.stores.gathering import gather_buckets
+
 
 class Stored(NamedTuple):
     """What this rank stores of one of the model's parameters.
@@ -79,8 +81,7 @@ class Storage:
         """
         self._stage_model_params_from_main_params()
         for chunk in getattr(self, "model_chunks", ()):
-            if chunk.ddp_config.use_distributed_optimizer:
-                chunk.start_param_sync(force_sync=True)
+            gather_buckets(chunk, now=True)
         self.gather_params(now=True)
 
     @torch.no_grad()

@@ -15,7 +15,7 @@ from megatron.core.distributed.torch_fully_sharded_data_parallel_config import (
 
 from megatron_eopt.dry_run import Report, dry_world, report_of
 from tests.harness import run_ranks
-from tests.harness.megatron import initialize_megatron
+from tests.harness.megatron import gathered_as_on_gpus, initialize_megatron
 from tests.harness.models import tiny_gpt, wrap_ddp
 from tests.unit.stores.full_state import Case, optimizer_over
 from tests.unit.stores.runs import DENSE, MOE, inject, make_chunk
@@ -45,7 +45,8 @@ def figures(report: Report) -> tuple[Any, ...]:
 
 def real(case: Case) -> tuple[tuple[Any, ...], Any]:
     chunk = make_chunk(case.run)
-    report = report_of(optimizer_over(case, [chunk]), lambda: inject(case.run, chunk, 0))
+    with gathered_as_on_gpus():
+        report = report_of(optimizer_over(case, [chunk]), lambda: inject(case.run, chunk, 0))
     return figures(report), report.memory
 
 

@@ -1,0 +1,70 @@
+"""Brings the weights that ranks have stepped to all of them.
+
+Note [Gathering in place]
+    gloo gathers into a temporary tensor as large as all that is gathered, and copies it. So on
+    gloo every rank broadcasts its shard, out of the buffer and into it: the same bytes on the wire,
+    no temporary, and half the time or less.
+"""
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_eopt.base.upstream import check_instance, needed
+
+_BUCKETS = "_ParamAndGradBucketGroup"
+
+
+def gather_buckets(model_chunk: Any, *, now: bool = False) -> None:
+    """Gather the weights of a model that Megatron's DDP has wrapped; collective.
+
+    Where DDP overlaps that with the forward pass its hooks do it, unless ``now``. On gloo it is
+    done as :func:`gather_shards` does it.
+    """
+    wrapped = model_chunk.ddp_config
+    if not wrapped.use_distributed_optimizer or (wrapped.overlap_param_gather and not now):
+        return
+    bucket_groups = [*model_chunk.bucket_groups, *model_chunk.expert_parallel_bucket_groups]
+    # what is on its way already is DDP's to wait for
+    if wrapped.overlap_param_gather or not all(_on_gloo(_ranks(one)) for one in bucket_groups):
+        model_chunk.start_param_sync(force_sync=now)
+        return
+    needed(_BUCKETS)
+    for one in bucket_groups:
+        check_instance(_BUCKETS, one)
+        gather_shards([bucket.param_data for bucket in one.buckets], _ranks(one))
+        one.param_gather_dispatched = True
+        one._post_param_sync()
+
+
+def gather_shards(buffers: list[Tensor], group: dist.ProcessGroup) -> None:
+    """Bring every rank's shard of flat tensors, of which it has an equal part, to all ranks.
+
+    On gloo nothing is copied but what travels; see Note [Gathering in place].
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if size == 1:
+        return
+    by_rank = [buffer.chunk(size) for buffer in buffers]
+    if not _on_gloo(group):
+        for buffer, shards in zip(buffers, by_rank, strict=True):
+            # a rank's own shard is read where the result is written
+            dist.all_gather_into_tensor(buffer, shards[rank].clone(), group=group)
+        return
+    works = [
+        dist.broadcast(shard, group=group, group_src=source, async_op=True)
+        for shards in by_rank
+        for source, shard in enumerate(shards)
+    ]
+    for work in works:
+        assert work is not None
+        work.wait()
+
+
+def _ranks(bucket_group: Any) -> Any:
+    return bucket_group.intra_distributed_optimizer_instance_group
+
+
+def _on_gloo(group: dist.ProcessGroup) -> bool:
+    return bool(dist.get_backend(group) == dist.Backend.GLOO)
