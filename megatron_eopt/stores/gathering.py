@@ -17,17 +17,18 @@ _BUCKETS = "_ParamAndGradBucketGroup"
 
 
 def gather_buckets(model_chunk: Any, *, now: bool = False) -> None:
-    """Gather the weights of a model that Megatron's DDP has wrapped; collective.
+    """Gather the weights of a model that Megatron has wrapped; collective.
 
-    Where DDP overlaps that with the forward pass its hooks do it, unless ``now``. On gloo it is
-    done as :func:`gather_shards` does it.
+    Where that overlaps with the forward pass hooks do it, unless ``now``. On gloo what lies in the
+    buckets of Megatron's DDP is gathered as :func:`gather_shards` does it.
     """
     wrapped = model_chunk.ddp_config
     if not wrapped.use_distributed_optimizer or (wrapped.overlap_param_gather and not now):
         return
-    bucket_groups = [*model_chunk.bucket_groups, *model_chunk.expert_parallel_bucket_groups]
-    # what is on its way already is DDP's to wait for
-    if wrapped.overlap_param_gather or not all(_on_gloo(_ranks(one)) for one in bucket_groups):
+    # what is on its way already is the wrapper's to wait for
+    in_buckets = hasattr(model_chunk, "bucket_groups") and not wrapped.overlap_param_gather
+    bucket_groups = _bucket_groups(model_chunk) if in_buckets else []
+    if not bucket_groups or not all(_on_gloo(_ranks(one)) for one in bucket_groups):
         model_chunk.start_param_sync(force_sync=now)
         return
     needed(_BUCKETS)
@@ -60,6 +61,10 @@ def gather_shards(buffers: list[Tensor], group: dist.ProcessGroup) -> None:
     for work in works:
         assert work is not None
         work.wait()
+
+
+def _bucket_groups(model_chunk: Any) -> list[Any]:
+    return [*model_chunk.bucket_groups, *model_chunk.expert_parallel_bucket_groups]
 
 
 def _ranks(bucket_group: Any) -> Any:

@@ -1,11 +1,13 @@
 """Stepped weights reach all ranks: as DDP brings them, and on gloo in place."""
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallelConfig
 
 from megatron_eopt.stores.gathering import gather_buckets, gather_shards
 from tests.harness import run_ranks
@@ -86,3 +88,18 @@ def test_what_hooks_gather_is_left_to_ddp() -> None:
         assert found == {"by DDP": True, "gathered": True, "dispatched": True}
     for found in run_ranks(2, _as_ddp_gathers, True, False, cpu=True):
         assert found == {"by DDP": False, "gathered": False, "dispatched": False}
+
+
+def _in_megatron_fsdp() -> list[dict[str, Any]]:
+    initialize_megatron()
+    called = []
+    wrapper = SimpleNamespace(
+        ddp_config=DistributedDataParallelConfig(use_distributed_optimizer=True),
+        start_param_sync=lambda **kwargs: called.append(kwargs),
+    )
+    gather_buckets(wrapper, now=True)
+    return called
+
+
+def test_a_wrapper_without_buckets_gathers_by_itself() -> None:
+    assert run_ranks(2, _in_megatron_fsdp, cpu=True) == [[{"force_sync": True}]] * 2
