@@ -70,25 +70,22 @@ def steps_fp32(figures: Figures) -> str:
     return f"{prose(text)}\n{_steps_table(figures)}{_train_step(figures)}"
 
 
-_PROFILED = ("products", "copies", "arithmetic", "waiting", "rest")
-
-
 def profiles(figures: Figures) -> str:
     """Write where the time of steps and iterations goes."""
-    rows = []
+    kinds, rows = "", []
     for one in (*figures["steps"], *figures["iterations"]):
         for name, arm in one["arms"].items():
-            times = [arm[kind] for kind in _PROFILED]
-            speed = f"{arm['gigaflops'] / arm['products']:.2f}"
-            cells = [f"{time:.1f}" for time in (*times, sum(times))]
-            rows.append([one["name"], name, *cells, f"{arm['gigaflops']:.1f}", speed])
+            times, work = arm["milliseconds"], arm["gigaflops"]
+            kinds = " | ".join(f"{kind}:" for kind in times)
+            cells = [f"{time:.1f}" for time in (*times.values(), sum(times.values()), work)]
+            rows.append([one["name"], name, *cells, f"{work / times['products']:.2f}"])
     text = f"""### Where the time goes
 
     `python -m benchmarks.profile --json FILE`: milliseconds of a rank, by torch's profiler, which
     slows down what has many small operations. *Copies* are casts, too; *arithmetic* goes entry by
     entry, norms included; *waiting* is for other ranks; the *rest* is Python, views, allocations
-    and the profiler. The last lines are Newton-Schulz alone. {machine(figures)}"""
-    kinds = " | ".join(f"{kind}:" for kind in _PROFILED)
+    and the profiler. The last lines are Newton-Schulz alone; products are in {figures["products"]}.
+    {machine(figures)}"""
     head = f"layout | optimizer | {kinds} | all: | GFLOP: | TFLOP/s:"
     return f"{prose(text)}\n{table(head, rows)}"
 

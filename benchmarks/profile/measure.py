@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
-from benchmarks.newton_schulz.cases import plan_of, theirs
+from benchmarks.newton_schulz.cases import theirs
 from benchmarks.optimizer_step.arms import SECTIONS, Contestant, ProductsT
 from benchmarks.profile.kinds import KINDS, profiled
 from benchmarks.rounds import measured
@@ -33,8 +33,7 @@ def iterations(products: ProductsT, rounds: int) -> list[dict[str, Any]]:
         }
         times = measured({name: _ignoring(work) for name, work in sides.items()}, rounds, WARM_UP)
         arms = {name: _summary([times[name]], [_gigaflops(work)]) for name, work in sides.items()}
-        algorithm = plan_of(shape, precision).algorithm
-        found.append({"name": "x".join(map(str, shape)), "algorithm": algorithm, "arms": arms})
+        found.append({"name": "x".join(map(str, shape)), "arms": arms})
     return found
 
 
@@ -77,13 +76,13 @@ def _ignoring(work: Callable[[], object]) -> Callable[[int], dict[str, float]]:
 
 def _summary(
     times: Sequence[Sequence[Mapping[str, float]]], gigaflops: Sequence[float]
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Return every kind's median over the rounds and the products' work, means of the ranks."""
-    found = {
+    milliseconds = {
         kind: statistics.mean(statistics.median(one[kind] for one in rank) for rank in times)
         for kind in KINDS
     }
-    return found | {"gigaflops": statistics.mean(gigaflops)}
+    return {"milliseconds": milliseconds, "gigaflops": statistics.mean(gigaflops)}
 
 
 def _gigaflops(work: Callable[[], object]) -> float:

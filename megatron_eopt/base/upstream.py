@@ -94,7 +94,8 @@ _BY_MODULE: dict[str, dict[str, Need]] = {
         "_ParamAndGradBucketGroup": Need(
             "gathering weights in place (gloo)",
             has="_post_param_sync",
-            sets="buckets intra_distributed_optimizer_instance_group param_gather_dispatched",
+            sets="buckets intra_distributed_optimizer_instance_group param_gather_dispatched "
+            "_post_param_sync",
         ),
     },
     "megatron.core.distributed.fsdp.src.megatron_fsdp": {

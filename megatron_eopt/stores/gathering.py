@@ -11,9 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_eopt.base.upstream import check_instance, needed
-
-_BUCKETS = "_ParamAndGradBucketGroup"
+from megatron_eopt.base.upstream import check_instance
 
 
 def gather_buckets(model_chunk: Any, *, now: bool = False) -> None:
@@ -26,15 +24,20 @@ def gather_buckets(model_chunk: Any, *, now: bool = False) -> None:
     if not wrapped.use_distributed_optimizer or (wrapped.overlap_param_gather and not now):
         return
     # what is on its way already is the wrapper's to wait for
-    in_buckets = hasattr(model_chunk, "bucket_groups") and not wrapped.overlap_param_gather
-    bucket_groups = _bucket_groups(model_chunk) if in_buckets else []
-    if not bucket_groups or not all(_on_gloo(_ranks(one)) for one in bucket_groups):
+    bucket_groups = [
+        one
+        for kind in ("bucket_groups", "expert_parallel_bucket_groups")
+        for one in getattr(model_chunk, kind, ())
+        if not wrapped.overlap_param_gather
+    ]
+    for one in bucket_groups:
+        check_instance("_ParamAndGradBucketGroup", one)
+    ranks = [one.intra_distributed_optimizer_instance_group for one in bucket_groups]
+    if not ranks or not all(map(_on_gloo, ranks)):
         model_chunk.start_param_sync(force_sync=now)
         return
-    needed(_BUCKETS)
-    for one in bucket_groups:
-        check_instance(_BUCKETS, one)
-        gather_shards([bucket.param_data for bucket in one.buckets], _ranks(one))
+    for one, group in zip(bucket_groups, ranks, strict=True):
+        gather_shards([bucket.param_data for bucket in one.buckets], group)
         one.param_gather_dispatched = True
         one._post_param_sync()
 
@@ -61,14 +64,6 @@ def gather_shards(buffers: list[Tensor], group: dist.ProcessGroup) -> None:
     for work in works:
         assert work is not None
         work.wait()
-
-
-def _bucket_groups(model_chunk: Any) -> list[Any]:
-    return [*model_chunk.bucket_groups, *model_chunk.expert_parallel_bucket_groups]
-
-
-def _ranks(bucket_group: Any) -> Any:
-    return bucket_group.intra_distributed_optimizer_instance_group
 
 
 def _on_gloo(group: dist.ProcessGroup) -> bool:
