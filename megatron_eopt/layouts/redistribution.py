@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_eopt.base.agreement import of_every_rank
 from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.function_modes import without_modes
 from megatron_eopt.base.meter import Meter
 from megatron_eopt.layouts.copies import Copy
 from megatron_eopt.layouts.exchange import Exchange
@@ -24,26 +25,6 @@ EXCHANGE = "exchange"
 
 class RedistributionError(RuntimeError):
     """A collective of a redistribution failed; names step, wave, direction and group."""
-
-
-class Buffers:
-    """Flat buffers that live over steps, one per purpose, dtype and device."""
-
-    def __init__(self) -> None:
-        self._tensors: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
-
-    def get(self, purpose: str, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return the first ``elements`` of a buffer, made larger if it has to be."""
-        key = (purpose, dtype, device)
-        tensor = self._tensors.get(key)
-        if tensor is None or tensor.numel() < elements:
-            tensor = self._tensors[key] = torch.empty(elements, dtype=dtype, device=device)
-        return tensor[:elements]
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All of them."""
-        return list(self._tensors.values())
 
 
 type WaitT = Callable[[], None]
@@ -92,6 +73,7 @@ def _named(what: str, group: dist.ProcessGroup | None) -> Iterator[None]:
         ) from error
 
 
+@without_modes
 def run_copies(copies: Sequence[Copy], sources: FlatT, sinks: FlatT) -> None:
     """Copy every block between flat contiguous tensors; dtypes may differ."""
     into = [_block(sinks[copy.sink], copy.size, copy.write) for copy in copies]
@@ -149,7 +131,7 @@ type ComputeT = Callable[[WaveBatch], None]
 group gets the same batches."""
 
 type StoreT = Callable[[Mapping[str, Tensor]], None]
-"""Takes results, each shaped like what was loaded, once the last wave that writes to them is done;
+"""Takes results, each like what was loaded, once the last wave that writes to them is done;
 places that belong to no matrix are left undefined."""
 
 
@@ -170,7 +152,6 @@ class Redistribution:
         dtype: Of the elements on the wire and of the stacks that ``compute`` gets.
         device: Where tensors live.
         name: What the group is, for messages.
-        buffers: Shared with other redistributions that never run at the same time.
 
     Raises:
         ConfigurationError: See :func:`build_plan`.
@@ -186,12 +167,12 @@ class Redistribution:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         name: str = "redistribution",
-        buffers: Buffers | None = None,
     ) -> None:
         self._group, self._name = group, name
         self._dtype = dtype
         self._device = torch.device(device)
-        self.buffers = buffers or Buffers()
+        # flat, live over steps, one per purpose
+        self.buffers: dict[str, Tensor] = {}
         self._steps = 0
         self.meter: Meter | None = None  # what to note times and bytes with
         self.plan = build_plan(
@@ -204,45 +185,24 @@ class Redistribution:
         self._first = first_uses([wave.tensors for wave in self.plan.waves])
         self._last = _last_uses([wave.tensors for wave in self.plan.waves])
         self._last_out = _last_uses([wave.results for wave in self.plan.waves])
-        self._shapes: dict[str, torch.Size] = {}
+        self._alike: dict[str, tuple[torch.Size, torch.dtype]] = {}
         verify_same_on_all_ranks(group, self.plan.digest, f"the plan of {name!r}")
 
     def arriving(self, wave: int) -> list[str]:
         """Return the names that ``load`` will be called with for a wave; none past the last."""
         return self._first[wave] if wave < len(self._first) else []
 
-    def run(
-        self,
-        inputs: Mapping[str, Tensor],
-        compute: ComputeT,
-        outputs: Mapping[str, Tensor] | None = None,
-    ) -> dict[str, Tensor]:
-        """Run all waves on tensors that are all there; collective over the group.
-
-        ``inputs`` are storage tensors by name (:attr:`Matrix.stored_in`), of which those that this
-        rank does not store are ignored. ``outputs`` is where to write, by default new tensors; it
-        may be ``inputs``. Returns the outputs that this rank stores.
-
-        Raises:
-            ConfigurationError: If a tensor is missing, too small or not contiguous.
-            RedistributionError: If a collective failed or did not finish in time.
-        """
-        if missing := [name for name in self.plan.tensors if name not in inputs]:
-            rule = f"rank {self.plan.rank} stores a piece and must pass its tensor"
-            raise ConfigurationError("tensors", missing[:8], rule, "Pass every stored tensor")
-        sinks = outputs or {name: torch.empty_like(inputs[name]) for name in self.plan.tensors}
-        self.run_waves(lambda *_: inputs, compute, lambda _: None, lambda *_: sinks)
-        return {name: sinks[name] for wave in self.plan.waves for name in wave.results}
-
-    def run_waves(
-        self, load: LoadT, compute: ComputeT, store: StoreT, sinks: LoadT | None = None
-    ) -> None:
+    def run(self, load: LoadT, compute: ComputeT, store: StoreT) -> None:
         """Run all waves, asking for tensors when it is their turn; collective over the group.
 
-        What ``load`` returns is let go after its last wave. ``sinks`` returns the tensors to write
-        results to, by default new float32 ones. Raises what :meth:`run` does.
+        What ``load`` returns is let go after its last wave. Results are new tensors like those that
+        were loaded.
+
+        Raises:
+            ConfigurationError: If a tensor is too small or not contiguous.
+            RedistributionError: If a collective failed or did not finish in time.
         """
-        sources, results = _Live(load), _Live(sinks or self._new_results)
+        sources, results = _Live(load), _Live(self._new_results)
         waves = self.plan.waves
         coming = self._start_in(0, sources) if waves else None
         leaving: _Travelling | None = None
@@ -273,8 +233,8 @@ class Redistribution:
     def _start_in(self, number: int, sources: "_Live") -> "_Travelling":
         wave = self.plan.waves[number]
         tensors = sources.of(number, wave.tensors)
-        self._shapes.update({name: tensor.shape for name, tensor in tensors.items()})
-        stored = self._flat("inputs", tensors)
+        self._alike.update({name: (t.shape, t.dtype) for name, t in tensors.items()})
+        stored = self._flat(tensors)
         with self._timed():
             travelling = self._start(wave.inward, "in", number, stored, stored)
         sources.forget(self._last[number])
@@ -282,7 +242,7 @@ class Redistribution:
 
     def _start_out(self, number: int, stack: Tensor, results: "_Live") -> "_Travelling":
         wave = self.plan.waves[number]
-        stored = self._flat("outputs", results.of(number, wave.results))
+        stored = self._flat(results.of(number, wave.results))
         with self._timed():
             travelling = self._start(wave.outward, "out", number, [stack], stored)
             run_copies(wave.outward.keep, [stack], stored)
@@ -305,15 +265,18 @@ class Redistribution:
         return _Travelling(stored, recv, start_exchange(exchange, send, recv, self._group, what))
 
     def _new_results(self, number: int, names: Sequence[str]) -> dict[str, Tensor]:
-        return {
-            name: torch.empty(self._shapes.pop(name), dtype=torch.float32, device=self._device)
-            for name in names
-        }
+        alike = ((name, *self._alike.pop(name)) for name in names)
+        return {n: torch.empty(s, dtype=d, device=self._device) for n, s, d in alike}
 
     def _buffer(self, purpose: str, elements: int) -> Tensor:
-        return self.buffers.get(purpose, elements, self._dtype, self._device)
+        buffer = self.buffers.get(purpose)
+        if buffer is None or buffer.numel() < elements:
+            buffer = torch.empty(elements, dtype=self._dtype, device=self._device)
+            self.buffers[purpose] = buffer
+        return buffer[:elements]
 
-    def _flat(self, argument: str, tensors: Mapping[str, Tensor]) -> dict[int, Tensor]:
+    @without_modes
+    def _flat(self, tensors: Mapping[str, Tensor]) -> dict[int, Tensor]:
         """Return flat views by the plan's index of tensors."""
         flat = {}
         for name, whole in tensors.items():
@@ -322,7 +285,7 @@ class Redistribution:
             if tensor.numel() < needed or not tensor.is_contiguous():
                 rule = f"must be contiguous with at least {needed} elements"
                 what = (tuple(tensor.shape), tensor.stride())
-                raise ConfigurationError(f"{argument}[{name!r}]", what, rule, "Pass the shard")
+                raise ConfigurationError(f"tensors[{name!r}]", what, rule, "Pass the shard")
             flat[index] = tensor.view(-1)
         return flat
 

@@ -32,6 +32,7 @@ Note [Teams]
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Protocol, cast
 
@@ -64,6 +65,9 @@ class Team(Protocol):
 # Squares of smaller numbers leave float32; above it the clamp hides what underflows.
 _FLOAT32_SAFE_EPS = 1e-15
 
+# Entries that a thread takes: half of a core's second-level cache in float32.
+_WIDENED_AT_ONCE = 1 << 18
+
 
 def normalize(
     x: Tensor,
@@ -85,15 +89,11 @@ def normalize(
         dtype, and may be ``x``.
     """
     careful = x.dtype == torch.float64 or eps < _FLOAT32_SAFE_EPS
-    row_dtype = torch.float64 if careful else torch.float32
-    scratch = not x.is_cuda and x.dtype.itemsize == 2
-    if scratch:
-        # On a CPU kernels that mix dtypes are several times slower than passes that do not.
-        x = x.to(torch.float32)
     # The norm over the contiguous dimension first: it is the fast one.
-    inner, outer = (-1, -2) if x.stride(-1) <= x.stride(-2) else (-2, -1)
-    rows = torch.linalg.vector_norm(x, dim=inner, keepdim=True, dtype=row_dtype)
-    norm = torch.linalg.vector_norm(rows, dim=outer, keepdim=True, dtype=torch.float64)
+    rows = _row_norms(
+        x if x.stride(-1) <= x.stride(-2) else x.mT, torch.float64 if careful else torch.float32
+    )
+    norm = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float64)
     if reduce is not None:
         norm = reduce(norm.square_()).sqrt_()
     factor = norm.clamp_(min=eps).reciprocal_()
@@ -101,12 +101,34 @@ def normalize(
         factor = factor.to(torch.float32)
     # Contiguous: products that write into a transposed bfloat16 batch leave the vendor's library on
     # a CPU and take a thousand times longer.
-    if x.is_cuda and out is None:
+    if out is None and (x.is_cuda or x.dtype == dtype):
         out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    if out is not None and not scratch:
+    if out is not None and x.dtype == dtype and _mixes_slowly(x):
+        # a number by itself is taken as it is, so that what is float32 is rounded but once
+        each = (tensor.reshape(-1, *x.shape[-2:]) for tensor in (x, out))
+        for matrix, place, number in zip(*each, factor.flatten(), strict=True):
+            torch.mul(matrix, number, out=place)
+        return out
+    factor = factor[..., None, None]
+    if out is not None and not _mixes_slowly(x):
         return torch.mul(x, factor, out=out)
-    product = x.mul_(factor) if scratch else x * factor
+    product: Tensor = x.to(torch.float32).mul_(factor) if _mixes_slowly(x) else x * factor
     return product.to(dtype).contiguous() if out is None else out.copy_(product)
+
+
+def _mixes_slowly(x: Tensor) -> bool:
+    """Whether kernels that mix this dtype with another are several times slower than passes."""
+    return not x.is_cuda and x.dtype.itemsize == 2
+
+
+def _row_norms(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the norm of each row, on a CPU of as many widened ones as stay in a cache."""
+    norms: Callable[[Tensor], Tensor] = partial(torch.linalg.vector_norm, dim=-1, dtype=dtype)
+    if not _mixes_slowly(x):
+        return norms(x)
+    few = max(1, torch.get_num_threads() * _WIDENED_AT_ONCE // x.shape[-1])
+    parts = torch.split(x.flatten(0, -2), few)
+    return torch.cat([norms(part.to(torch.float32)) for part in parts]).view(x.shape[:-1])
 
 
 def iterate_standard(

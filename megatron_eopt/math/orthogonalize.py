@@ -13,6 +13,7 @@ from megatron_eopt.base.errors import (
     check_choice,
     check_number,
 )
+from megatron_eopt.base.function_modes import without_modes
 from megatron_eopt.base.places import place_of
 from megatron_eopt.base.upstream import default_of
 from megatron_eopt.math.algorithm import AlgorithmT, Plan, choose_algorithm
@@ -43,6 +44,7 @@ def chunk_size(wide: Tensor, dtype: torch.dtype, reduce: ReduceT | None) -> int:
     return min(batch, torch.get_num_threads() * max(1, _CHUNK_BYTES // matrix))
 
 
+@without_modes
 def _compute_torch(
     wide: Tensor,
     schedule: tuple[Triple, ...],

@@ -129,7 +129,7 @@ class MatrixEngine:
 
     def buffers(self) -> list[Tensor]:
         """Return what matrices travel through."""
-        return self.redistribution.buffers.tensors
+        return list(self.redistribution.buffers.values())
 
     def arriving(self, wave: int) -> Sequence[str]:
         """Return the names of the shards that a wave is the first to load on this rank."""
@@ -140,9 +140,9 @@ class MatrixEngine:
         """Update matrices wave by wave; collective over the group.
 
         ``load`` returns what to orthogonalize by the shards' names, contiguous; ``store`` takes
-        updates, in float32.
+        updates, in the shapes and dtypes of that.
         """
-        self.redistribution.run_waves(load, self._compute, store)
+        self.redistribution.run(load, self._compute, store)
 
     def updates(self, directions: Sequence[Tensor]) -> list[Tensor]:
         """Return every shard's update, float32 in the shape of its direction; collective.
@@ -150,7 +150,7 @@ class MatrixEngine:
         Directions may have any shape with as many elements as this rank holds of the shard.
         """
         names = [shard.name for shard in self._shards]
-        inputs = {n: d.contiguous() for n, d in zip(names, directions, strict=True)}
+        inputs = {n: d.float().contiguous() for n, d in zip(names, directions, strict=True)}
         results: dict[str, Tensor] = {}
         self.run(lambda _, wanted: {name: inputs[name] for name in wanted}, results.update)
         return [

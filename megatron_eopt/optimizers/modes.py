@@ -37,7 +37,7 @@ type _Mode = Literal["blockwise", "duplicated", "exchange", "distributed"]
 _IMBALANCE = 1.25
 
 _WORK_BYTES = 4
-"""Directions and updates are float32 on the wire and in the compute buffers."""
+"""Of an element, as waves are counted: float32, though 16 bits may travel."""
 
 _STEPS = 5
 

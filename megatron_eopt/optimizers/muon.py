@@ -30,13 +30,13 @@ from megatron_eopt.math.scaling import SCALE_MODES
 from megatron_eopt.matrices import Split, qkv, whole
 from megatron_eopt.optimizers.driver import ParamGroup, loss_of
 from megatron_eopt.optimizers.engine import MatrixEngine, Means
-from megatron_eopt.optimizers.muon_driver import (
+from megatron_eopt.optimizers.muon_arithmetic import (
     WEIGHT_DECAY_METHODS,
-    MuonDriver,
-    MuonSettings,
     WeightDecayT,
+    shrink,
     subtract,
 )
+from megatron_eopt.optimizers.muon_driver import MuonDriver, MuonSettings
 from megatron_eopt.stores.replicated import slab, tensor_parallel_cut
 from megatron_eopt.stores.shard import Shard
 
@@ -357,8 +357,10 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             )
 
     def _apply_with_hooks(
-        self, group: ParamGroup, params: Sequence[Tensor], updates: list[Tensor]
+        self, group: ParamGroup, params: Sequence[Tensor], updates: Sequence[Tensor], rate: float
     ) -> None:
+        shrink(params, rate)
+        updates = [update.to(param.dtype) for param, update in zip(params, updates, strict=True)]
         for param, update in zip(params, updates, strict=True):
             self.pre_weight_update_fn_inplace(param, update)
         subtract(group, params, updates)

@@ -6,7 +6,7 @@ stored, so they act on what a rank stores. Only directions travel, and come back
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,21 +21,22 @@ from megatron_eopt.optimizers.element_wise import set_step
 from megatron_eopt.optimizers.engine import Means, UpdateT, engines_of
 from megatron_eopt.optimizers.modes import Schedule
 from megatron_eopt.optimizers.momentum import momentum_in
+from megatron_eopt.optimizers.muon_arithmetic import (
+    WeightDecayT,
+    decay_rate,
+    directions,
+    gradients,
+    shrink,
+    subtract,
+)
 from megatron_eopt.optimizers.watch import ORTHOGONALIZATION
 from megatron_eopt.stores.shard import Shard
-
-WeightDecayT = Literal["decoupled", "l2", "independent"]
-"""How weight decay acts: ``decoupled`` shrinks weights by ``lr * weight_decay`` (AdamW,
-arXiv:1711.05101), ``independent`` by ``weight_decay`` whatever the learning rate, ``l2`` adds
-``weight_decay * weight`` to the gradient."""
-
-WEIGHT_DECAY_METHODS: tuple[WeightDecayT, ...] = get_args(WeightDecayT)
 
 type OrthogonalizeT = Callable[[Tensor, Tensor], Tensor]
 """A subclass's own way: gets a parameter and what to orthogonalize, returns the update."""
 
-type Apply = Callable[[ParamGroup, Sequence[Tensor], list[Tensor]], None]
-"""Subtracts updates from parameters of one group."""
+type Apply = Callable[[ParamGroup, Sequence[Tensor], Sequence[Tensor], float], None]
+"""Shrinks parameters of one group by a rate, and subtracts updates from them."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ class MuonDriver(Driver):
     ) -> None:
         super().__init__(name, shards)
         self.settings = settings
+        self._dtype = means.dtype
         self._numbers = {shard.name: number for number, shard in enumerate(shards)}
         self.engines = engines_of(shards, self._update_of, means)
         self.momentum = momentum_in(settings.momentum_dtype, shards, means.device)
@@ -197,7 +199,7 @@ class MuonDriver(Driver):
         self, place: int, wave: int, stepped: Mapping[int, Stepped], state: State
     ) -> Mapping[int, Tensor]:
         """Return what to orthogonalize of the parameters that a wave is the first to need."""
-        return self._directions(self._arriving(place, wave), stepped, state)
+        return self._directions(self._arriving(place, wave), stepped, state, self._dtype)
 
     def _finished(self, place: int, updates: Mapping[int, Tensor]) -> None:
         """Act on updates that came back, in place."""
@@ -208,21 +210,30 @@ class MuonDriver(Driver):
         return [numbers[index] for index in engine.arrivals[wave]]
 
     def _directions(
-        self, numbers: Sequence[int], stepped: Mapping[int, Stepped], state: State
+        self,
+        numbers: Sequence[int],
+        stepped: Mapping[int, Stepped],
+        state: State,
+        dtype: torch.dtype | None = None,
     ) -> dict[int, Tensor]:
-        """Decay weights, update momenta, and return what to orthogonalize, group by group.
+        """Update momenta and return what to orthogonalize, group by group.
 
-        ``numbers`` are the shards that may be stepped on any rank.
+        A class's own way, which is given the weights, finds them decayed.
+
+        ``numbers`` are the shards that may be stepped on any rank, ``dtype`` is what directions
+        may be rounded to.
         """
         found: dict[int, Tensor] = {}
         new: dict[int, tuple[dict[str, Any], Tensor]] = {}
         for group, members in _by_group(stepped.values()):
             params = [item.param for item in members]
-            grads = decayed(params, group, self.settings.weight_decay_method)
+            grads = gradients(params, group, self.settings.weight_decay_method)
+            if self.own is not None:
+                shrink(params, self._rate_of(group))
             momenta = [self.momentum.read(item.number, state[item.param]) for item in members]
             if self.momentum.is_rounded:
                 grads = [grad.to(kept.dtype) for grad, kept in zip(grads, momenta, strict=True)]
-            mixed = directions(grads, momenta, group["momentum"], self.settings.nesterov)
+            mixed = directions(grads, momenta, group["momentum"], self.settings.nesterov, dtype)
             found.update(zip((item.number for item in members), mixed, strict=True))
             for item, momentum in zip(members, momenta, strict=True):
                 new[item.number] = (state[item.param], momentum)
@@ -241,10 +252,14 @@ class MuonDriver(Driver):
 
     def _apply(self, stepped: Iterable[Stepped], updates: Mapping[int, Tensor]) -> None:
         for group, members in _by_group(stepped):
-            mine = [updates[item.number].to(item.param.dtype) for item in members]
+            mine = [updates[item.number] for item in members]
             if self.watch is not None:
                 self.watch.applied([item.number for item in members], mine)
-            self.apply(group, [item.param for item in members], mine)
+            rate = 0.0 if self.own is not None else self._rate_of(group)
+            self.apply(group, [item.param for item in members], mine, rate)
+
+    def _rate_of(self, group: ParamGroup) -> float:
+        return decay_rate(group, self.settings.weight_decay_method)
 
     def _update_of(self, place: int) -> UpdateT:
         scale = self.settings.orthogonalization.scale
@@ -274,39 +289,6 @@ class MuonDriver(Driver):
             factors(stack, reduce, shape, scale)
         among = len(self.engines[place][1].names)
         self.watch.orthogonalized(among, matrices, stack, reduce, shape, scale)
-
-
-def directions(
-    grads: list[Tensor], momenta: list[Tensor], momentum: float, nesterov: bool
-) -> list[Tensor]:
-    """Update the momenta in place and return what to orthogonalize.
-
-    Momentum is the moving average ``M <- momentum M + (1 - momentum) G``; Nesterov's direction
-    mixes the gradient in once more, ``momentum M + (1 - momentum) G``. What is returned are new
-    tensors, or without Nesterov the momenta themselves, which the caller must not change.
-    """
-    if not grads:
-        return []
-    torch._foreach_lerp_(momenta, grads, 1 - momentum)
-    return list(torch._foreach_lerp(grads, momenta, momentum)) if nesterov else momenta
-
-
-def subtract(group: ParamGroup, params: Sequence[Tensor], updates: list[Tensor]) -> None:
-    """Subtract the learning rate times the updates, in place."""
-    torch._foreach_add_(list(params), updates, alpha=-group["lr"])
-
-
-def decayed(params: list[Tensor], group: ParamGroup, method: WeightDecayT) -> list[Tensor]:
-    """Decay weights in place, or gradients into new tensors, and return the gradients to use."""
-    grads: list[Tensor] = [param.grad for param in params]  # type: ignore[misc]
-    if not group["weight_decay"] or not params:
-        return grads
-    if method == "l2":
-        return list(torch._foreach_add(grads, params, alpha=group["weight_decay"]))
-    # p - rate * p instead of (1 - rate) * p: rounds as emerging-optimizers does
-    rate = group["weight_decay"] * (group["lr"] if method == "decoupled" else 1.0)
-    torch._foreach_add_(params, params, alpha=-rate)
-    return grads
 
 
 def _by_group(stepped: Iterable[Stepped]) -> list[tuple[ParamGroup, list[Stepped]]]:

@@ -101,7 +101,7 @@ class OwnerDriver(Driver):
 
     def buffers(self) -> Iterator[Tensor]:
         """Yield what lives on between steps: what matrices travel through."""
-        yield from self._redistribution.buffers.tensors
+        yield from self._redistribution.buffers.values()
 
     def attach(self, places: Sequence[Sequence[int]]) -> None:
         """Learn which shard each parameter of each group is."""
@@ -260,7 +260,7 @@ class OwnerDriver(Driver):
                 torch._foreach_copy_(own, new)
             self.host.write_back(own, self.owned_state)
 
-        self._redistribution.run_waves(load, compute, store)
+        self._redistribution.run(load, compute, store)
         self.host.settle()
 
     def _lay_out(self, batch: WaveBatch) -> dict[int, tuple[nn.Parameter, Tensor]]:

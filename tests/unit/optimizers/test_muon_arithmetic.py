@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from megatron_eopt.optimizers.muon_driver import decayed, directions, subtract
+from megatron_eopt.optimizers import muon_arithmetic
+from megatron_eopt.optimizers.muon_arithmetic import (
+    decay_rate,
+    directions,
+    gradients,
+    shrink,
+    subtract,
+)
 
 LR, DECAY, MOMENTUM = 0.1, 0.2, 0.9
 
@@ -14,43 +21,48 @@ def tensors(seed):
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
-def decay(params, grads, rate, method):
-    for param, grad in zip(params, grads, strict=True):
-        param.grad = grad
-    return decayed(params, {"lr": LR, "weight_decay": rate}, method)
-
-
 def assert_lists_equal(got, want):
     for one, other in zip(got, want, strict=True):
         torch.testing.assert_close(one, other)
 
 
+def with_gradients(params, grads):
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad
+    return params
+
+
 @pytest.mark.parametrize(
-    ("method", "factor"), [("decoupled", 1 - LR * DECAY), ("independent", 0.8)]
+    ("method", "rate"), [("decoupled", LR * DECAY), ("independent", DECAY), ("l2", 0.0)]
 )
-def test_decay_of_weights_leaves_gradients_alone(method, factor):
-    params, grads = tensors(0), tensors(1)
-    got = decay(params, grads, DECAY, method)
-    assert_lists_equal(got, tensors(1))
-    assert_lists_equal(params, [factor * param for param in tensors(0)])
+def test_rate_of_decay(method, rate):
+    assert decay_rate({"lr": LR, "weight_decay": DECAY}, method) == rate
 
 
-def test_l2_adds_to_new_gradients():
-    params, grads = tensors(0), tensors(1)
-    got = decay(params, grads, DECAY, "l2")
-    want = [g + DECAY * p for p, g in zip(tensors(0), tensors(1), strict=True)]
+@pytest.mark.parametrize("method", ["decoupled", "independent", "l2"])
+def test_only_l2_adds_weights_to_new_gradients(method):
+    params = with_gradients(tensors(0), grads := tensors(1))
+    got = gradients(params, {"weight_decay": DECAY}, method)
+    added = DECAY if method == "l2" else 0.0
+    want = [g + added * p for p, g in zip(tensors(0), tensors(1), strict=True)]
     assert_lists_equal(got, want)
     assert_lists_equal(grads, tensors(1))
     assert_lists_equal(params, tensors(0))
 
 
 @pytest.mark.parametrize("method", ["decoupled", "independent", "l2"])
-def test_no_decay_changes_nothing(method):
-    params, grads = tensors(0), tensors(1)
-    got = decay(params, grads, 0.0, method)
+def test_without_decay_gradients_are_used_as_they_are(method):
+    params = with_gradients(tensors(0), grads := tensors(1))
+    got = gradients(params, {"weight_decay": 0.0}, method)
     assert all(one is other for one, other in zip(got, grads, strict=True))
-    assert_lists_equal(params, tensors(0))
-    assert decay([], [], DECAY, method) == []
+    assert gradients([], {"weight_decay": DECAY}, method) == []
+
+
+def test_weights_shrink_by_a_part_of_themselves():
+    params = tensors(0)
+    shrink(params, DECAY)
+    assert_lists_equal(params, [(1 - DECAY) * param for param in tensors(0)])
+    shrink([], DECAY)
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -65,9 +77,46 @@ def test_directions_follow_the_moving_average(nesterov):
     assert directions([], [], MOMENTUM, nesterov) == []
 
 
-def test_updates_are_subtracted():
+@pytest.mark.parametrize("rate", [0.0, DECAY])
+def test_updates_are_subtracted_from_what_has_decayed(rate):
     params, updates = tensors(0), tensors(1)
-    subtract({"lr": LR}, params, updates)
-    want = [p - LR * u for p, u in zip(tensors(0), tensors(1), strict=True)]
+    subtract({"lr": LR}, params, updates, rate)
+    want = [(1 - rate) * p - LR * u for p, u in zip(tensors(0), tensors(1), strict=True)]
     assert_lists_equal(params, want)
     assert_lists_equal(updates, tensors(1))
+
+
+@pytest.fixture(params=["many parts", "one part"])
+def parts(request, monkeypatch):
+    """Parts of seven elements a thread, or tensors that cannot be cut since they have gaps."""
+    if request.param == "many parts":
+        monkeypatch.setattr(muon_arithmetic, "_PART", 7)
+        return lambda tensor: tensor
+    return lambda tensor: tensor.repeat_interleave(2, -1)[..., ::2]
+
+
+def test_directions_and_updates_may_be_narrower(parts):
+    """What is narrower is rounded once; in parts or at once, the numbers are the same."""
+    grads, momenta, params = (
+        [parts(tensor.float()) for tensor in tensors(seed)] for seed in (1, 2, 0)
+    )
+    exact = directions(grads, kept := [m.clone() for m in momenta], MOMENTUM, True)
+    got = directions(grads, momenta, MOMENTUM, True, torch.bfloat16)
+    assert_lists_equal(momenta, kept)
+    for one, other in zip(got, exact, strict=True):
+        assert one.dtype == torch.bfloat16
+        assert torch.equal(one, other.bfloat16())
+    want = [p - LR * u.float() for p, u in zip(params, got, strict=True)]
+    subtract({"lr": LR}, params, got)
+    assert_lists_equal(params, want)
+
+
+def test_directions_of_narrow_gradients_stay_as_narrow():
+    (got,) = directions(
+        [torch.ones(3, dtype=torch.bfloat16)],
+        [torch.zeros(3, dtype=torch.bfloat16)],
+        MOMENTUM,
+        True,
+        torch.float32,
+    )
+    assert got.dtype == torch.bfloat16

@@ -1,0 +1,112 @@
+"""What Muon does with each number, whatever matrix it is in: decay, momentum, and the update.
+
+Note [Parts in a cache]
+    A GPU takes all tensors in one kernel. A CPU takes parts of them, small enough that what one
+    pass has written is still in the cache when the next one reads it, and that what lies between
+    two passes needs no memory of a tensor's size.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from megatron_eopt.base.function_modes import without_modes
+from megatron_eopt.math.products import on_a_cpu
+from megatron_eopt.optimizers.driver import ParamGroup
+
+WeightDecayT = Literal["decoupled", "l2", "independent"]
+"""How weight decay acts: ``decoupled`` shrinks weights by ``lr * weight_decay`` (AdamW,
+arXiv:1711.05101), ``independent`` by ``weight_decay`` whatever the learning rate, ``l2`` adds
+``weight_decay * weight`` to the gradient."""
+
+WEIGHT_DECAY_METHODS: tuple[WeightDecayT, ...] = get_args(WeightDecayT)
+
+_PART = 1 << 16
+"""Elements that a thread takes at once: 256 KiB in float32, a few of which fit into a cache."""
+
+
+def decay_rate(group: ParamGroup, method: WeightDecayT) -> float:
+    """Return by how much of themselves a step shrinks weights; 0 with ``l2``."""
+    if method == "l2":
+        return 0.0
+    return float(group["weight_decay"] * (group["lr"] if method == "decoupled" else 1.0))
+
+
+def shrink(params: Sequence[Tensor], rate: float) -> None:
+    """Shrink weights by this part of themselves, in place."""
+    if rate and params:
+        # p - rate * p instead of (1 - rate) * p: rounds as emerging-optimizers does
+        torch._foreach_add_(list(params), list(params), alpha=-rate)
+
+
+def gradients(params: list[Tensor], group: ParamGroup, method: WeightDecayT) -> list[Tensor]:
+    """Return the gradients to use: with ``l2`` new ones, which the weights are added to."""
+    grads: list[Tensor] = [param.grad for param in params]  # type: ignore[misc]
+    if method != "l2" or not group["weight_decay"] or not params:
+        return grads
+    return list(torch._foreach_add(grads, params, alpha=group["weight_decay"]))
+
+
+@without_modes
+def directions(
+    grads: list[Tensor],
+    momenta: list[Tensor],
+    momentum: float,
+    nesterov: bool,
+    dtype: torch.dtype | None = None,
+) -> list[Tensor]:
+    """Update the momenta in place and return what to orthogonalize.
+
+    Momentum is the moving average ``M <- momentum M + (1 - momentum) G``; Nesterov's direction
+    mixes the gradient in once more, ``momentum M + (1 - momentum) G``. What is returned are new
+    tensors, or without Nesterov the momenta themselves, which the caller must not change. New ones
+    on a CPU are rounded to ``dtype``, if that is narrower than the gradients'; on a GPU they are
+    rounded where they are packed.
+    """
+    if not grads:
+        return []
+    if not (nesterov and on_a_cpu(grads[0])):
+        torch._foreach_lerp_(momenta, grads, 1 - momentum)
+        return list(torch._foreach_lerp(grads, momenta, momentum)) if nesterov else momenta
+    found = []
+    for grad, kept in zip(grads, momenta, strict=True):
+        narrower = dtype is not None and dtype.itemsize < grad.dtype.itemsize
+        mixed = torch.empty_like(grad, dtype=dtype if narrower else grad.dtype)
+        for g, m, d in _parts(grad, kept, mixed):
+            m.lerp_(g, 1 - momentum)
+            if narrower:
+                d.copy_(torch.lerp(g, m, momentum))
+            else:
+                torch.lerp(g, m, momentum, out=d)
+        found.append(mixed)
+    return found
+
+
+@without_modes
+def subtract(
+    group: ParamGroup, params: Sequence[Tensor], updates: Sequence[Tensor], rate: float = 0.0
+) -> None:
+    """Shrink weights by ``rate`` and subtract the learning rate times the updates, in place.
+
+    Updates are rounded to the parameters' dtypes first.
+    """
+    lr = group["lr"]
+    if params and not on_a_cpu(params[0]):
+        shrink(params, rate)
+        alike = [update.to(param.dtype) for param, update in zip(params, updates, strict=True)]
+        torch._foreach_add_(list(params), alike, alpha=-lr)
+        return
+    for param, update in zip(params, updates, strict=True):
+        for p, u in _parts(param, update):
+            shrink([p], rate)
+            p.add_(u.to(p.dtype), alpha=-lr)
+
+
+def _parts(*alike: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    """Cut tensors of one shape into the same parts, as far as their memory allows."""
+    if not all(tensor.is_contiguous() for tensor in alike):
+        return [alike]
+    size = _PART * torch.get_num_threads()
+    return zip(*(torch.split(tensor.view(-1), size) for tensor in alike), strict=True)
