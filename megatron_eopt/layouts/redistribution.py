@@ -1,10 +1,11 @@
 """Redistribute, compute on whole matrices, redistribute back: all-to-alls, and waves of them."""
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -14,9 +15,10 @@ from megatron_eopt.base.agreement import of_every_rank
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.function_modes import without_modes
 from megatron_eopt.base.meter import Meter
+from megatron_eopt.base.places import place_of
 from megatron_eopt.layouts.copies import Copy
 from megatron_eopt.layouts.exchange import Exchange
-from megatron_eopt.layouts.plan import Matrix, build_plan
+from megatron_eopt.layouts.plan import Matrix, Plan, build_plan
 from megatron_eopt.layouts.waves import first_uses
 
 EXCHANGE = "exchange"
@@ -186,11 +188,25 @@ class Redistribution:
         self._last = _last_uses([wave.tensors for wave in self.plan.waves])
         self._last_out = _last_uses([wave.results for wave in self.plan.waves])
         self._alike: dict[str, tuple[torch.Size, torch.dtype]] = {}
+        self._places = _places(self.plan)
+        self._placed: dict[str, Tensor] = {}
         verify_same_on_all_ranks(group, self.plan.digest, f"the plan of {name!r}")
 
     def arriving(self, wave: int) -> list[str]:
         """Return the names that ``load`` will be called with for a wave; none past the last."""
         return self._first[wave] if wave < len(self._first) else []
+
+    def place(self, name: str) -> Tensor | None:
+        """Return where ``load`` may put a tensor, flat, so that it is neither copied nor packed.
+
+        That is where it is computed on, and where its result will be. None if it has no such place:
+        if it travels, is no single run of elements there, or there are several waves, of which the
+        next is loaded while one is computed.
+        """
+        if name not in self._places:
+            return None
+        stack = self._buffer("compute", self.plan.waves[0].compute_elements)
+        return stack.narrow(0, *self._places[name])
 
     def run(self, load: LoadT, compute: ComputeT, store: StoreT) -> None:
         """Run all waves, asking for tensors when it is their turn; collective over the group.
@@ -210,7 +226,7 @@ class Redistribution:
             assert coming is not None
             stack = self._buffer("compute", wave.compute_elements)
             with self._timed():
-                run_copies(wave.inward.keep, coming.stored, [stack])
+                run_copies(self._unplaced(wave.inward.keep, "source"), coming.stored, [stack])
                 coming.finish(wave.inward, [stack])
             if number + 1 < len(waves):
                 coming = self._start_in(number + 1, sources)
@@ -234,6 +250,12 @@ class Redistribution:
         wave = self.plan.waves[number]
         tensors = sources.of(number, wave.tensors)
         self._alike.update({name: (t.shape, t.dtype) for name, t in tensors.items()})
+        places = {name: self.place(name) for name in tensors}
+        self._placed = {
+            name: tensors[name]
+            for name, place in places.items()
+            if place is not None and place_of(place) == place_of(tensors[name])
+        }
         stored = self._flat(tensors)
         with self._timed():
             travelling = self._start(wave.inward, "in", number, stored, stored)
@@ -245,7 +267,7 @@ class Redistribution:
         stored = self._flat(results.of(number, wave.results))
         with self._timed():
             travelling = self._start(wave.outward, "out", number, [stack], stored)
-            run_copies(wave.outward.keep, [stack], stored)
+            run_copies(self._unplaced(wave.outward.keep, "sink"), [stack], stored)
         return travelling
 
     def _finish_out(
@@ -265,8 +287,17 @@ class Redistribution:
         return _Travelling(stored, recv, start_exchange(exchange, send, recv, self._group, what))
 
     def _new_results(self, number: int, names: Sequence[str]) -> dict[str, Tensor]:
-        alike = ((name, *self._alike.pop(name)) for name in names)
-        return {n: torch.empty(s, dtype=d, device=self._device) for n, s, d in alike}
+        alike = {name: self._alike.pop(name) for name in names}
+        return {
+            name: self._placed[name]
+            if name in self._placed
+            else torch.empty(shape, dtype=dtype, device=self._device)
+            for name, (shape, dtype) in alike.items()
+        }
+
+    def _unplaced(self, copies: Sequence[Copy], side: Literal["source", "sink"]) -> list[Copy]:
+        placed = {self.plan.tensors[name][0] for name in self._placed}
+        return [copy for copy in copies if getattr(copy, side) not in placed]
 
     def _buffer(self, purpose: str, elements: int) -> Tensor:
         buffer = self.buffers.get(purpose)
@@ -319,6 +350,27 @@ class _Live:
 
     def forget(self, names: Sequence[str]) -> dict[str, Tensor]:
         return {name: self._tensors.pop(name) for name in names}
+
+
+def _places(plan: Plan) -> dict[str, tuple[int, int]]:
+    """Return where storage tensors lie that are copied as they are, there and back: start, size."""
+    if len(plan.waves) != 1:
+        return {}
+    inward, outward = plan.waves[0].inward, plan.waves[0].outward
+    moved = {copy.source for copy in inward.pack} | {copy.sink for copy in outward.unpack}
+    ways: dict[int, list[Copy]] = defaultdict(list)
+    for copy in inward.keep:
+        ways[copy.source].append(copy)
+    for copy in outward.keep:
+        ways[copy.sink].append(copy)
+    found = {}
+    for name, (index, size) in plan.tensors.items():
+        start = ways[index][0].write[-1] if ways[index] else 0
+        there = Copy(index, 0, (size,), (1, 0), (1, start))
+        again = Copy(0, index, (size,), (1, start), (1, 0))
+        if index not in moved and ways[index] == [there, again]:
+            found[name] = (start, size)
+    return found
 
 
 def _last_uses(uses: Sequence[Sequence[str]]) -> list[list[str]]:

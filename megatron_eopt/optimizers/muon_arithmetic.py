@@ -56,14 +56,15 @@ def directions(
     momentum: float,
     nesterov: bool,
     dtype: torch.dtype | None = None,
+    places: Sequence[Tensor | None] = (),
 ) -> list[Tensor]:
     """Update the momenta in place and return what to orthogonalize.
 
     Momentum is the moving average ``M <- momentum M + (1 - momentum) G``; Nesterov's direction
     mixes the gradient in once more, ``momentum M + (1 - momentum) G``. What is returned are new
     tensors, or without Nesterov the momenta themselves, which the caller must not change. New ones
-    on a CPU are rounded to ``dtype``, if that is narrower than the gradients'; on a GPU they are
-    rounded where they are packed.
+    on a CPU are rounded to ``dtype``, if that is narrower than the gradients', and lie at their
+    ``places``, flat tensors, where these fit; on a GPU they are rounded where they are packed.
     """
     if not grads:
         return []
@@ -71,9 +72,13 @@ def directions(
         torch._foreach_lerp_(momenta, grads, 1 - momentum)
         return list(torch._foreach_lerp(grads, momenta, momentum)) if nesterov else momenta
     found = []
-    for grad, kept in zip(grads, momenta, strict=True):
+    for grad, kept, place in zip(grads, momenta, places or [None] * len(grads), strict=True):
         narrower = dtype is not None and dtype.itemsize < grad.dtype.itemsize
-        mixed = torch.empty_like(grad, dtype=dtype if narrower else grad.dtype)
+        wanted = dtype if narrower else grad.dtype
+        if place is not None and (place.dtype, place.numel()) == (wanted, grad.numel()):
+            mixed = place.view(grad.shape)
+        else:
+            mixed = torch.empty_like(grad, dtype=wanted)
         for g, m, d in _parts(grad, kept, mixed):
             m.lerp_(g, 1 - momentum)
             if narrower:

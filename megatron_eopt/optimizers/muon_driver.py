@@ -199,7 +199,9 @@ class MuonDriver(Driver):
         self, place: int, wave: int, stepped: Mapping[int, Stepped], state: State
     ) -> Mapping[int, Tensor]:
         """Return what to orthogonalize of the parameters that a wave is the first to need."""
-        return self._directions(self._arriving(place, wave), stepped, state, self._dtype)
+        place_of = self.engines[place][1].redistribution.place
+        places = {n: place_of(self.shards[n].name) for n in stepped}
+        return self._directions(self._arriving(place, wave), stepped, state, self._dtype, places)
 
     def _finished(self, place: int, updates: Mapping[int, Tensor]) -> None:
         """Act on updates that came back, in place."""
@@ -215,13 +217,14 @@ class MuonDriver(Driver):
         stepped: Mapping[int, Stepped],
         state: State,
         dtype: torch.dtype | None = None,
+        places: Mapping[int, Tensor | None] | None = None,
     ) -> dict[int, Tensor]:
         """Update momenta and return what to orthogonalize, group by group.
 
         A class's own way, which is given the weights, finds them decayed.
 
-        ``numbers`` are the shards that may be stepped on any rank, ``dtype`` is what directions
-        may be rounded to.
+        ``numbers`` are the shards that may be stepped on any rank; directions may be rounded to
+        ``dtype`` and lie at ``places``.
         """
         found: dict[int, Tensor] = {}
         new: dict[int, tuple[dict[str, Any], Tensor]] = {}
@@ -233,7 +236,14 @@ class MuonDriver(Driver):
             momenta = [self.momentum.read(item.number, state[item.param]) for item in members]
             if self.momentum.is_rounded:
                 grads = [grad.to(kept.dtype) for grad, kept in zip(grads, momenta, strict=True)]
-            mixed = directions(grads, momenta, group["momentum"], self.settings.nesterov, dtype)
+            mixed = directions(
+                grads,
+                momenta,
+                group["momentum"],
+                self.settings.nesterov,
+                dtype,
+                [(places or {}).get(item.number) for item in members],
+            )
             found.update(zip((item.number for item in members), mixed, strict=True))
             for item, momentum in zip(members, momenta, strict=True):
                 new[item.number] = (state[item.param], momentum)

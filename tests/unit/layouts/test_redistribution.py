@@ -196,6 +196,65 @@ def test_a_single_process_needs_no_group():
     assert all(torch.equal(outputs[name], 2 * tensor) for name, tensor in inputs.items())
 
 
+def one_wave(waves=None):
+    """A matrix that stays at each rank, one that travels, and a fused weight of two that stay."""
+    matrices = [
+        Matrix(f"stays {rank}", Layout.whole((4, 6), rank), Layout.whole((4, 6), rank))
+        for rank in range(2)
+    ]
+    cut = Layout.slabs((4, 6), 0, [0, 1])
+    matrices.append(Matrix("travels", cut, Layout.whole((4, 6), 0)))
+    fused = Layout.whole((8, 6), 0)
+    parts = [fused.select_rows([start], [4]) for start in (0, 4)]
+    matrices += [
+        Matrix(f"part {n}", part, Layout.whole((4, 6), 0), "fused", kind=n)
+        for n, part in enumerate(parts)
+    ]
+    waves = waves or [range(len(matrices))]
+    return Redistribution(matrices, waves, dist.group.WORLD, dtype=torch.bfloat16)
+
+
+def placed_tensors(there):
+    rank = dist.get_rank()
+    engine = one_wave()
+    mine = f"stays {rank}"
+    sizes = {mine: (4, 6), "travels": (2, 6)} | ({} if rank else {"fused": (8, 6)})
+    assert engine.place(f"stays {1 - rank}") is None
+    # what rank 0 holds of it stays
+    assert (engine.place("travels") is None) == (rank == 1)
+    # its parts lie in two stacks
+    assert engine.place("fused") is None
+    for step in range(2):
+        full = {name: full_matrix(size, step).bfloat16() for name, size in sizes.items()}
+
+        def load(wave, names, full=full):
+            found = {name: full[name].clone() for name in names}
+            if there:
+                found[mine] = engine.place(mine).view(4, 6).copy_(full[mine])
+            return found
+
+        seen, results = {}, {}
+        engine.run(load, double_and_record(seen), results.update)
+        assert torch.equal(seen[rank], full[mine])
+        assert sorted(results) == sorted(sizes)
+        assert all(torch.equal(results[name], 2 * full[name]) for name in sizes)
+        is_view = results[mine].data_ptr() == engine.place(mine).data_ptr()
+        assert is_view == there
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_what_stays_may_be_loaded_to_where_it_is_computed(there):
+    run_ranks(2, placed_tensors, there)
+
+
+def several_waves():
+    assert one_wave([[0, 1, 2], [3, 4]]).place(f"stays {dist.get_rank()}") is None
+
+
+def test_with_several_waves_there_are_no_places():
+    run_ranks(2, several_waves)
+
+
 def test_bad_tensors():
     engine = Redistribution([Matrix("w", Layout.whole((4, 4), 0), Layout.whole((4, 4), 0))], [[0]])
     for bad in (torch.zeros(15), torch.zeros(4, 8)[:, ::2]):

@@ -120,3 +120,20 @@ def test_directions_of_narrow_gradients_stay_as_narrow():
         torch.float32,
     )
     assert got.dtype == torch.bfloat16
+
+
+def test_directions_lie_at_their_places_where_these_fit():
+    grads, momenta = ([tensor.float() for tensor in tensors(seed)] for seed in (1, 2))
+    exact = directions(grads, [m.clone() for m in momenta], MOMENTUM, True)
+    places = [
+        torch.empty(12, dtype=torch.bfloat16),  # of another dtype
+        torch.empty(5),
+        None,
+        torch.empty(25),  # too long
+    ]
+    got = directions(grads, momenta, MOMENTUM, True, None, places)
+    assert_lists_equal(got, exact)
+    at_place = [
+        p is not None and g.data_ptr() == p.data_ptr() for g, p in zip(got, places, strict=True)
+    ]
+    assert at_place == [False, True, False, False]
