@@ -212,7 +212,7 @@ class Redistribution:
         """Run all waves, asking for tensors when it is their turn; collective over the group.
 
         What ``load`` returns is let go after its last wave. Results are new tensors like those that
-        were loaded.
+        were loaded, or lie where these do, if that is their :meth:`place`.
 
         Raises:
             ConfigurationError: If a tensor is too small or not contiguous.
