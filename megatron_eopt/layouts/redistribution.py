@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Literal
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from megatron_eopt.layouts.copies import Copy
 from megatron_eopt.layouts.exchange import Exchange
 from megatron_eopt.layouts.plan import Matrix, Plan, build_plan
 from megatron_eopt.layouts.waves import first_uses
+from megatron_eopt.math.products import on_a_cpu
 
 EXCHANGE = "exchange"
 """Name of the blocks in which elements are packed, waited for and unpacked."""
@@ -188,8 +189,8 @@ class Redistribution:
         self._last = _last_uses([wave.tensors for wave in self.plan.waves])
         self._last_out = _last_uses([wave.results for wave in self.plan.waves])
         self._alike: dict[str, tuple[torch.Size, torch.dtype]] = {}
-        self._places = _places(self.plan)
-        self._placed: dict[str, Tensor] = {}
+        # what was loaded to its place, by the plan's index of tensors
+        self._placed: dict[int, Tensor] = {}
         verify_same_on_all_ranks(group, self.plan.digest, f"the plan of {name!r}")
 
     def arriving(self, wave: int) -> list[str]:
@@ -201,7 +202,7 @@ class Redistribution:
 
         That is where it is computed on, and where its result will be. None if it has no such place:
         if it travels, is no single run of elements there, or there are several waves, of which the
-        next is loaded while one is computed.
+        next is loaded while one is computed; and on a GPU.
         """
         if name not in self._places:
             return None
@@ -226,7 +227,8 @@ class Redistribution:
             assert coming is not None
             stack = self._buffer("compute", wave.compute_elements)
             with self._timed():
-                run_copies(self._unplaced(wave.inward.keep, "source"), coming.stored, [stack])
+                kept = [copy for copy in wave.inward.keep if copy.source not in self._placed]
+                run_copies(kept, coming.stored, [stack])
                 coming.finish(wave.inward, [stack])
             if number + 1 < len(waves):
                 coming = self._start_in(number + 1, sources)
@@ -250,11 +252,10 @@ class Redistribution:
         wave = self.plan.waves[number]
         tensors = sources.of(number, wave.tensors)
         self._alike.update({name: (t.shape, t.dtype) for name, t in tensors.items()})
-        places = {name: self.place(name) for name in tensors}
         self._placed = {
-            name: tensors[name]
-            for name, place in places.items()
-            if place is not None and place_of(place) == place_of(tensors[name])
+            self.plan.tensors[name][0]: tensor
+            for name, tensor in tensors.items()
+            if (place := self.place(name)) is not None and place_of(place) == place_of(tensor)
         }
         stored = self._flat(tensors)
         with self._timed():
@@ -267,7 +268,8 @@ class Redistribution:
         stored = self._flat(results.of(number, wave.results))
         with self._timed():
             travelling = self._start(wave.outward, "out", number, [stack], stored)
-            run_copies(self._unplaced(wave.outward.keep, "sink"), [stack], stored)
+            kept = [copy for copy in wave.outward.keep if copy.sink not in self._placed]
+            run_copies(kept, [stack], stored)
         return travelling
 
     def _finish_out(
@@ -287,17 +289,19 @@ class Redistribution:
         return _Travelling(stored, recv, start_exchange(exchange, send, recv, self._group, what))
 
     def _new_results(self, number: int, names: Sequence[str]) -> dict[str, Tensor]:
-        alike = {name: self._alike.pop(name) for name in names}
-        return {
-            name: self._placed[name]
-            if name in self._placed
-            else torch.empty(shape, dtype=dtype, device=self._device)
-            for name, (shape, dtype) in alike.items()
-        }
+        found = {}
+        for name in names:
+            shape, dtype = self._alike.pop(name)
+            placed = self._placed.get(self.plan.tensors[name][0])
+            found[name] = (
+                torch.empty(shape, dtype=dtype, device=self._device) if placed is None else placed
+            )
+        return found
 
-    def _unplaced(self, copies: Sequence[Copy], side: Literal["source", "sink"]) -> list[Copy]:
-        placed = {self.plan.tensors[name][0] for name in self._placed}
-        return [copy for copy in copies if getattr(copy, side) not in placed]
+    @cached_property
+    def _places(self) -> dict[str, tuple[int, int]]:
+        # a GPU packs and casts all tensors in one kernel
+        return _places(self.plan) if on_a_cpu(torch.empty(0, device=self._device)) else {}
 
     def _buffer(self, purpose: str, elements: int) -> Tensor:
         buffer = self.buffers.get(purpose)
