@@ -1,11 +1,10 @@
 """Redistribute, compute on whole matrices, redistribute back: all-to-alls, and waves of them."""
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -15,12 +14,11 @@ from megatron_eopt.base.agreement import of_every_rank
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.function_modes import without_modes
 from megatron_eopt.base.meter import Meter
-from megatron_eopt.base.places import place_of
 from megatron_eopt.layouts.copies import Copy
 from megatron_eopt.layouts.exchange import Exchange
-from megatron_eopt.layouts.plan import Matrix, Plan, build_plan
+from megatron_eopt.layouts.plan import Matrix, build_plan
+from megatron_eopt.layouts.stacks import Stacks
 from megatron_eopt.layouts.waves import first_uses
-from megatron_eopt.math.products import on_a_cpu
 
 EXCHANGE = "exchange"
 """Name of the blocks in which elements are packed, waited for and unpacked."""
@@ -185,12 +183,13 @@ class Redistribution:
             world_size=1 if group is None else dist.get_world_size(group),
             element_size=dtype.itemsize,
         )
+        self._stacks = Stacks(self.plan, self._buffer, self._device)
         self._first = first_uses([wave.tensors for wave in self.plan.waves])
         self._last = _last_uses([wave.tensors for wave in self.plan.waves])
         self._last_out = _last_uses([wave.results for wave in self.plan.waves])
         self._alike: dict[str, tuple[torch.Size, torch.dtype]] = {}
-        # what was loaded to its place, by the plan's index of tensors
-        self._placed: dict[int, Tensor] = {}
+        # what lies at its place
+        self._placed: dict[str, Tensor] = {}
         verify_same_on_all_ranks(group, self.plan.digest, f"the plan of {name!r}")
 
     def arriving(self, wave: int) -> list[str]:
@@ -200,14 +199,10 @@ class Redistribution:
     def place(self, name: str) -> Tensor | None:
         """Return where ``load`` may put a tensor, flat, so that it is neither copied nor packed.
 
-        That is where it is computed on, and where its result will be. None if it has no such place:
-        if it travels, is no single run of elements there, or there are several waves, of which the
-        next is loaded while one is computed; and on a GPU.
+        That is where it is computed on, and where its result will be: its own from when it is
+        loaded until it is stored. None if it has no such place; see Note [Places].
         """
-        if name not in self._places:
-            return None
-        stack = self._buffer("compute", self.plan.waves[0].compute_elements)
-        return stack.narrow(0, *self._places[name])
+        return self._stacks.place(name)
 
     def run(self, load: LoadT, compute: ComputeT, store: StoreT) -> None:
         """Run all waves, asking for tensors when it is their turn; collective over the group.
@@ -220,14 +215,15 @@ class Redistribution:
             RedistributionError: If a collective failed or did not finish in time.
         """
         sources, results = _Live(load), _Live(self._new_results)
+        self._placed.clear()
         waves = self.plan.waves
         coming = self._start_in(0, sources) if waves else None
         leaving: _Travelling | None = None
         for number, wave in enumerate(waves):
             assert coming is not None
-            stack = self._buffer("compute", wave.compute_elements)
+            stack = self._stacks.of(number)
             with self._timed():
-                kept = [copy for copy in wave.inward.keep if copy.source not in self._placed]
+                kept = [copy for copy in wave.inward.keep if copy.source in coming.stored]
                 run_copies(kept, coming.stored, [stack])
                 coming.finish(wave.inward, [stack])
             if number + 1 < len(waves):
@@ -238,7 +234,7 @@ class Redistribution:
                 compute(WaveBatch(number, batch.matrices, local))
             if leaving is not None:
                 self._finish_out(number - 1, leaving, results, store)
-            leaving = self._start_out(number, stack, results)
+            leaving = self._start_out(number, stack, results, store)
         if leaving is not None:
             self._finish_out(len(waves) - 1, leaving, results, store)
         self._steps += 1
@@ -251,25 +247,27 @@ class Redistribution:
     def _start_in(self, number: int, sources: "_Live") -> "_Travelling":
         wave = self.plan.waves[number]
         tensors = sources.of(number, wave.tensors)
-        self._alike.update({name: (t.shape, t.dtype) for name, t in tensors.items()})
-        self._placed = {
-            self.plan.tensors[name][0]: tensor
-            for name, tensor in tensors.items()
-            if (place := self.place(name)) is not None and place_of(place) == place_of(tensor)
-        }
-        stored = self._flat(tensors)
+        self._placed |= {name: t for name, t in tensors.items() if self._stacks.holds(name, t)}
+        others = {name: t for name, t in tensors.items() if name not in self._placed}
+        self._alike.update({name: (t.shape, t.dtype) for name, t in others.items()})
+        stored = self._flat(others)
         with self._timed():
             travelling = self._start(wave.inward, "in", number, stored, stored)
         sources.forget(self._last[number])
         return travelling
 
-    def _start_out(self, number: int, stack: Tensor, results: "_Live") -> "_Travelling":
+    def _start_out(
+        self, number: int, stack: Tensor, results: "_Live", store: StoreT
+    ) -> "_Travelling":
         wave = self.plan.waves[number]
-        stored = self._flat(results.of(number, wave.results))
+        placed = {n: self._placed.pop(n) for n in wave.results if n in self._placed}
+        stored = self._flat(results.of(number, [n for n in wave.results if n not in placed]))
         with self._timed():
             travelling = self._start(wave.outward, "out", number, [stack], stored)
-            kept = [copy for copy in wave.outward.keep if copy.sink not in self._placed]
+            kept = [copy for copy in wave.outward.keep if copy.sink in stored]
             run_copies(kept, [stack], stored)
+        if placed:
+            store(placed)
         return travelling
 
     def _finish_out(
@@ -289,19 +287,11 @@ class Redistribution:
         return _Travelling(stored, recv, start_exchange(exchange, send, recv, self._group, what))
 
     def _new_results(self, number: int, names: Sequence[str]) -> dict[str, Tensor]:
-        found = {}
-        for name in names:
-            shape, dtype = self._alike.pop(name)
-            placed = self._placed.get(self.plan.tensors[name][0])
-            found[name] = (
-                torch.empty(shape, dtype=dtype, device=self._device) if placed is None else placed
-            )
-        return found
-
-    @cached_property
-    def _places(self) -> dict[str, tuple[int, int]]:
-        # a GPU packs and casts all tensors in one kernel
-        return _places(self.plan) if on_a_cpu(torch.empty(0, device=self._device)) else {}
+        alike = {name: self._alike.pop(name) for name in names}
+        return {
+            name: torch.empty(shape, dtype=dtype, device=self._device)
+            for name, (shape, dtype) in alike.items()
+        }
 
     def _buffer(self, purpose: str, elements: int) -> Tensor:
         buffer = self.buffers.get(purpose)
@@ -353,28 +343,7 @@ class _Live:
         return {name: self._tensors[name] for name in names}
 
     def forget(self, names: Sequence[str]) -> dict[str, Tensor]:
-        return {name: self._tensors.pop(name) for name in names}
-
-
-def _places(plan: Plan) -> dict[str, tuple[int, int]]:
-    """Return where storage tensors lie that are copied as they are, there and back: start, size."""
-    if len(plan.waves) != 1:
-        return {}
-    inward, outward = plan.waves[0].inward, plan.waves[0].outward
-    moved = {copy.source for copy in inward.pack} | {copy.sink for copy in outward.unpack}
-    ways: dict[int, list[Copy]] = defaultdict(list)
-    for copy in inward.keep:
-        ways[copy.source].append(copy)
-    for copy in outward.keep:
-        ways[copy.sink].append(copy)
-    found = {}
-    for name, (index, size) in plan.tensors.items():
-        start = ways[index][0].write[-1] if ways[index] else 0
-        there = Copy(index, 0, (size,), (1, 0), (1, start))
-        again = Copy(0, index, (size,), (1, start), (1, 0))
-        if index not in moved and ways[index] == [there, again]:
-            found[name] = (start, size)
-    return found
+        return {name: self._tensors.pop(name) for name in names if name in self._tensors}
 
 
 def _last_uses(uses: Sequence[Sequence[str]]) -> list[list[str]]:

@@ -46,10 +46,12 @@ GRADIENTS_PASS = {
 
 ASIDE = {
     "base/places.py": "tells whether a main weight is the model's",
+    "base/neighbours.py": "reads weights that other ranks have stepped",
     "base/function_modes.py": "lets arithmetic pass by torch's function modes",
     "base/upstream.py": "knows the bucket groups of megatron-core",
     "base/errors.py": "checks numbers of groups that schedulers may have written to",
     "build/loss_scale.py": "forgets what was unscaled",
+    "layouts/stacks.py": "tells where a matrix may lie",
     "math/algorithm.py": "counts products, to end in the right memory",
     "math/backends.py": "chooses the iteration",
     "math/products.py": "multiplies",

@@ -247,12 +247,61 @@ def test_what_stays_may_be_loaded_to_where_it_is_computed(there):
     run_ranks(2, placed_tensors, there)
 
 
-def several_waves():
-    assert one_wave([[0, 1, 2], [3, 4]]).place(f"stays {dist.get_rank()}") is None
+def several_waves(odd_one_out):
+    rank, count = dist.get_rank(), 5
+    shapes = [(2 + number, 3) for number in range(count)]
+    matrices = [
+        Matrix(f"{owner}.{number}", Layout.whole(shape, owner), Layout.whole(shape, owner))
+        for number, shape in enumerate(shapes)
+        for owner in range(2)
+    ]
+    waves = [[2 * number, 2 * number + 1] for number in range(count)]
+    engine = Redistribution(matrices, waves, dist.group.WORLD)
+    names = [f"{rank}.{number}" for number in range(count)]
+    for step in range(2):
+        full = {name: full_matrix(shape, step) for name, shape in zip(names, shapes, strict=True)}
+        events, results = [], {}
+
+        def load(wave, asked, full=full, events=events):
+            assert list(asked) == [names[wave]]
+            events.append(f"load {wave}")
+            # a wave's place is not the next one's
+            place = engine.place(names[wave]).view_as(full[names[wave]])
+            return {
+                names[wave]: full[names[wave]].clone()
+                if wave == odd_one_out
+                else place.copy_(full[names[wave]])
+            }
+
+        def store(found, results=results, events=events):
+            results.update({name: tensor.clone() for name, tensor in found.items()})
+            events.extend(f"store {name[-1]}" for name in found)
+
+        engine.run(load, double_and_record({}), store)
+        assert all(torch.equal(results[name], 2 * full[name]) for name in names)
+        # before a third wave overwrites them, unless they lie elsewhere
+        for wave in range(count - 2):
+            if wave != odd_one_out:
+                assert events.index(f"store {wave}") < events.index(f"load {wave + 2}")
 
 
-def test_with_several_waves_there_are_no_places():
-    run_ranks(2, several_waves)
+@pytest.mark.parametrize("odd_one_out", [None, 1])
+def test_waves_take_turns_with_two_stacks(odd_one_out):
+    run_ranks(2, several_waves, odd_one_out)
+
+
+def test_a_step_after_one_that_failed_takes_nothing_from_it():
+    engine = Redistribution([Matrix("w", Layout.whole((2, 2), 0), Layout.whole((2, 2), 0))], [[0]])
+
+    def fail(batch):
+        raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        engine.run(lambda *_: {"w": engine.place("w").view(2, 2).zero_()}, fail, {}.update)
+    results = {}
+    ones = torch.ones(2, 2)
+    engine.run(lambda *_: {"w": ones}, double_and_record({}), results.update)
+    assert torch.equal(results["w"], 2 * ones)
 
 
 def test_bad_tensors():

@@ -1,0 +1,83 @@
+"""Where waves are computed on, and which tensors may lie there before and after.
+
+Note [Places]
+    A tensor whose elements all stay on a rank, in one run, need not be packed: its *place* is that
+    run of the stack. What is to be computed on is written there, and the result is read there. The
+    next wave is loaded while one is computed on, so waves take turns with two stacks, and results
+    at a place are stored before the wave after the next is loaded. A GPU has no places: it packs
+    and casts all tensors in one kernel.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from megatron_eopt.base.places import place_of
+from megatron_eopt.layouts.copies import Copy
+from megatron_eopt.layouts.plan import Plan
+from megatron_eopt.math.products import on_a_cpu
+
+type BufferT = Callable[[str, int], Tensor]
+"""Returns this many elements of the flat tensor with a name, which lives on between steps."""
+
+
+class Stacks:
+    """Flat tensors that waves are computed on; see Note [Places].
+
+    Args:
+        plan: What is computed, and what is copied there and back.
+        buffer: Where they live.
+        device: On which they live.
+    """
+
+    def __init__(self, plan: Plan, buffer: BufferT, device: torch.device) -> None:
+        self._plan, self._buffer, self._device = plan, buffer, device
+
+    def of(self, wave: int) -> Tensor:
+        """Return the stack of a wave."""
+        waves, turns = self._plan.waves, 2 if self._places else 1
+        most = max(other.compute_elements for other in waves[wave % turns :: turns])
+        return self._buffer(f"compute {wave % turns}", most)[: waves[wave].compute_elements]
+
+    def place(self, name: str) -> Tensor | None:
+        """Return the place of a tensor, flat; None if it has none."""
+        if name not in self._places:
+            return None
+        wave, start, size = self._places[name]
+        return self.of(wave).narrow(0, start, size)
+
+    def holds(self, name: str, tensor: Tensor) -> bool:
+        """Return whether a tensor lies at its place."""
+        place = self.place(name)
+        if place is None or (place.dtype, place.numel()) != (tensor.dtype, tensor.numel()):
+            return False
+        return tensor.is_contiguous() and place_of(place) == place_of(tensor)
+
+    @cached_property
+    def _places(self) -> dict[str, tuple[int, int, int]]:
+        """Wave, first element and size of each place."""
+        return _places(self._plan) if on_a_cpu(torch.empty(0, device=self._device)) else {}
+
+
+def _places(plan: Plan) -> dict[str, tuple[int, int, int]]:
+    """Return what is copied as it is, there and back."""
+    found = {}
+    for number, wave in enumerate(plan.waves):
+        inward, outward = wave.inward, wave.outward
+        moved = {copy.source for copy in inward.pack} | {copy.sink for copy in outward.unpack}
+        ways: dict[int, list[Copy]] = defaultdict(list)
+        for copy in inward.keep:
+            ways[copy.source].append(copy)
+        for copy in outward.keep:
+            ways[copy.sink].append(copy)
+        for name in wave.tensors:
+            index, size = plan.tensors[name]
+            start = ways[index][0].write[-1] if ways[index] else 0
+            there = Copy(index, 0, (size,), (1, 0), (1, start))
+            again = Copy(0, index, (size,), (1, start), (1, 0))
+            if index not in moved and ways[index] == [there, again]:
+                found[name] = (number, start, size)
+    return found
