@@ -3,19 +3,21 @@
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallelConfig
 
+from megatron_eopt.stores import gathering
 from megatron_eopt.stores.gathering import gather_buckets, gather_shards
 from tests.harness import run_ranks
 from tests.harness.megatron import gathered_as_on_gpus, initialize_megatron
 from tests.harness.models import tiny_gpt, wrap_ddp
 
 
-def _of_all(on_gloo: bool) -> list[list[float]]:
+def _of_all(way: str) -> list[list[float]]:
     initialize_megatron()
     rank, size = dist.get_rank(), dist.get_world_size()
     buffers = []
@@ -23,19 +25,24 @@ def _of_all(on_gloo: bool) -> list[list[float]]:
         buffer = torch.full((size * (number + 2),), -1.0, dtype=dtype, device="cpu")
         buffer.chunk(size)[rank].fill_(10 * number + rank)
         buffers.append(buffer)
-    with nullcontext() if on_gloo else gathered_as_on_gpus():
+    ways = {
+        "whatever is possible": nullcontext(),
+        "sent": patch.object(gathering, "read_shards", lambda *_: False),
+        "as on GPUs": gathered_as_on_gpus(),
+    }
+    with ways[way]:
         gather_shards(buffers, dist.group.WORLD)  # type: ignore[arg-type]
     return [buffer.tolist() for buffer in buffers]
 
 
-@pytest.mark.parametrize("on_gloo", [True, False])
+@pytest.mark.parametrize("way", ["whatever is possible", "sent", "as on GPUs"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_every_rank_gets_the_shards_of_all(ranks: int, on_gloo: bool) -> None:
+def test_every_rank_gets_the_shards_of_all(ranks: int, way: str) -> None:
     expected = [
         [float(10 * number + rank) for rank in range(ranks) for _ in range(number + 2)]
         for number in range(2)
     ]
-    assert run_ranks(ranks, _of_all, on_gloo, cpu=True) == [expected] * ranks
+    assert run_ranks(ranks, _of_all, way, cpu=True) == [expected] * ranks
 
 
 def _as_ddp_gathers(overlap: bool, now: bool) -> dict[str, Any]:
