@@ -14,7 +14,7 @@ from megatron_eopt import EmergingOptimizerConfig, get_megatron_optimizer
 from tests.harness.models import tiny_gpt, wrap_ddp
 
 LAYERS, HIDDEN, HEADS, VOCABULARY = 4, 512, 8, 1024
-EXPERTS, HIDDEN_OF_EXPERTS = 8, 256
+EXPERTS = 8
 
 type StorageT = Literal["whole", "fragments", "padded"]
 type ProductsT = Literal["bf16", "fp32"]
@@ -61,11 +61,6 @@ class Section:
     ranks: int
     arms: tuple[Arm, ...]
     experts: int | None = None
-
-    @property
-    def hidden(self) -> int:
-        """Hidden size of the model."""
-        return HIDDEN if self.experts is None else HIDDEN_OF_EXPERTS
 
 
 OURS: Literal["megatron-eopt"] = "megatron-eopt"
@@ -144,7 +139,7 @@ class Contestant:
         self.arm = arm
         model = tiny_gpt(
             layers=LAYERS,
-            hidden=section.hidden,
+            hidden=HIDDEN,
             heads=HEADS,
             experts=section.experts,
             vocabulary=VOCABULARY,

@@ -52,7 +52,7 @@ def steps(figures: Figures) -> str:
     text = f"""## One optimizer step
 
     `python -m benchmarks.optimizer_step --json FILE --png FILE`: a bfloat16 GPT with 4 layers and
-    hidden size 512 (with experts 256), the same injected gradients, processes with one thread each.
+    hidden size 512, the same injected gradients, processes with one thread each.
     *Apart* is how far weights are from ours in the end, of the way they went: bfloat16 products
     round. {machine(figures)}
 
