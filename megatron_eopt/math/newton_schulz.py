@@ -30,10 +30,10 @@ Note [Teams]
     a later product is gathered: polynomials, the Gram matrices that follow, and ``Q`` at the end.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import cycle, pairwise, repeat
 from typing import Protocol, cast
 
 import torch
@@ -42,6 +42,7 @@ from torch import Tensor
 from megatron_eopt.math.algorithm import Plan
 from megatron_eopt.math.coefficients import Triple, response
 from megatron_eopt.math.products import multiply_add
+from megatron_eopt.math.scratch import scratch
 from megatron_eopt.math.symmetric import symmetric_product
 
 ReduceT = Callable[[Tensor], Tensor]
@@ -61,6 +62,13 @@ class Team(Protocol):
     def gather(self, block: Tensor) -> Tensor:
         """Return a whole matrix ``(..., m, m)`` of the ranks' rows ``(..., m / ranks, m)``."""
 
+
+PLACES = 5
+"""In how many places a segment's small matrices lie in turn. What is read last is ``Q``, four
+products after its own, by the next one; an inner factor, a Gram matrix and a polynomial between.
+"""
+
+_NEW: Iterator[Tensor | None] = repeat(None)
 
 # Squares of smaller numbers leave float32; above it the clamp hides what underflows.
 _FLOAT32_SAFE_EPS = 1e-15
@@ -128,7 +136,9 @@ def _row_norms(x: Tensor, dtype: torch.dtype) -> Tensor:
         return norms(x)
     few = max(1, torch.get_num_threads() * _WIDENED_AT_ONCE // x.shape[-1])
     parts = torch.split(x.flatten(0, -2), few)
-    return torch.cat([norms(part.to(torch.float32)) for part in parts]).view(x.shape[:-1])
+    widened = scratch("widened rows", parts[0].shape, x, torch.float32)
+    found = [norms(widened[: len(part)].copy_(part)) for part in parts]
+    return torch.cat(found).view(x.shape[:-1])
 
 
 def iterate_standard(
@@ -147,8 +157,7 @@ def iterate_standard(
     """
     team = _team(reduce)
     m = x.shape[-1] if tall else x.shape[-2]
-    square = x.new_empty((*x.shape[:-2], m, m))
-    polynomial = torch.empty_like(square)
+    square, polynomial = scratch("squares", (2, *x.shape[:-2], m, m), x)
     spare = torch.empty_like(x) if spare is None else spare
     for a, b, c in triples:
         wide = x.mT if tall else x
@@ -192,23 +201,28 @@ def gram_residual(
     *,
     columns: int | None = None,
     tall: bool = False,
+    out: Tensor | None = None,
 ) -> Shifted:
     """Return the Gram matrix of the whole matrix split into ``shift * I`` and the rest.
 
     One call of ``reduce``; ``columns`` are those of the whole matrix, if ``x`` has only some.
+    ``out`` is where to write the rest, by default new.
     """
     wide = x.mT if tall else x
     if shift == 0.0:
-        return Shifted(0.0, _reduced(symmetric_product(wide, wide), reduce))
+        return Shifted(0.0, _reduced(symmetric_product(wide, wide, out=out), reduce))
     m, n = wide.shape[-2:]
     share = n / columns if columns else 1.0
-    eye = torch.eye(m, dtype=x.dtype, device=x.device).expand(*wide.shape[:-1], m)
-    residual = symmetric_product(wide, wide, eye, beta=-shift * share)
+    eye = wide.new_empty((*wide.shape[:-1], m)) if out is None else out
+    eye.zero_().diagonal(dim1=-2, dim2=-1).fill_(1.0)
+    residual = symmetric_product(wide, wide, eye, beta=-shift * share, out=eye)
     return Shifted(shift, _reduced(residual, reduce))
 
 
-def _product(left: Shifted, right: Shifted, team: Team | None = None) -> Shifted:
-    """Return the product of two commuting matrices; one matrix product.
+def _product(
+    left: Shifted, right: Shifted, team: Team | None = None, out: Tensor | None = None
+) -> Shifted:
+    """Return the product of two commuting matrices; one matrix product, written to ``out``.
 
     With a team ``left`` has this rank's rows alone, and so has the product.
 
@@ -219,9 +233,9 @@ def _product(left: Shifted, right: Shifted, team: Team | None = None) -> Shifted
     big, small = (left, rows) if abs(left.shift) >= abs(right.shift) else (rows, left)
     shift = left.shift * right.shift
     addend: Tensor | None = None if big.shift == 0.0 else small.residual
-    out: Tensor | None = None
     if addend is not None and small.shift != 0.0:
-        addend = out = torch.add(addend, big.residual, alpha=small.shift / big.shift)
+        alpha = small.shift / big.shift
+        addend = out = torch.add(addend, big.residual, alpha=alpha, out=out)
     if team is None:
         product = symmetric_product(
             left.residual, right.residual.mT, addend, beta=big.shift, out=out
@@ -231,15 +245,15 @@ def _product(left: Shifted, right: Shifted, team: Team | None = None) -> Shifted
     return Shifted(shift, product)
 
 
-def _polynomial(mine: Shifted, a: Shifted, triple: Triple) -> Shifted:
+def _polynomial(mine: Shifted, a: Shifted, triple: Triple, out: Tensor | None = None) -> Shifted:
     """Return one step's polynomial of ``a``, as far as ``mine`` has rows of ``a``."""
     first, second, third = triple
     slope = second + 2.0 * third * a.shift
     part, whole = mine.residual, a.residual
     if mine is a:
-        rest = symmetric_product(whole, whole.mT, whole, beta=slope, alpha=third)
+        rest = symmetric_product(whole, whole.mT, whole, beta=slope, alpha=third, out=out)
     else:
-        rest = multiply_add(part, whole, part, beta=slope, alpha=third)
+        rest = multiply_add(part, whole, part, beta=slope, alpha=third, out=out)
     return Shifted(first + a.shift * (second + third * a.shift), rest)
 
 
@@ -251,26 +265,33 @@ def _unshifted(q: Shifted, first_row: int = 0) -> Shifted:
 
 
 def accumulate(
-    a: Shifted, triples: Sequence[Triple], *, shifted: bool = True, team: Team | None = None
+    a: Shifted,
+    triples: Sequence[Triple],
+    *,
+    shifted: bool = True,
+    team: Team | None = None,
+    places: Iterator[Tensor | None] = _NEW,
 ) -> Shifted:
     """Return the factor ``Q`` with which several steps multiply ``X``, whose Gram matrix is ``a``.
 
     ``(8 k - 6) m^3`` FLOPs for ``k`` steps: the first needs no product with ``Q``, the last leaves
-    no Gram matrix behind. A team divides them.
+    no Gram matrix behind. A team divides them. ``places`` are where to write matrices like ``a`` to
+    one after another, of which :data:`PLACES` must differ; by default new ones.
     """
     if team is not None:
         return _accumulate_rows(a, triples, team, shifted=shifted)
     q: Shifted | None = None
     for step, triple in enumerate(triples):
-        polynomial = _polynomial(a, a, triple)
+        polynomial = _polynomial(a, a, triple, next(places))
         if q is None:
             q = polynomial if shifted else _unshifted(polynomial)
         else:
-            q = _product(polynomial, q)
+            q = _product(polynomial, q, out=next(places))
         if step + 1 < len(triples):
             # P^2 A is one pass cheaper and diverged on rank one plus noise: rounding an inner
             # factor of P A P keeps eigenvalues from turning negative, rounding P^2 does not
-            a = _product(polynomial, _product(polynomial, a))
+            inner = _product(polynomial, a, out=next(places))
+            a = _product(polynomial, inner, out=next(places))
     assert q is not None, "a segment holds at least one step"
     return q
 
@@ -333,10 +354,14 @@ def iterate_gram(
     like ``x`` and by default new, and in ``x``.
     """
     m = x.shape[-1] if tall else x.shape[-2]
+    places = _NEW
+    if reduce is None:
+        places = cycle(scratch("squares", (PLACES, *x.shape[:-2], m, m), x))
     for start, stop in pairwise((0, *plan.restarts, len(triples))):
         shift = expected_shift(triples[:start], m) if plan.shifted else 0.0
-        a = gram_residual(x, shift, reduce, columns=columns, tall=tall)
-        q = accumulate(a, triples[start:stop], shifted=plan.shifted, team=_team(reduce))
+        a = gram_residual(x, shift, reduce, columns=columns, tall=tall, out=next(places))
+        segment = triples[start:stop]
+        q = accumulate(a, segment, shifted=plan.shifted, team=_team(reduce), places=places)
         x, spare = apply(q, x, out=spare, tall=tall), x
     return x
 

@@ -23,6 +23,7 @@ from megatron_eopt.math.newton_schulz import ReduceT, iterate_gram, iterate_stan
 from megatron_eopt.math.precision import PRECISIONS, PrecisionT
 from megatron_eopt.math.products import has_instructions
 from megatron_eopt.math.scaling import ScaleModeT, scale_factor
+from megatron_eopt.math.scratch import scratch
 
 DEFAULT_EPS: float = default_of("newton_schulz", "eps")
 """Smallest Frobenius norm that is divided by: emerging-optimizers', 1e-7 in its release 0.3."""
@@ -67,10 +68,15 @@ def _compute_torch(
     if out is not None:
         out = out.mT if tall else out
         out = out if out.dtype == plan.dtype and out.is_contiguous() else None
+    x = wide.mT if tall else wide
     # the iterates lie in two places in turn, of which the last one is `out`
-    first_in_out = plan.products(len(schedule)) % 2 == 0
-    x, spare = wide.mT if tall else wide, None if first_in_out else out
-    x = normalize(x, eps, plan.dtype, reduce, out=out if first_in_out else None)
+    other = scratch("iterate", x.shape, x, plan.dtype)
+    first: Tensor | None = out
+    spare: Tensor | None = other
+    if plan.products(len(schedule)) % 2:
+        # between two dtypes there are faster ways than to write to a given place
+        first, spare = other if x.dtype == plan.dtype else None, out
+    x = normalize(x, eps, plan.dtype, reduce, out=first)
     if plan.algorithm == "standard":
         x = iterate_standard(x, schedule, reduce, tall=tall, spare=spare)
     else:

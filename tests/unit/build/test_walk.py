@@ -56,6 +56,7 @@ ASIDE = {
     "math/backends.py": "chooses the iteration",
     "math/products.py": "multiplies",
     "math/scaling.py": "computes a factor from a shape",
+    "math/scratch.py": "keeps memory for what comes and goes",
     "math/symmetric.py": "multiplies half of what is symmetric",
     "optimizers/element_wise.py": "steps what is no matrix",
     "optimizers/host_memory.py": "finds nothing that is off-loaded",

@@ -14,6 +14,7 @@ from megatron.core.distributed.torch_fully_sharded_data_parallel_config import (
 )
 
 from megatron_eopt.dry_run import Report, dry_world, report_of
+from megatron_eopt.math.products import like_a_gpu
 from tests.harness import run_ranks
 from tests.harness.megatron import gathered_as_on_gpus, initialize_megatron
 from tests.harness.models import tiny_gpt, wrap_ddp
@@ -45,7 +46,7 @@ def figures(report: Report) -> tuple[Any, ...]:
 
 def real(case: Case) -> tuple[tuple[Any, ...], Any]:
     chunk = make_chunk(case.run)
-    with gathered_as_on_gpus():
+    with gathered_as_on_gpus(), like_a_gpu():
         report = report_of(optimizer_over(case, [chunk]), lambda: inject(case.run, chunk, 0))
     return figures(report), report.memory
 

@@ -1,0 +1,94 @@
+"""Memory that is kept from one computation to the next, and never holds a result."""
+
+from itertools import cycle
+from threading import Thread
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_eopt.base.places import place_of
+from megatron_eopt.math.coefficients import resolve_coefficients
+from megatron_eopt.math.newton_schulz import PLACES, Shifted, accumulate, gram_residual
+from megatron_eopt.math.orthogonalize import orthogonalize
+from megatron_eopt.math.scratch import LARGEST, scratch
+
+LIKE = torch.empty(0)
+
+
+def address(name: str, *shape: int, like: Tensor = LIKE, dtype: torch.dtype | None = None) -> int:
+    piece = scratch(name, shape, like, dtype)
+    assert piece.shape == shape
+    assert piece.is_contiguous()
+    assert piece.dtype == (dtype or like.dtype)
+    return piece.data_ptr()
+
+
+def test_a_name_has_its_memory() -> None:
+    kept = address("a", 4, 5)
+    assert address("a", 20) == kept
+    assert address("a", 2, 2) == kept
+    assert address("b", 4, 5) != kept
+    assert address("a", 4, 5, dtype=torch.bfloat16) != kept
+
+
+def test_more_is_asked_for_once() -> None:
+    address("growing", 10)
+    kept = address("growing", 1000)
+    assert address("growing", 10) == kept
+    assert address("growing", 1000) == kept
+
+
+def test_another_thread_has_its_own() -> None:
+    kept, found = address("a", 4, 5), list[int]()
+    thread = Thread(target=lambda: found.append(address("a", 4, 5)))
+    thread.start()
+    thread.join()
+    assert found != [kept]
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_nothing_is_kept_of_what_is_large_or_elsewhere(device: str) -> None:
+    like = torch.empty(0, device=device)
+    shape = (1,) if device == "meta" else (LARGEST // 4 + 1,)
+    one, other = (scratch("neither", shape, like) for _ in range(2))
+    assert one.device.type == other.device.type == device
+    assert place_of(one) != place_of(other) or device == "meta"
+
+
+def test_what_inference_made_others_may_write_to() -> None:
+    with torch.inference_mode():
+        scratch("made in inference mode", (3,), LIKE).zero_()
+    scratch("made in inference mode", (3,), LIKE).zero_()
+
+
+@pytest.mark.parametrize("algorithm", ["standard", "gram"])
+@pytest.mark.parametrize("steps", [4, 5])
+@pytest.mark.parametrize("shape", [(8, 20), (20, 8), (3, 8, 20)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_result_lies_in_it(
+    algorithm: str, steps: int, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    def compute(seed: int) -> Tensor:
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+        precision = "medium" if dtype == torch.bfloat16 else "highest"
+        return orthogonalize(x, algorithm=algorithm, steps=steps, precision=precision)
+
+    one = compute(1)
+    kept = one.clone()
+    compute(2)
+    assert torch.equal(one, kept)
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+def test_a_segment_needs_no_more_places(shifted: bool) -> None:
+    x = torch.randn(6, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x /= torch.linalg.matrix_norm(x)
+    a = gram_residual(x, 1 / 6 if shifted else 0.0)
+    triples = resolve_coefficients("quintic", 8)
+    expected = accumulate(a, triples, shifted=shifted)
+    around = cycle(a.residual.new_empty((PLACES, *a.residual.shape)))
+    first = Shifted(a.shift, next(around).copy_(a.residual))
+    found = accumulate(first, triples, shifted=shifted, places=around)
+    assert found.shift == expected.shift
+    assert torch.equal(found.residual, expected.residual)
