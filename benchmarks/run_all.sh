@@ -50,7 +50,8 @@ for name in "${only[@]}"; do
     json=(--json "$figures/$name.json") png=(--png "$figures/$name.png")
     case "$name" in
         optimizer_step | newton_schulz) python -m "benchmarks.$name" "${json[@]}" "${png[@]}" ;;
-        optimizer_step_fp32) python -m benchmarks.optimizer_step --products fp32 "${json[@]}" ;;
+        optimizer_step_fp32)
+            python -m benchmarks.optimizer_step --products fp32 --rounds 10 "${json[@]}" ;;
         newton_schulz_bf16)
             python -m benchmarks.newton_schulz --products bf16 --pairs 5 \
                 --shapes 512x512 256x1024 512x2048 1024x1024 "${json[@]}" ;;

@@ -37,7 +37,7 @@ def main() -> None:
         help="of Newton-Schulz, and in a whole train step the model's: fp32 where the CPU has no "
         "instructions for bfloat16, which take others than ours dozens of times as long",
     )
-    parser.add_argument("--timeout", type=float, default=170.0, help="seconds for one section")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one section")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the times here")
     args = parser.parse_args()
