@@ -109,19 +109,23 @@ def normalize(
         factor = factor.to(torch.float32)
     # Contiguous: products that write into a transposed bfloat16 batch leave the vendor's library on
     # a CPU and take a thousand times longer.
-    if out is None and (x.is_cuda or x.dtype == dtype):
+    if out is None:
         out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    if out is not None and x.dtype == dtype and _mixes_slowly(x):
+    if x.dtype == dtype and _mixes_slowly(x):
         # a number by itself is taken as it is, so that what is float32 is rounded but once
         each = (tensor.reshape(-1, *x.shape[-2:]) for tensor in (x, out))
         for matrix, place, number in zip(*each, factor.flatten(), strict=True):
             torch.mul(matrix, number, out=place)
         return out
     factor = factor[..., None, None]
-    if out is not None and not _mixes_slowly(x):
+    if x.is_cuda or x.dtype == dtype:
         return torch.mul(x, factor, out=out)
-    product: Tensor = x.to(torch.float32).mul_(factor) if _mixes_slowly(x) else x * factor
-    return product.to(dtype).contiguous() if out is None else out.copy_(product)
+    product = out
+    if dtype != factor.dtype:
+        product = scratch("normalised", x.shape, x, factor.dtype)
+    widened = product.copy_(x) if _mixes_slowly(x) else x
+    torch.mul(widened, factor, out=product)
+    return out if product is out else out.copy_(product)
 
 
 def _mixes_slowly(x: Tensor) -> bool:

@@ -74,11 +74,7 @@ def _compute_torch(
     x = wide.mT if tall else wide
     # the iterates lie in two places in turn, of which the last one is `out`
     other = scratch("iterate", x.shape, x, plan.dtype)
-    first: Tensor | None = out
-    spare: Tensor | None = other
-    if plan.products(len(schedule)) % 2:
-        # between two dtypes there are faster ways than to write to a given place
-        first, spare = other if x.dtype == plan.dtype else None, out
+    first, spare = (other, out) if plan.products(len(schedule)) % 2 else (out, other)
     x = normalize(x, eps, plan.dtype, reduce, out=first)
     if plan.algorithm == "standard":
         x = iterate_standard(x, schedule, reduce, tall=tall, spare=spare)
