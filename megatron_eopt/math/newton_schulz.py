@@ -120,11 +120,11 @@ def normalize(
     factor = factor[..., None, None]
     if x.is_cuda or x.dtype == dtype:
         return torch.mul(x, factor, out=out)
-    product = out
-    if dtype != factor.dtype:
-        product = scratch("normalised", x.shape, x, factor.dtype)
-    widened = product.copy_(x) if _mixes_slowly(x) else x
-    torch.mul(widened, factor, out=product)
+    if _mixes_slowly(x):
+        wide = out.copy_(x) if dtype == torch.float32 else _widened(x)
+        product = wide.mul_(factor)
+    else:
+        product = torch.mul(x, factor, out=scratch("widened", x.shape, x, factor.dtype))
     return out if product is out else out.copy_(product)
 
 
@@ -140,9 +140,13 @@ def _row_norms(x: Tensor, dtype: torch.dtype) -> Tensor:
         return norms(x)
     few = max(1, torch.get_num_threads() * _WIDENED_AT_ONCE // x.shape[-1])
     parts = torch.split(x.flatten(0, -2), few)
-    widened = scratch("widened rows", parts[0].shape, x, torch.float32)
-    found = [norms(widened[: len(part)].copy_(part)) for part in parts]
-    return torch.cat(found).view(x.shape[:-1])
+    return torch.cat([norms(_widened(part)) for part in parts]).view(x.shape[:-1])
+
+
+def _widened(x: Tensor) -> Tensor:
+    """Return a float32 copy, which the next one may overwrite."""
+    place = scratch("widened", x.shape, x, torch.float32)
+    return x.to(torch.float32) if place is None else place.copy_(x)
 
 
 def iterate_standard(
@@ -161,7 +165,9 @@ def iterate_standard(
     """
     team = _team(reduce)
     m = x.shape[-1] if tall else x.shape[-2]
-    square, polynomial = scratch("squares", (2, *x.shape[:-2], m, m), x)
+    small = (2, *x.shape[:-2], m, m)
+    squares = scratch("squares", small, x)
+    square, polynomial = x.new_empty(small) if squares is None else squares
     spare = torch.empty_like(x) if spare is None else spare
     for a, b, c in triples:
         wide = x.mT if tall else x
@@ -293,9 +299,9 @@ def accumulate(
             q = _product(polynomial, q, out=next(places))
         if step + 1 < len(triples):
             # P^2 A is one pass cheaper and diverged on rank one plus noise: rounding an inner
-            # factor of P A P keeps eigenvalues from turning negative, rounding P^2 does not
-            inner = _product(polynomial, a, out=next(places))
-            a = _product(polynomial, inner, out=next(places))
+            # factor of P A P keeps eigenvalues from turning negative, rounding P^2 does not;
+            # without a name the inner one goes at once where it is new
+            a = _product(polynomial, _product(polynomial, a, out=next(places)), out=next(places))
     assert q is not None, "a segment holds at least one step"
     return q
 
@@ -358,9 +364,8 @@ def iterate_gram(
     like ``x`` and by default new, and in ``x``.
     """
     m = x.shape[-1] if tall else x.shape[-2]
-    places = _NEW
-    if reduce is None:
-        places = cycle(scratch("squares", (PLACES, *x.shape[:-2], m, m), x))
+    squares = scratch("squares", (PLACES, *x.shape[:-2], m, m), x) if reduce is None else None
+    places = _NEW if squares is None else cycle(squares)
     for start, stop in pairwise((0, *plan.restarts, len(triples))):
         shift = expected_shift(triples[:start], m) if plan.shifted else 0.0
         a = gram_residual(x, shift, reduce, columns=columns, tall=tall, out=next(places))

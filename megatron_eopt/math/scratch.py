@@ -4,8 +4,8 @@ Note [Scratch]
     A CPU's allocator returns memory to the system and asks for it again, page by page, each cleared
     by the kernel, which took 4 to 6 % of a step with small matrices. So a thread keeps one piece of
     memory for each name, which is overwritten when the name is asked for again; it holds nothing
-    that is needed later. Of large matrices the products take most of the time, and their pieces
-    are new each time. GPUs' allocators keep memory by themselves.
+    that is needed later. Of large matrices the products take most of the time, and GPUs'
+    allocators keep memory by themselves: there, what is needed is new, and only while it is needed.
 """
 
 import math
@@ -36,8 +36,8 @@ def kept() -> Iterator[Tensor]:
 
 def scratch(
     name: str, shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None
-) -> Tensor:
-    """Return contiguous memory with any content; see Note [Scratch].
+) -> Tensor | None:
+    """Return contiguous memory with any content, or None where none is kept; see Note [Scratch].
 
     Args:
         name: What it is for. The same name gives the same memory.
@@ -49,7 +49,7 @@ def scratch(
     size = math.prod(shape)
     # a tensor of another class only says what would be computed
     if not on_a_cpu(like) or type(like) is not Tensor or size * dtype.itemsize > LARGEST:
-        return like.new_empty(shape, dtype=dtype)
+        return None
     piece = _kept.pieces.get((name, dtype))
     if piece is None or piece.numel() < size:
         # one made in inference mode could not be written to outside of it
