@@ -26,9 +26,8 @@ from megatron_eopt.optimizers.engine import Means
 from megatron_eopt.optimizers.managed import ManagedOptimizer
 from megatron_eopt.optimizers.modes import plan_work
 from megatron_eopt.optimizers.sharded import ShardedOptimizer
-from megatron_eopt.routing.model import Routing, overrides_for, route_parameters
+from megatron_eopt.routing.model import Routing, overrides_for, route_parameters, with_splits
 from megatron_eopt.routing.parameters import trainable_parameters
-from megatron_eopt.routing.splits import find_splits
 from megatron_eopt.settings.checks import refuse_for_dtensors
 from megatron_eopt.settings.registry import Overrides
 from megatron_eopt.settings.settings import Settings, resolve
@@ -99,10 +98,9 @@ def build_optimizer(
     with whole_parameters([model]):
         settings, overrides = agreed(checked)
         routing = route_parameters(settings, trainable_parameters([named]), overrides)
-        splits = agreed(lambda: find_splits([named], which=settings.splits))
+        routing = with_splits(routing, settings, [named])
     if settings.clip_grad:
         logger.info("clip_grad is for the training loop: torch.nn.utils.clip_grad_norm_")
-    routing = replace(routing, splits=splits)
     if managing:
         routing = routing.over(shards_of_parameters([model]))
     shares = shares_of(routing.groups, settings.optimizer, 1)
@@ -118,7 +116,7 @@ def resolve_for_dtensors(config: Any) -> Settings:
         ConfigurationTypeError: If a value has the wrong type.
     """
     refuse_for_dtensors(config)
-    settings = resolve(config)
+    settings = replace(resolve(config), of_dtensors=True)
     if settings.exempt_from_clipping:
         rule = "is not supported: all sharded parameters are in one optimizer"
         way_out = "Leave it off, or clip the other parameters' gradients only, in your own loop"

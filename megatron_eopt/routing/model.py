@@ -79,9 +79,9 @@ def route_model(
     if settings.is_standard:
         return routing
     name_parameters(model_chunks)
-    splits = agreed(lambda: find_splits(model_chunks, which=settings.splits))
+    routing = with_splits(routing, settings, model_chunks)
     _tag_as_megatron_does(routing.routes, model_chunks, settings)
-    return Routing(routing.routes, routing.groups, splits)
+    return routing
 
 
 def route_parameters(
@@ -109,6 +109,19 @@ def route_parameters(
         way_out = "Name one of these, or route a parameter to it with config_overrides"
         raise ConfigurationError("optimizer", settings.optimizer, rule, way_out)
     return Routing(routes, groups, {})
+
+
+def with_splits(
+    routing: Routing, settings: Settings, model_chunks: Sequence[torch.nn.Module]
+) -> Routing:
+    """Return a routing with the logical matrices of fused weights; collective over the world."""
+    unsplit = {
+        route.parameter.param
+        for route in routing.routes
+        if not settings.splits_weights_of(route.optimizer)
+    }
+    splits = agreed(lambda: find_splits(model_chunks, which=settings.splits, unsplit=unsplit))
+    return replace(routing, splits=splits)
 
 
 def _tag_as_megatron_does(

@@ -9,7 +9,7 @@ A user declares a weight's split on the parameter, where it wins over everything
 """
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from typing import NamedTuple, get_args
 
 from megatron.core import parallel_state
@@ -57,13 +57,17 @@ class _Weight(NamedTuple):
 
 
 def find_splits(
-    model_chunks: Iterable[nn.Module], *, which: Collection[SplitT]
+    model_chunks: Iterable[nn.Module],
+    *,
+    which: Collection[SplitT],
+    unsplit: Container[nn.Parameter] = (),
 ) -> dict[nn.Parameter, Split]:
     """Return the splits, of *unsharded* shapes, of fused trainable weights whose kind is on.
 
     A weight that is not in the result is one matrix: use ``whole(shape)`` for it. Three-dimensional
-    expert weights are always in it: no option makes one matrix of several experts. A weight that
-    looks fused but is of no known kind is named in one warning.
+    expert weights are always in it: no option makes one matrix of several experts. Those that are
+    ``unsplit`` are split only if they declare it. A weight that looks fused but is of no known kind
+    is named in one warning.
 
     Raises:
         ConfigurationError: If ``which`` has an unknown name or ``per_head`` alone; if a split
@@ -75,7 +79,10 @@ def find_splits(
         rule = "per_head refines the splits of attention projections, none of which is on"
         raise ConfigurationError("which", which, rule, "Add 'qkv', 'mla' or 'linear_attention'")
     unknown: list[str] = []
-    found = {w.param: _split_of(w, which, unknown) for w in _weights(model_chunks)}
+    found = {
+        weight.param: _split_of(weight, () if weight.param in unsplit else which, unknown)
+        for weight in _weights(model_chunks)
+    }
     if unknown:
         logger.warning(
             "These weights look fused but how is not known, so each is treated as one matrix: %s. "

@@ -87,6 +87,7 @@ class Settings(RunSettings):
     main_lr: Mapping[str, float] = field(default_factory=dict)
     prefixes: tuple[str, ...] = ()  # prefixes of the configuration's fields in use
     tp_mode: TpModeT = "auto"  # where tensor-parallel matrices are computed
+    of_dtensors: bool = False  # whether FSDP keeps the weights
 
     @property
     def is_standard(self) -> bool:
@@ -97,6 +98,18 @@ class Settings(RunSettings):
     def state_layout(self) -> StateLayoutT:
         """What of the main optimizer needs whole matrices."""
         return "element_wise" if self.is_standard else entry_of(self.optimizer).state_layout
+
+    def splits_weights_of(self, optimizer: str) -> bool:
+        """Return whether an optimizer gets the matrices of fused weights one by one.
+
+        megatron-core splits them for Muon's family alone. With recommended defaults those who own
+        matrices do so too, for optimizers whose state is that of whole matrices (SOAP).
+        """
+        if optimizer in STANDARD_OPTIMIZERS:
+            return False
+        layout = entry_of(optimizer).state_layout
+        by_owners = self.recommended and (self.of_dtensors or self.storage == "sharded")
+        return layout == "matrix_update" or (layout == "matrix_state" and by_owners)
 
     @property
     def default_overrides(self) -> Overrides:

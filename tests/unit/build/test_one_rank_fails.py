@@ -43,7 +43,7 @@ OF_DTENSORS = [
     "megatron_eopt.build.fsdp2.resolve_for_dtensors",
     "megatron_eopt.build.fsdp2.check_parameters",
     "megatron_eopt.routing.model.route_all",
-    "megatron_eopt.build.fsdp2.find_splits",
+    "megatron_eopt.routing.model.find_splits",
     "megatron_eopt.build.fsdp2.build_base",
     "megatron_eopt.build.fsdp2.dtensor_shards",
 ]

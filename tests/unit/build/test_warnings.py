@@ -7,6 +7,7 @@ import pytest
 from megatron_eopt.build import differences
 from tests.harness import run_ranks
 from tests.unit.build.factories import losses
+from tests.unit.stores.full_state import Case, build
 
 
 class _Lines(logging.Handler):
@@ -19,12 +20,20 @@ class _Lines(logging.Handler):
 
 
 def _warnings(config, ddp, tp):
+    return _heard(lambda: losses("ours", 1, config=config, ddp=ddp, parallel={"tp": tp}))
+
+
+def _recommended(case):
+    return _heard(lambda: build(case))
+
+
+def _heard(work):
     handler = _Lines()
     logger = logging.getLogger("megatron_eopt.build.differences")
     logger.addHandler(handler)
     differences._said.clear()  # each is said once in a process
     try:
-        losses("ours", 1, config=config, ddp=ddp, parallel={"tp": tp})
+        work()
     finally:
         logger.removeHandler(handler)
     return handler.lines
@@ -49,6 +58,36 @@ def test_a_warning_names_the_field(config, ddp, tp, expected):
     found = [line for line in lines if "depends on the number of ranks" in line]
     assert len(found) == (expected is not None)
     assert all(expected in line for line in found)
+
+
+PLAIN = {"use_distributed_optimizer": False}
+
+
+@pytest.mark.parametrize(
+    ("case", "warned"),
+    [
+        (Case("soap", ddp=PLAIN, config=PLAIN), True),
+        (
+            Case(
+                "soap",
+                ddp=PLAIN,
+                config={**PLAIN, "muon_split_qkv": False, "muon_split_gated": False}
+                | {"muon_split_mla": False, "muon_split_linear_attention": False},
+            ),
+            False,
+        ),
+        (Case("soap"), False),
+        (Case("muon", ddp=PLAIN, config=PLAIN), False),
+        (Case("lion", ddp=PLAIN, config=PLAIN), False),
+        (Case("adam", ddp=PLAIN, config=PLAIN), False),
+    ],
+    ids=str,
+)
+def test_who_gets_fused_weights_as_one_matrix_is_told_so(case, warned):
+    lines = run_ranks(1, _recommended, case)[0]
+    assert (
+        any("as one matrix without use_distributed_optimizer" in line for line in lines) == warned
+    )
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 import torch
 from emerging_optimizers.soap import SOAP
+from megatron.core.optimizer import OptimizerConfig
 
 from megatron_eopt.storage import LayerWiseDistributedOptimizer
 from tests.harness import run_ranks
+from tests.unit.build.factories import FACTORIES
 from tests.unit.stores import runs
+from tests.unit.stores.full_state import Case, steps
 from tests.unit.stores.runs import DENSE, MOE, Result, Run, deviation, inject, make_chunk
 
 BuildT = Callable[[list[Any], Any], Any]
@@ -113,6 +116,32 @@ def test_soap_is_the_same_in_fragments():
         for name, (_, weight) in result.weights.items():
             matrix = "layers" in name and weight.dim() == 2
             assert torch.equal(weight, expected.weights[name][1]) or not matrix, name
+
+
+def factorys(case: Case, factory: str) -> dict[str, torch.Tensor]:
+    """Return the weights of layers after two steps of an optimizer with megatron-core's class."""
+    chunk = make_chunk(case.run)
+    flags = {"use_distributed_optimizer": case.run.ddp.get("use_distributed_optimizer", True)}
+    config = OptimizerConfig(
+        optimizer=case.optimizer, lr=0.01, min_lr=0.001, clip_grad=0.0, **flags
+    )
+    optimizer = FACTORIES[factory](config, [chunk])
+    runs.set_lr(optimizer, config)
+    steps(case, chunk, optimizer, 0, 2)
+    weights = {name: param.detach().clone() for name, param in chunk.named_parameters()}
+    return {name: weight for name, weight in weights.items() if "layers" in name}
+
+
+def test_soap_updates_fused_weights_as_megatron_core_does():
+    model = DENSE | {"bias": False}
+    plain = Case("soap", model, ddp={"use_distributed_optimizer": False})
+    expected = run_ranks(1, factorys, plain, "stock")[0]
+    assert any("linear_qkv.weight" in name for name in expected)
+    for world, case in ((1, plain), (1, Case("soap", model)), (2, Case("soap", model))):
+        for found in run_ranks(world, factorys, case, "ours"):
+            for name, weight in expected.items():
+                # without clipping, gradients arrive in every bit as they are in one process
+                assert torch.equal(found[name], weight), (name, world, case)
 
 
 def reload(run: Run) -> float:
