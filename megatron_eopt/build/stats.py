@@ -32,6 +32,9 @@ _COLUMNS = (
 )
 """What is summed over the ranks for each class of optimizer: numbers, or scalars on the device."""
 
+SAMPLED = 1 << 14
+"""Of a larger stored weight about so many numbers, at least half, are looked at for changes."""
+
 
 class _Weight(NamedTuple):
     """A weight that this rank stores."""
@@ -48,8 +51,47 @@ class _Part:
 
     name: str  # class of the optimizer
     driver: Driver | None  # None for an optimizer of megatron-core's own
+    storage: Storage
     weights: list[_Weight] = field(default_factory=list)
     watch: Watch | None = None
+
+    @property
+    def tells_updates(self) -> bool:
+        """Whether the watch gets to know of updates."""
+        return self.driver is not None and self.driver.tells_updates
+
+
+class _Before:
+    """Samples of a part's weights, taken before a step."""
+
+    def __init__(self, part: _Part) -> None:
+        self.part = part
+        self._steps = part.storage.steps
+        self._rates = [float(one.group["lr"]) for one in part.weights]
+        self._samples = [_sample(one.data).clone() for one in part.weights]
+
+    def changes(self, device: torch.device) -> dict[str, Any]:
+        """Return the row of what has changed since, over the learning rate, if a step was done."""
+        if self.part.storage.steps == self._steps:
+            return {}
+        known = [
+            (one, rate, old)
+            for one, rate, old in zip(self.part.weights, self._rates, self._samples, strict=True)
+            if rate and old.numel()
+        ]
+        changes = [_sample(one.data).float() - old.float() for one, _, old in known]
+        # those that were looked at stand for all
+        shares = [one.share * one.data.numel() / old.numel() / rate**2 for one, rate, old in known]
+        return {
+            "updated": sum(one.share * one.data.numel() for one, *_ in known),
+            "squares of updates": sum_of_squares(changes, shares, device),
+        }
+
+
+def _sample(weight: Tensor) -> Tensor:
+    """Return some numbers of a weight, evenly spaced; odd steps come by all of its columns."""
+    numbers = weight.reshape(-1)
+    return numbers[:: numbers.numel() // SAMPLED | 1]
 
 
 class Stats:
@@ -72,12 +114,14 @@ class Stats:
         for part, driver in driven:
             part.watch = Watch(device, {one.number: one.share for one in part.weights})
             driver.be_watched(part.watch)
+        before = [_Before(part) for part in parts if not part.tells_updates]
         try:
             yield
         finally:
             for _, driver in driven:
                 driver.be_watched(None)
         self._rows = [(part.name, _row(part, device), part.watch) for part in parts]
+        self._rows += [(one.part.name, one.changes(device), None) for one in before]
         self._values = None
 
     def values(self) -> dict[str, float]:
@@ -115,13 +159,13 @@ def _parts(member: Member) -> list[_Part]:
     if storage.is_stub_optimizer:
         return []
     found = [
-        (_Part(driver.name, driver), list(driver.numbered(member.groups_of(driver))))
+        (_Part(driver.name, driver, storage), list(driver.numbered(member.groups_of(driver))))
         for driver in member.drivers
     ]
     if not member.drivers:
         groups = storage.optimizer.param_groups
         placed = [(group, main, 0) for group in groups for main in group["params"]]
-        found = [(_Part(type(storage.optimizer).__name__, None), placed)]
+        found = [(_Part(type(storage.optimizer).__name__, None, storage), placed)]
     stored = {item.main: item for item in storage.stored()}
     for part, placed in found:
         for group, main, number in placed:
@@ -159,6 +203,7 @@ def _row(part: _Part, device: torch.device) -> dict[str, Any]:
         "squares": sum_of_squares(tensors, shares, device),
     }
     if (watch := part.watch) is not None:
+        # nothing, unless the driver tells its updates
         row |= {"updated": watch.elements, "squares of updates": watch.squares}
         row |= {"samples": len(watch.residuals), "residuals": sum(watch.residuals)}
     return row

@@ -64,6 +64,7 @@ class Driver:
     """Steps some parameter groups; see Note [Drivers]."""
 
     needs_matrices = False  # whether it brings whole matrices together
+    tells_updates = False  # whether whoever watches it gets to know of its updates
     is_clipped = True  # whether its gradients are scaled down with all others'
     # kinds of state that need not be in what is loaded
     dispensable: frozenset[str] = frozenset()

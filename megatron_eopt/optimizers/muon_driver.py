@@ -62,6 +62,7 @@ class MuonDriver(Driver):
     """Steps Muon; see Note [Phases of a step]. The dtype of ``means`` is the arithmetic's."""
 
     needs_matrices = True
+    tells_updates = True
 
     def __init__(
         self, name: str, settings: MuonSettings, shards: Sequence[Shard], means: Means

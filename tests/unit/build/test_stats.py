@@ -12,6 +12,7 @@ import torch
 from torch import distributed
 
 import megatron_eopt
+from megatron_eopt.build.stats import SAMPLED, _sample
 from megatron_eopt.math.finite import NonFiniteError
 from megatron_eopt.optimizers.watch import sample_of
 from tests.harness import run_ranks
@@ -61,13 +62,15 @@ def reference(case: Case) -> dict[str, float]:
     own = {p for group in optimizer.members[0].groups_of(driver) for p in group["params"]}
     before = {param: param.detach().clone() for param in chunk.parameters()}
     steps(case, chunk, optimizer, 1, 2)
-    updates = {p: (before[p].double() - p.double()) / LR for p in own}
+    updates = {p: (before[p].double() - p.double()) / LR for p in chunk.parameters()}
+    others = [p for p in chunk.parameters() if p not in own]
     expected = {
         f"{MUON}/learning-rate": LR,
         f"{ADAM}/learning-rate": LR,
         f"{MUON}/weight-rms": rms(list(own)),
-        f"{ADAM}/weight-rms": rms([p for p in chunk.parameters() if p not in own]),
-        f"{MUON}/update-rms": rms(list(updates.values())),
+        f"{ADAM}/weight-rms": rms(others),
+        f"{MUON}/update-rms": rms([updates[p] for p in own]),
+        f"{ADAM}/update-rms": rms([updates[p] for p in others]),
     }
     if case.config.get("muon_split_qkv", True):
         return expected
@@ -104,7 +107,7 @@ LAYOUTS = {
 
 def test_values_are_those_of_whole_weights_at_every_layout():
     bare = [reference_of(with_config(ONE_RANK, **BARE))]
-    assert len(bare[0]) == 6
+    assert len(bare[0]) == 7
     for name, (world, case) in LAYOUTS.items():
         found = run_ranks(world, watched, with_config(case, **BARE))
         assert all(other == found[0] for other in found), name
@@ -124,7 +127,7 @@ def test_experts_and_pieces_of_fused_weights_are_counted_once():
     for single, parallel in ((EXPERTS, {"ep": 2}), (ONE_RANK, {"tp": 2, "pp": 1})):
         expected = reference_of(single)
         found = run_ranks(2, watched, Case(model=single.model, parallel=parallel))[0]
-        assert len(expected) == 5
+        assert len(expected) == 6
         for what, value in expected.items():
             assert found[what] == pytest.approx(value, rel=1e-4), what
 
@@ -145,6 +148,51 @@ def test_decay_is_no_part_of_an_update():
     what = f"{MUON}/update-rms"
     assert plain[what] == pytest.approx(decayed[what], rel=1e-3)
     assert plain[f"{MUON}/weight-rms"] > 1.005 * decayed[f"{MUON}/weight-rms"]
+
+
+def seen_and_done(case: Case) -> tuple[list[float], list[float]]:
+    """Return the update RMS of each class, and how far parameters moved over the learning rate.
+
+    The first step is that of a warm-up, with a learning rate of 0.
+    """
+    chunk, optimizer = build(with_config(case, log_optimizer_stats=True, weight_decay=0.0))
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    steps(case, chunk, optimizer, 0, 1)
+    assert not any("update-rms" in name for name in optimizer.stats())
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    before = [param.detach().clone() for param in chunk.parameters()]
+    steps(case, chunk, optimizer, 1, 2)
+    moved = [(b - p.detach()) / LR for b, p in zip(before, chunk.parameters(), strict=True)]
+    found = {name: value for name, value in optimizer.stats().items() if "update-rms" in name}
+    return list(found.values()), [rms(moved)]
+
+
+@pytest.mark.parametrize("name", ["adam", "sgd", "lion", "soap"])
+def test_the_update_of_every_other_optimizer_is_what_weights_moved_by(name):
+    # whole weights have owners in fragments alone, who would split fused ones
+    bare = BARE if name == "soap" else {}
+    case = with_config(Case(name, DENSE, **REPLICATED), **bare)
+    ((whole, done),) = run_ranks(1, seen_and_done, case)
+    if len(whole) == 1:
+        assert whole == pytest.approx(done, rel=1e-4)
+    else:
+        assert min(whole) < done[0] < max(whole)
+    for cut, _ in run_ranks(2, seen_and_done, with_config(Case(name, DENSE), **bare)):
+        # float32 weights of about 0.02 that move by 0.01 of the update
+        assert cut == pytest.approx(whole, rel=1e-3)
+
+
+def test_a_large_weight_is_looked_at_in_all_of_its_columns():
+    weight = torch.arange(1024 * 256).view(1024, 256)
+    looked_at = _sample(weight)
+    assert SAMPLED / 2 <= len(looked_at) <= 2 * SAMPLED
+    assert set((looked_at % 256).tolist()) == set(range(256))
+    small = torch.arange(SAMPLED - 1)
+    assert torch.equal(_sample(small), small)
+    assert _sample(torch.empty(0)).numel() == 0
 
 
 def calls_of_a_step(case: Case, watching: bool) -> tuple[list[str], dict[str, int]]:
@@ -219,7 +267,9 @@ def skips() -> list[tuple[float, bool]]:
             param.main_grad.mul_(factor)
         optimizer.step()
         stats = optimizer.stats()
-        found.append((stats["optimizer/skipped-steps"], f"{MUON}/update-rms" in stats))
+        updated = {name for name in (MUON, ADAM) if f"{name}/update-rms" in stats}
+        assert len(updated) in (0, 2)
+        found.append((stats["optimizer/skipped-steps"], bool(updated)))
     return found
 
 
