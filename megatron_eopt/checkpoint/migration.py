@@ -45,8 +45,15 @@ class Reading:
 
     def choose(self, values: Mapping[int, Value], shapes: Shapes, there: Collection[str]) -> None:
         """Choose for all values of a parameter, of which the checkpoint has the kinds ``there``."""
+        # a weight that was split otherwise has other matrices, though some of a shape and name
+        other_matrices = any(
+            any(source.is_of_another_shape(shapes) for source in value.sources)
+            and not any(source.is_in(shapes) for source in value.sources)
+            for value in values.values()
+            if value.kept is not None
+        )
         for place, value in values.items():
-            for source in value.sources:
+            for source in value.sources if value.kept is None or not other_matrices else ():
                 meant = self.policy.momentum_from_adam or not source.from_adam
                 if meant and source.is_in(shapes):
                     self.chosen[place] = source
@@ -125,7 +132,7 @@ def missing_state(missing: list[str], *, other_buckets: bool = False) -> Configu
         )
     return ConfigurationError(
         "checkpoint",
-        shortened(missing),
+        shortened(list(dict.fromkeys(missing))),
         rule,
         "Load a checkpoint of this optimizer (where it belongs to tensor-parallel slabs, one of as "
         "many), or say what may start fresh: "

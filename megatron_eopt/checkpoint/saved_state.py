@@ -65,6 +65,14 @@ class Source:
             for piece in self.pieces
         )
 
+    def is_of_another_shape(self, shapes: Shapes) -> bool:
+        """Whether a checkpoint has a tensor of this name that cannot be this one."""
+        return any(
+            shapes.get(piece.key) not in (None, tuple(piece.global_shape))
+            for piece in self.pieces
+            if isinstance(piece, ShardedTensor)
+        )
+
 
 @dataclass(frozen=True)
 class Whereabouts:

@@ -1,6 +1,7 @@
 """Programs without the trainer: save, load, and a checksum that no layout changes."""
 
 import logging
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_eopt import checkpoints
+from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.checkpoint.keys import split_key, tensors
 from tests.harness import run_ranks
+from tests.harness.scene import forget_megatron
 from tests.unit.stores.full_state import Case, build, sharded, steps, unwrapped
 from tests.unit.stores.runs import DENSE, MOE
 
@@ -196,3 +199,29 @@ def test_keys_are_split():
         False,
     )
     assert split_key("decoder.optimizer_like.weight") is None
+
+
+def other_matrices(writes: Case, reads: Case, folder: str) -> str:
+    """Load where fused weights are split otherwise; return what is to start fresh, and do so."""
+    save(writes, folder)
+    forget_megatron()
+    with pytest.raises(ConfigurationError) as error:
+        resume(reads, folder)
+    named = re.search(r"--checkpoint-fresh-state (.*) \(", str(error.value))
+    assert named is not None
+    forget_megatron()
+    chunk, optimizer = resume(reads, folder, fresh=named[1].split())
+    steps(reads, chunk, optimizer, 2, 3)
+    return named[1]
+
+
+WHOLE = {"muon_split_qkv": False, "muon_split_gated": False}
+
+
+@pytest.mark.parametrize(("writes", "reads"), [({}, WHOLE), (WHOLE, {})], ids=["parts", "whole"])
+def test_no_state_is_taken_from_another_matrix_of_the_same_name(tmp_path, writes, reads):
+    # the right factors of a fused weight and of its first part have the same shape, and averages,
+    # which are there for every element, are in the basis of one matrix
+    cases = (Case("soap", DENSE, config=config) for config in (writes, reads))
+    for named in run_ranks(2, other_matrices, *cases, str(tmp_path)):
+        assert named == "L Q_L Q_R R exp_avg exp_avg_sq"
