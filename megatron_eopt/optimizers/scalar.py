@@ -12,6 +12,7 @@ from emerging_optimizers.scalar_optimizers import Lion
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core.utils import log_single_rank
 
+from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import FIRST_MOMENT, MOMENTUM
 from megatron_eopt.base.upstream import needed
 from megatron_eopt.optimizers.driver import InitState, empty_states, zeros
@@ -64,6 +65,13 @@ def build_scalar_optimizer(
 def _offloaded(
     name: str, groups: list[dict[str, Any]], settings: RunSettings
 ) -> torch.optim.Optimizer:
+    params = [param for group in groups for param in group["params"]]
+    if params and not any(param.is_cuda for param in params):
+        rule = (
+            f"when {name} alone steps, is the work of megatron-core's hybrid optimizer, which "
+            "copies weights from a GPU, and these are on none"
+        )
+        raise ConfigurationError("optimizer_cpu_offload", True, rule, "Leave it off without a GPU")
     is_adam = name == "adam"
     on_gpu = megatron_optimizer.Adam if is_adam else megatron_optimizer.SGD
     on_cpu = torch.optim.AdamW if is_adam else torch.optim.SGD

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import distributed
 
+from megatron_eopt.base.errors import ConfigurationError
 from tests.harness import run_ranks
 from tests.harness.scene import forget_megatron
 from tests.unit.stores.full_state import Case, build, differences, full_state, load, save, steps
@@ -90,3 +91,18 @@ def resumed(case: Case, before: float, after: float, folder: str) -> list[str]:
 def test_checkpoints_are_those_of_a_resident_run(tmp_path, before, after):
     case = CASES["adamuon"]
     assert run_ranks(2, resumed, case, before, after, str(tmp_path), timeout=300) == [[], []]
+
+
+def refused(case: Case) -> str:
+    with pytest.raises(ConfigurationError) as error:
+        build(case)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", ["adam", "sgd"])
+@pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "plain"])
+def test_what_megatron_core_off_loads_from_a_gpu_is_refused_without_one(name, sharded):
+    flags = {"use_distributed_optimizer": sharded}
+    case = Case(name, MODEL, ddp=flags, config={**flags, "optimizer_cpu_offload": True})
+    for message in run_ranks(2, refused, case):
+        assert message.startswith(f"optimizer_cpu_offload=True: when {name} alone steps")
