@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from megatron.core.utils import log_single_rank
@@ -91,9 +92,11 @@ def _warnings(
             "brings entries to about 1 by itself, so this scale makes them as large as the root "
             "of the matrix's larger side; 'shape_scaling' with muon_extra_scale_factor=0.2 does not"
         )
-    layout = settings.state_layout
-    owners_would = settings.recommended and bool(settings.splits) and layout == "matrix_state"
-    if owners_would and not settings.splits_weights_of(settings.optimizer):
+    splits, owners_split = (
+        item.splits_weights_of(settings.optimizer)
+        for item in (settings, replace(settings, storage="sharded"))
+    )
+    if settings.splits and owners_split and not splits:
         yield (
             f"optimizer={settings.optimizer!r} updates a fused weight (Q, K and V; gate and up) as "
             "one matrix without use_distributed_optimizer; with it, each of them by itself"
@@ -106,7 +109,7 @@ def _warnings(
             "itself, so the result depends on the number of ranks; 'duplicated' and 'auto' are "
             "exact"
         )
-    replicated = settings.storage == "replicated" and layout != "element_wise"
+    replicated = settings.storage == "replicated" and settings.state_layout != "element_wise"
     if "tp_mode" not in arguments and replicated:
         yield (
             f"optimizer={settings.optimizer!r} updates each tensor-parallel rank's piece of a "

@@ -67,23 +67,23 @@ class _Before:
     def __init__(self, part: _Part) -> None:
         self.part = part
         self._steps = part.storage.steps
-        self._rates = [float(one.group["lr"]) for one in part.weights]
-        self._samples = [_sample(one.data).clone() for one in part.weights]
+        self._seen = [
+            (one, float(one.group["lr"]), _sample(one.data).clone())
+            for one in part.weights
+            if one.group["lr"] and one.data.numel()
+        ]
 
     def changes(self, device: torch.device) -> dict[str, Any]:
         """Return the row of what has changed since, over the learning rate, if a step was done."""
         if self.part.storage.steps == self._steps:
             return {}
-        known = [
-            (one, rate, old)
-            for one, rate, old in zip(self.part.weights, self._rates, self._samples, strict=True)
-            if rate and old.numel()
-        ]
-        changes = [_sample(one.data).float() - old.float() for one, _, old in known]
+        changes = [_sample(one.data).float() - old.float() for one, _, old in self._seen]
         # those that were looked at stand for all
-        shares = [one.share * one.data.numel() / old.numel() / rate**2 for one, rate, old in known]
+        shares = [
+            one.share * one.data.numel() / old.numel() / rate**2 for one, rate, old in self._seen
+        ]
         return {
-            "updated": sum(one.share * one.data.numel() for one, *_ in known),
+            "updated": sum(one.share * one.data.numel() for one, *_ in self._seen),
             "squares of updates": sum_of_squares(changes, shares, device),
         }
 

@@ -46,14 +46,11 @@ class Reading:
     def choose(self, values: Mapping[int, Value], shapes: Shapes, there: Collection[str]) -> None:
         """Choose for all values of a parameter, of which the checkpoint has the kinds ``there``."""
         # a weight that was split otherwise has other matrices, though some of a shape and name
-        other_matrices = any(
-            any(source.is_of_another_shape(shapes) for source in value.sources)
-            and not any(source.is_in(shapes) for source in value.sources)
-            for value in values.values()
-            if value.kept is not None
-        )
+        other_matrices = any(value.is_of_another_matrix(shapes) for value in values.values())
         for place, value in values.items():
-            for source in value.sources if value.kept is None or not other_matrices else ():
+            if other_matrices and value.kept is not None:
+                continue
+            for source in value.sources:
                 meant = self.policy.momentum_from_adam or not source.from_adam
                 if meant and source.is_in(shapes):
                     self.chosen[place] = source

@@ -65,7 +65,7 @@ class Source:
             for piece in self.pieces
         )
 
-    def is_of_another_shape(self, shapes: Shapes) -> bool:
+    def is_in_another_shape(self, shapes: Shapes) -> bool:
         """Whether a checkpoint has a tensor of this name that cannot be this one."""
         return any(
             shapes.get(piece.key) not in (None, tuple(piece.global_shape))
@@ -129,6 +129,14 @@ class Value:
     def is_count(self) -> bool:
         """Whether it is a count of steps that may differ from what is common to all."""
         return self.flat is None and self.kept is None
+
+    def is_of_another_matrix(self, shapes: Shapes) -> bool:
+        """Whether a checkpoint has it under this name of a matrix of another shape."""
+        return (
+            self.kept is not None
+            and not any(source.is_in(shapes) for source in self.sources)
+            and any(source.is_in_another_shape(shapes) for source in self.sources)
+        )
 
     def take(self, loaded: Sequence[Any], source: Source) -> None:
         """Write what was loaded from a source to where it belongs, unless it is there already."""

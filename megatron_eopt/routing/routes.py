@@ -5,10 +5,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_eopt.base.errors import ConfigurationError, check_choice
-from megatron_eopt.base.names import NO_MUON_ATTRIBUTE, STANDARD_OPTIMIZERS
+from megatron_eopt.base.names import NO_MUON_ATTRIBUTE
 from megatron_eopt.routing.overrides import Merged, merge
 from megatron_eopt.routing.parameters import ModelParameter
-from megatron_eopt.settings.registry import NOT_A_MATRIX, Overrides, entry_of, optimizer_names
+from megatron_eopt.settings.registry import (
+    NOT_A_MATRIX,
+    Overrides,
+    optimizer_names,
+    state_layout_of,
+)
 from megatron_eopt.settings.settings import Settings
 
 
@@ -70,7 +75,7 @@ def _by_default(parameter: ModelParameter, defaults: Overrides, settings: Settin
 
 def _check_wish(parameter: ModelParameter, optimizer: str) -> None:
     check_choice("config_overrides[...]['optimizer']", optimizer, optimizer_names())
-    if optimizer in STANDARD_OPTIMIZERS or entry_of(optimizer).state_layout == "element_wise":
+    if state_layout_of(optimizer) == "element_wise":
         return
     if not parameter.has_matrix_shape:
         rule = f"takes matrices only, and {parameter.name} has the shape {parameter.shape}"

@@ -171,6 +171,11 @@ def entry_of(name: str) -> EmergingOptimizerEntry:
     return known[name]
 
 
+def state_layout_of(name: str) -> StateLayoutT:
+    """Return what of the optimizer ``name`` needs whole matrices; of Adam and SGD nothing does."""
+    return "element_wise" if name in STANDARD_OPTIMIZERS else entry_of(name).state_layout
+
+
 def optimizer_names() -> tuple[str, ...]:
     """Return the names of all optimizers, sorted."""
     return tuple(sorted({*entries(), *STANDARD_OPTIMIZERS}))

@@ -25,7 +25,13 @@ from megatron_eopt.matrices import SplitT
 from megatron_eopt.settings.checks import check_values, refuse_for_matrices
 from megatron_eopt.settings.config import EmergingOptimizerConfig
 from megatron_eopt.settings.fields import first_field
-from megatron_eopt.settings.registry import Overrides, StateLayoutT, entry_of, optimizer_names
+from megatron_eopt.settings.registry import (
+    Overrides,
+    StateLayoutT,
+    entry_of,
+    optimizer_names,
+    state_layout_of,
+)
 
 StorageT = Literal["replicated", "sharded"]
 """Where main weights and state live: whole on every data-parallel rank, or in ZeRO-1 fragments."""
@@ -97,7 +103,7 @@ class Settings(RunSettings):
     @property
     def state_layout(self) -> StateLayoutT:
         """What of the main optimizer needs whole matrices."""
-        return "element_wise" if self.is_standard else entry_of(self.optimizer).state_layout
+        return state_layout_of(self.optimizer)
 
     def splits_weights_of(self, optimizer: str) -> bool:
         """Return whether an optimizer gets the matrices of fused weights one by one.
@@ -105,9 +111,7 @@ class Settings(RunSettings):
         megatron-core splits them for Muon's family alone. With recommended defaults those who own
         matrices do so too, for optimizers whose state is that of whole matrices (SOAP).
         """
-        if optimizer in STANDARD_OPTIMIZERS:
-            return False
-        layout = entry_of(optimizer).state_layout
+        layout = state_layout_of(optimizer)
         by_owners = self.recommended and (self.of_dtensors or self.storage == "sharded")
         return layout == "matrix_update" or (layout == "matrix_state" and by_owners)
 
