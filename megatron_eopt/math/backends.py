@@ -24,7 +24,8 @@ from megatron_eopt.base.errors import ConfigurationError, check_choice
 from megatron_eopt.base.upstream import found, needed
 from megatron_eopt.math.algorithm import AlgorithmT, Plan
 from megatron_eopt.math.coefficients import Triple
-from megatron_eopt.math.newton_schulz import ReduceT, normalize
+from megatron_eopt.math.newton_schulz import ReduceT
+from megatron_eopt.math.normalization import normalize
 
 
 class Compute(Protocol):

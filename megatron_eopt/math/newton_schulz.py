@@ -1,4 +1,4 @@
-"""The Newton-Schulz iteration, by the book and on Gram matrices, and the normalisation before it.
+"""The Newton-Schulz iteration, by the book and on Gram matrices.
 
 Shapes: a *wide* matrix is ``(m, n)`` or ``(batch, m, n)`` with ``m <= n``; callers transpose first,
 so that the Gram matrix is the small one. A matrix whose memory is tall stays tall (``tall=True``,
@@ -32,7 +32,6 @@ Note [Teams]
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import cycle, pairwise, repeat
 from typing import Protocol, cast
 
@@ -69,84 +68,6 @@ products after its own, by the next one; an inner factor, a Gram matrix and a po
 """
 
 _NEW: Iterator[Tensor | None] = repeat(None)
-
-# Squares of smaller numbers leave float32; above it the clamp hides what underflows.
-_FLOAT32_SAFE_EPS = 1e-15
-
-# Entries that a thread takes: half of a core's second-level cache in float32.
-_WIDENED_AT_ONCE = 1 << 18
-
-
-def normalize(
-    x: Tensor,
-    eps: float,
-    dtype: torch.dtype,
-    reduce: ReduceT | None = None,
-    *,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Divide each matrix by its Frobenius norm, or by ``eps`` where that is larger.
-
-    Rows are summed in float32 and then combined in float64: a flat float32 sum over the millions of
-    entries of a weight loses up to four digits on a CPU. Entries beyond 1e19 overflow a float32
-    row and give a zero update; float64 input has no such limit.
-
-    Returns:
-        A contiguous tensor of this ``dtype``, shaped like ``x``, ``(..., m, n)`` of any float
-        dtype; every spectral norm is at most 1. It is new, or ``out``, which is contiguous, of this
-        dtype, and may be ``x``.
-    """
-    careful = x.dtype == torch.float64 or eps < _FLOAT32_SAFE_EPS
-    # The norm over the contiguous dimension first: it is the fast one.
-    rows = _row_norms(
-        x if x.stride(-1) <= x.stride(-2) else x.mT, torch.float64 if careful else torch.float32
-    )
-    norm = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float64)
-    if reduce is not None:
-        norm = reduce(norm.square_()).sqrt_()
-    factor = norm.clamp_(min=eps).reciprocal_()
-    if x.dtype != torch.float64:
-        factor = factor.to(torch.float32)
-    # Contiguous: products that write into a transposed bfloat16 batch leave the vendor's library on
-    # a CPU and take a thousand times longer.
-    if out is None:
-        out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    if x.dtype == dtype and _mixes_slowly(x):
-        # a number by itself is taken as it is, so that what is float32 is rounded but once
-        each = (tensor.reshape(-1, *x.shape[-2:]) for tensor in (x, out))
-        for matrix, place, number in zip(*each, factor.flatten(), strict=True):
-            torch.mul(matrix, number, out=place)
-        return out
-    factor = factor[..., None, None]
-    if x.is_cuda or x.dtype == dtype:
-        return torch.mul(x, factor, out=out)
-    if _mixes_slowly(x):
-        wide = out.copy_(x) if dtype == torch.float32 else _widened(x)
-        product = wide.mul_(factor)
-    else:
-        product = torch.mul(x, factor, out=scratch("widened", x.shape, x, factor.dtype))
-    return out if product is out else out.copy_(product)
-
-
-def _mixes_slowly(x: Tensor) -> bool:
-    """Whether kernels that mix this dtype with another are several times slower than passes."""
-    return not x.is_cuda and x.dtype.itemsize == 2
-
-
-def _row_norms(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the norm of each row, on a CPU of as many widened ones as stay in a cache."""
-    norms: Callable[[Tensor], Tensor] = partial(torch.linalg.vector_norm, dim=-1, dtype=dtype)
-    if not _mixes_slowly(x):
-        return norms(x)
-    few = max(1, torch.get_num_threads() * _WIDENED_AT_ONCE // x.shape[-1])
-    parts = torch.split(x.flatten(0, -2), few)
-    return torch.cat([norms(_widened(part)) for part in parts]).view(x.shape[:-1])
-
-
-def _widened(x: Tensor) -> Tensor:
-    """Return a float32 copy, which the next one may overwrite."""
-    place = scratch("widened", x.shape, x, torch.float32)
-    return x.to(torch.float32) if place is None else place.copy_(x)
 
 
 def iterate_standard(

@@ -19,7 +19,8 @@ from megatron_eopt.base.upstream import default_of
 from megatron_eopt.math.algorithm import AlgorithmT, Plan, choose_algorithm
 from megatron_eopt.math.backends import Backend, get_backend, register_backend
 from megatron_eopt.math.coefficients import CoefficientsLike, Triple, resolve_coefficients
-from megatron_eopt.math.newton_schulz import ReduceT, iterate_gram, iterate_standard, normalize
+from megatron_eopt.math.newton_schulz import ReduceT, iterate_gram, iterate_standard
+from megatron_eopt.math.normalization import normalize
 from megatron_eopt.math.precision import PRECISIONS, PrecisionT
 from megatron_eopt.math.products import has_instructions
 from megatron_eopt.math.scaling import ScaleModeT, scale_factor

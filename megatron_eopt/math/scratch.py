@@ -56,3 +56,9 @@ def scratch(
         with torch.inference_mode(False):
             piece = _kept.pieces[name, dtype] = torch.empty(size, dtype=dtype, device="cpu")
     return piece[:size].view(shape)
+
+
+def converted(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a copy of this dtype, which the next one may overwrite."""
+    place = scratch("converted", x.shape, x, dtype)
+    return x.to(dtype, copy=True) if place is None else place.copy_(x)

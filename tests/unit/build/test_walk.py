@@ -54,6 +54,7 @@ ASIDE = {
     "layouts/stacks.py": "tells where a matrix may lie",
     "math/algorithm.py": "counts products, to end in the right memory",
     "math/backends.py": "chooses the iteration",
+    "math/normalization.py": "divides by norms",
     "math/products.py": "multiplies",
     "math/scaling.py": "computes a factor from a shape",
     "math/scratch.py": "keeps memory for what comes and goes",
