@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_eopt.base.function_modes import without_modes
 from megatron_eopt.math.products import on_a_cpu
+from megatron_eopt.math.scratch import converted
 from megatron_eopt.optimizers.driver import ParamGroup
 
 WeightDecayT = Literal["decoupled", "l2", "independent"]
@@ -105,8 +106,10 @@ def subtract(
         return
     for param, update in zip(params, updates, strict=True):
         for p, u in _parts(param, update):
-            shrink([p], rate)
-            p.add_(u.to(p.dtype), alpha=-lr)
+            same = u if u.dtype == p.dtype else converted(u, p.dtype)
+            if rate:
+                p.add_(p, alpha=-rate)
+            p.add_(same, alpha=-lr)
 
 
 def _parts(*alike: Tensor) -> Iterable[tuple[Tensor, ...]]:
