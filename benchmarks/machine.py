@@ -30,8 +30,14 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
 
 
 def commit() -> str:
-    """Return the commit of the sources, ``-dirty`` if they differ; empty outside of git."""
-    return first_line("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12")
+    """Return the commit of the sources, ``-dirty`` if they differ; empty outside of git.
+
+    Figures under ``docs`` are no sources: one benchmark's do not make the next one's commit dirty.
+    """
+    git = ("git", "-C", str(ROOT))
+    name = first_line(*git, "describe", "--always", "--abbrev=12")
+    changed = first_line(*git, "status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs")
+    return f"{name}-dirty" if changed else name
 
 
 def first_line(*command: str) -> str:
