@@ -10,7 +10,7 @@ from emerging_optimizers.orthogonalized_optimizers import AdaptiveMuon
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.base.errors import ConfigurationError, check_choice, check_number
+from megatron_eopt.base.errors import ConfigurationError, check_choice, check_switch
 from megatron_eopt.base.names import MOMENT2, TpModeT
 from megatron_eopt.base.upstream import found, parameters_of
 from megatron_eopt.math.moments import MOMENT2_METHODS, Moment2MethodT
@@ -90,6 +90,7 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon, AdaptiveMuon):
             rule = "does not work with l2 weight decay, which would enter the gradient norms"
             way_out = "Use decoupled weight decay"
             raise ConfigurationError("moment2_method", moment2_method, rule, way_out)
+        check_switch("bias_correction", bias_correction)
         self.moment2_method: Moment2MethodT = moment2_method
         self.bias_correction = bias_correction
         self.scale_mode = scale_mode
@@ -115,18 +116,6 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon, AdaptiveMuon):
             **options,
         )
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; its parameters get their state at once.
-
-        Raises:
-            ConfigurationError: If a setting of the group or a parameter cannot be honoured.
-        """
-        for name, value in self._group_defaults.items():
-            param_group.setdefault(name, value)
-        check_number("beta2", param_group["beta2"], at_least=0, below=1)
-        check_number("eps", param_group["eps"], above=0)
-        super().add_param_group(param_group)
-
     def driver_over(self, shards: Sequence[Shard], means: Means) -> AdaptiveDriver:
         """Return what steps other shards with this optimizer's settings, in float32."""
         settings = AdaptiveSettings(
@@ -144,8 +133,7 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon, AdaptiveMuon):
         Between steps a rank is up to date only with what it computes itself (NorMuon in the modes
         that share work).
         """
-        assert self.driver is not None
-        self.driver.complete(self.param_groups, self.state)
+        self.prepared().complete(self.param_groups, self.state)
 
     def statistics_of(self, param: Tensor) -> list[Tensor]:
         """Return views of a parameter's second moments, one for each of its logical matrices.
@@ -153,8 +141,8 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon, AdaptiveMuon):
         They have the shapes of whole matrices' statistics, blockwise those of this rank's pieces;
         AdaMuon's is one view in the parameter's shape.
         """
+        number = next(n for _, p, n in self.numbered() if p is param)
         assert isinstance(self.driver, AdaptiveDriver)
-        number = next(n for _, p, n in self.driver.numbered(self.param_groups) if p is param)
         return self.driver.statistics_of(number, self.state[param][MOMENT2])
 
     @classmethod

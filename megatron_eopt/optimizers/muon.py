@@ -1,42 +1,36 @@
 """Muon for parameters that tensor parallelism may have cut, as a torch optimizer."""
 
 import functools
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import torch
 from emerging_optimizers.orthogonalized_optimizers import OrthogonalizedOptimizer
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.base.agreement import agreed_in
-from megatron_eopt.base.errors import (
-    ConfigurationError,
-    check_choice,
-    check_number,
-)
+from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import DEFAULT_WAVE_MB, TpModeT
-from megatron_eopt.math.algorithm import ALGORITHMS, AlgorithmT
-from megatron_eopt.math.backends import on_syrk
-from megatron_eopt.math.coefficients import check_steps, coefficient_names
+from megatron_eopt.math.algorithm import AlgorithmT
 from megatron_eopt.math.finite import check_finite as check_finite_gradients
-from megatron_eopt.math.low_precision import MOMENTUM_DTYPES, MomentumDtypeT
+from megatron_eopt.math.low_precision import MomentumDtypeT
 from megatron_eopt.math.newton_schulz import ReduceT
-from megatron_eopt.math.orthogonalize import DEFAULT_EPS, Orthogonalization
-from megatron_eopt.math.precision import PRECISIONS
-from megatron_eopt.math.scaling import SCALE_MODES
+from megatron_eopt.math.orthogonalize import DEFAULT_EPS
 from megatron_eopt.matrices import Split, qkv, whole
 from megatron_eopt.optimizers.driver import ParamGroup, loss_of
 from megatron_eopt.optimizers.engine import MatrixEngine, Means
-from megatron_eopt.optimizers.muon_arithmetic import (
-    WEIGHT_DECAY_METHODS,
-    WeightDecayT,
-    shrink,
-    subtract,
+from megatron_eopt.optimizers.muon_arguments import (
+    check_fused,
+    check_kept,
+    check_matrix,
+    check_switches,
+    orthogonalization_of,
+    weight_decay_method_of,
 )
+from megatron_eopt.optimizers.muon_arithmetic import WeightDecayT, shrink, subtract
 from megatron_eopt.optimizers.muon_driver import MuonDriver, MuonSettings
+from megatron_eopt.optimizers.planned import PlannedOptimizer
 from megatron_eopt.stores.replicated import slab, tensor_parallel_cut
 from megatron_eopt.stores.shard import Shard
 
@@ -44,7 +38,7 @@ HOOKS = ("pre_weight_update_fn_inplace", "post_weight_update_fn_inplace")
 """What subclasses of emerging-optimizers' class may do to whole parameters around an update."""
 
 
-class TensorParallelMuon(OrthogonalizedOptimizer):
+class TensorParallelMuon(PlannedOptimizer):
     """Muon: momentum whose singular values are brought close to one, matrix by matrix.
 
     The method is Keller Jordan's (https://kellerjordan.github.io/posts/muon/). A parameter of shape
@@ -70,7 +64,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         coefficient_type: Name of the iteration's coefficient set, or triples of your own.
         num_ns_steps: Steps of the Newton-Schulz iteration, at least 1.
         scale_mode: How the update is scaled to the shape of the whole matrix.
-        extra_scale_factor: A further factor on the update.
+        extra_scale_factor: A further factor on the update, above 0.
         pg_collection: Process groups; ``tp`` and, for experts, ``expt_tp`` are used.
         tp_mode: Where a cut matrix is computed, see :data:`megatron_eopt.base.names.TpModeT`.
         use_syrk: Compute on emerging-optimizers' SYRK kernels where they can be used, else warn.
@@ -123,10 +117,11 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         wave_mb: float = DEFAULT_WAVE_MB,
         momentum_dtype: MomentumDtypeT = "fp32",
     ) -> None:
-        if weight_decay_method is None:
-            weight_decay_method = "decoupled" if use_decoupled_weight_decay else "l2"
-        check_choice("weight_decay_method", weight_decay_method, WEIGHT_DECAY_METHODS)
-        arithmetic = self.orthogonalization = _orthogonalization(
+        check_switches(nesterov=nesterov, split_qkv=split_qkv, batched=batched, use_syrk=use_syrk)
+        check_fused(is_qkv_fn, qkv_split_shapes, splits)
+        check_kept(check_finite, wave_mb, momentum_dtype)
+        method = weight_decay_method_of(use_decoupled_weight_decay, weight_decay_method)
+        arithmetic = self.orthogonalization = orthogonalization_of(
             coefficients=coefficient_type,
             steps=num_ns_steps,
             scale_mode=scale_mode,
@@ -138,19 +133,16 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             use_syrk=use_syrk,
             tp_mode=tp_mode,
         )
-        check_choice("momentum_dtype", momentum_dtype, MOMENTUM_DTYPES)
-        self._muon = MuonSettings(nesterov, weight_decay_method, arithmetic, momentum_dtype)
+        self._muon = MuonSettings(nesterov, method, arithmetic, momentum_dtype)
         self.tp_mode: TpModeT = tp_mode
         self.pg_collection, self.check_finite = pg_collection, check_finite
         self.split_qkv, self.qkv_split_shapes = split_qkv, qkv_split_shapes
         self.is_qkv_fn = is_qkv_fn or (lambda param: bool(getattr(param, "is_qkv", False)))
-        check_number("wave_mb", wave_mb, above=0)
         self._means = Means(tp_mode, wave_mb, batched, self.orthogonalization.whole_only)
         self._splits = dict(splits or {})
-        self._names: list[str] = []
-        self._shards: list[Shard] = []
+        self._names = []
         self._lone: dict[Tensor, MatrixEngine] = {}
-        self.driver: MuonDriver | None = None
+        self.driver = None
         # Not super(): further bases of a subclass have other arguments.
         OrthogonalizedOptimizer.__init__(
             self,
@@ -159,30 +151,11 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             momentum,
             weight_decay,
             nesterov=nesterov,
-            weight_decay_method=weight_decay_method,
+            weight_decay_method=method,
             fp32_matmul_prec=fp32_matmul_prec,  # type: ignore[arg-type]
             scaled_orthogonalize_fn=self._scaled_orthogonalization,
         )
-        self._plan()
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; its parameters get their state at once. Collective, once all is planned.
-
-        Raises:
-            ConfigurationError: If a setting of the group or a parameter cannot be honoured.
-        """
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        check_number("lr", group["lr"], at_least=0)
-        check_number("momentum", group["momentum"], at_least=0, below=1)
-        check_number("weight_decay", group["weight_decay"], at_least=0)
-        for name in group.get("param_names") or [None] * len(group["params"]):
-            shown = name or f"parameter {len(self._names)}"
-            if shown in self._names:
-                shown = f"{shown}#{len(self._names)}"
-            self._names.append(shown)
-        if self.driver is not None:
-            self._plan()
+        self.plan(self._names)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -199,24 +172,10 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
                 changed.
         """
         loss = loss_of(closure)
-        assert self.driver is not None
+        driver = self.prepared()
         self._refuse_non_finite()
-        self.driver.step(self.param_groups, self.state)
+        driver.step(self.param_groups, self.state)
         return loss
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return groups and state, with momenta that any ``momentum_dtype`` can load."""
-        result: dict[str, Any] = super().state_dict()
-        if self.driver is not None:
-            states = result["state"]
-            result["state"] = {n: self.driver.saved_form(n, states[n]) for n in states}
-        return result
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over groups and state; collective over the groups that cut parameters."""
-        super().load_state_dict(state_dict)
-        if self.driver is not None:
-            self.driver.pack(self.param_groups, self.state)
 
     def orthogonalize(self, p: Tensor, grad: Tensor, **kwargs: Any) -> Tensor:
         """Return the scaled update of one parameter; collective over the group that cuts it.
@@ -280,26 +239,15 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         means = replace(means, dtype=dtype, wave_mb=own.wave_mb, whole_only=own.whole_only)
         return MuonDriver(type(self).__name__, self._muon, shards, means)
 
-    def _plan(self) -> None:
-        params = [param for group in self.param_groups for param in group["params"]]
-
-        def shards() -> list[Shard]:
-            return [self._shard(n, p) for n, p in zip(self._names, params, strict=True)]
-
-        dense, experts = (getattr(self.pg_collection, name, None) for name in ("tp", "expt_tp"))
-        # the ranks of both groups plan together
-        self._shards = agreed_in(dense, lambda: agreed_in(experts, shards))
-        device = next((p.device for g in self.param_groups for p in g["params"]), "cpu")
-        driver = self.driver_over(self._shards, replace(self._means, device=device))
-        count = itertools.count()
-        driver.attach([[next(count) for _ in group["params"]] for group in self.param_groups])
-        driver.init(self.param_groups, self.state)
+    def driver_for(self, shards: list[Shard], device: str) -> MuonDriver:
+        """Return what steps shards whose tensors are on a device, and what a subclass adds."""
+        driver = self.driver_over(shards, replace(self._means, device=device))
         own = self._base().orthogonalize
         if type(self).orthogonalize is not own:
             driver.own = self.orthogonalize
         if any(getattr(type(self), f) is not getattr(OrthogonalizedOptimizer, f) for f in HOOKS):
             driver.apply = self._apply_with_hooks
-        self.driver = driver
+        return driver
 
     @classmethod
     def _base(cls) -> type["TensorParallelMuon"]:
@@ -316,33 +264,28 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     def _stack_dtype(self) -> torch.dtype:
         return self.orthogonalization.stack_dtype
 
-    def _shard(self, name: str, param: Tensor) -> Shard:
-        shape = tuple(param.shape)
-        if len(shape) not in (2, 3) or 0 in shape:
-            rule = "Muon needs shapes (out, in) or (experts, out, in) without a size of 0"
-            way_out = "Give other parameters to an element-wise optimizer"
-            raise ConfigurationError(name, shape, rule, way_out)
+    def shard(self, name: str, param: Tensor) -> Shard:
+        """Return what this rank stores of a parameter, and how it is put together."""
+        check_matrix(name, param)
         cut = tensor_parallel_cut(param, self.pg_collection, self.tp_mode)
         return slab(name, param, functools.partial(self.split_of, name=name), cut)
 
     def _shard_of(self, param: Tensor) -> Shard:
         """Return what this rank stores of a parameter: as planned, if it is one of its groups."""
-        assert self.driver is not None
-        for _, known, number in self.driver.numbered(self.param_groups):
+        for _, known, number in self.numbered():
             if known is param:
                 return self._shards[number]
-        return self._shard("parameter", param)
+        return self.shard("parameter", param)
 
     def _init_group(self, group: dict[str, Any], skip_non_grad_params: bool = True) -> None:
         """Make the state of all parameters exist, as loading needs; the group does not matter."""
-        if self.driver is not None:
-            self.driver.init(self.param_groups, self.state)
+        self.prepared()
 
     def _refuse_non_finite(self) -> None:
         assert self.driver is not None
         found = [
             (self._names[number], param)
-            for _, param, number in self.driver.numbered(self.param_groups)
+            for _, param, number in self.numbered()
             if param.grad is not None
         ]
         wanted = self.check_finite
@@ -376,21 +319,3 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             raise ConfigurationError("tp_group", tp_group, rule, "Call orthogonalize(p, grad)")
         shape = cast(tuple[int, int], tuple(matrix.shape))
         return self.orthogonalization(matrix.detach(), scale=self.orthogonalization.scale(shape))
-
-
-def _orthogonalization(**settings: Any) -> Orthogonalization:
-    """Return the arithmetic, having checked the settings under the names of the arguments."""
-    steps, tp_mode, use_syrk = (settings.pop(key) for key in ("steps", "tp_mode", "use_syrk"))
-    check_choice("tp_mode", tp_mode, get_args(TpModeT))
-    check_steps("num_ns_steps", steps)
-    if isinstance(settings["coefficients"], str):
-        check_choice("coefficient_type", settings["coefficients"], coefficient_names())
-    check_choice("scale_mode", settings["scale_mode"], SCALE_MODES)
-    check_number("extra_scale_factor", settings["extra_scale_factor"])
-    check_choice("fp32_matmul_prec", settings["precision"], PRECISIONS)
-    check_choice("algorithm", settings["algorithm"], ALGORITHMS)
-    check_number("ns_eps", settings["eps"], above=0)
-    if use_syrk:
-        whole = tp_mode != "distributed"
-        settings["backend"] = on_syrk(settings["backend"], settings["precision"], whole=whole)
-    return Orthogonalization(steps=steps, **settings)

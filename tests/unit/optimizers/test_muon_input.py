@@ -92,6 +92,20 @@ def test_partition_dim_is_each_parameters_own(mode):
         ("algorithm", "grams", ConfigurationError),
         ("backend", "torchh", ConfigurationError),
         ("ns_eps", 0.0, ConfigurationError),
+        ("extra_scale_factor", 0.0, ConfigurationError),
+        ("extra_scale_factor", -1.0, ConfigurationError),
+        ("nesterov", "no", ConfigurationTypeError),
+        ("use_decoupled_weight_decay", "no", ConfigurationTypeError),
+        ("split_qkv", 1, ConfigurationTypeError),
+        ("use_syrk", None, ConfigurationTypeError),
+        ("batched", "no", ConfigurationTypeError),
+        ("check_finite", "no", ConfigurationTypeError),
+        ("is_qkv_fn", 3, ConfigurationTypeError),
+        ("qkv_split_shapes", "abc", ConfigurationTypeError),
+        ("qkv_split_shapes", [8, 4, 0], ConfigurationTypeError),
+        ("splits", 3, ConfigurationTypeError),
+        ("wave_mb", 0, ConfigurationError),
+        ("momentum_dtype", "fp4", ConfigurationError),
     ],
 )
 def test_bad_values_are_refused_by_name(argument, value, error):
@@ -105,3 +119,37 @@ def test_bad_values_are_refused_by_name(argument, value, error):
 def test_what_is_no_matrix_is_refused_by_name(shape):
     with pytest.raises(ConfigurationError, match=r"embedding\.bias"):
         TensorParallelMuon([("embedding.bias", torch.nn.Parameter(torch.zeros(shape)))])
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int32, torch.float8_e4m3fn])
+def test_what_has_no_real_factors_is_refused_by_name(dtype):
+    param = torch.nn.Parameter(torch.zeros(4, 4).to(dtype), requires_grad=False)
+    with pytest.raises(ConfigurationError, match=f"weight={dtype}"):
+        TensorParallelMuon([("weight", param)])
+    sparse = torch.nn.Parameter(torch.eye(4).to_sparse())
+    with pytest.raises(ConfigurationError, match="sparse_coo"):
+        TensorParallelMuon([sparse])
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+def test_a_group_is_added_whole_or_not_at_all():
+    first, second = parameter(6, 8), parameter(8, 6, seed=1)
+    optimizer = TensorParallelMuon([first], 0.1, **EXACT)
+    refused = [
+        {"params": [parameter(4)]},
+        {"params": [parameter(4, 4)], "lr": -1.0},
+        {"params": [parameter(4, 4)], "nesterov": False},  # one choice for all groups
+        {"params": [second, second]},
+    ]
+    for group in refused:
+        with pytest.raises(ConfigurationError):
+            optimizer.add_param_group(group)
+    assert [group["params"] for group in optimizer.param_groups] == [[first]]
+    optimizer.add_param_group({"params": [second], "lr": 0.2})
+    optimizer.step()
+
+    alone = [parameter(6, 8), parameter(8, 6, seed=1)]
+    for param, lr in zip(alone, (0.1, 0.2), strict=True):
+        TensorParallelMuon([param], lr, **EXACT).step()
+    assert torch.equal(first, alone[0])
+    assert torch.equal(second, alone[1])
