@@ -14,6 +14,9 @@ DEFAULT_WAVE_MB = 64.0
 """MiB of whole matrices that one rank brings together at a time: enough to fill a GPU, and little
 beside the weights."""
 
+SMALLEST_WAVE_MB = 0.001
+"""Less holds no matrix worth bringing together."""
+
 DEFAULT_TEAM_SIZE = 8
 """Most ranks that compute a matrix together: as many as a computer with fast links has GPUs."""
 

@@ -78,7 +78,8 @@ class TensorParallelMuon(PlannedOptimizer):
             that share a matrix alike; it takes an all-reduce of one number. Reading the answer
             makes the host wait for a GPU, so the default is to check on CPUs only.
         batched: Whether equal shapes share a call.
-        wave_mb: MiB of whole matrices that one rank brings together at a time, above 0.
+        wave_mb: MiB of whole matrices that one rank brings together at a time, at least
+            0.001.
         momentum_dtype: How momentum is kept between steps: "fp32" (as the parameters are), "bf16",
             "fp8" or "int8", to which it is rounded. State dicts have it in float32.
 

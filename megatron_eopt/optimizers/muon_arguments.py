@@ -14,7 +14,7 @@ from megatron_eopt.base.errors import (
     check_number,
     check_switch,
 )
-from megatron_eopt.base.names import TpModeT
+from megatron_eopt.base.names import SMALLEST_WAVE_MB, TpModeT
 from megatron_eopt.math.algorithm import ALGORITHMS
 from megatron_eopt.math.backends import on_syrk
 from megatron_eopt.math.coefficients import check_steps, coefficient_names
@@ -63,7 +63,7 @@ def check_kept(check_finite: object, wave_mb: object, momentum_dtype: object) ->
     """Raise unless the rest of what no arithmetic depends on is as the class takes it."""
     if check_finite is not None:
         check_switch("check_finite", check_finite)
-    check_number("wave_mb", wave_mb, above=0)
+    check_number("wave_mb", wave_mb, at_least=SMALLEST_WAVE_MB)
     check_choice("momentum_dtype", momentum_dtype, MOMENTUM_DTYPES)
 
 

@@ -4,8 +4,11 @@ import dataclasses
 import math
 from typing import Any, get_args
 
+import torch
+
 from megatron_eopt.base.errors import (
     ConfigurationError,
+    ConfigurationTypeError,
     check_choice,
     check_number,
     check_switch,
@@ -15,6 +18,7 @@ from megatron_eopt.math import (
     AlgorithmT,
     PrecisionT,
     ScaleModeT,
+    backend_names,
     coefficient_names,
     get_backend,
     resolve_coefficients,
@@ -57,7 +61,7 @@ _BOUNDS: dict[str, dict[str, float]] = {
     "min_loss_scale": _POSITIVE,
     "loss_scale_window": _POSITIVE,
     "hysteresis": {"at_least": 1.0},
-    "muon_extra_scale_factor": {},
+    "muon_extra_scale_factor": _POSITIVE,
 }
 """Bounds of numeric fields; those with an optimizer's prefix count only while it is in use."""
 
@@ -131,6 +135,7 @@ def check_values(
             check_switch(name, value)
         elif name != "grad_norm_skip_threshold" or value != math.inf:
             check_number(name, value, **_BOUNDS[name])
+    _check_halves(config)
     if config.fp16 and not config.loss_scale and config.min_loss_scale > config.initial_loss_scale:
         rule = f"must not be above initial_loss_scale={config.initial_loss_scale!r}"
         way_out = "Lower it, or raise initial_loss_scale"
@@ -153,12 +158,41 @@ def check_values(
         if isinstance(coefficients, str):
             check_choice("muon_coefficient_type", coefficients, coefficient_names())
         resolve_coefficients(coefficients, steps)
-        get_backend(getattr(config, "muon_backend", "torch"))
+        backend = getattr(config, "muon_backend", "torch")
+        check_choice("muon_backend", backend, backend_names())
+        get_backend(backend)
+        _check_own_rates(config)
     entry = entry_of(optimizer)
     consumed = consumed_fields(entry.optimizer_cls, prefixes) | entry.consumes
     if scalar == "lion":
         consumed |= {"lion_beta1", "lion_beta2"}
     check_all_consumed(config, prefixes, consumed)
+
+
+def _check_halves(config: Any) -> None:
+    """Raise if weights are to have two types at once, or one that is none."""
+    if config.fp16 and config.bf16:
+        rule = "cannot hold together with bf16=True: weights have one type"
+        raise ConfigurationError("fp16", True, rule, "Leave one of them off")
+    dtype = config.params_dtype
+    if not isinstance(dtype, torch.dtype):
+        rule, way_out = "must be a dtype of torch", "Give torch.float32 or torch.bfloat16"
+        raise ConfigurationTypeError("params_dtype", dtype, rule, way_out)
+
+
+def _check_own_rates(config: Any) -> None:
+    """Raise if Muon's own learning rate, or its smallest one, would turn its schedule around."""
+    own = [getattr(config, name, None) for name in ("muon_lr", "muon_min_lr")]
+    largest, smallest = (
+        value if value is not None else getattr(config, name)
+        for value, name in zip(own, ("lr", "min_lr"), strict=True)
+    )
+    if own == [None, None] or None in (largest, smallest) or smallest <= largest:
+        return
+    name, value = ("muon_lr", own[0]) if own[0] is not None else ("muon_min_lr", own[1])
+    rule = f"Muon's rates would go from {largest!r} to {smallest!r}, and must not grow"
+    way_out = "Give muon_lr (or lr) and muon_min_lr (or min_lr) the other way around"
+    raise ConfigurationError(name, value, rule, way_out)
 
 
 def refuse_for_matrices(config: Any) -> None:

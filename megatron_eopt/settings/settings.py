@@ -17,6 +17,7 @@ from megatron_eopt.base.names import (
     DEFAULT_TEAM_SIZE,
     DEFAULT_WAVE_MB,
     SCALAR_OPTIMIZERS,
+    SMALLEST_WAVE_MB,
     STANDARD_OPTIMIZERS,
     TpModeT,
 )
@@ -201,7 +202,7 @@ def _of_the_run(config: Any) -> dict[str, Any]:
         "hybrid": False,
         "offload_fraction": _offload_fraction(config),
         "early_gather": bool(config.overlap_param_gather_with_optimizer_step),
-        "fresh_state": tuple(getattr(config, "checkpoint_fresh_state", ())),
+        "fresh_state": _fresh_state(config),
         "prints_routing": bool(getattr(config, "print_optimizer_routing", False)),
         "logs_memory": bool(getattr(config, "log_optimizer_memory", False)),
         "logs_stats": bool(getattr(config, "log_optimizer_stats", False)),
@@ -209,6 +210,15 @@ def _of_the_run(config: Any) -> dict[str, Any]:
         "wave_mb": _wave_mb(config),
         "team_size": _team_size(config),
     }
+
+
+def _fresh_state(config: Any) -> tuple[str, ...]:
+    kinds = getattr(config, "checkpoint_fresh_state", ())
+    if not isinstance(kinds, list | tuple) or not all(isinstance(kind, str) for kind in kinds):
+        rule = "must be names of optimizer states"
+        way_out = 'Give a tuple of strings, such as ("momentum_buffer",)'
+        raise ConfigurationTypeError("checkpoint_fresh_state", kinds, rule, way_out)
+    return tuple(kinds)
 
 
 def _offload_fraction(config: Any) -> float:
@@ -220,7 +230,7 @@ def _offload_fraction(config: Any) -> float:
 def _wave_mb(config: Any) -> float:
     # optimizers other than Muon work in waves, too
     wave_mb: float = getattr(config, "muon_wave_mb", DEFAULT_WAVE_MB)
-    check_number("muon_wave_mb", wave_mb, above=0)
+    check_number("muon_wave_mb", wave_mb, at_least=SMALLEST_WAVE_MB)
     return wave_mb
 
 
