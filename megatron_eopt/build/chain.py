@@ -289,6 +289,16 @@ class OptimizerChain(ChainedOptimizer):
         """
         load_rank_file(filename, self.members, names_in(self._named_chunks))
 
+    @torch.no_grad()
+    def load_parameter_state(self, filename: str, *, update_legacy_format: bool = False) -> None:
+        """Read what ``save_parameter_state`` wrote of Adam's state, for checkpoints of format ``torch``.
+
+        megatron-core fills what state there is, and main weights in float32 are part of leaves.
+        """
+        optimizer_state.prepare(self.members, is_loading=True)
+        super().load_parameter_state(filename, update_legacy_format=update_legacy_format)
+        optimizer_state.settle(self.members)
+
     @property
     def _main(self) -> str | None:
         """Name of the main optimizer, where a configuration says it."""

@@ -160,14 +160,6 @@ class FragmentsOptimizer(Storage, DistributedOptimizer):
             group[STEP] = count if count >= 0 else self.steps
         return {**state, "param_state_sharding_type": "fully_reshardable"}
 
-    @torch.no_grad()
-    def load_parameter_state(self, *args: Any, **kwargs: Any) -> None:
-        """Read what ``save_parameter_state`` wrote, as megatron-core does.
-
-        A main weight in float32 is part of the model's, a leaf, which autograd would protect.
-        """
-        super().load_parameter_state(*args, **kwargs)
-
     def stored(self) -> Iterator[Stored]:
         """Yield the fragments that this rank holds."""
         for param, main in self.main_of.items():
