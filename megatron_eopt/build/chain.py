@@ -270,10 +270,12 @@ class OptimizerChain(ChainedOptimizer):
         check_structure(state_dict)
         if self._is_offloaded:
             super().load_state_dict(state_dict)
-        elif isinstance(state_dict, Mapping) and (
-            self.is_sharded or optimizer_state.REQUESTS in state_dict
-        ):
-            optimizer_state.load(self.members, state_dict)
+        elif self.is_sharded or optimizer_state.REQUESTS in state_dict:
+            state = state_dict if isinstance(state_dict, Mapping) else dict(enumerate(state_dict))
+            if optimizer_state.REQUESTS not in state:
+                # counters of steps can only be set once they exist
+                optimizer_state.prepare(self.members, is_loading=True)
+            optimizer_state.load(self.members, state)
         else:
             local_state.load(self.members, state_dict, self.settings.fresh_state)
 
@@ -291,7 +293,7 @@ class OptimizerChain(ChainedOptimizer):
 
     @torch.no_grad()
     def load_parameter_state(self, filename: str, *, update_legacy_format: bool = False) -> None:
-        """Read what ``save_parameter_state`` wrote of Adam's state, for checkpoints of format ``torch``.
+        """Read what ``save_parameter_state`` wrote, for checkpoints of Adam's in format ``torch``.
 
         megatron-core fills what state there is, and main weights in float32 are part of leaves.
         """

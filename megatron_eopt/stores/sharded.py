@@ -10,7 +10,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.base.names import STEP
+from megatron_eopt.base.names import MOMENTUM, STEP
 from megatron_eopt.base.places import place_of
 from megatron_eopt.base.upstream import check_instance, needed
 from megatron_eopt.matrices import Split
@@ -268,6 +268,23 @@ class FragmentsOptimizer(Storage, DistributedOptimizer):
     def _get_main_param_and_optimizer_states(self, model_param: Tensor) -> dict[str, Any]:
         tensors = super()._get_main_param_and_optimizer_states(model_param)
         return {kind: value for kind, value in tensors.items() if kind != STEP}
+
+    def _set_main_param_and_optimizer_states(
+        self, model_param: Tensor, tensors: Mapping[str, Any]
+    ) -> None:
+        # megatron-core asks for a tensor of all state there is, torch's counters of steps included
+        main = self.main_of[model_param]
+        super()._set_main_param_and_optimizer_states(
+            model_param, {**self.optimizer.state[main], **tensors}
+        )
+
+    @property
+    def optimizer_state_keys(self) -> tuple[str, ...]:
+        """The kinds of state that there is a number of for each of the weights'."""
+        if isinstance(self.optimizer, torch.optim.SGD):
+            return (MOMENTUM,)
+        keys: tuple[str, ...] = super().optimizer_state_keys
+        return keys
 
 
 def _is_one(main: Tensor, view: Tensor) -> bool:
