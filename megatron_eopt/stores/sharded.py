@@ -272,11 +272,10 @@ class FragmentsOptimizer(Storage, DistributedOptimizer):
     def _set_main_param_and_optimizer_states(
         self, model_param: Tensor, tensors: Mapping[str, Any]
     ) -> None:
-        # megatron-core asks for a tensor of all state there is, torch's counters of steps included
-        main = self.main_of[model_param]
-        super()._set_main_param_and_optimizer_states(
-            model_param, {**self.optimizer.state[main], **tensors}
-        )
+        if not self._held_by_adam:
+            # a tensor of all state there is must be given, torch's counters of steps included
+            tensors = {**self.optimizer.state[self.main_of[model_param]], **tensors}
+        super()._set_main_param_and_optimizer_states(model_param, tensors)
 
     @property
     def optimizer_state_keys(self) -> tuple[str, ...]:

@@ -5,6 +5,8 @@
 | torch_dist asserts that state has its parameter's shape: no SOAP, no NorMuon | tests/unit/stores/test_resharding.py::test_dense, tests/unit/build/test_plain_checkpoint.py::test_every_optimizer_continues, ::test_other_layouts_load_it |
 | layer-wise checkpoints load at one data-parallel size only | tests/unit/stores/test_resharding.py::test_dense, ::test_experts |
 | format torch: files of context-parallel ranks overwrite each other | test_ranks_that_are_given_one_file_name_keep_their_own_files, test_files_of_ranks_resume_a_run |
+| format torch, distributed Adam or SGD over torch's own: KeyError, or a leaf is written to, after loading; a run of format torch_dist loads no layer-wise state from it, without a word | test_files_of_ranks_resume_a_run |
+| format torch with --auto-detect-ckpt-format: KeyError for a torch_dist checkpoint | test_a_run_that_writes_files_of_ranks_resumes_from_a_distributed_checkpoint |
 | a group's identity contains the learning rate | test_another_schedule_resumes, tests/unit/build/test_resume.py |
 | muon with the distributed optimizer goes on from other weights | test_the_first_loss_after_a_resume_is_that_of_the_saved_weights, tests/unit/checkpoint/test_state.py::test_all_ranks_compute_with_the_parameters_of_the_checkpoint |
 | fully_reshardable saves shifted tensors where a bucket is padded; empty buckets are refused | tests/unit/stores/test_resharding.py::test_padded_buckets |
@@ -83,14 +85,35 @@ def test_ranks_that_are_given_one_file_name_keep_their_own_files(tmp_path, name)
         assert not different
 
 
-def test_files_of_ranks_resume_a_run(tmp_path):
-    flags = [*PLAIN[len(TINY) :], *"--optimizer muon --use-distributed-optimizer".split()]
-    flags += ["--ckpt-format", "torch"]
-    whole = train(*flags, "--save", str(tmp_path), "--save-interval", "3", timeout=300)
-    rest = train(*flags, "--load", str(tmp_path), "--ckpt-step", "3", timeout=300)
-    # a process prints its second loss as part of a mean
-    assert len(losses(rest)) == 3
-    assert [losses(rest)[i] for i in (0, 2)] == [losses(whole)[i] for i in (3, 5)]
+EXPERTS = (
+    "--num-experts 4 --expert-model-parallel-size 2 --moe-router-load-balancing-type none "
+    "--moe-token-dispatcher-type alltoall --moe-ffn-hidden-size 64"
+)
+
+
+def goes_on(optimizer: str, folder: Path, saving: str, *loading: str) -> None:
+    """Train in one go, saving midway, and go on from there with each of some flags."""
+    flags = [*PLAIN[len(TINY) :], "--use-distributed-optimizer", *optimizer.split()]
+    kept = ["--save", str(folder), "--save-interval", "3", *saving.split()]
+    whole = losses(train(*flags, *kept, timeout=300))
+    for further in loading:
+        found = ["--load", str(folder), "--ckpt-step", "3", *further.split()]
+        rest = losses(train(*flags, *found, timeout=300))
+        # a process prints its second loss as part of a mean
+        assert len(rest) == 3
+        assert [rest[0], rest[2]] == [whole[3], whole[5]], further
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adam", "adam --bf16", "sgd", f"adam {EXPERTS}"])
+def test_files_of_ranks_resume_a_run(tmp_path, optimizer):
+    # the folder says how it was written, whatever the run is going to write
+    formats = ("--ckpt-format torch", "--ckpt-format torch_dist")
+    goes_on(f"--optimizer {optimizer}", tmp_path, formats[0], *formats)
+
+
+def test_a_run_that_writes_files_of_ranks_resumes_from_a_distributed_checkpoint(tmp_path):
+    loading = "--ckpt-format torch --auto-detect-ckpt-format"
+    goes_on("--optimizer muon", tmp_path, "--ckpt-format torch_dist", loading)
 
 
 # The same optimizer resumes
