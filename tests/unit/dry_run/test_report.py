@@ -65,12 +65,13 @@ def in_fsdp2(model: torch.nn.Module) -> tuple[Any, Callable[[], None]]:
 
 def real_fsdp2() -> tuple[tuple[Any, ...], Any]:
     initialize_megatron()
-    report = report_of(*in_fsdp2(tiny_gpt(**FSDP2.model)))
+    with like_a_gpu():
+        report = report_of(*in_fsdp2(tiny_gpt(**FSDP2.model)))
     return figures(report), report.memory
 
 
 def dry(rank: int, world_size: int, case: Case) -> tuple[tuple[Any, ...], Any, Any]:
-    with dry_world(rank, world_size):
+    with dry_world(rank, world_size), like_a_gpu():
         sizes = {"tp": "tensor", "pp": "pipeline", "ep": "expert"}
         parallel = {
             f"{sizes[key]}_model_parallel_size": size for key, size in case.parallel.items()

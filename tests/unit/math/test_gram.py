@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.base.live_bytes import LiveBytes
+from megatron_eopt.math import products
 from megatron_eopt.math.algorithm import AlgorithmT, Plan, choose_algorithm
 from megatron_eopt.math.coefficients import resolve_coefficients
 from megatron_eopt.math.newton_schulz import (
@@ -67,8 +68,14 @@ def gram(restarts: tuple[int, ...] = ()) -> Plan:
 @pytest.mark.parametrize("shape", [(3, 8, 20), (20, 8)])
 @pytest.mark.parametrize("precision", ["highest", "medium"])
 def test_in_place_is_the_same_to_the_bit_in_the_memory_that_was_given(
-    algorithm: AlgorithmT, steps: int, shape: tuple[int, ...], precision: PrecisionT
+    algorithm: AlgorithmT,
+    steps: int,
+    shape: tuple[int, ...],
+    precision: PrecisionT,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # wide copies are test_products.py's
+    monkeypatch.setattr(products, "has_instructions", lambda dtype: True)
     compute = Orthogonalization(steps=steps, algorithm=algorithm, precision=precision)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(compute.stack_dtype)
     expected = compute(x)
