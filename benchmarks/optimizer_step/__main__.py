@@ -2,7 +2,7 @@
 
 import argparse
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from tqdm import tqdm
 
@@ -10,7 +10,7 @@ from benchmarks.about import about, publish
 from benchmarks.optimizer_step.arms import HIDDEN, LAYERS, SECTIONS, ProductsT
 from benchmarks.optimizer_step.measure import measure
 from benchmarks.optimizer_step.report import draw
-from benchmarks.optimizer_step.train_step import measure_train_step
+from benchmarks.optimizer_step.train_step import measure_train_steps
 from benchmarks.page.sections import steps, steps_fp32
 
 TRAIN = "train step"
@@ -49,12 +49,12 @@ def main() -> None:
         measure(section, args.products, args.rounds, args.timeout)
         for section in tqdm(sections, unit="layout")
     ]
-    whole = []
+    whole: list[dict[str, Any]] = []
     if args.only in (None, TRAIN):
-        whole = measure_train_step(args.products, args.rounds, args.timeout)
+        whole = measure_train_steps(args.products, args.rounds, args.timeout)
     figures = {
         "steps": [result.to_json() for result in results],
-        "train_steps": [one.to_json() for one in whole],
+        "train_steps": whole,
     }
     publish(figures, before, args.json, steps if args.products == "bf16" else steps_fp32)
     if args.png is not None and results:

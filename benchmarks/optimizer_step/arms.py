@@ -11,7 +11,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.utils import get_model_config
 
 from megatron_eopt import EmergingOptimizerConfig, get_megatron_optimizer
-from tests.harness.models import tiny_gpt, wrap_ddp
+from tests.harness.models import SEQUENCE_LENGTH, tiny_gpt, wrap_ddp
 
 LAYERS, HIDDEN, HEADS, VOCABULARY = 4, 512, 8, 1024
 EXPERTS = 8
@@ -133,6 +133,7 @@ class Contestant:
         arm: Arm,
         products: ProductsT,
         dtype: torch.dtype = torch.bfloat16,
+        sequence: int = SEQUENCE_LENGTH,
     ) -> None:
         model_parallel_cuda_manual_seed(1234)
         torch.manual_seed(1234)
@@ -143,6 +144,7 @@ class Contestant:
             heads=HEADS,
             experts=section.experts,
             vocabulary=VOCABULARY,
+            sequence=sequence,
             # stock sends learned position embeddings to Muon, which this package does not
             position_embedding="rope",
             dtype=dtype,

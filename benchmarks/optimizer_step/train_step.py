@@ -2,19 +2,37 @@
 
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
 from benchmarks.optimizer_step.arms import TRAIN_SECTION, VOCABULARY, Contestant, ProductsT
 from benchmarks.rounds import measured, milliseconds, slowest
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
-from tests.harness.models import SEQUENCE_LENGTH, forward_backward, synthetic_batch
+from tests.harness.models import forward_backward, synthetic_batch
 
-MICROBATCHES, SEQUENCES = 4, 32
-TOKENS = MICROBATCHES * SEQUENCES * SEQUENCE_LENGTH
+
+class Tokens(NamedTuple):
+    """How a rank's tokens come.
+
+    Attributes:
+        microbatches: Forward and backward passes of a step.
+        sequences: Of a microbatch.
+        length: Tokens of a sequence.
+    """
+
+    microbatches: int
+    sequences: int
+    length: int
+
+
+CASES = (Tokens(4, 32, 16), Tokens(4, 1, 512), Tokens(1, 1, 2048))
+"""The same number of tokens: the shorter the sequences, the less time attention takes, and the
+larger the optimizer's part is."""
+
 WARM_UP = 1
 
 
@@ -32,38 +50,46 @@ class TrainStep:
     gradients: list[float]
     step: list[float]
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain lists and numbers."""
-        return asdict(self)
+
+def measure_train_steps(products: ProductsT, rounds: int, timeout: float) -> list[dict[str, Any]]:
+    """Train both models in turn, with each form of tokens; ours is the first."""
+    found = []
+    for number, tokens in enumerate(tqdm(CASES, unit="length")):
+        ranks = run_ranks(
+            TRAIN_SECTION.ranks, _on_rank, number, products, rounds, timeout=timeout, cpu=True
+        )
+        arms = [
+            TrainStep(
+                arm.name,
+                *(
+                    slowest([[both[part] for both in rank[arm.name]] for rank in ranks])
+                    for part in range(2)
+                ),
+            )
+            for arm in TRAIN_SECTION.arms
+        ]
+        found.append({**tokens._asdict(), "arms": [asdict(arm) for arm in arms]})
+    return found
 
 
-def measure_train_step(products: ProductsT, rounds: int, timeout: float) -> list[TrainStep]:
-    """Train both models in turn; ours is the first."""
-    ranks = run_ranks(TRAIN_SECTION.ranks, _on_rank, products, rounds, timeout=timeout, cpu=True)
-
-    def times(name: str, part: int) -> list[float]:
-        return slowest([[both[part] for both in rank[name]] for rank in ranks])
-
-    return [
-        TrainStep(arm.name, times(arm.name, 0), times(arm.name, 1)) for arm in TRAIN_SECTION.arms
-    ]
-
-
-def _on_rank(products: ProductsT, rounds: int) -> dict[str, list[tuple[float, float]]]:
+def _on_rank(number: int, products: ProductsT, rounds: int) -> dict[str, list[tuple[float, float]]]:
     initialize_megatron()
+    tokens = CASES[number]
     dtype = torch.bfloat16 if products == "bf16" else torch.float32
     trainings = {
-        arm.name: partial(_train, Contestant(TRAIN_SECTION, arm, products, dtype))
+        arm.name: partial(
+            _train, Contestant(TRAIN_SECTION, arm, products, dtype, tokens.length), tokens
+        )
         for arm in TRAIN_SECTION.arms
     }
     return measured(trainings, rounds, WARM_UP)
 
 
-def _train(contestant: Contestant, round_: int) -> tuple[float, float]:
-    first = MICROBATCHES * round_
+def _train(contestant: Contestant, tokens: Tokens, round_: int) -> tuple[float, float]:
+    first = tokens.microbatches * round_
     batches = [
-        synthetic_batch(seed, size=SEQUENCES, vocabulary=VOCABULARY)
-        for seed in range(first, first + MICROBATCHES)
+        synthetic_batch(seed, size=tokens.sequences, vocabulary=VOCABULARY, length=tokens.length)
+        for seed in range(first, first + tokens.microbatches)
     ]
     passes = milliseconds(lambda: _passes(contestant, batches))
     return passes, milliseconds(contestant.optimizer.step)

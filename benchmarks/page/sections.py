@@ -29,22 +29,30 @@ def _steps_table(figures: Figures) -> str:
     return table("layout | optimizer | median ms: | x ours (quartiles): | apart:", rows)
 
 
-def _train_step(figures: Figures) -> str:
+def _train_steps(figures: Figures) -> str:
     if not figures["train_steps"]:
         return ""
-    ours, adam = figures["train_steps"]
-    whole = [
-        [a + b for a, b in zip(one["gradients"], one["step"], strict=True)] for one in (ours, adam)
-    ]
-    pairs = [a / b for a, b in zip(*whole, strict=True)]
-    middle = [statistics.median(one["step"]) for one in (ours, adam)]
-    passes = [statistics.median(one["gradients"]) for one in (ours, adam)]
-    slower = _quartiles(statistics.quantiles(pairs, n=4))
-    return "\n" + prose(
-        f"""A whole train step (DP 2, 2,048 tokens a rank): forward and backward pass take
-        {passes[0]:.0f} and {passes[1]:.0f} ms, Muon's step {middle[0]:.0f} ms and stock Adam's
-        {middle[1]:.0f}; all of it {slower} times as long as with Adam."""
-    )
+    rows = []
+    for case in figures["train_steps"]:
+        ours, adam = case["arms"]
+        whole = [
+            [a + b for a, b in zip(one["gradients"], one["step"], strict=True)]
+            for one in (ours, adam)
+        ]
+        pairs = [a / b for a, b in zip(*whole, strict=True)]
+        middle = (
+            f"{statistics.median(one[part]):.0f}"
+            for part in ("gradients", "step")
+            for one in (ours, adam)
+        )
+        form = f"{case['microbatches']} x {case['sequences']} x {case['length']}"
+        rows.append([form, *middle, _quartiles(statistics.quantiles(pairs, n=4))])
+    head = """microbatches x sequences x tokens | passes with Muon: | with Adam: | Muon's step: |
+    Adam's: | whole, x Adam's (quartiles):"""
+    text = """A whole train step, DP 2, 2,048 tokens a rank, in ms: forward and backward pass with
+    the reduction of gradients, then the step of Muon or of stock's Adam. Short sequences have
+    hardly any attention."""
+    return f"\n{prose(text)}\n{table(' '.join(head.split()), rows)}"
 
 
 def steps(figures: Figures) -> str:
@@ -57,7 +65,7 @@ def steps(figures: Figures) -> str:
     round. {machine(figures)}
 
     ![Optimizer step](benchmarks/optimizer_step.png)"""
-    return f"{prose(text)}\n{_steps_table(figures)}{_train_step(figures)}"
+    return f"{prose(text)}\n{_steps_table(figures)}{_train_steps(figures)}"
 
 
 def steps_fp32(figures: Figures) -> str:
@@ -67,7 +75,7 @@ def steps_fp32(figures: Figures) -> str:
     The same with `--products fp32`, where the CPU has no instructions for
     bfloat16 and stock takes [dozens of times as
     long](#in-bfloat16-without-instructions-for-it). {machine(figures)}"""
-    return f"{prose(text)}\n{_steps_table(figures)}{_train_step(figures)}"
+    return f"{prose(text)}\n{_steps_table(figures)}{_train_steps(figures)}"
 
 
 def profiles(figures: Figures) -> str:

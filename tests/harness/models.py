@@ -51,6 +51,7 @@ def tiny_gpt(
     gated: bool = False,
     experts: int | None = None,
     vocabulary: int = VOCABULARY,
+    sequence: int = SEQUENCE_LENGTH,
     position_embedding: Literal["learned_absolute", "rope"] = "learned_absolute",
     untied: bool = True,
     bias: bool = False,
@@ -69,6 +70,7 @@ def tiny_gpt(
         gated: Whether the MLP is gated (SwiGLU).
         experts: Number of experts of the MoE layers; a dense MLP if None.
         vocabulary: Rows of the embedding.
+        sequence: Length of the longest sequences.
         position_embedding: Kind of position embedding.
         untied: Whether the output layer has a weight of its own.
         bias: Whether linear layers have biases.
@@ -86,7 +88,7 @@ def tiny_gpt(
             num_experts=experts, multi_latent_attention=latent, normalization=config.normalization
         ),
         vocab_size=vocabulary,
-        max_sequence_length=SEQUENCE_LENGTH,
+        max_sequence_length=sequence,
         pre_process=parallel_state.is_pipeline_first_stage(
             ignore_virtual=False, vp_stage=virtual_stage
         ),
@@ -165,18 +167,21 @@ def wrap_ddp(model: torch.nn.Module, **flags: Any) -> DistributedDataParallel:
     return wrapped
 
 
-def synthetic_batch(seed: int, *, size: int = 2, vocabulary: int = VOCABULARY) -> Batch:
+def synthetic_batch(
+    seed: int, *, size: int = 2, vocabulary: int = VOCABULARY, length: int = SEQUENCE_LENGTH
+) -> Batch:
     """Return ``size`` sequences that count upwards from random starts, so that they can be learned.
 
     Args:
         seed: Decides the starts; the same batch on every rank.
         size: Sequences.
         vocabulary: Tokens are smaller than this.
+        length: Tokens of a sequence.
     """
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(vocabulary, (size, 1), generator=generator)
-    counted = (starts + torch.arange(SEQUENCE_LENGTH + 1)) % vocabulary
-    positions = torch.arange(SEQUENCE_LENGTH).expand(size, -1)
+    counted = (starts + torch.arange(length + 1)) % vocabulary
+    positions = torch.arange(length).expand(size, -1)
     return Batch(counted[:, :-1].contiguous(), counted[:, 1:].contiguous(), positions)
 
 
@@ -210,7 +215,7 @@ def forward_backward(
         data_iterator=iterators if len(models) > 1 else iterators[0],
         model=models if len(models) > 1 else models[0],
         num_microbatches=len(batches),
-        seq_length=SEQUENCE_LENGTH,
+        seq_length=batches[0].tokens.shape[1],
         micro_batch_size=batches[0].tokens.shape[0],
         forward_only=forward_only,
     )
