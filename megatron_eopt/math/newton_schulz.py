@@ -41,7 +41,7 @@ from torch import Tensor
 from megatron_eopt.math.algorithm import Plan
 from megatron_eopt.math.coefficients import Triple, response
 from megatron_eopt.math.products import multiply_add
-from megatron_eopt.math.scratch import scratch
+from megatron_eopt.math.scratch import small_matrices
 from megatron_eopt.math.symmetric import symmetric_product
 
 ReduceT = Callable[[Tensor], Tensor]
@@ -86,9 +86,8 @@ def iterate_standard(
     """
     team = _team(reduce)
     m = x.shape[-1] if tall else x.shape[-2]
-    small = (2, *x.shape[:-2], m, m)
-    squares = scratch("squares", small, x)
-    square, polynomial = x.new_empty(small) if squares is None else squares
+    squares = small_matrices(2, x, m)
+    square, polynomial = x.new_empty((2, *x.shape[:-2], m, m)) if squares is None else squares
     spare = torch.empty_like(x) if spare is None else spare
     for a, b, c in triples:
         wide = x.mT if tall else x
@@ -285,7 +284,7 @@ def iterate_gram(
     like ``x`` and by default new, and in ``x``.
     """
     m = x.shape[-1] if tall else x.shape[-2]
-    squares = scratch("squares", (PLACES, *x.shape[:-2], m, m), x) if reduce is None else None
+    squares = small_matrices(PLACES, x, m) if reduce is None else None
     places = _NEW if squares is None else cycle(squares)
     for start, stop in pairwise((0, *plan.restarts, len(triples))):
         shift = expected_shift(triples[:start], m) if plan.shifted else 0.0

@@ -1,6 +1,7 @@
 """The one entry through which every optimizer orthogonalizes."""
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from megatron_eopt.math.precision import PRECISIONS, PrecisionT
 from megatron_eopt.math.products import has_instructions
 from megatron_eopt.math.scaling import ScaleModeT, scale_factor
 from megatron_eopt.math.scratch import scratch
+from megatron_eopt.math.symmetric import taken_alone
 
 DEFAULT_EPS: float = default_of("newton_schulz", "eps")
 """Smallest Frobenius norm that is divided by: emerging-optimizers', 1e-7 in its release 0.3."""
@@ -42,9 +44,12 @@ def chunk_size(wide: Tensor, dtype: torch.dtype, reduce: ReduceT | None) -> int:
     # every chunk would cost its own sums over the ranks
     if wide.device.type != "cpu" or reduce is not None:
         return batch
+    m, n = wide.shape[-2:]
+    if taken_alone(m, n, dtype):
+        return 1
     itemsize = dtype.itemsize if has_instructions(dtype) else torch.float32.itemsize
     chunk = _CHUNK_BYTES_16_BIT if itemsize == 2 else _CHUNK_BYTES
-    matrix = wide.shape[-2] * wide.shape[-1] * itemsize
+    matrix = m * n * itemsize
     # threads share a batched product by matrices
     return min(batch, torch.get_num_threads() * max(1, chunk // matrix))
 
@@ -61,12 +66,14 @@ def _compute_torch(
     out: Tensor | None = None,
 ) -> Tensor:
     """Do it with our own code; ``out`` is what to write to, if possible, and may be ``wide``."""
-    if wide.ndim == 3 and (size := chunk_size(wide, plan.dtype, reduce)) < wide.shape[0]:
+    compute = partial(_compute_torch, schedule=schedule, plan=plan, eps=eps, columns=columns)
+    if wide.ndim == 3 and len(wide) == 1:
+        # as it is computed where it is one of several that are taken alone
+        return compute(wide[0], reduce=reduce, out=None if out is None else out[0]).unsqueeze(0)
+    if wide.ndim == 3 and (size := chunk_size(wide, plan.dtype, reduce)) < len(wide):
         whole = torch.empty_like(wide) if out is None else out
         for part, place in zip(torch.split(wide, size), torch.split(whole, size), strict=True):
-            place.copy_(
-                _compute_torch(part, schedule, plan, eps=eps, reduce=reduce, columns=columns)
-            )
+            place.copy_(compute(part, reduce=None))
         return whole
     tall = wide.stride(-2) < wide.stride(-1)
     if out is not None:

@@ -15,10 +15,13 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from megatron_eopt.math.products import on_a_cpu
+from megatron_eopt.math.products import multiplies_by_tiles, on_a_cpu
 
 LARGEST = 16 << 20
 """Bytes of the largest piece that is kept."""
+
+_CACHE_LINE = 64
+"""Bytes."""
 
 
 class _Kept(threading.local):
@@ -56,6 +59,18 @@ def scratch(
         with torch.inference_mode(False):
             piece = _kept.pieces[name, dtype] = torch.empty(size, dtype=dtype, device="cpu")
     return piece[:size].view(shape)
+
+
+def small_matrices(count: int, x: Tensor, m: int) -> Tensor | None:
+    """Return memory for so many ``(..., m, m)`` of an iterate ``x``, or None where none is kept.
+
+    Where a CPU takes matrices alone and mirrors panels (Note [Symmetric products]), rows lie a line
+    of its cache further apart: a power of two apart, those that are mirrored share few lines.
+    """
+    apart = x.ndim == 2 and not multiplies_by_tiles(x.dtype)
+    padding = _CACHE_LINE // x.dtype.itemsize if apart else 0
+    squares = scratch("squares", (count, *x.shape[:-2], m, m + padding), x)
+    return None if squares is None else squares[..., :m]
 
 
 def converted(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -4,24 +4,27 @@ Note [Symmetric products]
     ``X X^T``, polynomials of it and products of such are symmetric. Of each panel of rows only what
     lies on and right of the diagonal is computed; the rest is its mirror image. With ``k`` panels
     ``(1 + 1 / k) / 2`` of the operations are left. How narrow panels may be was measured: in
-    float32 products of 128 to 256 rows run about as fast as large ones. In 16 bits, where products
-    are six times as fast and copies are not, it pays for large matrices only, and panels are
-    columns, as the right operand is what the library packs. GPUs have kernels of their own (back
-    end ``syrk``), and want products as large as they get.
+    float32 products of 128 to 256 rows run about as fast as large ones, and so they do in 16 bits
+    where a CPU has vector instructions for them. There matrices are multiplied one by one, since
+    panels of a batch would be copied first. Where a CPU multiplies tiles, products in 16 bits are
+    six times as fast and copies are not, so it pays for large matrices only, and panels are
+    columns. GPUs have kernels of their own (back end ``syrk``), and want products as large as they
+    get.
 """
 
+import torch
 from torch import Tensor
 
-from megatron_eopt.math.products import multiply_add, on_a_cpu, widened
+from megatron_eopt.math.products import fused, multiplies_by_tiles, on_a_cpu, widened
 
 _NARROWEST, _WIDEST = 128, 256
 """Rows of a panel."""
 
 _SMALLEST = 1 << 23
-"""Multiply-adds in float32 of a square of a panel's width, from which on cutting pays."""
+"""Multiply-adds of a square of a panel's width, from which on cutting pays."""
 
-_SMALLEST_16_BIT = 1 << 33
-"""Multiply-adds of the whole product, from which on it pays in 16 bits; half of that did not."""
+_SMALLEST_TILED = 1 << 33
+"""Multiply-adds of the whole product, from which on it pays with tiles; half of that did not."""
 
 
 @widened
@@ -44,52 +47,68 @@ def symmetric_product(
         alpha: Factor on the product.
         out: Where to write, which may be ``add``; by default new.
     """
-    width = _width(left)
-    if width >= left.shape[-2]:
-        return multiply_add(left, right.mT, add, beta=beta, alpha=alpha, out=out)
-    if out is None:
-        out = left.new_empty((*left.shape[:-1], left.shape[-2]))
-    return _by_panels(left, right, add, out, width, beta=beta, alpha=alpha)
-
-
-def _width(left: Tensor) -> int:
-    """Return the rows of a panel, which may be all; see Note [Symmetric products]."""
     m, n = left.shape[-2:]
-    if not on_a_cpu(left):
-        return m
-    if left.dtype.itemsize == 2:
-        return _WIDEST if m**2 * n >= _SMALLEST_16_BIT else m
+    width = panel_width(m, n, left.dtype) if on_a_cpu(left) else m
+    if width >= m:
+        return fused(left, right.mT, add, beta=beta, alpha=alpha, out=out)
+    if out is None:
+        out = left.new_empty((*left.shape[:-1], m))
+    one_by_one = left.ndim == 3 and taken_alone(m, n, left.dtype)
+    for which in range(len(left)) if one_by_one else (...,):
+        part = None if add is None else add[which]
+        _fill(out[which], left[which], right[which], part, width, beta=beta, alpha=alpha)
+    return out
+
+
+def panel_width(m: int, n: int, dtype: torch.dtype) -> int:
+    """Return the rows of a panel on a CPU, which may be all; see Note [Symmetric products]."""
+    if multiplies_by_tiles(dtype):
+        return _WIDEST if m**2 * n >= _SMALLEST_TILED else m
     # about four panels, of rows that fill vectors
     width = min(max(m // 256 * 64, _NARROWEST), _WIDEST)
-    return width if width**2 * n >= _SMALLEST else m
+    if dtype.itemsize > 2:
+        return width if width**2 * n >= _SMALLEST else m
+    # two panels save less than it takes to do without batches
+    pays = width**2 * n >= _SMALLEST * torch.get_num_threads() and m > 2 * width
+    return width if pays else m
 
 
-def _by_panels(
+def taken_alone(m: int, n: int, dtype: torch.dtype) -> bool:
+    """Return whether a CPU multiplies ``(m, n)`` matrices one by one; Note [Symmetric products]."""
+    by_vectors = dtype.itemsize == 2 and not multiplies_by_tiles(dtype)
+    return by_vectors and panel_width(m, n, dtype) < m
+
+
+def _fill(
+    out: Tensor,
     left: Tensor,
     right: Tensor,
     add: Tensor | None,
-    out: Tensor,
     width: int,
     **factors: float,
-) -> Tensor:
-    """Write the product into ``out`` panel by panel, and return it; Note [Symmetric products]."""
-    # in 16 bits panels are columns, and libraries write no strided results
-    by_columns = out.dtype.itemsize == 2
+) -> None:
+    """Write the product into ``out`` panel by panel; see Note [Symmetric products]."""
+    # In 16 bits libraries pack the right operand, which is smaller as a panel; but a transposed
+    # left one they copy first. With tiles they write no strided results.
+    narrow, tiled = out.dtype.itemsize == 2, multiplies_by_tiles(out.dtype)
+    by_columns = narrow and (tiled or left.stride(-1) == 1)
     upper = out.mT if by_columns else out
     for start in range(0, left.shape[-2], width):
         panel, rest, beyond = slice(start, start + width), slice(start, None), start + width
         rows, columns = (rest, panel) if by_columns else (panel, rest)
+        block = out[..., rows, columns]
         part = None if add is None else add[..., rows, columns]
-        block = upper[..., panel, rest]
-        product = multiply_add(
+        product = fused(
             left[..., rows, :],
             right[..., columns, :].mT,
             part,
-            out=None if by_columns else block,
+            out=None if tiled else block,
             **factors,
         )
-        if by_columns:
-            product = block.copy_(product.mT)
-        # transposed in memory first, for which there is a faster kernel
-        upper[..., beyond:, panel].copy_(product[..., width:].mT.contiguous())
-    return out
+        if tiled:
+            block.copy_(product)
+        mirrored = upper[..., panel, beyond:].mT
+        if not narrow or tiled:
+            # transposed in memory first, for which there is a faster kernel
+            mirrored = mirrored.contiguous()
+        upper[..., beyond:, panel].copy_(mirrored)

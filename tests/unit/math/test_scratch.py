@@ -1,6 +1,7 @@
 """Memory that is kept from one computation to the next, and never holds a result."""
 
 import gc
+import sys
 from itertools import cycle
 from threading import Thread
 
@@ -13,7 +14,7 @@ from megatron_eopt.math.coefficients import resolve_coefficients
 from megatron_eopt.math.newton_schulz import PLACES, Shifted, accumulate, gram_residual
 from megatron_eopt.math.orthogonalize import Orthogonalization, orthogonalize
 from megatron_eopt.math.products import like_a_gpu
-from megatron_eopt.math.scratch import LARGEST, scratch
+from megatron_eopt.math.scratch import LARGEST, scratch, small_matrices
 
 LIKE = torch.empty(0)
 
@@ -115,3 +116,23 @@ def test_a_segment_needs_no_more_places(shifted: bool) -> None:
     found = accumulate(first, triples, shifted=shifted, places=around)
     assert found.shift == expected.shift
     assert torch.equal(found.residual, expected.residual)
+
+
+@pytest.mark.parametrize("tiles", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_of_matrices_that_are_taken_alone_lie_apart(
+    tiles: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = sys.modules[scratch.__module__]
+    monkeypatch.setattr(module, "multiplies_by_tiles", lambda asked: asked.itemsize == 2 and tiles)
+    one, two = (
+        small_matrices(2, torch.empty(*batch, 8, 20, dtype=dtype, device="cpu"), 8)
+        for batch in ((), (3,))
+    )
+    assert one is not None
+    assert two is not None
+    assert one.shape == (2, 8, 8)
+    assert two.shape == (2, 3, 8, 8)
+    together = tiles and dtype == torch.bfloat16
+    assert one.stride(1) == (8 if together else 8 + 64 // dtype.itemsize)
+    assert two.is_contiguous()
