@@ -281,7 +281,8 @@ class FragmentsOptimizer(Storage, DistributedOptimizer):
     def optimizer_state_keys(self) -> tuple[str, ...]:
         """The kinds of state that there is a number of for each of the weights'."""
         if isinstance(self.optimizer, torch.optim.SGD):
-            return (MOMENTUM,)
+            has_momentum = any(group["momentum"] for group in self.optimizer.param_groups)
+            return (MOMENTUM,) if has_momentum else ()
         keys: tuple[str, ...] = super().optimizer_state_keys
         return keys
 

@@ -104,7 +104,10 @@ def goes_on(optimizer: str, folder: Path, saving: str, *loading: str) -> None:
         assert [rest[0], rest[2]] == [whole[3], whole[5]], further
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "adam", "adam --bf16", "sgd", f"adam {EXPERTS}"])
+@pytest.mark.parametrize(
+    "optimizer",
+    ["muon", "adam", "adam --bf16", "sgd", "sgd --sgd-momentum 0", f"adam {EXPERTS}"],
+)
 def test_files_of_ranks_resume_a_run(tmp_path, optimizer):
     # the folder says how it was written, whatever the run is going to write
     formats = ("--ckpt-format torch", "--ckpt-format torch_dist")
