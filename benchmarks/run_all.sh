@@ -10,11 +10,12 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
-with_bf16=(optimizer_step profile newton_schulz) without_bf16=(newton_schulz_bf16)
+tiles=(optimizer_step profile newton_schulz) vectors=(optimizer_step_vectors newton_schulz_vectors)
+neither=(newton_schulz_bf16)
 always=(optimizer_step_fp32 newton_schulz_fp32 fsdp2 megatron_fsdp checkpoints start_up checkpoint_files
     working_memory balance)
 trainings=(momentum compare_optimizers)
-names=("${with_bf16[@]}" "${without_bf16[@]}" "${always[@]}" "${trainings[@]}")
+names=("${tiles[@]}" "${vectors[@]}" "${neither[@]}" "${always[@]}" "${trainings[@]}")
 only=() out=docs
 while [[ $# -gt 0 ]]; do
     case "$1" in
@@ -32,12 +33,13 @@ for name in "${only[@]}"; do
 done
 source scripts/environment.sh
 if [[ ${#only[@]} -eq 0 ]]; then
-    # by what this CPU has instructions for
-    bf16=("${without_bf16[@]}")
-    python -W ignore -c "
-import sys, torch
-from megatron_eopt.math.products import has_instructions
-sys.exit(not (torch.cuda.is_available() or has_instructions(torch.bfloat16)))" && bf16=("${with_bf16[@]}")
+    # by how this machine multiplies bfloat16
+    declare -n bf16="$(python -W ignore -c "
+import torch
+from megatron_eopt.math.products import has_instructions, multiplies_by_tiles
+dtype, gpu = torch.bfloat16, torch.cuda.is_available()
+narrow = 'tiles' if gpu or multiplies_by_tiles(dtype) else 'vectors'
+print(narrow if gpu or has_instructions(dtype) else 'neither')")"
     only=("${bf16[@]}" "${always[@]}")
 fi
 figures="$out/benchmarks"
@@ -50,6 +52,7 @@ for name in "${only[@]}"; do
     json=(--json "$figures/$name.json") png=(--png "$figures/$name.png")
     case "$name" in
         optimizer_step | newton_schulz) python -m "benchmarks.$name" "${json[@]}" "${png[@]}" ;;
+        optimizer_step_vectors | newton_schulz_vectors) python -m "benchmarks.${name%_vectors}" "${json[@]}" ;;
         optimizer_step_fp32)
             python -m benchmarks.optimizer_step --products fp32 --rounds 10 "${json[@]}" ;;
         newton_schulz_bf16)

@@ -78,6 +78,17 @@ def steps_fp32(figures: Figures) -> str:
     return f"{prose(text)}\n{_steps_table(figures)}{_train_steps(figures)}"
 
 
+def steps_vectors(figures: Figures) -> str:
+    """Write the same where a CPU has no tiles."""
+    text = f"""### With vector instructions alone
+
+    `python -m benchmarks.optimizer_step` on a CPU that multiplies bfloat16 [without
+    tiles](numerics.md#symmetric-products), at twice float32's rate. Nine tenths of a step are
+    products there, of which a whole train step with short sequences has few others.
+    {machine(figures)}"""
+    return f"{prose(text)}\n{_steps_table(figures)}{_train_steps(figures)}"
+
+
 def profiles(figures: Figures) -> str:
     """Write where the time of steps and iterations goes."""
     kinds, rows = "", []
@@ -123,6 +134,16 @@ def newton_schulz_fp32(figures: Figures) -> str:
     The same with `--products fp32`. {machine(figures)}"""
     rows = [row[:2] for row in _iterations(figures)]
     return f"{prose(before)}\n{table('against, shape | ours, ratio (aim)', rows)}"
+
+
+def newton_schulz_vectors(figures: Figures) -> str:
+    """Write the same where a CPU has no tiles."""
+    before = f"""### In bfloat16 by vector instructions
+
+    `python -m benchmarks.newton_schulz` on a CPU without tiles, where panels of symmetric products
+    pay in bfloat16, too. {machine(figures)}"""
+    head = "against, shape | float32: ours, ratio (aim) | bfloat16"
+    return f"{prose(before)}\n{table(head, _iterations(figures))}"
 
 
 def newton_schulz_bf16(figures: Figures) -> str:
@@ -264,10 +285,12 @@ def start_up(figures: Figures) -> str:
 
 SECTIONS: tuple[tuple[str, Callable[[Figures], str]], ...] = (
     ("optimizer_step.json", steps),
+    ("optimizer_step_vectors.json", steps_vectors),
     ("optimizer_step_fp32.json", steps_fp32),
     ("profile.json", profiles),
     ("newton_schulz.json", newton_schulz),
     ("newton_schulz_fp32.json", newton_schulz_fp32),
+    ("newton_schulz_vectors.json", newton_schulz_vectors),
     ("newton_schulz_bf16.json", newton_schulz_bf16),
     ("compare_optimizers.json", comparison),
     ("momentum.json", momentum),
