@@ -9,6 +9,8 @@ from benchmarks.page.markdown import machine, prose, table
 
 type Figures = dict[str, Any]
 
+_BOTH = "against, shape | float32: ours, ratio (aim) | bfloat16"
+
 
 def _quartiles(values: Sequence[float]) -> str:
     if not values:
@@ -84,8 +86,7 @@ def steps_vectors(figures: Figures) -> str:
 
     `python -m benchmarks.optimizer_step` on a CPU that multiplies bfloat16 [without
     tiles](numerics.md#symmetric-products), at twice float32's rate. Nine tenths of a step are
-    products there, of which a whole train step with short sequences has few others.
-    {machine(figures)}"""
+    products there, which weigh most beside the passes of short sequences. {machine(figures)}"""
     return f"{prose(text)}\n{_steps_table(figures)}{_train_steps(figures)}"
 
 
@@ -122,9 +123,7 @@ def newton_schulz(figures: Figures) -> str:
     [accurate](numerics.md#the-rule), so at n/m = 4 it has only 1.29 times fewer FLOPs. Its smaller
     products run a little slower than large ones, and what is [no product](#where-the-time-goes)
     (casts, norm, identity parts) either side has to do."""
-    head = "against, shape | float32: ours, ratio (aim) | bfloat16"
-    rows = _iterations(figures)
-    return f"{prose(before)}\n{table(head, rows)}\n{prose(after)}"
+    return f"{prose(before)}\n{table(_BOTH, _iterations(figures))}\n{prose(after)}"
 
 
 def newton_schulz_fp32(figures: Figures) -> str:
@@ -142,8 +141,7 @@ def newton_schulz_vectors(figures: Figures) -> str:
 
     `python -m benchmarks.newton_schulz` on a CPU without tiles, where panels of symmetric products
     pay in bfloat16, too. {machine(figures)}"""
-    head = "against, shape | float32: ours, ratio (aim) | bfloat16"
-    return f"{prose(before)}\n{table(head, _iterations(figures))}"
+    return f"{prose(before)}\n{table(_BOTH, _iterations(figures))}"
 
 
 def newton_schulz_bf16(figures: Figures) -> str:

@@ -1,7 +1,6 @@
 """Memory that is kept from one computation to the next, and never holds a result."""
 
 import gc
-import sys
 from itertools import cycle
 from threading import Thread
 
@@ -123,8 +122,8 @@ def test_a_segment_needs_no_more_places(shifted: bool) -> None:
 def test_rows_of_matrices_that_are_taken_alone_lie_apart(
     tiles: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = sys.modules[scratch.__module__]
-    monkeypatch.setattr(module, "multiplies_by_tiles", lambda asked: asked.itemsize == 2 and tiles)
+    asked = f"{scratch.__module__}.multiplies_by_tiles"
+    monkeypatch.setattr(asked, lambda dtype: dtype.itemsize == 2 and tiles)
     one, two = (
         small_matrices(2, torch.empty(*batch, 8, 20, dtype=dtype, device="cpu"), 8)
         for batch in ((), (3,))

@@ -97,7 +97,10 @@ def test_small_panels_are_not_worth_it(m: int, n: int, panels: int) -> None:
 
 
 @pytest.mark.parametrize(("m", "n"), [(512, 512), (320, 1280), (1024, 4096)])
-def test_in_16_bits_panels_depend_on_the_processor(m: int, n: int, processor: bool) -> None:
+def test_in_16_bits_panels_depend_on_the_processor(
+    m: int, n: int, processor: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     dtype = torch.bfloat16
     assert (symmetric.panel_width(m, n, dtype) < m) != processor
     assert symmetric.taken_alone(m, n, dtype) != processor
