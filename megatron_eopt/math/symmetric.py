@@ -12,10 +12,13 @@ Note [Symmetric products]
     get.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from megatron_eopt.math.products import fused, multiplies_by_tiles, on_a_cpu, widened
+from megatron_eopt.math.scratch import remembered
 
 _NARROWEST, _WIDEST = 128, 256
 """Rows of a panel."""
@@ -91,24 +94,55 @@ def _fill(
     # In 16 bits libraries pack the right operand, which is smaller as a panel; but a transposed
     # left one they copy first. With tiles they write no strided results.
     narrow, tiled = out.dtype.itemsize == 2, multiplies_by_tiles(out.dtype)
-    by_columns = narrow and (tiled or left.stride(-1) == 1)
-    upper = out.mT if by_columns else out
-    for start in range(0, left.shape[-2], width):
-        panel, rest, beyond = slice(start, start + width), slice(start, None), start + width
-        rows, columns = (rest, panel) if by_columns else (panel, rest)
-        block = out[..., rows, columns]
-        part = None if add is None else add[..., rows, columns]
-        product = fused(
-            left[..., rows, :],
-            right[..., columns, :].mT,
-            part,
-            out=None if tiled else block,
-            **factors,
-        )
+    cut = _by_columns if narrow and (tiled or left.stride(-1) == 1) else _by_rows
+    for one, other, part, block, beyond, image in remembered(cut, left, right, add, out, width):
+        product = fused(one, other, part, out=None if tiled else block, **factors)
         if tiled:
             block.copy_(product)
-        mirrored = upper[..., panel, beyond:].mT
-        if not narrow or tiled:
-            # transposed in memory first, for which there is a faster kernel
-            mirrored = mirrored.contiguous()
-        upper[..., beyond:, panel].copy_(mirrored)
+        # elsewhere transposed in memory first, for which there is a faster kernel
+        image.copy_(beyond if narrow and not tiled else beyond.contiguous())
+
+
+class _Panel(NamedTuple):
+    """Views of what makes one panel of a product."""
+
+    left: Tensor
+    right: Tensor
+    add: Tensor | None
+    block: Tensor  # of the result, on the diagonal and beyond
+    beyond: Tensor  # what of it is mirrored, transposed
+    image: Tensor  # and where to
+
+    def transposed(self) -> "_Panel":
+        """Return what makes the same panel of the transposed product."""
+        left, right, add, *places = self
+        return _Panel(right.mT, left.mT, None if add is None else add.mT, *(v.mT for v in places))
+
+
+def _by_columns(
+    left: Tensor, right: Tensor, add: Tensor | None, out: Tensor, width: int
+) -> tuple[_Panel, ...]:
+    """Return the panels of columns, down from the diagonal."""
+    panels = []
+    for start in range(0, left.shape[-2], width):
+        beyond = start + width
+        panel, rest = slice(start, beyond), slice(start, None)
+        panels.append(
+            _Panel(
+                left[..., rest, :],
+                right[..., panel, :].mT,
+                None if add is None else add[..., rest, panel],
+                out[..., rest, panel],
+                out[..., beyond:, panel].mT,
+                out[..., panel, beyond:],
+            )
+        )
+    return tuple(panels)
+
+
+def _by_rows(
+    left: Tensor, right: Tensor, add: Tensor | None, out: Tensor, width: int
+) -> tuple[_Panel, ...]:
+    """Return the panels of rows, right from the diagonal."""
+    there = _by_columns(right, left, None if add is None else add.mT, out.mT, width)
+    return tuple(panel.transposed() for panel in there)

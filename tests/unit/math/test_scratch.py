@@ -13,7 +13,7 @@ from megatron_eopt.math.coefficients import resolve_coefficients
 from megatron_eopt.math.newton_schulz import PLACES, Shifted, accumulate, gram_residual
 from megatron_eopt.math.orthogonalize import Orthogonalization, orthogonalize
 from megatron_eopt.math.products import like_a_gpu
-from megatron_eopt.math.scratch import LARGEST, scratch, small_matrices
+from megatron_eopt.math.scratch import LARGEST, remembered, scratch, small_matrices
 
 LIKE = torch.empty(0)
 
@@ -72,6 +72,51 @@ def test_what_is_not_kept_is_there_while_it_is_needed(steps: int) -> None:
     small = 4 * 64 * 64
     # a second iterate and the small matrices of a product; all places at once would be more
     assert seen.peak <= x.nbytes + (PLACES + 1) * small
+
+
+def halves(matrix: Tensor, columns: int, add: Tensor | None) -> tuple[Tensor, Tensor]:
+    assert add is None or add.shape == matrix.shape
+    return matrix[:, :columns], matrix[:, columns:]
+
+
+def test_views_are_made_once_for_memory_that_is_kept() -> None:
+    def piece(*shape: int) -> Tensor:
+        found = scratch("viewed", shape, LIKE)
+        assert found is not None
+        return found
+
+    made = remembered(halves, piece(4, 6), 2, None)
+    assert remembered(halves, piece(4, 6), 2, None) is made
+    # another shape, width, order or tensor more, at the same address
+    for matrix, columns, add in [
+        (piece(3, 8), 2, None),
+        (piece(4, 6), 3, None),
+        (piece(6, 4).mT, 2, None),
+        (piece(4, 6), 2, piece(4, 6)),
+    ]:
+        left, right = remembered(halves, matrix, columns, add)
+        assert torch.equal(torch.cat([left, right], 1), matrix)
+        assert left.shape[1] == columns
+    piece(100, 100)
+    assert remembered(halves, piece(4, 6), 2, None)[0].data_ptr() == piece(1).data_ptr()
+
+
+def test_views_of_other_memory_are_not_remembered() -> None:
+    own, kept = torch.empty(4, 6), scratch("viewed", (4, 6), LIKE)
+    for matrix, add in [(own, None), (own, kept), (kept, own)]:
+        assert isinstance(matrix, Tensor)
+        assert remembered(halves, matrix, 2, add) is not remembered(halves, matrix, 2, add)
+    meta = torch.empty(4, 6, device="meta")
+    assert remembered(halves, meta, 2, None)[0].device == meta.device
+
+
+def test_so_many_views_are_remembered() -> None:
+    kept = scratch("viewed", (4, 600), LIKE)
+    assert kept is not None
+    first = remembered(halves, kept, 0, None)
+    for columns in range(600):
+        remembered(halves, kept, columns, None)
+    assert remembered(halves, kept, 0, None) is not first
 
 
 def test_what_inference_made_others_may_write_to() -> None:
