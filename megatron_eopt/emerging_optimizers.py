@@ -23,6 +23,7 @@ from megatron_eopt.settings.registry import (
     entry_of,
     init_state,
     is_nonlinear_or_embedding,
+    prefixes_of,
     register_optimizer,
 )
 
@@ -73,5 +74,4 @@ def _default_adam_based_eopt_config_to_kwargs(
     eopt_name: str, config: Any, model_chunks: Sequence[Any], pg_collection: Any
 ) -> dict[str, Any]:
     entry = entry_of(eopt_name)
-    prefixes = entry.prefixes or (eopt_name,)
-    return emerging_kwargs(entry.optimizer_cls, prefixes, config, pg_collection)
+    return emerging_kwargs(entry.optimizer_cls, prefixes_of(eopt_name), config, pg_collection)

@@ -9,6 +9,7 @@ small sizes on the CPU.
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -113,11 +114,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     for name in ("minutes", "gpus"):
         value = getattr(arguments, name)
-        if value is not None and value <= 0:
-            parser.error(f"--{name} {value}: must be above 0")
+        if value is not None and not 0 < value < math.inf:
+            parser.error(f"--{name} {value}: must be a number above 0")
     try:
         prepared = prepared_run(arguments, began)
-    except (WheelsError, RuntimeError, subprocess.TimeoutExpired) as error:
+    except (WheelsError, RuntimeError, OSError, subprocess.TimeoutExpired) as error:
         prepared = str(error)
     if isinstance(prepared, str):
         sys.stderr.write(f"gpu_check: {prepared}\n")

@@ -8,6 +8,7 @@ from typing import Any
 from megatron.core.utils import log_single_rank
 
 from megatron_eopt.routing.model import Routing
+from megatron_eopt.settings.registry import state_layout_of
 from megatron_eopt.settings.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -19,11 +20,14 @@ _TAG = "is_managed_by_layer_wise_optimizer"
 
 
 def log_differences(
-    settings: Settings, routing: Routing, arguments: Mapping[str, Any], tensor_parallel_size: int
+    settings: Settings,
+    routing: Routing,
+    arguments: Mapping[str, Mapping[str, Any]],
+    tensor_parallel_size: int,
 ) -> None:
     """Log once, on one rank, what is different for this configuration and model.
 
-    ``arguments`` are those of the main optimizer's constructor.
+    ``arguments`` are those of the emerging optimizers' constructors.
     """
     tagged = sum(bool(getattr(r.parameter.param, _TAG, False)) for r in routing.routes)
     if tagged and settings.storage == "sharded":
@@ -32,8 +36,9 @@ def log_differences(
             f"{tagged} parameters have the attribute {_TAG}: they lie in Megatron's padded "
             "layer-wise layout, which costs memory and is not needed; wrap the model as for Adam",
         )
-    for sentence in _warnings(settings, arguments, tensor_parallel_size):
-        _say(logging.WARNING, sentence)
+    for name, own in arguments.items():
+        for sentence in _warnings(name, settings, own, tensor_parallel_size):
+            _say(logging.WARNING, sentence)
     if not (settings.is_standard or settings.recommended):
         for sentence in _differences(settings, routing):
             _say(logging.INFO, f"unlike megatron-core: {sentence}")
@@ -82,7 +87,7 @@ def _differences(settings: Settings, routing: Routing) -> Iterator[str]:
 
 
 def _warnings(
-    settings: Settings, arguments: Mapping[str, Any], tensor_parallel_size: int
+    optimizer: str, settings: Settings, arguments: Mapping[str, Any], tensor_parallel_size: int
 ) -> Iterator[str]:
     """Yield who gets AdaMuon's steps far too long, or an update that depends on the ranks."""
     scale = arguments.get("scale_mode")
@@ -93,15 +98,15 @@ def _warnings(
             "of the matrix's larger side; 'shape_scaling' with muon_extra_scale_factor=0.2 does not"
         )
     splits, owners_split = (
-        item.splits_weights_of(settings.optimizer)
+        item.splits_weights_of(optimizer)
         for item in (settings, replace(settings, storage="sharded"))
     )
     if settings.splits and owners_split and not splits:
         yield (
-            f"optimizer={settings.optimizer!r} updates a fused weight (Q, K and V; gate and up) as "
+            f"optimizer={optimizer!r} updates a fused weight (Q, K and V; gate and up) as "
             "one matrix without use_distributed_optimizer; with it, each of them by itself"
         )
-    if tensor_parallel_size == 1 or settings.is_standard:
+    if tensor_parallel_size == 1:
         return
     if arguments.get("tp_mode") == "blockwise":
         yield (
@@ -109,10 +114,10 @@ def _warnings(
             "itself, so the result depends on the number of ranks; 'duplicated' and 'auto' are "
             "exact"
         )
-    replicated = settings.storage == "replicated" and settings.state_layout != "element_wise"
+    replicated = settings.storage == "replicated" and state_layout_of(optimizer) != "element_wise"
     if "tp_mode" not in arguments and replicated:
         yield (
-            f"optimizer={settings.optimizer!r} updates each tensor-parallel rank's piece of a "
+            f"optimizer={optimizer!r} updates each tensor-parallel rank's piece of a "
             "matrix by itself, so the result depends on the number of ranks; with "
             "use_distributed_optimizer=True it gets whole matrices"
         )

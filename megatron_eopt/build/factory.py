@@ -1,7 +1,7 @@
 """From a configuration and a wrapped model to one optimizer: this package's front door."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from megatron_eopt import qk_clip
 from megatron_eopt.base.agreement import agreed
 from megatron_eopt.base.garbage import without_collections
+from megatron_eopt.base.names import STANDARD_OPTIMIZERS
 from megatron_eopt.base.upstream import found, needed
 from megatron_eopt.build.bases import Base, Share, build_base, shares_of
 from megatron_eopt.build.chain import OptimizerChain, names_in
@@ -149,9 +150,8 @@ for _builder in (chain_of_slabs, _sharded, chain_of_dtensors, chain_of_managed_s
 def _report(
     settings: Settings, routing: Routing, model_chunks: Sequence[Any], collection: Any
 ) -> None:
-    arguments: Mapping[str, Any] = {}
-    if not settings.is_standard:
-        arguments = arguments_of(settings.optimizer, settings, model_chunks, collection)
+    emerging = sorted(routing.optimizers - set(STANDARD_OPTIMIZERS))
+    arguments = {n: arguments_of(n, settings, model_chunks, collection) for n in emerging}
     log_differences(settings, routing, arguments, get_pg_size(getattr(collection, "tp", None)))
     for group in routing.groups:
         numel = sum(member.parameter.param.numel() for member in group.members)

@@ -151,6 +151,7 @@ def _off_load(composite: CompositeOptimizer, storage: Storage, settings: RunSett
     for driver in composite.drivers:
         with composite.scene(driver) as (groups, state):
             driver.off_load(groups, state, place)
+            driver.host.settle()
 
 
 def _is_part(item: Stored) -> bool:

@@ -31,12 +31,9 @@ def save(member: Member, main: str | None) -> dict[str, Any]:
     storage: Any = member.storage
     if storage.is_stub_optimizer:
         return {}
-    result: dict[str, Any]
-    if isinstance(storage, DistributedOptimizer):
-        result = storage.state_dict()
-        return result
-    prepare([member], is_loading=False)
-    result = storage.state_dict()
+    if not isinstance(storage, DistributedOptimizer):
+        prepare([member], is_loading=False)
+    result: dict[str, Any] = storage.state_dict()
     for group in result.get("optimizer", result)["param_groups"]:
         if group.get("optimizer") == main:
             group.pop("optimizer", None)

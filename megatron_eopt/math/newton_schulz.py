@@ -45,8 +45,9 @@ from megatron_eopt.math.scratch import small_matrices
 from megatron_eopt.math.symmetric import symmetric_product
 
 ReduceT = Callable[[Tensor], Tensor]
-"""Sums a tensor over the ranks that share a matrix; may work in place. One that has an attribute
-``of_symmetric`` is asked through it where matrices are symmetric, so that half of them travels."""
+"""Sums a contiguous tensor over the ranks that share a matrix; may work in place. One that has an
+attribute ``of_symmetric`` is asked through it where matrices are symmetric, so that half of them
+travels."""
 
 
 class Team(Protocol):
@@ -86,7 +87,7 @@ def iterate_standard(
     """
     team = _team(reduce)
     m = x.shape[-1] if tall else x.shape[-2]
-    squares = small_matrices(2, x, m)
+    squares = small_matrices(2, x, m, dense=reduce is not None)
     square, polynomial = x.new_empty((2, *x.shape[:-2], m, m)) if squares is None else squares
     spare = torch.empty_like(x) if spare is None else spare
     for a, b, c in triples:

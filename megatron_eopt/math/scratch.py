@@ -101,13 +101,14 @@ def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def small_matrices(count: int, x: Tensor, m: int) -> Tensor | None:
+def small_matrices(count: int, x: Tensor, m: int, *, dense: bool = False) -> Tensor | None:
     """Return memory for so many ``(..., m, m)`` of an iterate ``x``, or None where none is kept.
 
     Where a CPU takes matrices alone and mirrors panels (Note [Symmetric products]), rows lie a line
-    of its cache further apart: a power of two apart, those that are mirrored share few lines.
+    of its cache further apart: a power of two apart, those that are mirrored share few lines. What
+    ranks sum must be ``dense``, since collectives take memory as it lies.
     """
-    apart = x.ndim == 2 and not multiplies_by_tiles(x.dtype)
+    apart = not dense and x.ndim == 2 and not multiplies_by_tiles(x.dtype)
     padding = _CACHE_LINE // x.dtype.itemsize if apart else 0
     squares = scratch("squares", (count, *x.shape[:-2], m, m + padding), x)
     return None if squares is None else squares[..., :m]

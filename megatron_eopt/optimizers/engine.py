@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_eopt.base.names import DEFAULT_WAVE_MB, TpModeT
+from megatron_eopt.base.subgroups import group_of_members
 from megatron_eopt.layouts import Matrix, Plan, Redistribution, WaveBatch
 from megatron_eopt.layouts.redistribution import LoadT, StoreT
 from megatron_eopt.layouts.waves import first_uses
@@ -218,8 +219,7 @@ def _reducers(work: Work, ranks: Ranks) -> dict[Team, _Sum]:
     mine = {item.team for item in work.matrices if ranks.rank in item.team}
     # a rank is in one team of each size, so all of a team's make it at the same turn
     groups: dict[Team, Any] = {
-        team: dist.new_group([members[rank] for rank in team], use_local_synchronization=True)
-        for team in sorted(mine, key=len)
+        team: group_of_members([members[rank] for rank in team]) for team in sorted(mine, key=len)
     }
     return {(): _Sum(ranks.group), **{team: _Team(group) for team, group in groups.items()}}
 

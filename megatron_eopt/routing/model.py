@@ -9,6 +9,7 @@ from megatron.core import optimizer as megatron_optimizer
 
 from megatron_eopt.base.agreement import agreed, of_every_rank
 from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.names import STANDARD_OPTIMIZERS
 from megatron_eopt.matrices import Split
 from megatron_eopt.routing.callers_grouping import with_callers_grouping
 from megatron_eopt.routing.global_names import name_parameters
@@ -19,6 +20,7 @@ from megatron_eopt.routing.routes import Route, route_all
 from megatron_eopt.routing.splits import find_splits
 from megatron_eopt.routing.table import format_table, routing_rows
 from megatron_eopt.settings.arguments import qkv_split_shapes
+from megatron_eopt.settings.checks import check_values_of
 from megatron_eopt.settings.registry import Overrides
 from megatron_eopt.settings.settings import Settings, resolve
 
@@ -32,6 +34,11 @@ class Routing:
     routes: Sequence[Route]  # this rank's parameters, in model order
     groups: Sequence[Group]  # the groups, the same on every rank apart from their members
     splits: Mapping[torch.nn.Parameter, Split]  # the logical matrices of fused parameters
+
+    @property
+    def optimizers(self) -> frozenset[str]:
+        """Names of the optimizers of all ranks' parameters."""
+        return frozenset(group.key.optimizer for group in self.groups)
 
     @property
     def names(self) -> dict[torch.Tensor, str]:
@@ -76,7 +83,7 @@ def route_model(
         lambda: with_callers_grouping(settings, model_chunks, overrides_for(settings, overrides))
     )
     routing = route_parameters(settings, trainable_parameters(model_chunks), known)
-    if settings.is_standard:
+    if routing.optimizers <= set(STANDARD_OPTIMIZERS):
         return routing
     name_parameters(model_chunks)
     routing = with_splits(routing, settings, model_chunks)
@@ -103,12 +110,14 @@ def route_parameters(
         for description in sorted(frozenset.intersection(*(lost for _, lost in reports))):
             logger.warning("config_overrides: no parameter matches %s", description)
     groups = build_groups(routes, summaries)
-    names = {group.key.optimizer for group in groups}
+    routing = Routing(routes, groups, {})
+    names = routing.optimizers
     if groups and not settings.is_standard and settings.optimizer not in names:
         rule = f"got no parameter on any rank, all went to {', '.join(sorted(names))}"
         way_out = "Name one of these, or route a parameter to it with config_overrides"
         raise ConfigurationError("optimizer", settings.optimizer, rule, way_out)
-    return Routing(routes, groups, {})
+    check_values_of(settings.config, names | {settings.optimizer, settings.scalar})
+    return routing
 
 
 def with_splits(

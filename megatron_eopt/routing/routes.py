@@ -1,7 +1,7 @@
 """The rules that say which parameter gets which optimizer, and why."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_eopt.base.errors import ConfigurationError, check_choice
@@ -37,7 +37,9 @@ def route_all(
     ConfigurationError.
     """
     defaults = settings.default_overrides
-    return [_route(parameter, overrides, defaults, settings) for parameter in parameters]
+    routes = [_route(parameter, overrides, defaults, settings) for parameter in parameters]
+    rates = {name: settings.own_rates(name) for name in {route.optimizer for route in routes}}
+    return [replace(r, values={**rates[r.optimizer], **r.values}) for r in routes]
 
 
 def _route(
@@ -54,8 +56,6 @@ def _route(
         why = "; ".join(default.labels) or "every parameter"
     else:
         why = "matrix"
-    if optimizer == settings.optimizer:
-        values = {**settings.main_lr, **values}
     return Route(parameter, optimizer, values, wanted.labels, why)
 
 

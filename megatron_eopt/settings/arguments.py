@@ -16,7 +16,7 @@ from megatron_eopt.settings.fields import (
     kwargs_from_config,
     required_arguments,
 )
-from megatron_eopt.settings.registry import entry_of, optimizer_names
+from megatron_eopt.settings.registry import entry_of, optimizer_names, prefixes_of
 from megatron_eopt.settings.settings import RunSettings
 
 
@@ -34,7 +34,7 @@ def entry_kwargs(
     entry = entry_of(name)
     if entry.config_to_kwargs is not None:
         return entry.config_to_kwargs(config, model_chunks, pg_collection)
-    return emerging_kwargs(entry.optimizer_cls, entry.prefixes or (name,), config, pg_collection)
+    return emerging_kwargs(entry.optimizer_cls, prefixes_of(name), config, pg_collection)
 
 
 def emerging_kwargs(
@@ -70,8 +70,7 @@ def offered_names() -> tuple[str, ...]:
         if name in STANDARD_OPTIMIZERS or (entry := entry_of(name)).config_to_kwargs is not None:
             return True
         try:
-            prefixes = entry.prefixes or (name,)
-            emerging_kwargs(entry.optimizer_cls, prefixes, EmergingOptimizerConfig())
+            emerging_kwargs(entry.optimizer_cls, prefixes_of(name), EmergingOptimizerConfig())
         except ConfigurationError:
             return False
         return True

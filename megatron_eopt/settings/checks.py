@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, get_args
 
 import torch
@@ -29,7 +30,7 @@ from megatron_eopt.math.moments import Moment2MethodT
 from megatron_eopt.settings.config import EmergingOptimizerConfig
 from megatron_eopt.settings.fields import check_all_consumed, check_old_spellings, consumed_fields
 from megatron_eopt.settings.refusals import refuse_unsupported_modes
-from megatron_eopt.settings.registry import entry_of
+from megatron_eopt.settings.registry import entry_of, prefixes_of
 
 _NOT_NEGATIVE = {"at_least": 0.0}
 _POSITIVE = {"above": 0.0}
@@ -121,20 +122,7 @@ def check_values(
     ``lr_may_follow`` a learning rate that is not given is no error yet.
     """
     refuse_unsupported_modes(config, optimizer)
-    may_be_none = _MAY_BE_NONE | ({"lr"} if lr_may_follow else set())
-    for name in (*_BOUNDS, *CHOICES, *_SWITCHES):
-        owners = {prefix for prefix in _OPTIMIZER_PREFIXES if name.startswith(f"{prefix}_")}
-        if (owners and owners.isdisjoint(prefixes)) or not hasattr(config, name):
-            continue
-        value = getattr(config, name)
-        if value is None and name in may_be_none:
-            continue
-        if name in CHOICES:
-            check_choice(name, value, CHOICES[name])
-        elif name in _SWITCHES:
-            check_switch(name, value)
-        elif name != "grad_norm_skip_threshold" or value != math.inf:
-            check_number(name, value, **_BOUNDS[name])
+    _check_fields(config, prefixes, lr_may_follow=lr_may_follow)
     _check_halves(config)
     if config.fp16 and not config.loss_scale and config.min_loss_scale > config.initial_loss_scale:
         rule = f"must not be above initial_loss_scale={config.initial_loss_scale!r}"
@@ -149,8 +137,40 @@ def check_values(
         rule = f"is about Muon's momentum, and {optimizer} has none of it"
         way_out = 'Leave it at "fp32", or train with muon or adaptive_muon'
         raise ConfigurationError("muon_momentum_dtype", dtype, rule, way_out)
-    if optimizer in STANDARD_OPTIMIZERS:
-        return
+    if optimizer not in STANDARD_OPTIMIZERS:
+        _check_emerging(config, {optimizer, scalar}, prefixes)
+
+
+def check_values_of(config: Any, optimizers: Iterable[str]) -> None:
+    """Raise if a field of optimizers in use is out of bounds, does not fit or has no effect.
+
+    ``optimizers`` are all of them; :func:`check_values` is for what a configuration says alone.
+    """
+    emerging = sorted(set(optimizers) - set(STANDARD_OPTIMIZERS))
+    prefixes = tuple(dict.fromkeys(p for name in emerging for p in prefixes_of(name)))
+    _check_fields(config, prefixes, lr_may_follow=True)
+    if emerging:
+        _check_emerging(config, emerging, prefixes)
+
+
+def _check_fields(config: Any, prefixes: Collection[str], *, lr_may_follow: bool) -> None:
+    may_be_none = _MAY_BE_NONE | ({"lr"} if lr_may_follow else set())
+    for name in (*_BOUNDS, *CHOICES, *_SWITCHES):
+        owners = {prefix for prefix in _OPTIMIZER_PREFIXES if name.startswith(f"{prefix}_")}
+        if (owners and owners.isdisjoint(prefixes)) or not hasattr(config, name):
+            continue
+        value = getattr(config, name)
+        if value is None and name in may_be_none:
+            continue
+        if name in CHOICES:
+            check_choice(name, value, CHOICES[name])
+        elif name in _SWITCHES:
+            check_switch(name, value)
+        elif name != "grad_norm_skip_threshold" or value != math.inf:
+            check_number(name, value, **_BOUNDS[name])
+
+
+def _check_emerging(config: Any, optimizers: Collection[str], prefixes: Sequence[str]) -> None:
     check_old_spellings(config, prefixes)
     if "muon" in prefixes:
         steps, coefficients = config.muon_num_ns_steps, config.muon_coefficient_type
@@ -162,11 +182,9 @@ def check_values(
         check_choice("muon_backend", backend, backend_names())
         get_backend(backend)
         _check_own_rates(config)
-    entry = entry_of(optimizer)
-    consumed = consumed_fields(entry.optimizer_cls, prefixes) | entry.consumes
-    if scalar == "lion":
-        consumed |= {"lion_beta1", "lion_beta2"}
-    check_all_consumed(config, prefixes, consumed)
+    entries = [entry_of(name) for name in optimizers if name not in STANDARD_OPTIMIZERS]
+    consumed = (consumed_fields(e.optimizer_cls, prefixes) | e.consumes for e in entries)
+    check_all_consumed(config, prefixes, set().union(*consumed))
 
 
 def _check_halves(config: Any) -> None:

@@ -171,6 +171,11 @@ def entry_of(name: str) -> EmergingOptimizerEntry:
     return known[name]
 
 
+def prefixes_of(name: str) -> tuple[str, ...]:
+    """Return the prefixes of configuration fields of the optimizer ``name``, the own one first."""
+    return (name,) if name in STANDARD_OPTIMIZERS else entry_of(name).prefixes or (name,)
+
+
 def state_layout_of(name: str) -> StateLayoutT:
     """Return what of the optimizer ``name`` needs whole matrices; of Adam and SGD nothing does."""
     return "element_wise" if name in STANDARD_OPTIMIZERS else entry_of(name).state_layout

@@ -28,14 +28,17 @@ from megatron_eopt.settings.config import EmergingOptimizerConfig
 from megatron_eopt.settings.fields import first_field
 from megatron_eopt.settings.registry import (
     Overrides,
-    StateLayoutT,
     entry_of,
     optimizer_names,
+    prefixes_of,
     state_layout_of,
 )
 
 StorageT = Literal["replicated", "sharded"]
 """Where main weights and state live: whole on every data-parallel rank, or in ZeRO-1 fragments."""
+
+_OWN_RATES = {"max_lr": "lr", "min_lr": "min_lr"}
+"""Keys of parameter groups, and how the fields end that hold an optimizer's own values."""
 
 _SPLITS: tuple[SplitT, ...] = ("qkv", "gated", "mla", "linear_attention", "per_head")
 
@@ -90,8 +93,6 @@ class Settings(RunSettings):
     splits: frozenset[SplitT] = frozenset()  # kinds of fused weights to split
     router_to_scalar: bool = False  # whether routers' weights go to the scalar optimizer
     takes_excluded: bool = False  # whether matrices that modules exclude go to the main one
-    # ``max_lr`` and ``min_lr`` of the main optimizer where they are its own
-    main_lr: Mapping[str, float] = field(default_factory=dict)
     prefixes: tuple[str, ...] = ()  # prefixes of the configuration's fields in use
     tp_mode: TpModeT = "auto"  # where tensor-parallel matrices are computed
     of_dtensors: bool = False  # whether FSDP keeps the weights
@@ -100,11 +101,6 @@ class Settings(RunSettings):
     def is_standard(self) -> bool:
         """Whether the main optimizer is Adam or SGD."""
         return self.optimizer in STANDARD_OPTIMIZERS
-
-    @property
-    def state_layout(self) -> StateLayoutT:
-        """What of the main optimizer needs whole matrices."""
-        return state_layout_of(self.optimizer)
 
     def splits_weights_of(self, optimizer: str) -> bool:
         """Return whether an optimizer gets the matrices of fused weights one by one.
@@ -115,6 +111,14 @@ class Settings(RunSettings):
         layout = state_layout_of(optimizer)
         by_owners = self.recommended and (self.of_dtensors or self.storage == "sharded")
         return layout == "matrix_update" or (layout == "matrix_state" and by_owners)
+
+    def own_rates(self, optimizer: str) -> dict[str, float]:
+        """Return an optimizer's ``max_lr`` and ``min_lr`` where they are its own."""
+        if optimizer in STANDARD_OPTIMIZERS:
+            return {}
+        prefixes = prefixes_of(optimizer)
+        rates = {f: first_field(self.config, r, prefixes) for f, r in _OWN_RATES.items()}
+        return {name: rate for name, rate in rates.items() if rate is not None}
 
     @property
     def default_overrides(self) -> Overrides:
@@ -153,6 +157,7 @@ def resolve(config: Any, *, lr_may_follow: bool = False) -> Settings:
         optimizer=name,
         storage=storage,
         recommended=isinstance(config, EmergingOptimizerConfig),
+        splits=frozenset(s for s in _SPLITS if getattr(config, f"muon_split_{s}", False)),
     )
 
 
@@ -168,20 +173,16 @@ def resolve_run(config: Any) -> RunSettings:
 
 def _of_emerging(name: str, config: Any) -> dict[str, Any]:
     entry = entry_of(name)
-    prefixes = entry.prefixes or (name,)
+    prefixes = prefixes_of(name)
     scalar = "adam"
     if "muon_scalar_optimizer" in entry.consumes:
         scalar = config.muon_scalar_optimizer
         check_choice("muon_scalar_optimizer", scalar, SCALAR_OPTIMIZERS)
-    max_lr, min_lr = (first_field(config, lr, prefixes) for lr in ("lr", "min_lr"))
-    lrs = {"max_lr": max_lr, "min_lr": min_lr}
     chosen = {
         "scalar": scalar,
-        "splits": frozenset(s for s in _SPLITS if getattr(config, f"muon_split_{s}", False)),
         "router_to_scalar": not first_field(config, "orthogonalize_router", prefixes, True),
         "takes_excluded": bool(first_field(config, "orthogonalize_excluded", prefixes, False)),
         "exempt_from_clipping": bool(first_field(config, "exempt_from_clipping", prefixes, False)),
-        "main_lr": {key: value for key, value in lrs.items() if value is not None},
         "prefixes": (*prefixes, "lion") if scalar == "lion" else prefixes,
     }
     if "muon" in prefixes:

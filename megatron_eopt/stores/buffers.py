@@ -58,10 +58,31 @@ _KINDS = (
 
 
 def process_groups(pg_collection: Any) -> Any:
-    """Return a caller's collection of process groups, or Megatron's own one."""
-    if pg_collection is None or getattr(pg_collection, "tp", None) is None:
-        return ProcessGroupCollection.use_mpu_process_groups()
-    return pg_collection
+    """Return a caller's collection of process groups, or Megatron's own one.
+
+    One without a tensor-parallel group may have groups over the same ranks as Megatron's alone.
+
+    Raises:
+        ConfigurationTypeError: If it is no collection.
+        ConfigurationError: If it lacks that group, and others are not Megatron's.
+    """
+    if pg_collection is not None and getattr(pg_collection, "tp", None) is not None:
+        return pg_collection
+    collection = ProcessGroupCollection.use_mpu_process_groups()
+    way_out = "Add it to the collection, or pass pg_collection=None to use Megatron's own groups"
+    if not isinstance(pg_collection, ProcessGroupCollection | None):
+        rule = "must be a ProcessGroupCollection"
+        raise ConfigurationTypeError("pg_collection", pg_collection, rule, way_out)
+    for name, group in vars(pg_collection or collection).items():
+        if _ranks(group) != _ranks(getattr(collection, name, None)):
+            rule = f"must be given where {name} is another group than Megatron's own"
+            raise ConfigurationError("pg_collection.tp", None, rule, way_out)
+    return collection
+
+
+def _ranks(group: Any) -> list[int] | None:
+    is_group = isinstance(group, distributed.ProcessGroup)
+    return distributed.get_process_group_ranks(group) if is_group else None
 
 
 def buffer_sets(

@@ -14,6 +14,7 @@ from torch.distributed.tensor.placement_types import Shard as ShardPlacement
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.places import Place, place_of
+from megatron_eopt.base.subgroups import group_of_members
 from megatron_eopt.layouts import Layout, dtensor_layout
 from megatron_eopt.matrices import Split, matrix_rows
 from megatron_eopt.routing.parameters import ModelParameter
@@ -49,7 +50,7 @@ class MeshGroups:
             elif len(ranks) == dist.get_world_size():
                 group = dist.group.WORLD
             else:
-                group = dist.new_group(list(ranks), use_local_synchronization=True)
+                group = group_of_members(ranks)
             self._of[ranks] = group
         return self._of[ranks]
 

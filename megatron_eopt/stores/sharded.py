@@ -158,6 +158,8 @@ class FragmentsOptimizer(Storage, DistributedOptimizer):
         state = self.state_dict()
         for group, count in zip(state["optimizer"]["param_groups"], steps, strict=True):
             group[STEP] = count if count >= 0 else self.steps
+            if group.get("optimizer") == main:
+                del group["optimizer"]
         return {**state, "param_state_sharding_type": "fully_reshardable"}
 
     def stored(self) -> Iterator[Stored]:

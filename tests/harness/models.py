@@ -60,7 +60,7 @@ def tiny_gpt(
     latent: bool = False,
     **overrides: Any,
 ) -> torch.nn.Module:
-    """Build this rank's part of a GPT, in fp32 or wrapped for a 16-bit ``dtype``.
+    """Build this rank's part of a GPT on its device, in fp32 or wrapped for a 16-bit ``dtype``.
 
     Args:
         layers: Transformer layers of the whole model.
@@ -99,6 +99,8 @@ def tiny_gpt(
         position_embedding_type=position_embedding,
         vp_stage=virtual_stage,
     )
+    # as the trainer does: norms and position embeddings of torch are made on the host
+    model.cuda(torch.cuda.current_device())
     if dtype != torch.float32:
         model = Float16Module(config, model)
     return model

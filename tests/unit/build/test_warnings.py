@@ -20,14 +20,14 @@ class _Lines(logging.Handler):
 
 
 def _warnings(config, ddp, tp):
-    return _heard(lambda: losses("ours", 1, config=config, ddp=ddp, parallel={"tp": tp}))
+    return heard(lambda: losses("ours", 1, config=config, ddp=ddp, parallel={"tp": tp}))
 
 
 def _recommended(case):
-    return _heard(lambda: build(case))
+    return heard(lambda: build(case))
 
 
-def _heard(work):
+def heard(work):
     handler = _Lines()
     logger = logging.getLogger("megatron_eopt.build.differences")
     logger.addHandler(handler)

@@ -97,6 +97,8 @@ class Ranks:
         self.calls = [0] * size
 
     def exchange(self, rank: int, x: Tensor) -> list[Tensor]:
+        # collectives take memory as it lies
+        assert x.is_contiguous()
         self.parts[rank] = x
         self.barrier.wait()
         parts = list(self.parts)

@@ -1,0 +1,99 @@
+"""An optimizer that overrides alone send parameters to is the one that it is as the main one."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.optimizer import ParamKey, ParamPredicate
+
+from megatron_eopt import (
+    ConfigurationError,
+    ConfigurationTypeError,
+    EmergingOptimizerConfig,
+    get_megatron_optimizer,
+)
+from tests.harness import run_ranks
+from tests.unit.build.test_warnings import heard
+from tests.unit.stores.full_state import Case
+from tests.unit.stores.runs import inject, make_chunk
+
+MATRICES = ParamKey(
+    predicate=ParamPredicate(
+        "matrices",
+        lambda p: p.dim() == 2 and not getattr(p, "is_embedding_or_output_parameter", False),
+    )
+)
+
+
+def built(case: Case, overrides: Any, **fields: Any) -> tuple[Any, Any]:
+    chunk = make_chunk(case.run)
+    sharded = case.ddp.get("use_distributed_optimizer", True)
+    run = {"lr": 0.01, "min_lr": 0.001, "clip_grad": 0.0, "use_distributed_optimizer": sharded}
+    config = EmergingOptimizerConfig(optimizer=case.optimizer, **run, **fields)
+    return chunk, get_megatron_optimizer(config, [chunk], overrides)
+
+
+def stepped(case: Case, to: str, fields: dict[str, Any]) -> tuple[dict[str, Any], set[Any]]:
+    chunk, optimizer = built(case, {MATRICES: {"optimizer": to}}, **fields)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.01
+    for step in range(2):
+        optimizer.zero_grad()
+        inject(case.run, chunk, step)
+        optimizer.step()
+    weights = {name: param.detach().clone() for name, param in chunk.named_parameters()}
+    return weights, {(group["optimizer"], group["max_lr"]) for group in optimizer.param_groups}
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "fragments"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_muon_beside_adam_is_muon(sharded: bool, tp: int) -> None:
+    fields = {"muon_lr": 0.03, "muon_fp32_matmul_prec": "highest"}
+    parts = {"parallel": {"tp": tp}, "ddp": {"use_distributed_optimizer": sharded}}
+    beside, main = (
+        run_ranks(2, stepped, Case(name, **parts), "muon", fields) for name in ("adam", "muon")
+    )
+    for (weights, rates), (expected, _) in zip(beside, main, strict=True):
+        assert rates == {("muon", 0.03), ("adam", 0.01)}
+        assert weights.keys() == expected.keys()
+        for name, weight in weights.items():
+            # gradients of the same parameters are summed in other orders
+            torch.testing.assert_close(weight, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+def refused(case: Case, to: str, fields: dict[str, Any]) -> str:
+    with pytest.raises((ConfigurationError, ConfigurationTypeError)) as caught:
+        built(case, {ParamKey(name="*.linear_fc1.weight"): {"optimizer": to}}, **fields)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("main", ["adam", "muon", "soap"])
+@pytest.mark.parametrize(
+    ("to", "field", "value"),
+    [
+        ("soap", "soap_shampoo_beta", 7.0),
+        ("soap", "soap_shampoo_beta", math.nan),
+        ("soap", "soap_use_kl_shampoo", "no"),
+        ("lion", "lion_beta1", "x"),
+        ("adaptive_muon", "adaptive_muon_eps", -1.0),
+        ("adaptive_muon", "adaptive_muon_moment2_method", "nope"),
+        ("muon", "muon_num_ns_steps", 0),
+        ("muon", "muon_lr", 1e-4),  # below min_lr
+    ],
+)
+def test_its_fields_are_checked(main: str, to: str, field: str, value: Any) -> None:
+    (words,) = run_ranks(1, refused, Case(main), to, {field: value})
+    assert field in words
+    assert repr(value) in words
+
+
+def warned(case: Case, fields: dict[str, Any]) -> list[str]:
+    return heard(lambda: built(case, {MATRICES: {"optimizer": "muon"}}, **fields))
+
+
+def test_its_update_that_depends_on_the_ranks_is_told() -> None:
+    plain = {"use_distributed_optimizer": False}
+    case = Case("adam", parallel={"tp": 2}, ddp=plain)
+    lines = run_ranks(2, warned, case, {"muon_tp_mode": "blockwise"})[0]
+    assert any("muon_tp_mode='blockwise'" in line for line in lines)
