@@ -88,6 +88,10 @@ _BY_MODULE: dict[str, dict[str, Need]] = {
     },
     "megatron.core.optimizer.emerging_optimizers": {
         "TensorParallelAdaptiveMuon": Need("the order of its arguments", "tp_mode"),
+        "EmergingOptimizerEntry": Need(
+            "entries among ours",
+            "optimizer_cls init_state_fn config_to_kwargs default_param_overrides",
+        ),
     },
     "megatron.core.optimizer.qk_clip": {"clip_qk": Need("QK-clip (install)")},
     "megatron.core.distributed.param_and_grad_buffer": {

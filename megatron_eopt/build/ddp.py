@@ -3,11 +3,29 @@
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_eopt.base.errors import ConfigurationError
+from torch.nn import Module, ModuleList
+
+from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
 from megatron_eopt.settings.checks import refuse_for_qk_clip
 from megatron_eopt.settings.settings import Settings
 
 _OF_DDP = "DistributedDataParallelConfig."
+
+
+def check_chunks(model_chunks: Any) -> None:
+    """Raise unless these are the modules of a model.
+
+    Raises:
+        ConfigurationTypeError: If it is no list, or has something else.
+        ConfigurationError: If it is empty, or has one of them twice.
+    """
+    way_out = "Pass the list of this rank's wrapped model chunks"
+    is_list = isinstance(model_chunks, Sequence | ModuleList)
+    if not is_list or not all(isinstance(chunk, Module) for chunk in model_chunks):
+        raise ConfigurationTypeError("model_chunks", model_chunks, "must be modules", way_out)
+    if len({id(chunk) for chunk in model_chunks}) != len(model_chunks) or not len(model_chunks):
+        rule = f"must have each module once, and at least one, and has {len(model_chunks)}"
+        raise ConfigurationError("model_chunks", model_chunks, rule, way_out)
 
 
 def is_megatron_fsdp(model_chunks: Sequence[Any]) -> bool:

@@ -5,8 +5,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from megatron.core.utils import log_single_rank
 
+from megatron_eopt.math.coefficients import DIVERGED, resolve_coefficients, response
 from megatron_eopt.routing.model import Routing
 from megatron_eopt.settings.registry import state_layout_of
 from megatron_eopt.settings.settings import Settings
@@ -86,6 +88,15 @@ def _differences(settings: Settings, routing: Routing) -> Iterator[str]:
         yield "loss_scale holds for every optimizer; megatron-core unscales Adam's only"
 
 
+def explodes(arguments: Mapping[str, Any]) -> bool:
+    """Whether rounding to bfloat16 alone takes a singular value of 1 to where steps diverge."""
+    named, steps = arguments.get("coefficient_type"), arguments.get("num_ns_steps")
+    if arguments.get("fp32_matmul_prec") != "medium" or named is None or steps is None:
+        return False
+    rounded = 1 + torch.finfo(torch.bfloat16).eps / 2
+    return not abs(response(resolve_coefficients(named, steps), rounded)) < DIVERGED
+
+
 def _warnings(
     optimizer: str, settings: Settings, arguments: Mapping[str, Any], tensor_parallel_size: int
 ) -> Iterator[str]:
@@ -96,6 +107,13 @@ def _warnings(
             f"muon_scale_mode={scale!r} with adaptive_muon_moment2_method='adamuon': AdaMuon "
             "brings entries to about 1 by itself, so this scale makes them as large as the root "
             "of the matrix's larger side; 'shape_scaling' with muon_extra_scale_factor=0.2 does not"
+        )
+    if explodes(arguments):
+        yield (
+            f"muon_coefficient_type={arguments['coefficient_type']!r} with "
+            "muon_fp32_matmul_prec='medium': what rounding to bfloat16 makes of a singular value "
+            "of 1, as in a gradient of rank one, leaves the interval in which these coefficients "
+            "converge, and such an update is huge; 'highest' does not round so"
         )
     splits, owners_split = (
         item.splits_weights_of(optimizer)

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from megatron.core.optimizer import get_megatron_optimizer as megatrons_own_factory
@@ -11,12 +12,13 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron_eopt import qk_clip
 from megatron_eopt.base.agreement import agreed
+from megatron_eopt.base.errors import ConfigurationTypeError
 from megatron_eopt.base.garbage import without_collections
 from megatron_eopt.base.names import STANDARD_OPTIMIZERS
 from megatron_eopt.base.upstream import found, needed
 from megatron_eopt.build.bases import Base, Share, build_base, shares_of
 from megatron_eopt.build.chain import OptimizerChain, names_in
-from megatron_eopt.build.ddp import check_ddp, is_megatron_fsdp
+from megatron_eopt.build.ddp import check_chunks, check_ddp, is_megatron_fsdp
 from megatron_eopt.build.differences import log_differences
 from megatron_eopt.build.fsdp2 import resolve_for_dtensors
 from megatron_eopt.build.layer_wise import LayerWiseDistributedOptimizer
@@ -73,6 +75,11 @@ def get_megatron_optimizer(
         ConfigurationTypeError: If a value has the wrong type.
     """
     with without_collections():
+        check_chunks(model_chunks)
+        folder = dump_param_to_param_group_map
+        if not isinstance(folder, str | Path | None):
+            rule, way_out = "must be a folder", "Give its path, or None"
+            raise ConfigurationTypeError("dump_param_to_param_group_map", folder, rule, way_out)
         if isinstance(model_chunks[0], found("MimoModel") or ()):
             return megatrons_own_factory(config, model_chunks)
         of_dtensors = is_torch_fsdp2(model_chunks) or is_megatron_fsdp(model_chunks)
@@ -92,9 +99,9 @@ def get_megatron_optimizer(
         _report(settings, routing, model_chunks, wanted.collection)
         # what one pipeline stage refuses, the others would not know
         optimizer = agreed(lambda: chain_in_storage(wanted))
-        if dump_param_to_param_group_map is not None:
+        if folder is not None:
             with whole_parameters(model_chunks):
-                _dump(routing.groups, model_chunks, dump_param_to_param_group_map)
+                _dump(routing.groups, model_chunks, str(folder))
         return optimizer
 
 

@@ -12,7 +12,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from torch import Tensor, nn
 
 from megatron_eopt.base.agreement import agreed, agreed_in
-from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
+from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import TpModeT
 from megatron_eopt.build.bases import Base, Share, build_base, driver_over, shares_of
 from megatron_eopt.build.managed import refuse_modes, refuse_tensor_parallelism
@@ -28,7 +28,7 @@ from megatron_eopt.optimizers.modes import plan_work
 from megatron_eopt.optimizers.sharded import ShardedOptimizer
 from megatron_eopt.routing.model import Routing, overrides_for, route_parameters, with_splits
 from megatron_eopt.routing.parameters import trainable_parameters
-from megatron_eopt.settings.checks import refuse_for_dtensors
+from megatron_eopt.settings.checks import check_config, refuse_for_dtensors
 from megatron_eopt.settings.registry import Overrides
 from megatron_eopt.settings.settings import Settings, resolve
 from megatron_eopt.stores.dtensors import (
@@ -80,9 +80,7 @@ def build_optimizer(
     """
 
     def checked() -> tuple[Settings, Overrides]:
-        if not isinstance(config, OptimizerConfig):
-            way_out = "Pass an EmergingOptimizerConfig"
-            raise ConfigurationTypeError("config", config, "must be an OptimizerConfig", way_out)
+        check_config(config)
         settings = resolve_for_dtensors(config)
         if managing:
             refuse_modes(managing)

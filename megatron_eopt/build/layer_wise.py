@@ -114,6 +114,9 @@ def check_base_optimizers(optimizers: Sequence[Any]) -> None:
         ConfigurationTypeError: For one that is wrapped already, or is no optimizer.
         ConfigurationError: For one that needs a closure, or has a scheduler.
     """
+    if not isinstance(optimizers, Sequence):
+        rule, way_out = "must be torch optimizers", "Pass a list of them"
+        raise ConfigurationTypeError("optimizers", optimizers, rule, way_out)
     for number, optimizer in enumerate(optimizers):
         argument = f"optimizers[{number}]"
         if isinstance(optimizer, MegatronOptimizer):
@@ -146,6 +149,9 @@ def _bases(
         rule = f"must have one entry for each of the {len(optimizers)} optimizers"
         way_out = "Give None for an optimizer without one"
         raise ConfigurationError("init_state_fn_list", functions, rule, way_out)
+    if not all(function is None or callable(function) for function in functions):
+        rule, way_out = "must be functions", "Give None for an optimizer without one"
+        raise ConfigurationTypeError("init_state_fn_list", functions, rule, way_out)
     # what orthogonalizes does not depend on the size of gradients
     free = [exempt and isinstance(item, OrthogonalizedOptimizer) for item in optimizers]
     if exempt and not any(free):

@@ -111,15 +111,15 @@ def _in_parts(storage: Any, param: Tensor, values: Mapping[str, Any]) -> dict[st
     # megatron-core splits weights of the model inside, by their names; state has the same shapes
     inside = needed("expert_param_local_key")(name, chunk.config.num_moe_experts)
     inside = inside.removeprefix("module.module.")
-    cut = _cut_like(storage.optimizer.state[param])
+    # as they are saved: what is kept between steps may be 8 bits of them
+    cut = {k: values[k] for k in _cut_like(storage.optimizer.state[param]) if k in values}
     # what stands around it for the trainer expects the trainer's model
     splitting = inspect.unwrap(owner_of("expert_param_local_key").handle_swiglu_in_state_dict)
-    parts: dict[str, dict[str, Any]] = {}
+    names, _ = splitting(chunk.module, {inside: param.detach()}, None)
+    parts: dict[str, dict[str, Any]] = {name + part.removeprefix(inside): {} for part in names}
     for kind, value in cut.items():
         split, _ = splitting(chunk.module, {inside: value}, None)
         for part, tensor in split.items():
-            parts.setdefault(name + part.removeprefix(inside), {})[kind] = tensor
-    rest = {kind: value for kind, value in values.items() if kind not in cut}
-    first = next(iter(parts), None) or name
-    parts.setdefault(first, {}).update(rest)
-    return parts
+            parts[name + part.removeprefix(inside)][kind] = tensor
+    next(iter(parts.values())).update({k: v for k, v in values.items() if k not in cut})
+    return {part: state for part, state in parts.items() if state}

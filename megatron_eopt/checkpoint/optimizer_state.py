@@ -1,18 +1,29 @@
 """The state of a chain of optimizers as dist_checkpointing saves and loads it."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 
-from megatron_eopt.base.agreement import agreed, of_every_rank
+from megatron_eopt.base.agreement import agreed, is_rank_0, of_every_rank
 from megatron_eopt.base.errors import ConfigurationTypeError
 from megatron_eopt.base.names import STEP
-from megatron_eopt.checkpoint.groups import adopt, saved_groups, saved_scaler, saved_steps, steps_of
+from megatron_eopt.checkpoint.groups import (
+    Groups,
+    adopt,
+    optimizers_of,
+    saved_groups,
+    saved_scaler,
+    saved_steps,
+    steps_of,
+)
 from megatron_eopt.checkpoint.requests import Form, StateRequests
 from megatron_eopt.optimizers.driver import Driver
 from megatron_eopt.optimizers.element_wise import set_step
 from megatron_eopt.optimizers.member import Member
+
+logger = logging.getLogger(__name__)
 
 REQUESTS = "requests"
 """Key of the requests in a sharded state dict that is about to be loaded."""
@@ -122,10 +133,25 @@ def set_all_steps(members: Sequence[Member], state: Mapping[Any, Any]) -> None:
                 driver.set_steps(groups, values, steps)
 
 
+def _tell_of_others(members: Sequence[Member], saved: Groups) -> None:
+    """Log that a kind of state may have meant something else to the optimizer that wrote it."""
+    inner = [m.storage.optimizer for m in members if not m.storage.is_stub_optimizer]
+    before = optimizers_of(saved)
+    present = optimizers_of([group for optimizer in inner for group in optimizer.param_groups])
+    if None not in before and (gone := before - present) and is_rank_0():
+        logger.warning(
+            "the checkpoint is of the optimizers %s, and this run has %s: state of a kind that "
+            "both have (exp_avg, ...) goes on as it is, though %s may have meant something else "
+            "by it; --no-load-optim starts all anew",
+            *(", ".join(sorted(map(str, names))) for names in (before, present, gone)),
+        )
+
+
 def adopt_common(members: Sequence[Member], state: Mapping[Any, Any]) -> None:
     """Take over groups, steps and loss scale, wherever another chain of optimizers has put them."""
     saved, steps = saved_groups(state), saved_steps(state)
     scaler = saved_scaler(state)
+    _tell_of_others(members, saved)
     for member in members:
         if member.storage.is_stub_optimizer:
             continue

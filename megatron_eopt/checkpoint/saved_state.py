@@ -57,11 +57,15 @@ class Source:
     bucket: str | None = None
 
     def is_in(self, shapes: Shapes) -> bool:
-        """Whether a checkpoint has it, in these shapes."""
+        """Whether a checkpoint has it, in these shapes.
+
+        A vocabulary, which is padded by the size of tensor parallelism, may have another size.
+        """
         return all(
             piece.unique_key in shapes
             if isinstance(piece, ShardedObject)
             else shapes.get(piece.key) == tuple(piece.global_shape)
+            or (piece.allow_shape_mismatch and shapes.get(piece.key) is not None)
             for piece in self.pieces
         )
 

@@ -59,16 +59,26 @@ def _handing_over(original: Function) -> Function:
     return load_checkpoint
 
 
+_RATES = ("max_lr", "min_lr")
+"""Of parameter groups, and of megatron-core's scheduler."""
+
+
 @contextmanager
 def _rates_kept(optimizer: Any, scheduler: Any) -> Iterator[None]:
-    """Give every parameter group its own learning rates back.
+    """Give every parameter group the learning rates that it should have.
 
     They are this run's already, and megatron-core 0.20 writes those of ``--lr`` and ``--min-lr``
-    into all groups where ``--override-opt-param-scheduler`` asks for this run's.
+    into all groups where ``--override-opt-param-scheduler`` asks for this run's. Where
+    ``--use-checkpoint-opt_param-scheduler`` asks for the checkpoint's, which megatron-core's
+    scheduler takes over for itself alone, groups that follow the run's follow those.
     """
     groups = optimizer.param_groups if getattr(optimizer, "keeps_rates", False) else []
-    own = [{key: group[key] for key in ("max_lr", "min_lr") if key in group} for group in groups]
+    own = [{key: group[key] for key in _RATES if key in group} for group in groups]
+    runs = {key: getattr(scheduler, key, None) for key in _RATES}
     yield
+    if getattr(scheduler, "use_checkpoint_opt_param_scheduler", False):
+        for rates in own:
+            rates |= {k: getattr(scheduler, k) for k, rate in rates.items() if rate == runs[k]}
     changed = False
     for group, rates in zip(optimizer.param_groups if own else (), own, strict=True):
         changed |= not rates.items() <= group.items()

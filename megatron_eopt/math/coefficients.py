@@ -31,8 +31,8 @@ LongerT = Literal["cycle", "repeat_last", "never"]
 """What a schedule that is longer than its set does: it starts again, repeats the last triple, which
 polishes a fixed point, or there is none."""
 
-# Beyond this a singular value in (0, 1] is not being orthogonalized but lost.
-_DIVERGED = 1e3
+DIVERGED = 1e3
+"""Beyond this a singular value in (0, 1] is not being orthogonalized but lost."""
 
 # A typing error, which would take the memory for as many triples.
 _MOST_STEPS = 1000
@@ -124,7 +124,7 @@ def _schedule(triples: tuple[Triple, ...], steps: int, mode: LongerT) -> tuple[T
 def _resolve_custom(triples: tuple[Triple, ...], steps: int) -> tuple[Triple, ...]:
     schedule = _schedule(triples, steps, "cycle")
     worst = max(abs(response(schedule, grid / 256)) for grid in range(1, 257))
-    if not worst <= _DIVERGED:
+    if not worst <= DIVERGED:
         where = f"every singular value in (0, 1] bounded over {steps} steps"
         rule = f"must keep {where}, and sends one to {worst:.3g}"
         way_out = "Give fewer steps or other coefficients"

@@ -37,8 +37,8 @@ def normalize(
 ) -> Tensor:
     """Divide each matrix by its Frobenius norm, or by ``eps`` where that is larger.
 
-    Entries beyond 1e19 overflow a row's sum in float32 and give a zero update; float64 input has no
-    such limit.
+    A norm beyond 1.8e19 overflows in float32 and gives a zero update: of a row, or of the matrix
+    where one pass takes all of it. float64 input has no such limit.
 
     Returns:
         A contiguous tensor of this ``dtype``, shaped like ``x``, ``(..., m, n)`` of any float

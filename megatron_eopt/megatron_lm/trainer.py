@@ -81,6 +81,8 @@ def checking_what_it_knows(original: Callable[..., Any]) -> Callable[..., Any]:
         if getattr(args, "use_torch_fsdp2", False) and is_ours:
             _check_torch_fsdp2(args)
             pretended["optimizer"] = "adam"
+        if getattr(args, "use_torch_fsdp2", False) and not is_ours:
+            _check_saving(args)
         if is_ours:
             pretended["optimizer_cpu_offload"] = False
         if args.transformer_impl == "local":
@@ -114,6 +116,16 @@ def _check_torch_fsdp2(args: argparse.Namespace) -> None:
     if args.calculate_per_token_loss:
         rule = "Megatron does not divide gradients of torch FSDP2 by the number of tokens"
         refuse("calculate_per_token_loss", rule, "Leave the flag out")
+
+
+def _check_saving(args: argparse.Namespace) -> None:
+    """Raise if Megatron's own optimizer of DTensors would fail at the first save, hours later."""
+    if args.save and args.ckpt_format == "torch_dist" and not args.no_save_optim:
+        rule = f"has no form for the state that Megatron's {args.optimizer} keeps of DTensors"
+        way_out = "Pass --ckpt-format torch_dcp or --no-save-optim, or train with another optimizer"
+        raise ConfigurationError(
+            "--ckpt-format", args.ckpt_format, f"{rule} (--use-torch-fsdp2)", way_out
+        )
 
 
 def _check_megatron_fsdp(args: argparse.Namespace) -> None:

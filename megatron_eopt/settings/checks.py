@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any, get_args
 
 import torch
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
 from megatron_eopt.base.errors import (
     ConfigurationError,
@@ -124,10 +125,6 @@ def check_values(
     refuse_unsupported_modes(config, optimizer)
     _check_fields(config, prefixes, lr_may_follow=lr_may_follow)
     _check_halves(config)
-    if config.fp16 and not config.loss_scale and config.min_loss_scale > config.initial_loss_scale:
-        rule = f"must not be above initial_loss_scale={config.initial_loss_scale!r}"
-        way_out = "Lower it, or raise initial_loss_scale"
-        raise ConfigurationError("min_loss_scale", config.min_loss_scale, rule, way_out)
     if getattr(config, "muon_exempt_from_clipping", False) and "muon" not in prefixes:
         rule = f"is about Muon's gradients, and {optimizer}'s are always clipped"
         way_out = "Leave it off, or set clip_grad=0"
@@ -149,6 +146,7 @@ def check_values_of(config: Any, optimizers: Iterable[str]) -> None:
     emerging = sorted(set(optimizers) - set(STANDARD_OPTIMIZERS))
     prefixes = tuple(dict.fromkeys(p for name in emerging for p in prefixes_of(name)))
     _check_fields(config, prefixes, lr_may_follow=True)
+    _check_halves(config)
     if emerging:
         _check_emerging(config, emerging, prefixes)
 
@@ -162,12 +160,24 @@ def _check_fields(config: Any, prefixes: Collection[str], *, lr_may_follow: bool
         value = getattr(config, name)
         if value is None and name in may_be_none:
             continue
-        if name in CHOICES:
-            check_choice(name, value, CHOICES[name])
-        elif name in _SWITCHES:
-            check_switch(name, value)
-        elif name != "grad_norm_skip_threshold" or value != math.inf:
-            check_number(name, value, **_BOUNDS[name])
+        check_field(name, value)
+
+
+def check_config(config: Any) -> None:
+    """Raise a ConfigurationTypeError unless it is a configuration of megatron-core's or ours."""
+    if not isinstance(config, OptimizerConfig):
+        rule = "must be an OptimizerConfig"
+        raise ConfigurationTypeError("config", config, rule, "Pass an EmergingOptimizerConfig")
+
+
+def check_field(name: str, value: Any) -> None:
+    """Raise if a field has a value that it cannot have."""
+    if name in CHOICES:
+        check_choice(name, value, CHOICES[name])
+    elif name in _SWITCHES:
+        check_switch(name, value)
+    elif name != "grad_norm_skip_threshold" or value != math.inf:
+        check_number(name, value, **_BOUNDS[name])
 
 
 def _check_emerging(config: Any, optimizers: Collection[str], prefixes: Sequence[str]) -> None:
@@ -188,7 +198,7 @@ def _check_emerging(config: Any, optimizers: Collection[str], prefixes: Sequence
 
 
 def _check_halves(config: Any) -> None:
-    """Raise if weights are to have two types at once, or one that is none."""
+    """Raise if weights are to have two types at once, or one that is none; loss scales, too."""
     if config.fp16 and config.bf16:
         rule = "cannot hold together with bf16=True: weights have one type"
         raise ConfigurationError("fp16", True, rule, "Leave one of them off")
@@ -196,6 +206,10 @@ def _check_halves(config: Any) -> None:
     if not isinstance(dtype, torch.dtype):
         rule, way_out = "must be a dtype of torch", "Give torch.float32 or torch.bfloat16"
         raise ConfigurationTypeError("params_dtype", dtype, rule, way_out)
+    if config.fp16 and not config.loss_scale and config.min_loss_scale > config.initial_loss_scale:
+        rule = f"must not be above initial_loss_scale={config.initial_loss_scale!r}"
+        way_out = "Lower it, or raise initial_loss_scale"
+        raise ConfigurationError("min_loss_scale", config.min_loss_scale, rule, way_out)
 
 
 def _check_own_rates(config: Any) -> None:

@@ -15,6 +15,7 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 
 from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError, check_choice
 from megatron_eopt.base.names import STANDARD_OPTIMIZERS
+from megatron_eopt.base.upstream import found
 
 Overrides = Mapping[ParamKey, Mapping[str, Any]]
 """Settings of some of the parameters, by what matches these."""
@@ -151,11 +152,32 @@ def is_registered(name: str) -> bool:
 
 def entries() -> dict[str, EmergingOptimizerEntry]:
     """Return all entries by name; what packages contribute is loaded at the first call."""
+    for name, entry in _entries.items():
+        if not isinstance(entry, EmergingOptimizerEntry):
+            _entries[name] = _adopted(name, entry)
     for point in _entry_points():
         if point.value not in _from_packages:
             register_optimizer(point.name, point.load())
             _from_packages.add(point.value)
     return _entries
+
+
+def _adopted(name: str, entry: Any) -> EmergingOptimizerEntry:
+    """Return an entry of megatron-core's class, which a caller has put among ours, as one of ours.
+
+    Raises:
+        ConfigurationTypeError: If it is none.
+    """
+    if not isinstance(entry, found("EmergingOptimizerEntry") or ()):
+        rule = f"must be an EmergingOptimizerEntry, and that of {name!r} is another"
+        way_out = "Use register_optimizer"
+        raise ConfigurationTypeError("_EMERGING_OPTIMIZERS", entry, rule, way_out)
+    return EmergingOptimizerEntry(
+        entry.optimizer_cls,
+        entry.init_state_fn,
+        entry.config_to_kwargs,
+        entry.default_param_overrides,
+    )
 
 
 @functools.cache

@@ -23,7 +23,13 @@ from megatron_eopt.base.names import (
 )
 from megatron_eopt.base.upstream import check_releases
 from megatron_eopt.matrices import SplitT
-from megatron_eopt.settings.checks import check_values, refuse_for_matrices
+from megatron_eopt.settings.checks import (
+    check_config,
+    check_field,
+    check_values,
+    check_values_of,
+    refuse_for_matrices,
+)
 from megatron_eopt.settings.config import EmergingOptimizerConfig
 from megatron_eopt.settings.fields import first_field
 from megatron_eopt.settings.registry import (
@@ -61,9 +67,6 @@ class RunSettings:
     min_lr: float | None  # the smallest one
     weight_decay: float
     decoupled_weight_decay: bool  # whether weights themselves decay, as AdamW's do
-    clip_grad: float  # largest gradient norm; 0 for any
-    skip_threshold: float  # steps with a larger gradient norm are skipped
-    counts_zeros: bool  # whether zeros in gradients are counted
     # the 16-bit type of weights, which then have float32 main copies; None for float32
     half: Literal["bf16", "fp16"] | None
     loss_scale: LossScale | None  # None without
@@ -80,6 +83,28 @@ class RunSettings:
     team_size: int  # most ranks that compute a matrix together in sharded storage
     # whether gradients of optimizers that need matrices are never clipped
     exempt_from_clipping: bool
+
+    # as megatron-core does, steps look at what the caller's configuration says then
+
+    @property
+    def clip_grad(self) -> float:
+        """Largest gradient norm; 0 for any."""
+        return self._of_every_step("clip_grad")
+
+    @property
+    def skip_threshold(self) -> float:
+        """Steps with a larger gradient norm are skipped."""
+        return self._of_every_step("grad_norm_skip_threshold")
+
+    @property
+    def counts_zeros(self) -> bool:
+        """Whether zeros in gradients are counted."""
+        return bool(self.config.log_num_zeros_in_grad)
+
+    def _of_every_step(self, name: str) -> float:
+        value: float = getattr(self.config, name)
+        check_field(name, value)
+        return value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +167,7 @@ def resolve(config: Any, *, lr_may_follow: bool = False) -> Settings:
             is out of bounds or a field has no effect.
         ConfigurationTypeError: If something is of the wrong type.
     """
+    check_config(config)
     name, storage = _name_and_storage(config)
     standard: dict[str, Any] = {"scalar": name, "prefixes": (name,)}
     standard["hybrid"] = bool(config.optimizer_cpu_offload)
@@ -165,7 +191,13 @@ def resolve_run(config: Any) -> RunSettings:
     """Return what ``config`` says apart from optimizers, which a caller has built by itself.
 
     What needs megatron-core's own Adam is refused.
+
+    Raises:
+        ConfigurationError: If a value is out of bounds, or flags contradict each other.
+        ConfigurationTypeError: If something is of the wrong type.
     """
+    check_config(config)
+    check_values_of(config, ())
     refuse_for_matrices(config)
     exempt = bool(getattr(config, "muon_exempt_from_clipping", False))
     return RunSettings(**_of_the_run(config) | {"exempt_from_clipping": exempt})
@@ -192,11 +224,9 @@ def _of_emerging(name: str, config: Any) -> dict[str, Any]:
 
 def _of_the_run(config: Any) -> dict[str, Any]:
     check_releases(strict=bool(getattr(config, "strict_upstream", False)))
-    unchanged = ("lr", "min_lr", "weight_decay", "decoupled_weight_decay", "clip_grad")
+    unchanged = ("lr", "min_lr", "weight_decay", "decoupled_weight_decay")
     return {name: getattr(config, name) for name in unchanged} | {
         "config": config,
-        "skip_threshold": config.grad_norm_skip_threshold,
-        "counts_zeros": bool(config.log_num_zeros_in_grad),
         "half": "bf16" if config.bf16 else "fp16" if config.fp16 else None,
         "loss_scale": _loss_scale(config),
         "precision_aware": bool(config.use_precision_aware_optimizer),

@@ -68,14 +68,14 @@ def process_groups(pg_collection: Any) -> Any:
     """
     if pg_collection is not None and getattr(pg_collection, "tp", None) is not None:
         return pg_collection
-    collection = ProcessGroupCollection.use_mpu_process_groups()
-    way_out = "Add it to the collection, or pass pg_collection=None to use Megatron's own groups"
     if not isinstance(pg_collection, ProcessGroupCollection | None):
-        rule = "must be a ProcessGroupCollection"
+        rule, way_out = "must be a ProcessGroupCollection", "Pass None to use Megatron's own groups"
         raise ConfigurationTypeError("pg_collection", pg_collection, rule, way_out)
+    collection = ProcessGroupCollection.use_mpu_process_groups()
     for name, group in vars(pg_collection or collection).items():
         if _ranks(group) != _ranks(getattr(collection, name, None)):
             rule = f"must be given where {name} is another group than Megatron's own"
+            way_out = "Add it, or pass pg_collection=None to use Megatron's own groups"
             raise ConfigurationError("pg_collection.tp", None, rule, way_out)
     return collection
 

@@ -77,6 +77,26 @@ def test_training_is_training_with_ddp_and_goes_on_bit_equal(tmp_path, strategy,
     assert numbers(resumed)[0] == numbers(straight)[2]
 
 
+SPLIT = [
+    pytest.param([*MUON, "--muon-momentum-dtype", "int8"], id="int8"),
+    pytest.param(
+        [*MUON, "--bf16", "--muon-momentum-dtype", "fp8"], id="fp8", marks=pytest.mark.long
+    ),
+    pytest.param(["--optimizer", "soap", "--bf16"], id="soap", marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize("flags", SPLIT)
+def test_state_of_a_split_weight_is_saved_as_of_any_other(tmp_path, flags):
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    flags = [*sharded("optim_grads_params"), *flags, "--swiglu"]
+    train(*flags, "--save", first)
+    state = tensors(first, 4)
+    assert {v.dtype for k, v in state.items() if k.endswith("momentum_buffer")} <= {torch.float32}
+    train(*flags, "--load", first, "--ckpt-step", "2", "--save", second)
+    assert not differing(first, second)
+
+
 @pytest.mark.long
 def test_what_a_checkpoint_lacks_is_refused(tmp_path):
     folder = str(tmp_path)

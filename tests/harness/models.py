@@ -99,8 +99,9 @@ def tiny_gpt(
         position_embedding_type=position_embedding,
         vp_stage=virtual_stage,
     )
-    # as the trainer does: norms and position embeddings of torch are made on the host
-    model.cuda(torch.cuda.current_device())
+    if len({param.device for param in model.parameters()}) > 1:
+        # as the trainer does: norms and position embeddings of torch are made on the host
+        model.cuda(torch.cuda.current_device())
     if dtype != torch.float32:
         model = Float16Module(config, model)
     return model

@@ -8,7 +8,12 @@ import pytest
 import torch
 from megatron.core.optimizer import OptimizerConfig, ParamKey
 
-from megatron_eopt import ConfigurationError, EmergingOptimizerConfig, get_megatron_optimizer
+from megatron_eopt import (
+    ConfigurationError,
+    ConfigurationTypeError,
+    EmergingOptimizerConfig,
+    get_megatron_optimizer,
+)
 
 MODEL_CONFIG = SimpleNamespace(
     num_attention_heads=4, num_query_groups=4, kv_channels=8, attention_output_gate=False
@@ -142,6 +147,10 @@ OVERRIDES = [
     ({ParamKey(name="*"): {"optimizer_cpu_offload": True}}, "optimizer_cpu_offload"),
     ({"linear.*": {"wd_mult": 0.0}}, "ParamKey"),
     ({ParamKey(name="*"): 0.5}, "mapping"),
+    ([ParamKey(name="*")], "must map each ParamKey"),
+    ({ParamKey(name=3): {}}, "name=.*must be a str"),
+    ({ParamKey(predicate=lambda param: True): {}}, "must be a ParamPredicate"),
+    ({ParamKey(name="*"): {1: 0.5}}, "named by a string"),
     (
         {
             ParamKey(name="*.weight"): {"wd_mult": 0.5},
@@ -156,6 +165,27 @@ OVERRIDES = [
 def test_bad_overrides(overrides, words):
     with pytest.raises((ValueError, TypeError), match=words):
         build({}, overrides)
+
+
+CHUNK = Chunk()
+ARGUMENTS = [
+    ({"model_chunks": []}, "model_chunks"),
+    ({"model_chunks": None}, "model_chunks"),
+    ({"model_chunks": CHUNK}, "model_chunks"),
+    ({"model_chunks": [None]}, "model_chunks"),
+    ({"model_chunks": [CHUNK, CHUNK]}, "model_chunks"),
+    ({"config": None}, "config"),
+    ({"config": {"optimizer": "muon"}}, "config"),
+    ({"pg_collection": "x"}, "pg_collection"),
+    ({"dump_param_to_param_group_map": 3}, "dump_param_to_param_group_map"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "name"), ARGUMENTS, ids=str)
+def test_arguments_of_a_wrong_kind_are_named(arguments, name):
+    config = OptimizerConfig(optimizer="muon", lr=0.1)
+    with pytest.raises((ConfigurationError, ConfigurationTypeError), match=name):
+        get_megatron_optimizer(**{"config": config, "model_chunks": [CHUNK], **arguments})
 
 
 def test_an_optimizer_without_parameters_is_refused():

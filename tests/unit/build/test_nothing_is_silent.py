@@ -1,17 +1,28 @@
 """What callers do to an optimizer, or ask of it, either counts or is refused."""
 
 import copy
+import math
 from typing import Any
 
 import pytest
 import torch
+from megatron.core import parallel_state
+from megatron.core.optimizer import emerging_optimizers as upstream
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import distributed
 
-from megatron_eopt import ConfigurationError, EmergingOptimizerConfig, get_megatron_optimizer
+from megatron_eopt import (
+    ConfigurationError,
+    EmergingOptimizerConfig,
+    emerging_optimizers,
+    get_megatron_optimizer,
+)
 from megatron_eopt.base.errors import ConfigurationTypeError
 from megatron_eopt.checkpoint.keys import kind_of
 from megatron_eopt.matrices import gated
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
 from megatron_eopt.optimizers.muon import TensorParallelMuon
+from megatron_eopt.settings.registry import entry_of
 from megatron_eopt.storage import LayerWiseDistributedOptimizer
 from megatron_eopt.stores.shard import Fragment, Ranks, Shard, fragment_layouts
 from tests.harness import run_ranks
@@ -79,6 +90,67 @@ def loaded_twice(storage: str) -> list[str]:
     optimizer.load_state_dict(first)
     again = full_state(case, chunk, optimizer)
     return [key for key in differences(state, again) if "momentum_buffer" in key]
+
+
+def changed_later(storage: str) -> dict[str, Any]:
+    """Change what holds for every step after the optimizer was built."""
+    case = case_of(storage, clip_grad=1.0)
+    chunk, optimizer = build(case)
+    config = optimizer.config
+    found = {}
+    for name, value in {
+        "log_num_zeros_in_grad": True,
+        "grad_norm_skip_threshold": 1e-9,
+        "clip_grad": math.nan,
+    }.items():
+        setattr(config, name, value)
+        inject(case.run, chunk, 0)
+        try:
+            found[name] = optimizer.step()
+        except ConfigurationError as error:
+            found[name] = str(error)
+    return found
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_settings_of_every_step_may_change(storage):
+    (found,) = run_ranks(1, changed_later, storage)
+    done, _, zeros = found["log_num_zeros_in_grad"]
+    assert done
+    assert zeros > 0
+    assert not found["grad_norm_skip_threshold"][0]
+    assert "clip_grad=nan" in found["clip_grad"]
+
+
+def alone(partial: bool) -> str:
+    """Build with groups of one rank each, of which the tensor-parallel one is left out."""
+    initialize_megatron()
+    groups = [distributed.new_group([rank]) for rank in range(2)]
+    mine = parallel_state.get_data_parallel_group() if partial else groups[distributed.get_rank()]
+    collection = ProcessGroupCollection(dp=mine)
+    config = EmergingOptimizerConfig(optimizer="muon", lr=0.01)
+    chunk = make_chunk(Run(ddp={"use_distributed_optimizer": False}))
+    try:
+        get_megatron_optimizer(config, [chunk], pg_collection=collection)
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+def test_process_groups_that_lack_the_tensor_parallel_one():
+    assert run_ranks(2, alone, True) == ["", ""]
+    for error in run_ranks(2, alone, False):
+        assert "pg_collection.tp=None: must be given where dp is another group" in error
+
+
+def test_an_entry_of_megatron_cores_class_is_one_of_ours(monkeypatch):
+    entry = upstream.EmergingOptimizerEntry(torch.optim.Adagrad)
+    monkeypatch.setitem(emerging_optimizers._EMERGING_OPTIMIZERS, "adagrad", entry)
+    assert entry_of("adagrad").optimizer_cls is torch.optim.Adagrad
+    assert entry_of("muon").state_layout == "matrix_update"
+    monkeypatch.setitem(emerging_optimizers._EMERGING_OPTIMIZERS, "adagrad", torch.optim.Adagrad)
+    with pytest.raises(ConfigurationTypeError, match="register_optimizer"):
+        entry_of("muon")
 
 
 def test_a_second_state_dict_is_taken_over_as_the_first():

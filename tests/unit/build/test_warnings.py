@@ -91,6 +91,17 @@ def test_who_gets_fused_weights_as_one_matrix_is_told_so(case, warned):
 
 
 @pytest.mark.parametrize(
+    ("coefficients", "precision", "warned"),
+    [("cans", "medium", True), ("cans", "highest", False), ("polar_express", "medium", False)],
+)
+def test_coefficients_that_rounding_makes_diverge(coefficients, precision, warned):
+    config = {"optimizer": "muon", "muon_coefficient_type": coefficients}
+    config["muon_fp32_matmul_prec"] = precision
+    lines = run_ranks(1, _warnings, config, {}, 1)[0]
+    assert any("such an update is huge" in line for line in lines) == warned
+
+
+@pytest.mark.parametrize(
     ("method", "scale", "warned"),
     [
         ("adamuon", "spectral", True),

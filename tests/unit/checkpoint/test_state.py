@@ -134,7 +134,7 @@ def outcome_of(case: Case, folder: str, options: dict[str, Any]) -> tuple[str, s
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("megatron_eopt.checkpoint.matching")
+    logger = logging.getLogger("megatron_eopt.checkpoint")
     logger.addHandler(handler)
     try:
         _, optimizer = resume(case, folder, **options)
@@ -152,6 +152,15 @@ def outcome(world: int, case: Case, folder: Path, **options: Any) -> tuple[str, 
     results = run_ranks(world, outcome_of, case, str(folder), options)
     assert len({error for error, _, _ in results}) == 1
     return results[0]
+
+
+def test_state_that_meant_something_else_is_told(tmp_path):
+    run_ranks(2, save, Case("laprop", BF16), str(tmp_path))
+    error, log, _ = outcome(2, Case("adam", BF16), tmp_path)
+    assert error == ""
+    assert "optimizers adam, laprop, and this run has adam: state of a kind that both" in log
+    _, log, _ = outcome(2, Case("laprop", BF16), tmp_path)
+    assert "goes on as it is" not in log
 
 
 def test_a_checkpoint_of_adam_loads_into_muon_and_back(tmp_path):

@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, apply_factories, is_main_replica
 from torch import distributed
 
-from megatron_eopt import EmergingOptimizerConfig, get_megatron_optimizer
+from megatron_eopt import EmergingOptimizerConfig, checkpoints, get_megatron_optimizer
 from tests.harness.scene import forget_megatron
 from tests.unit.stores.runs import DENSE, Run, inject, make_chunk, set_lr
 
@@ -143,7 +143,17 @@ def interrupted(cases: list[Case], folder: str) -> tuple[list[Any], list[Any]]:
     return whole, load(cases, folder, further=2)
 
 
-def load(cases: list[Case], folder: str, further: int = 0) -> list[dict[str, Any]]:
+def load_matched(cases: list[Case], folder: str) -> list[dict[str, Any]]:
+    """Do :func:`load` by our function, which looks at what there is before megatron-core reads."""
+    return load(cases, folder, read=checkpoints.load)
+
+
+def load(
+    cases: list[Case],
+    folder: str,
+    further: int = 0,
+    read: Callable[..., Any] = dist_checkpointing.load,
+) -> list[dict[str, Any]]:
     """Load each case's checkpoint into a fresh model, do further steps; return the whole states."""
     states = []
     for number, case in enumerate(cases):
@@ -151,7 +161,7 @@ def load(cases: list[Case], folder: str, further: int = 0) -> list[dict[str, Any
         for param in chunk.parameters():
             param.data.zero_()
         wanted = sharded(case, chunk, optimizer, is_loading=True)
-        loaded = dist_checkpointing.load(wanted, str(Path(folder) / str(number)))
+        loaded = read(wanted, str(Path(folder) / str(number)))
         unwrapped(chunk).load_state_dict(loaded["model"], strict=False)
         optimizer.load_state_dict(loaded["optimizer"])
         set_lr(optimizer, optimizer.config)

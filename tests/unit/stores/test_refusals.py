@@ -1,5 +1,6 @@
 """What layer-wise storage refuses, when it is built and with one sentence."""
 
+import math
 from typing import Any
 
 import pytest
@@ -18,6 +19,15 @@ MODES = [
     "optimizer_cuda_graph",
     "overlap_param_gather_with_optimizer_step",
 ]
+
+
+VALUES = {
+    "clip_grad": math.nan,
+    "grad_norm_skip_threshold": -1.0,
+    "weight_decay": math.nan,
+    "loss_scale": -2.0,
+    "initial_loss_scale": math.nan,
+}
 
 
 def refusals() -> dict[str, tuple[str, str]]:
@@ -45,6 +55,14 @@ def refusals() -> dict[str, tuple[str, str]]:
     attempt("missing", [muon], config, None, None, [chunk])
     attempt("twice", [muon, adam, runs.adam_over(others, config)], config, None, None, [chunk])
     attempt("init functions", [muon, adam], config, None, [None], [chunk])
+    attempt("no list", None, config, None, None, [chunk])
+    attempt("no functions", [muon, adam], config, None, [1, None], [chunk])
+    attempt("no configuration", [muon, adam], {}, None, None, [chunk])
+    for name, value in VALUES.items():
+        kept = getattr(config, name)
+        setattr(config, name, value)
+        attempt(name, [muon, adam], config, None, None, [chunk])
+        setattr(config, name, kept)
     closure = torch.optim.LBFGS([param for group in others for param in group["params"]])
     attempt("closure", [muon, closure], config, None, None, [chunk])
     for name in ("use_megatron_fsdp", "reuse_grad_buf_for_mxfp8_param_ag"):
@@ -55,6 +73,10 @@ def refusals() -> dict[str, tuple[str, str]]:
 
 
 EXPECTED = {
+    "no list": ("ConfigurationTypeError", "must be torch optimizers"),
+    "no functions": ("ConfigurationTypeError", "must be functions"),
+    "no configuration": ("ConfigurationTypeError", "must be an OptimizerConfig"),
+    **{name: ("ConfigurationError", name) for name in VALUES},
     **{mode: ("ConfigurationError", mode) for mode in MODES},
     "wrapped": ("ConfigurationTypeError", "is wrapped already"),
     "no optimizer": ("ConfigurationTypeError", "must be a torch.optim.Optimizer"),

@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from tests.harness import run_ranks
-from tests.unit.stores.full_state import Case, differences, interrupted, load, save
+from tests.unit.stores.full_state import (
+    Case,
+    differences,
+    interrupted,
+    load,
+    load_matched,
+    save,
+)
 from tests.unit.stores.runs import DENSE, MOE
 
 BF16 = {**DENSE, "query_groups": 4, "dtype": torch.bfloat16}
@@ -68,6 +75,38 @@ def test_experts(experts, world, parallel):
     folder, saved = experts
     cases = at(EXPERTS, **parallel)
     check(saved, run_ranks(world, load, cases, folder, timeout=300)[0], cases)
+
+
+PLAIN = {"use_distributed_optimizer": False}
+
+
+@pytest.mark.parametrize(("before", "after"), [(96, 160), (160, 96)], ids=["more", "less"])
+def test_a_vocabulary_that_is_padded_otherwise(tmp_path, before, after):
+    """Megatron pads it to a multiple of the tensor-parallel size."""
+    cases = [
+        Case(name, {**DENSE, "dtype": dtype}, ddp=ddp, config=ddp)
+        for name, dtype, ddp in [
+            ("muon", torch.float32, {}),
+            ("adam", torch.bfloat16, {}),
+            ("adam", torch.float32, PLAIN),
+            ("muon", torch.bfloat16, PLAIN),
+        ]
+    ]
+    first, second = (
+        [replace(case, model={**case.model, "vocabulary": size}) for case in cases]
+        for size in (before, after)
+    )
+    saved = run_ranks(2, save, first, str(tmp_path))[0]
+    loaded = run_ranks(2, load_matched, at(second, tp=2), str(tmp_path))[0]
+    for one, other in zip(saved, loaded, strict=True):
+        assert one.keys() == other.keys()
+        embedding = [k for k in one if "word_embeddings" in k or "output_layer" in k]
+        assert any("exp_avg" in key for key in embedding)
+        rows = min(before, after)
+        for key in embedding:
+            assert torch.equal(one.pop(key)[:rows], other[key][:rows])
+            assert not other.pop(key)[rows:].any()
+        assert not differences(one, other)
 
 
 BUCKETS = {"overlap_grad_reduce": True, "bucket_size": 3000}
