@@ -66,7 +66,9 @@ def claim(out: Path, settings: Settings) -> None:
     """
     file = out / "settings.json"
     wanted = json.loads(json.dumps(dataclasses.asdict(settings)))
-    if not file.exists():
+    # a mistyped flag leaves neither
+    begun = any([*out.rglob("result.json"), *out.rglob("latest_checkpointed_iteration.txt")])
+    if not (file.exists() and begun):
         out.mkdir(parents=True, exist_ok=True)
         _write(file, wanted)
     elif (found := json.loads(file.read_text())) != wanted:

@@ -5,8 +5,10 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.build.bases import Base, Share, build_base, shares_of
 from megatron_eopt.build.chain import OptimizerChain
 from megatron_eopt.build.loss_scale import make_scaler
@@ -15,6 +17,7 @@ from megatron_eopt.optimizers.driver import Driver, refuse_group
 from megatron_eopt.optimizers.element_wise import ElementWiseDriver, SlabDriver
 from megatron_eopt.optimizers.member import Member
 from megatron_eopt.optimizers.muon import TensorParallelMuon
+from megatron_eopt.routing.model import Routing
 from megatron_eopt.settings.settings import Settings
 from megatron_eopt.stores.interface import Storage
 from megatron_eopt.stores.replicated import (
@@ -39,6 +42,8 @@ def chain_of_slabs(
     if storage_of is None and settings.storage != "replicated":
         return None
     scaler = make_scaler(settings.loss_scale) if settings.half else None
+    if storage_of is None and not settings.half:
+        _check_dtypes(wanted.routing)
     if storage_of is None:
         storage_of = functools.partial(_main_params, scaler) if settings.half else Float32Optimizer
     members = []
@@ -47,6 +52,14 @@ def chain_of_slabs(
         base = build_base(share, settings, chunks, wanted.collection, splits=matrices)
         members.append(_member(base, share, wanted, storage_of))
     return OptimizerChain(members, settings, scaler, chunks)
+
+
+def _check_dtypes(routing: Routing) -> None:
+    for param, name in routing.names.items():
+        if param.dtype in (torch.bfloat16, torch.float16):
+            field = "bf16" if param.dtype == torch.bfloat16 else "fp16"
+            rule = f"{name} is {param.dtype}, and there would be no float32 weights to step"
+            raise ConfigurationError(field, False, rule, f"Set {field}=True")
 
 
 def _main_params(scaler: Any, optimizer: Any, config: Any, init_state_fn: Any) -> Storage:

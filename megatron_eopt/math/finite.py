@@ -19,10 +19,10 @@ class NonFiniteError(FloatingPointError):
     def __init__(self, what: str, names: list[str]) -> None:
         shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
         super().__init__(
-            f"non-finite {what} of {shown}: one inf or nan would spread over the whole matrix when "
-            "it is orthogonalized. No weight and no state has changed. Lower the learning rate, "
-            "clip gradients, or find the layer that overflows; with loss scaling such a step is "
-            "skipped before it comes here."
+            f"non-finite {what} of {shown}: a step would let one inf or nan stay in the weights, "
+            "and an orthogonalization spread it over the whole matrix. No weight and no state has "
+            "changed. Lower the learning rate, clip gradients, or find the layer that overflows; "
+            "with loss scaling such a step is skipped before it comes here."
         )
         self.names = names
 

@@ -116,8 +116,28 @@ def route_parameters(
         rule = f"got no parameter on any rank, all went to {', '.join(sorted(names))}"
         way_out = "Name one of these, or route a parameter to it with config_overrides"
         raise ConfigurationError("optimizer", settings.optimizer, rule, way_out)
-    check_values_of(settings.config, names | {settings.optimizer, settings.scalar})
+
+    def checked() -> None:
+        check_values_of(settings.config, names | {settings.optimizer, settings.scalar})
+        for group in groups:
+            _check_rates(group, settings)
+
+    agreed(checked)
     return routing
+
+
+def _check_rates(group: Group, settings: Settings) -> None:
+    """Raise a ConfigurationError if a group's own rates would turn its schedule around."""
+    own = dict(group.key.values)
+    rates = {"max_lr": settings.lr, "min_lr": settings.min_lr} | own
+    largest, smallest = rates["max_lr"], rates["min_lr"]
+    if own.keys().isdisjoint({"max_lr", "min_lr"}) or None in (largest, smallest):
+        return
+    if smallest > largest:
+        name = "max_lr" if "max_lr" in own else "min_lr"
+        rule = f"rates of {group.identity} would go from {largest!r} to {smallest!r}"
+        way_out = "Give max_lr and min_lr together, the larger one first"
+        raise ConfigurationError(f"config_overrides[...][{name!r}]", own[name], rule, way_out)
 
 
 def with_splits(

@@ -244,10 +244,12 @@ def test_a_run_that_diverges_is_a_result_and_one_that_fails_is_none(trainer, tmp
     trainer.output = "ImportError: no module\n"
     assert main(command) == 1
     assert "it failed" in capsys.readouterr().err
+    # nothing was trained with these flags that others could be mistaken for
+    assert main([*command, "--steps", "30"]) == 1
     trainer.output = "AssertionError: found NaN in local grad norm\n"
     assert main(command) == 0
     assert main(command) == 0
-    assert len(trainer.runs) == 2
+    assert len(trainer.runs) == 3
     assert "sgd, 1e+09: 1 of 1 runs diverged." in capsys.readouterr().out
 
 

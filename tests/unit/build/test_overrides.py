@@ -88,6 +88,43 @@ def test_its_fields_are_checked(main: str, to: str, field: str, value: Any) -> N
     assert repr(value) in words
 
 
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({"max_lr": 1e-4}, "max_lr"),
+        ({"min_lr": 0.02}, "min_lr"),
+        ({"max_lr": 0.1, "min_lr": 0.2}, "max_lr"),
+    ],
+)
+def test_a_schedule_that_would_grow_is_refused(values: dict[str, float], field: str) -> None:
+    (words,) = run_ranks(1, refused_values, values)
+    assert f"[{field!r}]={values[field]!r}: rates of" in words
+
+
+def refused_values(values: dict[str, float]) -> str:
+    built(Case("muon"), {MATRICES: {"max_lr": 0.1, "min_lr": 0.05}})
+    with pytest.raises(ConfigurationError) as caught:
+        built(Case("muon"), {MATRICES: values})
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adam"])
+@pytest.mark.parametrize(("dtype", "field"), [(torch.bfloat16, "bf16"), (torch.float16, "fp16")])
+def test_16_bits_without_float32_weights_are_refused(
+    optimizer: str, dtype: torch.dtype, field: str
+) -> None:
+    plain = {"use_distributed_optimizer": False}
+    case = Case(optimizer, {"dtype": dtype}, ddp=plain)
+    (words,) = run_ranks(1, refused_dtype, case)
+    assert words.startswith(f"{field}=False: ")
+
+
+def refused_dtype(case: Case) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        built(case, {})
+    return str(caught.value)
+
+
 def warned(case: Case, fields: dict[str, Any]) -> list[str]:
     return heard(lambda: built(case, {MATRICES: {"optimizer": "muon"}}, **fields))
 

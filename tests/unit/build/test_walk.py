@@ -59,6 +59,8 @@ ASIDE = {
     "math/scaling.py": "computes a factor from a shape",
     "math/scratch.py": "keeps memory for what comes and goes",
     "math/symmetric.py": "multiplies half of what is symmetric",
+    "settings/checks.py": "checks numbers of the configuration that callers may have changed",
+    "settings/settings.py": "looks at these",
     "optimizers/element_wise.py": "steps what is no matrix",
     "optimizers/host_memory.py": "finds nothing that is off-loaded",
     "optimizers/member.py": "gives drivers what they step",
