@@ -14,7 +14,7 @@ def group_of_members(ranks: Sequence[int]) -> Any:
     to take part in that; there the group is connected by its first collective call instead.
     """
     options: Any = None
-    if _get_default_group().bound_device_id is not None and dist.get_backend() == "nccl":
+    if _get_default_group().bound_device_id is not None and "nccl" in dist.get_backend_config():
         options = dist.ProcessGroupNCCL.Options()
         options.lazy_init = True
         options._timeout = dist.distributed_c10d._get_default_timeout(dist.Backend("nccl"))

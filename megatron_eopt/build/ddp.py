@@ -24,8 +24,9 @@ def check_chunks(model_chunks: Any) -> None:
     if not is_list or not all(isinstance(chunk, Module) for chunk in model_chunks):
         raise ConfigurationTypeError("model_chunks", model_chunks, "must be modules", way_out)
     if len({id(chunk) for chunk in model_chunks}) != len(model_chunks) or not len(model_chunks):
-        rule = f"must have each module once, and at least one, and has {len(model_chunks)}"
-        raise ConfigurationError("model_chunks", model_chunks, rule, way_out)
+        names = [type(chunk).__name__ for chunk in model_chunks]
+        rule = "must have each module once, and at least one"
+        raise ConfigurationError("model_chunks", names, rule, way_out)
 
 
 def is_megatron_fsdp(model_chunks: Sequence[Any]) -> bool:

@@ -226,7 +226,7 @@ def orthogonalize(
             modified.
         scale: A factor on the result. Our own code puts it into the last step's coefficients, where
             it costs neither a pass over the matrix nor another rounding.
-        reduce: Sums a tensor over the ranks that share the matrix; may work in place.
+        reduce: Sums a contiguous tensor over the ranks that share the matrix; may work in place.
         whole_shape: ``(rows, columns)`` of the whole matrix; needed with ``reduce``.
         **settings: Fields of :class:`Orthogonalization`.
 
