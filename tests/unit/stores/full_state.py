@@ -31,7 +31,7 @@ class Case:
     """
 
     optimizer: str = "muon"
-    model: dict[str, Any] = field(default_factory=lambda: DENSE)
+    model: dict[str, Any] = field(default_factory=lambda: {**DENSE})
     parallel: dict[str, Any] = field(default_factory=dict)
     ddp: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)

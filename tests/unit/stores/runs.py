@@ -41,7 +41,7 @@ class Run:
     """
 
     optimizer: str = "layer_wise"
-    model: dict[str, Any] = field(default_factory=lambda: DENSE)
+    model: dict[str, Any] = field(default_factory=lambda: {**DENSE})
     parallel: dict[str, Any] = field(default_factory=dict)
     ddp: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
