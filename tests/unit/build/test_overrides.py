@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.optimizer import ParamKey, ParamPredicate
+from megatron.core import optimizer as megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig, ParamKey, ParamPredicate
 
 from megatron_eopt import (
     ConfigurationError,
@@ -134,3 +135,21 @@ def test_its_update_that_depends_on_the_ranks_is_told() -> None:
     case = Case("adam", parallel={"tp": 2}, ddp=plain)
     lines = run_ranks(2, warned, case, {"muon_tp_mode": "blockwise"})[0]
     assert any("muon_tp_mode='blockwise'" in line for line in lines)
+
+
+def read_by_megatron_core() -> list[int]:
+    case = Case("adam")
+    chunk, optimizer = built(case, None)
+    inject(case.run, chunk, 0)
+    optimizer.step()
+    config = OptimizerConfig(
+        optimizer="adam", lr=0.01, min_lr=0.001, use_distributed_optimizer=True
+    )
+    theirs = megatron_optimizer.get_megatron_optimizer(config, [make_chunk(case.run)])
+    theirs.load_state_dict(optimizer.state_dict())
+    return [int(group["step"]) for group in theirs.param_groups]
+
+
+def test_megatron_core_reads_groups_of_distributed_adam() -> None:
+    for steps in run_ranks(2, read_by_megatron_core):
+        assert set(steps) == {1}
