@@ -42,9 +42,9 @@ def chain_of_slabs(
     if storage_of is None and settings.storage != "replicated":
         return None
     scaler = make_scaler(settings.loss_scale) if settings.half else None
-    if storage_of is None and not settings.half:
-        _check_dtypes(wanted.routing)
     if storage_of is None:
+        if not settings.half:
+            _check_dtypes(wanted.routing)
         storage_of = functools.partial(_main_params, scaler) if settings.half else Float32Optimizer
     members = []
     for share in shares_of(wanted.routing.groups, settings.optimizer, len(chunks)):

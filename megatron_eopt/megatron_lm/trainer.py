@@ -78,11 +78,9 @@ def checking_what_it_knows(original: Callable[..., Any]) -> Callable[..., Any]:
         if getattr(args, "use_megatron_fsdp", False):
             _check_megatron_fsdp(args)
             pretended |= {"optimizer": "adam"} if is_ours else {}
-        if getattr(args, "use_torch_fsdp2", False) and is_ours:
-            _check_torch_fsdp2(args)
-            pretended["optimizer"] = "adam"
-        if getattr(args, "use_torch_fsdp2", False) and not is_ours:
-            _check_saving(args)
+        if getattr(args, "use_torch_fsdp2", False):
+            (_check_torch_fsdp2 if is_ours else _check_saving)(args)
+            pretended |= {"optimizer": "adam"} if is_ours else {}
         if is_ours:
             pretended["optimizer_cpu_offload"] = False
         if args.transformer_impl == "local":

@@ -192,9 +192,12 @@ def _check_emerging(config: Any, optimizers: Collection[str], prefixes: Sequence
         check_choice("muon_backend", backend, backend_names())
         get_backend(backend)
         _check_own_rates(config)
-    entries = [entry_of(name) for name in optimizers if name not in STANDARD_OPTIMIZERS]
-    consumed = (consumed_fields(e.optimizer_cls, prefixes) | e.consumes for e in entries)
-    check_all_consumed(config, prefixes, set().union(*consumed))
+    consumed: set[str] = set()
+    for name in set(optimizers) - set(STANDARD_OPTIMIZERS):
+        entry = entry_of(name)
+        # what one takes is not taken under another's prefix
+        consumed |= consumed_fields(entry.optimizer_cls, prefixes_of(name)) | entry.consumes
+    check_all_consumed(config, prefixes, consumed)
 
 
 def _check_halves(config: Any) -> None:

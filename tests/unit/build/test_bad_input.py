@@ -82,6 +82,7 @@ VALUES = [
     {"optimizer": "soap", "soap_shampoo_beta": -0.5},
     {"optimizer": "soap", "soap_precondition_frequency": 7},
     {"muon_unknown": 1},
+    {"muon_scalar_optimizer": "lion", "muon_beta1": 0.5},
     {"muon_extra_scale_factor": -1.0},
     {"muon_backend": 3},
     {"muon_wave_mb": 1e-9},
