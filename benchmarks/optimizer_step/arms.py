@@ -134,6 +134,7 @@ class Contestant:
         products: ProductsT,
         dtype: torch.dtype = torch.bfloat16,
         sequence: int = SEQUENCE_LENGTH,
+        vocabulary: int = VOCABULARY,
     ) -> None:
         model_parallel_cuda_manual_seed(1234)
         torch.manual_seed(1234)
@@ -143,7 +144,7 @@ class Contestant:
             hidden=HIDDEN,
             heads=HEADS,
             experts=section.experts,
-            vocabulary=VOCABULARY,
+            vocabulary=vocabulary,
             sequence=sequence,
             # stock sends learned position embeddings to Muon, which this package does not
             position_embedding="rope",

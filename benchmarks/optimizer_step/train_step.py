@@ -22,16 +22,25 @@ class Tokens(NamedTuple):
         microbatches: Forward and backward passes of a step.
         sequences: Of a microbatch.
         length: Tokens of a sequence.
+        vocabulary: Rows of the embedding and of the output layer.
     """
 
     microbatches: int
     sequences: int
     length: int
+    vocabulary: int
 
 
-CASES = (Tokens(4, 32, 16), Tokens(4, 1, 512), Tokens(1, 1, 2048))
-"""The same number of tokens: the shorter the sequences, the less time attention takes, and the
-larger the optimizer's part is."""
+GPT2_VOCABULARY = 50_304
+"""GPT-2's 50,257, padded as Megatron pads it on one tensor-parallel rank."""
+
+CASES = tuple(
+    Tokens(*form, vocabulary)
+    for vocabulary in (VOCABULARY, GPT2_VOCABULARY)
+    for form in ((4, 32, 16), (4, 1, 512), (1, 1, 2048))
+)
+"""The same number of tokens: the shorter the sequences and the smaller the vocabulary, the less
+time attention and logits take, and the larger the optimizer's part is."""
 
 WARM_UP = 1
 
@@ -54,7 +63,7 @@ class TrainStep:
 def measure_train_steps(products: ProductsT, rounds: int, timeout: float) -> list[dict[str, Any]]:
     """Train both models in turn, with each form of tokens; ours is the first."""
     found = []
-    for number, tokens in enumerate(tqdm(CASES, unit="length")):
+    for number, tokens in enumerate(tqdm(CASES, unit="case")):
         ranks = run_ranks(
             TRAIN_SECTION.ranks, _on_rank, number, products, rounds, timeout=timeout, cpu=True
         )
@@ -78,7 +87,9 @@ def _on_rank(number: int, products: ProductsT, rounds: int) -> dict[str, list[tu
     dtype = torch.bfloat16 if products == "bf16" else torch.float32
     trainings = {
         arm.name: partial(
-            _train, Contestant(TRAIN_SECTION, arm, products, dtype, tokens.length), tokens
+            _train,
+            Contestant(TRAIN_SECTION, arm, products, dtype, tokens.length, tokens.vocabulary),
+            tokens,
         )
         for arm in TRAIN_SECTION.arms
     }
@@ -88,7 +99,9 @@ def _on_rank(number: int, products: ProductsT, rounds: int) -> dict[str, list[tu
 def _train(contestant: Contestant, tokens: Tokens, round_: int) -> tuple[float, float]:
     first = tokens.microbatches * round_
     batches = [
-        synthetic_batch(seed, size=tokens.sequences, vocabulary=VOCABULARY, length=tokens.length)
+        synthetic_batch(
+            seed, size=tokens.sequences, vocabulary=tokens.vocabulary, length=tokens.length
+        )
         for seed in range(first, first + tokens.microbatches)
     ]
     passes = milliseconds(lambda: _passes(contestant, batches))

@@ -48,12 +48,14 @@ def _train_steps(figures: Figures) -> str:
             for one in (ours, adam)
         )
         form = f"{case['microbatches']} x {case['sequences']} x {case['length']}"
-        rows.append([form, *middle, _quartiles(statistics.quantiles(pairs, n=4))])
-    head = """microbatches x sequences x tokens | passes with Muon: | with Adam: | Muon's step: |
-    Adam's: | whole, x Adam's (quartiles):"""
+        rows.append(
+            [form, f"{case['vocabulary']:,}", *middle, _quartiles(statistics.quantiles(pairs, n=4))]
+        )
+    head = """microbatches x sequences x tokens | vocabulary: | passes with Muon: | with Adam: |
+    Muon's step: | Adam's: | whole, x Adam's (quartiles):"""
     text = """A whole train step, DP 2, 2,048 tokens a rank, in ms: forward and backward pass with
     the reduction of gradients, then the step of Muon or of stock's Adam. Short sequences have
-    hardly any attention."""
+    hardly any attention, and a small vocabulary hardly any logits; 50,304 is GPT-2's, padded."""
     return f"\n{prose(text)}\n{table(' '.join(head.split()), rows)}"
 
 
