@@ -67,7 +67,7 @@ class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func.namespace in ("c10d", "_c10d_functional"):
             self._note(func.overloadpacket.__name__, args)
-        if func is READ and (place := _who_reads()):
+        if func is READ and (place := who_reads()):
             self.host_reads[place] += 1
         result = func(*args, **kwargs)
         if (formula := flop_registry.get(func.overloadpacket)) is not None:
@@ -88,7 +88,7 @@ def _groups(args: Any) -> Iterator[Any]:
             yield distributed.ProcessGroup.unbox(item)
 
 
-def _who_reads() -> str | None:
+def who_reads() -> str | None:
     """Return module and function that wait for a value; None if it is the host's own."""
     frame = sys._getframe(2)
     while frame is not None:

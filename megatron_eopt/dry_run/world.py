@@ -4,7 +4,7 @@ import functools
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -33,15 +33,18 @@ for _name in _COALESCED:
 
 
 @contextmanager
-def dry_world(rank: int, world_size: int) -> Iterator[None]:
+def dry_world(
+    rank: int, world_size: int, *, cuda: AbstractContextManager[None] | None = None
+) -> Iterator[None]:
     """Be one rank of a world that is not there; nothing of it is left afterwards.
 
-    In the block ``cuda`` means the CPU, tensors are fake, and what other ranks would say follows
-    from the process groups that Megatron makes. Megatron must make no groups of gloo.
+    In the block tensors are fake, and what other ranks would say follows from the process groups
+    that Megatron makes. Megatron must make no groups of gloo.
 
     Args:
         rank: Which rank to be.
         world_size: Number of ranks.
+        cuda: What stands in for GPUs in the block; by default ``cuda`` means the CPU.
 
     Raises:
         ConfigurationError: If the rank is none of the world's, or this process is connected to
@@ -70,7 +73,7 @@ def dry_world(rank: int, world_size: int) -> Iterator[None]:
         )
         # what is made before, or outside of torch, has values
         fake = FakeTensorMode(allow_non_fake_inputs=True)
-        with cpu.enabled(), answered_by(peers), fake, _Values():  # type: ignore[no-untyped-call]
+        with cuda or cpu.enabled(), answered_by(peers), fake, _Values():  # type: ignore[no-untyped-call]
             yield
     finally:
         patches.restore()

@@ -1,28 +1,20 @@
 """What a dry run reports is what real runs are counted to do."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.distributed import TorchFullyShardedDataParallel
-from megatron.core.distributed.torch_fully_sharded_data_parallel_config import (
-    TorchFullyShardedDataParallelConfig,
-)
 
 from megatron_eopt.dry_run import Report, dry_world, report_of
 from megatron_eopt.math.products import like_a_gpu
 from tests.harness import run_ranks
 from tests.harness.megatron import gathered_as_on_gpus, initialize_megatron
-from tests.harness.models import tiny_gpt, wrap_ddp
+from tests.harness.models import tiny_gpt
+from tests.unit.dry_run.optimizers import BF16, FSDP2, dry_optimizer, in_fsdp2
 from tests.unit.stores.full_state import Case, optimizer_over
 from tests.unit.stores.runs import DENSE, MOE, inject, make_chunk
 
-BF16 = {"dtype": torch.bfloat16}
-FSDP2 = Case("muon", {"transformer_impl": "local"}, config={"use_distributed_optimizer": False})
 CASES = {
     "dense": (2, Case("muon", DENSE | {"hidden": 64})),
     "dense, four ranks": (4, Case("muon", DENSE | BF16 | {"hidden": 64})),
@@ -51,18 +43,6 @@ def real(case: Case) -> tuple[tuple[Any, ...], Any]:
     return figures(report), report.memory
 
 
-def in_fsdp2(model: torch.nn.Module) -> tuple[Any, Callable[[], None]]:
-    """Return the optimizer of a model in megatron-core's FSDP2, and what sets gradients."""
-    config = TorchFullyShardedDataParallelConfig()
-    wrapped = TorchFullyShardedDataParallel(model.config, config, model)
-
-    def give_gradients() -> None:
-        for param in wrapped.parameters():
-            param.grad = torch.ones_like(param)
-
-    return optimizer_over(FSDP2, [wrapped]), give_gradients
-
-
 def real_fsdp2() -> tuple[tuple[Any, ...], Any]:
     initialize_megatron()
     with like_a_gpu():
@@ -72,21 +52,7 @@ def real_fsdp2() -> tuple[tuple[Any, ...], Any]:
 
 def dry(rank: int, world_size: int, case: Case) -> tuple[tuple[Any, ...], Any, Any]:
     with dry_world(rank, world_size), like_a_gpu():
-        sizes = {"tp": "tensor", "pp": "pipeline", "ep": "expert"}
-        parallel = {
-            f"{sizes[key]}_model_parallel_size": size for key, size in case.parallel.items()
-        }
-        parallel_state.initialize_model_parallel(**parallel, create_gloo_process_groups=False)
-        dtype = case.model.get("dtype", torch.float32)
-        torch.set_default_dtype(dtype)
-        shape = {key: value for key, value in case.model.items() if key != "dtype"}
-        model = tiny_gpt(**shape, params_dtype=dtype, perform_initialization=False)
-        torch.set_default_dtype(torch.float32)
-        if case == FSDP2:
-            report = report_of(*in_fsdp2(model))
-        else:
-            chunk = wrap_ddp(model, **case.run.ddp)
-            report = report_of(optimizer_over(case, [chunk]), lambda: None)
+        report = report_of(*dry_optimizer(case))
         return figures(report), report.memory, report.host_reads
 
 

@@ -1,0 +1,97 @@
+"""Steps on GPU tensors, without a GPU: devices are not mixed, and only the norm is waited for."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_eopt.dry_run import dry_world, report_of
+from tests.harness import run_ranks
+from tests.harness.fake_gpu import Waits, fake_gpu
+from tests.unit.dry_run.optimizers import BF16, FSDP2, dry_optimizer
+from tests.unit.stores.full_state import Case
+from tests.unit.stores.runs import DENSE, MOE
+
+PLAIN = {"use_distributed_optimizer": False}
+SHARDED = {"use_distributed_optimizer": True}
+GATED = DENSE | BF16 | {"gated": True, "query_groups": 2}
+OPTIMIZERS = ("muon", "adaptive_muon", "soap", "lion", "adam", "sgd")
+MODES = ("blockwise", "duplicated", "distributed", "exchange", "auto")
+CASES = {
+    **{f"{name}, fragments": (2, Case(name, GATED)) for name in OPTIMIZERS},
+    **{f"{name}, plain": (2, Case(name, GATED, {"tp": 2}, config=PLAIN)) for name in OPTIMIZERS},
+    **{
+        f"{mode}": (4, Case("muon", GATED, {"tp": 2}, config={"muon_tp_mode": mode}))
+        for mode in MODES
+    },
+    **{
+        f"momentum in {dtype}": (2, Case("muon", GATED, config={"muon_momentum_dtype": dtype}))
+        for dtype in ("bf16", "int8", "fp8")
+    },
+    "experts": (2, Case("muon", MOE | BF16, {"ep": 2})),
+    "pipeline": (2, Case("muon", GATED, {"pp": 2})),
+    "float32": (2, Case("muon", DENSE)),
+    "watched": (2, Case("muon", GATED, config={"log_optimizer_stats": True})),
+    "teams": (4, Case("muon", GATED, config={"muon_team_size": 2})),
+    "Gram matrices": (2, Case("muon", GATED, config={"muon_algorithm": "gram"})),
+    **{f"{name}, FSDP2": (2, replace(FSDP2, optimizer=name)) for name in OPTIMIZERS[:4]},
+}
+NORM = {"megatron.core.optimizer.clip_grads.get_grad_norm_fp32"}
+
+
+def on_gpu(world_size: int, case: Case) -> tuple[set[str], set[str], list[str]]:
+    """Return the devices of state, who waited, and what had tensors of two devices."""
+    dist.destroy_process_group()
+    with dry_world(0, world_size, cuda=fake_gpu()):
+        optimizer, give_gradients = dry_optimizer(case)
+        give_gradients()
+        # in it megatron-core asks the ranks once, by a tensor of the host's values, who has what
+        optimizer.step()
+        with Waits() as waits:
+            report_of(optimizer, give_gradients)
+        return devices_of(optimizer), waits.reads, waits.crossings
+
+
+def devices_of(optimizer: Any) -> set[str]:
+    return {
+        str(value.device)
+        for member in optimizer.members
+        for state in member.storage.optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor) and value.dim()
+    }
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_stays_on_the_device(name):
+    world_size, case = CASES[name]
+    config = SHARDED | {"clip_grad": 1.0} | case.config
+    ddp = {"use_distributed_optimizer": config["use_distributed_optimizer"]}
+    case = replace(case, config=config, ddp=ddp)
+    devices, reads, crossings = run_ranks(1, on_gpu, world_size, case, cpu=False)[0]
+    assert devices <= {"cuda:0"}
+    assert reads <= NORM
+    assert crossings == []
+
+
+def mixing() -> tuple[list[str], set[str], str]:
+    dist.destroy_process_group()
+    with dry_world(0, 2, cuda=fake_gpu()), Waits() as waits:
+        there = torch.ones(3, device="cuda")
+        torch.tensor([1.0], device="cuda")
+        there.cpu()
+        torch.ones(()).item()
+        there.sum().item()
+        with pytest.raises(RuntimeError) as refused:
+            there.add(torch.ones(3))
+    return waits.crossings, waits.reads, str(refused.value)
+
+
+def test_what_mixes_devices_or_waits_is_seen():
+    crossings, reads, refused = run_ranks(1, mixing, cpu=False)[0]
+    assert crossings == ["aten._to_copy.default"] * 2
+    assert reads == {f"{__name__}.mixing"}
+    assert "cuda:0" in refused
+    assert "cpu" in refused
