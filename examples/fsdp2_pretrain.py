@@ -142,7 +142,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
         loss = functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
         loss.backward()
         if config.clip_grad:
-            nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad)
+            nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad, error_if_nonfinite=True)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()

@@ -248,7 +248,8 @@ class StateRequests:
         self, driver: Driver, where: Whereabouts, place: str, *, writes: bool
     ) -> Iterator[Value]:
         """Yield a count of steps, on saving if it is another than most of the driver's."""
-        if where.state is None or STEP not in where.state:
+        # None stands for a count that an owner keeps
+        if where.state is None or where.state.get(STEP) is None:
             return
         if self._counts is None or int(where.state[STEP]) != self._counts[driver]:
             yield count_value(where, place, writes=writes)

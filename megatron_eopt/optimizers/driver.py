@@ -12,7 +12,7 @@ Note [Drivers]
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
 from megatron_eopt.base.names import STEP
 from megatron_eopt.layouts import Redistribution
 from megatron_eopt.optimizers.host_memory import HostMemory, HostPlace
@@ -123,6 +123,9 @@ class Driver:
         """Make all state exist that is about to be loaded, as checkpoints have it."""
         self.init(groups, state)
 
+    def forget(self, numbers: Collection[int]) -> None:
+        """Drop what is kept outside of the state of some shards, so that :meth:`init` begins."""
+
     def saved_form(self, number: int, values: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the state of the shard ``number`` as checkpoints have it."""
         return values
@@ -214,13 +217,17 @@ class CompositeOptimizer(torch.optim.Optimizer):
         finally:
             self.state.update(hidden)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuse to be copied or pickled."""
+        raise not_to_be_copied(self)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update all parameters; without a closure."""
         if closure is not None:
             raise ValueError("closure is not supported")
         if len(self.param_groups) != self._count:
-            raise _fixed("param_groups", f"{len(self.param_groups)} groups")
+            raise fixed("param_groups", f"{len(self.param_groups)} groups")
         for driver in self.drivers:
             with self.scene(driver) as (groups, state):
                 driver.step(groups, state)
@@ -228,12 +235,20 @@ class CompositeOptimizer(torch.optim.Optimizer):
 
 def refuse_group(param_group: ParamGroup) -> None:
     """Raise, in place of ``add_param_group``: what is planned is planned for the whole model."""
-    raise _fixed("add_param_group", f"{len(list(param_group.get('params', ())))} parameters")
+    raise fixed("add_param_group", f"{len(list(param_group.get('params', ())))} parameters")
 
 
-def _fixed(argument: str, value: str) -> ConfigurationError:
+def fixed(argument: str, value: str) -> ConfigurationError:
+    """Return the error for groups that are no longer those that were planned."""
     rule = "the plan of who computes what is made once, for the whole model"
     return ConfigurationError(argument, value, rule, "Build the optimizer again")
+
+
+def not_to_be_copied(optimizer: torch.optim.Optimizer) -> ConfigurationTypeError:
+    """Return the error for an optimizer that is copied or pickled."""
+    rule = "can be neither copied nor pickled: its plan is made for process groups"
+    way_out = "Build another one over the copied parameters, and load state_dict() into it"
+    return ConfigurationTypeError("optimizer", type(optimizer).__name__, rule, way_out)
 
 
 def loss_of(closure: Callable[[], float] | None) -> float | None:

@@ -41,6 +41,13 @@ class OwnedTensors:
         group = self._ranks.group
         self._mesh = None if group is None else DeviceMesh.from_group(group, device.type)
 
+    def names(self, groups: Sequence[ParamGroup], state: State) -> list[list[str]]:
+        """Return the names of what owners keep of every parameter so far; collective."""
+        found: list[list[str]] = [[] for _ in self._driver.shards]
+        for entry in self._survey(groups, state)[1]:
+            found[entry.shard].append(entry.name)
+        return found
+
     def publish(self, groups: Sequence[ParamGroup], state: State) -> list[dict[str, Any]]:
         """Return the state of every parameter, in the order of shards; collective over the group.
 
@@ -49,6 +56,11 @@ class OwnedTensors:
                 restored.
         """
         kept, entries = self._survey(groups, state)
+        if problems := [entry for entry in entries if entry.problem]:
+            argument = f"state {problems[0].name!r} of {self._driver.name}"
+            rule = "can be saved only as float32 tensors and numbers"
+            way_out = "Use another optimizer, or run without checkpoints"
+            raise ConfigurationError(argument, problems[0].problem, rule, way_out)
         states: list[dict[str, Any]] = [{} for _ in self._driver.shards]
         for entry in entries:
             value = entry.number
@@ -58,20 +70,26 @@ class OwnedTensors:
             states[entry.shard][entry.name] = value
         return states
 
-    def adopt(
+    def check(
         self, groups: Sequence[ParamGroup], state: State, saved: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Take over what :meth:`publish` returned, at any number of ranks; collective.
+        """Raise unless :meth:`adopt` could take over what was saved; collective.
 
         Raises:
             ConfigurationError: On all ranks, if something is missing or has another shape.
         """
-        kept, entries = self._survey(groups, state)
+        _, entries = self._survey(groups, state)
         mine = [p for entry in entries if (p := self._misfit(entry, saved[entry.shard]))]
         known = of_every_rank(mine, self._ranks.group)
         if problems := sorted({problem for some in known for problem in some}):
             way_out = "Load what this optimizer saved"
             raise ConfigurationError("state_dict", "incomplete", problems[0], way_out)
+
+    def adopt(
+        self, groups: Sequence[ParamGroup], state: State, saved: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Take over what :meth:`publish` returned, at any number of ranks; collective."""
+        kept, entries = self._survey(groups, state)
         for entry in entries:
             value = saved[entry.shard][entry.name]
             if isinstance(value, DTensor):
@@ -90,11 +108,6 @@ class OwnedTensors:
             for (shard, name), item in kept.items()
         ]
         known = [entry for entries in of_every_rank(mine, self._ranks.group) for entry in entries]
-        if problems := [entry for entry in known if entry.problem]:
-            argument = f"state {problems[0].name!r} of {self._driver.name}"
-            rule = "can be saved only as float32 tensors and numbers"
-            way_out = "Use another optimizer, or run without checkpoints"
-            raise ConfigurationError(argument, problems[0].problem, rule, way_out)
         return kept, sorted(known, key=lambda entry: (entry.shard, entry.name))
 
     def _name(self, item: Kept) -> str:

@@ -9,8 +9,7 @@ from emerging_optimizers.orthogonalized_optimizers import OrthogonalizedOptimize
 from torch import Tensor
 
 from megatron_eopt.base.agreement import agreed_in
-from megatron_eopt.base.errors import ConfigurationTypeError
-from megatron_eopt.optimizers.driver import ParamGroup
+from megatron_eopt.optimizers.driver import ParamGroup, not_to_be_copied
 from megatron_eopt.optimizers.loaded_state import check_loaded
 from megatron_eopt.optimizers.muon_arguments import check_group
 from megatron_eopt.optimizers.muon_driver import MuonDriver
@@ -85,9 +84,7 @@ class PlannedOptimizer(OrthogonalizedOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Refuse to be copied or pickled."""
-        rule = "can be neither copied nor pickled: its plan is made for process groups"
-        way_out = "Build another one over the copied parameters, and load state_dict() into it"
-        raise ConfigurationTypeError("optimizer", type(self).__name__, rule, way_out)
+        raise not_to_be_copied(self)
 
     def plan(self, names: list[str]) -> None:
         """Decide who computes what, and make all state exist; collective.

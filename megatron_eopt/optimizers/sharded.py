@@ -6,7 +6,7 @@ parameters, in float32, with their gradients and their state.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -15,9 +15,17 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from megatron_eopt.base.agreement import agreed
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.layouts import Plan
-from megatron_eopt.optimizers.driver import CompositeOptimizer, Driver, ParamGroup, State, loss_of
+from megatron_eopt.optimizers.driver import (
+    CompositeOptimizer,
+    Driver,
+    ParamGroup,
+    State,
+    fixed,
+    loss_of,
+)
 from megatron_eopt.optimizers.owned_tensors import OwnedTensors
 from megatron_eopt.optimizers.owner_driver import OwnerDriver
 from megatron_eopt.stores.dtensors import local_of, shard_like
@@ -59,6 +67,11 @@ class ShardedOptimizer(CompositeOptimizer):
             for driver in self.drivers
             if isinstance(driver, OwnerDriver)
         }
+        for driver, owned in self._owned.items():
+            with self.scene(driver) as (groups_of, state):
+                self._stand_for(driver, owned.names(groups_of, state))
+        self._filled = {param for param, state in self.state.items() if state}
+        self._places = self._named_places()
 
     @property
     def plans(self) -> list[Plan]:
@@ -78,6 +91,7 @@ class ShardedOptimizer(CompositeOptimizer):
             replaced: Former to present tensor, cut and placed alike.
         """
         self.names = {replaced.get(param, param): name for param, name in self.names.items()}
+        self._filled = {replaced.get(param, param) for param in self._filled}
         self._params = {
             driver: [replaced.get(param, param) for param in params]
             for driver, params in self._params.items()
@@ -127,6 +141,9 @@ class ShardedOptimizer(CompositeOptimizer):
             The closure's loss.
         """
         loss = loss_of(closure)
+        if self._named_places() != self._places:
+            raise fixed("param_groups", "parameters that have moved")
+        self._revive()
         super().step()
         return loss
 
@@ -137,49 +154,45 @@ class ShardedOptimizer(CompositeOptimizer):
         Raises:
             ConfigurationError: On all ranks, if an owner keeps what could not be restored.
         """
-        published: dict[Tensor, dict[str, Any]] = {}
+        self._revive()
+        published: dict[Driver, list[dict[str, Any]]] = {}
         for driver in self.drivers:
             with self.scene(driver) as (groups, state):
                 driver.complete(groups, state)
                 if driver in self._owned:
-                    found = self._owned[driver].publish(groups, state)
-                    published.update(zip(self._params[driver], found, strict=True))
-        for param, found_of in published.items():
-            self.state[param].update(found_of)
+                    published[driver] = self._owned[driver].publish(groups, state)
+        for driver, found in published.items():
+            for param, found_of in zip(self._params[driver], found, strict=True):
+                self.state[param].update(found_of)
         kept = self._show_as_saved()
         result = super().state_dict()
         self.state.update(kept)
-        # the owners hold it; what was returned keeps the present dictionary
-        self.state.update({param: {} for param in published})
+        for driver, found in published.items():
+            # the owners hold it; what was returned keeps the present dictionary
+            self._stand_for(driver, found)
         return result
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over groups and state; collective where owners hold state.
+        """Take over groups and state; collective.
 
         Raises:
-            ConfigurationError: If state of a parameter is missing.
+            ConfigurationError: On all ranks, if state of a parameter is missing or has another
+                shape; nothing has changed then.
         """
-        expected = {
-            param: self.state[param].keys() - driver.dispensable
-            for driver in self.drivers
-            for param in self._params[driver]
-        }
-        super().load_state_dict(state_dict)
-        self._restore_dtypes(state_dict)
-        for param, keys in expected.items():
-            if missing := keys - self.state[param].keys():
-                rule = f"lacks {', '.join(sorted(missing))} of {self.names[param]}"
-                way_out = "Load what this optimizer saved, or import_torch_muon"
-                raise ConfigurationError("state_dict", "incomplete", rule, way_out)
-        self.pack()
+        self._revive()
+        loaded = agreed(lambda: self._fitting(state_dict))
         for driver, owned in self._owned.items():
-            params = self._params[driver]
-            saved = [dict(self.state[param]) for param in params]
-            for param in params:
-                self.state[param].clear()
             with self.scene(driver) as (groups, state):
                 driver.expect(groups, state)
+                owned.check(groups, state, [loaded[param] for param in self._params[driver]])
+        super().load_state_dict(state_dict)
+        self._restore_dtypes(state_dict)
+        self.pack()
+        for driver, owned in self._owned.items():
+            saved = [dict(self.state[param]) for param in self._params[driver]]
+            self._stand_for(driver, saved)
+            with self.scene(driver) as (groups, state):
                 owned.adopt(groups, state, saved)
 
     def unpack(self) -> None:
@@ -191,6 +204,58 @@ class ShardedOptimizer(CompositeOptimizer):
         for driver in self.drivers:
             with self.scene(driver) as (groups, state):
                 driver.pack(groups, state)
+
+    def _named_places(self) -> list[list[str | None]]:
+        """Return the names of the parameters, by group: drivers know them by their places."""
+        return [[self.names.get(p) for p in group["params"]] for group in self.param_groups]
+
+    def _stand_for(self, driver: Driver, kinds: Sequence[Iterable[str]]) -> None:
+        """Let names alone stand for what owners keep: torch asks which state there is."""
+        for param, names in zip(self._params[driver], kinds, strict=True):
+            self.state[param] = dict.fromkeys(names)
+
+    def _revive(self) -> None:
+        """Begin state anew that somebody has taken away."""
+        for driver in self.drivers:
+            gone = [
+                number
+                for number, param in enumerate(self._params[driver])
+                if param not in self.state or (param in self._filled and not self.state[param])
+            ]
+            if not gone:
+                continue
+            driver.forget(gone)
+            with self.scene(driver) as (groups, state):
+                driver.init(groups, state)
+                kinds = self._owned[driver].names(groups, state) if driver in self._owned else None
+            if kinds is not None:
+                self._stand_for(driver, kinds)
+
+    def _fitting(self, state_dict: Mapping[str, Any]) -> dict[Tensor, Mapping[str, Any]]:
+        """Return what a state dict has of each parameter, if it has all that a step needs."""
+        sizes, own = (
+            [len(group["params"]) for group in groups]
+            for groups in (state_dict["param_groups"], self.param_groups)
+        )
+        if sizes != own:
+            raise _unfit(f"has groups of {sizes} parameters, and they must have {own}")
+        pairs = self._saved_under(state_dict)
+        loaded = {param: state_dict["state"].get(key, {}) for key, param in pairs}
+        for driver in self.drivers:
+            for param in self._params[driver]:
+                kept = self.state[param]
+                if missing := kept.keys() - driver.dispensable - loaded[param].keys():
+                    raise _unfit(f"lacks {', '.join(sorted(missing))} of {self.names[param]}")
+                for kind in kept.keys() & loaded[param].keys():
+                    if problem := _misfit(kept[kind], loaded[param][kind]):
+                        raise _unfit(f"has {problem} for {kind} of {self.names[param]}")
+        return loaded
+
+    def _saved_under(self, state_dict: Mapping[str, Any]) -> Iterator[tuple[Any, Tensor]]:
+        """Yield the key of each parameter's state in a state dict."""
+        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        params = chain.from_iterable(group["params"] for group in self.param_groups)
+        return zip(saved, params, strict=True)
 
     def _show_as_saved(self) -> dict[Tensor, dict[str, Any]]:
         """Let state be as state dicts have it, and return what was another."""
@@ -215,14 +280,27 @@ class ShardedOptimizer(CompositeOptimizer):
 
     def _restore_dtypes(self, state_dict: dict[str, Any]) -> None:
         """Undo torch's conversion of state to the dtype of 16-bit parameters."""
-        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        params = chain.from_iterable(group["params"] for group in self.param_groups)
-        for number, param in zip(saved, params, strict=True):
+        for number, param in self._saved_under(state_dict):
             if param.dtype == torch.float32:
                 continue
             for key, value in state_dict["state"].get(number, {}).items():
                 if isinstance(value, Tensor) and value.dim():
                     self.state[param][key] = value.to(param.device)
+
+
+def _misfit(own: Any, loaded: Any) -> str:
+    """Return what is wrong with a loaded value in the place of an own one, if anything is."""
+    if not isinstance(own, Tensor) or not own.dim():
+        return ""
+    if isinstance(own, DTensor) and not isinstance(loaded, DTensor):
+        return "no DTensor"
+    shape = tuple(getattr(loaded, "shape", ()))
+    return "" if shape == own.shape else f"the shape {shape} and not {tuple(own.shape)}"
+
+
+def _unfit(rule: str) -> ConfigurationError:
+    way_out = "Load what this optimizer saved, or import_torch_muon"
+    return ConfigurationError("state_dict", "unfit", rule, way_out)
 
 
 def _grad(param: Tensor, dtype: torch.dtype) -> Tensor:
