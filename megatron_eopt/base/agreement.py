@@ -177,6 +177,16 @@ def integers(mine: Sequence[int]) -> list[list[int]]:
     return rows
 
 
+def totals(mine: Sequence[int]) -> list[int]:
+    """Return the sums over all ranks of equally many integers of each."""
+    if _is_alone():
+        return list(mine)
+    found = torch.tensor(list(mine), dtype=torch.int64, device=device_of_collectives())
+    distributed.all_reduce(found)
+    sums: list[int] = found.tolist()
+    return sums
+
+
 def places_in(groups: Sequence[distributed.ProcessGroup | None]) -> list[list[GroupPlace]]:
     """Return, for each of this rank's groups, every rank's place in its own group of that kind.
 

@@ -19,9 +19,11 @@ from megatron.core.utils import log_single_rank
 from torch import Tensor
 
 from megatron_eopt.base.agreement import agreed
+from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.live_bytes import LiveBytes
 from megatron_eopt.base.upstream import needed
 from megatron_eopt.build.clipping import clip
+from megatron_eopt.build.gradient_norm import refusal, watched
 from megatron_eopt.build.loss_scale import UnscaledOnce, unscale_
 from megatron_eopt.build.memory import Memory, memory_of
 from megatron_eopt.build.stats import Stats
@@ -29,7 +31,6 @@ from megatron_eopt.checkpoint import local_state, optimizer_state
 from megatron_eopt.checkpoint.groups import check_structure
 from megatron_eopt.checkpoint.rank_files import load_rank_file, save_rank_file
 from megatron_eopt.checkpoint.requests import Form
-from megatron_eopt.math.finite import NonFiniteError, names_of_all, not_finite
 from megatron_eopt.optimizers.driver import CompositeOptimizer
 from megatron_eopt.optimizers.member import Member
 from megatron_eopt.qk_clip import remember
@@ -39,9 +40,6 @@ from megatron_eopt.stores.interface import named_gradients
 from megatron_eopt.stores.sharded import FragmentsOptimizer, OffloadedOptimizer
 
 logger = logging.getLogger(__name__)
-
-_HUGE = 1e16
-"""Of norms up to this one it takes a million until float32 has no room for their squares' sum."""
 
 _BY_BUCKET = "dp_reshardable"
 """Megatron's name for state bucket by bucket."""
@@ -202,7 +200,7 @@ class OptimizerChain(ChainedOptimizer):
             NonFiniteError: If it is inf or nan, unless the configuration skips steps with such a
                 norm. The names are the same on every rank.
         """
-        counted = [_watched(child) for child in self.chained_optimizers]
+        counted = [watched(child) for child in self.chained_optimizers]
         groups = self._stats_groups
         if len(set(groups)) == 1:
             counted, groups = [[grad for grads in counted for grad in grads]], groups[:1]
@@ -291,15 +289,34 @@ class OptimizerChain(ChainedOptimizer):
         """
         load_rank_file(filename, self.members, names_in(self._named_chunks))
 
+    def save_parameter_state(self, filename: str) -> None:
+        """Write the state in fragments of Adam's, as megatron-core's distributed optimizer does.
+
+        Raises:
+            ConfigurationError: If another optimizer has state in fragments.
+        """
+        self._refuse_other_fragments("save_parameter_state")
+        super().save_parameter_state(filename)
+
     @torch.no_grad()
     def load_parameter_state(self, filename: str, *, update_legacy_format: bool = False) -> None:
         """Read what ``save_parameter_state`` wrote, for checkpoints of Adam's in format ``torch``.
 
         megatron-core fills what state there is, and main weights in float32 are part of leaves.
+
+        Raises:
+            ConfigurationError: If another optimizer has state in fragments.
         """
+        self._refuse_other_fragments("load_parameter_state")
         optimizer_state.prepare(self.members, is_loading=True)
         super().load_parameter_state(filename, update_legacy_format=update_legacy_format)
         optimizer_state.settle(self.members)
+
+    def _refuse_other_fragments(self, method: str) -> None:
+        if self.is_sharded and not self._is_unmixed:
+            rule = "knows the state of Adam alone"
+            way_out = "Use sharded_state_dict, or save_state_dict_to_file and its counterpart"
+            raise ConfigurationError(method, type(self).__name__, rule, way_out)
 
     @property
     def _main(self) -> str | None:
@@ -336,13 +353,7 @@ class OptimizerChain(ChainedOptimizer):
             for child in self.chained_optimizers
             for param, grad in named_gradients(child)
         ]
-        groups = dict.fromkeys(self._stats_groups)
-        if names := names_of_all(not_finite(named), groups):
-            raise NonFiniteError("gradients", names)
-        huge = [name for name, grad in named if float(grad.double().norm()) > _HUGE]
-        raise NonFiniteError(
-            "norm of all gradients, each of them finite, because", names_of_all(huge, groups)
-        )
+        raise refusal(named, dict.fromkeys(self._stats_groups))
 
     def _name_of(self, param: Tensor) -> str:
         if not isinstance(self._named_chunks[0], torch.nn.Module):
@@ -361,31 +372,3 @@ def names_in(model_chunks: Sequence[Any]) -> dict[Tensor, str]:
         for number, chunk in enumerate(model_chunks)
         for name, param in chunk.named_parameters()
     }
-
-
-def mark_left_out(counted: list[Tensor], left_out: list[Tensor]) -> list[Tensor]:
-    """Return tensors with the norm of ``counted``, or with norm nan if that of the others is not.
-
-    The host waits for nothing, and the norm keeps every bit: the smallest tensor is replaced by its
-    sum with zero, or with nan.
-    """
-    left_out = [grad for grad in left_out if grad.numel()]
-    if not left_out:
-        return counted
-    norms = [norm.to(torch.float32) for norm in torch._foreach_norm(left_out)]
-    zero_or_nan = torch.stack(norms).sum() * 0
-    filled = [number for number, grad in enumerate(counted) if grad.numel()]
-    if not filled:
-        return [*counted, zero_or_nan.view(1)]
-    smallest = min(filled, key=lambda number: counted[number].numel())
-    marked = list(counted)
-    marked[smallest] = counted[smallest] + zero_or_nan.to(counted[smallest].dtype)
-    return marked
-
-
-def _watched(child: Any) -> list[Tensor]:
-    counted: list[Tensor] = child.get_grads_for_grad_norm()
-    known = {id(grad) for grad in counted}
-    return mark_left_out(
-        counted, [grad for _, grad in named_gradients(child) if id(grad) not in known]
-    )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_eopt.base.names import STEP
 from megatron_eopt.checkpoint import first_release
-from megatron_eopt.checkpoint.keys import kind_of, matrix_state_key, state_key
+from megatron_eopt.checkpoint.keys import kind_of, matrix_state_key
 from megatron_eopt.checkpoint.parameter_space import Box, ParameterSpace
 from megatron_eopt.checkpoint.saved_state import Source, Value, Whereabouts, kinds_to_read
 from megatron_eopt.matrices import matrix_rows
@@ -21,13 +21,11 @@ def stored_values(tensors: Mapping[str, Tensor], where: Whereabouts) -> Iterator
     """Yield main weights and state that are cut like what this rank stores of a parameter."""
     for kind, values in tensors.items():
         flat = values.detach().reshape(-1)
-        sources = []
-        for other, from_adam in kinds_to_read(kind).items():
-            pieces = (
-                where.piece(box, state_key(other, box.sharded.key), box.view(flat))
-                for box in where.boxes
-            )
-            sources.append(Source(tuple(pieces), from_adam))
+        sources = (
+            source
+            for other, from_adam in kinds_to_read(kind).items()
+            for source in where.forms(other, where.boxes, flat, from_adam=from_adam)
+        )
         yield Value(where, kind, tuple(sources), flat)
 
 
@@ -38,11 +36,7 @@ def kept_value(kept: Kept, where: Whereabouts) -> Value:
     if kept.per_element and where.shard is not None:
         boxes = _boxes_of_matrix(kept, where.shard, where.space)
         if boxes:
-            pieces = (
-                where.piece(box, state_key(kind, box.sharded.key), box.view(kept.value))
-                for box in boxes
-            )
-            return Value(where, kind, (Source(tuple(pieces)),), kept=kept)
+            return Value(where, kind, tuple(where.forms(kind, boxes, kept.value)), kept=kept)
     name = f"{where.space.name}.{kept.matrix}"
     if kept.slab is not None:
         name += ".tp{}of{}".format(*kept.slab)

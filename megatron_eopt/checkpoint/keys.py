@@ -6,7 +6,13 @@ Note [Keys]
     ``optimizer.matrix_state.{kind}.{parameter}[.{place} ...].{matrix}``, where places are those of
     leading dimensions such as the layer's, and ``matrix`` is its number in the parameter's split.
     Where an optimizer works on each tensor-parallel slab by itself ``.tp{rank}of{size}`` follows:
-    such state has no meaning at another size. A kind has no dots: nested state has its path there,
+    such state has no meaning at another size.
+
+    Megatron stacks the layers, or experts, of a model in one tensor. State that only some of them
+    have, since others are frozen or have another optimizer, is no whole tensor: each has its own,
+    ``optimizer.state.{kind}.{parameter}.{place}``, whose leading dimensions are 1.
+
+    A kind has no dots: nested state has its path there,
     with slashes between the names, and dots, slashes and percent signs inside of a name escaped.
 """
 
@@ -44,6 +50,11 @@ def kind_of(path: Sequence[str]) -> str:
     """Return the kind of a value that ``path`` leads to; different paths give different kinds."""
     escape = str.maketrans({"%": "%25", "/": "%2F", ".": "%2E"})
     return "/".join(name.translate(escape) for name in path)
+
+
+def key_apart(key: str, places: Sequence[int]) -> str:
+    """Return the key of what is at some places of the leading dimensions of a stacked tensor."""
+    return ".".join([key, *map(str, places)])
 
 
 def state_key(kind: str, parameter: str) -> str:

@@ -42,6 +42,7 @@ def requested(
     prepare(members, is_loading=is_loading)
     counts = None if is_loading else counts_of(members)
     requests = agreed(lambda: StateRequests(members, model_state, form, counts))
+    requests.separate()
     result = common_state(members, form.main, counts)
     result[_PARAM_STATE] = requests.param_state
     if is_loading:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.checkpoint.keys import key_apart
 
 type _Cut = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -49,6 +50,7 @@ class ParameterSpace:
     Attributes:
         sharded: One of its boxes, which has what all have in common: whole shape, replica.
         keys: Names of the checkpoint's tensors that it is part of, without optimizer prefixes.
+        places: Its places in the leading dimensions that number layers or experts.
         name: Its own name, unique in the model.
         prepended: Leading dimensions of the checkpoint's tensor that number layers or experts.
 
@@ -63,8 +65,8 @@ class ParameterSpace:
         self.keys = tuple(dict.fromkeys(shard.key for shard in shards))
         self.prepended = shards[0].prepend_axis_num
         # layers or experts may share a key; the places of leading dimensions tell them apart
-        places = shards[0].global_offset[: self.prepended]
-        self.name = ".".join([base.key, *map(str, places)])
+        self.places = tuple(shards[0].global_offset[: self.prepended])
+        self.name = key_apart(base.key, self.places)
 
     def boxes(self, start: int, stop: int) -> list[Box]:
         """Return the boxes of the elements ``start`` to ``stop`` of the flattened parameter."""

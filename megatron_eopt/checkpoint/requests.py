@@ -1,17 +1,20 @@
 """What a chain of optimizers asks of ``dist_checkpointing`` for the state of its parameters."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.mapping import is_main_replica
 from torch import Tensor
 
+from megatron_eopt.base.agreement import everyones, totals
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import MOMENT2, STEP
 from megatron_eopt.checkpoint.buckets import BucketSpace, bucket_spaces, source_in_bucket
 from megatron_eopt.checkpoint.by_parameter import count_value, kept_value, stored_values
-from megatron_eopt.checkpoint.keys import saved_keys
+from megatron_eopt.checkpoint.keys import key_apart, saved_keys
 from megatron_eopt.checkpoint.migration import Policy, Reading, kinds_by_parameter, missing_state
 from megatron_eopt.checkpoint.parameter_space import parameter_spaces
 from megatron_eopt.checkpoint.saved_state import (
@@ -80,6 +83,24 @@ class StateRequests:
         self.param_state: dict[str, Any] = {}
         self._ask()
 
+    def separate(self) -> None:
+        """Write, or read, apart what not all layers or experts of a stack have; collective."""
+        written: dict[str, int] = {}
+        whole: dict[str, int] = {}
+        for piece in (
+            p for source in self._chosen.values() if source.stacked for p in source.pieces
+        ):
+            size = math.prod(piece.local_shape) if is_main_replica(piece.replica_id) else 0
+            written[piece.key] = written.get(piece.key, 0) + size
+            whole[piece.key] = math.prod(piece.global_shape)
+        keys = everyones(sorted(written))
+        sizes = zip(keys, totals([written.get(key, 0) for key in keys]), strict=True)
+        parts = {key for key, size in sizes if size < whole.get(key, 0)}
+        for place, source in self._chosen.items():
+            if source.stacked and any(piece.key in parts for piece in source.pieces):
+                self._chosen[place] = source.apart()
+        self._ask()
+
     def own_keys(self) -> set[str]:
         """Return the keys by parameter, in every spelling, of all state that there is."""
         sources = [source for value in self._values for source in value.sources]
@@ -123,7 +144,12 @@ class StateRequests:
         for values in by_parameter.values():
             where = next(iter(values.values())).where
             if kinds:
-                there = set.intersection(*(kinds.get(key, set()) for key in where.space.keys))
+                there = set.intersection(
+                    *(
+                        kinds.get(key, set()) | kinds.get(key_apart(key, where.space.places), set())
+                        for key in where.space.keys
+                    )
+                )
             elif where.stored is not None:
                 there = in_buckets.get(where.stored.param, set())
             else:

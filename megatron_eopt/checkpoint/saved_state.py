@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatron_eopt.base.names import FIRST_MOMENT, MAIN_OF_REPLICATED, MAIN_OF_SHARDED, MOMENTUM
 from megatron_eopt.base.places import place_of
+from megatron_eopt.checkpoint.keys import key_apart, state_key
 from megatron_eopt.checkpoint.parameter_space import Box, ParameterSpace
 from megatron_eopt.optimizers.driver import Driver, Kept
 from megatron_eopt.optimizers.member import Member
@@ -50,11 +51,27 @@ class Source:
         pieces: What to read, each with its destination as data.
         from_adam: Whether Adam's first moment stands in for a momentum.
         bucket: Prefix of the keys, where it is read out of a bucket.
+        stacked: Leading dimensions of the pieces' tensors that number layers or experts.
     """
 
     pieces: tuple[ShardedTensor | ShardedObject, ...]
     from_adam: bool = False
     bucket: str | None = None
+    stacked: int = 0
+
+    def apart(self) -> "Source":
+        """Return it in tensors of its own layer or expert; see Note [Keys]."""
+        ones, zeros = (1,) * self.stacked, (0,) * self.stacked
+        pieces = tuple(
+            replace(
+                piece,
+                key=key_apart(piece.key, piece.global_offset[: self.stacked]),
+                global_shape=ones + tuple(piece.global_shape[self.stacked :]),
+                global_offset=zeros + tuple(piece.global_offset[self.stacked :]),
+            )
+            for piece in self.pieces
+        )
+        return replace(self, pieces=pieces, stacked=0)
 
     def is_in(self, shapes: Shapes) -> bool:
         """Whether a checkpoint has it, in these shapes.
@@ -109,6 +126,18 @@ class Whereabouts:
     def piece(self, box: Box, key: str, view: Tensor) -> ShardedTensor:
         """Return what is written of a box, or read into it."""
         return replace(box.sharded, key=key, data=view, dtype=view.dtype, replica_id=self.replica)
+
+    def forms(
+        self, kind: str, boxes: Sequence[Box], flat: Tensor, *, from_adam: bool = False
+    ) -> Iterator[Source]:
+        """Yield how boxes are written, or read: as part of stacked tensors, or apart from them."""
+        pieces = tuple(
+            self.piece(box, state_key(kind, box.sharded.key), box.view(flat)) for box in boxes
+        )
+        source = Source(pieces, from_adam, stacked=self.space.prepended)
+        yield source
+        if source.stacked:
+            yield source.apart()
 
 
 @dataclass(frozen=True)

@@ -138,6 +138,8 @@ def _read_keys(saved: Saved, items: Collection[str], tensors: Mapping[str, Any])
             continue
         if parts.of_matrix:
             slabs.add(_slabs(name))
+        if name not in known:
+            # of a matrix, or apart from a stack of layers
             name = _owner(name, known)
         stacked = 0 if parts.of_matrix else known.get(name, 0)
         saved.entries.append(Entry(name, kind, *_form_of(item), stacked, parts.of_matrix))

@@ -10,6 +10,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, apply_factories, is_main_replica
+from megatron.core.optimizer import ParamKey, get_standard_config_overrides
 from torch import distributed
 
 from megatron_eopt import EmergingOptimizerConfig, checkpoints, get_megatron_optimizer
@@ -28,6 +29,8 @@ class Case:
         ddp: Fields of ``DistributedDataParallelConfig``.
         config: Fields of ``EmergingOptimizerConfig``.
         form: Megatron's form of checkpoint.
+        frozen: Part of the names of parameters that are frozen.
+        overrides: The optimizers of parameters whose names match a pattern.
     """
 
     optimizer: str = "muon"
@@ -36,10 +39,12 @@ class Case:
     ddp: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     form: str = "fully_reshardable"
+    frozen: str | None = None
+    overrides: dict[str, str] = field(default_factory=dict)
 
     @property
     def run(self) -> Run:
-        return Run(model=self.model, parallel=self.parallel, ddp=self.ddp)
+        return Run(model=self.model, parallel=self.parallel, ddp=self.ddp, frozen=self.frozen)
 
 
 def unwrapped(chunk: Any) -> Any:
@@ -71,7 +76,12 @@ def optimizer_over(case: Case, chunks: list[Any]) -> Any:
         "use_distributed_optimizer": True,
     }
     config = EmergingOptimizerConfig(**(fields | case.config))
-    optimizer = get_megatron_optimizer(config, chunks)
+    overrides = {
+        ParamKey(name=pattern): {"optimizer": name} for pattern, name in case.overrides.items()
+    }
+    optimizer = get_megatron_optimizer(
+        config, chunks, {**get_standard_config_overrides(config), **overrides}
+    )
     set_lr(optimizer, config)
     return optimizer
 

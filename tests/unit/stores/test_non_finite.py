@@ -10,7 +10,7 @@ from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 
 import megatron_eopt
-from megatron_eopt.build.chain import mark_left_out
+from megatron_eopt.build.gradient_norm import mark_left_out
 from megatron_eopt.math import NonFiniteError
 from tests.harness import run_ranks
 from tests.unit.stores.runs import (
