@@ -1,6 +1,7 @@
 """The command ``megatron-eopt``: plan a training, sweep over layouts, explain a checkpoint."""
 
 import argparse
+import itertools
 import json
 import logging
 import sys
@@ -12,13 +13,13 @@ from rich.console import Console
 from tqdm import tqdm
 
 from megatron_eopt.arguments import add_arguments, config_from_args
-from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
+from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError, check_integer
 from megatron_eopt.explain import explain, show, to_json
 from megatron_eopt.plan.architectures import PUBLISHED, Architecture
 from megatron_eopt.plan.machine import MACHINES, Machine, machine
-from megatron_eopt.plan.model import Layout
+from megatron_eopt.plan.model import Layout, check_fits
 from megatron_eopt.plan.planning import Plan, plan
-from megatron_eopt.plan.sources import add_flags, from_flags, from_hugging_face
+from megatron_eopt.plan.sources import add_flags, from_flags, from_hugging_face, refuse_flags
 from megatron_eopt.plan.tables import as_dict, draw, show_plan, show_sweep
 from megatron_eopt.settings.config import EmergingOptimizerConfig
 
@@ -116,11 +117,16 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 
 def _architecture(arguments: argparse.Namespace) -> Architecture:
+    flags = vars(arguments)
     if arguments.model:
+        refuse_flags(flags, "--model")
         return PUBLISHED[arguments.model]
     if arguments.hugging_face:
-        return from_hugging_face(arguments.hugging_face)
-    return from_flags(vars(arguments))
+        # the file does not say it
+        length = {} if arguments.seq_length is None else {"seq_length": arguments.seq_length}
+        refuse_flags({**flags, "seq_length": None}, "--hugging-face")
+        return from_hugging_face(arguments.hugging_face, **length)
+    return from_flags(flags)
 
 
 def _machine(arguments: argparse.Namespace) -> Machine:
@@ -128,12 +134,17 @@ def _machine(arguments: argparse.Namespace) -> Machine:
 
 
 def _config(arguments: argparse.Namespace) -> EmergingOptimizerConfig:
+    if not getattr(arguments, "use_distributed_optimizer", True):
+        rule = "is not what is planned: sharded storage"
+        way_out = "Leave it out of the file for a plan"
+        raise ConfigurationError("use_distributed_optimizer", False, rule, way_out)
     # what a step does depends on no learning rate
     given = {"lr": 1e-3, "bf16": True, "use_distributed_optimizer": True}
     return config_from_args(argparse.Namespace(**vars(arguments) | given))[0]
 
 
 def _planned(arguments: argparse.Namespace, layouts: Iterable[Layout]) -> Iterator[Plan]:
+    check_integer("--tokens", arguments.tokens)
     architecture, gpu = _architecture(arguments), _machine(arguments)
     config = _config(arguments)
     for layout in layouts:
@@ -149,17 +160,36 @@ def _plan(arguments: argparse.Namespace, console: Console) -> None:
         show_plan(found, arguments.gpu, console)
 
 
+def _fitting(arguments: argparse.Namespace) -> list[Layout]:
+    """Return the layouts that the model can be cut into, and say which are left out."""
+    architecture = _architecture(arguments)
+    found, errors = [], {}
+    for tp, pp, ep in itertools.product(arguments.tp, arguments.pp, arguments.ep):
+        try:
+            if arguments.ranks % (tp * pp):
+                rule = f"must be divided by tp x pp, here {tp} x {pp}"
+                raise ConfigurationError("--ranks", arguments.ranks, rule, "Choose other sizes")
+            layout = Layout(tp, pp, arguments.ranks // (tp * pp), ep)
+            check_fits(architecture, layout)
+            found.append(layout)
+        except ConfigurationError as error:
+            errors[f"tp {tp}, pp {pp}, ep {ep}"] = error
+    if not found:
+        raise next(iter(errors.values()))
+    for layout_text, reason in errors.items():
+        sys.stderr.write(f"left out: {layout_text}: {reason}\n")
+    return found
+
+
 def _sweep(arguments: argparse.Namespace, console: Console) -> None:
-    layouts = [
-        Layout(tp, pp, arguments.ranks // (tp * pp), ep)
-        for tp in arguments.tp
-        for pp in arguments.pp
-        for ep in arguments.ep
-        if arguments.ranks % (tp * pp) == 0
-    ]
-    if not layouts:
-        rule = "must be divided by tp x pp of some layout"
-        raise ConfigurationError("--ranks", arguments.ranks, rule, "Choose other sizes")
+    for short in ("ranks", "tp", "pp", "ep"):
+        sizes = getattr(arguments, short)
+        for size in sizes if isinstance(sizes, list) else [sizes]:
+            check_integer(f"--{short}", size)
+    folder = arguments.png.absolute().parent if arguments.png else None
+    if folder is not None and not folder.is_dir():
+        raise ConfigurationError("--png", str(arguments.png), "must be in a folder", "Make it")
+    layouts = _fitting(arguments)
     bar = tqdm(layouts, desc="layouts", disable=None)
     found = list(_planned(arguments, bar))
     if arguments.json:

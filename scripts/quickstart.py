@@ -23,6 +23,8 @@ PROCESSES = 2
 
 SCRIPTS = Path(__file__).resolve().parent
 ITERATION = re.compile(r"iteration\s+(\d+)/\s*(\d+) .*?lm loss: (\S+)")
+ERROR = re.compile(r"\b(\w*Error|error): ")
+SHOWN = 40
 REPORTED = re.compile(r"lm loss|saving checkpoint|successfully (saved|loaded)|^\w*Error: ")
 
 
@@ -157,8 +159,17 @@ def show(line: str, bar: "tqdm[None]", quiet: bool) -> None:
         bar.write(line.rstrip())
 
 
+def reasons(lines: list[str]) -> list[str]:
+    """Return what the last lines say of errors, once each: torchrun's report comes after it."""
+    return list(dict.fromkeys(line for line in lines[-5 * SHOWN :] if ERROR.search(line)))
+
+
 def scalars(folder: Path) -> dict[str, dict[int, float]]:
-    """Return the TensorBoard scalars below ``folder``: name -> {step: value}."""
+    """Return the TensorBoard scalars below ``folder``: name -> {step: value}.
+
+    At the end Megatron writes the losses of the validation and of the test set under one name and
+    step; the first of a file counts. Of files the last one counts, which goes on from the others.
+    """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     found: dict[str, dict[int, float]] = collections.defaultdict(dict)
@@ -166,7 +177,8 @@ def scalars(folder: Path) -> dict[str, dict[int, float]]:
         events = EventAccumulator(str(path), size_guidance={"scalars": 0})
         events.Reload()
         for name in events.Tags()["scalars"]:
-            found[name].update({event.step: event.value for event in events.Scalars(name)})
+            latest = reversed(events.Scalars(name))
+            found[name].update({event.step: event.value for event in latest})
     return found
 
 
@@ -194,7 +206,9 @@ def report(out: Path) -> None:
     plot(curves, out / "loss.png")
     train_loss, held_out = curves["lm loss"], curves["lm loss validation"]
     print(f"\nFirst training loss: {train_loss[min(train_loss)]:.4f}")
-    print(f"Held-out loss: {held_out[max(held_out)]:.4f} (nats per byte, step {max(held_out)})")
+    if held_out:
+        last = max(held_out)
+        print(f"Held-out loss: {held_out[last]:.4f} (nats per byte, step {last})")
     print(f"Loss curve: {out / 'loss.png'}    TensorBoard: tensorboard --logdir {out}")
     print("Next: the same run with Adam: ./scripts/quickstart.sh --optimizer adam --out runs/adam")
 
@@ -224,9 +238,9 @@ def main() -> int:
         print("Stopped. The same command goes on from the last checkpoint.")
         return 130
     if code:
-        lines = (out / "training.log").read_text().splitlines()
-        print(*lines[-40:], sep="\n")
-        print(f"Training failed (exit code {code}); the whole output is in {out / 'training.log'}")
+        lines = log.read_text().splitlines()
+        print(*reasons(lines[:-SHOWN]), *lines[-SHOWN:], sep="\n")
+        print(f"Training failed (exit code {code}); the whole output is in {log}")
         return code
     report(out)
     return 0

@@ -27,6 +27,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak = 0
         self._noted = 0  # bytes of what is followed, gone or not
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        # what goes during the block without having been of use would hide what comes
+        gc.collect()
         for item in gc.get_objects():
             if issubclass(type(item), torch.Tensor):
                 self._note(item)

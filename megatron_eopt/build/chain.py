@@ -136,7 +136,8 @@ class OptimizerChain(ChainedOptimizer):
                 result = self._step()
         if exists:
             self._transient = seen.peak
-            log_single_rank(logger, logging.INFO, str(self.memory()))
+            # the trainer shows warnings alone, unless it is told otherwise
+            log_single_rank(logger, logging.WARNING, str(self.memory()))
         return result
 
     def _step(self) -> tuple[bool, float | None, float | None]:

@@ -28,6 +28,7 @@ from torch import Tensor
 from megatron_eopt.base.names import TpModeT
 from megatron_eopt.layouts import Layout, Plan, assign_owners, iteration_cost, plan_waves
 from megatron_eopt.layouts.assignment import Float64Array
+from megatron_eopt.layouts.plan import WavePlan
 from megatron_eopt.optimizers.teams import COLLECTIVE, Team, assign_teams
 from megatron_eopt.stores.shard import Ranks
 
@@ -103,6 +104,7 @@ class Schedule:
         storage: Where each is stored.
         work: Where each is computed.
         plan: What travels in a step, as this rank sees it.
+        tensors: How many tensors of each matrix the plan numbers, one after another.
     """
 
     ranks: Ranks
@@ -110,6 +112,12 @@ class Schedule:
     storage: Sequence[Layout]
     work: Work
     plan: Plan
+    tensors: int = 1
+
+    def computed(self, wave: WavePlan) -> list[int]:
+        """Return the numbers of the matrices that this rank computes in a wave."""
+        indices = (index for batch in wave.batches for index in batch.matrices)
+        return list(dict.fromkeys(index // self.tensors for index in indices))
 
     @property
     def loads(self) -> list[float]:

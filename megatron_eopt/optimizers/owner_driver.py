@@ -92,7 +92,8 @@ class OwnerDriver(Driver):
         """Who steps which matrices, and what travels."""
         names = [name for shard in self.shards for name in shard.matrix_names]
         storage = [layout for shard in self.shards for layout in shard.layouts]
-        return [Schedule(self._ranks, names, storage, self._work, self._redistribution.plan)]
+        plan = self._redistribution.plan
+        return [Schedule(self._ranks, names, storage, self._work, plan, tensors=2)]
 
     @property
     def redistributions(self) -> list[Redistribution]:

@@ -119,8 +119,7 @@ def _by_wave(schedule: Schedule) -> list[float]:
     return [
         math.fsum(
             schedule.work.matrices[i].load_of(ranks.rank, ranks.size)
-            for batch in wave.batches
-            for i in batch.matrices
+            for i in schedule.computed(wave)
         )
         for wave in schedule.plan.waves
     ]

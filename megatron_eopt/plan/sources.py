@@ -208,6 +208,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--moe-layer-freq", metavar="N", help=text)
 
 
+def refuse_flags(flags: Mapping[str, Any], source: str) -> None:
+    """Refuse flags of :func:`add_flags` beside another source of an architecture.
+
+    Raises:
+        ConfigurationError: If one of them was given.
+    """
+    for name in (*_FLAGS, *_SWITCHES, "moe-layer-freq"):
+        if (value := flags.get(name.replace("-", "_"))) not in (None, False):
+            rule = f"has no meaning beside {source}, which says all of the architecture"
+            raise ConfigurationError(f"--{name}", value, rule, "Leave one of the two out")
+
+
 def from_flags(flags: Mapping[str, Any], *, name: str = "flags") -> Architecture:
     """Return the architecture that Megatron's trainer builds from its flags.
 
@@ -280,7 +292,7 @@ def _frequency(read: _Fields) -> int | tuple[int, ...]:
         if isinstance(found, int):
             return found
         return tuple(map(int, found))
-    except (SyntaxError, TypeError, ValueError):
+    except (SyntaxError, TypeError, ValueError, MemoryError, OverflowError):
         read.refuse("moe_layer_freq", "must be a number or a list", 'Write it like "[0]*3+[1]*58"')
 
 

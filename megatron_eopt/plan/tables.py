@@ -144,8 +144,7 @@ def _owned(plan: Plan) -> dict[str, str]:
     """Return how many matrices the rank computes, alone or in a team, by optimizer."""
     found: dict[str, str] = {}
     for name, schedule in plan.report.schedules:
-        batches = [batch for wave in schedule.plan.waves for batch in wave.batches]
-        numbers = [number for batch in batches for number in batch.matrices]
+        numbers = [n for wave in schedule.plan.waves for n in schedule.computed(wave)]
         shared = sum(bool(schedule.work.matrices[number].team) for number in numbers)
         total = f"{len(numbers)} of {len(schedule.names)} matrices, {shared} in teams"
         found[f"{name}, {schedule.ranks.size} ranks"] = total

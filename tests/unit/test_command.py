@@ -41,12 +41,13 @@ def test_a_plan_is_printed():
 def test_a_sweep_is_printed_and_drawn(tmp_path):
     png = tmp_path / "sweep.png"
     many = subprocess.run(
-        [*RUN, "sweep", *SMALL, "--ranks", "4", "--tp", "1", "2", "--png", str(png)],
+        [*RUN, "sweep", *SMALL, "--ranks", "4", "--tp", "1", "2", "8", "--png", str(png)],
         capture_output=True,
         text=True,
         check=True,
     )
     assert "on 4 x H100" in many.stdout
+    assert "left out: tp 8" in many.stderr
     assert png.exists()
 
 
@@ -55,6 +56,16 @@ def test_a_sweep_is_printed_and_drawn(tmp_path):
     [
         ("plan --hidden-size 64", "num-attention-heads"),
         ("plan --model Llama-3-8B --tp 3", "must divide"),
+        ("plan --model Llama-3-8B --num-layers 2", "no meaning beside --model"),
+        ("plan --hugging-face nowhere --swiglu", "no meaning beside --hugging-face"),
+        ("plan --model Llama-3-8B --tokens -5", "--tokens"),
+        ("sweep --model Llama-3-8B --ranks 4 --tp 0", "--tp"),
+        ("sweep --model Llama-3-8B --ranks 4 --png nowhere/x.png", "must be in a folder"),
+        (
+            "plan --hidden-size 8 --num-attention-heads 2 --vocab-size 8 --num-layers 2 "
+            "--num-experts 2 --moe-layer-freq [0]*99999999999",
+            "moe-layer-freq",
+        ),
         ("sweep --model Llama-3-8B --ranks 3 --tp 2", "must be divided"),
         ("explain nowhere", "nowhere"),
         ("plan --hugging-face nowhere", "nowhere"),

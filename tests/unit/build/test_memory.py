@@ -1,5 +1,6 @@
 """The report of what memory is used for says what tensors are seen to take."""
 
+import gc
 from dataclasses import replace
 from typing import Any
 
@@ -79,3 +80,18 @@ def test_the_report_is_one_line():
         "MiB of a rank: weights 1.0, gradients 2.0, main_weights 0.0, state 0.5, buffers 0.0, "
         "host 0.0"
     )
+
+
+class Cycle:
+    """Holds bytes until the garbage collector finds it."""
+
+    def __init__(self) -> None:
+        self.itself, self.held = self, torch.empty(1 << 20, dtype=torch.uint8)
+
+
+def test_garbage_of_before_hides_nothing():
+    Cycle()
+    with LiveBytes() as live:
+        gc.collect()
+        torch.empty(1 << 19, dtype=torch.uint8)
+    assert live.peak == 1 << 19

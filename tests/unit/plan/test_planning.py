@@ -26,13 +26,8 @@ CUT = Layout(tensor=2, pipeline=2, data=4)
 
 def planned(architecture: Architecture, layout: Layout, **fields: Any) -> Plan:
     dist.destroy_process_group()
-    config = EmergingOptimizerConfig(
-        optimizer="muon",
-        lr=0.01,
-        bf16=True,
-        use_distributed_optimizer=True,
-        **fields,
-    )
+    given = {"optimizer": "muon", "lr": 0.01, "bf16": True, "use_distributed_optimizer": True}
+    config = EmergingOptimizerConfig(**(given | fields))
     return plan(architecture, layout, MACHINES["H100"], config, tokens=2**22)
 
 
@@ -42,6 +37,17 @@ def in_a_process(*args: Any, **fields: Any) -> dict[str, Any]:
 
 def _as_dict(args: Any, fields: Any) -> dict[str, Any]:
     return as_dict(planned(*args, **fields))
+
+
+@pytest.mark.parametrize("optimizer", ["soap", "scion", "adaptive_muon", "adam"])
+def test_other_optimizers_are_planned(optimizer):
+    found = in_a_process(DENSE, replace(CUT, pipeline=1, data=2), optimizer=optimizer)
+    rank = found["busiest_rank"]
+    for owns in rank["owns"].values():
+        computed, _, matrices, *_ = owns.split()
+        assert 0 < int(computed) <= int(matrices)
+    assert bool(rank["owns"]) == (optimizer != "adam")
+    assert found["seconds"]["step"] > 0
 
 
 @pytest.mark.parametrize(
