@@ -75,22 +75,32 @@ def test_other_groups_are_refused():
         optimizer.load_state_dict(state_dict)
 
 
+def copied(model, name):
+    """Return another model with the same weights, and its new optimizer."""
+    other = make_model("fsdp")
+    with torch.no_grad():
+        for new, old in zip(other.parameters(), model.parameters(), strict=True):
+            new.copy_(old)
+    return other, build_optimizer(other, config(name))
+
+
+def apart(first, second):
+    """Return how far two models are from each other after two more steps."""
+    for number in (3, 4):
+        for model, optimizer in (first, second):
+            step(model, optimizer, number)
+    return far(weights(first[0]), weights(second[0]))[0]
+
+
 @eager
 def flattened(name):
     """Return how far a run that went on from flattened state is from one in one go."""
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     model, optimizer = train("fsdp", config(name), steps=3)
     saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
-    resumed = make_model("fsdp")
-    with torch.no_grad():
-        for new, old in zip(resumed.parameters(), model.parameters(), strict=True):
-            new.copy_(old)
-    following = build_optimizer(resumed, config(name))
+    resumed, following = copied(model, name)
     set_optimizer_state_dict(resumed, following, saved, options=options)
-    for number in (3, 4):
-        step(model, optimizer, number)
-        step(resumed, following, number)
-    return far(weights(resumed), weights(model))[0]
+    return apart((model, optimizer), (resumed, following))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -102,16 +112,9 @@ def test_flattened_state_is_loaded(name):
 def cleared(name):
     """Return how far an optimizer whose state was cleared is from a new one."""
     model, optimizer = train("fsdp", config(name), steps=2)
-    other = make_model("fsdp")
-    with torch.no_grad():
-        for new, old in zip(other.parameters(), model.parameters(), strict=True):
-            new.copy_(old)
-    new = build_optimizer(other, config(name))
+    new = copied(model, name)
     optimizer.state.clear()
-    for number in (2, 3):
-        step(model, optimizer, number)
-        step(other, new, number)
-    return far(weights(model), weights(other))[0]
+    return apart((model, optimizer), new)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
