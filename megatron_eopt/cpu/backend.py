@@ -17,6 +17,7 @@ from megatron_eopt.cpu.gloo import collective_patches, group_patches, mesh_patch
 from megatron_eopt.cpu.mode import CudaIsCpu, Switch, engine_patches, put_on_stack, take_off_stack
 from megatron_eopt.cpu.norms import norm_patches
 from megatron_eopt.cpu.patches import Patch, PatchList
+from megatron_eopt.cpu.snapshots import snapshot_patches
 from megatron_eopt.cpu.threads import thread_patches
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ class _Backend:
                         *mesh_patches(),
                         *norm_patches(),
                         *attention_patches(),
+                        *snapshot_patches(),
                         *engine_patches(self._mode),
                         *thread_patches(self._mode),
                         *_dataset_helpers(),

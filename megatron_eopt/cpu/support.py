@@ -84,13 +84,6 @@ REFUSALS = (
         )
     ),
     Refusal(
-        "use_persistent_ckpt_worker",
-        _given,
-        "this process would write weights that training goes on to change: a CPU has no device "
-        "whose tensors are copied to the host before",
-        "Leave the flag out: --async-save alone writes in a process of its own for each checkpoint",
-    ),
-    Refusal(
         "attention_backend",
         _is("flash", "fused"),
         "this attention kernel runs on GPUs only",

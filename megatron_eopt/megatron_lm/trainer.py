@@ -82,6 +82,7 @@ def checking_what_it_knows(original: Callable[..., Any]) -> Callable[..., Any]:
             (_check_torch_fsdp2 if is_ours else _check_saving)(args)
             pretended |= {"optimizer": "adam"} if is_ours else {}
         if is_ours:
+            _check_persistent_worker(args)
             pretended["optimizer_cpu_offload"] = False
         if args.transformer_impl == "local":
             pretended |= {"qk_clip": False, "log_max_attention_logit": False}
@@ -93,6 +94,20 @@ def checking_what_it_knows(original: Callable[..., Any]) -> Callable[..., Any]:
             vars(args).update(asked)
 
     return validate_args
+
+
+def _check_persistent_worker(args: argparse.Namespace) -> None:
+    """Raise if a process that lives on would write state that training goes on to change.
+
+    It is handed tensors of the host by their memory, and only those of a GPU are copied.
+    """
+    persistent = getattr(args, "use_persistent_ckpt_worker", False)
+    # on a CPU everything is copied
+    on_gpu = not cpu.is_enabled()
+    if on_gpu and args.optimizer_cpu_offload and getattr(args, "async_save", False) and persistent:
+        rule = "would write off-loaded state while training changes it (--async-save)"
+        way_out = "Leave out --async-save, and save synchronously"
+        raise ConfigurationError("--use-persistent-ckpt-worker", True, rule, way_out)
 
 
 def _check_torch_fsdp2(args: argparse.Namespace) -> None:

@@ -12,10 +12,13 @@ BASE = """
 """.split()
 SHARDED = ["--use-distributed-optimizer"]
 
+# Megatron heeds the first with the second alone
+IN_BACKGROUND = ["--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore"]
+
 RUNS = {
     "muon": ["muon", *SHARDED],
     "muon-plain": ["muon"],
-    "muon-async": ["muon", *SHARDED, "--async-save"],
+    "muon-async": ["muon", *SHARDED, *IN_BACKGROUND],
     "muon-fully-reshardable": ["muon", *SHARDED, "--dist-ckpt-optim-fully-reshardable"],
     "adaptive_muon": ["adaptive_muon", *SHARDED],
     "soap": ["soap", *SHARDED],

@@ -50,6 +50,7 @@ ASIDE = {
     "base/function_modes.py": "lets arithmetic pass by torch's function modes",
     "base/upstream.py": "knows the bucket groups of megatron-core",
     "base/errors.py": "checks numbers of groups that schedulers may have written to",
+    "build/gradient_norm.py": "looks at what the norm leaves out",
     "build/loss_scale.py": "forgets what was unscaled",
     "layouts/stacks.py": "tells where a matrix may lie",
     "math/algorithm.py": "counts products, to end in the right memory",

@@ -5,7 +5,9 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state
+from torch.utils._pytree import tree_iter
 
+from megatron_eopt.cpu.snapshots import of_now
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import tiny_gpt
@@ -29,6 +31,37 @@ def _load(folder: Path, tp: int) -> dict[str, torch.Tensor]:
 def _weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     assert parallel_state.model_parallel_is_initialized()
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def _request(folder: Path) -> tuple[list[bool], list[bool]]:
+    """Return of the tensors handed over which are the model's own, and which have its numbers."""
+    initialize_megatron()
+    model: Any = tiny_gpt()
+    plain = dist_checkpointing.save(
+        model.sharded_state_dict(), folder, async_sharded_save=True, async_strategy="mcore"
+    )
+    copy = of_now(plain)
+    plain_tensors, tensors = (
+        [
+            item
+            for item in tree_iter((request.async_fn_args, request.preload_fn.args))
+            if isinstance(item, torch.Tensor)
+        ]
+        for request in (plain, copy)
+    )
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    assert any(tensor.untyped_storage().data_ptr() in own for tensor in plain_tensors)
+    return (
+        [tensor.untyped_storage().data_ptr() in own for tensor in tensors],
+        [torch.equal(a, b) for a, b in zip(plain_tensors, tensors, strict=True)],
+    )
+
+
+def test_a_process_that_lives_on_is_handed_copies(tmp_path: Path) -> None:
+    ((shared, equal),) = run_ranks(1, _request, tmp_path)
+    assert not any(shared)
+    assert equal
+    assert all(equal)
 
 
 def test_saved_with_two_ranks_loaded_with_two_and_one(tmp_path: Path) -> None:

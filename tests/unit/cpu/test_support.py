@@ -35,7 +35,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"attention_backend": "fused"}, "--attention-backend.*unfused"),
     ({"moe_token_dispatcher_type": "flex"}, "--moe-token-dispatcher-type.*alltoall"),
     ({"gradient_accumulation_fusion": True}, "--no-gradient-accumulation-fusion"),
-    ({"use_persistent_ckpt_worker": True}, "--use-persistent-ckpt-worker=True: this process"),
     ({"no_persist_layer_norm": False}, "Pass --no-persist-layer-norm"),
     (
         {"num_experts": 4, "sequence_parallel": False},
