@@ -8,6 +8,7 @@ import pytest
 
 from megatron_eopt import megatron_lm
 from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.megatron_lm.trainer import checking_what_it_knows
 from tests.harness import run_ranks
 
 TRAINERS = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --micro-batch-size 1".split()
@@ -90,3 +91,22 @@ def _afterwards() -> None:
 
 def test_the_flags_are_gone_afterwards():
     run_ranks(1, _afterwards)
+
+
+@pytest.mark.parametrize("flag", ["optimizer_cpu_offload", "async_save", None])
+def test_off_loaded_state_is_not_written_while_it_changes(flag):
+    flags = {"optimizer_cpu_offload": True, "async_save": True, "use_persistent_ckpt_worker": True}
+    args = argparse.Namespace(
+        **flags,
+        optimizer="muon",
+        transformer_impl="local",
+        qk_clip=False,
+        log_max_attention_logit=False,
+    )
+    check = checking_what_it_knows(lambda args, defaults: args)
+    if flag is None:
+        with pytest.raises(ConfigurationError, match="would write off-loaded state"):
+            check(args)
+    else:
+        setattr(args, flag, False)
+        assert check(args) is args
