@@ -186,9 +186,10 @@ def _sweep(arguments: argparse.Namespace, console: Console) -> None:
         sizes = getattr(arguments, short)
         for size in sizes if isinstance(sizes, list) else [sizes]:
             check_integer(f"--{short}", size)
-    folder = arguments.png.absolute().parent if arguments.png else None
-    if folder is not None and not folder.is_dir():
-        raise ConfigurationError("--png", str(arguments.png), "must be in a folder", "Make it")
+    png = arguments.png
+    if png and not (png.suffix == ".png" and png.absolute().parent.is_dir()):
+        rule = "must be a .png in a folder that there is"
+        raise ConfigurationError("--png", str(png), rule, "Make the folder, or name it so")
     layouts = _fitting(arguments)
     bar = tqdm(layouts, desc="layouts", disable=None)
     found = list(_planned(arguments, bar))

@@ -153,7 +153,7 @@ def build_base(
         if any(bool((param != 1).any()) for param in stands):
             rule = "changes weights when it is built, and there are no whole ones in this storage"
             way_out = (
-                "Set use_distributed_optimizer=False, or leave out the option that changes them"
+                "Leave out the option that changes them, or train without use_distributed_optimizer"
             )
             raise ConfigurationError("optimizer", name, rule, way_out)
     check_group_settings(optimizer)

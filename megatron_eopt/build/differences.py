@@ -108,6 +108,11 @@ def _warnings(
             "brings entries to about 1 by itself, so this scale makes them as large as the root "
             "of the matrix's larger side; 'shape_scaling' with muon_extra_scale_factor=0.2 does not"
         )
+    if optimizer == "scion" and settings.weight_decay != 1:
+        yield (
+            f"weight_decay={settings.weight_decay} takes the place of Scion's own, which is "
+            "1: its step is meant to keep weights in a ball, and does so with weight_decay=1 alone"
+        )
     if explodes(arguments):
         yield (
             f"muon_coefficient_type={arguments['coefficient_type']!r} with "

@@ -18,8 +18,9 @@ from megatron_eopt.base.errors import ConfigurationTypeError
 from megatron_eopt.base.names import STEP
 from megatron_eopt.base.upstream import needed, owner_of
 from megatron_eopt.checkpoint.groups import adopt
-from megatron_eopt.checkpoint.migration import missing_state
+from megatron_eopt.checkpoint.migration import MAY_BE_YOUNGER, missing_state
 from megatron_eopt.checkpoint.optimizer_state import prepare
+from megatron_eopt.checkpoint.saved_state import MAINS
 from megatron_eopt.optimizers.member import Member
 
 FORMAT = "fsdp_dtensor"
@@ -75,7 +76,8 @@ def load(member: Member, loaded: Mapping[str, Any]) -> None:
 def refuse_missing(wanted: Mapping[str, Any], keys: Container[str], fresh: Container[str]) -> None:
     """Raise unless a checkpoint, which has ``keys``, has all state of :func:`requested`.
 
-    State of the kinds ``fresh`` may be missing, and is no longer asked for then.
+    State of the kinds ``fresh`` may be missing, and is no longer asked for then, nor is what it
+    goes with.
 
     Raises:
         ConfigurationError: If state is missing, with the parameters and what they lack.
@@ -90,6 +92,11 @@ def refuse_missing(wanted: Mapping[str, Any], keys: Container[str], fresh: Conta
         raise missing_state(missing)
     for name, kind in lacking:
         del wanted["state"][name][kind]
+    for name in {name for name, kind in lacking if kind not in MAY_BE_YOUNGER}:
+        # as :class:`~megatron_eopt.checkpoint.migration.Reading` has it: all, or none
+        state = wanted["state"][name]
+        for kind in state.keys() - MAINS:
+            del state[kind]
 
 
 def _numbered(groups: Any, packed: Any) -> Iterator[tuple[Tensor, int]]:

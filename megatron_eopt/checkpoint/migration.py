@@ -4,11 +4,14 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.base.names import FIRST_MOMENT, MOMENTUM, NO_MUON_ATTRIBUTE, STEP
+from megatron_eopt.base.names import FIRST_MOMENT, MOMENT2, MOMENTUM, NO_MUON_ATTRIBUTE, STEP
 from megatron_eopt.checkpoint.keys import split_key
 from megatron_eopt.checkpoint.saved_state import MAINS, Shapes, Source, Value
 
 _SHOWN = 12
+
+MAY_BE_YOUNGER = frozenset({MOMENT2, "max_exp_avg_sq"})
+"""Kinds of state that may begin later than others: that which counts its own steps, and maxima."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +65,19 @@ class Reading:
         others = set(there) - MAINS - {STEP}
         found = {values[place].kind for place in values if place in self.chosen}
         another_optimizer = bool(others) and not (others | found) & wanted
+        lacking = {v.kind for place, v in values.items() if place not in self.chosen} & wanted
+        apart = lacking - MAY_BE_YOUNGER
+        let_go: set[str] = set()
+        if not another_optimizer and apart and all(self._is_named(kind) for kind in lacking):
+            # moments without each other, or with another count of steps, are no moments
+            let_go = found & wanted
+            self._let_go(values, let_go, apart)
+        elif found & others and others - wanted:
+            has = ", ".join(sorted(others))
+            kinds = ", ".join(sorted(found & others))
+            self._note(f"{kinds} goes on as it is (the checkpoint has: {has})", *values.values())
         for place, value in values.items():
-            if place in self.chosen or value.is_count:
+            if place in self.chosen or value.is_count or value.kind in let_go:
                 continue
             if value.kind in MAINS:
                 self._note("main weights are those of the model", value)
@@ -101,13 +115,29 @@ class Reading:
         if self.missing:
             raise missing_state(self.missing, other_buckets=other_buckets)
 
-    def _is_fresh(self, value: Value) -> bool:
-        return value.kind in self.policy.fresh
+    def _let_go(self, values: Mapping[int, Value], kinds: set[str], apart: set[str]) -> None:
+        """Let what was found of a parameter begin anew, too, with its counts of steps."""
+        for place, value in values.items():
+            if value.is_count or value.kind in kinds:
+                self.chosen.pop(place, None)
+            if value.kind in kinds:
+                others = ", ".join(sorted(apart))
+                self._note(
+                    f"{value.kind} starts fresh, as it means nothing without {others}", value
+                )
 
-    def _note(self, note: str, value: Value) -> None:
-        names, name = self._notes.setdefault(note, []), value.where.space.name
-        if name not in names[-1:]:
-            names.append(name)
+    def _is_fresh(self, value: Value) -> bool:
+        return self._is_named(value.kind)
+
+    def _is_named(self, kind: str) -> bool:
+        return kind in self.policy.fresh
+
+    def _note(self, note: str, *values: Value) -> None:
+        names = self._notes.setdefault(note, [])
+        for value in values:
+            name = value.where.space.name
+            if name not in names[-1:]:
+                names.append(name)
 
 
 def _is_excluded(value: Value) -> bool:

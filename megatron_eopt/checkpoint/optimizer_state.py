@@ -8,7 +8,7 @@ from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 
 from megatron_eopt.base.agreement import agreed, is_rank_0, of_every_rank
 from megatron_eopt.base.errors import ConfigurationTypeError
-from megatron_eopt.base.names import STEP
+from megatron_eopt.base.names import FIRST_MOMENT, STEP
 from megatron_eopt.checkpoint.groups import (
     Groups,
     adopt,
@@ -138,13 +138,23 @@ def _tell_of_others(members: Sequence[Member], saved: Groups) -> None:
     """Log that a kind of state may have meant something else to the optimizer that wrote it."""
     inner = [m.storage.optimizer for m in members if not m.storage.is_stub_optimizer]
     before = optimizers_of(saved)
-    present = optimizers_of([group for optimizer in inner for group in optimizer.param_groups])
-    if None not in before and (gone := before - present) and is_rank_0():
+    groups = [(optimizer, group) for optimizer in inner for group in optimizer.param_groups]
+    present = optimizers_of([group for _, group in groups])
+    # Adam steps what is no matrix in most runs, so that it is seldom gone
+    averaging = optimizers_of(
+        [
+            group
+            for optimizer, group in groups
+            if any(FIRST_MOMENT in optimizer.state.get(p, ()) for p in group["params"])
+        ]
+    )
+    changed = (before - present) | (averaging - before)
+    if None not in before and changed and is_rank_0():
         logger.warning(
             "the checkpoint is of the optimizers %s, and this run has %s: state of a kind that "
             "both have (exp_avg, ...) goes on as it is, though %s may have meant something else "
             "by it; --no-load-optim starts all anew",
-            *(", ".join(sorted(map(str, names))) for names in (before, present, gone)),
+            *(", ".join(sorted(map(str, names))) for names in (before, present, changed)),
         )
 
 

@@ -39,7 +39,15 @@ class Box:
     strides: tuple[int, ...]
 
     def view(self, stored: Tensor) -> Tensor:
-        """Return the box of a stored tensor, without copying it."""
+        """Return the box of a stored tensor, without copying it.
+
+        Raises:
+            ConfigurationError: If it is a DTensor, as of megatron-core under torch FSDP2.
+        """
+        if isinstance(stored, DTensor):
+            rule = "has no form in this format: the optimizer is megatron-core's own for DTensors"
+            way_out = "Save without optimizer state, as torch_dcp, or train with another optimizer"
+            raise ConfigurationError("sharded_state_dict", self.sharded.key, rule, way_out)
         start = stored.storage_offset() + self.start
         return stored.detach().as_strided(self.sharded.local_shape, self.strides, start)
 

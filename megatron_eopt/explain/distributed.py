@@ -128,20 +128,20 @@ def _read_keys(saved: Saved, items: Collection[str], tensors: Mapping[str, Any])
             saved.entries.append(Entry(key, None, *_form_of(item), _stacked(item)))
     known = {str(entry.parameter): entry.stacked for entry in saved.entries}
     slabs = set()
-    for key, item in tensors.items():
-        parts = split_key(key)
-        if parts is None:
-            continue
+    # matrices last: their parameters are known then, those apart from stacks of layers, too
+    parted = [(parts, item) for key, item in tensors.items() if (parts := split_key(key))]
+    for parts, item in sorted(parted, key=lambda pair: pair[0].of_matrix):
         name, kind = parts.name, parts.kind
         if kind is None:
             saved.entries.append(Entry(None, name.rpartition(".")[2], *_form_of(item)))
             continue
         if parts.of_matrix:
             slabs.add(_slabs(name))
-        if name not in known:
-            # of a matrix, or apart from a stack of layers
-            name = _owner(name, known)
-        stacked = 0 if parts.of_matrix else known.get(name, 0)
+        owner = name if name in known else _owner(name, known)
+        if parts.of_matrix:
+            name = owner
+        # what is apart from a stack of layers has its dimensions, of one each
+        stacked = 0 if parts.of_matrix else known.setdefault(name, known.get(owner, 0))
         saved.entries.append(Entry(name, kind, *_form_of(item), stacked, parts.of_matrix))
     saved.slabs = any(slabs)
     saved.tensor_parallel = max(slabs, default=0) or _cut(tensors)

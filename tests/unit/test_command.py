@@ -60,7 +60,7 @@ def test_a_sweep_is_printed_and_drawn(tmp_path):
         ("plan --hugging-face nowhere --swiglu", "no meaning beside --hugging-face"),
         ("plan --model Llama-3-8B --tokens -5", "--tokens"),
         ("sweep --model Llama-3-8B --ranks 4 --tp 0", "--tp"),
-        ("sweep --model Llama-3-8B --ranks 4 --png nowhere/x.png", "must be in a folder"),
+        ("sweep --model Llama-3-8B --ranks 4 --png nowhere/x.png", "in a folder that there is"),
         (
             "plan --hidden-size 8 --num-attention-heads 2 --vocab-size 8 --num-layers 2 "
             "--num-experts 2 --moe-layer-freq [0]*99999999999",

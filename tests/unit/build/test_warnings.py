@@ -118,3 +118,12 @@ def test_adamuons_scale(method, scale, warned):
     }
     lines = run_ranks(1, _warnings, config, {}, 1)[0]
     assert any(f"muon_scale_mode={scale!r}" in line for line in lines) == warned
+
+
+@pytest.mark.parametrize(
+    ("name", "decay", "told"), [("scion", 0.1, 1), ("scion", 1.0, 0), ("soap", 0.1, 0)]
+)
+def test_a_weight_decay_in_place_of_scions_own(name, decay, told):
+    case = Case(name, ddp=SHARDED, config={"weight_decay": decay})
+    lines = run_ranks(1, _recommended, case)[0]
+    assert sum("takes the place of Scion's own" in line for line in lines) == told

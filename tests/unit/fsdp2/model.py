@@ -1,6 +1,7 @@
 """A small model with matrices that divide evenly, unevenly and hardly at all, and its shardings."""
 
 import functools
+import math
 from collections.abc import Callable
 
 import torch
@@ -167,6 +168,11 @@ def trained(layout, settings, steps=STEPS, dtype=torch.float32):
 def far(ours, theirs):
     """Return the largest relative distance of two sets of tensors, and whose it is."""
     assert ours.keys() == theirs.keys()
+    found = {
+        name: float((ours[name] - theirs[name]).norm() / theirs[name].norm().clamp(min=1e-30))
+        for name in ours
+    }
+    # no comparison is true of nan
     return max(
-        (float((ours[n] - theirs[n]).norm() / theirs[n].norm().clamp(min=1e-30)), n) for n in ours
+        (math.inf if math.isnan(distance) else distance, name) for name, distance in found.items()
     )

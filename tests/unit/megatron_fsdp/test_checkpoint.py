@@ -137,3 +137,12 @@ def test_missing_state_is_refused_unless_it_may_start_fresh():
         refuse_missing(wanted, keys, ())
     refuse_missing(wanted, keys, ("momentum_buffer",))
     assert wanted["state"] == {"weight": {}, "bias": {"exp_avg": 1}}
+
+
+def test_moments_begin_anew_together():
+    """Of Lion's state Adam would take the first moment and the count of steps."""
+    names = ("exp_avg", "exp_avg_sq", "step")
+    wanted = {"state": {"weight": dict.fromkeys((*names, "param"), 0), "bias": {"exp_avg": 0}}}
+    keys = {"optimizer.state.weight." + kind for kind in ("exp_avg", "step", "param")}
+    refuse_missing(wanted, keys | {"optimizer.state.bias.exp_avg"}, ("exp_avg_sq",))
+    assert wanted == {"state": {"weight": {"param": 0}, "bias": {"exp_avg": 0}}}

@@ -267,5 +267,7 @@ def deviation(results: list[Result], reference: Result) -> float:
     for result in results:
         for name, (slab, weight) in result.weights.items():
             expected = slab.of(reference.weights[name][1])
-            worst = max(worst, float((weight - expected).norm() / expected.norm()))
+            far = float((weight - expected).norm() / expected.norm())
+            # no comparison is true of nan
+            worst = max(worst, math.inf if math.isnan(far) else far)
     return worst

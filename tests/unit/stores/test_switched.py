@@ -1,0 +1,57 @@
+"""Another optimizer goes on from a checkpoint: moments begin anew together, or not at all."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.core import dist_checkpointing
+
+from megatron_eopt import checkpoints
+from megatron_eopt.base.errors import ConfigurationError
+from tests.harness import run_ranks
+from tests.unit.stores.full_state import Case, build, sharded, steps
+from tests.unit.stores.runs import set_lr
+
+SHARDED = {"use_distributed_optimizer": True}
+
+
+def switched(folder: str, before: str, after: str) -> tuple[str, float]:
+    """Return a refusal, and how far a run that heeds it gets from one with weights alone."""
+    Path(folder).mkdir(exist_ok=True)
+    first, case = Case(before, ddp=SHARDED), Case(after, ddp=SHARDED)
+    chunk, optimizer = build(first)
+    steps(first, chunk, optimizer, 0, 3)
+    dist_checkpointing.save(sharded(first, chunk, optimizer, is_loading=False), folder)
+    with pytest.raises(ConfigurationError) as refusal:
+        trained(folder, case)
+    named = re.search(r"--checkpoint-fresh-state ([\w ]+) \(", str(refusal.value))
+    assert named is not None
+    pairs = zip(trained(folder, case, named[1].split()), trained(folder, case, None), strict=True)
+    return named[1], max(float((one - other).abs().max()) for one, other in pairs)
+
+
+def trained(folder: str, case: Case, fresh: Sequence[str] | None = ()) -> list[torch.Tensor]:
+    """Return matrices after two more steps, of weights alone if ``fresh`` is None."""
+    chunk, optimizer = build(case)
+    wanted = sharded(case, chunk, optimizer, is_loading=True)
+    if fresh is None:
+        del wanted["optimizer"]
+    loaded = checkpoints.load(wanted, folder, fresh=fresh or ())
+    chunk.module.load_state_dict(loaded["model"], strict=False)
+    if fresh is None:
+        optimizer.reload_model_params()
+    else:
+        optimizer.load_state_dict(loaded["optimizer"])
+    set_lr(optimizer, optimizer.config)
+    steps(case, chunk, optimizer, 3, 5)
+    return [p.detach().clone() for n, p in chunk.named_parameters() if "linear_fc2.weight" in n]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("lion", "adam"), ("adam", "soap"), ("lion", "soap")]
+)
+def test_moments_begin_anew_together(tmp_path, before, after):
+    for _, distance in run_ranks(2, switched, str(tmp_path / "c"), before, after):
+        assert distance == 0
