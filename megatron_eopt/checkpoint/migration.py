@@ -68,7 +68,7 @@ class Reading:
         lacking = {v.kind for place, v in values.items() if place not in self.chosen} & wanted
         apart = lacking - MAY_BE_YOUNGER
         let_go: set[str] = set()
-        if not another_optimizer and apart and all(self._is_named(kind) for kind in lacking):
+        if not another_optimizer and apart and lacking <= self.policy.fresh:
             # moments without each other, or with another count of steps, are no moments
             let_go = found & wanted
             self._let_go(values, let_go, apart)
@@ -117,20 +117,16 @@ class Reading:
 
     def _let_go(self, values: Mapping[int, Value], kinds: set[str], apart: set[str]) -> None:
         """Let what was found of a parameter begin anew, too, with its counts of steps."""
+        others = ", ".join(sorted(apart))
         for place, value in values.items():
             if value.is_count or value.kind in kinds:
                 self.chosen.pop(place, None)
             if value.kind in kinds:
-                others = ", ".join(sorted(apart))
-                self._note(
-                    f"{value.kind} starts fresh, as it means nothing without {others}", value
-                )
+                note = f"{value.kind} starts fresh, as it means nothing without {others}"
+                self._note(note, value)
 
     def _is_fresh(self, value: Value) -> bool:
-        return self._is_named(value.kind)
-
-    def _is_named(self, kind: str) -> bool:
-        return kind in self.policy.fresh
+        return value.kind in self.policy.fresh
 
     def _note(self, note: str, *values: Value) -> None:
         names = self._notes.setdefault(note, [])

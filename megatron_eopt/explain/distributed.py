@@ -137,7 +137,7 @@ def _read_keys(saved: Saved, items: Collection[str], tensors: Mapping[str, Any])
             continue
         if parts.of_matrix:
             slabs.add(_slabs(name))
-        owner = name if name in known else _owner(name, known)
+        owner = _owner(name, known)
         if parts.of_matrix:
             name = owner
         # what is apart from a stack of layers has its dimensions, of one each
