@@ -13,7 +13,7 @@ from megatron_eopt.base.names import SCALAR_OPTIMIZERS
 from megatron_eopt.matrices import Split
 from megatron_eopt.optimizers.driver import Driver, InitState, ParamGroup
 from megatron_eopt.optimizers.engine import Means
-from megatron_eopt.optimizers.group_settings import check_group_settings
+from megatron_eopt.optimizers.group_settings import check_group_settings, check_names
 from megatron_eopt.optimizers.owner_driver import OwnerDriver
 from megatron_eopt.optimizers.scalar import ELEMENT_WISE_CLASSES, build_scalar_optimizer
 from megatron_eopt.routing.groups import Group, param_group
@@ -156,6 +156,7 @@ def build_base(
                 "Leave out the option that changes them, or train without use_distributed_optimizer"
             )
             raise ConfigurationError("optimizer", name, rule, way_out)
+    check_names(optimizer, (key for group in share.groups for key, _ in group.key.values))
     check_group_settings(optimizer)
     complete = [
         {**made, "params": group["params"]}

@@ -89,7 +89,7 @@ def _check_key(key: ParamKey) -> None:
     for part, kind in parts.items():
         given = getattr(key, part)
         for item in given if isinstance(given, tuple) else (given,):
-            if not isinstance(item, kind | None):
+            if not isinstance(item, kind):
                 rule, way_out = f"must be a {kind.__name__}", f"Wrap it in {kind.__name__}"
                 raise ConfigurationTypeError(f"ParamKey({part}=...)", item, rule, way_out)
 

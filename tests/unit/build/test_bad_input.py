@@ -150,6 +150,7 @@ OVERRIDES = [
     ({ParamKey(name="*"): 0.5}, "mapping"),
     ([ParamKey(name="*")], "must map each ParamKey"),
     ({ParamKey(name=3): {}}, "name=.*must be a str"),
+    ({ParamKey(name=None): {}}, "name=.*must be a str"),
     ({ParamKey(predicate=lambda param: True): {}}, "must be a ParamPredicate"),
     ({ParamKey(name="*"): {1: 0.5}}, "named by a string"),
     (

@@ -5,7 +5,7 @@ import torch
 
 from megatron_eopt import ConfigurationError
 from megatron_eopt.base.errors import ConfigurationTypeError
-from megatron_eopt.optimizers.group_settings import check_group_settings
+from megatron_eopt.optimizers.group_settings import check_group_settings, check_names
 from megatron_eopt.optimizers.muon import TensorParallelMuon
 
 
@@ -42,3 +42,15 @@ def test_what_fits_passes():
     check_group_settings(TensorParallelMuon([{"params": [matrix], "momentum": 0.5}]))
     with pytest.raises(ConfigurationError, match="momentum"):
         check_group_settings(TensorParallelMuon([{"params": [matrix], "momentum": 1.5}]))
+
+
+@pytest.mark.parametrize("name", ["max_lrr", "optimzer", "wd_multi", "beta", "weightdecay"])
+def test_a_misspelled_setting_is_refused_with_what_was_meant(name):
+    with pytest.raises(ConfigurationError, match=f"{name}.*Did you mean"):
+        check_names(adam(), ["eps", name])
+
+
+def test_a_setting_that_nobody_here_reads_is_kept_with_a_warning(caplog):
+    check_names(adam(), ["max_lr", "end_wd", "lr_mult", "betas", "color"])
+    (warning,) = caplog.messages
+    assert "'color'" in warning
