@@ -19,7 +19,7 @@ from megatron.core.utils import log_single_rank
 from torch import Tensor
 
 from megatron_eopt.base.agreement import agreed
-from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.errors import ConfigurationError, check_choice
 from megatron_eopt.base.live_bytes import LiveBytes
 from megatron_eopt.base.upstream import needed
 from megatron_eopt.build.clipping import clip
@@ -43,6 +43,16 @@ logger = logging.getLogger(__name__)
 
 _BY_BUCKET = "dp_reshardable"
 """Megatron's name for state bucket by bucket."""
+
+_FORMS = (
+    _BY_BUCKET,
+    "fully_reshardable",
+    "fully_sharded_model_space",
+    "fully_sharded_bucket_space",
+    "dp_zero_gather_scatter",
+    "fsdp_dtensor",
+)
+"""Megatron's forms of checkpoints, in which all but the first make no difference here."""
 
 
 class OptimizerChain(ChainedOptimizer):
@@ -142,7 +152,10 @@ class OptimizerChain(ChainedOptimizer):
 
     def _step(self) -> tuple[bool, float | None, float | None]:
         self.grad_norms_by_group: dict[str, float] = {}
-        if self.prepare_grads():
+        overflowed = self.prepare_grads()
+        # a rank without buffers sees no writes, and would recall what the others have forgotten
+        self._unscaled.forget()
+        if overflowed:
             self.skipped_steps += 1
             return False, None, None
         grad_norm = self.get_grad_norm()
@@ -225,7 +238,12 @@ class OptimizerChain(ChainedOptimizer):
         return states[0] if len(states) == 1 else states
 
     def sharded_state_dict(
-        self, model_sharded_state_dict: Mapping[str, Any], is_loading: bool = False, **kwargs: Any
+        self,
+        model_sharded_state_dict: Mapping[str, Any],
+        is_loading: bool = False,
+        *,
+        sharding_type: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
     ) -> Any:
         """Return what ``dist_checkpointing`` saves or loads; collective.
 
@@ -235,12 +253,16 @@ class OptimizerChain(ChainedOptimizer):
         The trainer chooses a form by ``metadata`` and ``sharding_type``.
 
         Raises:
-            ConfigurationError: If a parameter is not in the model's state.
+            ConfigurationError: If a parameter is not in the model's state, or the form unknown.
         """
-        metadata = kwargs.get("metadata") or {}
-        form = kwargs.get("sharding_type") or metadata.get("distrib_optim_sharding_type")
+        given = {"sharding_type": sharding_type, "metadata": metadata}
+        metadata = metadata or {}
+        form = sharding_type or metadata.get("distrib_optim_sharding_type")
+        if form is not None:
+            check_choice("sharding_type", form, _FORMS)
         if self._is_offloaded or (form == _BY_BUCKET and self._is_unmixed and not is_loading):
-            return super().sharded_state_dict(model_sharded_state_dict, is_loading, **kwargs)
+            given = {name: value for name, value in given.items() if value is not None}
+            return super().sharded_state_dict(model_sharded_state_dict, is_loading, **given)
         if self.is_stub_optimizer:
             return {}
         wanted = Form(
@@ -272,6 +294,7 @@ class OptimizerChain(ChainedOptimizer):
         elif self.is_sharded or optimizer_state.REQUESTS in state_dict:
             state = state_dict if isinstance(state_dict, Mapping) else dict(enumerate(state_dict))
             if optimizer_state.REQUESTS not in state:
+                local_state.check_groups_alone(self.members, state_dict)
                 # counters of steps can only be set once they exist
                 optimizer_state.prepare(self.members, is_loading=True)
             optimizer_state.load(self.members, state)

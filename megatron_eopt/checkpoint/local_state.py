@@ -53,12 +53,43 @@ def load(members: Sequence[Member], state: Any, fresh: Sequence[str]) -> None:
     Raises:
         ConfigurationError: If it has other optimizers or groups, or lacks state.
     """
+    parts = _parts_for(members, state)
+    loading = [
+        _Loading(member, part, frozenset(fresh))
+        for member, part in zip(members, parts, strict=True)
+        if not member.storage.is_stub_optimizer
+    ]
+    for one in loading:
+        one.take()
+
+
+def check_groups_alone(members: Sequence[Member], state: Any) -> None:
+    """Raise unless ``state`` is what :func:`save` returns for optimizers of fragments.
+
+    Raises:
+        ConfigurationError: If it has other optimizers or groups, or state of parameters.
+    """
+    for member, part in zip(members, _parts_for(members, state), strict=True):
+        inner = part.get("optimizer", part)
+        numbers = [key for key in inner.get("state", {}) if isinstance(key, int)]
+        if numbers:
+            rule = "is of whole parameters, and this rank keeps fragments of them"
+            way_out = "Resume from a torch_dist checkpoint, or without use_distributed_optimizer"
+            raise ConfigurationError("state_dict", f"state of {len(numbers)}", rule, way_out)
+        if not member.storage.is_stub_optimizer:
+            match_all(inner.get("param_groups", ()), member.storage.optimizer.param_groups)
+
+
+def _parts_for(members: Sequence[Member], state: Any) -> list[Mapping[Any, Any]]:
+    """Return the state of each optimizer, a ConfigurationError if it is another's."""
     parts = children_of(state)
     saved = [optimizers_of(saved_groups(part)) for part in parts]
     present = [
         optimizers_of(() if m.storage.is_stub_optimizer else m.storage.optimizer.param_groups)
         for m in members
     ]
+    if not any(saved) and not any(present):
+        return [{} for _ in members]
     same = len(saved) == len(present) and all(
         None in its or its == mine for its, mine in zip(saved, present, strict=True)
     )
@@ -69,13 +100,7 @@ def load(members: Sequence[Member], state: Any, fresh: Sequence[str]) -> None:
             f"must hold the state of the optimizers {[sorted(map(str, n)) for n in present]}",
             "Resume with the optimizers and overrides of the run that wrote the checkpoint",
         )
-    loading = [
-        _Loading(member, part, frozenset(fresh))
-        for member, part in zip(members, parts, strict=True)
-        if not member.storage.is_stub_optimizer
-    ]
-    for one in loading:
-        one.take()
+    return parts
 
 
 class _Loading:
@@ -165,7 +190,7 @@ def _another(found: str, wanted: int) -> ConfigurationError:
 
 def _check_shapes(param: Tensor, kept: Mapping[str, Any], values: Mapping[str, Any]) -> None:
     for kind in kept.keys() & values.keys():
-        if _sizes(kept[kind]) != _sizes(values[kind]):
+        if _shapes(kept[kind]) != _shapes(values[kind]):
             raise ConfigurationError(
                 "state_dict",
                 f"{kind} of {_describe(values[kind])}",
@@ -176,12 +201,17 @@ def _check_shapes(param: Tensor, kept: Mapping[str, Any], values: Mapping[str, A
             )
 
 
-def _sizes(value: Any) -> dict[tuple[str, ...], int | None]:
-    """Return how many elements each tensor or number has."""
-    return {
-        path: torch.as_tensor(leaf).numel() if isinstance(leaf, Tensor | int | float) else None
-        for path, leaf in leaves(value)
-    }
+def _shapes(value: Any) -> dict[tuple[str, ...], tuple[int, ...] | None]:
+    """Return the shape of each tensor or number."""
+    return {path: _shape(leaf) for path, leaf in leaves(value)}
+
+
+def _shape(leaf: Any) -> tuple[int, ...] | None:
+    if not isinstance(leaf, Tensor | int | float):
+        return None
+    shape = torch.as_tensor(leaf).shape
+    # a single number may have any dimensions
+    return () if shape.numel() == 1 else tuple(shape)
 
 
 def _take(kept: dict[str, Any], values: Mapping[str, Any]) -> None:

@@ -88,6 +88,31 @@ def test_another_optimizers_state_is_refused():
     assert "has ['adam/dense/" in messages["other groups"]
 
 
+def _exchanged() -> str:
+    """Two parameters of equal size, and other shapes, in exchanged places."""
+    run = Run("adam", model=SMALL)
+    chunk, optimizer = build(run)
+    step(chunk, optimizer, 0)
+    state = optimizer.state_dict()
+    values = state["state"]
+    number = next(n for n, kept in values.items() if len(set(kept["exp_avg"].shape)) == 2)
+    values[number] = {**values[number], "exp_avg": values[number]["exp_avg"].mT}
+    resumed = build(run)[1]
+    with pytest.raises(ConfigurationError) as caught:
+        resumed.load_state_dict(state)
+    assert not any(
+        values["exp_avg"].any()
+        for child in resumed.chained_optimizers
+        for values in child.optimizer.state.values()
+    )
+    return str(caught.value)
+
+
+def test_state_of_another_shape_and_as_many_elements_is_refused():
+    (message,) = run_ranks(1, _exchanged)
+    assert "exp_avg of shape" in message
+
+
 def _swapped() -> None:
     run = Run("adam", dtype="bfloat16", model=SMALL)
     chunk, optimizer = build(run)

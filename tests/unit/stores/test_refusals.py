@@ -1,6 +1,7 @@
 """What layer-wise storage refuses, when it is built and with one sentence."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
 from megatron_eopt.storage import LayerWiseDistributedOptimizer
 from tests.harness import run_ranks
 from tests.unit.stores import runs
+from tests.unit.stores.full_state import Case, build, unwrapped
 from tests.unit.stores.runs import DENSE, Run, make_chunk
 
 MODES = [
@@ -132,3 +134,29 @@ def expert_groups_missing() -> str:
 def test_a_missing_group_for_experts():
     for message in run_ranks(2, expert_groups_missing):
         assert "pg_collection.expt_tp" in message
+
+
+def loads() -> dict[str, str]:
+    """Load what is no state of fragments; return the texts of the errors."""
+    case = Case("muon", DENSE)
+    chunk, optimizer = build(case)
+    own = optimizer.state_dict()
+    with_state = {**own, "optimizer": {**own["optimizer"], "state": {0: {"exp_avg": 1.0}}}}
+    other = build(replace(case, optimizer="adam"))[1].state_dict()
+    found = {}
+    cases = {"model": dict(unwrapped(chunk).state_dict()), "nothing": {}, "no list": []}
+    for name, state in {**cases, "whole": with_state, "another's": other}.items():
+        with pytest.raises(ConfigurationError) as caught:
+            optimizer.load_state_dict(state)
+        found[name] = str(caught.value)
+    optimizer.load_state_dict(own)
+    model = unwrapped(chunk).sharded_state_dict()
+    with pytest.raises(ConfigurationError, match="dp_reshardable"):
+        optimizer.sharded_state_dict(model, sharding_type="dp_reshardabel")
+    return found
+
+
+def test_what_is_no_state_of_fragments_or_no_form_of_it_is_refused():
+    (found,) = run_ranks(1, loads)
+    assert "keeps fragments" in found.pop("whole")
+    assert all("must hold the state of the optimizers" in text for text in found.values())
