@@ -1,5 +1,6 @@
 """The one entry through which every optimizer orthogonalizes."""
 
+import math
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -139,7 +140,7 @@ class Orthogonalization:
         self,
         x: Tensor,
         *,
-        scale: float = 1.0,
+        scale: float | tuple[float, ...] = 1.0,
         reduce: ReduceT | None = None,
         whole_shape: tuple[int, int] | None = None,
         in_place: bool = False,
@@ -152,18 +153,20 @@ class Orthogonalization:
         wide = x.mT if transposed else x
         if x.ndim > 3:
             wide = wide.flatten(0, -3)
+        factors = scale if isinstance(scale, tuple) else (scale,)
         schedule = self._schedule
         if self._plug.linear_in_last_step:
+            factor, factors = math.prod(factors), ()
             a, b, c = schedule[-1]
-            schedule = (*schedule[:-1], (a * scale, b * scale, c * scale))
+            schedule = (*schedule[:-1], (a * factor, b * factor, c * factor))
         own = {"out": wide} if in_place and self._plug.writes_out else {}
         # "medium" casts its operands itself; the few products that stay float32 are to be exact
         with fp32_matmul_precision("high" if self.precision == "high" else "highest"):
             result = self._plug.compute(
                 wide, schedule, plan, eps=self.eps, reduce=reduce, columns=max(shape), **own
             ).to(x.dtype)
-        if scale != 1.0 and not self._plug.linear_in_last_step:
-            result = result * scale
+        for factor in factors:
+            result = result if factor == 1.0 else result * factor
         result = (result.mT if transposed else result).reshape(x.shape)
         if not in_place:
             return result
@@ -189,10 +192,18 @@ class Orthogonalization:
         """Return the factor on updates of matrices of this shape."""
         return scale_factor(*shape, self.scale_mode, self.extra_scale_factor)
 
+    def scales(self, shape: tuple[int, int]) -> tuple[float, float]:
+        """Return its two factors, of which each rounds where the other packages compute."""
+        return scale_factor(*shape, self.scale_mode), self.extra_scale_factor
+
     def factors_(
-        self, stack: Tensor, reduce: ReduceT | None, shape: tuple[int, int], scale: float = 1.0
+        self,
+        stack: Tensor,
+        reduce: ReduceT | None,
+        shape: tuple[int, int],
+        scales: tuple[float, ...] = (),
     ) -> None:
-        """Replace a stack ``(batch, rows, cols)`` by orthogonal factors times ``scale``, in place.
+        """Replace a stack ``(batch, rows, cols)`` by orthogonal factors times ``scales``, in place.
 
         With ``reduce`` the ranks share the long side of matrices of this ``shape``. A batch of one
         is computed as a plain matrix.
@@ -200,13 +211,13 @@ class Orthogonalization:
         whole_shape = None if reduce is None else shape
         for part in torch.split(stack, chunk_size(stack, stack.dtype, reduce)):
             matrices = part[0] if len(part) == 1 else part
-            self(matrices, scale=scale, reduce=reduce, whole_shape=whole_shape, in_place=True)
+            self(matrices, scale=scales, reduce=reduce, whole_shape=whole_shape, in_place=True)
 
 
 def orthogonalize(
     x: Tensor,
     *,
-    scale: float = 1.0,
+    scale: float | tuple[float, ...] = 1.0,
     reduce: ReduceT | None = None,
     whole_shape: tuple[int, int] | None = None,
     **settings: Any,
@@ -224,8 +235,9 @@ def orthogonalize(
     Args:
         x: ``(m, n)`` or ``(..., m, n)``; float64, float32, bfloat16 or float16; any strides; not
             modified.
-        scale: A factor on the result. Our own code puts it into the last step's coefficients, where
-            it costs neither a pass over the matrix nor another rounding.
+        scale: A factor on the result, or several one after another. Our own code puts them into the
+            last step's coefficients, where they cost neither a pass over the matrix nor another
+            rounding.
         reduce: Sums a contiguous tensor over the ranks that share the matrix; may work in place.
         whole_shape: ``(rows, columns)`` of the whole matrix; needed with ``reduce``.
         **settings: Fields of :class:`Orthogonalization`.

@@ -258,8 +258,8 @@ class TensorParallelMuon(PlannedOptimizer):
     def _orthogonalize_stack(
         self, stack: Tensor, matrices: Sequence[int], reduce: ReduceT | None, shape: tuple[int, int]
     ) -> None:
-        scale = self.orthogonalization.scale(shape)
-        self.orthogonalization.factors_(stack, reduce, shape, scale)
+        scales = self.orthogonalization.scales(shape)
+        self.orthogonalization.factors_(stack, reduce, shape, scales)
 
     @property
     def _stack_dtype(self) -> torch.dtype:
@@ -319,4 +319,4 @@ class TensorParallelMuon(PlannedOptimizer):
             rule = "scaled_orthogonalize_fn takes whole matrices"
             raise ConfigurationError("tp_group", tp_group, rule, "Call orthogonalize(p, grad)")
         shape = cast(tuple[int, int], tuple(matrix.shape))
-        return self.orthogonalization(matrix.detach(), scale=self.orthogonalization.scale(shape))
+        return self.orthogonalization(matrix.detach(), scale=self.orthogonalization.scales(shape))

@@ -4,6 +4,7 @@ Weight decay, momentum and the update itself are element by element and do not c
 stored, so they act on what a rank stores. Only directions travel, and come back as updates.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -273,12 +274,12 @@ class MuonDriver(Driver):
         return decay_rate(group, self.settings.weight_decay_method)
 
     def _update_of(self, place: int) -> UpdateT:
-        scale = self.settings.orthogonalization.scale
+        scales = self.settings.orthogonalization.scales
 
         def update(
             stack: Tensor, matrices: Sequence[int], reduce: ReduceT | None, shape: tuple[int, int]
         ) -> None:
-            self._orthogonalize(place, matrices, stack, reduce, shape, scale(shape))
+            self._orthogonalize(place, matrices, stack, reduce, shape, scales(shape))
 
         return update
 
@@ -289,17 +290,17 @@ class MuonDriver(Driver):
         stack: Tensor,
         reduce: ReduceT | None,
         shape: tuple[int, int],
-        scale: float = 1.0,
+        scales: tuple[float, ...] = (),
     ) -> None:
-        """Replace a stack of one engine's matrices by orthogonal factors times ``scale``."""
+        """Replace a stack of one engine's matrices by orthogonal factors times ``scales``."""
         factors = self.settings.orthogonalization.factors_
         if self.watch is None:
-            factors(stack, reduce, shape, scale)
+            factors(stack, reduce, shape, scales)
             return
         with self.watch.meter.span(ORTHOGONALIZATION):
-            factors(stack, reduce, shape, scale)
+            factors(stack, reduce, shape, scales)
         among = len(self.engines[place][1].names)
-        self.watch.orthogonalized(among, matrices, stack, reduce, shape, scale)
+        self.watch.orthogonalized(among, matrices, stack, reduce, shape, math.prod(scales))
 
 
 def _by_group(stepped: Iterable[Stepped]) -> list[tuple[ParamGroup, list[Stepped]]]:
