@@ -23,8 +23,8 @@ TEXT
 set -euo pipefail
 
 visible_gpus() {
-    if [[ -n "${CUDA_VISIBLE_DEVICES:-}" ]]; then
-        tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c .
+    if [[ -n "${CUDA_VISIBLE_DEVICES+set}" ]]; then
+        tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c . || true
     elif command -v nvidia-smi >/dev/null; then
         nvidia-smi -L | grep -c '^GPU ' || true
     else
@@ -48,7 +48,7 @@ done
 
 gpus="${GPUS:-$(visible_gpus)}"
 if [[ "$gpus" -lt 1 ]]; then
-    echo "No GPU is visible to nvidia-smi. On a CPU use ./scripts/quickstart.sh." >&2
+    echo "No GPU is visible (to nvidia-smi, in CUDA_VISIBLE_DEVICES). On a CPU use ./scripts/quickstart.sh." >&2
     exit 1
 fi
 

@@ -36,7 +36,7 @@ from megatron_eopt.settings.arguments import arguments_of
 from megatron_eopt.settings.checks import refuse_for_matrices
 from megatron_eopt.settings.registry import Overrides
 from megatron_eopt.settings.settings import Settings, resolve
-from megatron_eopt.stores.buffers import buffer_sets, check_model_chunks
+from megatron_eopt.stores.buffers import buffer_sets, check_model_chunks, check_wrapped
 from megatron_eopt.stores.megatron_fsdp import whole_parameters
 
 logger = logging.getLogger(__name__)
@@ -127,6 +127,7 @@ def _sharded(wanted: Wanted) -> OptimizerChain | None:
         settings = replace(settings, hybrid=False)
 
     def pairs_with_bases() -> list[tuple[Share, Base | None]]:
+        check_wrapped(model_chunks)
         if mixed:
             refuse_for_matrices(settings.config)
             check_model_chunks(model_chunks)

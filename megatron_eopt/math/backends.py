@@ -114,7 +114,8 @@ class _WholeMatrices:
         """Raise a ConfigurationError unless the package is present, and a GPU."""
         if not present:
             raise self.error(f"needs the package {package}", f"Install it: pip install {install}")
-        if not torch.cuda.is_available():
+        # where a back end lets "cuda" mean the CPU, torch says that there is one
+        if not (torch.cuda.is_available() and torch.empty(0, device="cuda").is_cuda):
             raise self.error("needs an NVIDIA GPU and none is visible", "Use backend='torch'")
 
 

@@ -127,6 +127,19 @@ def buffer_sets(
     ]
 
 
+def check_wrapped(model_chunks: Sequence[Any]) -> None:
+    """Raise a ConfigurationTypeError unless the model is wrapped in Megatron's DDP."""
+    for chunk in model_chunks:
+        # what is not wrapped has torch's method of this name
+        if not (hasattr(chunk, "ddp_config") and isinstance(chunk.buffers, list)):
+            raise ConfigurationTypeError(
+                "model_chunks",
+                chunk,
+                "must be wrapped in megatron.core.distributed.DistributedDataParallel",
+                "Wrap it, with use_distributed_optimizer=True",
+            )
+
+
 def check_model_chunks(model_chunks: Sequence[Any]) -> None:
     """Raise unless the model is wrapped in Megatron's DDP in a mode that can be served.
 
@@ -134,15 +147,9 @@ def check_model_chunks(model_chunks: Sequence[Any]) -> None:
         ConfigurationTypeError: If it is not wrapped.
         ConfigurationError: If it is wrapped in another mode.
     """
+    check_wrapped(model_chunks)
     for chunk in model_chunks:
-        ddp_config = getattr(chunk, "ddp_config", None)
-        if ddp_config is None or not hasattr(chunk, "buffers") or callable(chunk.buffers):
-            raise ConfigurationTypeError(
-                "model_chunks",
-                chunk,
-                "must be wrapped in megatron.core.distributed.DistributedDataParallel",
-                "Wrap it, with use_distributed_optimizer=True",
-            )
+        ddp_config = chunk.ddp_config
         for name, reason in _DDP_REFUSALS.items():
             if getattr(ddp_config, name, False):
                 rule = f"{reason}, so layer-wise storage refuses it"
