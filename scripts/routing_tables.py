@@ -2,10 +2,12 @@
 
     python scripts/routing_tables.py [--check]
 
-With ``--check`` the file is compared instead, and the exit code tells whether it is up to date.
+With ``--check`` the file is compared instead: what would change is printed, and the exit code is 1
+if anything would.
 """
 
 import argparse
+import difflib
 import os
 import re
 import sys
@@ -91,6 +93,11 @@ overrides[ParamKey(name="*.linear_proj.weight")] = {"optimizer": "soap", "max_lr
 optimizer = megatron_eopt.get_megatron_optimizer(config, model_chunks, overrides)
 ```
 
+A setting is one of the optimizer's own (`eps`), or of Megatron's scheduler (`max_lr`, `wd_mult`). A
+misspelled one is refused; one that resembles neither is kept in the group, as for a scheduler of
+yours, with a warning. Names count layers and experts over the whole model: `*.layers.3.*` is its
+fourth layer at any pipeline size, also where a rank's own module calls it `layers.1`.
+
 `--print-optimizer-routing` logs such a table of your model. These are by
 `python scripts/routing_tables.py`, with the recommended defaults and megatron-core's standard
 overrides; the second has what the first does not show.
@@ -145,7 +152,10 @@ def main() -> int:
     tables = zip(MODELS, shortened(table_of(title) for title in MODELS), strict=True)
     text = "\n".join([INTRODUCTION, *(f"## {title}\n\n{table}\n" for title, table in tables)])
     if args.check:
-        return 0 if TARGET.read_text() == text else 1
+        there = TARGET.read_text()
+        changes = difflib.unified_diff(there.splitlines(), text.splitlines(), str(TARGET), "made")
+        print(*changes, sep="\n")
+        return int(there != text)
     TARGET.write_text(text)
     return 0
 

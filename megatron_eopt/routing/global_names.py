@@ -18,27 +18,32 @@ def name_parameters(model_chunks: Sequence[Any]) -> None:
     Layers are counted over all pipeline stages and experts over all ranks, and no wrapper shows.
     """
     for model in model_chunks:
-        if not isinstance(model, torch.nn.Module):
-            continue
-        layers, experts = {}, {}
-        for path, module in model.named_modules():
-            if isinstance(number := getattr(module, "layer_number", None), int):
-                layers[path] = number - 1
-            if indices := getattr(module, "local_expert_indices", None):
-                experts[path] = list(indices)
-        for name, param in model.named_parameters():
-            setattr(param, GLOBAL_NAME_ATTRIBUTE, _global_name(name, layers, experts))
+        if isinstance(model, torch.nn.Module):
+            counted = counted_names(model)
+            for name, param in model.named_parameters():
+                whole = re.sub(r"^(module\.)+", "", counted[name])
+                setattr(param, GLOBAL_NAME_ATTRIBUTE, whole)
 
 
-def _global_name(name: str, layers: Mapping[str, int], experts: Mapping[str, Sequence[int]]) -> str:
+def counted_names(model: torch.nn.Module) -> dict[str, str]:
+    """Return each parameter's name, and the same with layers and experts of the whole counted."""
+    layers, experts = {}, {}
+    for path, module in model.named_modules():
+        if isinstance(number := getattr(module, "layer_number", None), int):
+            layers[path] = number - 1
+        if indices := getattr(module, "local_expert_indices", None):
+            experts[path] = list(indices)
+    return {name: _counted(name, layers, experts) for name, _ in model.named_parameters()}
+
+
+def _counted(name: str, layers: Mapping[str, int], experts: Mapping[str, Sequence[int]]) -> str:
     words = name.split(".")
     paths = list(accumulate(words, "{}.{}".format))
-    counted = [
+    counted = ".".join(
         str(layers[path]) if word.isdigit() and path in layers else word
         for word, path in zip(words, paths, strict=True)
-    ]
-    found = re.sub(r"^(module\.)+", "", ".".join(counted))
+    )
     indices = next((experts[path] for path in paths if path in experts), None)
     if indices is None:
-        return found
-    return _EXPERT.sub(lambda match: str(indices[int(match[0])]), found)
+        return counted
+    return _EXPERT.sub(lambda match: str(indices[int(match[0])]), counted)

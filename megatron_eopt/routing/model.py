@@ -14,7 +14,7 @@ from megatron_eopt.matrices import Split
 from megatron_eopt.routing.callers_grouping import with_callers_grouping
 from megatron_eopt.routing.global_names import name_parameters
 from megatron_eopt.routing.groups import Group, build_groups, summarize
-from megatron_eopt.routing.overrides import check_overrides, unmatched
+from megatron_eopt.routing.overrides import check_overrides, recounted, unmatched
 from megatron_eopt.routing.parameters import ModelParameter, trainable_parameters
 from megatron_eopt.routing.routes import Route, route_all
 from megatron_eopt.routing.splits import find_splits
@@ -104,11 +104,18 @@ def route_parameters(
         return route_all(parameters, overrides, settings)
 
     routes = agreed(routed)
-    reports = of_every_rank((summarize(routes), frozenset(unmatched(parameters, overrides))))
-    summaries = [summary for groups, _ in reports for summary in groups]
+    lost = frozenset(unmatched(parameters, overrides))
+    reports = of_every_rank((summarize(routes), lost, recounted(parameters, overrides)))
+    summaries = [summary for groups, _, _ in reports for summary in groups]
     if summaries:
-        for description in sorted(frozenset.intersection(*(lost for _, lost in reports))):
+        for description in sorted(frozenset.intersection(*(lost for _, lost, _ in reports))):
             logger.warning("config_overrides: no parameter matches %s", description)
+    for description in sorted({words for _, _, others in reports for words in others}):
+        logger.info(
+            "unlike megatron-core: in config_overrides %s counts layers and experts over all "
+            "ranks, not in each",
+            description,
+        )
     groups = build_groups(routes, summaries)
     routing = Routing(routes, groups, {})
     names = routing.optimizers

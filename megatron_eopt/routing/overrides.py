@@ -99,15 +99,15 @@ def merge(parameter: ModelParameter, overrides: Overrides) -> Merged:
     said: dict[str, tuple[Any, str]] = {}  # values with the labels of their keys
     labels: set[str] = set()
     for key, override in overrides.items():
-        if not key.matches(parameter.param, parameter.name):
+        if not key.matches(parameter.param, parameter.matched_name):
             continue
         label = describe(key)
         labels.add(label)
         for name, value in override.items():
             other, by = said.setdefault(name, (value, label))
             if other != value:
-                rule = f"{parameter.name} matches {by!r}, which says {other!r}, and {label!r}"
-                rule += f", which says {value!r}"
+                rule = f"{parameter.matched_name} matches {by!r}, which says {other!r}, and "
+                rule += f"{label!r}, which says {value!r}"
                 way_out = "Let the two keys match different parameters"
                 raise ConfigurationError(f"config_overrides[...][{name!r}]", value, rule, way_out)
     values = {name: value for name, (value, _) in said.items()}
@@ -119,5 +119,17 @@ def unmatched(parameters: Sequence[ModelParameter], overrides: Overrides) -> lis
     return [
         describe(key)
         for key in overrides
-        if not any(key.matches(item.param, item.name) for item in parameters)
+        if not any(key.matches(item.param, item.matched_name) for item in parameters)
+    ]
+
+
+def recounted(parameters: Sequence[ModelParameter], overrides: Overrides) -> list[str]:
+    """Return descriptions of the keys that by this rank's own count of layers match others."""
+    return [
+        describe(key)
+        for key in overrides
+        if any(
+            key.matches(item.param, item.name) != key.matches(item.param, item.matched_name)
+            for item in parameters
+        )
     ]

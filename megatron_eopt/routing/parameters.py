@@ -8,6 +8,7 @@ import torch
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import NO_MUON_ATTRIBUTE, STACK_ATTRIBUTE
 from megatron_eopt.base.upstream import needed
+from megatron_eopt.routing.global_names import counted_names
 
 
 @dataclass(frozen=True)
@@ -15,6 +16,7 @@ class ModelParameter:
     """One trainable parameter of this rank."""
 
     name: str  # its name in its model chunk, as ``named_parameters`` gives it
+    matched_name: str  # the same with layers and experts counted over all ranks
     chunk: int  # index of that chunk
     order: int  # its place among this rank's parameters
     param: torch.nn.Parameter  # the parameter
@@ -71,11 +73,13 @@ def trainable_parameters(model_chunks: Sequence[torch.nn.Module]) -> list[ModelP
     for chunk, model in enumerate(model_chunks):
         tables = (torch.nn.Embedding, needed("VocabParallelEmbedding"))
         embeddings, routers = _weights_of(model, tables, (needed("Router"),))
+        counted = counted_names(model)
         for name, param in model.named_parameters():
             if not param.requires_grad or id(param) in found:
                 continue
             found[id(param)] = ModelParameter(
                 name=name,
+                matched_name=counted[name],
                 chunk=chunk,
                 order=len(found) + 1,
                 param=param,

@@ -14,10 +14,11 @@ from megatron_eopt import (
     EmergingOptimizerConfig,
     get_megatron_optimizer,
 )
+from megatron_eopt.base.names import GLOBAL_NAME_ATTRIBUTE
 from tests.harness import run_ranks
 from tests.unit.build.test_warnings import heard
 from tests.unit.stores.full_state import Case
-from tests.unit.stores.runs import inject, make_chunk
+from tests.unit.stores.runs import MOE, inject, make_chunk
 
 MATRICES = ParamKey(
     predicate=ParamPredicate(
@@ -153,3 +154,23 @@ def read_by_megatron_core() -> list[int]:
 def test_megatron_core_reads_groups_of_distributed_adam() -> None:
     for steps in run_ranks(2, read_by_megatron_core):
         assert set(steps) == {1}
+
+
+NUMBERED = ("*.layers.3.self_attention.linear_proj.weight", "*.layers.1.*experts.2.linear_fc1.*")
+
+
+def sent(case: Case) -> list[str]:
+    config = EmergingOptimizerConfig(optimizer="muon", lr=0.01, min_lr=0.001)
+    overrides = {ParamKey(name=NUMBERED): {"optimizer": "lion"}}
+    optimizer = get_megatron_optimizer(config, [make_chunk(case.run)], overrides)
+    lion = [group for group in optimizer.param_groups if group["optimizer"] == "lion"]
+    return [getattr(param, GLOBAL_NAME_ATTRIBUTE) for group in lion for param in group["params"]]
+
+
+@pytest.mark.parametrize("parallel", [{"pp": 2}, {"ep": 2}])
+def test_numbers_of_layers_and_experts_are_those_of_the_whole_model(parallel: Any) -> None:
+    parts = {"model": {**MOE, "layers": 4}, "ddp": {"use_distributed_optimizer": False}}
+    (whole,) = run_ranks(1, sent, Case(**parts))
+    assert len(whole) == 2
+    ranks = run_ranks(2, sent, Case(**parts, parallel=parallel))
+    assert {name for rank in ranks for name in rank} == set(whole)
