@@ -7,18 +7,19 @@ Every rank has the same keys, whatever it holds, since finding out who holds wha
 """
 
 import inspect
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from megatron_eopt.base.agreement import CheckpointError
 from megatron_eopt.base.errors import ConfigurationTypeError
 from megatron_eopt.base.names import STEP
 from megatron_eopt.base.upstream import needed, owner_of
 from megatron_eopt.checkpoint.groups import adopt
-from megatron_eopt.checkpoint.migration import MAY_BE_YOUNGER, missing_state
+from megatron_eopt.checkpoint.migration import MAY_BE_YOUNGER, missing_state, shortened
 from megatron_eopt.checkpoint.optimizer_state import prepare
 from megatron_eopt.checkpoint.saved_state import MAINS
 from megatron_eopt.optimizers.member import Member
@@ -29,7 +30,8 @@ FORMAT = "fsdp_dtensor"
 GROUPS = "param_to_group_meta"
 """Key of the settings of every parameter's group."""
 
-_FIRST_HALF = "_w"
+_FIRST_HALF, _SECOND_HALF = "_w", "_v"
+_STATE = "optimizer.state."
 
 
 def requested(member: Member, *, is_loading: bool) -> dict[str, Any]:
@@ -42,7 +44,9 @@ def requested(member: Member, *, is_loading: bool) -> dict[str, Any]:
         values = packed["state"].get(number, {})
         state |= _in_parts(storage, param, values)
     groups = [{**group, STEP: storage.steps} for group in storage.optimizer.param_groups]
-    return {"state": state, GROUPS: storage._param_groups_to_param2group_meta(groups)}
+    metas = storage._param_groups_to_param2group_meta(groups)
+    # parameters of one group may be read from several
+    return {"state": state, GROUPS: {name: dict(meta) for name, meta in metas.items()}}
 
 
 def load(member: Member, loaded: Mapping[str, Any]) -> None:
@@ -67,7 +71,7 @@ def load(member: Member, loaded: Mapping[str, Any]) -> None:
             # what is cut like the parameter has been read in place
             states[id(param)] = {**kept, **found, **_cut_like(kept)}
         names = [storage._param_name(param) for param in group["params"]]
-        adopt(group, [loaded[GROUPS][name] for name in names[:1]])
+        adopt(group, [loaded[GROUPS].get(name, {}) for name in names])
     groups = [{**g, "params": [id(param) for param in g["params"]]} for g in optimizer.param_groups]
     optimizer.load_state_dict({"state": states, "param_groups": groups})
     storage.steps = max((int(meta.get(STEP, 0)) for meta in loaded[GROUPS].values()), default=0)
@@ -77,7 +81,7 @@ def refuse_missing(wanted: Mapping[str, Any], keys: Container[str], fresh: Conta
     """Raise unless a checkpoint, which has ``keys``, has all state of :func:`requested`.
 
     State of the kinds ``fresh`` may be missing, and is no longer asked for then, nor is what it
-    goes with.
+    goes with. Settings of groups that it lacks are no longer asked for either.
 
     Raises:
         ConfigurationError: If state is missing, with the parameters and what they lack.
@@ -86,7 +90,7 @@ def refuse_missing(wanted: Mapping[str, Any], keys: Container[str], fresh: Conta
         (name, kind)
         for name, values in wanted["state"].items()
         for kind in values
-        if f"optimizer.state.{name}.{kind}" not in keys
+        if f"{_STATE}{name}.{kind}" not in keys
     ]
     if missing := [f"{name}: {kind}" for name, kind in lacking if kind not in fresh]:
         raise missing_state(missing)
@@ -97,6 +101,37 @@ def refuse_missing(wanted: Mapping[str, Any], keys: Container[str], fresh: Conta
         state = wanted["state"][name]
         for kind in state.keys() - MAINS:
             del state[kind]
+    for name, meta in wanted[GROUPS].items():
+        for setting in [s for s in meta if f"optimizer.{GROUPS}.{name}.{s}" not in keys]:
+            del meta[setting]
+
+
+def names_in(wanted: Mapping[str, Any]) -> list[str]:
+    """Return the names, as state has them, of the parameters of :func:`requested`."""
+    halves = [name + half for name in wanted[GROUPS] for half in (_FIRST_HALF, _SECOND_HALF)]
+    return [*wanted[GROUPS], *halves, *wanted["state"]]
+
+
+def refuse_left_over(names: Container[str], keys: Iterable[str], fresh: Container[str]) -> None:
+    """Raise if a checkpoint has state of parameters that no rank trains, but of kinds ``fresh``.
+
+    Raises:
+        CheckpointError: If it has, with the keys.
+    """
+    left_over = []
+    for key in keys:
+        words = key.removeprefix(_STATE).split(".")
+        known = any(".".join(words[:end]) in names for end in range(1, len(words)))
+        if key.startswith(_STATE) and not known and words[-1] not in fresh:
+            left_over.append(key)
+    if left_over:
+        raise CheckpointError(
+            "checkpoint",
+            shortened(sorted(left_over)),
+            "is optimizer state that no optimizer of this run asks for",
+            "Train the same parameters, or name the kinds of state to leave out with "
+            "--checkpoint-fresh-state",
+        )
 
 
 def _numbered(groups: Any, packed: Any) -> Iterator[tuple[Tensor, int]]:

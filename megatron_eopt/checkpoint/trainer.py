@@ -16,7 +16,7 @@ from megatron.core.transformer.module import Float16Module
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from megatron_eopt.base.agreement import agreed, from_rank_0
+from megatron_eopt.base.agreement import CheckpointError, agreed, everyones, from_rank_0
 from megatron_eopt.base.upstream import needed, owner_of
 from megatron_eopt.checkpoint import fsdp_dtensor
 from megatron_eopt.checkpoint.matching import match
@@ -53,10 +53,31 @@ def _handing_over(original: Function) -> Function:
     ) -> Any:
         if getattr(optimizer, "loads_itself", False):
             kwargs["skip_load_to_model_and_opt"] = False
-        with _rates_kept(optimizer, opt_param_scheduler):
+        with _rates_kept(optimizer, opt_param_scheduler), _explained():
             return original(ddp_model, optimizer, opt_param_scheduler, *rest, **kwargs)
 
     return load_checkpoint
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Say as a CheckpointError what the trainer's own errors about the optimizer leave open."""
+    try:
+        yield
+    except KeyError as error:
+        if error.args not in [("optimizer",), ("opt_param_scheduler",)]:
+            raise
+        rule = "has no state of the optimizer or of its schedule (--no-save-optim)"
+        way_out = "Start them anew with --no-load-optim, or with --finetune"
+        raise CheckpointError("checkpoint", error.args[0], rule, way_out) from error
+    except AssertionError as error:
+        if "OptimizerParamScheduler" not in str(error):
+            raise
+        way_out = (
+            "Go on with this run's schedule (--override-opt-param-scheduler), or with the "
+            "checkpoint's (--use-checkpoint-opt_param-scheduler)"
+        )
+        raise CheckpointError("checkpoint", str(error), "has another schedule", way_out) from error
 
 
 _RATES = ("max_lr", "min_lr")
@@ -121,8 +142,10 @@ def _refusing_gaps(original: Function) -> Function:
             # collective: all ranks read the tracker file
             folder = needed("get_load_checkpoint_path_by_args")(args)
             keys = from_rank_0(lambda: _keys_in(folder))
-            fresh = getattr(args, "checkpoint_fresh_state", ())
-            agreed(lambda: fsdp_dtensor.refuse_missing(wanted["optimizer"], keys, fresh))
+            fresh, state = getattr(args, "checkpoint_fresh_state", ()), wanted["optimizer"]
+            names = set(everyones(fsdp_dtensor.names_in(state)))
+            fsdp_dtensor.refuse_left_over(names, keys, fresh)
+            agreed(lambda: fsdp_dtensor.refuse_missing(state, keys, fresh))
         return original(*values, **kwargs)
 
     return _load_base_checkpoint

@@ -135,6 +135,22 @@ def test_another_model_is_refused(saved, flags, words):
     assert re.search(words, refused(saved, *MUON, *flags))
 
 
+def test_another_schedule_is_refused(saved):
+    flags = [flag for flag in MUON if flag != "--override-opt-param-scheduler"]
+    error = refused(saved, *flags)
+    assert error.startswith("CheckpointError")
+    assert "--override-opt-param-scheduler" in error
+
+
+@pytest.mark.long
+def test_an_optimizer_that_was_not_saved_is_refused(tmp_path):
+    save(tmp_path, *PER_RANK, "--no-save-optim")
+    error = refused(tmp_path, *PER_RANK)
+    assert error.startswith("CheckpointError")
+    assert "--no-load-optim" in error
+    assert loaded(tmp_path, *PER_RANK, "--no-load-optim")[0] == 2
+
+
 @pytest.mark.long
 def test_a_model_with_fewer_tensors_is_refused(saved, tmp_path):
     wide = tmp_path / "wide"

@@ -11,7 +11,8 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import (
 from torch.distributed import checkpoint
 
 from megatron_eopt import ConfigurationError
-from megatron_eopt.checkpoint.fsdp_dtensor import refuse_missing
+from megatron_eopt.base.agreement import CheckpointError
+from megatron_eopt.checkpoint.fsdp_dtensor import GROUPS, names_in, refuse_left_over, refuse_missing
 from tests.harness import run_ranks
 from tests.harness.scene import forget_megatron
 from tests.unit.fsdp2.model import eager
@@ -131,18 +132,33 @@ def test_every_rank_asks_for_the_same(optimizer):
 
 
 def test_missing_state_is_refused_unless_it_may_start_fresh():
-    wanted = {"state": {"weight": {"momentum_buffer": torch.ones(1)}, "bias": {"exp_avg": 1}}}
-    keys = {"optimizer.state.bias.exp_avg"}
+    wanted = {
+        "state": {"weight": {"momentum_buffer": torch.ones(1)}, "bias": {"exp_avg": 1}},
+        GROUPS: {"weight": {"lr": 1, "momentum": 0.9}, "bias": {"lr": 1}},
+    }
+    keys = {"optimizer.state.bias.exp_avg", f"optimizer.{GROUPS}.weight.lr"}
     with pytest.raises(ConfigurationError, match=r"weight: momentum_buffer.*--checkpoint-fresh"):
         refuse_missing(wanted, keys, ())
     refuse_missing(wanted, keys, ("momentum_buffer",))
     assert wanted["state"] == {"weight": {}, "bias": {"exp_avg": 1}}
+    assert wanted[GROUPS] == {"weight": {"lr": 1}, "bias": {}}
+
+
+def test_state_of_parameters_that_are_no_longer_trained_is_refused():
+    names = names_in({"state": {"b.weight_w": {}}, GROUPS: {"a.weight": {}, "b.weight": {}}})
+    keys = [f"optimizer.state.{key}" for key in ("a.weight.exp_avg", "b.weight_v.0/Q.1")]
+    refuse_left_over(names, [*keys, "model.c.weight", f"optimizer.{GROUPS}.c.weight.lr"], ())
+    frozen = "optimizer.state.a.bias.exp_avg"
+    with pytest.raises(CheckpointError, match=f"{frozen}.*--checkpoint-fresh-state"):
+        refuse_left_over(names, [*keys, frozen], ("exp_avg_sq",))
+    refuse_left_over(names, [*keys, frozen], ("exp_avg",))
 
 
 def test_moments_begin_anew_together():
     """Of Lion's state Adam would take the first moment and the count of steps."""
     names = ("exp_avg", "exp_avg_sq", "step")
-    wanted = {"state": {"weight": dict.fromkeys((*names, "param"), 0), "bias": {"exp_avg": 0}}}
+    state = {"weight": dict.fromkeys((*names, "param"), 0), "bias": {"exp_avg": 0}}
+    wanted = {"state": state, GROUPS: {}}
     keys = {"optimizer.state.weight." + kind for kind in ("exp_avg", "step", "param")}
     refuse_missing(wanted, keys | {"optimizer.state.bias.exp_avg"}, ("exp_avg_sq",))
-    assert wanted == {"state": {"weight": {"param": 0}, "bias": {"exp_avg": 0}}}
+    assert wanted["state"] == {"weight": {"param": 0}, "bias": {"exp_avg": 0}}
