@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.transformer.attention import Attention, SelfAttention
+from megatron.core.transformer.attention import Attention, CrossAttention, SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -103,18 +103,35 @@ def prepare(model_chunks: Iterable[nn.Module]) -> None:
     model's configuration asks for QK-clip or for the largest logit in logs.
 
     Raises:
-        ConfigurationError: If a number is out of bounds, or an attention cannot be clipped.
+        ConfigurationError: If a number is out of bounds, or an attention cannot be clipped or does
+            not record logits.
         ConfigurationTypeError: If a number is none.
     """
     for chunk in model_chunks:
-        for attention in attentions(chunk) if isinstance(chunk, nn.Module) else ():
-            config = attention.config
+        for attention in chunk.modules() if isinstance(chunk, nn.Module) else ():
+            if not isinstance(attention, Attention) or isinstance(attention, CrossAttention):
+                continue
+            config: Any = attention.config
+            if config.qk_clip or config.log_max_attention_logit:
+                _let_record(attention)
             if config.qk_clip:
                 _check(attention)
-            core = getattr(attention, "core_attention", None)
-            asked = config.qk_clip or config.log_max_attention_logit
-            if asked and isinstance(core, DotProductAttention):
-                _record(core)
+
+
+def _let_record(attention: Attention) -> None:
+    core = getattr(attention, "core_attention", None)
+    if isinstance(core, DotProductAttention):
+        _record(core)
+    known = isinstance(attention, SelfAttention | MLASelfAttention)
+    if known and hasattr(core, "current_max_attn_logits"):
+        return
+    argument = "qk_clip" if attention.config.qk_clip else "log_max_attention_logit"
+    names = type(attention).__name__, type(core).__name__
+    rule = "needs the largest logit of each head, which {} with {} does not record".format(*names)
+    way_out = (
+        f"Set {argument}=False, or use megatron-core's SelfAttention or MLASelfAttention with "
+    )
+    raise ConfigurationError(argument, True, rule, way_out + "its DotProductAttention")
 
 
 def _check(attention: Attention) -> None:
@@ -125,7 +142,12 @@ def _check(attention: Attention) -> None:
         way_out = "Choose a value from 0 to 1; 0.5 shares evenly"
         raise ConfigurationError("qk_clip_alpha", config.qk_clip_alpha, rule, way_out)
     check_number("qk_clip_threshold", config.qk_clip_threshold, above=0)
-    projections(attention)
+    trained = [item.weight.requires_grad for item in projections(attention)]
+    if any(trained) and not all(trained):
+        rule = "scales weights of queries and of keys together, and of layer {} some are frozen"
+        way_out = "Freeze all of them, which are then left alone, or none; or set qk_clip=False"
+        rule = rule.format(attention.layer_number)
+        raise ConfigurationError("qk_clip", True, rule, way_out)
     norms = [getattr(attention, name, None) for name in ("q_layernorm", "k_layernorm")]
     if isinstance(attention, SelfAttention) and any(
         norm is not None and not isinstance(norm, IdentityOp) for norm in norms

@@ -31,8 +31,8 @@ def clip_qk(model: Sequence[Any], log_max_only: bool = False) -> float:
     which the queries' rows contribute the power ``qk_clip_alpha`` and the keys' the rest; the
     queries' rotary rows of multi-latent attention, whose keys all heads share, contribute all. Of
     a query group the largest logit of any head counts. Layers without logits, or with none above
-    zero, stay as they are. Biases stay too. Main weights and the model's are scaled, and gathered
-    again where the scaled main weights have other 16-bit roundings.
+    zero, stay as they are, as do frozen weights and biases. Main weights and the model's are
+    scaled, and gathered again where the scaled main weights have other 16-bit roundings.
 
     Args:
         model: The wrapped chunks, after the optimizer's step.
@@ -69,14 +69,17 @@ def _factors(found: Sequence[Any], maxima: Sequence[Tensor]) -> dict[Tensor, Ten
         torch.isfinite(logits) & (logits > threshold)
         for logits, threshold in zip(maxima, thresholds, strict=True)
     ]
-    factors = {}
+    factors: dict[Tensor, Tensor] = {}
     # the host waits once, not once for each layer
     is_clipped = torch.stack([heads.any() for heads in clipped]).tolist()
     for place in (place for place, is_one in enumerate(is_clipped) if is_one):
         eta = torch.where(clipped[place], thresholds[place] / maxima[place], 1.0)
         rank = found[place].pg_collection.tp.rank()
         for item in projections(found[place]):
-            factors[item.weight] = item.factors(eta, rank)
+            if item.weight.requires_grad:
+                mine = item.factors(eta, rank)
+                # modules may share a weight
+                factors[item.weight] = torch.minimum(mine, factors.get(item.weight, mine))
     return factors
 
 

@@ -185,7 +185,7 @@ def check_buffers(
             if count != 1:
                 raise ConfigurationError(
                     "optimizers",
-                    names[param],
+                    names.get(param, f"a parameter of shape {tuple(param.shape)}"),
                     f"must be in exactly one parameter group, and is in {count}",
                     "Give every trainable parameter to one optimizer, or freeze it before the "
                     "model is wrapped",

@@ -1,5 +1,6 @@
 """What is recorded, and what is refused when the optimizer is built."""
 
+import functools
 import math
 from typing import Any
 
@@ -9,6 +10,7 @@ from megatron.core.distributed import TorchFullyShardedDataParallel
 from megatron.core.distributed.torch_fully_sharded_data_parallel_config import (
     TorchFullyShardedDataParallelConfig,
 )
+from megatron.core.transformer.attention import Attention
 
 from megatron_eopt import ConfigurationError, EmergingOptimizerConfig, get_megatron_optimizer
 from megatron_eopt.qk_clip import clip_qk
@@ -39,16 +41,26 @@ def refusals() -> dict[str, str]:
         )
     )
     config = EmergingOptimizerConfig(optimizer="muon", lr=0.01, use_distributed_optimizer=True)
-    for name, module in (
-        ("q_layernorm", torch.nn.LayerNorm(8)),
-        ("linear_qkv", torch.nn.Identity()),
+    logged = {**GROUPED, "log_max_attention_logit": True}
+    for model, name, module in (
+        ({**GROUPED, **MODEL}, "q_layernorm", torch.nn.LayerNorm(8)),
+        ({**GROUPED, **MODEL}, "linear_qkv", torch.nn.Identity()),
+        ({**GROUPED, **MODEL}, "core_attention", torch.nn.Identity()),
+        (logged, "__class__", OtherAttention),
+        ({**LATENT, **MODEL}, "linear_kv_up_proj.weight.requires_grad", False),
     ):
-        chunk = make_chunk(Case("muon", {**GROUPED, **MODEL}).run)
-        setattr(next(attentions(chunk)), name, module)
+        chunk = make_chunk(Case("muon", model).run)
+        *path, last = name.split(".")
+        setattr(functools.reduce(getattr, path, next(attentions(chunk))), last, module)
         with pytest.raises(ConfigurationError) as error:
             get_megatron_optimizer(config, [chunk])
         found[name] = str(error.value)
     return found
+
+
+class OtherAttention(Attention):
+    def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
 
 
 def refusal(case: Case) -> str:
@@ -68,6 +80,10 @@ def test_what_cannot_be_clipped_is_refused_when_built():
         "optimizer_cpu_offload keeps main weights inside megatron-core's hybrid" in found["offload"]
     )
     assert "scales the weight of linear_qkv, and SelfAttention has none" in found["linear_qkv"]
+    assert "SelfAttention with Identity does not record" in found["core_attention"]
+    assert found["__class__"].startswith("log_max_attention_logit=True: needs the largest logit")
+    assert "OtherAttention with" in found["__class__"]
+    assert "some are frozen" in found["linear_kv_up_proj.weight.requires_grad"]
 
 
 def recorded(model: dict[str, Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -13,7 +13,13 @@ from megatron_eopt.qk_clip.attention import attentions
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.unit.stores import runs
-from tests.unit.stores.full_state import Case, build, optimizer_over, steps, unwrapped
+from tests.unit.stores.full_state import (
+    Case,
+    build,
+    optimizer_over,
+    steps,
+    unwrapped,
+)
 from tests.unit.stores.runs import Run, make_chunk
 
 GROUPED = {"layers": 2, "hidden": 32, "heads": 4, "query_groups": 2, "bias": True}
@@ -280,3 +286,29 @@ def test_what_has_no_usable_logits_stays():
     assert nothing == 0.0
     assert infinite == float("inf")
     assert logged == 50.0
+
+
+def frozen_and_shared() -> None:
+    whole = {"use_distributed_optimizer": False}
+    plain = replace(case_of(LATENT), ddp=whole, config=whole)
+    chunk, _ = build(replace(plain, frozen="self_attention"))
+    before = {name: param.detach().clone() for name, param in chunk.named_parameters()}
+    put([chunk], MAXIMA[0])
+    assert clip_qk([chunk]) == max(map(max, MAXIMA[0]))
+    for name, param in chunk.named_parameters():
+        assert torch.equal(param, before[name]), name
+
+    chunk = runs.make_chunk(replace(plain, model={**GROUPED, **MODEL}).run)
+    first, second = attentions(chunk)
+    second.linear_qkv.weight = first.linear_qkv.weight
+    optimizer_over(plain, [chunk])
+    old = first.linear_qkv.weight.detach().clone()
+    for attention, logit in ((first, 2 * THRESHOLD), (second, 4 * THRESHOLD)):
+        attention.core_attention.current_max_attn_logits = torch.full((4,), logit)
+    clip_qk([chunk])
+    share = (first.linear_qkv.weight / old)[: first.hidden_size_per_attention_head]
+    torch.testing.assert_close(share, torch.full_like(share, 0.25**0.4))
+
+
+def test_frozen_weights_stay_and_shared_ones_shrink_for_the_largest_logit():
+    run_ranks(1, frozen_and_shared)
