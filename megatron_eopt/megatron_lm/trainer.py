@@ -150,6 +150,13 @@ def _check_megatron_fsdp(args: argparse.Namespace) -> None:
     if getattr(args, "print_state_checksum", False):
         rule = "reads state by parameter, which Megatron-FSDP saves in another form"
         raise ConfigurationError("--print-state-checksum", True, rule, "Leave the flag out")
+    asynchronous = args.async_save and args.use_persistent_ckpt_worker
+    if asynchronous and args.async_strategy == "mcore":
+        rule = "fails at the first save: Megatron asks of its writer what that cannot do"
+        way_out = "Leave out --async-save, and save synchronously"
+        raise ConfigurationError(
+            "--async-strategy", "mcore", f"{rule} (--use-megatron-fsdp)", way_out
+        )
 
 
 def sharding_ddp_config(original: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -36,6 +36,8 @@ from megatron_eopt.settings.registry import entry_of, prefixes_of
 _NOT_NEGATIVE = {"at_least": 0.0}
 _POSITIVE = {"above": 0.0}
 _DECAY = {"at_least": 0.0, "below": 1.0}
+_SCALE = {"at_least": 2.0**-126, "at_most": 2.0**126}
+"""Whose inverse float32 has, too, with all its bits."""
 
 _BOUNDS: dict[str, dict[str, float]] = {
     "lr": _NOT_NEGATIVE,
@@ -59,8 +61,8 @@ _BOUNDS: dict[str, dict[str, float]] = {
     "muon_momentum_beta": _DECAY,
     "adam_eps": _POSITIVE,
     "adaptive_muon_eps": _POSITIVE,
-    "initial_loss_scale": _POSITIVE,
-    "min_loss_scale": _POSITIVE,
+    "initial_loss_scale": _SCALE,
+    "min_loss_scale": _SCALE,
     "loss_scale_window": _POSITIVE,
     "hysteresis": {"at_least": 1.0},
     "muon_extra_scale_factor": _POSITIVE,
@@ -209,6 +211,13 @@ def _check_halves(config: Any) -> None:
     if not isinstance(dtype, torch.dtype):
         rule, way_out = "must be a dtype of torch", "Give torch.float32 or torch.bfloat16"
         raise ConfigurationTypeError("params_dtype", dtype, rule, way_out)
+    if config.loss_scale:
+        check_number("loss_scale", config.loss_scale, **_SCALE)
+    if config.loss_scale_window != round(config.loss_scale_window):
+        rule = "is compared with a count of steps, so that the scale would never grow"
+        raise ConfigurationError(
+            "loss_scale_window", config.loss_scale_window, rule, "Give a whole number"
+        )
     if config.fp16 and not config.loss_scale and config.min_loss_scale > config.initial_loss_scale:
         rule = f"must not be above initial_loss_scale={config.initial_loss_scale!r}"
         way_out = "Lower it, or raise initial_loss_scale"

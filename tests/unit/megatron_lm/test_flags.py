@@ -110,3 +110,18 @@ def test_off_loaded_state_is_not_written_while_it_changes(flag):
     else:
         setattr(args, flag, False)
         assert check(args) is args
+
+
+@pytest.mark.parametrize("flag", ["use_megatron_fsdp", "async_save", "async_strategy", None])
+def test_an_asynchronous_save_that_would_fail_is_refused(flag):
+    flags = {"use_megatron_fsdp": True, "async_save": True, "use_persistent_ckpt_worker": True}
+    args = argparse.Namespace(
+        **flags, async_strategy="mcore", optimizer="adam", transformer_impl="transformer_engine"
+    )
+    check = checking_what_it_knows(lambda args, defaults: args)
+    if flag is None:
+        with pytest.raises(ConfigurationError, match="--async-strategy='mcore': fails at the"):
+            check(args)
+    else:
+        setattr(args, flag, "nvrx" if flag == "async_strategy" else False)
+        assert check(args) is args
