@@ -1,12 +1,13 @@
 """The torch optimizers that a configuration asks for, and the drivers that step with them."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import SCALAR_OPTIMIZERS
@@ -22,6 +23,8 @@ from megatron_eopt.settings.fields import constructor_arguments
 from megatron_eopt.settings.registry import StateLayoutT, entries, entry_of
 from megatron_eopt.settings.settings import Settings
 from megatron_eopt.stores.shard import Shard
+
+type Construct = Callable[[Sequence[ParamGroup]], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class Base:
     init_state_fn: InitState  # makes its state exist, called as ``(optimizer, config)``
     groups: Sequence[ParamGroup]  # of the model's parameters
     is_clipped: bool = True  # whether its gradients are clipped
+    construct: Construct | None = None  # makes an optimizer like it over other groups
 
     def __post_init__(self) -> None:
         dtype = getattr(self.optimizer, "momentum_dtype", "fp32")
@@ -140,6 +144,7 @@ def build_base(
         made_over = [{**g, "params": [nn.Parameter(torch.ones(1, 1))]} for g in groups]
     optimizer: torch.optim.Optimizer
     init_state_fn: InitState
+    construct: Construct | None = None
     if is_scalar:
         optimizer, init_state_fn = build_scalar_optimizer(name, made_over, settings, plain=plain)
     else:
@@ -147,7 +152,8 @@ def build_base(
         kwargs = arguments_of(name, settings, model_chunks, pg_collection)
         if splits is not None and "splits" in constructor_arguments(entry.optimizer_cls):
             kwargs["splits"] = splits
-        optimizer, init_state_fn = entry.optimizer_cls(made_over, **kwargs), entry.init_state_fn
+        construct = functools.partial(entry.optimizer_cls, **kwargs)
+        optimizer, init_state_fn = _made(name, construct, made_over), entry.init_state_fn
         stands = [p for group in made_over for p in group["params"] if made_over is not groups]
         # weights that will be stepped a constructor does not see
         if any(bool((param != 1).any()) for param in stands):
@@ -163,7 +169,31 @@ def build_base(
         for made, group in zip(optimizer.param_groups, groups, strict=True)
     ]
     is_clipped = not (settings.exempt_from_clipping and name == settings.optimizer)
-    return Base(optimizer, init_state_fn, complete, is_clipped)
+    return Base(optimizer, init_state_fn, complete, is_clipped, construct)
+
+
+def _made(name: str, construct: Construct, groups: Sequence[ParamGroup]) -> torch.optim.Optimizer:
+    try:
+        return construct(groups)
+    except ConfigurationError:
+        raise
+    except ValueError as error:
+        rule = f"cannot start: {error}".rstrip(".")
+        way_out = "Set its fields, and initialize weights, as it asks for before it is built"
+        raise ConfigurationError("optimizer", name, rule, way_out) from error
+
+
+def fault_in(construct: Construct, weights: Sequence[Tensor]) -> str | None:
+    """Return why no optimizer can be made over whole weights; None if one can, or in a dry run."""
+    if any(map(is_fake, weights)):
+        return None
+    copies = [nn.Parameter(weight.detach().clone()) for weight in weights]
+    try:
+        construct([{"params": copies}])
+    except ValueError as error:
+        return str(error).rstrip(".")
+    kept = all(map(torch.equal, copies, weights))
+    return None if kept else "it would be changed, and what is stored of it would not"
 
 
 def driver_over(
@@ -189,7 +219,8 @@ def driver_over(
             for param, shard in shards.items()
         ]
         init = base.init_state_fn and functools.partial(base.init_state_fn, base.optimizer, config)
-        driver = OwnerDriver(base.optimizer, init, list(shards.values()), shapes, means)
+        check = base.construct and functools.partial(fault_in, base.construct)
+        driver = OwnerDriver(base.optimizer, init, list(shards.values()), shapes, means, check)
     group_of = {p: number for number, group in enumerate(groups) for p in group["params"]}
     driver.assign({number: group_of[param] for number, param in enumerate(shards)})
     return driver

@@ -106,6 +106,7 @@ def sharded_members(sharding: Sharding, bases: Sequence[Base]) -> list[Member]:
     groups = [group for base in bases for group in base.groups]
     agreed(lambda: check_buffers(buffers, groups, sharding.names))
     members = [_member(sharding, bases, item) for item in sharding.sets]
+    agreed(lambda: [member.storage.optimizer.refuse_faults() for member in members])
     for base in bases:
         # state that was made for the model's parameters would only take memory
         bind(base.optimizer, [], defaultdict(dict))

@@ -78,6 +78,8 @@ class Driver:
         self.group_of: dict[int, int] = {}
         self.host = HostMemory()  # what of its weights and state is not on the device
         self.watch: Watch | None = None  # what measures its steps at present
+        # weights that the optimizer cannot start from, with the reason
+        self.faults: list[tuple[str, str]] = []
 
     @property
     def schedules(self) -> list[Schedule]:
@@ -191,6 +193,14 @@ class CompositeOptimizer(torch.optim.Optimizer):
                 driver.init(groups, state)
             # state of whole matrices too, for those who move all of it to another device
             self.state.update(getattr(driver, "owned_state", {}))
+
+    def refuse_faults(self) -> None:
+        """Raise a ConfigurationError if an optimizer cannot start from weights of this rank."""
+        for driver in self.drivers:
+            for weight, reason in driver.faults:
+                rule = f"cannot start from {weight}: {reason}"
+                way_out = "Initialize this weight as the optimizer asks for before it is built"
+                raise ConfigurationError("optimizer", driver.name, rule, way_out)
 
     def groups_of(self, driver: Driver) -> list[ParamGroup]:
         """Return the parameter groups that ``driver`` steps."""

@@ -45,7 +45,8 @@ class OwnerDriver(Driver):
     """Steps a torch optimizer on whole matrices, each at its owner.
 
     One group of ranks stores all shards. ``shapes`` are those of whole parameters, if they have
-    other dimensions than their one matrix.
+    other dimensions than their one matrix; ``fault_in`` says why the optimizer cannot start from
+    some whole weights.
     """
 
     needs_matrices = True
@@ -57,10 +58,12 @@ class OwnerDriver(Driver):
         shards: Sequence[Shard],
         shapes: Sequence[tuple[int, ...]],
         means: Means,
+        fault_in: Callable[[Sequence[Tensor]], str | None] | None = None,
     ) -> None:
         super().__init__(type(optimizer).__name__, shards)
         self._optimizer = optimizer
         self._init_state_fn = init_state_fn
+        self._fault_in = fault_in
         self._device = torch.device(means.device)
         self._ranks = shards[0].ranks
         self._of_matrix = [
@@ -112,9 +115,23 @@ class OwnerDriver(Driver):
     def init(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Make the state of every owned matrix exist, as far as the optimizer has a way to."""
         self._update_settings(groups)
-        if self._init_state_fn is not None and self._exists < _AS_INITIALIZED:
-            self._run(groups, self._init_state_fn, with_grads=False)
+        has_a_beginning = self._init_state_fn is not None or self._fault_in is not None
+        if has_a_beginning and self._exists < _AS_INITIALIZED:
+            self._run(groups, self._begin, with_grads=False)
             self._exists = _AS_INITIALIZED
+            self._fault_in = None  # its time is the construction
+
+    def _begin(self) -> None:
+        """Check the weights of a batch, and make its state exist."""
+        if self._fault_in is not None:
+            params = [param for group in self._optimizer.param_groups for param in group["params"]]
+            index_of = {param: index for index, param in self.owned.items()}
+            names = [name for shard in self.shards for name in shard.matrix_names]
+            for param in params if self._fault_in(params) is not None else ():
+                if (reason := self._fault_in([param])) is not None:
+                    self.faults.append((names[index_of[param]], reason))
+        if self._init_state_fn is not None and not self.faults:
+            self._init_state_fn()
 
     def expect(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Make the state exist of every owned matrix that has none before its first step."""

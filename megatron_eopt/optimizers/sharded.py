@@ -62,6 +62,7 @@ class ShardedOptimizer(CompositeOptimizer):
             number_of = {param: number for number, param in enumerate(self._params[driver])}
             driver.attach([[number_of[p] for p in g["params"]] for g in self.groups_of(driver)])
         self.init_state()
+        agreed(self.refuse_faults)
         self._owned = {
             driver: OwnedTensors(driver, local_of(self._params[driver][0]).device)
             for driver in self.drivers

@@ -99,6 +99,8 @@ class Cell:
         if self.optimizer in METHODS:
             method = {"adaptive_muon_moment2_method": self.optimizer}
             return {"optimizer": "adaptive_muon", **method}
+        if self.optimizer == "sinkhorn_muon":  # demands more of matrices than of fused ones
+            return {"optimizer": self.optimizer, "muon_split_qkv": False}
         return {"optimizer": self.optimizer}
 
     @property
@@ -150,7 +152,7 @@ def _of_megatron(some: list[Cell], folder: str) -> dict[Cell, str]:
         if distributed.get_rank() == 0:
             into.mkdir()
         try:
-            run = build(cell.case, _to_domain_of(cell.optimizer))
+            run = build(cell.case, _to_domain_of(cell))
         except ConfigurationError as error:
             results[cell] = f"refused: {error}"
         else:
@@ -159,15 +161,19 @@ def _of_megatron(some: list[Cell], folder: str) -> dict[Cell, str]:
     return results
 
 
-def _to_domain_of(optimizer: str) -> Callable[[Any], None] | None:
+def _to_domain_of(cell: Cell) -> Callable[[Any], None] | None:
     """Return what brings weights where an optimizer keeps them; None if that is anywhere."""
-    if optimizer.startswith("oblique"):
+    if cell.optimizer.startswith("oblique"):
         return functools.partial(_change, lambda weight: functional.normalize(weight, dim=0))
-    if optimizer == "sinkhorn_muon":
-        from emerging_optimizers.utils import SinkhornMapper
-
-        return functools.partial(_change, lambda weight: SinkhornMapper(num_iters=50)(weight.abs()))
+    if cell.optimizer == "sinkhorn_muon":
+        whole = MODEL["hidden"] if cell.storage == "sharded" else None
+        return functools.partial(_change, functools.partial(_of_equal_sums, whole))
     return None
+
+
+def _of_equal_sums(smaller: int | None, weight: Tensor) -> Tensor:
+    """Return a weight whose matrices, of this smaller side, have sums of 1 along it."""
+    return torch.full_like(weight, 1 / (smaller or min(weight.shape[-2:])))
 
 
 def _change(change: Callable[[Tensor], Tensor], model: torch.nn.Module) -> None:
@@ -182,7 +188,7 @@ def _stopped_and_gone_on(cell: Cell, run: tuple[Any, Any], folder: Path) -> str:
     dist_checkpointing.save(sharded(case, *run, is_loading=False), str(folder))
     steps(case, *run, 2, 4)
     expected = full_state(case, *run)
-    chunk, optimizer = build(case, _to_domain_of(cell.optimizer))
+    chunk, optimizer = build(case, _to_domain_of(cell))
     for param in chunk.parameters():
         param.data.zero_()
     wanted = sharded(case, chunk, optimizer, is_loading=True)
@@ -203,6 +209,8 @@ def _of_fsdp2(some: list[Cell], folder: str) -> dict[Cell, str]:
         settings = fsdp2.config(fields.pop("optimizer"), **fields)
         try:
             model = fsdp2.make_model(layout, DTYPES[cell.dtype])
+            if cell.optimizer == "sinkhorn_muon":
+                _start_at_equal_sums(model)
             optimizer = build_optimizer(model, settings)
         except ConfigurationError as error:
             results[cell] = f"refused: {error}"
@@ -224,6 +232,14 @@ def _of_fsdp2(some: list[Cell], folder: str) -> dict[Cell, str]:
         _inject(model, optimizer, 2, 4)
         results[cell] = _told(differences(expected, fsdp2.weights(model)))
     return results
+
+
+@torch.no_grad()
+def _start_at_equal_sums(model: torch.nn.Module) -> None:
+    for param in model.parameters():
+        if param.dim() > 1:
+            param.copy_(_of_equal_sums(None, param))
+    model.up.weight.fill_(1 / 8)  # two matrices in one, eight rows each
 
 
 def _inject(model: Any, optimizer: Any, first: int, end: int) -> None:

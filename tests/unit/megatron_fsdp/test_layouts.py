@@ -108,7 +108,6 @@ OTHERS = {
         "polargrad",
         "rekls",
         "sgd",
-        "sinkhorn_muon",
         "spel",
     )
 }
