@@ -1,6 +1,7 @@
 """The command ``megatron-eopt``: plan a training, sweep over layouts, explain a checkpoint."""
 
 import argparse
+import dataclasses
 import itertools
 import json
 import logging
@@ -40,22 +41,40 @@ _NUMBERS = {
     "efficiency": "share of its rate that matrix products reach",
 }
 _WHOLE = ("gpus",)
+_SIZE_FIELDS = [field.name for field in dataclasses.fields(Layout)]
+_FLAGS = {
+    **{field: f"--{short}" for field, short in zip(_SIZE_FIELDS, _SIZES, strict=True)},
+    **{f"machine.{name}": f"--gpu-{name}" for name in _NUMBERS},
+    "expert * expert_tensor": "ep x etp",
+    "path": "--hugging-face",
+    "optimizer_config": "--optimizer-config",
+}
+"""Flags by the fields and parameters that errors name."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with these arguments (None: the process's); returns its exit status."""
-    arguments = command_parser().parse_args(argv)
+    arguments = argparse.Namespace()
     # what the parts that are built say of themselves
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     try:
+        command_parser().parse_args(argv, arguments)
         arguments.run(arguments, Console())
     except (ConfigurationError, ConfigurationTypeError) as error:
-        sys.stderr.write(f"megatron-eopt: {error}\n")
+        sys.stderr.write(f"megatron-eopt: {_said(error, arguments)}\n")
         return 2
     finally:
         logging.disable(logging.NOTSET)
     return 0
+
+
+def _said(error: ConfigurationError | ConfigurationTypeError, arguments: argparse.Namespace) -> str:
+    """Return an error's message, which names the flag where one was given for what it names."""
+    name = error.argument
+    given = getattr(arguments, name, None)
+    own = "--" + name.replace("_", "-") if given is not None and given == error.value else name
+    return _FLAGS.get(name, own) + str(error).removeprefix(name)
 
 
 def command_parser() -> argparse.ArgumentParser:
@@ -177,7 +196,7 @@ def _fitting(arguments: argparse.Namespace) -> list[Layout]:
     if not found:
         raise next(iter(errors.values()))
     for layout_text, reason in errors.items():
-        sys.stderr.write(f"left out: {layout_text}: {reason}\n")
+        sys.stderr.write(f"left out: {layout_text}: {_said(reason, arguments)}\n")
     return found
 
 

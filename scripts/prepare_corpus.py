@@ -9,7 +9,7 @@ import argparse
 import contextlib
 import hashlib
 import os
-import shutil
+import re
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -22,6 +22,14 @@ from tqdm import tqdm
 END_OF_DOCUMENT = 256
 VOCABULARY_SIZE = 257
 SPLITS = ("train", "valid", "test")
+FILES = tuple(f"{split}.{kind}" for split in SPLITS for kind in ("bin", "idx"))
+"""What a corpus consists of. With the last one it is whole."""
+
+PARTIAL = ".partial-"
+INDEX_FOLDERS = ("cache", *SPLITS)
+INDEX = re.compile(r"[0-9a-f]{32}-\w+-\w+-\w+\.(npy|txt)")
+"""Megatron's index of a data set, below the folder ``cache`` that our documents name or ``train``,
+its own choice. It goes by the data set's path, and is wrong once there are other data."""
 
 
 class CorpusError(ValueError):
@@ -58,19 +66,41 @@ def deal(names: list[str], valid_percent: int, test_percent: int) -> dict[str, s
     return splits
 
 
+def check_out(out: Path, folders: list[Path], files: list[Path]) -> None:
+    """Refuse an output folder that has more than a corpus, or whose files are input themselves."""
+    for folder in folders:
+        if folder.resolve().is_relative_to(out):
+            raise CorpusError(f"--out {out}: is or holds the input {folder}. Name another folder.")
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise CorpusError(f"--out {out}: is not a folder. Name one, or one to be made.")
+    names = {path.name for path in out.iterdir() if not path.name.startswith(PARTIAL)}
+    if others := sorted(names.difference(FILES, INDEX_FOLDERS)):
+        raise CorpusError(
+            f"--out {out}: holds {others[0]!r}, which is no part of a corpus. Name another folder."
+        )
+    if own := [path for path in files if path.resolve().is_relative_to(out)]:
+        raise CorpusError(
+            f"--out {out}: {own[0].name} in it would be read as text. Name a folder outside of the "
+            "input, or leave this one out with --exclude."
+        )
+
+
 @contextlib.contextmanager
 def appearing_whole(folder: Path) -> Iterator[Path]:
-    """Yield a folder to write to that takes ``folder``'s place only if nothing goes wrong."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        yield partial
-        partial.chmod(0o755)
-        if folder.exists():
-            shutil.rmtree(folder)
-        partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    """Yield a folder to write a corpus to, whose files ``folder`` gets if nothing goes wrong."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=PARTIAL, dir=folder) as partial:
+        yield Path(partial)
+        # first, so that whoever looks for it never finds old and new files mixed
+        (folder / FILES[-1]).unlink(missing_ok=True)
+        for name in INDEX_FOLDERS:
+            for path in (folder / name).rglob("*"):
+                if INDEX.fullmatch(path.name):
+                    path.unlink()
+        for name in FILES:
+            Path(partial, name).replace(folder / name)
 
 
 def write_corpus(
@@ -103,7 +133,11 @@ def write_corpus(
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folders", nargs="+", type=Path, help="folders of text files, read deeply")
-    parser.add_argument("--out", required=True, type=Path, help="folder for the three data sets")
+    text = (
+        "folder for the three data sets; those in it are replaced, Megatron's indices of them are "
+        "removed, and one that holds anything else is refused"
+    )
+    parser.add_argument("--out", required=True, type=Path, help=text)
     parser.add_argument("--suffix", default=".txt", help="which files to read (default: .txt)")
     parser.add_argument("--exclude", nargs="*", default=[], help="folder names to leave out")
     parser.add_argument("--valid-percent", type=int, default=5, help="share of files (default: 5)")
@@ -112,8 +146,10 @@ def main(arguments: list[str] | None = None) -> int:
     shares = (args.valid_percent, args.test_percent)
     if min(shares) < 1 or sum(shares) > 99:
         parser.error("--valid-percent and --test-percent: at least 1 each, at most 99 together")
+    out = args.out.resolve()
     try:
         files = list(find_files(args.folders, args.suffix, set(args.exclude)))
+        check_out(out, args.folders, [path for _, path in files])
         if len(files) < len(SPLITS):
             where = ", ".join(map(str, args.folders))
             raise CorpusError(
@@ -121,10 +157,14 @@ def main(arguments: list[str] | None = None) -> int:
                 "needed (one for each split). Name another folder or another --suffix."
             )
         splits = deal([name for name, _ in files], *shares)
-        with appearing_whole(args.out) as folder:
+        with appearing_whole(out) as folder:
             tokens = write_corpus(files, folder, splits)
     except CorpusError as error:
         print(f"prepare_corpus: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        place, way_out = error.filename or out, "Name another folder, or change its permissions"
+        print(f"prepare_corpus: {place}: {error.strerror}. {way_out}.", file=sys.stderr)
         return 2
     sizes = ", ".join(f"{split} {count:,}" for split, count in tokens.items())
     print(f"Wrote {args.out}: {sizes} tokens from {len(files):,} files")

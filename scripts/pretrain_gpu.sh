@@ -12,8 +12,9 @@ here, so it wins: the model's size, --train-data-path, --optimizer, ...
   --dry-run    print the command instead of running it
 
 By default: 24 layers, hidden size 1024, sequences of 2048 tokens, made-up data (without
---train-data-path or --data-path), one learning rate for Muon and AdamW (--muon-scale-mode
-adamw_rms). Transformer Engine's layers are used where it is installed.
+--data-path, --train-data-path, --data-args-path or --per-split-data-args-path), one learning rate
+for Muon and AdamW (--muon-scale-mode adamw_rms). Transformer Engine's layers are used where it is
+installed.
 
 Variables: GPUS (number of processes; default: every GPU that is visible), OMP_NUM_THREADS,
 CUDA_DEVICE_MAX_CONNECTIONS. Run it in an environment that has this package: .venv/bin first in
@@ -24,7 +25,8 @@ set -euo pipefail
 
 visible_gpus() {
     if [[ -n "${CUDA_VISIBLE_DEVICES+set}" ]]; then
-        tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c . || true
+        # CUDA leaves out the first that names no GPU, such as -1, and all after it
+        tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | sed -nE '/^ *([0-9]|GPU-|MIG-)/!q;p' | grep -c . || true
     elif command -v nvidia-smi >/dev/null; then
         nvidia-smi -L | grep -c '^GPU ' || true
     else
@@ -39,13 +41,18 @@ while [[ $# -gt 0 ]]; do
     case "$1" in
         -h | --help) usage; exit 0 ;;
         --dry-run) dry_run=1; shift ;;
+        --out=*) set -- --out "${1#*=}" "${@:2}" ;;
         --out)
-            [[ $# -gt 1 ]] || { echo "--out: name a folder" >&2; exit 2; }
+            [[ -n "${2-}" ]] || { echo "--out: name a folder" >&2; exit 2; }
             out="$2"; shift 2 ;;
         *) passed+=("$1"); shift ;;
     esac
 done
 
+if [[ -n "${GPUS-}" && ! "$GPUS" =~ ^[1-9][0-9]*$ ]]; then
+    echo "GPUS=$GPUS: must be a whole number of at least 1. Leave it out for every visible GPU." >&2
+    exit 2
+fi
 gpus="${GPUS:-$(visible_gpus)}"
 if [[ "$gpus" -lt 1 ]]; then
     echo "No GPU is visible (to nvidia-smi, in CUDA_VISIBLE_DEVICES). On a CPU use ./scripts/quickstart.sh." >&2
@@ -75,11 +82,12 @@ training=(
     --optimizer muon --muon-scale-mode adamw_rms --use-distributed-optimizer
     --overlap-grad-reduce --overlap-param-gather
 )
-if [[ " ${passed[*]-} " == *" --train-data-path "* || " ${passed[*]-} " == *" --data-path "* ]]; then
-    data=()
-else
-    data=(--mock-data --split 98,1,1 --tokenizer-type NullTokenizer --vocab-size 32000)
-fi
+data=(--mock-data --split 98,1,1 --tokenizer-type NullTokenizer --vocab-size 32000)
+for flag in ${passed[@]+"${passed[@]}"}; do
+    case "${flag%%=*}" in
+        --data-path | --train-data-path | --data-args-path | --per-split-data-args-path) data=() ;;
+    esac
+done
 files=(
     --save "$out/checkpoints" --load "$out/checkpoints" --save-interval 500
     --ckpt-format torch_dist --exit-signal-handler --tensorboard-dir "$out/tensorboard"

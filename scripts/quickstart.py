@@ -19,13 +19,19 @@ from pathlib import Path
 import psutil
 from tqdm import tqdm
 
+from megatron_eopt.base.errors import ConfigurationError, check_choice
+
 PROCESSES = 2
 
 SCRIPTS = Path(__file__).resolve().parent
 ITERATION = re.compile(r"iteration\s+(\d+)/\s*(\d+) .*?lm loss: (\S+)")
-ERROR = re.compile(r"\b(\w*Error|error): ")
+# of an exception without a message the name is all of the line
+ERROR = re.compile(r"\b(\w*Error|error): |^(\[\w+\]: )?[\w.]*(Error|StopIteration)$")
 SHOWN = 40
 REPORTED = re.compile(r"lm loss|saving checkpoint|successfully (saved|loaded)|^\w*Error: ")
+
+OWN_START = frozenset({"--load", "--ckpt-step", "--finetune", "--train-iters"})
+"""Flags with which a run begins, or ends, elsewhere than the quickstart would have it."""
 
 
 def model_flags() -> list[str]:
@@ -79,9 +85,20 @@ def prepare_corpus(corpus: Path) -> None:
     subprocess.run(command, check=True, env=environment)
 
 
+def chosen_device() -> str | None:
+    """Return what MEGATRON_EOPT_DEVICE says, if anything.
+
+    Raises:
+        ConfigurationError: If that is not ``cpu`` or ``cuda``, the devices of the trainer.
+    """
+    if (chosen := os.environ.get("MEGATRON_EOPT_DEVICE")) is not None:
+        check_choice("MEGATRON_EOPT_DEVICE", chosen, ("cpu", "cuda"))
+    return chosen
+
+
 def on_gpu(processes: int) -> bool:
     """Whether the training processes will find a GPU each, or were told that they will."""
-    if (chosen := os.environ.get("MEGATRON_EOPT_DEVICE")) is not None:
+    if (chosen := chosen_device()) is not None:
         return chosen == "cuda"
     if shutil.which("nvidia-smi") is None:
         return False
@@ -213,6 +230,17 @@ def report(out: Path) -> None:
     print("Next: the same run with Adam: ./scripts/quickstart.sh --optimizer adam --out runs/adam")
 
 
+def check_steps(steps: int, checkpoints: Path, flags: list[str]) -> None:
+    """Refuse fewer steps than the checkpoint has that a run with these flags goes on from."""
+    latest = checkpoints / "latest_checkpointed_iteration.txt"
+    if not OWN_START.isdisjoint(flag.partition("=")[0] for flag in flags) or not latest.exists():
+        return
+    reached = latest.read_text().strip()
+    if reached.isdecimal() and int(reached) > steps:
+        rule = f"must be at least {reached}, the step of the checkpoint in {checkpoints}"
+        raise ConfigurationError("--steps", steps, rule, "Give more steps, or another --out")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="./scripts/quickstart.sh", description=__doc__, allow_abbrev=False
@@ -227,12 +255,22 @@ def main() -> int:
         if (value := getattr(args, name)) < 1:
             parser.error(f"--{name} {value}: must be at least 1")
     out = args.out.resolve()
-    out.mkdir(parents=True, exist_ok=True)
-    corpus = out.parent / "corpus"
-    prepare_corpus(corpus)
+    corpus, log = out.parent / "corpus", out / "training.log"
+    try:
+        chosen_device()
+        check_steps(args.steps, out / "checkpoints", flags)
+        out.mkdir(parents=True, exist_ok=True)
+        log.open("a").close()
+        prepare_corpus(corpus)
+    except ConfigurationError as error:
+        parser.error(str(error))
+    except OSError as error:
+        place = f"{error.filename}: {error.strerror}"
+        parser.error(f"--out {args.out}: cannot be written ({place}). Name another folder.")
+    except subprocess.CalledProcessError as error:
+        return error.returncode  # its own lines say why
     print(f"Training {args.steps} steps on {args.processes} processes; everything lands in {out}")
     own = training_flags(args.steps, args.processes, out, corpus)
-    log = out / "training.log"
     code, interrupted = train([*model_flags(), *own, *flags], log, processes=args.processes)
     if interrupted:
         print("Stopped. The same command goes on from the last checkpoint.")

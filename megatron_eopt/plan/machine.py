@@ -18,11 +18,11 @@ class Machine:
         link: Bytes a second that it sends to GPUs of its computer.
         network: Bytes a second that it sends to other computers.
         gpus: GPUs of a computer.
-        efficiency: Share of ``flops`` that matrix products reach.
+        efficiency: Share of ``flops`` that matrix products reach, at most 1.
         latency: Seconds until a collective begins to move data.
 
     Raises:
-        ConfigurationError: If a number is not positive.
+        ConfigurationError: If a number is not positive, or the efficiency above 1.
     """
 
     name: str
@@ -36,7 +36,9 @@ class Machine:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self)[1:]:
-            check_number(f"machine.{field.name}", getattr(self, field.name), above=0)
+            at_most = 1 if field.name == "efficiency" else None
+            value = getattr(self, field.name)
+            check_number(f"machine.{field.name}", value, above=0, at_most=at_most)
 
 
 MACHINES = {
@@ -56,7 +58,7 @@ def machine(name: str, numbers: Mapping[str, float] | None = None) -> Machine:
     """Return a machine of :data:`MACHINES`, with other numbers where given.
 
     Raises:
-        ConfigurationError: If there is none of that name, or a number is not positive.
+        ConfigurationError: If there is none of that name, or a number is out of its bounds.
     """
     check_choice("machine", name, MACHINES)
     given = {key: value for key, value in (numbers or {}).items() if value is not None}

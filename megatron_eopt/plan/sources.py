@@ -40,10 +40,11 @@ class _Fields:
         raise ConfigurationError(self._shown(name), self[name], rule, way_out)
 
 
-def _head_size(hidden: int, heads: int, given: int | None) -> int:
+def _head_size(read: _Fields, given: int | None) -> int:
+    hidden, heads = read.number("hidden_size"), read.number("num_attention_heads")
     if given is None and hidden % heads:
         rule = f"must divide the hidden size {hidden} if no size of a head is given"
-        raise ConfigurationError("num_attention_heads", heads, rule, "Give the size of a head")
+        read.refuse("num_attention_heads", rule, "Give the size of a head")
     return given or hidden // heads
 
 
@@ -86,7 +87,7 @@ def from_hugging_face(path: str | Path, *, seq_length: int = SEQ_LENGTH) -> Arch
         ffn_hidden_size=read.number("intermediate_size"),
         num_attention_heads=heads,
         num_query_groups=groups,
-        kv_channels=read.number("v_head_dim") if latent else _head_size(hidden, heads, head),
+        kv_channels=read.number("v_head_dim") if latent else _head_size(read, head),
         vocab_size=read.number("vocab_size"),
         untied=not read.switch("tie_word_embeddings"),
         add_qkv_bias=kind == "qwen2",
@@ -215,7 +216,9 @@ def refuse_flags(flags: Mapping[str, Any], source: str) -> None:
         ConfigurationError: If one of them was given.
     """
     for name in (*_FLAGS, *_SWITCHES, "moe-layer-freq"):
-        if (value := flags.get(name.replace("-", "_"))) not in (None, False):
+        value = flags.get(name.replace("-", "_"))
+        # 0 was given, and equals False
+        if value is not None and value is not False:
             rule = f"has no meaning beside {source}, which says all of the architecture"
             raise ConfigurationError(f"--{name}", value, rule, "Leave one of the two out")
 
@@ -252,7 +255,7 @@ def from_flags(flags: Mapping[str, Any], *, name: str = "flags") -> Architecture
         ffn_hidden_size=inner,
         num_attention_heads=heads,
         num_query_groups=read.number("num_query_groups", 1) if grouped else heads,
-        kv_channels=_head_size(hidden, heads, read.optional("kv_channels")),
+        kv_channels=_head_size(read, read.optional("kv_channels")),
         vocab_size=read.number("vocab_size"),
         gated=gated,
         untied=read.switch("untie_embeddings_and_output_weights"),

@@ -19,6 +19,13 @@ def command(out: Path, steps: int) -> list[str]:
     return [sys.executable, script, "--steps", str(steps), "--out", str(out), *SMALL]
 
 
+def run(out: Path, steps: int, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run the quickstart to its end."""
+    return subprocess.run(
+        command(out, steps), env=environment, text=True, capture_output=True, timeout=180, cwd=ROOT
+    )
+
+
 LISTING = "GPU 0: one\nGPU 1: another\n"
 
 
@@ -71,12 +78,20 @@ def test_interrupted_and_gone_on_with(tmp_path, environment):
     saved = int((out / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
 
     steps = saved + 4
-    done = subprocess.run(
-        command(out, steps), env=environment, text=True, capture_output=True, timeout=180, cwd=ROOT
-    )
+    done = run(out, steps, environment)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     iterations = [int(i) for i in re.findall(r"iteration +(\d+)/", done.stdout)]
     assert min(iterations) == saved + 1
     assert max(iterations) == steps
     assert re.search(r"Held-out loss: \d+\.\d+", done.stdout)
     assert (out / "loss.png").stat().st_size > 10_000
+
+    # evaluates again, and trains no more
+    done = run(out, steps, environment)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert not re.search(r"iteration +\d+/", done.stdout)
+    assert re.search(rf"Held-out loss: \d+\.\d+ .*step {steps}\)", done.stdout)
+    done = run(out, steps - 1, environment)
+    assert done.returncode == 2
+    assert f"--steps={steps - 1}: must be at least {steps}" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -68,9 +68,28 @@ def test_a_sweep_is_printed_and_drawn(tmp_path):
         ),
         ("sweep --model Llama-3-8B --ranks 3 --tp 2", "must be divided"),
         ("explain nowhere", "nowhere"),
-        ("plan --hugging-face nowhere", "nowhere"),
-        ("plan --model Llama-3-8B --muon-team-size 0", "muon_team_size"),
-        ("plan --model Llama-3-8B --gpu-link 0", "link"),
+        ("plan --hugging-face nowhere", "--hugging-face='nowhere'"),
+        ("plan --model Llama-3-8B --muon-team-size 0", "--muon-team-size=0"),
+        ("plan --model Llama-3-8B --optimizer-config nowhere", "--optimizer-config='nowhere'"),
+        ("plan --model Llama-3-8B --seq-length 0", "--seq-length=0: has no meaning"),
+        ("plan --model Llama-3-8B --data-parallel-size 0", "--dp=0: must be"),
+        ("plan --model Llama-3-8B --instances 3", "--instances=3: must divide"),
+        ("plan --model Llama-3-8B --ep 3", "ep x etp=3: must divide"),
+        ("plan --model Llama-3-8B --pp 33", "--pp=33: must leave"),
+        ("plan --model Llama-3-8B --gpu-link 0", "--gpu-link=0.0: must be"),
+        ("plan --model Llama-3-8B --gpu-flops nan", "--gpu-flops=nan: must be"),
+        ("plan --model Llama-3-8B --gpu-efficiency 2", "--gpu-efficiency=2.0: must be"),
+        (
+            "plan --hidden-size 8 --num-attention-heads 3 --vocab-size 8 --num-layers 2",
+            "--num-attention-heads=3: must divide",
+        ),
+        (
+            "plan --hidden-size 8 --num-attention-heads 4 --vocab-size 8 --num-layers 2 "
+            "--group-query-attention --num-query-groups 3",
+            "--num-query-groups=3: must divide",
+        ),
+        # nobody gave it
+        ("plan --model Llama-3-8B --tp 3", ": num_query_groups=8: must divide"),
     ],
 )
 def test_wrong_arguments_are_one_line(arguments, words, capsys):

@@ -297,7 +297,7 @@ def test_spellings_of_layers_with_experts(given, layers):
         ({"hidden_size": "96"}, "--hidden-size='96'"),
         ({"num_layers": 0}, "--num-layers=0"),
         ({"swiglu": "yes"}, "--swiglu='yes'"),
-        ({"num_attention_heads": 7}, "num_attention_heads=7"),
+        ({"num_attention_heads": 7}, "--num-attention-heads=7"),
         ({"group_query_attention": True, "num_query_groups": 3}, "num_query_groups=3"),
         ({"num_query_groups": 4}, "--num-query-groups=4"),
         ({"moe_ffn_hidden_size": 32}, "without --num-experts"),

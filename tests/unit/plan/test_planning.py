@@ -149,5 +149,7 @@ def test_collectives_take_latency_and_the_slower_link():
 def test_a_machine_needs_positive_numbers(number):
     with pytest.raises(ConfigurationError, match="link"):
         machine("H100", {"link": number})
+    with pytest.raises(ConfigurationError, match=r"efficiency=1\.5: .*at most 1"):
+        machine("H100", {"efficiency": 1.5})
     with pytest.raises(ConfigurationError, match="X100"):
         machine("X100")

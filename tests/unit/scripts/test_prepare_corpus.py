@@ -1,11 +1,15 @@
 """From a folder of text files to Megatron's indexed data sets."""
 
+import errno
 import os
 import runpy
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "prepare_corpus.py"
@@ -47,7 +51,7 @@ def test_every_byte_lands_in_one_split(capsys, tmp_path, texts):
     assert read == sorted(
         content for name, content in texts.items() if content and "skipped" not in name
     )
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".corpus")]
+    assert len(list(out.iterdir())) == 6
 
 
 @pytest.mark.parametrize(
@@ -89,3 +93,116 @@ def test_files_without_text_leave_the_old_corpus_alone(capsys, tmp_path, texts):
     assert code == 2
     assert "nothing to read" in said
     assert (out / "train.bin").read_bytes() == before
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        ("texts", "is or holds the input"),
+        ("texts/part0/..", "is or holds the input"),
+        (".", "is or holds the input"),
+        ("link", "is or holds the input"),
+        ("notes", "holds 'mine.md', which is no part of a corpus"),
+        ("notes/mine.md", "is not a folder"),
+        ("notes/mine.md/corpus", "Not a directory"),
+    ],
+)
+def test_nothing_is_written_where_something_would_be_lost(capsys, tmp_path, texts, out, message):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "mine.md").write_text("not to be lost")
+    (tmp_path / "link").symlink_to("texts")
+    before = contents(tmp_path)
+    code, said = prepare(capsys, tmp_path / "texts", "--out", tmp_path / out)
+    assert code == 2
+    assert message in said
+    assert said.count("\n") == 1
+    assert contents(tmp_path) == before
+
+
+def test_a_corpus_among_the_texts_is_not_read(capsys, tmp_path, texts):
+    out = tmp_path / "texts" / "corpus"
+    arguments = (tmp_path / "texts", "--out", out)
+    for _ in range(2):
+        assert prepare(capsys, *arguments)[0] == 0
+    before = contents(out)
+    code, said = prepare(capsys, *arguments, "--suffix", "")
+    assert code == 2
+    assert "would be read as text" in said
+    assert contents(out) == before
+    code, said = prepare(capsys, *arguments, "--suffix", "", "--exclude", "corpus")
+    assert code == 0, said
+
+
+def samples(corpus: Path, cache: Path | None) -> set[int]:
+    """Return the tokens that Megatron reads, whose index is kept in ``cache``."""
+    config = GPTDatasetConfig(
+        random_seed=1,
+        sequence_length=4,
+        blend_per_split=[([str(corpus / split)], None) for split in ("train", "valid", "test")],
+        path_to_cache=cache and str(cache),
+        tokenizer=SimpleNamespace(vocab_size=257, eod=256, pad=0, unique_identifiers={}),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+    )
+    sizes, everywhere = [8, 1, 1], lambda: True
+    train, *_ = BlendedMegatronDatasetBuilder(GPTDataset, sizes, everywhere, config).build()
+    return {int(token) for i in range(len(train)) for token in train[i]["tokens"]}
+
+
+@pytest.mark.parametrize("cache", ["cache", None])
+def test_megatrons_index_of_an_earlier_corpus_is_not_used(capsys, tmp_path, cache):
+    texts, out = tmp_path / "texts", tmp_path / "corpus"
+    texts.mkdir()
+    cache = cache and out / cache
+    # the index of the first has documents that the second has not
+    for letter, count, length in (("a", 40, 5), ("b", 3, 200)):
+        for path in texts.iterdir():
+            path.unlink()
+        for i in range(count):
+            (texts / f"{i}.txt").write_text(letter * length)
+        assert prepare(capsys, texts, "--out", out)[0] == 0
+        (out / "cache").mkdir(exist_ok=True)
+        (out / "cache" / "mine.txt").write_text("kept")
+        assert samples(out, cache) <= {ord(letter), 256}
+        assert len(list(out.rglob("*-document_index.npy"))) == 3
+    assert prepare(capsys, texts, "--out", out)[0] == 0
+    assert not list(out.rglob("*-document_index.npy"))
+    assert (out / "cache" / "mine.txt").read_text() == "kept"
+
+
+def test_a_corpus_that_is_replaced_in_part_does_not_look_whole(
+    capsys, tmp_path, texts, monkeypatch
+):
+    out = tmp_path / "corpus"
+    assert prepare(capsys, tmp_path / "texts", "--out", out)[0] == 0
+    replace = Path.replace
+
+    def full(path: Path, target: Path) -> Path:
+        if target.name == "valid.bin":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return replace(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", full)
+        code, said = prepare(capsys, tmp_path / "texts", "--out", out)
+    assert code == 2
+    assert f"{out}: No space left on device" in said
+    assert (out / "train.bin").exists()
+    assert not (out / "test.idx").exists()
+    assert prepare(capsys, tmp_path / "texts", "--out", out)[0] == 0
+    assert (out / "test.idx").exists()
+
+
+def test_what_a_killed_run_left_is_no_obstacle(capsys, tmp_path, texts):
+    left = tmp_path / "corpus" / ".partial-killed" / "train.bin"
+    left.parent.mkdir(parents=True)
+    left.write_bytes(b"half")
+    code, said = prepare(capsys, tmp_path / "texts", "--out", tmp_path / "corpus")
+    assert code == 0, said
+    assert IndexedDataset(str(tmp_path / "corpus" / "train"))
