@@ -226,6 +226,33 @@ def test_with_a_loss_scale_all_ranks_skip_and_change_the_scale_alone(storage):
             assert result["unchanged"]
 
 
+def with_a_frozen_stage(storage: str) -> list[bool]:
+    """Overflow once, in a loop that zeroes the model's buffers alone."""
+    run = Run(
+        optimizer="stock" if storage == "plain" else "layer_wise",
+        model=DENSE | {"dtype": torch.float16},
+        config={"fp16": True, "initial_loss_scale": 1024.0, "min_loss_scale": 1.0, "hysteresis": 1},
+        parallel={"pp": 2},
+        frozen="" if torch.distributed.get_rank() == 0 else None,
+    )
+    chunk, optimizer = build(run, storage)
+    done = []
+    for step in range(3):
+        chunk.zero_grad_buffer()
+        inject(run, chunk, step)
+        for buffer in chunk.buffers:
+            buffer.grad_data.mul_(float(optimizer.get_loss_scale()))
+        if step == 0:
+            poison(chunk, optimizer, FIRST, math.inf)
+        done.append(optimizer.step()[0])
+    return done
+
+
+@pytest.mark.parametrize("storage", ["layer_wise", "plain"])
+def test_a_frozen_stage_forgets_an_overflow_with_the_others(storage):
+    assert run_ranks(2, with_a_frozen_stage, storage) == [[False, True, True]] * 2
+
+
 def scale_after(overflows: list[bool]) -> float:
     """Return megatron-core's loss scale after these steps."""
     with mock.patch("torch.cuda.current_device", return_value="cpu"):
