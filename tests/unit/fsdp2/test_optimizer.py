@@ -7,7 +7,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.fsdp2 import build_optimizer
-from megatron_eopt.settings.config import OptimizerConfig
+from megatron_eopt.settings.config import OptimizerConfig, ParamKey
 from tests.harness import run_ranks
 from tests.unit.fsdp2.model import (
     MATRICES,
@@ -47,6 +47,20 @@ def test_parameters_are_routed_by_what_they_are():
         "norm.weight": vector,
         "norm.bias": vector,
     }
+
+
+def test_multipliers_of_some_parameters_are_of_their_own_rates():
+    model = make_model()
+    overrides = {
+        ParamKey(name="up.*"): {"lr_mult": 0.5, "wd_mult": 3.0},
+        ParamKey(name="down.weight"): {"max_lr": 0.25, "lr_mult": 2.0},
+    }
+    found = groups_of(model, build_optimizer(model, config(muon_lr=0.125), overrides))
+    # multiples of powers of two, and of the decay's own number
+    assert found["up.weight"] == ("muon", 0.0625, 3.0 * 0.1)
+    assert found["up.bias"] == ("adam", 0.01, 3.0 * 0.1)
+    assert found["down.weight"] == ("muon", 0.5, 0.1)
+    assert found["wide.weight"] == ("muon", 0.125, 0.1)
 
 
 def test_an_output_layer_is_named_by_its_path():

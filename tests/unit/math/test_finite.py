@@ -1,7 +1,9 @@
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_eopt.math.finite import NonFiniteError, check_finite, suspicion
+from tests.harness import run_ranks
 
 NAMED = {
     "fine": torch.ones(3, 4),
@@ -39,3 +41,30 @@ def test_the_flag_is_a_tensor_and_waits_for_nobody() -> None:
 def test_many_culprits_are_cut_short() -> None:
     with pytest.raises(NonFiniteError, match="and 4 more"):
         check_finite((f"layer{i}", torch.tensor([float("nan")])) for i in range(12))
+
+
+CHAIN = [[[0, 1], [2], [3]], [[0], [1, 2], [3]], [[0], [1], [2, 3]]]
+"""Groups of three kinds: each rank shares one with its neighbours, and none with all."""
+
+
+def names_along_a_chain() -> list[list[str]]:
+    """Return what this rank is told as some of the ranks have a culprit."""
+    rank = dist.get_rank()
+    groups = [dist.new_subgroups_by_enumeration(kind)[0] for kind in CHAIN]
+    told = []
+    for sick in SICK:
+        bad = torch.tensor([float("nan" if rank in sick else 1)])
+        try:
+            check_finite([(f"w{rank}", bad)], groups=groups)
+            told.append([])
+        except NonFiniteError as error:
+            told.append(error.names)
+    return told
+
+
+SICK = [(0,), (3,), (0, 3), ()]
+
+
+def test_ranks_that_share_no_group_raise_together() -> None:
+    told = [[f"w{rank}" for rank in sick] for sick in SICK]
+    assert run_ranks(4, names_along_a_chain) == [told] * 4

@@ -11,7 +11,8 @@ from megatron_eopt.math.coefficients import (
     resolve_coefficients,
     table,
 )
-from megatron_eopt.math.orthogonalize import orthogonalize
+from megatron_eopt.math.orthogonalize import Orthogonalization, orthogonalize
+from megatron_eopt.math.precision import PrecisionT
 from tests.unit.math.spectra import NAMED, gaussian, oracle, relative_error
 
 RANGES = {
@@ -171,11 +172,31 @@ def test_a_side_of_size_zero_is_refused(shape: tuple[int, ...]) -> None:
         ({"backend": "tourch"}, "backend"),
         ({"reduce": lambda x: x}, "whole_shape"),
         ({"reduce": lambda x: x, "whole_shape": (5, 12)}, "whole_shape"),
+        ({"reduce": lambda x: x, "whole_shape": (12, 7)}, "whole_shape"),
+        ({"reduce": lambda x: x, "whole_shape": (4, 5)}, "whole_shape"),
+        # a square one is cut by columns
+        ({"reduce": lambda x: x, "whole_shape": (6, 6)}, "whole_shape"),
     ],
 )
 def test_bad_arguments_are_refused_by_name(arguments: dict[str, object], name: str) -> None:
     with pytest.raises(ConfigurationError, match=f"{name}="):
         orthogonalize(gaussian(4, 6), **arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("backend", "precision", "dtype"),
+    [
+        ("torch", "highest", torch.float32),
+        ("torch", "high", torch.float32),
+        ("torch", "medium", torch.bfloat16),
+        # it rounds by itself
+        ("emerging_optimizers", "medium", torch.float32),
+    ],
+)
+def test_matrices_travel_as_the_products_take_them(
+    backend: str, precision: PrecisionT, dtype: torch.dtype
+) -> None:
+    assert Orthogonalization(backend=backend, precision=precision).stack_dtype == dtype
 
 
 def test_what_is_not_a_float_matrix_is_refused() -> None:

@@ -103,7 +103,7 @@ def trained(cls, dtype, steps, *, loaded=None, param_dtype=torch.float32):
         weights, state = loaded
         for param, weight in zip(params, weights, strict=True):
             param.data.copy_(weight)
-        optimizer.load_state_dict(copy.deepcopy(state))
+        optimizer.load_state_dict(state)
     for step in range(*steps):
         for param in params:
             param.grad = parameter(*param.shape, seed=step).grad.to(param_dtype)
@@ -128,8 +128,16 @@ def test_state_is_small_and_goes_on_bit_equal(cls, dtype):
         blocks = param.shape[0] * -(-param.shape[1] // 32)
         assert scales.nbytes == (0 if dtype == "bf16" else blocks)
     assert all(momentum.dtype == torch.float32 for momentum in momenta(optimizer))
-    resumed, again = trained(cls, dtype, (2, 4), loaded=(half, optimizer.state_dict()))
+    state = optimizer.state_dict()
+    saved = copy.deepcopy(state)
+    resumed, again = trained(cls, dtype, (2, 4), loaded=(half, state))
     assert all(map(torch.equal, resumed, weights))
+    # neither whoever was saved nor whoever was loaded has changed it
+    for param in optimizer.state:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    for key, values in saved["state"].items():
+        assert torch.equal(state["state"][key]["momentum_buffer"], values["momentum_buffer"])
     assert all(map(torch.equal, momenta(again), momenta(whole_run)))
     kinds = {values["momentum_buffer"].dtype for values in again.state.values()}
     assert kinds == {FORMATS[dtype].dtype}

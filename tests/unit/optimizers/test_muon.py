@@ -101,10 +101,11 @@ def test_closures_run_with_gradients_and_their_loss_is_returned():
     assert TensorParallelMuon([param]).step() is None
 
 
+@pytest.mark.parametrize("kind", [TensorParallelMuon, TensorParallelAdaptiveMuon])
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("shape", [(4, 6), (6, 4), (2, 4, 6)])
-def test_updates_never_alias_momentum_or_gradients(shape, nesterov):
-    class Spoiling(TensorParallelMuon):
+def test_updates_never_alias_momentum_or_gradients(shape, nesterov, kind):
+    class Spoiling(kind):
         def pre_weight_update_fn_inplace(self, p, update):
             update.fill_(7.0)
 
@@ -201,14 +202,18 @@ def test_zero_tiny_and_rank_deficient_gradients_are_finite():
     assert torch.equal(params[0], zero_before)
 
 
-def test_a_subclass_may_orthogonalize_in_its_own_way():
+@pytest.mark.parametrize("method", ["decoupled", "l2", "independent"])
+def test_a_subclass_may_orthogonalize_in_its_own_way(method):
     class Sign(TensorParallelMuon):
         def orthogonalize(self, p, grad, **kwargs):
-            return grad.sign()
+            return grad.sign() + p
 
     param = parameter(4, 6)
-    want = param.detach() - 0.5 * param.grad.sign()
-    Sign([param], lr=0.5, weight_decay=0.0).step()
+    decayed = {"decoupled": 1 - 0.5 * 0.2, "l2": 1, "independent": 1 - 0.2}[method] * param.detach()
+    effective = param.grad + 0.2 * param.detach() if method == "l2" else param.grad
+    # it sees weights that have decayed, once
+    want = decayed - 0.5 * (effective.sign() + decayed)
+    Sign([param], lr=0.5, weight_decay=0.2, weight_decay_method=method).step()
     torch.testing.assert_close(param.detach(), want)
 
 

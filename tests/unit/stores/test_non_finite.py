@@ -253,6 +253,33 @@ def test_a_frozen_stage_forgets_an_overflow_with_the_others(storage):
     assert run_ranks(2, with_a_frozen_stage, storage) == [[False, True, True]] * 2
 
 
+def overflowing_in(name: str, storage: str) -> tuple[list[bool], float]:
+    run = Run(
+        optimizer="stock" if storage == "plain" else "layer_wise",
+        model=MOE | {"dtype": torch.float16},
+        config={"fp16": True, "initial_loss_scale": 1024.0, "min_loss_scale": 1.0, "hysteresis": 1},
+        parallel={"ep": 2},
+    )
+    chunk, optimizer = build(run, storage)
+    done = []
+    for step in range(2):
+        gradients(run, chunk, optimizer, step)
+        # both ranks have the same dense gradients, or a part of them, and experts of their own
+        if step == 0 and (name == NORM or torch.distributed.get_rank() == 1):
+            poison(chunk, optimizer, name, math.inf)
+        done.append(optimizer.step()[0])
+    return done, float(optimizer.get_loss_scale())
+
+
+@pytest.mark.parametrize("storage", ["layer_wise", "plain"])
+@pytest.mark.parametrize(
+    "name", ["local_experts.1.linear_fc2.weight", NORM], ids=["expert", "dense"]
+)
+def test_experts_and_all_others_overflow_together(name, storage):
+    results = run_ranks(2, overflowing_in, name, storage)
+    assert results == [([False, True], 512.0)] * 2
+
+
 def scale_after(overflows: list[bool]) -> float:
     """Return megatron-core's loss scale after these steps."""
     with mock.patch("torch.cuda.current_device", return_value="cpu"):
