@@ -3,8 +3,11 @@
 from typing import Any
 
 import pytest
+from megatron.core.optimizer.optimizer import GRAD_NORM_GROUP_ATTR, SEPARATE_GRAD_NORM_GROUPS
 
+from megatron_eopt import get_megatron_optimizer
 from megatron_eopt.settings.config import EmergingOptimizerConfig
+from megatron_eopt.stores.interface import named_gradients
 from tests.harness import run_ranks
 from tests.unit.stores import runs
 from tests.unit.stores.runs import Run, inject, make_chunk
@@ -38,3 +41,32 @@ def test_exempt_matrices_are_not_scaled_and_still_count():
         assert b["adam"] == pytest.approx(a["adam"], rel=1e-6)
         assert a["muon"] == pytest.approx(b["muon"] * factor**2, rel=1e-5)
     assert sum(result["muon"] + result["adam"] for result in clipped) == pytest.approx(1, rel=1e-5)
+
+
+def squares_by_norm(storage: str) -> dict[bool, float]:
+    """Clip a model of which some weights have a norm of their own; return both sums of squares."""
+    (name,) = SEPARATE_GRAD_NORM_GROUPS
+    run = Run(ddp={"use_distributed_optimizer": storage == "sharded"})
+    chunk = make_chunk(run)
+    for long_name, param in chunk.named_parameters():
+        if "linear_fc1.weight" in long_name or "layernorm" in long_name:
+            setattr(param, GRAD_NORM_GROUP_ATTR, name)
+    config = EmergingOptimizerConfig(
+        optimizer="muon", lr=0.01, clip_grad=1.0, use_distributed_optimizer=storage == "sharded"
+    )
+    optimizer = get_megatron_optimizer(config, [chunk])
+    inject(run, chunk, 0)
+    optimizer.step()
+    squares = {True: 0.0, False: 0.0}
+    for child in optimizer.chained_optimizers:
+        for param, grad in named_gradients(child):
+            squares[hasattr(param, GRAD_NORM_GROUP_ATTR)] += float(grad.square().sum())
+    return squares
+
+
+@pytest.mark.parametrize("storage", ["sharded", "replicated"])
+def test_what_has_a_norm_of_its_own_is_clipped_by_it(storage):
+    ranks = run_ranks(2, squares_by_norm, storage)
+    parts = ranks if storage == "sharded" else ranks[:1]
+    for own in (True, False):
+        assert sum(squares[own] for squares in parts) == pytest.approx(1, rel=1e-5)
