@@ -125,3 +125,37 @@ def test_an_asynchronous_save_that_would_fail_is_refused(flag):
     else:
         setattr(args, flag, "nvrx" if flag == "async_strategy" else False)
         assert check(args) is args
+
+
+def test_what_megatron_would_refuse_it_is_not_shown_but_keeps():
+    """Also if its check fails of something else."""
+    asked = {
+        "optimizer": "soap",
+        "use_torch_fsdp2": True,
+        "optimizer_cpu_offload": True,
+        "qk_clip": True,
+        "log_max_attention_logit": True,
+    }
+    args = argparse.Namespace(
+        **asked,
+        transformer_impl="local",
+        ckpt_format="torch_dist",
+        tensor_model_parallel_size=1,
+        calculate_per_token_loss=False,
+    )
+    shown = {}
+
+    def fails(args: argparse.Namespace, defaults: dict[str, Any]) -> None:
+        shown.update(vars(args))
+        raise ValueError("something else")
+
+    with pytest.raises(ValueError, match="something else"):
+        checking_what_it_knows(fails)(args)
+    assert {name: shown[name] for name in asked} == {
+        "optimizer": "adam",
+        "use_torch_fsdp2": True,
+        "optimizer_cpu_offload": False,
+        "qk_clip": False,
+        "log_max_attention_logit": False,
+    }
+    assert {name: getattr(args, name) for name in asked} == asked
