@@ -6,6 +6,7 @@ log has all of a run.
 
 import re
 import statistics
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -42,7 +43,10 @@ def train(
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     corpus = folder.parent / "corpus"
-    quickstart.prepare_corpus(corpus)
+    try:
+        quickstart.prepare_corpus(corpus)
+    except subprocess.CalledProcessError as error:
+        raise RunError(f"{corpus}: the corpus could not be prepared") from error
     own = [*quickstart.model_flags(), *quickstart.training_flags(steps, processes, folder, corpus)]
     log = folder / "training.log"
     code, interrupted = quickstart.train([*own, *flags], log, processes=processes, quiet=True)

@@ -24,6 +24,8 @@ from benchmarks.compare_optimizers.report import document, draw, notes, table
 from benchmarks.compare_optimizers.summary import summaries
 from benchmarks.compare_optimizers.trainings import Settings, claim, train_all
 from benchmarks.quickstart_runs import RunError
+from megatron_eopt.base.errors import ConfigurationError
+from scripts.quickstart import chosen_device
 
 DEFAULT_GRID = ",".join(f"{rate:g}" for rate in LEARNING_RATES)
 
@@ -76,6 +78,11 @@ def checked(arguments: argparse.Namespace, flags: list[str]) -> tuple[Grid, Sett
     for name in ("steps", "processes"):
         if getattr(arguments, name) < 1:
             raise InputError(f"--{name} {getattr(arguments, name)}: must be at least 1")
+    for name in ("json", "png"):
+        path = getattr(arguments, name)
+        if path is not None and (path.is_dir() or not path.resolve().parent.is_dir()):
+            raise InputError(f"--{name} {path}: must be a file in a folder that exists")
+    chosen_device()
     check(arguments.optimizers, arguments.seeds, flags, offered_names())
     grid = grid_of(arguments.optimizers, arguments.lr)
     settings = Settings(arguments.steps, arguments.processes, tuple(flags))
@@ -87,7 +94,7 @@ def main(given: list[str] | None = None) -> int:
     arguments, flags = parser().parse_known_args(given)
     try:
         grid, settings = checked(arguments, flags)
-    except InputError as error:
+    except (InputError, ConfigurationError, OSError) as error:
         print(f"{parser().prog}: {error}", file=sys.stderr)
         return 2
     for name, rates in grid.items():

@@ -32,6 +32,8 @@ SETTINGS = Settings(steps=40, processes=1, flags=("--num-layers", "1"))
         ("--seeds 2 2", "--seeds 2 2: name each of them once"),
         ("--steps 0", "--steps 0: must be at least 1"),
         ("--processes 0", "--processes 0: must be at least 1"),
+        ("--png nowhere/a.png", "--png nowhere/a.png: must be a file in a folder that exists"),
+        ("--json .", "--json .: must be a file in a folder that exists"),
         ("--lr 1e-3", "--lr 1e-3: must be OPTIMIZER=a,b,c"),
         ("--lr soap=1e-3", "--lr soap=1e-3: must name one of --optimizers adam muon"),
         ("--lr muon=1e-3,fast", "--lr muon=1e-3,fast: learning rates must be numbers"),
@@ -53,6 +55,15 @@ def test_wrong_input_is_refused_in_one_sentence(arguments, said, tmp_path, capsy
     assert said in error
     assert error == lines[-1]
     assert not (tmp_path / "runs").exists()
+
+
+def test_an_unknown_device_and_a_folder_in_the_way_are_refused(tmp_path, capsys, monkeypatch):
+    (tmp_path / "runs").write_text("")
+    assert main(["--out", str(tmp_path / "runs")]) == 2
+    assert "runs" in capsys.readouterr().err.splitlines()[-1]
+    monkeypatch.setenv("MEGATRON_EOPT_DEVICE", "tpu")
+    assert main(["--out", str(tmp_path / "others")]) == 2
+    assert "MEGATRON_EOPT_DEVICE='tpu'" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_what_is_no_number_is_refused(capsys):
