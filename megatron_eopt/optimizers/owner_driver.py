@@ -123,11 +123,11 @@ class OwnerDriver(Driver):
 
     def _begin(self) -> None:
         """Check the weights of a batch, and make its state exist."""
-        if self._fault_in is not None:
-            params = [param for group in self._optimizer.param_groups for param in group["params"]]
+        params = [param for group in self._optimizer.param_groups for param in group["params"]]
+        if self._fault_in is not None and self._fault_in(params) is not None:
             index_of = {param: index for index, param in self.owned.items()}
             names = [name for shard in self.shards for name in shard.matrix_names]
-            for param in params if self._fault_in(params) is not None else ():
+            for param in params:
                 if (reason := self._fault_in([param])) is not None:
                     self.faults.append((names[index_of[param]], reason))
         if self._init_state_fn is not None and not self.faults:
