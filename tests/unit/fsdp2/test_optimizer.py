@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from megatron.core.optimizer.optimizer_config import ParamKey
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.fsdp2 import build_optimizer
-from megatron_eopt.settings.config import OptimizerConfig, ParamKey
+from megatron_eopt.settings.config import OptimizerConfig
 from tests.harness import run_ranks
 from tests.unit.fsdp2.model import (
     MATRICES,
@@ -56,7 +57,6 @@ def test_multipliers_of_some_parameters_are_of_their_own_rates():
         ParamKey(name="down.weight"): {"max_lr": 0.25, "lr_mult": 2.0},
     }
     found = groups_of(model, build_optimizer(model, config(muon_lr=0.125), overrides))
-    # multiples of powers of two, and of the decay's own number
     assert found["up.weight"] == ("muon", 0.0625, 3.0 * 0.1)
     assert found["up.bias"] == ("adam", 0.01, 3.0 * 0.1)
     assert found["down.weight"] == ("muon", 0.5, 0.1)

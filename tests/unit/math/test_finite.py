@@ -46,12 +46,15 @@ def test_many_culprits_are_cut_short() -> None:
 CHAIN = [[[0, 1], [2], [3]], [[0], [1, 2], [3]], [[0], [1], [2, 3]]]
 """Groups of three kinds: each rank shares one with its neighbours, and none with all."""
 
+SICK: list[tuple[int, ...]] = [(0,), (3,), (0, 3), ()]
+"""Ranks that have a culprit, one time after another."""
+
 
 def names_along_a_chain() -> list[list[str]]:
-    """Return what this rank is told as some of the ranks have a culprit."""
+    """Return what this rank is told each time."""
     rank = dist.get_rank()
     groups = [dist.new_subgroups_by_enumeration(kind)[0] for kind in CHAIN]
-    told = []
+    told: list[list[str]] = []
     for sick in SICK:
         bad = torch.tensor([float("nan" if rank in sick else 1)])
         try:
@@ -60,9 +63,6 @@ def names_along_a_chain() -> list[list[str]]:
         except NonFiniteError as error:
             told.append(error.names)
     return told
-
-
-SICK = [(0,), (3,), (0, 3), ()]
 
 
 def test_ranks_that_share_no_group_raise_together() -> None:

@@ -321,17 +321,22 @@ def test_zero_tiny_and_rank_deficient_gradients_are_finite(method):
     assert all(v.isfinite().all() for p in params for v in optimizer.state[p].values())
 
 
+# updates are float32 where momentum is rounded
+@pytest.mark.parametrize("momentum_dtype", ["fp32", "bf16", "fp8", "int8"])
 @pytest.mark.parametrize("method", METHODS)
-def test_bfloat16_parameters_keep_their_dtype(method):
+def test_bfloat16_parameters_keep_their_dtype(method, momentum_dtype):
     param = torch.nn.Parameter(torch.ones(8, 12, dtype=torch.bfloat16))
     exact = torch.nn.Parameter(torch.ones(8, 12))
-    optimizer = TensorParallelAdaptiveMuon([param], moment2_method=method)
+    settings = {"moment2_method": method, "momentum_dtype": momentum_dtype}
+    optimizer = TensorParallelAdaptiveMuon([param], **settings)
     reference = TensorParallelAdaptiveMuon([exact], moment2_method=method)
     exact.grad = torch.randn(8, 12, generator=torch.Generator().manual_seed(0))
     param.grad = exact.grad.to(torch.bfloat16)
     optimizer.step()
     reference.step()
-    moment, its = (o.state[p]["moment2_buffer"] for o, p in ((optimizer, param), (reference, exact)))
+    moment, its = (
+        o.state[p]["moment2_buffer"] for o, p in ((optimizer, param), (reference, exact))
+    )
     assert param.dtype == moment.dtype == torch.bfloat16
     # eight bits of mantissa
     torch.testing.assert_close(param.float(), exact, rtol=0.01, atol=0.003)
@@ -339,14 +344,16 @@ def test_bfloat16_parameters_keep_their_dtype(method):
     assert (moment.float() - its).norm() < 0.05 * its.norm()
 
 
+# with "medium", too, what both return is float32
+@pytest.mark.parametrize("precision", ["highest", "medium"])
 @pytest.mark.parametrize("method", METHODS)
-def test_an_overridden_orthogonalize_is_normalized_and_scaled(method):
+def test_an_overridden_orthogonalize_is_normalized_and_scaled(method, precision):
     class Doubled(TensorParallelAdaptiveMuon):
         def orthogonalize(self, p, grad, **kwargs):
             return 2 * super().orthogonalize(p, grad, **kwargs)
 
     starts, params = [], []
-    settings = {"weight_decay": 0.5, "moment2_method": method, "fp32_matmul_prec": "highest"}
+    settings = {"weight_decay": 0.5, "moment2_method": method, "fp32_matmul_prec": precision}
     for cls in (TensorParallelAdaptiveMuon, Doubled):
         param = torch.nn.Parameter(torch.full((8, 12), 2.0))
         param.grad = torch.randn(8, 12, generator=torch.Generator().manual_seed(0))
