@@ -65,7 +65,12 @@ class _Program(NamedTuple):
 
 def _module(name: str) -> _Program:
     """Return the program of a module, for a package that of its ``__main__``."""
-    spec = importlib.util.find_spec(name)
+    try:
+        spec = importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        if not f"{name}.".startswith(f"{error.name}."):
+            raise
+        spec = None
     if spec is not None and spec.submodule_search_locations is not None:
         return _module(f"{name}.__main__")
     loader: Any = None if spec is None else spec.loader

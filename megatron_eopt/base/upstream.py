@@ -157,6 +157,9 @@ _BY_MODULE: dict[str, dict[str, Need]] = {
             "matching a checkpoint with what is asked for (install)",
             "load_dir args rank0 sharded_state_dict iteration release",
         ),
+        "_get_checkpoint_format": Need(
+            "loading by a checkpoint's own format (install)", "checkpoint_name args"
+        ),
         "get_checkpoint_name": Need("finding a checkpoint (install)", "return_base_dir"),
         "get_load_checkpoint_path_by_args": Need("checkpoints of Megatron-FSDP", "args"),
         "handle_swiglu_in_state_dict": Need("checkpoints of Megatron-FSDP (install)", "model"),
@@ -164,7 +167,6 @@ _BY_MODULE: dict[str, dict[str, Need]] = {
         "_load_base_checkpoint": _OF_FILES,
         "read_metadata": _OF_FILES,
         "checkpoint_exists": _OF_FILES,
-        "_get_checkpoint_format": _OF_FILES,
         "maybe_msc": _OF_FILES,
     },
     "emerging_optimizers.orthogonalized_optimizers.muon_utils": {

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_eopt.base.agreement import CheckpointError
 from megatron_eopt.base.errors import ConfigurationTypeError
-from megatron_eopt.base.names import STEP
+from megatron_eopt.base.names import MOMENTUM, STEP
 from megatron_eopt.base.upstream import needed, owner_of
 from megatron_eopt.checkpoint.groups import adopt
 from megatron_eopt.checkpoint.migration import MAY_BE_YOUNGER, missing_state, shortened
@@ -62,26 +62,50 @@ def load(member: Member, loaded: Mapping[str, Any]) -> None:
         rule = "must hold the state of every parameter"
         way_out = "Pass what sharded_state_dict(..., is_loading=True) returned, once it is loaded"
         raise ConfigurationTypeError("state_dict['state']", state, rule, way_out)
+    steps = max((int(meta.get(STEP, 0)) for meta in loaded[GROUPS].values()), default=0)
     states = {}
     for group in optimizer.param_groups:
         for param in group["params"]:
             name = storage._param_name(param)
-            found = state.get(name, state.get(name + _FIRST_HALF, {}))
+            found = {**state.get(name + _FIRST_HALF, {}), **state.get(name, {})}
             kept = optimizer.state[param]
             # what is cut like the parameter has been read in place
             states[id(param)] = {**kept, **found, **_cut_like(kept)}
+            if STEP in kept and STEP not in found and MOMENTUM in found:
+                # nobody counted this parameter's steps
+                states[id(param)][STEP] = torch.full_like(kept[STEP], steps)
         names = [storage._param_name(param) for param in group["params"]]
         adopt(group, [loaded[GROUPS].get(name, {}) for name in names])
     groups = [{**g, "params": [id(param) for param in g["params"]]} for g in optimizer.param_groups]
     optimizer.load_state_dict({"state": states, "param_groups": groups})
-    storage.steps = max((int(meta.get(STEP, 0)) for meta in loaded[GROUPS].values()), default=0)
+    storage.steps = steps
 
 
-def refuse_missing(wanted: Mapping[str, Any], keys: Container[str], fresh: Container[str]) -> None:
+def dispensable(member: Member) -> dict[str, frozenset[str]]:
+    """Return kinds of state that need not be in a checkpoint, by the names that state has."""
+    storage: Any = member.storage
+    return {
+        storage._param_name(param) + half: driver.dispensable
+        for driver in member.drivers
+        for param in storage.optimizer.params_of(driver)
+        for half in ("", _FIRST_HALF, _SECOND_HALF)
+    }
+
+
+def refuse_missing(
+    wanted: Mapping[str, Any],
+    keys: Container[str],
+    fresh: Container[str],
+    spare: Mapping[str, frozenset[str]],
+) -> list[str]:
     """Raise unless a checkpoint, which has ``keys``, has all state of :func:`requested`.
 
     State of the kinds ``fresh`` may be missing, and is no longer asked for then, nor is what it
-    goes with. Settings of groups that it lacks are no longer asked for either.
+    goes with. Settings of groups that it lacks are no longer asked for either, nor are kinds of
+    state that a parameter can ``spare``.
+
+    Returns:
+        What starts fresh, a line for each kind.
 
     Raises:
         ConfigurationError: If state is missing, with the parameters and what they lack.
@@ -92,18 +116,26 @@ def refuse_missing(wanted: Mapping[str, Any], keys: Container[str], fresh: Conta
         for kind in values
         if f"{_STATE}{name}.{kind}" not in keys
     ]
+    for name, kind in [pair for pair in lacking if pair[1] in spare.get(pair[0], ())]:
+        del wanted["state"][name][kind]
+        lacking.remove((name, kind))
     if missing := [f"{name}: {kind}" for name, kind in lacking if kind not in fresh]:
         raise missing_state(missing)
-    for name, kind in lacking:
-        del wanted["state"][name][kind]
-    for name in {name for name, kind in lacking if kind not in MAY_BE_YOUNGER}:
+    began = dict.fromkeys(lacking)
+    for name in dict.fromkeys(name for name, kind in lacking if kind not in MAY_BE_YOUNGER):
         # as :class:`~megatron_eopt.checkpoint.migration.Reading` has it: all, or none
-        state = wanted["state"][name]
-        for kind in state.keys() - MAINS:
-            del state[kind]
+        began |= dict.fromkeys((name, kind) for kind in wanted["state"][name] if kind not in MAINS)
+    names_of: dict[str, list[str]] = {}
+    for name, kind in began:
+        del wanted["state"][name][kind]
+        names_of.setdefault(kind, []).append(name)
     for name, meta in wanted[GROUPS].items():
         for setting in [s for s in meta if f"optimizer.{GROUPS}.{name}.{s}" not in keys]:
             del meta[setting]
+    return [
+        f"{kind} starts fresh: {len(names)} parameter(s): {shortened(names)}"
+        for kind, names in sorted(names_of.items())
+    ]
 
 
 def names_in(wanted: Mapping[str, Any]) -> list[str]:

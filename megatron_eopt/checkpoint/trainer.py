@@ -1,18 +1,21 @@
-"""State in checkpoints of Megatron-LM's trainer: four of its functions, wrapped.
+"""State in checkpoints of Megatron-LM's trainer: five of its functions, wrapped.
 
 Before the trainer reads a distributed checkpoint, what it asks for is matched with what is there.
 """
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from megatron.core.msc_utils import MultiStorageClientFeature
 from megatron.core.transformer.module import Float16Module
+from megatron.core.utils import log_single_rank
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
@@ -21,6 +24,8 @@ from megatron_eopt.base.upstream import needed, owner_of
 from megatron_eopt.checkpoint import fsdp_dtensor
 from megatron_eopt.checkpoint.matching import match
 from megatron_eopt.checkpoint.migration import Policy
+
+logger = logging.getLogger(__name__)
 
 type Function = Callable[..., Any]
 type Rebindings = list[tuple[ModuleType, str, Any]]
@@ -36,6 +41,7 @@ def trainer_rebindings() -> Rebindings:
         "load_checkpoint": _handing_over,
         "_load_global_dist_base_checkpoint": _matching,
         "_load_base_checkpoint": _refusing_gaps,
+        "_get_checkpoint_format": _taking_the_format,
         "handle_swiglu_in_state_dict": _under_a_wrapper,
     }
     return wrapped(wrappers)
@@ -53,10 +59,54 @@ def _handing_over(original: Function) -> Function:
     ) -> Any:
         if getattr(optimizer, "loads_itself", False):
             kwargs["skip_load_to_model_and_opt"] = False
-        with _rates_kept(optimizer, opt_param_scheduler), _explained():
+        with _loading(optimizer), _rates_kept(optimizer, opt_param_scheduler), _explained():
             return original(ddp_model, optimizer, opt_param_scheduler, *rest, **kwargs)
 
     return load_checkpoint
+
+
+_FORMATS = {"torch", "torch_dist"}
+
+
+@dataclass
+class _Load:
+    """A load in progress."""
+
+    optimizer: Any
+    # arguments that name the checkpoint's format meanwhile, and the one that they named
+    formats: dict[int, tuple[Any, str]] = field(default_factory=dict)
+
+
+_loads: list[_Load] = []
+"""The innermost last."""
+
+
+@contextmanager
+def _loading(optimizer: Any) -> Iterator[None]:
+    """Note what is loaded, and give arguments their own format again afterwards."""
+    _loads.append(_Load(optimizer))
+    try:
+        yield
+    finally:
+        for args, form in _loads.pop().formats.values():
+            args.ckpt_format = form
+
+
+def _taking_the_format(original: Function) -> Function:
+    """Let the trainer load by the format that a checkpoint has.
+
+    It reads a layer-wise optimizer's state by the format of the run, and would find none.
+    """
+
+    @functools.wraps(original)
+    def _get_checkpoint_format(checkpoint_name: Any, args: Any) -> Any:
+        form = original(checkpoint_name, args)
+        if _loads and {form, args.ckpt_format} == _FORMATS:
+            _loads[-1].formats.setdefault(id(args), (args, args.ckpt_format))
+            args.ckpt_format = form
+        return form
+
+    return _get_checkpoint_format
 
 
 @contextmanager
@@ -145,7 +195,10 @@ def _refusing_gaps(original: Function) -> Function:
             fresh, state = getattr(args, "checkpoint_fresh_state", ()), wanted["optimizer"]
             names = set(everyones(fsdp_dtensor.names_in(state)))
             fsdp_dtensor.refuse_left_over(names, keys, fresh)
-            agreed(lambda: fsdp_dtensor.refuse_missing(state, keys, fresh))
+            members = getattr(_loads[-1].optimizer, "members", ()) if _loads else ()
+            spare = {n: k for one in members for n, k in fsdp_dtensor.dispensable(one).items()}
+            for line in agreed(lambda: fsdp_dtensor.refuse_missing(state, keys, fresh, spare)):
+                log_single_rank(logger, logging.WARNING, f"optimizer state: {line}")
         return original(*values, **kwargs)
 
     return _load_base_checkpoint

@@ -42,13 +42,14 @@ def check_rank_files(folder: Path, manifest: Manifest | None, model: Any, args: 
         agreed(lambda: [name for name in _files(folder, args) if not (folder / name).exists()])
     )
     if missing:
-        raise CheckpointError(
-            "checkpoint",
-            str(folder),
-            f"has no file {', '.join(sorted(missing))}, which this layout reads",
-            "Load it at the tensor, pipeline, expert and data parallelism that wrote it; only "
-            "--ckpt-format torch_dist can change these",
+        way_out = (
+            "Load it with the optimizer, and at the tensor, pipeline, expert and data parallelism, "
+            "that wrote it; only --ckpt-format torch_dist can change these"
         )
+        if _model_file().name not in {Path(name).name for name in missing}:
+            way_out += ". Or begin without its optimizer state: --no-load-optim"
+        rule = f"has no file {', '.join(sorted(missing))}, which this layout reads"
+        raise CheckpointError("checkpoint", str(folder), rule, way_out)
     if manifest is None or args.finetune or "digest" not in manifest.written_by:
         return
     present = describe_model(model)
@@ -63,11 +64,15 @@ def check_rank_files(folder: Path, manifest: Manifest | None, model: Any, args: 
         )
 
 
-def _files(folder: Path, args: Any) -> list[str]:
-    """Return the files that this rank reads, relative to ``folder``."""
+def _model_file() -> Path:
     from megatron.training.checkpointing import get_checkpoint_name
 
-    model_file = Path(get_checkpoint_name("", 0))
+    return Path(get_checkpoint_name("", 0))
+
+
+def _files(folder: Path, args: Any) -> list[str]:
+    """Return the files that this rank reads, relative to ``folder``."""
+    model_file = _model_file()
     found = [model_file]
     load_state = not (args.no_load_optim or args.finetune)
     layer_wise = getattr(args, "use_layer_wise_distributed_optimizer", False)

@@ -162,13 +162,8 @@ class _TrackerWriter:
 def _loading(original: Function) -> Function:
     @functools.wraps(original)
     def load_checkpoint(ddp_model: Any, *rest: Any, **kwargs: Any) -> Any:
-        args = _args()
-        own_format = args.ckpt_format
-        try:
-            with loading(Loading(digests=True, model=ddp_model)):
-                return original(ddp_model, *rest, **kwargs)
-        finally:
-            args.ckpt_format = own_format
+        with loading(Loading(digests=True, model=ddp_model)):
+            return original(ddp_model, *rest, **kwargs)
 
     return load_checkpoint
 
@@ -241,10 +236,6 @@ def _verifying_a_folder(original: Function) -> Function:
         form = original(checkpoint_name, args)
         if form == "torch" and session.model is not None:
             check_rank_files(Path(checkpoint_name), manifest, session.model, args)
-        if session.model is not None and {form, args.ckpt_format} == {"torch", "torch_dist"}:
-            # the trainer reads a layer-wise optimizer's state by the format of the run, and would
-            # find none
-            args.ckpt_format = form
         return form
 
     return _get_checkpoint_format

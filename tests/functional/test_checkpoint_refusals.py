@@ -253,6 +253,16 @@ def test_files_of_ranks_load_at_their_layout_and_model_only(saved_by_rank, tmp_p
     assert words in refused(folder, *PER_RANK)
 
 
+@pytest.mark.long
+def test_files_of_another_optimizer_are_refused(tmp_path):
+    save(tmp_path, "--optimizer", "adam", *SHARDED, *TORCH)
+    flags = [*MUON, "--ckpt-format", "torch"]
+    assert "no file mp_rank_00/layer_wise_optimizer_0.pt" in (error := refused(tmp_path, *flags))
+    assert "with the optimizer" in error
+    assert "--no-load-optim" in error
+    assert loaded(tmp_path, *flags, "--no-load-optim")[0] == 2
+
+
 @pytest.mark.parametrize(
     "present", [MUON, pytest.param(ADAM, marks=pytest.mark.long)], ids=["muon", "adam"]
 )

@@ -257,10 +257,11 @@ def test_help_teaches(capsys):
     assert "--optimizer-defaults" in text
 
 
-def _no_such_module() -> None:
+def _no_such_module(name: str) -> None:
     with pytest.raises(ImportError, match="no Python module of this name"):
-        launched("-m", "megatron_eopt.nothing_here")
+        launched("-m", name)
 
 
-def test_an_unknown_module_is_named():
-    run_ranks(1, _no_such_module, cpu=False)
+@pytest.mark.parametrize("name", ["megatron_eopt.nothing_here", "nothing_here.either"])
+def test_an_unknown_module_is_named(name):
+    run_ranks(1, _no_such_module, name, cpu=False)

@@ -4,9 +4,9 @@
 |---|---|
 | torch_dist asserts that state has its parameter's shape: no SOAP, no NorMuon | tests/unit/stores/test_resharding.py::test_dense, tests/unit/build/test_plain_checkpoint.py::test_every_optimizer_continues, ::test_other_layouts_load_it |
 | layer-wise checkpoints load at one data-parallel size only | tests/unit/stores/test_resharding.py::test_dense, ::test_experts |
-| format torch: files of context-parallel ranks overwrite each other | test_ranks_that_are_given_one_file_name_keep_their_own_files, test_files_of_ranks_resume_a_run |
-| format torch, distributed Adam or SGD over torch's own: KeyError, or a leaf is written to, after loading; a run of format torch_dist loads no layer-wise state from it, without a word | test_files_of_ranks_resume_a_run |
-| format torch with --auto-detect-ckpt-format: KeyError for a torch_dist checkpoint | test_a_run_that_writes_files_of_ranks_resumes_from_a_distributed_checkpoint |
+| format torch: files of context-parallel ranks overwrite each other | tests/functional/test_files_of_ranks.py::test_ranks_that_are_given_one_file_name_keep_their_own_files, tests/functional/test_files_of_ranks.py::test_files_of_ranks_resume_a_run |
+| format torch, distributed Adam or SGD over torch's own: KeyError, or a leaf is written to, after loading; a run of format torch_dist loads no layer-wise state from it, without a word | tests/functional/test_files_of_ranks.py::test_files_of_ranks_resume_a_run |
+| format torch with --auto-detect-ckpt-format: KeyError for a torch_dist checkpoint | tests/functional/test_files_of_ranks.py::test_a_run_that_writes_files_of_ranks_resumes_from_a_distributed_checkpoint |
 | a group's identity contains the learning rate | test_another_schedule_resumes, tests/unit/build/test_resume.py |
 | muon with the distributed optimizer goes on from other weights | test_the_first_loss_after_a_resume_is_that_of_the_saved_weights, tests/unit/checkpoint/test_state.py::test_all_ranks_compute_with_the_parameters_of_the_checkpoint |
 | fully_reshardable saves shifted tensors where a bucket is padded; empty buckets are refused | tests/unit/stores/test_resharding.py::test_padded_buckets |
@@ -25,8 +25,6 @@ from megatron.core import optimizer as megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig
 
 from megatron_eopt import checkpoints
-from tests.functional.runner import PLAIN
-from tests.functional.script import TINY, losses, train
 from tests.harness import run_ranks
 from tests.harness.models import forward_backward, synthetic_batch
 from tests.harness.scene import forget_megatron
@@ -53,70 +51,6 @@ FORMS = ("fully_reshardable", "dp_reshardable")
 def plain(case: Case) -> Case:
     """Return the same run with whole parameters on every data-parallel rank."""
     return replace(case, ddp=REPLICATED, config={**case.config, **REPLICATED})
-
-
-# Files of ranks
-
-
-def one_name(case: Case, name: str) -> tuple[list[str], list[str]]:
-    """Save to one file name and load it; return the files, and what differs after loading."""
-    chunk, optimizer = build(case)
-    steps(case, chunk, optimizer, 0, 2)
-    optimizer.save_state_dict_to_file(name)
-    torch.distributed.barrier()
-    saved = full_state(case, chunk, optimizer)
-    model = {
-        key: value.clone()
-        for key, value in unwrapped(chunk).state_dict().items()
-        if value is not None
-    }
-    files = sorted(path.name for path in Path(name).parent.iterdir())
-    forget_megatron()
-    chunk, optimizer = build(case)
-    unwrapped(chunk).load_state_dict(model, strict=False)
-    optimizer.load_state_dict_from_file(name)
-    return files, differences(saved, full_state(case, chunk, optimizer))
-
-
-@pytest.mark.parametrize("name", ["muon", "soap"])
-def test_ranks_that_are_given_one_file_name_keep_their_own_files(tmp_path, name):
-    for files, different in run_ranks(2, one_name, Case(name, BF16), str(tmp_path / "state.pt")):
-        assert files == ["state_rank00000.pt", "state_rank00001.pt"]
-        assert not different
-
-
-EXPERTS = (
-    "--num-experts 4 --expert-model-parallel-size 2 --moe-router-load-balancing-type none "
-    "--moe-token-dispatcher-type alltoall --moe-ffn-hidden-size 64"
-)
-
-
-def goes_on(optimizer: str, folder: Path, saving: str, *loading: str) -> None:
-    """Train in one go, saving midway, and go on from there with each of some flags."""
-    flags = [*PLAIN[len(TINY) :], "--use-distributed-optimizer", *optimizer.split()]
-    kept = ["--save", str(folder), "--save-interval", "3", *saving.split()]
-    whole = losses(train(*flags, *kept, timeout=300))
-    for further in loading:
-        found = ["--load", str(folder), "--ckpt-step", "3", *further.split()]
-        rest = losses(train(*flags, *found, timeout=300))
-        # a process prints its second loss as part of a mean
-        assert len(rest) == 3
-        assert [rest[0], rest[2]] == [whole[3], whole[5]], further
-
-
-@pytest.mark.parametrize(
-    "optimizer",
-    ["muon", "adam", "adam --bf16", "sgd", "sgd --sgd-momentum 0", f"adam {EXPERTS}"],
-)
-def test_files_of_ranks_resume_a_run(tmp_path, optimizer):
-    # the folder says how it was written, whatever the run is going to write
-    formats = ("--ckpt-format torch", "--ckpt-format torch_dist")
-    goes_on(f"--optimizer {optimizer}", tmp_path, formats[0], *formats)
-
-
-def test_a_run_that_writes_files_of_ranks_resumes_from_a_distributed_checkpoint(tmp_path):
-    loading = "--ckpt-format torch --auto-detect-ckpt-format"
-    goes_on("--optimizer muon", tmp_path, "--ckpt-format torch_dist", loading)
 
 
 # The same optimizer resumes

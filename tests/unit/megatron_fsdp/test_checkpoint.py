@@ -138,10 +138,23 @@ def test_missing_state_is_refused_unless_it_may_start_fresh():
     }
     keys = {"optimizer.state.bias.exp_avg", f"optimizer.{GROUPS}.weight.lr"}
     with pytest.raises(ConfigurationError, match=r"weight: momentum_buffer.*--checkpoint-fresh"):
-        refuse_missing(wanted, keys, ())
-    refuse_missing(wanted, keys, ("momentum_buffer",))
+        refuse_missing(wanted, keys, (), {})
+    (line,) = refuse_missing(wanted, keys, ("momentum_buffer",), {})
+    assert line == "momentum_buffer starts fresh: 1 parameter(s): weight"
     assert wanted["state"] == {"weight": {}, "bias": {"exp_avg": 1}}
     assert wanted[GROUPS] == {"weight": {"lr": 1}, "bias": {}}
+
+
+def test_state_that_can_be_spared_takes_nothing_with_it():
+    state = {"weight": {"momentum_buffer": 1, "step": 0}, "bias": {"exp_avg": 1, "step": 0}}
+    wanted = {"state": state, GROUPS: {}}
+    keys = {"optimizer.state.weight.momentum_buffer", "optimizer.state.bias.exp_avg"}
+    spare = {"weight": frozenset({"step"})}
+    with pytest.raises(ConfigurationError, match="'bias: step'"):
+        refuse_missing(wanted, keys, (), spare)
+    lines = refuse_missing(wanted, keys, ("step",), spare)
+    assert wanted["state"] == {"weight": {"momentum_buffer": 1}, "bias": {}}
+    assert lines == [f"{kind} starts fresh: 1 parameter(s): bias" for kind in ("exp_avg", "step")]
 
 
 def test_state_of_parameters_that_are_no_longer_trained_is_refused():
@@ -160,5 +173,5 @@ def test_moments_begin_anew_together():
     state = {"weight": dict.fromkeys((*names, "param"), 0), "bias": {"exp_avg": 0}}
     wanted = {"state": state, GROUPS: {}}
     keys = {"optimizer.state.weight." + kind for kind in ("exp_avg", "step", "param")}
-    refuse_missing(wanted, keys | {"optimizer.state.bias.exp_avg"}, ("exp_avg_sq",))
+    refuse_missing(wanted, keys | {"optimizer.state.bias.exp_avg"}, ("exp_avg_sq",), {})
     assert wanted["state"] == {"weight": {"param": 0}, "bias": {"exp_avg": 0}}

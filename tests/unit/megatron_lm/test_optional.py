@@ -17,6 +17,7 @@ MODULES = (
 ALWAYS = {
     "load_checkpoint",
     "_load_base_checkpoint",
+    "_get_checkpoint_format",
     "_load_global_dist_base_checkpoint",
     "handle_swiglu_in_state_dict",
     # of the trainer
