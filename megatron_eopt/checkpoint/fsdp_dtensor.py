@@ -138,6 +138,26 @@ def refuse_missing(
     ]
 
 
+def refuse_other_shapes(
+    wanted: Mapping[str, Any], sizes: Mapping[str, tuple[int, ...] | None]
+) -> None:
+    """Raise unless tensors of :func:`requested` have the ``sizes`` of a checkpoint's, by key.
+
+    Raises:
+        CheckpointError: If one has another, with the keys.
+    """
+    other = []
+    for name, values in wanted["state"].items():
+        for kind, value in values.items():
+            size = sizes.get(f"{_STATE}{name}.{kind}")
+            if isinstance(value, Tensor) and size is not None and size != tuple(value.shape):
+                other.append(f"{name}: {kind} {list(size)} instead of {list(value.shape)}")
+    if other:
+        rule = "has tensors of another shape, so another model wrote it"
+        way_out = "Load it with the model's flags of the run that wrote it"
+        raise CheckpointError("checkpoint", shortened(sorted(other)), rule, way_out)
+
+
 def names_in(wanted: Mapping[str, Any]) -> list[str]:
     """Return the names, as state has them, of the parameters of :func:`requested`."""
     halves = [name + half for name in wanted[GROUPS] for half in (_FIRST_HALF, _SECOND_HALF)]

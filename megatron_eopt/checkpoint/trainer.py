@@ -18,6 +18,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import log_single_rank
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_eopt.base.agreement import CheckpointError, agreed, everyones, from_rank_0
 from megatron_eopt.base.upstream import needed, owner_of
@@ -191,21 +192,27 @@ def _refusing_gaps(original: Function) -> Function:
         if args.ckpt_format == fsdp_dtensor.FORMAT and "optimizer" in wanted:
             # collective: all ranks read the tracker file
             folder = needed("get_load_checkpoint_path_by_args")(args)
-            keys = from_rank_0(lambda: _keys_in(folder))
+            sizes = from_rank_0(lambda: _sizes_in(folder))
             fresh, state = getattr(args, "checkpoint_fresh_state", ()), wanted["optimizer"]
             names = set(everyones(fsdp_dtensor.names_in(state)))
-            fsdp_dtensor.refuse_left_over(names, keys, fresh)
+            fsdp_dtensor.refuse_left_over(names, sizes, fresh)
+            agreed(lambda: fsdp_dtensor.refuse_other_shapes(state, sizes))
             members = getattr(_loads[-1].optimizer, "members", ()) if _loads else ()
             spare = {n: k for one in members for n, k in fsdp_dtensor.dispensable(one).items()}
-            for line in agreed(lambda: fsdp_dtensor.refuse_missing(state, keys, fresh, spare)):
+            for line in agreed(lambda: fsdp_dtensor.refuse_missing(state, sizes, fresh, spare)):
                 log_single_rank(logger, logging.WARNING, f"optimizer state: {line}")
         return original(*values, **kwargs)
 
     return _load_base_checkpoint
 
 
-def _keys_in(folder: str) -> frozenset[str]:
-    return frozenset(FileSystemReader(folder).read_metadata().state_dict_metadata)
+def _sizes_in(folder: str) -> dict[str, tuple[int, ...] | None]:
+    """Return all keys of a checkpoint, with the shapes of what is a tensor."""
+    found = FileSystemReader(folder).read_metadata().state_dict_metadata
+    return {
+        key: tuple(value.size) if isinstance(value, TensorStorageMetadata) else None
+        for key, value in found.items()
+    }
 
 
 def _under_a_wrapper(original: Function) -> Function:
