@@ -31,6 +31,7 @@ GROUPS = "param_to_group_meta"
 """Key of the settings of every parameter's group."""
 
 _FIRST_HALF, _SECOND_HALF = "_w", "_v"
+_PARTS = ("", _FIRST_HALF, _SECOND_HALF)
 _STATE = "optimizer.state."
 
 
@@ -88,7 +89,7 @@ def dispensable(member: Member) -> dict[str, frozenset[str]]:
         storage._param_name(param) + half: driver.dispensable
         for driver in member.drivers
         for param in storage.optimizer.params_of(driver)
-        for half in ("", _FIRST_HALF, _SECOND_HALF)
+        for half in _PARTS
     }
 
 
@@ -110,15 +111,13 @@ def refuse_missing(
     Raises:
         ConfigurationError: If state is missing, with the parameters and what they lack.
     """
-    lacking = [
-        (name, kind)
-        for name, values in wanted["state"].items()
-        for kind in values
-        if f"{_STATE}{name}.{kind}" not in keys
-    ]
-    for name, kind in [pair for pair in lacking if pair[1] in spare.get(pair[0], ())]:
-        del wanted["state"][name][kind]
-        lacking.remove((name, kind))
+    lacking = []
+    for name, values in wanted["state"].items():
+        for kind in [kind for kind in values if f"{_STATE}{name}.{kind}" not in keys]:
+            if kind in spare.get(name, ()):
+                del values[kind]
+            else:
+                lacking.append((name, kind))
     if missing := [f"{name}: {kind}" for name, kind in lacking if kind not in fresh]:
         raise missing_state(missing)
     began = dict.fromkeys(lacking)
@@ -160,8 +159,7 @@ def refuse_other_shapes(
 
 def names_in(wanted: Mapping[str, Any]) -> list[str]:
     """Return the names, as state has them, of the parameters of :func:`requested`."""
-    halves = [name + half for name in wanted[GROUPS] for half in (_FIRST_HALF, _SECOND_HALF)]
-    return [*wanted[GROUPS], *halves, *wanted["state"]]
+    return [*(name + half for name in wanted[GROUPS] for half in _PARTS), *wanted["state"]]
 
 
 def refuse_left_over(names: Container[str], keys: Iterable[str], fresh: Container[str]) -> None:

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_eopt.base.agreement import CheckpointError, agreed, everyones, from_rank_0
+from megatron_eopt.base.current import Current
 from megatron_eopt.base.upstream import needed, owner_of
 from megatron_eopt.checkpoint import fsdp_dtensor
 from megatron_eopt.checkpoint.matching import match
@@ -78,19 +79,18 @@ class _Load:
     formats: dict[int, tuple[Any, str]] = field(default_factory=dict)
 
 
-_loads: list[_Load] = []
-"""The innermost last."""
+_load: Current[_Load] = Current()
 
 
 @contextmanager
 def _loading(optimizer: Any) -> Iterator[None]:
     """Note what is loaded, and give arguments their own format again afterwards."""
-    _loads.append(_Load(optimizer))
-    try:
-        yield
-    finally:
-        for args, form in _loads.pop().formats.values():
-            args.ckpt_format = form
+    with _load(_Load(optimizer)) as load:
+        try:
+            yield
+        finally:
+            for args, form in load.formats.values():
+                args.ckpt_format = form
 
 
 def _taking_the_format(original: Function) -> Function:
@@ -102,8 +102,9 @@ def _taking_the_format(original: Function) -> Function:
     @functools.wraps(original)
     def _get_checkpoint_format(checkpoint_name: Any, args: Any) -> Any:
         form = original(checkpoint_name, args)
-        if _loads and {form, args.ckpt_format} == _FORMATS:
-            _loads[-1].formats.setdefault(id(args), (args, args.ckpt_format))
+        load = _load.current
+        if load is not None and {form, args.ckpt_format} == _FORMATS:
+            load.formats.setdefault(id(args), (args, args.ckpt_format))
             args.ckpt_format = form
         return form
 
@@ -197,7 +198,8 @@ def _refusing_gaps(original: Function) -> Function:
             names = set(everyones(fsdp_dtensor.names_in(state)))
             fsdp_dtensor.refuse_left_over(names, sizes, fresh)
             agreed(lambda: fsdp_dtensor.refuse_other_shapes(state, sizes))
-            members = getattr(_loads[-1].optimizer, "members", ()) if _loads else ()
+            load = _load.current
+            members = () if load is None else getattr(load.optimizer, "members", ())
             spare = {n: k for one in members for n, k in fsdp_dtensor.dispensable(one).items()}
             for line in agreed(lambda: fsdp_dtensor.refuse_missing(state, sizes, fresh, spare)):
                 log_single_rank(logger, logging.WARNING, f"optimizer state: {line}")

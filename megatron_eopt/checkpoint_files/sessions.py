@@ -1,11 +1,10 @@
 """What is known while the trainer saves or loads, for the functions that it calls meanwhile."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_eopt.base.current import Current
 from megatron_eopt.checkpoint_files.manifest import Manifest, verify
 
 
@@ -47,20 +46,5 @@ class Loading:
         return self.verified[folder]
 
 
-class _Current[T]:
-    """Holds the session that is in progress, if there is one."""
-
-    def __init__(self) -> None:
-        self.current: T | None = None
-
-    @contextmanager
-    def __call__(self, session: T) -> Iterator[T]:
-        before, self.current = self.current, session
-        try:
-            yield session
-        finally:
-            self.current = before
-
-
-saving: _Current[Saving] = _Current()
-loading: _Current[Loading] = _Current()
+saving: Current[Saving] = Current()
+loading: Current[Loading] = Current()

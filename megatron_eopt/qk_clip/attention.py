@@ -126,12 +126,14 @@ def _let_record(attention: Attention) -> None:
     if known and hasattr(core, "current_max_attn_logits"):
         return
     argument = "qk_clip" if attention.config.qk_clip else "log_max_attention_logit"
-    names = type(attention).__name__, type(core).__name__
-    rule = "needs the largest logit of each head, which {} with {} does not record".format(*names)
-    way_out = (
-        f"Set {argument}=False, or use megatron-core's SelfAttention or MLASelfAttention with "
+    pair = f"{type(attention).__name__} with {type(core).__name__}"
+    raise ConfigurationError(
+        argument,
+        True,
+        f"needs the largest logit of each head, which {pair} does not record",
+        f"Set {argument}=False, or use megatron-core's SelfAttention or MLASelfAttention with its "
+        "DotProductAttention",
     )
-    raise ConfigurationError(argument, True, rule, way_out + "its DotProductAttention")
 
 
 def _check(attention: Attention) -> None:
@@ -144,9 +146,11 @@ def _check(attention: Attention) -> None:
     check_number("qk_clip_threshold", config.qk_clip_threshold, above=0)
     trained = [item.weight.requires_grad for item in projections(attention)]
     if any(trained) and not all(trained):
-        rule = "scales weights of queries and of keys together, and of layer {} some are frozen"
+        layer = attention.layer_number
+        rule = (
+            f"scales weights of queries and of keys together, and of layer {layer} some are frozen"
+        )
         way_out = "Freeze all of them, which are then left alone, or none; or set qk_clip=False"
-        rule = rule.format(attention.layer_number)
         raise ConfigurationError("qk_clip", True, rule, way_out)
     norms = [getattr(attention, name, None) for name in ("q_layernorm", "k_layernorm")]
     if isinstance(attention, SelfAttention) and any(

@@ -7,13 +7,10 @@ import torch
 
 from tests.functional.runner import PLAIN
 from tests.functional.script import TINY, losses, train
+from tests.functional.test_upstream_defects import BF16
 from tests.harness import run_ranks
 from tests.harness.scene import forget_megatron
 from tests.unit.stores.full_state import Case, build, differences, full_state, steps, unwrapped
-from tests.unit.stores.runs import DENSE
-
-# without learned position embeddings, which megatron-core's Muon orthogonalizes
-BF16 = {**DENSE, "query_groups": 4, "position_embedding": "rope", "dtype": torch.bfloat16}
 
 
 def one_name(case: Case, name: str) -> tuple[list[str], list[str]]:
@@ -47,8 +44,6 @@ EXPERTS = (
     "--num-experts 4 --expert-model-parallel-size 2 --moe-router-load-balancing-type none "
     "--moe-token-dispatcher-type alltoall --moe-ffn-hidden-size 64"
 )
-
-
 FORMATS = ("--ckpt-format torch", "--ckpt-format torch_dist")
 
 

@@ -13,13 +13,7 @@ from megatron_eopt.qk_clip.attention import attentions
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.unit.stores import runs
-from tests.unit.stores.full_state import (
-    Case,
-    build,
-    optimizer_over,
-    steps,
-    unwrapped,
-)
+from tests.unit.stores.full_state import Case, build, optimizer_over, steps, unwrapped
 from tests.unit.stores.runs import Run, make_chunk
 
 GROUPED = {"layers": 2, "hidden": 32, "heads": 4, "query_groups": 2, "bias": True}

@@ -25,6 +25,10 @@ from tests.unit.stores.runs import (
 )
 
 BF16 = {"model": DENSE | {"dtype": torch.bfloat16}, "config": {"bf16": True}}
+FP16 = {
+    "model": DENSE | {"dtype": torch.float16},
+    "config": {"fp16": True, "initial_loss_scale": 1024.0, "min_loss_scale": 1.0, "hysteresis": 1},
+}
 ADAM = {"optimizer": "adam", "use_distributed_optimizer": True}
 FIRST, SECOND = "decoder.layers.0.mlp.linear_fc2.weight", "decoder.layers.1.mlp.linear_fc2.weight"
 BAD = (math.nan, math.inf, -math.inf)
@@ -210,11 +214,10 @@ def test_a_norm_above_the_threshold_skips_the_step(storage):
 
 @pytest.mark.parametrize("storage", ["layer_wise", "plain"])
 def test_with_a_loss_scale_all_ranks_skip_and_change_the_scale_alone(storage):
-    scaling = {"initial_loss_scale": 1024.0, "min_loss_scale": 1.0, "hysteresis": 1}
     run = Run(
         optimizer="stock" if storage == "plain" else "layer_wise",
-        model=DENSE | {"dtype": torch.float16},
-        config={"fp16": True, "loss_scale_window": 2, **scaling},
+        model=FP16["model"],
+        config={**FP16["config"], "loss_scale_window": 2},
         parallel={"tp": 2},
     )
     expected = [scale_after([False] + [True] * number) for number in (1, 2, 3)]
@@ -230,8 +233,8 @@ def with_a_frozen_stage(storage: str) -> list[bool]:
     """Overflow once, in a loop that zeroes the model's buffers alone."""
     run = Run(
         optimizer="stock" if storage == "plain" else "layer_wise",
-        model=DENSE | {"dtype": torch.float16},
-        config={"fp16": True, "initial_loss_scale": 1024.0, "min_loss_scale": 1.0, "hysteresis": 1},
+        model=FP16["model"],
+        config=FP16["config"],
         parallel={"pp": 2},
         frozen="" if torch.distributed.get_rank() == 0 else None,
     )
@@ -257,7 +260,7 @@ def overflowing_in(name: str, storage: str) -> tuple[list[bool], float]:
     run = Run(
         optimizer="stock" if storage == "plain" else "layer_wise",
         model=MOE | {"dtype": torch.float16},
-        config={"fp16": True, "initial_loss_scale": 1024.0, "min_loss_scale": 1.0, "hysteresis": 1},
+        config=FP16["config"],
         parallel={"ep": 2},
     )
     chunk, optimizer = build(run, storage)
