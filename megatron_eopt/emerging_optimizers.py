@@ -3,7 +3,6 @@
 Scripts written for megatron-core's module work with this one after changing the import.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,8 +53,9 @@ _eopt_init_state_fn = init_state
 _is_nonlinear_or_embedding = is_nonlinear_or_embedding
 _get_qkv_split_shapes = qkv_split_shapes
 _kwargs_from_config = kwargs_from_config
-_muon_config_to_kwargs = functools.partial(entry_kwargs, "muon")
-_adaptive_muon_config_to_kwargs = functools.partial(entry_kwargs, "adaptive_muon")
+# what our entries have, whichever is in the registry now
+_muon_config_to_kwargs = entry_of("muon").config_to_kwargs
+_adaptive_muon_config_to_kwargs = entry_of("adaptive_muon").config_to_kwargs
 
 
 def _create_emerging_optimizer(

@@ -92,6 +92,7 @@ _BY_MODULE: dict[str, dict[str, Need]] = {
             "entries among ours",
             "optimizer_cls init_state_fn config_to_kwargs default_param_overrides",
         ),
+        "_is_nonlinear_or_embedding": Need("entries among ours"),
     },
     "megatron.core.optimizer.qk_clip": {"clip_qk": Need("QK-clip (install)")},
     "megatron.core.distributed.param_and_grad_buffer": {

@@ -211,6 +211,14 @@ def driver_over(
     driver: Driver
     if base.layout == "matrix_update":
         driver = base.optimizer.driver_over(list(shards.values()), means)
+    elif hasattr(type(base.optimizer), "steps_in_pieces"):
+        raise ConfigurationError(
+            "optimizer",
+            type(base.optimizer).__name__,
+            "overrides what a step of TensorParallelMuon calls with whole parameters, and this "
+            "storage has parts of them",
+            "Train without use_distributed_optimizer and FSDP, or override nothing of a step",
+        )
     else:
         # what has other dimensions travels as a matrix, and steps in its own
         shapes = [

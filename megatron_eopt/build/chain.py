@@ -29,6 +29,7 @@ from megatron_eopt.build.memory import Memory, memory_of
 from megatron_eopt.build.stats import Stats
 from megatron_eopt.checkpoint import local_state, optimizer_state
 from megatron_eopt.checkpoint.groups import check_structure
+from megatron_eopt.checkpoint.migration import Policy
 from megatron_eopt.checkpoint.rank_files import load_rank_file, save_rank_file
 from megatron_eopt.checkpoint.requests import Form
 from megatron_eopt.optimizers.driver import CompositeOptimizer
@@ -171,7 +172,7 @@ class OptimizerChain(ChainedOptimizer):
         """Step all members, then gather parameters unless the forward pass will."""
         self._unscaled.forget()
         for number, child in enumerate(self.chained_optimizers):
-            child.step_with_ready_grads()
+            child.step_in_chain()
             if self.settings.early_gather and number == 0:
                 child.model_chunks[0].start_param_sync(force_dispatch=True)
         self.gather_params()
@@ -271,7 +272,7 @@ class OptimizerChain(ChainedOptimizer):
             # as in megatron-core's chain, but where it has none of the kind
             by_place=not metadata.get("chained_optim_avoid_prefix")
             and (self._is_unmixed or not self.is_sharded),
-            fresh=frozenset(self.settings.fresh_state),
+            policy=Policy(self.settings.fresh_state, self.settings.momentum_from_adam),
         )
         return optimizer_state.requested(
             self.members, model_sharded_state_dict, is_loading=is_loading, form=wanted
@@ -294,7 +295,7 @@ class OptimizerChain(ChainedOptimizer):
         elif self.is_sharded or optimizer_state.REQUESTS in state_dict:
             state = state_dict if isinstance(state_dict, Mapping) else dict(enumerate(state_dict))
             if optimizer_state.REQUESTS not in state:
-                local_state.check_groups_alone(self.members, state_dict)
+                local_state.check_groups_alone(self.members, state_dict, enough=self._is_unmixed)
                 # counters of steps can only be set once they exist
                 optimizer_state.prepare(self.members, is_loading=True)
             optimizer_state.load(self.members, state)

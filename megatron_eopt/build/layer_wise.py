@@ -16,7 +16,7 @@ from megatron_eopt.build.bases import Base
 from megatron_eopt.build.chain import OptimizerChain, names_in
 from megatron_eopt.build.loss_scale import make_scaler
 from megatron_eopt.build.sharded import Sharding, sharded_members
-from megatron_eopt.optimizers.driver import refuse_group
+from megatron_eopt.optimizers.driver import refuse_group, refuse_state
 from megatron_eopt.routing.global_names import name_parameters
 from megatron_eopt.settings.settings import RunSettings, resolve_run
 from megatron_eopt.stores.all_reduced import AllReducedChunk
@@ -81,6 +81,8 @@ class LayerWiseDistributedOptimizer(OptimizerChain):
         self._build(bases, sharding, pg_collection)
         for optimizer in optimizers:
             optimizer.add_param_group = refuse_group  # type: ignore[method-assign]
+            optimizer.state_dict = refuse_state  # type: ignore[assignment]
+            optimizer.load_state_dict = refuse_state  # type: ignore[assignment]
 
     @classmethod
     def of_bases(cls, bases: Sequence[Base], sharding: Sharding, pg_collection: Any) -> Self:

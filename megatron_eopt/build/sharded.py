@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_eopt.base.agreement import agreed, agreed_in
 from megatron_eopt.base.places import place_of
 from megatron_eopt.build.bases import Base, Share, driver_over
-from megatron_eopt.matrices import Split, whole
+from megatron_eopt.matrices import Split, qkv, whole
 from megatron_eopt.optimizers.driver import CompositeOptimizer, Driver, ParamGroup, bind
 from megatron_eopt.optimizers.element_wise import ElementWiseDriver
 from megatron_eopt.optimizers.engine import Means
@@ -71,7 +71,13 @@ class Sharding:
             own: Split = optimizer.split_of(param, shape)
             return own
         declared = getattr(param, "eopt_split", None)
-        return declared if isinstance(declared, Split) else whole(shape)
+        if isinstance(declared, Split):
+            return declared
+        # megatron-core's Muon tells by parameters, and at owners there are none of the model
+        if getattr(optimizer, "split_qkv", False) and optimizer.is_qkv_fn(param):
+            rows = getattr(param, "qkv_split_shapes", None) or optimizer.qkv_split_shapes
+            return qkv(shape, rows)
+        return whole(shape)
 
 
 def unmixed_members(sharding: Sharding, pairs: Sequence[tuple[Share, Base | None]]) -> list[Member]:
@@ -105,20 +111,29 @@ def sharded_members(sharding: Sharding, bases: Sequence[Base]) -> list[Member]:
     buffers = [buffer for item in sharding.sets for buffer in item.all_buffers]
     groups = [group for base in bases for group in base.groups]
     agreed(lambda: check_buffers(buffers, groups, sharding.names))
-    members = [_member(sharding, bases, item) for item in sharding.sets]
+    live: list[list[ParamGroup]] = [[] for _ in bases]
+    members = [_member(sharding, bases, item, live) for item in sharding.sets]
     agreed(lambda: [member.storage.optimizer.refuse_faults() for member in members])
-    for base in bases:
-        # state that was made for the model's parameters would only take memory
-        bind(base.optimizer, [], defaultdict(dict))
+    for base, groups in zip(bases, live, strict=True):
+        # what a caller writes to its groups counts; state that was made for the model's parameters
+        # would only take memory
+        bind(base.optimizer, groups, defaultdict(dict))
     return members
 
 
-def _member(sharding: Sharding, bases: Sequence[Base], buffers: BufferSet) -> Member:
+def _member(
+    sharding: Sharding,
+    bases: Sequence[Base],
+    buffers: BufferSet,
+    live: Sequence[list[ParamGroup]],
+) -> Member:
+    """Return the member of one set of buffers; ``live`` gets the groups of each base's."""
     places = places_in(buffers, sharding.names)
     groups: list[ParamGroup] = []
     served: list[tuple[Driver, slice]] = []
     params: dict[Driver, list[Tensor]] = {}
-    for base in bases:
+    drivers = {}
+    for number, base in enumerate(bases):
         mine = _groups_in(base, places, is_expert=buffers.is_expert)
         if not mine:
             continue
@@ -126,6 +141,7 @@ def _member(sharding: Sharding, bases: Sequence[Base], buffers: BufferSet) -> Me
         of_base = {param: place for param, place in places.items() if param in members}
         driver = _driver(sharding, base, mine, of_base, buffers)
         driver.is_clipped = base.is_clipped
+        drivers[number] = driver
         served.append((driver, slice(len(groups), len(groups) + len(mine))))
         groups += mine
         if driver.shards:
@@ -134,6 +150,8 @@ def _member(sharding: Sharding, bases: Sequence[Base], buffers: BufferSet) -> Me
     storage = sharding.storage(composite, buffers, range(len(sharding.chunks)))
     member = _numbered(Member(storage, composite.drivers), params)
     composite.init_state()
+    for number, driver in drivers.items():
+        live[number].extend(composite.groups_of(driver))
     if sharding.settings.offload_fraction:
         _off_load(composite, storage, sharding.settings)
     return member

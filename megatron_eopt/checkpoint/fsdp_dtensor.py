@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megatron_eopt.base.agreement import CheckpointError
+from megatron_eopt.base.agreement import CheckpointError, agreed, everyones
 from megatron_eopt.base.errors import ConfigurationTypeError
 from megatron_eopt.base.names import MOMENTUM, STEP
 from megatron_eopt.base.upstream import needed, owner_of
@@ -91,6 +91,28 @@ def dispensable(member: Member) -> dict[str, frozenset[str]]:
         for param in storage.optimizer.params_of(driver)
         for half in _PARTS
     }
+
+
+def match(
+    wanted: Mapping[str, Any],
+    sizes: Mapping[str, tuple[int, ...] | None],
+    fresh: Container[str],
+    spare: Mapping[str, frozenset[str]],
+) -> list[str]:
+    """Match :func:`requested` with a checkpoint's ``sizes`` by key, None of no tensor; collective.
+
+    What starts fresh is no longer asked for; the arguments are those of :func:`refuse_missing`.
+
+    Returns:
+        What starts fresh, a line for each kind.
+
+    Raises:
+        ConfigurationError: If state is missing.
+        CheckpointError: If there is state that nobody asks for, or of other shapes.
+    """
+    refuse_left_over(set(everyones(names_in(wanted))), sizes, fresh)
+    agreed(lambda: refuse_other_shapes(wanted, sizes))
+    return agreed(lambda: refuse_missing(wanted, sizes, fresh, spare))
 
 
 def refuse_missing(

@@ -28,7 +28,7 @@ def load(
         fresh: Kinds of optimizer state that need not match: fresh where the checkpoint lacks them,
             left out where it has more.
         momentum_from_adam: Whether Muon's momentum is read from Adam's first moment where the
-            checkpoint has no momentum.
+            checkpoint has no momentum. Both are added to what the optimizers' configuration says.
         kwargs: Further arguments of ``dist_checkpointing.load``.
 
     Returns:

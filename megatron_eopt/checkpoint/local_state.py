@@ -44,7 +44,7 @@ def save(member: Member, main: str | None) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def load(members: Sequence[Member], state: Any, fresh: Sequence[str]) -> None:
+def load(members: Sequence[Member], state: Any, fresh: frozenset[str]) -> None:
     """Load what :func:`save` returned for each optimizer of a chain, in place.
 
     Groups match by identity and keep the present run's schedule; state of the kinds ``fresh`` may
@@ -55,7 +55,7 @@ def load(members: Sequence[Member], state: Any, fresh: Sequence[str]) -> None:
     """
     parts = _parts_for(members, state)
     loading = [
-        _Loading(member, part, frozenset(fresh))
+        _Loading(member, part, fresh)
         for member, part in zip(members, parts, strict=True)
         if not member.storage.is_stub_optimizer
     ]
@@ -63,11 +63,12 @@ def load(members: Sequence[Member], state: Any, fresh: Sequence[str]) -> None:
         one.take()
 
 
-def check_groups_alone(members: Sequence[Member], state: Any) -> None:
+def check_groups_alone(members: Sequence[Member], state: Any, *, enough: bool) -> None:
     """Raise unless ``state`` is what :func:`save` returns for optimizers of fragments.
 
     Raises:
-        ConfigurationError: If it has other optimizers or groups, or state of parameters.
+        ConfigurationError: If it has other optimizers or groups, or state of parameters; or if
+            groups are not ``enough``, since nothing else will load the state.
     """
     for member, part in zip(members, _parts_for(members, state), strict=True):
         inner = part.get("optimizer", part)
@@ -78,6 +79,13 @@ def check_groups_alone(members: Sequence[Member], state: Any) -> None:
             raise ConfigurationError("state_dict", f"state of {len(numbers)}", rule, way_out)
         if not member.storage.is_stub_optimizer:
             match_all(inner.get("param_groups", ()), member.storage.optimizer.param_groups)
+    if not enough:
+        rule = "has neither state nor main weights, of which each rank keeps fragments"
+        way_out = (
+            "Load what sharded_state_dict(..., is_loading=True) returned, or use "
+            "save_state_dict_to_file and load_state_dict_from_file"
+        )
+        raise ConfigurationError("state_dict", "parameter groups alone", rule, way_out)
 
 
 def _parts_for(members: Sequence[Member], state: Any) -> list[Mapping[Any, Any]]:

@@ -4,7 +4,9 @@ An optimizer asks for state by requests that can be adapted: to another optimize
 to state that may start fresh. Whatever remains unmatched is an error that lists parameters.
 """
 
+import functools
 import logging
+import operator
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -54,6 +56,7 @@ def match(
     """
     shapes = from_rank_0(lambda: _shapes(folder))
     requests = list(_requests(sharded_state_dict))
+    policy = functools.reduce(operator.or_, (item.policy for item in requests), policy)
     own = _keys(sharded_state_dict, requests).union(*(item.own_keys() for item in requests))
     may_lack = strict.lower() in MAY_LACK_KEYS
     # the model first: if that is another one, its optimizer's state says the same less clearly

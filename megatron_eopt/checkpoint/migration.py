@@ -21,6 +21,11 @@ class Policy:
     fresh: frozenset[str] = frozenset()
     momentum_from_adam: bool = False
 
+    def __or__(self, other: "Policy") -> "Policy":
+        """Return what one of the two allows."""
+        meant = self.momentum_from_adam or other.momentum_from_adam
+        return Policy(self.fresh | other.fresh, meant)
+
 
 def kinds_by_parameter(shapes: Shapes) -> tuple[dict[str, set[str]], bool]:
     """Return the kinds of state of each parameter, and whether some lies in buckets."""

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -38,13 +38,13 @@ class Form:
         main: Name of the main optimizer; see :func:`common_state`.
         by_bucket: Whether buckets are to be expected, until a checkpoint turns out to be another.
         by_place: Whether keys of several optimizers start with their places in the chain.
-        fresh: Kinds of state that may be missing.
+        policy: What may differ, besides what the caller of a load says.
     """
 
     main: str | None = None
     by_bucket: bool = False
     by_place: bool = False
-    fresh: frozenset[str] = frozenset()
+    policy: Policy = field(default_factory=Policy)
 
 
 class StateRequests:
@@ -65,7 +65,8 @@ class StateRequests:
         counts: Mapping[Driver, int] | None,
     ) -> None:
         self._counts = counts
-        self._may_lack = form.fresh | MAINS
+        self.policy = form.policy
+        self._may_lack = form.policy.fresh | MAINS
         self._buckets = bucket_spaces(members)
         self._held: list[tuple[Storage, Stored, dict[str, Tensor]]] = []
         self._values = [

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megatron_eopt.base.agreement import CheckpointError, agreed, everyones, from_rank_0
+from megatron_eopt.base.agreement import CheckpointError, from_rank_0
 from megatron_eopt.base.current import Current
 from megatron_eopt.base.upstream import needed, owner_of
 from megatron_eopt.checkpoint import fsdp_dtensor
@@ -194,14 +194,11 @@ def _refusing_gaps(original: Function) -> Function:
             # collective: all ranks read the tracker file
             folder = needed("get_load_checkpoint_path_by_args")(args)
             sizes = from_rank_0(lambda: _sizes_in(folder))
-            fresh, state = getattr(args, "checkpoint_fresh_state", ()), wanted["optimizer"]
-            names = set(everyones(fsdp_dtensor.names_in(state)))
-            fsdp_dtensor.refuse_left_over(names, sizes, fresh)
-            agreed(lambda: fsdp_dtensor.refuse_other_shapes(state, sizes))
+            fresh = getattr(args, "checkpoint_fresh_state", ())
             load = _load.current
             members = () if load is None else getattr(load.optimizer, "members", ())
             spare = {n: k for one in members for n, k in fsdp_dtensor.dispensable(one).items()}
-            for line in agreed(lambda: fsdp_dtensor.refuse_missing(state, sizes, fresh, spare)):
+            for line in fsdp_dtensor.match(wanted["optimizer"], sizes, fresh, spare):
                 log_single_rank(logger, logging.WARNING, f"optimizer state: {line}")
         return original(*values, **kwargs)
 

@@ -167,7 +167,7 @@ class AdaptiveDriver(MuonDriver):
     ) -> None:
         found = self._directions(range(len(self.shards)), stepped, state)
         # before any exchange, since a class's own way may be one itself
-        self._ready = {n: (d, own(stepped[n].param, d)) for n, d in found.items()}
+        self._ready = {n: (d, own(stepped[n].param, d, stepped[n].group)) for n, d in found.items()}
         for place, (numbers, _) in enumerate(self.engines):
             self._step_with(place, {n: stepped[n] for n in numbers if n in stepped}, state)
         self._ready = {}

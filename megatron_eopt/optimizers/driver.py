@@ -248,6 +248,16 @@ def refuse_group(param_group: ParamGroup) -> None:
     raise fixed("add_param_group", f"{len(list(param_group.get('params', ())))} parameters")
 
 
+def refuse_state(*_: Any) -> None:
+    """Raise, in place of ``state_dict`` of an optimizer that another one has taken over."""
+    raise ConfigurationError(
+        "state_dict",
+        "an optimizer that another one steps with",
+        "has no state of its own, which lies in fragments and at owners",
+        "Use sharded_state_dict, or save_state_dict_to_file, of the one that steps",
+    )
+
+
 def fixed(argument: str, value: str) -> ConfigurationError:
     """Return the error for groups that are no longer those that were planned."""
     rule = "the plan of who computes what is made once, for the whole model"
@@ -272,10 +282,26 @@ def loss_of(closure: Callable[[], float] | None) -> float | None:
 def bind(
     optimizer: torch.optim.Optimizer, groups: Iterable[ParamGroup], state: State
 ) -> torch.optim.Optimizer:
-    """Let ``optimizer``, which may serve several buffer sets, work on these from now on."""
+    """Let ``optimizer`` work on these from now on."""
     optimizer.param_groups = list(groups)
     optimizer.state = state
     return optimizer
+
+
+@contextmanager
+def bound[T: torch.optim.Optimizer](
+    optimizer: T, groups: Iterable[ParamGroup], state: State
+) -> Iterator[T]:
+    """Let ``optimizer``, which may serve several buffer sets, work on these in a block.
+
+    Outside of it, it has what its user reads and writes.
+    """
+    before = optimizer.param_groups, optimizer.state
+    bind(optimizer, groups, state)
+    try:
+        yield optimizer
+    finally:
+        optimizer.param_groups, optimizer.state = before
 
 
 def empty_states(optimizer: Any) -> list[tuple[dict[str, Any], Tensor]]:

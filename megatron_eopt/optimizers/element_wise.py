@@ -13,7 +13,7 @@ from megatron_eopt.optimizers.driver import (
     Kept,
     ParamGroup,
     State,
-    bind,
+    bound,
     dry_step,
 )
 from megatron_eopt.optimizers.nested_state import by_rows, leaves
@@ -38,17 +38,18 @@ class ElementWiseDriver(Driver):
 
     def init(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Make the state of every tensor exist, with step counters of their own."""
-        optimizer = bind(self._optimizer, groups, state)
-        if self._init_state_fn is not None:
-            self._init_state_fn(optimizer, self._config)
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                _complete(optimizer, group, optimizer.state[param], param)
+        with bound(self._optimizer, groups, state) as optimizer:
+            if self._init_state_fn is not None:
+                self._init_state_fn(optimizer, self._config)
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    _complete(optimizer, group, optimizer.state[param], param)
 
     def expect(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Make all state exist that is about to be loaded."""
         self.init(groups, state)
-        dry_step(bind(self._optimizer, groups, state))
+        with bound(self._optimizer, groups, state) as optimizer:
+            dry_step(optimizer)
 
     def counting(self, groups: Sequence[ParamGroup], state: State) -> Iterator[dict[str, Any]]:
         """Yield the states, and groups, in which steps are counted."""
@@ -69,7 +70,8 @@ class ElementWiseDriver(Driver):
         if self.host.params:
             self._step_in_chunks(groups, state)
         else:
-            bind(self._optimizer, groups, state).step()
+            with bound(self._optimizer, groups, state) as optimizer:
+                optimizer.step()
 
     def _step_in_chunks(self, groups: Sequence[ParamGroup], state: State) -> None:
         # what is counted in groups is counted once a step: every chunk begins as the first
@@ -82,12 +84,12 @@ class ElementWiseDriver(Driver):
             parts = [
                 {**own, "params": [p for p in own["params"] if p in members]} for own in settings
             ]
-            bind(self._optimizer, parts, state).step()
+            with bound(self._optimizer, parts, state) as optimizer:
+                optimizer.step()
             self.host.write_back(chunk, state)
             for group, part in zip(groups, parts, strict=True):
                 if part["params"]:
                     group.update({**part, "params": group["params"]})
-        bind(self._optimizer, groups, state)
         self.host.settle()
 
 

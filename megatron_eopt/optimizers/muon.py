@@ -1,12 +1,14 @@
 """Muon for parameters that tensor parallelism may have cut, as a torch optimizer."""
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from emerging_optimizers.orthogonalized_optimizers import OrthogonalizedOptimizer
+from emerging_optimizers.utils import fp32_matmul_precision
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
@@ -24,6 +26,7 @@ from megatron_eopt.optimizers.muon_arguments import (
     check_fused,
     check_kept,
     check_matrix,
+    check_subclass,
     check_switches,
     orthogonalization_of,
     weight_decay_method_of,
@@ -118,6 +121,7 @@ class TensorParallelMuon(PlannedOptimizer):
         wave_mb: float = DEFAULT_WAVE_MB,
         momentum_dtype: MomentumDtypeT = "fp32",
     ) -> None:
+        check_subclass(type(self))
         check_switches(nesterov=nesterov, split_qkv=split_qkv, batched=batched, use_syrk=use_syrk)
         check_fused(is_qkv_fn, qkv_split_shapes, splits)
         check_kept(check_finite, wave_mb, momentum_dtype)
@@ -218,6 +222,19 @@ class TensorParallelMuon(PlannedOptimizer):
         return qkv(shape, rows)
 
     @property
+    def scaled_orthogonalize_fn(self) -> Callable[..., Tensor]:  # type: ignore[override]
+        """What emerging-optimizers' class computes an update with; a step does not call it."""
+        return self._scaled_orthogonalize_fn
+
+    @scaled_orthogonalize_fn.setter
+    def scaled_orthogonalize_fn(self, function: Callable[..., Tensor]) -> None:
+        if self.driver is not None and type(self).orthogonalize is self._base().orthogonalize:
+            rule = "is not called in a step, which takes matrices of equal shape together"
+            way_out = "Override orthogonalize(p, grad) in a subclass"
+            raise ConfigurationError("scaled_orthogonalize_fn", function, rule, way_out)
+        self._scaled_orthogonalize_fn = function
+
+    @property
     def momentum_dtype(self) -> MomentumDtypeT:
         """How momentum is kept between steps."""
         return self._muon.momentum_dtype
@@ -243,12 +260,20 @@ class TensorParallelMuon(PlannedOptimizer):
     def driver_for(self, shards: list[Shard], device: str) -> MuonDriver:
         """Return what steps shards whose tensors are on a device, and what a subclass adds."""
         driver = self.driver_over(shards, replace(self._means, device=device))
-        own = self._base().orthogonalize
-        if type(self).orthogonalize is not own:
-            driver.own = self.orthogonalize
+        if type(self).orthogonalize is not self._base().orthogonalize:
+            driver.own = self._own_way
         if any(getattr(type(self), f) is not getattr(OrthogonalizedOptimizer, f) for f in HOOKS):
             driver.apply = self._apply_with_hooks
         return driver
+
+    def _own_way(self, param: Tensor, direction: Tensor, group: ParamGroup) -> Tensor:
+        """Call a subclass's ``orthogonalize`` as emerging-optimizers' class does."""
+        taken = inspect.signature(self.orthogonalize).parameters
+        takes_any = any(one.kind is one.VAR_KEYWORD for one in taken.values())
+        others = {key: value for key, value in group.items() if key != "params"}
+        settings = {key: value for key, value in others.items() if takes_any or key in taken}
+        with fp32_matmul_precision(self.fp32_matmul_prec):
+            return self.orthogonalize(param, direction, **settings)
 
     @classmethod
     def _base(cls) -> type["TensorParallelMuon"]:

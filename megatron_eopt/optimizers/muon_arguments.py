@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, get_args
 
 import torch
+from emerging_optimizers.orthogonalized_optimizers import OrthogonalizedOptimizer
 from torch import Tensor
 
 from megatron_eopt.base.errors import (
@@ -39,6 +40,15 @@ def check_switches(**switches: object) -> None:
     """Raise a ConfigurationTypeError unless all are True or False."""
     for name, value in switches.items():
         check_switch(name, value)
+
+
+def check_subclass(cls: type) -> None:
+    """Raise a ConfigurationError if a class overrides what a step does not call."""
+    name = "_apply_weight_decay_inplace"
+    if getattr(cls, name) is not getattr(OrthogonalizedOptimizer, name):
+        rule = "is not called, since weights of a group decay together"
+        way_out = "Choose a weight_decay_method, or override pre_weight_update_fn_inplace"
+        raise ConfigurationError(f"{cls.__name__}.{name}", "overridden", rule, way_out)
 
 
 def check_fused(is_qkv_fn: object, qkv_split_shapes: Any, splits: object) -> None:

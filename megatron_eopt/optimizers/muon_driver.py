@@ -33,8 +33,9 @@ from megatron_eopt.optimizers.muon_arithmetic import (
 from megatron_eopt.optimizers.watch import ORTHOGONALIZATION
 from megatron_eopt.stores.shard import Shard
 
-type OrthogonalizeT = Callable[[Tensor, Tensor], Tensor]
-"""A subclass's own way: gets a parameter and what to orthogonalize, returns the update."""
+type OrthogonalizeT = Callable[[Tensor, Tensor, ParamGroup], Tensor]
+"""A subclass's own way: gets a parameter, what to orthogonalize and its group; returns the update.
+"""
 
 type Apply = Callable[[ParamGroup, Sequence[Tensor], Sequence[Tensor], float], None]
 """Shrinks parameters of one group by a rate, and subtracts updates from them."""
@@ -160,7 +161,8 @@ class MuonDriver(Driver):
         self, own: OrthogonalizeT, stepped: Mapping[int, Stepped], state: State
     ) -> None:
         found = self._directions(range(len(self.shards)), stepped, state)
-        self._apply(stepped.values(), {n: own(stepped[n].param, d) for n, d in found.items()})
+        updates = {n: own(stepped[n].param, d, stepped[n].group) for n, d in found.items()}
+        self._apply(stepped.values(), updates)
 
     def _step_with(self, place: int, stepped: Mapping[int, Stepped], state: State) -> None:
         engine = self.engines[place][1]

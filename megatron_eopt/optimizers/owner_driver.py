@@ -25,7 +25,7 @@ from megatron_eopt.optimizers.driver import (
     Kept,
     ParamGroup,
     State,
-    bind,
+    bound,
     dry_step,
 )
 from megatron_eopt.optimizers.element_wise import set_step
@@ -269,9 +269,9 @@ class OwnerDriver(Driver):
             groups = [{**own, "params": []} for own in counters]
             for index, (param, _) in members.items():
                 groups[self.group_of[self._of_matrix[index][0]]]["params"].append(param)
-            bind(self._optimizer, groups, self.owned_state)
-            act()
-            self._own_groups = [{**group, "params": []} for group in self._optimizer.param_groups]
+            with bound(self._optimizer, groups, self.owned_state) as optimizer:
+                act()
+                self._own_groups = [{**group, "params": []} for group in optimizer.param_groups]
             for param, place in members.values():
                 by_rows(self.owned_state[param])
                 if place_of(param) != place_of(place):

@@ -82,12 +82,17 @@ def route_model(
     known = agreed(
         lambda: with_callers_grouping(settings, model_chunks, overrides_for(settings, overrides))
     )
-    routing = route_parameters(settings, trainable_parameters(model_chunks), known)
+    parameters = trainable_parameters(model_chunks)
+    if not settings.is_standard:
+        # as there, overrides may read it
+        _tag_as_megatron_does(parameters, model_chunks)
+    routing = route_parameters(settings, parameters, known)
     if routing.optimizers <= set(STANDARD_OPTIMIZERS):
         return routing
     name_parameters(model_chunks)
     routing = with_splits(routing, settings, model_chunks)
-    _tag_as_megatron_does(routing.routes, model_chunks, settings)
+    if settings.is_standard:
+        _tag_as_megatron_does(parameters, model_chunks)
     return routing
 
 
@@ -161,15 +166,15 @@ def with_splits(
 
 
 def _tag_as_megatron_does(
-    routes: Sequence[Route], model_chunks: Sequence[torch.nn.Module], settings: Settings
+    parameters: Sequence[ModelParameter], model_chunks: Sequence[torch.nn.Module]
 ) -> None:
     """Set what megatron-core sets on parameters, for optimizers that were written for it."""
-    for route in routes:
-        param, name = route.parameter.param, route.parameter.name
+    for parameter in parameters:
+        param, name = parameter.param, parameter.name
         if "experts" in name and "shared" not in name:
             param.expert_tp = True  # type: ignore[attr-defined]
-        if "linear_qkv.weight" in name and param.dim() == 2 and "qkv" in settings.splits:
-            shapes = qkv_split_shapes(model_chunks[route.parameter.chunk].config)
+        if "linear_qkv.weight" in name and param.dim() == 2:
+            shapes = qkv_split_shapes(model_chunks[parameter.chunk].config)
             if param.shape[0] % sum(shapes) == 0:
                 param.is_qkv = True  # type: ignore[attr-defined]
                 param.qkv_split_shapes = shapes  # type: ignore[attr-defined]

@@ -9,8 +9,8 @@ from megatron_eopt.base.names import NO_MUON_ATTRIBUTE
 from megatron_eopt.routing.overrides import Merged, merge
 from megatron_eopt.routing.parameters import ModelParameter
 from megatron_eopt.settings.registry import (
-    NOT_A_MATRIX,
     Overrides,
+    is_our_rule,
     optimizer_names,
     state_layout_of,
 )
@@ -62,11 +62,12 @@ def _route(
 def _by_default(parameter: ModelParameter, defaults: Overrides, settings: Settings) -> Merged:
     excluded = parameter.is_excluded and not settings.takes_excluded
     reason = f"{NO_MUON_ATTRIBUTE}=False" if excluded else parameter.why_not_matrix
-    others = {key: value for key, value in defaults.items() if key != NOT_A_MATRIX}
+    rule = next(filter(is_our_rule, defaults), None)
+    others = {key: value for key, value in defaults.items() if key is not rule}
     merged = merge(parameter, others)
-    if NOT_A_MATRIX in defaults and reason:
+    if rule is not None and reason:
         # the parameter knows more than the key's predicate can see
-        values = {**merged.values, **defaults[NOT_A_MATRIX]}
+        values = {**merged.values, **defaults[rule]}
         return Merged(values, (reason, *merged.labels))
     if settings.router_to_scalar and parameter.is_router and defaults:
         return Merged({**merged.values, "optimizer": settings.scalar}, ("router", *merged.labels))

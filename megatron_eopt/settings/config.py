@@ -10,9 +10,19 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.optimizer_config import (
+    AdamOptimizerConfig,  # noqa: F401  a name of the package's
+    OptimizerConfig,
+    SGDOptimizerConfig,  # noqa: F401
+)
 
-from megatron_eopt.base.names import DEFAULT_TEAM_SIZE, DEFAULT_WAVE_MB, OptimizerDefaultsT, TpModeT
+from megatron_eopt.base.names import (
+    DEFAULT_TEAM_SIZE,
+    DEFAULT_WAVE_MB,
+    STANDARD_OPTIMIZERS,
+    OptimizerDefaultsT,
+    TpModeT,
+)
 from megatron_eopt.math import AlgorithmT
 from megatron_eopt.math.low_precision import MomentumDtypeT
 from megatron_eopt.settings.refusals import refuse_unsupported_modes
@@ -135,12 +145,12 @@ def default_values(whose: OptimizerDefaultsT) -> dict[str, Any]:
 
 
 def as_muon(config: Any, *, layer_wise: bool) -> Any:
-    """Return a copy of a configuration that means Muon; one of adaptive Muon stays what it is.
+    """Return a copy of a configuration, which means Muon where it names Adam or SGD.
 
     With ``layer_wise`` the state is kept in fragments, whatever the configuration says.
     """
     config = copy.copy(config)
-    if config.optimizer.removeprefix("dist_") not in ("muon", "adaptive_muon"):
+    if config.optimizer in STANDARD_OPTIMIZERS:
         config.optimizer = "muon"
     if layer_wise:
         config.use_layer_wise_distributed_optimizer = True

@@ -46,6 +46,15 @@ NOT_A_MATRIX = ParamKey(
 """Stands for all that routing takes for no matrix, embedding tables of any kind included."""
 
 
+def is_our_rule(key: ParamKey) -> bool:
+    """Whether a key is :data:`NOT_A_MATRIX`, or megatron-core's of the same meaning.
+
+    Predicates are compared by name, and another function may have ours.
+    """
+    rules = (is_nonlinear_or_embedding, found("_is_nonlinear_or_embedding"))
+    return key == NOT_A_MATRIX and getattr(key.predicate, "fn", None) in rules
+
+
 def init_state(opt: Any, config: Any = None) -> None:
     """Make every parameter's state exist before the first step, as loading needs it.
 
@@ -131,8 +140,7 @@ def register_optimizer(
         rule = "must be an EmergingOptimizerEntry or an optimizer class"
         way_out = "Wrap it in an EmergingOptimizerEntry"
         raise ConfigurationTypeError("register_optimizer(entry)", entry, rule, way_out)
-    in_pieces = getattr(entry.optimizer_cls, "steps_in_pieces", None)
-    if entry.state_layout == "matrix_update" and not (in_pieces is not None and in_pieces()):
+    if entry.state_layout == "matrix_update" and not _steps_in_pieces(entry.optimizer_cls):
         raise ConfigurationError(
             "register_optimizer(state_layout)",
             entry.state_layout,
@@ -200,7 +208,22 @@ def prefixes_of(name: str) -> tuple[str, ...]:
 
 def state_layout_of(name: str) -> StateLayoutT:
     """Return what of the optimizer ``name`` needs whole matrices; of Adam and SGD nothing does."""
-    return "element_wise" if name in STANDARD_OPTIMIZERS else entry_of(name).state_layout
+    if name in STANDARD_OPTIMIZERS:
+        return "element_wise"
+    entry = entry_of(name)
+    return "matrix_update" if _steps_in_pieces(entry.optimizer_cls) else entry.state_layout
+
+
+def is_muon(name: str) -> bool:
+    """Whether the optimizer ``name`` is our Muon, or a subclass of it."""
+    return name not in STANDARD_OPTIMIZERS and hasattr(
+        entry_of(name).optimizer_cls, "steps_in_pieces"
+    )
+
+
+def _steps_in_pieces(cls: type) -> bool:
+    in_pieces = getattr(cls, "steps_in_pieces", None)
+    return in_pieces is not None and in_pieces()
 
 
 def optimizer_names() -> tuple[str, ...]:

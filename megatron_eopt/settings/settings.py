@@ -35,6 +35,7 @@ from megatron_eopt.settings.fields import first_field
 from megatron_eopt.settings.registry import (
     Overrides,
     entry_of,
+    is_muon,
     optimizer_names,
     prefixes_of,
     state_layout_of,
@@ -75,7 +76,9 @@ class RunSettings:
     # how much of main weights and state is kept on the host and comes in waves
     offload_fraction: float
     early_gather: bool  # whether the first chunk's gather overlaps with the other chunks' step
-    fresh_state: tuple[str, ...]  # kinds of state that may start anew where a checkpoint lacks them
+    # kinds of state that may start anew where a checkpoint lacks them
+    fresh_state: frozenset[str]
+    momentum_from_adam: bool  # whether momentum it lacks begins as Adam's first moment
     prints_routing: bool  # whether a table of all routes is logged
     logs_memory: bool  # whether a step is watched, and what memory is used for is logged
     logs_stats: bool  # whether steps are measured unless a caller says otherwise
@@ -135,7 +138,7 @@ class Settings(RunSettings):
         """
         layout = state_layout_of(optimizer)
         by_owners = self.recommended and (self.of_dtensors or self.storage == "sharded")
-        return layout == "matrix_update" or (layout == "matrix_state" and by_owners)
+        return is_muon(optimizer) or (layout == "matrix_state" and by_owners)
 
     def own_rates(self, optimizer: str) -> dict[str, float]:
         """Return an optimizer's ``max_lr`` and ``min_lr`` where they are its own."""
@@ -234,6 +237,7 @@ def _of_the_run(config: Any) -> dict[str, Any]:
         "offload_fraction": _offload_fraction(config),
         "early_gather": bool(config.overlap_param_gather_with_optimizer_step),
         "fresh_state": _fresh_state(config),
+        "momentum_from_adam": bool(getattr(config, "checkpoint_momentum_from_adam", False)),
         "prints_routing": bool(getattr(config, "print_optimizer_routing", False)),
         "logs_memory": bool(getattr(config, "log_optimizer_memory", False)),
         "logs_stats": bool(getattr(config, "log_optimizer_stats", False)),
@@ -243,13 +247,13 @@ def _of_the_run(config: Any) -> dict[str, Any]:
     }
 
 
-def _fresh_state(config: Any) -> tuple[str, ...]:
+def _fresh_state(config: Any) -> frozenset[str]:
     kinds = getattr(config, "checkpoint_fresh_state", ())
     if not isinstance(kinds, list | tuple) or not all(isinstance(kind, str) for kind in kinds):
         rule = "must be names of optimizer states"
         way_out = 'Give a tuple of strings, such as ("momentum_buffer",)'
         raise ConfigurationTypeError("checkpoint_fresh_state", kinds, rule, way_out)
-    return tuple(kinds)
+    return frozenset(kinds)
 
 
 def _offload_fraction(config: Any) -> float:

@@ -90,6 +90,10 @@ class Storage:
         if not self.is_stub_optimizer and hasattr(self, "_copy_main_params_to_model_params"):
             self._copy_main_params_to_model_params()
 
+    def step_in_chain(self) -> bool:
+        """Step as a member of a chain, which brings stepped weights to all ranks afterwards."""
+        return self.step_with_ready_grads()
+
     def step_with_ready_grads(self) -> bool:
         """Step, and count the step if it was done."""
         done = bool(super().step_with_ready_grads())  # type: ignore[misc]

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import MOMENTUM, STEP
-from megatron_eopt.base.places import place_of
+from megatron_eopt.base.places import Place, place_of
 from megatron_eopt.base.upstream import check_instance, needed
 from megatron_eopt.matrices import Split
 from megatron_eopt.routing.parameters import cut_dimension
 from megatron_eopt.stores.all_reduced import AllReducedBuffer
 from megatron_eopt.stores.buffers import BufferSet
+from megatron_eopt.stores.gathering import gather_buckets
 from megatron_eopt.stores.interface import Storage, Stored
 from megatron_eopt.stores.rank_grid import RankGrid
 from megatron_eopt.stores.replicated import SplitOf, refuse_rematerialized
@@ -108,7 +109,23 @@ def _slab_of(split: Split, size: int, dim: int, name: str) -> Split:
     return replace(split, shape=shape, sections=tuple(sections))
 
 
-class FragmentsOptimizer(Storage, DistributedOptimizer):
+class _InBuffers(Storage):
+    """Weights in Megatron's buffers, which are gathered after a step."""
+
+    def step_in_chain(self) -> bool:
+        """Step, for a chain that gathers once all its members have."""
+        return super().step_with_ready_grads()
+
+    def step_with_ready_grads(self) -> bool:
+        """Step, then gather parameters unless the forward pass will."""
+        done = self.step_in_chain()
+        for chunk in self.model_chunks:  # type: ignore[attr-defined]
+            gather_buckets(chunk)
+        self.gather_params()
+        return done
+
+
+class FragmentsOptimizer(_InBuffers, DistributedOptimizer):
     """Keeps main weights and state of one buffer set in fragments; a torch optimizer steps them.
 
     Arguments are those of ``DistributedOptimizer``.
@@ -121,7 +138,7 @@ class FragmentsOptimizer(Storage, DistributedOptimizer):
         # megatron-core knows how to make Adam's state alone; ours is made before it asks
         kwargs.setdefault("init_state_fn", lambda *_: None)
         super().__init__(optimizer, *args, **kwargs)
-        # the chain gathers parameters when all its members have stepped
+        # parameters are gathered in place, see :class:`_InBuffers`
         self._defer_param_sync = True
         self.main_of: dict[Tensor, Tensor] = {}
         if self.is_stub_optimizer:
@@ -199,6 +216,7 @@ class FragmentsOptimizer(Storage, DistributedOptimizer):
         self._mains = list(self.main_of.values())
         self._ranges = [(item.start, item.stop) for item in self.stored()]
         self._sources: list[Tensor | None] = [None] * len(self._params)
+        self._lay_at: list[Place | None] = [None] * len(self._params)
         self._grads: list[Tensor | None] = [None] * len(self._params)
         pairs = [(main, self._param_view(param)) for param, main in self.main_of.items()]
         # a float32 parameter is its own main weight, unless a caller has moved one of them
@@ -218,9 +236,11 @@ class FragmentsOptimizer(Storage, DistributedOptimizer):
             source = getattr(param, "main_grad", None)
             if source is None:
                 source = param.grad
-            if source is not self._sources[place]:
+            # a caller may give the same tensor other memory, too
+            lies_at = None if source is None else place_of(source)
+            if source is not self._sources[place] or lies_at != self._lay_at[place]:
                 start, stop = self._ranges[place]
-                self._sources[place] = source
+                self._sources[place], self._lay_at[place] = source, lies_at
                 own = None if source is None else source.detach().reshape(-1)[start:stop]
                 self._grads[place] = own
         return self._grads
@@ -293,7 +313,7 @@ def _is_one(main: Tensor, view: Tensor) -> bool:
     return place_of(main) == place_of(view)
 
 
-class OffloadedOptimizer(Storage, DistributedOptimizer):
+class OffloadedOptimizer(_InBuffers, DistributedOptimizer):
     """Steps Adam or SGD on fragments whose state is partly in the host's memory.
 
     State, and checkpoints of it, are megatron-core's.

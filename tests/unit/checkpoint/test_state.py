@@ -171,6 +171,8 @@ def test_a_checkpoint_of_adam_loads_into_muon_and_back(tmp_path):
     error, _, momentum = outcome(2, Case("muon", BF16), tmp_path, momentum_from_adam=True)
     assert error == ""
     assert momentum > 0
+    says_so = Case("muon", BF16, config={"checkpoint_momentum_from_adam": True})
+    assert outcome(2, says_so, tmp_path)[2] == momentum
     muon = tmp_path / "muon"
     run_ranks(2, save, Case("muon", BF16), str(muon))
     error, log, _ = outcome(2, Case("adam", BF16), muon)

@@ -149,7 +149,8 @@ def loads() -> dict[str, str]:
         with pytest.raises(ConfigurationError) as caught:
             optimizer.load_state_dict(state)
         found[name] = str(caught.value)
-    optimizer.load_state_dict(own)
+    with pytest.raises(ConfigurationError, match="neither state nor main weights"):
+        optimizer.load_state_dict(own)
     model = unwrapped(chunk).sharded_state_dict()
     with pytest.raises(ConfigurationError, match="dp_reshardable"):
         optimizer.sharded_state_dict(model, sharding_type="dp_reshardabel")

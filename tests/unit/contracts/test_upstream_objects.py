@@ -1,0 +1,315 @@
+"""What callers do to megatron-core's objects, done to ours."""
+
+import copy
+import functools
+import warnings
+from contextlib import contextmanager
+
+import pytest
+import torch
+from megatron.core.optimizer import OptimizerConfig, ParamKey, ParamPredicate
+from megatron.core.optimizer import emerging_optimizers as upstream
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import distributed
+
+import megatron_eopt
+from megatron_eopt import ConfigurationError, EmergingOptimizerConfig, TensorParallelMuon
+from megatron_eopt import emerging_optimizers as ours
+from megatron_eopt.build.factory import get_megatron_optimizer
+from megatron_eopt.muon import get_megatron_muon_optimizer
+from megatron_eopt.storage import LayerWiseDistributedOptimizer
+from tests.harness import run_ranks
+from tests.unit.stores import runs
+from tests.unit.stores.runs import Run, inject, make_chunk
+
+SHARDED = Run()
+PLAIN = Run(ddp={"use_distributed_optimizer": False})
+
+
+class Halved(TensorParallelMuon):
+    def orthogonalize(self, p, grad, **kwargs):
+        return super().orthogonalize(p, grad) / 2
+
+
+def test_all_names_of_the_package_are_there():
+    assert all(getattr(megatron_eopt, name) for name in megatron_eopt.__all__)
+
+
+def config_of(optimizer="muon", **fields):
+    own = {"lr": 0.1, "min_lr": 0.0, "weight_decay": 0.0, "clip_grad": 0.0}
+    return OptimizerConfig(optimizer=optimizer, **own, muon_fp32_matmul_prec="highest", **fields)
+
+
+def named(chunk, part):
+    return next(p for name, p in chunk.named_parameters() if part in name)
+
+
+@contextmanager
+def registered(name, entry):
+    """Put an entry among ours as a caller of megatron-core's module does."""
+    before = dict(ours._EMERGING_OPTIMIZERS)
+    ours._EMERGING_OPTIMIZERS[name] = entry
+    try:
+        yield
+    finally:
+        ours._EMERGING_OPTIMIZERS.clear()
+        ours._EMERGING_OPTIMIZERS.update(before)
+
+
+def entry_over(cls, **fields):
+    kwargs = ours._muon_config_to_kwargs
+    return ours.EmergingOptimizerEntry(optimizer_cls=cls, config_to_kwargs=kwargs, **fields)
+
+
+def _update_of_qkv(run, optimizer):
+    chunk = make_chunk(run)
+    sharded = run.ddp.get("use_distributed_optimizer", True)
+    config = config_of(optimizer, use_distributed_optimizer=sharded)
+    chain = get_megatron_optimizer(config, [chunk])
+    for group in chain.param_groups:
+        group["lr"] = 0.1
+    weight = named(chunk, "linear_qkv.weight")
+    before = weight.detach().clone()
+    inject(run, chunk, 0)
+    chain.step()
+    return weight.detach() - before
+
+
+def _split_like_muon(run, cls, factor):
+    with registered("mine", entry_over(cls)):
+        mine = _update_of_qkv(run, "mine")
+    torch.testing.assert_close(mine, _update_of_qkv(run, "muon") * factor)
+
+
+@pytest.mark.parametrize(
+    ("run", "cls", "factor"),
+    [(PLAIN, TensorParallelMuon, 1), (SHARDED, TensorParallelMuon, 1), (PLAIN, Halved, 0.5)],
+)
+def test_a_muon_of_the_callers_splits_fused_weights_as_ours_does(run, cls, factor):
+    run_ranks(1, _split_like_muon, run, cls, factor)
+
+
+def _refused_in_fragments():
+    with registered("mine", entry_over(Halved)):
+        chunk = make_chunk(SHARDED)
+        with pytest.raises(ConfigurationError, match=r"'Halved'.*overrides what a step.*has parts"):
+            get_megatron_optimizer(config_of("mine", use_distributed_optimizer=True), [chunk])
+
+
+def test_a_muon_that_needs_whole_parameters_is_refused_where_there_are_parts():
+    run_ranks(1, _refused_in_fragments)
+
+
+def _an_entry_of_its_own():
+    with registered("muon", entry_over(TensorParallelMuon)):
+        assert get_megatron_optimizer(config_of(), [make_chunk(PLAIN)])
+
+    def is_none(param):
+        return param.dim() != 2 or param.shape[0] > param.shape[1]
+
+    rule = ParamKey(predicate=ParamPredicate("nonlinear_or_embedding", is_none))
+    entry = entry_over(TensorParallelMuon, default_param_overrides={rule: {"optimizer": "adam"}})
+    with registered("mine", entry):
+        chunk = make_chunk(PLAIN)
+        chain = get_megatron_optimizer(config_of("mine"), [chunk])
+    muon = chain.chained_optimizers[0].optimizer
+    assert isinstance(muon, TensorParallelMuon)
+    held = {param for group in muon.param_groups for param in group["params"]}
+    assert held
+    assert not any(map(is_none, held))
+
+
+def test_an_entry_with_upstreams_names_means_what_it_says():
+    run_ranks(1, _an_entry_of_its_own)
+
+
+def _by_tags(overrides, model, count):
+    chunk = make_chunk(Run(model=model, ddp=PLAIN.ddp))
+    for _ in range(2):
+        chain = get_megatron_optimizer(config_of(), [chunk], overrides)
+        groups = [group for group in chain.param_groups if group["max_lr"] == 1e-3]
+        assert sum(len(group["params"]) for group in groups) == count
+
+
+def _is_expert(param):
+    return getattr(param, "expert_tp", False)
+
+
+@pytest.mark.parametrize(
+    ("key", "model", "count"),
+    [
+        (ParamKey(attr="is_qkv"), runs.DENSE, 2),
+        (ParamKey(predicate=ParamPredicate("experts", _is_expert)), runs.MOE, 16),
+    ],
+)
+def test_overrides_see_what_megatron_core_marks(key, model, count):
+    run_ranks(1, _by_tags, {key: {"max_lr": 1e-3}}, model, count)
+
+
+def _old_entry(optimizer, name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        chain = get_megatron_muon_optimizer(config_of(optimizer), [make_chunk(PLAIN)])
+    assert type(chain.chained_optimizers[0].optimizer).__name__ == name
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "name"), [("adam", "TensorParallelMuon"), ("lion", "Lion"), ("soap", "SOAP")]
+)
+def test_the_old_entry_point_takes_other_names_as_they_are(optimizer, name):
+    run_ranks(1, _old_entry, optimizer, name)
+
+
+def _wrapped(run, cls):
+    chunk = make_chunk(run)
+    config = runs.make_config(run)
+    qkv = named(chunk, "linear_qkv.weight")
+    qkv.is_qkv = True
+    matrices, others = runs.param_groups(run, config, chunk)
+    matrices = [group for group in matrices if group["params"]]
+    model = chunk.config
+    head = model.kv_channels
+    queries = model.num_attention_heads // model.num_query_groups * head
+    muon = cls(
+        matrices,
+        lr=config.lr,
+        weight_decay=0.0,
+        fp32_matmul_prec="highest",
+        split_qkv=True,
+        is_qkv_fn=lambda param: getattr(param, "is_qkv", False),
+        qkv_split_shapes=[queries, head, head],
+        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+    )
+    bases = [muon, runs.adam_over([group for group in others if group["params"]], config)]
+    return chunk, qkv, bases, LayerWiseDistributedOptimizer(bases, config, None, None, [chunk])
+
+
+def _groups_of_bases():
+    chunk, _, bases, chain = _wrapped(SHARDED, TensorParallelMuon)
+    before = [param.detach().clone() for param in chunk.parameters()]
+    for step in range(2):
+        groups = [group for base in bases for group in base.param_groups]
+        assert len(groups) == len(chain.param_groups)
+        for group in groups:
+            group["lr"] = 0.0
+        inject(SHARDED, chunk, step)
+        chain.step()
+    assert all(map(torch.equal, chunk.parameters(), before))
+    for base in bases:
+        with pytest.raises(ConfigurationError, match="has no state of its own"):
+            base.state_dict()
+
+
+def test_what_is_written_to_wrapped_optimizers_counts():
+    run_ranks(2, _groups_of_bases)
+
+
+def _upstreams_muon():
+    updates = []
+    for cls in (upstream.TensorParallelMuon, TensorParallelMuon):
+        chunk, qkv, _, chain = _wrapped(SHARDED, cls)
+        before = qkv.detach().clone()
+        runs.set_lr(chain, runs.make_config(SHARDED))
+        inject(SHARDED, chunk, 0)
+        chain.step()
+        updates.append(qkv.detach() - before)
+    # float32: two implementations of one iteration
+    torch.testing.assert_close(*updates, rtol=1e-3, atol=1e-5)
+
+
+def test_upstreams_muon_splits_fused_weights_at_owners():
+    run_ranks(2, _upstreams_muon)
+
+
+def _members_alone(call):
+    chunk = make_chunk(SHARDED)
+    chain = get_megatron_optimizer(config_of(use_distributed_optimizer=True), [chunk])
+    inject(SHARDED, chunk, 0)
+    call(chain)
+    mine = torch.cat([param.detach().view(-1) for param in chunk.parameters()])
+    all_of_them = [torch.empty_like(mine) for _ in range(2)]
+    distributed.all_gather(all_of_them, mine)
+    assert torch.equal(*all_of_them)
+
+
+def _step(chain):
+    for member in chain.chained_optimizers:
+        member.step()
+
+
+def _step_with_ready(chain):
+    chain.prepare_grads()
+    for member in chain.chained_optimizers:
+        member.step_with_ready_grads()
+
+
+@pytest.mark.parametrize("call", [_step, _step_with_ready])
+def test_a_member_that_steps_alone_brings_its_weights_to_all_ranks(call):
+    run_ranks(2, _members_alone, call)
+
+
+def _groups_alone():
+    chain = get_megatron_optimizer(config_of(use_distributed_optimizer=True), [make_chunk(SHARDED)])
+    with pytest.raises(ConfigurationError, match="neither state nor main weights"):
+        chain.load_state_dict(copy.deepcopy(chain.state_dict()))
+
+
+def test_a_state_dict_without_state_is_not_taken_for_one():
+    run_ranks(1, _groups_alone)
+
+
+def _other_memory(moves):
+    chunk = make_chunk(SHARDED)
+    chain = get_megatron_optimizer(
+        EmergingOptimizerConfig(optimizer="muon", lr=0.1, use_distributed_optimizer=True), [chunk]
+    )
+    for step in range(2):
+        inject(SHARDED, chunk, step)
+        for param in chunk.parameters() if moves else ():
+            former = param.main_grad.data
+            param.main_grad.data = former.clone()
+            former.zero_()
+        chain.step()
+    return [param.detach().clone() for param in chunk.parameters()]
+
+
+def test_gradients_whose_memory_a_caller_has_moved_are_stepped_with():
+    still, moved = run_ranks(1, _other_memory, False)[0], run_ranks(1, _other_memory, True)[0]
+    assert all(map(torch.equal, still, moved))
+
+
+def test_a_subclass_gets_what_emerging_optimizers_gives_it():
+    seen = {}
+
+    class Own(TensorParallelMuon):
+        def orthogonalize(self, p, grad, **kwargs):
+            seen.update(kwargs, precision=torch.get_float32_matmul_precision())
+            return grad
+
+    param = torch.nn.Parameter(torch.ones(4, 4))
+    optimizer = Own([{"params": [param], "trust": 0.5}], fp32_matmul_prec="medium")
+    param.grad = torch.ones(4, 4)
+    optimizer.step()
+    assert {"trust": 0.5, "precision": "medium"}.items() <= seen.items()
+    assert torch.get_float32_matmul_precision() == "highest"
+
+    class Bare(TensorParallelMuon):
+        def orthogonalize(self, p, grad):
+            return grad
+
+    Bare([param]).step()
+
+
+def test_what_a_step_would_not_call_is_refused():
+    param = torch.nn.Parameter(torch.ones(4, 4))
+
+    class Decays(TensorParallelMuon):
+        def _apply_weight_decay_inplace(self, *_):
+            pass
+
+    with pytest.raises(ConfigurationError, match="weights of a group decay together"):
+        Decays([param])
+    optimizer = TensorParallelMuon([param])
+    with pytest.raises(ConfigurationError, match=r"Override orthogonalize\(p, grad\)"):
+        optimizer.scaled_orthogonalize_fn = functools.partial(torch.sign)
+    Halved([param]).scaled_orthogonalize_fn = torch.sign
