@@ -42,7 +42,7 @@ def train(
     """
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    corpus = folder.parent / "corpus"
+    corpus = quickstart.corpus_beside(folder)
     try:
         quickstart.prepare_corpus(corpus)
     except subprocess.CalledProcessError as error:

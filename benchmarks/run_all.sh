@@ -59,11 +59,13 @@ for name in "${only[@]}"; do
             python -m benchmarks.newton_schulz --products bf16 --pairs 5 \
                 --shapes 512x512 256x1024 512x2048 1024x1024 "${json[@]}" ;;
         newton_schulz_fp32) python -m benchmarks.newton_schulz --products fp32 "${json[@]}" ;;
-        balance) python -m benchmarks.balance --write "$out/balance.md" "${json[@]}" ;;
+        balance)
+            [[ -e "$out/balance.md" ]] || cp docs/balance.md "$out/"
+            python -m benchmarks.balance --write "$out/balance.md" "${json[@]}" ;;
         momentum) python -m benchmarks.momentum --out runs/momentum "${json[@]}" "${png[@]}" ;;
         compare_optimizers)
             ./scripts/compare_optimizers.sh --lr adam=3e-4,1e-3,3e-3 muon=1e-3,3e-3,1e-2 \
-                --steps 120 --processes 1 "${json[@]}" "${png[@]}" ;;
+                --steps 120 --processes 1 --muon-fp32-matmul-prec highest "${json[@]}" "${png[@]}" ;;
         *) python -m "benchmarks.$name" "${json[@]}" ;;
     esac
 done

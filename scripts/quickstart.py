@@ -7,6 +7,7 @@ Further Megatron flags are passed through, for example --tensor-model-parallel-s
 
 import argparse
 import collections
+import contextlib
 import os
 import re
 import shutil
@@ -54,10 +55,11 @@ def model_flags() -> list[str]:
 def training_flags(steps: int, processes: int, out: Path, corpus: Path) -> list[str]:
     """Return the flags of data, schedule, logging and checkpoints."""
     interval = str(max(1, steps // 4))
+    warm_up = min(steps - 1, max(1, min(20, steps // 10)))
     return [
         *("--micro-batch-size", "8", "--global-batch-size", str(max(16, 8 * processes))),
         *("--train-iters", str(steps), "--lr", "2e-3", "--min-lr", "2e-4"),
-        *("--lr-decay-style", "cosine", "--lr-warmup-iters", str(max(1, min(20, steps // 10)))),
+        *("--lr-decay-style", "cosine", "--lr-warmup-iters", str(warm_up)),
         *("--weight-decay", "0.1", "--clip-grad", "1.0"),
         *("--optimizer", "muon", "--use-distributed-optimizer"),
         *("--train-data-path", str(corpus / "train"), "--valid-data-path", str(corpus / "valid")),
@@ -69,6 +71,11 @@ def training_flags(steps: int, processes: int, out: Path, corpus: Path) -> list[
         # a later run with other --steps goes on with its own schedule
         *("--exit-signal-handler", "--override-opt_param-scheduler", "--seed", "1234"),
     ]
+
+
+def corpus_beside(out: Path) -> Path:
+    """Return the folder of the data, which all runs beside each other share."""
+    return out.parent / "quickstart-corpus"
 
 
 def prepare_corpus(corpus: Path) -> None:
@@ -107,9 +114,22 @@ def on_gpu(processes: int) -> bool:
 
 
 def stop_gently(launcher: subprocess.Popen[str]) -> None:
-    """Ask the training processes to save and stop; the launcher then ends by itself."""
-    for child in psutil.Process(launcher.pid).children():
-        child.send_signal(signal.SIGTERM)
+    """Ask the training processes to save and stop; the launcher then ends by itself.
+
+    Where it has not started them yet, it is asked to end.
+    """
+    process = psutil.Process(launcher.pid)
+    for one in process.children() or [process]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.send_signal(signal.SIGTERM)
+
+
+def stop_at_once(launcher: subprocess.Popen[str]) -> None:
+    """End the launcher and the training processes, which have sessions of their own."""
+    process = psutil.Process(launcher.pid)
+    for one in [process, *process.children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
 
 
 def train(
@@ -159,11 +179,14 @@ def train(
                 file.write(line)
                 show(line, bar, quiet)
             except KeyboardInterrupt:
-                if interrupted:
-                    os.killpg(launcher.pid, signal.SIGKILL)
-                interrupted = True
-                bar.write("Interrupted: saving a checkpoint (once more to stop at once)")
-                stop_gently(launcher)
+                # it may have ended meanwhile
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if interrupted:
+                        stop_at_once(launcher)
+                        continue
+                    interrupted = True
+                    bar.write("Interrupted: saving a checkpoint (once more to stop at once)")
+                    stop_gently(launcher)
     return launcher.wait(), interrupted
 
 
@@ -248,14 +271,17 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=360, help="training steps (default: 360)")
     parser.add_argument("--processes", type=int, default=PROCESSES, help="of training (default: 2)")
     parser.add_argument(
-        "--out", type=Path, default=Path("runs/quickstart"), help="folder for all that is written"
+        "--out",
+        type=Path,
+        default=Path("runs/quickstart"),
+        help="folder for all that is written, but for the data, quickstart-corpus beside it",
     )
     args, flags = parser.parse_known_args()
     for name in ("steps", "processes"):
         if (value := getattr(args, name)) < 1:
             parser.error(f"--{name} {value}: must be at least 1")
     out = args.out.resolve()
-    corpus, log = out.parent / "corpus", out / "training.log"
+    corpus, log = corpus_beside(out), out / "training.log"
     try:
         chosen_device()
         check_steps(args.steps, out / "checkpoints", flags)

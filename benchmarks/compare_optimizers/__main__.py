@@ -82,6 +82,8 @@ def checked(arguments: argparse.Namespace, flags: list[str]) -> tuple[Grid, Sett
         path = getattr(arguments, name)
         if path is not None and (path.is_dir() or not path.resolve().parent.is_dir()):
             raise InputError(f"--{name} {path}: must be a file in a folder that exists")
+        if path is not None and path.suffix != f".{name}":
+            raise InputError(f"--{name} {path}: must end in .{name}")
     chosen_device()
     check(arguments.optimizers, arguments.seeds, flags, offered_names())
     grid = grid_of(arguments.optimizers, arguments.lr)
@@ -111,10 +113,12 @@ def main(given: list[str] | None = None) -> int:
     found = summaries(grid, results)
     Console().print(table(found))
     print(*notes(found), sep="\n")
+    figures = arguments.json or arguments.out / "comparison.json"
+    # those that were trained before, of another commit
+    before["commit"] = ", ".join(sorted({result.commit or "unknown" for result in results}))
+    publish(document(settings, found, results), before, figures)
     png = arguments.png or arguments.out / "comparison.png"
     draw(settings, found).savefig(png, dpi=120)
-    figures = arguments.json or arguments.out / "comparison.json"
-    publish(document(settings, found, results), before, figures)
     print(f"Figure: {png}    All figures: {figures}")
     return 0
 

@@ -10,7 +10,10 @@ LEARNING_RATES = (3e-4, 1e-3, 3e-3, 1e-2)
 FINAL_SHARE = 0.1
 """Of its learning rate at the peak, what a run ends with."""
 
-RESERVED = ("--optimizer", "--seed", "--train-iters", "--save", "--load", "--min-lr")
+RESERVED = (
+    *("--optimizer", "--seed", "--train-iters", "--save", "--load", "--min-lr"),
+    *("--eval-iters", "--eval-interval"),
+)
 """Flags of the trainer that the comparison sets by itself."""
 
 type Grid = dict[str, tuple[float, ...]]

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from benchmarks.compare_optimizers.grid import InputError, Run
 from benchmarks.files import write_whole
+from benchmarks.machine import commit
 from benchmarks.quickstart_runs import Curve, RunError, held_out_losses, seconds_per_step, train
 
 EVALUATIONS = 10
@@ -45,12 +46,14 @@ class Result:
         held_out: Losses in nats per byte, by step.
         step_seconds: Median of its steps' times.
         diverged: Whether it ended early with losses or gradients that were no numbers.
+        commit: Of the code that trained it.
     """
 
     run: Run
     held_out: Curve
     step_seconds: float
     diverged: bool = False
+    commit: str | None = None
 
     @property
     def last(self) -> float:
@@ -68,6 +71,9 @@ def claim(out: Path, settings: Settings) -> None:
     wanted = json.loads(json.dumps(dataclasses.asdict(settings)))
     # a mistyped flag leaves neither
     begun = any([*out.rglob("result.json"), *out.rglob("latest_checkpointed_iteration.txt")])
+    own = {field.name for field in dataclasses.fields(Settings)}
+    if file.exists() and json.loads(file.read_text()).keys() != own:
+        raise InputError(f"--out {out}: its settings.json is not of such runs; give another folder")
     if not (file.exists() and begun):
         out.mkdir(parents=True, exist_ok=True)
         _write(file, wanted)
@@ -110,7 +116,9 @@ def done(out: Path, run: Run) -> Result | None:
         return None
     found = json.loads(file.read_text())
     held_out = {int(step): loss for step, loss in found["held_out"].items()}
-    return Result(run, held_out, found["step_seconds"], found["diverged"])
+    return Result(
+        run, held_out, found["step_seconds"], found["diverged"], found.get("commit", "unknown")
+    )
 
 
 def _trained(out: Path, settings: Settings, run: Run) -> Result:
@@ -124,7 +132,7 @@ def _trained(out: Path, settings: Settings, run: Run) -> Result:
         if not DIVERGED.search((folder / "training.log").read_text()):
             raise
         diverged = True
-    result = Result(run, held_out_losses(folder), seconds_per_step(folder), diverged)
+    result = Result(run, held_out_losses(folder), seconds_per_step(folder), diverged, commit())
     written = dataclasses.asdict(result)
     del written["run"]
     _write(folder / "result.json", written)

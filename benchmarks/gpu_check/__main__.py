@@ -11,6 +11,7 @@ import argparse
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -137,10 +138,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         report.write(run.out / "results.json", machine, sections)
     report.show(machine, sections)
     print(f"All figures: {run.out / 'results.json'}")
-    return int(any(found["status"] == "failed" for found in sections.values()))
+    statuses = {found["status"] for found in sections.values()}
+    return 2 if statuses == {"not run"} else int("failed" in statuses)
 
 
 if __name__ == "__main__":
+    # sections have sessions of their own, and would run on
+    for stop in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(stop, signal.default_int_handler)
     try:
         sys.exit(main())
     except KeyboardInterrupt:

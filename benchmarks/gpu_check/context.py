@@ -56,18 +56,22 @@ class Outcome:
         figures: All of them, as JSON has them.
         problems: What is wrong, as sentences; the section has passed if there is none.
         skipped: Why it cannot run here.
+        left: What there was no time for; the same command goes on with it.
     """
 
     headline: str = ""
     figures: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     skipped: str | None = None
+    left: list[str] = field(default_factory=list)
 
     @property
     def status(self) -> str:
-        """``passed``, ``failed`` or ``skipped``."""
+        """``passed``, ``failed``, ``not run`` or ``skipped``."""
         if self.problems:
             return "failed"
+        if self.left:
+            return "not run"
         return "skipped" if self.skipped else "passed"
 
     @contextmanager

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.files import write_whole
 from benchmarks.gpu_check.plan import Section
 from benchmarks.machine import ROOT
 
@@ -53,24 +55,37 @@ class Run:
         left = self.deadline - time.monotonic()
         if left < LEAST_S:
             return not_run(f"{max(0, left):.0f} s were left")
+        self._begin(section, again=again)
         return self._run(section, min(left, section.limit_s))
 
     def kept(self, section: Section) -> Document | None:
         """Return what a section found before with the same code, machine and sizes."""
         with contextlib.suppress(OSError, json.JSONDecodeError):
             found: Document = json.loads(self._path(section).read_text())
-            if found["basis"] == self.basis and found["status"] in ("passed", "skipped"):
+            if found.get("basis") == self.basis and found["status"] in ("passed", "skipped"):
                 return found | {"kept": True}
         return None
 
+    def _begin(self, section: Section, *, again: bool) -> None:
+        """Leave what an unfinished section goes on from, of the same basis, and nothing else."""
+        found: Document = {}
+        with contextlib.suppress(OSError, json.JSONDecodeError):
+            found = json.loads(self._path(section).read_text())
+        if again or found.get("basis") != self.basis or found.get("status") != "not run":
+            shutil.rmtree(self.out / section.name, ignore_errors=True)
+        self._write(section, not_run("it was stopped") | {"basis": self.basis})
+
+    def _write(self, section: Section, document: Document) -> None:
+        write_whole(self._path(section), json.dumps(document, indent=1) + "\n")
+
     def _run(self, section: Section, seconds: float) -> Document:
         path, log = self._path(section), self.out / f"{section.name}.log"
-        path.unlink(missing_ok=True)
         began = time.monotonic()
         in_time, code = _watch(self._command(section, seconds), log, self.environment, seconds)
         took = round(time.monotonic() - began, 1)
-        if in_time and code == 0 and path.exists():
-            document: Document = json.loads(path.read_text())
+        document: Document = json.loads(path.read_text())
+        if in_time and code == 0 and "basis" not in document:
+            pass
         elif not in_time and seconds < section.limit_s:
             return not_run(f"stopped after {took:.0f} s, when all time was up")
         else:
@@ -79,7 +94,7 @@ class Run:
         document |= {"seconds": took, "basis": self.basis}
         if document["status"] == "failed":
             document["log"] = _last_lines(log)
-        path.write_text(json.dumps(document, indent=1) + "\n")
+        self._write(section, document)
         return document
 
     def _path(self, section: Section) -> Path:

@@ -139,8 +139,14 @@ class Stats:
     def _summed(self, names: Sequence[str]) -> list[list[float]]:
         table = torch.zeros(len(names), len(_COLUMNS), dtype=torch.float64)
         on_device: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
+        met: set[str] = set()
         for name, row, watch in self._rows:
-            for what, value in (row | _of_meter(watch)).items():
+            measured = _of_meter(watch)
+            if measured and name not in met:
+                # several members may have one class, and this is one rank
+                met.add(name)
+                measured["exchanging"] = 1
+            for what, value in (row | measured).items():
                 place = names.index(name), _COLUMNS.index(what)
                 if isinstance(value, Tensor):
                     on_device[place].append(value)
@@ -214,7 +220,6 @@ def _of_meter(watch: Watch | None) -> dict[str, Any]:
     if watch is None or (exchange := watch.meter.seconds(EXCHANGE)) is None:
         return {}
     return {
-        "exchanging": 1,
         "seconds of exchange": exchange,
         "bytes": watch.meter.sent,
         "seconds of orthogonalization": watch.meter.seconds(ORTHOGONALIZATION) or 0.0,

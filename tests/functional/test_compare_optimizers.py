@@ -44,6 +44,8 @@ SETTINGS = Settings(steps=40, processes=1, flags=("--num-layers", "1"))
         ("--lr muon=1e-3 muon=1", "--lr muon=1: muon has learning rates already"),
         ("--optimizer muon", "--optimizer: is set for each run"),
         ("--seed=3", "--seed: is set for each run"),
+        ("--eval-iters 0", "--eval-iters: is set for each run"),
+        ("--png figure", "--png figure: must end in .png"),
     ],
 )
 def test_wrong_input_is_refused_in_one_sentence(arguments, said, tmp_path, capsys, monkeypatch):
@@ -227,7 +229,7 @@ def trainer(monkeypatch) -> Trainer:
     return trainer
 
 
-def test_finished_runs_are_not_trained_again(trainer, tmp_path, capsys):
+def test_finished_runs_are_not_trained_again(trainer, tmp_path, capsys, monkeypatch):
     command = ["--lr", "adam=1e-3", "muon=1e-3", "--seeds", "1", "2", "--out", str(tmp_path)]
     command += ["--steps", "20"]
     trainer.stop_at = "adam-0.001-2"
@@ -241,9 +243,14 @@ def test_finished_runs_are_not_trained_again(trainer, tmp_path, capsys):
     assert "adam: learning rates 0.001\nmuon: learning rates 0.001\n" in said
     assert json.loads((tmp_path / "comparison.json").read_text())["common_loss"] == 3.0
     assert (tmp_path / "comparison.png").exists()
+    # of a later commit nothing was trained
+    monkeypatch.setattr(trainings, "commit", lambda: "later")
+    assert main(command) == 0
+    assert "later" not in json.loads((tmp_path / "comparison.json").read_text())["about"]["commit"]
     # more seeds may follow, with other settings nothing may
     assert main([*command, "--seeds", "3"]) == 0
     assert len(trainer.runs) == 6
+    assert "later" in json.loads((tmp_path / "comparison.json").read_text())["about"]["commit"]
     assert main([*command, "--steps", "30"]) == 2
     assert "has runs of --steps 20 --processes 2; give these" in capsys.readouterr().err
     assert main([*command, "--num-layers", "1"]) == 2
@@ -283,3 +290,10 @@ def test_two_optimizers_are_trained_and_compared(tmp_path):
         assert run["median_seconds_per_step"] > 0
     assert (tmp_path / "comparison.png").stat().st_size > 10_000
     assert not list(tmp_path.glob("*/checkpoints"))
+
+
+def test_settings_of_another_program_stay_as_they_are(trainer, tmp_path, capsys):
+    (tmp_path / "settings.json").write_text('{"editor.fontSize": 14}')
+    assert main(["--out", str(tmp_path)]) == 2
+    assert "its settings.json is not of such runs" in capsys.readouterr().err
+    assert (tmp_path / "settings.json").read_text() == '{"editor.fontSize": 14}'

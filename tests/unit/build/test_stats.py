@@ -123,6 +123,24 @@ def reference_of(case: Case) -> dict[str, float]:
     return found
 
 
+def sent_by_a_rank() -> None:
+    """Compare the bytes that are told with those that the plans of both members send."""
+    chunk, optimizer = build(case := Case(model=MOE, parallel={"ep": 2}))
+    assert len(optimizer.members) == 2
+    optimizer.watching = True
+    steps(case, chunk, optimizer, 0, 1)
+    told = optimizer.stats()[f"{MUON}/exchange-bytes"]
+    drivers = [driver for member in optimizer.members for driver in member.drivers]
+    plans = [one.plan for driver in drivers for one in driver.redistributions]
+    sent = torch.tensor(float(sum(plan.bytes_sent for plan in plans)))
+    distributed.all_reduce(sent)
+    assert told == float(sent) / distributed.get_world_size() > 0
+
+
+def test_bytes_of_dense_weights_and_of_experts_are_those_of_one_rank():
+    run_ranks(4, sent_by_a_rank)
+
+
 def test_experts_and_pieces_of_fused_weights_are_counted_once():
     for single, parallel in ((EXPERTS, {"ep": 2}), (ONE_RANK, {"tp": 2, "pp": 1})):
         expected = reference_of(single)

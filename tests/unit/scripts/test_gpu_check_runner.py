@@ -102,6 +102,36 @@ def test_what_hangs_is_ended_with_all_that_it_started(run):
     assert not is_running(child)
 
 
+PART = PASSES.replace('"passed"', '"not run"')
+
+
+def test_what_there_was_no_time_for_goes_on_with_what_it_has(run):
+    kept = run.out / SECTION.name / "recorded"
+
+    def call(script, **changes):
+        found = replace(run, script=script, **changes).document(SECTION)
+        had = kept.exists()
+        kept.parent.mkdir(exist_ok=True)
+        kept.touch()
+        return found["status"], had
+
+    assert call(PART) == ("not run", False)
+    assert call(PART) == ("not run", True)
+    assert call(PART, basis={"sources": "def"}) == ("not run", False)
+    assert call(FAILS, basis={"sources": "def"}) == ("failed", True)
+    assert call(PASSES, basis={"sources": "def"}) == ("passed", False)
+
+
+def test_what_a_section_left_whose_command_was_killed_is_no_result(run):
+    # the section writes, and what the result holds for is added by the command
+    (run.out / "quickstart.json").write_text('{"status": "passed"}')
+    assert run.kept(SECTION) is None
+    assert run.document(SECTION)["status"] == "passed"
+    assert run.calls == 1
+    found = replace(run, script="").document(SECTION, again=True)
+    assert found["problems"] == ["ended with exit code 0"]
+
+
 def test_without_time_a_section_is_not_run(run):
     late = replace(run, deadline=time.monotonic() + LEAST_S / 2)
     assert late.document(SECTION)["status"] == "not run"
@@ -170,6 +200,8 @@ def test_a_failure_is_told_and_does_not_stop_the_others(monkeypatch, tmp_path, m
 
 def test_what_was_not_run_is_no_failure(monkeypatch, tmp_path, machine):
     assert call(monkeypatch, tmp_path, {"golden": "not run"})[0] == 0
+    nothing = {section.name: "not run" for section in SECTIONS}
+    assert call(monkeypatch, tmp_path, nothing)[0] == 2
 
 
 def test_only_what_is_asked_for_runs(monkeypatch, tmp_path, machine):

@@ -1,5 +1,7 @@
 """What the quickstart refuses before it trains, and says at its end."""
 
+import signal
+import subprocess
 import sys
 
 import pytest
@@ -73,7 +75,7 @@ def test_fewer_steps_than_the_checkpoint_has_are_refused(tmp_path, monkeypatch, 
     assert code == 2
     assert "--steps=6: must be at least 7" in said
     assert "Give more steps, or another --out." in said
-    assert not (tmp_path / "corpus").exists()
+    assert not (tmp_path / "quickstart-corpus").exists()
 
 
 @pytest.mark.parametrize(
@@ -98,12 +100,53 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path, monkeypatch, capfd
     code, said = call(monkeypatch, capfd, "--out", tmp_path / out)
     assert code == 2
     assert f"--out {tmp_path / out}: cannot be written" in said
-    assert not (tmp_path / "corpus").exists()
+    assert not (tmp_path / "quickstart-corpus").exists()
 
 
 def test_a_corpus_that_cannot_be_made_is_told_by_its_own_script(tmp_path, monkeypatch, capfd):
-    (tmp_path / "corpus").write_text("in the way")
+    (tmp_path / "quickstart-corpus").write_text("in the way")
     code, said = call(monkeypatch, capfd, "--out", tmp_path / "run")
     assert code == 2
-    assert said.splitlines()[-1].startswith(f"prepare_corpus: --out {tmp_path / 'corpus'}: is not")
+    assert said.splitlines()[-1].startswith(
+        f"prepare_corpus: --out {tmp_path / 'quickstart-corpus'}: is not"
+    )
     assert "Traceback" not in said
+
+
+STARTS_LATE = "import time; time.sleep(60)"
+STARTS = """
+import subprocess, sys, time
+# as torchrun does
+rank = subprocess.Popen(
+    [sys.executable, "-c", "import signal, time\\nsignal.signal(15, lambda *_: None)\\n"
+     "print('ready', flush=True)\\ntime.sleep(60)"],
+    start_new_session=True,
+)
+rank.wait()
+"""
+
+
+def launched(script):
+    return subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+
+
+def test_a_launcher_without_ranks_is_asked_to_end():
+    launcher = launched(STARTS_LATE)
+    quickstart.stop_gently(launcher)
+    assert launcher.wait(10) == -signal.SIGTERM
+
+
+def test_who_stops_at_once_leaves_no_rank_behind():
+    launcher = launched(STARTS)
+    assert launcher.stdout.readline() == "ready\n"
+    quickstart.stop_gently(launcher)
+    assert launcher.poll() is None
+    quickstart.stop_at_once(launcher)
+    # what a rank that lives on would hold open
+    assert launcher.stdout.read() == ""
+
+
+def test_a_single_step_has_no_warm_up(tmp_path):
+    for steps, expected in ((1, "0"), (2, "1"), (360, "20")):
+        flags = quickstart.training_flags(steps, 1, tmp_path, tmp_path)
+        assert flags[flags.index("--lr-warmup-iters") + 1] == expected
