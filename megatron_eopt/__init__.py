@@ -18,7 +18,7 @@ _PLACES = {
     "TensorParallelAdaptiveMuon": "optimizers.adaptive_muon",
     "TensorParallelMuon": "optimizers.muon",
     "get_megatron_optimizer": "build.factory",
-    "load_optimizer_config": "settings.config_file",
+    "load_optimizer_config": "optimizers.built_in",
     "register_optimizer": "optimizers.built_in",
 }
 

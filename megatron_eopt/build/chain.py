@@ -251,8 +251,6 @@ class OptimizerChain(ChainedOptimizer):
         State is saved by parameter, so it loads at any layout, but for Adam alone in the form that
         Megatron calls ``dp_reshardable``.
 
-        The trainer chooses a form by ``metadata`` and ``sharding_type``.
-
         Raises:
             ConfigurationError: If a parameter is not in the model's state, or the form unknown.
         """
@@ -287,6 +285,9 @@ class OptimizerChain(ChainedOptimizer):
         """
         agreed(lambda: self._load(state_dict))
         optimizer_state.settle(self.members)
+        if self.is_sharded and self.settings.half is None:
+            # each rank has read its part of the model's weights
+            self.gather_params(now=True)
 
     def _load(self, state_dict: Any) -> None:
         check_structure(state_dict)

@@ -59,6 +59,10 @@ def refuse_unmanageable(settings: Settings, model_chunks: Sequence[Any]) -> None
         rule = "must be on: Megatron-FSDP cuts weights and state"
         way_out = "Set use_distributed_optimizer=True"
         raise ConfigurationError("use_distributed_optimizer", False, rule, way_out)
+    if settings.momentum_from_adam:
+        rule = "is not read by Megatron-FSDP's checkpoints"
+        way_out = "Leave it off, and let momentum start fresh (checkpoint_fresh_state)"
+        raise ConfigurationError("checkpoint_momentum_from_adam", True, rule, way_out)
     if getattr(model_chunks[0].config, "qk_clip", False):
         rule = "scales rows of whole weights, which Megatron-FSDP cuts"
         raise ConfigurationError("qk_clip", True, rule, "Set qk_clip=False")

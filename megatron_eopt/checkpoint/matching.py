@@ -126,9 +126,16 @@ def _refuse_differences(
         rule = f"was written by another model; tensors of another shape: {_shown(other)}"
         raise _unfit(folder, rule, "Load it with the model's flags of the run that wrote it")
     if lacking:
+        rule = f"lacks tensors that this run asks for: {_shown(lacking)}"
+        if all(split_key(key) is None for key in lacking):
+            way_out = (
+                "Load it with the model's flags of the run that wrote it; a model that has more "
+                "begins from a checkpoint that was written with all of it"
+            )
+            raise _unfit(folder, rule, way_out)
         raise _unfit(
             folder,
-            f"lacks tensors that this run asks for: {_shown(lacking)}",
+            rule,
             "Load it with the model, the optimizer and, if its optimizer state is in buckets "
             "(dp_reshardable), the layout of the run that wrote it, or without optimizer state "
             "(--no-load-optim)",

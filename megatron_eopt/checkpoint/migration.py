@@ -1,5 +1,6 @@
 """Which source each value of state is read from, and what happens to those a checkpoint lacks."""
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
@@ -9,6 +10,9 @@ from megatron_eopt.checkpoint.keys import split_key
 from megatron_eopt.checkpoint.saved_state import MAINS, Shapes, Source, Value
 
 _SHOWN = 12
+
+_SLAB = re.compile(r"\.tp\d+of\d+$")
+"""At the end of names of matrices of which each tensor-parallel rank has its own."""
 
 MAY_BE_YOUNGER = frozenset({MOMENT2, "max_exp_avg_sq"})
 """Kinds of state that may begin later than others: that which counts its own steps, and maxima."""
@@ -38,6 +42,18 @@ def kinds_by_parameter(shapes: Shapes) -> tuple[dict[str, set[str]], bool]:
     return kinds, by_bucket
 
 
+def matrices_by_place(shapes: Shapes) -> dict[str, set[int]]:
+    """Return the numbers of the matrices of which there is state of their own, by parameter."""
+    found: dict[str, set[int]] = {}
+    for key in shapes:
+        parts = split_key(key)
+        if parts is not None and parts.of_matrix and parts.kind != STEP:
+            name, _, number = _SLAB.sub("", parts.name).rpartition(".")
+            if number.isdecimal():
+                found.setdefault(name, set()).add(int(number))
+    return found
+
+
 @dataclass
 class Reading:
     """Chooses a source for every value, by its place in what is asked for.
@@ -46,6 +62,7 @@ class Reading:
     """
 
     policy: Policy
+    matrices: Mapping[str, set[int]] = field(default_factory=dict)  # :func:`matrices_by_place`
     chosen: dict[int, Source] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     excluded: list[str] = field(default_factory=list)  # parameters that a module took from Muon
@@ -54,7 +71,10 @@ class Reading:
     def choose(self, values: Mapping[int, Value], shapes: Shapes, there: Collection[str]) -> None:
         """Choose for all values of a parameter, of which the checkpoint has the kinds ``there``."""
         # a weight that was split otherwise has other matrices, though some of a shape and name
-        other_matrices = any(value.is_of_another_matrix(shapes) for value in values.values())
+        other_matrices = any(
+            value.is_of_another_matrix(shapes) or self._is_split_otherwise(value)
+            for value in values.values()
+        )
         for place, value in values.items():
             if other_matrices and value.kept is not None:
                 continue
@@ -129,6 +149,11 @@ class Reading:
             if value.kind in kinds:
                 note = f"{value.kind} starts fresh, as it means nothing without {others}"
                 self._note(note, value)
+
+    def _is_split_otherwise(self, value: Value) -> bool:
+        shard = value.where.shard
+        there = self.matrices.get(value.where.space.name)
+        return there is not None and shard is not None and there != set(range(len(shard.layouts)))
 
     def _is_fresh(self, value: Value) -> bool:
         return value.kind in self.policy.fresh

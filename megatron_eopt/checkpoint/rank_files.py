@@ -30,7 +30,7 @@ def save_rank_file(filename: str, members: Sequence[Member], names: Mapping[Tens
 
     Ranks that were given the same file name write files of their own beside it.
     """
-    path = _own_path(filename)
+    path = own_path(filename)
     content = {
         "rank": distributed.get_rank(),
         "ranks": distributed.get_world_size(),
@@ -51,7 +51,7 @@ def load_rank_file(filename: str, members: Sequence[Member], names: Mapping[Tens
         ConfigurationError: On every rank, if any rank's file is missing, broken or of another
             layout; nothing has been changed then.
     """
-    path = _own_path(filename)
+    path = own_path(filename)
     mine = [_content(member, names) for member in members]
     content: Any = {}
     try:
@@ -144,7 +144,7 @@ def _signature(entries: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _own_path(filename: str) -> Path:
+def own_path(filename: str) -> Path:
     """Return a path that no other rank has."""
     path = Path(filename).absolute()
     if of_every_rank(str(path)).count(str(path)) == 1:

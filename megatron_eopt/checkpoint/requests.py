@@ -15,7 +15,13 @@ from megatron_eopt.base.names import MOMENT2, STEP
 from megatron_eopt.checkpoint.buckets import BucketSpace, bucket_spaces, source_in_bucket
 from megatron_eopt.checkpoint.by_parameter import count_value, kept_value, stored_values
 from megatron_eopt.checkpoint.keys import key_apart, saved_keys
-from megatron_eopt.checkpoint.migration import Policy, Reading, kinds_by_parameter, missing_state
+from megatron_eopt.checkpoint.migration import (
+    Policy,
+    Reading,
+    kinds_by_parameter,
+    matrices_by_place,
+    missing_state,
+)
 from megatron_eopt.checkpoint.parameter_space import parameter_spaces
 from megatron_eopt.checkpoint.saved_state import (
     MAINS,
@@ -126,7 +132,7 @@ class StateRequests:
         if not self._values:
             return []
         kinds, has_buckets = kinds_by_parameter(shapes)
-        reading = Reading(policy)
+        reading = Reading(policy, matrices_by_place(shapes))
         in_buckets: dict[Tensor, set[str]] = {}
         for buckets in self._buckets.values():
             in_buckets |= buckets.kinds(shapes)

@@ -103,12 +103,26 @@ def _taking_the_format(original: Function) -> Function:
     def _get_checkpoint_format(checkpoint_name: Any, args: Any) -> Any:
         form = original(checkpoint_name, args)
         load = _load.current
+        if load is not None:
+            _refuse_form(str(checkpoint_name), form, args.ckpt_format)
         if load is not None and {form, args.ckpt_format} == _FORMATS:
             load.formats.setdefault(id(args), (args, args.ckpt_format))
             args.ckpt_format = form
         return form
 
     return _get_checkpoint_format
+
+
+def _refuse_form(folder: str, form: str, wanted: str) -> None:
+    """Raise if Megatron-FSDP wrote a checkpoint and is not to read it, or the other way about."""
+    of_fsdp = fsdp_dtensor.FORMAT, "torch_dcp"
+    if (form in of_fsdp) != (wanted in of_fsdp):
+        rule = f"is of format {form}, and a run with --ckpt-format {wanted} cannot read it"
+        way_out = (
+            "Load it as it was written, with or without --use-megatron-fsdp, or convert it with "
+            "Megatron's tools"
+        )
+        raise CheckpointError("checkpoint", folder, rule, way_out)
 
 
 @contextmanager
@@ -122,6 +136,15 @@ def _explained() -> Iterator[None]:
         rule = "has no state of the optimizer or of its schedule (--no-save-optim)"
         way_out = "Start them anew with --no-load-optim, or with --finetune"
         raise CheckpointError("checkpoint", error.args[0], rule, way_out) from error
+    except RuntimeError as error:
+        if "not supported for DistributedOptimizer with sharding type" not in str(error):
+            raise
+        rule = "says that its optimizer state is in buckets, which load at the layout that wrote it"
+        way_out = (
+            "Load it there, and save it with --dist-ckpt-optim-fully-reshardable; or load no "
+            "optimizer state (--no-load-optim)"
+        )
+        raise CheckpointError("checkpoint", str(error), rule, way_out) from error
     except AssertionError as error:
         if "OptimizerParamScheduler" not in str(error):
             raise
@@ -194,6 +217,9 @@ def _refusing_gaps(original: Function) -> Function:
             # collective: all ranks read the tracker file
             folder = needed("get_load_checkpoint_path_by_args")(args)
             sizes = from_rank_0(lambda: _sizes_in(folder))
+        else:
+            sizes = None
+        if sizes is not None:
             fresh = getattr(args, "checkpoint_fresh_state", ())
             load = _load.current
             members = () if load is None else getattr(load.optimizer, "members", ())
@@ -205,8 +231,10 @@ def _refusing_gaps(original: Function) -> Function:
     return _load_base_checkpoint
 
 
-def _sizes_in(folder: str) -> dict[str, tuple[int, ...] | None]:
-    """Return all keys of a checkpoint, with the shapes of what is a tensor."""
+def _sizes_in(folder: str) -> dict[str, tuple[int, ...] | None] | None:
+    """Return all keys of a checkpoint, with the shapes of what is a tensor; None without one."""
+    if not Path(folder, ".metadata").exists():
+        return None
     found = FileSystemReader(folder).read_metadata().state_dict_metadata
     return {
         key: tuple(value.size) if isinstance(value, TensorStorageMetadata) else None

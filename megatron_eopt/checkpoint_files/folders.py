@@ -27,7 +27,10 @@ _PARTS = (
 )
 """What savers write into a folder; the manifest first, so that a folder half cleared has none."""
 
-_MARKS = (MANIFEST, "metadata.json")
+_METADATA = "metadata.json"
+"""What megatron-core writes last, in the one format that has such a file."""
+
+_MARKS = (MANIFEST, _METADATA)
 """Of a finished checkpoint."""
 
 _ANNOUNCED = ".unfinished_saves"
@@ -115,7 +118,9 @@ def choose(root: Path) -> Choice | None:
         return None
     named = _named(tracker)
     manifests = any((root / item.name / MANIFEST).exists() for item in folders)
-    reason = _why_not_named(tracker, named) or _why_not_whole(root, named, manifests)
+    # the tracker file is written when all others are, also by who writes no manifests
+    others = manifests and not (named is not None and (root / named.name / _METADATA).exists())
+    reason = _why_not_named(tracker, named) or _why_not_whole(root, named, others)
     if reason is None:
         return named
     for item in folders:
@@ -187,6 +192,6 @@ def _why_not_whole(root: Path, item: Choice | None, manifests: bool) -> str | No
 
 
 def _is_finished(root: Path, item: Choice, manifests: bool) -> bool:
-    # a saver without manifests writes metadata.json last, in the one format that has such a file
-    finished = manifests or (root / item.name / "metadata.json").exists()
+    # as a saver without manifests leaves it
+    finished = manifests or (root / item.name / _METADATA).exists()
     return finished and _why_not_whole(root, item, manifests) is None

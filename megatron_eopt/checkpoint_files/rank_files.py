@@ -7,6 +7,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
 
 from megatron_eopt.base.agreement import CheckpointError, agreed, everyones
+from megatron_eopt.checkpoint.rank_files import own_path
 from megatron_eopt.checkpoint_files.content import describe
 from megatron_eopt.checkpoint_files.manifest import Manifest
 
@@ -78,7 +79,8 @@ def _files(folder: Path, args: Any) -> list[str]:
     layer_wise = getattr(args, "use_layer_wise_distributed_optimizer", False)
     if load_state and layer_wise and args.ckpt_format == "torch":
         rank = parallel_state.get_data_parallel_rank()
-        found.append(model_file.with_name(f"layer_wise_optimizer_{rank}.pt"))
+        name = own_path(str(folder / model_file.with_name(f"layer_wise_optimizer_{rank}.pt"))).name
+        found.append(model_file.with_name(name))
     elif load_state and args.use_distributed_optimizer and _is_first_data_parallel_rank():
         found.append(model_file.with_name("distrib_optim.pt"))
     # without the folder of the iteration, which get_checkpoint_name puts first

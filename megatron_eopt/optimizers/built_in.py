@@ -13,6 +13,9 @@ from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
 from megatron_eopt.optimizers.driver import empty_states, zeros
 from megatron_eopt.optimizers.muon import TensorParallelMuon
 from megatron_eopt.settings.arguments import muon_family_kwargs
+from megatron_eopt.settings.config_file import (
+    load_optimizer_config,  # noqa: F401  which needs all optimizers
+)
 from megatron_eopt.settings.registry import init_state, is_registered, register_optimizer
 
 _ELEMENT_WISE = frozenset({"lion", "laprop"})

@@ -17,7 +17,7 @@ from megatron_eopt.routing.groups import Group, build_groups, summarize
 from megatron_eopt.routing.overrides import check_overrides, recounted, unmatched
 from megatron_eopt.routing.parameters import ModelParameter, trainable_parameters
 from megatron_eopt.routing.routes import Route, route_all
-from megatron_eopt.routing.splits import find_splits
+from megatron_eopt.routing.splits import QKV_TAG, declared_qkv, find_splits
 from megatron_eopt.routing.table import format_table, routing_rows
 from megatron_eopt.settings.arguments import qkv_split_shapes
 from megatron_eopt.settings.checks import check_values_of
@@ -173,11 +173,12 @@ def _tag_as_megatron_does(
         param, name = parameter.param, parameter.name
         if "experts" in name and "shared" not in name:
             param.expert_tp = True  # type: ignore[attr-defined]
-        if "linear_qkv.weight" in name and param.dim() == 2:
+        if "linear_qkv.weight" in name and param.dim() == 2 and declared_qkv(param) is None:
             shapes = qkv_split_shapes(model_chunks[parameter.chunk].config)
             if param.shape[0] % sum(shapes) == 0:
                 param.is_qkv = True  # type: ignore[attr-defined]
                 param.qkv_split_shapes = shapes  # type: ignore[attr-defined]
+                setattr(param, QKV_TAG, shapes)
 
 
 def routing_table(

@@ -24,6 +24,9 @@ from megatron_eopt.routing.parameters import cut_dimension
 
 logger = logging.getLogger(__name__)
 
+QKV_TAG = "_tagged_qkv_split_shapes"
+"""The attribute of a parameter with the ``qkv_split_shapes`` that no user has set, but routing."""
+
 # Names that fused projections go by, in megatron-core and in models ported to it.
 _FUSED_NAMES = frozenset(
     {
@@ -92,6 +95,13 @@ def find_splits(
     return {param: split for param, split in found.items() if split is not None}
 
 
+def declared_qkv(param: nn.Parameter) -> list[int] | None:
+    """Return the rows of Q, K and V that a user has declared, or None."""
+    rows: list[int] | None = getattr(param, "qkv_split_shapes", None)
+    is_declared = getattr(param, "is_qkv", False) and rows is not getattr(param, QKV_TAG, None)
+    return rows if is_declared else None
+
+
 def tensor_parallel_cut(param: nn.Parameter, *modules: nn.Module) -> tuple[int, int]:
     """Return ``(tp_size, partition_dim)`` of a weight, ``(1, -1)`` if it is not sharded.
 
@@ -140,8 +150,8 @@ def _split_of(weight: _Weight, which: Collection[SplitT], unknown: list[str]) ->
         argument = f"{weight.name}.eopt_split"
         raise ConfigurationError(argument, declared, rule, "Declare one of these")
     if declared is None:
-        lengths = getattr(weight.param, "qkv_split_shapes", None)
-        if getattr(weight.param, "is_qkv", False) and lengths is not None:
+        lengths = declared_qkv(weight.param)
+        if lengths is not None:
             return _fitted(weight, lambda shape: qkv(shape, lengths)) if "qkv" in which else None
         fused = fused_weight(weight.owner, weight.child)
         if fused is not None and fused.kind in which:

@@ -68,7 +68,8 @@ CASES = [
 def test_training_is_training_with_ddp_and_goes_on_bit_equal(tmp_path, strategy, flags, tolerance):
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
     replicated = numbers(train(*COMMON, *flags, "--use-distributed-optimizer"))
-    straight = train(*sharded(strategy), *flags, "--save", first)
+    # as runs begin that will go on by themselves
+    straight = train(*sharded(strategy), *flags, "--save", first, "--load", first)
     assert numbers(straight) == pytest.approx(replicated, rel=tolerance)
     again = ["--load", first, "--ckpt-step", "2", "--save", second]
     resumed = train(*sharded(strategy), *flags, *again)
@@ -123,5 +124,9 @@ def test_what_a_checkpoint_lacks_is_refused(tmp_path):
         train(*again, *MUON, timeout=240)
     with pytest.raises(RankError, match="another shape, so another model wrote it"):
         train(*again, "--hidden-size", "32", timeout=240)
+    with pytest.raises(
+        RankError, match="is of format torch_dcp, and a run with --ckpt-format torch"
+    ):
+        train(*COMMON, "--use-distributed-optimizer", "--load", folder, timeout=240)
     fresh = ["--checkpoint-fresh-state", "momentum_buffer"]
     assert len(losses(train(*again, *MUON, *fresh, timeout=240))) == 2

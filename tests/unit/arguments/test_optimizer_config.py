@@ -2,6 +2,8 @@
 
 import argparse
 import dataclasses
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -231,3 +233,10 @@ def test_trains_like_its_flags(tmp_path):
     described = losses(train("--optimizer-config", str(path)))
     assert described == losses(train(*flags.split()))
     assert described != losses(train("--optimizer", "muon", "--use-distributed-optimizer"))
+
+
+def test_a_file_is_read_where_nothing_else_was_imported():
+    code = "import megatron_eopt; print(megatron_eopt.load_optimizer_config('muon.yaml').optimizer)"
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(command, cwd=EXAMPLES, capture_output=True, text=True)
+    assert done.stdout.split() == ["muon"], done.stderr

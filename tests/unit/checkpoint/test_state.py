@@ -180,6 +180,40 @@ def test_a_checkpoint_of_adam_loads_into_muon_and_back(tmp_path):
     assert "its momentum_buffer of 4 parameters is left out" in log
 
 
+NAMO = {"adaptive_muon_moment2_method": "namo"}
+HEADS = {"muon_split_per_head": True}
+WHOLE = {"muon_split_qkv": False, "muon_split_gated": False}
+
+
+@pytest.mark.parametrize(("before", "after"), [({}, HEADS), (HEADS, {}), ({}, WHOLE), (WHOLE, {})])
+def test_a_matrix_gets_no_state_of_another_one(tmp_path, before, after):
+    # whose shape says nothing: it is one number
+    run_ranks(1, save, Case("adaptive_muon", DENSE, config=NAMO | before), str(tmp_path))
+    case = Case("adaptive_muon", DENSE, config=NAMO | after)
+    error, _, _ = outcome(1, case, tmp_path)
+    assert "linear_qkv" in error
+    assert "--checkpoint-fresh-state moment2_buffer" in error
+    error, _, momentum = outcome(1, case, tmp_path, fresh=["moment2_buffer"])
+    assert error == ""
+    assert momentum > 0
+
+
+def alike(case: Case, folder: str) -> None:
+    """Compare this rank's weights after loading with the other's."""
+    chunk, _ = resume(case, folder)
+    mine = torch.cat([param.detach().view(-1) for param in chunk.parameters()])
+    both = [torch.empty_like(mine) for _ in range(2)]
+    torch.distributed.all_gather(both, mine)
+    assert torch.equal(*both)
+    assert mine.any()
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adam"])
+def test_main_weights_of_16_bits_are_those_of_all_ranks_in_float32(tmp_path, optimizer):
+    run_ranks(2, save, Case(optimizer, BF16), str(tmp_path))
+    run_ranks(2, alike, Case(optimizer, {**BF16, "dtype": torch.float32}), str(tmp_path))
+
+
 def test_frozen_parameters_leave_state_over(tmp_path):
     run_ranks(2, save, Case("muon", BF16), str(tmp_path))
     error, _, _ = outcome(2, FROZEN, tmp_path)

@@ -77,6 +77,7 @@ def delete(folder: Path) -> None:
 
 def unfinish(folder: Path) -> None:
     (folder / MANIFEST).unlink()
+    (folder / "metadata.json").unlink()
 
 
 def garble(folder: Path) -> None:
@@ -171,6 +172,19 @@ def test_folders_of_other_savers_load(tmp_path, caplog):
     assert choose(tmp_path) == Choice(1)
     assert verify(tmp_path / "iter_0000001") is None
     assert "cannot be verified" in caplog.text
+
+
+def test_what_a_saver_without_manifests_has_finished_last_is_loaded(tmp_path):
+    make(tmp_path, 1)
+    last = make(tmp_path, 2, manifest=False)
+    track(tmp_path, "2")
+    assert choose(tmp_path) == Choice(2)
+    # where the tracker does not say so, it may be what a killed save has left
+    track(tmp_path, "")
+    assert choose(tmp_path) == Choice(1)
+    track(tmp_path, "2")
+    (last / "metadata.json").unlink()
+    assert choose(tmp_path) == Choice(1)
 
 
 def test_a_release_is_loaded(tmp_path):

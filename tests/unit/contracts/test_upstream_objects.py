@@ -146,6 +146,24 @@ def test_overrides_see_what_megatron_core_marks(key, model, count):
     run_ranks(1, _by_tags, {key: {"max_lr": 1e-3}}, model, count)
 
 
+def _heads_twice():
+    chunk = make_chunk(PLAIN)
+    qkv = named(chunk, "linear_qkv.weight")
+    config = EmergingOptimizerConfig(optimizer="muon", lr=0.1, muon_split_per_head=True)
+    for _ in range(2):
+        chain = get_megatron_optimizer(config, [chunk])
+        muon = chain.chained_optimizers[0].optimizer
+        assert len(muon.shard("qkv", qkv).layouts) == 8
+    # what a user says goes before
+    qkv.qkv_split_shapes = [2 * rows for rows in qkv.qkv_split_shapes]
+    chain = get_megatron_optimizer(config, [chunk])
+    assert len(chain.chained_optimizers[0].optimizer.shard("qkv", qkv).layouts) == 3
+
+
+def test_marks_that_nobody_has_set_say_nothing_of_splits():
+    run_ranks(1, _heads_twice)
+
+
 def _old_entry(optimizer, name):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
