@@ -64,6 +64,9 @@ class Base:
             return "matrix_update"
         registered = entries().values()
         known = {item.optimizer_cls for item in registered if item.state_layout == "element_wise"}
+        if getattr(self.optimizer, "frob_normalize", False):
+            # LaProp then scales by norms of whole parameters
+            return "matrix_state"
         return "element_wise" if cls in known | ELEMENT_WISE_CLASSES else "matrix_state"
 
     @property

@@ -50,7 +50,8 @@ def emerging_kwargs(
     if "use_decoupled_weight_decay" in arguments:
         kwargs["use_decoupled_weight_decay"] = decoupled
     elif "weight_decay_method" in arguments:
-        kwargs["weight_decay_method"] = "decoupled" if decoupled else "l2"
+        # a field of the optimizer's own goes before
+        kwargs.setdefault("weight_decay_method", "decoupled" if decoupled else "l2")
     if "betas" in arguments:
         kwargs.setdefault("betas", (config.adam_beta1, config.adam_beta2))
     if "pg_collection" in arguments:

@@ -240,7 +240,10 @@ class FragmentsOptimizer(_InBuffers, DistributedOptimizer):
             lies_at = None if source is None else place_of(source)
             if source is not self._sources[place] or lies_at != self._lay_at[place]:
                 start, stop = self._ranges[place]
-                self._sources[place], self._lay_at[place] = source, lies_at
+                # of one that lies otherwise in memory there is a copy of the present numbers
+                is_view = source is None or source.is_contiguous()
+                self._sources[place] = source if is_view else None
+                self._lay_at[place] = lies_at
                 own = None if source is None else source.detach().reshape(-1)[start:stop]
                 self._grads[place] = own
         return self._grads

@@ -61,7 +61,9 @@ def _line(test: str, cases: dict[str, _Entry]) -> str:
     for case, entry in cases.items():
         outcomes.setdefault(entry.outcome, []).append(f"`{case}`")
     counts = [
-        f"{len(names)} {outcome}" + (f" ({', '.join(names)})" if outcome != "passed" else "")
+        f"{len(names)} {outcome}"
+        # a test without cases has no name but its own
+        + (f" ({', '.join(names)})" if outcome != "passed" and names != ["``"] else "")
         for outcome, names in sorted(outcomes.items())
     ]
     seconds = sum(entry.seconds for entry in cases.values())

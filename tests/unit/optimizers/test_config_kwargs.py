@@ -65,6 +65,13 @@ def test_weight_decay_follows_the_configuration():
         assert method == ("decoupled" if decoupled else "l2")
 
 
+def test_an_own_field_says_how_weights_decay():
+    config = SimpleNamespace(
+        **vars(OptimizerConfig(lr=0.1)), soap_weight_decay_method="independent"
+    )
+    assert entry_kwargs("soap", config, [MODEL], None)["weight_decay_method"] == "independent"
+
+
 def test_changed_fields_that_nobody_takes_are_errors():
     config = OptimizerConfig(muon_momentum=0.8)
     check_all_consumed(config, ("muon",), {"muon_momentum"})

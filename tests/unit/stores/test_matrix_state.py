@@ -2,18 +2,22 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from emerging_optimizers.scalar_optimizers import LaProp
 from emerging_optimizers.soap import SOAP
 from megatron.core.optimizer import OptimizerConfig
 
+from megatron_eopt import TensorParallelMuon
 from megatron_eopt.storage import LayerWiseDistributedOptimizer
 from tests.harness import run_ranks
+from tests.harness.megatron import initialize_megatron
 from tests.unit.build.factories import FACTORIES
 from tests.unit.stores import runs
-from tests.unit.stores.full_state import Case, steps
+from tests.unit.stores.full_state import Case, build, steps
 from tests.unit.stores.runs import DENSE, MOE, Result, Run, deviation, inject, make_chunk
 
 BuildT = Callable[[list[Any], Any], Any]
@@ -168,3 +172,46 @@ def test_owners_follow_reloaded_parameters(dtype):
     config = {"bf16": dtype == torch.bfloat16}
     run = Run(model=DENSE | {"dtype": dtype}, config=config)
     assert run_ranks(2, reload, run) == [0.0, 0.0]
+
+
+def laprop_on_norms(groups: list[Any], config: Any) -> torch.optim.Optimizer:
+    return LaProp(groups, lr=config.lr, weight_decay=0.0, frob_normalize=True)
+
+
+@pytest.mark.parametrize(("world", "parallel"), [(2, {}), (2, {"tp": 2})])
+def test_laprop_that_looks_at_whole_parameters_gets_them(world, parallel):
+    run = Run(config={"clip_grad": 0.0}, steps=2)
+    expected = run_ranks(1, plainly, run, laprop_on_norms, True)[0]
+    found = run_ranks(world, step_with, replace(run, parallel=parallel), laprop_on_norms, True)
+    # float32: norms are summed in another order
+    assert deviation(found, expected) < 2e-6
+
+
+def _steps(case: Case) -> None:
+    chunk, optimizer = build(case)
+    steps(case, chunk, optimizer, 0, 2)
+    assert optimizer.members[0].storage.steps == 2
+
+
+def test_a_pipeline_stage_may_have_no_matrix_of_an_optimizer():
+    last = {"*layers.1*linear_proj.weight": "soap"}
+    run_ranks(2, _steps, Case("muon", DENSE, {"pp": 2}, overrides=last))
+
+
+def _in_place(is_transposed: bool) -> torch.Tensor:
+    initialize_megatron()
+    numbers = torch.Generator().manual_seed(1)
+    param = torch.nn.Parameter(torch.randn(16, 8, generator=numbers))
+    muon = TensorParallelMuon([param], lr=0.1, fp32_matmul_prec="highest")
+    config = OptimizerConfig(optimizer="muon", lr=0.1, clip_grad=0.0)
+    optimizer = LayerWiseDistributedOptimizer([muon], config)
+    param.grad = torch.zeros(8, 16).t() if is_transposed else torch.zeros(16, 8)
+    for _ in range(3):
+        param.grad.copy_(torch.randn(16, 8, generator=numbers))
+        optimizer.step()
+    return param.detach()
+
+
+def test_gradients_that_lie_transposed_are_read_anew():
+    still, moved = (run_ranks(1, _in_place, is_transposed)[0] for is_transposed in (False, True))
+    assert torch.equal(still, moved)
