@@ -116,9 +116,7 @@ def done(out: Path, run: Run) -> Result | None:
         return None
     found = json.loads(file.read_text())
     held_out = {int(step): loss for step, loss in found["held_out"].items()}
-    return Result(
-        run, held_out, found["step_seconds"], found["diverged"], found.get("commit", "unknown")
-    )
+    return Result(run, held_out, found["step_seconds"], found["diverged"], found.get("commit"))
 
 
 def _trained(out: Path, settings: Settings, run: Run) -> Result:

@@ -60,17 +60,21 @@ class Run:
 
     def kept(self, section: Section) -> Document | None:
         """Return what a section found before with the same code, machine and sizes."""
-        with contextlib.suppress(OSError, json.JSONDecodeError):
-            found: Document = json.loads(self._path(section).read_text())
-            if found.get("basis") == self.basis and found["status"] in ("passed", "skipped"):
-                return found | {"kept": True}
+        found = self._found(section)
+        if found.get("basis") == self.basis and found["status"] in ("passed", "skipped"):
+            return found | {"kept": True}
         return None
+
+    def _found(self, section: Section) -> Document:
+        """Return what a section's file has, nothing if there is none that can be read."""
+        with contextlib.suppress(OSError, json.JSONDecodeError):
+            document: Document = json.loads(self._path(section).read_text())
+            return document
+        return {}
 
     def _begin(self, section: Section, *, again: bool) -> None:
         """Leave what an unfinished section goes on from, of the same basis, and nothing else."""
-        found: Document = {}
-        with contextlib.suppress(OSError, json.JSONDecodeError):
-            found = json.loads(self._path(section).read_text())
+        found = self._found(section)
         if again or found.get("basis") != self.basis or found.get("status") != "not run":
             shutil.rmtree(self.out / section.name, ignore_errors=True)
         self._write(section, not_run("it was stopped") | {"basis": self.basis})
@@ -84,11 +88,10 @@ class Run:
         in_time, code = _watch(self._command(section, seconds), log, self.environment, seconds)
         took = round(time.monotonic() - began, 1)
         document: Document = json.loads(path.read_text())
-        if in_time and code == 0 and "basis" not in document:
-            pass
-        elif not in_time and seconds < section.limit_s:
+        if not in_time and seconds < section.limit_s:
             return not_run(f"stopped after {took:.0f} s, when all time was up")
-        else:
+        # the section writes none, so what has one is from before it began
+        if not in_time or code != 0 or "basis" in document:
             why = f"ended with exit code {code}" if in_time else f"not done after {took:.0f} s"
             document = {"status": "failed", "problems": [why], "figures": {}, "headline": ""}
         document |= {"seconds": took, "basis": self.basis}

@@ -20,7 +20,7 @@ from megatron_eopt.optimizers.scalar import ELEMENT_WISE_CLASSES, build_scalar_o
 from megatron_eopt.routing.groups import Group, param_group
 from megatron_eopt.settings.arguments import arguments_of
 from megatron_eopt.settings.fields import constructor_arguments
-from megatron_eopt.settings.registry import StateLayoutT, entries, entry_of
+from megatron_eopt.settings.registry import StateLayoutT, entries, entry_of, steps_in_pieces
 from megatron_eopt.settings.settings import Settings
 from megatron_eopt.stores.shard import Shard
 
@@ -59,8 +59,7 @@ class Base:
     def layout(self) -> StateLayoutT:
         """What of it needs whole matrices; everything, if its class is not known."""
         cls = type(self.optimizer)
-        in_pieces = getattr(cls, "steps_in_pieces", None)
-        if in_pieces is not None and in_pieces():
+        if steps_in_pieces(cls):
             return "matrix_update"
         registered = entries().values()
         known = {item.optimizer_cls for item in registered if item.state_layout == "element_wise"}

@@ -12,12 +12,13 @@ from torch import Tensor
 from megatron_eopt.base.agreement import agreed, agreed_in
 from megatron_eopt.base.places import place_of
 from megatron_eopt.build.bases import Base, Share, driver_over
-from megatron_eopt.matrices import Split, qkv, whole
+from megatron_eopt.matrices import Split, whole
 from megatron_eopt.optimizers.driver import CompositeOptimizer, Driver, ParamGroup, bind
 from megatron_eopt.optimizers.element_wise import ElementWiseDriver
 from megatron_eopt.optimizers.engine import Means
 from megatron_eopt.optimizers.host_memory import HostPlace
 from megatron_eopt.optimizers.member import Member
+from megatron_eopt.optimizers.muon_arguments import declared_split
 from megatron_eopt.settings.settings import RunSettings
 from megatron_eopt.stores.buffers import BufferSet, check_buffers
 from megatron_eopt.stores.interface import Storage, Stored
@@ -70,14 +71,8 @@ class Sharding:
         if hasattr(optimizer, "split_of"):
             own: Split = optimizer.split_of(param, shape)
             return own
-        declared = getattr(param, "eopt_split", None)
-        if isinstance(declared, Split):
-            return declared
         # megatron-core's Muon tells by parameters, and at owners there are none of the model
-        if getattr(optimizer, "split_qkv", False) and optimizer.is_qkv_fn(param):
-            rows = getattr(param, "qkv_split_shapes", None) or optimizer.qkv_split_shapes
-            return qkv(shape, rows)
-        return whole(shape)
+        return declared_split(optimizer, param, shape)
 
 
 def unmixed_members(sharding: Sharding, pairs: Sequence[tuple[Share, Base | None]]) -> list[Member]:

@@ -105,9 +105,9 @@ def _taking_the_format(original: Function) -> Function:
         load = _load.current
         if load is not None:
             _refuse_form(str(checkpoint_name), form, args.ckpt_format)
-        if load is not None and {form, args.ckpt_format} == _FORMATS:
-            load.formats.setdefault(id(args), (args, args.ckpt_format))
-            args.ckpt_format = form
+            if {form, args.ckpt_format} == _FORMATS:
+                load.formats.setdefault(id(args), (args, args.ckpt_format))
+                args.ckpt_format = form
         return form
 
     return _get_checkpoint_format
@@ -214,21 +214,25 @@ def _refusing_gaps(original: Function) -> Function:
         args, wanted = asked["args"], asked.get("sharded_state_dict") or {}
         # what only arguments are read from is asked for nothing
         if args.ckpt_format == fsdp_dtensor.FORMAT and "optimizer" in wanted:
-            # collective: all ranks read the tracker file
-            folder = needed("get_load_checkpoint_path_by_args")(args)
-            sizes = from_rank_0(lambda: _sizes_in(folder))
-        else:
-            sizes = None
-        if sizes is not None:
-            fresh = getattr(args, "checkpoint_fresh_state", ())
-            load = _load.current
-            members = () if load is None else getattr(load.optimizer, "members", ())
-            spare = {n: k for one in members for n, k in fsdp_dtensor.dispensable(one).items()}
-            for line in fsdp_dtensor.match(wanted["optimizer"], sizes, fresh, spare):
-                log_single_rank(logger, logging.WARNING, f"optimizer state: {line}")
+            _match_managed(args, wanted["optimizer"])
         return original(*values, **kwargs)
 
     return _load_base_checkpoint
+
+
+def _match_managed(args: Any, state: Mapping[str, Any]) -> None:
+    """Match what is asked of a checkpoint of Megatron-FSDP with it, if there is one; collective."""
+    # all ranks read the tracker file
+    folder = needed("get_load_checkpoint_path_by_args")(args)
+    sizes = from_rank_0(lambda: _sizes_in(folder))
+    if sizes is None:
+        return
+    load = _load.current
+    members = () if load is None else getattr(load.optimizer, "members", ())
+    spare = {n: k for one in members for n, k in fsdp_dtensor.dispensable(one).items()}
+    fresh = getattr(args, "checkpoint_fresh_state", ())
+    for line in fsdp_dtensor.match(state, sizes, fresh, spare):
+        log_single_rank(logger, logging.WARNING, f"optimizer state: {line}")
 
 
 def _sizes_in(folder: str) -> dict[str, tuple[int, ...] | None] | None:

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -19,7 +19,7 @@ from megatron_eopt.math.finite import check_finite as check_finite_gradients
 from megatron_eopt.math.low_precision import MomentumDtypeT
 from megatron_eopt.math.newton_schulz import ReduceT
 from megatron_eopt.math.orthogonalize import DEFAULT_EPS
-from megatron_eopt.matrices import Split, qkv, whole
+from megatron_eopt.matrices import Split, whole
 from megatron_eopt.optimizers.driver import ParamGroup, loss_of
 from megatron_eopt.optimizers.engine import MatrixEngine, Means
 from megatron_eopt.optimizers.muon_arguments import (
@@ -28,6 +28,7 @@ from megatron_eopt.optimizers.muon_arguments import (
     check_matrix,
     check_subclass,
     check_switches,
+    declared_split,
     orthogonalization_of,
     weight_decay_method_of,
 )
@@ -209,17 +210,7 @@ class TensorParallelMuon(PlannedOptimizer):
         """
         if param in self._splits:
             return self._splits[param] or whole(shape)
-        declared = getattr(param, "eopt_split", None)
-        if isinstance(declared, Split):
-            return declared
-        if declared == "whole" or not (self.split_qkv and self.is_qkv_fn(param)):
-            return whole(shape)
-        rows = getattr(param, "qkv_split_shapes", None) or self.qkv_split_shapes
-        if not rows:
-            rule = f"must say how the fused weight {name!r} of shape {shape} is put together"
-            way_out = "Give the rows of Q, K and V in one query group"
-            raise ConfigurationError("qkv_split_shapes", rows, rule, way_out)
-        return qkv(shape, rows)
+        return declared_split(self, param, shape, name)
 
     @property
     def scaled_orthogonalize_fn(self) -> Callable[..., Tensor]:  # type: ignore[override]
@@ -261,17 +252,25 @@ class TensorParallelMuon(PlannedOptimizer):
         """Return what steps shards whose tensors are on a device, and what a subclass adds."""
         driver = self.driver_over(shards, replace(self._means, device=device))
         if type(self).orthogonalize is not self._base().orthogonalize:
-            driver.own = self._own_way
+            taken = inspect.signature(self.orthogonalize).parameters
+            takes_any = any(one.kind is one.VAR_KEYWORD for one in taken.values())
+            driver.own = functools.partial(self._own_way, None if takes_any else taken.keys())
         if any(getattr(type(self), f) is not getattr(OrthogonalizedOptimizer, f) for f in HOOKS):
             driver.apply = self._apply_with_hooks
         return driver
 
-    def _own_way(self, param: Tensor, direction: Tensor, group: ParamGroup) -> Tensor:
-        """Call a subclass's ``orthogonalize`` as emerging-optimizers' class does."""
-        taken = inspect.signature(self.orthogonalize).parameters
-        takes_any = any(one.kind is one.VAR_KEYWORD for one in taken.values())
-        others = {key: value for key, value in group.items() if key != "params"}
-        settings = {key: value for key, value in others.items() if takes_any or key in taken}
+    def _own_way(
+        self, taken: Container[str] | None, param: Tensor, direction: Tensor, group: ParamGroup
+    ) -> Tensor:
+        """Call a subclass's ``orthogonalize`` as emerging-optimizers' class does.
+
+        It gets the settings of its group that it has ``taken``, all for None.
+        """
+        settings = {
+            key: value
+            for key, value in group.items()
+            if key != "params" and (taken is None or key in taken)
+        }
         with fp32_matmul_precision(self.fp32_matmul_prec):
             return self.orthogonalize(param, direction, **settings)
 

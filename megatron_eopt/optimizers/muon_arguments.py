@@ -23,6 +23,7 @@ from megatron_eopt.math.low_precision import MOMENTUM_DTYPES
 from megatron_eopt.math.orthogonalize import Orthogonalization
 from megatron_eopt.math.precision import FLOAT_DTYPES, PRECISIONS
 from megatron_eopt.math.scaling import SCALE_MODES
+from megatron_eopt.matrices import Split, qkv, whole
 from megatron_eopt.optimizers.driver import ParamGroup
 from megatron_eopt.optimizers.muon_arithmetic import WEIGHT_DECAY_METHODS, WeightDecayT
 
@@ -49,6 +50,29 @@ def check_subclass(cls: type) -> None:
         rule = "is not called, since weights of a group decay together"
         way_out = "Choose a weight_decay_method, or override pre_weight_update_fn_inplace"
         raise ConfigurationError(f"{cls.__name__}.{name}", "overridden", rule, way_out)
+
+
+def declared_split(optimizer: Any, param: Tensor, shape: tuple[int, ...], name: str = "") -> Split:
+    """Return the logical matrices of a parameter, as it and the optimizer that steps it say.
+
+    An optimizer says it as Muon does here and in megatron-core: ``split_qkv``, ``is_qkv_fn`` and
+    ``qkv_split_shapes``. One without these says nothing.
+
+    Raises:
+        ConfigurationError: If it is fused and how it is put together is not known.
+    """
+    declared = getattr(param, "eopt_split", None)
+    if isinstance(declared, Split):
+        return declared
+    is_split = getattr(optimizer, "split_qkv", False) and optimizer.is_qkv_fn(param)
+    if declared == "whole" or not is_split:
+        return whole(shape)
+    rows = getattr(param, "qkv_split_shapes", None) or optimizer.qkv_split_shapes
+    if not rows:
+        rule = f"must say how the fused weight {name!r} of shape {shape} is put together"
+        way_out = "Give the rows of Q, K and V in one query group"
+        raise ConfigurationError("qkv_split_shapes", rows, rule, way_out)
+    return qkv(shape, rows)
 
 
 def check_fused(is_qkv_fn: object, qkv_split_shapes: Any, splits: object) -> None:

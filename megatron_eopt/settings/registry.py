@@ -140,7 +140,7 @@ def register_optimizer(
         rule = "must be an EmergingOptimizerEntry or an optimizer class"
         way_out = "Wrap it in an EmergingOptimizerEntry"
         raise ConfigurationTypeError("register_optimizer(entry)", entry, rule, way_out)
-    if entry.state_layout == "matrix_update" and not _steps_in_pieces(entry.optimizer_cls):
+    if entry.state_layout == "matrix_update" and not steps_in_pieces(entry.optimizer_cls):
         raise ConfigurationError(
             "register_optimizer(state_layout)",
             entry.state_layout,
@@ -211,7 +211,7 @@ def state_layout_of(name: str) -> StateLayoutT:
     if name in STANDARD_OPTIMIZERS:
         return "element_wise"
     entry = entry_of(name)
-    return "matrix_update" if _steps_in_pieces(entry.optimizer_cls) else entry.state_layout
+    return "matrix_update" if steps_in_pieces(entry.optimizer_cls) else entry.state_layout
 
 
 def is_muon(name: str) -> bool:
@@ -221,7 +221,8 @@ def is_muon(name: str) -> bool:
     )
 
 
-def _steps_in_pieces(cls: type) -> bool:
+def steps_in_pieces(cls: type) -> bool:
+    """Whether a class steps any pieces of parameters, as our Muon does, and says so."""
     in_pieces = getattr(cls, "steps_in_pieces", None)
     return in_pieces is not None and in_pieces()
 
