@@ -11,6 +11,7 @@ from megatron_eopt.layouts.boxes import MATRIX, OFFSET, TENSOR, Boxes, Int64Arra
 from megatron_eopt.layouts.coverage import check_cover
 from megatron_eopt.layouts.exchange import Exchange, build_exchange
 from megatron_eopt.layouts.layout import Layout
+from megatron_eopt.layouts.waves import first_uses
 
 # Local matrices of other shapes begin at multiples of this many elements: 256 bytes in float32.
 _ALIGNMENT = 64
@@ -65,6 +66,9 @@ class Plan:
     element_size: int  # bytes of an element on the wire
     # storage tensor name to (index used by the moves, elements it must have at least)
     tensors: dict[str, tuple[int, int]]
+    # for each wave the storage tensors that no wave before has needed any part of on any rank, if
+    # this rank has some of them: ranks that share one load it at once, and may agree on it then
+    loads: tuple[tuple[str, ...], ...]
     waves: tuple[WavePlan, ...]  # the waves, in order
     digest: str  # hash of everything the plan was computed from; equal on ranks that agree
 
@@ -121,10 +125,12 @@ def build_plan(
     digest = hashlib.blake2b(text.encode(), digest_size=32)
     digest.update(storage.table.tobytes())
     digest.update(compute.table.tobytes())
+    fresh = first_uses([matrices[i].stored_in for i in wave] for wave in waves)
     return Plan(
         rank=rank,
         element_size=element_size,
         tensors={name: (i, int(needed[i])) for name, i in index.items() if needed[i]},
+        loads=tuple(tuple(name for name in names if needed[index[name]]) for names in fresh),
         waves=tuple(_plan_wave(matrices, wave, tensor, rank, world_size) for wave in waves),
         digest=digest.hexdigest(),
     )

@@ -18,7 +18,6 @@ from megatron_eopt.layouts.copies import Copy
 from megatron_eopt.layouts.exchange import Exchange
 from megatron_eopt.layouts.plan import Matrix, build_plan
 from megatron_eopt.layouts.stacks import Stacks
-from megatron_eopt.layouts.waves import first_uses
 
 EXCHANGE = "exchange"
 """Name of the blocks in which elements are packed, waited for and unpacked."""
@@ -125,7 +124,7 @@ class WaveBatch:
 
 type LoadT = Callable[[int, Sequence[str]], Mapping[str, Tensor]]
 """Returns storage tensors by name: contiguous shards or fragments of any shape. Called on every
-rank for each wave in turn, with the names of tensors that no wave before has needed."""
+rank for each wave in turn, with the names of tensors that no wave before has needed on any rank."""
 
 type ComputeT = Callable[[WaveBatch], None]
 """Computes on a batch in place; must not call collectives of the group unless every rank of the
@@ -184,7 +183,6 @@ class Redistribution:
             element_size=dtype.itemsize,
         )
         self._stacks = Stacks(self.plan, self._buffer, self._device)
-        self._first = first_uses([wave.tensors for wave in self.plan.waves])
         self._last = _last_uses([wave.tensors for wave in self.plan.waves])
         self._last_out = _last_uses([wave.results for wave in self.plan.waves])
         self._alike: dict[str, tuple[torch.Size, torch.dtype]] = {}
@@ -192,9 +190,9 @@ class Redistribution:
         self._placed: dict[str, Tensor] = {}
         verify_same_on_all_ranks(group, self.plan.digest, f"the plan of {name!r}")
 
-    def arriving(self, wave: int) -> list[str]:
+    def arriving(self, wave: int) -> Sequence[str]:
         """Return the names that ``load`` will be called with for a wave; none past the last."""
-        return self._first[wave] if wave < len(self._first) else []
+        return self.plan.loads[wave] if wave < len(self.plan.loads) else ()
 
     def place(self, name: str) -> Tensor | None:
         """Return where ``load`` may put a tensor, flat, so that it is neither copied nor packed.
@@ -246,7 +244,8 @@ class Redistribution:
 
     def _start_in(self, number: int, sources: "_Live") -> "_Travelling":
         wave = self.plan.waves[number]
-        tensors = sources.of(number, wave.tensors)
+        sources.make(number, self.plan.loads[number])
+        tensors = sources.of(wave.tensors)
         self._placed |= {name: t for name, t in tensors.items() if self._stacks.holds(name, t)}
         others = {name: t for name, t in tensors.items() if name not in self._placed}
         self._alike.update({name: (t.shape, t.dtype) for name, t in others.items()})
@@ -261,7 +260,9 @@ class Redistribution:
     ) -> "_Travelling":
         wave = self.plan.waves[number]
         placed = {n: self._placed.pop(n) for n in wave.results if n in self._placed}
-        stored = self._flat(results.of(number, [n for n in wave.results if n not in placed]))
+        names = [name for name in wave.results if name not in placed]
+        results.make(number, [name for name in names if name not in results])
+        stored = self._flat(results.of(names))
         with self._timed():
             travelling = self._start(wave.outward, "out", number, [stack], stored)
             kept = [copy for copy in wave.outward.keep if copy.sink in stored]
@@ -336,10 +337,14 @@ class _Live:
         self._make = make
         self._tensors: dict[str, Tensor] = {}
 
-    def of(self, wave: int, names: Sequence[str]) -> dict[str, Tensor]:
-        fresh = [name for name in names if name not in self._tensors]
-        made = self._make(wave, fresh)
-        self._tensors.update({name: made[name] for name in fresh})
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def make(self, wave: int, names: Sequence[str]) -> None:
+        made = self._make(wave, names)
+        self._tensors.update({name: made[name] for name in names})
+
+    def of(self, names: Sequence[str]) -> dict[str, Tensor]:
         return {name: self._tensors[name] for name in names}
 
     def forget(self, names: Sequence[str]) -> dict[str, Tensor]:

@@ -2,10 +2,10 @@
 
 Note [Places]
     A tensor whose elements all stay on a rank, in one run, need not be packed: its *place* is that
-    run of the stack. What is to be computed on is written there, and the result is read there. The
-    next wave is loaded while one is computed on, so waves take turns with two stacks, and results
-    at a place are stored before the wave after the next is loaded. A GPU has no places: it packs
-    and casts all tensors in one kernel.
+    run of the stack, if it is loaded for that wave. What is to be computed on is written there, and
+    the result is read there. The next wave is loaded while one is computed on, so waves take turns
+    with two stacks, and results at a place are stored before the wave after the next is loaded. A
+    GPU has no places: it packs and casts all tensors in one kernel.
 """
 
 from collections import defaultdict
@@ -78,6 +78,6 @@ def _places(plan: Plan) -> dict[str, tuple[int, int, int]]:
             start = ways[index][0].write[-1] if ways[index] else 0
             there = Copy(index, 0, (size,), (1, 0), (1, start))
             again = Copy(0, index, (size,), (1, start), (1, 0))
-            if index not in moved and ways[index] == [there, again]:
+            if name in plan.loads[number] and index not in moved and ways[index] == [there, again]:
                 found[name] = (number, start, size)
     return found

@@ -269,8 +269,8 @@ class NamoRule(Rule):
         sizes = [len(self.shapes[place]) for place in arrived]
         total = torch.zeros(2, sum(sizes), dtype=torch.float64, device=self.engine.device)
         parts = dict(zip(arrived, torch.split(total, sizes, dim=1), strict=True))
-        for place in parts.keys() & moving.keys():
-            for norms, value in zip(parts[place], moving[place], strict=True):
+        for place, values in moving.items():
+            for norms, value in zip(parts[place], values, strict=True):
                 norms.copy_(self._segments[place].square_sums(value))
         if self.engine.ranks.group is not None and not self.engine.blockwise:
             dist.all_reduce(total, group=self.engine.ranks.group)

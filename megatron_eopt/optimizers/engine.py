@@ -132,10 +132,6 @@ class MatrixEngine:
         """Return what matrices travel through."""
         return list(self.redistribution.buffers.values())
 
-    def arriving(self, wave: int) -> Sequence[str]:
-        """Return the names of the shards that a wave is the first to load on this rank."""
-        return self.redistribution.arriving(wave)
-
     @torch.no_grad()
     def run(self, load: LoadT, store: StoreT) -> None:
         """Update matrices wave by wave; collective over the group.

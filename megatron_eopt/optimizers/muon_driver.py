@@ -178,7 +178,7 @@ class MuonDriver(Driver):
             numbers = [self._numbers[name] for name in names]
             mine = {n: stepped[n] for n in numbers if n in stepped}
             self.host.fetch(params(names), state)
-            self.host.announce(params(engine.arriving(wave + 1)), state)
+            self.host.announce(params(engine.redistribution.arriving(wave + 1)), state)
             inputs = self._inputs(place, wave, mine, state)
             return {
                 name: inputs[n].contiguous()

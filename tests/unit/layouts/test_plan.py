@@ -4,9 +4,11 @@ import time
 
 import numpy as np
 import pytest
+import torch
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.layouts import Layout, Matrix, build_plan
+from megatron_eopt.layouts.stacks import Stacks
 
 
 def exchange_over_tp(shape=(8, 6), owner=0, name="w"):
@@ -84,6 +86,23 @@ def test_digest_notices_every_difference():
         digest(Matrix("w", Layout.slabs((8, 6), 1, [1, 0]), compute)),
         digest(exchange_over_tp(), element_size=2),
     }
+
+
+def test_a_tensor_is_loaded_when_any_rank_needs_it():
+    def fused(name, owner, rank):
+        return Matrix(name, Layout.whole((4, 6), rank), Layout.whole((4, 6), owner), "fused")
+
+    # each rank stores a matrix of it, and computes the other one's
+    matrices = [exchange_over_tp(name="a"), fused("q", 1, 0), fused("k", 0, 1)]
+    for rank in range(2):
+        plan = build_plan(matrices, [[1], [0], [2]], rank=rank, world_size=2)
+        assert plan.loads == (("fused",), ("a",), ())
+    # what stays on its rank has a place there, but none that other waves use before
+    stays = [exchange_over_tp(name="a"), fused("q", 0, 0), fused("k", 1, 1)]
+    for rank, has_place in enumerate([True, False]):
+        plan = build_plan(stays, [[1], [0], [2]], rank=rank, world_size=2)
+        stacks = Stacks(plan, lambda _, size: torch.empty(size), torch.device("cpu"))
+        assert (stacks.place("fused") is not None) == has_place
 
 
 def test_bad_lists():

@@ -1,6 +1,8 @@
 """Momentum in few bits: the same however it is cut, small between steps, and carried over."""
 
 import copy
+from collections import defaultdict
+from itertools import pairwise
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from megatron_eopt.build.bases import Base
 from megatron_eopt.math.low_precision import FORMATS
 from megatron_eopt.matrices import qkv, whole
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
+from megatron_eopt.optimizers.engine import Means
 from megatron_eopt.optimizers.momentum import RoundedMomentum
 from megatron_eopt.optimizers.muon import TensorParallelMuon
 from megatron_eopt.stores.shard import Fragment
@@ -85,6 +88,36 @@ def keep_on_ranks():
 
 def test_what_is_kept_is_the_same_however_blocks_are_cut():
     assert run_ranks(4, keep_on_ranks) == [[]] * 4
+
+
+def step_in_waves(dtype, cuts):
+    """Step a fused parameter, a wave for each matrix; return this rank's part and its momentum."""
+    group, rank = (dist.group.WORLD, dist.get_rank()) if cuts else (None, 0)
+    places = tuple(Fragment(0, *ends) for ends in pairwise((0, *cuts, 32 * 40)))
+    shard = StoredParameter("w", FUSED, -1, 1, places).shard(group)
+    mine = slice(places[rank].start, places[rank].stop)
+    param = torch.nn.Parameter(parameter(*FUSED.shape).detach().view(1, -1)[:, mine])
+    settings = {"fp32_matmul_prec": "highest", "momentum_dtype": dtype, "wave_mb": 1e-3}
+    optimizer = TensorParallelMuon([param], 0.02, **settings)
+    driver = optimizer.driver_over([shard], Means("duplicated"))
+    ((_, engine),) = driver.engines
+    assert len(engine.work.waves) == 3
+    groups, state = optimizer.param_groups, defaultdict(dict)
+    driver.attach([[0]])
+    driver.init(groups, state)
+    for step in range(3):
+        param.grad = parameter(*FUSED.shape, seed=step).grad.view(1, -1)[:, mine].clone()
+        driver.step(groups, state)
+    return param.detach(), driver.momentum.read(0, state[param])
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_ranks_that_need_a_parameter_in_other_waves_keep_it_alike(dtype):
+    weight, momentum = step_in_waves(dtype, ())
+    # the second rank stores none of Q, which comes first, and shares a block of V with the third
+    parts = run_ranks(4, step_in_waves, dtype, (8 * 40, 15 * 40 + 20, 900))
+    assert torch.equal(torch.cat([kept for _, kept in parts], 1), momentum)
+    torch.testing.assert_close(torch.cat([own for own, _ in parts], 1), weight)
 
 
 def test_blocks_that_lie_whole_on_one_rank_are_not_spoken_about(monkeypatch):

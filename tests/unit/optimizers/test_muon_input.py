@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
+from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
 from megatron_eopt.optimizers.muon import TensorParallelMuon
 from tests.harness import run_ranks
 from tests.unit.optimizers.parameters import parameter
@@ -153,3 +154,13 @@ def test_a_group_is_added_whole_or_not_at_all():
         TensorParallelMuon([param], lr, **EXACT).step()
     assert torch.equal(first, alone[0])
     assert torch.equal(second, alone[1])
+
+
+@pytest.mark.parametrize(
+    "options", [{"use_decoupled_weight_decay": False}, {"weight_decay_method": "l2"}]
+)
+def test_namo_refuses_l2_weight_decay(options):
+    param = torch.nn.Parameter(torch.ones(4, 4))
+    with pytest.raises(ConfigurationError, match=r"moment2_method='namo'.*l2"):
+        TensorParallelAdaptiveMuon([param], moment2_method="namo", **options)
+    TensorParallelAdaptiveMuon([param], moment2_method="normuon", **options)
