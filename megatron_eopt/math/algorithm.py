@@ -15,7 +15,7 @@ Gram's with ``r`` restarts ``(4 (r+1) n/m + 8 S - 6 (r+1)) m^3``.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, get_args
 
@@ -88,6 +88,14 @@ class Plan:
     def products(self, steps: int) -> int:
         """Return how often the whole matrix is multiplied by a small one in so many steps."""
         return len(self.restarts) + 1 if self.algorithm == "gram" else steps
+
+    def stable(self, short_side: int) -> "Plan":
+        """Return it with float32 operands where the Gram form was asked for below the study.
+
+        Rounding of 16 bits made eigenvalues of small matrices negative, and nan of them.
+        """
+        small = self.algorithm == "gram" and short_side < _SMALLEST_16_BIT
+        return replace(self, dtype=torch.float32) if small and self.dtype.itemsize == 2 else self
 
 
 def standard_flops(m: int, n: int, steps: int) -> int:

@@ -84,8 +84,9 @@ def test_in_place_is_the_same_to_the_bit_in_the_memory_that_was_given(
     with LiveBytes() as within:
         assert compute(x, in_place=True) is x
     assert torch.equal(x, expected)
-    # in 16 bits the division by norms may make one copy
-    assert within.peak < (2 if precision == "medium" else 1) * x.nbytes
+    # in 16 bits the division by norms may make one copy, and small matrices' iterates are float32
+    coarse = 2 if algorithm == "standard" else 4
+    assert within.peak < (coarse if precision == "medium" else 1) * x.nbytes
 
 
 class Ranks:
