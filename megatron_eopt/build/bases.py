@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import is_fake
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import SCALAR_OPTIMIZERS
 from megatron_eopt.matrices import Split
+from megatron_eopt.optimizers.draws import draw_alike
 from megatron_eopt.optimizers.driver import Driver, InitState, ParamGroup
 from megatron_eopt.optimizers.engine import Means
 from megatron_eopt.optimizers.group_settings import check_group_settings, check_names
@@ -67,12 +68,6 @@ class Base:
             # LaProp then scales by norms of whole parameters
             return "matrix_state"
         return "element_wise" if cls in known | ELEMENT_WISE_CLASSES else "matrix_state"
-
-    @property
-    def draws(self) -> bool:
-        """Whether it is known to draw random numbers in a step."""
-        cls = type(self.optimizer)
-        return any(item.draws and item.optimizer_cls is cls for item in entries().values())
 
 
 def shares_of(
@@ -156,6 +151,8 @@ def build_base(
             kwargs["splits"] = splits
         construct = functools.partial(entry.optimizer_cls, **kwargs)
         optimizer, init_state_fn = _made(name, construct, made_over), entry.init_state_fn
+        if entry.draws:
+            draw_alike(optimizer)
         stands = [p for group in made_over for p in group["params"] if made_over is not groups]
         # weights that will be stepped a constructor does not see
         if any(bool((param != 1).any()) for param in stands):

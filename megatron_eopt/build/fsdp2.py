@@ -7,7 +7,6 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import torch.distributed as dist
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from torch import Tensor, nn
 
@@ -191,13 +190,6 @@ class _Builder:
     def _driver(self, base: Base, params: list[Tensor]) -> Driver:
         group = self._meshes.of(params[0])
         size = 1 if group is None else group.size()
-        if base.draws and dist.is_initialized() and dist.get_world_size() > size:
-            name = self._names[params[0]]
-            rule = f"draws random numbers, others on each of the ranks that hold copies of {name}"
-            way_out = (
-                "Shard all parameters over all ranks, without tensor parallelism, or use another"
-            )
-            raise ConfigurationError("optimizer", type(base.optimizer).__name__, rule, way_out)
         mode: TpModeT = self._settings.tp_mode
         if base.layout == "matrix_state" or (mode == "auto" and is_sharded(params[0])):
             # what is cut has to travel, and at one owner the work is done once

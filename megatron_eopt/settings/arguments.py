@@ -52,6 +52,9 @@ def emerging_kwargs(
     elif "weight_decay_method" in arguments:
         # a field of the optimizer's own goes before
         kwargs.setdefault("weight_decay_method", "decoupled" if decoupled else "l2")
+    elif not decoupled:
+        rule = f"{prefixes[0]} does not decay weights by way of gradients"
+        raise ConfigurationError("decoupled_weight_decay", False, rule, "Leave it True")
     if "betas" in arguments:
         kwargs.setdefault("betas", (config.adam_beta1, config.adam_beta2))
     if "pg_collection" in arguments:

@@ -88,7 +88,7 @@ class EmergingOptimizerEntry:
         prefixes: Prefixes of configuration fields, the own one first, then those it falls back to.
             Empty means the registered name.
         consumes: Further fields that this optimizer or the factory uses on its behalf.
-        draws: Whether it draws random numbers in a step.
+        draws: Whether it draws random numbers in a step; ranks with copies then draw the same.
     """
 
     optimizer_cls: type

@@ -96,19 +96,6 @@ def test_parameters_beside_their_mesh():
         assert "is on a mesh without rank" in elsewhere
 
 
-def refusal_of_copies_that_draw():
-    with pytest.raises(ConfigurationError) as error:
-        build_optimizer(make_model("fsdp_tp"), config("psgd_pro"))
-    return str(error.value)
-
-
-def test_optimizers_that_draw_random_numbers_beside_copies():
-    assert build_optimizer(make_model(), config("psgd_pro")) is not None
-    for message in run_ranks(2, refusal_of_copies_that_draw, cpu=False):
-        assert "PSGDPro" in message
-        assert "draws random numbers, others on each of the ranks that hold copies" in message
-
-
 def refusal_of_megatrons_tensor_parallelism():
     initialize_megatron(tp=2)
     model = make_model("fsdp")

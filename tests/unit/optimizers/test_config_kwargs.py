@@ -63,6 +63,8 @@ def test_weight_decay_follows_the_configuration():
         assert muon["use_decoupled_weight_decay"] is decoupled
         method = entry_kwargs("soap", config, [MODEL], None)["weight_decay_method"]
         assert method == ("decoupled" if decoupled else "l2")
+    with pytest.raises(ConfigurationError, match=r"decoupled_weight_decay=False: scion"):
+        entry_kwargs("scion", OptimizerConfig(lr=0.1, decoupled_weight_decay=False), [MODEL], None)
 
 
 def test_an_own_field_says_how_weights_decay():

@@ -90,8 +90,6 @@ def steps(case: Case, chunk: Any, optimizer: Any, first: int, end: int) -> None:
     for step in range(first, end):
         optimizer.zero_grad()
         inject(case.run, chunk, step)
-        # a trainer restores the state of random numbers
-        torch.manual_seed(step)
         optimizer.step()
 
 

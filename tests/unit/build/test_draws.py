@@ -1,0 +1,61 @@
+"""Optimizers that draw random numbers: copies of a weight stay equal, whatever else is drawn."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_eopt.fsdp2 import build_optimizer
+from tests.harness import run_ranks
+from tests.unit.fsdp2.model import config, eager, make_model, set_gradients, weights
+from tests.unit.stores import full_state
+from tests.unit.stores.full_state import Case
+from tests.unit.stores.runs import DENSE
+
+REPLICATED = {"use_distributed_optimizer": False}
+
+
+def draw(times: int) -> Tensor:
+    """Draw some numbers on the device, as dropout does, and return the last two."""
+    return torch.rand_like(torch.empty(times + 2))[-2:]
+
+
+def steps_of_megatron(case: Case) -> tuple[list[Tensor], Tensor]:
+    """Return the weights after some steps, and what is drawn then."""
+    chunk, optimizer = full_state.build(case)
+    torch.cuda.manual_seed(3)
+    for step in range(3):
+        draw(dist.get_rank())
+        full_state.steps(case, chunk, optimizer, step, step + 1)
+    return [param.detach() for param in chunk.parameters()], draw(0)
+
+
+@pytest.mark.parametrize("storage", [{}, REPLICATED], ids=["sharded", "replicated"])
+def test_megatrons_copies_stay_equal(storage):
+    case = Case("psgd_pro", DENSE, ddp=storage, config=storage)
+    ours, others = run_ranks(2, steps_of_megatron, case)
+    assert all(map(torch.equal, ours[0], others[0]))
+    # nobody else's random numbers are touched
+    for rank, (_, drawn) in enumerate((ours, others)):
+        torch.manual_seed(3)
+        for _ in range(3):
+            draw(rank)
+        assert torch.equal(drawn, draw(0))
+
+
+@eager
+def steps_of_fsdp2(layout: str) -> dict[str, Tensor]:
+    model = make_model(layout)
+    optimizer = build_optimizer(model, config("psgd_pro"))
+    for step in range(3):
+        draw(dist.get_rank())
+        set_gradients(model, step)
+        optimizer.step()
+    return weights(model)
+
+
+@pytest.mark.parametrize("layout", ["hsdp", "tp"])
+def test_fsdp2s_copies_stay_equal(layout):
+    ours, *others = run_ranks(4, steps_of_fsdp2, layout, cpu=False)
+    for its in others:
+        assert all(torch.equal(its[name], weight) for name, weight in ours.items())
