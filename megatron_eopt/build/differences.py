@@ -84,6 +84,8 @@ def _differences(settings: Settings, routing: Routing) -> Iterator[str]:
         )
     if settings.optimizer == "lion":
         yield "lion takes lion_beta1 and lion_beta2; megatron-core gives it Adam's betas"
+    if settings.optimizer == "psgd_pro":
+        yield "psgd_pro counts its steps, by which its preconditioner's learning rate falls"
     if settings.half == "bf16" and settings.loss_scale is not None:
         yield "loss_scale holds for every optimizer; megatron-core unscales Adam's only"
 

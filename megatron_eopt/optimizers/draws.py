@@ -9,24 +9,33 @@ from megatron_eopt.base.names import STEP
 
 
 def draw_alike(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer draw what follows from its first parameter's steps and from all shapes.
+    """Let an optimizer step one parameter after another, drawing by its shape and count of steps.
 
-    Ranks with copies have those in common, whatever else they draw, and so has a run that goes on
-    from a checkpoint. Nobody else's random numbers change.
+    Copies have those in common on all ranks, at any layout, and in a run that goes on from a
+    checkpoint; parameters of one shape draw the same. Nobody else's random numbers change. Steps
+    are counted here if the class does not (PSGD's stay 0 in emerging-optimizers 0.3).
     """
-    forks = []
+    step = optimizer.step
 
-    def begin(bound: torch.optim.Optimizer, *_: Any) -> None:
-        params = [param for group in bound.param_groups for param in group["params"]]
-        steps = [int(bound.state[param].get(STEP, 0)) for param in params[:1]]
-        seed = zlib.crc32(repr((steps, [tuple(param.shape) for param in params])).encode())
+    def step_one(param: torch.Tensor) -> None:
+        state: dict[str, Any] = optimizer.state[param]
+        steps = int(state.get(STEP, 0))
+        torch.manual_seed(zlib.crc32(repr((steps, tuple(param.shape))).encode()))
+        step()
+        if state.setdefault(STEP, 0) == steps:
+            state[STEP] += 1
+
+    def step_all() -> None:
+        groups = list(optimizer.param_groups)
         gpus = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-        forks.append(torch.random.fork_rng(gpus))
-        forks[-1].__enter__()
-        torch.manual_seed(seed)
+        with torch.random.fork_rng(gpus):
+            try:
+                for group in groups:
+                    for param in group["params"]:
+                        if param.grad is not None:
+                            optimizer.param_groups = [{**group, "params": [param]}]
+                            step_one(param)
+            finally:
+                optimizer.param_groups = groups
 
-    def end(*_: Any) -> None:
-        forks.pop().__exit__(None, None, None)
-
-    optimizer.register_step_pre_hook(begin)
-    optimizer.register_step_post_hook(end)
+    optimizer.step = step_all  # type: ignore[assignment, method-assign]
