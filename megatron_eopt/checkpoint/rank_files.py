@@ -21,6 +21,7 @@ from megatron_eopt.checkpoint.optimizer_state import (
 )
 from megatron_eopt.checkpoint.saved_state import kept_of
 from megatron_eopt.optimizers.driver import OF_GROUPS, Kept
+from megatron_eopt.optimizers.element_wise import set_step
 from megatron_eopt.optimizers.member import Member
 from megatron_eopt.stores.interface import Stored
 
@@ -79,6 +80,10 @@ def load_rank_file(filename: str, members: Sequence[Member], names: Mapping[Tens
     common = dict(enumerate(item["common"] for item in saved))
     adopt_common(members, common)
     set_all_steps(members, common)
+    for member, its in zip(members, saved, strict=True):
+        # older files have but the largest of each driver
+        for found, steps in zip(_counting(member), its.get("steps", ()), strict="steps" in its):
+            set_step(found, steps)
     settle(members)
 
 
@@ -91,12 +96,20 @@ def _content(member: Member, names: Mapping[Tensor, str]) -> dict[str, Any]:
         matrices.setdefault(name, {"state": {}, "group": {}})[part][path] = item.value
     return {
         "common": common_state([member], counts=counts_of([member])),
+        "steps": [int(found[STEP]) for found in _counting(member)],
         "fragments": {
             names[item.param]: {"range": [item.start, item.stop], "state": tensors}
             for item, tensors in _stored(member)
         },
         "matrices": matrices,
     }
+
+
+def _counting(member: Member) -> Iterator[dict[str, Any]]:
+    """Yield what has a count of steps, in an order that depends on the layout alone."""
+    for driver in member.drivers:
+        with member.scene(driver) as (groups, state):
+            yield from driver.counting(groups, state)
 
 
 def _stored(member: Member) -> Iterator[tuple[Stored, dict[str, Any]]]:

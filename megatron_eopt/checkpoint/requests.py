@@ -275,7 +275,10 @@ class StateRequests:
             yield kept_value(its, where)
             if id(state) not in counted:
                 counted.add(id(state))
-                yield from self._count(driver, where, str(its.matrix), writes=its.writes)
+                # one of a parameter is written by who stores its beginning
+                own = driver.counts_matrices
+                place = str(its.matrix) if own else "0"
+                yield from self._count(driver, where, place, writes=own and its.writes)
 
     def _count(
         self, driver: Driver, where: Whereabouts, place: str, *, writes: bool

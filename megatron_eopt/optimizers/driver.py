@@ -65,6 +65,7 @@ class Driver:
 
     needs_matrices = False  # whether it brings whole matrices together
     tells_updates = False  # whether whoever watches it gets to know of its updates
+    counts_matrices = False  # whether each matrix has a count of steps, or each parameter
     is_clipped = True  # whether its gradients are scaled down with all others'
     # kinds of state that need not be in what is loaded
     dispensable: frozenset[str] = frozenset()

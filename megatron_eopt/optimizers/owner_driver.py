@@ -49,7 +49,7 @@ class OwnerDriver(Driver):
     some whole weights.
     """
 
-    needs_matrices = True
+    needs_matrices = counts_matrices = True
 
     def __init__(
         self,
@@ -271,7 +271,10 @@ class OwnerDriver(Driver):
                 groups[self.group_of[self._of_matrix[index][0]]]["params"].append(param)
             with bound(self._optimizer, groups, self.owned_state) as optimizer:
                 act()
-                self._own_groups = [{**group, "params": []} for group in optimizer.param_groups]
+                for number, group in enumerate(optimizer.param_groups):
+                    # a group that is not in the batch may not have counted
+                    if group["params"]:
+                        self._own_groups[number] = {**group, "params": []}
             for param, place in members.values():
                 by_rows(self.owned_state[param])
                 if place_of(param) != place_of(place):

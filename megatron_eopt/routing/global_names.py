@@ -22,6 +22,9 @@ def name_parameters(model_chunks: Sequence[Any]) -> None:
             counted = counted_names(model)
             for name, param in model.named_parameters():
                 whole = re.sub(r"^(module\.)+", "", counted[name])
+                if getattr(param, "shared_embedding", False):
+                    # of its two copies, on other pipeline stages, one is the output layer's
+                    whole = "embedding.word_embeddings.weight"
                 setattr(param, GLOBAL_NAME_ATTRIBUTE, whole)
 
 

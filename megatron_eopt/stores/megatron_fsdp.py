@@ -12,6 +12,7 @@ from typing import Any
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
 
+from megatron_eopt.base.names import GLOBAL_NAME_ATTRIBUTE
 from megatron_eopt.base.upstream import found, needed
 from megatron_eopt.stores.dtensors import LocalShards, local_of, shard_like
 from megatron_eopt.stores.interface import Stored
@@ -51,10 +52,10 @@ def shards_of_parameters(model_chunks: Iterable[nn.Module]) -> dict[Tensor, nn.P
         for module in fsdp_modules(model_chunks)
         for _, shard in module.param_and_grad_buffer.optimizer_named_parameters
     }
-    # what says where gradients are counted
-    of_gradients = ("allreduce", needed("GRAD_NORM_GROUP_ATTR"))
+    # what says where gradients are counted, and what it is in the whole model
+    told = ("allreduce", needed("GRAD_NORM_GROUP_ATTR"), GLOBAL_NAME_ATTRIBUTE)
     for param, shard in shards.items():
-        vars(shard).update({k: v for k, v in vars(param).items() if k in of_gradients})
+        vars(shard).update({k: v for k, v in vars(param).items() if k in told})
     return shards
 
 
