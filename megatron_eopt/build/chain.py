@@ -19,7 +19,7 @@ from megatron.core.utils import log_single_rank
 from torch import Tensor
 
 from megatron_eopt.base.agreement import agreed
-from megatron_eopt.base.errors import ConfigurationError, check_choice
+from megatron_eopt.base.errors import ConfigurationError, check_choice, check_number
 from megatron_eopt.base.live_bytes import LiveBytes
 from megatron_eopt.base.upstream import needed
 from megatron_eopt.build.clipping import clip
@@ -35,6 +35,7 @@ from megatron_eopt.checkpoint.requests import Form
 from megatron_eopt.optimizers.driver import CompositeOptimizer
 from megatron_eopt.optimizers.member import Member
 from megatron_eopt.qk_clip import remember
+from megatron_eopt.routing.global_names import names_in
 from megatron_eopt.settings.settings import RunSettings, Settings
 from megatron_eopt.stores.gathering import gather_buckets
 from megatron_eopt.stores.interface import named_gradients
@@ -160,7 +161,7 @@ class OptimizerChain(ChainedOptimizer):
             self.skipped_steps += 1
             return False, None, None
         grad_norm = self.get_grad_norm()
-        self._clip(grad_norm)
+        self._clip(grad_norm, self.settings.clip_grad)
         zeros = self.count_zeros() if self.settings.counts_zeros else None
         if self.is_above_skip_threshold(grad_norm):
             self.skipped_steps += 1
@@ -228,6 +229,14 @@ class OptimizerChain(ChainedOptimizer):
             self._refuse()
         return norm
 
+    @torch.no_grad()
+    def clip_grad_norm(self, clip_grad: float) -> Any:
+        """Clip as a step does, to another norm, and return the norm before; collective."""
+        check_number("clip_grad", clip_grad, above=0)
+        norm = self.get_grad_norm()
+        self._clip(norm, clip_grad)
+        return norm
+
     def is_above_skip_threshold(self, norm: float) -> bool:
         """Return whether the configuration skips steps with this gradient norm; never with nan."""
         threshold = self.settings.skip_threshold
@@ -257,8 +266,7 @@ class OptimizerChain(ChainedOptimizer):
         given = {"sharding_type": sharding_type, "metadata": metadata}
         metadata = metadata or {}
         form = sharding_type or metadata.get("distrib_optim_sharding_type")
-        if form is not None:
-            check_choice("sharding_type", form, _FORMS)
+        agreed(lambda: check_choice("sharding_type", form or _BY_BUCKET, _FORMS))
         if self._is_offloaded or (form == _BY_BUCKET and self._is_unmixed and not is_loading):
             given = {name: value for name, value in given.items() if value is not None}
             return super().sharded_state_dict(model_sharded_state_dict, is_loading, **given)
@@ -366,11 +374,10 @@ class OptimizerChain(ChainedOptimizer):
             for item in self.chained_optimizers
         )
 
-    def _clip(self, grad_norm: float) -> None:
-        if self.settings.clip_grad <= 0:
-            return
-        norms = {None: grad_norm, **self._compute_grad_norms_by_group()}
-        clip(self.members, self.settings.clip_grad, norms)
+    def _clip(self, grad_norm: float, most: float) -> None:
+        if most > 0:
+            norms = {None: grad_norm, **self._compute_grad_norms_by_group()}
+            clip(self.members, most, norms)
 
     def _refuse(self) -> None:
         self.skipped_steps += 1
@@ -388,13 +395,3 @@ class OptimizerChain(ChainedOptimizer):
         while name.startswith("module."):
             name = name.removeprefix("module.")
         return name
-
-
-def names_in(model_chunks: Sequence[Any]) -> dict[Tensor, str]:
-    """Return the names of all parameters of a model's chunks, unique on this rank."""
-    prefix = "chunk {}: {}" if len(model_chunks) > 1 else "{1}"
-    return {
-        param: prefix.format(number, name)
-        for number, chunk in enumerate(model_chunks)
-        for name, param in chunk.named_parameters()
-    }

@@ -17,7 +17,7 @@ from megatron_eopt.base.garbage import without_collections
 from megatron_eopt.base.names import STANDARD_OPTIMIZERS
 from megatron_eopt.base.upstream import found, needed
 from megatron_eopt.build.bases import Base, Share, build_base, shares_of
-from megatron_eopt.build.chain import OptimizerChain, names_in
+from megatron_eopt.build.chain import OptimizerChain
 from megatron_eopt.build.ddp import check_chunks, check_ddp, is_megatron_fsdp
 from megatron_eopt.build.differences import log_differences
 from megatron_eopt.build.fsdp2 import resolve_for_dtensors
@@ -30,10 +30,11 @@ from megatron_eopt.build.sharded import Sharding, unmixed_members
 from megatron_eopt.build.storages import Wanted, chain_in_storage, register_storage
 from megatron_eopt.build.torch_fsdp2 import chain_of_dtensors, is_torch_fsdp2
 from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
+from megatron_eopt.routing.global_names import names_in
 from megatron_eopt.routing.groups import Group
 from megatron_eopt.routing.model import Routing, format_routing, overrides_for, route_model
 from megatron_eopt.settings.arguments import arguments_of
-from megatron_eopt.settings.checks import refuse_for_matrices
+from megatron_eopt.settings.checks import check_alike, refuse_for_matrices
 from megatron_eopt.settings.registry import Overrides
 from megatron_eopt.settings.settings import Settings, resolve
 from megatron_eopt.stores.buffers import buffer_sets, check_model_chunks, check_wrapped
@@ -75,15 +76,13 @@ def get_megatron_optimizer(
         ConfigurationTypeError: If a value has the wrong type.
     """
     with without_collections():
-        check_chunks(model_chunks)
         folder = dump_param_to_param_group_map
-        if not isinstance(folder, str | Path | None):
-            rule, way_out = "must be a folder", "Give its path, or None"
-            raise ConfigurationTypeError("dump_param_to_param_group_map", folder, rule, way_out)
+        agreed(lambda: _check_arguments(model_chunks, folder))
         if isinstance(model_chunks[0], found("MimoModel") or ()):
             return megatrons_own_factory(config, model_chunks)
         of_dtensors = is_torch_fsdp2(model_chunks) or is_megatron_fsdp(model_chunks)
         settings = agreed(lambda: _settings(config, model_chunks, of_dtensors=of_dtensors))
+        check_alike(config)
         if is_megatron_fsdp(model_chunks) and is_for_megatrons_own(settings, model_chunks):
             return megatrons_own_factory(
                 config,
@@ -103,6 +102,13 @@ def get_megatron_optimizer(
             with whole_parameters(model_chunks):
                 _dump(routing.groups, model_chunks, str(folder))
         return optimizer
+
+
+def _check_arguments(model_chunks: Any, folder: Any) -> None:
+    check_chunks(model_chunks)
+    if not isinstance(folder, str | Path | None):
+        rule, way_out = "must be a folder", "Give its path, or None"
+        raise ConfigurationTypeError("dump_param_to_param_group_map", folder, rule, way_out)
 
 
 def _settings(config: Any, model_chunks: Sequence[Any], *, of_dtensors: bool) -> Settings:

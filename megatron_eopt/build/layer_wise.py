@@ -13,11 +13,13 @@ from megatron_eopt import qk_clip
 from megatron_eopt.base.agreement import agreed
 from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
 from megatron_eopt.build.bases import Base
-from megatron_eopt.build.chain import OptimizerChain, names_in
+from megatron_eopt.build.chain import OptimizerChain
+from megatron_eopt.build.ddp import check_chunks
 from megatron_eopt.build.loss_scale import make_scaler
 from megatron_eopt.build.sharded import Sharding, sharded_members
 from megatron_eopt.optimizers.driver import refuse_group, refuse_state
-from megatron_eopt.routing.global_names import name_parameters
+from megatron_eopt.routing.global_names import name_parameters, names_in
+from megatron_eopt.settings.checks import check_alike
 from megatron_eopt.settings.settings import RunSettings, resolve_run
 from megatron_eopt.stores.all_reduced import AllReducedChunk
 from megatron_eopt.stores.buffers import buffer_sets, check_model_chunks, process_groups
@@ -63,6 +65,8 @@ class LayerWiseDistributedOptimizer(OptimizerChain):
         def checked() -> tuple[RunSettings, list[Any], list[Base]]:
             settings = resolve_run(config)
             check_base_optimizers(optimizers)
+            if model_chunks:
+                check_chunks(model_chunks)
             chunks = list(model_chunks or ())
             if not chunks:
                 params = [p for o in optimizers for g in o.param_groups for p in g["params"]]
@@ -75,6 +79,7 @@ class LayerWiseDistributedOptimizer(OptimizerChain):
             return settings, chunks, _bases(optimizers, init_state_fn_list, exempt=exempt)
 
         settings, chunks, bases = agreed(checked)
+        check_alike(config)
         sets = buffer_sets(chunks, pg_collection, use_gloo=True, redistributed=True)
         scaler = make_scaler(settings.loss_scale)
         sharding = Sharding(settings, chunks, sets, names_in(chunks), scaler, {})
@@ -146,6 +151,9 @@ def _bases(
     *,
     exempt: bool,
 ) -> list[Base]:
+    if not isinstance(init_state_fns, Sequence | None):
+        rule, way_out = "must be a list", "Give a function, or None, for each optimizer"
+        raise ConfigurationTypeError("init_state_fn_list", init_state_fns, rule, way_out)
     functions = list(init_state_fns or [None] * len(optimizers))
     if len(functions) != len(optimizers):
         rule = f"must have one entry for each of the {len(optimizers)} optimizers"

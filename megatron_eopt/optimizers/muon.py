@@ -23,6 +23,7 @@ from megatron_eopt.matrices import Split, whole
 from megatron_eopt.optimizers.driver import ParamGroup, loss_of
 from megatron_eopt.optimizers.engine import MatrixEngine, Means
 from megatron_eopt.optimizers.muon_arguments import (
+    READ_ONCE,
     check_fused,
     check_kept,
     check_matrix,
@@ -211,6 +212,12 @@ class TensorParallelMuon(PlannedOptimizer):
         if param in self._splits:
             return self._splits[param] or whole(shape)
         return declared_split(self, param, shape, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in READ_ONCE and vars(self).get("driver") and value != getattr(self, name):
+            rule = "is read when the optimizer is made, and steps would not know of it"
+            raise ConfigurationError(name, value, rule, "Make another one")
+        super().__setattr__(name, value)
 
     @property
     def scaled_orthogonalize_fn(self) -> Callable[..., Tensor]:  # type: ignore[override]

@@ -43,8 +43,23 @@ def check_switches(**switches: object) -> None:
         check_switch(name, value)
 
 
+READ_ONCE = frozenset(
+    {
+        *("nesterov", "weight_decay_method", "fp32_matmul_prec", "moment2_method"),
+        *("bias_correction", "split_qkv", "qkv_split_shapes", "is_qkv_fn", "tp_mode"),
+        *("pg_collection", "orthogonalization"),
+    }
+)
+"""Attributes that steps do not look at."""
+
+
 def check_subclass(cls: type) -> None:
     """Raise a ConfigurationError if a class overrides what a step does not call."""
+    name = "scaled_orthogonalize_fn_with_gtp_remat"
+    if hasattr(cls, name):
+        rule = "is not called in a step, which takes matrices of equal shape together"
+        way_out = "Override orthogonalize(p, grad)"
+        raise ConfigurationError(f"{cls.__name__}.{name}", "defined", rule, way_out)
     name = "_apply_weight_decay_inplace"
     if getattr(cls, name) is not getattr(OrthogonalizedOptimizer, name):
         rule = "is not called, since weights of a group decay together"
@@ -84,7 +99,8 @@ def check_fused(is_qkv_fn: object, qkv_split_shapes: Any, splits: object) -> Non
     if is_qkv_fn is not None and not callable(is_qkv_fn):
         rule = "must tell whether a parameter is a fused Q, K and V"
         raise ConfigurationTypeError("is_qkv_fn", is_qkv_fn, rule, "Give a function, or None")
-    if qkv_split_shapes is not None and not all(map(_is_count, qkv_split_shapes)):
+    shapes = () if qkv_split_shapes is None else qkv_split_shapes
+    if not (isinstance(shapes, Iterable) and all(map(_is_count, shapes))):
         rule = "must be the rows of Q, K and V in one query group"
         way_out = "Give integers above 0, or None"
         raise ConfigurationTypeError("qkv_split_shapes", qkv_split_shapes, rule, way_out)

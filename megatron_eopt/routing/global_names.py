@@ -6,6 +6,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_eopt.base.names import GLOBAL_NAME_ATTRIBUTE
 
@@ -50,3 +51,13 @@ def _counted(name: str, layers: Mapping[str, int], experts: Mapping[str, Sequenc
     if indices is None:
         return counted
     return _EXPERT.sub(lambda match: str(indices[int(match[0])]), counted)
+
+
+def names_in(model_chunks: Sequence[Any]) -> dict[Tensor, str]:
+    """Return the names of all parameters of a model's chunks, unique on this rank."""
+    prefix = "chunk {}: {}" if len(model_chunks) > 1 else "{1}"
+    return {
+        param: prefix.format(number, name)
+        for number, chunk in enumerate(model_chunks)
+        for name, param in chunk.named_parameters()
+    }

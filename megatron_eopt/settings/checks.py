@@ -2,12 +2,14 @@
 
 import dataclasses
 import math
+import zlib
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, get_args
 
 import torch
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
+from megatron_eopt.base.agreement import is_same_on_all, of_every_rank
 from megatron_eopt.base.errors import (
     ConfigurationError,
     ConfigurationTypeError,
@@ -237,6 +239,21 @@ def _check_own_rates(config: Any) -> None:
     rule = f"Muon's rates would go from {largest!r} to {smallest!r}, and must not grow"
     way_out = "Give muon_lr (or lr) and muon_min_lr (or min_lr) the other way around"
     raise ConfigurationError(name, value, rule, way_out)
+
+
+def check_alike(config: Any) -> None:
+    """Raise a ConfigurationError on every rank if the ranks' configurations differ; collective."""
+    plain = bool | int | float | str | None
+    mine = {n: v for n, v in sorted(vars(config).items()) if isinstance(v, plain)}
+    if is_same_on_all(zlib.crc32(repr(mine).encode())):
+        return
+    everyones = of_every_rank(mine)
+    for name in dict.fromkeys(name for its in everyones for name in its):
+        values = [its.get(name) for its in everyones]
+        if len(set(map(repr, values))) > 1:
+            rule = f"is not the same on all ranks, which have {sorted(set(map(repr, values)))}"
+            way_out = "Give every rank the same configuration"
+            raise ConfigurationError(name, mine.get(name), rule, way_out)
 
 
 def refuse_for_matrices(config: Any) -> None:

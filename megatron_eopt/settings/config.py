@@ -16,6 +16,7 @@ from megatron.core.optimizer.optimizer_config import (
     SGDOptimizerConfig,  # noqa: F401
 )
 
+from megatron_eopt.base.errors import check_switch
 from megatron_eopt.base.names import (
     DEFAULT_TEAM_SIZE,
     DEFAULT_WAVE_MB,
@@ -149,6 +150,9 @@ def as_muon(config: Any, *, layer_wise: bool) -> Any:
 
     With ``layer_wise`` the state is kept in fragments, whatever the configuration says.
     """
+    check_switch("layer_wise_distributed_optimizer", layer_wise)
+    if not isinstance(config, OptimizerConfig):
+        return config  # which is refused as anywhere
     config = copy.copy(config)
     if config.optimizer in STANDARD_OPTIMIZERS:
         config.optimizer = "muon"

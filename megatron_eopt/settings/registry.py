@@ -8,7 +8,7 @@ import functools
 import importlib.metadata
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
@@ -102,6 +102,28 @@ class EmergingOptimizerEntry:
     consumes: frozenset[str] = frozenset()
     draws: bool = False
 
+    def __post_init__(self) -> None:
+        overrides, kwargs_of = self.default_param_overrides, self.config_to_kwargs
+        fits = {
+            "optimizer_cls": isinstance(self.optimizer_cls, type),
+            "init_state_fn": callable(self.init_state_fn),
+            "config_to_kwargs": kwargs_of is None or callable(kwargs_of),
+            "default_param_overrides": isinstance(overrides, Mapping)
+            and all(isinstance(key, ParamKey) for key in overrides),
+            "prefixes": _are_names(self.prefixes, list | tuple),
+            "consumes": _are_names(self.consumes, set | frozenset),
+            "draws": isinstance(self.draws, bool),
+        }
+        for name in (name for name, is_fine in fits.items() if not is_fine):
+            rule = "is of another kind than EmergingOptimizerEntry says"
+            way_out = "Give what its docstring asks for"
+            raise ConfigurationTypeError(name, getattr(self, name), rule, way_out)
+        check_choice("state_layout", self.state_layout, get_args(StateLayoutT))
+
+
+def _are_names(values: object, kind: Any) -> bool:
+    return isinstance(values, kind) and all(isinstance(value, str) for value in values)
+
 
 def register_optimizer(
     name: str, entry: EmergingOptimizerEntry | type | None = None, **fields: Any
@@ -125,6 +147,9 @@ def register_optimizer(
         ConfigurationError: If the name is taken.
         ConfigurationTypeError: If ``entry`` is neither an entry nor a class.
     """
+    if not isinstance(name, str) or not name:
+        rule, way_out = "must be a name", "Give a string that is not empty"
+        raise ConfigurationTypeError("register_optimizer(name)", name, rule, way_out)
     if name in STANDARD_OPTIMIZERS or name in _entries:
         rule = "there is already an optimizer of this name"
         raise ConfigurationError("register_optimizer(name)", name, rule, "Choose another name")

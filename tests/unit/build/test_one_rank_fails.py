@@ -8,7 +8,7 @@ import pytest
 from megatron.core import dist_checkpointing
 from torch import distributed
 
-from megatron_eopt import ConfigurationError
+from megatron_eopt import ConfigurationError, EmergingOptimizerConfig, get_megatron_optimizer
 from megatron_eopt.base.errors import ConfigurationTypeError
 from tests.harness import run_ranks
 from tests.unit.fsdp2 import model as fsdp2
@@ -164,3 +164,32 @@ def saving_and_loading(case: Case, folder: str) -> list[tuple[str, str]]:
 def test_while_state_is_saved_and_loaded(name, tmp_path):
     places = [place for place in SAVING for _ in range(2)] + LOADING_WHAT_WAS_ASKED_FOR
     check(run_ranks(2, saving_and_loading, CASES[name], str(tmp_path), timeout=90), places)
+
+
+def of_other_arguments(other: str) -> tuple[str, str]:
+    """Build with another argument, or ask for another form, on rank 1."""
+    is_other, case = distributed.get_rank() == 1, CASES["sharded"]
+    chunk = runs.make_chunk(case.run)
+    fields = {"optimizer": "muon", "lr": 0.01, "use_distributed_optimizer": True}
+    if is_other and other in fields:
+        fields[other] = {"optimizer": "adam", "lr": 0.02}[other]
+    config = EmergingOptimizerConfig(**fields)
+    chunks = [] if is_other and other == "model_chunks" else [chunk]
+    folder = 3 if is_other and other == "dump_param_to_param_group_map" else None
+
+    def build_and_ask() -> None:
+        optimizer = get_megatron_optimizer(config, chunks, dump_param_to_param_group_map=folder)
+        form = "by_colour" if is_other and other == "sharding_type" else None
+        optimizer.sharded_state_dict(chunk.sharded_state_dict(), sharding_type=form)
+
+    return caught(build_and_ask)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "other", ["optimizer", "lr", "model_chunks", "dump_param_to_param_group_map", "sharding_type"]
+)
+def test_arguments_that_differ(other):
+    first, second = run_ranks(2, of_other_arguments, other, timeout=60)
+    assert first[0] == second[0]
+    assert all(message.startswith(f"{other}=") for _, message in (first, second))

@@ -1,11 +1,13 @@
 """Gradient clipping: what is scaled, and what is left alone on request."""
 
+from math import nan
 from typing import Any
 
 import pytest
 from megatron.core.optimizer.optimizer import GRAD_NORM_GROUP_ATTR, SEPARATE_GRAD_NORM_GROUPS
 
-from megatron_eopt import get_megatron_optimizer
+from megatron_eopt import ConfigurationError, get_megatron_optimizer
+from megatron_eopt.math.finite import NonFiniteError
 from megatron_eopt.settings.config import EmergingOptimizerConfig
 from megatron_eopt.stores.interface import named_gradients
 from tests.harness import run_ranks
@@ -13,7 +15,7 @@ from tests.unit.stores import runs
 from tests.unit.stores.runs import Run, inject, make_chunk
 
 
-def gradients(exempt: bool) -> dict[str, Any]:
+def gradients(exempt: bool, by_hand: bool = False) -> dict[str, Any]:
     """Clip; return the norms of the main gradients of matrices and of all others."""
     run = Run(ddp={"use_distributed_optimizer": True})
     chunk = make_chunk(run)
@@ -24,7 +26,11 @@ def gradients(exempt: bool) -> dict[str, Any]:
     bases = [runs.muon_over(matrices, config, chunk), runs.adam_over(others, config)]
     optimizer = runs.LayerWiseDistributedOptimizer(bases, config, None, None, [chunk])
     inject(run, chunk, 0)
-    _, norm, _ = optimizer.step()
+    if by_hand:
+        optimizer.prepare_grads()
+        norm = optimizer.clip_grad_norm(1.0)
+    else:
+        _, norm, _ = optimizer.step()
     composite = optimizer.chained_optimizers[0].optimizer
     squares = [
         sum(float(p.grad.square().sum()) for g in composite.groups_of(driver) for p in g["params"])
@@ -41,6 +47,31 @@ def test_exempt_matrices_are_not_scaled_and_still_count():
         assert b["adam"] == pytest.approx(a["adam"], rel=1e-6)
         assert a["muon"] == pytest.approx(b["muon"] * factor**2, rel=1e-5)
     assert sum(result["muon"] + result["adam"] for result in clipped) == pytest.approx(1, rel=1e-5)
+
+
+@pytest.mark.parametrize("exempt", [False, True])
+def test_clip_grad_norm_clips_as_a_step_does(exempt):
+    assert run_ranks(2, gradients, exempt, True) == run_ranks(2, gradients, exempt)
+
+
+def of_nan() -> str:
+    run = Run(ddp={"use_distributed_optimizer": True})
+    chunk = make_chunk(run)
+    config = EmergingOptimizerConfig(optimizer="muon", lr=0.01, use_distributed_optimizer=True)
+    optimizer = get_megatron_optimizer(config, [chunk])
+    inject(run, chunk, 0)
+    dict(chunk.named_parameters())["module.decoder.final_layernorm.weight"].main_grad.fill_(nan)
+    optimizer.prepare_grads()
+    with pytest.raises(NonFiniteError) as error:
+        optimizer.clip_grad_norm(1.0)
+    with pytest.raises(ConfigurationError, match="clip_grad=-1"):
+        optimizer.clip_grad_norm(-1)
+    return str(error.value)
+
+
+def test_clip_grad_norm_refuses_what_a_step_does():
+    for message in run_ranks(2, of_nan):
+        assert "final_layernorm.weight" in message
 
 
 def squares_by_norm(storage: str) -> dict[bool, float]:
