@@ -20,7 +20,7 @@ from tests.unit.fsdp2.model import (
 
 LAYOUTS = {2: ["fsdp"], 4: ["fsdp", "hsdp", "tp"]}
 # the others differ from these in nothing that the meshes have to do with
-IN_EVERY_LAYOUT = ("muon", "normuon", "namo", "soap", "psgd_pro")
+IN_EVERY_LAYOUT = ("muon", "normuon", "namo", "soap")
 
 VARIANTS = {
     "muon": config(),
