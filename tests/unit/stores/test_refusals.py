@@ -8,9 +8,12 @@ import pytest
 import torch
 from megatron.core.optimizer.optimizer import FP32Optimizer
 
+from megatron_eopt import EmergingOptimizerConfig, get_megatron_optimizer
 from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
 from megatron_eopt.storage import LayerWiseDistributedOptimizer
 from tests.harness import run_ranks
+from tests.harness.megatron import initialize_megatron
+from tests.harness.models import tiny_gpt, wrap_ddp
 from tests.unit.stores import runs
 from tests.unit.stores.full_state import Case, build, unwrapped
 from tests.unit.stores.runs import DENSE, Run, make_chunk
@@ -57,6 +60,9 @@ def refusals() -> dict[str, tuple[str, str]]:
     attempt("missing", [muon], config, None, None, [chunk])
     attempt("twice", [muon, adam, runs.adam_over(others, config)], config, None, None, [chunk])
     attempt("init functions", [muon, adam], config, None, [None], [chunk])
+    attempt("no init functions", [muon, adam], config, None, 3, [chunk])
+    attempt("no chunks", [muon, adam], config, None, None, 3)
+    attempt("one chunk", [muon, adam], config, None, None, chunk)
     attempt("no list", None, config, None, None, [chunk])
     attempt("no functions", [muon, adam], config, None, [1, None], [chunk])
     attempt("no configuration", [muon, adam], {}, None, None, [chunk])
@@ -75,6 +81,9 @@ def refusals() -> dict[str, tuple[str, str]]:
 
 
 EXPECTED = {
+    "no init functions": ("ConfigurationTypeError", "init_state_fn_list=3"),
+    "no chunks": ("ConfigurationTypeError", "model_chunks=3"),
+    "one chunk": ("ConfigurationTypeError", "model_chunks="),
     "no list": ("ConfigurationTypeError", "must be torch optimizers"),
     "no functions": ("ConfigurationTypeError", "must be functions"),
     "no configuration": ("ConfigurationTypeError", "must be an OptimizerConfig"),
@@ -161,3 +170,19 @@ def test_what_is_no_state_of_fragments_or_no_form_of_it_is_refused():
     (found,) = run_ranks(1, loads)
     assert "keeps fragments" in found.pop("whole")
     assert all("must hold the state of the optimizers" in text for text in found.values())
+
+
+def refusal_of_float64() -> str:
+    initialize_megatron()
+    model = tiny_gpt(**DENSE)
+    model.decoder.final_layernorm.double()
+    fields = {"use_distributed_optimizer": True}
+    config = EmergingOptimizerConfig(optimizer="muon", lr=0.01, **fields)
+    with pytest.raises(ConfigurationTypeError) as caught:
+        get_megatron_optimizer(config, [wrap_ddp(model, **fields)])
+    return str(caught.value)
+
+
+def test_dtypes_without_main_weights_are_refused_by_name():
+    (message,) = run_ranks(1, refusal_of_float64)
+    assert "decoder.final_layernorm.weight=torch.float64" in message
