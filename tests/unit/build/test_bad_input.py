@@ -14,6 +14,9 @@ from megatron_eopt import (
     EmergingOptimizerConfig,
     get_megatron_optimizer,
 )
+from megatron_eopt.muon import (
+    get_megatron_muon_optimizer,
+)
 
 MODEL_CONFIG = SimpleNamespace(
     num_attention_heads=4, num_query_groups=4, kv_channels=8, attention_output_gate=False
@@ -222,3 +225,14 @@ def test_missing_packages_are_named(name):
 def test_every_field_of_the_own_class_is_documented_by_type():
     own = {f.name for f in dataclasses.fields(EmergingOptimizerConfig)}
     assert {f.name for f in dataclasses.fields(OptimizerConfig)} <= own
+
+
+@pytest.mark.filterwarnings("ignore:get_megatron_muon_optimizer is deprecated")
+def test_the_deprecated_entry_point_checks_what_it_reads():
+    for config in (None, {"optimizer": "muon"}):
+        with pytest.raises(ConfigurationTypeError, match="must be an OptimizerConfig"):
+            get_megatron_muon_optimizer(config, [Chunk()])
+    with pytest.raises(ConfigurationTypeError, match="layer_wise_distributed_optimizer='yes'"):
+        get_megatron_muon_optimizer(
+            OptimizerConfig(lr=0.1), [Chunk()], layer_wise_distributed_optimizer="yes"
+        )
