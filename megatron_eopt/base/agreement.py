@@ -98,15 +98,6 @@ def from_rank_0[T](function: Callable[[], T]) -> T:
     return cast(T, result if is_rank_0() else pickle.loads(data))
 
 
-def is_same_on_all(number: int) -> bool:
-    """Return whether all ranks have the same number; collective over the world."""
-    if _is_alone():
-        return True
-    both = torch.tensor([number, -number], device=device_of_collectives())
-    distributed.all_reduce(both, distributed.ReduceOp.MAX)
-    return int(both[0]) == -int(both[1])
-
-
 def agreed[T](function: Callable[[], T], group: distributed.ProcessGroup | None = None) -> T:
     """Call ``function`` on every rank; raise everywhere what the first rank that failed raised.
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from megatron.core.optimizer import get_megatron_optimizer as megatrons_own_factory
 from megatron.core.utils import get_pg_size, log_single_rank
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -42,9 +41,6 @@ from megatron_eopt.stores.buffers import buffer_sets, check_model_chunks, check_
 from megatron_eopt.stores.megatron_fsdp import whole_parameters
 
 logger = logging.getLogger(__name__)
-
-
-_STEPPED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def get_megatron_optimizer(
@@ -138,10 +134,6 @@ def _sharded(wanted: Wanted) -> OptimizerChain | None:
 
     def pairs_with_bases() -> list[tuple[Share, Base | None]]:
         check_wrapped(model_chunks)
-        for param, name in routing.names.items():
-            if param.dtype not in _STEPPED:
-                rule = f"a distributed optimizer has no main weights for {param.dtype}"
-                raise ConfigurationTypeError(name, param.dtype, rule, "Convert it, or freeze it")
         if mixed:
             refuse_for_matrices(settings.config)
             check_model_chunks(model_chunks)

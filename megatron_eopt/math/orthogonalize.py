@@ -67,7 +67,7 @@ def _compute_torch(
     out: Tensor | None = None,
 ) -> Tensor:
     """Do it with our own code; ``out`` is what to write to, if possible, and may be ``wide``."""
-    plan = plan.stable(min(wide.shape[-2], columns))
+    plan = plan.stable(wide.shape[-2])
     compute = partial(_compute_torch, schedule=schedule, plan=plan, eps=eps, columns=columns)
     if wide.ndim == 3 and len(wide) == 1:
         # as it is computed where it is one of several that are taken alone

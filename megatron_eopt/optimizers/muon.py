@@ -23,6 +23,7 @@ from megatron_eopt.matrices import Split, whole
 from megatron_eopt.optimizers.driver import ParamGroup, loss_of
 from megatron_eopt.optimizers.engine import MatrixEngine, Means
 from megatron_eopt.optimizers.muon_arguments import (
+    BATCHED,
     READ_ONCE,
     check_fused,
     check_kept,
@@ -227,9 +228,7 @@ class TensorParallelMuon(PlannedOptimizer):
     @scaled_orthogonalize_fn.setter
     def scaled_orthogonalize_fn(self, function: Callable[..., Tensor]) -> None:
         if self.driver is not None and type(self).orthogonalize is self._base().orthogonalize:
-            rule = "is not called in a step, which takes matrices of equal shape together"
-            way_out = "Override orthogonalize(p, grad) in a subclass"
-            raise ConfigurationError("scaled_orthogonalize_fn", function, rule, way_out)
+            raise ConfigurationError("scaled_orthogonalize_fn", function, *BATCHED)
         self._scaled_orthogonalize_fn = function
 
     @property

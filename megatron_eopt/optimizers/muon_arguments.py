@@ -36,6 +36,38 @@ _BOUNDS: dict[str, dict[str, float]] = {
 }
 """Bounds of what parameter groups may have of their own."""
 
+READ_ONCE = frozenset(
+    {
+        "bias_correction",
+        "fp32_matmul_prec",
+        "is_qkv_fn",
+        "moment2_method",
+        "nesterov",
+        "orthogonalization",
+        "pg_collection",
+        "qkv_split_shapes",
+        "split_qkv",
+        "tp_mode",
+        "weight_decay_method",
+    }
+)
+"""Attributes that steps do not look at."""
+
+BATCHED = (
+    "is not called in a step, which takes matrices of equal shape together",
+    "Override orthogonalize(p, grad) in a subclass",
+)
+"""Why a way to orthogonalize one matrix is refused, and the way out."""
+
+UNCALLED = {
+    "scaled_orthogonalize_fn_with_gtp_remat": BATCHED,
+    "_apply_weight_decay_inplace": (
+        "is not called, since weights of a group decay together",
+        "Choose a weight_decay_method, or override pre_weight_update_fn_inplace",
+    ),
+}
+"""What megatron-core and emerging-optimizers call in a step, and ours do not."""
+
 
 def check_switches(**switches: object) -> None:
     """Raise a ConfigurationTypeError unless all are True or False."""
@@ -43,28 +75,11 @@ def check_switches(**switches: object) -> None:
         check_switch(name, value)
 
 
-READ_ONCE = frozenset(
-    {
-        *("nesterov", "weight_decay_method", "fp32_matmul_prec", "moment2_method"),
-        *("bias_correction", "split_qkv", "qkv_split_shapes", "is_qkv_fn", "tp_mode"),
-        *("pg_collection", "orthogonalization"),
-    }
-)
-"""Attributes that steps do not look at."""
-
-
 def check_subclass(cls: type) -> None:
     """Raise a ConfigurationError if a class overrides what a step does not call."""
-    name = "scaled_orthogonalize_fn_with_gtp_remat"
-    if hasattr(cls, name):
-        rule = "is not called in a step, which takes matrices of equal shape together"
-        way_out = "Override orthogonalize(p, grad)"
-        raise ConfigurationError(f"{cls.__name__}.{name}", "defined", rule, way_out)
-    name = "_apply_weight_decay_inplace"
-    if getattr(cls, name) is not getattr(OrthogonalizedOptimizer, name):
-        rule = "is not called, since weights of a group decay together"
-        way_out = "Choose a weight_decay_method, or override pre_weight_update_fn_inplace"
-        raise ConfigurationError(f"{cls.__name__}.{name}", "overridden", rule, way_out)
+    for name, (rule, way_out) in UNCALLED.items():
+        if getattr(cls, name, None) is not getattr(OrthogonalizedOptimizer, name, None):
+            raise ConfigurationError(f"{cls.__name__}.{name}", "overridden", rule, way_out)
 
 
 def declared_split(optimizer: Any, param: Tensor, shape: tuple[int, ...], name: str = "") -> Split:

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import torch
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
-from megatron_eopt.base.agreement import is_same_on_all, of_every_rank
+from megatron_eopt.base.agreement import of_every_rank
 from megatron_eopt.base.errors import (
     ConfigurationError,
     ConfigurationTypeError,
@@ -243,15 +243,15 @@ def _check_own_rates(config: Any) -> None:
 
 def check_alike(config: Any) -> None:
     """Raise a ConfigurationError on every rank if the ranks' configurations differ; collective."""
-    plain = bool | int | float | str | None
-    mine = {n: v for n, v in sorted(vars(config).items()) if isinstance(v, plain)}
-    if is_same_on_all(zlib.crc32(repr(mine).encode())):
+    told = int | float | str | None
+    mine = {n: v for n, v in sorted(vars(config).items()) if isinstance(v, told)}
+    if len(set(of_every_rank(zlib.crc32(repr(mine).encode())))) == 1:
         return
     everyones = of_every_rank(mine)
     for name in dict.fromkeys(name for its in everyones for name in its):
-        values = [its.get(name) for its in everyones]
-        if len(set(map(repr, values))) > 1:
-            rule = f"is not the same on all ranks, which have {sorted(set(map(repr, values)))}"
+        values = {repr(its.get(name)) for its in everyones}
+        if len(values) > 1:
+            rule = f"is not the same on all ranks, which have {sorted(values)}"
             way_out = "Give every rank the same configuration"
             raise ConfigurationError(name, mine.get(name), rule, way_out)
 

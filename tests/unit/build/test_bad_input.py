@@ -14,9 +14,7 @@ from megatron_eopt import (
     EmergingOptimizerConfig,
     get_megatron_optimizer,
 )
-from megatron_eopt.muon import (
-    get_megatron_muon_optimizer,
-)
+from megatron_eopt.muon import get_megatron_muon_optimizer
 
 MODEL_CONFIG = SimpleNamespace(
     num_attention_heads=4, num_query_groups=4, kv_channels=8, attention_output_gate=False
