@@ -53,14 +53,14 @@ def _be_rank(
     torch.manual_seed(0)
     if device == "cuda":
         torch.cuda.set_device(rank)
+    else:
+        cpu.enable()
     dist.init_process_group(
         "nccl" if device == "cuda" else "gloo",
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=world_size,
     )
-    if device == "cpu":
-        cpu.enable()
     try:
         _result(folder, rank).write_bytes(pickle.dumps(function(*args)))
     finally:

@@ -138,10 +138,16 @@ def collective_patches() -> list[Patch]:
 
 
 def group_patches() -> list[Patch]:
-    """Return the replacement that lets the groups of a process share one network thread.
+    """Return the replacement that makes groups with a worker thread each, and one network thread.
 
-    Each group has one of its own otherwise, which wakes up a hundred times a second, and Megatron
-    makes dozens of groups. Releases of torch without the function to replace stay as they are.
+    Each group has a network thread of its own otherwise, which wakes up a hundred times a second,
+    and Megatron makes dozens of groups. Releases of torch without the function to replace stay as
+    they are.
+
+    Note [One worker thread a group]: torch gives a group two, and both write the name of the work
+    they have ended into one string of the group, without a lock (``ProcessGroupGloo::runLoop`` of
+    2.15.0). Names of more than 15 letters, as ``ALLGATHER_COALESCED`` of Megatron-FSDP, are on the
+    heap: freed twice, the process ends with ``malloc(): unaligned tcache chunk detected``.
     """
     if not hasattr(distributed_c10d, "_create_gloo_process_group"):
         return []
@@ -151,6 +157,7 @@ def group_patches() -> list[Patch]:
     def create_gloo_process_group(wanted: Any, backend_options: object | None) -> Any:
         options = gloo._Options()
         options._devices = [device()]
+        options._threads = 1  # see Note [One worker thread a group]
         options._timeout = wanted.timeout
         options.enable_reconfigure = wanted.enable_reconfigure
         group = gloo(wanted.store, wanted.group_rank, wanted.group_size, options)

@@ -45,6 +45,8 @@ def set_scene(
     os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    if on_cpu:
+        cpu.enable()
     dist.init_process_group(
         "gloo",
         init_method=f"file://{store}",
@@ -52,8 +54,6 @@ def set_scene(
         world_size=world_size,
         timeout=_COLLECTIVE_TIMEOUT,
     )
-    if on_cpu:
-        cpu.enable()
 
 
 def forget_everything() -> None:

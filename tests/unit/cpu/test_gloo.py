@@ -78,21 +78,22 @@ def test_gloo_alone_cannot_do_it() -> None:
         run_ranks(2, _uneven_all_gather, False, cpu=False)
 
 
-def _groups_that_share_a_thread() -> tuple[int, float]:
+def _threads_of_groups() -> tuple[int, int, float]:
     groups: list[Any] = [dist.new_group([0, 1]) for _ in range(10)]
     total = torch.ones(3)
     for group in groups:
         dist.all_reduce(total, group=group)
     tasks = Path("/proc/self/task").iterdir()
     names = [(task / "comm").read_text().strip() for task in tasks]
-    return names.count("gloo_tcp_loop"), float(total[0])
+    return names.count("gloo_tcp_loop"), names.count("pt_gloo_runloop"), float(total[0])
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are looked up there")
 @pytest.mark.skipif(not group_patches(), reason="this torch has no function to replace")
-def test_groups_share_one_network_thread():
-    # the group of all ranks is there before the back end is
-    assert run_ranks(2, _groups_that_share_a_thread) == [(2, 1024.0)] * 2
+def test_groups_share_a_network_thread_and_have_a_worker_each():
+    """Two workers of a group end in a crash: see Note [One worker thread a group]."""
+    # the group of all ranks is the eleventh
+    assert run_ranks(2, _threads_of_groups) == [(1, 11, 1024.0)] * 2
 
 
 def _scaled_sums() -> None:
