@@ -27,7 +27,7 @@ from megatron_eopt.optimizers.modes import plan_work
 from megatron_eopt.optimizers.sharded import ShardedOptimizer
 from megatron_eopt.routing.model import Routing, overrides_for, route_parameters, with_splits
 from megatron_eopt.routing.parameters import trainable_parameters
-from megatron_eopt.settings.checks import check_config, refuse_for_dtensors
+from megatron_eopt.settings.checks import check_alike, check_config, refuse_for_dtensors
 from megatron_eopt.settings.registry import Overrides
 from megatron_eopt.settings.settings import Settings, resolve
 from megatron_eopt.stores.dtensors import (
@@ -94,6 +94,7 @@ def build_optimizer(
     named: Any = model.module if model in managing else model
     with whole_parameters([model]):
         settings, overrides = agreed(checked)
+        check_alike(config)
         routing = route_parameters(settings, trainable_parameters([named]), overrides)
         routing = with_splits(routing, settings, [named])
     if settings.clip_grad:

@@ -55,12 +55,14 @@ def check_steps(argument: str, steps: object) -> None:
     check_integer(argument, steps, at_most=_MOST_STEPS)
 
 
-def resolve_coefficients(coefficients: CoefficientsLike, steps: int) -> tuple[Triple, ...]:
+def resolve_coefficients(
+    coefficients: CoefficientsLike, steps: int, argument: str = "coefficients"
+) -> tuple[Triple, ...]:
     """Turn a coefficient set into exactly one triple per step.
 
     Schedules longer than their set repeat the last triple (polar_express, cans, deepseekv4) or
     start again (most others, and sets of your own), as emerging-optimizers does; shorter ones are
-    cut.
+    cut. ``argument`` is the user's word for the set.
 
     Raises:
         ConfigurationError: If the name is unknown, a number is not finite, ``steps`` is below 1,
@@ -70,8 +72,9 @@ def resolve_coefficients(coefficients: CoefficientsLike, steps: int) -> tuple[Tr
     """
     check_steps("steps", steps)
     if isinstance(coefficients, str):
+        check_choice(argument, coefficients, coefficient_names())
         return _resolve_named(coefficients, steps)
-    return _resolve_custom(_checked_triples(coefficients), steps)
+    return _resolve_custom(_checked_triples(argument, coefficients), steps, argument)
 
 
 @lru_cache(maxsize=256)
@@ -121,14 +124,14 @@ def _schedule(triples: tuple[Triple, ...], steps: int, mode: LongerT) -> tuple[T
 
 
 @lru_cache(maxsize=256)
-def _resolve_custom(triples: tuple[Triple, ...], steps: int) -> tuple[Triple, ...]:
+def _resolve_custom(triples: tuple[Triple, ...], steps: int, argument: str) -> tuple[Triple, ...]:
     schedule = _schedule(triples, steps, "cycle")
     worst = max(abs(response(schedule, grid / 256)) for grid in range(1, 257))
     if not worst <= DIVERGED:
         where = f"every singular value in (0, 1] bounded over {steps} steps"
         rule = f"must keep {where}, and sends one to {worst:.3g}"
         way_out = "Give fewer steps or other coefficients"
-        raise ConfigurationError("coefficients", triples, rule, way_out)
+        raise ConfigurationError(argument, triples, rule, way_out)
     return schedule
 
 
@@ -143,18 +146,18 @@ def response(triples: Sequence[Triple], sigma: float) -> float:
     return sigma
 
 
-def _checked_triples(coefficients: object) -> tuple[Triple, ...]:
+def _checked_triples(argument: str, coefficients: object) -> tuple[Triple, ...]:
     if not isinstance(coefficients, Sequence):
         rule = "must be the name of a set or a sequence of (a, b, c)"
         way_out = f"Give one of {', '.join(coefficient_names())} or a list of triples"
-        raise ConfigurationTypeError("coefficients", coefficients, rule, way_out)
+        raise ConfigurationTypeError(argument, coefficients, rule, way_out)
     if not coefficients:
         rule = "must hold at least one triple"
-        raise ConfigurationError("coefficients", coefficients, rule, "Give one (a, b, c)")
+        raise ConfigurationError(argument, coefficients, rule, "Give one (a, b, c)")
     for triple in coefficients:
         if not isinstance(triple, Sequence) or isinstance(triple, str) or len(triple) != 3:
             rule = "every entry must be three numbers"
-            raise ConfigurationTypeError("coefficients", triple, rule, "Give (a, b, c)")
+            raise ConfigurationTypeError(argument, triple, rule, "Give (a, b, c)")
         for number in triple:
-            check_number("coefficients", number)
+            check_number(argument, number)
     return tuple((float(a), float(b), float(c)) for a, b, c in coefficients)

@@ -31,10 +31,14 @@ def draw_alike(optimizer: torch.optim.Optimizer) -> None:
         with torch.random.fork_rng(gpus):
             try:
                 for group in groups:
+                    stepped: dict[str, Any] = {}
                     for param in group["params"]:
                         if param.grad is not None:
-                            optimizer.param_groups = [{**group, "params": [param]}]
+                            stepped = {**group, "params": [param]}
+                            optimizer.param_groups = [stepped]
                             step_one(param)
+                    # what a step writes to its group, a count of steps, it writes once
+                    group |= {**stepped, "params": group["params"]}
             finally:
                 optimizer.param_groups = groups
 

@@ -18,7 +18,7 @@ from megatron_eopt.base.errors import (
 from megatron_eopt.base.names import SMALLEST_WAVE_MB, TpModeT
 from megatron_eopt.math.algorithm import ALGORITHMS
 from megatron_eopt.math.backends import on_syrk
-from megatron_eopt.math.coefficients import check_steps, coefficient_names
+from megatron_eopt.math.coefficients import check_steps, resolve_coefficients
 from megatron_eopt.math.low_precision import MOMENTUM_DTYPES
 from megatron_eopt.math.orthogonalize import Orthogonalization
 from megatron_eopt.math.precision import FLOAT_DTYPES, PRECISIONS
@@ -146,8 +146,7 @@ def orthogonalization_of(**settings: Any) -> Orthogonalization:
     steps, tp_mode, use_syrk = (settings.pop(key) for key in ("steps", "tp_mode", "use_syrk"))
     check_choice("tp_mode", tp_mode, get_args(TpModeT))
     check_steps("num_ns_steps", steps)
-    if isinstance(settings["coefficients"], str):
-        check_choice("coefficient_type", settings["coefficients"], coefficient_names())
+    resolve_coefficients(settings["coefficients"], steps, "coefficient_type")
     check_choice("scale_mode", settings["scale_mode"], SCALE_MODES)
     check_number("extra_scale_factor", settings["extra_scale_factor"], above=0)
     check_choice("fp32_matmul_prec", settings["precision"], PRECISIONS)

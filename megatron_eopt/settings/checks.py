@@ -23,7 +23,6 @@ from megatron_eopt.math import (
     PrecisionT,
     ScaleModeT,
     backend_names,
-    coefficient_names,
     get_backend,
     resolve_coefficients,
 )
@@ -189,9 +188,7 @@ def _check_emerging(config: Any, optimizers: Collection[str], prefixes: Sequence
     if "muon" in prefixes:
         steps, coefficients = config.muon_num_ns_steps, config.muon_coefficient_type
         check_steps("muon_num_ns_steps", steps)
-        if isinstance(coefficients, str):
-            check_choice("muon_coefficient_type", coefficients, coefficient_names())
-        resolve_coefficients(coefficients, steps)
+        resolve_coefficients(coefficients, steps, "muon_coefficient_type")
         backend = getattr(config, "muon_backend", "torch")
         check_choice("muon_backend", backend, backend_names())
         get_backend(backend)

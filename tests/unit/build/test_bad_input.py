@@ -53,6 +53,8 @@ VALUES = [
     {"muon_num_ns_steps": 10**9},
     {"muon_num_ns_steps": 2.5},
     {"muon_coefficient_type": "quintik"},
+    {"muon_coefficient_type": -3},
+    {"muon_coefficient_type": []},
     {"muon_tp_mode": "foo"},
     {"muon_scale_mode": "spectrum"},
     {"muon_fp32_matmul_prec": "low"},

@@ -74,6 +74,28 @@ def test_each_step_draws_other_numbers_and_parameters_draw_by_their_shapes():
     assert drawn((3, 2), (2, 3)) == [[*second, drawn((3, 2), (3, 2))[0][2]], first[:2]]
 
 
+class CountingInGroups(Drawing):
+    """Counts its steps in its groups too, as Prodigy does."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+
+
+def test_what_a_step_writes_to_its_group_is_written_once():
+    params = [torch.nn.Parameter(torch.zeros(2)) for _ in range(4)]
+    optimizer = CountingInGroups([{"params": params[:3]}, {"params": params[3:]}])
+    draw_alike(optimizer)
+    for param in params[:2]:
+        param.grad = torch.zeros(2)
+    optimizer.step()
+    optimizer.step()
+    # all of the second group rest
+    assert [group.get("k") for group in optimizer.param_groups] == [2, None]
+    assert [len(group["params"]) for group in optimizer.param_groups] == [3, 1]
+
+
 @eager
 def steps_of_fsdp2(layout: str) -> dict[str, Tensor]:
     model = make_model(layout)

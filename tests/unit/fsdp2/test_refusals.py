@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial
@@ -66,6 +67,18 @@ def test_double_precision():
 def test_patterns_that_name_nothing():
     with pytest.raises(ConfigurationError, match=r"none of these patterns matches"):
         build_optimizer(make_model(), config(), output_layers=["classifier"])
+
+
+def refused_since_ranks_differ() -> str:
+    with pytest.raises(ConfigurationError) as error:
+        build_optimizer(make_model("fsdp"), config(lr=0.1 * (1 + dist.get_rank())))
+    return str(error.value)
+
+
+def test_ranks_that_are_configured_differently():
+    for message in run_ranks(2, refused_since_ranks_differ, cpu=False):
+        assert "lr=" in message
+        assert "is not the same on all ranks" in message
 
 
 def refused(model):

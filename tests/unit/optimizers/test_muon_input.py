@@ -85,6 +85,8 @@ def test_partition_dim_is_each_parameters_own(mode):
         ("weight_decay_method", "L2", ConfigurationError),
         ("fp32_matmul_prec", "low", ConfigurationError),
         ("coefficient_type", "quintics", ConfigurationError),
+        ("coefficient_type", 3, ConfigurationTypeError),
+        ("coefficient_type", [], ConfigurationError),
         ("num_ns_steps", 0, ConfigurationError),
         ("num_ns_steps", 2.5, ConfigurationTypeError),
         ("scale_mode", "spectrall", ConfigurationError),
