@@ -119,9 +119,14 @@ def check_fused(is_qkv_fn: object, qkv_split_shapes: Any, splits: object) -> Non
         rule = "must be the rows of Q, K and V in one query group"
         way_out = "Give integers above 0, or None"
         raise ConfigurationTypeError("qkv_split_shapes", qkv_split_shapes, rule, way_out)
-    if splits is not None and not isinstance(splits, Mapping):
+    if splits is not None and not (
+        isinstance(splits, Mapping)
+        and all(isinstance(param, Tensor) for param in splits)
+        and all(isinstance(split, Split | None) for split in splits.values())
+    ):
         rule = "must say of parameters how they are put together"
-        raise ConfigurationTypeError("splits", splits, rule, "Give a dict, or None")
+        way_out = "Give a dict from parameters to Split or None, or None"
+        raise ConfigurationTypeError("splits", splits, rule, way_out)
 
 
 def check_kept(check_finite: object, wave_mb: object, momentum_dtype: object) -> None:

@@ -107,6 +107,7 @@ def test_partition_dim_is_each_parameters_own(mode):
         ("qkv_split_shapes", "abc", ConfigurationTypeError),
         ("qkv_split_shapes", [8, 4, 0], ConfigurationTypeError),
         ("splits", 3, ConfigurationTypeError),
+        ("splits", {"decoder": None}, ConfigurationTypeError),
         ("wave_mb", 0, ConfigurationError),
         ("momentum_dtype", "fp4", ConfigurationError),
     ],
