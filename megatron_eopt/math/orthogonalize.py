@@ -30,6 +30,7 @@ from megatron_eopt.math.scratch import scratch
 from megatron_eopt.math.symmetric import taken_alone
 
 DEFAULT_EPS: float = default_of("newton_schulz", "eps")
+SMALLEST_EPS = 1e-38  # the reciprocal of smaller ones leaves float32
 """Smallest Frobenius norm that is divided by: emerging-optimizers', 1e-7 in its release 0.3."""
 
 # A CPU runs a batch in chunks, a GPU all of it at once. In float32 they stay in a core's
@@ -121,7 +122,7 @@ class Orthogonalization:
     steps: int = 5  # number of iterations, at least 1
     algorithm: AlgorithmT = "auto"  # decides by cost and measured accuracy
     precision: PrecisionT = "highest"  # of the products for every input but float64
-    eps: float = DEFAULT_EPS  # smallest norm to divide by, above 0
+    eps: float = DEFAULT_EPS  # smallest norm to divide by, at least SMALLEST_EPS
     backend: str = "torch"  # who computes; see :mod:`megatron_eopt.math.backends`
     scale_mode: ScaleModeT = "spectral"  # how an update is scaled by the matrix's shape
     extra_scale_factor: float = 1.0  # a further factor on it
@@ -130,13 +131,14 @@ class Orthogonalization:
 
     def __post_init__(self) -> None:
         check_choice("precision", self.precision, PRECISIONS)
-        check_number("eps", self.eps, above=0)
+        check_number("eps", self.eps, at_least=SMALLEST_EPS)
         plug = get_backend(self.backend)
         plug.algorithm(self.backend, self.algorithm)
         scale_factor(1, 1, self.scale_mode, self.extra_scale_factor)
         object.__setattr__(self, "_schedule", resolve_coefficients(self.coefficients, self.steps))
         object.__setattr__(self, "_plug", plug)
 
+    @torch.no_grad()
     def __call__(
         self,
         x: Tensor,
@@ -244,7 +246,7 @@ def orthogonalize(
         **settings: Fields of :class:`Orthogonalization`.
 
     Returns:
-        A tensor of the shape and dtype of ``x``.
+        A tensor of the shape and dtype of ``x``, which no gradient flows through.
 
     Raises:
         ConfigurationError: If an argument's value is out of bounds, the shape has a side of 0, or

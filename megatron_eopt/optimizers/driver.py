@@ -237,6 +237,13 @@ class CompositeOptimizer(torch.optim.Optimizer):
         """Update all parameters; without a closure."""
         if closure is not None:
             raise ValueError("closure is not supported")
+        self._step()
+
+    def _step(self) -> None:
+        """Update all parameters, without the hooks that torch puts around the ``step`` of a class.
+
+        A ``step`` that called its base's would run them twice.
+        """
         if len(self.param_groups) != self._count:
             raise fixed("param_groups", f"{len(self.param_groups)} groups")
         for driver in self.drivers:

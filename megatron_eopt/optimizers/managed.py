@@ -1,12 +1,9 @@
 """A torch optimizer of the shards that Megatron-FSDP's ``fully_shard_model`` has made."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from megatron_eopt.base.upstream import needed
-from megatron_eopt.optimizers.driver import loss_of
 from megatron_eopt.optimizers.sharded import ShardedOptimizer
 from megatron_eopt.stores.megatron_fsdp import complete_gradients, compute_with_main_weights
 
@@ -23,25 +20,15 @@ class ManagedOptimizer(ShardedOptimizer):
         self._managing = list(managing)
         super().__init__(*args)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Wait for the gradients, step, and write the weights to the model; collective.
-
-        Args:
-            closure: Computes the loss again, with gradients enabled.
-
-        Returns:
-            The closure's loss.
-        """
-        loss = loss_of(closure)
+    def _step(self) -> None:
+        """Wait for the gradients, step, and write the weights to the model."""
         for module in self._managing:
             if not module.model_auto_sync:
                 module.finish_grad_sync()
         complete_gradients(self.names)
-        super().step()
+        super()._step()
         for module in self._managing:
             module.install_optimized_model_weights()
-        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, also where the model accumulates them."""

@@ -77,7 +77,7 @@ class TensorParallelMuon(PlannedOptimizer):
         weight_decay_method: "decoupled", "l2" or "independent"; goes before that switch.
         algorithm: Which iteration: "auto", "standard" or "gram".
         backend: Whose kernels compute it.
-        ns_eps: Smallest norm that a matrix is divided by, above 0.
+        ns_eps: Smallest norm that a matrix is divided by, at least 1e-38.
         splits: Logical matrices of parameters, by unsharded shape, None for a single one; goes
             before ``split_qkv``.
         check_finite: Refuse inf and nan by parameter name before any state changes, on all ranks

@@ -20,7 +20,7 @@ from megatron_eopt.math.algorithm import ALGORITHMS
 from megatron_eopt.math.backends import on_syrk
 from megatron_eopt.math.coefficients import check_steps, resolve_coefficients
 from megatron_eopt.math.low_precision import MOMENTUM_DTYPES
-from megatron_eopt.math.orthogonalize import Orthogonalization
+from megatron_eopt.math.orthogonalize import SMALLEST_EPS, Orthogonalization
 from megatron_eopt.math.precision import FLOAT_DTYPES, PRECISIONS
 from megatron_eopt.math.scaling import SCALE_MODES
 from megatron_eopt.matrices import Split, qkv, whole
@@ -156,7 +156,7 @@ def orthogonalization_of(**settings: Any) -> Orthogonalization:
     check_number("extra_scale_factor", settings["extra_scale_factor"], above=0)
     check_choice("fp32_matmul_prec", settings["precision"], PRECISIONS)
     check_choice("algorithm", settings["algorithm"], ALGORITHMS)
-    check_number("ns_eps", settings["eps"], above=0)
+    check_number("ns_eps", settings["eps"], at_least=SMALLEST_EPS)
     if use_syrk:
         whole = tp_mode != "distributed"
         settings["backend"] = on_syrk(settings["backend"], settings["precision"], whole=whole)

@@ -9,6 +9,7 @@ from emerging_optimizers.orthogonalized_optimizers import OrthogonalizedOptimize
 from torch import Tensor
 
 from megatron_eopt.base.agreement import agreed_in
+from megatron_eopt.base.names import MOMENTUM
 from megatron_eopt.optimizers.driver import ParamGroup, not_to_be_copied
 from megatron_eopt.optimizers.loaded_state import check_loaded
 from megatron_eopt.optimizers.muon_arguments import check_group
@@ -80,7 +81,14 @@ class PlannedOptimizer(OrthogonalizedOptimizer):
         own = (self.prepared(), self.param_groups, self.state, self._names)
         self._agreed(lambda: check_loaded(*own, state_dict))
         super().load_state_dict(state_dict)
-        self.prepared().pack(self.param_groups, self.state)
+        driver = self.prepared()
+        if driver.momentum.is_rounded:
+            # torch has made it the parameters' dtype, and what is small is lost in fp16
+            keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+            for key, (_, param, _) in zip(keys, self.numbered(), strict=True):
+                if (saved := state_dict["state"].get(key, {}).get(MOMENTUM)) is not None:
+                    self.state[param][MOMENTUM] = saved.to(param.device)
+        driver.pack(self.param_groups, self.state)
 
     def __getstate__(self) -> dict[str, Any]:
         """Refuse to be copied or pickled."""

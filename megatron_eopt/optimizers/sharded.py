@@ -142,11 +142,14 @@ class ShardedOptimizer(CompositeOptimizer):
             The closure's loss.
         """
         loss = loss_of(closure)
+        self._step()
+        return loss
+
+    def _step(self) -> None:
         if self._named_places() != self._places:
             raise fixed("param_groups", "parameters that have moved")
         self._revive()
-        super().step()
-        return loss
+        super()._step()
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:

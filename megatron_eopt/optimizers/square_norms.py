@@ -67,7 +67,8 @@ class Segments:
             # weight loses up to four digits on a CPU
             norm: Tensor = torch.linalg.vector_norm(stored, dtype=torch.float64)
             return norm.square_().view(1)
-        squares = stored.reshape(-1).to(torch.float32).square()
+        # squares of finite numbers are finite in float64 alone
+        squares = stored.reshape(-1).to(torch.float64, copy=True).square_()
         sums = torch.segment_reduce(squares, "sum", lengths=self.length, unsafe=True)
         total = torch.zeros(self.matrices, dtype=torch.float64, device=stored.device)
-        return total.index_add_(0, self.matrix, sums.to(torch.float64) * self.counted)
+        return total.index_add_(0, self.matrix, sums * self.counted)

@@ -8,6 +8,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.fsdp2 import build_optimizer
+from megatron_eopt.optimizers.driver import CompositeOptimizer
 from megatron_eopt.settings.config import OptimizerConfig
 from tests.harness import run_ranks
 from tests.unit.fsdp2.model import (
@@ -134,6 +135,8 @@ def test_hooks_and_closures_are_called():
         set_gradients(model, 0)
         return 1.5
 
+    # torch puts hooks around the ``step`` of the class of each optimizer that is made
+    CompositeOptimizer([], [])
     assert optimizer.step(closure) == 1.5
     assert called == ["pre", "post"]
 

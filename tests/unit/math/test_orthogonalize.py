@@ -11,7 +11,7 @@ from megatron_eopt.math.coefficients import (
     resolve_coefficients,
     table,
 )
-from megatron_eopt.math.orthogonalize import Orthogonalization, orthogonalize
+from megatron_eopt.math.orthogonalize import SMALLEST_EPS, Orthogonalization, orthogonalize
 from megatron_eopt.math.precision import PrecisionT
 from tests.unit.math.spectra import NAMED, gaussian, oracle, relative_error
 
@@ -130,6 +130,20 @@ def test_the_gram_form_of_small_matrices_stays_accurate_in_16_bits(
         assert relative_error(result, exact) < 1e-3
 
 
+def test_the_smallest_eps_gives_zero_for_zero() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        zeros = torch.zeros(3, 5, dtype=dtype)
+        assert torch.equal(orthogonalize(zeros, eps=SMALLEST_EPS), zeros)
+
+
+@pytest.mark.parametrize("shape", [(4, 6), (6, 4), (300, 300)])
+def test_parameters_are_taken_as_they_are(shape: tuple[int, int]) -> None:
+    given = gaussian(*shape)
+    result = orthogonalize(torch.nn.Parameter(given))
+    assert torch.equal(result, orthogonalize(given))
+    assert not result.requires_grad
+
+
 def test_zero_gives_zero() -> None:
     assert not orthogonalize(torch.zeros(4, 6)).any()
 
@@ -180,6 +194,7 @@ def test_a_side_of_size_zero_is_refused(shape: tuple[int, ...]) -> None:
     ("arguments", "name"),
     [
         ({"eps": 0.0}, "eps"),
+        ({"eps": 1e-39}, "eps"),
         ({"eps": -1e-7}, "eps"),
         ({"eps": float("nan")}, "eps"),
         ({"precision": "low"}, "precision"),

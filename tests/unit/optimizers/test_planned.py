@@ -75,6 +75,24 @@ def test_state_is_saved_for_the_places_where_parameters_are(kind, options):
         torch.testing.assert_close(this, that, rtol=0, atol=0 if exact else 1e-2)
 
 
+@pytest.mark.parametrize("momentum_dtype", ["bf16", "fp8", "int8"])
+def test_momentum_of_fp16_parameters_is_loaded_as_it_was_saved(momentum_dtype):
+    """It is smaller than what fp16 can hold."""
+    generator = torch.Generator().manual_seed(0)
+    params = [torch.nn.Parameter(torch.ones(8, 6, dtype=torch.float16)) for _ in range(2)]
+    one, other = (
+        TensorParallelMuon([("weight", param)], momentum_dtype=momentum_dtype) for param in params
+    )
+    params[0].grad = (torch.randn(8, 6, generator=generator) * 1e-7).half()
+    one.step()
+    saved = one.state_dict()
+    other.load_state_dict(saved)
+    before, after = (its.state_dict()["state"][0]["momentum_buffer"] for its in (one, other))
+    assert before.dtype == torch.float32
+    assert before.count_nonzero() > 24
+    assert torch.equal(after, before)
+
+
 def test_main_copies_take_the_place_of_16_bit_weights():
     params = params_of()
     want = train(made(TensorParallelMuon, {}, params), params)
