@@ -61,10 +61,31 @@ def _handing_over(original: Function) -> Function:
     ) -> Any:
         if getattr(optimizer, "loads_itself", False):
             kwargs["skip_load_to_model_and_opt"] = False
-        with _loading(optimizer), _rates_kept(optimizer, opt_param_scheduler), _explained():
+        rates = _rates_kept(optimizer, opt_param_scheduler)
+        with _asking_for_all(), _loading(optimizer), rates, _explained():
             return original(ddp_model, optimizer, opt_param_scheduler, *rest, **kwargs)
 
     return load_checkpoint
+
+
+@contextmanager
+def _asking_for_all() -> Iterator[None]:
+    """Let the trainer ask a checkpoint for all that it has, whatever this run is going to save.
+
+    It asks for what a save of the run would hold, and then loads what it has not asked for: under
+    ``--no-save-optim`` a sharded Adam went on from the weights that it was built with.
+    """
+    from megatron.training.global_vars import get_args
+
+    args = get_args()
+    unsaved = [name for name in ("no_save_optim", "no_save_rng") if getattr(args, name, False)]
+    try:
+        for name in unsaved:
+            setattr(args, name, False)
+        yield
+    finally:
+        for name in unsaved:
+            setattr(args, name, True)
 
 
 _FORMATS = {"torch", "torch_dist"}

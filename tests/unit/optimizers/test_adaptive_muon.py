@@ -10,7 +10,6 @@ import torch.distributed as dist
 from emerging_optimizers.orthogonalized_optimizers import AdaptiveMuon, OrthogonalizedOptimizer
 
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.matrices import gated
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
 from megatron_eopt.optimizers.muon import TensorParallelMuon
 from tests.harness import run_ranks
@@ -325,21 +324,6 @@ def test_zero_tiny_and_rank_deficient_gradients_are_finite(method):
         optimizer.step()
     assert all(param.isfinite().all() for param in params)
     assert all(v.isfinite().all() for p in params for v in optimizer.state[p].values())
-
-
-@pytest.mark.parametrize("size", [1e-20, 1e20])
-def test_namo_of_fused_weights_whose_squares_leave_float32(size):
-    """Each of their matrices steps as it does alone."""
-    grad = values(7)["column"] * size
-    fused = torch.nn.Parameter(torch.ones(24, 16))
-    alone = [torch.nn.Parameter(torch.ones(12, 16)) for _ in range(2)]
-    settings = {"moment2_method": "namo", "fp32_matmul_prec": "highest"}
-    fused.grad = grad.clone()
-    TensorParallelAdaptiveMuon([fused], splits={fused: gated((24, 16))}, **settings).step()
-    for param, its in zip(alone, grad.split(12), strict=True):
-        param.grad = its.clone()
-    TensorParallelAdaptiveMuon(alone, **settings).step()
-    torch.testing.assert_close(fused, torch.cat(alone), rtol=1e-5, atol=1e-6)
 
 
 # updates are float32 where momentum is rounded
