@@ -18,8 +18,8 @@ OUTPUT_LAYERS = ("lm_head", "*.lm_head", "output", "output_layer", "*.output_lay
 def mark_parameters(model: nn.Module, output_layers: Sequence[str]) -> None:
     """Mark the weights of output layers, and 3-D weights that are stacks of matrices.
 
-    A 3-D weight is a stack where the user declared ``eopt_split``, or where a part of its path is
-    ``experts``. All others, such as those of convolutions, are no matrices.
+    A 3-D weight is a stack where a part of its path is ``experts``. All others, such as those of
+    convolutions, are no matrices unless the user declares ``eopt_split``.
 
     Raises:
         ConfigurationError: If patterns other than the default ones match no module.
@@ -36,7 +36,7 @@ def mark_parameters(model: nn.Module, output_layers: Sequence[str]) -> None:
     if not found:
         _warn_of_output_layers(model)
     for name, param in model.named_parameters():
-        if param.dim() == 3 and (hasattr(param, "eopt_split") or "experts" in name.split(".")):
+        if param.dim() == 3 and "experts" in name.split("."):
             setattr(param, STACK_ATTRIBUTE, True)
 
 

@@ -162,6 +162,14 @@ def with_splits(
         if not settings.splits_weights_of(route.optimizer)
     }
     splits = agreed(lambda: find_splits(model_chunks, which=settings.splits, unsplit=unsplit))
+    stacks = [route for route in routing.routes if route.why.startswith("3-D")]
+    if names := [r.parameter.name for r in stacks if r.parameter.param in splits]:
+        logger.warning(
+            "These weights hold a matrix for every expert and are 3-D, for which megatron-core has "
+            "its scalar optimizer: %s. Set param.eopt_split = 'whole', or a Split, to have each "
+            "matrix stepped as one.",
+            ", ".join(names),
+        )
     return replace(routing, splits=splits)
 
 

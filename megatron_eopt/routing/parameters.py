@@ -33,8 +33,9 @@ class ModelParameter:
 
     @property
     def has_matrix_shape(self) -> bool:
-        """Whether it is a matrix, or marked as a stack of matrices, by its shape."""
-        stack = bool(getattr(self.param, STACK_ATTRIBUTE, False))
+        """Whether it is a matrix, or marked or declared as a stack of matrices, by its shape."""
+        declared = getattr(self.param, "eopt_split", None) is not None
+        stack = declared or bool(getattr(self.param, STACK_ATTRIBUTE, False))
         return len(self.shape) == 2 or (len(self.shape) == 3 and stack)
 
     @property

@@ -80,5 +80,5 @@ def _check_wish(parameter: ModelParameter, optimizer: str) -> None:
         return
     if not parameter.has_matrix_shape:
         rule = f"takes matrices only, and {parameter.name} has the shape {parameter.shape}"
-        way_out = "Let the key match 2-D parameters only"
+        way_out = "Let the key match 2-D parameters only, or set param.eopt_split of a stack"
         raise ConfigurationError("config_overrides[...]['optimizer']", optimizer, rule, way_out)

@@ -6,9 +6,12 @@ import pytest
 import torch
 from torch import nn
 
+from megatron_eopt import EmergingOptimizerConfig
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.matrices import gated
+from megatron_eopt.routing.model import route_model
 from megatron_eopt.routing.splits import find_splits, tensor_parallel_cut
+from megatron_eopt.settings.settings import resolve
 from tests.harness import run_ranks
 from tests.unit.routing import modules
 
@@ -83,6 +86,49 @@ def test_one_weight_for_all_experts_is_never_one_matrix() -> None:
     assert run_ranks(1, grouped_rank, single, ALL) == [first | second]
     first = {"linear_fc1.weight": ("experts", (3, 16, 24), "weight 16")}
     assert run_ranks(1, grouped_rank, single, ()) == [first | second]
+
+
+class Kept(logging.Handler):
+    """Keeps messages."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def routed_stacks(declared: bool) -> tuple[dict[str, str], list[str]]:
+    """Return where a model's weights go, and what is warned of."""
+    modules.set_up(1)
+    model = nn.Module()
+    model.experts = modules.grouped_experts(moe_single_grouped_weight=True)
+    model.proj = nn.Linear(4, 4, bias=False)
+    model.config = model.experts.config  # type: ignore[assignment]
+    if declared:
+        for name, param in model.experts.named_parameters():
+            split = gated(tuple(param.shape)) if "fc1" in name else "whole"
+            param.eopt_split = split  # type: ignore[attr-defined]
+    log = logging.getLogger("megatron_eopt")
+    log.addHandler(kept := Kept())
+    try:
+        config = EmergingOptimizerConfig(optimizer="muon", lr=0.1)
+        routing = route_model(resolve(config), [model], {})
+    finally:
+        log.removeHandler(kept)
+    routes = {route.parameter.name: route.optimizer for route in routing.routes}
+    return routes, kept.messages
+
+
+def test_one_weight_for_all_experts_is_a_stack_if_a_user_says_so() -> None:
+    (routes, (warning,)) = run_ranks(1, routed_stacks, False)[0]
+    stacks = ["experts.linear_fc1.weight", "experts.linear_fc2.weight"]
+    assert routes == dict.fromkeys(stacks, "adam") | {"proj.weight": "muon"}
+    assert ", ".join(stacks) in warning
+    routes, warnings = run_ranks(1, routed_stacks, True)[0]
+    assert set(routes.values()) == {"muon"}
+    assert not warnings
 
 
 def built_rank(build: Any, which: Any) -> Any:
