@@ -53,7 +53,11 @@ class Box:
 
 
 class ParameterSpace:
-    """Where the elements of a parameter lie that the model saves as ``base``.
+    """Where the elements of a parameter lie.
+
+    Args:
+        key: What the model saves it as.
+        shards: Its boxes, with stand-ins for data that tell which elements they are.
 
     Attributes:
         sharded: One of its boxes, which has what all have in common: whole shape, replica.
@@ -61,20 +65,16 @@ class ParameterSpace:
         places: Its places in the leading dimensions that number layers or experts.
         name: Its own name, unique in the model.
         prepended: Leading dimensions of the checkpoint's tensor that number layers or experts.
-
-    Raises:
-        ConfigurationError: If the parameter is saved as something else than its own elements.
     """
 
-    def __init__(self, base: ShardedTensor | ShardedTensorFactory) -> None:
-        shards = _shards(base)
+    def __init__(self, key: str, shards: Sequence[ShardedTensor]) -> None:
         self._boxes = [_box(shard) for shard in shards]
         self.sharded = self._boxes[0].sharded
         self.keys = tuple(dict.fromkeys(shard.key for shard in shards))
         self.prepended = shards[0].prepend_axis_num
         # layers or experts may share a key; the places of leading dimensions tell them apart
         self.places = tuple(shards[0].global_offset[: self.prepended])
-        self.name = key_apart(base.key, self.places)
+        self.name = key_apart(key, self.places)
 
     def boxes(self, start: int, stop: int) -> list[Box]:
         """Return the boxes of the elements ``start`` to ``stop`` of the flattened parameter."""
@@ -103,19 +103,26 @@ def parameter_spaces(
     """Return where each of the model's parameters lies in a checkpoint.
 
     Raises:
-        ConfigurationError: If a parameter is not in the model's state.
+        ConfigurationError: If a parameter is not in the model's state, or is saved as something
+            else than its own elements.
     """
-    bases = {
-        id(item.data): item
-        for item in nested_values(model_state)
-        if isinstance(item, ShardedTensor | ShardedTensorFactory)
-    }
+    kinds = ShardedTensor, ShardedTensorFactory
+    entries = [item for item in nested_values(model_state) if isinstance(item, kinds)]
+    bases = {id(item.data): item for item in entries}
+    views: dict[int, list[ShardedTensor]] = {}
+    for item in entries:
+        if isinstance(item, ShardedTensor) and item.data is not None and item.data._is_view():
+            views.setdefault(id(item.data._base), []).append(item)
     spaces = {}
     for param in params:
         # of a DTensor the entry holds this tensor; to_local() returns another one
         held = param._local_tensor if isinstance(param, DTensor) else param
         base = bases.get(id(held))
-        if base is None:
+        if base is not None:
+            spaces[param] = ParameterSpace(base.key, _shards(base))
+        elif pieces := _pieces(held, views.get(id(held), ())):
+            spaces[param] = ParameterSpace(pieces[0].key, pieces)
+        else:
             raise ConfigurationError(
                 "model_sharded_state_dict",
                 f"a parameter of shape {tuple(param.shape)}",
@@ -123,7 +130,6 @@ def parameter_spaces(
                 "Build it from the wrapped model with sharded_state_dict(), which keeps the "
                 "parameters themselves (keep_vars=True)",
             )
-        spaces[param] = ParameterSpace(base)
     return spaces
 
 
@@ -171,6 +177,22 @@ def _shards(base: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
             "Save without optimizer state (--no-save-optim)",
         )
     return built
+
+
+def _pieces(param: Tensor, views: Iterable[ShardedTensor]) -> list[ShardedTensor]:
+    """Return what one after another is all of a parameter, with stand-ins, or nothing.
+
+    megatron-core saves fused down projections by the names that they have where they are apart.
+    """
+    stand_in = torch.empty(param.shape, dtype=param.dtype, device="meta")
+    found, end = [], 0
+    for piece in sorted(views, key=lambda piece: int(piece.data.storage_offset())):
+        data = piece.data
+        if not data.is_contiguous() or data.storage_offset() != param.storage_offset() + end:
+            return []
+        found.append(replace(piece, data=stand_in.as_strided(data.shape, data.stride(), end)))
+        end += data.numel()
+    return found if end == param.numel() else []
 
 
 def _box(shard: ShardedTensor) -> Box:
