@@ -159,6 +159,14 @@ def _check_combinations(args: argparse.Namespace) -> None:
             "Megatron trains experts with tensor parallelism only under sequence parallelism",
             "Pass --sequence-parallel, or --tensor-model-parallel-size 1",
         )
+    if _more_than_one(size) and getattr(args, "multi_latent_attention", False):
+        raise ConfigurationError(
+            "--tensor-model-parallel-size",
+            size,
+            "the gradient of multi-latent attention's rotary key is not summed over the ranks by "
+            "Megatron's local layers",
+            "Pass --tensor-model-parallel-size 1",
+        )
     if getattr(args, "optimizer_cpu_offload", False) and args.optimizer in ("adam", "sgd"):
         raise ConfigurationError(
             "--optimizer-cpu-offload",

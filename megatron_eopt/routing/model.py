@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from megatron.core import optimizer as megatron_optimizer
 
-from megatron_eopt.base.agreement import agreed, of_every_rank
+from megatron_eopt.base.agreement import agreed, everyones, of_every_rank
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import STANDARD_OPTIMIZERS
 from megatron_eopt.matrices import Split
@@ -82,6 +82,7 @@ def route_model(
     known = agreed(
         lambda: with_callers_grouping(settings, model_chunks, overrides_for(settings, overrides))
     )
+    _check_shared_embeddings(model_chunks)
     parameters = trainable_parameters(model_chunks)
     if not settings.is_standard:
         # as there, overrides may read it
@@ -171,6 +172,19 @@ def with_splits(
             ", ".join(names),
         )
     return replace(routing, splits=splits)
+
+
+def _check_shared_embeddings(model_chunks: Sequence[torch.nn.Module]) -> None:
+    """Raise on every rank if an embedding is trained on one pipeline stage and frozen on another.
+
+    Stages sum its gradients, and those where it is trained would wait for the others.
+    """
+    params = (param for chunk in model_chunks for param in chunk.parameters())
+    shared = (param for param in params if getattr(param, "shared_embedding", False))
+    if len(everyones({param.requires_grad for param in shared})) > 1:
+        rule = "is not the same on the pipeline stages that share the embedding"
+        way_out = "Freeze embedding.word_embeddings of the first and output_layer of the last, too"
+        raise ConfigurationError("requires_grad", "True and False", rule, way_out)
 
 
 def _tag_as_megatron_does(

@@ -118,6 +118,20 @@ def test_while_it_is_built(name):
     assert kinds == expected
 
 
+def frozen_on_the_first_stage() -> tuple[str, str]:
+    model = {**runs.DENSE, "untied": False}
+    parallel = {"pp": 2}
+    # the copy on the last stage is output_layer.weight
+    case = Case("muon", model, parallel, ddp=SHARDED, config=SHARDED, frozen="word_embeddings")
+    return caught(lambda: build(case))
+
+
+def test_an_embedding_that_is_frozen_on_one_stage_alone():
+    first, second = run_ranks(2, frozen_on_the_first_stage)
+    assert first == second
+    assert first[1].startswith("requires_grad='True and False': is not the same on the pipeline")
+
+
 @pytest.mark.timeout(120)
 def test_while_slabs_are_planned():
     places = ["megatron_eopt.stores.shard.Shard.__post_init__"]

@@ -40,6 +40,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"num_experts": 4, "sequence_parallel": False},
         "--tensor-model-parallel-size=2: Megatron trains experts.*Pass --sequence-parallel",
     ),
+    (
+        {"num_experts": None, "multi_latent_attention": True},
+        "--tensor-model-parallel-size=2: the gradient of multi-latent attention's rotary key",
+    ),
     ({"position_embedding_type": "rope"}, "--no-rope-fusion"),
 ]
 
