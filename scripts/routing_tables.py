@@ -83,7 +83,9 @@ INTRODUCTION = """\
 Matrices go to the emerging optimizer (here `muon`), routers of experts included unless
 `--no-muon-orthogonalize-router`. Embedding tables (learned positions too), the output layer, norms,
 biases and parameters with an attribute `use_muon = False` go to the scalar optimizer,
-`muon_scalar_optimizer`. An override sends any parameter to any registered optimizer:
+`muon_scalar_optimizer`. A 3-D weight, as `--moe-single-grouped-weight` makes of all experts of a
+rank, goes there too, as in megatron-core, with a warning; with `param.eopt_split = "whole"`, or a
+`Split`, it is a stack of matrices. An override sends any parameter to any registered optimizer:
 
 ```python
 from megatron.core.optimizer import ParamKey, get_standard_config_overrides

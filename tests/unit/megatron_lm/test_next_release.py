@@ -154,7 +154,9 @@ def _wrapped_names(only_the_new_one: bool) -> None:
 def _rates() -> list[list[tuple[str, float, float, float]]]:
     """Load as 0.20 does with ``--override-opt-param-scheduler``; return rates before and after."""
     from megatron.core.optimizer import ParamKey
+    from megatron.training import global_vars
 
+    global_vars.set_args(SimpleNamespace())
     if not parallel_state.model_parallel_is_initialized():
         initialize_megatron()
     chunk = wrap_ddp(tiny_gpt(layers=1))
