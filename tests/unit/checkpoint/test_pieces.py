@@ -103,8 +103,10 @@ def resume(folder: str, storage: bool, optimizer: str) -> dict[str, Tensor]:
     return training.weights
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "adam"])
-@pytest.mark.parametrize("storage", [True, False], ids=["sharded", "plain"])
+@pytest.mark.parametrize("optimizer", ["muon", pytest.param("adam", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "storage", [True, pytest.param(False, marks=pytest.mark.long)], ids=["sharded", "plain"]
+)
 def test_it_is_saved_and_loaded_at_any_layout(tmp_path, storage, optimizer):
     expected, keys = run_ranks(2, save, str(tmp_path), storage, optimizer)[0]
     kind = "momentum_buffer" if optimizer == "muon" else "exp_avg"
