@@ -62,7 +62,14 @@ def goes_on(optimizer: str, folder: Path, saving: str, *loading: str) -> None:
 
 @pytest.mark.parametrize(
     "optimizer",
-    ["muon", "adam", "adam --bf16", "sgd", "sgd --sgd-momentum 0", f"adam {EXPERTS}"],
+    [
+        "muon",
+        pytest.param("adam", marks=pytest.mark.long),
+        "adam --bf16",
+        "sgd",
+        pytest.param("sgd --sgd-momentum 0", marks=pytest.mark.long),
+        f"adam {EXPERTS}",
+    ],
 )
 def test_files_of_ranks_resume_a_run(tmp_path, optimizer):
     # the folder says how it was written, whatever the run is going to write

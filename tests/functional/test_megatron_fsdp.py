@@ -98,6 +98,7 @@ def test_state_of_a_split_weight_is_saved_as_of_any_other(tmp_path, flags):
     assert not differing(first, second)
 
 
+@pytest.mark.long
 def test_momentum_goes_on_in_fewer_bits(tmp_path):
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
     flags = [*sharded("optim_grads_params"), *MUON, "--swiglu"]

@@ -44,7 +44,7 @@ def case_of(name: str) -> Case:
     )
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_run_goes_on_as_in_one_go(tmp_path, world):
     cases = [case_of(name) for name in CASES]
     once, resumed = run_ranks(world, interrupted, cases, str(tmp_path))[0]

@@ -48,7 +48,7 @@ def dense(tmp_path_factory):
     [
         (4, {}),
         pytest.param(4, {"tp": 4}, marks=pytest.mark.long),
-        (4, {"tp": 2, "pp": 2}),
+        pytest.param(4, {"tp": 2, "pp": 2}, marks=pytest.mark.long),
         pytest.param(1, {}, marks=pytest.mark.long),
     ],
     ids=["DP 4", "TP 4", "TP 2 x PP 2", "DP 1"],
