@@ -75,9 +75,7 @@ def _asking_for_all() -> Iterator[None]:
     It asks for what a save of the run would hold, and then loads what it has not asked for: under
     ``--no-save-optim`` a sharded Adam went on from the weights that it was built with.
     """
-    from megatron.training.global_vars import get_args
-
-    args = get_args()
+    args = owner_of("load_checkpoint").get_args()
     unsaved = [name for name in ("no_save_optim", "no_save_rng") if getattr(args, name, False)]
     try:
         for name in unsaved:
