@@ -4,8 +4,7 @@ Note [Places]
     A tensor whose elements all stay on a rank, in one run, need not be packed: its *place* is that
     run of the stack, if it is loaded for that wave. What is to be computed on is written there, and
     the result is read there. The next wave is loaded while one is computed on, so waves take turns
-    with two stacks, and results at a place are stored before the wave after the next is loaded. A
-    GPU has no places: it packs and casts all tensors in one kernel.
+    with two stacks, and results at a place are stored before the wave after the next is loaded.
 """
 
 from collections import defaultdict
@@ -18,7 +17,6 @@ from torch import Tensor
 from megatron_eopt.base.places import place_of
 from megatron_eopt.layouts.copies import Copy
 from megatron_eopt.layouts.plan import Plan
-from megatron_eopt.math.products import on_a_cpu
 
 type BufferT = Callable[[str, int], Tensor]
 """Returns this many elements of the flat tensor with a name, which lives on between steps."""
@@ -59,7 +57,7 @@ class Stacks:
     @cached_property
     def _places(self) -> dict[str, tuple[int, int, int]]:
         """Wave, first element and size of each place."""
-        return _places(self._plan) if on_a_cpu(torch.empty(0, device=self._device)) else {}
+        return _places(self._plan)
 
 
 def _places(plan: Plan) -> dict[str, tuple[int, int, int]]:

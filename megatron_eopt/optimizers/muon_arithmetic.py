@@ -62,16 +62,14 @@ def directions(
     """Update the momenta in place and return what to orthogonalize.
 
     Momentum is the moving average ``M <- momentum M + (1 - momentum) G``; Nesterov's direction
-    mixes the gradient in once more, ``momentum M + (1 - momentum) G``. What is returned are new
-    tensors, or without Nesterov the momenta themselves, which the caller must not change. New ones
-    on a CPU are rounded to ``dtype``, if that is narrower than the gradients', and lie at their
-    ``places``, flat tensors, where these fit; on a GPU they are rounded where they are packed.
+    mixes the gradient in once more, ``momentum M + (1 - momentum) G``. What is returned lies at its
+    place of ``places``, flat tensors, where it fits. Else it is new, or without Nesterov the
+    momentum itself, which the caller must not change. What is written is rounded to ``dtype``, if
+    that is narrower than the gradient's.
     """
-    if not grads:
-        return []
-    if not (nesterov and on_a_cpu(grads[0])):
+    in_parts = bool(grads) and on_a_cpu(grads[0])
+    if grads and not in_parts:
         torch._foreach_lerp_(momenta, grads, 1 - momentum)
-        return list(torch._foreach_lerp(grads, momenta, momentum)) if nesterov else momenta
     found = []
     for grad, kept, place in zip(grads, momenta, places or [None] * len(grads), strict=True):
         narrower = dtype is not None and dtype.itemsize < grad.dtype.itemsize
@@ -79,13 +77,14 @@ def directions(
         if place is not None and (place.dtype, place.numel()) == (wanted, grad.numel()):
             mixed = place.view(grad.shape)
         else:
-            mixed = torch.empty_like(grad, dtype=wanted)
-        for g, m, d in _parts(grad, kept, mixed):
-            m.lerp_(g, 1 - momentum)
-            if narrower:
-                d.copy_(torch.lerp(g, m, momentum))
-            else:
+            mixed = torch.empty_like(grad, dtype=wanted) if nesterov else kept
+        for g, m, d in _parts(grad, kept, mixed) if in_parts else [(grad, kept, mixed)]:
+            if in_parts:
+                m.lerp_(g, 1 - momentum)
+            if nesterov:
                 torch.lerp(g, m, momentum, out=d)
+            elif mixed is not kept:
+                d.copy_(m)
         found.append(mixed)
     return found
 
@@ -101,8 +100,12 @@ def subtract(
     lr = group["lr"]
     if params and not on_a_cpu(params[0]):
         shrink(params, rate)
-        alike = [update.to(param.dtype) for param, update in zip(params, updates, strict=True)]
-        torch._foreach_add_(list(params), alike, alpha=-lr)
+        # what is narrower is added as it is, in the same kernel
+        added = [
+            update if update.dtype.itemsize < param.dtype.itemsize else update.to(param.dtype)
+            for param, update in zip(params, updates, strict=True)
+        ]
+        torch._foreach_add_(list(params), added, alpha=-lr)
         return
     for param, update in zip(params, updates, strict=True):
         for p, u in _parts(param, update):

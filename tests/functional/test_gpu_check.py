@@ -3,18 +3,21 @@
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.gpu_check.context import Context, Outcome
 from benchmarks.gpu_check.plan import SECTIONS
 from benchmarks.gpu_check.ranks import ranks_on
 from benchmarks.gpu_check.section import outcome_of
-from benchmarks.gpu_check.sections import golden, layouts, memory, newton_schulz, quickstart
+from benchmarks.gpu_check.sections import golden, layouts, memory, newton_schulz, quickstart, step
 from benchmarks.machine import ROOT
 from tests.functional.golden import read
 from tests.harness import run_ranks
@@ -33,6 +36,7 @@ def context(tmp_path) -> Context:
         pytest.param("reference", marks=pytest.mark.long),
         pytest.param("layouts", marks=pytest.mark.long),
         pytest.param("no_sync", marks=pytest.mark.long),
+        pytest.param("step", marks=pytest.mark.long),
         pytest.param("golden", marks=pytest.mark.long),
         pytest.param("quickstart", marks=pytest.mark.long),
     ],
@@ -83,6 +87,25 @@ def test_a_back_end_that_is_wrong_or_breaks_is_a_problem(context, monkeypatch):
     found = newton_schulz.run(context)
     assert all("RuntimeError: no such kernel" in problem for problem in found.problems)
     assert len(found.figures["rows"]) == 6
+
+
+def test_a_row_ends_when_time_is_up(context, monkeypatch):
+    monkeypatch.setattr(newton_schulz, "milliseconds_of", lambda _: time.sleep(60))
+    began, handler = time.monotonic(), signal.getsignal(signal.SIGALRM)
+    x = torch.randn(1, 4, 8)
+    row = newton_schulz.figures("torch", "standard", "highest", x, x, began + 0.2)
+    assert time.monotonic() - began < 30
+    assert list(row) == ["note"]
+    assert row["note"].startswith("not measured: ")
+    assert signal.getsignal(signal.SIGALRM) is handler
+
+
+@pytest.mark.parametrize("difference", [0.0, 0.06, math.nan])
+def test_the_same_iteration_must_give_the_same_weights(context, difference):
+    times = {contestant.name: [2.0, 4.0, 3.0] for contestant in step.CONTESTANTS}
+    found = outcome_of("step", canned(context, [{"times": times, "difference": difference}]))
+    assert found.status == ("passed" if difference == 0 else "failed")
+    assert found.figures["milliseconds"] == dict.fromkeys(times, 3.0)
 
 
 def canned(context: Context, results: list) -> Context:
@@ -168,7 +191,6 @@ def test_what_is_not_committed_is_recorded(context, monkeypatch):
 
 
 def rank_and_device() -> tuple[int, str]:
-    import torch
     import torch.distributed as dist
 
     return dist.get_rank(), str(torch.zeros(1, device="cuda").device)

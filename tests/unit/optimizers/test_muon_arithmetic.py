@@ -1,8 +1,11 @@
 """What Muon does with each number, against plain float64 arithmetic."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
+from megatron_eopt.math.products import like_a_gpu
 from megatron_eopt.optimizers import muon_arithmetic
 from megatron_eopt.optimizers.muon_arithmetic import (
     decay_rate,
@@ -19,6 +22,13 @@ def tensors(seed):
     generator = torch.Generator().manual_seed(seed)
     shapes = [(3, 4), (5,), (0,), (2, 3, 4)]
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
+@pytest.fixture(params=[nullcontext, like_a_gpu])
+def processor(request):
+    """A CPU, and a GPU's way to do it on the CPU."""
+    with request.param():
+        yield
 
 
 def assert_lists_equal(got, want):
@@ -66,7 +76,7 @@ def test_weights_shrink_by_a_part_of_themselves():
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_directions_follow_the_moving_average(nesterov):
+def test_directions_follow_the_moving_average(processor, nesterov):
     grads, momenta = tensors(1), tensors(2)
     got = directions(grads, momenta, MOMENTUM, nesterov)
     new = [MOMENTUM * m + (1 - MOMENTUM) * g for m, g in zip(tensors(2), tensors(1), strict=True)]
@@ -78,7 +88,7 @@ def test_directions_follow_the_moving_average(nesterov):
 
 
 @pytest.mark.parametrize("rate", [0.0, DECAY])
-def test_updates_are_subtracted_from_what_has_decayed(rate):
+def test_updates_are_subtracted_from_what_has_decayed(processor, rate):
     params, updates = tensors(0), tensors(1)
     subtract({"lr": LR}, params, updates, rate)
     want = [(1 - rate) * p - LR * u for p, u in zip(tensors(0), tensors(1), strict=True)]
@@ -122,18 +132,42 @@ def test_directions_of_narrow_gradients_stay_as_narrow():
     assert got.dtype == torch.bfloat16
 
 
-def test_directions_lie_at_their_places_where_these_fit():
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "fits"),
+    [(None, [False, True, False, False]), (torch.bfloat16, [True, False, False, False])],
+)
+def test_directions_lie_at_their_places_where_these_fit(processor, nesterov, dtype, fits):
     grads, momenta = ([tensor.float() for tensor in tensors(seed)] for seed in (1, 2))
-    exact = directions(grads, [m.clone() for m in momenta], MOMENTUM, True)
+    exact = directions(grads, kept := [m.clone() for m in momenta], MOMENTUM, nesterov)
     places = [
-        torch.empty(12, dtype=torch.bfloat16),  # of another dtype
+        torch.empty(12, dtype=torch.bfloat16),
         torch.empty(5),
         None,
         torch.empty(25),  # too long
     ]
-    got = directions(grads, momenta, MOMENTUM, True, None, places)
-    assert_lists_equal(got, exact)
+    got = directions(grads, momenta, MOMENTUM, nesterov, dtype, places)
+    assert_lists_equal(momenta, kept)
     at_place = [
         p is not None and g.data_ptr() == p.data_ptr() for g, p in zip(got, places, strict=True)
     ]
-    assert at_place == [False, True, False, False]
+    assert at_place == fits
+    assert_lists_equal(
+        [g.to(dtype or g.dtype) for g in got], [g.to(dtype or g.dtype) for g in exact]
+    )
+
+
+def test_narrower_updates_are_added_as_they_are(processor):
+    params, updates = ([tensor.float() for tensor in tensors(seed)] for seed in (0, 1))
+    narrow = [update.bfloat16() for update in updates]
+    want = [p - LR * u.float() for p, u in zip(params, narrow, strict=True)]
+    subtract({"lr": LR}, params, narrow)
+    assert_lists_equal(params, want)
+
+
+def test_wider_updates_are_rounded_first(processor):
+    params = [tensor.bfloat16() for tensor in tensors(0)]
+    updates = [tensor.float() for tensor in tensors(1)]
+    want = [p.clone().add_(u.bfloat16(), alpha=-LR) for p, u in zip(params, updates, strict=True)]
+    subtract({"lr": LR}, params, updates)
+    assert all(map(torch.equal, params, want))
