@@ -3,10 +3,22 @@
 from typing import Any
 
 import torch
+from megatron.core.optimizer import OptimizerConfig
 
 from megatron_eopt import EmergingOptimizerConfig, get_megatron_optimizer
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import Batch, synthetic_batch, tiny_gpt, wrap_ddp
+
+LARGE: dict[str, Any] = {
+    "layers": 8,
+    "hidden": 2048,
+    "heads": 16,
+    "query_groups": 8,
+    "vocabulary": 32768,
+    "position_embedding": "rope",
+    "dtype": torch.bfloat16,
+}
+"""Half a billion weights."""
 
 
 def build(
@@ -22,23 +34,34 @@ def build(
         parallel: Arguments of ``initialize_megatron``.
     """
     initialize_megatron(**(parallel or {}))
-    fields = {
-        "optimizer": "muon",
-        "lr": 0.02,
-        "min_lr": 0.02,
-        "bf16": model.get("dtype") == torch.bfloat16,
-        "use_distributed_optimizer": True,
-    } | config
-    chunk = wrap_ddp(
-        tiny_gpt(masked_softmax_fusion=False, **model),
-        use_distributed_optimizer=fields["use_distributed_optimizer"],
-    )
-    optimizer = get_megatron_optimizer(EmergingOptimizerConfig(**fields), [chunk])
+    fields = {"use_distributed_optimizer": True} | config
+    chunk = wrap_ddp(gpt(model), use_distributed_optimizer=fields["use_distributed_optimizer"])
+    made = EmergingOptimizerConfig(**settings(model, **fields))
+    return chunk, with_rates(get_megatron_optimizer(made, [chunk]), made)
+
+
+def gpt(model: dict[str, Any]) -> torch.nn.Module:
+    """Return a small GPT that needs no kernels of other packages.
+
+    Args:
+        model: Arguments of ``tiny_gpt``.
+    """
+    return tiny_gpt(masked_softmax_fusion=False, **model)
+
+
+def settings(model: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    """Return fields of an optimizer's configuration for a model: Muon's, or as they are given."""
+    dtype = model.get("dtype", torch.float32)
+    defaults = {"optimizer": "muon", "lr": 0.02, "min_lr": 0.02, "bf16": dtype == torch.bfloat16}
+    return defaults | {"params_dtype": dtype} | fields
+
+
+def with_rates(optimizer: Any, config: OptimizerConfig) -> Any:
+    """Return an optimizer whose groups have the rates that a scheduler would set."""
     for group in optimizer.param_groups:
-        # a scheduler's work
-        group["lr"] = fields["lr"]
-        group["weight_decay"] = fields.get("weight_decay", 0.01) * group["wd_mult"]
-    return chunk, optimizer
+        group["lr"] = config.lr
+        group["weight_decay"] = config.weight_decay * group["wd_mult"]
+    return optimizer
 
 
 def batch_of(seed: int) -> Batch:

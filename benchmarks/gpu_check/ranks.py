@@ -1,4 +1,7 @@
-"""Processes that are the ranks of a world: over NCCL with a GPU each, or over gloo on the CPU."""
+"""Processes that are the ranks of a world, each with a GPU, or on the CPU.
+
+NCCL gives every rank a GPU of its own. More ranks than GPUs share them, over gloo.
+"""
 
 import gc
 import os
@@ -51,12 +54,13 @@ def _be_rank(
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     os.environ |= {"LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1"}
     torch.manual_seed(0)
-    if device == "cuda":
-        torch.cuda.set_device(rank)
+    gpus = torch.cuda.device_count() if device == "cuda" else 0
+    if gpus:
+        torch.cuda.set_device(rank % gpus)
     else:
         cpu.enable()
     dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo",
+        "nccl" if world_size <= gpus else "gloo",
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=world_size,

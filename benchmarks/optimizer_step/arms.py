@@ -150,7 +150,7 @@ class Contestant:
             position_embedding="rope",
             dtype=dtype,
         )
-        self.model = _wrap(model, arm.storage)
+        self.model = wrapped_for(arm.storage, model)
         config = arm.config(
             optimizer=arm.optimizer,
             use_distributed_optimizer=arm.storage == "fragments",
@@ -186,7 +186,8 @@ class Contestant:
         return [param.detach().float().clone() for param in self.model.parameters()]
 
 
-def _wrap(model: torch.nn.Module, storage: StorageT) -> Any:
+def wrapped_for(storage: StorageT, model: torch.nn.Module) -> Any:
+    """Return a model wrapped by megatron-core's DDP with the buffers of a storage."""
     if storage != "padded":
         return wrap_ddp(model, use_distributed_optimizer=storage == "fragments")
     # heavy to import, and only this contestant needs it

@@ -1,4 +1,7 @@
-"""The same gradients at every layout that the GPUs allow: the same update."""
+"""The same gradients at every layout that the GPUs allow: the same update.
+
+Two ranks share a lone GPU.
+"""
 
 from benchmarks.gpu_check.context import Context, Outcome
 from tests.harness.scene import forget_megatron
@@ -35,7 +38,7 @@ def run(context: Context) -> Outcome:
     outcome = Outcome()
     found: dict[str, float] = {}
     reference: Result | None = None
-    for world in (size for size in WORLDS if size <= context.ranks):
+    for world in (size for size in WORLDS if size <= max(2, context.ranks)):
         cases = cases_of(world)
         with outcome.noting(f"{world} ranks"):
             ranks = context.on_ranks(world, results_of, list(cases.values()))

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_check.context import Context, Outcome
-from benchmarks.gpu_check.models import build, give_gradients
+from benchmarks.gpu_check.models import LARGE, build, give_gradients
 from megatron_eopt.base.live_bytes import LiveBytes
 from megatron_eopt.build.memory import Memory
 
@@ -15,15 +15,6 @@ SHARE, SLACK = 0.15, 64 * 2**20
 libraries keep work spaces of some tens of MiB."""
 
 SLACK_ON_CPU = 4096
-LARGE: dict[str, Any] = {
-    "layers": 8,
-    "hidden": 2048,
-    "heads": 16,
-    "query_groups": 8,
-    "vocabulary": 32768,
-    "position_embedding": "rope",
-    "dtype": torch.bfloat16,
-}
 SMALL: dict[str, Any] = {"hidden": 64, "heads": 8, "query_groups": 4}
 OPTIMIZERS = ("muon", "adam")
 _MIB = 2**20

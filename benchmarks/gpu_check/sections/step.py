@@ -1,0 +1,148 @@
+"""How long a step takes, against megatron-core's own optimizers on the same model and gradients."""
+
+import gc
+import statistics
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+from megatron.core import optimizer as megatron_core
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+from benchmarks.gpu_check.context import Context, Outcome
+from benchmarks.gpu_check.models import LARGE, give_gradients, gpt, settings, with_rates
+from benchmarks.optimizer_step.arms import StorageT, wrapped_for
+from benchmarks.rounds import measured, milliseconds, ratios, slowest
+from megatron_eopt import EmergingOptimizerConfig, get_megatron_optimizer
+from tests.harness.megatron import initialize_megatron
+
+SMALL = LARGE | {"layers": 2, "hidden": 64, "heads": 8, "query_groups": 4, "vocabulary": 32}
+ROUNDS, SMALL_ROUNDS, WARM_UP = 20, 3, 3
+
+BYTES_OF_A_WEIGHT = 2 + 4 + 4 + 4 + 4
+"""Itself in 16 bits; its gradient, main weight and moments in 32."""
+
+TOLERANCE = 0.05
+"""Largest difference of a weight from megatron-core's, relative to what the steps changed, where
+both do the same iteration: 16 bits of two ways to add up, and of weights that are rounded."""
+
+
+class Contestant(NamedTuple):
+    """An optimizer.
+
+    Attributes:
+        name: In tables.
+        factory: Whose ``get_megatron_optimizer``.
+        config: Class of its configuration; with megatron-core's own one we do its iteration.
+        optimizer: ``muon`` or ``adam``.
+        storage: Where its state lives.
+    """
+
+    name: str
+    factory: Literal["megatron-eopt", "megatron-core"]
+    config: type[OptimizerConfig]
+    optimizer: str
+    storage: StorageT
+
+
+OURS, SAME, STOCK = "muon", "muon, stock's iteration", "stock muon, plain"
+CONTESTANTS = (
+    Contestant(OURS, "megatron-eopt", EmergingOptimizerConfig, "muon", "fragments"),
+    Contestant(SAME, "megatron-eopt", OptimizerConfig, "muon", "fragments"),
+    Contestant(STOCK, "megatron-core", OptimizerConfig, "muon", "whole"),
+    Contestant("stock muon, layer-wise", "megatron-core", OptimizerConfig, "muon", "padded"),
+    Contestant("adam", "megatron-eopt", EmergingOptimizerConfig, "adam", "fragments"),
+    Contestant("stock adam", "megatron-core", OptimizerConfig, "adam", "fragments"),
+)
+
+
+def run(context: Context) -> Outcome:
+    """Time the steps of all in turn; where the iteration is the same, compare the weights."""
+    outcome = Outcome()
+    model = SMALL if context.small else LARGE
+    if context.device == "cuda" and (why := _no_room(model)):
+        return Outcome(skipped=why)
+    rounds = SMALL_ROUNDS if context.small else ROUNDS
+    ranks = context.on_ranks(context.ranks, times_and_weights, model, rounds)
+    names = [contestant.name for contestant in CONTESTANTS]
+    times = {name: slowest([rank["times"][name] for rank in ranks]) for name in names}
+    difference = _largest([rank["difference"] for rank in ranks])
+    outcome.figures = {
+        "milliseconds": {name: statistics.median(times[name]) for name in names},
+        "of ours": {name: ratios(times[name], times[OURS]) for name in names[1:]},
+        "all": times,
+        "difference": difference,
+    }
+    # written so that nan is too much
+    if not difference <= TOLERANCE:
+        outcome.problems.append(
+            f"{SAME}: weights differ from megatron-core's by {difference:.1e} of their way"
+        )
+    told = (f"{name} {statistics.median(times[name]):.3g}" for name in names)
+    outcome.headline = f"ms of a step: {', '.join(told)}"
+    return outcome
+
+
+def times_and_weights(model: dict[str, Any], rounds: int) -> dict[str, Any]:
+    """Return this rank's milliseconds by contestant, and how far weights are from stock's."""
+    initialize_megatron()
+    made = {contestant.name: _made(contestant, model) for contestant in CONTESTANTS}
+    before = _weights(made[STOCK])
+    steps = {name: partial(_step, *one) for name, one in made.items()}
+    times = measured(steps, rounds, WARM_UP)
+    way = [stock - start for stock, start in zip(_weights(made[STOCK]), before, strict=True)]
+    gaps = (a - b for a, b in zip(_weights(made[SAME]), _weights(made[STOCK]), strict=True))
+    difference = _largest(
+        [
+            float(gap.norm() / moved.norm().clamp(min=1e-30))
+            for gap, moved in zip(gaps, way, strict=True)
+        ]
+    )
+    del made, steps
+    gc.collect()
+    return {"times": times, "difference": difference}
+
+
+def _made(contestant: Contestant, model: dict[str, Any]) -> tuple[Any, Any]:
+    """Return a model of its own and its optimizer; all start from the same weights."""
+    model_parallel_cuda_manual_seed(1234)
+    torch.manual_seed(1234)
+    chunk = wrapped_for(contestant.storage, gpt(model))
+    config = contestant.config(
+        **settings(
+            model,
+            optimizer=contestant.optimizer,
+            clip_grad=0.0,
+            use_distributed_optimizer=contestant.storage == "fragments",
+            use_layer_wise_distributed_optimizer=contestant.storage == "padded",
+        )
+    )
+    factory: Any = get_megatron_optimizer
+    if contestant.factory == "megatron-core":
+        factory = megatron_core.get_megatron_optimizer
+    return chunk, with_rates(factory(config, [chunk]), config)
+
+
+def _step(chunk: Any, optimizer: Any, round_: int) -> float:
+    give_gradients(chunk, round_)
+    return milliseconds(optimizer.step)
+
+
+def _weights(made: tuple[Any, Any]) -> list[torch.Tensor]:
+    return [param.detach().float().cpu() for param in made[0].parameters()]
+
+
+def _largest(numbers: list[float]) -> float:
+    """Return the largest number, or nan if one is that."""
+    return float(torch.tensor(numbers, dtype=torch.float64).max())
+
+
+def _no_room(model: dict[str, Any]) -> str | None:
+    """Return why the contestants do not fit into free memory, or None."""
+    layer = 12 * model["hidden"] ** 2
+    weights = model["layers"] * layer + 2 * model["vocabulary"] * model["hidden"]
+    needed, free = len(CONTESTANTS) * weights * BYTES_OF_A_WEIGHT, torch.cuda.mem_get_info()[0]
+    if needed < free:
+        return None
+    return f"{free / 2**30:.0f} GiB free of {needed / 2**30:.0f}"
