@@ -62,7 +62,7 @@ def _of_backends(rows: list[dict[str, Any]]) -> Any:
 
 
 def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g}"
+    return "" if value is None else f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def _short(text: str) -> str:

@@ -36,6 +36,14 @@ def machine(figures: dict[str, Any]) -> str:
     return f"On {where}{busy}; {', '.join(packages)}{commit}."
 
 
+def quartiles(values: Sequence[float]) -> str:
+    """Return three quartiles as a cell, the median first; nothing for none."""
+    if not values:
+        return ""
+    low, middle, high = values
+    return f"{middle:.2f} ({low:.2f} .. {high:.2f})"
+
+
 def bullets(*items: str) -> str:
     """Return a list of filled items."""
     return "".join(f"{_fill(' '.join(item.split()), '* ')}\n" for item in items)

@@ -1,22 +1,16 @@
 """What each file of figures becomes on the page: a heading, how it is measured, a table."""
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from benchmarks.page.comparison import comparison
-from benchmarks.page.markdown import machine, prose, table
+from benchmarks.page.gpu import gpu_check
+from benchmarks.page.markdown import machine, prose, quartiles, table
 
 type Figures = dict[str, Any]
 
 _BOTH = "against, shape | float32: ours, ratio (aim) | bfloat16"
-
-
-def _quartiles(values: Sequence[float]) -> str:
-    if not values:
-        return ""
-    low, middle, high = values
-    return f"{middle:.2f} ({low:.2f} .. {high:.2f})"
 
 
 def _steps_table(figures: Figures) -> str:
@@ -25,7 +19,7 @@ def _steps_table(figures: Figures) -> str:
         ratios = {ratio["name"]: ratio for ratio in section["ratios"]}
         for name, times in section["times"].items():
             ratio = ratios.get(name)
-            shown = _quartiles([ratio["low"], ratio["median"], ratio["high"]]) if ratio else "1"
+            shown = quartiles([ratio["low"], ratio["median"], ratio["high"]]) if ratio else "1"
             far = f"{ratio['step_difference']:.0e}" if ratio else ""
             rows.append([section["section"], name, f"{statistics.median(times):.0f}", shown, far])
     return table("layout | optimizer | median ms: | x ours (quartiles): | apart:", rows)
@@ -49,7 +43,7 @@ def _train_steps(figures: Figures) -> str:
         )
         form = f"{case['microbatches']} x {case['sequences']} x {case['length']}"
         rows.append(
-            [form, f"{case['vocabulary']:,}", *middle, _quartiles(statistics.quantiles(pairs, n=4))]
+            [form, f"{case['vocabulary']:,}", *middle, quartiles(statistics.quantiles(pairs, n=4))]
         )
     head = """microbatches x sequences x tokens | vocabulary: | passes with Muon: | with Adam: |
     Muon's step: | Adam's: | whole, x Adam's (quartiles):"""
@@ -210,7 +204,7 @@ def fsdp2(figures: Figures) -> str:
     ours = {one["ranks"]: one["bytes_sent"] for one in figures["even"] if one["arm"] == "ours"}
     rows = []
     for one in figures["even"]:
-        ratio = "1" if one["arm"] == "ours" else _quartiles(one["ratios"])
+        ratio = "1" if one["arm"] == "ours" else quartiles(one["ratios"])
         calls = str(sum(one["calls"].values()))
         # without rounds calls and bytes are all
         took = f"{statistics.median(one['times']):.0f}" if one["times"] else ""
@@ -241,7 +235,7 @@ def megatron_fsdp(figures: Figures) -> str:
         ours, theirs = figures["ranks"][ranks]["times"].values()
         pairs = [b / a for a, b in zip(ours, theirs, strict=True)]
         shown = [f"{statistics.median(times):.0f}" for times in (ours, theirs)]
-        rows.append([ranks, *shown, _quartiles(statistics.quantiles(pairs, n=4))])
+        rows.append([ranks, *shown, quartiles(statistics.quantiles(pairs, n=4))])
     before = f"""## Muon under Megatron-FSDP
 
     `python -m benchmarks.megatron_fsdp --json FILE`: the matrices of four GPT layers with hidden
@@ -256,7 +250,7 @@ def checkpoints(figures: Figures) -> str:
     for number, one in enumerate(figures["arms"]):
         cells = [one["name"], f"{one['bytes'] / 1e6:.0f}"]
         for what in ("save", "load"):
-            ratio = _quartiles(one[f"{what}_ratio"]) if number else "1"
+            ratio = quartiles(one[f"{what}_ratio"]) if number else "1"
             cells += [f"{statistics.median(one[what]):.2f}", ratio]
         rows.append(cells)
     before = f"""## Checkpoints
@@ -292,6 +286,7 @@ SECTIONS: tuple[tuple[str, Callable[[Figures], str]], ...] = (
     ("newton_schulz_fp32.json", newton_schulz_fp32),
     ("newton_schulz_vectors.json", newton_schulz_vectors),
     ("newton_schulz_bf16.json", newton_schulz_bf16),
+    ("gpu_check.json", gpu_check),
     ("compare_optimizers.json", comparison),
     ("momentum.json", momentum),
     ("fsdp2.json", fsdp2),

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch.nn import Module, ModuleList
 
 from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
@@ -46,8 +47,16 @@ def check_ddp(settings: Settings, model_chunks: Sequence[Any]) -> None:
         ddp_config = getattr(chunk, "ddp_config", None)
         if ddp_config is None:
             continue
-        if getattr(getattr(chunk, "config", None), "qk_clip", False):
+        model_config = getattr(chunk, "config", None)
+        if getattr(model_config, "qk_clip", False):
             refuse_for_qk_clip(settings.config, ddp_config, hybrid=settings.hybrid)
+        if getattr(model_config, "use_cpu_initialization", False) and _is_left_on_host(chunk):
+            rule = (
+                "leaves the model on the host: megatron-core's trainer moves it to the GPU with "
+                "the distributed optimizer's buffers alone"
+            )
+            way_out = "Leave it off, or set use_distributed_optimizer=True, here and in DDP"
+            raise ConfigurationError("use_cpu_initialization", True, rule, way_out)
         scattered, gathers = ddp_config.use_distributed_optimizer, ddp_config.overlap_param_gather
         if scattered and not is_sharded:
             rule = (
@@ -73,3 +82,9 @@ def check_ddp(settings: Settings, model_chunks: Sequence[Any]) -> None:
             )
             argument = "overlap_param_gather_with_optimizer_step"
             raise ConfigurationError(argument, True, rule, way_out)
+
+
+def _is_left_on_host(chunk: Module) -> bool:
+    on_host = any(param.device.type == "cpu" for param in chunk.parameters())
+    # where a back end lets "cuda" mean the CPU, the model is where it should be
+    return on_host and torch.cuda.is_available() and torch.empty(0, device="cuda").is_cuda

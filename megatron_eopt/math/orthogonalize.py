@@ -170,12 +170,15 @@ class Orthogonalization:
             result = self._plug.compute(
                 wide, schedule, plan, eps=self.eps, reduce=reduce, columns=max(shape), **own
             ).to(x.dtype)
-        for factor in factors:
-            result = result if factor == 1.0 else result * factor
         result = (result.mT if transposed else result).reshape(x.shape)
+        *first, last = [factor for factor in factors if factor != 1.0] or [1.0]
+        for factor in first:
+            result = result * factor
         if not in_place:
-            return result
-        return x if place_of(result) == place_of(x) else x.copy_(result)
+            return result if last == 1.0 else result * last
+        if place_of(result) == place_of(x):
+            return x if last == 1.0 else x.mul_(last)
+        return x.copy_(result) if last == 1.0 else torch.mul(result, last, out=x)
 
     @property
     def whole_only(self) -> bool:

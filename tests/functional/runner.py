@@ -43,7 +43,7 @@ STOCKS = "--muon-fp32-matmul-prec high".split()
 
 ONE_GPU = """
     --transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion
-    --no-masked-softmax-fusion --no-rope-fusion --use-cpu-initialization
+    --no-masked-softmax-fusion --no-rope-fusion
 """.split()
 """What lets the script run on GPUs without Transformer Engine and Apex."""
 

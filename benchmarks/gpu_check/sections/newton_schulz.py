@@ -75,7 +75,7 @@ def run(context: Context) -> Outcome:
         best = max(timed, key=lambda row: float(row["tflops"]))
         outcome.headline = (
             f"fastest: {best['backend']} {best['algorithm']} on {best['matrices']}, "
-            f"{best['milliseconds']:.3g} ms, {best['tflops']:.3g} TFLOP/s as if standard"
+            f"{best['milliseconds']:.3g} ms, {best['tflops']:.4g} TFLOP/s as if standard"
         )
     return outcome
 

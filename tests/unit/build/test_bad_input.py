@@ -1,6 +1,7 @@
 """Each configuration mistake is an error when the optimizer is built, naming argument and value."""
 
 import dataclasses
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,9 @@ from megatron_eopt import (
     EmergingOptimizerConfig,
     get_megatron_optimizer,
 )
+from megatron_eopt.build import ddp
 from megatron_eopt.muon import get_megatron_muon_optimizer
+from megatron_eopt.settings.settings import resolve
 
 MODEL_CONFIG = SimpleNamespace(
     num_attention_heads=4, num_query_groups=4, kv_channels=8, attention_output_gate=False
@@ -36,11 +39,11 @@ class Chunk(torch.nn.Module):
         self.ddp_config = SimpleNamespace(**(flags | ddp))
 
 
-def build(fields: dict[str, Any], overrides: Any = None, **ddp: Any) -> Any:
+def build(fields: dict[str, Any], overrides: Any = None, **flags: Any) -> Any:
     config = OptimizerConfig(lr=0.1, optimizer="muon")
     for name, value in fields.items():
         setattr(config, name, value)
-    return get_megatron_optimizer(config, [Chunk(**ddp)], overrides)
+    return get_megatron_optimizer(config, [Chunk(**flags)], overrides)
 
 
 NAN = float("nan")
@@ -139,10 +142,26 @@ DDP_FLAGS = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "ddp"), DDP_FLAGS, ids=str)
-def test_a_wrapper_that_trains_wrongly_is_refused(fields, ddp):
-    with pytest.raises(ConfigurationError, match=next(iter(ddp))):
-        build(fields, **ddp)
+@pytest.mark.parametrize(("fields", "flags"), DDP_FLAGS, ids=str)
+def test_a_wrapper_that_trains_wrongly_is_refused(fields, flags):
+    with pytest.raises(ConfigurationError, match=next(iter(flags))):
+        build(fields, **flags)
+
+
+@pytest.mark.parametrize(
+    ("on_host", "gpu"), [(True, True), (True, False), (False, True)], ids=["host", "CPU", "GPU"]
+)
+def test_a_model_that_is_left_on_the_host_is_refused(monkeypatch, on_host, gpu):
+    """There is no GPU here to be asked whether it is one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    cuda = SimpleNamespace(is_cuda=True)
+    monkeypatch.setattr(ddp, "torch", SimpleNamespace(cuda=torch.cuda, empty=lambda *_, **__: cuda))
+    chunk = Chunk() if on_host else Chunk().to("meta")
+    chunk.config = SimpleNamespace(**vars(MODEL_CONFIG), use_cpu_initialization=True)
+    settings = resolve(OptimizerConfig(lr=0.1, optimizer="muon"))
+    refused = pytest.raises(ConfigurationError, match="use_cpu_initialization=True: leaves the")
+    with refused if on_host and gpu else nullcontext():
+        ddp.check_ddp(settings, [chunk])
 
 
 OVERRIDES = [
