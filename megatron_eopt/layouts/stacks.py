@@ -36,9 +36,9 @@ class Stacks:
 
     def of(self, wave: int) -> Tensor:
         """Return the stack of a wave."""
-        waves, turns = self._plan.waves, 2 if self._places else 1
-        most = max(other.compute_elements for other in waves[wave % turns :: turns])
-        return self._buffer(f"compute {wave % turns}", most)[: waves[wave].compute_elements]
+        turn = wave % len(self._largest)
+        stack = self._buffer(f"compute {turn}", self._largest[turn])
+        return stack[: self._plan.waves[wave].compute_elements]
 
     def place(self, name: str) -> Tensor | None:
         """Return the place of a tensor, flat; None if it has none."""
@@ -53,6 +53,13 @@ class Stacks:
         if place is None or (place.dtype, place.numel()) != (tensor.dtype, tensor.numel()):
             return False
         return tensor.is_contiguous() and place_of(place) == place_of(tensor)
+
+    @cached_property
+    def _largest(self) -> list[int]:
+        """Elements of the largest wave that takes each turn."""
+        waves, turns = self._plan.waves, 2 if self._places else 1
+        by_turn = (waves[turn::turns] for turn in range(turns))
+        return [max((wave.compute_elements for wave in mine), default=0) for mine in by_turn]
 
     @cached_property
     def _places(self) -> dict[str, tuple[int, int, int]]:
