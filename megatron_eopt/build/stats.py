@@ -211,7 +211,7 @@ def _row(part: _Part, device: torch.device) -> dict[str, Any]:
     if (watch := part.watch) is not None:
         # nothing, unless the driver tells its updates
         row |= {"updated": watch.elements, "squares of updates": watch.squares}
-        row |= {"samples": len(watch.residuals), "residuals": sum(watch.residuals)}
+        row |= {"samples": watch.samples, "residuals": sum(watch.residuals)}
     return row
 
 

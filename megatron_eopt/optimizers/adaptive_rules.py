@@ -151,11 +151,14 @@ class AdaMuonRule(Rule):
             settings = [self._coefficients[place] for place in run]
             moments = [self._moment_of(place) for place in run]
             mine = [updates[place] for place in run]
-            exact = [m.to(u.dtype) for m, u in zip(moments, mine, strict=True)]
+            # in fp16 eps is 0, and so are the squares of small updates
+            wide = [u.float() if u.dtype.itemsize == 2 else u for u in mine]
+            exact = [m.to(u.dtype) for m, u in zip(moments, wide, strict=True)]
             divisors = [item.divisor for item in settings]
-            adamuon_(mine, exact, settings[0].beta2, settings[0].eps, divisors)
-            if any(m.dtype != e.dtype for m, e in zip(moments, exact, strict=True)):
-                torch._foreach_copy_(moments, exact)
+            adamuon_(wide, exact, settings[0].beta2, settings[0].eps, divisors)
+            for kept, computed in ((mine, wide), (moments, exact)):
+                if any(k is not c for k, c in zip(kept, computed, strict=True)):
+                    torch._foreach_copy_(kept, computed)
         uniform = [place for place in places if place not in self._segments]
         if uniform:
             factors = [self._scales[place][0] for place in uniform]

@@ -247,6 +247,7 @@ class CompositeOptimizer(torch.optim.Optimizer):
         if len(self.param_groups) != self._count:
             raise fixed("param_groups", f"{len(self.param_groups)} groups")
         for driver in self.drivers:
+            driver.host.begin()
             with self.scene(driver) as (groups, state):
                 driver.step(groups, state)
 
@@ -275,7 +276,9 @@ def fixed(argument: str, value: str) -> ConfigurationError:
 def not_to_be_copied(optimizer: torch.optim.Optimizer) -> ConfigurationTypeError:
     """Return the error for an optimizer that is copied or pickled."""
     rule = "can be neither copied nor pickled: its plan is made for process groups"
-    way_out = "Build another one over the copied parameters, and load state_dict() into it"
+    way_out = (
+        "Build another one over the copied parameters, and load a deep copy of state_dict() into it"
+    )
     return ConfigurationTypeError("optimizer", type(optimizer).__name__, rule, way_out)
 
 

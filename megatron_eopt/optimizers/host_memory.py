@@ -75,6 +75,10 @@ class HostMemory:
         # the host's tensors of what is on the device now
         self._homes: dict[Tensor, dict[_Path, Tensor]] = {}
 
+    def begin(self) -> None:
+        """Forget what a step that ended in an error had announced: it may have changed since."""
+        self._coming.clear()
+
     def announce(self, params: Iterable[Tensor], state: Any) -> None:
         """Begin to copy what will be fetched."""
         for param in self.params.intersection(params):

@@ -19,7 +19,7 @@ auto           what keeps the busiest rank busy least      that of these
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal, cast
 
 import numpy as np
@@ -65,6 +65,11 @@ class MatrixWork:
             return iteration_cost(*self.compute.shape) / len(self.team)
         shape = self.compute.local_shape(rank)
         return iteration_cost(*shape) if shape else 0.0
+
+    @cached_property
+    def share(self) -> float:
+        """One over the ranks that compute it, or pieces of it."""
+        return 1 / max(1, len(np.unique(self.compute.boxes.rank)))
 
     @property
     def shared(self) -> bool:

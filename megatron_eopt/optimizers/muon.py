@@ -192,7 +192,14 @@ class TensorParallelMuon(PlannedOptimizer):
             p: The parameter; its attributes say how it is cut and fused.
             grad: What to orthogonalize, of the same shape.
             **kwargs: Settings of its parameter group; none is needed.
+
+        Raises:
+            ConfigurationError: If ``grad`` is of another shape, or not of floating-point numbers.
         """
+        if grad.shape != p.shape or not grad.is_floating_point():
+            rule = f"must be floating-point numbers, one for each of {tuple(p.shape)}"
+            way_out = "For other matrices call megatron_eopt.math.orthogonalize"
+            raise ConfigurationError("grad", (tuple(grad.shape), grad.dtype), rule, way_out)
         if p not in self._lone:
             means = replace(self._means, dtype=self._stack_dtype, device=p.device)
             self._lone[p] = MatrixEngine([self._shard_of(p)], self._orthogonalize_stack, means)
@@ -240,7 +247,7 @@ class TensorParallelMuon(PlannedOptimizer):
     def steps_in_pieces(cls) -> bool:
         """Whether nothing that a subclass defines needs the whole parameter."""
         own = ("step", "orthogonalize", "_init_group", "driver_over", *HOOKS)
-        return all(getattr(cls, name) is getattr(cls._base(), name) for name in own)
+        return all(_unhooked(cls, name) is _unhooked(cls._base(), name) for name in own)
 
     def driver_over(self, shards: Sequence[Shard], means: Means) -> MuonDriver:
         """Return what steps other shards with this optimizer's settings.
@@ -350,3 +357,9 @@ class TensorParallelMuon(PlannedOptimizer):
             raise ConfigurationError("tp_group", tp_group, rule, "Call orthogonalize(p, grad)")
         shape = cast(tuple[int, int], tuple(matrix.shape))
         return self.orthogonalization(matrix.detach(), scale=self.orthogonalization.scales(shape))
+
+
+def _unhooked(cls: type, name: str) -> Any:
+    """Return a method of a class without what torch puts around the first instance's ``step``."""
+    method = getattr(cls, name)
+    return method.__wrapped__ if getattr(method, "hooked", False) else method

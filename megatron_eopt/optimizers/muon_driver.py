@@ -301,8 +301,10 @@ class MuonDriver(Driver):
             return
         with self.watch.meter.span(ORTHOGONALIZATION):
             factors(stack, reduce, shape, scales)
-        among = len(self.engines[place][1].names)
-        self.watch.orthogonalized(among, matrices, stack, reduce, shape, math.prod(scales))
+        engine = self.engines[place][1]
+        share = engine.work.matrices[matrices[0]].share
+        among, scale = len(engine.names), math.prod(scales)
+        self.watch.orthogonalized(among, matrices, stack, reduce, shape, scale, share)
 
 
 def _by_group(stepped: Iterable[Stepped]) -> list[tuple[ParamGroup, list[Stepped]]]:

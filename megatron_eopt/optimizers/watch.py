@@ -34,7 +34,9 @@ class Watch:
         # of updates, which the learning rate is not in yet; a float64 scalar
         self.squares = torch.zeros((), dtype=torch.float64, device=device)
         self.elements = 0.0
-        self.residuals: list[Tensor] = []  # of the sampled matrices; float32 scalars
+        # of the sampled matrices, times their shares; float32 scalars
+        self.residuals: list[Tensor] = []
+        self.samples = 0.0
 
     def applied(self, numbers: Sequence[int], updates: Sequence[Tensor]) -> None:
         """Count the updates of shards."""
@@ -50,17 +52,20 @@ class Watch:
         reduce: ReduceT | None,
         shape: tuple[int, int],
         scale: float = 1.0,
+        share: float = 1.0,
     ) -> None:
         """Look at those ``matrices`` of a stack that are in the sample ``among`` so many.
 
         The stack ``(batch, rows, cols)`` has orthogonal factors times ``scale``, of matrices of
-        this ``shape``; with ``reduce`` this rank's pieces of them.
+        this ``shape``; with ``reduce`` this rank's pieces of them. A matrix counts its ``share``
+        here, one over the ranks that compute it.
         """
         sample = sample_of(among) if scale else ()
         for matrix, number in zip(stack, matrices, strict=True):
             if number in sample:
                 factor = matrix.to(torch.float32) / scale
-                self.residuals.append(residual(factor, reduce, shape))
+                self.residuals.append(share * residual(factor, reduce, shape))
+                self.samples += share
 
 
 def residual(factor: Tensor, reduce: ReduceT | None, shape: tuple[int, int]) -> Tensor:

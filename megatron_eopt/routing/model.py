@@ -20,7 +20,7 @@ from megatron_eopt.routing.routes import Route, route_all
 from megatron_eopt.routing.splits import QKV_TAG, declared_qkv, find_splits
 from megatron_eopt.routing.table import format_table, routing_rows
 from megatron_eopt.settings.arguments import qkv_split_shapes
-from megatron_eopt.settings.checks import check_values_of
+from megatron_eopt.settings.checks import check_rates, check_values_of
 from megatron_eopt.settings.registry import Overrides
 from megatron_eopt.settings.settings import Settings, resolve
 
@@ -133,24 +133,12 @@ def route_parameters(
     def checked() -> None:
         check_values_of(settings.config, names | {settings.optimizer, settings.scalar})
         for group in groups:
-            _check_rates(group, settings)
+            own = dict(group.key.values)
+            rates = {f"config_overrides[...][{n!r}]": own.get(n) for n in ("max_lr", "min_lr")}
+            check_rates(rates, (settings.lr, settings.min_lr), group.identity)
 
     agreed(checked)
     return routing
-
-
-def _check_rates(group: Group, settings: Settings) -> None:
-    """Raise a ConfigurationError if a group's own rates would turn its schedule around."""
-    own = dict(group.key.values)
-    rates = {"max_lr": settings.lr, "min_lr": settings.min_lr} | own
-    largest, smallest = rates["max_lr"], rates["min_lr"]
-    if own.keys().isdisjoint({"max_lr", "min_lr"}) or None in (largest, smallest):
-        return
-    if smallest > largest:
-        name = "max_lr" if "max_lr" in own else "min_lr"
-        rule = f"rates of {group.identity} would go from {largest!r} to {smallest!r}"
-        way_out = "Give max_lr and min_lr together, the larger one first"
-        raise ConfigurationError(f"config_overrides[...][{name!r}]", own[name], rule, way_out)
 
 
 def with_splits(

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import zlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 import torch
@@ -117,6 +117,18 @@ _FOR_DTENSORS = {
 }
 
 
+_OF_SCALARS = "muon_scalar_optimizer"
+
+_ABOUT_MUON = {
+    "lr": None,
+    "min_lr": None,
+    "scalar_optimizer": "adam",
+    "momentum_dtype": "fp32",
+    "exempt_from_clipping": False,
+}
+"""What Muon's family alone has, and what it is where it is not set."""
+
+
 def check_values(
     config: Any, optimizer: str, prefixes: tuple[str, ...], scalar: str, *, lr_may_follow: bool
 ) -> None:
@@ -128,15 +140,7 @@ def check_values(
     refuse_unsupported_modes(config, optimizer)
     _check_fields(config, prefixes, lr_may_follow=lr_may_follow)
     _check_halves(config)
-    if getattr(config, "muon_exempt_from_clipping", False) and "muon" not in prefixes:
-        rule = f"is about Muon's gradients, and {optimizer}'s are always clipped"
-        way_out = "Leave it off, or set clip_grad=0"
-        raise ConfigurationError("muon_exempt_from_clipping", True, rule, way_out)
-    dtype = getattr(config, "muon_momentum_dtype", "fp32")
-    if dtype != "fp32" and "muon" not in prefixes:
-        rule = f"is about Muon's momentum, and {optimizer} has none of it"
-        way_out = 'Leave it at "fp32", or train with muon or adaptive_muon'
-        raise ConfigurationError("muon_momentum_dtype", dtype, rule, way_out)
+    _check_own_rates(config, "decoupled", "the embeddings")
     if optimizer not in STANDARD_OPTIMIZERS:
         _check_emerging(config, {optimizer, scalar}, prefixes)
 
@@ -146,12 +150,28 @@ def check_values_of(config: Any, optimizers: Iterable[str]) -> None:
 
     ``optimizers`` are all of them; :func:`check_values` is for what a configuration says alone.
     """
-    emerging = sorted(set(optimizers) - set(STANDARD_OPTIMIZERS))
+    names = set(optimizers)
+    emerging = sorted(names - set(STANDARD_OPTIMIZERS))
     prefixes = tuple(dict.fromkeys(p for name in emerging for p in prefixes_of(name)))
     _check_fields(config, prefixes, lr_may_follow=True)
     _check_halves(config)
     if emerging:
         _check_emerging(config, emerging, prefixes)
+    if names:
+        _refuse_idle(config, names)
+
+
+def _refuse_idle(config: Any, optimizers: Collection[str]) -> None:
+    """Raise if a setting that Muon's family alone has is given where nothing of it steps."""
+    emerging = sorted(set(optimizers) - set(STANDARD_OPTIMIZERS))
+    in_use = {"scalar_optimizer": any(_OF_SCALARS in entry_of(name).consumes for name in emerging)}
+    has_muon = any("muon" in prefixes_of(name) for name in emerging)
+    for name, unset in _ABOUT_MUON.items():
+        value = getattr(config, f"muon_{name}", unset)
+        if value != unset and not in_use.get(name, has_muon):
+            users = " and ".join(sorted(optimizers))
+            rule = f"is about Muon and its family, and has no effect on {users}"
+            raise ConfigurationError(f"muon_{name}", value, rule, f"Leave it at {unset!r}")
 
 
 def _check_fields(config: Any, prefixes: Collection[str], *, lr_may_follow: bool) -> None:
@@ -192,7 +212,7 @@ def _check_emerging(config: Any, optimizers: Collection[str], prefixes: Sequence
         backend = getattr(config, "muon_backend", "torch")
         check_choice("muon_backend", backend, backend_names())
         get_backend(backend)
-        _check_own_rates(config)
+        _check_own_rates(config, "muon", "Muon")
     consumed: set[str] = set()
     for name in set(optimizers) - set(STANDARD_OPTIMIZERS):
         entry = entry_of(name)
@@ -223,19 +243,25 @@ def _check_halves(config: Any) -> None:
         raise ConfigurationError("min_loss_scale", config.min_loss_scale, rule, way_out)
 
 
-def _check_own_rates(config: Any) -> None:
-    """Raise if Muon's own learning rate, or its smallest one, would turn its schedule around."""
-    own = [getattr(config, name, None) for name in ("muon_lr", "muon_min_lr")]
-    largest, smallest = (
-        value if value is not None else getattr(config, name)
-        for value, name in zip(own, ("lr", "min_lr"), strict=True)
-    )
-    if own == [None, None] or None in (largest, smallest) or smallest <= largest:
+def check_rates(own: Mapping[str, float | None], common: Sequence[float | None], of: str) -> None:
+    """Raise if own learning rates would turn a schedule around.
+
+    ``own`` are the largest and the smallest one by their names, ``common`` those in place of None.
+    """
+    given = [pair for pair in own.items() if pair[1] is not None]
+    both = zip(own.values(), common, strict=True)
+    largest, smallest = (mine if mine is not None else its for mine, its in both)
+    if not given or largest is None or smallest is None or smallest <= largest:
         return
-    name, value = ("muon_lr", own[0]) if own[0] is not None else ("muon_min_lr", own[1])
-    rule = f"Muon's rates would go from {largest!r} to {smallest!r}, and must not grow"
-    way_out = "Give muon_lr (or lr) and muon_min_lr (or min_lr) the other way around"
-    raise ConfigurationError(name, value, rule, way_out)
+    rule = f"rates of {of} would go from {largest!r} to {smallest!r}, and must not grow"
+    (name, value), *_ = given
+    raise ConfigurationError(name, value, rule, f"Give {' and '.join(own)} the other way around")
+
+
+def _check_own_rates(config: Any, prefix: str, of: str) -> None:
+    names = (f"{prefix}_lr", f"{prefix}_min_lr")
+    own = {name: getattr(config, name, None) for name in names}
+    check_rates(own, (config.lr, config.min_lr), of)
 
 
 def check_alike(config: Any) -> None:

@@ -101,7 +101,8 @@ def check_all_consumed(config: object, prefixes: Sequence[str], consumed: Iterab
         changed = defaults.get(name, _MISSING) != value
         if changed and name.startswith(in_use) and name not in consumed:
             rule = "no optimizer in use takes this field, so changing it would have no effect"
-            raise ConfigurationError(name, value, rule, "Remove it, or correct its name")
+            way_out = "Remove it" if name in defaults else "Remove it, or correct its name"
+            raise ConfigurationError(name, value, rule, way_out)
 
 
 def consumed_fields(optimizer_cls: type, prefixes: Sequence[str]) -> set[str]:

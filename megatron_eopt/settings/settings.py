@@ -259,6 +259,10 @@ def _fresh_state(config: Any) -> frozenset[str]:
 def _offload_fraction(config: Any) -> float:
     fraction: float = config.optimizer_offload_fraction
     check_number("optimizer_offload_fraction", fraction, at_least=0.0, at_most=1.0)
+    if config.optimizer_cpu_offload and not fraction:
+        rule = "leaves everything on the device, though optimizer_cpu_offload asks to off-load"
+        way_out = "Give the fraction to off-load, up to 1, or leave optimizer_cpu_offload off"
+        raise ConfigurationError("optimizer_offload_fraction", fraction, rule, way_out)
     return fraction if config.optimizer_cpu_offload else 0.0
 
 

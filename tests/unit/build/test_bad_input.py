@@ -17,6 +17,7 @@ from megatron_eopt import (
 )
 from megatron_eopt.build import ddp
 from megatron_eopt.muon import get_megatron_muon_optimizer
+from megatron_eopt.settings.checks import check_values_of
 from megatron_eopt.settings.settings import resolve
 
 MODEL_CONFIG = SimpleNamespace(
@@ -128,6 +129,24 @@ def test_bad_values_name_the_argument_and_the_value(fields):
         build(fields)
     assert name in str(caught.value)
     assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("muon_lr", 0.05), ("muon_min_lr", 0.0), ("muon_scalar_optimizer", "lion")],
+)
+def test_what_is_about_muon_is_refused_for_others(field, value):
+    config = EmergingOptimizerConfig(optimizer="soap", lr=0.1, **{field: value})
+    for others in ({"soap", "adam"}, {"adam"}, {"scion", "sgd"}):
+        with pytest.raises(ConfigurationError, match=f"{field}={value!r}: is about Muon"):
+            check_values_of(config, others)
+    check_values_of(config, {"soap", "adam", "muon"})
+    check_values_of(config, {"adaptive_muon", "lion"})
+
+
+def test_a_known_field_that_nobody_takes_is_not_called_misspelt():
+    with pytest.raises(ConfigurationError, match=r"Remove it\.$"):
+        build({"optimizer": "soap", "soap_precondition_frequency": 10})
 
 
 @pytest.mark.parametrize("name", ["muonn", "sopa"])

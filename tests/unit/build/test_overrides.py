@@ -110,6 +110,18 @@ def refused_values(values: dict[str, float]) -> str:
     return str(caught.value)
 
 
+def test_decoupled_rates_that_would_grow_are_refused_by_their_names() -> None:
+    (words,) = run_ranks(1, refused_decoupled)
+    assert words.startswith("decoupled_lr=0.001: rates of the embeddings would go from")
+    assert "decoupled_min_lr" in words
+
+
+def refused_decoupled() -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        built(Case("muon"), None, decoupled_lr=1e-3, decoupled_min_lr=5e-3)
+    return str(caught.value)
+
+
 @pytest.mark.parametrize("optimizer", ["muon", "adam"])
 @pytest.mark.parametrize(("dtype", "field"), [(torch.bfloat16, "bf16"), (torch.float16, "fp16")])
 def test_16_bits_without_float32_weights_are_refused(

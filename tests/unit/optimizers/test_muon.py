@@ -217,6 +217,33 @@ def test_a_subclass_may_orthogonalize_in_its_own_way(method):
     torch.testing.assert_close(param.detach(), want)
 
 
+def test_hooks_that_torch_puts_around_the_first_instances_step_change_no_class():
+    """They are put around the step of a class of which no base has had an instance."""
+
+    class Same(TensorParallelMuon):
+        pass
+
+    class Own(TensorParallelMuon):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    for cls, in_pieces in ((Same, True), (Own, False)):
+        step = getattr(cls.step, "__wrapped__", cls.step)
+        cls.step = torch.optim.Optimizer.profile_hook_step(step)
+        cls.step.hooked = True
+        assert cls.steps_in_pieces() == in_pieces
+
+
+@pytest.mark.parametrize(
+    "grad", [torch.ones(6, 4), torch.ones(2, 6), torch.ones(4, 6, dtype=torch.int64)]
+)
+def test_orthogonalize_takes_what_is_like_the_parameter(grad):
+    param = parameter(4, 6)
+    optimizer = TensorParallelMuon([param])
+    with pytest.raises(ConfigurationError, match=r"grad=.* must be floating-point numbers, one"):
+        optimizer.orthogonalize(param, grad)
+
+
 def test_both_hooks_of_a_subclass_are_called_for_each_parameter():
     class Hooked(TensorParallelMuon):
         def pre_weight_update_fn_inplace(self, p, update):

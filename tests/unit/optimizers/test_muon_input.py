@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
+from megatron_eopt.math.moments import MOMENT2_METHODS
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
 from megatron_eopt.optimizers.muon import TensorParallelMuon
 from tests.harness import run_ranks
@@ -167,3 +168,20 @@ def test_namo_refuses_l2_weight_decay(options):
     with pytest.raises(ConfigurationError, match=r"moment2_method='namo'.*l2"):
         TensorParallelAdaptiveMuon([param], moment2_method="namo", **options)
     TensorParallelAdaptiveMuon([param], moment2_method="normuon", **options)
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-4, 1.0])
+@pytest.mark.parametrize("method", MOMENT2_METHODS)
+def test_float16_parameters_stay_finite(method, size):
+    """In float16 eps is 0, as are the squares of small updates."""
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(16, 32, generator=generator).half()
+    param, exact = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.float())
+    grad = size * torch.randn(16, 32, generator=generator)
+    for one in (param, exact):
+        one.grad = grad.to(one.dtype)
+        TensorParallelAdaptiveMuon([one], lr=0.01, moment2_method=method).step()
+    assert param.isfinite().all()
+    if size == 1.0:
+        # eleven bits of weights up to 4; products are in bfloat16
+        torch.testing.assert_close(param.float(), exact, rtol=1e-3, atol=4e-3)

@@ -215,5 +215,5 @@ def test_what_one_rank_cannot_load_no_rank_loads():
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
 @pytest.mark.parametrize(("kind", "options"), KINDS[::3])
 def test_copies_are_refused(copied, kind, options):
-    with pytest.raises(ConfigurationTypeError, match=r"load state_dict\(\)"):
+    with pytest.raises(ConfigurationTypeError, match=r"load a deep copy of state_dict\(\)"):
         copied(made(kind, options, params_of()))

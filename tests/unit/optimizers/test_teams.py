@@ -186,3 +186,19 @@ def test_training_with_teams_is_training_of_one_process():
     assert deviation([result for result, _ in ranks], reference) < 2e-6
     off = replace(case, config={"muon_team_size": 1})
     assert set(run_ranks(4, train, off, 1)[0][1]) == {0}
+
+
+def residual_of(case: Case) -> float:
+    with free_talk():
+        chunk, optimizer = build(case)
+    steps(case, chunk, optimizer, 0, 1)
+    (found,) = [value for key, value in optimizer.stats().items() if key.endswith("residual")]
+    return float(found)
+
+
+def test_a_shared_matrix_is_one_of_the_sample():
+    config = {"muon_team_size": 4, "muon_fp32_matmul_prec": "highest", "log_optimizer_stats": True}
+    case = Case("muon", DENSE | {"layers": 1, "hidden": 64, "gated": False}, config=config)
+    (reference,) = run_ranks(1, residual_of, case)
+    # residuals are sums of small differences from 1
+    assert run_ranks(4, residual_of, case) == pytest.approx([reference] * 4, rel=1e-4)

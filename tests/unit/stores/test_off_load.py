@@ -2,15 +2,27 @@
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import distributed
 
 from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.layouts import redistribution
 from tests.harness import run_ranks
 from tests.harness.scene import forget_megatron
-from tests.unit.stores.full_state import Case, build, differences, full_state, load, save, steps
+from tests.unit.stores.full_state import (
+    Case,
+    build,
+    differences,
+    full_state,
+    load,
+    save,
+    steps,
+    unwrapped,
+)
+from tests.unit.stores.runs import set_lr
 
 MODEL = {"layers": 2, "hidden": 32, "heads": 4, "query_groups": 2}
 MOE = {**MODEL, "experts": 4, "moe_grouped_gemm": False}
@@ -29,7 +41,7 @@ FRACTIONS = (0.0, 0.5, 1.0)
 
 
 def at(case: Case, dtype: torch.dtype, fraction: float) -> Case:
-    off_load = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
+    off_load = {"optimizer_cpu_offload": fraction > 0, "optimizer_offload_fraction": fraction}
     model, config = {**case.model, "dtype": dtype}, {**case.config, **off_load}
     return replace(case, model=model, config=config, ddp={"use_distributed_optimizer": True})
 
@@ -93,6 +105,40 @@ def test_checkpoints_are_those_of_a_resident_run(tmp_path, before, after):
     assert run_ranks(2, resumed, case, before, after, str(tmp_path), timeout=300) == [[], []]
 
 
+def test_off_loading_nothing_is_refused():
+    case = at(CASES["muon"], torch.float32, 1.0)
+    nothing = replace(case, config={**case.config, "optimizer_offload_fraction": 0.0})
+    (message,) = run_ranks(1, refused, nothing)
+    assert message.startswith("optimizer_offload_fraction=0.0: leaves everything on the device")
+
+
+def recovered(case: Case, file: str) -> list[str]:
+    """Return what differs if a step ends in an error and a file of the state before is loaded."""
+    whole, broken = at(case, torch.bfloat16, 0.0), at(case, torch.bfloat16, 0.5)
+    chunk, optimizer = build(whole)
+    steps(whole, chunk, optimizer, 0, 4)
+    expected = full_state(whole, chunk, optimizer)
+    forget_megatron()
+    chunk, optimizer = build(broken)
+    steps(broken, chunk, optimizer, 0, 2)
+    optimizer.save_state_dict_to_file(file)
+    model = {name: weight.clone() for name, weight in unwrapped(chunk).named_parameters()}
+    steps(broken, chunk, optimizer, 2, 3)
+    ends = patch.object(redistribution, "WaveBatch", side_effect=torch.OutOfMemoryError)
+    with ends, pytest.raises(torch.OutOfMemoryError):
+        steps(broken, chunk, optimizer, 3, 4)
+    unwrapped(chunk).load_state_dict(model, strict=False)
+    optimizer.load_state_dict_from_file(file)
+    set_lr(optimizer, optimizer.config)
+    steps(broken, chunk, optimizer, 2, 4)
+    return differences(expected, full_state(broken, chunk, optimizer))
+
+
+@pytest.mark.parametrize("name", ["muon", pytest.param("soap", marks=pytest.mark.long)])
+def test_what_a_step_that_failed_had_brought_is_not_used(name, tmp_path):
+    assert run_ranks(2, recovered, CASES[name], str(tmp_path / "file")) == [[], []]
+
+
 def refused(case: Case) -> str:
     with pytest.raises(ConfigurationError) as error:
         build(case)
@@ -103,6 +149,7 @@ def refused(case: Case) -> str:
 @pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "plain"])
 def test_what_megatron_core_off_loads_from_a_gpu_is_refused_without_one(name, sharded):
     flags = {"use_distributed_optimizer": sharded}
-    case = Case(name, MODEL, ddp=flags, config={**flags, "optimizer_cpu_offload": True})
+    off_load = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
+    case = Case(name, MODEL, ddp=flags, config=flags | off_load)
     for message in run_ranks(2, refused, case):
         assert message.startswith(f"optimizer_cpu_offload=True: when {name} alone steps")
