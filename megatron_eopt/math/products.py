@@ -30,6 +30,11 @@ def like_a_gpu() -> Iterator[None]:
         _like_a_gpu.reset(token)
 
 
+def is_like_a_gpu() -> bool:
+    """Return whether that is so."""
+    return _like_a_gpu.get()
+
+
 def on_a_cpu(tensor: Tensor) -> bool:
     """Return whether a product of this tensor is computed as CPUs want it."""
     return tensor.device.type == "cpu" and not _like_a_gpu.get()
