@@ -44,6 +44,7 @@ REFUSED = {
     "--use-precision-aware-optimizer": "this Adam is Transformer Engine's, which needs a GPU",
     "--exp-avg-dtype": "this Adam is Transformer Engine's, which needs a GPU",
     "--optimizer-cuda-graph": "a CPU has no CUDA graphs",
+    "--muon-backend gram_newton_schulz": "backend='gram_newton_schulz': needs",
     "--enable-msc": "the multistorageclient package is not installed",
     "--ckpt-format torch_dcp": "does not hold the state of muon",
     "--calculate-per-token-loss": "does not divide gradients of torch FSDP2",

@@ -37,7 +37,11 @@ CASES = [
     ),
     ({"config": {"fp16": True}}, {}, "fp16=True: needs a loss scale"),
     ({"config": {"use_distributed_optimizer": False}}, {}, "use_distributed_optimizer"),
-    ({"config": {"optimizer_cpu_offload": True}}, {}, "optimizer_cpu_offload=True"),
+    (
+        {"config": {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}},
+        {},
+        "optimizer_cpu_offload=True",
+    ),
     ({"model": {**SMALL.model, "qk_clip": True}}, {}, "qk_clip=True: scales rows"),
 ]
 

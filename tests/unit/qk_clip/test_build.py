@@ -19,7 +19,7 @@ from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import synthetic_batch, tiny_gpt, train_step
 from tests.unit.fsdp2.model import eager, shard, whole
-from tests.unit.qk_clip.test_clip import GROUPED, LATENT, MODEL, deviation
+from tests.unit.qk_clip.test_clip import GROUPED, LATENT, MODEL, SHARDED, deviation
 from tests.unit.stores.full_state import Case, build
 from tests.unit.stores.runs import Result, Slab, make_chunk
 
@@ -34,11 +34,9 @@ def refusals() -> dict[str, str]:
     }
     for name, fields in wrong.items():
         found[name] = refusal(Case("muon", {**GROUPED, **MODEL, **fields}))
-    offloaded = {"optimizer_cpu_offload": True, "use_distributed_optimizer": True}
+    offloaded = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
     found["offload"] = refusal(
-        Case(
-            "adam", {**GROUPED, **MODEL}, ddp={"use_distributed_optimizer": True}, config=offloaded
-        )
+        Case("adam", {**GROUPED, **MODEL}, ddp=SHARDED, config=SHARDED | offloaded)
     )
     config = EmergingOptimizerConfig(optimizer="muon", lr=0.01, use_distributed_optimizer=True)
     logged = {**GROUPED, "log_max_attention_logit": True}
