@@ -117,16 +117,24 @@ _FOR_DTENSORS = {
 }
 
 
-_OF_SCALARS = "muon_scalar_optimizer"
-
-_ABOUT_MUON = {
-    "lr": None,
-    "min_lr": None,
-    "scalar_optimizer": "adam",
-    "momentum_dtype": "fp32",
-    "exempt_from_clipping": False,
+_WHERE_MUON_IS_THE_MAIN_ONE = {
+    "muon_exempt_from_clipping": (
+        False,
+        "is about Muon's gradients, and {}'s are always clipped",
+        "Leave it off, or set clip_grad=0",
+    ),
+    "muon_momentum_dtype": (
+        "fp32",
+        "is about Muon's momentum, and {} has none of it",
+        'Leave it at "fp32", or train with muon or adaptive_muon',
+    ),
+    "muon_scalar_optimizer": (
+        "adam",
+        "is about Muon and its family, and beside {} adam steps what is no matrix",
+        'Leave it at "adam"',
+    ),
 }
-"""What Muon's family alone has, and what it is where it is not set."""
+"""What only the main optimizer's configuration says: unset, why others refuse it, the way out."""
 
 
 def check_values(
@@ -141,6 +149,10 @@ def check_values(
     _check_fields(config, prefixes, lr_may_follow=lr_may_follow)
     _check_halves(config)
     _check_own_rates(config, "decoupled", "the embeddings")
+    for name, (unset, rule, way_out) in _WHERE_MUON_IS_THE_MAIN_ONE.items():
+        value = getattr(config, name, unset)
+        if value != unset and "muon" not in prefixes:
+            raise ConfigurationError(name, value, rule.format(optimizer), way_out)
     if optimizer not in STANDARD_OPTIMIZERS:
         _check_emerging(config, {optimizer, scalar}, prefixes)
 
@@ -157,21 +169,13 @@ def check_values_of(config: Any, optimizers: Iterable[str]) -> None:
     _check_halves(config)
     if emerging:
         _check_emerging(config, emerging, prefixes)
-    if names:
-        _refuse_idle(config, names)
-
-
-def _refuse_idle(config: Any, optimizers: Collection[str]) -> None:
-    """Raise if a setting that Muon's family alone has is given where nothing of it steps."""
-    emerging = sorted(set(optimizers) - set(STANDARD_OPTIMIZERS))
-    in_use = {"scalar_optimizer": any(_OF_SCALARS in entry_of(name).consumes for name in emerging)}
-    has_muon = any("muon" in prefixes_of(name) for name in emerging)
-    for name, unset in _ABOUT_MUON.items():
-        value = getattr(config, f"muon_{name}", unset)
-        if value != unset and not in_use.get(name, has_muon):
-            users = " and ".join(sorted(optimizers))
-            rule = f"is about Muon and its family, and has no effect on {users}"
-            raise ConfigurationError(f"muon_{name}", value, rule, f"Leave it at {unset!r}")
+    for name in ("muon_lr", "muon_min_lr"):
+        value = getattr(config, name, None)
+        if names and value is not None and "muon" not in prefixes:
+            rule = (
+                f"is about Muon and its family, and has no effect on {' and '.join(sorted(names))}"
+            )
+            raise ConfigurationError(name, value, rule, "Leave it at None")
 
 
 def _check_fields(config: Any, prefixes: Collection[str], *, lr_may_follow: bool) -> None:

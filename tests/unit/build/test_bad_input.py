@@ -131,10 +131,7 @@ def test_bad_values_name_the_argument_and_the_value(fields):
     assert repr(value) in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("muon_lr", 0.05), ("muon_min_lr", 0.0), ("muon_scalar_optimizer", "lion")],
-)
+@pytest.mark.parametrize(("field", "value"), [("muon_lr", 0.05), ("muon_min_lr", 0.0)])
 def test_what_is_about_muon_is_refused_for_others(field, value):
     config = EmergingOptimizerConfig(optimizer="soap", lr=0.1, **{field: value})
     for others in ({"soap", "adam"}, {"adam"}, {"scion", "sgd"}):
@@ -142,6 +139,21 @@ def test_what_is_about_muon_is_refused_for_others(field, value):
             check_values_of(config, others)
     check_values_of(config, {"soap", "adam", "muon"})
     check_values_of(config, {"adaptive_muon", "lion"})
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "soap", "scion"])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("muon_scalar_optimizer", "lion"),
+        ("muon_momentum_dtype", "int8"),
+        ("muon_exempt_from_clipping", True),
+    ],
+)
+def test_what_the_main_optimizer_reads_is_refused_with_muon_beside_another(field, value, optimizer):
+    beside = {ParamKey(name="*"): {"optimizer": "muon"}}
+    with pytest.raises(ConfigurationError, match=f"{field}={value!r}: is about Muon"):
+        build({"optimizer": optimizer, field: value}, beside)
 
 
 def test_a_known_field_that_nobody_takes_is_not_called_misspelt():
