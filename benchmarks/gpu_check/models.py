@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-from megatron.core.optimizer import OptimizerConfig
 
 from megatron_eopt import EmergingOptimizerConfig, get_megatron_optimizer
 from tests.harness.megatron import initialize_megatron
@@ -36,8 +35,8 @@ def build(
     initialize_megatron(**(parallel or {}))
     fields = {"use_distributed_optimizer": True} | config
     chunk = wrap_ddp(gpt(model), use_distributed_optimizer=fields["use_distributed_optimizer"])
-    made = EmergingOptimizerConfig(**settings(model, **fields))
-    return chunk, with_rates(get_megatron_optimizer(made, [chunk]), made)
+    made = EmergingOptimizerConfig(**settings(model, **{"optimizer": "muon"} | fields))
+    return chunk, with_rates(get_megatron_optimizer(made, [chunk]))
 
 
 def gpt(model: dict[str, Any]) -> torch.nn.Module:
@@ -50,17 +49,17 @@ def gpt(model: dict[str, Any]) -> torch.nn.Module:
 
 
 def settings(model: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    """Return fields of an optimizer's configuration for a model: Muon's, or as they are given."""
+    """Return fields of an optimizer's configuration for a model, with what is given."""
     dtype = model.get("dtype", torch.float32)
-    defaults = {"optimizer": "muon", "lr": 0.02, "min_lr": 0.02, "bf16": dtype == torch.bfloat16}
-    return defaults | {"params_dtype": dtype} | fields
+    rates = {"lr": 0.02, "min_lr": 0.02}
+    return rates | {"bf16": dtype == torch.bfloat16, "params_dtype": dtype} | fields
 
 
-def with_rates(optimizer: Any, config: OptimizerConfig) -> Any:
+def with_rates(optimizer: Any) -> Any:
     """Return an optimizer whose groups have the rates that a scheduler would set."""
     for group in optimizer.param_groups:
-        group["lr"] = config.lr
-        group["weight_decay"] = config.weight_decay * group["wd_mult"]
+        group["lr"] = optimizer.config.lr
+        group["weight_decay"] = optimizer.config.weight_decay * group["wd_mult"]
     return optimizer
 
 

@@ -43,6 +43,20 @@ class Arm:
     storage: StorageT = "whole"
     optimizer: str = "muon"
 
+    def optimizer_of(self, chunk: Any, **fields: Any) -> Any:
+        """Return its optimizer of a wrapped model, with further fields of the configuration."""
+        config = self.config(
+            optimizer=self.optimizer,
+            use_distributed_optimizer=self.storage == "fragments",
+            use_layer_wise_distributed_optimizer=self.storage == "padded",
+            muon_tp_mode=self.tp_mode,
+            **fields,
+        )
+        factory: Any = get_megatron_optimizer
+        if self.factory == STOCK:
+            factory = megatron_optimizer.get_megatron_optimizer
+        return factory(config, [chunk])
+
 
 @dataclass(frozen=True)
 class Section:
@@ -151,24 +165,17 @@ class Contestant:
             dtype=dtype,
         )
         self.model = wrapped_for(arm.storage, model)
-        config = arm.config(
-            optimizer=arm.optimizer,
-            use_distributed_optimizer=arm.storage == "fragments",
-            use_layer_wise_distributed_optimizer=arm.storage == "padded",
+        self.optimizer = arm.optimizer_of(
+            self.model,
             lr=1e-2,
             weight_decay=0.01,
             bf16=dtype == torch.bfloat16,
             params_dtype=dtype,
-            muon_tp_mode=arm.tp_mode,
             muon_nesterov=True,
             muon_momentum=0.95,
             muon_split_qkv=True,
             muon_fp32_matmul_prec="medium" if products == "bf16" else "highest",
         )
-        factory: Any = get_megatron_optimizer
-        if arm.factory == STOCK:
-            factory = megatron_optimizer.get_megatron_optimizer
-        self.optimizer = factory(config, [self.model])
 
     def set_gradients(self, seed: int) -> None:
         """Write the same gradients in every contestant: noise and a rank-8 signal."""

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch.nn import Module, ModuleList
 
+from megatron_eopt.base import gpu
 from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
 from megatron_eopt.settings.checks import refuse_for_qk_clip
 from megatron_eopt.settings.settings import Settings
@@ -85,6 +85,4 @@ def check_ddp(settings: Settings, model_chunks: Sequence[Any]) -> None:
 
 
 def _is_left_on_host(chunk: Module) -> bool:
-    on_host = any(param.device.type == "cpu" for param in chunk.parameters())
-    # where a back end lets "cuda" mean the CPU, the model is where it should be
-    return on_host and torch.cuda.is_available() and torch.empty(0, device="cuda").is_cuda
+    return gpu.is_there() and any(param.device.type == "cpu" for param in chunk.parameters())

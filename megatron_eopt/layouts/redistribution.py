@@ -182,7 +182,7 @@ class Redistribution:
             world_size=1 if group is None else dist.get_world_size(group),
             element_size=dtype.itemsize,
         )
-        self._stacks = Stacks(self.plan, self._buffer, self._device)
+        self._stacks = Stacks(self.plan, self._buffer)
         self._last = _last_uses([wave.tensors for wave in self.plan.waves])
         self._last_out = _last_uses([wave.results for wave in self.plan.waves])
         self._alike: dict[str, tuple[torch.Size, torch.dtype]] = {}

@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Callable
 from functools import cached_property
 
-import torch
 from torch import Tensor
 
 from megatron_eopt.base.places import place_of
@@ -28,11 +27,10 @@ class Stacks:
     Args:
         plan: What is computed, and what is copied there and back.
         buffer: Where they live.
-        device: On which they live.
     """
 
-    def __init__(self, plan: Plan, buffer: BufferT, device: torch.device) -> None:
-        self._plan, self._buffer, self._device = plan, buffer, device
+    def __init__(self, plan: Plan, buffer: BufferT) -> None:
+        self._plan, self._buffer = plan, buffer
 
     def of(self, wave: int) -> Tensor:
         """Return the stack of a wave."""

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from emerging_optimizers.utils import fp32_matmul_precision
 from torch import Tensor
 
+from megatron_eopt.base import gpu
 from megatron_eopt.base.agreement import is_rank_0
 from megatron_eopt.base.errors import ConfigurationError, check_choice
 from megatron_eopt.base.upstream import found, needed
@@ -114,8 +115,7 @@ class _WholeMatrices:
         """Raise a ConfigurationError unless the package is present, and a GPU."""
         if not present:
             raise self.error(f"needs the package {package}", f"Install it: pip install {install}")
-        # where a back end lets "cuda" mean the CPU, torch says that there is one
-        if not (torch.cuda.is_available() and torch.empty(0, device="cuda").is_cuda):
+        if not gpu.is_there():
             raise self.error("needs an NVIDIA GPU and none is visible", "Use backend='torch'")
 
 

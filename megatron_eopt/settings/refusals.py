@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from megatron_eopt.base import gpu
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import STANDARD_OPTIMIZERS
 
@@ -30,8 +31,7 @@ def refuse_unsupported_modes(config: Any, name: str) -> None:
             _refuse(field, f"{rule} {name}")
     if config.optimizer_cuda_graph and config.optimizer_cpu_offload:
         _refuse("optimizer_cpu_offload", "copies to the host, which no CUDA graph can hold")
-    if config.optimizer_cuda_graph and not torch.empty(0, device="cuda").is_cuda:
-        # where a back end lets "cuda" mean the CPU
+    if config.optimizer_cuda_graph and not gpu.is_there():
         _refuse("optimizer_cuda_graph", "needs a GPU")
 
 

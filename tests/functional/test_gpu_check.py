@@ -102,7 +102,7 @@ def test_a_row_ends_when_time_is_up(context, monkeypatch):
 
 @pytest.mark.parametrize("difference", [0.0, 0.06, math.nan])
 def test_the_same_iteration_must_give_the_same_weights(context, difference):
-    times = {contestant.name: [2.0, 4.0, 3.0] for contestant in step.CONTESTANTS}
+    times = {arm.name: [2.0, 4.0, 3.0] for arm in step.ARMS}
     found = outcome_of("step", canned(context, [{"times": times, "difference": difference}]))
     assert found.status == ("passed" if difference == 0 else "failed")
     assert found.figures["milliseconds"] == dict.fromkeys(times, 3.0)

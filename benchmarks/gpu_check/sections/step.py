@@ -3,18 +3,17 @@
 import gc
 import statistics
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
-from megatron.core import optimizer as megatron_core
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from benchmarks.gpu_check.context import Context, Outcome
 from benchmarks.gpu_check.models import LARGE, give_gradients, gpt, settings, with_rates
-from benchmarks.optimizer_step.arms import StorageT, wrapped_for
+from benchmarks.optimizer_step.arms import OURS, STOCK, Arm, wrapped_for
 from benchmarks.rounds import measured, milliseconds, ratios, slowest
-from megatron_eopt import EmergingOptimizerConfig, get_megatron_optimizer
+from megatron_eopt import EmergingOptimizerConfig
 from tests.harness.megatron import initialize_megatron
 
 SMALL = LARGE | {"layers": 2, "hidden": 64, "heads": 8, "query_groups": 4, "vocabulary": 32}
@@ -28,32 +27,14 @@ TOLERANCE = 0.05
 both do the same iteration: 16 bits of two ways to add up, and of weights that are rounded."""
 
 
-class Contestant(NamedTuple):
-    """An optimizer.
-
-    Attributes:
-        name: In tables.
-        factory: Whose ``get_megatron_optimizer``.
-        config: Class of its configuration; with megatron-core's own one we do its iteration.
-        optimizer: ``muon`` or ``adam``.
-        storage: Where its state lives.
-    """
-
-    name: str
-    factory: Literal["megatron-eopt", "megatron-core"]
-    config: type[OptimizerConfig]
-    optimizer: str
-    storage: StorageT
-
-
-OURS, SAME, STOCK = "muon", "muon, stock's iteration", "stock muon, plain"
-CONTESTANTS = (
-    Contestant(OURS, "megatron-eopt", EmergingOptimizerConfig, "muon", "fragments"),
-    Contestant(SAME, "megatron-eopt", OptimizerConfig, "muon", "fragments"),
-    Contestant(STOCK, "megatron-core", OptimizerConfig, "muon", "whole"),
-    Contestant("stock muon, layer-wise", "megatron-core", OptimizerConfig, "muon", "padded"),
-    Contestant("adam", "megatron-eopt", EmergingOptimizerConfig, "adam", "fragments"),
-    Contestant("stock adam", "megatron-core", OptimizerConfig, "adam", "fragments"),
+MUON, SAME, PLAIN = "muon", "muon, stock's iteration", "stock muon, plain"
+ARMS = (
+    Arm(MUON, OURS, EmergingOptimizerConfig, "auto", "fragments"),
+    Arm(SAME, OURS, OptimizerConfig, "auto", "fragments"),
+    Arm(PLAIN, STOCK, OptimizerConfig, "duplicated"),
+    Arm("stock muon, layer-wise", STOCK, OptimizerConfig, "duplicated", "padded"),
+    Arm("adam", OURS, EmergingOptimizerConfig, "auto", "fragments", "adam"),
+    Arm("stock adam", STOCK, OptimizerConfig, "duplicated", "fragments", "adam"),
 )
 
 
@@ -65,12 +46,12 @@ def run(context: Context) -> Outcome:
         return Outcome(skipped=why)
     rounds = SMALL_ROUNDS if context.small else ROUNDS
     ranks = context.on_ranks(context.ranks, times_and_weights, model, rounds)
-    names = [contestant.name for contestant in CONTESTANTS]
+    names = [arm.name for arm in ARMS]
     times = {name: slowest([rank["times"][name] for rank in ranks]) for name in names}
     difference = _largest([rank["difference"] for rank in ranks])
     outcome.figures = {
         "milliseconds": {name: statistics.median(times[name]) for name in names},
-        "of ours": {name: ratios(times[name], times[OURS]) for name in names[1:]},
+        "of ours": {name: ratios(times[name], times[MUON]) for name in names[1:]},
         "all": times,
         "difference": difference,
     }
@@ -85,14 +66,14 @@ def run(context: Context) -> Outcome:
 
 
 def times_and_weights(model: dict[str, Any], rounds: int) -> dict[str, Any]:
-    """Return this rank's milliseconds by contestant, and how far weights are from stock's."""
+    """Return this rank's milliseconds by arm, and how far weights are from stock's."""
     initialize_megatron()
-    made = {contestant.name: _made(contestant, model) for contestant in CONTESTANTS}
-    before = _weights(made[STOCK])
+    made = {arm.name: _made(arm, model) for arm in ARMS}
+    before = _weights(made[PLAIN])
     steps = {name: partial(_step, *one) for name, one in made.items()}
     times = measured(steps, rounds, WARM_UP)
-    way = [stock - start for stock, start in zip(_weights(made[STOCK]), before, strict=True)]
-    gaps = (a - b for a, b in zip(_weights(made[SAME]), _weights(made[STOCK]), strict=True))
+    way = [stock - start for stock, start in zip(_weights(made[PLAIN]), before, strict=True)]
+    gaps = (a - b for a, b in zip(_weights(made[SAME]), _weights(made[PLAIN]), strict=True))
     difference = _largest(
         [
             float(gap.norm() / moved.norm().clamp(min=1e-30))
@@ -104,24 +85,12 @@ def times_and_weights(model: dict[str, Any], rounds: int) -> dict[str, Any]:
     return {"times": times, "difference": difference}
 
 
-def _made(contestant: Contestant, model: dict[str, Any]) -> tuple[Any, Any]:
+def _made(arm: Arm, model: dict[str, Any]) -> tuple[Any, Any]:
     """Return a model of its own and its optimizer; all start from the same weights."""
     model_parallel_cuda_manual_seed(1234)
     torch.manual_seed(1234)
-    chunk = wrapped_for(contestant.storage, gpt(model))
-    config = contestant.config(
-        **settings(
-            model,
-            optimizer=contestant.optimizer,
-            clip_grad=0.0,
-            use_distributed_optimizer=contestant.storage == "fragments",
-            use_layer_wise_distributed_optimizer=contestant.storage == "padded",
-        )
-    )
-    factory: Any = get_megatron_optimizer
-    if contestant.factory == "megatron-core":
-        factory = megatron_core.get_megatron_optimizer
-    return chunk, with_rates(factory(config, [chunk]), config)
+    chunk = wrapped_for(arm.storage, gpt(model))
+    return chunk, with_rates(arm.optimizer_of(chunk, **settings(model, clip_grad=0.0)))
 
 
 def _step(chunk: Any, optimizer: Any, round_: int) -> float:
@@ -142,7 +111,7 @@ def _no_room(model: dict[str, Any]) -> str | None:
     """Return why the contestants do not fit into free memory, or None."""
     layer = 12 * model["hidden"] ** 2
     weights = model["layers"] * layer + 2 * model["vocabulary"] * model["hidden"]
-    needed, free = len(CONTESTANTS) * weights * BYTES_OF_A_WEIGHT, torch.cuda.mem_get_info()[0]
+    needed, free = len(ARMS) * weights * BYTES_OF_A_WEIGHT, torch.cuda.mem_get_info()[0]
     if needed < free:
         return None
     return f"{free / 2**30:.0f} GiB free of {needed / 2**30:.0f}"

@@ -184,9 +184,7 @@ def test_a_wrapper_that_trains_wrongly_is_refused(fields, flags):
 )
 def test_a_model_that_is_left_on_the_host_is_refused(monkeypatch, on_host, gpu):
     """There is no GPU here to be asked whether it is one."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    cuda = SimpleNamespace(is_cuda=True)
-    monkeypatch.setattr(ddp, "torch", SimpleNamespace(cuda=torch.cuda, empty=lambda *_, **__: cuda))
+    monkeypatch.setattr(ddp.gpu, "is_there", lambda: gpu)
     chunk = Chunk() if on_host else Chunk().to("meta")
     chunk.config = SimpleNamespace(**vars(MODEL_CONFIG), use_cpu_initialization=True)
     settings = resolve(OptimizerConfig(lr=0.1, optimizer="muon"))

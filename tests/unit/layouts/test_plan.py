@@ -101,7 +101,7 @@ def test_a_tensor_is_loaded_when_any_rank_needs_it():
     stays = [exchange_over_tp(name="a"), fused("q", 0, 0), fused("k", 1, 1)]
     for rank, has_place in enumerate([True, False]):
         plan = build_plan(stays, [[1], [0], [2]], rank=rank, world_size=2)
-        stacks = Stacks(plan, lambda _, size: torch.empty(size), torch.device("cpu"))
+        stacks = Stacks(plan, lambda _, size: torch.empty(size))
         assert (stacks.place("fused") is not None) == has_place
 
 
