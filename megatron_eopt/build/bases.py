@@ -138,7 +138,7 @@ def build_base(
     is_scalar = name in SCALAR_OPTIMIZERS
     made_over = groups
     if plain or (stand_ins and not is_scalar):
-        made_over = [{**g, "params": [nn.Parameter(torch.ones(1, 1))]} for g in groups]
+        made_over = [{**g, "params": [_stand_in()]} for g in groups]
     optimizer: torch.optim.Optimizer
     init_state_fn: InitState
     construct: Construct | None = None
@@ -153,14 +153,8 @@ def build_base(
         optimizer, init_state_fn = _made(name, construct, made_over), entry.init_state_fn
         if entry.draws:
             draw_alike(optimizer)
-        stands = [p for group in made_over for p in group["params"] if made_over is not groups]
-        # weights that will be stepped a constructor does not see
-        if any(bool((param != 1).any()) for param in stands):
-            rule = "changes weights when it is built, and there are no whole ones in this storage"
-            way_out = (
-                "Leave out the option that changes them, or train without use_distributed_optimizer"
-            )
-            raise ConfigurationError("optimizer", name, rule, way_out)
+        if made_over is not groups:
+            _check_unchanged(name, made_over)
     check_names(optimizer, (key for group in share.groups for key, _ in group.key.values))
     check_group_settings(optimizer)
     complete = [
@@ -169,6 +163,20 @@ def build_base(
     ]
     is_clipped = not (settings.exempt_from_clipping and name == settings.optimizer)
     return Base(optimizer, init_state_fn, complete, is_clipped, construct)
+
+
+def _stand_in() -> nn.Parameter:
+    return nn.Parameter(torch.ones(1, 1))
+
+
+def _check_unchanged(name: str, groups: Sequence[ParamGroup]) -> None:
+    """Raise if a constructor has changed stand-ins: weights that will be stepped it did not see."""
+    if not all(param.equal(_stand_in()) for group in groups for param in group["params"]):
+        rule = "changes weights when it is built, and there are no whole ones in this storage"
+        way_out = (
+            "Leave out the option that changes them, or train without use_distributed_optimizer"
+        )
+        raise ConfigurationError("optimizer", name, rule, way_out)
 
 
 def _made(name: str, construct: Construct, groups: Sequence[ParamGroup]) -> torch.optim.Optimizer:
