@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_eopt.base.names import GLOBAL_NAME_ATTRIBUTE
 
+_OUTPUT = re.compile(r"\boutput_layer\.weight$")
 _EXPERT = re.compile(r"(?<=\blocal_experts\.)\d+|(?<=\.weight)\d+$|(?<=\.bias)\d+$")
 
 
@@ -23,21 +24,26 @@ def name_parameters(model_chunks: Sequence[Any]) -> None:
             counted = counted_names(model)
             for name, param in model.named_parameters():
                 whole = re.sub(r"^(module\.)+", "", counted[name])
-                if getattr(param, "shared_embedding", False):
-                    # of its two copies, on other pipeline stages, one is the output layer's
-                    whole = "embedding.word_embeddings.weight"
                 setattr(param, GLOBAL_NAME_ATTRIBUTE, whole)
 
 
 def counted_names(model: torch.nn.Module) -> dict[str, str]:
-    """Return each parameter's name, and the same with layers and experts of the whole counted."""
+    """Return each parameter's name, and the same as it would be on a rank with the whole model.
+
+    Layers and experts are counted, and a tied embedding's copy in an output layer is the embedding.
+    """
     layers, experts = {}, {}
     for path, module in model.named_modules():
         if isinstance(number := getattr(module, "layer_number", None), int):
             layers[path] = number - 1
         if indices := getattr(module, "local_expert_indices", None):
             experts[path] = list(indices)
-    return {name: _counted(name, layers, experts) for name, _ in model.named_parameters()}
+    return {
+        name: _OUTPUT.sub("embedding.word_embeddings.weight", name)
+        if getattr(param, "shared_embedding", False)
+        else _counted(name, layers, experts)
+        for name, param in model.named_parameters()
+    }
 
 
 def _counted(name: str, layers: Mapping[str, int], experts: Mapping[str, Sequence[int]]) -> str:

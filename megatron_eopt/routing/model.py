@@ -13,7 +13,7 @@ from megatron_eopt.base.names import STANDARD_OPTIMIZERS
 from megatron_eopt.matrices import Split
 from megatron_eopt.routing.callers_grouping import with_callers_grouping
 from megatron_eopt.routing.global_names import name_parameters
-from megatron_eopt.routing.groups import Group, build_groups, summarize
+from megatron_eopt.routing.groups import Group, build_groups, key_of, summarize
 from megatron_eopt.routing.overrides import check_overrides, recounted, unmatched
 from megatron_eopt.routing.parameters import ModelParameter, trainable_parameters
 from megatron_eopt.routing.routes import Route, route_all
@@ -82,12 +82,12 @@ def route_model(
     known = agreed(
         lambda: with_callers_grouping(settings, model_chunks, overrides_for(settings, overrides))
     )
-    _check_shared_embeddings(model_chunks)
     parameters = trainable_parameters(model_chunks)
     if not settings.is_standard:
         # as there, overrides may read it
         _tag_as_megatron_does(parameters, model_chunks)
     routing = route_parameters(settings, parameters, known)
+    _check_shared_embeddings(model_chunks, routing)
     if routing.optimizers <= set(STANDARD_OPTIMIZERS):
         return routing
     name_parameters(model_chunks)
@@ -118,8 +118,8 @@ def route_parameters(
             logger.warning("config_overrides: no parameter matches %s", description)
     for description in sorted({words for _, _, others in reports for words in others}):
         logger.info(
-            "unlike megatron-core: in config_overrides %s counts layers and experts over all "
-            "ranks, not in each",
+            "unlike megatron-core: in config_overrides %s means names in the whole model: layers "
+            "and experts are counted over all ranks, and a tied output layer is the embedding",
             description,
         )
     groups = build_groups(routes, summaries)
@@ -162,17 +162,27 @@ def with_splits(
     return replace(routing, splits=splits)
 
 
-def _check_shared_embeddings(model_chunks: Sequence[torch.nn.Module]) -> None:
-    """Raise on every rank if an embedding is trained on one pipeline stage and frozen on another.
+def _check_shared_embeddings(model_chunks: Sequence[torch.nn.Module], routing: Routing) -> None:
+    """Raise on every rank if an embedding is not stepped alike on the stages that share it.
 
-    Stages sum its gradients, and those where it is trained would wait for the others.
+    Pipeline stages sum its gradients: those where it is trained would wait for others, and copies
+    in unlike groups would become unlike.
     """
+    groups = {route.parameter.param: key_of(route) for route in routing.routes}
     params = (param for chunk in model_chunks for param in chunk.parameters())
     shared = (param for param in params if getattr(param, "shared_embedding", False))
-    if len(everyones({param.requires_grad for param in shared})) > 1:
+    found = everyones({groups.get(param) for param in shared})
+    if None in found and len(found) > 1:
         rule = "is not the same on the pipeline stages that share the embedding"
         way_out = "Freeze embedding.word_embeddings of the first and output_layer of the last, too"
         raise ConfigurationError("requires_grad", "True and False", rule, way_out)
+    if len(found) > 1:
+        kinds = " and ".join(sorted(key.kind for key in found))
+        rule = (
+            "differ between the pipeline stages that share the embedding, which would drift apart"
+        )
+        way_out = "Let a key match by name: both copies have embedding.word_embeddings's"
+        raise ConfigurationError("config_overrides", kinds, rule, way_out)
 
 
 def _tag_as_megatron_does(

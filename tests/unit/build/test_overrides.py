@@ -15,6 +15,8 @@ from megatron_eopt import (
     get_megatron_optimizer,
 )
 from megatron_eopt.base.names import GLOBAL_NAME_ATTRIBUTE
+from megatron_eopt.routing.model import route_model
+from megatron_eopt.settings.settings import resolve
 from tests.harness import run_ranks
 from tests.unit.build.test_warnings import heard
 from tests.unit.stores.full_state import Case
@@ -186,3 +188,47 @@ def test_numbers_of_layers_and_experts_are_those_of_the_whole_model(parallel: An
     assert len(whole) == 2
     ranks = run_ranks(2, sent, Case(**parts, parallel=parallel))
     assert {name for rank in ranks for name in rank} == set(whole)
+
+
+TIED = {
+    "model": {"untied": False, "layers": 2},
+    "parallel": {"pp": 2},
+    "ddp": {"use_distributed_optimizer": False},
+}
+EMBEDDING = ParamKey(name="*word_embeddings.weight")
+LAST_STAGE = ParamKey(
+    predicate=ParamPredicate(name="on the last stage", fn=lambda p: hasattr(p, "on_last_stage"))
+)
+
+
+def routes_of_copy(overrides: Any) -> list[tuple[str, dict[str, Any]]]:
+    """Return optimizer and settings of this stage's copy of a tied embedding."""
+    chunk = make_chunk(Case("muon", **TIED).run)
+    config = EmergingOptimizerConfig(optimizer="muon", lr=0.01, min_lr=0.001)
+    routes = route_model(resolve(config), [chunk], overrides).routes
+    copies = [r for r in routes if getattr(r.parameter.param, "shared_embedding", False)]
+    return [(route.optimizer, dict(route.values)) for route in copies]
+
+
+@pytest.mark.parametrize("values", [{"wd_mult": 0.5}, {"max_lr": 0.1}, {"optimizer": "muon"}])
+def test_copies_of_a_tied_embedding_are_stepped_alike(values: dict[str, Any]) -> None:
+    (first,), (last,) = run_ranks(2, routes_of_copy, {EMBEDDING: values})
+    assert first == last == (values.pop("optimizer", "adam"), values)
+
+
+def refused_on_one_stage(freeze: bool) -> str:
+    chunk = make_chunk(Case("muon", **TIED).run)
+    (copy,) = (p for p in chunk.parameters() if getattr(p, "shared_embedding", False))
+    if torch.distributed.get_rank() == 1:
+        copy.requires_grad_(not freeze)
+        copy.on_last_stage = True
+    config = EmergingOptimizerConfig(optimizer="muon", lr=0.01, min_lr=0.001)
+    with pytest.raises(ConfigurationError) as caught:
+        get_megatron_optimizer(config, [chunk], {LAST_STAGE: {"wd_mult": 0.0}})
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("freeze", "words"), [(True, "requires_grad"), (False, "drift apart")])
+def test_copies_that_would_not_be_are_refused_on_all_ranks(freeze: bool, words: str) -> None:
+    for message in run_ranks(2, refused_on_one_stage, freeze):
+        assert words in message
