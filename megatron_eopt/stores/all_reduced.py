@@ -40,12 +40,13 @@ class AllReducedBuffer:
         layout = DistributedOptimizer._compute_per_buffer_param_layout(
             self.params, None, self.data_parallel_world_size, self.ddp_config, self.param_indices
         )
-        self.param_index_map = layout.param_index_map
+        # a shared embedding has a bucket of its own there
+        places = layout.param_index_map
+        self.param_index_map = {param: (*places[param][:2], 0) for param in places}
         self.num_optimizer_shards = layout.num_optimizer_shards
-        self.numel_unpadded = layout.per_bucket_numel_unpadded[0]
-        self._data = torch.zeros(
-            layout.bucket_indices[0][1], dtype=self.param_dtype, device=self.params[0].device
-        )
+        last, size = layout.bucket_indices[-1]
+        self.numel_unpadded = last + layout.per_bucket_numel_unpadded[-1]
+        self._data = torch.zeros(size, dtype=self.param_dtype, device=self.params[0].device)
         # what Megatron's distributed optimizer asks of a bucket
         bucket = SimpleNamespace(
             params_list=self.params,

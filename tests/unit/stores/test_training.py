@@ -67,6 +67,11 @@ CASES: dict[str, dict[str, Any]] = {
         "model": NO_BIAS | {"untied": False},
         "parallel": {"pp": 2},
     },
+    "tied embeddings, two stages, ddp that all-reduces": {
+        "model": NO_BIAS | {"untied": False},
+        "parallel": {"pp": 2},
+        "ddp": {"use_distributed_optimizer": False},
+    },
     "frozen embeddings": {"model": NO_BIAS, "frozen": "embedding"},
 }
 
