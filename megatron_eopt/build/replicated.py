@@ -18,6 +18,8 @@ from megatron_eopt.optimizers.element_wise import ElementWiseDriver, SlabDriver
 from megatron_eopt.optimizers.member import Member
 from megatron_eopt.optimizers.muon import TensorParallelMuon
 from megatron_eopt.routing.model import Routing
+from megatron_eopt.settings.fields import constructor_arguments
+from megatron_eopt.settings.registry import entry_of
 from megatron_eopt.settings.settings import Settings
 from megatron_eopt.stores.interface import Storage
 from megatron_eopt.stores.replicated import (
@@ -50,6 +52,8 @@ def chain_of_slabs(
     for share in shares_of(wanted.routing.groups, settings.optimizer, len(chunks)):
         matrices = wanted.routing.matrices
         base = build_base(share, settings, chunks, wanted.collection, splits=matrices)
+        if base is not None and base.layout == "matrix_state":
+            _check_whole(share, wanted.routing)
         members.append(_member(base, share, wanted, storage_of))
     return OptimizerChain(members, settings, scaler, chunks)
 
@@ -60,6 +64,18 @@ def _check_dtypes(routing: Routing) -> None:
             field = "bf16" if param.dtype == torch.bfloat16 else "fp16"
             rule = f"{name} is {param.dtype}, and there would be no float32 weights to step"
             raise ConfigurationError(field, False, rule, f"Set {field}=True")
+
+
+def _check_whole(share: Share, routing: Routing) -> None:
+    """Raise if a parameter declares matrices that its optimizer steps as one."""
+    if "splits" in constructor_arguments(entry_of(share.optimizer).optimizer_cls):
+        return
+    for item in (route.parameter for group in share.groups for route in group.members):
+        declared = getattr(item.param, "eopt_split", None)
+        if declared is not None and item.param in routing.splits:
+            rule = f"{share.optimizer} steps whole parameters where every rank stores them"
+            way_out = "Set use_distributed_optimizer=True, or leave eopt_split out"
+            raise ConfigurationError(f"{item.name}.eopt_split", declared, rule, way_out)
 
 
 def _main_params(scaler: Any, optimizer: Any, config: Any, init_state_fn: Any) -> Storage:

@@ -32,10 +32,11 @@ class FusedWeight:
     build_per_head: Callable[[tuple[int, ...]], Split] | None = None
 
 
-def fused_weight(owner: nn.Module, child: str) -> FusedWeight | None:
+def fused_weight(owner: nn.Module, child: str, linear: nn.Module) -> FusedWeight | None:
     """Say how the linear module ``owner.child`` is fused; ``None`` if it is one matrix or unknown.
 
     The owner's type decides, never the linear's class, of which there is one per back end.
+    ``owner.child`` may be an adapter around it.
     """
     if isinstance(owner, SelfAttention) and child == "linear_qkv":
         return _grouped_query(owner)
@@ -47,7 +48,7 @@ def fused_weight(owner: nn.Module, child: str) -> FusedWeight | None:
     if isinstance(owner, MLP | TEGroupedMLP) and child == "linear_fc1":
         return _gated_linear_unit(owner)
     if child == "in_proj":
-        return _linear_attention(owner)
+        return _linear_attention(owner, linear)
     return None
 
 
@@ -95,10 +96,10 @@ def _gated_linear_unit(owner: Any) -> FusedWeight | None:
     return FusedWeight("gated", None, lambda shape: gated(shape, interleave=interleave))
 
 
-def _linear_attention(owner: Any) -> FusedWeight | None:
+def _linear_attention(owner: Any, linear: Any) -> FusedWeight | None:
     """Projections beside one another, each cut over the tensor-parallel ranks by itself."""
     if isinstance(owner, MambaMixer):
-        names, sizes = ("z", "x", "B", "C", "dt"), owner.in_proj.weight.partition_sizes
+        names, sizes = ("z", "x", "B", "C", "dt"), linear.weight.partition_sizes
         head, state = owner.headdim, owner.d_state
         heads = {"z": head, "x": head, "B": state, "C": state}
     elif hasattr(owner, "in_proj_split_sections") and hasattr(owner, "in_proj_split_names"):

@@ -155,8 +155,8 @@ def with_splits(
     if names := [r.parameter.name for r in stacks if r.parameter.param in splits]:
         logger.warning(
             "These weights hold a matrix for every expert and are 3-D, for which megatron-core has "
-            "its scalar optimizer: %s. Set param.eopt_split = 'whole', or a Split, to have each "
-            "matrix stepped as one.",
+            "its scalar optimizer: %s. Set param.eopt_split = 'whole', or a Split such as "
+            "matrices.gated(param.shape) of gate and up, to have each matrix stepped as one.",
             ", ".join(names),
         )
     return replace(routing, splits=splits)
@@ -172,17 +172,11 @@ def _check_shared_embeddings(model_chunks: Sequence[torch.nn.Module], routing: R
     params = (param for chunk in model_chunks for param in chunk.parameters())
     shared = (param for param in params if getattr(param, "shared_embedding", False))
     found = everyones({groups.get(param) for param in shared})
-    if None in found and len(found) > 1:
-        rule = "is not the same on the pipeline stages that share the embedding"
-        way_out = "Freeze embedding.word_embeddings of the first and output_layer of the last, too"
-        raise ConfigurationError("requires_grad", "True and False", rule, way_out)
     if len(found) > 1:
-        kinds = " and ".join(sorted(key.kind for key in found))
-        rule = (
-            "differ between the pipeline stages that share the embedding, which would drift apart"
-        )
-        way_out = "Let a key match by name: both copies have embedding.word_embeddings's"
-        raise ConfigurationError("config_overrides", kinds, rule, way_out)
+        kinds = " and ".join(sorted("frozen" if key is None else key.kind for key in found))
+        rule = "the pipeline stages that share the embedding must step their copies alike"
+        way_out = "Freeze both or none, and let keys of overrides match by the embedding's name"
+        raise ConfigurationError("config_overrides, requires_grad", kinds, rule, way_out)
 
 
 def _tag_as_megatron_does(

@@ -9,6 +9,7 @@ A user declares a weight's split on the parameter, where it wins over everything
 """
 
 import logging
+import re
 from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from typing import NamedTuple, get_args
 
@@ -26,6 +27,9 @@ logger = logging.getLogger(__name__)
 
 QKV_TAG = "_tagged_qkv_split_shapes"
 """The attribute of a parameter with the ``qkv_split_shapes`` that no user has set, but routing."""
+
+# What adapters (LoRA) of Megatron-Bridge and PEFT call the module in whose place they stand.
+_ADAPTED = re.compile(r"\.(to_wrap|base_layer)$")
 
 # Names that fused projections go by, in megatron-core and in models ported to it.
 _FUSED_NAMES = frozenset(
@@ -130,7 +134,7 @@ def _weights(model_chunks: Iterable[nn.Module]) -> Iterator[_Weight]:
         modules = dict(chunk.named_modules())
         for path, linear in modules.items():
             # the chunk itself has no owner but itself
-            owner, child = path.rpartition(".")[::2]
+            owner, child = _ADAPTED.sub("", path).rpartition(".")[::2]
             for leaf, param in linear._parameters.items():
                 if param is None or not param.requires_grad or param.dim() not in (2, 3):
                     continue
@@ -153,7 +157,7 @@ def _split_of(weight: _Weight, which: Collection[SplitT], unknown: list[str]) ->
         lengths = declared_qkv(weight.param)
         if lengths is not None:
             return _fitted(weight, lambda shape: qkv(shape, lengths)) if "qkv" in which else None
-        fused = fused_weight(weight.owner, weight.child)
+        fused = fused_weight(weight.owner, weight.child, weight.linear)
         if fused is not None and fused.kind in which:
             build = fused.build_per_head if "per_head" in which else None
             return _fitted(weight, build or fused.build, fused.rows)

@@ -75,6 +75,30 @@ def test_pieces_that_do_not_fill_what_a_rank_stores_are_refused():
         Shard("w", gated((8, 4)), layouts, Ranks(None, 0, 2), (32,))
 
 
+def declared(storage: str, optimizer: str) -> list[str]:
+    """Build over a weight that is declared to be several matrices; return where it went."""
+    chunk = make_chunk(case_of(storage).run)
+    name, weight = next((n, p) for n, p in chunk.named_parameters() if "linear_qkv.weight" in n)
+    weight.eopt_split = gated(tuple(weight.shape))
+    config = EmergingOptimizerConfig(optimizer=optimizer, lr=0.01, **STORAGES[storage])
+    try:
+        groups = get_megatron_optimizer(config, [chunk]).param_groups
+    except ConfigurationError as error:
+        return [word for word in (f"{name}.eopt_split",) if word in str(error)]
+    return sorted({group["optimizer"] for group in groups})
+
+
+def test_declared_matrices_are_stepped_one_by_one_or_refused():
+    def found(*arguments):
+        return run_ranks(1, declared, *arguments)[0]
+
+    (refused,) = found("replicated", "soap")
+    assert refused.endswith("linear_qkv.weight.eopt_split")
+    assert found("sharded", "soap") == ["adam", "soap"]
+    assert found("replicated", "muon") == ["adam", "muon"]
+    assert found("replicated", "lion") == ["adam", "lion"]
+
+
 def test_nested_state_has_a_name_for_every_path():
     assert kind_of(("a", "b")) != kind_of(("a.b",)) != kind_of(("a/b",)) != kind_of(("a", "b"))
 

@@ -228,7 +228,7 @@ def refused_on_one_stage(freeze: bool) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("freeze", "words"), [(True, "requires_grad"), (False, "drift apart")])
+@pytest.mark.parametrize(("freeze", "words"), [(True, "frozen"), (False, "wd_mult")])
 def test_copies_that_would_not_be_are_refused_on_all_ranks(freeze: bool, words: str) -> None:
     for message in run_ranks(2, refused_on_one_stage, freeze):
         assert words in message

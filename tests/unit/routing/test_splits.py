@@ -156,6 +156,37 @@ def test_linear_attention() -> None:
     assert found == [{"in_proj.weight": "z 48 | x 48 | B 6 | C 6 | dt 8"}]
 
 
+class Adapter(nn.Module):
+    """What stands in a linear module's place, and adds to it."""
+
+    def __init__(self, linear: nn.Module, name: str) -> None:
+        super().__init__()
+        self.linear_in = nn.Linear(4, 2, bias=False)
+        self.add_module(name, linear)
+
+
+def adapted_rank(build: Any, name: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the splits of a model's weights, and of the same with adapters around its modules."""
+    modules.set_up(1)
+    model = build()
+    plain = {path: describe for path, (_, _, describe) in table(model).items()}
+    for path in plain:
+        model.set_submodule(
+            module := path.removesuffix(".weight"), Adapter(model.get_submodule(module), name)
+        )
+    adapted = {path: describe for path, (_, _, describe) in table(model).items()}
+    return plain, {path.replace(f".{name}.", "."): split for path, split in adapted.items()}
+
+
+@pytest.mark.parametrize("name", ["to_wrap", "base_layer"])
+@pytest.mark.parametrize(
+    "build", [partial(modules.mla, modules.mla_config()), modules.mamba, modules.gated_delta_net]
+)
+def test_weights_inside_of_adapters(build: Any, name: str) -> None:
+    ((plain, adapted),) = run_ranks(1, adapted_rank, build, name)
+    assert adapted == plain != {}
+
+
 def heads_rank(build: Any) -> dict[str, tuple[int, tuple[int, int]]]:
     modules.set_up(1)
     splits = find_splits([build()], which=[*ALL, "per_head"])
