@@ -3,13 +3,18 @@
 import io
 import json
 import math
+from argparse import Namespace
+from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 from torch import distributed
 
 from megatron_eopt.explain import Contents, explain, show, to_json
 from megatron_eopt.explain.contents import Layout
+from megatron_eopt.explain.saved import Entry, Saved
+from megatron_eopt.explain.targets import targets_of
 from tests.functional.script import train
 from tests.harness import run_ranks
 from tests.unit.explain.written import CASES, Written, write, write_fsdp2
@@ -113,8 +118,25 @@ def test_where_a_checkpoint_loads(explained):
     assert by_bucket["another tensor, pipeline or expert parallelism"] == "no"
     assert by_bucket["plain storage"] == "no"
     slabs = {target.where: target for target in explained["soap, TP, plain"].targets}
-    assert slabs["another tensor parallelism"].verdict == "no"
-    assert "--checkpoint-fresh-state L Q_L Q_R R" in slabs["another tensor parallelism"].how
+    for where in ("another tensor parallelism", "sharded storage"):
+        assert slabs[where].verdict == "no"
+        assert "--checkpoint-fresh-state L Q_L Q_R R" in slabs[where].how
+    assert slabs["plain storage"].verdict == "yes"
+    assert anywhere["an optimizer without exp_avg, exp_avg_sq, momentum_buffer"] == "yes"
+    assert anywhere["one with some of these and others"] == "no"
+
+
+def test_which_storage_wrote_soap_is_known_from_its_arguments():
+    def verdicts(kind, **args):
+        entry = Entry("weight", kind, (4, 4), torch.float32, of_matrix=True)
+        saved = Saved(Path(), "torch_dist", entries=[entry], common={"args": Namespace(**args)})
+        found = {target.where: target.verdict for target in targets_of(saved)}
+        return found["sharded storage"], found["plain storage"]
+
+    assert verdicts("L", use_distributed_optimizer=True) == ("yes", "no")
+    assert verdicts("L", use_distributed_optimizer=False) == ("no", "yes")
+    assert verdicts("L") == ("not tested", "not tested")
+    assert verdicts("moment2_buffer") == ("yes", "yes")
 
 
 def test_files_of_ranks_hold_the_same(saved, explained):
