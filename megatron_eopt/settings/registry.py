@@ -6,6 +6,7 @@ packages that declare an entry point in the group ``megatron_eopt.optimizers``.
 
 import functools
 import importlib.metadata
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -16,6 +17,8 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError, check_choice
 from megatron_eopt.base.names import STANDARD_OPTIMIZERS
 from megatron_eopt.base.upstream import found
+
+logger = logging.getLogger(__name__)
 
 Overrides = Mapping[ParamKey, Mapping[str, Any]]
 """Settings of some of the parameters, by what matches these."""
@@ -32,7 +35,7 @@ StateLayoutT = Literal["element_wise", "matrix_update", "matrix_state"]
 """
 
 _entries: dict[str, "EmergingOptimizerEntry"] = {}
-_from_packages: set[str] = set()
+_from_packages: set[tuple[str, str]] = set()
 
 
 def is_nonlinear_or_embedding(param: torch.Tensor) -> bool:
@@ -189,9 +192,17 @@ def entries() -> dict[str, EmergingOptimizerEntry]:
         if not isinstance(entry, EmergingOptimizerEntry):
             _entries[name] = _adopted(name, entry)
     for point in _entry_points():
-        if point.value not in _from_packages:
-            register_optimizer(point.name, point.load())
-            _from_packages.add(point.value)
+        if (known := (point.name, point.value)) in _from_packages:
+            continue
+        try:
+            loaded = point.load()
+        except Exception as error:
+            # no reason why a run with another optimizer should not start
+            text = "optimizer %r cannot be loaded from %r of an installed package: %s: %s"
+            logger.warning(text, *known, type(error).__name__, error)
+        else:
+            register_optimizer(point.name, loaded)
+        _from_packages.add(known)
     return _entries
 
 

@@ -56,25 +56,37 @@ def test_every_optimizer_trains():
         assert losses[-1] < losses[0], name
 
 
-def test_entry_points_of_installed_packages_are_loaded(monkeypatch):
+def test_entry_points_of_installed_packages_are_loaded(monkeypatch, caplog):
     class Theirs(torch.optim.SGD):
         pass
 
-    point = SimpleNamespace(
-        name="theirs", value="theirs:Theirs", load=lambda: EmergingOptimizerEntry(Theirs)
-    )
+    def point(name, load):
+        return SimpleNamespace(name=name, value=f"theirs:{load.__name__}", load=load)
+
+    def entry():
+        return EmergingOptimizerEntry(Theirs)
+
+    def broken():
+        raise ModuleNotFoundError("No module named 'absent'")
+
+    points = [point("theirs", entry), point("broken", broken), point("also", entry)]
     registry.entries()
     monkeypatch.setattr(registry, "_entries", dict(registry.entries()))
     monkeypatch.setattr(registry, "_from_packages", set())
 
     def entry_points(*, group: str) -> list[SimpleNamespace]:
-        return [point] if group == "megatron_eopt.optimizers" else []
+        return points if group == "megatron_eopt.optimizers" else []
 
     monkeypatch.setattr(
         registry, "_entry_points", lambda: entry_points(group=registry.ENTRY_POINTS)
     )
-    assert registry.entry_of("theirs").optimizer_cls is Theirs
-    assert registry.entry_of("theirs").optimizer_cls is Theirs
+    for name in ("theirs", "also", "theirs"):
+        assert registry.entry_of(name).optimizer_cls is Theirs
+    with pytest.raises(ConfigurationError, match="broken"):
+        registry.entry_of("broken")
+    (record,) = caplog.records
+    for word in ("'broken'", "'theirs:broken'", "No module named 'absent'"):
+        assert word in record.getMessage()
 
 
 def test_entries_are_checked(monkeypatch):
