@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from megatron_eopt.base.agreement import agreed, agreed_in
 from megatron_eopt.base.errors import ConfigurationError
@@ -56,9 +57,8 @@ def build_optimizer(
     """Return the optimizer of a model that ``fully_shard`` has sharded, or of an unsharded one.
 
     Call it after torch's ``fully_shard`` (and after ``parallelize_module``) or Megatron-FSDP's
-    ``fully_shard_model``, before the first forward pass.
-    Nothing that is passed in is changed, apart from attributes that optimizers read from
-    parameters. All ranks must call this together.
+    ``fully_shard_model``, between passes. Nothing that is passed in is changed, apart from
+    attributes that optimizers read from parameters. All ranks must call this together.
 
     Args:
         model: The model. Its parameters are DTensors on meshes of any number of dimensions, or
@@ -89,6 +89,9 @@ def build_optimizer(
         mark_parameters(named, output_layers)
         return settings, overrides_for(settings, config_overrides)
 
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # after a forward pass the root still has whole parameters
     managing = fsdp_modules([model])
     # names are those that users gave
     named: Any = model.module if model in managing else model

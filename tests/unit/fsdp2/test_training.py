@@ -29,13 +29,17 @@ class Network(nn.Module):
         return self.lm_head(self.mixed(hidden))
 
 
-def losses(rank, world, mixed):
+def losses(rank, world, mixed, passed=False):
     network = Network()
     if world > 1:
         mesh = init_device_mesh("cpu", (world,))
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        fully_shard(network.hidden, mesh=mesh, **({"mp_policy": policy} if mixed else {}))
+        if not passed:
+            fully_shard(network.hidden, mesh=mesh, **({"mp_policy": policy} if mixed else {}))
         fully_shard(network, mesh=mesh, **({"mp_policy": policy} if mixed else {}))
+    if passed:
+        with torch.no_grad():
+            network(torch.arange(4))
     optimizer = build_optimizer(network, config())
     assert sum(len(group["params"]) for group in optimizer.param_groups) == 4
     found = []
@@ -51,8 +55,8 @@ def losses(rank, world, mixed):
     return found
 
 
-def sharded_losses(mixed):
-    return losses(torch.distributed.get_rank(), torch.distributed.get_world_size(), mixed)
+def sharded_losses(mixed, passed=False):
+    return losses(torch.distributed.get_rank(), torch.distributed.get_world_size(), mixed, passed)
 
 
 def test_training_sharded_is_training_unsharded():
@@ -60,6 +64,12 @@ def test_training_sharded_is_training_unsharded():
     assert alone[-1] < 0.5 * alone[0]
     together = torch.tensor(run_ranks(2, sharded_losses, False, cpu=False)).mean(0)
     # the ranks' means are averaged in another order than one process sums
+    assert together.tolist() == pytest.approx(alone, rel=1e-4)
+
+
+def test_a_root_that_a_pass_has_left_whole_is_trained():
+    alone = losses(0, 1, mixed=False)
+    together = torch.tensor(run_ranks(2, sharded_losses, False, True, cpu=False)).mean(0)
     assert together.tolist() == pytest.approx(alone, rel=1e-4)
 
 
