@@ -101,7 +101,8 @@ def build_optimizer(
         routing = route_parameters(settings, trainable_parameters([named]), overrides)
         routing = with_splits(routing, settings, [named])
     if settings.clip_grad:
-        logger.info("clip_grad is for the training loop: torch.nn.utils.clip_grad_norm_")
+        clip = "optimizer.clip_grad_norm" if managing else "torch.nn.utils.clip_grad_norm_"
+        logger.info("clip_grad is for the training loop: %s", clip)
     if managing:
         routing = routing.over(shards_of_parameters([model]))
     shares = shares_of(routing.groups, settings.optimizer, 1)

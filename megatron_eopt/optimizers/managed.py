@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
+
 from megatron_eopt.base.upstream import needed
 from megatron_eopt.optimizers.sharded import ShardedOptimizer
 from megatron_eopt.stores.megatron_fsdp import complete_gradients, compute_with_main_weights
@@ -20,12 +23,26 @@ class ManagedOptimizer(ShardedOptimizer):
         self._managing = list(managing)
         super().__init__(*args)
 
-    def _step(self) -> None:
-        """Wait for the gradients, step, and write the weights to the model."""
+    def clip_grad_norm(self, max_norm: float, **options: Any) -> Tensor:
+        """Clip as torch's ``clip_grad_norm_`` would, which hangs on shards that are empty.
+
+        Returns:
+            The norm before, on all ranks.
+        """
+        self._collect_gradients()
+        norm: Any = clip_grad_norm_(self.names, max_norm, **options)
+        return norm.full_tensor()  # type: ignore[no-any-return]
+
+    def _collect_gradients(self) -> None:
         for module in self._managing:
-            if not module.model_auto_sync:
+            # backward passes since the last time; what is reduced twice is wrong
+            if module.microbatch_count:
                 module.finish_grad_sync()
         complete_gradients(self.names)
+
+    def _step(self) -> None:
+        """Wait for the gradients, step, and write the weights to the model."""
+        self._collect_gradients()
         super()._step()
         for module in self._managing:
             module.install_optimized_model_weights()

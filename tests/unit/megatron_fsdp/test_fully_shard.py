@@ -34,7 +34,7 @@ OPTIMIZERS = {
 TOLERANCE = 1e-6
 
 
-def sharded(model: nn.Module, strategy: str, *, replicas: int = 1) -> Any:
+def sharded(model: nn.Module, strategy: str, *, replicas: int = 1, **options: bool) -> Any:
     shards = dist.get_world_size() // replicas
     names = ("outer", "fsdp", "tp")
     mesh = init_device_mesh("cpu", (replicas, shards, 1), mesh_dim_names=names)
@@ -50,6 +50,7 @@ def sharded(model: nn.Module, strategy: str, *, replicas: int = 1) -> Any:
         fsdp_unit_modules=[nn.Linear],
         zero_dp_strategy=strategy,
         **hybrid,
+        **options,
     )
 
 
@@ -152,6 +153,36 @@ def test_training_sharded_is_training_unsharded():
     for strategy in ("optim", "optim_grads", "optim_grads_params"):
         for found in run_ranks(2, losses, strategy):
             assert found == pytest.approx(expected, rel=1e-6), strategy
+
+
+def clipped(strategy: str = "", options: Any = ()) -> list[float]:
+    """Return the norms of gradients that are clipped, of other words on each rank."""
+    model, rank, world = Network(), 0, 1
+    if strategy:
+        model = sharded(model, strategy, **dict(options))
+        rank, world = dist.get_rank(), dist.get_world_size()
+    optimizer = build_optimizer(model, config("sgd", lr=1.0))
+    found = []
+    for step in range(4):
+        words = (torch.arange(16) % (7 + step)).chunk(world)[rank]
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(words), (words * 5) % 19).backward()
+        if strategy:
+            norm = optimizer.clip_grad_norm(0.2)
+        else:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+        found.append(norm.item())
+        optimizer.step()
+    return found
+
+
+def test_gradients_are_clipped_by_their_common_norm():
+    expected = clipped()
+    assert min(expected) > 0.2
+    waiting = {"sync_model_each_microbatch": False, "overlap_grad_reduce": False}
+    for strategy, options in (("optim_grads_params", {}), ("optim", {}), ("optim", waiting)):
+        for found in run_ranks(2, clipped, strategy, options):
+            assert found == pytest.approx(expected, rel=1e-5), (strategy, options)
 
 
 def saved(folder: str) -> list[float]:
