@@ -80,7 +80,7 @@ def build_optimizer(
 
     def checked() -> tuple[Settings, Overrides]:
         check_config(config)
-        settings = resolve_for_dtensors(config)
+        settings = resolve_for_dtensors(config, own_loop=True)
         if managing:
             refuse_modes(managing)
             refuse_tensor_parallelism(managing)
@@ -110,14 +110,14 @@ def build_optimizer(
     return agreed(lambda: build_routed(settings, routing, shares, cls))
 
 
-def resolve_for_dtensors(config: Any) -> Settings:
-    """Return what a configuration means for DTensors.
+def resolve_for_dtensors(config: Any, *, own_loop: bool = False) -> Settings:
+    """Return what a configuration means for DTensors, in Megatron's training loop or another.
 
     Raises:
         ConfigurationError: If a field has no meaning for them, or as for any configuration.
         ConfigurationTypeError: If a value has the wrong type.
     """
-    refuse_for_dtensors(config)
+    refuse_for_dtensors(config, own_loop=own_loop)
     settings = replace(resolve(config), of_dtensors=True)
     if settings.exempt_from_clipping:
         rule = "is not supported: all sharded parameters are in one optimizer"

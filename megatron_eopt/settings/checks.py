@@ -116,6 +116,17 @@ _FOR_DTENSORS = {
     "overlap_param_gather_with_optimizer_step": "is about Megatron's buffers",
 }
 
+_FOR_OWN_LOOPS = dict.fromkeys(
+    (
+        "grad_norm_skip_threshold",
+        "log_num_zeros_in_grad",
+        "log_optimizer_memory",
+        "log_optimizer_stats",
+        "checkpoint_fresh_state",
+        "checkpoint_momentum_from_adam",
+    ),
+    "works with get_megatron_optimizer",
+)
 
 _WHERE_MUON_IS_THE_MAIN_ONE = {
     "muon_exempt_from_clipping": (
@@ -303,10 +314,11 @@ def refuse_for_qk_clip(config: Any, ddp_config: Any, *, hybrid: bool) -> None:
             raise ConfigurationError("qk_clip", True, rule, f"Set qk_clip=False or {name}=False")
 
 
-def refuse_for_dtensors(config: Any) -> None:
-    """Raise a ConfigurationError for the first field that has no meaning for DTensors."""
-    for name, rule in _FOR_DTENSORS.items():
-        if value := getattr(config, name, None):
+def refuse_for_dtensors(config: Any, *, own_loop: bool) -> None:
+    """Raise for the first field that has no meaning for DTensors, or without Megatron's loop."""
+    for name, rule in (_FOR_DTENSORS | (_FOR_OWN_LOOPS if own_loop else {})).items():
+        value = getattr(config, name, None)
+        if value != math.inf if name == "grad_norm_skip_threshold" else value:
             raise ConfigurationError(name, value, f"{rule}, not here", f"Leave {name} unset")
     if config.lr is None:
         raise ConfigurationError("lr", None, "must be given", "Give the largest learning rate")
