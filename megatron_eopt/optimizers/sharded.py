@@ -283,12 +283,12 @@ class ShardedOptimizer(CompositeOptimizer):
                 kept[key] = shard_like(param, value) if cut else value
 
     def _restore_dtypes(self, state_dict: dict[str, Any]) -> None:
-        """Undo torch's conversion of state to the dtype of 16-bit parameters."""
+        """Undo torch's conversion of state, steps apart, to the dtype of 16-bit parameters."""
         for number, param in self._saved_under(state_dict):
             if param.dtype == torch.float32:
                 continue
             for key, value in state_dict["state"].get(number, {}).items():
-                if isinstance(value, Tensor) and value.dim():
+                if isinstance(value, Tensor) and key != "step":
                     self.state[param][key] = value.to(param.device)
 
 

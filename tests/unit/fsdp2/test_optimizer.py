@@ -1,5 +1,7 @@
 """An ordinary torch optimizer: groups, state, schedules and hooks are alive."""
 
+import copy
+
 import pytest
 import torch
 from megatron.core.optimizer.optimizer_config import ParamKey
@@ -198,6 +200,19 @@ def test_16_bit_weights_are_rounded_once():
             # a last bit where the two sides of a rounding boundary are 1e-7 apart
             same = (result[name] == weight).float().mean()
             assert same > 0.99, name
+
+
+@pytest.mark.parametrize("name", ["psgd_pro", "adam"])
+def test_16_bit_weights_load_all_state_as_it_was(name):
+    _, optimizer = train("plain", config(name), steps=2, dtype=torch.bfloat16)
+    saved = copy.deepcopy(optimizer.state_dict())
+    kept = copy.deepcopy(saved["state"])
+    optimizer.load_state_dict(saved)
+    for key, values in optimizer.state_dict()["state"].items():
+        for kind, value in kept[key].items():
+            same = torch.as_tensor(values[kind]) == torch.as_tensor(value)
+            assert same.all(), (key, kind)
+            assert getattr(values[kind], "dtype", None) == getattr(value, "dtype", None)
 
 
 def test_everything_has_one_group_of_settings():
