@@ -56,6 +56,7 @@ class ShardedOptimizer(CompositeOptimizer):
         names: Mapping[Tensor, str],
     ) -> None:
         self.names = dict(names)
+        self._copies: set[Tensor] = set()  # which never require gradients
         self._params = {driver: list(params) for driver, _, params in served}
         super().__init__(groups, [(driver, places) for driver, places, _ in served])
         for driver in self.drivers:
@@ -93,6 +94,7 @@ class ShardedOptimizer(CompositeOptimizer):
         """
         self.names = {replaced.get(param, param): name for param, name in self.names.items()}
         self._filled = {replaced.get(param, param) for param in self._filled}
+        self._copies.update(replaced.values())
         self._params = {
             driver: [replaced.get(param, param) for param in params]
             for driver, params in self._params.items()
@@ -178,14 +180,17 @@ class ShardedOptimizer(CompositeOptimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over groups and state; collective.
+        """Take over groups and state; collective. What is frozen keeps state that is missing.
 
         Raises:
             ConfigurationError: On all ranks, if state of a parameter is missing or has another
                 shape; nothing has changed then.
         """
         self._revive()
-        loaded = agreed(lambda: self._fitting(state_dict))
+        frozen = self._state_of_frozen()
+        loaded = agreed(lambda: self._fitting(state_dict, frozen))
+        filled = {key: loaded[param] for key, param in self._saved_under(state_dict)}
+        state_dict = {**state_dict, "state": filled}
         for driver, owned in self._owned.items():
             with self.scene(driver) as (groups, state):
                 driver.expect(groups, state)
@@ -235,7 +240,18 @@ class ShardedOptimizer(CompositeOptimizer):
             if kinds is not None:
                 self._stand_for(driver, kinds)
 
-    def _fitting(self, state_dict: Mapping[str, Any]) -> dict[Tensor, Mapping[str, Any]]:
+    def _state_of_frozen(self) -> dict[Tensor, Mapping[str, Any]]:
+        """Return the state of parameters frozen since, of which torch loads none; collective."""
+        frozen = {param for param in self.names if not param.requires_grad} - self._copies
+        if not frozen:
+            return {}
+        saved = self.state_dict()
+        pairs = self._saved_under(saved)
+        return {p: saved["state"].get(key, {}) for key, p in pairs if p in frozen}
+
+    def _fitting(
+        self, state_dict: Mapping[str, Any], frozen: Mapping[Tensor, Mapping[str, Any]]
+    ) -> dict[Tensor, Mapping[str, Any]]:
         """Return what a state dict has of each parameter, if it has all that a step needs."""
         sizes, own = (
             [len(group["params"]) for group in groups]
@@ -244,7 +260,7 @@ class ShardedOptimizer(CompositeOptimizer):
         if sizes != own:
             raise _unfit(f"has groups of {sizes} parameters, and they must have {own}")
         pairs = self._saved_under(state_dict)
-        loaded = {param: state_dict["state"].get(key, {}) for key, param in pairs}
+        loaded = {p: state_dict["state"].get(key, frozen.get(p, {})) for key, p in pairs}
         for driver in self.drivers:
             for param in self._params[driver]:
                 kept = self.state[param]

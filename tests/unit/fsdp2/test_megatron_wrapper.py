@@ -20,6 +20,8 @@ from tests.unit.fsdp2.model import config, eager, shard
 
 def build(vocabulary=128, **fields):
     model = tiny_gpt(layers=1, vocabulary=vocabulary, transformer_impl="local")
+    if fields.get("bf16"):
+        model.bfloat16()
     wrapped = TorchFullyShardedDataParallel(
         model.config, TorchFullyShardedDataParallelConfig(), model
     )
@@ -57,6 +59,9 @@ def observe():
     refusals["storage"] = says(lambda: build(use_distributed_optimizer=True))
     other, its = build(127)
     refusals["uneven"] = says(lambda: its.sharded_state_dict(other.module.sharded_state_dict()))
+    inner = build(bf16=True, params_dtype=torch.bfloat16)[1].members[0].storage.optimizer
+    gone = {**inner.state_dict(), "state": {}}
+    refusals["gone"] = says(lambda: inner.load_state_dict(gone))
     return success, float(norm), numel, zeros, all(moved), refusals
 
 
@@ -69,6 +74,8 @@ def test_it_behaves_like_megatrons_own():
         assert "embedding" in refusals["nan"]
         assert "use_distributed_optimizer" in refusals["storage"]
         assert "must divide by the ranks" in refusals["uneven"]
+        # main copies require no gradients, and are not frozen
+        assert "lacks momentum_buffer" in refusals["gone"]
 
 
 SAVED = {

@@ -109,6 +109,22 @@ def test_flattened_state_is_loaded(name):
 
 
 @eager
+def frozen_later(name):
+    """Return how far a run that loaded while a weight was frozen is from one that did not."""
+    (model, optimizer), other = (train("fsdp", config(name), steps=3) for _ in range(2))
+    model.up.weight.requires_grad_(False)
+    saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
+    set_optimizer_state_dict(model, optimizer, saved)
+    model.up.weight.requires_grad_(True)
+    return apart((model, optimizer), other)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_what_is_frozen_later_keeps_its_state(name):
+    assert run_ranks(2, frozen_later, name) == [0, 0]
+
+
+@eager
 def cleared(name):
     """Return how far an optimizer whose state was cleared is from a new one."""
     model, optimizer = train("fsdp", config(name), steps=2)
