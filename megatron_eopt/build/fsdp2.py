@@ -92,6 +92,7 @@ def build_optimizer(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # after a forward pass the root still has whole parameters
+    model = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
     managing = fsdp_modules([model])
     # names are those that users gave
     named: Any = model.module if model in managing else model

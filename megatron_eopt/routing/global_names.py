@@ -30,7 +30,8 @@ def name_parameters(model_chunks: Sequence[Any]) -> None:
 def counted_names(model: torch.nn.Module) -> dict[str, str]:
     """Return each parameter's name, and the same as it would be on a rank with the whole model.
 
-    Layers and experts are counted, and a tied embedding's copy in an output layer is the embedding.
+    Layers and experts are counted, a tied embedding's copy in an output layer is the embedding, and
+    what torch.compile adds is left out.
     """
     layers, experts = {}, {}
     for path, module in model.named_modules():
@@ -52,6 +53,7 @@ def _counted(name: str, layers: Mapping[str, int], experts: Mapping[str, Sequenc
     counted = ".".join(
         str(layers[path]) if word.isdigit() and path in layers else word
         for word, path in zip(words, paths, strict=True)
+        if word != "_orig_mod"
     )
     indices = next((experts[path] for path in paths if path in experts), None)
     if indices is None:

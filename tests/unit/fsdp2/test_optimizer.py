@@ -81,6 +81,18 @@ def test_an_unnamed_output_layer_is_warned_about(caplog):
     assert "output_layers=['classifier']" in caplog.text
 
 
+def test_compiled_modules_have_the_names_of_others():
+    model = make_model()
+    model.output, model.lm_head = model.lm_head, None
+    model.up = torch.compile(model.up)
+    overrides = {ParamKey(name="up.weight"): {"lr_mult": 0.5}}
+    optimizer = build_optimizer(torch.compile(model), config(), overrides)
+    found = groups_of(model, optimizer)
+    assert found["output.weight"][0] == "adam"
+    assert found["up._orig_mod.weight"][:2] == ("muon", 0.01)
+    assert "output.weight" in optimizer.names.values()
+
+
 def test_a_convolution_is_no_stack_of_matrices():
     model = make_model()
     model.convolution = torch.nn.Conv1d(4, 4, 3)
