@@ -1,5 +1,6 @@
 """Continuing a run of ``torch.optim.Muon``."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,8 +10,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import MOMENTUM
+from megatron_eopt.math.coefficients import resolve_coefficients
+from megatron_eopt.optimizers.muon_driver import MuonDriver
 from megatron_eopt.optimizers.sharded import ShardedOptimizer
 from megatron_eopt.stores.dtensors import local_of
+
+logger = logging.getLogger(__name__)
 
 
 @torch.no_grad()
@@ -22,7 +27,7 @@ def import_torch_muon(
     """Take the momenta out of a ``torch.optim.Muon`` state dict; collective.
 
     Both keep the same moving average, so that nothing has to be converted. Settings are not taken
-    over: they come from the configuration.
+    over: they come from the configuration, and those that differ are warned of.
 
     Args:
         optimizer: Where the momenta go.
@@ -60,6 +65,25 @@ def import_torch_muon(
             value = distribute_tensor(value, mesh, placements, src_data_rank=None)
         local_of(target).copy_(local_of(value))
     optimizer.pack()
+    _warn_of_other_settings(optimizer, state_dict["param_groups"])
+
+
+def _warn_of_other_settings(optimizer: ShardedOptimizer, groups: Sequence[Any]) -> None:
+    driver = next((d for d in optimizer.drivers if isinstance(d, MuonDriver)), None)
+    if driver is None:
+        return
+    how = driver.settings.orthogonalization
+    ours = {
+        "momentum": optimizer.groups_of(driver)[0]["momentum"],
+        "nesterov": driver.settings.nesterov,
+        "ns_steps": how.steps,
+        "ns_coefficients": resolve_coefficients(how.coefficients, how.steps),
+    }
+    for name, theirs in ((name, group[name]) for group in groups for name in ours if name in group):
+        of_steps = (tuple(theirs),) * how.steps if name == "ns_coefficients" else theirs
+        if of_steps != ours[name]:
+            text = "torch.optim.Muon had %s=%s, which now is %s: another optimizer"
+            logger.warning(text, name, theirs, ours[name])
 
 
 def _momenta_by_name(

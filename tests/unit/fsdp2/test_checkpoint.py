@@ -202,6 +202,18 @@ def test_named_momenta_are_imported_by_name():
     assert torch.equal(optimizer.state[model.tiny.weight]["momentum_buffer"], expected)
 
 
+def test_settings_that_torchs_muon_had_otherwise_are_warned_of(caplog):
+    like_torch = {"muon_nesterov": True, "muon_coefficient_type": "simple"}
+    for settings, warned in ((like_torch, []), ({}, ["nesterov", "ns_coefficients"])):
+        caplog.clear()
+        model = make_model()
+        model.experts.weight.requires_grad_(False)
+        optimizer = build_optimizer(model, config(**settings))
+        import_torch_muon(optimizer, torch_muon(NO_STACKS).state_dict(), NO_STACKS)
+        of_torch = [r.args for r in caplog.records if r.msg.startswith("torch.optim.Muon had")]
+        assert [name for name, *_ in of_torch] == warned
+
+
 def test_import_refuses_what_does_not_fit():
     state_dict = torch_muon(NO_STACKS).state_dict()
     optimizer = build_optimizer(make_model(), config())
