@@ -318,7 +318,8 @@ def refuse_for_dtensors(config: Any, *, own_loop: bool) -> None:
     """Raise for the first field that has no meaning for DTensors, or without Megatron's loop."""
     for name, rule in (_FOR_DTENSORS | (_FOR_OWN_LOOPS if own_loop else {})).items():
         value = getattr(config, name, None)
-        if value != math.inf if name == "grad_norm_skip_threshold" else value:
+        # each step is skipped above a threshold of 0
+        if value not in (None, math.inf) if name == "grad_norm_skip_threshold" else value:
             raise ConfigurationError(name, value, f"{rule}, not here", f"Leave {name} unset")
     if config.lr is None:
         raise ConfigurationError("lr", None, "must be given", "Give the largest learning rate")

@@ -208,7 +208,7 @@ APART = ("cpu", "checkpoint_files", "plan", "dry_run", "explain", "command", "__
 def test_the_whole_stays_small():
     own = [place for place in SOURCES if top_of(place) not in APART]
     folder = {place: ROOT / ("" if top_of(place) == "arguments" else PACKAGE) for place in own}
-    assert sum((folder[place] / place).read_text().count("\n") for place in own) <= 22_400
+    assert sum((folder[place] / place).read_text().count("\n") for place in own) <= 22_700
 
 
 def functions_of(tree: ast.Module) -> Iterator[ast.FunctionDef]:

@@ -216,11 +216,10 @@ def test_copies_of_a_tied_embedding_are_stepped_alike(values: dict[str, Any]) ->
     assert first == last == (values.pop("optimizer", "adam"), values)
 
 
-def refused_on_one_stage(freeze: bool) -> str:
+def refused_on_one_stage() -> str:
     chunk = make_chunk(Case("muon", **TIED).run)
     (copy,) = (p for p in chunk.parameters() if getattr(p, "shared_embedding", False))
     if torch.distributed.get_rank() == 1:
-        copy.requires_grad_(not freeze)
         copy.on_last_stage = True
     config = EmergingOptimizerConfig(optimizer="muon", lr=0.01, min_lr=0.001)
     with pytest.raises(ConfigurationError) as caught:
@@ -228,7 +227,7 @@ def refused_on_one_stage(freeze: bool) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("freeze", "words"), [(True, "frozen"), (False, "wd_mult")])
-def test_copies_that_would_not_be_are_refused_on_all_ranks(freeze: bool, words: str) -> None:
-    for message in run_ranks(2, refused_on_one_stage, freeze):
-        assert words in message
+def test_copies_that_would_not_be_are_refused_on_all_ranks() -> None:
+    first, last = run_ranks(2, refused_on_one_stage)
+    assert first == last
+    assert "'adam/dense/ and adam/dense/wd_mult': the pipeline stages" in first
