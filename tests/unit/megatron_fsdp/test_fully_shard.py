@@ -180,7 +180,8 @@ def test_gradients_are_clipped_by_their_common_norm():
     expected = clipped()
     assert min(expected) > 0.2
     waiting = {"sync_model_each_microbatch": False, "overlap_grad_reduce": False}
-    for strategy, options in (("optim_grads_params", {}), ("optim", {}), ("optim", waiting)):
+    tried = [(name, {}) for name in ("optim_grads_params", "optim", "no_shard")]
+    for strategy, options in (*tried, ("optim", waiting)):
         for found in run_ranks(2, clipped, strategy, options):
             assert found == pytest.approx(expected, rel=1e-5), (strategy, options)
 
