@@ -4,14 +4,14 @@ There a kind of state is one flat tensor for each bucket of DDP's buffers. It ca
 optimizer over the same buffers, at any data-parallel size.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch import Tensor
 
-from megatron_eopt.checkpoint.saved_state import Source, Value, kinds_to_read
+from megatron_eopt.checkpoint.saved_state import Shapes, Source, Value, kinds_to_read
 from megatron_eopt.optimizers.member import Member
 from megatron_eopt.stores.sharded import FragmentsOptimizer
 
@@ -38,16 +38,24 @@ class BucketSpace:
         self._optimizer = optimizer
         self._of = dict(self._places())
 
-    def kinds(self, available: Collection[str]) -> dict[Tensor, set[str]]:
-        """Return the kinds of state of every parameter; nothing if none are of this optimizer."""
-        kinds: dict[str, set[str]] = {}
-        for key in available:
+    def keys(self) -> set[str]:
+        """Return the keys of all buckets, in every spelling, without a kind of state."""
+        return {prefix + place.key for prefix in self.prefixes for place in self._of.values()}
+
+    def kinds(self, shapes: Shapes) -> dict[Tensor, set[str]]:
+        """Return the kinds of state of every parameter; nothing if none are of this optimizer.
+
+        There are none in a bucket of another size, which is another layout's.
+        """
+        kinds: dict[tuple[str, Any], set[str]] = {}
+        for key, shape in shapes.items():
             bucket, _, kind = key.rpartition(".")
-            kinds.setdefault(bucket, set()).add(kind)
+            kinds.setdefault((bucket, shape), set()).add(kind)
         for prefix in self.prefixes:
-            if any(bucket.startswith(f"{prefix}gbuf_idx_") for bucket in kinds):
+            if any(bucket.startswith(f"{prefix}gbuf_idx_") for bucket, _ in kinds):
                 return {
-                    param: kinds.get(prefix + its.key, set()) for param, its in self._of.items()
+                    param: kinds.get((prefix + its.key, (its.size,)), set())
+                    for param, its in self._of.items()
                 }
         return {}
 

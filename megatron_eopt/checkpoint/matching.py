@@ -177,7 +177,7 @@ def _left_over(keys_there: list[str], asked: set[str], own: set[str]) -> dict[st
     any_state = any(split_key(key) is not None for key in own)
     # one flag per key: whether it is asked for, and whether its parameter is known
     asked_for = [key in asked for key in keys_there]
-    of_known = [_is_known(key, known) for key in keys_there]
+    of_known = [key.rpartition(".")[0] in own or _is_known(key, known) for key in keys_there]
     flags = torch.tensor([[*asked_for, any_state], [*of_known, False]], dtype=torch.int32)
     flags = flags.to(device_of_collectives())
     if distributed.is_initialized():
@@ -205,8 +205,8 @@ def _refuse_left_over_state(
         else:
             refused.append(key)
     _log(
-        f"checkpoint {folder}: its {kind} of {count} parameters is left out, since their "
-        "optimizer has changed"
+        f"checkpoint {folder}: its {kind} is left out ({count} tensors), since the optimizer of "
+        "its parameters has changed"
         for kind, count in sorted(changed.items())
     )
     if refused:

@@ -109,9 +109,10 @@ class StateRequests:
         self._ask()
 
     def own_keys(self) -> set[str]:
-        """Return the keys by parameter, in every spelling, of all state that there is."""
+        """Return the keys by parameter, and those of buckets, in every spelling, of all state."""
         sources = [source for value in self._values for source in value.sources]
-        return saved_keys([list(source.pieces) for source in sources if source.bucket is None])
+        keys = saved_keys([list(source.pieces) for source in sources if source.bucket is None])
+        return keys.union(*(space.keys() for space in self._buckets.values()))
 
     def keys(self) -> set[str]:
         """Return the checkpoint's keys that are asked for now."""
@@ -162,7 +163,8 @@ class StateRequests:
             else:
                 there = {"another optimizer's"}
             reading.choose(values, shapes, there)
-        reading.refuse(other_buckets=has_buckets)
+        all_match = bool(in_buckets) and all(in_buckets.values())
+        reading.refuse(other_buckets=has_buckets and not all_match)
         self._chosen = reading.chosen
         self._ask()
         return reading.lines()

@@ -167,7 +167,7 @@ def test_a_checkpoint_of_adam_loads_into_muon_and_back(tmp_path):
     run_ranks(2, save, Case("adam", BF16), str(tmp_path))
     error, log, momentum = outcome(2, Case("muon", BF16), tmp_path)
     assert (error, momentum) == ("", 0.0)
-    assert "its exp_avg_sq of 4 parameters is left out, since their optimizer has changed" in log
+    assert "its exp_avg_sq is left out (4 tensors), since the optimizer of its" in log
     error, _, momentum = outcome(2, Case("muon", BF16), tmp_path, momentum_from_adam=True)
     assert error == ""
     assert momentum > 0
@@ -177,7 +177,36 @@ def test_a_checkpoint_of_adam_loads_into_muon_and_back(tmp_path):
     run_ranks(2, save, Case("muon", BF16), str(muon))
     error, log, _ = outcome(2, Case("adam", BF16), muon)
     assert error == ""
-    assert "its momentum_buffer of 4 parameters is left out" in log
+    assert "its momentum_buffer is left out (4 tensors)" in log
+
+
+BUCKETS = {"bucket_size": 900, "overlap_grad_reduce": True}
+
+
+@pytest.mark.parametrize(
+    ("adam", "layout"),
+    [
+        (Case("adam", MOE, {"ep": 2}, form="dp_reshardable"), {"parallel": {}}),
+        (
+            Case("adam", {**BF16, "bias": False}, ddp=BUCKETS, form="dp_reshardable"),
+            {"ddp": {**BUCKETS, "bucket_size": 3000}},
+        ),
+    ],
+    ids=["of experts", "of a dense model"],
+)
+def test_buckets_of_matrices_alone_are_left_to_another_optimizer(tmp_path, adam, layout):
+    run_ranks(2, save, adam, str(tmp_path))
+    for name in ("muon", "lion"):
+        error, log, _ = outcome(2, replace(adam, optimizer=name), tmp_path, momentum_from_adam=True)
+        assert error == ""
+        assert "exp_avg_sq" in log
+    other = replace(adam, optimizer="adaptive_muon")
+    error, _, _ = outcome(2, other, tmp_path, momentum_from_adam=True)
+    assert "weight.1: moment2_buffer" in error
+    assert "bucket" not in error
+    # where buckets of the same names are no state of these parameters
+    error, _, _ = outcome(2, replace(adam, optimizer="muon", **layout), tmp_path)
+    assert "of other buckets" in error
 
 
 NAMO = {"adaptive_muon_moment2_method": "namo"}
