@@ -269,6 +269,7 @@ class OptimizerChain(ChainedOptimizer):
         agreed(lambda: check_choice("sharding_type", form or _BY_BUCKET, _FORMS))
         if self._is_offloaded or (form == _BY_BUCKET and self._is_unmixed and not is_loading):
             given = {name: value for name, value in given.items() if value is not None}
+            optimizer_state.prepare(self.members, is_loading=is_loading)
             return super().sharded_state_dict(model_sharded_state_dict, is_loading, **given)
         if self.is_stub_optimizer:
             return {}
@@ -327,9 +328,10 @@ class OptimizerChain(ChainedOptimizer):
         """Write the state in fragments of Adam's, as megatron-core's distributed optimizer does.
 
         Raises:
-            ConfigurationError: If another optimizer has state in fragments.
+            ConfigurationError: If it is another optimizer, or its state is not in fragments.
         """
-        self._refuse_other_fragments("save_parameter_state")
+        self._refuse_but_fragments_of_adam("save_parameter_state")
+        optimizer_state.prepare(self.members, is_loading=False)
         super().save_parameter_state(filename)
 
     @torch.no_grad()
@@ -339,16 +341,16 @@ class OptimizerChain(ChainedOptimizer):
         megatron-core fills what state there is, and main weights in float32 are part of leaves.
 
         Raises:
-            ConfigurationError: If another optimizer has state in fragments.
+            ConfigurationError: If it is another optimizer, or its state is not in fragments.
         """
-        self._refuse_other_fragments("load_parameter_state")
+        self._refuse_but_fragments_of_adam("load_parameter_state")
         optimizer_state.prepare(self.members, is_loading=True)
         super().load_parameter_state(filename, update_legacy_format=update_legacy_format)
         optimizer_state.settle(self.members)
 
-    def _refuse_other_fragments(self, method: str) -> None:
-        if self.is_sharded and not self._is_unmixed:
-            rule = "knows the state of Adam alone"
+    def _refuse_but_fragments_of_adam(self, method: str) -> None:
+        if not (self._is_unmixed or self._is_offloaded):
+            rule = "knows fragments of the state of Adam alone"
             way_out = "Use sharded_state_dict, or save_state_dict_to_file and its counterpart"
             raise ConfigurationError(method, type(self).__name__, rule, way_out)
 

@@ -78,7 +78,7 @@ class Sharding:
 def unmixed_members(sharding: Sharding, pairs: Sequence[tuple[Share, Base | None]]) -> list[Member]:
     """Return members that megatron-core's own could be: Adam, or one like it, and nothing else.
 
-    State appears with the first step, as megatron-core's does.
+    State appears with the first step, as megatron-core's does, or when it is saved.
     """
     by_kind = {item.is_expert: item for item in sharding.sets}
     members = []

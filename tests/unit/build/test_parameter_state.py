@@ -7,13 +7,14 @@ from tests.harness import run_ranks
 from tests.unit.stores.full_state import Case, build, differences, full_state, steps
 
 SHARDED = {"use_distributed_optimizer": True}
+PLAIN = {"use_distributed_optimizer": False}
 
 
-def restored(path: str) -> list[str]:
-    """Return what differs after a file of Adam's state was read."""
-    case = Case("adam", ddp=SHARDED)
+def restored(name: str, count: int, path: str) -> list[str]:
+    """Return what differs after a file of the state after some steps was read."""
+    case = Case(name, ddp=SHARDED, config={"sgd_momentum": 0.9})
     chunk, optimizer = build(case)
-    steps(case, chunk, optimizer, 0, 2)
+    steps(case, chunk, optimizer, 0, count)
     optimizer.save_parameter_state(path)
     saved = full_state(case, chunk, optimizer)
     common = optimizer.state_dict()
@@ -25,12 +26,13 @@ def restored(path: str) -> list[str]:
     return differences(saved, full_state(case, other, following))
 
 
-def test_adam_is_restored(tmp_path):
-    assert run_ranks(2, restored, str(tmp_path / "state.pt")) == [[], []]
+@pytest.mark.parametrize(("name", "count"), [("adam", 2), ("adam", 0), ("sgd", 0)])
+def test_adam_is_restored(tmp_path, name, count):
+    assert run_ranks(2, restored, name, count, str(tmp_path / "state.pt")) == [[], []]
 
 
-def refused(name: str, path: str) -> list[str]:
-    case = Case(name, ddp=SHARDED)
+def refused(name: str, storage: dict[str, bool], path: str) -> list[str]:
+    case = Case(name, ddp=storage, config=storage)
     chunk, optimizer = build(case)
     steps(case, chunk, optimizer, 0, 1)
     messages = []
@@ -41,9 +43,12 @@ def refused(name: str, path: str) -> list[str]:
     return messages
 
 
-@pytest.mark.parametrize("name", ["lion", "muon", "soap"])
-def test_others_are_refused(tmp_path, name):
-    for save, load in run_ranks(2, refused, name, str(tmp_path / "state.pt")):
+@pytest.mark.parametrize(
+    ("name", "storage"),
+    [("lion", SHARDED), ("muon", SHARDED), ("soap", SHARDED), ("muon", PLAIN), ("adam", PLAIN)],
+)
+def test_others_are_refused(tmp_path, name, storage):
+    for save, load in run_ranks(2, refused, name, storage, str(tmp_path / "state.pt")):
         assert save.startswith("save_parameter_state=")
         assert load.startswith("load_parameter_state=")
         assert "save_state_dict_to_file" in save
