@@ -292,25 +292,26 @@ class OptimizerChain(ChainedOptimizer):
             ConfigurationError: If it is not of these optimizers, or lacks state of theirs.
             ConfigurationTypeError: If it is not built like a state.
         """
-        agreed(lambda: self._load(state_dict))
+        take = agreed(lambda: self._checked(state_dict))
+        optimizer_state.begin_anew(self.members, agreed(take))
         optimizer_state.settle(self.members)
         if self.is_sharded and self.settings.half is None:
             # each rank has read its part of the model's weights
             self.gather_params(now=True)
 
-    def _load(self, state_dict: Any) -> None:
+    def _checked(self, state_dict: Any) -> optimizer_state.TakeT:
         check_structure(state_dict)
         if self._is_offloaded:
-            super().load_state_dict(state_dict)
-        elif self.is_sharded or optimizer_state.REQUESTS in state_dict:
+            load = super().load_state_dict
+            return lambda: load(state_dict) or ()
+        if self.is_sharded or optimizer_state.REQUESTS in state_dict:
             state = state_dict if isinstance(state_dict, Mapping) else dict(enumerate(state_dict))
             if optimizer_state.REQUESTS not in state:
                 local_state.check_groups_alone(self.members, state_dict, enough=self._is_unmixed)
                 # counters of steps can only be set once they exist
                 optimizer_state.prepare(self.members, is_loading=True)
-            optimizer_state.load(self.members, state)
-        else:
-            local_state.load(self.members, state_dict, self.settings.fresh_state)
+            return optimizer_state.load(self.members, state)
+        return local_state.load(self.members, state_dict, self.settings.fresh_state)
 
     def save_state_dict_to_file(self, filename: str) -> None:
         """Write this rank's state, for checkpoints of format ``torch``."""

@@ -12,7 +12,8 @@ from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import STEP
 from megatron_eopt.checkpoint.groups import children_of, match_all, optimizers_of, saved_groups
 from megatron_eopt.checkpoint.migration import missing_state
-from megatron_eopt.checkpoint.optimizer_state import adopt_common, prepare
+from megatron_eopt.checkpoint.optimizer_state import TakeT, adopt_common, prepare
+from megatron_eopt.checkpoint.requests import Lacking
 from megatron_eopt.optimizers.member import Member
 from megatron_eopt.optimizers.nested_state import leaves, put
 from megatron_eopt.optimizers.sharded import ShardedOptimizer
@@ -43,12 +44,11 @@ def save(member: Member, main: str | None) -> dict[str, Any]:
     return result
 
 
-@torch.no_grad()
-def load(members: Sequence[Member], state: Any, fresh: frozenset[str]) -> None:
-    """Load what :func:`save` returned for each optimizer of a chain, in place.
+def load(members: Sequence[Member], state: Any, fresh: frozenset[str]) -> TakeT:
+    """Check what :func:`save` returned for each optimizer of a chain; return what takes it over.
 
     Groups match by identity and keep the present run's schedule; state of the kinds ``fresh`` may
-    be missing. Nothing has changed if it fails.
+    be missing.
 
     Raises:
         ConfigurationError: If it has other optimizers or groups, or lacks state.
@@ -59,8 +59,13 @@ def load(members: Sequence[Member], state: Any, fresh: frozenset[str]) -> None:
         for member, part in zip(members, parts, strict=True)
         if not member.storage.is_stub_optimizer
     ]
-    for one in loading:
-        one.take()
+
+    def take() -> Sequence[Lacking]:
+        has_stepped = any(member.storage.steps for member in members)
+        lacking = [item for one in loading for item in one.take()]
+        return lacking if has_stepped else ()
+
+    return take
 
 
 def check_groups_alone(members: Sequence[Member], state: Any, *, enough: bool) -> None:
@@ -118,6 +123,7 @@ class _Loading:
         self._member = member
         self._storage: Any = member.storage
         self._part = part
+        self._fresh = fresh
         prepare([member], is_loading=True)
         optimizer = self._storage.optimizer
         inner = part.get("optimizer", part)
@@ -151,8 +157,9 @@ class _Loading:
                 raise _another(f"{len(its)} main weights ({MAINS}) of a group", len(mains))
             self._mains += zip(mains, its, strict=True)
 
-    def take(self) -> None:
-        """Write everything to where it belongs."""
+    @torch.no_grad()
+    def take(self) -> list[Lacking]:
+        """Write everything to where it belongs; return the states that it lacks kinds of."""
         optimizer = self._storage.optimizer
         if isinstance(optimizer, ShardedOptimizer):
             self._take_dtensors(optimizer)
@@ -165,6 +172,10 @@ class _Loading:
         for group, its in self._groups:
             if STEP in its:
                 group[STEP] = its[STEP]
+        pairs = [
+            (optimizer.state[param], self._fresh - values.keys()) for param, values in self._states
+        ]
+        return [(own, its) for own, kinds in pairs if (its := own.keys() & kinds)]
 
     def _take_dtensors(self, optimizer: ShardedOptimizer) -> None:
         """Hand over state of shards, and of whole matrices; collective."""

@@ -1,12 +1,13 @@
 """The state of a chain of optimizers as dist_checkpointing saves and loads it."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 
-from megatron_eopt.base.agreement import agreed, is_rank_0, of_every_rank
+from megatron_eopt.base.agreement import agreed, any_rank, is_rank_0, of_every_rank
 from megatron_eopt.base.errors import ConfigurationTypeError
 from megatron_eopt.base.names import FIRST_MOMENT, STEP
 from megatron_eopt.checkpoint.groups import (
@@ -18,7 +19,7 @@ from megatron_eopt.checkpoint.groups import (
     saved_steps,
     steps_of,
 )
-from megatron_eopt.checkpoint.requests import Form, StateRequests
+from megatron_eopt.checkpoint.requests import Form, Lacking, StateRequests
 from megatron_eopt.optimizers.driver import Driver
 from megatron_eopt.optimizers.element_wise import set_step
 from megatron_eopt.optimizers.member import Member
@@ -29,6 +30,9 @@ REQUESTS = "requests"
 """Key of the requests in a sharded state dict that is about to be loaded."""
 
 _PARAM_STATE = "param_state"
+
+type TakeT = Callable[[], Sequence[Lacking]]
+"""Takes over what was checked; returns what is to begin anew, see :func:`begin_anew`."""
 
 
 def requested(
@@ -97,13 +101,32 @@ def common_state(
     return states[0] if len(states) == 1 else dict(enumerate(states))
 
 
-def load(members: Sequence[Member], state: Mapping[Any, Any]) -> None:
-    """Load what :func:`requested` asked for.
+@torch.no_grad()
+def begin_anew(members: Sequence[Member], lacking: Sequence[Lacking]) -> None:
+    """Let what was not loaded be as in an optimizer that has not stepped; collective."""
+    if not any_rank(bool(lacking)):
+        return
+    kept = [
+        (state, {kind: value for kind, value in state.items() if kind not in kinds})
+        for state, kinds in lacking
+    ]
+    for state, _ in lacking:
+        state.clear()
+    for driver in (driver for member in members for driver in member.drivers):
+        driver.forget(())
+    prepare(members, is_loading=True)
+    for state, values in kept:
+        state.update(values)
+
+
+def load(members: Sequence[Member], state: Mapping[Any, Any]) -> TakeT:
+    """Check what was loaded for :func:`requested`; return what takes it over.
 
     Groups match by identity, and keep the present run's settings of their schedule. Main weights
     that the checkpoint does not have are taken from the model, which must be loaded before.
 
     Raises:
+        ConfigurationError: If state is missing.
         ConfigurationTypeError: If state was loaded that nobody has asked for.
     """
     requests, param_state = state.get(REQUESTS), state.get(_PARAM_STATE)
@@ -117,11 +140,21 @@ def load(members: Sequence[Member], state: Mapping[Any, Any]) -> None:
     # groups and scale that lie with buckets count as one more optimizer's each
     by_bucket = (param_state or {}).get("buckets", {})
     known = {**state, **{len(members) + int(n): part for n, part in by_bucket.items()}}
-    adopt_common(members, known)
-    apart = [] if requests is None or param_state is None else requests.take(param_state)
-    set_all_steps(members, known)
-    for values, steps in apart:
-        set_step(values, steps)
+    if requests is not None and param_state is not None:
+        requests.check(param_state)
+
+    def take() -> Sequence[Lacking]:
+        has_stepped = any(member.storage.steps for member in members)
+        adopt_common(members, known)
+        apart, lacking = [], []
+        if requests is not None and param_state is not None:
+            apart, lacking = requests.take(param_state)
+        set_all_steps(members, known)
+        for values, steps in apart:
+            set_step(values, steps)
+        return lacking if has_stepped else ()
+
+    return take
 
 
 def set_all_steps(members: Sequence[Member], state: Mapping[Any, Any]) -> None:

@@ -1,7 +1,7 @@
 """What a chain of optimizers asks of ``dist_checkpointing`` for the state of its parameters."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,6 +34,9 @@ from megatron_eopt.checkpoint.saved_state import (
 from megatron_eopt.optimizers.driver import OF_GROUPS, Driver
 from megatron_eopt.optimizers.member import Member
 from megatron_eopt.stores.interface import Storage, Stored
+
+type Lacking = tuple[dict[str, Any], Collection[str]]
+"""A state, and the kinds of it that a checkpoint does not have."""
 
 
 @dataclass(frozen=True)
@@ -169,13 +172,8 @@ class StateRequests:
         self._ask()
         return reading.lines()
 
-    @torch.no_grad()
-    def take(self, loaded: Mapping[str, Any]) -> list[tuple[dict[str, Any], int]]:
-        """Write what was loaded, ``param_state`` with values for requests, to where it belongs.
-
-        Returns:
-            The states that count other steps than all have done, and these steps.
-        """
+    def check(self, loaded: Mapping[str, Any]) -> None:
+        """Raise a ConfigurationError if ``param_state`` was loaded without what must be there."""
         found = loaded.get("values", {})
         wanted, self._chosen = self._chosen, {}
         missing = []
@@ -187,6 +185,18 @@ class StateRequests:
                 missing.append(f"{value.where.space.name}: {value.kind}")
         if missing:
             raise missing_state(missing)
+
+    @torch.no_grad()
+    def take(
+        self, loaded: Mapping[str, Any]
+    ) -> tuple[list[tuple[dict[str, Any], int]], list[Lacking]]:
+        """Write what was loaded, after a :meth:`check`, to where it belongs.
+
+        Returns:
+            The states that count other steps than all have done, with these steps, and those of
+            which something was not loaded, with its kinds.
+        """
+        found = loaded.get("values", {})
         counts = []
         for place, source in self._chosen.items():
             value, pieces = self._values[place], found.get(str(place), {})
@@ -201,22 +211,17 @@ class StateRequests:
                 value.take_from_model()
         for storage, item, tensors in self._held:
             storage.put_tensors(item, tensors)
-        return [(state, 0) for state in self._fresh()] + counts
-
-    def _fresh(self) -> list[dict[str, Any]]:
-        """Return the states of which nothing was loaded, or not the statistics that they count."""
-        states: dict[int, dict[str, Any]] = {}
-        took, lacking = set(), set()
+        states: dict[int, tuple[dict[str, Any], set[str], set[str]]] = {}
         for place, value in enumerate(self._values):
             state = value.where.state
             if state is None or value.kind in MAINS or value.is_count:
                 continue
-            states[id(state)] = state
-            if place in self._chosen:
-                took.add(id(state))
-            elif value.kind == MOMENT2:
-                lacking.add(id(state))
-        return [state for key, state in states.items() if key in lacking or key not in took]
+            _, took, lacking = states.setdefault(id(state), (state, set(), set()))
+            kind = value.kind if value.kept is None else value.kept.path[0]
+            (took if place in self._chosen else lacking).add(kind)
+        # nothing was loaded of these, or not the statistics that they count
+        fresh = [(s, 0) for s, took, lacking in states.values() if not took or MOMENT2 in lacking]
+        return fresh + counts, [(s, lacking) for s, _, lacking in states.values() if lacking]
 
     def _ask(self) -> None:
         self.param_state.clear()

@@ -113,6 +113,26 @@ def test_state_of_another_shape_and_as_many_elements_is_refused():
     assert "exp_avg of shape" in message
 
 
+def _fresh() -> None:
+    """Load a state without second moments after one step more."""
+    run = Run("adam", {"checkpoint_fresh_state": ("exp_avg_sq",)}, model=SMALL)
+    chunk, optimizer = build(run)
+    step(chunk, optimizer, 0)
+    state = optimizer.state_dict()
+    before = {n: {**kept, "exp_avg": kept["exp_avg"].clone()} for n, kept in state["state"].items()}
+    for values in before.values():
+        del values["exp_avg_sq"]
+    step(chunk, optimizer, 1)
+    optimizer.load_state_dict({**state, "state": before})
+    after = optimizer.state_dict()["state"]
+    assert not any(values["exp_avg_sq"].any() for values in after.values())
+    assert all(torch.equal(after[n]["exp_avg"], before[n]["exp_avg"]) for n in after)
+
+
+def test_what_starts_fresh_is_reset():
+    run_ranks(1, _fresh)
+
+
 def _swapped() -> None:
     run = Run("adam", dtype="bfloat16", model=SMALL)
     chunk, optimizer = build(run)
