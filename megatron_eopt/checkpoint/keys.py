@@ -24,8 +24,11 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
 
+CHAINED = re.compile(r"chained_\d+\.")
+"""Before the keys of one of several optimizers of megatron-core's."""
+
 _OPTIMIZER = re.compile(
-    r"(?:chained_\d+\.)?optimizer\.(?:(matrix_|)state\.([^.]+)\.)?(.+?)(?:/shard_[\d.]+_[\d.]+)?"
+    rf"(?:{CHAINED.pattern})?optimizer\.(?:(matrix_|)state\.([^.]+)\.)?(.+?)(?:/shard_[\d.]+_[\d.]+)?"
 )
 
 

@@ -14,7 +14,7 @@ from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import MOMENT2, STEP
 from megatron_eopt.checkpoint.buckets import BucketSpace, bucket_spaces, source_in_bucket
 from megatron_eopt.checkpoint.by_parameter import count_value, kept_value, stored_values
-from megatron_eopt.checkpoint.keys import key_apart, saved_keys
+from megatron_eopt.checkpoint.keys import CHAINED, key_apart, saved_keys
 from megatron_eopt.checkpoint.migration import (
     Policy,
     Reading,
@@ -79,7 +79,9 @@ class StateRequests:
         self._buckets = bucket_spaces(members)
         self._held: list[tuple[Storage, Stored, dict[str, Tensor]]] = []
         self._values = [
-            value.in_chain(number, first=form.by_place) if len(members) > 1 else value
+            value.in_chain([f"chained_{number}."], first=True)
+            if form.by_place and len(members) > 1
+            else value
             for number, member in enumerate(members)
             for value in self._values_of(member, model_state, self._buckets.get(number))
         ]
@@ -150,8 +152,11 @@ class StateRequests:
                 "--dist-ckpt-optim-fully-reshardable, or load no optimizer state (--no-load-optim)",
             )
         by_parameter: dict[str, dict[int, Value]] = {}
+        # a parameter may have had another place in a chain
+        prefixes = sorted({found[0] for key in shapes if (found := CHAINED.match(key))})
         for place, value in enumerate(self._values):
-            by_parameter.setdefault(value.where.space.name, {})[place] = value
+            anywhere = value.in_chain(prefixes)
+            by_parameter.setdefault(value.where.space.name, {})[place] = anywhere
         for values in by_parameter.values():
             where = next(iter(values.values())).where
             if kinds:

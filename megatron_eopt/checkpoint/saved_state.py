@@ -187,13 +187,11 @@ class Value:
         assert self.flat is not None
         self.flat.copy_(local_of(item.param).detach().reshape(-1)[item.start : item.stop])
 
-    def in_chain(self, number: int, *, first: bool) -> "Value":
-        """Return it with sources, first or last, under the names of megatron-core's chain too."""
+    def in_chain(self, prefixes: Iterable[str], *, first: bool = False) -> "Value":
+        """Return it with sources, first or last, under these names of megatron-core's chain too."""
         named = tuple(
-            replace(
-                source,
-                pieces=tuple(replace(p, key=f"chained_{number}.{p.key}") for p in source.pieces),
-            )
+            replace(source, pieces=tuple(replace(p, key=prefix + p.key) for p in source.pieces))
+            for prefix in prefixes
             for source in self.sources
             if source.bucket is None
         )

@@ -17,7 +17,7 @@ from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.checkpoint.keys import split_key, tensors
 from tests.harness import run_ranks
 from tests.harness.scene import forget_megatron
-from tests.unit.stores.full_state import Case, build, sharded, steps, unwrapped
+from tests.unit.stores.full_state import Case, build, full_state, sharded, steps, unwrapped
 from tests.unit.stores.runs import DENSE, MOE
 
 BF16 = {**DENSE, "query_groups": 4, "dtype": torch.bfloat16}
@@ -215,6 +215,34 @@ def test_buckets_of_matrices_alone_are_left_to_another_optimizer(tmp_path, adam,
     # where buckets of the same names are no state of these parameters
     error, _, _ = outcome(2, replace(adam, optimizer="muon", **layout), tmp_path)
     assert "of other buckets" in error
+
+
+PLAIN = {"use_distributed_optimizer": False}
+
+
+def save_by_place(case: Case, folder: str) -> dict[str, Any]:
+    """Train and save as megatron-core names state by default; return all of it."""
+    chunk, optimizer = build(case)
+    steps(case, chunk, optimizer, 0, 2)
+    model = unwrapped(chunk).sharded_state_dict()
+    state = optimizer.sharded_state_dict(unwrapped(chunk).sharded_state_dict(), metadata={})
+    assert any(item.key.startswith("chained_1.") for item in tensors(state))
+    dist_checkpointing.save({"model": model, "optimizer": state}, folder)
+    return full_state(case, chunk, optimizer)
+
+
+def resumed(case: Case, folder: str) -> dict[str, Any]:
+    return full_state(case, *resume(case, folder))
+
+
+@pytest.mark.parametrize("after", [Case("muon", BF16), Case("adam", BF16, ddp=PLAIN, config=PLAIN)])
+def test_places_in_a_chain_do_not_matter(tmp_path, after):
+    before = Case("muon", BF16, ddp=PLAIN, config=PLAIN)
+    saved = run_ranks(2, save_by_place, before, str(tmp_path))[0]
+    found = run_ranks(2, resumed, after, str(tmp_path))[0]
+    both = [key for key in saved.keys() & found.keys() if "state." in key]
+    assert len(both) > 20
+    assert not [key for key in both if not torch.equal(saved[key], found[key])]
 
 
 NAMO = {"adaptive_muon_moment2_method": "namo"}
