@@ -28,7 +28,7 @@ from megatron_eopt.base.agreement import (
 )
 from megatron_eopt.base.upstream import needed
 from megatron_eopt.checkpoint.keys import saved_keys, split_key, tensors
-from megatron_eopt.checkpoint.migration import Policy
+from megatron_eopt.checkpoint.migration import SLAB, Policy
 from megatron_eopt.checkpoint.requests import StateRequests
 from megatron_eopt.checkpoint.saved_state import Shapes
 
@@ -159,8 +159,8 @@ def _is_known(key: str, known: set[str]) -> bool:
     if "optimizer.matrix_state." not in key:
         return False
     # a dotted kind may have left words before the parameter's name; numbers of a layer, an expert
-    # and the matrix follow it
-    words = parts[1].split(".")
+    # and the matrix follow it, and a tensor-parallel slab's
+    words = SLAB.sub("", parts[1]).split(".")
     while words and words[-1].isdigit():
         words.pop()
         if any(".".join(words[start:]) in known for start in range(len(words))):

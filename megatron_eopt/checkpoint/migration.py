@@ -11,7 +11,7 @@ from megatron_eopt.checkpoint.saved_state import MAINS, Shapes, Source, Value
 
 _SHOWN = 12
 
-_SLAB = re.compile(r"\.tp\d+of\d+$")
+SLAB = re.compile(r"\.tp\d+of\d+$")
 """At the end of names of matrices of which each tensor-parallel rank has its own."""
 
 MAY_BE_YOUNGER = frozenset({MOMENT2, "max_exp_avg_sq"})
@@ -48,7 +48,7 @@ def matrices_by_place(shapes: Shapes) -> dict[str, set[int]]:
     for key in shapes:
         parts = split_key(key)
         if parts is not None and parts.of_matrix and parts.kind != STEP:
-            name, _, number = _SLAB.sub("", parts.name).rpartition(".")
+            name, _, number = SLAB.sub("", parts.name).rpartition(".")
             if number.isdecimal():
                 found.setdefault(name, set()).add(int(number))
     return found

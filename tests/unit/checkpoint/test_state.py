@@ -245,6 +245,14 @@ def test_places_in_a_chain_do_not_matter(tmp_path, after):
     assert not [key for key in both if not torch.equal(saved[key], found[key])]
 
 
+def test_state_of_slabs_is_left_out_at_their_size(tmp_path):
+    soap = Case("soap", {**BF16, "layers": 1}, {"tp": 2}, ddp=PLAIN, config=PLAIN)
+    run_ranks(2, save, soap, str(tmp_path))
+    error, log, _ = outcome(2, replace(soap, optimizer="muon"), tmp_path)
+    assert error == ""
+    assert "its Q_L is left out" in log
+
+
 NAMO = {"adaptive_muon_moment2_method": "namo"}
 HEADS = {"muon_split_per_head": True}
 WHOLE = {"muon_split_qkv": False, "muon_split_gated": False}
