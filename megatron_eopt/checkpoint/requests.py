@@ -29,6 +29,7 @@ from megatron_eopt.checkpoint.saved_state import (
     Shapes,
     Value,
     Whereabouts,
+    cut_like_weights,
     kept_of,
 )
 from megatron_eopt.optimizers.driver import OF_GROUPS, Driver
@@ -262,11 +263,7 @@ class StateRequests:
         other_forms = [*OTHER_FORMS, *([buckets.sources] if buckets else [])]
         for item in stored:
             driver, number = stepped[id(item.main)]
-            tensors = {
-                kind: value
-                for kind, value in driver.saved_form(number, storage.tensors_of(item)).items()
-                if kind in MAINS or (kind != STEP and driver.is_cut_like_weights(kind, value))
-            }
+            tensors = cut_like_weights(member, item, driver, number)
             self._held.append((storage, item, tensors))
             space = spaces[item.param]
             replica = storage.replica_of(space.sharded.replica_id)

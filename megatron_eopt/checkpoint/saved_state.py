@@ -19,7 +19,13 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch import Tensor
 
-from megatron_eopt.base.names import FIRST_MOMENT, MAIN_OF_REPLICATED, MAIN_OF_SHARDED, MOMENTUM
+from megatron_eopt.base.names import (
+    FIRST_MOMENT,
+    MAIN_OF_REPLICATED,
+    MAIN_OF_SHARDED,
+    MOMENTUM,
+    STEP,
+)
 from megatron_eopt.base.places import place_of
 from megatron_eopt.checkpoint.keys import key_apart, state_key
 from megatron_eopt.checkpoint.parameter_space import Box, ParameterSpace
@@ -209,6 +215,19 @@ def register_form(sources: SourcesT) -> SourcesT:
     """Let checkpoints of another form be read, too; works as a decorator."""
     OTHER_FORMS.append(sources)
     return sources
+
+
+def cut_like_weights(
+    member: Member, item: Stored, driver: Driver, number: int
+) -> dict[str, Tensor]:
+    """Return main weights and state with a number for each that this rank stores of a parameter."""
+    tensors = driver.saved_form(number, member.storage.tensors_of(item))
+    return {kind: value for kind, value in tensors.items() if is_cut(driver, kind, value)}
+
+
+def is_cut(driver: Driver, kind: str, value: Any) -> bool:
+    """Whether a value of a parameter's main weights and state has a number for each it has."""
+    return kind in MAINS or (kind != STEP and driver.is_cut_like_weights(kind, value))
 
 
 def kept_of(member: Member) -> Iterator[tuple[Driver, Tensor, Kept]]:

@@ -1,5 +1,6 @@
 """The state of the plain storage as a plain file, as ``--ckpt-format torch`` keeps it."""
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -111,6 +112,40 @@ def _exchanged() -> str:
 def test_state_of_another_shape_and_as_many_elements_is_refused():
     (message,) = run_ranks(1, _exchanged)
     assert "exp_avg of shape" in message
+
+
+def _by_file(name: str, path: str, older: bool) -> None:
+    """Compare a run with one that goes on from a file of this rank's."""
+    run = Run(name, model=SMALL)
+    chunk, optimizer = build(run)
+    for count in range(STEPS):
+        step(chunk, optimizer, count)
+    optimizer.save_state_dict_to_file(path)
+    model = copy.deepcopy(unwrapped(chunk).state_dict())
+    if older:
+        # files had the state of matrices beside what is cut like weights, too
+        content = torch.load(path, weights_only=True)
+        for item in content["optimizers"]:
+            for matrix, entry in item["matrices"].items():
+                state = item["fragments"][matrix.rpartition("[")[0]]["state"]
+                for (kind, *_), value in entry["state"].items():
+                    state.setdefault(kind, [value])
+        torch.save(content, path)
+    losses, tensors = _go_on(chunk, optimizer)
+    chunk, optimizer = build(run, seed=2)
+    unwrapped(chunk).load_state_dict(model)
+    optimizer.load_state_dict_from_file(path)
+    again, resumed = _go_on(chunk, optimizer)
+    assert again == losses
+    assert all(torch.equal(resumed[key], tensor) for key, tensor in tensors.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "older"),
+    [("psgd_pro", False), ("psgd_pro", True), ("muon_hyperball", False), ("soap", True)],
+)
+def test_a_file_of_a_rank_continues(tmp_path, name, older):
+    run_ranks(1, _by_file, name, str(tmp_path / "state.pt"), older)
 
 
 def _fresh() -> None:
