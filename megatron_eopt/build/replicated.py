@@ -72,7 +72,9 @@ def _check_whole(share: Share, routing: Routing) -> None:
         return
     for item in (route.parameter for group in share.groups for route in group.members):
         declared = getattr(item.param, "eopt_split", None)
-        if declared is not None and item.param in routing.splits:
+        split = routing.splits.get(item.param)
+        several = split is not None and sum(part.count for part in split.parts) > 1
+        if declared is not None and several:
             rule = f"{share.optimizer} steps whole parameters where every rank stores them"
             way_out = "Set use_distributed_optimizer=True, or leave eopt_split out"
             raise ConfigurationError(f"{item.name}.eopt_split", declared, rule, way_out)

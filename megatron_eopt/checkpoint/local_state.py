@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import STEP
 from megatron_eopt.checkpoint.groups import children_of, match_all, optimizers_of, saved_groups
-from megatron_eopt.checkpoint.migration import missing_state
+from megatron_eopt.checkpoint.migration import MAY_BE_YOUNGER, missing_state
 from megatron_eopt.checkpoint.optimizer_state import TakeT, adopt_common, prepare
 from megatron_eopt.checkpoint.requests import Lacking
 from megatron_eopt.optimizers.member import Member
@@ -123,7 +123,6 @@ class _Loading:
         self._member = member
         self._storage: Any = member.storage
         self._part = part
-        self._fresh = fresh
         prepare([member], is_loading=True)
         optimizer = self._storage.optimizer
         inner = part.get("optimizer", part)
@@ -145,6 +144,14 @@ class _Loading:
         ]
         if missing:
             raise missing_state(missing)
+        self._lacking: list[Lacking] = []
+        for place, (param, values) in enumerate(self._states):
+            own = optimizer.state[param]
+            if lacking := (own.keys() & fresh) - values.keys():
+                # moments mean nothing without each other, or with another count of steps
+                anew = bool(lacking - MAY_BE_YOUNGER)
+                self._lacking.append((own, set(own) if anew else lacking))
+                self._states[place] = (param, {} if anew else values)
         if not isinstance(optimizer, ShardedOptimizer):
             for param, values in self._states:
                 _check_shapes(param, optimizer.state[param], values)
@@ -172,10 +179,7 @@ class _Loading:
         for group, its in self._groups:
             if STEP in its:
                 group[STEP] = its[STEP]
-        pairs = [
-            (optimizer.state[param], self._fresh - values.keys()) for param, values in self._states
-        ]
-        return [(own, its) for own, kinds in pairs if (its := own.keys() & kinds)]
+        return self._lacking
 
     def _take_dtensors(self, optimizer: ShardedOptimizer) -> None:
         """Hand over state of shards, and of whole matrices; collective."""

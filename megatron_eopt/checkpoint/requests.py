@@ -181,16 +181,20 @@ class StateRequests:
     def check(self, loaded: Mapping[str, Any]) -> None:
         """Raise a ConfigurationError if ``param_state`` was loaded without what must be there."""
         found = loaded.get("values", {})
-        wanted, self._chosen = self._chosen, {}
-        missing = []
-        for place, source in wanted.items():
-            value = self._values[place]
-            if len(found.get(str(place), {})) == len(source.pieces):
-                self._chosen[place] = source
-            elif value.kind not in self._may_lack:
-                missing.append(f"{value.where.space.name}: {value.kind}")
+        there = {
+            place: source
+            for place, source in self._chosen.items()
+            if len(found.get(str(place), {})) == len(source.pieces)
+        }
+        absent = [self._values[place] for place in self._chosen.keys() - there.keys()]
+        missing = [
+            f"{value.where.space.name}: {value.kind}"
+            for value in absent
+            if value.kind not in self._may_lack
+        ]
         if missing:
-            raise missing_state(missing)
+            raise missing_state(sorted(missing))
+        self._chosen = there
 
     @torch.no_grad()
     def take(
@@ -275,7 +279,9 @@ class StateRequests:
             yield from self._count(driver, where, "0", writes=where.holds_first)
         counted = {id(state) for state in states.values()}
         for driver, param, its in kept:
-            state = states.get((driver, its.shard)) if its.container is None else its.container
+            state = states.get((driver, its.shard))
+            if driver.counts_matrices or state is None:
+                state = its.container
             if its.path[0] == OF_GROUPS:
                 state = None
             replica = storage.replica_of_matrix(spaces[param].sharded.replica_id)

@@ -110,9 +110,12 @@ def _by_bucket(saved: Saved) -> tuple[Target, ...]:
 def _other_optimizers(saved: Saved) -> tuple[Target, ...]:
     kinds = {entry.kind for entry in saved.entries if entry.kind is not None}
     these = ", ".join(sorted(kinds - {MAIN_OF_SHARDED, MAIN_OF_REPLICATED}))
+    if not these:
+        return (Target("any optimizer", "yes", "it starts fresh"),)
     adams = "it starts fresh; Muon's momentum from Adam's: --checkpoint-momentum-from-adam"
     return (
         Target(f"an optimizer without {these}", "yes", adams),
+        Target("one with some of these alone", "yes", "what it has no use for is left out"),
         Target("one with some of these and others", "no", f"to start those fresh: {_FRESH} KINDS"),
     )
 

@@ -39,12 +39,11 @@ def counted_names(model: torch.nn.Module) -> dict[str, str]:
             layers[path] = number - 1
         if indices := getattr(module, "local_expert_indices", None):
             experts[path] = list(indices)
-    return {
-        name: _OUTPUT.sub("embedding.word_embeddings.weight", name)
-        if getattr(param, "shared_embedding", False)
-        else _counted(name, layers, experts)
-        for name, param in model.named_parameters()
-    }
+    found = {name: _counted(name, layers, experts) for name, _ in model.named_parameters()}
+    for name, param in model.named_parameters():
+        if getattr(param, "shared_embedding", False):
+            found[name] = _OUTPUT.sub("embedding.word_embeddings.weight", found[name])
+    return found
 
 
 def _counted(name: str, layers: Mapping[str, int], experts: Mapping[str, Sequence[int]]) -> str:

@@ -12,8 +12,8 @@ from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import STANDARD_OPTIMIZERS
 from megatron_eopt.matrices import Split
 from megatron_eopt.routing.callers_grouping import with_callers_grouping
-from megatron_eopt.routing.global_names import name_parameters
-from megatron_eopt.routing.groups import Group, build_groups, key_of, summarize
+from megatron_eopt.routing.global_names import counted_names, name_parameters
+from megatron_eopt.routing.groups import Group, GroupKey, build_groups, key_of, summarize
 from megatron_eopt.routing.overrides import check_overrides, recounted, unmatched
 from megatron_eopt.routing.parameters import ModelParameter, trainable_parameters
 from megatron_eopt.routing.routes import Route, route_all
@@ -169,14 +169,23 @@ def _check_shared_embeddings(model_chunks: Sequence[torch.nn.Module], routing: R
     in unlike groups would become unlike.
     """
     groups = {route.parameter.param: key_of(route) for route in routing.routes}
-    params = (param for chunk in model_chunks for param in chunk.parameters())
-    shared = (param for param in params if getattr(param, "shared_embedding", False))
-    found = everyones({groups.get(param) for param in shared})
-    if len(found) > 1:
-        kinds = " and ".join(sorted("frozen" if key is None else key.kind for key in found))
-        rule = "the pipeline stages that share the embedding must step their copies alike"
-        way_out = "Freeze both or none, and let keys of overrides match by the embedding's name"
-        raise ConfigurationError("config_overrides, requires_grad", kinds, rule, way_out)
+    mine = {
+        (names[name], groups.get(param))
+        for chunk in model_chunks
+        for names in [counted_names(chunk)]
+        for name, param in chunk.named_parameters()
+        if getattr(param, "shared_embedding", False)
+    }
+    keys: dict[str, list[GroupKey | None]] = {}
+    for name, key in everyones(mine):
+        keys.setdefault(name, []).append(key)
+    for name, found in keys.items():
+        if len(found) > 1:
+            kinds = (f"{key.optimizer} {dict(key.values)}" if key else "frozen" for key in found)
+            rule = f"the pipeline stages that share {name} must step their copies alike"
+            way_out = "Freeze both or none, and let keys of overrides match by this name"
+            value = " and ".join(sorted(kinds))
+            raise ConfigurationError("config_overrides, requires_grad", value, rule, way_out)
 
 
 def _tag_as_megatron_does(

@@ -194,15 +194,13 @@ def entries() -> dict[str, EmergingOptimizerEntry]:
     for point in _entry_points():
         if (known := (point.name, point.value)) in _from_packages:
             continue
+        _from_packages.add(known)
         try:
-            loaded = point.load()
+            register_optimizer(point.name, point.load())
         except Exception as error:
             # no reason why a run with another optimizer should not start
-            text = "optimizer %r cannot be loaded from %r of an installed package: %s: %s"
+            text = "optimizer %r cannot be had from %r of an installed package: %s: %s"
             logger.warning(text, *known, type(error).__name__, error)
-        else:
-            register_optimizer(point.name, loaded)
-        _from_packages.add(known)
     return _entries
 
 

@@ -188,8 +188,8 @@ def _check_storage(name: str, param: nn.Parameter, sharded: bool) -> None:
         if sharded:
             rule = "is a plain tensor beside DTensors, so no mesh manages it"
             way_out = (
-                "Let fully_shard manage it, freeze it, or build the optimizer before the first "
-                "forward pass, while everything is sharded"
+                "Let fully_shard manage it, freeze it, or build the optimizer between passes, "
+                "while everything is sharded"
             )
             raise ConfigurationError(name, tuple(param.shape), rule, way_out)
         return

@@ -123,6 +123,7 @@ def test_where_a_checkpoint_loads(explained):
         assert "--checkpoint-fresh-state L Q_L Q_R R" in slabs[where].how
     assert slabs["plain storage"].verdict == "yes"
     assert anywhere["an optimizer without exp_avg, exp_avg_sq, momentum_buffer"] == "yes"
+    assert anywhere["one with some of these alone"] == "yes"
     assert anywhere["one with some of these and others"] == "no"
 
 
@@ -137,6 +138,8 @@ def test_which_storage_wrote_soap_is_known_from_its_arguments():
     assert verdicts("L", use_distributed_optimizer=False) == ("no", "yes")
     assert verdicts("L") == ("not tested", "not tested")
     assert verdicts("moment2_buffer") == ("yes", "yes")
+    weights = Entry("weight", "param", (4, 4), torch.float32)
+    assert targets_of(Saved(Path(), "torch_dist", entries=[weights]))[-1].where == "any optimizer"
 
 
 def test_files_of_ranks_hold_the_same(saved, explained):

@@ -69,7 +69,8 @@ def test_entry_points_of_installed_packages_are_loaded(monkeypatch, caplog):
     def broken():
         raise ModuleNotFoundError("No module named 'absent'")
 
-    points = [point("theirs", entry), point("broken", broken), point("also", entry)]
+    kinds = {"theirs": entry, "broken": broken, "odd": object, "also": entry}
+    points = [point(name, load) for name, load in kinds.items()]
     registry.entries()
     monkeypatch.setattr(registry, "_entries", dict(registry.entries()))
     monkeypatch.setattr(registry, "_from_packages", set())
@@ -84,9 +85,11 @@ def test_entry_points_of_installed_packages_are_loaded(monkeypatch, caplog):
         assert registry.entry_of(name).optimizer_cls is Theirs
     with pytest.raises(ConfigurationError, match="broken"):
         registry.entry_of("broken")
-    (record,) = caplog.records
+    first, second = (record.getMessage() for record in caplog.records)
     for word in ("'broken'", "'theirs:broken'", "No module named 'absent'"):
-        assert word in record.getMessage()
+        assert word in first
+    assert "'odd'" in second
+    assert "ConfigurationTypeError" in second
 
 
 def test_entries_are_checked(monkeypatch):
