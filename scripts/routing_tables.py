@@ -85,7 +85,9 @@ Matrices go to the emerging optimizer (here `muon`), routers of experts included
 biases and parameters with an attribute `use_muon = False` go to the scalar optimizer,
 `muon_scalar_optimizer`. A 3-D weight, as `--moe-single-grouped-weight` makes of all experts of a
 rank, goes there too, as in megatron-core, with a warning; with `param.eopt_split = "whole"`, or a
-`Split`, it is a stack of matrices. An override sends any parameter to any registered optimizer:
+`Split` (of gated experts `matrices.gated(param.shape)`), it is a stack of matrices. Optimizers that
+step whole parameters where every rank stores them (`soap`) refuse what is declared so. An override
+sends any parameter to any registered optimizer:
 
 ```python
 from megatron.core.optimizer import ParamKey, get_standard_config_overrides
@@ -98,7 +100,8 @@ optimizer = megatron_eopt.get_megatron_optimizer(config, model_chunks, overrides
 A setting is one of the optimizer's own (`eps`), or of Megatron's scheduler (`max_lr`, `wd_mult`). A
 misspelled one is refused; one that resembles neither is kept in the group, as for a scheduler of
 yours, with a warning. Names count layers and experts over the whole model: `*.layers.3.*` is its
-fourth layer at any pipeline size, also where a rank's own module calls it `layers.1`.
+fourth layer at any pipeline size, also where a rank's own module calls it `layers.1`. The copy of a
+tied embedding on the last stage is the embedding, not `output_layer`.
 
 `--print-optimizer-routing` logs such a table of your model. These are by
 `python scripts/routing_tables.py`, with the recommended defaults and megatron-core's standard

@@ -12,6 +12,7 @@ from megatron.core.optimizer.clip_grads import count_zeros_fp32
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 
+from megatron_eopt.base.agreement import agreed
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.build.bases import shares_of
 from megatron_eopt.build.chain import OptimizerChain
@@ -20,7 +21,7 @@ from megatron_eopt.build.fsdp2 import build_routed
 from megatron_eopt.build.managed import refuse_unmanageable
 from megatron_eopt.build.replicated import set_groups
 from megatron_eopt.build.storages import Wanted
-from megatron_eopt.checkpoint import fsdp_dtensor
+from megatron_eopt.checkpoint import fsdp_dtensor, optimizer_state
 from megatron_eopt.optimizers.member import Member
 from megatron_eopt.stores.megatron_fsdp import ManagedShards, shards_of_parameters
 
@@ -90,9 +91,11 @@ class ManagedChain(OptimizerChain):
             raise ConfigurationError("ckpt_format", form, rule, f"Use {fsdp_dtensor.FORMAT!r}")
         return fsdp_dtensor.requested(self.members[0], is_loading=is_loading)
 
-    def _load(self, state_dict: Any) -> None:
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Take over what was loaded into :meth:`sharded_state_dict`, or a state; collective."""
         if isinstance(state_dict, Mapping) and fsdp_dtensor.GROUPS in state_dict:
-            fsdp_dtensor.load(self.members[0], state_dict)
+            agreed(lambda: fsdp_dtensor.load(self.members[0], state_dict))
+            optimizer_state.settle(self.members)
         else:
-            super()._load(state_dict)
+            super().load_state_dict(state_dict)
         self.gather_params(now=True)
