@@ -168,14 +168,12 @@ def _check_shared_embeddings(model_chunks: Sequence[torch.nn.Module], routing: R
     Pipeline stages sum its gradients: those where it is trained would wait for others, and copies
     in unlike groups would become unlike.
     """
-    groups = {route.parameter.param: key_of(route) for route in routing.routes}
-    mine = {
-        (names[name], groups.get(param))
-        for chunk in model_chunks
-        for names in [counted_names(chunk)]
-        for name, param in chunk.named_parameters()
-        if getattr(param, "shared_embedding", False)
-    }
+    routes = {route.parameter.param: route for route in routing.routes}
+    mine: set[tuple[str, GroupKey | None]] = set()
+    for chunk in model_chunks:
+        its = {n: p for n, p in chunk.named_parameters() if getattr(p, "shared_embedding", False)}
+        names = counted_names(chunk) if its else {}
+        mine |= {(names[n], key_of(routes[p]) if p in routes else None) for n, p in its.items()}
     keys: dict[str, list[GroupKey | None]] = {}
     for name, key in everyones(mine):
         keys.setdefault(name, []).append(key)
