@@ -64,18 +64,10 @@ def _by_parameter(saved: Saved) -> tuple[Target, ...]:
         layouts = (Target("any tensor, pipeline, expert and data parallelism", "yes", _DIST),)
     # the storages that read each other's, or torch FSDP2 its own
     own = bool(saved.argument("use_torch_fsdp2"))
-    sharded, plain, fsdp2 = (
-        Target(*words)
-        for words in (
-            ("sharded storage", "not tested" if own else "yes", _SHARDED),
-            ("plain storage", "not tested" if own else "yes", f"without {_SHARDED}"),
-            (
-                "torch FSDP2 in Megatron's trainer",
-                "yes" if own else "not tested",
-                "--use-torch-fsdp2",
-            ),
-        )
-    )
+    usual: VerdictT = "not tested" if own else "yes"
+    fsdp2: VerdictT = "yes" if own else "not tested"
+    sharded = Target("sharded storage", usual, _SHARDED)
+    plain = Target("plain storage", usual, f"without {_SHARDED}")
     # Muon's statistics are put together for any storage
     if (others := of_matrices - {MOMENT2}) and not own:
         how = f"matrices that are fused or cut are others there; {_anew(others)}"
@@ -88,8 +80,14 @@ def _by_parameter(saved: Saved) -> tuple[Target, ...]:
             sharded, plain = (
                 replace(each, verdict="not tested", how=how) for each in (sharded, plain)
             )
-    nowhere = Target("Megatron-FSDP", "no", f"it takes {fsdp_dtensor.FORMAT}")
-    return (*layouts, sharded, plain, fsdp2, nowhere, *_other_optimizers(saved))
+    return (
+        *layouts,
+        sharded,
+        plain,
+        Target("torch FSDP2 in Megatron's trainer", fsdp2, "--use-torch-fsdp2"),
+        Target("Megatron-FSDP", "no", f"it takes {fsdp_dtensor.FORMAT}"),
+        *_other_optimizers(saved),
+    )
 
 
 def _anew(kinds: Iterable[str]) -> str:
