@@ -157,12 +157,21 @@ def build_base(
             _check_unchanged(name, made_over)
     check_names(optimizer, (key for group in share.groups for key, _ in group.key.values))
     check_group_settings(optimizer)
+    if settings.lr is None and "max_lr" not in settings.own_rates(name):
+        _await_rate(optimizer, share.groups)
     complete = [
         {**made, "params": group["params"]}
         for made, group in zip(optimizer.param_groups, groups, strict=True)
     ]
     is_clipped = not (settings.exempt_from_clipping and name == settings.optimizer)
     return Base(optimizer, init_state_fn, complete, is_clipped, construct)
+
+
+def _await_rate(optimizer: torch.optim.Optimizer, groups: Sequence[Group]) -> None:
+    """Let groups without a learning rate say so, until a scheduler or a checkpoint writes it."""
+    optimizer.defaults["lr"] = None
+    for made, group in zip(optimizer.param_groups, groups, strict=True):
+        made["lr"] = dict(group.key.values).get("lr")
 
 
 def _check_unchanged(name: str, groups: Sequence[ParamGroup]) -> None:

@@ -11,7 +11,7 @@ from megatron.core.utils import get_pg_size, log_single_rank
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron_eopt import qk_clip
-from megatron_eopt.base.agreement import agreed
+from megatron_eopt.base.agreement import agreed, any_rank
 from megatron_eopt.base.errors import ConfigurationTypeError
 from megatron_eopt.base.garbage import without_collections
 from megatron_eopt.base.names import STANDARD_OPTIMIZERS
@@ -25,6 +25,7 @@ from megatron_eopt.build.layer_wise import LayerWiseDistributedOptimizer
 from megatron_eopt.build.loss_scale import make_scaler
 from megatron_eopt.build.managed import is_for_megatrons_own
 from megatron_eopt.build.megatron_fsdp import chain_of_managed_shards
+from megatron_eopt.build.ownership import take_over
 from megatron_eopt.build.replicated import chain_of_slabs
 from megatron_eopt.build.sharded import Sharding, unmixed_members
 from megatron_eopt.build.storages import Wanted, chain_in_storage, register_storage
@@ -37,7 +38,7 @@ from megatron_eopt.settings.arguments import arguments_of
 from megatron_eopt.settings.checks import check_alike, refuse_for_matrices
 from megatron_eopt.settings.registry import Overrides
 from megatron_eopt.settings.settings import Settings, resolve
-from megatron_eopt.stores.buffers import buffer_sets, check_model_chunks, check_wrapped
+from megatron_eopt.stores.buffers import buffer_sets, check_model_chunks, check_wrapped, has_resting
 from megatron_eopt.stores.megatron_fsdp import whole_parameters
 
 logger = logging.getLogger(__name__)
@@ -98,6 +99,7 @@ def get_megatron_optimizer(
         _report(settings, routing, model_chunks, wanted.collection)
         # what one pipeline stage refuses, the others would not know
         optimizer = agreed(lambda: chain_in_storage(wanted))
+        optimizer.number = take_over(routing.names)
         if folder is not None:
             with whole_parameters(model_chunks):
                 _dump(routing.groups, model_chunks, str(folder))
@@ -127,6 +129,8 @@ def _sharded(wanted: Wanted) -> OptimizerChain | None:
     count, apart = len(model_chunks), settings.early_gather
     shares = shares_of(routing.groups, settings.optimizer, count, first_chunk_apart=apart)
     mixed = not settings.is_standard or len({share.optimizer for share in shares}) > 1
+    # megatron-core's optimizer steps all that is in its buffers
+    mixed = any_rank(any(map(has_resting, model_chunks))) or mixed
     collection = wanted.collection
     if mixed:
         # megatron-core's optimizer that off-loads knows of no other beside it

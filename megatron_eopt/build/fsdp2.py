@@ -189,7 +189,7 @@ class _Builder:
         """Return a group's learning rate and weight decay, which no scheduler may ever write."""
         largest = self._settings.lr if group.get("max_lr") is None else group["max_lr"]
         return {
-            "lr": largest * group.get("lr_mult", 1.0),
+            "lr": None if largest is None else largest * group.get("lr_mult", 1.0),
             "weight_decay": self._settings.weight_decay * group.get("wd_mult", 1.0),
         }
 

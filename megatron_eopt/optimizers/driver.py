@@ -252,6 +252,15 @@ class CompositeOptimizer(torch.optim.Optimizer):
                 driver.step(groups, state)
 
 
+def check_rates_given(groups: Iterable[ParamGroup]) -> None:
+    """Raise a ConfigurationError if a group is to be stepped that has no learning rate yet."""
+    for group in groups:
+        if group.get("lr", 0.0) is None:
+            rule = f"must be written before a step, and group {group.get('group_id')!r} has none"
+            way_out = "Give the configuration a learning rate, or step a scheduler first"
+            raise ConfigurationError("lr", None, rule, way_out)
+
+
 def refuse_group(param_group: ParamGroup) -> None:
     """Raise, in place of ``add_param_group``: what is planned is planned for the whole model."""
     raise fixed("add_param_group", f"{len(list(param_group.get('params', ())))} parameters")
@@ -348,6 +357,8 @@ def dry_step(optimizer: Any) -> None:
     values = [param.detach().clone() for param in bare]
     grads = [param.grad for param in everything]
     groups = [dict(group) for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0 if group.get("lr") is None else group["lr"]
     for param in everything:
         param.grad = None
     for param in bare:

@@ -23,6 +23,7 @@ from megatron_eopt.optimizers.driver import (
     Driver,
     ParamGroup,
     State,
+    check_rates_given,
     fixed,
     loss_of,
 )
@@ -150,6 +151,7 @@ class ShardedOptimizer(CompositeOptimizer):
     def _step(self) -> None:
         if self._named_places() != self._places:
             raise fixed("param_groups", "parameters that have moved")
+        check_rates_given(self.param_groups)
         self._revive()
         super()._step()
 

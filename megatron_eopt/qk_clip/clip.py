@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, distributed, nn
@@ -14,14 +14,14 @@ from megatron_eopt.base.places import place_of
 from megatron_eopt.qk_clip.attention import attentions, projections
 from megatron_eopt.stores.buffers import process_groups
 
-_CHAINS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+_CHAINS: WeakKeyDictionary[nn.Module, WeakSet[Any]] = WeakKeyDictionary()
 
 
 def remember(model_chunks: Sequence[Any], chain: Any) -> None:
     """Note whose members store the main weights of a model."""
     for chunk in model_chunks:
         if isinstance(chunk, nn.Module):
-            _CHAINS[chunk] = ref(chain)
+            _CHAINS.setdefault(chunk, WeakSet()).add(chain)
 
 
 def clip_qk(model: Sequence[Any], log_max_only: bool = False) -> float:
@@ -85,9 +85,10 @@ def _factors(found: Sequence[Any], maxima: Sequence[Tensor]) -> dict[Tensor, Ten
 
 def _chains_of(model: Sequence[Any], found: Sequence[Any]) -> list[Any]:
     """Return what stores the main weights of the model."""
-    chains = {chain for chunk in model if (chain := _CHAINS.get(chunk, lambda: None)())}
+    chains = {chain for chunk in model for chain in _CHAINS.get(chunk, ())}
     if chains:
-        return list(chains)
+        # the one that was built last owns what several have
+        return sorted(chains, key=lambda chain: -1 if chain.number is None else chain.number)
     weights = [item.weight for attention in found for item in projections(attention)]
     if odd := [weight for weight in weights if hasattr(weight, "main_param")]:
         rule = "has main weights that only the optimizer knows which made them"

@@ -110,14 +110,15 @@ def param_group(
     which the group's own settings override.
     """
     values = dict(group.key.values)
+    # megatron-core's scheduler has its own rates where a group names none
+    rates = {name: rate for name, rate in (("max_lr", lr), ("min_lr", min_lr)) if rate is not None}
     return {
         "params": list(params),
         "is_expert_parallel": group.key.is_expert,
         # Megatron's log shows the learning rate of the groups that follow the run's schedule.
         "default_config": not any("lr" in name for name in values),
         **USUAL_VALUES,
-        "max_lr": lr,
-        "min_lr": min_lr,
+        **rates,
         **values,
         "optimizer": group.key.optimizer,
         GROUP_ID: group.identity,

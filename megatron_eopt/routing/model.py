@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from megatron.core import optimizer as megatron_optimizer
 
-from megatron_eopt.base.agreement import agreed, everyones, of_every_rank
+from megatron_eopt.base.agreement import agreed, everyones, is_rank_0, of_every_rank
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import STANDARD_OPTIMIZERS
 from megatron_eopt.matrices import Split
@@ -125,10 +125,10 @@ def route_parameters(
     groups = build_groups(routes, summaries)
     routing = Routing(routes, groups, {})
     names = routing.optimizers
-    if groups and not settings.is_standard and settings.optimizer not in names:
-        rule = f"got no parameter on any rank, all went to {', '.join(sorted(names))}"
-        way_out = "Name one of these, or route a parameter to it with config_overrides"
-        raise ConfigurationError("optimizer", settings.optimizer, rule, way_out)
+    steps_nothing = groups and not settings.is_standard and settings.optimizer not in names
+    if steps_nothing and is_rank_0():
+        text = "optimizer=%r steps nothing: no trainable parameter is a matrix, so %s steps all"
+        logger.warning(text, settings.optimizer, " and ".join(sorted(names)))
 
     def checked() -> None:
         check_values_of(settings.config, names | {settings.optimizer, settings.scalar})
@@ -196,7 +196,7 @@ def _tag_as_megatron_does(
             param.expert_tp = True  # type: ignore[attr-defined]
         if "linear_qkv.weight" in name and param.dim() == 2 and declared_qkv(param) is None:
             shapes = qkv_split_shapes(model_chunks[parameter.chunk].config)
-            if param.shape[0] % sum(shapes) == 0:
+            if sum(shapes) and param.shape[0] % sum(shapes) == 0:
                 param.is_qkv = True  # type: ignore[attr-defined]
                 param.qkv_split_shapes = shapes  # type: ignore[attr-defined]
                 setattr(param, QKV_TAG, shapes)
@@ -215,5 +215,7 @@ def routing_table(
 
 def format_routing(settings: Settings, routing: Routing) -> str:
     """Return a routing as a table."""
-    run = {"lr": settings.lr, "weight_decay": settings.weight_decay}
-    return format_table(routing_rows(routing.groups, routing.splits, **run))
+    rows = routing_rows(
+        routing.groups, routing.splits, lr=settings.lr, weight_decay=settings.weight_decay
+    )
+    return format_table(rows)

@@ -10,7 +10,7 @@ COLUMNS = ("parameter", "shape", "optimizer", "split", "lr", "weight decay", "wh
 
 
 def routing_rows(
-    groups: Iterable[Group], splits: Mapping[Any, Split], *, lr: float, weight_decay: float
+    groups: Iterable[Group], splits: Mapping[Any, Split], *, lr: float | None, weight_decay: float
 ) -> list[tuple[str, ...]]:
     """Return one row per parameter of this rank, in model order, under :data:`COLUMNS`.
 
@@ -20,7 +20,8 @@ def routing_rows(
     for group in groups:
         values: dict[str, Any] = dict(group.key.values)
         decay = weight_decay * values.get("wd_mult", 1.0)
-        settings = (f"{values.get('max_lr', lr):g}", f"{decay:g}")
+        rate = values.get("max_lr", lr)
+        settings = ("" if rate is None else f"{rate:g}", f"{decay:g}")
         for member in group.members:
             item = member.parameter
             shape = " x ".join(map(str, item.shape)) + (" (expert)" if item.is_expert else "")

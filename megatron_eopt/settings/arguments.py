@@ -19,12 +19,16 @@ from megatron_eopt.settings.fields import (
 from megatron_eopt.settings.registry import entry_of, optimizer_names, prefixes_of
 from megatron_eopt.settings.settings import RunSettings
 
+RATE_TO_COME = 1.0
+"""Stands for a learning rate that is written later, since constructors ask for a number."""
+
 
 def arguments_of(
     name: str, settings: RunSettings, model_chunks: Sequence[Any], pg_collection: Any
 ) -> dict[str, Any]:
     """Return the constructor arguments of the emerging optimizer ``name``."""
-    return entry_kwargs(name, settings.config, model_chunks, pg_collection)
+    kwargs = entry_kwargs(name, settings.config, model_chunks, pg_collection)
+    return kwargs | ({"lr": RATE_TO_COME} if kwargs.get("lr", 0.0) is None else {})
 
 
 def entry_kwargs(
@@ -91,18 +95,25 @@ def muon_family_kwargs(
 ) -> dict[str, Any]:
     """Return the constructor arguments of ``TensorParallelMuon``, or of a class with its arguments.
 
-    The model's config has the sizes of fused QKV weights.
+    The model's config has the sizes of fused QKV weights. It is read only if there is one: a model
+    without attention says nothing about heads, or has no config at all.
     """
     kwargs = emerging_kwargs(optimizer_cls, prefixes, config, pg_collection)
-    model_config = getattr(model_chunks[0], "config", None)
-    kwargs["is_qkv_fn"] = lambda param: bool(getattr(param, "is_qkv", False))
-    kwargs["qkv_split_shapes"] = model_config and qkv_split_shapes(model_config)
+    kwargs["is_qkv_fn"] = _is_qkv
+    # stand-ins for a model have no parameters
+    listed = (getattr(chunk, "named_parameters", tuple) for chunk in model_chunks)
+    if any(_is_qkv(param) for names in listed for _, param in names()):
+        kwargs["qkv_split_shapes"] = qkv_split_shapes(model_chunks[0].config)
     if "backend" not in kwargs:
         # A configuration of megatron-core's own class means megatron-core's iteration to the bit.
         kwargs["algorithm"] = "standard"
         if kwargs.get("tp_mode") != "distributed":
             kwargs["backend"] = "emerging_optimizers"
     return kwargs
+
+
+def _is_qkv(param: Any) -> bool:
+    return bool(getattr(param, "is_qkv", False))
 
 
 def qkv_split_shapes(model_cfg: Any) -> list[int]:
@@ -119,7 +130,8 @@ def qkv_split_shapes(model_cfg: Any) -> list[int]:
 def scalar_arguments(name: str, settings: RunSettings) -> dict[str, Any]:
     """Return the arguments of Adam, SGD or Lion, apart from how weight decay acts."""
     config = settings.config
-    kwargs: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
+    rate = RATE_TO_COME if config.lr is None else config.lr
+    kwargs: dict[str, Any] = {"lr": rate, "weight_decay": config.weight_decay}
     match name:
         case "adam":
             # as floats: torch takes no integers among them

@@ -88,7 +88,7 @@ _SWITCHES = tuple(
 """Fields that are on or off; None counts as off."""
 
 _MAY_BE_NONE = frozenset(
-    {"min_lr", "decoupled_lr", "decoupled_min_lr", "loss_scale", *_SWITCHES}
+    {"lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "loss_scale", *_SWITCHES}
     | {"muon_lr", "muon_min_lr", "muon_momentum_beta", "muon_mode"}
 )
 
@@ -148,16 +148,13 @@ _WHERE_MUON_IS_THE_MAIN_ONE = {
 """What only the main optimizer's configuration says: unset, why others refuse it, the way out."""
 
 
-def check_values(
-    config: Any, optimizer: str, prefixes: tuple[str, ...], scalar: str, *, lr_may_follow: bool
-) -> None:
+def check_values(config: Any, optimizer: str, prefixes: tuple[str, ...], scalar: str) -> None:
     """Raise if a field in use is out of bounds, does not fit the optimizer or has no effect.
 
-    ``optimizer`` is the main one, whose fields have ``prefixes``; ``scalar`` takes the rest. With
-    ``lr_may_follow`` a learning rate that is not given is no error yet.
+    ``optimizer`` is the main one, whose fields have ``prefixes``; ``scalar`` takes the rest.
     """
     refuse_unsupported_modes(config, optimizer)
-    _check_fields(config, prefixes, lr_may_follow=lr_may_follow)
+    _check_fields(config, prefixes)
     _check_halves(config)
     _check_own_rates(config, "decoupled", "the embeddings")
     for name, (unset, rule, way_out) in _WHERE_MUON_IS_THE_MAIN_ONE.items():
@@ -176,7 +173,7 @@ def check_values_of(config: Any, optimizers: Iterable[str]) -> None:
     names = set(optimizers)
     emerging = sorted(names - set(STANDARD_OPTIMIZERS))
     prefixes = tuple(dict.fromkeys(p for name in emerging for p in prefixes_of(name)))
-    _check_fields(config, prefixes, lr_may_follow=True)
+    _check_fields(config, prefixes)
     _check_halves(config)
     if emerging:
         _check_emerging(config, emerging, prefixes)
@@ -189,14 +186,13 @@ def check_values_of(config: Any, optimizers: Iterable[str]) -> None:
             raise ConfigurationError(name, value, rule, "Leave it at None")
 
 
-def _check_fields(config: Any, prefixes: Collection[str], *, lr_may_follow: bool) -> None:
-    may_be_none = _MAY_BE_NONE | ({"lr"} if lr_may_follow else set())
+def _check_fields(config: Any, prefixes: Collection[str]) -> None:
     for name in (*_BOUNDS, *CHOICES, *_SWITCHES):
         owners = {prefix for prefix in _OPTIMIZER_PREFIXES if name.startswith(f"{prefix}_")}
         if (owners and owners.isdisjoint(prefixes)) or not hasattr(config, name):
             continue
         value = getattr(config, name)
-        if value is None and name in may_be_none:
+        if value is None and name in _MAY_BE_NONE:
             continue
         check_field(name, value)
 
@@ -321,5 +317,3 @@ def refuse_for_dtensors(config: Any, *, own_loop: bool) -> None:
         # each step is skipped above a threshold of 0
         if value not in (None, math.inf) if name == "grad_norm_skip_threshold" else value:
             raise ConfigurationError(name, value, f"{rule}, not here", f"Leave {name} unset")
-    if config.lr is None:
-        raise ConfigurationError("lr", None, "must be given", "Give the largest learning rate")

@@ -62,7 +62,7 @@ class OptimizerFile(NamedTuple):
         values = default_values(given.pop(DEFAULTS_KEY, "recommended")) | given
         try:
             config = EmergingOptimizerConfig(**values)
-            resolve(config, lr_may_follow=True)
+            resolve(config)
         except (ConfigurationError, ConfigurationTypeError) as error:
             place = self.places.get(error.argument, str(self.path))
             error.args = (f"{place}: {error}",)

@@ -64,7 +64,7 @@ class RunSettings:
 
     # the caller's configuration, for megatron-core's own classes alone
     config: Any = field(repr=False, compare=False)
-    lr: float  # the largest learning rate
+    lr: float | None  # the largest learning rate; None if something else will write it
     min_lr: float | None  # the smallest one
     weight_decay: float
     decoupled_weight_decay: bool  # whether weights themselves decay, as AdamW's do
@@ -160,10 +160,8 @@ class Settings(RunSettings):
         return defaults
 
 
-def resolve(config: Any, *, lr_may_follow: bool = False) -> Settings:
+def resolve(config: Any) -> Settings:
     """Return what an ``OptimizerConfig`` means, having checked every value in use.
-
-    With ``lr_may_follow`` a learning rate that is not given is no error yet.
 
     Raises:
         ConfigurationError: If the optimizer's name is unknown, flags contradict each other, a value
@@ -176,7 +174,7 @@ def resolve(config: Any, *, lr_may_follow: bool = False) -> Settings:
     standard["hybrid"] = bool(config.optimizer_cpu_offload)
     chosen = standard if name in STANDARD_OPTIMIZERS else _of_emerging(name, config)
     in_use = (name, chosen["prefixes"], chosen["scalar"])
-    check_values(config, *in_use, lr_may_follow=lr_may_follow)
+    check_values(config, *in_use)
     if config.optimizer_cpu_offload and chosen is not standard and storage == "replicated":
         rule = f"needs the storage in which {name}'s state is cut over data-parallel ranks"
         way_out = "Set use_distributed_optimizer=True"

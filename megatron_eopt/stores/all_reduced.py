@@ -21,7 +21,7 @@ from megatron_eopt.stores.gathering import gather_shards
 
 
 class AllReducedBuffer:
-    """Parameters of one of DDP's gradient buffers, moved into a flat buffer with one bucket.
+    """The trained parameters of one of DDP's gradient buffers, moved into a flat one-bucket buffer.
 
     Args:
         buffer: DDP's. If it overlaps, hooks of its own buckets gather parameters.
@@ -31,8 +31,10 @@ class AllReducedBuffer:
     """
 
     def __init__(self, buffer: Any) -> None:
-        self.params: list[Tensor] = list(buffer.params)
-        self.param_indices = buffer.param_indices
+        pairs = zip(buffer.params, buffer.param_indices, strict=True)
+        trained = [(param, index) for param, index in pairs if param.requires_grad]
+        self.params: list[Tensor] = [param for param, _ in trained]
+        self.param_indices = [index for _, index in trained]
         self.param_dtype, self.grad_dtype = self.params[0].dtype, buffer.grad_dtype
         self.ddp_config = buffer.ddp_config
         self.data_parallel_group = buffer.data_parallel_group
@@ -65,25 +67,29 @@ class AllReducedBuffer:
                 param.data = view
         self.gathered_by_hooks: bool = self.ddp_config.overlap_param_gather
         for overlapping in buffer.buckets if self.gathered_by_hooks else ():
-            overlapping.set_layerwise_params_list(self._fragments_in(overlapping))
+            self._let_hooks_gather(overlapping)
 
     def gather(self) -> None:
         """Collect every rank's fragments; collective over the data-parallel ranks."""
         gather_shards([self._data], self.data_parallel_group)
 
-    def _fragments_in(self, bucket: Any) -> list[list[Tensor]]:
-        """Return, for every rank, views of what it steps of the parameters of one of DDP's buckets.
+    def _let_hooks_gather(self, bucket: Any) -> None:
+        """Tell Megatron's hooks what every rank steps of the parameters of one of DDP's buckets.
 
-        Megatron's hooks gather such lists; sizes may differ between ranks.
+        They gather a list of tensors from each rank, whose sizes may differ. What other optimizers
+        step of the bucket stays in it.
         """
         shard = self._data.numel() // self.data_parallel_world_size
-        fragments: list[list[Tensor]] = [[] for _ in range(self.data_parallel_world_size)]
-        for param in bucket.params_list:
+        known = bucket.__dict__.setdefault("fragments_of", {})
+        for param in (param for param in bucket.params_list if param in self.param_index_map):
             start, stop, _ = self.param_index_map[param]
-            for rank in range(start // shard, -(-stop // shard)):
-                low, high = max(start, rank * shard), min(stop, (rank + 1) * shard)
-                fragments[rank].append(self._data[low:high])
-        return fragments
+            known[param] = {
+                rank: self._data[max(start, rank * shard) : min(stop, (rank + 1) * shard)]
+                for rank in range(start // shard, -(-stop // shard))
+            }
+        ranks = range(self.data_parallel_world_size)
+        by_rank = [[held[rank] for held in known.values() if rank in held] for rank in ranks]
+        bucket.set_layerwise_params_list(by_rank)
 
 
 class AllReducedChunk:

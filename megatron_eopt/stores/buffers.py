@@ -177,10 +177,20 @@ def _check_all_reducing(ddp_config: Any) -> None:
         raise ConfigurationError(name, instances, rule, way_out)
 
 
+def has_resting(model_chunk: Any) -> bool:
+    """Return whether the buffers of a wrapped model have parameters that are not trained now."""
+    kinds = (getattr(model_chunk, attribute, ()) for _, attribute, *_ in _KINDS)
+    # what is not wrapped has torch's method of this name
+    buffers = [buffer for kind in kinds if isinstance(kind, list) for buffer in kind]
+    return any(not param.requires_grad for buffer in buffers for param in buffer.params)
+
+
 def check_buffers(
     buffers: Iterable[Any], groups: Iterable[Mapping[str, Any]], names: Mapping[Tensor, str]
 ) -> None:
-    """Raise unless every parameter of the buffers is in exactly one group, in one data type.
+    """Raise unless every trained parameter of the buffers is in exactly one group, in one dtype.
+
+    Those that require no gradients may be another optimizer's.
 
     Raises:
         ConfigurationError: If one is in none or in several, or a buffer mixes data types.
@@ -189,13 +199,12 @@ def check_buffers(
     for buffer in buffers:
         for param in buffer.params:
             count = owners[param]
-            if count != 1:
+            if count > 1 or (count == 0 and param.requires_grad):
                 raise ConfigurationError(
                     "optimizers",
                     names.get(param, f"a parameter of shape {tuple(param.shape)}"),
                     f"must be in exactly one parameter group, and is in {count}",
-                    "Give every trainable parameter to one optimizer, or freeze it before the "
-                    "model is wrapped",
+                    "Give every trainable parameter to one optimizer, or freeze it",
                 )
             wanted = buffer.param_dtype  # of quantized weights their bytes
             if wanted.is_floating_point and param.dtype != wanted:
@@ -212,7 +221,11 @@ def _buffers(chunk: Any, attribute: str) -> list[Any]:
     buffers = getattr(chunk, attribute)
     if chunk.ddp_config.use_distributed_optimizer:
         return list(buffers)
-    return [AllReducedBuffer(buffer) for buffer in buffers]
+    return [
+        AllReducedBuffer(buffer)
+        for buffer in buffers
+        if any(param.requires_grad for param in buffer.params)
+    ]
 
 
 def _of_experts(tensor: Any, found: Any) -> Coordinates:

@@ -112,6 +112,16 @@ def _slab_of(split: Split, size: int, dim: int, name: str) -> Split:
 class _InBuffers(Storage):
     """Weights in Megatron's buffers, which are gathered after a step."""
 
+    @classmethod
+    def _build_optimizer_group_ranges(cls, param_groups: Any, gbuf_ranges: Any) -> Any:
+        """Leave out what lies in the buffers and is in no group: it may be another optimizer's."""
+        owned = {param for group in param_groups for param in group["params"]}
+        for bucket in (b for by_dtype in gbuf_ranges for kind in by_dtype.values() for b in kind):
+            held = bucket["param_map"]
+            bucket["param_map"] = {param: held[param] for param in held if param in owned}
+        base: Any = super()
+        return base._build_optimizer_group_ranges(param_groups, gbuf_ranges)
+
     def step_in_chain(self) -> bool:
         """Step, for a chain that gathers once all its members have."""
         return super().step_with_ready_grads()

@@ -1,0 +1,324 @@
+"""What megatron-core's factory serves, ours serves: models, rates and parts of models."""
+
+import copy
+import logging
+import math
+
+import pytest
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer import TransformerConfig
+
+from megatron_eopt import ConfigurationError
+from megatron_eopt.build.factory import get_megatron_optimizer
+from tests.harness import run_ranks
+from tests.harness.megatron import initialize_megatron
+from tests.harness.models import synthetic_batch, tiny_gpt, train_step, wrap_ddp
+
+LIGHT = {"num_attention_heads": 1, "num_layers": 1}
+
+
+class Perceptron(torch.nn.Module):
+    """Two linear layers and a normalization; nothing of Megatron."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(24, 16)
+        self.norm = torch.nn.LayerNorm(16)
+        self.second = torch.nn.Linear(16, 8)
+
+    def forward(self, x):
+        return self.second(self.norm(self.first(x)).relu())
+
+
+class Scales(torch.nn.Module):
+    """A model without any matrix."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(24))
+        self.shift = torch.nn.Parameter(torch.zeros(24))
+
+    def forward(self, x):
+        return x * self.scale + self.shift
+
+
+def wrapped(model, *, sharded, **flags):
+    # the sizes of attention stay 0, as for any model without it
+    ddp = DistributedDataParallelConfig(use_distributed_optimizer=sharded, **flags)
+    return DistributedDataParallel(TransformerConfig(**LIGHT), ddp, model)
+
+
+def config_of(optimizer, *, sharded, **fields):
+    numbers = {"lr": 0.01, "min_lr": 0.0, "weight_decay": 0.1, "clip_grad": 0.0} | fields
+    return OptimizerConfig(optimizer=optimizer, use_distributed_optimizer=sharded, **numbers)
+
+
+def backward(chunk, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    chunk.zero_grad_buffer()
+    chunk(torch.randn(4, 24, generator=generator)).square().mean().backward()
+    chunk.finish_grad_sync()
+
+
+def weights_of(chunk):
+    return {name: param.detach().clone() for name, param in chunk.named_parameters()}
+
+
+def _steps_without_attention(optimizer, sharded):
+    initialize_megatron()
+    torch.manual_seed(0)
+    chunk = wrapped(Perceptron(), sharded=sharded)
+    config = config_of(optimizer, sharded=sharded)
+    if optimizer in ("adamuon", "normuon"):
+        config.optimizer, config.adaptive_muon_moment2_method = "adaptive_muon", optimizer
+    chain = get_megatron_optimizer(config, [chunk])
+    before = weights_of(chunk)
+    backward(chunk)
+    assert chain.step()[0]
+    after = weights_of(chunk)
+    for name, weight in after.items():
+        assert not torch.equal(weight, before[name])
+        assert weight.isfinite().all()
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("optimizer", ["muon", "adamuon", "normuon", "soap", "lion", "adam"])
+def test_a_model_without_attention_is_trained(optimizer, sharded):
+    run_ranks(2, _steps_without_attention, optimizer, sharded)
+
+
+# a rate that is written later
+
+
+def _rate_from_a_scheduler(optimizer, sharded):
+    initialize_megatron()
+    chains, chunks = [], []
+    for rate in (None, 0.01):
+        torch.manual_seed(0)
+        chunk = wrapped(Perceptron(), sharded=sharded)
+        config = config_of(optimizer, sharded=sharded, lr=rate, min_lr=rate and 0.0)
+        chain = get_megatron_optimizer(config, [chunk])
+        if rate is None:
+            backward(chunk)
+            with pytest.raises(ConfigurationError, match=r"lr=None: must be written before a step"):
+                chain.step()
+            chain.zero_grad()
+        constant = {"init_lr": 0.01, "max_lr": 0.01, "min_lr": 0.0, "lr_decay_style": "constant"}
+        steps = {"lr_warmup_steps": 0, "lr_decay_steps": 10}
+        decay = {"start_wd": 0.1, "end_wd": 0.1, "wd_incr_steps": 10}
+        OptimizerParamScheduler(chain, **constant, **steps, **decay, wd_incr_style="constant")
+        for seed in range(2):
+            backward(chunk, seed)
+            chain.step()
+            chain.zero_grad()
+        chains.append(chain)
+        chunks.append(weights_of(chunk))
+    assert [g["lr"] for g in chains[0].param_groups] == [g["lr"] for g in chains[1].param_groups]
+    for name, weight in chunks[0].items():
+        assert torch.equal(weight, chunks[1][name]), name
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("optimizer", ["muon", "soap", "lion", "adam", "sgd"])
+def test_a_rate_may_be_written_after_the_optimizer_is_built(optimizer, sharded):
+    run_ranks(2, _rate_from_a_scheduler, optimizer, sharded)
+
+
+def _rate_from_a_checkpoint(sharded, folder):
+    initialize_megatron()
+    chunk = wrap_ddp(tiny_gpt(), use_distributed_optimizer=sharded)
+    first = get_megatron_optimizer(config_of("muon", sharded=sharded), [chunk])
+    train_step([chunk], first, [synthetic_batch(0)])
+    model = chunk.sharded_state_dict()
+    dist_checkpointing.save(first.sharded_state_dict(model), folder)
+    second = get_megatron_optimizer(config_of("muon", sharded=sharded, lr=None), [chunk])
+    state = second.sharded_state_dict(chunk.sharded_state_dict(), is_loading=True)
+    second.load_state_dict(dist_checkpointing.load(state, folder))
+    assert [group["lr"] for group in second.param_groups] == [0.01] * len(second.param_groups)
+    train_step([chunk], second, [synthetic_batch(1)])
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_checkpoint_brings_the_rate(sharded, tmp_path):
+    run_ranks(2, _rate_from_a_checkpoint, sharded, tmp_path)
+
+
+# nothing for the main optimizer
+
+
+def _no_matrix(optimizer, sharded):
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("megatron_eopt").addHandler(handler)
+    initialize_megatron()
+    trained = []
+    for name in (optimizer, "adam"):
+        chunk = wrapped(Scales(), sharded=sharded)
+        chain = get_megatron_optimizer(config_of(name, sharded=sharded), [chunk])
+        for seed in range(2):
+            backward(chunk, seed)
+            assert chain.step()[0]
+        trained.append(weights_of(chunk))
+    logging.getLogger("megatron_eopt").removeHandler(handler)
+    warned = [text for text in records if "steps nothing" in text]
+    assert len(warned) == (torch.distributed.get_rank() == 0)
+    for name, weight in trained[0].items():
+        assert torch.equal(weight, trained[1][name]), name
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("optimizer", ["muon", "soap"])
+def test_a_model_without_matrices_is_trained_by_the_scalar_optimizer(optimizer, sharded):
+    run_ranks(2, _no_matrix, optimizer, sharded)
+
+
+# optimizers over parts of a wrapped model
+
+PARTS = ("layers.0", "layers.1")
+"""What two optimizers own; the second has everything outside of the layers, too."""
+
+
+def only(chunk, part):
+    """Let the parameters of one part require gradients, None for all."""
+    for name, param in chunk.named_parameters():
+        first = PARTS[0] in name
+        param.requires_grad = part is None or (first == (part == PARTS[0]))
+
+
+def two_parts(sharded, dtype=torch.float32, *, plain_ddp=False, **ddp):
+    torch.manual_seed(0)
+    model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+    model = tiny_gpt(gated=True, query_groups=2, dtype=dtype)
+    return wrap_ddp(model, use_distributed_optimizer=sharded and not plain_ddp, **ddp)
+
+
+def _parts(optimizer, sharded, half, ddp):
+    initialize_megatron()
+    dtype = torch.bfloat16 if half else torch.float32
+    config = config_of(optimizer, sharded=sharded, bf16=half, muon_tp_mode="duplicated")
+    whole = two_parts(sharded, dtype, **ddp)
+    one = get_megatron_optimizer(config, [whole])
+    chunk = two_parts(sharded, dtype, **ddp)
+    several = []
+    for part in PARTS:
+        only(chunk, part)
+        several.append(get_megatron_optimizer(config, [chunk]))
+    only(chunk, None)
+    owned = [sum(len(group["params"]) for group in chain.param_groups) for chain in several]
+    assert all(owned)
+    for step in range(3):
+        batch = synthetic_batch(10 * torch.distributed.get_rank() + step)
+        train_step([whole], one, [batch])
+        several[0].zero_grad()
+        train_step([chunk], several[1], [batch])
+        several[0].step()
+    if ddp.get("overlap_param_gather"):
+        for model in (whole, chunk):
+            model.start_param_sync(force_sync=True)
+            train_forward(model)
+    found = weights_of(chunk)
+    for name, weight in weights_of(whole).items():
+        assert torch.equal(weight, found[name]), name
+
+
+def train_forward(model):
+    """Let the hooks of a forward pass gather."""
+    batch = synthetic_batch(0)
+    with torch.no_grad():
+        model(batch.tokens, batch.positions, None, labels=batch.labels)
+
+
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "sharded", "half", "ddp"),
+    [
+        ("muon", False, False, {}),
+        ("muon", True, False, {}),
+        ("muon", True, True, {}),
+        ("muon", True, False, {"plain_ddp": True}),
+        ("muon", True, False, OVERLAP),
+        ("muon", True, False, {"plain_ddp": True} | OVERLAP),
+        ("soap", True, False, {}),
+        ("adam", True, False, {}),
+        ("adam", True, True, {}),
+    ],
+)
+def test_two_optimizers_over_disjoint_parts_equal_one_over_all(optimizer, sharded, half, ddp):
+    run_ranks(2, _parts, optimizer, sharded, half, ddp)
+
+
+def _checkpoints_of_parts(optimizer, sharded, folder):
+    initialize_megatron()
+    config = config_of(optimizer, sharded=sharded)
+    chunk = two_parts(sharded)
+    chains = {}
+    for part in PARTS:
+        only(chunk, part)
+        chains[part] = get_megatron_optimizer(config, [chunk])
+    only(chunk, None)
+    step(chunk, chains, 0)
+    model = chunk.sharded_state_dict()
+    saved = copy.deepcopy(chunk.state_dict())
+    for part, chain in chains.items():
+        place = folder / part
+        if torch.distributed.get_rank() == 0:
+            place.mkdir()
+        torch.distributed.barrier()
+        dist_checkpointing.save(chain.sharded_state_dict(model), place)
+    step(chunk, chains, 1)
+    wanted = weights_of(chunk)
+
+    other = two_parts(sharded)
+    others = {}
+    for part in PARTS:
+        only(other, part)
+        others[part] = get_megatron_optimizer(config, [other])
+    only(other, None)
+    step(other, others, 5)
+    other.load_state_dict(saved)
+    for part, chain in others.items():
+        state = chain.sharded_state_dict(other.sharded_state_dict(), is_loading=True)
+        chain.load_state_dict(dist_checkpointing.load(state, folder / part))
+    step(other, others, 1)
+    for name, weight in weights_of(other).items():
+        assert torch.equal(weight, wanted[name]), name
+
+
+def step(chunk, chains, seed):
+    batch = synthetic_batch(10 * torch.distributed.get_rank() + seed)
+    first, second = chains.values()
+    first.zero_grad()
+    train_step([chunk], second, [batch])
+    first.step()
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("optimizer", ["muon", "adam"])
+def test_each_of_two_optimizers_saves_and_loads_its_own(optimizer, sharded, tmp_path):
+    run_ranks(2, _checkpoints_of_parts, optimizer, sharded, tmp_path)
+
+
+def _owned_twice(sharded):
+    initialize_megatron()
+    chunk = two_parts(sharded)
+    config = config_of("muon", sharded=sharded)
+    first = get_megatron_optimizer(config, [chunk])
+    only(chunk, PARTS[1])
+    second = get_megatron_optimizer(config, [chunk])
+    only(chunk, None)
+    assert math.isfinite(train_step([chunk], second, [synthetic_batch(0)]))
+    with pytest.raises(ConfigurationError, match=r"optimizer.step=.*built later owns some of its"):
+        first.step()
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_parameter_of_two_optimizers_is_not_stepped_by_both(sharded):
+    run_ranks(2, _owned_twice, sharded)
