@@ -70,7 +70,7 @@ def measure(rounds: int, timeout: float) -> list[Figures]:
 def _on_rank(rounds: int, folder: Path) -> tuple[dict[str, list[tuple[float, float]]], list[int]]:
     initialize_megatron()
     arms = {arm.name: arm for arm in SECTION.arms}
-    contestants = {name: Contestant(SECTION, arms[name], "fp32") for name in NAMES}
+    contestants = {name: Contestant(SECTION, arms[name]) for name in NAMES}
     for contestant in contestants.values():
         contestant.set_gradients(0)
         contestant.optimizer.step()

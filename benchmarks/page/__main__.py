@@ -15,12 +15,10 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 HEAD = """# Benchmarks
 
-Written by `python -m benchmarks.page` from [raw figures](benchmarks/); `benchmarks/run_all.sh`
-measures everything again on your machine (`--only NAME` one of them). Ours and its peer run in turn
-in the same processes; ratios are medians, pairwise, with quartiles."""
-
-TAIL = """Elsewhere: [balance](balance.md), [waves and off-loading](storage.md#working-memory), what
-[verifying checkpoints](checkpoints.md#what-it-costs) costs."""
+Written by `python -m benchmarks.page` from [raw figures](benchmarks/). Each section begins with the
+command that measures it again on your machine. Ours and its peer run in turn in the same processes;
+ratios are medians, pairwise, with quartiles. [Numerics](numerics.md#the-rule) has the errors of all
+coefficient sets, by `python -m benchmarks.newton_schulz_accuracy`."""
 
 
 def page(figures: Path) -> str:
@@ -30,7 +28,7 @@ def page(figures: Path) -> str:
         path = figures / file
         if path.exists():
             parts.append(write(json.loads(path.read_text())))
-    return "\n".join([*parts, prose(TAIL)])
+    return "\n".join(parts)
 
 
 def main() -> None:

@@ -52,7 +52,7 @@ _NOTES = (
     Evaluations take 160 sequences, other ones each time: bands and zigzags are mostly these.""",
     """**Time**: steps times seconds a step, the least of nine runs' medians (other work made them
     up to three times as long). Muon's share of a step is large here, since 2,048 bytes are few; it
-    [falls with their number](#one-optimizer-step).""",
+    falls with their number.""",
     """**What it does not say**: 120 steps are early in training, and a schedule that ends sooner
     gets to its last loss sooner.""",
 )

@@ -69,7 +69,7 @@ class AllReducedBuffer:
 
     def gather(self) -> None:
         """Collect every rank's fragments; collective over the data-parallel ranks."""
-        gather_shards([self._data], self.data_parallel_group)
+        gather_shards(self._data, self.data_parallel_group)
 
     def _fragments_in(self, bucket: Any) -> list[list[Tensor]]:
         """Return, for every rank, views of what it steps of the parameters of one of DDP's buckets.
