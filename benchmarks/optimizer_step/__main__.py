@@ -6,10 +6,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from benchmarks.about import about, publish
+from benchmarks.about import about, publish, table
 from benchmarks.optimizer_step.arms import HIDDEN, LAYERS, SECTIONS
 from benchmarks.optimizer_step.measure import measure
-from benchmarks.page.sections import steps
 
 
 def main() -> None:
@@ -30,7 +29,15 @@ def main() -> None:
     sections = [section for section in SECTIONS if args.only in (None, section.name)]
     before = about()
     found = [one for each in tqdm(sections, unit="layout") for one in measure(each, args.timeout)]
-    publish({"steps": [asdict(one) for one in found]}, before, args.json, steps)
+    publish({"steps": [asdict(one) for one in found]}, before, args.json)
+    rows = [
+        [
+            *(one.section, one.name, f"{one.gigaflops:.1f}", f"{one.megabytes:.1f}"),
+            *(str(one.calls), f"{one.apart:.0e}" if one.apart else ""),
+        ]
+        for one in found
+    ]
+    print(table("layout | optimizer | GFLOP: | MB sent: | calls: | apart:", rows))
 
 
 if __name__ == "__main__":
