@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,23 +27,22 @@ def about() -> dict[str, Any]:
     return found | versions(PACKAGES)
 
 
-def publish(
-    figures: Mapping[str, Any],
-    before: Mapping[str, Any],
-    path: Path | None,
-    shown: Callable[[dict[str, Any]], str] | None = None,
-) -> None:
-    """Write figures with what they are of, and print what the page says of them.
+def publish(figures: Mapping[str, Any], before: Mapping[str, Any], path: Path | None) -> None:
+    """Write figures with what they are of.
 
     Args:
         figures: All that was measured.
         before: :func:`about` from before measuring.
         path: JSON file; None writes none.
-        shown: The page's section (:mod:`benchmarks.page.sections`); None prints nothing.
     """
-    text = json.dumps({"about": dict(before), **figures}, indent=2, allow_nan=False) + "\n"
-    if shown is not None:
-        # as the page reads it
-        print(shown(json.loads(text)))
     if path is not None:
-        path.write_text(text)
+        text = json.dumps({"about": dict(before), **figures}, indent=2, allow_nan=False)
+        path.write_text(f"{text}\n")
+
+
+def table(head: str, rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table; a column whose name ends in ``:`` has numbers."""
+    names = [name.strip() for name in head.split("|")]
+    rule = ["---:" if name.endswith(":") else "---" for name in names]
+    lines = [[name.rstrip(":") for name in names], rule, *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)

@@ -6,6 +6,7 @@ in turn with megatron-core's dist_checkpointing, each its own optimizer's state 
 
 import argparse
 import shutil
+import statistics
 import tempfile
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -15,9 +16,8 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
-from benchmarks.about import about, publish
+from benchmarks.about import about, publish, table
 from benchmarks.optimizer_step.arms import SECTIONS, Contestant
-from benchmarks.page.sections import checkpoints
 from benchmarks.rounds import measured, ratios, seconds, slowest
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
@@ -70,7 +70,7 @@ def measure(rounds: int, timeout: float) -> list[Figures]:
 def _on_rank(rounds: int, folder: Path) -> tuple[dict[str, list[tuple[float, float]]], list[int]]:
     initialize_megatron()
     arms = {arm.name: arm for arm in SECTION.arms}
-    contestants = {name: Contestant(SECTION, arms[name], "fp32") for name in NAMES}
+    contestants = {name: Contestant(SECTION, arms[name]) for name in NAMES}
     for contestant in contestants.values():
         contestant.set_gradients(0)
         contestant.optimizer.step()
@@ -121,7 +121,15 @@ def main() -> None:
         parser.error("--rounds must be at least 2")
     before = about()
     figures = measure(args.rounds, args.timeout)
-    publish({"arms": [asdict(one) for one in figures]}, before, args.json, checkpoints)
+    publish({"arms": [asdict(one) for one in figures]}, before, args.json)
+    rows = []
+    for one in figures:
+        row = [one.name, f"{one.bytes / 1e6:.0f}"]
+        for times, over in ((one.save, one.save_ratio), (one.load, one.load_ratio)):
+            low, middle, high = over
+            row += [f"{statistics.median(times):.2f}", f"{middle:.2f} ({low:.2f} .. {high:.2f})"]
+        rows.append(row)
+    print(table("optimizer | MB: | save s: | x ours: | load s: | x ours:", rows))
 
 
 if __name__ == "__main__":

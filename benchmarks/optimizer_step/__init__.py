@@ -1,1 +1,1 @@
-"""How long one optimizer step takes, against megatron-core and emerging-optimizers."""
+"""What one optimizer step computes and sends, against megatron-core and emerging-optimizers."""

@@ -11,14 +11,12 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.utils import get_model_config
 
 from megatron_eopt import EmergingOptimizerConfig, get_megatron_optimizer
-from tests.harness.models import SEQUENCE_LENGTH, tiny_gpt, wrap_ddp
+from tests.harness.models import tiny_gpt, wrap_ddp
 
 LAYERS, HIDDEN, HEADS, VOCABULARY = 4, 512, 8, 1024
 EXPERTS = 8
 
 type StorageT = Literal["whole", "fragments", "padded"]
-type ProductsT = Literal["bf16", "fp32"]
-"""What Newton-Schulz multiplies, and what a whole train step computes in."""
 
 
 @dataclass(frozen=True)
@@ -126,30 +124,11 @@ SECTIONS = (
     ),
 )
 
-# forward, backward and step
-TRAIN_SECTION = Section(
-    "DP 2",
-    tp=1,
-    ranks=2,
-    arms=(
-        Arm("ours, Muon", OURS, EmergingOptimizerConfig, "auto", "fragments"),
-        Arm("stock, Adam", STOCK, OptimizerConfig, "duplicated", "fragments", "adam"),
-    ),
-)
-
 
 class Contestant:
     """A model of its own with its optimizer; all start from the same weights."""
 
-    def __init__(
-        self,
-        section: Section,
-        arm: Arm,
-        products: ProductsT,
-        dtype: torch.dtype = torch.bfloat16,
-        sequence: int = SEQUENCE_LENGTH,
-        vocabulary: int = VOCABULARY,
-    ) -> None:
+    def __init__(self, section: Section, arm: Arm) -> None:
         model_parallel_cuda_manual_seed(1234)
         torch.manual_seed(1234)
         self.arm = arm
@@ -158,23 +137,22 @@ class Contestant:
             hidden=HIDDEN,
             heads=HEADS,
             experts=section.experts,
-            vocabulary=vocabulary,
-            sequence=sequence,
+            vocabulary=VOCABULARY,
             # stock sends learned position embeddings to Muon, which this package does not
             position_embedding="rope",
-            dtype=dtype,
+            dtype=torch.bfloat16,
         )
         self.model = wrapped_for(arm.storage, model)
         self.optimizer = arm.optimizer_of(
             self.model,
             lr=1e-2,
             weight_decay=0.01,
-            bf16=dtype == torch.bfloat16,
-            params_dtype=dtype,
+            bf16=True,
+            params_dtype=torch.bfloat16,
             muon_nesterov=True,
             muon_momentum=0.95,
             muon_split_qkv=True,
-            muon_fp32_matmul_prec="medium" if products == "bf16" else "highest",
+            muon_fp32_matmul_prec="medium",
         )
 
     def set_gradients(self, seed: int) -> None:

@@ -95,14 +95,6 @@ _BY_MODULE: dict[str, dict[str, Need]] = {
         "_is_nonlinear_or_embedding": Need("entries among ours"),
     },
     "megatron.core.optimizer.qk_clip": {"clip_qk": Need("QK-clip (install)")},
-    "megatron.core.distributed.param_and_grad_buffer": {
-        "_ParamAndGradBucketGroup": Need(
-            "gathering weights in place (gloo)",
-            has="_post_param_sync",
-            sets="buckets intra_distributed_optimizer_instance_group param_gather_dispatched "
-            "_post_param_sync",
-        ),
-    },
     "megatron.core.distributed.fsdp.src.megatron_fsdp": {
         "MegatronFSDP": Need("models that Megatron-FSDP manages"),
     },
@@ -130,9 +122,6 @@ _BY_MODULE: dict[str, dict[str, Need]] = {
     },
     "megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader": {
         "CachedMetadataFileSystemReader": _OF_FILES,
-    },
-    "megatron.core.dist_checkpointing.strategies.filesystem_async": {
-        "get_write_results_queue": Need("a quick first save (install)"),
     },
     "megatron.training.training": {
         "get_megatron_optimizer_config": Need("our flags (install)"),

@@ -13,7 +13,6 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from megatron_eopt import qk_clip
 from megatron_eopt.base.agreement import agreed, any_rank
 from megatron_eopt.base.errors import ConfigurationTypeError
-from megatron_eopt.base.garbage import without_collections
 from megatron_eopt.base.names import STANDARD_OPTIMIZERS
 from megatron_eopt.base.upstream import found, needed
 from megatron_eopt.build.bases import Base, Share, build_base, shares_of
@@ -76,34 +75,33 @@ def get_megatron_optimizer(
         ConfigurationError: If a value, or a combination, cannot be honoured.
         ConfigurationTypeError: If a value has the wrong type.
     """
-    with without_collections():
-        folder = dump_param_to_param_group_map
-        agreed(lambda: _check_arguments(model_chunks, folder))
-        if isinstance(model_chunks[0], found("MimoModel") or ()):
-            return megatrons_own_factory(config, model_chunks)
-        of_dtensors = is_torch_fsdp2(model_chunks) or is_megatron_fsdp(model_chunks)
-        settings = agreed(lambda: _settings(config, model_chunks, of_dtensors=of_dtensors))
-        check_alike(config)
-        if is_megatron_fsdp(model_chunks) and is_for_megatrons_own(settings, model_chunks):
-            return megatrons_own_factory(
-                config,
-                model_chunks,
-                dict(overrides_for(settings, config_overrides)),
-                use_gloo_process_groups,
-                pg_collection,
-                dump_param_to_param_group_map,
-            )
+    folder = dump_param_to_param_group_map
+    agreed(lambda: _check_arguments(model_chunks, folder))
+    if isinstance(model_chunks[0], found("MimoModel") or ()):
+        return megatrons_own_factory(config, model_chunks)
+    of_dtensors = is_torch_fsdp2(model_chunks) or is_megatron_fsdp(model_chunks)
+    settings = agreed(lambda: _settings(config, model_chunks, of_dtensors=of_dtensors))
+    check_alike(config)
+    if is_megatron_fsdp(model_chunks) and is_for_megatrons_own(settings, model_chunks):
+        return megatrons_own_factory(
+            config,
+            model_chunks,
+            dict(overrides_for(settings, config_overrides)),
+            use_gloo_process_groups,
+            pg_collection,
+            dump_param_to_param_group_map,
+        )
+    with whole_parameters(model_chunks):
+        routing = route_model(settings, model_chunks, config_overrides)
+    wanted = Wanted(settings, routing, model_chunks, pg_collection, use_gloo_process_groups)
+    _report(settings, routing, model_chunks, wanted.collection)
+    # what one pipeline stage refuses, the others would not know
+    optimizer = agreed(lambda: chain_in_storage(wanted))
+    optimizer.number = take_over(routing.names)
+    if folder is not None:
         with whole_parameters(model_chunks):
-            routing = route_model(settings, model_chunks, config_overrides)
-        wanted = Wanted(settings, routing, model_chunks, pg_collection, use_gloo_process_groups)
-        _report(settings, routing, model_chunks, wanted.collection)
-        # what one pipeline stage refuses, the others would not know
-        optimizer = agreed(lambda: chain_in_storage(wanted))
-        optimizer.number = take_over(routing.names)
-        if folder is not None:
-            with whole_parameters(model_chunks):
-                _dump(routing.groups, model_chunks, str(folder))
-        return optimizer
+            _dump(routing.groups, model_chunks, str(folder))
+    return optimizer
 
 
 def _check_arguments(model_chunks: Any, folder: Any) -> None:

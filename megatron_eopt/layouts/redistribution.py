@@ -12,7 +12,6 @@ from torch import Tensor
 
 from megatron_eopt.base.agreement import of_every_rank
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.base.function_modes import without_modes
 from megatron_eopt.base.meter import Meter
 from megatron_eopt.layouts.copies import Copy
 from megatron_eopt.layouts.exchange import Exchange
@@ -73,7 +72,6 @@ def _named(what: str, group: dist.ProcessGroup | None) -> Iterator[None]:
         ) from error
 
 
-@without_modes
 def run_copies(copies: Sequence[Copy], sources: FlatT, sinks: FlatT) -> None:
     """Copy every block between flat contiguous tensors; dtypes may differ."""
     into = [_block(sinks[copy.sink], copy.size, copy.write) for copy in copies]
@@ -301,7 +299,6 @@ class Redistribution:
             self.buffers[purpose] = buffer
         return buffer[:elements]
 
-    @without_modes
     def _flat(self, tensors: Mapping[str, Tensor]) -> dict[int, Tensor]:
         """Return flat views by the plan's index of tensors."""
         flat = {}

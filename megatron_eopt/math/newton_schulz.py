@@ -30,9 +30,9 @@ Note [Teams]
     a later product is gathered: polynomials, the Gram matrices that follow, and ``Q`` at the end.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import cycle, pairwise, repeat
+from itertools import pairwise
 from typing import Protocol, cast
 
 import torch
@@ -41,8 +41,6 @@ from torch import Tensor
 from megatron_eopt.math.algorithm import Plan
 from megatron_eopt.math.coefficients import Triple, response
 from megatron_eopt.math.products import multiply_add
-from megatron_eopt.math.scratch import small_matrices
-from megatron_eopt.math.symmetric import symmetric_product
 
 ReduceT = Callable[[Tensor], Tensor]
 """Sums a contiguous tensor over the ranks that share a matrix; may work in place. One that has an
@@ -63,14 +61,6 @@ class Team(Protocol):
         """Return a whole matrix ``(..., m, m)`` of the ranks' rows ``(..., m / ranks, m)``."""
 
 
-PLACES = 5
-"""In how many places a segment's small matrices lie in turn. What is read last is ``Q``, four
-products after its own, by the next one; an inner factor, a Gram matrix and a polynomial between.
-"""
-
-_NEW: Iterator[Tensor | None] = repeat(None)
-
-
 def iterate_standard(
     x: Tensor,
     triples: Sequence[Triple],
@@ -87,14 +77,13 @@ def iterate_standard(
     """
     team = _team(reduce)
     m = x.shape[-1] if tall else x.shape[-2]
-    squares = small_matrices(2, x, m, dense=reduce is not None)
-    square, polynomial = x.new_empty((2, *x.shape[:-2], m, m)) if squares is None else squares
+    square, polynomial = x.new_empty((2, *x.shape[:-2], m, m))
     spare = torch.empty_like(x) if spare is None else spare
     for a, b, c in triples:
         wide = x.mT if tall else x
-        square = _reduced(symmetric_product(wide, wide, out=square), reduce)
+        square = _reduced(multiply_add(wide, wide.mT, out=square), reduce)
         if team is None:
-            symmetric_product(square, square.mT, square, beta=b, alpha=c, out=polynomial)
+            multiply_add(square, square, square, beta=b, alpha=c, out=polynomial)
         else:
             mine = _rows_of(Shifted(0.0, square), team).residual
             polynomial = team.gather(multiply_add(mine, square, mine, beta=b, alpha=c))
@@ -132,28 +121,24 @@ def gram_residual(
     *,
     columns: int | None = None,
     tall: bool = False,
-    out: Tensor | None = None,
 ) -> Shifted:
     """Return the Gram matrix of the whole matrix split into ``shift * I`` and the rest.
 
     One call of ``reduce``; ``columns`` are those of the whole matrix, if ``x`` has only some.
-    ``out`` is where to write the rest, by default new.
     """
     wide = x.mT if tall else x
     if shift == 0.0:
-        return Shifted(0.0, _reduced(symmetric_product(wide, wide, out=out), reduce))
+        return Shifted(0.0, _reduced(multiply_add(wide, wide.mT), reduce))
     m, n = wide.shape[-2:]
     share = n / columns if columns else 1.0
-    eye = wide.new_empty((*wide.shape[:-1], m)) if out is None else out
-    eye.zero_().diagonal(dim1=-2, dim2=-1).fill_(1.0)
-    residual = symmetric_product(wide, wide, eye, beta=-shift * share, out=eye)
+    eye = wide.new_zeros((*wide.shape[:-1], m))
+    eye.diagonal(dim1=-2, dim2=-1).fill_(1.0)
+    residual = multiply_add(wide, wide.mT, eye, beta=-shift * share, out=eye)
     return Shifted(shift, _reduced(residual, reduce))
 
 
-def _product(
-    left: Shifted, right: Shifted, team: Team | None = None, out: Tensor | None = None
-) -> Shifted:
-    """Return the product of two commuting matrices; one matrix product, written to ``out``.
+def _product(left: Shifted, right: Shifted, team: Team | None = None) -> Shifted:
+    """Return the product of two commuting matrices; one matrix product.
 
     With a team ``left`` has this rank's rows alone, and so has the product.
 
@@ -164,27 +149,19 @@ def _product(
     big, small = (left, rows) if abs(left.shift) >= abs(right.shift) else (rows, left)
     shift = left.shift * right.shift
     addend: Tensor | None = None if big.shift == 0.0 else small.residual
+    out: Tensor | None = None
     if addend is not None and small.shift != 0.0:
-        alpha = small.shift / big.shift
-        addend = out = torch.add(addend, big.residual, alpha=alpha, out=out)
-    if team is None:
-        product = symmetric_product(
-            left.residual, right.residual.mT, addend, beta=big.shift, out=out
-        )
-    else:
-        product = multiply_add(left.residual, right.residual, addend, beta=big.shift, out=out)
+        addend = out = torch.add(addend, big.residual, alpha=small.shift / big.shift)
+    product = multiply_add(left.residual, right.residual, addend, beta=big.shift, out=out)
     return Shifted(shift, product)
 
 
-def _polynomial(mine: Shifted, a: Shifted, triple: Triple, out: Tensor | None = None) -> Shifted:
+def _polynomial(mine: Shifted, a: Shifted, triple: Triple) -> Shifted:
     """Return one step's polynomial of ``a``, as far as ``mine`` has rows of ``a``."""
     first, second, third = triple
     slope = second + 2.0 * third * a.shift
-    part, whole = mine.residual, a.residual
-    if mine is a:
-        rest = symmetric_product(whole, whole.mT, whole, beta=slope, alpha=third, out=out)
-    else:
-        rest = multiply_add(part, whole, part, beta=slope, alpha=third, out=out)
+    part = mine.residual
+    rest = multiply_add(part, a.residual, part, beta=slope, alpha=third)
     return Shifted(first + a.shift * (second + third * a.shift), rest)
 
 
@@ -201,28 +178,26 @@ def accumulate(
     *,
     shifted: bool = True,
     team: Team | None = None,
-    places: Iterator[Tensor | None] = _NEW,
 ) -> Shifted:
     """Return the factor ``Q`` with which several steps multiply ``X``, whose Gram matrix is ``a``.
 
     ``(8 k - 6) m^3`` FLOPs for ``k`` steps: the first needs no product with ``Q``, the last leaves
-    no Gram matrix behind. A team divides them. ``places`` are where to write matrices like ``a`` to
-    one after another, of which :data:`PLACES` must differ; by default new ones.
+    no Gram matrix behind. A team divides them.
     """
     if team is not None:
         return _accumulate_rows(a, triples, team, shifted=shifted)
     q: Shifted | None = None
     for step, triple in enumerate(triples):
-        polynomial = _polynomial(a, a, triple, next(places))
+        polynomial = _polynomial(a, a, triple)
         if q is None:
             q = polynomial if shifted else _unshifted(polynomial)
         else:
-            q = _product(polynomial, q, out=next(places))
+            q = _product(polynomial, q)
         if step + 1 < len(triples):
             # P^2 A is one pass cheaper and diverged on rank one plus noise: rounding an inner
             # factor of P A P keeps eigenvalues from turning negative, rounding P^2 does not;
-            # without a name the inner one goes at once where it is new
-            a = _product(polynomial, _product(polynomial, a, out=next(places)), out=next(places))
+            # without a name the inner one goes at once
+            a = _product(polynomial, _product(polynomial, a))
     assert q is not None, "a segment holds at least one step"
     return q
 
@@ -285,13 +260,11 @@ def iterate_gram(
     like ``x`` and by default new, and in ``x``.
     """
     m = x.shape[-1] if tall else x.shape[-2]
-    squares = small_matrices(PLACES, x, m) if reduce is None else None
-    places = _NEW if squares is None else cycle(squares)
     for start, stop in pairwise((0, *plan.restarts, len(triples))):
         shift = expected_shift(triples[:start], m) if plan.shifted else 0.0
-        a = gram_residual(x, shift, reduce, columns=columns, tall=tall, out=next(places))
+        a = gram_residual(x, shift, reduce, columns=columns, tall=tall)
         segment = triples[start:stop]
-        q = accumulate(a, segment, shifted=plan.shifted, team=_team(reduce), places=places)
+        q = accumulate(a, segment, shifted=plan.shifted, team=_team(reduce))
         x, spare = apply(q, x, out=spare, tall=tall), x
     return x
 

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from megatron_eopt.base.errors import (
     check_choice,
     check_number,
 )
-from megatron_eopt.base.function_modes import without_modes
 from megatron_eopt.base.places import place_of
 from megatron_eopt.base.upstream import default_of
 from megatron_eopt.math.algorithm import AlgorithmT, Plan, choose_algorithm
@@ -24,10 +22,7 @@ from megatron_eopt.math.coefficients import CoefficientsLike, Triple, resolve_co
 from megatron_eopt.math.newton_schulz import ReduceT, iterate_gram, iterate_standard
 from megatron_eopt.math.normalization import normalize
 from megatron_eopt.math.precision import PRECISIONS, PrecisionT
-from megatron_eopt.math.products import has_instructions
 from megatron_eopt.math.scaling import ScaleModeT, scale_factor
-from megatron_eopt.math.scratch import scratch
-from megatron_eopt.math.symmetric import taken_alone
 
 DEFAULT_EPS: float = default_of("newton_schulz", "eps")
 """Smallest Frobenius norm that is divided by: emerging-optimizers', 1e-7 in its release 0.3."""
@@ -35,30 +30,7 @@ DEFAULT_EPS: float = default_of("newton_schulz", "eps")
 SMALLEST_EPS = 1e-38
 """The least that it may be: the reciprocals of smaller ones leave float32."""
 
-# A CPU runs a batch in chunks, a GPU all of it at once. In float32 they stay in a core's
-# second-level cache, which measured 1.2x on 64 matrices of 128 x 512. In 16 bits what each call of
-# the library costs weighs more: against 2 MiB, chunks of 4 measured 1.05x to 1.17x on matrices from
-# 128 x 512 to 512 x 2048.
-_CHUNK_BYTES, _CHUNK_BYTES_16_BIT = 2 << 20, 4 << 20
 
-
-def chunk_size(wide: Tensor, dtype: torch.dtype, reduce: ReduceT | None) -> int:
-    """Return how many matrices of ``(batch, m, n)`` to take at once, for products in ``dtype``."""
-    batch = wide.shape[0]
-    # every chunk would cost its own sums over the ranks
-    if wide.device.type != "cpu" or reduce is not None:
-        return batch
-    m, n = wide.shape[-2:]
-    if taken_alone(m, n, dtype):
-        return 1
-    itemsize = dtype.itemsize if has_instructions(dtype) else torch.float32.itemsize
-    chunk = _CHUNK_BYTES_16_BIT if itemsize == 2 else _CHUNK_BYTES
-    matrix = m * n * itemsize
-    # threads share a batched product by matrices
-    return min(batch, torch.get_num_threads() * max(1, chunk // matrix))
-
-
-@without_modes
 def _compute_torch(
     wide: Tensor,
     schedule: tuple[Triple, ...],
@@ -71,23 +43,13 @@ def _compute_torch(
 ) -> Tensor:
     """Do it with our own code; ``out`` is what to write to, if possible, and may be ``wide``."""
     plan = plan.stable(wide.shape[-2])
-    compute = partial(_compute_torch, schedule=schedule, plan=plan, eps=eps, columns=columns)
-    if wide.ndim == 3 and len(wide) == 1:
-        # as it is computed where it is one of several that are taken alone
-        return compute(wide[0], reduce=reduce, out=None if out is None else out[0]).unsqueeze(0)
-    if wide.ndim == 3 and (size := chunk_size(wide, plan.dtype, reduce)) < len(wide):
-        whole = torch.empty_like(wide) if out is None else out
-        for part, place in zip(torch.split(wide, size), torch.split(whole, size), strict=True):
-            place.copy_(compute(part, reduce=None))
-        return whole
     tall = wide.stride(-2) < wide.stride(-1)
     if out is not None:
         out = out.mT if tall else out
         out = out if out.dtype == plan.dtype and out.is_contiguous() else None
     x = wide.mT if tall else wide
     # the iterates lie in two places in turn, of which the last one is `out`
-    other = scratch("iterate", x.shape, x, plan.dtype)
-    first, spare = (other, out) if plan.products(len(schedule)) % 2 else (out, other)
+    first, spare = (None, out) if plan.products(len(schedule)) % 2 else (out, None)
     x = normalize(x, eps, plan.dtype, reduce, out=first)
     if plan.algorithm == "standard":
         x = iterate_standard(x, schedule, reduce, tall=tall, spare=spare)
@@ -217,9 +179,8 @@ class Orthogonalization:
         is computed as a plain matrix.
         """
         whole_shape = None if reduce is None else shape
-        for part in torch.split(stack, chunk_size(stack, stack.dtype, reduce)):
-            matrices = part[0] if len(part) == 1 else part
-            self(matrices, scale=scales, reduce=reduce, whole_shape=whole_shape, in_place=True)
+        matrices = stack[0] if len(stack) == 1 else stack
+        self(matrices, scale=scales, reduce=reduce, whole_shape=whole_shape, in_place=True)
 
 
 def orthogonalize(

@@ -10,7 +10,6 @@ from megatron_eopt.base.upstream import dataset_helpers_to_skip, found, is_there
 from megatron_eopt.build.factory import get_megatron_optimizer
 from megatron_eopt.build.layer_wise import LayerWiseDistributedOptimizer
 from megatron_eopt.checkpoint.trainer import trainer_rebindings, wrapped
-from megatron_eopt.megatron_lm.processes import without_the_script
 from megatron_eopt.megatron_lm.progress import with_progress
 from megatron_eopt.megatron_lm.rebinding import Rebinding
 from megatron_eopt.megatron_lm.trainer import (
@@ -62,7 +61,6 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 """The same of names that scripts may import, by module: those that there are."""
 
 WRAPPED: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
-    "get_write_results_queue": without_the_script,
     "parse_args": with_our_flags,
     "validate_args": checking_what_it_knows,
     "get_megatron_ddp_config": sharding_ddp_config,

@@ -1,20 +1,11 @@
-"""What Muon does with each number, whatever matrix it is in: decay, momentum, and the update.
+"""What Muon does with each number, whatever matrix it is in: decay, momentum, and the update."""
 
-Note [Parts in a cache]
-    A GPU takes all tensors in one kernel. A CPU takes parts of them, small enough that what one
-    pass has written is still in the cache when the next one reads it, and that what lies between
-    two passes needs no memory of a tensor's size.
-"""
-
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from megatron_eopt.base.function_modes import without_modes
-from megatron_eopt.math.products import on_a_cpu
-from megatron_eopt.math.scratch import converted
 from megatron_eopt.optimizers.driver import ParamGroup
 
 WeightDecayT = Literal["decoupled", "l2", "independent"]
@@ -23,9 +14,6 @@ arXiv:1711.05101), ``independent`` by ``weight_decay`` whatever the learning rat
 ``weight_decay * weight`` to the gradient."""
 
 WEIGHT_DECAY_METHODS: tuple[WeightDecayT, ...] = get_args(WeightDecayT)
-
-_PART = 1 << 16
-"""Elements that a thread takes at once: 256 KiB in float32, a few of which fit into a cache."""
 
 
 def decay_rate(group: ParamGroup, method: WeightDecayT) -> float:
@@ -50,7 +38,6 @@ def gradients(params: list[Tensor], group: ParamGroup, method: WeightDecayT) -> 
     return list(torch._foreach_add(grads, params, alpha=group["weight_decay"]))
 
 
-@without_modes
 def directions(
     grads: list[Tensor],
     momenta: list[Tensor],
@@ -67,8 +54,7 @@ def directions(
     momentum itself, which the caller must not change. What is written is rounded to ``dtype``, if
     that is narrower than the gradient's.
     """
-    in_parts = bool(grads) and on_a_cpu(grads[0])
-    if grads and not in_parts:
+    if grads:
         torch._foreach_lerp_(momenta, grads, 1 - momentum)
     found = []
     for grad, kept, place in zip(grads, momenta, places or [None] * len(grads), strict=True):
@@ -78,18 +64,14 @@ def directions(
             mixed = place.view(grad.shape)
         else:
             mixed = torch.empty_like(grad, dtype=wanted) if nesterov else kept
-        for g, m, d in _parts(grad, kept, mixed) if in_parts else [(grad, kept, mixed)]:
-            if in_parts:
-                m.lerp_(g, 1 - momentum)
-            if nesterov:
-                torch.lerp(g, m, momentum, out=d)
-            elif mixed is not kept:
-                d.copy_(m)
+        if nesterov:
+            torch.lerp(grad, kept, momentum, out=mixed)
+        elif mixed is not kept:
+            mixed.copy_(kept)
         found.append(mixed)
     return found
 
 
-@without_modes
 def subtract(
     group: ParamGroup, params: Sequence[Tensor], updates: Sequence[Tensor], rate: float = 0.0
 ) -> None:
@@ -97,27 +79,11 @@ def subtract(
 
     Updates are rounded to the parameters' dtypes first.
     """
-    lr = group["lr"]
-    if params and not on_a_cpu(params[0]):
-        shrink(params, rate)
+    shrink(params, rate)
+    if params:
         # what is narrower is added as it is, in the same kernel
         added = [
             update if update.dtype.itemsize < param.dtype.itemsize else update.to(param.dtype)
             for param, update in zip(params, updates, strict=True)
         ]
-        torch._foreach_add_(list(params), added, alpha=-lr)
-        return
-    for param, update in zip(params, updates, strict=True):
-        for p, u in _parts(param, update):
-            same = u if u.dtype == p.dtype else converted(u, p.dtype)
-            if rate:
-                p.add_(p, alpha=-rate)
-            p.add_(same, alpha=-lr)
-
-
-def _parts(*alike: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """Cut tensors of one shape into the same parts, as far as their memory allows."""
-    if not all(tensor.is_contiguous() for tensor in alike):
-        return [alike]
-    size = _PART * torch.get_num_threads()
-    return zip(*(torch.split(tensor.view(-1), size) for tensor in alike), strict=True)
+        torch._foreach_add_(list(params), added, alpha=-group["lr"])

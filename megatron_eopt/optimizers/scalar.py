@@ -11,11 +11,11 @@ import torch
 from emerging_optimizers.scalar_optimizers import Lion
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core.utils import log_single_rank
+from torch._guards import detect_fake_mode
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import FIRST_MOMENT, MOMENTUM
 from megatron_eopt.base.upstream import needed
-from megatron_eopt.math.products import is_like_a_gpu
 from megatron_eopt.optimizers.driver import InitState, empty_states, zeros
 from megatron_eopt.settings.arguments import offload_arguments, scalar_arguments
 from megatron_eopt.settings.registry import init_state
@@ -47,7 +47,7 @@ def build_scalar_optimizer(
     if plain:
         kwargs.pop("capturable", None)
     is_fused = not (plain or megatron_optimizer.USING_PYTORCH_OPTIMIZER)
-    if is_like_a_gpu() and not (is_fused or plain):
+    if detect_fake_mode() is not None and not (is_fused or plain):
         # of tensors on a GPU torch finds out by itself that it takes all at once
         kwargs["foreach"] = True
     optimizer: torch.optim.Optimizer

@@ -84,18 +84,21 @@ def adam_seconds(elements: int, machine: Machine) -> float:
     return elements * ADAM_BYTES / machine.memory
 
 
+def bytes_sent(call: Collective) -> float:
+    """Return how many bytes a rank sends in one collective, in a ring of its ranks."""
+    others = call.ranks - 1
+    if "allgather" in call.name:
+        return call.sent * others  # every other rank's part passes by, too
+    if "reduce" in call.name:
+        rounds = 2 if call.name.startswith("allreduce") else 1
+        return call.sent * rounds * others / call.ranks
+    return call.sent
+
+
 def collective_seconds(call: Collective, machine: Machine) -> float:
     """Predict one collective."""
     rate = machine.link if call.ranks <= machine.gpus else machine.network
-    others = call.ranks - 1
-    if "allgather" in call.name:
-        passing = float(others)  # every other rank's part passes by, too
-    elif "reduce" in call.name:
-        rounds = 2 if call.name.startswith("allreduce") else 1
-        passing = rounds * others / call.ranks
-    else:
-        passing = 1.0
-    return machine.latency + call.sent * passing / rate
+    return machine.latency + bytes_sent(call) / rate
 
 
 def _ways(schedule: Schedule, machine: Machine) -> list[tuple[float, float]]:

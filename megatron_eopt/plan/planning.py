@@ -16,7 +16,6 @@ from megatron_eopt.base.agreement import places_in, ranks_of
 from megatron_eopt.build.factory import get_megatron_optimizer
 from megatron_eopt.dry_run import Report, dry_world, report_of, schedules_of
 from megatron_eopt.layouts.assignment import Float64Array
-from megatron_eopt.math.products import like_a_gpu
 from megatron_eopt.optimizers.modes import Schedule
 from megatron_eopt.plan.architectures import Architecture
 from megatron_eopt.plan.cost import Times, times
@@ -105,7 +104,7 @@ def plan(
     kinds = stage_kinds(architecture, layout)
     stages = [_stage(architecture, layout, config, kind, machine.gpus) for kind in kinds]
     worst = max(stages, key=lambda stage: stage.loads.max())
-    with dry_world(worst.busiest, layout.world_size), like_a_gpu():
+    with dry_world(worst.busiest, layout.world_size):
         chunk, optimizer = _built(architecture, layout, config)
         report = report_of(optimizer, lambda: None)
         peers, predicted = peers_of(chunk, report, machine), times(report, machine)

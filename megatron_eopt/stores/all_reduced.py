@@ -71,7 +71,7 @@ class AllReducedBuffer:
 
     def gather(self) -> None:
         """Collect every rank's fragments; collective over the data-parallel ranks."""
-        gather_shards([self._data], self.data_parallel_group)
+        gather_shards(self._data, self.data_parallel_group)
 
     def _let_hooks_gather(self, bucket: Any) -> None:
         """Tell Megatron's hooks what every rank steps of the parameters of one of DDP's buckets.

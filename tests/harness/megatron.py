@@ -1,13 +1,7 @@
 """Megatron's parallel state inside a worker."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from unittest.mock import patch
-
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
-from megatron_eopt.stores import gathering
 
 
 def initialize_megatron(
@@ -40,10 +34,3 @@ def initialize_megatron(
         num_distributed_optimizer_instances=optimizer_instances,
     )
     model_parallel_cuda_manual_seed(seed)
-
-
-@contextmanager
-def gathered_as_on_gpus() -> Iterator[None]:
-    """Let weights be gathered by the collectives that they are gathered by on GPUs."""
-    with patch.object(gathering, "_on_gloo", lambda group: False):
-        yield

@@ -1,6 +1,7 @@
 """What runs inside a worker process: receive a job, set the scene, call, reply, clean up."""
 
 import faulthandler
+import functools
 import gc
 import multiprocessing
 import os
@@ -70,15 +71,14 @@ def serve(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    from megatron_eopt.megatron_lm.processes import without_the_script
     from tests.harness.scene import forget_everything, watch_wrapped_models
 
     watch_wrapped_models()
     # half a million objects of imported modules stay, and need not be looked at after every job
     gc.freeze()
     # each rank's first save would import torch in one more process
-    filesystem_async.get_write_results_queue = without_the_script(
-        filesystem_async.get_write_results_queue
+    filesystem_async.get_write_results_queue = functools.partial(
+        filesystem_async.get_write_results_queue, "fork"
     )
     with stacks.open("a") as file:
         faulthandler.register(signal.SIGUSR1, file=file)

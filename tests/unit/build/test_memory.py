@@ -9,7 +9,6 @@ import torch
 
 from megatron_eopt.base.live_bytes import LiveBytes
 from megatron_eopt.build.memory import Memory
-from megatron_eopt.math.scratch import kept
 from tests.harness import run_ranks
 from tests.unit.stores.full_state import Case, inject, optimizer_over, steps
 from tests.unit.stores.runs import make_chunk
@@ -40,15 +39,13 @@ SCALARS = 512
 
 def counted(case: Case) -> tuple[int, Any, int]:
     """Return how tensors grow until the first step is done, the report, and a third step's peak."""
-    # a CPU's threads keep scratch memory, which is no optimizer's
-    earlier = sum(piece.nbytes for piece in kept())
     chunk = make_chunk(case.run)
     with LiveBytes() as seen:
         optimizer = optimizer_over(case, [chunk])
     grown = seen.grown
     with LiveBytes() as seen:
         steps(case, chunk, optimizer, 0, 1)
-    grown += seen.grown + earlier - sum(piece.nbytes for piece in kept())
+    grown += seen.grown
     steps(case, chunk, optimizer, 1, 2)
     memory = optimizer.memory()
     optimizer.zero_grad()

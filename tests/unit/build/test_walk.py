@@ -46,9 +46,6 @@ GRADIENTS_PASS = {
 
 ASIDE = {
     "base/places.py": "tells whether a main weight is the model's",
-    "base/neighbours.py": "reads weights that other ranks have stepped",
-    "base/function_modes.py": "lets arithmetic pass by torch's function modes",
-    "base/upstream.py": "knows the bucket groups of megatron-core",
     "base/errors.py": "checks numbers of groups that schedulers may have written to",
     "build/gradient_norm.py": "looks at what the norm leaves out",
     "build/loss_scale.py": "forgets what was unscaled",
@@ -58,8 +55,6 @@ ASIDE = {
     "math/normalization.py": "divides by norms",
     "math/products.py": "multiplies",
     "math/scaling.py": "computes a factor from a shape",
-    "math/scratch.py": "keeps memory for what comes and goes",
-    "math/symmetric.py": "multiplies half of what is symmetric",
     "settings/checks.py": "checks numbers of the configuration that callers may have changed",
     "settings/settings.py": "looks at these",
     "optimizers/element_wise.py": "steps what is no matrix",

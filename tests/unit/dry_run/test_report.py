@@ -1,15 +1,19 @@
 """What a dry run reports is what real runs are counted to do."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
 
 from megatron_eopt.dry_run import Report, dry_world, report_of
-from megatron_eopt.math.products import like_a_gpu
+from megatron_eopt.math import products
+from megatron_eopt.optimizers import scalar
 from tests.harness import run_ranks
-from tests.harness.megatron import gathered_as_on_gpus, initialize_megatron
+from tests.harness.megatron import initialize_megatron
 from tests.harness.models import tiny_gpt
 from tests.unit.dry_run.optimizers import BF16, FSDP2, dry_optimizer, in_fsdp2
 from tests.unit.stores.full_state import Case, optimizer_over
@@ -36,22 +40,32 @@ def figures(report: Report) -> tuple[Any, ...]:
     return report.elements, plans, report.collectives, report.flops
 
 
+@contextmanager
+def as_on_gpus() -> Iterator[None]:
+    """Compute as GPUs do: in 16 bits, and Adam on all tensors at once."""
+    with (
+        patch.object(products, "has_instructions", lambda dtype: True),
+        patch.object(scalar, "detect_fake_mode", lambda: True),
+    ):
+        yield
+
+
 def real(case: Case) -> tuple[tuple[Any, ...], Any]:
     chunk = make_chunk(case.run)
-    with gathered_as_on_gpus(), like_a_gpu():
+    with as_on_gpus():
         report = report_of(optimizer_over(case, [chunk]), lambda: inject(case.run, chunk, 0))
     return figures(report), report.memory
 
 
 def real_fsdp2() -> tuple[tuple[Any, ...], Any]:
     initialize_megatron()
-    with like_a_gpu():
+    with as_on_gpus():
         report = report_of(*in_fsdp2(tiny_gpt(**FSDP2.model)))
     return figures(report), report.memory
 
 
 def dry(rank: int, world_size: int, case: Case) -> tuple[tuple[Any, ...], Any, Any]:
-    with dry_world(rank, world_size), like_a_gpu():
+    with dry_world(rank, world_size):
         report = report_of(*dry_optimizer(case))
         return figures(report), report.memory, report.host_reads
 

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from megatron_eopt.math import normalization
 from megatron_eopt.math.normalization import normalize
 
 EPS = 1e-7
@@ -20,15 +19,6 @@ def divided(x):
     return x.double() / torch.linalg.matrix_norm(x.double(), keepdim=True)
 
 
-@pytest.fixture(params=["at once", "row by row", "few rows at once"])
-def ways(request, monkeypatch):
-    if request.param != "at once":
-        monkeypatch.setattr(normalization, "_SUMMED_AT_ONCE", 0)
-    if request.param == "row by row":
-        monkeypatch.setattr(normalization, "_WIDENED_AT_ONCE", 7)
-
-
-@pytest.mark.usefixtures("ways")
 @pytest.mark.parametrize("tall", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
@@ -47,8 +37,7 @@ def test_norms_become_one_and_numbers_are_rounded_once(shape, dtype, tall):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("wanted", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("given", [torch.bfloat16, torch.float16, torch.float32])
-def test_other_dtypes_and_given_places_get_the_same_numbers(monkeypatch, given, wanted, shape):
-    monkeypatch.setattr(normalization, "_SUMMED_AT_ONCE", 0)
+def test_other_dtypes_and_given_places_get_the_same_numbers(given, wanted, shape):
     x = matrices(shape, given)
     exact = normalize(x.float(), EPS, torch.float32).to(wanted)
     assert torch.equal(normalize(x, EPS, wanted), exact)

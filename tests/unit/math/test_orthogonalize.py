@@ -61,7 +61,6 @@ def test_gram_equals_standard_in_float32() -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["standard", "gram"])
-# the last one is more than a cache holds, so it runs in chunks of unequal size
 @pytest.mark.parametrize("shape", [(6, 16, 40), (2, 3, 40, 16), (150, 64, 128)])
 def test_a_batch_equals_a_loop(shape: tuple[int, ...], algorithm: AlgorithmT) -> None:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0))

@@ -293,7 +293,7 @@ def test_batched_and_single_matrices_agree(method):
         run_steps(optimizer, params, 2)
         results.append(params)
     for name in SHAPES:
-        torch.testing.assert_close(results[0][name], results[1][name], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(results[0][name], results[1][name], rtol=1e-5, atol=5e-6)
 
 
 @pytest.mark.parametrize("method", METHODS)

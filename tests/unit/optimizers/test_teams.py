@@ -14,7 +14,6 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.model_shapes import MODELS
 from megatron_eopt.dry_run import Counts
 from megatron_eopt.layouts import Layout, assign_owners, iteration_cost
 from megatron_eopt.math import orthogonalize
@@ -25,6 +24,7 @@ from megatron_eopt.optimizers.modes import MatrixWork
 from megatron_eopt.optimizers.teams import assign_teams
 from megatron_eopt.stores.shard import Fragment
 from tests.harness import run_ranks
+from tests.harness.model_shapes import MODELS
 from tests.harness.shards import StoredParameter
 from tests.unit.stores.full_state import Case, build, steps
 from tests.unit.stores.runs import DENSE, Result, deviation, weights

@@ -11,7 +11,6 @@ from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from tests.harness import run_ranks
-from tests.harness.megatron import gathered_as_on_gpus
 from tests.unit.stores.runs import (
     DENSE,
     MOE,
@@ -74,7 +73,6 @@ def count_calls(run: Run) -> dict[str, int]:
     inject(run, chunk, 0)
     calls: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
-        stack.enter_context(gathered_as_on_gpus())
         for module, name in (
             (torch.distributed, "all_to_all_single"),
             (param_and_grad_buffer, "dist_all_gather_func"),

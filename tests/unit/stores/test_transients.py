@@ -3,10 +3,8 @@
 from typing import Any
 
 import pytest
-import torch
 
 from megatron_eopt.base.live_bytes import LiveBytes
-from megatron_eopt.math.products import has_instructions
 from tests.harness import run_ranks
 from tests.unit.stores.full_state import Case, build, inject, steps
 
@@ -16,8 +14,8 @@ HIDDEN = 64
 LARGEST = 4 * HIDDEN * HIDDEN * 4
 """Bytes of the up projection, in float32."""
 
-ITERATION = (3 if has_instructions(torch.bfloat16) else 4) * LARGEST
-"""Bytes that the iteration needs; see Note [Widened products]."""
+ITERATION = 3 * LARGEST
+"""Bytes that the iteration needs."""
 
 FACTOR = (4 * HIDDEN) ** 2 * 4
 """Bytes of the larger of SOAP's Kronecker factors of that matrix."""

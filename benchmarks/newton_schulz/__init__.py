@@ -1,1 +1,0 @@
-"""How fast we orthogonalize: ours against emerging-optimizers, alternating in one run."""

@@ -1,1 +1,0 @@
-"""Writes docs/benchmarks.md, all of it, from the figures beside it."""
