@@ -12,7 +12,7 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 tiles=(optimizer_step profile newton_schulz) vectors=(optimizer_step_vectors newton_schulz_vectors)
 neither=(newton_schulz_bf16)
-always=(optimizer_step_fp32 newton_schulz_fp32 fsdp2 megatron_fsdp checkpoints start_up checkpoint_files
+always=(optimizer_step_fp32 newton_schulz_fp32 fsdp2 megatron_fsdp checkpoints start_up
     working_memory balance)
 trainings=(momentum compare_optimizers)
 names=("${tiles[@]}" "${vectors[@]}" "${neither[@]}" "${always[@]}" "${trainings[@]}")

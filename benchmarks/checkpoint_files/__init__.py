@@ -1,1 +1,0 @@
-"""What verifying the files of checkpoints costs."""
