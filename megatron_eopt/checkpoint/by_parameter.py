@@ -8,7 +8,6 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch import Tensor
 
 from megatron_eopt.base.names import STEP
-from megatron_eopt.checkpoint import first_release
 from megatron_eopt.checkpoint.keys import kind_of, matrix_state_key
 from megatron_eopt.checkpoint.parameter_space import Box, ParameterSpace
 from megatron_eopt.checkpoint.saved_state import Source, Value, Whereabouts, kinds_to_read
@@ -40,9 +39,8 @@ def kept_value(kept: Kept, where: Whereabouts) -> Value:
     name = f"{where.space.name}.{kept.matrix}"
     if kept.slab is not None:
         name += ".tp{}of{}".format(*kept.slab)
-    spellings = dict.fromkeys((kind, first_release.kind_of(kept.path)))
-    pieces = (_own(matrix_state_key(spelling, name), kept, where.replica) for spelling in spellings)
-    return Value(where, kind, tuple(Source((piece,)) for piece in pieces), kept=kept)
+    piece = _own(matrix_state_key(kind, name), kept, where.replica)
+    return Value(where, kind, (Source((piece,)),), kept=kept)
 
 
 def count_value(where: Whereabouts, place: str, *, writes: bool) -> Value:

@@ -25,7 +25,6 @@ from megatron_eopt.checkpoint.migration import (
 from megatron_eopt.checkpoint.parameter_space import parameter_spaces
 from megatron_eopt.checkpoint.saved_state import (
     MAINS,
-    OTHER_FORMS,
     Shapes,
     Value,
     Whereabouts,
@@ -264,7 +263,6 @@ class StateRequests:
         kept = list(kept_of(member))
         params = dict.fromkeys([item.param for item in stored] + [param for _, param, _ in kept])
         spaces = parameter_spaces(model_state, params)
-        other_forms = [*OTHER_FORMS, *([buckets.sources] if buckets else [])]
         for item in stored:
             driver, number = stepped[id(item.main)]
             tensors = cut_like_weights(member, item, driver, number)
@@ -274,7 +272,7 @@ class StateRequests:
             shard = driver.shards[number] if driver.shards else None
             where = Whereabouts(space, replica, states[driver, number], shard, item)
             for value in stored_values(tensors, where):
-                others = (source for form in other_forms for source in form(value))
+                others = buckets.sources(value) if buckets else ()
                 yield replace(value, sources=(*value.sources, *others))
             yield from self._count(driver, where, "0", writes=where.holds_first)
         counted = {id(state) for state in states.values()}

@@ -5,12 +5,11 @@ Note [Saved state]
     of a tensor of a matrix's own. A fragment, a slab, a whole parameter, a DTensor's shard and a
     matrix at its owner differ only in which boxes. Each piece says whether this rank, of those that
     hold the same numbers, writes it. For reading, a value has several *sources*, in the order in
-    which they are preferred: as it is written now (``by_parameter``), as an earlier release wrote
-    it (``first_release``) or megatron-core by bucket (``buckets``), or another optimizer's state
-    that may serve. Each of these forms is a file with a function that returns sources of a value.
+    which they are preferred: as it is written (``by_parameter``), or as megatron-core wrote it by
+    bucket (``buckets``); and each may be another optimizer's state that may serve.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -204,30 +203,16 @@ class Value:
         return replace(self, sources=named + self.sources if first else self.sources + named)
 
 
-type SourcesT = Callable[[Value], Iterable[Source]]
-"""Returns where another form of checkpoint may have a value that is cut like its parameter."""
-
-OTHER_FORMS: list[SourcesT] = []
-"""Of checkpoints that this package reads and does not write, in the order of preference."""
-
-
-def register_form(sources: SourcesT) -> SourcesT:
-    """Let checkpoints of another form be read, too; works as a decorator."""
-    OTHER_FORMS.append(sources)
-    return sources
-
-
 def cut_like_weights(
     member: Member, item: Stored, driver: Driver, number: int
 ) -> dict[str, Tensor]:
     """Return main weights and state with a number for each that this rank stores of a parameter."""
     tensors = driver.saved_form(number, member.storage.tensors_of(item))
-    return {kind: value for kind, value in tensors.items() if is_cut(driver, kind, value)}
-
-
-def is_cut(driver: Driver, kind: str, value: Any) -> bool:
-    """Whether a value of a parameter's main weights and state has a number for each it has."""
-    return kind in MAINS or (kind != STEP and driver.is_cut_like_weights(kind, value))
+    return {
+        kind: value
+        for kind, value in tensors.items()
+        if kind in MAINS or (kind != STEP and driver.is_cut_like_weights(kind, value))
+    }
 
 
 def kept_of(member: Member) -> Iterator[tuple[Driver, Tensor, Kept]]:

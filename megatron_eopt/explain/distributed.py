@@ -213,10 +213,8 @@ def _owner(place: str, known: Collection[str]) -> str:
     """Return the parameter whose matrix lies at ``place``."""
     words = place.split(".")
     for end in range(len(words), 0, -1):
-        # release 0.1.0 had kinds with dots, the rest of which comes first
-        for start in range(end):
-            if (name := ".".join(words[start:end])) in known:
-                return name
+        if (name := ".".join(words[:end])) in known:
+            return name
     while words[1:] and (words[-1].isdigit() or _slabs(words[-1])):
         words.pop()
     name = ".".join(words)
