@@ -19,8 +19,7 @@ Written by `python -m benchmarks.page` from [raw figures](benchmarks/); `benchma
 measures everything again on your machine (`--only NAME` one of them). Ours and its peer run in turn
 in the same processes; ratios are medians, pairwise, with quartiles."""
 
-TAIL = """Elsewhere: [balance](balance.md), [waves and off-loading](storage.md#working-memory), what
-[verifying checkpoints](checkpoints.md#what-it-costs) costs."""
+TAIL = """Elsewhere: [balance](balance.md), [waves and off-loading](storage.md#working-memory)."""
 
 
 def page(figures: Path) -> str:
