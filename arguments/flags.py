@@ -36,15 +36,10 @@ GROUPS: dict[str, dict[str, str]] = {
         "how orthogonal Muon's are, and where an optimizer's time goes.",
     },
     "checkpoints": {
-        "verify-checkpoints": "Write a manifest of digests into every checkpoint, compare all "
-        "files with it before loading, find the newest whole checkpoint, and read checkpoints as "
-        "data only.",
         "checkpoint-fresh-state": "Kinds of optimizer state that start fresh where a checkpoint "
         "lacks them, and are left out where it has more.",
         "checkpoint-momentum-from-adam": "Start Muon's momentum as Adam's first moment where a "
         "checkpoint has no momentum.",
-        "print-state-checksum": "Print a checksum of model and optimizer after every load and "
-        "save.",
     },
     "muon": {
         "muon-lr": "Largest learning rate of Muon's matrices; --lr if absent.",
@@ -97,10 +92,8 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "print-optimizer-routing": _STORE_TRUE,
     "log-optimizer-memory": _STORE_TRUE,
     "log-optimizer-stats": _STORE_TRUE,
-    "verify-checkpoints": {"action": argparse.BooleanOptionalAction, "default": False},
     "checkpoint-fresh-state": {"metavar": "KEY", "nargs": "+", "default": ()},
     "checkpoint-momentum-from-adam": _STORE_TRUE,
-    "print-state-checksum": _STORE_TRUE,
     "muon-backend": {"choices": backend_names()},
     "muon-use-nesterov": {"action": "store_true", "default": None},
     "adaptive-muon-moment2-method": {"choices": CHOICES["adaptive_muon_moment2_method"]},

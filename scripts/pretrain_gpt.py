@@ -8,7 +8,6 @@ Without a GPU the processes run on the CPU and talk over gloo (MEGATRON_EOPT_DEV
 chooses by hand).
 """
 
-import argparse
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -107,18 +106,12 @@ def forward_step(
     return output, partial(masked_loss, batch["loss_mask"])
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the flags of megatron-eopt; here, checkpoints are verified unless told otherwise."""
-    megatron_lm.add_arguments(parser).set_defaults(verify_checkpoints=True)
-    return parser
-
-
 def main() -> None:
     if cpu.is_enabled():
         # Before the trainer's own checks, which do not know about CPUs.
-        cpu.check_supported(parse_args(add_arguments))
+        cpu.check_supported(parse_args(megatron_lm.add_arguments))
     with megatron_lm.installed():
-        args = parse_and_validate_args(add_arguments)
+        args = parse_and_validate_args(megatron_lm.add_arguments)
         config = pretrain_cfg_container_from_args(args, model_cfg=gpt_config_from_args(args))
         pretrain(config, datasets_provider, ModelType.encoder_or_decoder, forward_step)
 

@@ -44,7 +44,6 @@ class Need:
 _LAYOUT = Need(
     "one buffer without padding (install)", "ddp_config use_layer_wise_distributed_optimizer"
 )
-_OF_FILES = Need("--verify-checkpoints and --print-state-checksum")
 
 _BY_MODULE: dict[str, dict[str, Need]] = {
     "megatron.core.optimizer": {
@@ -116,12 +115,8 @@ _BY_MODULE: dict[str, dict[str, Need]] = {
         "get_global_unique_param_name": Need("names of parameters in messages"),
         "expert_param_local_key": Need("checkpoints of Megatron-FSDP"),
     },
-    "megatron.core.dist_checkpointing.serialization": {"save": _OF_FILES},
     "megatron.core.dist_checkpointing.strategies.torch": {
         "FileSystemReader": Need("reading what a checkpoint holds"),
-    },
-    "megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader": {
-        "CachedMetadataFileSystemReader": _OF_FILES,
     },
     "megatron.training.training": {
         "get_megatron_optimizer_config": Need("our flags (install)"),
@@ -153,11 +148,7 @@ _BY_MODULE: dict[str, dict[str, Need]] = {
         "get_checkpoint_name": Need("finding a checkpoint (install)", "return_base_dir"),
         "get_load_checkpoint_path_by_args": Need("checkpoints of Megatron-FSDP", "args"),
         "handle_swiglu_in_state_dict": Need("checkpoints of Megatron-FSDP (install)", "model"),
-        "save_checkpoint": _OF_FILES,
-        "_load_base_checkpoint": _OF_FILES,
-        "read_metadata": _OF_FILES,
-        "checkpoint_exists": _OF_FILES,
-        "maybe_msc": _OF_FILES,
+        "_load_base_checkpoint": Need("checkpoints of Megatron-FSDP (install)"),
     },
     "emerging_optimizers.orthogonalized_optimizers.muon_utils": {
         "_COEFFICIENT_SETS": Need("the numbers of coefficient sets"),

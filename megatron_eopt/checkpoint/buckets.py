@@ -108,6 +108,6 @@ def source_in_bucket(value: Value, *, by_place: bool) -> Source:
     """Return a value's source in a bucket, if possible with a place in the chain, or without."""
     found = [source for source in value.sources if source.bucket is not None]
     return min(
-        found or value.sources[:1],
+        found or [value.own],
         key=lambda source: str(source.bucket).startswith("chained_") != by_place,
     )

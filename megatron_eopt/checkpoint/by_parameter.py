@@ -2,13 +2,15 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
+from itertools import islice
 
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch import Tensor
 
 from megatron_eopt.base.names import STEP
-from megatron_eopt.checkpoint import first_release
+from megatron_eopt.checkpoint.buckets import BucketSpace
 from megatron_eopt.checkpoint.keys import kind_of, matrix_state_key
 from megatron_eopt.checkpoint.parameter_space import Box, ParameterSpace
 from megatron_eopt.checkpoint.saved_state import Source, Value, Whereabouts, kinds_to_read
@@ -17,16 +19,24 @@ from megatron_eopt.optimizers.driver import Kept
 from megatron_eopt.stores.shard import Shard
 
 
-def stored_values(tensors: Mapping[str, Tensor], where: Whereabouts) -> Iterator[Value]:
+def stored_values(
+    tensors: Mapping[str, Tensor], where: Whereabouts, buckets: BucketSpace | None
+) -> Iterator[Value]:
     """Yield main weights and state that are cut like what this rank stores of a parameter."""
     for kind, values in tensors.items():
         flat = values.detach().reshape(-1)
-        sources = (
-            source
-            for other, from_adam in kinds_to_read(kind).items()
-            for source in where.forms(other, where.boxes, flat, from_adam=from_adam)
-        )
-        yield Value(where, kind, tuple(sources), flat)
+        value = Value(where, kind, where.source(kind, where.boxes, flat), flat)
+        yield replace(value, others=partial(_other_sources, value, flat, buckets))
+
+
+def _other_sources(value: Value, flat: Tensor, buckets: BucketSpace | None) -> Iterator[Source]:
+    where = value.where
+    for kind, from_adam in kinds_to_read(value.kind).items():
+        forms = where.source(kind, where.boxes, flat, from_adam=from_adam).forms()
+        # the first one is how it is written
+        yield from islice(forms, int(kind == value.kind), None)
+    if buckets is not None:
+        yield from buckets.sources(value)
 
 
 def kept_value(kept: Kept, where: Whereabouts) -> Value:
@@ -36,13 +46,13 @@ def kept_value(kept: Kept, where: Whereabouts) -> Value:
     if kept.per_element and where.shard is not None:
         boxes = _boxes_of_matrix(kept, where.shard, where.space)
         if boxes:
-            return Value(where, kind, tuple(where.forms(kind, boxes, kept.value)), kept=kept)
+            own = where.source(kind, boxes, kept.value)
+            return Value(where, kind, own, kept=kept, others=lambda: islice(own.forms(), 1, None))
     name = f"{where.space.name}.{kept.matrix}"
     if kept.slab is not None:
         name += ".tp{}of{}".format(*kept.slab)
-    spellings = dict.fromkeys((kind, first_release.kind_of(kept.path)))
-    pieces = (_own(matrix_state_key(spelling, name), kept, where.replica) for spelling in spellings)
-    return Value(where, kind, tuple(Source((piece,)) for piece in pieces), kept=kept)
+    piece = _own(matrix_state_key(kind, name), kept, where.replica)
+    return Value(where, kind, Source((piece,)), kept=kept)
 
 
 def count_value(where: Whereabouts, place: str, *, writes: bool) -> Value:
@@ -51,7 +61,7 @@ def count_value(where: Whereabouts, place: str, *, writes: bool) -> Value:
     key = matrix_state_key(STEP, f"{where.space.name}.{place}")
     replica = (*where.replica, int(not writes))
     piece = ShardedObject(key, int(where.state[STEP]), (1,), (0,), replica_id=replica)
-    return Value(where, STEP, (Source((piece,)),))
+    return Value(where, STEP, Source((piece,)))
 
 
 def _own(key: str, kept: Kept, replica: tuple[int, ...]) -> ShardedTensor | ShardedObject:

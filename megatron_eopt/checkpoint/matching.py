@@ -158,12 +158,11 @@ def _is_known(key: str, known: set[str]) -> bool:
         return parts is not None
     if "optimizer.matrix_state." not in key:
         return False
-    # a dotted kind may have left words before the parameter's name; numbers of a layer, an expert
-    # and the matrix follow it, and a tensor-parallel slab's
+    # numbers of a layer, an expert and the matrix follow its name, and a tensor-parallel slab's
     words = SLAB.sub("", parts[1]).split(".")
     while words and words[-1].isdigit():
         words.pop()
-        if any(".".join(words[start:]) in known for start in range(len(words))):
+        if ".".join(words) in known:
             return True
     return False
 

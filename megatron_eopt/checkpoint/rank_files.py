@@ -19,8 +19,8 @@ from megatron_eopt.checkpoint.optimizer_state import (
     set_all_steps,
     settle,
 )
-from megatron_eopt.checkpoint.saved_state import cut_like_weights, is_cut, kept_of
-from megatron_eopt.optimizers.driver import OF_GROUPS, Driver, Kept
+from megatron_eopt.checkpoint.saved_state import cut_like_weights, kept_of
+from megatron_eopt.optimizers.driver import OF_GROUPS, Kept
 from megatron_eopt.optimizers.element_wise import set_step
 from megatron_eopt.optimizers.member import Member
 from megatron_eopt.stores.interface import Stored
@@ -57,8 +57,7 @@ def load_rank_file(filename: str, members: Sequence[Member], names: Mapping[Tens
     content: Any = {}
     try:
         content = torch.load(path, weights_only=True, map_location="cpu")
-        drivers = {names[i.param]: driver for m in members for i, driver, _ in _stored(m)}
-        problem = _mismatch(content, mine, drivers)
+        problem = _mismatch(content, mine)
     except Exception as error:  # whatever a broken file makes the reader raise
         problem = f"cannot be read: {error}"
     if problems := [text for text in of_every_rank(problem and f"{path} {problem}") if text]:
@@ -71,7 +70,7 @@ def load_rank_file(filename: str, members: Sequence[Member], names: Mapping[Tens
         )
     saved = content["optimizers"]
     for member, its in zip(members, saved, strict=True):
-        for item, _, tensors in _stored(member):
+        for item, tensors in _stored(member):
             for kind, value in tensors.items():
                 value.copy_(its["fragments"][names[item.param]]["state"][kind])
             member.storage.put_tensors(item, tensors)
@@ -82,8 +81,7 @@ def load_rank_file(filename: str, members: Sequence[Member], names: Mapping[Tens
     adopt_common(members, common)
     set_all_steps(members, common)
     for member, its in zip(members, saved, strict=True):
-        # older files have but the largest of each driver
-        for found, steps in zip(_counting(member), its.get("steps", ()), strict="steps" in its):
+        for found, steps in zip(_counting(member), its["steps"], strict=True):
             set_step(found, steps)
     settle(members)
 
@@ -100,7 +98,7 @@ def _content(member: Member, names: Mapping[Tensor, str]) -> dict[str, Any]:
         "steps": [int(found[STEP]) for found in _counting(member)],
         "fragments": {
             names[item.param]: {"range": [item.start, item.stop], "state": tensors}
-            for item, _, tensors in _stored(member)
+            for item, tensors in _stored(member)
         },
         "matrices": matrices,
     }
@@ -113,12 +111,12 @@ def _counting(member: Member) -> Iterator[dict[str, Any]]:
             yield from driver.counting(groups, state)
 
 
-def _stored(member: Member) -> Iterator[tuple[Stored, Driver, dict[str, Tensor]]]:
-    """Yield what this rank stores and what steps it, with all that is cut like the weights."""
+def _stored(member: Member) -> Iterator[tuple[Stored, dict[str, Tensor]]]:
+    """Yield what this rank stores, with all that is cut like the weights."""
     stepped = {id(main): (driver, number) for driver, number, main in member.stepped()}
     for item in member.storage.stored():
         driver, number = stepped[id(item.main)]
-        yield item, driver, cut_like_weights(member, item, driver, number)
+        yield item, cut_like_weights(member, item, driver, number)
 
 
 def _place(param: str, item: Kept) -> tuple[str, str, tuple[str, ...]]:
@@ -128,15 +126,13 @@ def _place(param: str, item: Kept) -> tuple[str, str, tuple[str, ...]]:
     return (name, "group", item.path[1:]) if of_group else (name, "state", item.path)
 
 
-def _mismatch(
-    content: Any, mine: Sequence[Mapping[str, Any]], drivers: Mapping[str, Driver]
-) -> str:
+def _mismatch(content: Any, mine: Sequence[Mapping[str, Any]]) -> str:
     """Return what is wrong with a file; nothing if it is this rank's."""
     if len(content["optimizers"]) != len(mine):
         return f"holds {len(content['optimizers'])} optimizers and not {len(mine)}"
     for saved, own in zip(content["optimizers"], mine, strict=True):
         for kind in ("fragments", "matrices"):
-            if _signature(saved[kind], drivers) != _signature(own[kind], drivers):
+            if _signature(saved[kind]) != _signature(own[kind]):
                 return (
                     f"was written by rank {content['rank']} of {content['ranks']} at another "
                     f"layout, or by another model or optimizer: its {kind} differ"
@@ -144,21 +140,15 @@ def _mismatch(
     return ""
 
 
-def _signature(entries: Mapping[str, Any], drivers: Mapping[str, Driver]) -> dict[str, Any]:
-    def counts(name: str, key: Any, value: Any) -> bool:
-        # steps are counted for all together
-        if key in (STEP, (STEP,)):
-            return False
-        # files of earlier releases have state of matrices here, too
-        return name not in drivers or is_cut(drivers[name], key, value)
-
+def _signature(entries: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: (
             entry.get("range"),
             {
                 key: tuple(value.shape) if isinstance(value, Tensor) else None
                 for key, value in entry["state"].items()
-                if counts(name, key, value)
+                # steps are counted for all together
+                if key not in (STEP, (STEP,))
             },
         )
         for name, entry in entries.items()

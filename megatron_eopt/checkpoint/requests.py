@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,7 +25,6 @@ from megatron_eopt.checkpoint.migration import (
 from megatron_eopt.checkpoint.parameter_space import parameter_spaces
 from megatron_eopt.checkpoint.saved_state import (
     MAINS,
-    OTHER_FORMS,
     Shapes,
     Value,
     Whereabouts,
@@ -80,16 +79,12 @@ class StateRequests:
         self._buckets = bucket_spaces(members)
         self._held: list[tuple[Storage, Stored, dict[str, Tensor]]] = []
         self._values = [
-            value.in_chain([f"chained_{number}."], first=True)
-            if form.by_place and len(members) > 1
-            else value
+            value.in_chain(f"chained_{number}.") if form.by_place and len(members) > 1 else value
             for number, member in enumerate(members)
             for value in self._values_of(member, model_state, self._buckets.get(number))
         ]
         self._chosen = {
-            place: source_in_bucket(value, by_place=form.by_place)
-            if form.by_bucket
-            else value.sources[0]
+            place: source_in_bucket(value, by_place=form.by_place) if form.by_bucket else value.own
             for place, value in enumerate(self._values)
             if not (value.is_count and counts is None)
         }
@@ -156,7 +151,7 @@ class StateRequests:
         # a parameter may have had another place in a chain
         prefixes = sorted({found[0] for key in shapes if (found := CHAINED.match(key))})
         for place, value in enumerate(self._values):
-            anywhere = value.in_chain(prefixes)
+            anywhere = value.read_in_chain(prefixes)
             by_parameter.setdefault(value.where.space.name, {})[place] = anywhere
         for values in by_parameter.values():
             where = next(iter(values.values())).where
@@ -264,7 +259,6 @@ class StateRequests:
         kept = list(kept_of(member))
         params = dict.fromkeys([item.param for item in stored] + [param for _, param, _ in kept])
         spaces = parameter_spaces(model_state, params)
-        other_forms = [*OTHER_FORMS, *([buckets.sources] if buckets else [])]
         for item in stored:
             driver, number = stepped[id(item.main)]
             tensors = cut_like_weights(member, item, driver, number)
@@ -273,9 +267,7 @@ class StateRequests:
             replica = storage.replica_of(space.sharded.replica_id)
             shard = driver.shards[number] if driver.shards else None
             where = Whereabouts(space, replica, states[driver, number], shard, item)
-            for value in stored_values(tensors, where):
-                others = (source for form in other_forms for source in form(value))
-                yield replace(value, sources=(*value.sources, *others))
+            yield from stored_values(tensors, where, buckets)
             yield from self._count(driver, where, "0", writes=where.holds_first)
         counted = {id(state) for state in states.values()}
         for driver, param, its in kept:

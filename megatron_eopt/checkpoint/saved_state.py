@@ -4,10 +4,10 @@ Note [Saved state]
     Every value of state, wherever it lives, is a few pieces: boxes of the unsharded parameter, or
     of a tensor of a matrix's own. A fragment, a slab, a whole parameter, a DTensor's shard and a
     matrix at its owner differ only in which boxes. Each piece says whether this rank, of those that
-    hold the same numbers, writes it. For reading, a value has several *sources*, in the order in
-    which they are preferred: as it is written now (``by_parameter``), as an earlier release wrote
-    it (``first_release``) or megatron-core by bucket (``buckets``), or another optimizer's state
-    that may serve. Each of these forms is a file with a function that returns sources of a value.
+    hold the same numbers, writes it. For reading, a value has several *sources*, which nothing
+    asks for on saving, in the order in which they are preferred: as it is written
+    (``by_parameter``), as another optimizer's state that may serve, or as megatron-core wrote
+    either by bucket (``buckets``).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -79,6 +79,17 @@ class Source:
         )
         return replace(self, pieces=pieces, stacked=0)
 
+    def forms(self) -> Iterator["Source"]:
+        """Yield it as part of stacked tensors and, if there are such, apart from them."""
+        yield self
+        if self.stacked:
+            yield self.apart()
+
+    def in_chain(self, prefix: str) -> "Source":
+        """Return it under a name of megatron-core's chain."""
+        pieces = tuple(replace(piece, key=prefix + piece.key) for piece in self.pieces)
+        return replace(self, pieces=pieces)
+
     def is_in(self, shapes: Shapes) -> bool:
         """Whether a checkpoint has it, in these shapes.
 
@@ -129,21 +140,21 @@ class Whereabouts:
         """Whether this rank stores the first element of the unsharded parameter."""
         return any(not any(b.sharded.global_offset[self.space.prepended :]) for b in self.boxes)
 
-    def piece(self, box: Box, key: str, view: Tensor) -> ShardedTensor:
-        """Return what is written of a box, or read into it."""
-        return replace(box.sharded, key=key, data=view, dtype=view.dtype, replica_id=self.replica)
-
-    def forms(
+    def source(
         self, kind: str, boxes: Sequence[Box], flat: Tensor, *, from_adam: bool = False
-    ) -> Iterator[Source]:
-        """Yield how boxes are written, or read: as part of stacked tensors, or apart from them."""
+    ) -> Source:
+        """Return how boxes are written, or read: as part of stacked tensors."""
         pieces = tuple(
-            self.piece(box, state_key(kind, box.sharded.key), box.view(flat)) for box in boxes
+            replace(
+                box.sharded,
+                key=state_key(kind, box.sharded.key),
+                data=box.view(flat),
+                dtype=flat.dtype,
+                replica_id=self.replica,
+            )
+            for box in boxes
         )
-        source = Source(pieces, from_adam, stacked=self.space.prepended)
-        yield source
-        if source.stacked:
-            yield source.apart()
+        return Source(pieces, from_adam, stacked=self.space.prepended)
 
 
 @dataclass(frozen=True)
@@ -153,16 +164,23 @@ class Value:
     Attributes:
         where: What it belongs to.
         kind: Kind of state.
-        sources: How to write it, and other ways to read it.
+        own: How to write it.
         flat: All of it that this rank stores, if it is cut like its parameter.
         kept: Where it goes, if it is not.
+        others: Finds other ways to read it.
     """
 
     where: Whereabouts
     kind: str
-    sources: tuple[Source, ...]
+    own: Source
     flat: Tensor | None = None
     kept: Kept | None = None
+    others: Callable[[], Iterable[Source]] = tuple
+
+    @cached_property
+    def sources(self) -> tuple[Source, ...]:
+        """All ways to read it, the preferred ones first."""
+        return (self.own, *self.others())
 
     @property
     def is_count(self) -> bool:
@@ -193,28 +211,20 @@ class Value:
         assert self.flat is not None
         self.flat.copy_(local_of(item.param).detach().reshape(-1)[item.start : item.stop])
 
-    def in_chain(self, prefixes: Iterable[str], *, first: bool = False) -> "Value":
-        """Return it with sources, first or last, under these names of megatron-core's chain too."""
-        named = tuple(
-            replace(source, pieces=tuple(replace(p, key=prefix + p.key) for p in source.pieces))
-            for prefix in prefixes
-            for source in self.sources
-            if source.bucket is None
-        )
-        return replace(self, sources=named + self.sources if first else self.sources + named)
+    def in_chain(self, prefix: str) -> "Value":
+        """Return it written under a name of megatron-core's chain, and read under its own too."""
+        named = self.read_in_chain([prefix])
+        return replace(self, own=self.own.in_chain(prefix), others=lambda: named.sources)
 
+    def read_in_chain(self, prefixes: Iterable[str]) -> "Value":
+        """Return it read under names of megatron-core's chain too."""
 
-type SourcesT = Callable[[Value], Iterable[Source]]
-"""Returns where another form of checkpoint may have a value that is cut like its parameter."""
+        def others() -> Iterator[Source]:
+            yield from self.sources[1:]
+            unnamed = [source for source in self.sources if source.bucket is None]
+            yield from (source.in_chain(prefix) for prefix in prefixes for source in unnamed)
 
-OTHER_FORMS: list[SourcesT] = []
-"""Of checkpoints that this package reads and does not write, in the order of preference."""
-
-
-def register_form(sources: SourcesT) -> SourcesT:
-    """Let checkpoints of another form be read, too; works as a decorator."""
-    OTHER_FORMS.append(sources)
-    return sources
+        return replace(self, others=others)
 
 
 def cut_like_weights(
@@ -222,12 +232,11 @@ def cut_like_weights(
 ) -> dict[str, Tensor]:
     """Return main weights and state with a number for each that this rank stores of a parameter."""
     tensors = driver.saved_form(number, member.storage.tensors_of(item))
-    return {kind: value for kind, value in tensors.items() if is_cut(driver, kind, value)}
-
-
-def is_cut(driver: Driver, kind: str, value: Any) -> bool:
-    """Whether a value of a parameter's main weights and state has a number for each it has."""
-    return kind in MAINS or (kind != STEP and driver.is_cut_like_weights(kind, value))
+    return {
+        kind: value
+        for kind, value in tensors.items()
+        if kind in MAINS or (kind != STEP and driver.is_cut_like_weights(kind, value))
+    }
 
 
 def kept_of(member: Member) -> Iterator[tuple[Driver, Tensor, Kept]]:

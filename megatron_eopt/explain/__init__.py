@@ -1,6 +1,6 @@
 """What a checkpoint holds, who wrote it, and where it can be loaded, from its metadata alone.
 
-No tensor is read, no process group is needed, and nothing that a file names is called.
+No tensor is read and no process group is needed. Objects are read with torch's ``weights_only``.
 """
 
 from megatron_eopt.explain.contents import Contents, explain

@@ -6,13 +6,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_eopt.checkpoint_files.folders import TRACKER, checkpoint_folders, choose
-from megatron_eopt.checkpoint_files.manifest import Manifest
 from megatron_eopt.explain import distributed, rank_files
 from megatron_eopt.explain.routes import UNKNOWN, Parameter, name_of, parameters_of
 from megatron_eopt.explain.saved import Entry, Saved, Settings, broken
 from megatron_eopt.explain.targets import Target, targets_of
 from megatron_eopt.routing.groups import GROUP_ID
+
+TRACKER = "latest_checkpointed_iteration.txt"
+"""Megatron's file that names the newest whole checkpoint of a run, written last."""
 
 _SIZES = {
     "tensor": "tensor_model_parallel_size",
@@ -115,14 +116,6 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Verification:
-    """What the manifest says: how many files it has digests of, and what is wrong with sizes."""
-
-    files: int
-    problems: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class Contents:
     """What a checkpoint holds.
 
@@ -138,7 +131,6 @@ class Contents:
         routes: Which parameter goes to which optimizer.
         layout: The layout that wrote it.
         targets: Where it can be loaded.
-        verification: None without a manifest.
         notes: What could not be read, and why.
     """
 
@@ -153,7 +145,6 @@ class Contents:
     routes: tuple[Route, ...]
     layout: Layout
     targets: tuple[Target, ...]
-    verification: Verification | None
     notes: tuple[str, ...] = field(default=())
 
 
@@ -169,11 +160,9 @@ def explain(path: str | Path) -> Contents:
     """
     folder = _folder_in(Path(path))
     saved = _read(folder)
-    manifest = Manifest.read(folder)
-    by = manifest.written_by if manifest else {}
-    saved.main = saved.argument("optimizer") or by.get("optimizer")
+    saved.main = saved.argument("optimizer")
     parameters = parameters_of(saved)
-    iteration = saved.common.get("iteration", by.get("iteration"))
+    iteration = saved.common.get("iteration")
     return Contents(
         folder=str(folder),
         format=saved.format,
@@ -186,7 +175,6 @@ def explain(path: str | Path) -> Contents:
         routes=tuple(_routes(parameters)),
         layout=_layout(saved),
         targets=targets_of(saved),
-        verification=_verification(manifest, folder),
         notes=tuple(saved.notes),
     )
 
@@ -197,11 +185,16 @@ def _folder_in(path: Path) -> Path:
     if not path.is_dir():
         rule = "is a file, and a checkpoint is a folder" if path.exists() else "does not exist"
         raise broken(path, rule, way_out)
-    if (path / TRACKER).exists() or checkpoint_folders(path):
-        choice = choose(path)
-        if choice is None:
-            raise broken(path, f"lacks {TRACKER}: no save has ever finished there", way_out)
-        return path / choice.name
+    if (tracker := path / TRACKER).exists():
+        text = tracker.read_text(errors="replace").strip()
+        folder = path / (f"iter_{int(text):07d}" if text.isdecimal() else text)
+        if folder == path or not folder.is_dir():
+            raise broken(
+                path, f"its {TRACKER} names {text!r}, and there is no such folder", way_out
+            )
+        return folder
+    if any(path.glob("iter_*")):
+        raise broken(path, f"lacks {TRACKER}: no save has ever finished there", way_out)
     if not any(path.iterdir()):
         raise broken(path, "is empty", way_out)
     return path
@@ -281,12 +274,6 @@ def _pattern(name: str) -> str:
     *words, last = ("*" if word.isdigit() else word for word in name.split("."))
     bare = last.rstrip("0123456789")
     return ".".join([*words, last if bare == last else f"{bare}*"])
-
-
-def _verification(manifest: Manifest | None, folder: Path) -> Verification | None:
-    if manifest is None:
-        return None
-    return Verification(len(manifest.files), tuple(manifest.problems(folder)))
 
 
 def _layout(saved: Saved) -> Layout:

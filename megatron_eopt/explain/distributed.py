@@ -3,22 +3,23 @@
 import io
 import json
 import math
-import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import state_dict_loader
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 
 from megatron_eopt.base.names import ELEMENT_WISE_STATE
 from megatron_eopt.checkpoint import fsdp_dtensor
 from megatron_eopt.checkpoint.groups import saved_groups
 from megatron_eopt.checkpoint.keys import split_key
-from megatron_eopt.checkpoint_files.weights_only import WeightsOnlyReader
 from megatron_eopt.explain.saved import Entry, Saved, Settings, broken, inner_name
 from megatron_eopt.routing.groups import GROUP_ID
 
@@ -48,7 +49,7 @@ def read(folder: Path) -> Saved:
     writers = _check_files(folder, metadata)
     items = metadata.state_dict_metadata
     tensors = {key: i for key, i in items.items() if isinstance(i, TensorStorageMetadata)}
-    saved = Saved(folder, TORCH_DIST, writers=writers)
+    saved = Saved(folder, TORCH_DIST, writers=writers, storage=metadata.storage_data)
     saved.objects = sum(
         stored.length for at, stored in metadata.storage_data.items() if at.fqn not in tensors
     )
@@ -73,7 +74,7 @@ def _metadata(folder: Path) -> Metadata:
     if not (folder / METADATA).exists():
         raise broken(folder, f"lacks the file {METADATA}: it was not finished")
     try:
-        return WeightsOnlyReader(folder).read_metadata()
+        return FileSystemReader(folder).read_metadata()
     except Exception as error:  # whatever a broken file makes the reader raise
         rule = f"its {METADATA} cannot be read ({type(error).__name__}: {error})"
         raise broken(folder, rule) from error
@@ -96,19 +97,18 @@ def _check_files(folder: Path, metadata: Metadata) -> int:
 
 def _objects(saved: Saved, keys: Iterable[str]) -> dict[str, Any]:
     """Return objects as data; those that are none are noted."""
-    found: dict[str, Any] = {key: io.BytesIO() for key in keys}
-    if not found:
-        return {}
-    try:
-        with warnings.catch_warnings():
-            # about the process group that there is none of
-            warnings.simplefilter("ignore")
-            reader = WeightsOnlyReader(saved.folder)
-            state_dict_loader.load(found, storage_reader=reader, no_dist=True)
-    except CheckpointException as error:
-        (cause, _), *_ = error.failures.values()
-        saved.notes.append(f"not read: {', '.join(list(found)[:3])} ({_reason(cause)})")
-        return {}
+    found: dict[str, Any] = {}
+    unread: dict[str, list[str]] = {}
+    for key in keys:
+        at = saved.storage[MetadataIndex(key)]
+        with (saved.folder / at.relative_path).open("rb") as file:
+            file.seek(at.offset)
+            content = io.BytesIO(file.read(at.length))
+        try:
+            found[key] = torch.load(content, map_location="cpu", weights_only=True)
+        except Exception as error:  # whatever a broken or foreign file makes the reader raise
+            unread.setdefault(_reason(error), []).append(key)
+    saved.notes += [f"not read: {', '.join(its[:3])} ({why})" for why, its in unread.items()]
     return found
 
 
@@ -213,10 +213,8 @@ def _owner(place: str, known: Collection[str]) -> str:
     """Return the parameter whose matrix lies at ``place``."""
     words = place.split(".")
     for end in range(len(words), 0, -1):
-        # release 0.1.0 had kinds with dots, the rest of which comes first
-        for start in range(end):
-            if (name := ".".join(words[start:end])) in known:
-                return name
+        if (name := ".".join(words[:end])) in known:
+            return name
     while words[1:] and (words[-1].isdigit() or _slabs(words[-1])):
         words.pop()
     name = ".".join(words)
@@ -284,8 +282,8 @@ def _read_settings(saved: Saved, paths: Mapping[str, Any]) -> None:
     }
     values = _objects(saved, (key for keys in wanted.values() for key in keys))
     groups: dict[str, Settings] = {}
-    for name, keys in wanted.items() if values else ():
-        identity = str([values[key] for key in keys])
+    for name, keys in wanted.items():
+        identity = str([values.get(key) for key in keys])
         if identity not in groups:
             read = _objects(saved, fields[name].values())
             groups[identity] = {f: read[key] for f, key in fields[name].items() if key in read}

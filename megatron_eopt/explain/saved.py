@@ -57,6 +57,7 @@ class Saved:
         groups: All parameter groups.
         group_of: The groups of parameters, where they are recorded.
         main: Name of the run's main optimizer.
+        storage: Where its objects lie in files, by torch's index.
         common: What the trainer saved beside: arguments, iteration.
         objects: Bytes of everything that is no tensor.
         writers: How many ranks wrote tensors.
@@ -72,6 +73,7 @@ class Saved:
     groups: list[Settings] = field(default_factory=list)
     group_of: dict[str, Settings] = field(default_factory=dict)
     main: str | None = None
+    storage: Mapping[Any, Any] = field(default_factory=dict)
     common: Mapping[str, Any] = field(default_factory=dict)
     objects: int = 0
     writers: int = 0

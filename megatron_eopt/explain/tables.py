@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megatron_eopt.explain.contents import Contents, Layout, Verification
+from megatron_eopt.explain.contents import Contents, Layout
 from megatron_eopt.explain.routes import UNKNOWN
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
@@ -72,7 +72,6 @@ def _show_facts(contents: Contents, console: Console) -> None:
         ),
         ("other", size_of(contents.other_bytes)),
         ("written at", _layout(contents.layout)),
-        ("manifest of digests", _verification(contents.verification)),
     ]
     _print(console, None, ("", ""), rows)
 
@@ -119,13 +118,6 @@ def _layout(layout: Layout) -> str:
     known = [f"{name} {size}" for name, size in sizes.items() if size is not None]
     lacking = [name for name, size in sizes.items() if size is None]
     return ", ".join(known) + (f"; {UNKNOWN}: {', '.join(lacking)}" if lacking else "")
-
-
-def _verification(found: Verification | None) -> str:
-    if found is None:
-        return "none (--verify-checkpoints writes one)"
-    wrong = f"; {'; '.join(found.problems)}" if found.problems else ", all in their sizes"
-    return f"{found.files} files{wrong}"
 
 
 def _shape(shape: tuple[int, ...]) -> str:

@@ -10,9 +10,9 @@ from contextlib import ExitStack
 
 from megatron_eopt import cpu
 from megatron_eopt.arguments import add_arguments as _extend_parser
+from megatron_eopt.megatron_lm import stats
 from megatron_eopt.megatron_lm.help import with_printable_help
 from megatron_eopt.megatron_lm.names import rebindings
-from megatron_eopt.megatron_lm.optional import FLAGS
 from megatron_eopt.megatron_lm.rebinding import Exchange
 
 __all__ = ["add_arguments", "install", "installed", "is_installed", "uninstall"]
@@ -33,8 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def install() -> ExitStack:
     """Let Megatron's modules build their optimizers with us; a second call changes nothing.
 
-    Names that other modules imported from Megatron before keep Megatron's objects. The files of
-    checkpoints are Megatron's business unless a parsed command line has ``--verify-checkpoints``.
+    Names that other modules imported from Megatron before keep Megatron's objects.
 
     Returns:
         A context manager that does :func:`uninstall` at the end of a ``with`` block, if this call
@@ -62,5 +61,5 @@ def is_installed() -> bool:
 
 def uninstall() -> None:
     """Put everything back; without :func:`install` it changes nothing."""
-    FLAGS.undo()
+    stats.undo()
     _EXCHANGE.undo()

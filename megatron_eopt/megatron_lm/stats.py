@@ -6,7 +6,10 @@ from typing import Any
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.build.chain import OptimizerChain
-from megatron_eopt.checkpoint.trainer import Function, Rebindings, wrapped
+from megatron_eopt.checkpoint.trainer import Function, wrapped
+from megatron_eopt.megatron_lm.rebinding import Exchange, Rebinding
+
+_EXCHANGE = Exchange()
 
 
 class StepScalars:
@@ -60,10 +63,21 @@ class StepScalars:
         self._logged = optimizer if optimizer.watching else None
 
 
-def trainer_rebindings() -> Rebindings:
-    """Return which of the trainer's functions to replace."""
-    scalars = StepScalars()
-    return wrapped({"train_step": scalars.around_step, "training_log": scalars.around_log})
+def follow(args: Any) -> None:
+    """Replace the trainer's functions if ``args`` ask for it, else put them back."""
+    wanted = getattr(args, "log_optimizer_stats", False)
+    if wanted and not _EXCHANGE.active:
+        scalars = StepScalars()
+        names = wrapped({"train_step": scalars.around_step, "training_log": scalars.around_log})
+        _EXCHANGE.apply([Rebinding(*item) for item in names])
+    elif not wanted:
+        undo()
+
+
+def undo() -> None:
+    """Put the trainer's functions back."""
+    if _EXCHANGE.active:
+        _EXCHANGE.undo()
 
 
 def check(args: Any) -> None:

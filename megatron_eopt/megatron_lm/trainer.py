@@ -14,7 +14,6 @@ from megatron_eopt.arguments import add_arguments, config_from_args
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import STANDARD_OPTIMIZERS
 from megatron_eopt.megatron_lm import stats
-from megatron_eopt.megatron_lm.optional import FLAGS
 
 ProviderT = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 
@@ -34,8 +33,7 @@ def with_our_flags(original: Callable[..., argparse.Namespace]) -> Callable[...,
         args = original(provider, ignore_unknown_args)
         if cpu.is_enabled():
             cpu.check_supported(args)
-        # a checkpoint may be read next
-        FLAGS.follow(args)
+        stats.follow(args)
         return args
 
     return parse_args
@@ -43,7 +41,7 @@ def with_our_flags(original: Callable[..., argparse.Namespace]) -> Callable[...,
 
 def config_of_optimizer(args: argparse.Namespace) -> Any:
     """Return what an optimizer is built from; the flags may have been parsed before install."""
-    FLAGS.follow(args)
+    stats.follow(args)
     return config_from_args(args)
 
 
@@ -147,9 +145,6 @@ def _check_megatron_fsdp(args: argparse.Namespace) -> None:
         rule = "cuts Megatron's buffers, and Megatron-FSDP cuts state already"
         way_out = f"Pass --optimizer {name.removeprefix('dist_')}"
         raise ConfigurationError("--optimizer", name, f"{rule} (--use-megatron-fsdp)", way_out)
-    if getattr(args, "print_state_checksum", False):
-        rule = "reads state by parameter, which Megatron-FSDP saves in another form"
-        raise ConfigurationError("--print-state-checksum", True, rule, "Leave the flag out")
     asynchronous = args.async_save and args.use_persistent_ckpt_worker
     if asynchronous and args.async_strategy == "mcore":
         rule = "fails at the first save: Megatron asks of its writer what that cannot do"

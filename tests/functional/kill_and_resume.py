@@ -4,9 +4,9 @@
 
 torchrun starts two ranks of scripts/pretrain_gpt.py on CPUs. ``kill -9`` hits one of them: while it
 starts, between any two instructions of training, or while a checkpoint is being written, the first
-one of the run among these. The same command starts the run again, which must load the newest whole
-checkpoint. In the end the loss of every iteration, and the checksum of every saved state, must be
-those of the undisturbed run, however often they were computed.
+one of the run among these. The same command starts the run again, which must load the checkpoint
+that Megatron's tracker file names. In the end the loss of every iteration, however often it was
+computed, and every saved state must be those of the undisturbed run.
 """
 
 import argparse
@@ -26,10 +26,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from megatron_eopt.checkpoint_files.folders import TRACKER
-from megatron_eopt.checkpoint_files.manifest import MANIFEST
 from tests.functional.processes import all_processes, environment_of, parent_of, rank_of
+from tests.functional.saved_states import differing
 from tests.functional.script import ROOT, SCRIPT, TINY
+
+TRACKER = "latest_checkpointed_iteration.txt"
+"""What Megatron writes last, once a checkpoint is whole."""
+
+FINISHED = "metadata.json"
+"""What megatron-core writes last into the folder of a checkpoint."""
 
 SAVE_INTERVAL = 2
 RANKS = 2
@@ -40,7 +45,7 @@ ROUNDING = 4e-6
 """Of a loss that is printed as a mean of two; see :func:`read`."""
 
 RUN = """
-    --optimizer muon --use-distributed-optimizer --ckpt-format torch_dist --print-state-checksum
+    --optimizer muon --use-distributed-optimizer --ckpt-format torch_dist
     --hidden-dropout 0.1 --attention-dropout 0.1
 """.split()
 
@@ -72,13 +77,11 @@ class Attempt:
     Attributes:
         losses: By iteration.
         means: The same for the iteration that is printed as a mean with the one before.
-        checksums: Of saved and loaded states, by iteration.
         loaded: Iteration it went on from; 0 for none.
     """
 
     losses: dict[int, float] = field(default_factory=dict)
     means: dict[int, float] = field(default_factory=dict)
-    checksums: dict[int, str] = field(default_factory=dict)
     loaded: int = 0
 
 
@@ -131,10 +134,6 @@ def read(output: str) -> Attempt:
     for place, (iteration, loss) in enumerate(lines):
         into = attempt.means if place == 1 else attempt.losses
         into[int(iteration)] = float(loss)
-    for digits, iteration in re.findall(
-        r"state checksum: (\w{16}) \(\w+, iteration (\d+)\)", output
-    ):
-        attempt.checksums[int(iteration)] = digits
     return attempt
 
 
@@ -150,9 +149,13 @@ def differences(expected: Attempt, seen: Attempt) -> Iterator[str]:
         right = (losses[iteration - 1] + losses[iteration]) / 2
         if abs(mean - right) > ROUNDING * mean:
             yield f"mean loss up to iteration {iteration}: {mean} instead of {right}"
-    for iteration, digits in seen.checksums.items():
-        if digits != expected.checksums[iteration]:
-            yield f"state after iteration {iteration} differs"
+
+
+def other_states(expected: Path, seen: Path) -> Iterator[str]:
+    """Yield which checkpoints of two finished runs differ."""
+    for folder in sorted(expected.glob("iter_*")):
+        if keys := differing(folder, seen / folder.name):
+            yield f"{folder.name} differs: {', '.join(keys[:3])}"
 
 
 def whole_losses(attempt: Attempt) -> dict[int, float]:
@@ -237,7 +240,7 @@ class Start:
         begun: set[str] = set()
 
         def saving() -> bool:
-            # a folder that a killed save has left changes when its files are removed
+            # a folder that a killed save has left changes when files are written anew
             begun.update(name for name, _ in _saves(self.folder).items() - before)
             return len(begun) > kill.after
 
@@ -260,26 +263,19 @@ class Start:
 
 
 def _saves(folder: Path) -> dict[str, int]:
-    """Return when the folders of checkpoints without a manifest were last changed, by name."""
+    """Return when the folders of unfinished checkpoints were last changed, by name."""
     found = {}
     for path in folder.glob("iter_*"):
         with contextlib.suppress(FileNotFoundError):
-            if not (path / MANIFEST).exists():
+            if not (path / FINISHED).exists():
                 found[path.name] = path.stat().st_mtime_ns
     return found
 
 
 def newest_whole(folder: Path) -> int:
-    """Return what must be loaded: what the tracker names or, without one, the newest whole; or 0.
-
-    The tracker is written last, so that it names a whole one.
-    """
+    """Return what must be loaded: what the tracker names, or 0 without one."""
     tracker = folder / TRACKER
-    if tracker.exists():
-        return int(tracker.read_text())
-    whole = [int(path.parent.name[5:]) for path in folder.glob(f"iter_*/{MANIFEST}")]
-    finished = [int(path.parent.name[5:]) for path in folder.glob("iter_*/metadata.json")]
-    return max(whole or finished, default=0)
+    return int(tracker.read_text()) if tracker.exists() else 0
 
 
 def kill_and_resume(
@@ -331,6 +327,7 @@ def kill_and_resume(
     _compare(report, expected, last, due, len(kills))
     if max(whole_losses(last), default=0) != iterations:
         report.problems.append("the last start has not reached the end")
+    report.problems += other_states(folder / "undisturbed", place)
     say(f"finished from iteration {last.loaded}: {len(report.problems)} problem(s)")
     return report
 

@@ -64,6 +64,8 @@ def goes_on(optimizer: str, folder: Path, saving: str, *loading: str) -> None:
     "optimizer",
     [
         "muon",
+        pytest.param("muon --bf16", marks=pytest.mark.long),
+        pytest.param("soap", marks=pytest.mark.long),
         pytest.param("adam", marks=pytest.mark.long),
         "adam --bf16",
         "sgd",
@@ -76,13 +78,6 @@ def test_files_of_ranks_resume_a_run(tmp_path, optimizer):
     goes_on(f"--optimizer {optimizer}", tmp_path, "--ckpt-format torch", *FORMATS)
 
 
-@pytest.mark.parametrize("optimizer", ["muon --bf16", pytest.param("soap", marks=pytest.mark.long)])
-def test_files_of_ranks_resume_a_run_that_verifies_nothing(tmp_path, optimizer):
-    trusting = [f"{form} --no-verify-checkpoints" for form in FORMATS]
-    goes_on(f"--optimizer {optimizer}", tmp_path, trusting[0], *trusting)
-
-
-@pytest.mark.parametrize("verify", ["--verify-checkpoints", "--no-verify-checkpoints"])
-def test_a_run_that_writes_files_of_ranks_resumes_from_a_distributed_checkpoint(tmp_path, verify):
-    loading = f"--ckpt-format torch --auto-detect-ckpt-format {verify}"
+def test_a_run_that_writes_files_of_ranks_resumes_from_a_distributed_checkpoint(tmp_path):
+    loading = "--ckpt-format torch --auto-detect-ckpt-format"
     goes_on("--optimizer muon", tmp_path, "--ckpt-format torch_dist", loading)

@@ -14,6 +14,7 @@ from tests.functional.kill_and_resume import (
     Start,
     differences,
     newest_whole,
+    other_states,
     read,
     whole_losses,
 )
@@ -45,3 +46,4 @@ def test_a_killed_training_goes_on_as_if_undisturbed(tmp_path: Path) -> None:
     assert resumed.loaded == due
     assert set(whole_losses(resumed)) == set(range(due + 1, ITERATIONS + 1))
     assert not [*differences(expected, killed), *differences(expected, resumed)]
+    assert not [*other_states(tmp_path / "undisturbed", place)]

@@ -28,7 +28,6 @@ ORDER = (
     "bridge",
     "explain",
     "checkpoints",
-    "checkpoint_files",
     "plan",
     "dry_run",
     "emerging_optimizers",
@@ -201,7 +200,7 @@ def test_no_folder_of_tests_is_left_out(pytestconfig):
     assert not left_out
 
 
-APART = ("cpu", "checkpoint_files", "plan", "dry_run", "explain", "command", "__main__")
+APART = ("cpu", "plan", "dry_run", "explain", "command", "__main__")
 """What no training needs on a GPU."""
 
 

@@ -168,7 +168,7 @@ def test_torchs_own_checkpoints(tmp_path):
 
 
 def test_a_run_of_the_trainer(tmp_path):
-    flags = f"--train-iters 2 --save {tmp_path} --save-interval 1 --verify-checkpoints"
+    flags = f"--train-iters 2 --save {tmp_path} --save-interval 1"
     muon = "--optimizer muon --use-distributed-optimizer --tensor-model-parallel-size 2"
     train(*flags.split(), *muon.split(), timeout=300)
     contents = explain(tmp_path)
@@ -176,8 +176,6 @@ def test_a_run_of_the_trainer(tmp_path):
     assert (contents.format, contents.iteration) == ("torch_dist", 2)
     sizes = {"tensor": 2, "pipeline": 1, "context": 1, "data": 1, "expert": 1, "expert_tensor": 2}
     assert contents.layout == Layout(**sizes, writers=2)
-    assert contents.verification is not None
-    assert (contents.verification.files, contents.verification.problems) == (4, ())
     assert numbers(contents) == {"muon": (8, 98304), "adam": (12, 19072)}
     assert explain(tmp_path / "iter_0000001").iteration == 1
 

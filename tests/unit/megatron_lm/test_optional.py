@@ -29,21 +29,7 @@ ALWAYS = {
     "training_log",
     "wrap_model_chunks_with_ddp",
 }
-FILES = {
-    "save_checkpoint",
-    "load_checkpoint",
-    "_load_base_checkpoint",
-    "read_metadata",
-    "checkpoint_exists",
-    "_get_checkpoint_format",
-    "_load_global_dist_base_checkpoint",
-    "save",
-    "maybe_msc",
-    "FileSystemReader",
-    "CachedMetadataFileSystemReader",
-}
 STATS = {"train_step"}
-CHECKSUM = {"save_checkpoint", "load_checkpoint", "_load_base_checkpoint"}
 
 
 def bound() -> dict[tuple[str, str], int]:
@@ -94,16 +80,8 @@ def _build(training: Any, args: argparse.Namespace) -> None:
     training.get_megatron_optimizer_config(args)
 
 
-COMMANDS = [
-    [],
-    ["--verify-checkpoints"],
-    ["--print-state-checksum", "--verify-checkpoints"],
-    ["--print-state-checksum"],
-    ["--no-verify-checkpoints"],
-    ["--log-optimizer-stats"],
-]
-EXPECTED = [ALWAYS, ALWAYS, ALWAYS | FILES, ALWAYS | FILES, ALWAYS | CHECKSUM, ALWAYS]
-EXPECTED.append(ALWAYS | STATS)
+COMMANDS = [[], ["--log-optimizer-stats"], []]
+EXPECTED = [ALWAYS, ALWAYS, ALWAYS | STATS, ALWAYS]
 
 
 def test_flags_decide_what_is_replaced():
