@@ -18,7 +18,7 @@ from megatron_eopt.optimizers.element_wise import ElementWiseDriver
 from megatron_eopt.optimizers.engine import Means
 from megatron_eopt.optimizers.host_memory import HostPlace
 from megatron_eopt.optimizers.member import Member
-from megatron_eopt.optimizers.muon_arguments import declared_split
+from megatron_eopt.optimizers.muon import declared_split
 from megatron_eopt.settings.settings import RunSettings
 from megatron_eopt.stores.buffers import BufferSet, check_buffers
 from megatron_eopt.stores.interface import Storage, Stored
