@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.base.errors import ConfigurationError, check_choice, check_number
-from megatron_eopt.base.names import MOMENT2, TpModeT
+from megatron_eopt.base.names import TpModeT
 from megatron_eopt.math.moments import MOMENT2_METHODS, Moment2MethodT
 from megatron_eopt.math.newton_schulz import ReduceT
 from megatron_eopt.optimizers.adaptive_driver import AdaptiveDriver, AdaptiveSettings
@@ -132,16 +132,6 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon, AdaptiveMuon):
         that share work).
         """
         self.plan().complete(self.param_groups, self.state)
-
-    def statistics_of(self, param: Tensor) -> list[Tensor]:
-        """Return views of a parameter's second moments, one for each of its logical matrices.
-
-        They have the shapes of whole matrices' statistics, blockwise those of this rank's pieces;
-        AdaMuon's is one view in the parameter's shape.
-        """
-        driver: Any = self.plan()
-        number = next(n for _, p, n in driver.numbered(self.param_groups) if p is param)
-        return driver.statistics_of(number, self.state[param][MOMENT2])  # type: ignore[no-any-return]
 
     @property
     def _stack_dtype(self) -> torch.dtype:

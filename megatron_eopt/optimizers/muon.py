@@ -23,13 +23,14 @@ from megatron_eopt.math.orthogonalize import DEFAULT_EPS, Orthogonalization
 from megatron_eopt.matrices import Split, qkv, whole
 from megatron_eopt.optimizers.driver import ParamGroup, loss_of
 from megatron_eopt.optimizers.engine import MatrixEngine, Means
-from megatron_eopt.optimizers.muon_arithmetic import (
+from megatron_eopt.optimizers.muon_driver import (
     WEIGHT_DECAY_METHODS,
+    MuonDriver,
+    MuonSettings,
     WeightDecayT,
     shrink,
     subtract,
 )
-from megatron_eopt.optimizers.muon_driver import MuonDriver, MuonSettings
 from megatron_eopt.stores.replicated import slab, tensor_parallel_cut
 from megatron_eopt.stores.shard import Shard
 

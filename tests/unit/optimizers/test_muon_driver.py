@@ -1,13 +1,9 @@
 """What Muon does with each number, against plain float64 arithmetic."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 
-from megatron_eopt.math.products import like_a_gpu
-from megatron_eopt.optimizers import muon_arithmetic
-from megatron_eopt.optimizers.muon_arithmetic import (
+from megatron_eopt.optimizers.muon_driver import (
     decay_rate,
     directions,
     gradients,
@@ -22,13 +18,6 @@ def tensors(seed):
     generator = torch.Generator().manual_seed(seed)
     shapes = [(3, 4), (5,), (0,), (2, 3, 4)]
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
-
-
-@pytest.fixture(params=[nullcontext, like_a_gpu])
-def processor(request):
-    """A CPU, and a GPU's way to do it on the CPU."""
-    with request.param():
-        yield
 
 
 def assert_lists_equal(got, want):
@@ -76,7 +65,7 @@ def test_weights_shrink_by_a_part_of_themselves():
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_directions_follow_the_moving_average(processor, nesterov):
+def test_directions_follow_the_moving_average(nesterov):
     grads, momenta = tensors(1), tensors(2)
     got = directions(grads, momenta, MOMENTUM, nesterov)
     new = [MOMENTUM * m + (1 - MOMENTUM) * g for m, g in zip(tensors(2), tensors(1), strict=True)]
@@ -88,7 +77,7 @@ def test_directions_follow_the_moving_average(processor, nesterov):
 
 
 @pytest.mark.parametrize("rate", [0.0, DECAY])
-def test_updates_are_subtracted_from_what_has_decayed(processor, rate):
+def test_updates_are_subtracted_from_what_has_decayed(rate):
     params, updates = tensors(0), tensors(1)
     subtract({"lr": LR}, params, updates, rate)
     want = [(1 - rate) * p - LR * u for p, u in zip(tensors(0), tensors(1), strict=True)]
@@ -96,20 +85,9 @@ def test_updates_are_subtracted_from_what_has_decayed(processor, rate):
     assert_lists_equal(updates, tensors(1))
 
 
-@pytest.fixture(params=["many parts", "one part"])
-def parts(request, monkeypatch):
-    """Parts of seven elements a thread, or tensors that cannot be cut since they have gaps."""
-    if request.param == "many parts":
-        monkeypatch.setattr(muon_arithmetic, "_PART", 7)
-        return lambda tensor: tensor
-    return lambda tensor: tensor.repeat_interleave(2, -1)[..., ::2]
-
-
-def test_directions_and_updates_may_be_narrower(parts):
-    """What is narrower is rounded once; in parts or at once, the numbers are the same."""
-    grads, momenta, params = (
-        [parts(tensor.float()) for tensor in tensors(seed)] for seed in (1, 2, 0)
-    )
+def test_directions_and_updates_may_be_narrower():
+    """What is narrower is rounded once."""
+    grads, momenta, params = ([tensor.float() for tensor in tensors(seed)] for seed in (1, 2, 0))
     exact = directions(grads, kept := [m.clone() for m in momenta], MOMENTUM, True)
     got = directions(grads, momenta, MOMENTUM, True, torch.bfloat16)
     assert_lists_equal(momenta, kept)
@@ -137,7 +115,7 @@ def test_directions_of_narrow_gradients_stay_as_narrow():
     ("dtype", "fits"),
     [(None, [False, True, False, False]), (torch.bfloat16, [True, False, False, False])],
 )
-def test_directions_lie_at_their_places_where_these_fit(processor, nesterov, dtype, fits):
+def test_directions_lie_at_their_places_where_these_fit(nesterov, dtype, fits):
     grads, momenta = ([tensor.float() for tensor in tensors(seed)] for seed in (1, 2))
     exact = directions(grads, kept := [m.clone() for m in momenta], MOMENTUM, nesterov)
     places = [
@@ -157,7 +135,7 @@ def test_directions_lie_at_their_places_where_these_fit(processor, nesterov, dty
     )
 
 
-def test_narrower_updates_are_added_as_they_are(processor):
+def test_narrower_updates_are_added_as_they_are():
     params, updates = ([tensor.float() for tensor in tensors(seed)] for seed in (0, 1))
     narrow = [update.bfloat16() for update in updates]
     want = [p - LR * u.float() for p, u in zip(params, narrow, strict=True)]
@@ -165,7 +143,7 @@ def test_narrower_updates_are_added_as_they_are(processor):
     assert_lists_equal(params, want)
 
 
-def test_wider_updates_are_rounded_first(processor):
+def test_wider_updates_are_rounded_first():
     params = [tensor.bfloat16() for tensor in tensors(0)]
     updates = [tensor.float() for tensor in tensors(1)]
     want = [p.clone().add_(u.bfloat16(), alpha=-LR) for p, u in zip(params, updates, strict=True)]
