@@ -1,11 +1,13 @@
 """The torch optimizers that a configuration asks for, and the drivers that step with them."""
 
+import difflib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
@@ -15,7 +17,6 @@ from megatron_eopt.matrices import Split
 from megatron_eopt.optimizers.draws import draw_alike
 from megatron_eopt.optimizers.driver import Driver, InitState, ParamGroup
 from megatron_eopt.optimizers.engine import Means
-from megatron_eopt.optimizers.group_settings import check_group_settings, check_names
 from megatron_eopt.optimizers.owner_driver import OwnerDriver
 from megatron_eopt.optimizers.scalar import ELEMENT_WISE_CLASSES, build_scalar_optimizer
 from megatron_eopt.routing.groups import Group, param_group
@@ -155,8 +156,7 @@ def build_base(
             draw_alike(optimizer)
         if made_over is not groups:
             _check_unchanged(name, made_over)
-    check_names(optimizer, (key for group in share.groups for key, _ in group.key.values))
-    check_group_settings(optimizer)
+    _check_names(optimizer, {key for group in share.groups for key, _ in group.key.values})
     if settings.lr is None and "max_lr" not in settings.own_rates(name):
         _await_rate(optimizer, share.groups)
     complete = [
@@ -172,6 +172,17 @@ def _await_rate(optimizer: torch.optim.Optimizer, groups: Sequence[Group]) -> No
     optimizer.defaults["lr"] = None
     for made, group in zip(optimizer.param_groups, groups, strict=True):
         made["lr"] = dict(group.key.values).get("lr")
+
+
+def _check_names(optimizer: torch.optim.Optimizer, names: set[str]) -> None:
+    """Raise a ConfigurationError if a group's setting has a misspelled name."""
+    read = {*param_group_identifier_keys, "lr", "weight_decay", "default_config"}
+    known = read | optimizer.defaults.keys()
+    for name in sorted(names - known):
+        if near := difflib.get_close_matches(name, known, cutoff=0.75):
+            rule = f"{type(optimizer).__name__} and Megatron's scheduler read no such setting"
+            way_out = f"Did you mean {' or '.join(map(repr, near))}?"
+            raise ConfigurationError("config_overrides", name, rule, way_out)
 
 
 def _check_unchanged(name: str, groups: Sequence[ParamGroup]) -> None:

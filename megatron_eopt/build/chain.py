@@ -102,7 +102,7 @@ class OptimizerChain(ChainedOptimizer):
         if self._scaler is not None and (known := self._unscaled.recall()) is not None:
             return known
         for member in self.members:
-            member.collect_gradients()
+            member.storage.collect_gradients()
         if self._scaler is None:
             return False
         by_group: dict[Any, list[Tensor]] = {}

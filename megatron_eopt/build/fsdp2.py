@@ -23,7 +23,7 @@ from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  regist
 from megatron_eopt.optimizers.driver import Driver, ParamGroup
 from megatron_eopt.optimizers.element_wise import ElementWiseDriver
 from megatron_eopt.optimizers.engine import Means
-from megatron_eopt.optimizers.managed import ManagedOptimizer
+from megatron_eopt.optimizers.megatron_fsdp import MegatronFSDPOptimizer
 from megatron_eopt.optimizers.modes import plan_work
 from megatron_eopt.optimizers.sharded import ShardedOptimizer
 from megatron_eopt.routing.model import Routing, overrides_for, route_parameters, with_splits
@@ -107,7 +107,7 @@ def build_optimizer(
     if managing:
         routing = routing.over(shards_of_parameters([model]))
     shares = shares_of(routing.groups, settings.optimizer, 1)
-    cls = partial(ManagedOptimizer, managing) if managing else ShardedOptimizer
+    cls = partial(MegatronFSDPOptimizer, managing) if managing else ShardedOptimizer
     return agreed(lambda: build_routed(settings, routing, shares, cls))
 
 

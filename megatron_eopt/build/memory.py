@@ -67,7 +67,8 @@ def memory_of(
 def _on_host(members: Sequence[Member]) -> Iterator[Tensor]:
     for member in members:
         for driver in member.drivers:
-            yield from driver.host.tensors(member.storage.optimizer.state)
+            if driver.host is not None:
+                yield from driver.host.tensors(member.storage.optimizer.state)
 
 
 def _states(members: Sequence[Member]) -> Iterator[Tensor]:

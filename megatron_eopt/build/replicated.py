@@ -99,13 +99,13 @@ def _member(
     set_groups(storage, getattr(collection, name, collection.mp), collection)
     if base is None:
         return Member(storage)
+    stored = list(storage.stored())
     if isinstance(optimizer, TensorParallelMuon):
-        # the chain has looked at the gradient norm when its members step
-        optimizer.check_finite = False
-    params = [item.param for item in storage.stored()]
+        optimizer.follow({item.main: item.param for item in stored})
+    params = [item.param for item in stored]
     driver = _driver(base, params, settings, collection)
     driver.is_clipped = base.is_clipped
-    if made_early:
+    if made_early or base.layout == "matrix_update":
         driver.init(optimizer.param_groups, optimizer.state)
     optimizer.add_param_group = refuse_group
     return Member(storage, [driver], [params])
@@ -121,7 +121,7 @@ def set_groups(storage: Any, stats: Any, collection: Any) -> None:
 def _driver(base: Base, params: list[Tensor], settings: Settings, collection: Any) -> Driver:
     optimizer, init_state_fn = base.optimizer, base.init_state_fn
     if base.layout == "matrix_update":
-        planned: Driver = optimizer.driver
+        planned: Driver = optimizer.plan()
         return planned
     if base.layout == "element_wise":
         driver = ElementWiseDriver(optimizer, init_state_fn, settings.config)

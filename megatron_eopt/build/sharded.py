@@ -16,9 +16,9 @@ from megatron_eopt.matrices import Split, whole
 from megatron_eopt.optimizers.driver import CompositeOptimizer, Driver, ParamGroup, bind
 from megatron_eopt.optimizers.element_wise import ElementWiseDriver
 from megatron_eopt.optimizers.engine import Means
-from megatron_eopt.optimizers.host_memory import HostPlace
+from megatron_eopt.optimizers.host_memory import HostPlace, on_device
 from megatron_eopt.optimizers.member import Member
-from megatron_eopt.optimizers.muon_arguments import declared_split
+from megatron_eopt.optimizers.muon import declared_split
 from megatron_eopt.settings.settings import RunSettings
 from megatron_eopt.stores.buffers import BufferSet, check_buffers
 from megatron_eopt.stores.interface import Storage, Stored
@@ -165,7 +165,9 @@ def _off_load(composite: CompositeOptimizer, storage: Storage, settings: RunSett
     for driver in composite.drivers:
         with composite.scene(driver) as (groups, state):
             driver.off_load(groups, state, place)
-            driver.host.settle()
+    storage.collect_gradients = functools.partial(  # type: ignore[method-assign]
+        on_device, [driver.host for driver in composite.drivers], storage.collect_gradients
+    )
 
 
 def _is_part(item: Stored) -> bool:

@@ -21,7 +21,7 @@ from megatron_eopt.base.agreement import device_of_collectives, everyones
 from megatron_eopt.layouts.redistribution import EXCHANGE
 from megatron_eopt.optimizers.driver import Driver, ParamGroup
 from megatron_eopt.optimizers.member import Member
-from megatron_eopt.optimizers.watch import ORTHOGONALIZATION, Watch, sum_of_squares
+from megatron_eopt.optimizers.step_stats import ORTHOGONALIZATION, StepStats, sum_of_squares
 from megatron_eopt.stores.dtensors import local_of
 from megatron_eopt.stores.interface import Storage, Stored
 from megatron_eopt.stores.megatron_fsdp import ManagedShards
@@ -53,7 +53,7 @@ class _Part:
     driver: Driver | None  # None for an optimizer of megatron-core's own
     storage: Storage
     weights: list[_Weight] = field(default_factory=list)
-    watch: Watch | None = None
+    watch: StepStats | None = None
 
     @property
     def tells_updates(self) -> bool:
@@ -100,7 +100,7 @@ class Stats:
     def __init__(self, members: Sequence[Member]) -> None:
         self._members = members
         self._names: list[str] | None = None
-        self._rows: list[tuple[str, dict[str, Any], Watch | None]] = []
+        self._rows: list[tuple[str, dict[str, Any], StepStats | None]] = []
         self._values: dict[str, float] | None = {}
 
     @contextmanager
@@ -112,14 +112,14 @@ class Stats:
         parts = [part for member in self._members for part in _parts(member)]
         driven = [(part, part.driver) for part in parts if part.driver is not None]
         for part, driver in driven:
-            part.watch = Watch(device, {one.number: one.share for one in part.weights})
-            driver.be_watched(part.watch)
+            part.watch = StepStats(device, {one.number: one.share for one in part.weights})
+            driver.measure(part.watch)
         before = [_Before(part) for part in parts if not part.tells_updates]
         try:
             yield
         finally:
             for _, driver in driven:
-                driver.be_watched(None)
+                driver.measure(None)
         self._rows = [(part.name, _row(part, device), part.watch) for part in parts]
         self._rows += [(one.part.name, one.changes(device), None) for one in before]
         self._values = None
@@ -215,7 +215,7 @@ def _row(part: _Part, device: torch.device) -> dict[str, Any]:
     return row
 
 
-def _of_meter(watch: Watch | None) -> dict[str, Any]:
+def _of_meter(watch: StepStats | None) -> dict[str, Any]:
     """Return bytes and times, for which the host waits."""
     if watch is None or (exchange := watch.meter.seconds(EXCHANGE)) is None:
         return {}

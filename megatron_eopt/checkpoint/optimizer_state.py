@@ -20,8 +20,7 @@ from megatron_eopt.checkpoint.groups import (
     steps_of,
 )
 from megatron_eopt.checkpoint.requests import Form, Lacking, StateRequests
-from megatron_eopt.optimizers.driver import Driver
-from megatron_eopt.optimizers.element_wise import set_step
+from megatron_eopt.optimizers.driver import Driver, set_step
 from megatron_eopt.optimizers.member import Member
 
 logger = logging.getLogger(__name__)

@@ -20,8 +20,7 @@ from megatron_eopt.checkpoint.optimizer_state import (
     settle,
 )
 from megatron_eopt.checkpoint.saved_state import cut_like_weights, kept_of
-from megatron_eopt.optimizers.driver import OF_GROUPS, Kept
-from megatron_eopt.optimizers.element_wise import set_step
+from megatron_eopt.optimizers.driver import OF_GROUPS, Kept, set_step
 from megatron_eopt.optimizers.member import Member
 from megatron_eopt.stores.interface import Stored
 

@@ -194,8 +194,7 @@ def orthogonalize(
     """Replace each matrix by (about) its nearest semi-orthogonal one.
 
     A batch of equal shapes is one call. Zero, tiny and rank-deficient matrices give finite results;
-    inf and nan are the caller's to refuse (:func:`megatron_eopt.math.finite.check_finite`), because
-    looking for them here would synchronize the host.
+    inf and nan are the caller's to look for, which would synchronize the host here.
 
     With ``reduce`` the matrix is cut along its longer side over several ranks, each calls with its
     piece, and only Gram matrices and squared norms travel: one sum per step in the standard

@@ -13,8 +13,7 @@ from megatron_eopt.base.names import MOMENT2, MOMENTUM, STEP
 from megatron_eopt.math.moments import Moment2MethodT, correction
 from megatron_eopt.math.newton_schulz import ReduceT
 from megatron_eopt.optimizers.adaptive_rules import RULES, Coefficients, Rule
-from megatron_eopt.optimizers.driver import Kept, ParamGroup, State
-from megatron_eopt.optimizers.element_wise import set_step
+from megatron_eopt.optimizers.driver import Kept, ParamGroup, State, set_step
 from megatron_eopt.optimizers.engine import Means, UpdateT
 from megatron_eopt.optimizers.muon_driver import MuonDriver, MuonSettings, OrthogonalizeT, Stepped
 from megatron_eopt.stores.shard import Shard
@@ -139,11 +138,6 @@ class AdaptiveDriver(MuonDriver):
         for (numbers, _), rule in zip(self.engines, self._rules, strict=True):
             rule.complete({place: moments[n] for place, n in enumerate(numbers) if n in moments})
 
-    def statistics_of(self, number: int, moment: Tensor) -> list[Tensor]:
-        """Return views of a parameter's statistics, one for each of its logical matrices."""
-        rule, place = self._rule_of[number]
-        return [moment] if self._is_by_element else rule.views_of(place, moment)
-
     def _empty_statistics(self, param: Tensor, number: int) -> Tensor:
         if self._is_by_element:
             return torch.zeros_like(param, requires_grad=False)
@@ -157,7 +151,7 @@ class AdaptiveDriver(MuonDriver):
             stack: Tensor, matrices: Sequence[int], reduce: ReduceT | None, shape: tuple[int, int]
         ) -> None:
             if self.own is None:
-                self._orthogonalize(place, matrices, stack, reduce, shape)
+                self._orthogonalize(self.engines[place][1], matrices, stack, reduce, shape)
             self._rules[place].on_orthogonal(stack, matrices, reduce, shape)
 
         return update

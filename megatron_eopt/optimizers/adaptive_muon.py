@@ -1,6 +1,5 @@
 """Muon with second moments: AdaMuon, NorMuon and NAMO."""
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,9 +9,8 @@ from emerging_optimizers.orthogonalized_optimizers import AdaptiveMuon
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.base.errors import ConfigurationError, check_choice, check_switch
-from megatron_eopt.base.names import MOMENT2, TpModeT
-from megatron_eopt.base.upstream import found, parameters_of
+from megatron_eopt.base.errors import ConfigurationError, check_choice, check_number
+from megatron_eopt.base.names import TpModeT
 from megatron_eopt.math.moments import MOMENT2_METHODS, Moment2MethodT
 from megatron_eopt.math.newton_schulz import ReduceT
 from megatron_eopt.optimizers.adaptive_driver import AdaptiveDriver, AdaptiveSettings
@@ -43,8 +41,6 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon, AdaptiveMuon):
         bias_correction: Divide statistics by ``1 - beta2^step``, so that the first steps are not
             ``1 / sqrt(1 - beta2)`` times as long (AdaMuon, NAMO); each parameter then has a state
             ``step``.
-        *positional: ``moment2_method``, ``beta2`` and ``eps`` by position, in the order of
-            megatron-core 0.19, or with ``use_syrk`` before them, in that of 0.20.
         **options: Keyword arguments of :class:`TensorParallelMuon` that come after ``tp_mode``.
 
     All other arguments are those of :class:`TensorParallelMuon`.
@@ -72,30 +68,18 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon, AdaptiveMuon):
         extra_scale_factor: float = 1.0,
         pg_collection: Any = None,
         tp_mode: TpModeT = "duplicated",
-        *positional: Any,
         moment2_method: Moment2MethodT = "adamuon",
         beta2: float = 0.95,
         eps: float = 1e-8,
+        *,
         bias_correction: bool = False,
         **options: Any,
     ) -> None:
-        if positional:
-            given = _by_name(positional)
-            moment2_method = given.get("moment2_method", moment2_method)
-            beta2, eps = given.get("beta2", beta2), given.get("eps", eps)
-            options |= {key: value for key, value in given.items() if key == "use_syrk"}
         check_choice("moment2_method", moment2_method, MOMENT2_METHODS)
-        decoupled = "decoupled" if use_decoupled_weight_decay else "l2"
-        if moment2_method == "namo" and (options.get("weight_decay_method") or decoupled) == "l2":
-            rule = "does not work with l2 weight decay, which would enter the gradient norms"
-            way_out = "Use decoupled weight decay"
-            raise ConfigurationError("moment2_method", moment2_method, rule, way_out)
-        check_switch("bias_correction", bias_correction)
+        check_number("beta2", beta2, at_least=0, below=1)
+        check_number("eps", eps, above=0)
         self.moment2_method: Moment2MethodT = moment2_method
         self.bias_correction = bias_correction
-        self.scale_mode = scale_mode
-        self.extra_scale_factor = extra_scale_factor
-        self._group_defaults = {"beta2": beta2, "eps": eps}
         super().__init__(
             params,
             lr,
@@ -115,16 +99,30 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon, AdaptiveMuon):
             tp_mode,
             **options,
         )
+        if moment2_method == "namo" and self.weight_decay_method == "l2":
+            rule = "does not work with l2 weight decay, which would enter the gradient norms"
+            way_out = "Use decoupled weight decay"
+            raise ConfigurationError("moment2_method", moment2_method, rule, way_out)
+        self.defaults |= {"beta2": beta2, "eps": eps}
+        for group in self.param_groups:
+            group.setdefault("beta2", beta2)
+            group.setdefault("eps", eps)
 
     def driver_over(self, shards: Sequence[Shard], means: Means) -> AdaptiveDriver:
         """Return what steps other shards with this optimizer's settings, in float32."""
-        settings = AdaptiveSettings(
-            **vars(self._muon), method=self.moment2_method, bias_correction=self.bias_correction
-        )
         own = self._means
         # statistics belong to whole matrices
         means = replace(means, wave_mb=own.wave_mb, whole_only=own.whole_only, team_size=1)
-        return AdaptiveDriver(type(self).__name__, settings, shards, means)
+        return AdaptiveDriver(type(self).__name__, self.settings, shards, means)
+
+    @property
+    def settings(self) -> AdaptiveSettings:
+        """What all parameters have in common."""
+        return AdaptiveSettings(
+            **vars(super().settings),
+            method=self.moment2_method,
+            bias_correction=self.bias_correction,
+        )
 
     @torch.no_grad()
     def complete_statistics(self) -> None:
@@ -133,21 +131,7 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon, AdaptiveMuon):
         Between steps a rank is up to date only with what it computes itself (NorMuon in the modes
         that share work).
         """
-        self.prepared().complete(self.param_groups, self.state)
-
-    def statistics_of(self, param: Tensor) -> list[Tensor]:
-        """Return views of a parameter's second moments, one for each of its logical matrices.
-
-        They have the shapes of whole matrices' statistics, blockwise those of this rank's pieces;
-        AdaMuon's is one view in the parameter's shape.
-        """
-        number = next(n for _, p, n in self.numbered() if p is param)
-        assert isinstance(self.driver, AdaptiveDriver)
-        return self.driver.statistics_of(number, self.state[param][MOMENT2])
-
-    @classmethod
-    def _base(cls) -> type[TensorParallelMuon]:
-        return TensorParallelAdaptiveMuon
+        self.plan().complete(self.param_groups, self.state)
 
     @property
     def _stack_dtype(self) -> torch.dtype:
@@ -157,37 +141,3 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon, AdaptiveMuon):
         self, stack: Tensor, matrices: Sequence[int], reduce: ReduceT | None, shape: tuple[int, int]
     ) -> None:
         self.orthogonalization.factors_(stack, reduce, shape)
-
-
-_OWN = ("moment2_method", "beta2", "eps")
-"""Arguments that megatron-core's class takes by position after ``tp_mode``."""
-
-
-def _by_name(positional: Sequence[Any]) -> dict[str, Any]:
-    """Return what is given by position after ``tp_mode``, by name."""
-    names = ("use_syrk", *_OWN) if isinstance(positional[0], bool) else _OWN
-    if len(positional) > len(names):
-        raise TypeError(f"takes {', '.join(names)} after tp_mode, got {positional!r}")
-    return dict(zip(names, positional, strict=False))
-
-
-def _signature(init: Callable[..., None]) -> inspect.Signature:
-    """Return a constructor's signature in the order that the installed megatron-core's has."""
-    theirs = found("TensorParallelAdaptiveMuon")
-    order = list(parameters_of(theirs)) if theirs else ["tp_mode", *_OWN]
-    after = [name for name in order[order.index("tp_mode") + 1 :] if name in ("use_syrk", *_OWN)]
-    kinds = inspect.Parameter
-    use_syrk = kinds("use_syrk", kinds.KEYWORD_ONLY, default=False)
-    own = {"use_syrk": use_syrk, **parameters_of(init)}
-    by_position = [
-        p for n, p in own.items() if p.kind is kinds.POSITIONAL_OR_KEYWORD and n not in after
-    ]
-    by_position += [own[name].replace(kind=kinds.POSITIONAL_OR_KEYWORD) for name in after]
-    known = {p.name for p in by_position}
-    rest = [p for n, p in own.items() if n not in known and p.kind is not kinds.VAR_POSITIONAL]
-    return inspect.Signature([*by_position, *rest])
-
-
-TensorParallelAdaptiveMuon.__init__.__signature__ = _signature(  # type: ignore[attr-defined]
-    TensorParallelAdaptiveMuon.__init__
-)

@@ -23,7 +23,7 @@ from megatron_eopt.math.moments import Moment2MethodT, adamuon_, namo_, normuon_
 from megatron_eopt.math.newton_schulz import ReduceT
 from megatron_eopt.math.orthogonalize import Orthogonalization
 from megatron_eopt.optimizers.engine import MatrixEngine
-from megatron_eopt.optimizers.square_norms import Segments
+from megatron_eopt.optimizers.matrix_runs import MatrixRuns
 from megatron_eopt.stores.shard import Shard
 
 
@@ -132,7 +132,7 @@ class AdaMuonRule(Rule):
             for shapes in self.shapes
         ]
         self._segments = {
-            place: Segments.of(self.shards[place], self.engine.device)
+            place: MatrixRuns.of(self.shards[place], self.engine.device)
             for place, scales in enumerate(self._scales)
             if len(set(scales)) > 1
         }
@@ -252,7 +252,7 @@ class NamoRule(Rule):
     method: Moment2MethodT = "namo"
 
     def _prepare(self) -> None:
-        self._segments = [Segments.of(shard, self.engine.device) for shard in self.shards]
+        self._segments = [MatrixRuns.of(shard, self.engine.device) for shard in self.shards]
         self._factors: dict[int, Tensor] = {}
 
     def buffers(self) -> Iterator[Tensor]:

@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
+from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import STEP
 from megatron_eopt.layouts import Redistribution
 from megatron_eopt.optimizers.host_memory import HostMemory, HostPlace
 from megatron_eopt.optimizers.modes import Schedule
 from megatron_eopt.optimizers.nested_state import put
-from megatron_eopt.optimizers.watch import Watch
+from megatron_eopt.optimizers.step_stats import StepStats
 from megatron_eopt.stores.shard import Shard
 
 OF_GROUPS = "group"
@@ -64,7 +64,7 @@ class Driver:
     """Steps some parameter groups; see Note [Drivers]."""
 
     needs_matrices = False  # whether it brings whole matrices together
-    tells_updates = False  # whether whoever watches it gets to know of its updates
+    tells_updates = False  # whether its statistics are told its updates
     counts_matrices = False  # whether each matrix has a count of steps, or each parameter
     is_clipped = True  # whether its gradients are scaled down with all others'
     # kinds of state that need not be in what is loaded
@@ -77,8 +77,8 @@ class Driver:
         self.places: list[list[int]] = []
         # the parameter group of each shard, as far as it is known
         self.group_of: dict[int, int] = {}
-        self.host = HostMemory()  # what of its weights and state is not on the device
-        self.watch: Watch | None = None  # what measures its steps at present
+        # what keeps a part of its weights and state off the device
+        self.host: HostMemory | None = None
         # weights that the optimizer cannot start from, with the reason
         self.faults: list[tuple[str, str]] = []
 
@@ -92,11 +92,10 @@ class Driver:
         """What brings matrices to where they are computed, and back."""
         return []
 
-    def be_watched(self, watch: Watch | None) -> None:
+    def measure(self, stats: StepStats | None) -> None:
         """Let steps be measured from now on, or no longer."""
-        self.watch = watch
         for item in self.redistributions:
-            item.meter = None if watch is None else watch.meter
+            item.meter = None if stats is None else stats.meter
 
     def buffers(self) -> Iterator[Tensor]:
         """Yield what lives on between steps apart from weights and state."""
@@ -121,6 +120,7 @@ class Driver:
         weights = place.movable.intersection(params)
         self.host = HostMemory(params, weights, place, self.is_cut_like_weights)
         self.host.write_back(params, state)
+        self.host.settle()
 
     def expect(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Make all state exist that is about to be loaded, as checkpoints have it."""
@@ -144,6 +144,8 @@ class Driver:
 
     def set_steps(self, groups: Sequence[ParamGroup], state: State, steps: int) -> None:
         """Continue after ``steps`` steps that another run did."""
+        for _, param, _ in self.numbered(groups):
+            set_step(state[param], steps)
 
     def step(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Update the parameters of ``groups``; all ranks of a group call this together."""
@@ -228,10 +230,6 @@ class CompositeOptimizer(torch.optim.Optimizer):
         finally:
             self.state.update(hidden)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Refuse to be copied or pickled."""
-        raise not_to_be_copied(self)
-
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update all parameters; without a closure."""
@@ -247,7 +245,6 @@ class CompositeOptimizer(torch.optim.Optimizer):
         if len(self.param_groups) != self._count:
             raise fixed("param_groups", f"{len(self.param_groups)} groups")
         for driver in self.drivers:
-            driver.host.begin()
             with self.scene(driver) as (groups, state):
                 driver.step(groups, state)
 
@@ -282,13 +279,13 @@ def fixed(argument: str, value: str) -> ConfigurationError:
     return ConfigurationError(argument, value, rule, "Build the optimizer again")
 
 
-def not_to_be_copied(optimizer: torch.optim.Optimizer) -> ConfigurationTypeError:
-    """Return the error for an optimizer that is copied or pickled."""
-    rule = "can be neither copied nor pickled: its plan is made for process groups"
-    way_out = (
-        "Build another one over the copied parameters, and load a deep copy of state_dict() into it"
-    )
-    return ConfigurationTypeError("optimizer", type(optimizer).__name__, rule, way_out)
+def set_step(state: dict[str, Any], steps: int) -> None:
+    """Set the counter of steps in one state, if there is one, as what it is."""
+    if isinstance(state.get(STEP), Tensor):
+        # a tensor for each: torch counts in place
+        state[STEP] = torch.full_like(state[STEP], steps)
+    elif STEP in state:
+        state[STEP] = steps
 
 
 def loss_of(closure: Callable[[], float] | None) -> float | None:

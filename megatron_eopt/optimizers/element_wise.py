@@ -15,7 +15,9 @@ from megatron_eopt.optimizers.driver import (
     State,
     bound,
     dry_step,
+    set_step,
 )
+from megatron_eopt.optimizers.host_memory import HostMemory
 from megatron_eopt.optimizers.nested_state import by_rows, leaves
 from megatron_eopt.stores.shard import Ranks
 
@@ -67,30 +69,28 @@ class ElementWiseDriver(Driver):
 
     def step(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Let the optimizer step, on what is off-loaded chunk by chunk."""
-        if self.host.params:
-            self._step_in_chunks(groups, state)
+        if self.host is not None:
+            self._step_in_chunks(self.host, groups, state)
         else:
             with bound(self._optimizer, groups, state) as optimizer:
                 optimizer.step()
 
-    def _step_in_chunks(self, groups: Sequence[ParamGroup], state: State) -> None:
+    def _step_in_chunks(self, host: HostMemory, groups: Sequence[ParamGroup], state: State) -> None:
         # what is counted in groups is counted once a step: every chunk begins as the first
         settings = [dict(group) for group in groups]
-        chunks = self.host.chunks(param for group in groups for param in group["params"])
-        for chunk, following in zip(chunks, [*chunks[1:], []], strict=True):
-            self.host.fetch(chunk, state)
-            self.host.announce(following, state)
+
+        def step(chunk: list[Tensor]) -> None:
             members = set(chunk)
             parts = [
                 {**own, "params": [p for p in own["params"] if p in members]} for own in settings
             ]
             with bound(self._optimizer, parts, state) as optimizer:
                 optimizer.step()
-            self.host.write_back(chunk, state)
             for group, part in zip(groups, parts, strict=True):
                 if part["params"]:
                     group.update({**part, "params": group["params"]})
-        self.host.settle()
+
+        host.step_in_chunks((param for group in groups for param in group["params"]), step, state)
 
 
 class SlabDriver(ElementWiseDriver):
@@ -122,15 +122,6 @@ class SlabDriver(ElementWiseDriver):
                 if kind != STEP and not self.is_cut_like_weights(kind, value):
                     for path, leaf in leaves(value, (kind,)):
                         yield Kept(number, 0, path, leaf, slab=slab, container=state[param])
-
-
-def set_step(state: dict[str, Any], steps: int) -> None:
-    """Set the counter of steps in one state, if there is one, as what it is."""
-    if isinstance(state.get(STEP), Tensor):
-        # a tensor for each: torch counts in place
-        state[STEP] = torch.full_like(state[STEP], steps)
-    elif STEP in state:
-        state[STEP] = steps
 
 
 def _complete(

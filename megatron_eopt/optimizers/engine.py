@@ -16,8 +16,8 @@ from megatron_eopt.layouts.redistribution import LoadT, StoreT
 from megatron_eopt.layouts.waves import first_uses
 from megatron_eopt.math.newton_schulz import ReduceT
 from megatron_eopt.optimizers.modes import Schedule, Work, plan_work
+from megatron_eopt.optimizers.symmetric_packing import pack_symmetric, unpack_symmetric
 from megatron_eopt.optimizers.teams import Team
-from megatron_eopt.optimizers.triangle import pack_triangle, unpack_triangle
 from megatron_eopt.stores.shard import Ranks, Shard, group_by_ranks
 
 UpdateT = Callable[[Tensor, Sequence[int], ReduceT | None, tuple[int, int]], None]
@@ -97,7 +97,11 @@ class MatrixEngine:
             team_size=means.team_size,
             element_size=means.dtype.itemsize,
         )
-        self._reduce = _reducers(self.work, self.ranks)
+        sums = _reducers(self.work, self.ranks)
+        self._reduce_of: list[ReduceT | None] = [
+            sums.get(item.team) if item.team or item.shared else None for item in self.work.matrices
+        ]
+        self._shapes = [item.compute.shape for item in self.work.matrices]
         shard_of = [n for n, shard in enumerate(shards) for _ in shard.layouts]
         stored_in = [shards[n].name for n in shard_of]
         self.redistribution = Redistribution(
@@ -157,9 +161,10 @@ class MatrixEngine:
 
     def _compute(self, batch: WaveBatch) -> None:
         first = batch.matrices[0]
-        work = self.work.matrices[first]
-        reduce = self._reduce[work.team] if work.team or work.shared else None
-        shape = self.work.update_shape(first, batch.tensor)
+        reduce = self._reduce_of[first]
+        rows, cols = batch.tensor.shape[-2:]
+        # blockwise a piece is scaled as a matrix of its own
+        shape = (rows, cols) if self.blockwise else self._shapes[first]
         if self._batched or len(batch.matrices) == 1:
             self._update(batch.tensor, batch.matrices, reduce, shape)
             return
@@ -181,9 +186,9 @@ class _Sum:
         """Sum symmetric matrices, of which about one triangle travels."""
         if matrices.shape[-1] == 1:
             return self(matrices)
-        packed = pack_triangle(matrices)
+        packed = pack_symmetric(matrices)
         dist.all_reduce(packed, group=self._group)
-        unpack_triangle(packed, matrices)
+        unpack_symmetric(packed, matrices)
         return matrices
 
 

@@ -9,14 +9,15 @@ Note [Off-loading by waves]
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_eopt.layouts.redistribution import LoadT, StoreT
 from megatron_eopt.optimizers.nested_state import leaves, put
 
 type IsKeptT = Callable[[str, Any], bool]
@@ -75,9 +76,39 @@ class HostMemory:
         # the host's tensors of what is on the device now
         self._homes: dict[Tensor, dict[_Path, Tensor]] = {}
 
-    def begin(self) -> None:
-        """Forget what a step that ended in an error had announced: it may have changed since."""
+    def run(
+        self,
+        run: Callable[[LoadT, StoreT], None],
+        load: LoadT,
+        store: StoreT,
+        params_of: Callable[[Iterable[str]], list[Tensor]],
+        arriving: Callable[[int], Sequence[str]],
+        state: Any,
+    ) -> None:
+        """Run waves, with what a wave needs on the device, and what it has changed on the host.
+
+        Args:
+            run: Runs all waves with what loads and what stores.
+            load: See :data:`LoadT`.
+            store: See :data:`StoreT`.
+            params_of: Returns the tensors with some names.
+            arriving: Returns the names that a wave is the first to need; none past the last.
+            state: The state of the tensors.
+        """
+
+        def fetch_and_load(wave: int, names: Sequence[str]) -> Mapping[str, Tensor]:
+            self.fetch(params_of(names), state)
+            self.announce(params_of(arriving(wave + 1)), state)
+            return load(wave, names)
+
+        def store_and_write_back(results: Mapping[str, Tensor]) -> None:
+            store(results)
+            self.write_back(params_of(results), state)
+
+        # what a step that ended in an error had announced may have changed since
         self._coming.clear()
+        run(fetch_and_load, store_and_write_back)
+        self.settle()
 
     def announce(self, params: Iterable[Tensor], state: Any) -> None:
         """Begin to copy what will be fetched."""
@@ -137,8 +168,20 @@ class HostMemory:
             for param, home in homes.items():
                 param.data = home
 
-    def chunks(self, params: Iterable[Tensor]) -> list[list[Tensor]]:
-        """Return what to step together: first all that is on the device, then some at a time."""
+    def step_in_chunks(
+        self, params: Iterable[Tensor], step: Callable[[list[Tensor]], None], state: Any
+    ) -> None:
+        """Step first all that is on the device, then some at a time of what comes there."""
+        self._coming.clear()
+        chunks = self._chunks(params)
+        for chunk, following in zip(chunks, [*chunks[1:], []], strict=True):
+            self.fetch(chunk, state)
+            self.announce(following, state)
+            step(chunk)
+            self.write_back(chunk, state)
+        self.settle()
+
+    def _chunks(self, params: Iterable[Tensor]) -> list[list[Tensor]]:
         found: dict[bool, list[Tensor]] = defaultdict(list)
         for param in params:
             found[param in self.params].append(param)
@@ -167,6 +210,15 @@ class HostMemory:
     def _fits(self, home: Tensor, value: Tensor) -> bool:
         alike = (home.shape, home.dtype) == (value.shape, value.dtype)
         return alike and home.device.type == "cpu" and (home.is_pinned() or not self._pinned)
+
+
+def on_device(memories: Iterable[HostMemory | None], collect: Callable[[], None]) -> None:
+    """Collect gradients, which only weights on the device can get."""
+    with ExitStack() as stack:
+        for memory in memories:
+            if memory is not None:
+                stack.enter_context(memory.stood_in_for())
+        collect()
 
 
 def _stream(device: torch.device) -> Any:

@@ -1,7 +1,7 @@
 """One optimizer of a chain: a storage that holds, and the drivers that step."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -32,13 +32,6 @@ class Member:
         if isinstance(optimizer, CompositeOptimizer):
             return optimizer.scene(driver)
         return nullcontext((optimizer.param_groups, optimizer.state))
-
-    def collect_gradients(self) -> None:
-        """Hand this step's gradients to what is stepped, wherever its weights are."""
-        with ExitStack() as stack:
-            for driver in self.drivers:
-                stack.enter_context(driver.host.stood_in_for())
-            self.storage.collect_gradients()
 
     def stepped(self) -> Iterator[tuple[Driver, int, Tensor]]:
         """Yield every tensor of the parameter groups with its driver and its shard's number."""

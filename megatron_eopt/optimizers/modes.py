@@ -23,7 +23,6 @@ from functools import cached_property, lru_cache
 from typing import Literal, cast
 
 import numpy as np
-from torch import Tensor
 
 from megatron_eopt.base.names import TpModeT
 from megatron_eopt.layouts import Layout, Plan, assign_owners, iteration_cost, plan_waves
@@ -91,12 +90,6 @@ class Work:
             for rank in np.unique(work.compute.boxes.rank):
                 loads[rank] += work.load_of(rank, world_size)
         return loads
-
-    def update_shape(self, matrix: int, local: Tensor) -> tuple[int, int]:
-        """Return the shape that decides a matrix's scale: blockwise its piece's, else its own."""
-        if self.matrices[matrix].mode == "blockwise":
-            return cast(tuple[int, int], tuple(local.shape[-2:]))
-        return self.matrices[matrix].compute.shape
 
 
 @dataclass(frozen=True)

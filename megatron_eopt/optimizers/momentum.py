@@ -1,4 +1,4 @@
-"""How momentum is kept between steps: as it is, or in fewer bits.
+"""Momentum that is kept in fewer bits between steps.
 
 Note [Rounded momentum]
     A step decodes the momenta of a wave to float32, and encodes what they have become. 8-bit ones
@@ -31,7 +31,6 @@ from megatron_eopt.math.low_precision import (
     FORMATS,
     NEAREST,
     MomentumDtypeT,
-    NumberFormat,
     decoded,
     encoded,
     hashed,
@@ -48,56 +47,14 @@ type Values = dict[str, Any]
 """State of one parameter."""
 
 
-class Momentum:
-    """Keeps momenta as they are, in the dtype of what is stepped.
-
-    Attributes:
-        is_rounded: Whether steps have to be counted.
-    """
-
-    is_rounded = False
-
-    def make(self, number: int, values: Values, like: Tensor) -> None:
-        """Let the state of the shard ``number`` have a momentum of zeros."""
-        values[MOMENTUM] = torch.zeros_like(like, requires_grad=False)
-
-    def is_kept(self, values: Mapping[str, Any]) -> bool:
-        """Whether a state has its momentum as it is kept, and not as it was loaded."""
-        return True
-
-    def tensors(self) -> Iterator[Tensor]:
-        """Yield what lives on between steps apart from state."""
-        return iter(())
-
-    def read(self, number: int, values: Mapping[str, Any]) -> Tensor:
-        """Return the momentum of a shard as a step uses it, and changes it in place."""
-        momentum: Tensor = values[MOMENTUM]
-        return momentum
-
-    def write(
-        self,
-        numbers: Sequence[int],
-        new: Mapping[int, tuple[Values, Tensor]],
-        *,
-        nearest: bool = False,
-    ) -> None:
-        """Keep new momenta of shards, in their states.
-
-        ``numbers`` are all shards that may have a new one on any rank, and ranks that share some
-        call this together. With ``nearest`` nothing is rounded at random.
-        """
-
-
-class RoundedMomentum(Momentum):
+class RoundedMomentum:
     """Keeps momenta in fewer bits; see Note [Rounded momentum]."""
 
-    is_rounded = True
-
     def __init__(
-        self, numbers: NumberFormat, shards: Sequence[Shard], device: torch.device | str
+        self, dtype: MomentumDtypeT, shards: Sequence[Shard], device: torch.device | str
     ) -> None:
-        self._format = numbers
-        self._has_scales = numbers.largest is not None
+        self._format = FORMATS[dtype]
+        self._has_scales = self._format.largest is not None
         self._shards = list(shards)
         self._rows = [_Rows(shard, torch.device(device)) for shard in shards]
 
@@ -137,7 +94,11 @@ class RoundedMomentum(Momentum):
         *,
         nearest: bool = False,
     ) -> None:
-        """Round new momenta and keep them; collective where ranks share blocks."""
+        """Round new momenta of shards, and keep them in their states.
+
+        ``numbers`` are all shards that may have a new one on any rank, and ranks that share blocks
+        call this together. With ``nearest`` nothing is rounded at random.
+        """
         flat = {n: momentum.reshape(-1) for n, (_, momentum) in new.items()}
         scales: dict[int, Tensor] = {}
         if self._has_scales:
@@ -187,13 +148,6 @@ class RoundedMomentum(Momentum):
             dist.all_reduce(bits, dist.ReduceOp.MAX, group=ranks.group)
             for view, rows, its in found:
                 its[rows.shared_blocks] = view[rows.shared_places]
-
-
-def momentum_in(
-    dtype: MomentumDtypeT, shards: Sequence[Shard], device: torch.device | str
-) -> Momentum:
-    """Return what keeps the momenta of ``shards``, tensors on ``device``."""
-    return Momentum() if dtype == "fp32" else RoundedMomentum(FORMATS[dtype], shards, device)
 
 
 class _Part:

@@ -3,8 +3,8 @@
 import functools
 import inspect
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, cast
+from dataclasses import dataclass, field, replace
+from typing import Any, get_args
 
 import torch
 from emerging_optimizers.orthogonalized_optimizers import OrthogonalizedOptimizer
@@ -12,31 +12,25 @@ from emerging_optimizers.utils import fp32_matmul_precision
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.agreement import agreed_in
+from megatron_eopt.base.errors import ConfigurationError, check_choice, check_number
 from megatron_eopt.base.names import DEFAULT_WAVE_MB, TpModeT
 from megatron_eopt.math.algorithm import AlgorithmT
-from megatron_eopt.math.finite import check_finite as check_finite_gradients
-from megatron_eopt.math.low_precision import MomentumDtypeT
+from megatron_eopt.math.backends import on_syrk
+from megatron_eopt.math.low_precision import MOMENTUM_DTYPES, MomentumDtypeT
 from megatron_eopt.math.newton_schulz import ReduceT
-from megatron_eopt.math.orthogonalize import DEFAULT_EPS
-from megatron_eopt.matrices import Split, whole
+from megatron_eopt.math.orthogonalize import DEFAULT_EPS, Orthogonalization
+from megatron_eopt.matrices import Split, qkv, whole
 from megatron_eopt.optimizers.driver import ParamGroup, loss_of
 from megatron_eopt.optimizers.engine import MatrixEngine, Means
-from megatron_eopt.optimizers.muon_arguments import (
-    BATCHED,
-    READ_ONCE,
-    check_fused,
-    check_kept,
-    check_matrix,
-    check_subclass,
-    check_switches,
-    declared_split,
-    orthogonalization_of,
-    weight_decay_method_of,
+from megatron_eopt.optimizers.muon_driver import (
+    WEIGHT_DECAY_METHODS,
+    MuonDriver,
+    MuonSettings,
+    WeightDecayT,
+    shrink,
+    subtract,
 )
-from megatron_eopt.optimizers.muon_arithmetic import WeightDecayT, shrink, subtract
-from megatron_eopt.optimizers.muon_driver import MuonDriver, MuonSettings
-from megatron_eopt.optimizers.planned import PlannedOptimizer
 from megatron_eopt.stores.replicated import slab, tensor_parallel_cut
 from megatron_eopt.stores.shard import Shard
 
@@ -44,15 +38,28 @@ HOOKS = ("pre_weight_update_fn_inplace", "post_weight_update_fn_inplace")
 """What subclasses of emerging-optimizers' class may do to whole parameters around an update."""
 
 
-class TensorParallelMuon(PlannedOptimizer):
+@dataclass
+class _Plan:
+    """Who computes what, for the groups and settings that ``key`` stands for."""
+
+    key: Any
+    driver: MuonDriver
+    shards: dict[Tensor, Shard]
+    alone: dict[Tensor, MatrixEngine] = field(default_factory=dict)  # for single parameters
+
+
+class TensorParallelMuon(OrthogonalizedOptimizer):
     """Muon: momentum whose singular values are brought close to one, matrix by matrix.
 
     The method is Keller Jordan's (https://kellerjordan.github.io/posts/muon/). A parameter of shape
     (out, in) may be one rank's slab of a larger matrix; its attribute ``partition_dim`` then says
     which dimension the tensor-parallel group cuts (-1 or absent: none). Weight decay, momentum and
     the update itself are fused over all parameters of a group, and matrices of equal shape share
-    one batched orthogonalization. It is planned when the optimizer is made, which is collective
-    over the groups that cut parameters, as is a step.
+    one batched orthogonalization.
+
+    A step plans who computes what if parameters, groups or settings are not those of the last step.
+    It is collective over the groups that cut parameters. All else is as in other torch optimizers:
+    nothing but ``state`` and ``param_groups`` holds state.
 
     Args:
         params: Parameters of shape (out, in) or (experts, out, in), groups of them, or pairs
@@ -80,9 +87,6 @@ class TensorParallelMuon(PlannedOptimizer):
         ns_eps: Smallest norm that a matrix is divided by, at least 1e-38.
         splits: Logical matrices of parameters, by unsharded shape, None for a single one; goes
             before ``split_qkv``.
-        check_finite: Refuse inf and nan by parameter name before any state changes, on all ranks
-            that share a matrix alike; it takes an all-reduce of one number. Reading the answer
-            makes the host wait for a GPU, so the default is to check on CPUs only.
         batched: Whether equal shapes share a call.
         wave_mb: MiB of whole matrices that one rank brings together at a time, at least
             0.001.
@@ -90,9 +94,12 @@ class TensorParallelMuon(PlannedOptimizer):
             "fp8" or "int8", to which it is rounded. State dicts have it in float32.
 
     Raises:
-        ConfigurationError: If a value is out of bounds, or a parameter is cut and there is no group
-            of the ranks that hold its other parts.
+        ConfigurationError: If a value is unknown or out of bounds.
     """
+
+    _plan: _Plan | None = None
+    # what main copies that are stepped stand for
+    _model_of: Mapping[Tensor, Tensor] = {}
 
     def __init__(
         self,
@@ -119,38 +126,37 @@ class TensorParallelMuon(PlannedOptimizer):
         backend: str = "torch",
         ns_eps: float = DEFAULT_EPS,
         splits: Mapping[Tensor, Split | None] | None = None,
-        check_finite: bool | None = None,
         batched: bool = True,
         wave_mb: float = DEFAULT_WAVE_MB,
         momentum_dtype: MomentumDtypeT = "fp32",
     ) -> None:
-        check_subclass(type(self))
-        check_switches(nesterov=nesterov, split_qkv=split_qkv, batched=batched, use_syrk=use_syrk)
-        check_fused(is_qkv_fn, qkv_split_shapes, splits)
-        check_kept(check_finite, wave_mb, momentum_dtype)
-        method = weight_decay_method_of(use_decoupled_weight_decay, weight_decay_method)
-        arithmetic = self.orthogonalization = orthogonalization_of(
-            coefficients=coefficient_type,
-            steps=num_ns_steps,
-            scale_mode=scale_mode,
-            extra_scale_factor=extra_scale_factor,
-            precision=fp32_matmul_prec,
-            algorithm=algorithm,
-            backend=backend,
-            eps=ns_eps,
-            use_syrk=use_syrk,
-            tp_mode=tp_mode,
+        check_number("lr", lr, at_least=0)
+        check_number("momentum", momentum, at_least=0, below=1)
+        check_number("weight_decay", weight_decay, at_least=0)
+        check_number("extra_scale_factor", extra_scale_factor, above=0)
+        check_choice("tp_mode", tp_mode, get_args(TpModeT))
+        check_choice("momentum_dtype", momentum_dtype, MOMENTUM_DTYPES)
+        method = weight_decay_method or ("decoupled" if use_decoupled_weight_decay else "l2")
+        check_choice("weight_decay_method", method, WEIGHT_DECAY_METHODS)
+        if use_syrk:
+            backend = on_syrk(backend, fp32_matmul_prec, whole=tp_mode != "distributed")
+        self.orthogonalization = Orthogonalization(
+            coefficient_type,
+            num_ns_steps,
+            algorithm,
+            fp32_matmul_prec,  # type: ignore[arg-type]
+            ns_eps,
+            backend,
+            scale_mode,  # type: ignore[arg-type]
+            extra_scale_factor,
         )
-        self._muon = MuonSettings(nesterov, method, arithmetic, momentum_dtype)
         self.tp_mode: TpModeT = tp_mode
-        self.pg_collection, self.check_finite = pg_collection, check_finite
+        self.pg_collection = pg_collection
         self.split_qkv, self.qkv_split_shapes = split_qkv, qkv_split_shapes
-        self.is_qkv_fn = is_qkv_fn or (lambda param: bool(getattr(param, "is_qkv", False)))
-        self._means = Means(tp_mode, wave_mb, batched, self.orthogonalization.whole_only)
-        self._splits = dict(splits or {})
-        self._names = []
-        self._lone: dict[Tensor, MatrixEngine] = {}
-        self.driver = None
+        self.is_qkv_fn = is_qkv_fn or _is_qkv
+        self.splits = dict(splits or {})
+        self.momentum_dtype: MomentumDtypeT = momentum_dtype
+        self.batched, self.wave_mb = batched, wave_mb
         # Not super(): further bases of a subclass have other arguments.
         OrthogonalizedOptimizer.__init__(
             self,
@@ -161,9 +167,8 @@ class TensorParallelMuon(PlannedOptimizer):
             nesterov=nesterov,
             weight_decay_method=method,
             fp32_matmul_prec=fp32_matmul_prec,  # type: ignore[arg-type]
-            scaled_orthogonalize_fn=self._scaled_orthogonalization,
+            scaled_orthogonalize_fn=self._orthogonalize_whole,
         )
-        self.plan(self._names)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -174,16 +179,40 @@ class TensorParallelMuon(PlannedOptimizer):
 
         Returns:
             The closure's loss.
-
-        Raises:
-            NonFiniteError: If a gradient holds inf or nan on any rank of these groups, with nothing
-                changed.
         """
         loss = loss_of(closure)
-        driver = self.prepared()
-        self._refuse_non_finite()
+        driver = self.plan()
+        driver.init(self.param_groups, self.state)
         driver.step(self.param_groups, self.state)
         return loss
+
+    def plan(self) -> MuonDriver:
+        """Return what steps the groups as they are now; collective if they were others before."""
+        places = [[id(param) for param in group["params"]] for group in self.param_groups]
+        splits = self.split_qkv, self.is_qkv_fn, self.qkv_split_shapes, self.splits
+        key = places, splits, id(self.pg_collection), self.settings, self._means
+        if self._plan is None or self._plan.key != key:
+            dense, experts = (getattr(self.pg_collection, name, None) for name in ("tp", "expt_tp"))
+            # a rank that raises alone would leave the others waiting
+            shards = agreed_in(dense, lambda: agreed_in(experts, self._shards))
+            self._plan = _Plan(key, self._driver_for(shards), shards)
+        return self._plan.driver
+
+    def _shards(self) -> dict[Tensor, Shard]:
+        shards: dict[Tensor, Shard] = {}
+        names: set[str] = set()
+        for group in self.param_groups:
+            given = group.get("param_names") or [None] * len(group["params"])
+            for name, param in zip(given, group["params"], strict=True):
+                shown = name or f"parameter {len(names)}"
+                shown = f"{shown}#{len(names)}" if shown in names else shown
+                names.add(shown)
+                shards[param] = self.shard(shown, param)
+        return shards
+
+    def follow(self, model_of: Mapping[Tensor, Tensor]) -> None:
+        """Take what is known of parameters for their main copies, which are stepped from now on."""
+        self._model_of, self._plan = dict(model_of), None
 
     def orthogonalize(self, p: Tensor, grad: Tensor, **kwargs: Any) -> Tensor:
         """Return the scaled update of one parameter; collective over the group that cuts it.
@@ -192,19 +221,16 @@ class TensorParallelMuon(PlannedOptimizer):
             p: The parameter; its attributes say how it is cut and fused.
             grad: What to orthogonalize, of the same shape.
             **kwargs: Settings of its parameter group; none is needed.
-
-        Raises:
-            ConfigurationError: If ``grad`` is of another shape, or not of floating-point numbers.
         """
-        if grad.shape != p.shape or not grad.is_floating_point():
-            rule = f"must be floating-point numbers, one for each of {tuple(p.shape)}"
-            way_out = "For other matrices call megatron_eopt.math.orthogonalize"
-            raise ConfigurationError("grad", (tuple(grad.shape), grad.dtype), rule, way_out)
-        if p not in self._lone:
+        self.plan()
+        assert self._plan is not None
+        alone = self._plan.alone
+        if p not in alone:
+            shard = self._plan.shards.get(p) or self.shard("parameter", p)
             means = replace(self._means, dtype=self._stack_dtype, device=p.device)
-            self._lone[p] = MatrixEngine([self._shard_of(p)], self._orthogonalize_stack, means)
+            alone[p] = MatrixEngine([shard], self._orthogonalize_stack, means)
         with torch.no_grad():
-            return self._lone[p].updates([grad])[0].to(grad.dtype)
+            return alone[p].updates([grad])[0].to(grad.dtype)
 
     def split_of(self, param: Tensor, shape: tuple[int, ...], name: str = "") -> Split:
         """Return the logical matrices of a parameter.
@@ -217,37 +243,50 @@ class TensorParallelMuon(PlannedOptimizer):
         Raises:
             ConfigurationError: If it is fused and how it is put together is not known.
         """
-        if param in self._splits:
-            return self._splits[param] or whole(shape)
+        if param in self.splits:
+            return self.splits[param] or whole(shape)
         return declared_split(self, param, shape, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in READ_ONCE and vars(self).get("driver") and value != getattr(self, name):
-            rule = "is read when the optimizer is made, and steps would not know of it"
-            raise ConfigurationError(name, value, rule, "Make another one")
-        super().__setattr__(name, value)
+    def state_dict(self) -> dict[str, Any]:
+        """Return groups and state, with momenta that any ``momentum_dtype`` can load."""
+        result: dict[str, Any] = super().state_dict()
+        state = result["state"]
+        if state and self.momentum_dtype != "fp32":
+            driver = self.plan()
+            keys = [key for group in result["param_groups"] for key in group["params"]]
+            for number, key in enumerate(keys):
+                if key in state:
+                    state[key] = driver.saved_form(number, state[key])
+        return result
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over groups and state; collective where momenta are rounded in blocks."""
+        super().load_state_dict(state_dict)
+        if self.state and self.momentum_dtype != "fp32":
+            self.plan().pack(self.param_groups, self.state)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return all that is copied: neither the plan nor, as in all optimizers of torch, hooks."""
+        own = {k: v for k, v in vars(self).items() if not k.startswith("_optimizer_")}
+        return {k: v for k, v in own.items() if k not in ("_plan", "_model_of", "step")}
 
     @property
-    def scaled_orthogonalize_fn(self) -> Callable[..., Tensor]:  # type: ignore[override]
-        """What emerging-optimizers' class computes an update with; a step does not call it."""
-        return self._scaled_orthogonalize_fn
-
-    @scaled_orthogonalize_fn.setter
-    def scaled_orthogonalize_fn(self, function: Callable[..., Tensor]) -> None:
-        if self.driver is not None and type(self).orthogonalize is self._base().orthogonalize:
-            raise ConfigurationError("scaled_orthogonalize_fn", function, *BATCHED)
-        self._scaled_orthogonalize_fn = function
+    def settings(self) -> MuonSettings:
+        """What all parameters have in common."""
+        return MuonSettings(
+            self.nesterov, self.weight_decay_method, self.orthogonalization, self.momentum_dtype
+        )
 
     @property
-    def momentum_dtype(self) -> MomentumDtypeT:
-        """How momentum is kept between steps."""
-        return self._muon.momentum_dtype
+    def _means(self) -> Means:
+        whole_only = self.orthogonalization.whole_only
+        return Means(self.tp_mode, self.wave_mb, self.batched, whole_only)
 
     @classmethod
     def steps_in_pieces(cls) -> bool:
         """Whether nothing that a subclass defines needs the whole parameter."""
-        own = ("step", "orthogonalize", "_init_group", "driver_over", *HOOKS)
-        return all(_unhooked(cls, name) is _unhooked(cls._base(), name) for name in own)
+        own = ("step", "orthogonalize", "_init_group", *HOOKS)
+        return all(_unhooked(cls, name) is _unhooked(TensorParallelMuon, name) for name in own)
 
     def driver_over(self, shards: Sequence[Shard], means: Means) -> MuonDriver:
         """Return what steps other shards with this optimizer's settings.
@@ -259,12 +298,15 @@ class TensorParallelMuon(PlannedOptimizer):
         """
         dtype, own = self._stack_dtype, self._means
         means = replace(means, dtype=dtype, wave_mb=own.wave_mb, whole_only=own.whole_only)
-        return MuonDriver(type(self).__name__, self._muon, shards, means)
+        return MuonDriver(type(self).__name__, self.settings, shards, means)
 
-    def driver_for(self, shards: list[Shard], device: str) -> MuonDriver:
-        """Return what steps shards whose tensors are on a device, and what a subclass adds."""
-        driver = self.driver_over(shards, replace(self._means, device=device))
-        if type(self).orthogonalize is not self._base().orthogonalize:
+    def _driver_for(self, shards: Mapping[Tensor, Shard]) -> MuonDriver:
+        """Return what steps the groups, with what a subclass adds."""
+        device = next((param.device for param in shards), "cpu")
+        driver = self.driver_over(list(shards.values()), replace(self._means, device=device))
+        number_of = {param: number for number, param in enumerate(shards)}
+        driver.attach([[number_of[p] for p in group["params"]] for group in self.param_groups])
+        if type(self).orthogonalize is not TensorParallelMuon.orthogonalize:
             taken = inspect.signature(self.orthogonalize).parameters
             takes_any = any(one.kind is one.VAR_KEYWORD for one in taken.values())
             driver.own = functools.partial(self._own_way, None if takes_any else taken.keys())
@@ -287,11 +329,6 @@ class TensorParallelMuon(PlannedOptimizer):
         with fp32_matmul_precision(self.fp32_matmul_prec):
             return self.orthogonalize(param, direction, **settings)
 
-    @classmethod
-    def _base(cls) -> type["TensorParallelMuon"]:
-        """Return the class of ours whose ``orthogonalize`` needs no call for each parameter."""
-        return TensorParallelMuon
-
     def _orthogonalize_stack(
         self, stack: Tensor, matrices: Sequence[int], reduce: ReduceT | None, shape: tuple[int, int]
     ) -> None:
@@ -304,38 +341,13 @@ class TensorParallelMuon(PlannedOptimizer):
 
     def shard(self, name: str, param: Tensor) -> Shard:
         """Return what this rank stores of a parameter, and how it is put together."""
-        check_matrix(name, param)
-        cut = tensor_parallel_cut(param, self.pg_collection, self.tp_mode)
-        return slab(name, param, functools.partial(self.split_of, name=name), cut)
-
-    def _shard_of(self, param: Tensor) -> Shard:
-        """Return what this rank stores of a parameter: as planned, if it is one of its groups."""
-        for _, known, number in self.numbered():
-            if known is param:
-                return self._shards[number]
-        return self.shard("parameter", param)
+        model = self._model_of.get(param, param)
+        cut = tensor_parallel_cut(model, self.pg_collection, self.tp_mode)
+        return slab(name, model, functools.partial(self.split_of, name=name), cut)
 
     def _init_group(self, group: dict[str, Any], skip_non_grad_params: bool = True) -> None:
         """Make the state of all parameters exist, as loading needs; the group does not matter."""
-        self.prepared()
-
-    def _refuse_non_finite(self) -> None:
-        assert self.driver is not None
-        found = [
-            (self._names[number], param)
-            for _, param, number in self.numbered()
-            if param.grad is not None
-        ]
-        wanted = self.check_finite
-        if wanted is None:
-            wanted = all(param.device.type == "cpu" for _, param in found)
-        if wanted:
-            # the others would wait for a rank that has raised
-            sharing = [engine.ranks.group for _, engine in self.driver.engines]
-            check_finite_gradients(
-                ((name, param.grad) for name, param in found),  # type: ignore[misc]
-                groups=[group for group in sharing if group is not None],
-            )
+        self.plan().init(self.param_groups, self.state)
 
     def _apply_with_hooks(
         self, group: ParamGroup, params: Sequence[Tensor], updates: Sequence[Tensor], rate: float
@@ -348,15 +360,37 @@ class TensorParallelMuon(PlannedOptimizer):
         for param in params:
             self.post_weight_update_fn_inplace(param)
 
-    def _scaled_orthogonalization(
-        self, matrix: Tensor, tp_group: Any = None, partition_dim: int | None = None
-    ) -> Tensor:
-        """Compute the update of one plain matrix, for callers of ``scaled_orthogonalize_fn``."""
-        if tp_group is not None and partition_dim is not None:
-            rule = "scaled_orthogonalize_fn takes whole matrices"
-            raise ConfigurationError("tp_group", tp_group, rule, "Call orthogonalize(p, grad)")
-        shape = cast(tuple[int, int], tuple(matrix.shape))
-        return self.orthogonalization(matrix.detach(), scale=self.orthogonalization.scales(shape))
+    def _orthogonalize_whole(self, matrix: Tensor) -> Tensor:
+        """Return the update of one whole matrix; a step takes many together, and not this way."""
+        scales = self.orthogonalization.scales((matrix.shape[0], matrix.shape[1]))
+        return self.orthogonalization(matrix.detach(), scale=scales)
+
+
+def declared_split(optimizer: Any, param: Tensor, shape: tuple[int, ...], name: str = "") -> Split:
+    """Return the logical matrices of a parameter, as it and the optimizer that steps it say.
+
+    An optimizer says it as Muon does here and in megatron-core: ``split_qkv``, ``is_qkv_fn`` and
+    ``qkv_split_shapes``. One without these says nothing.
+
+    Raises:
+        ConfigurationError: If it is fused and how it is put together is not known.
+    """
+    declared = getattr(param, "eopt_split", None)
+    if isinstance(declared, Split):
+        return declared
+    is_split = getattr(optimizer, "split_qkv", False) and optimizer.is_qkv_fn(param)
+    if declared == "whole" or not is_split:
+        return whole(shape)
+    rows = getattr(param, "qkv_split_shapes", None) or optimizer.qkv_split_shapes
+    if not rows:
+        rule = f"must say how the fused weight {name!r} of shape {shape} is put together"
+        way_out = "Give the rows of Q, K and V in one query group"
+        raise ConfigurationError("qkv_split_shapes", rows, rule, way_out)
+    return qkv(shape, rows)
+
+
+def _is_qkv(param: Tensor) -> bool:
+    return bool(getattr(param, "is_qkv", False))
 
 
 def _unhooked(cls: type, name: str) -> Any:

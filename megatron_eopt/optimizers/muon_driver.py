@@ -4,10 +4,9 @@ Weight decay, momentum and the update itself are element by element and do not c
 stored, so they act on what a rank stores. Only directions travel, and come back as updates.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -18,20 +17,18 @@ from megatron_eopt.math.low_precision import MomentumDtypeT
 from megatron_eopt.math.newton_schulz import ReduceT
 from megatron_eopt.math.orthogonalize import Orthogonalization
 from megatron_eopt.optimizers.driver import Driver, ParamGroup, State
-from megatron_eopt.optimizers.element_wise import set_step
-from megatron_eopt.optimizers.engine import Means, UpdateT, engines_of
+from megatron_eopt.optimizers.engine import MatrixEngine, Means, UpdateT, engines_of
 from megatron_eopt.optimizers.modes import Schedule
-from megatron_eopt.optimizers.momentum import momentum_in
-from megatron_eopt.optimizers.muon_arithmetic import (
-    WeightDecayT,
-    decay_rate,
-    directions,
-    gradients,
-    shrink,
-    subtract,
-)
-from megatron_eopt.optimizers.watch import ORTHOGONALIZATION
+from megatron_eopt.optimizers.momentum import RoundedMomentum
+from megatron_eopt.optimizers.step_stats import StepStats
 from megatron_eopt.stores.shard import Shard
+
+WeightDecayT = Literal["decoupled", "l2", "independent"]
+"""How weight decay acts: ``decoupled`` shrinks weights by ``lr * weight_decay`` (AdamW,
+arXiv:1711.05101), ``independent`` by ``weight_decay`` whatever the learning rate, ``l2`` adds
+``weight_decay * weight`` to the gradient."""
+
+WEIGHT_DECAY_METHODS: tuple[WeightDecayT, ...] = get_args(WeightDecayT)
 
 type OrthogonalizeT = Callable[[Tensor, Tensor, ParamGroup], Tensor]
 """A subclass's own way: gets a parameter, what to orthogonalize and its group; returns the update.
@@ -74,11 +71,16 @@ class MuonDriver(Driver):
         self._dtype = means.dtype
         self._numbers = {shard.name: number for number, shard in enumerate(shards)}
         self.engines = engines_of(shards, self._update_of, means)
-        self.momentum = momentum_in(settings.momentum_dtype, shards, means.device)
-        if self.momentum.is_rounded:
+        # what keeps momentum in fewer bits between steps
+        self.rounding: RoundedMomentum | None = None
+        if settings.momentum_dtype != "fp32":
+            self.rounding = RoundedMomentum(settings.momentum_dtype, shards, means.device)
             self.dispensable = frozenset({MOMENTUM_SCALE, STEP})
         self.apply: Apply = subtract  # a class's hooks may do more
         self.own: OrthogonalizeT | None = None  # takes the place of our orthogonalization
+        # statistics put their own around these
+        self._apply: Callable[[Sequence[Stepped], Mapping[int, Tensor]], None] = self._apply_updates
+        self._orthogonalize: Callable[..., None] = self._replace_by_factors
 
     @property
     def schedules(self) -> list[Schedule]:
@@ -94,13 +96,23 @@ class MuonDriver(Driver):
         """Yield what lives on between steps: what matrices travel through, and where rows are."""
         for _, engine in self.engines:
             yield from engine.buffers()
-        yield from self.momentum.tensors()
+        if self.rounding is not None:
+            yield from self.rounding.tensors()
+
+    def measure(self, stats: StepStats | None) -> None:
+        """Let steps be measured from now on, or no longer."""
+        super().measure(stats)
+        self._apply, self._orthogonalize = self._apply_updates, self._replace_by_factors
+        if stats is not None:
+            self._apply, self._orthogonalize = stats.around(self._apply, self._orthogonalize)
 
     def init(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Make every momentum exist, and where it is rounded a counter."""
         for _, param, number in self.numbered(groups):
-            if MOMENTUM not in state[param]:
-                self.momentum.make(number, state[param], param)
+            if MOMENTUM not in state[param] and self.rounding is not None:
+                self.rounding.make(number, state[param], param)
+            elif MOMENTUM not in state[param]:
+                state[param][MOMENTUM] = torch.zeros_like(param, requires_grad=False)
             if self._counts_steps:
                 # on the host, so that reading it makes nobody wait
                 state[param].setdefault(STEP, torch.zeros((), dtype=torch.float32))
@@ -113,28 +125,23 @@ class MuonDriver(Driver):
 
     def saved_form(self, number: int, values: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a state with its momentum in float32, which any ``momentum_dtype`` can load."""
-        if not self.momentum.is_rounded:
+        if self.rounding is None:
             return values
         kept = {kind: value for kind, value in values.items() if kind != MOMENTUM_SCALE}
-        return {**kept, MOMENTUM: self.momentum.read(number, values)}
+        return {**kept, MOMENTUM: self.rounding.read(number, values)}
 
     @torch.no_grad()
     def pack(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Keep momenta that were loaded in few bits again, if they are; collective."""
-        if not self.momentum.is_rounded:
+        if self.rounding is None:
             return
         self.init(groups, state)
         loaded = {
-            number: (state[param], self.momentum.read(number, state[param]))
+            number: (state[param], self.rounding.read(number, state[param]))
             for _, param, number in self.numbered(groups)
-            if not self.momentum.is_kept(state[param])
+            if not self.rounding.is_kept(state[param])
         }
-        self.momentum.write(range(len(self.shards)), loaded, nearest=True)
-
-    def set_steps(self, groups: Sequence[ParamGroup], state: State, steps: int) -> None:
-        """Continue to count after ``steps`` steps that another run did."""
-        for _, param, _ in self.numbered(groups):
-            set_step(state[param], steps)
+        self.rounding.write(range(len(self.shards)), loaded, nearest=True)
 
     def is_cut_like_weights(self, kind: str, value: Any) -> bool:
         """Whether a value in a parameter's state has a number for each of the parameter's."""
@@ -149,20 +156,17 @@ class MuonDriver(Driver):
         }
         self._count(state[item.param] for item in stepped.values())
         if self.own is not None:
-            self.host.fetch((item.param for item in stepped.values()), state)
             self._step_in_its_own_way(self.own, stepped, state)
-            self.host.write_back((item.param for item in stepped.values()), state)
-        else:
-            for place, (numbers, _) in enumerate(self.engines):
-                self._step_with(place, {n: stepped[n] for n in numbers if n in stepped}, state)
-        self.host.settle()
+            return
+        for place, (numbers, _) in enumerate(self.engines):
+            self._step_with(place, {n: stepped[n] for n in numbers if n in stepped}, state)
 
     def _step_in_its_own_way(
         self, own: OrthogonalizeT, stepped: Mapping[int, Stepped], state: State
     ) -> None:
         found = self._directions(range(len(self.shards)), stepped, state)
         updates = {n: own(stepped[n].param, d, stepped[n].group) for n, d in found.items()}
-        self._apply(stepped.values(), updates)
+        self._apply(list(stepped.values()), updates)
 
     def _step_with(self, place: int, stepped: Mapping[int, Stepped], state: State) -> None:
         engine = self.engines[place][1]
@@ -177,8 +181,6 @@ class MuonDriver(Driver):
         def load(wave: int, names: Sequence[str]) -> dict[str, Tensor]:
             numbers = [self._numbers[name] for name in names]
             mine = {n: stepped[n] for n in numbers if n in stepped}
-            self.host.fetch(params(names), state)
-            self.host.announce(params(engine.redistribution.arriving(wave + 1)), state)
             inputs = self._inputs(place, wave, mine, state)
             return {
                 name: inputs[n].contiguous()
@@ -192,9 +194,12 @@ class MuonDriver(Driver):
             updates = {self._numbers[name]: update for name, update in results.items()}
             self._finished(place, updates)
             self._apply([stepped[n] for n in updates if n in stepped], updates)
-            self.host.write_back(params(results), state)
 
-        engine.run(load, store)
+        if self.host is None:
+            engine.run(load, store)
+        else:
+            arriving = engine.redistribution.arriving
+            self.host.run(engine.run, load, store, params, arriving, state)
 
     def _prepare(self, place: int, stepped: Mapping[int, Stepped], state: State) -> None:
         """Begin a step of one engine."""
@@ -223,52 +228,62 @@ class MuonDriver(Driver):
         dtype: torch.dtype | None = None,
         places: Mapping[int, Tensor | None] | None = None,
     ) -> dict[int, Tensor]:
-        """Update momenta and return what to orthogonalize, group by group.
-
-        A class's own way, which is given the weights, finds them decayed.
+        """Update momenta and return what to orthogonalize.
 
         ``numbers`` are the shards that may be stepped on any rank; directions may be rounded to
         ``dtype`` and lie at ``places``.
         """
+        if self.rounding is None:
+            return self._mixed(stepped, state, dtype, places or {})
+        exact = {n: self.rounding.read(n, state[item.param]) for n, item in stepped.items()}
+        decoded = {item.param: {MOMENTUM: exact[n]} for n, item in stepped.items()}
+        found = self._mixed(stepped, decoded, dtype, places or {})
+        new = {n: (state[item.param], exact[n]) for n, item in stepped.items()}
+        self.rounding.write(numbers, new)
+        return found
+
+    def _mixed(
+        self,
+        stepped: Mapping[int, Stepped],
+        state: Mapping[Tensor, dict[str, Any]],
+        dtype: torch.dtype | None,
+        places: Mapping[int, Tensor | None],
+    ) -> dict[int, Tensor]:
+        """Mix gradients into momenta, group by group.
+
+        A class's own way, which is given the weights, finds them decayed.
+        """
         found: dict[int, Tensor] = {}
-        new: dict[int, tuple[dict[str, Any], Tensor]] = {}
         for group, members in _by_group(stepped.values()):
             params = [item.param for item in members]
             grads = gradients(params, group, self.settings.weight_decay_method)
             if self.own is not None:
                 shrink(params, self._rate_of(group))
-            momenta = [self.momentum.read(item.number, state[item.param]) for item in members]
-            if self.momentum.is_rounded:
-                grads = [grad.to(kept.dtype) for grad, kept in zip(grads, momenta, strict=True)]
+            momenta = [state[param][MOMENTUM] for param in params]
             mixed = directions(
-                grads,
+                [grad.to(kept.dtype) for grad, kept in zip(grads, momenta, strict=True)],
                 momenta,
                 group["momentum"],
                 self.settings.nesterov,
                 dtype,
-                [(places or {}).get(item.number) for item in members],
+                [places.get(item.number) for item in members],
             )
             found.update(zip((item.number for item in members), mixed, strict=True))
-            for item, momentum in zip(members, momenta, strict=True):
-                new[item.number] = (state[item.param], momentum)
-        self.momentum.write(numbers, new)
         return found
 
     @property
     def _counts_steps(self) -> bool:
         """Whether each parameter's steps are counted."""
-        return self.momentum.is_rounded
+        return self.rounding is not None
 
     def _count(self, states: Iterable[dict[str, Any]]) -> None:
         if self._counts_steps:
             for values in states:
                 values[STEP] += 1
 
-    def _apply(self, stepped: Iterable[Stepped], updates: Mapping[int, Tensor]) -> None:
+    def _apply_updates(self, stepped: Sequence[Stepped], updates: Mapping[int, Tensor]) -> None:
         for group, members in _by_group(stepped):
             mine = [updates[item.number] for item in members]
-            if self.watch is not None:
-                self.watch.applied([item.number for item in members], mine)
             rate = 0.0 if self.own is not None else self._rate_of(group)
             self.apply(group, [item.param for item in members], mine, rate)
 
@@ -281,13 +296,15 @@ class MuonDriver(Driver):
         def update(
             stack: Tensor, matrices: Sequence[int], reduce: ReduceT | None, shape: tuple[int, int]
         ) -> None:
-            self._orthogonalize(place, matrices, stack, reduce, shape, scales(shape))
+            self._orthogonalize(
+                self.engines[place][1], matrices, stack, reduce, shape, scales(shape)
+            )
 
         return update
 
-    def _orthogonalize(
+    def _replace_by_factors(
         self,
-        place: int,
+        engine: MatrixEngine,
         matrices: Sequence[int],
         stack: Tensor,
         reduce: ReduceT | None,
@@ -295,16 +312,7 @@ class MuonDriver(Driver):
         scales: tuple[float, ...] = (),
     ) -> None:
         """Replace a stack of one engine's matrices by orthogonal factors times ``scales``."""
-        factors = self.settings.orthogonalization.factors_
-        if self.watch is None:
-            factors(stack, reduce, shape, scales)
-            return
-        with self.watch.meter.span(ORTHOGONALIZATION):
-            factors(stack, reduce, shape, scales)
-        engine = self.engines[place][1]
-        share = engine.work.matrices[matrices[0]].share
-        among, scale = len(engine.names), math.prod(scales)
-        self.watch.orthogonalized(among, matrices, stack, reduce, shape, scale, share)
+        self.settings.orthogonalization.factors_(stack, reduce, shape, scales)
 
 
 def _by_group(stepped: Iterable[Stepped]) -> list[tuple[ParamGroup, list[Stepped]]]:
@@ -312,3 +320,76 @@ def _by_group(stepped: Iterable[Stepped]) -> list[tuple[ParamGroup, list[Stepped
     for item in stepped:
         groups.setdefault(id(item.group), (item.group, []))[1].append(item)
     return list(groups.values())
+
+
+def decay_rate(group: ParamGroup, method: WeightDecayT) -> float:
+    """Return by how much of themselves a step shrinks weights; 0 with ``l2``."""
+    if method == "l2":
+        return 0.0
+    return float(group["weight_decay"] * (group["lr"] if method == "decoupled" else 1.0))
+
+
+def shrink(params: Sequence[Tensor], rate: float) -> None:
+    """Shrink weights by this part of themselves, in place."""
+    if rate and params:
+        # p - rate * p instead of (1 - rate) * p: rounds as emerging-optimizers does
+        torch._foreach_add_(list(params), list(params), alpha=-rate)
+
+
+def gradients(params: list[Tensor], group: ParamGroup, method: WeightDecayT) -> list[Tensor]:
+    """Return the gradients to use: with ``l2`` new ones, which the weights are added to."""
+    grads: list[Tensor] = [param.grad for param in params]  # type: ignore[misc]
+    if method != "l2" or not group["weight_decay"] or not params:
+        return grads
+    return list(torch._foreach_add(grads, params, alpha=group["weight_decay"]))
+
+
+def directions(
+    grads: list[Tensor],
+    momenta: list[Tensor],
+    momentum: float,
+    nesterov: bool,
+    dtype: torch.dtype | None = None,
+    places: Sequence[Tensor | None] = (),
+) -> list[Tensor]:
+    """Update the momenta in place and return what to orthogonalize.
+
+    Momentum is the moving average ``M <- momentum M + (1 - momentum) G``; Nesterov's direction
+    mixes the gradient in once more, ``momentum M + (1 - momentum) G``. What is returned lies at its
+    place of ``places``, flat tensors, where it fits. Else it is new, or without Nesterov the
+    momentum itself, which the caller must not change. What is written is rounded to ``dtype``, if
+    that is narrower than the gradient's.
+    """
+    if grads:
+        torch._foreach_lerp_(momenta, grads, 1 - momentum)
+    found = []
+    for grad, kept, place in zip(grads, momenta, places or [None] * len(grads), strict=True):
+        narrower = dtype is not None and dtype.itemsize < grad.dtype.itemsize
+        wanted = dtype if narrower else grad.dtype
+        if place is not None and (place.dtype, place.numel()) == (wanted, grad.numel()):
+            mixed = place.view(grad.shape)
+        else:
+            mixed = torch.empty_like(grad, dtype=wanted) if nesterov else kept
+        if nesterov:
+            torch.lerp(grad, kept, momentum, out=mixed)
+        elif mixed is not kept:
+            mixed.copy_(kept)
+        found.append(mixed)
+    return found
+
+
+def subtract(
+    group: ParamGroup, params: Sequence[Tensor], updates: Sequence[Tensor], rate: float = 0.0
+) -> None:
+    """Shrink weights by ``rate`` and subtract the learning rate times the updates, in place.
+
+    Updates are rounded to the parameters' dtypes first.
+    """
+    shrink(params, rate)
+    if params:
+        # what is narrower is added as it is, in the same kernel
+        added = [
+            update if update.dtype.itemsize < param.dtype.itemsize else update.to(param.dtype)
+            for param, update in zip(params, updates, strict=True)
+        ]
+        torch._foreach_add_(list(params), added, alpha=-group["lr"])

@@ -11,14 +11,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import ELEMENT_WISE_STATE, STEP
 from megatron_eopt.base.places import place_of
 from megatron_eopt.layouts import Matrix, Redistribution, WaveBatch
-from megatron_eopt.math.finite import names_of_all
+from megatron_eopt.layouts.redistribution import LoadT, StoreT
 from megatron_eopt.optimizers.driver import (
     OF_GROUPS,
     Driver,
@@ -27,8 +26,8 @@ from megatron_eopt.optimizers.driver import (
     State,
     bound,
     dry_step,
+    set_step,
 )
-from megatron_eopt.optimizers.element_wise import set_step
 from megatron_eopt.optimizers.engine import Means
 from megatron_eopt.optimizers.host_memory import HostMemory, HostPlace
 from megatron_eopt.optimizers.modes import Schedule, plan_work
@@ -196,6 +195,7 @@ class OwnerDriver(Driver):
         owned = place.chosen(sizes)
         self.host = HostMemory([*weights, *owned], place.movable.intersection(weights), place)
         self.host.write_back(self.host.params, self.owned_state)
+        self.host.settle()
 
     def counts(self) -> Iterator[Kept]:
         """Yield the counts of steps of the matrices that this rank owns."""
@@ -208,11 +208,6 @@ class OwnerDriver(Driver):
         missing = [
             self.shards[n].name for _, param, n in self.numbered(groups) if param.grad is None
         ]
-        if self._ranks.group is not None and self._device.type == "cpu":
-            # a rank that raises alone would leave the others waiting; a GPU would wait for the host
-            flag = torch.tensor(len(missing))
-            dist.all_reduce(flag, group=self._ranks.group)
-            missing = names_of_all(missing, [self._ranks.group]) if flag else []
         if missing:
             rule = f"{self.name} steps all matrices together, and these have no gradient"
             raise ConfigurationError("grad", missing[:8], rule, "Freeze them before building")
@@ -247,9 +242,6 @@ class OwnerDriver(Driver):
             return [params[name] for name in own]
 
         def load(wave: int, names: Sequence[str]) -> dict[str, Tensor]:
-            self.host.fetch(weights(names), self.owned_state)
-            arriving = self._redistribution.arriving(wave + 1)
-            self.host.announce(weights(arriving), self.owned_state)
             return {name: loaded(name).contiguous() for name in names}
 
         def loaded(name: str) -> Tensor:
@@ -263,8 +255,9 @@ class OwnerDriver(Driver):
         def compute(batch: WaveBatch) -> None:
             members = self._lay_out(batch)
             owned = [param for param, _ in members.values()]
-            self.host.fetch(owned, self.owned_state)
-            self.host.announce(next(following), self.owned_state)
+            if self.host is not None:
+                self.host.fetch(owned, self.owned_state)
+                self.host.announce(next(following), self.owned_state)
             # what is counted in groups is counted once a step: every batch begins as the first
             groups = [{**own, "params": []} for own in counters]
             for index, (param, _) in members.items():
@@ -280,18 +273,24 @@ class OwnerDriver(Driver):
                 if place_of(param) != place_of(place):
                     place.copy_(param.detach())
                 param.data, param.grad = place.new_empty(0), None
-            self.host.write_back(owned, self.owned_state)
+            if self.host is not None:
+                self.host.write_back(owned, self.owned_state)
 
         def store(results: Mapping[str, Tensor]) -> None:
             # gradients do not return
-            own = [params[name.removeprefix(_WEIGHT)] for name in results]
+            own = weights(results)
             if with_grads and own:
                 new = [value.view_as(p) for value, p in zip(results.values(), own, strict=True)]
                 torch._foreach_copy_(own, new)
-            self.host.write_back(own, self.owned_state)
 
-        self._redistribution.run(load, compute, store)
-        self.host.settle()
+        def run(load: LoadT, store: StoreT) -> None:
+            self._redistribution.run(load, compute, store)
+
+        if self.host is None:
+            run(load, store)
+        else:
+            arriving = self._redistribution.arriving
+            self.host.run(run, load, store, weights, arriving, self.owned_state)
 
     def _lay_out(self, batch: WaveBatch) -> dict[int, tuple[nn.Parameter, Tensor]]:
         """Let the owned parameters be the matrices of a batch; return them with their places."""

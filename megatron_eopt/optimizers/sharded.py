@@ -24,11 +24,10 @@ from megatron_eopt.optimizers.driver import (
     ParamGroup,
     State,
     check_rates_given,
-    fixed,
     loss_of,
 )
-from megatron_eopt.optimizers.owned_tensors import OwnedTensors
 from megatron_eopt.optimizers.owner_driver import OwnerDriver
+from megatron_eopt.optimizers.owner_state import OwnerState
 from megatron_eopt.stores.dtensors import local_of, shard_like
 
 
@@ -60,13 +59,11 @@ class ShardedOptimizer(CompositeOptimizer):
         self._copies: set[Tensor] = set()  # which never require gradients
         self._params = {driver: list(params) for driver, _, params in served}
         super().__init__(groups, [(driver, places) for driver, places, _ in served])
-        for driver in self.drivers:
-            number_of = {param: number for number, param in enumerate(self._params[driver])}
-            driver.attach([[number_of[p] for p in g["params"]] for g in self.groups_of(driver)])
+        self._attach()
         self.init_state()
         agreed(self.refuse_faults)
         self._owned = {
-            driver: OwnedTensors(driver, local_of(self._params[driver][0]).device)
+            driver: OwnerState(driver, local_of(self._params[driver][0]).device)
             for driver in self.drivers
             if isinstance(driver, OwnerDriver)
         }
@@ -74,7 +71,6 @@ class ShardedOptimizer(CompositeOptimizer):
             with self.scene(driver) as (groups_of, state):
                 self._stand_for(driver, owned.names(groups_of, state))
         self._filled = {param for param, state in self.state.items() if state}
-        self._places = self._named_places()
 
     @property
     def plans(self) -> list[Plan]:
@@ -149,9 +145,8 @@ class ShardedOptimizer(CompositeOptimizer):
         return loss
 
     def _step(self) -> None:
-        if self._named_places() != self._places:
-            raise fixed("param_groups", "parameters that have moved")
         check_rates_given(self.param_groups)
+        self._attach()
         self._revive()
         super()._step()
 
@@ -216,9 +211,13 @@ class ShardedOptimizer(CompositeOptimizer):
             with self.scene(driver) as (groups, state):
                 driver.pack(groups, state)
 
-    def _named_places(self) -> list[list[str | None]]:
-        """Return the names of the parameters, by group: drivers know them by their places."""
-        return [[self.names.get(p) for p in group["params"]] for group in self.param_groups]
+    def _attach(self) -> None:
+        """Let drivers know where their parameters are now."""
+        for driver in self.drivers:
+            number_of = {param: number for number, param in enumerate(self._params[driver])}
+            places = [[number_of[p] for p in group["params"]] for group in self.groups_of(driver)]
+            if driver.places != places:
+                driver.attach(places)
 
     def _stand_for(self, driver: Driver, kinds: Sequence[Iterable[str]]) -> None:
         """Let names alone stand for what owners keep: torch asks which state there is."""

@@ -15,6 +15,7 @@ from megatron_eopt import (
     get_megatron_optimizer,
 )
 from megatron_eopt.base.names import GLOBAL_NAME_ATTRIBUTE
+from megatron_eopt.build.bases import _check_names
 from megatron_eopt.routing.model import route_model
 from megatron_eopt.settings.settings import resolve
 from tests.harness import run_ranks
@@ -231,3 +232,11 @@ def test_copies_that_would_not_be_are_refused_on_all_ranks() -> None:
     first, last = run_ranks(2, refused_on_one_stage)
     assert first == last
     assert "adam {'wd_mult': 0.0} and adam {}" in first
+
+
+@pytest.mark.parametrize("name", ["max_lrr", "optimzer", "beta", "weightdecay"])
+def test_a_misspelled_setting_is_refused_with_what_was_meant(name: str) -> None:
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))])
+    _check_names(optimizer, {"max_lr", "end_wd", "betas", "color"})
+    with pytest.raises(ConfigurationError, match=f"{name}.*Did you mean"):
+        _check_names(optimizer, {"eps", name})

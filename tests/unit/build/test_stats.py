@@ -14,7 +14,7 @@ from torch import distributed
 import megatron_eopt
 from megatron_eopt.build.stats import SAMPLED, _sample
 from megatron_eopt.math.finite import NonFiniteError
-from megatron_eopt.optimizers.watch import sample_of
+from megatron_eopt.optimizers.step_stats import sample_of
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.unit.fsdp2 import test_megatron_wrapper

@@ -58,11 +58,6 @@ ASIDE = {
     "settings/checks.py": "checks numbers of the configuration that callers may have changed",
     "settings/settings.py": "looks at these",
     "optimizers/element_wise.py": "steps what is no matrix",
-    "optimizers/host_memory.py": "finds nothing that is off-loaded",
-    "optimizers/member.py": "gives drivers what they step",
-    "optimizers/modes.py": "tells where a matrix is computed",
-    "optimizers/muon_arithmetic.py": "computes number by number",
-    "optimizers/momentum.py": "reads and writes momentum as it is kept",
     "stores/gathering.py": "brings new weights to all ranks",
     "stores/interface.py": "lists gradients for their norm",
 }

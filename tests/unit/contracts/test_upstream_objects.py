@@ -1,7 +1,6 @@
 """What callers do to megatron-core's objects, done to ours."""
 
 import copy
-import functools
 import warnings
 from contextlib import contextmanager
 
@@ -316,36 +315,3 @@ def test_a_subclass_gets_what_emerging_optimizers_gives_it():
             return grad
 
     Bare([param]).step()
-
-
-def test_what_a_step_would_not_call_is_refused():
-    param = torch.nn.Parameter(torch.ones(4, 4))
-
-    class Decays(TensorParallelMuon):
-        def _apply_weight_decay_inplace(self, *_):
-            pass
-
-    with pytest.raises(ConfigurationError, match="weights of a group decay together"):
-        Decays([param])
-
-    class Remat(TensorParallelMuon):
-        def scaled_orthogonalize_fn_with_gtp_remat(self, grad, *_):
-            return grad
-
-    with pytest.raises(ConfigurationError, match=r"Override orthogonalize\(p, grad\)"):
-        Remat([param])
-    optimizer = TensorParallelMuon([param])
-    with pytest.raises(ConfigurationError, match=r"Override orthogonalize\(p, grad\)"):
-        optimizer.scaled_orthogonalize_fn = functools.partial(torch.sign)
-    Halved([param]).scaled_orthogonalize_fn = torch.sign
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("nesterov", False), ("weight_decay_method", "l2"), ("split_qkv", True), ("tp_mode", "auto")],
-)
-def test_attributes_that_steps_do_not_read_cannot_be_set(name, value):
-    optimizer = TensorParallelMuon([torch.nn.Parameter(torch.ones(4, 4))])
-    setattr(optimizer, name, getattr(optimizer, name))
-    with pytest.raises(ConfigurationError, match=f"{name}={value!r}: is read when"):
-        setattr(optimizer, name, value)

@@ -12,7 +12,11 @@ from hypothesis import strategies as st
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.matrices import gated, qkv, whole
 from megatron_eopt.optimizers.engine import MatrixEngine, Means
-from megatron_eopt.optimizers.triangle import pack_triangle, packed_elements, unpack_triangle
+from megatron_eopt.optimizers.symmetric_packing import (
+    pack_symmetric,
+    packed_elements,
+    unpack_symmetric,
+)
 from megatron_eopt.stores.replicated import tensor_parallel_cut
 from megatron_eopt.stores.shard import Fragment
 from tests.harness import run_ranks
@@ -188,10 +192,10 @@ def test_a_packed_triangle_comes_back(batch, m):
     x = torch.randn(*batch, m, m + 3)
     gram = x @ x.mT
     gram = (gram + gram.mT) / 2
-    packed = pack_triangle(gram)
+    packed = pack_symmetric(gram)
     assert packed.numel() == packed_elements(m) * torch.Size(batch).numel()
     back = torch.full_like(gram, torch.nan)
-    unpack_triangle(packed, back)
+    unpack_symmetric(packed, back)
     assert torch.equal(back, gram)
 
 

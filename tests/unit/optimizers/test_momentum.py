@@ -49,15 +49,15 @@ def views(shard, flat, matrices):
             yield own, matrix[row : row + height, column : column + width]
 
 
-def kept(shard, flat, number_format, steps=3):
+def kept(shard, flat, dtype, steps=3):
     """Return a momentum that is kept some times, having become another in between."""
-    momentum = RoundedMomentum(number_format, [shard], "cpu")
+    momentum = RoundedMomentum(dtype, [shard], "cpu")
     state = {"step": torch.zeros(())}
     momentum.make(0, state, flat)
     for _ in range(steps):
         state["step"] += 1
         momentum.write([0], {0: (state, momentum.read(0, state).lerp(flat, 0.3))})
-    assert state["momentum_buffer"].dtype == number_format.dtype
+    assert state["momentum_buffer"].dtype == FORMATS[dtype].dtype
     return momentum.read(0, state)
 
 
@@ -65,7 +65,7 @@ def keep_on_ranks():
     """Return whose numbers differ from those of the whole parameter on one rank."""
     differing = []
     for name in CUTS:
-        for kind, number_format in FORMATS.items():
+        for kind in FORMATS:
             lone = stored(name, is_cut=False).shard()
             generator = torch.Generator().manual_seed(3)
             values = torch.randn(lone.shape, generator=generator).exp().sub_(1)
@@ -74,14 +74,14 @@ def keep_on_ranks():
             )
             for own, there in views(lone, values, matrices):
                 there.copy_(own)
-            for own, there in views(lone, kept(lone, values, number_format), expected):
+            for own, there in views(lone, kept(lone, values, kind), expected):
                 there.copy_(own)
             shard = stored(name, is_cut=True).shard(dist.group.WORLD)
             mine, wanted = torch.empty(shard.shape), torch.empty(shard.shape)
             for source, into in ((matrices, mine), (expected, wanted)):
                 for own, there in views(shard, into, source):
                     own.copy_(there)
-            if not torch.equal(kept(shard, mine, number_format), wanted):
+            if not torch.equal(kept(shard, mine, kind), wanted):
                 differing.append((name, kind, dist.get_rank()))
     return differing
 
@@ -108,7 +108,7 @@ def step_in_waves(dtype, cuts):
     for step in range(3):
         param.grad = parameter(*FUSED.shape, seed=step).grad.view(1, -1)[:, mine].clone()
         driver.step(groups, state)
-    return param.detach(), driver.momentum.read(0, state[param])
+    return param.detach(), driver.rounding.read(0, state[param])
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
@@ -124,7 +124,7 @@ def test_blocks_that_lie_whole_on_one_rank_are_not_spoken_about(monkeypatch):
     monkeypatch.setattr(dist, "all_reduce", None)
     place = tuple(Fragment(rank, 0, 64 * 6) for rank in range(2))
     shard = StoredParameter("w", whole((6, 128)), 1, 2, place).shard()
-    kept(shard, torch.randn(64 * 6), FORMATS["int8"])
+    kept(shard, torch.randn(64 * 6), "int8")
 
 
 def trained(cls, dtype, steps, *, loaded=None, param_dtype=torch.float32):

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
+from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.math.moments import MOMENT2_METHODS
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
 from megatron_eopt.optimizers.muon import TensorParallelMuon
@@ -22,7 +22,7 @@ def test_an_unknown_partition_dim_is_refused(value):
     param = parameter(4, 6)
     param.partition_dim = value
     with pytest.raises(ConfigurationError, match="partition_dim"):
-        TensorParallelMuon([param])
+        TensorParallelMuon([param]).step()
 
 
 @pytest.mark.parametrize("mode", ["duplicated", "distributed", "exchange", "auto"])
@@ -31,7 +31,7 @@ def test_a_sharded_parameter_without_group_is_refused(mode, collection):
     param = parameter(4, 6)
     param.partition_dim = 0
     with pytest.raises(ConfigurationError, match=r"group 'tp'.*partition_dim 0"):
-        TensorParallelMuon([param], pg_collection=collection, tp_mode=mode)
+        TensorParallelMuon([param], pg_collection=collection, tp_mode=mode).step()
     for attribute, value in (("partition_dim", -1), ("tensor_model_parallel", False)):
         param = parameter(4, 6)
         param.partition_dim = 0
@@ -78,86 +78,31 @@ def test_partition_dim_is_each_parameters_own(mode):
     ("argument", "value", "error"),
     [
         ("lr", -1.0, ConfigurationError),
-        ("lr", "fast", ConfigurationTypeError),
         ("momentum", 1.0, ConfigurationError),
         ("momentum", -0.1, ConfigurationError),
-        ("weight_decay", -0.1, ConfigurationError),
         ("weight_decay", float("nan"), ConfigurationError),
         ("weight_decay_method", "L2", ConfigurationError),
         ("fp32_matmul_prec", "low", ConfigurationError),
         ("coefficient_type", "quintics", ConfigurationError),
-        ("coefficient_type", 3, ConfigurationTypeError),
-        ("coefficient_type", [], ConfigurationError),
         ("num_ns_steps", 0, ConfigurationError),
-        ("num_ns_steps", 2.5, ConfigurationTypeError),
         ("scale_mode", "spectrall", ConfigurationError),
-        ("extra_scale_factor", float("inf"), ConfigurationError),
+        ("extra_scale_factor", 0.0, ConfigurationError),
         ("tp_mode", "dupe", ConfigurationError),
         ("algorithm", "grams", ConfigurationError),
         ("backend", "torchh", ConfigurationError),
         ("ns_eps", 0.0, ConfigurationError),
-        ("extra_scale_factor", 0.0, ConfigurationError),
-        ("extra_scale_factor", -1.0, ConfigurationError),
-        ("nesterov", "no", ConfigurationTypeError),
-        ("use_decoupled_weight_decay", "no", ConfigurationTypeError),
-        ("split_qkv", 1, ConfigurationTypeError),
-        ("use_syrk", None, ConfigurationTypeError),
-        ("batched", "no", ConfigurationTypeError),
-        ("check_finite", "no", ConfigurationTypeError),
-        ("is_qkv_fn", 3, ConfigurationTypeError),
-        ("qkv_split_shapes", "abc", ConfigurationTypeError),
-        ("qkv_split_shapes", [8, 4, 0], ConfigurationTypeError),
-        ("splits", 3, ConfigurationTypeError),
-        ("splits", {"decoder": None}, ConfigurationTypeError),
-        ("wave_mb", 0, ConfigurationError),
         ("momentum_dtype", "fp4", ConfigurationError),
     ],
 )
-def test_bad_values_are_refused_by_name(argument, value, error):
+def test_values_that_would_train_something_else_are_refused(argument, value, error):
     with pytest.raises(error) as caught:
         TensorParallelMuon([parameter(4, 4)], **{argument: value})
-    assert argument in str(caught.value)
     assert repr(value) in str(caught.value)
 
 
-@pytest.mark.parametrize("shape", [(4,), (), (2, 3, 4, 5), (0, 4), (4, 0)])
-def test_what_is_no_matrix_is_refused_by_name(shape):
-    with pytest.raises(ConfigurationError, match=r"embedding\.bias"):
-        TensorParallelMuon([("embedding.bias", torch.nn.Parameter(torch.zeros(shape)))])
-
-
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.int32, torch.float8_e4m3fn])
-def test_what_has_no_real_factors_is_refused_by_name(dtype):
-    param = torch.nn.Parameter(torch.zeros(4, 4).to(dtype), requires_grad=False)
-    with pytest.raises(ConfigurationError, match=f"weight={dtype}"):
-        TensorParallelMuon([("weight", param)])
-    sparse = torch.nn.Parameter(torch.eye(4).to_sparse())
-    with pytest.raises(ConfigurationError, match="sparse_coo"):
-        TensorParallelMuon([sparse])
-
-
-@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
-def test_a_group_is_added_whole_or_not_at_all():
-    first, second = parameter(6, 8), parameter(8, 6, seed=1)
-    optimizer = TensorParallelMuon([first], 0.1, **EXACT)
-    refused = [
-        {"params": [parameter(4)]},
-        {"params": [parameter(4, 4)], "lr": -1.0},
-        {"params": [parameter(4, 4)], "nesterov": False},  # one choice for all groups
-        {"params": [second, second]},
-    ]
-    for group in refused:
-        with pytest.raises(ConfigurationError):
-            optimizer.add_param_group(group)
-    assert [group["params"] for group in optimizer.param_groups] == [[first]]
-    optimizer.add_param_group({"params": [second], "lr": 0.2})
-    optimizer.step()
-
-    alone = [parameter(6, 8), parameter(8, 6, seed=1)]
-    for param, lr in zip(alone, (0.1, 0.2), strict=True):
-        TensorParallelMuon([param], lr, **EXACT).step()
-    assert torch.equal(first, alone[0])
-    assert torch.equal(second, alone[1])
+def test_what_is_no_matrix_is_refused():
+    with pytest.raises(ConfigurationError, match=r"shape=\(4,\)"):
+        TensorParallelMuon([torch.nn.Parameter(torch.zeros(4))]).step()
 
 
 @pytest.mark.parametrize(

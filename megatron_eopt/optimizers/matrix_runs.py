@@ -12,7 +12,7 @@ from megatron_eopt.stores.shard import Shard
 
 
 @dataclass(frozen=True)
-class Segments:
+class MatrixRuns:
     """A rank's flattened tensor as runs without gaps, each inside one row of one matrix."""
 
     matrix: Tensor  # index of each run's matrix among the parameter's; int64 ``(runs,)``
@@ -23,7 +23,7 @@ class Segments:
     counts_at_all: bool  # whether anything is counted, known on the host
 
     @classmethod
-    def of(cls, shard: Shard, device: torch.device) -> "Segments":
+    def of(cls, shard: Shard, device: torch.device) -> "MatrixRuns":
         """Return the runs of what this rank stores."""
         pieces = [layout.piece(shard.ranks.rank) for layout in shard.layouts]
         matrix = np.repeat(np.arange(len(pieces)), [len(piece) for piece in pieces])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_eopt.optimizers.muon_arithmetic import (
+from megatron_eopt.optimizers.muon_driver import (
     decay_rate,
     directions,
     gradients,

@@ -11,7 +11,7 @@ from megatron_eopt.optimizers.sharded import ShardedOptimizer
 from megatron_eopt.stores.megatron_fsdp import complete_gradients, compute_with_main_weights
 
 
-class ManagedOptimizer(ShardedOptimizer):
+class MegatronFSDPOptimizer(ShardedOptimizer):
     """Does by itself what ``fully_shard_optimizer`` makes other optimizers do; it is not for that.
 
     Args:

@@ -31,7 +31,7 @@ class _Entry:
     problem: str = ""  # why it could not be restored
 
 
-class OwnedTensors:
+class OwnerState:
     """Publishes and adopts the state that one driver's owners keep."""
 
     def __init__(self, driver: OwnerDriver, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""What is measured of a driver's step that is watched: updates, orthogonality, and time.
+"""What is measured of a driver's step: updates, orthogonality, and time.
 
 Nothing here waits for a device or for other ranks, but that the ranks which share a matrix sum its
 Gram matrix; numbers stay where they are computed until somebody reads them.
@@ -6,14 +6,16 @@ Gram matrix; numbers stay where they are computed until somebody reads them.
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_eopt.base.meter import Meter
 from megatron_eopt.math.newton_schulz import ReduceT
+from megatron_eopt.optimizers.engine import MatrixEngine
 
 SAMPLES = 4
 """Most matrices of a group of ranks whose orthogonality is looked at."""
@@ -22,7 +24,7 @@ ORTHOGONALIZATION = "orthogonalization"
 """Name of the blocks in which matrices are orthogonalized."""
 
 
-class Watch:
+class StepStats:
     """What one driver did in one step, as far as this rank knows.
 
     Each shard of this rank counts its share, by its number: one over the copies that there are.
@@ -38,31 +40,56 @@ class Watch:
         self.residuals: list[Tensor] = []
         self.samples = 0.0
 
-    def applied(self, numbers: Sequence[int], updates: Sequence[Tensor]) -> None:
+    def around(
+        self, apply: Callable[..., None], orthogonalize: Callable[..., None]
+    ) -> tuple[Callable[..., None], Callable[..., None]]:
+        """Return a Muon driver's functions with measurements of what they do."""
+
+        def applied(stepped: Sequence[Any], updates: Mapping[int, Tensor]) -> None:
+            numbers = [item.number for item in stepped]
+            self._count(numbers, [updates[number] for number in numbers])
+            apply(stepped, updates)
+
+        def orthogonalized(
+            engine: MatrixEngine,
+            matrices: Sequence[int],
+            stack: Tensor,
+            reduce: ReduceT | None,
+            shape: tuple[int, int],
+            scales: tuple[float, ...] = (),
+        ) -> None:
+            with self.meter.span(ORTHOGONALIZATION):
+                orthogonalize(engine, matrices, stack, reduce, shape, scales)
+            share = engine.work.matrices[matrices[0]].share
+            sample = sample_of(len(engine.names))
+            self._look_at(sample, matrices, stack, reduce, shape, math.prod(scales), share)
+
+        return applied, orthogonalized
+
+    def _count(self, numbers: Sequence[int], updates: Sequence[Tensor]) -> None:
         """Count the updates of shards."""
         shares = [self._shares.get(number, 0.0) for number in numbers]
         self.squares += sum_of_squares(updates, shares, self.squares.device)
         self.elements += sum(s * u.numel() for s, u in zip(shares, updates, strict=True))
 
-    def orthogonalized(
+    def _look_at(
         self,
-        among: int,
+        sample: Collection[int],
         matrices: Sequence[int],
         stack: Tensor,
         reduce: ReduceT | None,
         shape: tuple[int, int],
-        scale: float = 1.0,
-        share: float = 1.0,
+        scale: float,
+        share: float,
     ) -> None:
-        """Look at those ``matrices`` of a stack that are in the sample ``among`` so many.
+        """Look at those ``matrices`` of a stack that are in the sample.
 
         The stack ``(batch, rows, cols)`` has orthogonal factors times ``scale``, of matrices of
         this ``shape``; with ``reduce`` this rank's pieces of them. A matrix counts its ``share``
         here, one over the ranks that compute it.
         """
-        sample = sample_of(among) if scale else ()
         for matrix, number in zip(stack, matrices, strict=True):
-            if number in sample:
+            if scale and number in sample:
                 factor = matrix.to(torch.float32) / scale
                 self.residuals.append(share * residual(factor, reduce, shape))
                 self.samples += share

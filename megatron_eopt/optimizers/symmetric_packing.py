@@ -10,7 +10,7 @@ from torch import Tensor
 _STRIPS = 16
 
 
-def pack_triangle(square: Tensor) -> Tensor:
+def pack_symmetric(square: Tensor) -> Tensor:
     """Return the upper triangle of symmetric matrices, to whole blocks of rows.
 
     Of ``(m, m)`` or ``(batch, m, m)``, as one dimension with :func:`packed_elements` per matrix.
@@ -19,8 +19,8 @@ def pack_triangle(square: Tensor) -> Tensor:
     return torch.cat(strips)
 
 
-def unpack_triangle(packed: Tensor, square: Tensor) -> None:
-    """Write what :func:`pack_triangle` packed into both triangles of ``square``."""
+def unpack_symmetric(packed: Tensor, square: Tensor) -> None:
+    """Write what :func:`pack_symmetric` packed into both triangles of ``square``."""
     at = 0
     for top, bottom in _strips(square.shape[-1]):
         strip = square[..., top:bottom, top:]
