@@ -3,7 +3,6 @@
 import warnings
 from typing import Any
 
-from megatron_eopt.base.errors import ConfigurationTypeError
 from megatron_eopt.build.factory import get_megatron_optimizer
 from megatron_eopt.settings.config import as_muon
 
@@ -25,17 +24,7 @@ def get_megatron_muon_optimizer(
     Use :func:`megatron_eopt.get_megatron_optimizer` with ``optimizer="muon"``; arguments and errors
     are the same. Here a config whose optimizer is adam or sgd means Muon, too, and
     ``layer_wise_distributed_optimizer`` keeps the state in fragments.
-
-    Raises:
-        ConfigurationTypeError: If ``layer_wise_distributed_optimizer`` was given as the fifth
-            argument, where older releases had it.
     """
-    if isinstance(pg_collection, bool):
-        rule = (
-            "the fifth argument is the collection of process groups, as in get_megatron_optimizer"
-        )
-        way_out = "Pass layer_wise_distributed_optimizer by its name"
-        raise ConfigurationTypeError("pg_collection", pg_collection, rule, way_out)
     way_out = "call get_megatron_optimizer with optimizer='muon'"
     text = f"get_megatron_muon_optimizer is deprecated; {way_out}"
     warnings.warn(text, DeprecationWarning, stacklevel=2)

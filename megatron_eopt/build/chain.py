@@ -26,14 +26,12 @@ from megatron_eopt.build.clipping import clip
 from megatron_eopt.build.gradient_norm import refusal, watched
 from megatron_eopt.build.loss_scale import UnscaledOnce, unscale_
 from megatron_eopt.build.memory import Memory, memory_of
-from megatron_eopt.build.ownership import check_still_owner
 from megatron_eopt.build.stats import Stats
 from megatron_eopt.checkpoint import local_state, optimizer_state
-from megatron_eopt.checkpoint.groups import check_structure
 from megatron_eopt.checkpoint.migration import Policy
 from megatron_eopt.checkpoint.rank_files import load_rank_file, save_rank_file
 from megatron_eopt.checkpoint.requests import Form
-from megatron_eopt.optimizers.driver import CompositeOptimizer, check_rates_given
+from megatron_eopt.optimizers.driver import CompositeOptimizer, check_may_step
 from megatron_eopt.optimizers.member import Member
 from megatron_eopt.qk_clip import remember
 from megatron_eopt.routing.global_names import names_in
@@ -89,7 +87,7 @@ class OptimizerChain(ChainedOptimizer):
         self._stats = Stats(self.members)
         self.skipped_steps = 0
         self.is_sharded = any(isinstance(item, FragmentsOptimizer) for item in storages)
-        self.number: int | None = None  # see megatron_eopt.build.ownership
+        self.number, self.superseded = -1, False  # see megatron_eopt.build.ownership
         remember(model_chunks, self)
 
     @torch.no_grad()
@@ -173,8 +171,7 @@ class OptimizerChain(ChainedOptimizer):
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
         """Step all members, then gather parameters unless the forward pass will."""
-        check_still_owner(self.number)
-        check_rates_given(self.param_groups)
+        check_may_step(self)
         self._unscaled.forget()
         for number, child in enumerate(self.chained_optimizers):
             child.step_in_chain()
@@ -304,7 +301,6 @@ class OptimizerChain(ChainedOptimizer):
             self.gather_params(now=True)
 
     def _checked(self, state_dict: Any) -> optimizer_state.TakeT:
-        check_structure(state_dict)
         if self._is_offloaded:
             load = super().load_state_dict
             return lambda: load(state_dict) or ()

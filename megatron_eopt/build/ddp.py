@@ -17,17 +17,13 @@ def check_chunks(model_chunks: Any) -> None:
     """Raise unless these are the modules of a model.
 
     Raises:
-        ConfigurationTypeError: If it is no list, or has something else.
-        ConfigurationError: If it is empty, or has one of them twice.
+        ConfigurationTypeError: If it is no list of modules, or empty.
     """
     way_out = "Pass the list of this rank's wrapped model chunks"
     is_list = isinstance(model_chunks, Sequence | ModuleList)
-    if not is_list or not all(isinstance(chunk, Module) for chunk in model_chunks):
+    is_chunks = is_list and all(isinstance(chunk, Module) for chunk in model_chunks)
+    if not is_chunks or not len(model_chunks):
         raise ConfigurationTypeError("model_chunks", model_chunks, "must be modules", way_out)
-    if len({id(chunk) for chunk in model_chunks}) != len(model_chunks) or not len(model_chunks):
-        names = [type(chunk).__name__ for chunk in model_chunks]
-        rule = "must have each module once, and at least one"
-        raise ConfigurationError("model_chunks", names, rule, way_out)
 
 
 def is_megatron_fsdp(model_chunks: Sequence[Any]) -> bool:
@@ -57,7 +53,7 @@ def check_ddp(settings: Settings, model_chunks: Sequence[Any]) -> None:
             )
             way_out = "Leave it off, or set use_distributed_optimizer=True, here and in DDP"
             raise ConfigurationError("use_cpu_initialization", True, rule, way_out)
-        scattered, gathers = ddp_config.use_distributed_optimizer, ddp_config.overlap_param_gather
+        scattered = ddp_config.use_distributed_optimizer
         if scattered and not is_sharded:
             rule = (
                 "each rank would get only its own part of the gradients, but the optimizer is "
@@ -71,17 +67,6 @@ def check_ddp(settings: Settings, model_chunks: Sequence[Any]) -> None:
             rule = "the model was wrapped without it"
             way_out = f"Set {_OF_DDP}use_distributed_optimizer=True too"
             raise ConfigurationError("use_distributed_optimizer", True, rule, way_out)
-        if gathers and not is_sharded:
-            rule = "there is nothing to gather without a distributed optimizer"
-            way_out = "Set it to False, or use_distributed_optimizer=True"
-            raise ConfigurationError(_OF_DDP + "overlap_param_gather", True, rule, way_out)
-        if settings.early_gather and not gathers:
-            rule, way_out = (
-                "needs overlap_param_gather",
-                f"Set {_OF_DDP}overlap_param_gather=True too",
-            )
-            argument = "overlap_param_gather_with_optimizer_step"
-            raise ConfigurationError(argument, True, rule, way_out)
 
 
 def _is_left_on_host(chunk: Module) -> bool:

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from megatron.core.optimizer import get_megatron_optimizer as megatrons_own_factory
@@ -12,7 +11,6 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron_eopt import qk_clip
 from megatron_eopt.base.agreement import agreed, any_rank
-from megatron_eopt.base.errors import ConfigurationTypeError
 from megatron_eopt.base.names import STANDARD_OPTIMIZERS
 from megatron_eopt.base.upstream import found, needed
 from megatron_eopt.build.bases import Base, Share, build_base, shares_of
@@ -76,7 +74,7 @@ def get_megatron_optimizer(
         ConfigurationTypeError: If a value has the wrong type.
     """
     folder = dump_param_to_param_group_map
-    agreed(lambda: _check_arguments(model_chunks, folder))
+    agreed(lambda: check_chunks(model_chunks))
     if isinstance(model_chunks[0], found("MimoModel") or ()):
         return megatrons_own_factory(config, model_chunks)
     of_dtensors = is_torch_fsdp2(model_chunks) or is_megatron_fsdp(model_chunks)
@@ -97,18 +95,11 @@ def get_megatron_optimizer(
     _report(settings, routing, model_chunks, wanted.collection)
     # what one pipeline stage refuses, the others would not know
     optimizer = agreed(lambda: chain_in_storage(wanted))
-    optimizer.number = take_over(routing.names)
+    take_over(optimizer, routing.names)
     if folder is not None:
         with whole_parameters(model_chunks):
             _dump(routing.groups, model_chunks, str(folder))
     return optimizer
-
-
-def _check_arguments(model_chunks: Any, folder: Any) -> None:
-    check_chunks(model_chunks)
-    if not isinstance(folder, str | Path | None):
-        rule, way_out = "must be a folder", "Give its path, or None"
-        raise ConfigurationTypeError("dump_param_to_param_group_map", folder, rule, way_out)
 
 
 def _settings(config: Any, model_chunks: Sequence[Any], *, of_dtensors: bool) -> Settings:

@@ -1,6 +1,5 @@
 """megatron-core's layer-wise optimizer by its name and arguments: state in fragments."""
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
@@ -121,27 +120,16 @@ def check_base_optimizers(optimizers: Sequence[Any]) -> None:
         ConfigurationTypeError: For one that is wrapped already, or is no optimizer.
         ConfigurationError: For one that needs a closure, or has a scheduler.
     """
-    if not isinstance(optimizers, Sequence):
-        rule, way_out = "must be torch optimizers", "Pass a list of them"
-        raise ConfigurationTypeError("optimizers", optimizers, rule, way_out)
     for number, optimizer in enumerate(optimizers):
         argument = f"optimizers[{number}]"
         if isinstance(optimizer, MegatronOptimizer):
             rule = "is wrapped already, and layer-wise storage wraps base torch optimizers itself"
             way_out = "Pass the torch optimizer inside it"
             raise ConfigurationTypeError(argument, optimizer, rule, way_out)
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            rule = "must be a torch.optim.Optimizer"
-            raise ConfigurationTypeError(argument, optimizer, rule, "Pass one")
         name = type(optimizer).__name__
         if getattr(optimizer.step, "_wrapped_by_lr_sched", False):
             rule = "has a learning-rate scheduler already, which would write to groups not stepped"
             way_out = "Make the scheduler over the optimizer that this returns"
-            raise ConfigurationError(argument, name, rule, way_out)
-        closure = inspect.signature(optimizer.step).parameters.get("closure")
-        if closure is not None and closure.default is inspect.Parameter.empty:
-            rule = "needs a closure that evaluates the model again, which Megatron does not give"
-            way_out = "Choose an optimizer whose step() works without one"
             raise ConfigurationError(argument, name, rule, way_out)
 
 
@@ -151,23 +139,13 @@ def _bases(
     *,
     exempt: bool,
 ) -> list[Base]:
-    if not isinstance(init_state_fns, Sequence | None):
-        rule, way_out = "must be a list", "Give a function, or None, for each optimizer"
-        raise ConfigurationTypeError("init_state_fn_list", init_state_fns, rule, way_out)
     functions = list(init_state_fns or [None] * len(optimizers))
     if len(functions) != len(optimizers):
         rule = f"must have one entry for each of the {len(optimizers)} optimizers"
         way_out = "Give None for an optimizer without one"
         raise ConfigurationError("init_state_fn_list", functions, rule, way_out)
-    if not all(function is None or callable(function) for function in functions):
-        rule, way_out = "must be functions", "Give None for an optimizer without one"
-        raise ConfigurationTypeError("init_state_fn_list", functions, rule, way_out)
     # what orthogonalizes does not depend on the size of gradients
     free = [exempt and isinstance(item, OrthogonalizedOptimizer) for item in optimizers]
-    if exempt and not any(free):
-        rule = "is about Muon's gradients, and none of the optimizers is a Muon"
-        way_out = "Leave it off, or set clip_grad=0"
-        raise ConfigurationError("muon_exempt_from_clipping", True, rule, way_out)
     return [
         Base(optimizer, function, optimizer.param_groups, is_clipped=not is_free)
         for optimizer, function, is_free in zip(optimizers, functions, free, strict=True)

@@ -3,48 +3,12 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
+from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import STEP
 from megatron_eopt.base.upstream import needed
 from megatron_eopt.routing.groups import GROUP_ID
 
 type Groups = Sequence[Mapping[str, Any]]
-
-
-def check_structure(state: Any) -> None:
-    """Raise unless ``state`` is built like the state of a chain of optimizers, or of one.
-
-    Raises:
-        ConfigurationTypeError: If something in it is no mapping or list where there must be one.
-    """
-    children = dict(enumerate(state)) if isinstance(state, list | tuple) else state
-    _check("", children, Mapping)
-    numbered = [(f"[{key}]", part) for key, part in children.items() if isinstance(key, int)]
-    for place, part in [("", children), *numbered]:
-        _check(place, part, Mapping)
-        _check(f"{place}['grad_scaler']", part.get("grad_scaler") or {}, Mapping)
-        _check(f"{place}['optimizer']", part.get("optimizer", {}), Mapping)
-        inner = part.get("optimizer", part)
-        groups = inner.get("param_groups", [])
-        _check(f"{place}['param_groups']", groups, list | tuple)
-        for group in groups:
-            _check(f"{place}['param_groups'][...]", group, Mapping)
-            _check(f"{place}['param_groups'][...]['params']", group.get("params", []), list)
-        states = inner.get("state", {})
-        _check(f"{place}['state']", states, Mapping)
-        for number, values in states.items():
-            if isinstance(number, int):
-                _check(f"{place}['state'][{number}]", values, Mapping)
-
-
-def _check(place: str, value: Any, kind: Any) -> None:
-    if not isinstance(value, kind):
-        raise ConfigurationTypeError(
-            f"state_dict{place}",
-            value,
-            f"must be a {'mapping' if kind is Mapping else 'list'}",
-            "Pass what state_dict returned, or dist_checkpointing.load",
-        )
 
 
 def children_of(state: Any) -> list[Mapping[Any, Any]]:

@@ -4,7 +4,6 @@ import functools
 import inspect
 from typing import Any
 
-from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.build.chain import OptimizerChain
 from megatron_eopt.checkpoint.trainer import Function, wrapped
 from megatron_eopt.megatron_lm.rebinding import Exchange, Rebinding
@@ -52,8 +51,7 @@ class StepScalars:
 
     def _begin(self, optimizer: Any) -> None:
         if not isinstance(optimizer, OptimizerChain):
-            rule = f"is measured by our optimizers, not by {type(optimizer).__name__}"
-            raise ConfigurationError("--log-optimizer-stats", True, rule, "Leave the flag out")
+            return
         from megatron.training.global_vars import get_args
 
         args = get_args()
@@ -78,15 +76,6 @@ def undo() -> None:
     """Put the trainer's functions back."""
     if _EXCHANGE.active:
         _EXCHANGE.undo()
-
-
-def check(args: Any) -> None:
-    """Raise a ConfigurationError if the flag is given, and nothing to write to."""
-    wanted = getattr(args, "log_optimizer_stats", False)
-    if wanted and not (args.tensorboard_dir or getattr(args, "wandb_project", "")):
-        rule = "has nothing to write to"
-        way_out = "Give --tensorboard-dir or --wandb-project too"
-        raise ConfigurationError("--log-optimizer-stats", True, rule, way_out)
 
 
 def _write(scalars: dict[str, float], iteration: int) -> None:

@@ -70,7 +70,6 @@ def checking_what_it_knows(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def validate_args(args: argparse.Namespace, defaults: Any = None) -> Any:
-        stats.check(args)
         pretended: dict[str, Any] = {}
         is_ours = args.optimizer not in STANDARD_OPTIMIZERS
         if getattr(args, "use_megatron_fsdp", False):

@@ -23,7 +23,7 @@ from megatron_eopt.optimizers.driver import (
     Driver,
     ParamGroup,
     State,
-    check_rates_given,
+    check_may_step,
     loss_of,
 )
 from megatron_eopt.optimizers.owner_driver import OwnerDriver
@@ -145,7 +145,7 @@ class ShardedOptimizer(CompositeOptimizer):
         return loss
 
     def _step(self) -> None:
-        check_rates_given(self.param_groups)
+        check_may_step(self)
         self._attach()
         self._revive()
         super()._step()

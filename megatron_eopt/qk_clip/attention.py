@@ -138,11 +138,7 @@ def _let_record(attention: Attention) -> None:
 
 def _check(attention: Attention) -> None:
     config: Any = attention.config
-    check_number("qk_clip_alpha", config.qk_clip_alpha, at_least=0)
-    if config.qk_clip_alpha > 1:
-        rule = "is the queries' share of the factor, at most 1"
-        way_out = "Choose a value from 0 to 1; 0.5 shares evenly"
-        raise ConfigurationError("qk_clip_alpha", config.qk_clip_alpha, rule, way_out)
+    check_number("qk_clip_alpha", config.qk_clip_alpha, at_least=0, at_most=1)
     check_number("qk_clip_threshold", config.qk_clip_threshold, above=0)
     trained = [item.weight.requires_grad for item in projections(attention)]
     if any(trained) and not all(trained):

@@ -88,7 +88,7 @@ def _chains_of(model: Sequence[Any], found: Sequence[Any]) -> list[Any]:
     chains = {chain for chunk in model for chain in _CHAINS.get(chunk, ())}
     if chains:
         # the one that was built last owns what several have
-        return sorted(chains, key=lambda chain: -1 if chain.number is None else chain.number)
+        return sorted(chains, key=lambda chain: chain.number)
     weights = [item.weight for attention in found for item in projections(attention)]
     if odd := [weight for weight in weights if hasattr(weight, "main_param")]:
         rule = "has main weights that only the optimizer knows which made them"

@@ -20,7 +20,7 @@ from megatron_eopt.routing.routes import Route, route_all
 from megatron_eopt.routing.splits import QKV_TAG, declared_qkv, find_splits
 from megatron_eopt.routing.table import format_table, routing_rows
 from megatron_eopt.settings.arguments import qkv_split_shapes
-from megatron_eopt.settings.checks import check_rates, check_values_of
+from megatron_eopt.settings.checks import check_values_of, warn_of_unused
 from megatron_eopt.settings.registry import Overrides
 from megatron_eopt.settings.settings import Settings, resolve
 
@@ -130,14 +130,8 @@ def route_parameters(
         text = "optimizer=%r steps nothing: no trainable parameter is a matrix, so %s steps all"
         logger.warning(text, settings.optimizer, " and ".join(sorted(names)))
 
-    def checked() -> None:
-        check_values_of(settings.config, names | {settings.optimizer, settings.scalar})
-        for group in groups:
-            own = dict(group.key.values)
-            rates = {f"config_overrides[...][{n!r}]": own.get(n) for n in ("max_lr", "min_lr")}
-            check_rates(rates, (settings.lr, settings.min_lr), group.identity)
-
-    agreed(checked)
+    agreed(lambda: check_values_of(settings.config, names | {settings.optimizer, settings.scalar}))
+    warn_of_unused(settings.config, settings.optimizer, names | {settings.scalar})
     return routing
 
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import NO_MUON_ATTRIBUTE, STACK_ATTRIBUTE
 from megatron_eopt.base.upstream import needed
 from megatron_eopt.routing.global_names import counted_names
@@ -60,12 +59,8 @@ def cut_dimension(param: torch.Tensor) -> int:
     Transformer Engine sets the dimension on duplicated weights, too.
     """
     dim = getattr(param, "partition_dim", -1)
-    if dim is None or dim == -1 or getattr(param, "tensor_model_parallel", True) is False:
-        return -1
-    if dim not in (0, 1):
-        rule = "must be 0 (rows cut), 1 (columns cut) or -1 (not cut)"
-        raise ConfigurationError("partition_dim", dim, rule, "Set one of these")
-    return int(dim)
+    is_cut = dim in (0, 1) and getattr(param, "tensor_model_parallel", True) is not False
+    return int(dim) if is_cut else -1
 
 
 def trainable_parameters(model_chunks: Sequence[torch.nn.Module]) -> list[ModelParameter]:

@@ -77,14 +77,11 @@ def find_splits(
     is named in one warning.
 
     Raises:
-        ConfigurationError: If ``which`` has an unknown name or ``per_head`` alone; if a split
+        ConfigurationError: If ``which`` has an unknown name; if a split
             does not fit its weight; if a fused weight is cut by weight rematerialization.
     """
     for kind in which:
         check_choice("which", kind, get_args(SplitT.__value__))
-    if set(which) == {"per_head"}:
-        rule = "per_head refines the splits of attention projections, none of which is on"
-        raise ConfigurationError("which", which, rule, "Add 'qkv', 'mla' or 'linear_attention'")
     unknown: list[str] = []
     found = {
         weight.param: _split_of(weight, () if weight.param in unsplit else which, unknown)

@@ -95,25 +95,20 @@ def muon_family_kwargs(
 ) -> dict[str, Any]:
     """Return the constructor arguments of ``TensorParallelMuon``, or of a class with its arguments.
 
-    The model's config has the sizes of fused QKV weights. It is read only if there is one: a model
-    without attention says nothing about heads, or has no config at all.
+    The model's config has the sizes of fused QKV weights, if it has attention.
     """
     kwargs = emerging_kwargs(optimizer_cls, prefixes, config, pg_collection)
-    kwargs["is_qkv_fn"] = _is_qkv
-    # stand-ins for a model have no parameters
-    listed = (getattr(chunk, "named_parameters", tuple) for chunk in model_chunks)
-    if any(_is_qkv(param) for names in listed for _, param in names()):
-        kwargs["qkv_split_shapes"] = qkv_split_shapes(model_chunks[0].config)
+    kwargs["is_qkv_fn"] = lambda param: bool(getattr(param, "is_qkv", False))
+    model_config = getattr(model_chunks[0], "config", None)
+    sizes = ("num_attention_heads", "num_query_groups", "kv_channels")
+    has_attention = all(getattr(model_config, size, None) for size in sizes)
+    kwargs["qkv_split_shapes"] = qkv_split_shapes(model_config) if has_attention else None
     if "backend" not in kwargs:
         # A configuration of megatron-core's own class means megatron-core's iteration to the bit.
         kwargs["algorithm"] = "standard"
         if kwargs.get("tp_mode") != "distributed":
             kwargs["backend"] = "emerging_optimizers"
     return kwargs
-
-
-def _is_qkv(param: Any) -> bool:
-    return bool(getattr(param, "is_qkv", False))
 
 
 def qkv_split_shapes(model_cfg: Any) -> list[int]:
@@ -147,8 +142,6 @@ def scalar_arguments(name: str, settings: RunSettings) -> dict[str, Any]:
 def offload_arguments(name: str, settings: RunSettings) -> dict[str, Any]:
     """Return the arguments of megatron-core's optimizer that keeps state on the host, or refuse."""
     config, field = settings.config, "optimizer_cpu_offload"
-    if name not in ("adam", "sgd"):
-        raise ConfigurationError(field, True, f"does not work with {name}", "Use adam or sgd")
     if not config.decoupled_weight_decay:
         way_out = "Set decoupled_weight_decay=True"
         raise ConfigurationError(field, True, "needs decoupled weight decay", way_out)

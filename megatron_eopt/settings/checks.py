@@ -1,21 +1,19 @@
 """Checks of a configuration's values, all at build time."""
 
-import dataclasses
+import logging
 import math
 import zlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, get_args
 
-import torch
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
-from megatron_eopt.base.agreement import of_every_rank
+from megatron_eopt.base.agreement import is_rank_0, of_every_rank
 from megatron_eopt.base.errors import (
     ConfigurationError,
     ConfigurationTypeError,
     check_choice,
     check_number,
-    check_switch,
 )
 from megatron_eopt.base.names import STANDARD_OPTIMIZERS, TpModeT
 from megatron_eopt.math import (
@@ -29,17 +27,14 @@ from megatron_eopt.math import (
 from megatron_eopt.math.coefficients import check_steps
 from megatron_eopt.math.low_precision import MOMENTUM_DTYPES
 from megatron_eopt.math.moments import Moment2MethodT
-from megatron_eopt.settings.config import EmergingOptimizerConfig
-from megatron_eopt.settings.fields import check_all_consumed, check_old_spellings, consumed_fields
-from megatron_eopt.settings.refusals import refuse_unsupported_modes
+from megatron_eopt.settings.fields import check_old_spellings, consumed_fields, unconsumed
 from megatron_eopt.settings.registry import entry_of, prefixes_of
+
+logger = logging.getLogger(__name__)
 
 _NOT_NEGATIVE = {"at_least": 0.0}
 _POSITIVE = {"above": 0.0}
 _DECAY = {"at_least": 0.0, "below": 1.0}
-_SCALE = {"at_least": 2.0**-126, "at_most": 2.0**126}
-"""Whose inverse float32 has, too, with all its bits."""
-
 _BOUNDS: dict[str, dict[str, float]] = {
     "lr": _NOT_NEGATIVE,
     "min_lr": _NOT_NEGATIVE,
@@ -62,10 +57,6 @@ _BOUNDS: dict[str, dict[str, float]] = {
     "muon_momentum_beta": _DECAY,
     "adam_eps": _POSITIVE,
     "adaptive_muon_eps": _POSITIVE,
-    "initial_loss_scale": _SCALE,
-    "min_loss_scale": _SCALE,
-    "loss_scale_window": _POSITIVE,
-    "hysteresis": {"at_least": 1.0},
     "muon_extra_scale_factor": _POSITIVE,
 }
 """Bounds of numeric fields; those with an optimizer's prefix count only while it is in use."""
@@ -80,15 +71,10 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "adaptive_muon_moment2_method": get_args(Moment2MethodT),
 }
 
-_OPTIMIZER_PREFIXES = ("muon", "adaptive_muon", "lion", "soap")
-
-_SWITCHES = tuple(
-    f.name for f in dataclasses.fields(EmergingOptimizerConfig) if isinstance(f.default, bool)
-)
-"""Fields that are on or off; None counts as off."""
+_OPTIMIZER_PREFIXES = ("muon", "adaptive_muon", "lion", "soap", "adam", "sgd")
 
 _MAY_BE_NONE = frozenset(
-    {"lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "loss_scale", *_SWITCHES}
+    {"lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "loss_scale"}
     | {"muon_lr", "muon_min_lr", "muon_momentum_beta", "muon_mode"}
 )
 
@@ -116,78 +102,69 @@ _FOR_DTENSORS = {
     "overlap_param_gather_with_optimizer_step": "is about Megatron's buffers",
 }
 
-_FOR_OWN_LOOPS = dict.fromkeys(
-    (
-        "grad_norm_skip_threshold",
-        "log_num_zeros_in_grad",
-        "log_optimizer_memory",
-        "log_optimizer_stats",
-        "checkpoint_fresh_state",
-        "checkpoint_momentum_from_adam",
-    ),
-    "works with get_megatron_optimizer",
-)
+_FOR_OWN_LOOPS = {"grad_norm_skip_threshold": "works with get_megatron_optimizer"}
 
-_WHERE_MUON_IS_THE_MAIN_ONE = {
-    "muon_exempt_from_clipping": (
-        False,
-        "is about Muon's gradients, and {}'s are always clipped",
-        "Leave it off, or set clip_grad=0",
-    ),
-    "muon_momentum_dtype": (
-        "fp32",
-        "is about Muon's momentum, and {} has none of it",
-        'Leave it at "fp32", or train with muon or adaptive_muon',
-    ),
-    "muon_scalar_optimizer": (
-        "adam",
-        "is about Muon and its family, and beside {} adam steps what is no matrix",
-        'Leave it at "adam"',
-    ),
+_OF_THE_MAIN_MUON = {
+    "muon_exempt_from_clipping": False,
+    "muon_momentum_dtype": "fp32",
+    "muon_scalar_optimizer": "adam",
 }
-"""What only the main optimizer's configuration says: unset, why others refuse it, the way out."""
+"""What counts only where Muon, or one of its family, is the main optimizer, and its default."""
+
+_OF_ANY_MUON = {"muon_lr": None, "muon_min_lr": None}
 
 
 def check_values(config: Any, optimizer: str, prefixes: tuple[str, ...], scalar: str) -> None:
-    """Raise if a field in use is out of bounds, does not fit the optimizer or has no effect.
+    """Raise if a field in use is out of bounds or does not fit the optimizer.
 
     ``optimizer`` is the main one, whose fields have ``prefixes``; ``scalar`` takes the rest.
     """
-    refuse_unsupported_modes(config, optimizer)
-    _check_fields(config, prefixes)
-    _check_halves(config)
-    _check_own_rates(config, "decoupled", "the embeddings")
-    for name, (unset, rule, way_out) in _WHERE_MUON_IS_THE_MAIN_ONE.items():
-        value = getattr(config, name, unset)
-        if value != unset and "muon" not in prefixes:
-            raise ConfigurationError(name, value, rule.format(optimizer), way_out)
+    _check_fields(config, (*prefixes, scalar))
+    if config.fp16 and config.bf16:
+        rule = "cannot hold together with bf16=True: weights have one type"
+        raise ConfigurationError("fp16", True, rule, "Leave one of them off")
     if optimizer not in STANDARD_OPTIMIZERS:
-        _check_emerging(config, {optimizer, scalar}, prefixes)
+        _check_emerging(config, prefixes)
 
 
 def check_values_of(config: Any, optimizers: Iterable[str]) -> None:
-    """Raise if a field of optimizers in use is out of bounds, does not fit or has no effect.
+    """Raise if a field of optimizers in use is out of bounds or does not fit.
 
     ``optimizers`` are all of them; :func:`check_values` is for what a configuration says alone.
     """
-    names = set(optimizers)
-    emerging = sorted(names - set(STANDARD_OPTIMIZERS))
-    prefixes = tuple(dict.fromkeys(p for name in emerging for p in prefixes_of(name)))
-    _check_fields(config, prefixes)
-    _check_halves(config)
-    if emerging:
-        _check_emerging(config, emerging, prefixes)
-    for name in ("muon_lr", "muon_min_lr"):
-        value = getattr(config, name, None)
-        if names and value is not None and "muon" not in prefixes:
-            rule = (
-                f"is about Muon and its family, and has no effect on {' and '.join(sorted(names))}"
-            )
-            raise ConfigurationError(name, value, rule, "Leave it at None")
+    prefixes = _prefixes_of_all(optimizers)
+    _check_fields(config, (*prefixes, *optimizers))
+    _check_emerging(config, prefixes)
+
+
+def warn_of_unused(config: Any, main: str, optimizers: Collection[str]) -> None:
+    """Name the settings that no optimizer in use takes in one warning.
+
+    ``optimizers`` are all of them, of which ``main`` is the one that the configuration names.
+    """
+    consumed: set[str] = set()
+    for name in set(optimizers) - set(STANDARD_OPTIMIZERS):
+        entry = entry_of(name)
+        # what one takes is not taken under another's prefix
+        consumed |= consumed_fields(entry.optimizer_cls, prefixes_of(name)) | entry.consumes
+    prefixes = _prefixes_of_all(optimizers)
+    unused = set(unconsumed(config, prefixes, consumed))
+    for family, defaults in ((prefixes_of(main), _OF_THE_MAIN_MUON), (prefixes, _OF_ANY_MUON)):
+        if "muon" not in family:
+            unused |= {n for n, unset in defaults.items() if getattr(config, n, unset) != unset}
+    if unused and is_rank_0():
+        values = ", ".join(f"{name}={getattr(config, name)!r}" for name in sorted(unused))
+        names = " and ".join(sorted(optimizers))
+        logger.warning("these settings have no effect with %s: %s", names, values)
+
+
+def _prefixes_of_all(optimizers: Iterable[str]) -> tuple[str, ...]:
+    emerging = sorted(set(optimizers) - set(STANDARD_OPTIMIZERS))
+    return tuple(dict.fromkeys(prefix for name in emerging for prefix in prefixes_of(name)))
 
 
 def _check_fields(config: Any, prefixes: Collection[str]) -> None:
-    for name in (*_BOUNDS, *CHOICES, *_SWITCHES):
+    for name in (*_BOUNDS, *CHOICES):
         owners = {prefix for prefix in _OPTIMIZER_PREFIXES if name.startswith(f"{prefix}_")}
         if (owners and owners.isdisjoint(prefixes)) or not hasattr(config, name):
             continue
@@ -208,13 +185,11 @@ def check_field(name: str, value: Any) -> None:
     """Raise if a field has a value that it cannot have."""
     if name in CHOICES:
         check_choice(name, value, CHOICES[name])
-    elif name in _SWITCHES:
-        check_switch(name, value)
     elif name != "grad_norm_skip_threshold" or value != math.inf:
         check_number(name, value, **_BOUNDS[name])
 
 
-def _check_emerging(config: Any, optimizers: Collection[str], prefixes: Sequence[str]) -> None:
+def _check_emerging(config: Any, prefixes: Sequence[str]) -> None:
     check_old_spellings(config, prefixes)
     if "muon" in prefixes:
         steps, coefficients = config.muon_num_ns_steps, config.muon_coefficient_type
@@ -223,56 +198,6 @@ def _check_emerging(config: Any, optimizers: Collection[str], prefixes: Sequence
         backend = getattr(config, "muon_backend", "torch")
         check_choice("muon_backend", backend, backend_names())
         get_backend(backend)
-        _check_own_rates(config, "muon", "Muon")
-    consumed: set[str] = set()
-    for name in set(optimizers) - set(STANDARD_OPTIMIZERS):
-        entry = entry_of(name)
-        # what one takes is not taken under another's prefix
-        consumed |= consumed_fields(entry.optimizer_cls, prefixes_of(name)) | entry.consumes
-    check_all_consumed(config, prefixes, consumed)
-
-
-def _check_halves(config: Any) -> None:
-    """Raise if weights are to have two types at once, or one that is none; loss scales, too."""
-    if config.fp16 and config.bf16:
-        rule = "cannot hold together with bf16=True: weights have one type"
-        raise ConfigurationError("fp16", True, rule, "Leave one of them off")
-    dtype = config.params_dtype
-    if not isinstance(dtype, torch.dtype):
-        rule, way_out = "must be a dtype of torch", "Give torch.float32 or torch.bfloat16"
-        raise ConfigurationTypeError("params_dtype", dtype, rule, way_out)
-    if config.loss_scale:
-        check_number("loss_scale", config.loss_scale, **_SCALE)
-    if config.loss_scale_window != round(config.loss_scale_window):
-        rule = "is compared with a count of steps, so that the scale would never grow"
-        raise ConfigurationError(
-            "loss_scale_window", config.loss_scale_window, rule, "Give a whole number"
-        )
-    if config.fp16 and not config.loss_scale and config.min_loss_scale > config.initial_loss_scale:
-        rule = f"must not be above initial_loss_scale={config.initial_loss_scale!r}"
-        way_out = "Lower it, or raise initial_loss_scale"
-        raise ConfigurationError("min_loss_scale", config.min_loss_scale, rule, way_out)
-
-
-def check_rates(own: Mapping[str, float | None], common: Sequence[float | None], of: str) -> None:
-    """Raise if own learning rates would turn a schedule around.
-
-    ``own`` are the largest and the smallest one by their names, ``common`` those in place of None.
-    """
-    given = [pair for pair in own.items() if pair[1] is not None]
-    both = zip(own.values(), common, strict=True)
-    largest, smallest = (mine if mine is not None else its for mine, its in both)
-    if not given or largest is None or smallest is None or smallest <= largest:
-        return
-    rule = f"rates of {of} would go from {largest!r} to {smallest!r}, and must not grow"
-    (name, value), *_ = given
-    raise ConfigurationError(name, value, rule, f"Give {' and '.join(own)} the other way around")
-
-
-def _check_own_rates(config: Any, prefix: str, of: str) -> None:
-    names = (f"{prefix}_lr", f"{prefix}_min_lr")
-    own = {name: getattr(config, name, None) for name in names}
-    check_rates(own, (config.lr, config.min_lr), of)
 
 
 def check_alike(config: Any) -> None:

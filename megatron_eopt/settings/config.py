@@ -16,7 +16,6 @@ from megatron.core.optimizer.optimizer_config import (
     SGDOptimizerConfig,  # noqa: F401
 )
 
-from megatron_eopt.base.errors import check_switch
 from megatron_eopt.base.names import (
     DEFAULT_TEAM_SIZE,
     DEFAULT_WAVE_MB,
@@ -26,7 +25,6 @@ from megatron_eopt.base.names import (
 )
 from megatron_eopt.math import AlgorithmT
 from megatron_eopt.math.low_precision import MomentumDtypeT
-from megatron_eopt.settings.refusals import refuse_unsupported_modes
 
 _LIKE_MEGATRON: dict[str, object] = {
     "muon_algorithm": "standard",
@@ -131,11 +129,6 @@ class EmergingOptimizerConfig(OptimizerConfig):
     """Measure steps: the sizes of weights and updates, orthogonality, and where the time goes. The
     trainer writes that to TensorBoard and W&B; other callers read ``optimizer.stats()``."""
 
-    def __post_init__(self) -> None:
-        """Refuse what cannot be honoured before megatron-core asserts on it."""
-        refuse_unsupported_modes(self, self.optimizer)
-        super().__post_init__()
-
 
 def default_values(whose: OptimizerDefaultsT) -> dict[str, Any]:
     """Return the recommended default of every field, or megatron-core's where it has the field."""
@@ -150,7 +143,6 @@ def as_muon(config: Any, *, layer_wise: bool) -> Any:
 
     With ``layer_wise`` the state is kept in fragments, whatever the configuration says.
     """
-    check_switch("layer_wise_distributed_optimizer", layer_wise)
     if not isinstance(config, OptimizerConfig):
         return config  # which is refused as anywhere
     config = copy.copy(config)

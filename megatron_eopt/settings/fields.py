@@ -2,7 +2,7 @@
 
 For a constructor argument ``x`` the fields ``<own prefix>_x``, ``<parent's prefix>_x`` and ``x``
 are looked up in this order. A field with a prefix in use that was changed and that nobody takes is
-an error, since its user expects an effect.
+named in a warning.
 """
 
 import dataclasses
@@ -93,16 +93,17 @@ def first_field(config: object, name: str, prefixes: Sequence[str], default: Any
     return next((value for value in values if value is not None), default)
 
 
-def check_all_consumed(config: object, prefixes: Sequence[str], consumed: Iterable[str]) -> None:
-    """Raise a ConfigurationError for the first changed field of ``prefixes`` not ``consumed``."""
+def unconsumed(config: object, prefixes: Sequence[str], consumed: Iterable[str]) -> list[str]:
+    """Return the changed fields of ``prefixes`` that are not ``consumed``."""
     consumed, in_use = set(consumed), tuple(f"{prefix}_" for prefix in prefixes)
     defaults = field_defaults(config)
-    for name, value in vars(config).items():
-        changed = defaults.get(name, _MISSING) != value
-        if changed and name.startswith(in_use) and name not in consumed:
-            rule = "no optimizer in use takes this field, so changing it would have no effect"
-            way_out = "Remove it" if name in defaults else "Remove it, or correct its name"
-            raise ConfigurationError(name, value, rule, way_out)
+    return [
+        name
+        for name, value in vars(config).items()
+        if name.startswith(in_use)
+        and name not in consumed
+        and defaults.get(name, _MISSING) != value
+    ]
 
 
 def consumed_fields(optimizer_cls: type, prefixes: Sequence[str]) -> set[str]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_pg_rank, get_pg_size
-from torch import Tensor, bfloat16, distributed, float16, float32
+from torch import Tensor, distributed
 
 from megatron_eopt.base.agreement import any_rank
 from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
@@ -15,9 +15,6 @@ from megatron_eopt.stores.all_reduced import AllReducedBuffer
 from megatron_eopt.stores.rank_grid import Coordinates, RankGrid, redistribution_grids
 
 _DDP = "DistributedDataParallelConfig"
-_STEPPED = (float32, bfloat16, float16)
-"""Dtypes of parameters that megatron-core makes main weights for."""
-
 _DDP_REFUSALS = {
     "use_megatron_fsdp": "has no flat buffers to take fragments from",
     "reuse_grad_buf_for_mxfp8_param_ag": "overwrites gradients before all optimizers have stepped",
@@ -66,14 +63,10 @@ def process_groups(pg_collection: Any) -> Any:
     One without a tensor-parallel group may have groups over the same ranks as Megatron's alone.
 
     Raises:
-        ConfigurationTypeError: If it is no collection.
         ConfigurationError: If it lacks that group, and others are not Megatron's.
     """
     if pg_collection is not None and getattr(pg_collection, "tp", None) is not None:
         return pg_collection
-    if not isinstance(pg_collection, ProcessGroupCollection | None):
-        rule, way_out = "must be a ProcessGroupCollection", "Pass None to use Megatron's own groups"
-        raise ConfigurationTypeError("pg_collection", pg_collection, rule, way_out)
     collection = ProcessGroupCollection.use_mpu_process_groups()
     for name, group in vars(pg_collection or collection).items():
         if _ranks(group) != _ranks(getattr(collection, name, None)):
@@ -131,7 +124,7 @@ def buffer_sets(
 
 
 def check_wrapped(model_chunks: Sequence[Any]) -> None:
-    """Raise a ConfigurationTypeError unless Megatron's DDP wraps a model that has main weights."""
+    """Raise a ConfigurationTypeError unless Megatron's DDP wraps a model."""
     for chunk in model_chunks:
         # what is not wrapped has torch's method of this name
         if not (hasattr(chunk, "ddp_config") and isinstance(chunk.buffers, list)):
@@ -141,10 +134,6 @@ def check_wrapped(model_chunks: Sequence[Any]) -> None:
                 "must be wrapped in megatron.core.distributed.DistributedDataParallel",
                 "Wrap it, with use_distributed_optimizer=True",
             )
-        for name, param in chunk.named_parameters():
-            if param.requires_grad and param.dtype not in _STEPPED:
-                rule = f"a distributed optimizer has no main weights for {param.dtype}"
-                raise ConfigurationTypeError(name, param.dtype, rule, "Convert it, or freeze it")
 
 
 def check_model_chunks(model_chunks: Sequence[Any]) -> None:

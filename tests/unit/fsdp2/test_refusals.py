@@ -16,15 +16,9 @@ from tests.unit.fsdp2.model import config, make_model
 FIELDS = [
     ({"fp16": True}, r"fp16=True: needs a loss scale"),
     ({"loss_scale": 128.0}, r"loss_scale=128.0: belongs to the training loop"),
-    ({"lr": None}, r"lr=None: must be given"),
     ({"muon_tp_mode": "blockwise"}, r"muon_tp_mode='blockwise': would orthogonalize"),
     ({"muon_exempt_from_clipping": True}, r"muon_exempt_from_clipping=True: is not supported"),
     ({"grad_norm_skip_threshold": 0.0}, r"skip_threshold=0.0: works with get_meg"),
-    ({"log_num_zeros_in_grad": True}, r"log_num_zeros_in_grad=True: works with"),
-    ({"log_optimizer_memory": True}, r"log_optimizer_memory=True: works with"),
-    ({"log_optimizer_stats": True}, r"log_optimizer_stats=True: works with"),
-    ({"checkpoint_fresh_state": ("exp_avg",)}, r"fresh_state=\('exp_avg',\): works with"),
-    ({"checkpoint_momentum_from_adam": True}, r"checkpoint_momentum_from_adam=True: works with"),
 ]
 
 
