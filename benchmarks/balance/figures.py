@@ -4,11 +4,17 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer.layer_wise_optimizer import (
+    LayerWiseDistributedOptimizer,
+    tag_params_for_buffer_routing,
+)
+from torch import nn
 
 from benchmarks.balance.bound import lower_bound
 from benchmarks.model_shapes import Shape
 from megatron_eopt.layouts import assign_owners, iteration_cost
-from megatron_eopt.plan.peers import padded_layout
 
 __all__ = ["WORLD_SIZES", "Padded", "Row", "measure"]
 
@@ -76,5 +82,22 @@ def measure(shapes: list[Shape], world_size: int) -> Row:
 
 
 def _padded(shapes: list[Shape], costs: Costs, world_size: int, bucket_size: int | None) -> Padded:
-    layout = padded_layout(shapes, costs.tolist(), world_size, bucket_size)
-    return Padded(layout.padding, layout.imbalance)
+    """Run megatron-core's layout function on matrices without storage, and read it."""
+    holder = nn.ParameterList(
+        nn.Parameter(torch.empty(tuple(shape), device="meta", dtype=torch.bfloat16))
+        for shape in shapes
+    )
+    tag_params_for_buffer_routing([holder])
+    params = list(holder)
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    full = LayerWiseDistributedOptimizer.compute_full_param_layout(
+        params, bucket_size, world_size, config
+    )
+    (layout,) = full.layouts.values()
+    loads = np.zeros(world_size)
+    for param, cost in zip(params, costs, strict=True):
+        start, _, bucket = layout.param_index_map[param]
+        first, last = layout.bucket_indices[bucket]
+        loads[(start - first) * world_size // (last - first)] += cost
+    elements = sum(param.numel() for param in params)
+    return Padded(layout.bucket_indices[-1][1] / elements, float(loads.max() / loads.mean()))
