@@ -43,7 +43,7 @@ def merge_file(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
     file.config()
     for name, value in file.values.items():
         if name in given and given[name] != value:
-            rule = f"{file.places[name]} says {value!r}"
+            rule = f"{file.path} says {value!r}"
             way_out = "Remove the flag or the line"
             raise ConfigurationError(_flag(name), given[name], rule, way_out)
         setattr(args, name, value)

@@ -1,7 +1,6 @@
 """The command ``megatron-eopt``: plan a training, sweep over layouts, explain a checkpoint."""
 
 import argparse
-import dataclasses
 import itertools
 import json
 import logging
@@ -20,8 +19,8 @@ from megatron_eopt.plan.architectures import PUBLISHED, Architecture
 from megatron_eopt.plan.machine import MACHINES, Machine, machine
 from megatron_eopt.plan.model import Layout, check_fits
 from megatron_eopt.plan.planning import Plan, plan
-from megatron_eopt.plan.sources import add_flags, from_flags, from_hugging_face, refuse_flags
-from megatron_eopt.plan.tables import as_dict, draw, show_plan, show_sweep
+from megatron_eopt.plan.sources import add_flags, from_flags, refuse_flags
+from megatron_eopt.plan.tables import as_dict, show_plan, show_sweep
 from megatron_eopt.settings.config import EmergingOptimizerConfig
 
 _SIZES = {
@@ -41,15 +40,6 @@ _NUMBERS = {
     "efficiency": "share of its rate that matrix products reach",
 }
 _WHOLE = ("gpus",)
-_SIZE_FIELDS = [field.name for field in dataclasses.fields(Layout)]
-_FLAGS = {
-    **{field: f"--{short}" for field, short in zip(_SIZE_FIELDS, _SIZES, strict=True)},
-    **{f"machine.{name}": f"--gpu-{name}" for name in _NUMBERS},
-    "expert * expert_tensor": "ep x etp",
-    "path": "--hugging-face",
-    "optimizer_config": "--optimizer-config",
-}
-"""Flags by the fields and parameters that errors name."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,19 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         command_parser().parse_args(argv, arguments)
         arguments.run(arguments, Console())
     except (ConfigurationError, ConfigurationTypeError) as error:
-        sys.stderr.write(f"megatron-eopt: {_said(error, arguments)}\n")
+        sys.stderr.write(f"megatron-eopt: {error}\n")
         return 2
     finally:
         logging.disable(logging.NOTSET)
     return 0
-
-
-def _said(error: ConfigurationError | ConfigurationTypeError, arguments: argparse.Namespace) -> str:
-    """Return an error's message, which names the flag where one was given for what it names."""
-    name = error.argument
-    given = getattr(arguments, name, None)
-    own = "--" + name.replace("_", "-") if given is not None and given == error.value else name
-    return _FLAGS.get(name, own) + str(error).removeprefix(name)
 
 
 def command_parser() -> argparse.ArgumentParser:
@@ -101,7 +83,6 @@ def command_parser() -> argparse.ArgumentParser:
     for short in ("tp", "pp", "ep"):
         meaning = _SIZES[short][1]
         many.add_argument(f"--{short}", type=int, nargs="+", default=[1], help=meaning)
-    many.add_argument("--png", type=Path, metavar="FILE", help="draw the times there")
     many.set_defaults(run=_sweep)
     text = "what a checkpoint holds, and where it loads"
     shown = commands.add_parser("explain", help=text, description=f"Show {text}.")
@@ -113,15 +94,12 @@ def command_parser() -> argparse.ArgumentParser:
 
 _HOW = (
     "The real optimizer runs as the busiest rank, on tensors without data; seconds are predicted "
-    "from the GPU's data sheet. The model is a published one, a config.json, or Megatron's flags."
+    "from the GPU's data sheet. The model is a published one, or Megatron's flags."
 )
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument("--model", choices=PUBLISHED, help="a published architecture")
-    text = "its config.json, or the folder that has it"
-    source.add_argument("--hugging-face", type=Path, metavar="FILE", help=text)
+    parser.add_argument("--model", choices=PUBLISHED, help="a published architecture")
     add_flags(parser)
     gpus = parser.add_argument_group("machine")
     gpus.add_argument("--gpu", choices=MACHINES, default="H100", help="whose data sheet to take")
@@ -140,11 +118,6 @@ def _architecture(arguments: argparse.Namespace) -> Architecture:
     if arguments.model:
         refuse_flags(flags, "--model")
         return PUBLISHED[arguments.model]
-    if arguments.hugging_face:
-        # the file does not say it
-        length = {} if arguments.seq_length is None else {"seq_length": arguments.seq_length}
-        refuse_flags({**flags, "seq_length": None}, "--hugging-face")
-        return from_hugging_face(arguments.hugging_face, **length)
     return from_flags(flags)
 
 
@@ -196,7 +169,7 @@ def _fitting(arguments: argparse.Namespace) -> list[Layout]:
     if not found:
         raise next(iter(errors.values()))
     for layout_text, reason in errors.items():
-        sys.stderr.write(f"left out: {layout_text}: {_said(reason, arguments)}\n")
+        sys.stderr.write(f"left out: {layout_text}: {reason}\n")
     return found
 
 
@@ -205,10 +178,6 @@ def _sweep(arguments: argparse.Namespace, console: Console) -> None:
         sizes = getattr(arguments, short)
         for size in sizes if isinstance(sizes, list) else [sizes]:
             check_integer(f"--{short}", size)
-    png = arguments.png
-    if png and not (png.suffix == ".png" and png.absolute().parent.is_dir()):
-        rule = "must be a .png in a folder that there is"
-        raise ConfigurationError("--png", str(png), rule, "Make the folder, or name it so")
     layouts = _fitting(arguments)
     bar = tqdm(layouts, desc="layouts", disable=None)
     found = list(_planned(arguments, bar))
@@ -216,8 +185,6 @@ def _sweep(arguments: argparse.Namespace, console: Console) -> None:
         console.print_json(json.dumps([as_dict(item) for item in found]))
     else:
         show_sweep(found, arguments.gpu, console)
-    if arguments.png:
-        draw(found, arguments.gpu, arguments.png)
 
 
 def _explain(arguments: argparse.Namespace, console: Console) -> None:

@@ -88,14 +88,7 @@ def initialize(layout: Layout) -> None:
 
     Args:
         layout: Of as many ranks as the world that this process is in.
-
-    Raises:
-        ConfigurationError: If the world has another number of ranks.
     """
-    ranks = torch.distributed.get_world_size()
-    if ranks != layout.world_size:
-        rule = f"must be the {layout.world_size} ranks of the layout"
-        raise ConfigurationError("world_size", ranks, rule, "Make the world that large")
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,

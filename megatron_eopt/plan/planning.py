@@ -18,10 +18,9 @@ from megatron_eopt.dry_run import Report, dry_world, report_of, schedules_of
 from megatron_eopt.layouts.assignment import Float64Array
 from megatron_eopt.optimizers.modes import Schedule
 from megatron_eopt.plan.architectures import Architecture
-from megatron_eopt.plan.cost import Times, times
+from megatron_eopt.plan.cost import Times, adam_seconds, times
 from megatron_eopt.plan.machine import Machine
 from megatron_eopt.plan.model import Layout, build_stage, check_fits, initialize, stage_kinds
-from megatron_eopt.plan.peers import Peers, peers_of
 from megatron_eopt.settings.config import EmergingOptimizerConfig
 
 _AS_BUSY = 0.999
@@ -59,7 +58,7 @@ class Plan:
         rank: The rank that is busiest of all.
         report: What its step does.
         times: How long that takes.
-        peers: What other optimizers take on that rank's stage.
+        adam: Seconds that Adam's step on as many weights takes.
         train_step: Seconds that forward and backward pass take.
     """
 
@@ -69,7 +68,7 @@ class Plan:
     rank: int
     report: Report
     times: Times
-    peers: Peers
+    adam: float
     train_step: float
 
     @property
@@ -105,9 +104,8 @@ def plan(
     stages = [_stage(architecture, layout, config, kind, machine.gpus) for kind in kinds]
     worst = max(stages, key=lambda stage: stage.loads.max())
     with dry_world(worst.busiest, layout.world_size):
-        chunk, optimizer = _built(architecture, layout, config)
-        report = report_of(optimizer, lambda: None)
-        peers, predicted = peers_of(chunk, report, machine), times(report, machine)
+        report = report_of(_built(architecture, layout, config), lambda: None)
+        predicted = times(report, machine)
     operations = 6 * architecture.active_parameters * tokens
     ranks = layout.world_size
     return Plan(
@@ -117,17 +115,14 @@ def plan(
         worst.busiest,
         report,
         predicted,
-        peers,
+        adam_seconds(sum(report.elements.values()), machine),
         operations / (ranks * machine.flops * utilization),
     )
 
 
-def _built(
-    architecture: Architecture, layout: Layout, config: EmergingOptimizerConfig
-) -> tuple[Any, Any]:
+def _built(architecture: Architecture, layout: Layout, config: EmergingOptimizerConfig) -> Any:
     initialize(layout)
-    chunk = build_stage(architecture, layout)
-    return chunk, get_megatron_optimizer(config, [chunk])
+    return get_megatron_optimizer(config, [build_stage(architecture, layout)])
 
 
 def _stage(
@@ -139,7 +134,7 @@ def _stage(
 ) -> Stage:
     first = layout.first_rank(kind[0])
     with dry_world(first, layout.world_size):
-        _, optimizer = _built(architecture, layout, config)
+        optimizer = _built(architecture, layout, config)
         loads, coming = np.zeros(layout.world_size), np.zeros(layout.world_size)
         for _, schedule in schedules_of(optimizer):
             loads += _of_all_groups(schedule, schedule.loads)

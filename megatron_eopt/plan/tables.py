@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -43,7 +42,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         },
         "seconds": {**asdict(plan.times), "step": plan.times.step, "train_step": plan.train_step},
         "share_of_iteration": plan.share,
-        "peers": asdict(plan.peers),
+        "adam_seconds": plan.adam,
     }
 
 
@@ -76,16 +75,8 @@ def show_plan(plan: Plan, gpu: str, console: Console) -> None:
     rows = [(name, _ms(seconds)) for name, seconds in asdict(times).items()]
     rows += [("step, without gather", _ms(times.step))]
     rows += [("share of an iteration", f"{plan.share:.2%}")]
-    rows += [("Adam's step", _ms(plan.peers.adam))]
+    rows += [("Adam's step", _ms(plan.adam))]
     _print(console, f"Predicted for {gpu}", ("", "ms"), rows)
-    peers = plan.peers
-    rows = [
-        ("this", _flops(report.flops), "1.00"),
-        ("megatron-core's layer-wise", _flops(peers.padded_flops), _of(peers.padding)),
-        ("megatron-core's plain Muon", _flops(peers.plain_flops), "1.00"),
-    ]
-    columns = ("busiest rank of the stage", "TFLOP", "buffers over parameters")
-    _print(console, "Beside it", columns, rows)
 
 
 def show_sweep(plans: Sequence[Plan], gpu: str, console: Console) -> None:
@@ -104,29 +95,6 @@ def show_sweep(plans: Sequence[Plan], gpu: str, console: Console) -> None:
     columns = ("tp", "pp", "dp", "ep", "TFLOP", "step ms", "of an iteration", "GiB")
     title = f"{plans[0].architecture.name} on {plans[0].layout.world_size} x {gpu}, busiest ranks"
     _print(console, title, columns, rows)
-
-
-def draw(plans: Sequence[Plan], gpu: str, path: Path) -> None:
-    """Draw what the steps of plans consist of into a PNG."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 1.2 + 0.4 * len(plans)), layout="constrained")
-    cuts = [plan.layout for plan in plans]
-    labels = [f"tp {c.tensor}, pp {c.pipeline}, dp {c.data}, ep {c.expert}" for c in cuts]
-    left = [0.0] * len(plans)
-    for part in ("products", "teams", "exposed", "elements"):
-        widths = [1e3 * getattr(plan.times, part) for plan in plans]
-        axes.barh(labels, widths, left=left, label=part)
-        left = [sum(pair) for pair in zip(left, widths, strict=True)]
-    axes.set(xlabel="predicted step of the busiest rank (ms)")
-    axes.set_title(f"{plans[0].architecture.name} on {plans[0].layout.world_size} x {gpu}")
-    axes.invert_yaxis()
-    axes.legend()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 def _print(

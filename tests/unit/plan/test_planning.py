@@ -16,7 +16,7 @@ from megatron_eopt.plan.cost import _exposed, collective_seconds
 from megatron_eopt.plan.machine import MACHINES, machine
 from megatron_eopt.plan.model import Layout
 from megatron_eopt.plan.planning import Plan, plan
-from megatron_eopt.plan.tables import as_dict, draw, show_plan, show_sweep
+from megatron_eopt.plan.tables import as_dict, show_plan, show_sweep
 from tests.harness import run_ranks
 
 DENSE = Architecture("dense", 3, 64, 96, 4, 2, 16, 64)
@@ -65,7 +65,7 @@ def test_a_plan_is_of_the_busiest_rank(architecture, layout):
     assert sum(len(stage["stages"]) for stage in found["stages"]) == layout.pipeline
     assert rank["host_reads"] == {"megatron.core.optimizer.clip_grads.get_grad_norm_fp32": 1}
     assert 0 < found["share_of_iteration"] < 1
-    assert found["peers"]["plain_flops"] >= found["peers"]["padded_flops"] >= rank["flops"]
+    assert found["adam_seconds"] > 0
     json.dumps(found)
 
 
@@ -97,19 +97,17 @@ def test_deepseek_v3_at_4096_ranks_runs_dry():
     assert [len(stage["stages"]) for stage in found["stages"]] == [1, 14, 1]
 
 
-def test_what_is_planned_is_shown(tmp_path):
-    text = run_ranks(1, shown, str(tmp_path), cpu=False)[0]
+def test_what_is_planned_is_shown():
+    text = run_ranks(1, shown, cpu=False)[0]
     for words in ("dense on 16 x H100", "alltoall_base", "transient", "step, without gather"):
         assert words in text
-    assert (tmp_path / "sweep.png").stat().st_size > 10_000
 
 
-def shown(folder: str) -> str:
+def shown() -> str:
     found = planned(DENSE, CUT)
     console = Console(record=True, width=120)
     show_plan(found, "H100", console)
     show_sweep([found, found], "H100", console)
-    draw([found, found], "H100", f"{folder}/sweep.png")
     return console.export_text()
 
 
