@@ -17,11 +17,14 @@ from megatron_eopt.build.bases import Base, Share, build_base, shares_of
 from megatron_eopt.build.chain import OptimizerChain
 from megatron_eopt.build.ddp import check_chunks, check_ddp, is_megatron_fsdp
 from megatron_eopt.build.differences import log_differences
-from megatron_eopt.build.fsdp2 import resolve_for_dtensors
+from megatron_eopt.build.dtensors import resolve_for_dtensors
 from megatron_eopt.build.layer_wise import LayerWiseDistributedOptimizer
 from megatron_eopt.build.loss_scale import make_scaler
-from megatron_eopt.build.managed import is_for_megatrons_own
-from megatron_eopt.build.megatron_fsdp import chain_of_managed_shards
+from megatron_eopt.build.megatron_fsdp import (
+    chain_of_managed_shards,
+    is_for_megatrons_own,
+    whole_parameters,
+)
 from megatron_eopt.build.ownership import take_over
 from megatron_eopt.build.replicated import chain_of_slabs
 from megatron_eopt.build.sharded import Sharding, unmixed_members
@@ -36,7 +39,6 @@ from megatron_eopt.settings.checks import check_alike, refuse_for_matrices
 from megatron_eopt.settings.registry import Overrides
 from megatron_eopt.settings.settings import Settings, resolve
 from megatron_eopt.stores.buffers import buffer_sets, check_model_chunks, check_wrapped, has_resting
-from megatron_eopt.stores.megatron_fsdp import whole_parameters
 
 logger = logging.getLogger(__name__)
 

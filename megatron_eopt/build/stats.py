@@ -22,9 +22,8 @@ from megatron_eopt.layouts.redistribution import EXCHANGE
 from megatron_eopt.optimizers.driver import Driver, ParamGroup
 from megatron_eopt.optimizers.member import Member
 from megatron_eopt.optimizers.step_stats import ORTHOGONALIZATION, StepStats, sum_of_squares
-from megatron_eopt.stores.dtensors import local_of
+from megatron_eopt.stores.dtensors import is_uneven, local_of
 from megatron_eopt.stores.interface import Storage, Stored
-from megatron_eopt.stores.megatron_fsdp import ManagedShards
 
 _COLUMNS = (
     *("elements", "rates", "squares", "updated", "squares of updates", "samples", "residuals"),
@@ -193,7 +192,7 @@ def _share(storage: Storage, item: Stored) -> float:
     stats: Any = storage
     counted = distributed.get_world_size(stats.get_grad_stats_parallel_group())
     # of these, megatron-core sums gradients over the ranks of a mesh by itself
-    if isinstance(item.main, DTensor) and not isinstance(storage, ManagedShards):
+    if isinstance(item.main, DTensor) and not is_uneven(item.main):
         mesh, placements = item.main.device_mesh, item.main.placements
         extents = zip(mesh.shape, placements, strict=True)
         counted *= math.prod(size for size, place in extents if not place.is_replicate())

@@ -4,19 +4,18 @@ One optimizer steps all of the model's DTensors. It sits in megatron-core's usua
 so that gradients are prepared, clipped and counted as always.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from megatron.core.distributed import TorchFullyShardedDataParallel
 
-from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.build.bases import shares_of
 from megatron_eopt.build.chain import OptimizerChain
-from megatron_eopt.build.fsdp2 import build_routed
+from megatron_eopt.build.dtensors import build_routed
 from megatron_eopt.build.replicated import set_groups
 from megatron_eopt.build.storages import Wanted
 from megatron_eopt.optimizers.member import Member
-from megatron_eopt.stores.dtensors import Float32Shards, MainShards, check_parameters, uneven
+from megatron_eopt.stores.dtensors import Float32Shards, MainShards, check_parameters
 
 
 def is_torch_fsdp2(model_chunks: Sequence[Any]) -> bool:
@@ -33,10 +32,6 @@ def chain_of_dtensors(wanted: Wanted) -> "DTensorChain | None":
     settings, routing, model_chunks = wanted.settings, wanted.routing, wanted.model_chunks
     if settings.is_standard or not is_torch_fsdp2(model_chunks):
         return None
-    if settings.storage != "replicated":
-        rule = "cuts Megatron's buffers, and torch FSDP2 cuts state already"
-        way_out = "Leave it off with --use-torch-fsdp2"
-        raise ConfigurationError("use_distributed_optimizer", True, rule, way_out)
     check_parameters([route.parameter for route in routing.routes])
     shares = shares_of(routing.groups, settings.optimizer, len(model_chunks))
     inner = build_routed(settings, routing, shares)
@@ -56,21 +51,6 @@ class DTensorChain(OptimizerChain):
 
     # the trainer's loader hands a loaded state dict over: not all of it was read into tensors
     loads_itself = True
-
-    def sharded_state_dict(
-        self, model_sharded_state_dict: Mapping[str, Any], is_loading: bool = False, **kwargs: Any
-    ) -> Any:
-        """Return what ``dist_checkpointing`` saves or loads; collective.
-
-        Raises:
-            ConfigurationError: If ``torch_dist`` cannot hold a shard.
-        """
-        names: Any = self.optimizer.names
-        if found := uneven((name, param) for param, name in names.items()):
-            rule = "must divide by the ranks, since megatron-core writes shards of equal size"
-            way_out = "Use sizes that divide, or train without --save"
-            raise ConfigurationError(f"shape of {found[0]}", found, rule, way_out)
-        return super().sharded_state_dict(model_sharded_state_dict, is_loading, **kwargs)
 
 
 def _state_exists(*_: Any) -> None:

@@ -7,15 +7,13 @@ Every rank has the same keys, whatever it holds, since finding out who holds wha
 """
 
 import inspect
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megatron_eopt.base.agreement import CheckpointError, agreed, everyones
-from megatron_eopt.base.errors import ConfigurationTypeError
 from megatron_eopt.base.names import MOMENTUM, STEP
 from megatron_eopt.base.upstream import needed, owner_of
 from megatron_eopt.checkpoint.groups import adopt
@@ -54,20 +52,15 @@ def load(member: Member, loaded: Mapping[str, Any]) -> None:
     """Take over what was loaded into :func:`requested`; collective.
 
     Raises:
-        ConfigurationTypeError: If it is not built like that.
         ConfigurationError: If state is missing.
     """
     storage: Any = member.storage
-    optimizer, state = storage.optimizer, loaded.get("state")
-    if not isinstance(state, Mapping):
-        rule = "must hold the state of every parameter"
-        way_out = "Pass what sharded_state_dict(..., is_loading=True) returned, once it is loaded"
-        raise ConfigurationTypeError("state_dict['state']", state, rule, way_out)
+    optimizer, state = storage.optimizer, loaded["state"]
     steps = max((int(meta.get(STEP, 0)) for meta in loaded[GROUPS].values()), default=0)
     states = {}
     for group in optimizer.param_groups:
-        for param in group["params"]:
-            name = storage._param_name(param)
+        names = [storage._param_name(param) for param in group["params"]]
+        for param, name in zip(group["params"], names, strict=True):
             found = {**state.get(name + _FIRST_HALF, {}), **state.get(name, {})}
             kept = optimizer.state[param]
             # what is cut like the parameter has been read in place
@@ -75,7 +68,6 @@ def load(member: Member, loaded: Mapping[str, Any]) -> None:
             if STEP in kept and STEP not in found and MOMENTUM in found:
                 # nobody counted this parameter's steps
                 states[id(param)][STEP] = torch.full_like(kept[STEP], steps)
-        names = [storage._param_name(param) for param in group["params"]]
         adopt(group, [loaded[GROUPS].get(name, {}) for name in names])
     groups = [{**g, "params": [id(param) for param in g["params"]]} for g in optimizer.param_groups]
     optimizer.load_state_dict({"state": states, "param_groups": groups})
@@ -95,28 +87,6 @@ def dispensable(member: Member) -> dict[str, frozenset[str]]:
 
 def match(
     wanted: Mapping[str, Any],
-    sizes: Mapping[str, tuple[int, ...] | None],
-    fresh: Container[str],
-    spare: Mapping[str, frozenset[str]],
-) -> list[str]:
-    """Match :func:`requested` with a checkpoint's ``sizes`` by key, None of no tensor; collective.
-
-    What starts fresh is no longer asked for; the arguments are those of :func:`refuse_missing`.
-
-    Returns:
-        What starts fresh, a line for each kind.
-
-    Raises:
-        ConfigurationError: If state is missing.
-        CheckpointError: If there is state that nobody asks for, or of other shapes.
-    """
-    refuse_left_over(set(everyones(names_in(wanted))), sizes, fresh)
-    agreed(lambda: refuse_other_shapes(wanted, sizes))
-    return agreed(lambda: refuse_missing(wanted, sizes, fresh, spare))
-
-
-def refuse_missing(
-    wanted: Mapping[str, Any],
     keys: Container[str],
     fresh: Container[str],
     spare: Mapping[str, frozenset[str]],
@@ -125,7 +95,7 @@ def refuse_missing(
 
     State of the kinds ``fresh`` may be missing, and is no longer asked for then, nor is what it
     goes with. Settings of groups that it lacks are no longer asked for either, nor are kinds of
-    state that a parameter can ``spare``.
+    state that a parameter can ``spare``. What it has besides is left out.
 
     Returns:
         What starts fresh, a line for each kind.
@@ -157,53 +127,6 @@ def refuse_missing(
         f"{kind} starts fresh: {len(names)} parameter(s): {shortened(names)}"
         for kind, names in sorted(names_of.items())
     ]
-
-
-def refuse_other_shapes(
-    wanted: Mapping[str, Any], sizes: Mapping[str, tuple[int, ...] | None]
-) -> None:
-    """Raise unless tensors of :func:`requested` have the ``sizes`` of a checkpoint's, by key.
-
-    Raises:
-        CheckpointError: If one has another, with the keys.
-    """
-    other = []
-    for name, values in wanted["state"].items():
-        for kind, value in values.items():
-            size = sizes.get(f"{_STATE}{name}.{kind}")
-            if isinstance(value, Tensor) and size is not None and size != tuple(value.shape):
-                other.append(f"{name}: {kind} {list(size)} instead of {list(value.shape)}")
-    if other:
-        rule = "has tensors of another shape, so another model wrote it"
-        way_out = "Load it with the model's flags of the run that wrote it"
-        raise CheckpointError("checkpoint", shortened(sorted(other)), rule, way_out)
-
-
-def names_in(wanted: Mapping[str, Any]) -> list[str]:
-    """Return the names, as state has them, of the parameters of :func:`requested`."""
-    return [*(name + half for name in wanted[GROUPS] for half in _PARTS), *wanted["state"]]
-
-
-def refuse_left_over(names: Container[str], keys: Iterable[str], fresh: Container[str]) -> None:
-    """Raise if a checkpoint has state of parameters that no rank trains, but of kinds ``fresh``.
-
-    Raises:
-        CheckpointError: If it has, with the keys.
-    """
-    left_over = []
-    for key in keys:
-        words = key.removeprefix(_STATE).split(".")
-        known = any(".".join(words[:end]) in names for end in range(1, len(words)))
-        if key.startswith(_STATE) and not known and words[-1] not in fresh:
-            left_over.append(key)
-    if left_over:
-        raise CheckpointError(
-            "checkpoint",
-            shortened(sorted(left_over)),
-            "is optimizer state that no optimizer of this run asks for",
-            "Train the same parameters, or name the kinds of state to leave out with "
-            "--checkpoint-fresh-state",
-        )
 
 
 def _numbered(groups: Any, packed: Any) -> Iterator[tuple[Tensor, int]]:

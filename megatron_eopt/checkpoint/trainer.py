@@ -18,7 +18,6 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import log_single_rank
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_eopt.base.agreement import CheckpointError, from_rank_0
 from megatron_eopt.base.current import Current
@@ -243,26 +242,22 @@ def _match_managed(args: Any, state: Mapping[str, Any]) -> None:
     """Match what is asked of a checkpoint of Megatron-FSDP with it, if there is one; collective."""
     # all ranks read the tracker file
     folder = needed("get_load_checkpoint_path_by_args")(args)
-    sizes = from_rank_0(lambda: _sizes_in(folder))
-    if sizes is None:
+    keys = from_rank_0(lambda: _keys_in(folder))
+    if keys is None:
         return
     load = _load.current
     members = () if load is None else getattr(load.optimizer, "members", ())
     spare = {n: k for one in members for n, k in fsdp_dtensor.dispensable(one).items()}
     fresh = getattr(args, "checkpoint_fresh_state", ())
-    for line in fsdp_dtensor.match(state, sizes, fresh, spare):
+    for line in fsdp_dtensor.match(state, keys, fresh, spare):
         log_single_rank(logger, logging.WARNING, f"optimizer state: {line}")
 
 
-def _sizes_in(folder: str) -> dict[str, tuple[int, ...] | None] | None:
-    """Return all keys of a checkpoint, with the shapes of what is a tensor; None without one."""
+def _keys_in(folder: str) -> frozenset[str] | None:
+    """Return all keys of a checkpoint; None without one."""
     if not Path(folder, ".metadata").exists():
         return None
-    found = FileSystemReader(folder).read_metadata().state_dict_metadata
-    return {
-        key: tuple(value.size) if isinstance(value, TensorStorageMetadata) else None
-        for key, value in found.items()
-    }
+    return frozenset(FileSystemReader(folder).read_metadata().state_dict_metadata)
 
 
 def _under_a_wrapper(original: Function) -> Function:

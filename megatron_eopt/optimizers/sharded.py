@@ -70,7 +70,6 @@ class ShardedOptimizer(CompositeOptimizer):
         for driver, owned in self._owned.items():
             with self.scene(driver) as (groups_of, state):
                 self._stand_for(driver, owned.names(groups_of, state))
-        self._filled = {param for param, state in self.state.items() if state}
 
     @property
     def plans(self) -> list[Plan]:
@@ -90,7 +89,6 @@ class ShardedOptimizer(CompositeOptimizer):
             replaced: Former to present tensor, cut and placed alike.
         """
         self.names = {replaced.get(param, param): name for param, name in self.names.items()}
-        self._filled = {replaced.get(param, param) for param in self._filled}
         self._copies.update(replaced.values())
         self._params = {
             driver: [replaced.get(param, param) for param in params]
@@ -147,7 +145,6 @@ class ShardedOptimizer(CompositeOptimizer):
     def _step(self) -> None:
         check_may_step(self)
         self._attach()
-        self._revive()
         super()._step()
 
     @torch.no_grad()
@@ -157,7 +154,6 @@ class ShardedOptimizer(CompositeOptimizer):
         Raises:
             ConfigurationError: On all ranks, if an owner keeps what could not be restored.
         """
-        self._revive()
         published: dict[Driver, list[dict[str, Any]]] = {}
         for driver in self.drivers:
             with self.scene(driver) as (groups, state):
@@ -180,10 +176,9 @@ class ShardedOptimizer(CompositeOptimizer):
         """Take over groups and state; collective. What is frozen keeps state that is missing.
 
         Raises:
-            ConfigurationError: On all ranks, if state of a parameter is missing or has another
-                shape; nothing has changed then.
+            ConfigurationError: On all ranks, if state of a parameter is missing; nothing has
+                changed then.
         """
-        self._revive()
         frozen = self._state_of_frozen()
         loaded = agreed(lambda: self._fitting(state_dict, frozen))
         filled = {key: loaded[param] for key, param in self._saved_under(state_dict)}
@@ -224,23 +219,6 @@ class ShardedOptimizer(CompositeOptimizer):
         for param, names in zip(self._params[driver], kinds, strict=True):
             self.state[param] = dict.fromkeys(names)
 
-    def _revive(self) -> None:
-        """Begin state anew that somebody has taken away."""
-        for driver in self.drivers:
-            gone = [
-                number
-                for number, param in enumerate(self._params[driver])
-                if param not in self.state or (param in self._filled and not self.state[param])
-            ]
-            if not gone:
-                continue
-            driver.forget(gone)
-            with self.scene(driver) as (groups, state):
-                driver.init(groups, state)
-                kinds = self._owned[driver].names(groups, state) if driver in self._owned else None
-            if kinds is not None:
-                self._stand_for(driver, kinds)
-
     def _state_of_frozen(self) -> dict[Tensor, Mapping[str, Any]]:
         """Return the state of parameters frozen since, of which torch loads none; collective."""
         frozen = {param for param in self.names if not param.requires_grad} - self._copies
@@ -254,22 +232,15 @@ class ShardedOptimizer(CompositeOptimizer):
         self, state_dict: Mapping[str, Any], frozen: Mapping[Tensor, Mapping[str, Any]]
     ) -> dict[Tensor, Mapping[str, Any]]:
         """Return what a state dict has of each parameter, if it has all that a step needs."""
-        sizes, own = (
-            [len(group["params"]) for group in groups]
-            for groups in (state_dict["param_groups"], self.param_groups)
-        )
-        if sizes != own:
-            raise _unfit(f"has groups of {sizes} parameters, and they must have {own}")
         pairs = self._saved_under(state_dict)
         loaded = {p: state_dict["state"].get(key, frozen.get(p, {})) for key, p in pairs}
         for driver in self.drivers:
             for param in self._params[driver]:
-                kept = self.state[param]
-                if missing := kept.keys() - driver.dispensable - loaded[param].keys():
-                    raise _unfit(f"lacks {', '.join(sorted(missing))} of {self.names[param]}")
-                for kind in kept.keys() & loaded[param].keys():
-                    if problem := _misfit(kept[kind], loaded[param][kind]):
-                        raise _unfit(f"has {problem} for {kind} of {self.names[param]}")
+                kept = self.state[param].keys() - driver.dispensable
+                if missing := sorted(kept - loaded[param].keys()):
+                    rule = f"lacks {', '.join(missing)} of {self.names[param]}"
+                    way_out = "Load what this optimizer saved, or import_torch_muon"
+                    raise ConfigurationError("state_dict", "incomplete", rule, way_out)
         return loaded
 
     def _saved_under(self, state_dict: Mapping[str, Any]) -> Iterator[tuple[Any, Tensor]]:
@@ -307,21 +278,6 @@ class ShardedOptimizer(CompositeOptimizer):
             for key, value in state_dict["state"].get(number, {}).items():
                 if isinstance(value, Tensor) and key != "step":
                     self.state[param][key] = value.to(param.device)
-
-
-def _misfit(own: Any, loaded: Any) -> str:
-    """Return what is wrong with a loaded value in the place of an own one, if anything is."""
-    if not isinstance(own, Tensor) or not own.dim():
-        return ""
-    if isinstance(own, DTensor) and not isinstance(loaded, DTensor):
-        return "no DTensor"
-    shape = tuple(getattr(loaded, "shape", ()))
-    return "" if shape == own.shape else f"the shape {shape} and not {tuple(own.shape)}"
-
-
-def _unfit(rule: str) -> ConfigurationError:
-    way_out = "Load what this optimizer saved, or import_torch_muon"
-    return ConfigurationError("state_dict", "unfit", rule, way_out)
 
 
 def _grad(param: Tensor, dtype: torch.dtype) -> Tensor:

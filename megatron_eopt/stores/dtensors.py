@@ -1,19 +1,23 @@
-"""DTensors as storage: which ranks store them, as which shards, and what this rank has of them."""
+"""DTensors as storage: which ranks store them, as which shards, and what this rank has of them.
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+Megatron-FSDP gives each rank rows, of any number, of a tensor-parallel slab. A fused weight's slab
+has a part of every logical matrix, so what a rank holds is a fragment of a slab, as of Megatron's
+flat buffers, and no box of the whole. All other DTensors are boxes, cut as torch cuts.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Replicate
-from torch.distributed.tensor.placement_types import Shard as ShardPlacement
 
+from megatron_eopt.base.agreement import of_every_rank
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.base.places import Place, place_of
 from megatron_eopt.base.subgroups import group_of_members
 from megatron_eopt.layouts import Layout, dtensor_layout
 from megatron_eopt.matrices import Split, matrix_rows
@@ -21,38 +25,26 @@ from megatron_eopt.routing.parameters import ModelParameter
 from megatron_eopt.routing.splits import tensor_parallel_cut
 from megatron_eopt.stores.interface import Stored
 from megatron_eopt.stores.replicated import Float32Optimizer, MainParamsOptimizer
-from megatron_eopt.stores.shard import Ranks, Shard, global_name
-from megatron_eopt.stores.uneven import mesh_in, ranks_in, uneven_layouts
+from megatron_eopt.stores.shard import Fragment, Ranks, Shard, fragment_layouts, global_name
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+type Groups = dict[tuple[int, ...], dist.ProcessGroup]
+type Int64Array = npt.NDArray[np.int64]
 
 
-class MeshGroups:
-    """Process groups over whole device meshes, one for each set of ranks.
+def mesh_group(param: Tensor, made: Groups) -> dist.ProcessGroup | None:
+    """Return the group of all ranks that store a part of ``param``; None for one rank.
 
-    HSDP and tensor parallelism have meshes of several dimensions, for which there is a group per
-    dimension only. All ranks of a mesh must ask for its group in the same order.
+    HSDP and tensor parallelism have meshes of several dimensions, for which torch has a group per
+    dimension only. All ranks of a mesh must ask for its group in the same order; groups are kept in
+    ``made``.
     """
-
-    def __init__(self) -> None:
-        self._of: dict[tuple[int, ...], dist.ProcessGroup] = {}
-
-    def of(self, param: Tensor) -> dist.ProcessGroup | None:
-        """Return the group of all ranks that store a part of ``param``; None for one rank."""
-        if not isinstance(param, DTensor) or param.device_mesh.size() == 1:
-            return None
-        mesh = param.device_mesh
-        ranks = tuple(sorted(ranks_in(mesh).ravel().tolist()))
-        if ranks not in self._of:
-            group: Any
-            if mesh.ndim == 1:
-                group = mesh.get_group()
-            elif len(ranks) == dist.get_world_size():
-                group = dist.group.WORLD
-            else:
-                group = group_of_members(ranks)
-            self._of[ranks] = group
-        return self._of[ranks]
+    if not isinstance(param, DTensor) or param.device_mesh.size() == 1:
+        return None
+    mesh = param.device_mesh
+    ranks = tuple(sorted(_ranks_in(param).ravel().tolist()))
+    if ranks not in made:
+        made[ranks] = mesh.get_group() if mesh.ndim == 1 else group_of_members(ranks)
+    return made[ranks]
 
 
 def is_sharded(param: Tensor) -> bool:
@@ -85,15 +77,23 @@ def shard_like(param: Tensor, local: Tensor) -> Tensor:
     )
 
 
-def parameter_layout(name: str, param: Tensor, group: dist.ProcessGroup | None) -> Layout:
-    """Return where a parameter's elements are, in the group that :meth:`MeshGroups.of` returns.
+def is_uneven(param: Tensor) -> bool:
+    """Whether Megatron-FSDP has cut a parameter."""
+    return isinstance(param, DTensor) and hasattr(param, "megatron_fsdp_dist_index")
 
-    It has two dimensions or more, of which all but the last are folded into rows.
-    """
-    shape = tuple(param.shape)
-    if group is None or not isinstance(param, DTensor):
-        return Layout.whole((int(np.prod(shape[:-1])), shape[-1]), 0)
-    return dtensor_layout(shape, mesh_in(param, group), param.placements, name=name)
+
+def _ranks_in(param: DTensor) -> Int64Array:
+    """Return a mesh's global ranks in its shape; they have values where no other tensor does."""
+    with unset_fake_temporarily():
+        return param.device_mesh.mesh.numpy()  # type: ignore[no-any-return]
+
+
+def _mesh_in(param: DTensor, group: dist.ProcessGroup) -> Int64Array:
+    """Return a parameter's device mesh with ranks of a group that has all of them."""
+    number = {rank: i for i, rank in enumerate(dist.get_process_group_ranks(group))}
+    ranks = _ranks_in(param)
+    numbers = [number[rank] for rank in ranks.ravel().tolist()]
+    return np.array(numbers, np.int64).reshape(ranks.shape)
 
 
 def dtensor_shards(
@@ -102,39 +102,58 @@ def dtensor_shards(
     group: dist.ProcessGroup | None,
     computed_by: Any,
 ) -> list[Shard]:
-    """Return the shards of some parameters; collective over the group.
+    """Return the shards of some parameters; collective over the group that :func:`mesh_group` has.
 
     Of replicas the one sends to which the matrix's owner belongs, which so has a part already:
     ``computed_by``, called with all layouts, returns a rank that computes on each matrix.
     """
-    of_params: list[Tensor] = []
-    layouts: list[Layout] = []
-    uneven = uneven_layouts(list(params.values()), splits, group)
-    for (name, param), split in zip(params.items(), splits, strict=True):
-        found = uneven.get(param) or _layouts_in_rows(parameter_layout(name, param, group), split)
-        layouts += found
-        of_params += [param] * len(found)
+    held = _held_by_all(list(params.values()), group)
+    layouts = [
+        _layouts(name, param, split, group, held[:, number])
+        for number, ((name, param), split) in enumerate(zip(params.items(), splits, strict=True))
+    ]
     if group is not None:
+        owners = iter(computed_by([layout for its in layouts for layout in its]))
         layouts = [
-            layout.with_sources(_replica_of(owner, param, group))
-            for layout, param, owner in zip(layouts, of_params, computed_by(layouts), strict=True)
+            tuple(layout.with_sources(_replica_of(next(owners), param, group)) for layout in its)
+            for its, param in zip(layouts, params.values(), strict=True)
         ]
-    remaining, ranks = iter(layouts), Ranks.of(group)
     return [
         Shard(
             name,
             split,
-            tuple(islice(remaining, len(split.matrices))),
-            ranks,
+            its,
+            Ranks.of(group),
             tuple(local_of(param).shape),
             global_name=global_name(param, name),
         )
-        for (name, param), split in zip(params.items(), splits, strict=True)
+        for (name, param), split, its in zip(params.items(), splits, layouts, strict=True)
     ]
 
 
-def _layouts_in_rows(layout: Layout, split: Split) -> tuple[Layout, ...]:
-    """Return the layouts of the logical matrices that a parameter's rows are."""
+def _held_by_all(params: Sequence[Tensor], group: dist.ProcessGroup | None) -> Int64Array:
+    """Return how many elements each rank has of each parameter, one row a rank.
+
+    Ranks ask each other only where Megatron-FSDP has cut a parameter, since layouts of all others
+    follow from their placements.
+    """
+    mine = [local_of(param).numel() for param in params]
+    asks = group is not None and any(map(is_uneven, params))
+    everyones = of_every_rank(mine, group) if asks else [mine]
+    return np.array(everyones, np.int64).reshape(-1, len(mine))
+
+
+def _layouts(
+    name: str, param: Tensor, split: Split, group: dist.ProcessGroup | None, held: Int64Array
+) -> tuple[Layout, ...]:
+    """Return the layouts of one parameter's logical matrices, leading dimensions folded to rows."""
+    shape = tuple(param.shape)
+    if group is None or not isinstance(param, DTensor):
+        layout = Layout.whole((int(np.prod(shape[:-1])), shape[-1]), 0)
+    elif is_uneven(param):
+        return _fragments(param, split, _mesh_in(param, group), held)
+    else:
+        layout = dtensor_layout(shape, _mesh_in(param, group), param.placements, name=name)
     found = []
     for rows in matrix_rows(split, 1, 0, -1):
         order = np.argsort(rows.logical, kind="stable")
@@ -142,10 +161,31 @@ def _layouts_in_rows(layout: Layout, split: Split) -> tuple[Layout, ...]:
     return tuple(found)
 
 
+def _fragments(
+    param: DTensor, split: Split, mesh: Int64Array, held: Int64Array
+) -> tuple[Layout, ...]:
+    """Return the layouts of a parameter of which the ranks of a group hold so many elements."""
+    index = param.megatron_fsdp_dist_index  # type: ignore[attr-defined]
+    dims = list(param.device_mesh.mesh_dim_names or ())
+    of_data, stops = dims.index(index.dp_shard_dim), held[mesh]
+    starts = np.zeros_like(stops)
+    if not param.placements[of_data].is_replicate():
+        stops = np.cumsum(stops, axis=of_data)
+        starts = stops - held[mesh]
+    slabs, cut, size = np.zeros_like(mesh), -1, 1
+    if index.tp_dim in dims:
+        of_tensor = dims.index(index.tp_dim)
+        slabs, size = np.indices(mesh.shape)[of_tensor], mesh.shape[of_tensor]
+        cut = param.placements[of_tensor].dim  # type: ignore[attr-defined]
+    order = np.argsort(mesh.ravel())
+    table = np.stack([slabs.ravel(), starts.ravel(), stops.ravel()], axis=1)[order]
+    return fragment_layouts(split, cut, size, [Fragment(*row) for row in table.tolist()])
+
+
 def _replica_of(rank: int, param: Tensor, group: dist.ProcessGroup) -> list[int]:
     """Return the ranks that hold a whole copy together, ``rank`` among them."""
     assert isinstance(param, DTensor)
-    mesh = mesh_in(param, group)
+    mesh = _mesh_in(param, group)
     place = np.argwhere(mesh == rank)[0]
     copy = tuple(
         int(i) if placement.is_replicate() else slice(None)
@@ -155,83 +195,28 @@ def _replica_of(rank: int, param: Tensor, group: dist.ProcessGroup) -> list[int]
 
 
 def check_parameters(parameters: Sequence[ModelParameter]) -> None:
-    """Raise for the first parameter that cannot be stepped as it is stored.
+    """Raise for the first parameter that ranks would step differently, or not at all.
 
     Raises:
         ConfigurationError: See the messages.
     """
-    if not parameters:
-        rule = "has no parameter that requires a gradient"
-        raise ConfigurationError("model", "no trainable parameter", rule, "Unfreeze some")
-    meshes = [p.param.device_mesh for p in parameters if isinstance(p.param, DTensor)]
-    sharded = any(mesh.size() > 1 for mesh in meshes)
-    stored_by: dict[Place, str] = {}
-    for item in parameters:
-        _check_storage(item.name, item.param, sharded)
-        local = local_of(item.param)
-        if local.dtype not in _DTYPES:
-            rule = f"must be one of {', '.join(map(str, _DTYPES))}"
-            way_out = "Convert the model before sharding it"
-            raise ConfigurationError(f"{item.name}.dtype", local.dtype, rule, way_out)
-        other = stored_by.setdefault(place_of(local), item.name) if local.numel() else item.name
-        if other != item.name:
-            rule = f"shares its storage with {other}, so it would be stepped twice"
-            way_out = "Tie weights by assigning the same Parameter before fully_shard"
-            raise ConfigurationError("model", item.name, rule, way_out)
-
-
-def _check_storage(name: str, param: nn.Parameter, sharded: bool) -> None:
-    if param.device.type == "meta":
-        way_out = "Call model.to_empty(device=...), initialize it, then build the optimizer"
-        raise ConfigurationError(name, "meta device", "has no storage yet", way_out)
-    if not isinstance(param, DTensor):
-        if sharded:
-            rule = "is a plain tensor beside DTensors, so no mesh manages it"
-            way_out = (
-                "Let fully_shard manage it, freeze it, or build the optimizer between passes, "
-                "while everything is sharded"
-            )
+    sharded = any(isinstance(item.param, DTensor) for item in parameters)
+    for name, param in ((item.name, item.param) for item in parameters):
+        if param.device.type == "meta":
+            way_out = "Call model.to_empty(device=...), initialize it, then build the optimizer"
+            raise ConfigurationError(name, "meta device", "has no storage yet", way_out)
+        if sharded and not isinstance(param, DTensor):
+            rule = "is a plain tensor beside DTensors, so nothing averages its gradient"
+            way_out = "Let fully_shard manage it, or freeze it"
             raise ConfigurationError(name, tuple(param.shape), rule, way_out)
-        return
-    mesh = param.device_mesh
-    shown = tuple(param.placements)
-    for placement in shown:
-        # strided shards are not instances of Shard in every version
-        cut = isinstance(placement, ShardPlacement) or hasattr(placement, "split_factor")
-        if not (cut or isinstance(placement, Replicate)):
-            rule = "must be Shard or Replicate on every mesh dimension"
-            raise ConfigurationError(name, shown, rule, "Redistribute the parameter")
-    if mesh.get_coordinate() is None:
-        rule = f"is on a mesh without rank {dist.get_rank()}"
-        raise ConfigurationError(
-            name, ranks_in(mesh).tolist(), rule, "Shard it over this rank's mesh"
-        )
-    local = param.to_local()
-    if local.device.type != mesh.device_type:
-        rule = f"is stored on {local.device.type}, but its mesh communicates on {mesh.device_type}"
-        way_out = "Shard without CPUOffloadPolicy"
-        raise ConfigurationError(name, shown, rule, way_out)
-    ranks, dim = tensor_parallel_cut(param)
-    if ranks > 1:
-        rule = (
-            f"is cut over {ranks} tensor-parallel ranks along dimension {dim}, and its mesh "
-            f"{mesh.mesh_dim_names or mesh.shape} has no dimension for them"
-        )
-        way_out = "Cut it with parallelize_module on a mesh that fully_shard's mesh is a part of"
-        raise ConfigurationError(name, shown, rule, way_out)
-
-
-def uneven(params: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """Return names of parameters whose shards are of unequal size."""
-    return [
-        name
-        for name, param in params
-        if isinstance(param, DTensor)
-        and any(
-            placement.is_shard() and param.shape[placement.dim] % size  # type: ignore[attr-defined]
-            for size, placement in zip(param.device_mesh.shape, param.placements, strict=True)
-        )
-    ]
+        ranks, dim = tensor_parallel_cut(param) if sharded else (1, -1)
+        if ranks > 1:
+            rule = (
+                f"is cut over {ranks} tensor-parallel ranks along dimension {dim}, for which its "
+                "mesh has no dimension"
+            )
+            way_out = "Cut it with parallelize_module on a mesh that fully_shard's is a part of"
+            raise ConfigurationError(name, tuple(param.shape), rule, way_out)
 
 
 class LocalShards:

@@ -44,8 +44,8 @@ OF_DTENSORS = [
     "megatron_eopt.build.fsdp2.check_parameters",
     "megatron_eopt.routing.model.route_all",
     "megatron_eopt.routing.model.find_splits",
-    "megatron_eopt.build.fsdp2.build_base",
-    "megatron_eopt.build.fsdp2.dtensor_shards",
+    "megatron_eopt.build.dtensors.build_base",
+    "megatron_eopt.build.dtensors.dtensor_shards",
 ]
 
 

@@ -6,6 +6,10 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from megatron.core.distributed.fsdp.src.megatron_fsdp import MegatronFSDP, fully_shard_model
+from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import (
+    uneven_dtensor_to_full_tensor,
+)
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -22,6 +26,9 @@ from megatron_eopt.matrices import gated
 from megatron_eopt.settings.config import EmergingOptimizerConfig
 
 STEPS = 10
+MANAGED = ("optim", "optim_grads", "optim_grads_params", "no_shard")
+"""Layouts that are strategies of Megatron-FSDP, here by ``fully_shard_model``."""
+
 MATRICES = ("up.weight", "down.weight", "tiny.weight", "wide.weight", "experts.weight")
 
 
@@ -65,14 +72,48 @@ class Model(nn.Module):
 
 def make_model(layout="plain", dtype=torch.float32):
     """Return the model, cut as ``layout`` says; ``up`` holds two matrices."""
-    model = Model().to(dtype)
-    if layout != "plain":
-        cut(model, layout)
-    model.up.weight.eopt_split = gated((16, 12))
+    model = cut(Model().to(dtype), layout, "up")
+    named(model)["up.weight"].eopt_split = gated((16, 12))
     return model
 
 
-def cut(model, layout):
+def is_managed(layout):
+    """Whether Megatron-FSDP cuts, and not torch; ``optim x 2`` is HSDP of two replicas."""
+    return layout.partition(" ")[0] in MANAGED
+
+
+def named(model):
+    """Return the parameters that are stepped, by name."""
+    if isinstance(model, MegatronFSDP):
+        model._replace_param_with_distributed_if_needed()
+        model = model.module
+    return dict(model.named_parameters())
+
+
+def manage(model, layout, **options):
+    """Cut as ``layout`` says by Megatron-FSDP."""
+    strategy, _, replicas = layout.partition(" x ")
+    outer = int(replicas or 1)
+    mesh = init_device_mesh(
+        "cpu",
+        (outer, dist.get_world_size() // outer, 1),
+        mesh_dim_names=("outer", "fsdp", "tp"),
+    )
+    if outer > 1:
+        both = mesh["outer", "fsdp"]._flatten("both")
+        options |= {"dp_outer_dim": "outer", "hybrid_fsdp_group": both.get_group()}
+    axes = {"dp_shard_dim": "fsdp", "tp_dim": "tp", "zero_dp_strategy": strategy}
+    return fully_shard_model(
+        model, device_mesh=mesh, fsdp_unit_modules=[nn.Linear], **axes, **options
+    )
+
+
+def cut(model, layout, unit, **options):
+    """Return the model, cut as ``layout`` says; its module ``unit`` is cut by itself."""
+    if layout == "plain":
+        return model
+    if is_managed(layout):
+        return manage(model, layout, **options)
     world = dist.get_world_size()
     if layout == "fsdp":
         mesh = init_device_mesh("cpu", (world,))
@@ -87,8 +128,9 @@ def cut(model, layout):
     def placement(param):
         return Shard(1) if layout == "fsdp" and param.shape == (4, 8) else Shard(0)
 
-    fully_shard(model.up, mesh=mesh)
-    fully_shard(model, mesh=mesh, shard_placement_fn=placement)
+    fully_shard(model.get_submodule(unit), mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, shard_placement_fn=placement, **options)
+    return model
 
 
 def shard(full, param):
@@ -96,7 +138,11 @@ def shard(full, param):
     if not isinstance(param, DTensor):
         return full.clone()
     mesh, local = param.device_mesh, full
-    for axis in reversed(range(mesh.ndim)):
+    managed = hasattr(param, "megatron_fsdp_dist_index")
+    if managed:
+        held = getattr(param, "megatron_fsdp_slice", slice(None))
+        local = full.reshape(-1)[held].view(param.to_local().shape)
+    for axis in () if managed else reversed(range(mesh.ndim)):
         placement = param.placements[axis]
         if not placement.is_replicate():
             chunks = local.chunk(mesh.size(axis), placement.dim)
@@ -108,8 +154,8 @@ def shard(full, param):
         mesh,
         param.placements,
         run_check=False,
-        shape=full.shape,
-        stride=full.stride(),
+        shape=param.shape,
+        stride=param.stride(),
     )
 
 
@@ -120,18 +166,26 @@ def gradient(name, shape, step):
 
 
 def set_gradients(model, step):
-    for name, param in model.named_parameters():
-        param.grad = shard(gradient(name, param.shape, step).to(param.dtype), param)
+    for name, param in named(model).items():
+        grad = shard(gradient(name, param.shape, step).to(param.dtype), param)
+        # Megatron-FSDP leaves empty shards without one
+        is_empty = hasattr(param, "megatron_fsdp_dist_index") and not grad.to_local().numel()
+        param.grad = None if is_empty else grad
 
 
 def whole(tensor):
     """Return a copy of a whole tensor, whatever its layout; collective."""
+    local = getattr(tensor, "_local_tensor", None)
+    # what Megatron-FSDP cuts, and what is saved of it
+    if hasattr(tensor, "megatron_fsdp_dist_index") or hasattr(local, "__create_chunk_list__"):
+        with torch.no_grad():
+            return uneven_dtensor_to_full_tensor(tensor).clone()
     tensor = tensor.detach()
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
 def weights(model):
-    return {name: whole(param) for name, param in model.named_parameters()}
+    return {name: whole(param) for name, param in named(model).items()}
 
 
 def state(model, optimizer):

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.fsdp2 import build_optimizer
 from megatron_eopt.optimizers.driver import CompositeOptimizer
-from megatron_eopt.settings.config import OptimizerConfig
+from megatron_eopt.stores.dtensors import local_of
 from tests.harness import run_ranks
 from tests.unit.fsdp2.model import (
     MATRICES,
@@ -39,6 +39,8 @@ def groups_of(model, optimizer):
 
 def test_parameters_are_routed_by_what_they_are():
     model = make_model()
+    # its 3-D weight is no stack of matrices
+    model.convolution = torch.nn.Conv1d(4, 4, 3, bias=False)
     optimizer = build_optimizer(model, config(muon_lr=0.5))
     assert isinstance(optimizer, torch.optim.Optimizer)
     found = groups_of(model, optimizer)
@@ -47,6 +49,7 @@ def test_parameters_are_routed_by_what_they_are():
         **dict.fromkeys(MATRICES, muon),
         "embedding.weight": table,
         "lm_head.weight": table,
+        "convolution.weight": table,
         "up.bias": vector,
         "norm.weight": vector,
         "norm.bias": vector,
@@ -66,19 +69,13 @@ def test_multipliers_of_some_parameters_are_of_their_own_rates():
     assert found["wide.weight"] == ("muon", 0.125, 0.1)
 
 
-def test_an_output_layer_is_named_by_its_path():
+def test_an_output_layer_is_named_by_its_path(caplog):
     model = make_model()
     model.classifier, model.lm_head = model.lm_head, None
     assert groups_of(model, build_optimizer(model, config()))["classifier.weight"][0] == "muon"
+    assert "output_layers=['classifier']" in caplog.text
     named = build_optimizer(model, config(), output_layers=["class*"])
     assert groups_of(model, named)["classifier.weight"][0] == "adam"
-
-
-def test_an_unnamed_output_layer_is_warned_about(caplog):
-    model = make_model()
-    model.classifier, model.lm_head = model.lm_head, None
-    build_optimizer(model, config())
-    assert "output_layers=['classifier']" in caplog.text
 
 
 def test_compiled_modules_have_the_names_of_others():
@@ -93,13 +90,6 @@ def test_compiled_modules_have_the_names_of_others():
     assert "output.weight" in optimizer.names.values()
 
 
-def test_a_convolution_is_no_stack_of_matrices():
-    model = make_model()
-    model.convolution = torch.nn.Conv1d(4, 4, 3)
-    optimizer = build_optimizer(model, config())
-    assert groups_of(model, optimizer)["convolution.weight"][0] == "adam"
-
-
 def test_the_next_step_sees_what_a_schedule_writes():
     model = make_model()
     optimizer = build_optimizer(model, config())
@@ -111,30 +101,6 @@ def test_the_next_step_sees_what_a_schedule_writes():
     schedule.step()
     optimizer.step()
     assert far(weights(model), before)[0] > 1e-3
-
-
-def test_the_next_step_sees_what_is_written_into_the_state():
-    model, optimizer = train("plain", config(), steps=2)
-    buffer = optimizer.state[model.down.weight]["momentum_buffer"]
-    buffer.zero_()
-    set_gradients(model, 5)
-    optimizer.step()
-    assert optimizer.state[model.down.weight]["momentum_buffer"] is buffer
-    torch.testing.assert_close(buffer, 0.05 * model.down.weight.grad)
-
-
-@eager
-def test_the_next_step_sees_weights_written_from_outside():
-    model, optimizer = train("plain", config("soap"), steps=2)
-    other, second = train("plain", config("soap"), steps=2)
-    for run in (model, other):
-        run.down.weight.data.mul_(3)
-        set_gradients(run, 2)
-    expected = model.down.weight.detach().clone()
-    optimizer.step()
-    second.step()
-    assert torch.equal(model.down.weight, other.down.weight)
-    assert (model.down.weight - expected).abs().max() < 0.1
 
 
 def test_hooks_and_closures_are_called():
@@ -155,9 +121,9 @@ def test_hooks_and_closures_are_called():
     assert called == ["pre", "post"]
 
 
-@pytest.mark.parametrize("method", [None, "normuon", "adamuon", "namo"])
+@pytest.mark.parametrize("method", ["normuon", None])
 def test_parameters_without_gradients_rest(method):
-    settings = config() if method is None else adaptive(method)
+    settings = config("adaptive_muon", adaptive_muon_moment2_method=method) if method else config()
     model, optimizer = train("plain", settings, steps=1)
     before, kept = weights(model), state(model, optimizer)
     set_gradients(model, 1)
@@ -172,10 +138,6 @@ def test_parameters_without_gradients_rest(method):
             assert torch.equal(value, now[key]), key
 
 
-def adaptive(method):
-    return config("adaptive_muon", adaptive_muon_moment2_method=method)
-
-
 def test_soap_refuses_to_leave_a_matrix_out():
     model, optimizer = train("plain", config("soap"), steps=1)
     model.down.weight.grad = None
@@ -183,21 +145,27 @@ def test_soap_refuses_to_leave_a_matrix_out():
         optimizer.step()
 
 
+@eager
 def low_precision(layout):
-    model, optimizer = train(layout, config(), steps=1, dtype=torch.bfloat16)
+    """Return the weights after a step of Muon, having loaded its state and others' own."""
+    for name in ("psgd_pro", "adam", "muon"):
+        model, optimizer = train(layout, config(name), steps=1, dtype=torch.bfloat16)
+        saved = copy.deepcopy(optimizer.state_dict())
+        optimizer.load_state_dict(copy.deepcopy(saved))
+        for number, values in optimizer.state_dict()["state"].items():
+            for kind, value in values.items():
+                before, now = (local_of(v) for v in (saved["state"][number][kind], value))
+                assert torch.equal(torch.as_tensor(now), torch.as_tensor(before)), (number, kind)
+                assert getattr(now, "dtype", None) == getattr(before, "dtype", None), kind
     momentum = optimizer.state[model.up.weight]["momentum_buffer"]
     assert momentum.dtype == torch.float32
     if layout != "plain":
         assert isinstance(momentum, DTensor)
         assert momentum.placements == model.up.weight.placements
-    saved = {key: value.clone() for key, value in state(model, optimizer).items()}
-    optimizer.load_state_dict(optimizer.state_dict())
-    loaded = state(model, optimizer)
-    assert all(torch.equal(loaded[key], value) for key, value in saved.items())
     return weights(model)
 
 
-def test_16_bit_weights_are_rounded_once():
+def test_16_bit_weights_are_rounded_once_and_state_is_as_it_was():
     model = Model().to(torch.bfloat16).float()
     model.up.weight.eopt_split = make_model().up.weight.eopt_split
     optimizer = build_optimizer(model, config())
@@ -212,42 +180,3 @@ def test_16_bit_weights_are_rounded_once():
             # a last bit where the two sides of a rounding boundary are 1e-7 apart
             same = (result[name] == weight).float().mean()
             assert same > 0.99, name
-
-
-@pytest.mark.parametrize("name", ["psgd_pro", "adam"])
-def test_16_bit_weights_load_all_state_as_it_was(name):
-    _, optimizer = train("plain", config(name), steps=2, dtype=torch.bfloat16)
-    saved = copy.deepcopy(optimizer.state_dict())
-    kept = copy.deepcopy(saved["state"])
-    optimizer.load_state_dict(saved)
-    for key, values in optimizer.state_dict()["state"].items():
-        for kind, value in kept[key].items():
-            same = torch.as_tensor(values[kind]) == torch.as_tensor(value)
-            assert same.all(), (key, kind)
-            assert getattr(values[kind], "dtype", None) == getattr(value, "dtype", None)
-
-
-def test_everything_has_one_group_of_settings():
-    optimizer = build_optimizer(make_model(), config(muon_momentum=0.8))
-    groups = {group["optimizer"]: group for group in optimizer.param_groups}
-    assert groups["muon"]["momentum"] == 0.8
-    groups["muon"]["momentum"] = 0.5
-    saved = optimizer.state_dict()
-    other = build_optimizer(make_model(), config(muon_momentum=0.8))
-    other.load_state_dict(saved)
-    assert {g["optimizer"]: g for g in other.param_groups}["muon"]["momentum"] == 0.5
-
-
-def test_groups_cannot_be_added():
-    model = make_model()
-    optimizer = build_optimizer(model, config())
-    with pytest.raises(ConfigurationError, match=r"add_param_group='1 parameters'"):
-        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2, 2))]})
-
-
-def test_the_callers_configuration_stays_as_it_is():
-    settings = config()
-    before = dict(vars(settings))
-    build_optimizer(make_model(), settings)
-    assert vars(settings) == before
-    assert isinstance(settings, OptimizerConfig)

@@ -9,16 +9,13 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
-from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import (
-    uneven_dtensor_to_full_tensor,
-)
 from megatron.core.utils import get_model_config
 
 from megatron_eopt import get_megatron_optimizer
 from tests.harness.models import tiny_gpt
 from tests.harness.scene import forget_megatron
 from tests.unit.fsdp2.model import config as emerging
-from tests.unit.fsdp2.model import eager
+from tests.unit.fsdp2.model import eager, shard, whole
 from tests.unit.stores import runs
 from tests.unit.stores.runs import (
     ZERO_EVERY,
@@ -75,32 +72,17 @@ def make_optimizer(run: Run, chunk: Any) -> Any:
     return optimizer
 
 
-def held(param: Any) -> slice:
-    """Return the range of its flattened slab that this rank has of a parameter."""
-    found: slice = getattr(param, "megatron_fsdp_slice", slice(None))
-    return found
-
-
 def inject(run: Run, chunk: Any, step: int) -> None:
     """Set the gradients that a reduction would leave: none where a rank has nothing."""
     chunk.module._replace_param_with_distributed_if_needed()
     for name, param in chunk.named_parameters():
         original = param.orig_param
         slab = slab_of(name, original, run.model.get("gated", False))
-        whole = global_values(global_name(name, run.model), slab, original.shape, 1 + step)
+        values = global_values(global_name(name, run.model), slab, original.shape, 1 + step)
         # zeros to be counted
-        whole.view(-1)[::ZERO_EVERY] = 0
-        local = param.to_local()
-        part = slab.of(whole).reshape(-1)[held(param)].view(local.shape).to(local.dtype)
-        grad = torch.distributed.tensor.DTensor.from_local(
-            part.clone(),
-            param.device_mesh,
-            param.placements,
-            run_check=False,
-            shape=param.shape,
-            stride=param.stride(),
-        )
-        param.grad = grad if local.numel() else None
+        values.view(-1)[::ZERO_EVERY] = 0
+        grad = shard(slab.of(values), param).to(param.dtype)
+        param.grad = grad if grad.to_local().numel() else None
 
 
 def weights(run: Run, chunk: Any) -> dict[str, tuple[Slab, torch.Tensor]]:
@@ -109,11 +91,10 @@ def weights(run: Run, chunk: Any) -> dict[str, tuple[Slab, torch.Tensor]]:
     found = {}
     for name, param in chunk.named_parameters():
         slab = slab_of(name, param.orig_param, run.model.get("gated", False))
-        with torch.no_grad():
-            whole = uneven_dtensor_to_full_tensor(param)
+        full = whole(param)
         if slab.dim != -1:
-            whole = whole.chunk(slab.parts, slab.dim)[slab.part]
-        found[global_name(name, run.model)] = slab, whole.clone()
+            full = full.chunk(slab.parts, slab.dim)[slab.part].clone()
+        found[global_name(name, run.model)] = slab, full
     return found
 
 

@@ -1,18 +1,17 @@
 """State in format ``fsdp_dtensor``: written, read into another strategy and number of ranks."""
 
+import copy
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import (
     preprocess_state_dict_for_uneven_dtensor,
 )
 from torch.distributed import checkpoint
 
 from megatron_eopt import ConfigurationError
-from megatron_eopt.base.agreement import CheckpointError
-from megatron_eopt.checkpoint.fsdp_dtensor import GROUPS, names_in, refuse_left_over, refuse_missing
+from megatron_eopt.checkpoint.fsdp_dtensor import GROUPS, match
 from tests.harness import run_ranks
 from tests.harness.scene import forget_megatron
 from tests.unit.fsdp2.model import eager
@@ -132,46 +131,19 @@ def test_every_rank_asks_for_the_same(optimizer):
 
 
 def test_missing_state_is_refused_unless_it_may_start_fresh():
+    """Of Lion's state Adam would take the first moment and the count of steps."""
+    moments = {"exp_avg": 0, "exp_avg_sq": 0, "step": 0, "param": 0}
     wanted = {
-        "state": {"weight": {"momentum_buffer": torch.ones(1)}, "bias": {"exp_avg": 1}},
+        "state": {"weight": moments, "bias": {"exp_avg": 1}, "spared": {"param": 0, "step": 0}},
         GROUPS: {"weight": {"lr": 1, "momentum": 0.9}, "bias": {"lr": 1}},
     }
-    keys = {"optimizer.state.bias.exp_avg", f"optimizer.{GROUPS}.weight.lr"}
-    with pytest.raises(ConfigurationError, match=r"weight: momentum_buffer.*--checkpoint-fresh"):
-        refuse_missing(wanted, keys, (), {})
-    (line,) = refuse_missing(wanted, keys, ("momentum_buffer",), {})
-    assert line == "momentum_buffer starts fresh: 1 parameter(s): weight"
-    assert wanted["state"] == {"weight": {}, "bias": {"exp_avg": 1}}
-    assert wanted[GROUPS] == {"weight": {"lr": 1}, "bias": {}}
-
-
-def test_state_that_can_be_spared_takes_nothing_with_it():
-    state = {"weight": {"momentum_buffer": 1, "step": 0}, "bias": {"exp_avg": 1, "step": 0}}
-    wanted = {"state": state, GROUPS: {}}
-    keys = {"optimizer.state.weight.momentum_buffer", "optimizer.state.bias.exp_avg"}
-    spare = {"weight": frozenset({"step"})}
-    with pytest.raises(ConfigurationError, match="'bias: step'"):
-        refuse_missing(wanted, keys, (), spare)
-    lines = refuse_missing(wanted, keys, ("step",), spare)
-    assert wanted["state"] == {"weight": {"momentum_buffer": 1}, "bias": {}}
-    assert lines == [f"{kind} starts fresh: 1 parameter(s): bias" for kind in ("exp_avg", "step")]
-
-
-def test_state_of_parameters_that_are_no_longer_trained_is_refused():
-    names = names_in({"state": {"b.weight_w": {}}, GROUPS: {"a.weight": {}, "b.weight": {}}})
-    keys = [f"optimizer.state.{key}" for key in ("a.weight.exp_avg", "b.weight_v.0/Q.1")]
-    refuse_left_over(names, [*keys, "model.c.weight", f"optimizer.{GROUPS}.c.weight.lr"], ())
-    frozen = "optimizer.state.a.bias.exp_avg"
-    with pytest.raises(CheckpointError, match=f"{frozen}.*--checkpoint-fresh-state"):
-        refuse_left_over(names, [*keys, frozen], ("exp_avg_sq",))
-    refuse_left_over(names, [*keys, frozen], ("exp_avg",))
-
-
-def test_moments_begin_anew_together():
-    """Of Lion's state Adam would take the first moment and the count of steps."""
-    names = ("exp_avg", "exp_avg_sq", "step")
-    state = {"weight": dict.fromkeys((*names, "param"), 0), "bias": {"exp_avg": 0}}
-    wanted = {"state": state, GROUPS: {}}
-    keys = {"optimizer.state.weight." + kind for kind in ("exp_avg", "step", "param")}
-    refuse_missing(wanted, keys | {"optimizer.state.bias.exp_avg"}, ("exp_avg_sq",), {})
-    assert wanted["state"] == {"weight": {"param": 0}, "bias": {"exp_avg": 0}}
+    has = ("weight.exp_avg", "weight.step", "weight.param", "bias.exp_avg", "spared.param")
+    keys = {f"optimizer.state.{name}" for name in has} | {f"optimizer.{GROUPS}.weight.lr"}
+    spare = {"spared": frozenset({"step"})}
+    with pytest.raises(ConfigurationError, match=r"weight: exp_avg_sq.*--checkpoint-fresh"):
+        match(copy.deepcopy(wanted), keys, (), spare)
+    lines = match(wanted, keys, ("exp_avg_sq",), spare)
+    kinds = ("exp_avg", "exp_avg_sq", "step")
+    assert lines == [f"{kind} starts fresh: 1 parameter(s): weight" for kind in kinds]
+    left = {"weight": {"param": 0}, "bias": {"exp_avg": 1}, "spared": {"param": 0}}
+    assert wanted == {"state": left, GROUPS: {"weight": {"lr": 1}, "bias": {}}}

@@ -26,10 +26,7 @@ LAYOUTS = {
     "optim_grads, dp 2": (2, Run(ddp=GRADS)),
     "no_shard, dp 2": (2, Run(ddp=NONE)),
     "dp 2": (2, Run()),
-    "dp 4": (4, Run()),
-    "optim, dp 4": (4, Run(ddp=OPTIM)),
     "tp 2 x dp 2": (4, Run(parallel={"tp": 2})),
-    "hsdp 2 x 1": (2, Run(**HSDP)),
     "hsdp 2 x 2": (4, Run(**HSDP)),
     "moe, dp 2": (2, Run(model=MOE)),
     "moe, ep 2 x edp 2": (4, Run(model=MOE, parallel={"ep": 2})),
@@ -40,10 +37,7 @@ LAYOUTS = {
 
 # these show nothing that the others do not
 LONG = {
-    "dp 4",
     "moe, tp 2 x ep 2",
-    "optim, dp 4",
-    "hsdp 2 x 1",
     "moe, dp 2",
     "no_shard, dp 2",
     "duplicated, dp 2",
@@ -77,6 +71,14 @@ def test_weights_norm_and_zeros_equal_one_process(layout):
             assert zeros == expected_zeros > 1000
 
 
+def test_main_weights_of_16_bits_are_rounded_after_each_step():
+    """Half of the time by less than a bit of 256, so that ten steps stay near."""
+    run = replace(LAYOUTS["bf16, dp 2"][1], steps=STEPS)
+    of_16_bits = replace(run, ddp={"megatron_fsdp_main_params_dtype": None})
+    results = run_ranks(2, train, of_16_bits)
+    assert 1e-4 < deviation(results, reference("bf16, dp 2")) < 2e-2
+
+
 def test_matrices_are_cut_inside_and_some_ranks_hold_nothing_of_one():
     held = [result.extra for result in run_ranks(4, train, Run(steps=0))]
     parts = {name: [of_rank[name] for of_rank in held] for name in held[0] if "linear" in name}
@@ -86,36 +88,22 @@ def test_matrices_are_cut_inside_and_some_ranks_hold_nothing_of_one():
     assert all(sum(shares) == pytest.approx(1) for shares in parts.values())
 
 
-def adaptive(method):
-    fields = {"optimizer": "adaptive_muon", "adaptive_muon_moment2_method": method}
-    return Run(config=fields, steps=4)
-
-
-OPTIMIZERS = {
-    **{method: adaptive(method) for method in ("adamuon", "normuon", "namo")},
-    **{
-        name: Run(config={"optimizer": name}, steps=4) for name in ("soap", "lion", "adam", "scion")
-    },
+NAMES = (
+    *("soap", "lion", "adam", "scion", "laprop", "mop", "muon_hyperball", "oblique_adam"),
+    *("oblique_sgd", "polargrad", "rekls", "sgd", "spel"),
+)
+ADAPTIVE = {
+    name: {"optimizer": "adaptive_muon", "adaptive_muon_moment2_method": name}
+    for name in ("adamuon", "normuon", "namo")
 }
-OTHERS = {
-    name: Run(config={"optimizer": name}, steps=4)
-    for name in (
-        "laprop",
-        "mop",
-        "muon_hyperball",
-        "oblique_adam",
-        "oblique_sgd",
-        "polargrad",
-        "rekls",
-        "sgd",
-        "spel",
-    )
-}
+OPTIMIZERS = {name: {"optimizer": name} for name in NAMES} | ADAPTIVE
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("runs", [OPTIMIZERS, OTHERS], ids=["main", "others"])
-def test_every_optimizer_equals_one_process(runs):
+@pytest.mark.parametrize("part", [0, 1])
+def test_every_optimizer_equals_one_process(part):
+    chosen = list(OPTIMIZERS.items())[part::2]
+    runs = {name: Run(config=fields, steps=4) for name, fields in chosen}
     expected = run_ranks(1, train_all, train_in_ddp, runs, timeout=280)[0]
     results = run_ranks(2, train_all, train, runs, timeout=280)
     far = {name: deviation([result[name] for result in results], expected[name]) for name in runs}

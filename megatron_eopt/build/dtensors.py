@@ -1,0 +1,124 @@
+"""From a configuration and routed DTensors to one torch optimizer, whichever framework cut them."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor
+
+from megatron_eopt.base.agreement import agreed, agreed_in
+from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.names import TpModeT
+from megatron_eopt.build.bases import Base, Share, build_base, driver_over
+from megatron_eopt.layouts import Layout
+from megatron_eopt.matrices import whole
+from megatron_eopt.optimizers.driver import Driver, ParamGroup
+from megatron_eopt.optimizers.element_wise import ElementWiseDriver
+from megatron_eopt.optimizers.engine import Means
+from megatron_eopt.optimizers.modes import plan_work
+from megatron_eopt.optimizers.sharded import ShardedOptimizer
+from megatron_eopt.routing.model import Routing
+from megatron_eopt.settings.checks import refuse_for_dtensors
+from megatron_eopt.settings.settings import Settings, resolve
+from megatron_eopt.stores.dtensors import Groups, dtensor_shards, is_sharded, local_of, mesh_group
+
+
+def resolve_for_dtensors(config: Any, *, own_loop: bool = False) -> Settings:
+    """Return what a configuration means for DTensors, in Megatron's training loop or another.
+
+    Raises:
+        ConfigurationError: If a field has no meaning for them, or as for any configuration.
+        ConfigurationTypeError: If a value has the wrong type.
+    """
+    refuse_for_dtensors(config, own_loop=own_loop)
+    settings = replace(resolve(config), of_dtensors=True)
+    if settings.exempt_from_clipping:
+        rule = "is not supported: all sharded parameters are in one optimizer"
+        way_out = "Leave it off, or clip the other parameters' gradients only, in your own loop"
+        raise ConfigurationError("muon_exempt_from_clipping", True, rule, way_out)
+    if "muon" in settings.prefixes and settings.tp_mode == "blockwise":
+        rule = "would orthogonalize each rank's rows by themselves, which is another update"
+        way_out = "Use 'auto', the default of EmergingOptimizerConfig"
+        raise ConfigurationError("muon_tp_mode", settings.tp_mode, rule, way_out)
+    return settings
+
+
+def build_routed(
+    settings: Settings,
+    routing: Routing,
+    shares: Iterable[Share],
+    cls: Callable[..., ShardedOptimizer] = ShardedOptimizer,
+) -> ShardedOptimizer:
+    """Return the optimizer, of a class, of parameters whose routes are known; collective.
+
+    Raises:
+        ConfigurationError: If a setting of the optimizer or of a group cannot be honoured.
+    """
+    groups: list[ParamGroup] = []
+    served: list[tuple[Driver, slice, list[Tensor]]] = []
+    made: Groups = {}
+    order = {param: number for number, param in enumerate(routing.names)}
+    # sizes of fused weights come with the parameters here, not with the model's configuration
+    chunks = [SimpleNamespace(config=None)]
+    for share in shares:
+        # what one rank refuses, the others would go on to exchange
+        base = agreed(
+            lambda share=share: build_base(  # type: ignore[misc]
+                share, settings, chunks, None, stand_ins=True, plain=True
+            )
+        )
+        if base is None:
+            continue
+        places = slice(len(groups), len(groups) + len(base.groups))
+        groups += [{**group, **_rates(settings, group)} for group in base.groups]
+        params = [param for group in base.groups for param in group["params"]]
+        params.sort(key=order.__getitem__)
+        if base.layout == "element_wise":
+            single = ElementWiseDriver(base.optimizer, base.init_state_fn, settings.config)
+            served.append((single, places, params))
+            continue
+        # those that the same ranks store, cut ones and replicated ones apart
+        together: dict[tuple[Any, bool], list[Tensor]] = {}
+        for param in params:
+            together.setdefault((mesh_group(param, made), is_sharded(param)), []).append(param)
+        for (group, is_cut), members in together.items():
+            driver = _matrix_driver(base, settings, routing, members, group, is_cut)
+            served.append((driver, places, members))
+    return cls(groups, served, routing.names)
+
+
+def _rates(settings: Settings, group: ParamGroup) -> ParamGroup:
+    """Return a group's learning rate and weight decay, which no scheduler may ever write."""
+    largest = settings.lr if group.get("max_lr") is None else group["max_lr"]
+    return {
+        "lr": None if largest is None else largest * group.get("lr_mult", 1.0),
+        "weight_decay": settings.weight_decay * group.get("wd_mult", 1.0),
+    }
+
+
+def _matrix_driver(
+    base: Base,
+    settings: Settings,
+    routing: Routing,
+    params: Sequence[Tensor],
+    group: Any,
+    is_cut: bool,
+) -> Driver:
+    mode: TpModeT = settings.tp_mode
+    if base.layout == "matrix_state" or (mode == "auto" and is_cut):
+        # what is cut has to travel, and at one owner the work is done once
+        mode = "exchange"
+    means = Means(mode, wave_mb=settings.wave_mb, device=local_of(params[0]).device)
+    size = 1 if group is None else group.size()
+
+    def computed_by(layouts: Sequence[Layout]) -> list[int]:
+        work = plan_work(layouts, size, mode, means.wave_bytes)
+        return [int(matrix.compute.boxes.rank[0]) for matrix in work.matrices]
+
+    named = {routing.names[param]: param for param in params}
+    splits = [routing.matrices[param] or whole(tuple(param.shape)) for param in params]
+    found = agreed_in(group, lambda: dtensor_shards(named, splits, group, computed_by))
+    return driver_over(
+        base, base.groups, dict(zip(params, found, strict=True)), means, settings.config
+    )
