@@ -52,6 +52,10 @@ def _faults(module: Any) -> Iterator[ConfigurationError]:
     for name, rule in _MODES.items():
         if value := getattr(module.ddp_config, name, False):
             yield ConfigurationError(_OF_DDP + name, value, rule, f"Set {name}=False")
+    for name, shard in module.param_and_grad_buffer.optimizer_named_parameters:
+        if needed("is_float8tensor")(shard.orig_param):
+            rule = "is stored in 8 bits, which are cut and rounded in ways of their own"
+            yield ConfigurationError(name, "float8", rule, "Leave fp8_param_gather off")
     outer = module.ddp_config.outer_dp_sharding_strategy
     if outer != "no_shard":
         rule = "does not divide gradients by the number of ranks in megatron-core"

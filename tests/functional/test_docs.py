@@ -146,7 +146,7 @@ def test_quoted_messages_are_in_the_code():
     text = (ROOT / "docs" / "troubleshooting.md").read_text()
     symptoms = re.findall(r"^\* (.*?):(?: |$)", text, re.M)
     quoted = [fragment for one in symptoms for fragment in re.findall(r"`([^`]+)`", one)]
-    assert len(quoted) > 40
+    assert len(quoted) > 30
     missing = []
     for fragment in quoted:
         for piece in re.split(rf"\.\.\.|{VALUES}", fragment):
