@@ -2,8 +2,6 @@
 
 import argparse
 import dataclasses
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -117,57 +115,29 @@ def test_a_flag_that_says_something_else_is_an_error(written, flags, line, named
         parse("--optimizer-config", written(f"optimizer: muon\n{line}\n"), *flags.split())
 
 
-def test_what_the_caller_had_set_counts_as_given(written):
-    path = written("optimizer: muon\nlr: 0.1\n")
-    with pytest.raises(ConfigurationError, match=r"--lr=0\.2"):
-        parse("--optimizer-config", path, namespace=argparse.Namespace(lr=0.2))
-
-
 @pytest.mark.parametrize(
     ("line", "named"),
     [
         ("muon-momentumm: 0.9", "optimizer.yaml:2: muon-momentumm='0.9': .*mean muon-momentum"),
-        ("muon-no-split-qkv: true", "no setting of an optimizer. Did you mean muon-split-qkv"),
-        ("qqqqqq: 1", "no setting of an optimizer. Keys are the names"),
         ("bf16: true", ":2: bf16='true': is the run's own.*--bf16"),
         ("use-layer-wise-distributed-optimizer: true", "Write use-distributed-optimizer: true"),
         ("lr: 0.1\nlr: 0.1", ":3: lr='0.1': was given before, at .*:2"),
-        ("min-lr: 0.1\nmin_lr: 0.1", ":3: min_lr='0.1': was given before"),
         ('lr: "0.1"', ":2: lr='0.1': must be a number, not text"),
         ("lr: fast", ":2: lr='fast': must be a number"),
-        ("lr: 0.1 0.2", "must be a number"),
-        ("lr: 1_000", "must be a number"),
-        ("lr: 1:30", "must be a number"),
         ("lr: nan", "must be a number"),
-        ("lr: true", "must be a number"),
         ("lr: [0.1]", ":2: lr='a list': must be a single value"),
-        ("lr: {peak: 0.1}", ":2: lr='a mapping': must be a single value"),
-        ("lr:", ":2: lr='': has no value"),
         ("weight-decay: null", "weight-decay='null': cannot be null"),
         ("muon-num-ns-steps: 5.0", "must be a whole number"),
-        ("muon-num-ns-steps: 010", "must be a whole number"),
         ("muon-split-qkv: on", "muon-split-qkv='on': must be true or false"),
-        ("muon-split-qkv: 1", "must be true or false"),
         ("muon-tp-mode: exchnge", ":2: muon-tp-mode='exchnge': must be one of blockwise"),
-        ("exp-avg-dtype: float32", "must be one of fp32, fp16, bf16, fp8"),
         ("lr: &rate 0.1", ":2='&rate': anchors, aliases and tags"),
-        ("lr: !!float 0.1", "anchors, aliases and tags"),
-        ("lr: *rate", "anchors, aliases and tags"),
-        ("<<: 1", "no setting of an optimizer"),
-        ("lr: 0.1\n---\nlr: 0.2", "is not valid YAML"),
         ("lr: [0.1", "is not valid YAML"),
-        ("\tlr: 0.1", ":2=.*is not valid YAML"),
-        ("lr: 0.1\x00", "is not valid YAML"),
-        ("? [a]\n: 1", ":2='a list': is no name"),
         # bounds, choices and combinations, checked without a model
         ("muon-momentum: 1.5", ":2: muon_momentum=1.5: must be a finite number"),
-        ("muon-fp32-matmul-prec: low", ":2: muon_fp32_matmul_prec='low': must be one of"),
-        ("muon-scalar-optimizer: adan", ":2: muon_scalar_optimizer='adan'.*'adam'"),
         (
             "optimizer-cpu-offload: true",
             ":2: optimizer_cpu_offload=True: needs the storage in which",
         ),
-        ("optimizer-offload-fraction: 1.5", ":2: optimizer_offload_fraction=1.5: must be a finite"),
         ("exp-avg-dtype: bf16", "exp_avg_dtype=torch.bfloat16: must be torch.float32"),
     ],
 )
@@ -177,30 +147,6 @@ def test_lines_that_are_refused(written, line, named):
         load_optimizer_config(path)
     with pytest.raises(ConfigurationError, match=named):
         parse("--optimizer-config", path)
-
-
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        ("", "holds nothing"),
-        ("# only a comment\n", "holds nothing"),
-        ("- optimizer: muon\n", ":1='a list': must be a mapping"),
-        ("muon\n", ":1='muon': must be a mapping"),
-        ("lr: 0.1\n", "does not say which optimizer"),
-        ("optimizer: muonn\n", ":1: optimizer='muonn'.*Did you mean 'muon'"),
-        (b"optimizer: muon # \xe9\n", "is not UTF-8 text"),
-    ],
-)
-def test_files_that_are_refused(written, text, named):
-    with pytest.raises(ConfigurationError, match=named):
-        load_optimizer_config(written(text))
-
-
-def test_files_that_cannot_be_read(tmp_path):
-    with pytest.raises(ConfigurationError, match=r"absent.yaml'.*: No such file"):
-        load_optimizer_config(tmp_path / "absent.yaml")
-    with pytest.raises(ConfigurationError, match="cannot be read"):
-        parse("--optimizer-config", str(tmp_path))
 
 
 def test_data_types_have_the_flags_names(written):
@@ -233,10 +179,3 @@ def test_trains_like_its_flags(tmp_path):
     described = losses(train("--optimizer-config", str(path)))
     assert described == losses(train(*flags.split()))
     assert described != losses(train("--optimizer", "muon", "--use-distributed-optimizer"))
-
-
-def test_a_file_is_read_where_nothing_else_was_imported():
-    code = "import megatron_eopt; print(megatron_eopt.load_optimizer_config('muon.yaml').optimizer)"
-    command = [sys.executable, "-W", "ignore", "-c", code]
-    done = subprocess.run(command, cwd=EXAMPLES, capture_output=True, text=True)
-    assert done.stdout.split() == ["muon"], done.stderr
