@@ -99,7 +99,7 @@ optimizer = megatron_eopt.get_megatron_optimizer(config, model_chunks, overrides
 
 A setting is one of the optimizer's own (`eps`), or of Megatron's scheduler (`max_lr`, `wd_mult`). A
 misspelled one is refused; one that resembles neither is kept in the group, as for a scheduler of
-yours, with a warning. Names count layers and experts over the whole model: `*.layers.3.*` is its
+yours. Names count layers and experts over the whole model: `*.layers.3.*` is its
 fourth layer at any pipeline size, also where a rank's own module calls it `layers.1`. The copy of a
 tied embedding on the last stage is the embedding, not `output_layer`.
 

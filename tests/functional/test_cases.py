@@ -1,9 +1,5 @@
 """Every case of ``cases/``: recorded values, resuming, parity."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -19,7 +15,6 @@ from tests.functional.comparer import (
 )
 from tests.functional.metrics import first_values
 from tests.functional.runner import run_golden, run_parity, run_resume
-from tests.functional.script import ROOT
 
 CASES = load_cases()
 
@@ -104,28 +99,6 @@ UNSEEN = 101
 def test_recorded_values_hold_with_other_last_bits(case, record_property):
     change = check_golden(case, "cpu_gloo", UNSEEN)
     record_property("largest relative difference of a loss", f"{change:.1e}")
-
-
-OLDER = {
-    "SSE4": ("default", "COMPATIBLE", "SSE41"),
-    "AVX2": ("avx2", "AVX2", "AVX2"),
-}
-"""What makes torch, MKL and oneDNN use the instructions of older processors."""
-
-
-@pytest.mark.long
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("instructions", OLDER)
-def test_recorded_values_hold_with_older_instructions(instructions):
-    names = ("ATEN_CPU_CAPABILITY", "MKL_CBWR", "DNNL_MAX_CPU_ISA")
-    older = dict(zip(names, OLDER[instructions], strict=True))
-    # in processes of its own, since libraries choose their instructions once
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.functional.record", "--compare", "--all"],
-        env={**os.environ, **older}, cwd=ROOT, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-2000:]}"
-    assert done.stdout.count("losses differ by up to") > 30
 
 
 @pytest.mark.parametrize("case", params("resume"))

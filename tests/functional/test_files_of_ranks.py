@@ -68,9 +68,9 @@ def goes_on(optimizer: str, folder: Path, saving: str, *loading: str) -> None:
         pytest.param("soap", marks=pytest.mark.long),
         pytest.param("adam", marks=pytest.mark.long),
         "adam --bf16",
-        "sgd",
+        pytest.param("sgd", marks=pytest.mark.long),
         pytest.param("sgd --sgd-momentum 0", marks=pytest.mark.long),
-        f"adam {EXPERTS}",
+        pytest.param(f"adam {EXPERTS}", marks=pytest.mark.long),
     ],
 )
 def test_files_of_ranks_resume_a_run(tmp_path, optimizer):

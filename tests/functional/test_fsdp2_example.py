@@ -4,7 +4,6 @@ The long tier starts it as its document says.
 """
 
 import contextlib
-import dataclasses
 import io
 import os
 import re
@@ -14,7 +13,6 @@ import sys
 
 import torch.distributed as dist
 
-from megatron_eopt import load_optimizer_config
 from tests.functional.script import ROOT
 from tests.harness import run_ranks
 
@@ -53,12 +51,3 @@ def test_the_example_imports_no_megatron():
     assert not re.search(
         r"(?m)^(from|import) megatron[. ]", (EXAMPLES / "fsdp2_pretrain.py").read_text()
     )
-
-
-def test_the_files_of_the_two_back_ends_differ_in_the_back_end_alone():
-    ours, theirs = (
-        dataclasses.asdict(load_optimizer_config(EXAMPLES / f"muon_on_{name}.yaml"))
-        for name in ("fsdp2", "megatron")
-    )
-    differing = {key for key in ours if ours[key] != theirs[key]}
-    assert differing == {"use_distributed_optimizer"}

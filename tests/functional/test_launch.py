@@ -9,12 +9,11 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from megatron_eopt import launch
-from tests.functional.script import EXPERTS, ROOT, TINY, losses, start
+from tests.functional.script import EXPERTS, ROOT, TINY, losses
 from tests.harness import run_ranks
 from tests.harness.scene import forget_megatron
 
@@ -107,27 +106,6 @@ def test_layer_wise_saves_and_resumes(tmp_path):
     assert_resumed(resumed, whole)
 
 
-@pytest.mark.long
-def test_experts_under_torchrun_save_and_resume(tmp_path):
-    flags = [*LAYER_WISE, *EXPERTS]
-    done = start(
-        "-m",
-        "megatron_eopt.launch",
-        str(SCRIPT),
-        *flags,
-        "--save",
-        str(tmp_path),
-        "--save-interval",
-        "3",
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    whole = losses(done.stdout)
-    assert_learns(whole)
-    arguments = [str(SCRIPT), *flags, "--load", str(tmp_path), "--ckpt-step", "3"]
-    outputs = run_ranks(2, launched, *arguments, timeout=120, cpu=False)
-    assert_resumed(losses("".join(outputs)), whole)
-
-
 FACTS = """
 '''what it is'''
 import json, sys
@@ -204,58 +182,3 @@ def test_child_processes_import_the_script_under_the_launcher(package):
     assert found["double"] == 4
     assert found["cpu"]
     assert found["installed"]
-
-
-def _main_module_is_named() -> str:
-    from multiprocessing.spawn import get_preparation_data
-
-    return str(get_preparation_data("child")["init_main_from_name"])
-
-
-def _what_children_import(folder: str) -> str:
-    script = Path(folder) / "asks.py"
-    script.write_text(
-        "from tests.functional.test_launch import _main_module_is_named\n"
-        "print('children import', _main_module_is_named())\n"
-    )
-    return launched(str(script))
-
-
-def test_children_are_told_to_import_the_launcher(tmp_path):
-    (printed,) = run_ranks(1, _what_children_import, str(tmp_path), cpu=False)
-    assert "children import megatron_eopt.launch" in printed
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["pretrain_bpt.py", "--lr", "1"], "there is no script 'pretrain_bpt.py'"),
-        ([], "SCRIPT"),
-        (["-m"], "-m: expected one argument"),
-        (["--nproc-per-node"], "usage"),
-    ],
-)
-def test_a_wrong_command_line_says_what_is_missing(arguments, message, capsys):
-    with pytest.raises(SystemExit) as ended:
-        launch.main(arguments)
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-def test_help_teaches(capsys):
-    with pytest.raises(SystemExit) as ended:
-        launch.main(["--help"])
-    assert ended.value.code == 0
-    text = capsys.readouterr().out
-    assert "torchrun --nproc-per-node 8 -m megatron_eopt.launch pretrain_gpt.py" in text
-    assert "--optimizer-defaults" in text
-
-
-def _no_such_module(name: str) -> None:
-    with pytest.raises(ImportError, match="no Python module of this name"):
-        launched("-m", name)
-
-
-@pytest.mark.parametrize("name", ["megatron_eopt.nothing_here", "nothing_here.either"])
-def test_an_unknown_module_is_named(name):
-    run_ranks(1, _no_such_module, name, cpu=False)

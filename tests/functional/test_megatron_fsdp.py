@@ -80,13 +80,12 @@ def test_training_is_training_with_ddp_and_goes_on_bit_equal(tmp_path, strategy,
 
 SPLIT = [
     pytest.param([*MUON, "--muon-momentum-dtype", "int8"], id="int8"),
-    pytest.param(
-        [*MUON, "--bf16", "--muon-momentum-dtype", "fp8"], id="fp8", marks=pytest.mark.long
-    ),
-    pytest.param(["--optimizer", "soap", "--bf16"], id="soap", marks=pytest.mark.long),
+    pytest.param([*MUON, "--bf16", "--muon-momentum-dtype", "fp8"], id="fp8"),
+    pytest.param(["--optimizer", "soap", "--bf16"], id="soap"),
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("flags", SPLIT)
 def test_state_of_a_split_weight_is_saved_as_of_any_other(tmp_path, flags):
     first, second = str(tmp_path / "first"), str(tmp_path / "second")

@@ -4,8 +4,7 @@ import re
 
 import pytest
 
-from tests.functional.script import SCRIPT, TINY, losses, start, train
-from tests.harness import RankError
+from tests.functional.script import losses, train
 
 
 @pytest.mark.parametrize("optimizer", ["muon", pytest.param("adam", marks=pytest.mark.long)])
@@ -53,31 +52,3 @@ def test_a_run_that_will_save_no_state_loads_all_of_it(tmp_path, flags):
 
 def rates(output):
     return [float(rate) for rate in re.findall(r"learning rate: (\S+)", output)]
-
-
-@pytest.mark.long
-def test_two_runs_with_one_seed_print_the_same_losses():
-    first, second = (losses(train("--optimizer", "muon")) for _ in range(2))
-    assert len(first) == 6
-    assert first == second
-
-
-def test_what_needs_a_gpu_is_refused_with_the_flag():
-    with pytest.raises(RankError, match="--context-parallel-size=2: context parallelism is done"):
-        train("--context-parallel-size", "2")
-
-
-@pytest.mark.long
-def test_real_starts_print_the_same_losses():
-    runs = [start(str(SCRIPT), *TINY, "--optimizer", "muon") for _ in range(2)]
-    assert [run.returncode for run in runs] == [0, 0], runs[0].stderr[-3000:]
-    first, second = (losses(run.stdout) for run in runs)
-    assert len(first) == 6
-    assert first == second == losses(train("--optimizer", "muon"))
-
-
-@pytest.mark.long
-def test_a_real_start_that_needs_a_gpu_fails_with_the_flag():
-    done = start(str(SCRIPT), *TINY, "--context-parallel-size", "2")
-    assert done.returncode != 0
-    assert "--context-parallel-size=2: context parallelism is done by" in done.stderr

@@ -6,29 +6,9 @@ import torch
 
 from megatron_eopt.matrices import RowRuns, Split, check_fits, local_shape, matrix_rows
 
-__all__ = [
-    "merge_local",
-    "merge_parts",
-    "part_views",
-    "split_local",
-    "split_parts",
-]
-
 
 def part_views(tensor: torch.Tensor, split: Split) -> list[torch.Tensor]:
-    """Return the parts of an unsharded weight in place, for copying into and out of own buffers.
-
-    Args:
-        tensor: The weight, its gradient or momentum; shape ``split.shape``, any strides.
-        split: Its description.
-
-    Returns:
-        One view of ``tensor`` per :attr:`Split.parts`, never a copy, of shape ``(experts, blocks,
-        rows of the field, cols)``: the order of the part's rows.
-
-    Raises:
-        ConfigurationError: If the shapes differ.
-    """
+    """Return the parts of an unsharded weight in place, for copying into and out of own buffers."""
     check_fits("tensor", tuple(tensor.shape), split)
     stacked = tensor if tensor.dim() == 3 else tensor.unsqueeze(0)
     views = []
@@ -45,19 +25,7 @@ def part_views(tensor: torch.Tensor, split: Split) -> list[torch.Tensor]:
 
 
 def split_parts(tensor: torch.Tensor, split: Split) -> list[torch.Tensor]:
-    """Take an unsharded weight apart.
-
-    Args:
-        tensor: The weight, its gradient or momentum; shape ``split.shape``, any dtype.
-        split: Its description.
-
-    Returns:
-        One stack of shape ``(part.count, *part.shape)`` per :attr:`Split.parts`. A stack is a view
-        of ``tensor`` where strides allow it (gate and up, heads, experts), else a new tensor.
-
-    Raises:
-        ConfigurationError: If the shapes differ.
-    """
+    """Take an unsharded weight apart."""
     return [
         view.reshape(part.count, *part.shape)
         for view, part in zip(part_views(tensor, split), split.parts, strict=True)
@@ -67,20 +35,7 @@ def split_parts(tensor: torch.Tensor, split: Split) -> list[torch.Tensor]:
 def merge_parts(
     parts: Sequence[torch.Tensor], split: Split, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Put an unsharded weight together, the inverse of :func:`split_parts`.
-
-    Args:
-        parts: One tensor per :attr:`Split.parts`, shape ``(part.count, *part.shape)`` (the
-            leading dimension may be missing where ``count`` is 1).
-        split: The description.
-        out: Where to write, shape ``split.shape``; may be what ``parts`` are views of.
-
-    Returns:
-        ``out``, or a new tensor of the parts' dtype and device.
-
-    Raises:
-        ConfigurationError: If ``out`` has another shape.
-    """
+    """Put an unsharded weight together, the inverse of :func:`split_parts`."""
     out = parts[0].new_empty(split.shape) if out is None else out
     check_fits("out", tuple(out.shape), split)
     for view, part in zip(part_views(out, split), parts, strict=True):
@@ -95,22 +50,7 @@ def split_local(
     tp_rank: int = 0,
     partition_dim: int = -1,
 ) -> list[torch.Tensor]:
-    """Take one rank's weight apart into its pieces of the logical matrices.
-
-    Args:
-        tensor: The rank's weight, shape ``local_shape(split, tp_size, partition_dim)``.
-        split: Description of the unsharded parameter.
-        tp_size: Ranks of its tensor-parallel group.
-        tp_rank: The rank in that group.
-        partition_dim: The cut: 0 the rows, 1 the columns, -1 none.
-
-    Returns:
-        One tensor ``(rows held, columns held)`` per :attr:`Split.matrices`, with 0 rows where the
-        rank holds nothing of a matrix; a view of ``tensor`` where the rows are consecutive.
-
-    Raises:
-        ConfigurationError: If the shapes differ.
-    """
+    """Take one rank's weight apart into its pieces of the logical matrices."""
     check_fits("tensor", tuple(tensor.shape), split, tp_size, partition_dim)
     rows = tensor.reshape(-1, tensor.shape[-1])
     return [_gather(rows, runs) for runs in matrix_rows(split, tp_size, tp_rank, partition_dim)]
@@ -124,22 +64,7 @@ def merge_local(
     partition_dim: int = -1,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Put one rank's weight together, the inverse of :func:`split_local`.
-
-    Args:
-        pieces: One tensor per :attr:`Split.matrices`, as :func:`split_local` returns them.
-        split: Description of the unsharded parameter.
-        tp_size: Ranks of its tensor-parallel group.
-        tp_rank: The rank in that group.
-        partition_dim: The cut: 0 the rows, 1 the columns, -1 none.
-        out: Where to write, contiguous; a new tensor if absent.
-
-    Returns:
-        The rank's weight, shape ``local_shape(split, tp_size, partition_dim)``.
-
-    Raises:
-        ConfigurationError: If ``out`` has another shape.
-    """
+    """Put one rank's weight together, the inverse of :func:`split_local`."""
     if out is None:
         out = pieces[0].new_empty(local_shape(split, tp_size, partition_dim))
     check_fits("out", tuple(out.shape), split, tp_size, partition_dim)

@@ -1,11 +1,8 @@
 """What is needed of megatron-core and emerging-optimizers is looked for, and named if missing."""
 
-import ast
 import importlib
 import logging
-import re
 import sys
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -15,7 +12,6 @@ from megatron_eopt import EmergingOptimizerConfig
 from megatron_eopt.base import upstream
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.settings.settings import resolve
-from tests.unit.test_layers import SOURCES
 
 EITHER = {"wrap_model_chunks_with_ddp", "_ddp_wrap"}
 """One of them wires layer-wise storage, which one depends on the release."""
@@ -84,33 +80,6 @@ def test_a_module_that_is_gone_is_a_missing_name(monkeypatch):
     monkeypatch.setitem(upstream.NEEDS, "Thing", need)
     with pytest.raises(upstream.UpstreamError, match=r"emerging-optimizers \S+ has no emerging_"):
         upstream.needed("Thing")
-
-
-PACKAGES = ("megatron", "emerging_optimizers")
-
-
-def private(tree: ast.Module) -> Iterator[str]:
-    """Yield private names of the two packages that are imported, or read from what is imported."""
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    theirs = [n for n in imports if str(n.module).split(".")[0] in PACKAGES]
-    imported = {alias.asname or alias.name for node in theirs for alias in node.names}
-    yield from (alias.name for n in theirs for alias in n.names if alias.name.startswith("_"))
-    for node in ast.walk(tree):
-        owner = node.value.id if isinstance(getattr(node, "value", None), ast.Name) else ""
-        if isinstance(node, ast.Attribute) and owner in imported and re.match("_[^_]", node.attr):
-            yield f"{owner}.{node.attr}"
-
-
-@pytest.mark.parametrize("place", SOURCES)
-def test_private_names_stand_in_one_place(place):
-    of_classes = upstream.NEEDS["DistributedOptimizer"].has.split()
-    names = [name.rpartition(".")[2] for name in private(SOURCES[place])]
-    assert set(names) <= set(of_classes)
-
-
-def test_private_names_are_seen():
-    text = "from megatron.core import a, _b\na._c\nfrom torch import d\nd._e\na.__version__"
-    assert list(private(ast.parse(text))) == ["_b", "a._c"]
 
 
 @pytest.fixture

@@ -175,14 +175,6 @@ def test_nothing_is_checked_before_finalize():
     config.finalize()
 
 
-def test_a_change_after_finalize_is_checked_by_provide():
-    config = BridgeOptimizerConfig(**USERS)
-    config.finalize()
-    config.muon_momentum = 1.5
-    with pytest.raises(ConfigurationError, match=r"muon_momentum=1\.5"):
-        config.provide(model_chunks=[], config_overrides=None)
-
-
 def test_layer_wise_storage_tells_the_bridge_how_to_wrap_the_model():
     config = BridgeOptimizerConfig(
         optimizer="muon", lr=0.01, use_layer_wise_distributed_optimizer=True

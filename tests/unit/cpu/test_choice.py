@@ -4,20 +4,12 @@ import pytest
 import torch
 
 from megatron_eopt import cpu
-from megatron_eopt.base.errors import ConfigurationError
 
 
 def test_variable_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     for value in ("cpu", "cuda"):
         monkeypatch.setenv("MEGATRON_EOPT_DEVICE", value)
         assert cpu.choose_device() == value
-
-
-@pytest.mark.parametrize("value", ["gpu", "", "CPU"])
-def test_other_values_are_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
-    monkeypatch.setenv("MEGATRON_EOPT_DEVICE", value)
-    with pytest.raises(ConfigurationError, match=r"MEGATRON_EOPT_DEVICE=.*cpu, cuda"):
-        cpu.choose_device()
 
 
 def test_without_the_variable_the_gpu_decides(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,5 @@
 """The host and the GPU draw from generators of their own, as where there is a GPU."""
 
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,7 +9,6 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import checkpoint as megatron_checkpoint
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.data import DataLoader
 
 from megatron_eopt import cpu
@@ -97,19 +95,6 @@ def test_who_names_a_generator_gets_that() -> None:
     assert _moved(lambda: NUMBERS.clone().random_(generator=own)) == (False, False)
 
 
-@pytest.mark.usefixtures("two")
-def test_the_default_device_decides_where_new_tensors_are_made() -> None:
-    with torch.device("cuda"):
-        assert _moved(lambda: torch.rand(3)) == (False, True)
-    torch.set_default_device("cuda")
-    try:
-        assert _moved(lambda: torch.rand(3)) == (False, True)
-    finally:
-        torch.set_default_device(None)
-        # keeps an inert entry, as it does without the back end
-        torch._GLOBAL_DEVICE_CONTEXT.device_context = None
-
-
 def test_there_is_one_until_the_gpu_is_seeded_by_itself() -> None:
     def draws() -> list[torch.Tensor]:
         torch.manual_seed(3)
@@ -149,18 +134,6 @@ def test_states_and_seeds_are_set_for_each_of_them() -> None:
     torch.manual_seed(5)
     assert (torch.initial_seed(), torch.cuda.initial_seed()) == (5, 5)
     assert len(torch.cuda.get_rng_state_all()) == len(torch.cuda.default_generators) == 1
-
-
-@pytest.mark.usefixtures("two")
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_torchs_recomputation_draws_the_same_masks(reentrant: bool) -> None:
-    def layer(x: torch.Tensor) -> torch.Tensor:
-        return functional.dropout(x * torch.rand(8))
-
-    x = ONES.clone().requires_grad_()
-    y = torch_checkpoint(layer, x, use_reentrant=reentrant)
-    y.sum().backward()
-    assert torch.equal(x.grad, y.detach())  # type: ignore[arg-type]
 
 
 def _recompute() -> None:
@@ -207,25 +180,3 @@ def test_megatrons_tracker_forks_the_gpus(caplog: pytest.LogCaptureFixture) -> N
     with tracker.fork("a"):
         torch.rand(3)
     assert "CPU RNG state changed" in caplog.text
-
-
-@pytest.mark.usefixtures("two")
-def test_a_thread_that_loads_data_does_not_disturb_the_model() -> None:
-    def masks() -> torch.Tensor:
-        torch.cuda.manual_seed(8)
-        return torch.stack([functional.dropout(ONES) for _ in range(300)])
-
-    def load() -> None:
-        started.set()
-        while not stop.is_set():
-            torch.randperm(100)
-
-    alone = masks()
-    started, stop = threading.Event(), threading.Event()
-    loader = threading.Thread(target=load)
-    loader.start()
-    started.wait(10)
-    beside = masks()
-    stop.set()
-    loader.join()
-    assert torch.equal(alone, beside)

@@ -30,16 +30,8 @@ OVERLAP = {
 }
 
 CASES = {
-    "one process": Case(1),
-    "one process, distributed optimizer": Case(1, ddp={"use_distributed_optimizer": True}),
-    "dp2": Case(2),
-    "dp2, overlapped all-reduce": Case(2, ddp={"overlap_grad_reduce": True, "bucket_size": 5000}),
-    "dp2, distributed optimizer": Case(2, ddp={"use_distributed_optimizer": True}),
-    "dp2, overlapped": Case(2, ddp=OVERLAP),
     "dp2, overlapped, bf16": Case(2, model={"dtype": torch.bfloat16}, ddp=OVERLAP),
-    "dp2, bf16": Case(2, model={"dtype": torch.bfloat16}),
     "dp2, fp16": Case(2, model={"dtype": torch.float16}, ddp={"use_distributed_optimizer": True}),
-    "tp2": Case(2, {"tp": 2}),
     "tp2, dropout": Case(2, {"tp": 2}, model={"hidden_dropout": 0.1, "attention_dropout": 0.1}),
     "tp2, swiglu, rope, groups, bf16": Case(
         2,
@@ -51,10 +43,8 @@ CASES = {
             "dtype": torch.bfloat16,
         },
     ),
-    "pp2": Case(2, {"pp": 2}),
     "pp2, tied, fp16": Case(2, {"pp": 2}, {"untied": False, "dtype": torch.float16}),
     "pp2, interleaved": Case(2, {"pp": 2, "virtual_pp": 2}, {"layers": 4}),
-    "ep2": Case(2, {"ep": 2}, {"experts": 4}),
     "ep2, gated, distributed optimizer, bf16": Case(
         2,
         {"ep": 2},
@@ -77,11 +67,6 @@ CASES = {
         {"tp": 2, "ep": 2},
         {"experts": 4, "gated": True, "dtype": torch.bfloat16},
         {"use_distributed_optimizer": True},
-    ),
-    "two instances": Case(
-        4,
-        {"optimizer_instances": 2},
-        ddp={"use_distributed_optimizer": True, "num_distributed_optimizer_instances": 2},
     ),
     "two instances, overlapped": Case(
         4,

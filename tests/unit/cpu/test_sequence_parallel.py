@@ -5,10 +5,7 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-from megatron_eopt import cpu
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import synthetic_batch, tiny_gpt, train_step, wrap_ddp
@@ -55,37 +52,3 @@ def test_the_mark_is_what_makes_them_equal() -> None:
     model = MODELS["layer norm, biases"] | {"sequence_parallel": True}
     (_, first), (_, second) = run_ranks(2, _train, model, False)
     assert not any(torch.equal(first[norm], second[norm]) for norm in first)
-
-
-def _config(**fields: Any) -> TransformerConfig:
-    shape = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
-    return TransformerConfig(
-        **shape, tensor_model_parallel_size=2, persist_layer_norm=False, **fields
-    )
-
-
-@pytest.mark.parametrize(
-    ("normalization", "kind"), [("LayerNorm", torch.nn.LayerNorm), ("RMSNorm", torch.nn.RMSNorm)]
-)
-def test_norms_are_marked_where_they_see_a_part(normalization: str, kind: type) -> None:
-    def marks(config: TransformerConfig) -> list[bool]:
-        norm: Any = WrappedTorchNorm(config=config, hidden_size=8, eps=1e-3)
-        assert type(norm) is kind
-        assert norm.eps == 1e-3
-        return [getattr(p, "sequence_parallel", False) for p in norm.parameters()]
-
-    parts = _config(normalization=normalization, sequence_parallel=True)
-    whole = _config(normalization=normalization)
-    with cpu.enabled():
-        assert set(marks(parts)) == {True}
-        assert set(marks(whole)) == {False}
-        assert parts.sequence_parallel
-    assert set(marks(whole)) == {False}
-    with pytest.raises(AssertionError, match="sequence parallel not supported"):
-        marks(parts)
-
-
-def test_what_torch_has_no_norm_for_is_refused_as_ever() -> None:
-    config = _config(sequence_parallel=True, layernorm_zero_centered_gamma=True)
-    with cpu.enabled(), pytest.raises(AssertionError, match="zero_centered_gamma not supported"):
-        WrappedTorchNorm(config=config, hidden_size=8)

@@ -29,11 +29,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"context_parallel_size": 2}, "--context-parallel-size=2: context parallelism"),
     ({"transformer_impl": "transformer_engine"}, "--transformer-impl.*local"),
     ({"fp8": "e4m3"}, "--fp8-format='e4m3'"),
-    ({"fp4": "e2m1"}, "--fp4-format='e2m1'"),
     ({"cuda_graph_impl": "local"}, "--cuda-graph-impl='local': a CPU has no CUDA graphs"),
     ({"attention_backend": AttnBackend.flash}, "--attention-backend.*unfused"),
-    ({"attention_backend": "fused"}, "--attention-backend.*unfused"),
-    ({"moe_token_dispatcher_type": "flex"}, "--moe-token-dispatcher-type.*alltoall"),
     ({"gradient_accumulation_fusion": True}, "--no-gradient-accumulation-fusion"),
     ({"no_persist_layer_norm": False}, "Pass --no-persist-layer-norm"),
     (

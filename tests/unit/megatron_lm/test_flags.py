@@ -48,11 +48,6 @@ def test_a_script_that_does_not_know_us_gets_upstreams_defaults():
     values([], None, optimizer_defaults="megatron", muon_tp_mode="blockwise", muon_momentum=0.9)
 
 
-def test_recommended_defaults_can_be_asked_for():
-    flags = ["--optimizer-defaults", "recommended"]
-    values(flags, None, optimizer_defaults="recommended", muon_tp_mode="auto", muon_momentum=0.95)
-
-
 def test_a_script_that_adds_our_flags_keeps_our_defaults():
     values([], "ours", optimizer_defaults="recommended", muon_tp_mode="auto")
 
@@ -60,10 +55,6 @@ def test_a_script_that_adds_our_flags_keeps_our_defaults():
 def test_given_flags_win():
     flags = ["--optimizer", "soap", "--muon-tp-mode", "exchange", "--no-muon-split-gated"]
     values(flags, None, optimizer="soap", muon_tp_mode="exchange", muon_split_gated=False)
-
-
-def test_defaults_are_those_of_a_cpu():
-    values([], None, distributed_backend="gloo", transformer_impl="local")
 
 
 def _with_the_scripts_provider() -> None:

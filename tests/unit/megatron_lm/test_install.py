@@ -73,19 +73,6 @@ def test_signatures_begin_with_upstreams():
     assert problems == []
 
 
-def _three(config, model_chunks, pg_collection): ...
-def _swapped(config, pg_collection, model_chunks): ...
-def _demanding(config, model_chunks, pg_collection, more): ...
-def _keyword_only(config, model_chunks, *, pg_collection): ...
-def _more(config, model_chunks, pg_collection, more=None, *, most=None, **rest): ...
-
-
-def test_the_comparison_of_signatures_finds_each_kind_of_difference():
-    assert signature_problem("", _three, _three) == signature_problem("", _three, _more) == ""
-    for other in (_swapped, _demanding, _keyword_only):
-        assert signature_problem("", _three, other)
-
-
 @pytest.mark.tested_release
 def test_public_methods_and_fields_of_replaced_classes_exist():
     (missing,) = run_ranks(1, _missing_attributes)
@@ -148,59 +135,6 @@ def test_everything_is_replaced_everywhere_and_comes_back():
     run_ranks(1, _install_and_uninstall)
 
 
-def _import_in_between() -> None:
-    name = "megatron.training.checkpointing"
-    importlib.import_module("megatron.training.training")
-    kept = sys.modules.pop(name), sys.modules.pop("megatron.training.training")
-    before = objects()
-    try:
-        with megatron_lm.install():
-            from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
-            from megatron.training import training
-
-            assert TensorParallelMuon.__module__ == "megatron_eopt.optimizers.muon"
-            assert training.get_megatron_optimizer.__module__.startswith("megatron_eopt.")
-            late = sys.modules["megatron.training.late"] = type(sys)("late")
-            late.Muon, late.parse_args = TensorParallelMuon, training.get_megatron_ddp_config
-        assert late.Muon.__module__ == "megatron.core.optimizer.emerging_optimizers"
-        assert late.parse_args.__module__ == "megatron.training.training"
-        assert not hasattr(late.parse_args, "__wrapped__")
-        after = objects()
-        different = {place for place in before if after[place] != before[place]}
-        # the package names its new modules
-        assert different <= {("megatron.training", n) for n in ("training", "checkpointing")}
-        ours = [p for p, value in vars(training).items() if "megatron_eopt" in str(value)]
-        assert not ours
-    finally:
-        sys.modules.pop("megatron.training.late", None)
-        for module in kept:
-            sys.modules[module.__name__] = module
-            setattr(sys.modules["megatron.training"], module.__name__.rpartition(".")[2], module)
-
-
-def test_modules_imported_while_installed_get_upstreams_objects_back():
-    run_ranks(1, _import_in_between)
-
-
-def _contexts() -> None:
-    with megatron_lm.installed():
-        assert megatron_lm.is_installed()
-        with megatron_lm.install():
-            pass
-        assert megatron_lm.is_installed()
-    assert not megatron_lm.is_installed()
-    megatron_lm.install()
-    with megatron_lm.installed():
-        pass
-    assert megatron_lm.is_installed()
-    megatron_lm.uninstall()
-    assert not megatron_lm.is_installed()
-
-
-def test_the_outermost_context_uninstalls():
-    run_ranks(1, _contexts)
-
-
 def _without(module: str, name: str) -> None:
     owner = importlib.import_module(module)
     importlib.import_module("megatron_eopt.megatron_lm.names")
@@ -225,21 +159,6 @@ def _without(module: str, name: str) -> None:
 )
 def test_a_name_that_is_needed_and_missing_is_refused(module, name):
     run_ranks(1, _without, module, name)
-
-
-def _without_a_helper() -> None:
-    emerging = importlib.import_module("megatron.core.optimizer.emerging_optimizers")
-    kept = vars(emerging).pop("_get_qkv_split_shapes")
-    try:
-        with megatron_lm.install():
-            assert not hasattr(emerging, "_get_qkv_split_shapes")
-            assert emerging.TensorParallelMuon.__module__ == "megatron_eopt.optimizers.muon"
-    finally:
-        emerging._get_qkv_split_shapes = kept
-
-
-def test_a_helper_that_upstream_lacks_is_not_replaced():
-    run_ranks(1, _without_a_helper)
 
 
 class Plain(torch.optim.SGD):

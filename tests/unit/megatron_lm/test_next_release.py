@@ -122,35 +122,6 @@ def test_every_spelling_of_the_layout_means_ours(more, scatters):
     assert calls_of(" ".join((ASKS, *more)), **more) == (scatters, False)
 
 
-@pytest.mark.tested_release
-@pytest.mark.parametrize("only_the_new_one", [False, True])
-def test_the_wrapper_that_wires_is_found(only_the_new_one):
-    run_ranks(1, _wrapped_names, only_the_new_one)
-
-
-def _wrapped_names(only_the_new_one: bool) -> None:
-    from megatron.training import training
-    from megatron.training.models import dist_utils
-
-    from megatron_eopt.megatron_lm.names import rebindings
-
-    kept = dist_utils._ddp_wrap, training.wrap_model_chunks_with_ddp
-    assert "_ddp_wrap" not in {item.name for item in rebindings()}
-    dist_utils._ddp_wrap = wiring_wrapper(kept[0], None)
-    if only_the_new_one:
-        del training.wrap_model_chunks_with_ddp
-    try:
-        found = {item.name for item in rebindings()}
-        assert "_ddp_wrap" in found
-        assert ("wrap_model_chunks_with_ddp" in found) is not only_the_new_one
-        dist_utils._ddp_wrap = kept[0]
-        if only_the_new_one:
-            with pytest.raises(ImportError, match="wrap_model_chunks_with_ddp, which"):
-                rebindings()
-    finally:
-        dist_utils._ddp_wrap, training.wrap_model_chunks_with_ddp = kept
-
-
 def _rates() -> list[list[tuple[str, float, float, float]]]:
     """Load as 0.20 does with ``--override-opt-param-scheduler``; return rates before and after."""
     from megatron.core.optimizer import ParamKey

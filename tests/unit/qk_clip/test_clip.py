@@ -180,7 +180,14 @@ def interleaved(model: dict[str, Any], ddp: dict[str, Any]) -> Clipped:
     return stepped_and_clipped(parts, optimizer)
 
 
-@pytest.mark.parametrize("ddp", [SHARDED, PLAIN, OVERLAPPED], ids=["sharded", "plain", "overlap"])
+@pytest.mark.parametrize(
+    "ddp",
+    [
+        pytest.param(SHARDED, id="sharded", marks=pytest.mark.long),
+        pytest.param(PLAIN, id="plain", marks=pytest.mark.long),
+        pytest.param(OVERLAPPED, id="overlap"),
+    ],
+)
 def test_an_interleaved_pipeline_clips_as_one_process_does(ddp):
     model = {**GROUPED, "layers": 4}
     expected = run_ranks(1, clipped, replace(case_of(model), ddp=PLAIN, config=PLAIN))[0]
@@ -214,7 +221,9 @@ def test_beside_experts_and_with_several_instances(model, world, parallel, ddp):
 
 
 @pytest.mark.parametrize("gathers_first", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.long), torch.bfloat16], ids=str
+)
 def test_parameters_may_be_gathered_before_or_after(dtype, gathers_first):
     case = case_of(with_dtype(GROUPED, dtype), ddp=SHARDED)
     expected = run_ranks(2, clipped, case)

@@ -1,7 +1,5 @@
 """From a folder of text files to Megatron's indexed data sets."""
 
-import errno
-import os
 import runpy
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,47 +50,6 @@ def test_every_byte_lands_in_one_split(capsys, tmp_path, texts):
         content for name, content in texts.items() if content and "skipped" not in name
     )
     assert len(list(out.iterdir())) == 6
-
-
-@pytest.mark.parametrize(
-    ("folder", "message"),
-    [("missing", "is not a folder"), ("texts/part0/empty.txt", "is not a folder")],
-)
-def test_a_wrong_folder_is_refused_with_its_name(capsys, tmp_path, texts, folder, message):
-    code, said = prepare(capsys, tmp_path / folder, "--out", tmp_path / "corpus")
-    assert code == 2
-    assert str(tmp_path / folder) in said
-    assert message in said
-    assert "Traceback" not in said
-
-
-def test_an_empty_folder_is_refused(capsys, tmp_path):
-    (tmp_path / "texts").mkdir()
-    code, said = prepare(capsys, tmp_path / "texts", "--out", tmp_path / "corpus")
-    assert code == 2
-    assert "0 files end in '.txt'" in said
-    assert not (tmp_path / "corpus").exists()
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
-def test_an_unreadable_folder_is_refused(capsys, tmp_path, texts):
-    (tmp_path / "texts").chmod(0)
-    code, said = prepare(capsys, tmp_path / "texts", "--out", tmp_path / "corpus")
-    (tmp_path / "texts").chmod(0o755)
-    assert code == 2
-    assert "cannot be read" in said
-
-
-def test_files_without_text_leave_the_old_corpus_alone(capsys, tmp_path, texts):
-    out = tmp_path / "corpus"
-    assert prepare(capsys, tmp_path / "texts", "--out", out)[0] == 0
-    before = (out / "train.bin").read_bytes()
-    for path in (tmp_path / "texts").rglob("*.txt"):
-        path.write_bytes(b"")
-    code, said = prepare(capsys, tmp_path / "texts", "--out", out)
-    assert code == 2
-    assert "nothing to read" in said
-    assert (out / "train.bin").read_bytes() == before
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
@@ -174,35 +131,3 @@ def test_megatrons_index_of_an_earlier_corpus_is_not_used(capsys, tmp_path, cach
     assert prepare(capsys, texts, "--out", out)[0] == 0
     assert not list(out.rglob("*-document_index.npy"))
     assert (out / "cache" / "mine.txt").read_text() == "kept"
-
-
-def test_a_corpus_that_is_replaced_in_part_does_not_look_whole(
-    capsys, tmp_path, texts, monkeypatch
-):
-    out = tmp_path / "corpus"
-    assert prepare(capsys, tmp_path / "texts", "--out", out)[0] == 0
-    replace = Path.replace
-
-    def full(path: Path, target: Path) -> Path:
-        if target.name == "valid.bin":
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return replace(path, target)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "replace", full)
-        code, said = prepare(capsys, tmp_path / "texts", "--out", out)
-    assert code == 2
-    assert f"{out}: No space left on device" in said
-    assert (out / "train.bin").exists()
-    assert not (out / "test.idx").exists()
-    assert prepare(capsys, tmp_path / "texts", "--out", out)[0] == 0
-    assert (out / "test.idx").exists()
-
-
-def test_what_a_killed_run_left_is_no_obstacle(capsys, tmp_path, texts):
-    left = tmp_path / "corpus" / ".partial-killed" / "train.bin"
-    left.parent.mkdir(parents=True)
-    left.write_bytes(b"half")
-    code, said = prepare(capsys, tmp_path / "texts", "--out", tmp_path / "corpus")
-    assert code == 0, said
-    assert IndexedDataset(str(tmp_path / "corpus" / "train"))
