@@ -1,6 +1,5 @@
 """Calls as trainers and RL frameworks make them, and what they rely on afterwards."""
 
-import copy
 import inspect
 import warnings
 from pathlib import Path
@@ -9,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 from megatron.core import optimizer as megatron_optimizer
-from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, ParamKey
+from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-import megatron_eopt
 from megatron_eopt import EmergingOptimizerConfig, get_megatron_optimizer
 from megatron_eopt.muon import get_megatron_muon_optimizer
 from tests.harness import run_ranks
@@ -50,19 +48,6 @@ def _as_areal() -> None:
     learns(chunk, get_megatron_optimizer(config, [chunk], None, False, collection, None))
 
 
-def _as_verl() -> None:
-    chunk = model_on_one_rank()
-    learns(chunk, get_megatron_optimizer(config=muon_config(), model_chunks=[chunk]))
-
-
-def _as_slime() -> None:
-    chunk = model_on_one_rank()
-    optimizer = get_megatron_optimizer(
-        config=muon_config(), model_chunks=[chunk], use_gloo_process_groups=False
-    )
-    learns(chunk, optimizer)
-
-
 def _as_the_trainer() -> None:
     chunk = model_on_one_rank()
     config = muon_config()
@@ -95,7 +80,7 @@ def _through_the_old_entry_point() -> None:
     learns(chunk, optimizer)
 
 
-CALLS = [_as_areal, _as_verl, _as_slime, _as_the_trainer, _through_the_old_entry_point]
+CALLS = [_as_areal, _as_the_trainer, _through_the_old_entry_point]
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__.strip("_"))
@@ -109,32 +94,6 @@ def test_the_signature_is_megatrons():
     assert [(p.name, p.default) for p in ours.values()] == [
         (p.name, p.default) for p in theirs.values()
     ]
-
-
-def _twice() -> None:
-    chunk = model_on_one_rank(experts=2)
-    config, overrides = muon_config(), {ParamKey(name="*bias"): {"wd_mult": 0.0}}
-    config_before, overrides_before = copy.deepcopy(config), copy.deepcopy(overrides)
-    grads = {name: p.requires_grad for name, p in chunk.named_parameters()}
-    first = get_megatron_optimizer(config, [chunk], overrides)
-    second = get_megatron_optimizer(config, [chunk], overrides)
-    assert config == config_before
-    assert overrides == overrides_before
-    assert grads == {name: p.requires_grad for name, p in chunk.named_parameters()}
-
-    def described(optimizer: Any) -> list[Any]:
-        return [
-            {**group, "params": [id(p) for p in group["params"]]}
-            for group in optimizer.param_groups
-        ]
-
-    assert described(first) == described(second)
-    held = [id(p) for group in first.param_groups for p in group["params"]]
-    assert len(held) == len(set(held)) == len(list(chunk.parameters()))
-
-
-def test_a_second_call_gives_an_equal_optimizer_and_nothing_is_changed():
-    run_ranks(1, _twice)
 
 
 def _frozen() -> bool:
@@ -201,36 +160,6 @@ def _dump(folder: str) -> list[str]:
 
 def test_the_map_of_groups_is_written(tmp_path):
     assert ".metadata" in run_ranks(1, _dump, str(tmp_path / "map"))[0]
-
-
-def _fp16_skips_for_all() -> None:
-    initialize_megatron()
-    chunk = wrap_ddp(tiny_gpt(layers=1, dtype=torch.float16))
-    config = muon_config(fp16=True, initial_loss_scale=1024.0, hysteresis=1)
-    optimizer = get_megatron_optimizer(config, [chunk])
-    params = list(chunk.parameters())
-    before = [p.clone() for p in params]
-    for p in params:
-        p.main_grad.fill_(0.5)
-    next(p for p in params if p.dim() == 1).main_grad[0] = torch.inf
-    assert optimizer.step()[0] is False
-    assert optimizer.get_loss_scale().item() == 512
-    assert all(torch.equal(p, old) for p, old in zip(params, before, strict=True))
-    for p in params:
-        p.main_grad.fill_(0.5)
-    assert optimizer.step()[0]
-    assert optimizer.get_loss_scale().item() == 512
-
-
-def test_one_loss_scale_over_all_optimizers():
-    run_ranks(1, _fp16_skips_for_all)
-
-
-def test_the_public_surface_is_short_and_lazy():
-    assert "get_megatron_optimizer" in dir(megatron_eopt)
-    assert len(megatron_eopt.__all__) <= 12
-    with pytest.raises(AttributeError):
-        _ = megatron_eopt.nonsense
 
 
 def test_dist_names_are_deprecated():

@@ -6,7 +6,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_eopt.fsdp2 import build_optimizer
-from megatron_eopt.optimizers.draws import draw_alike
 from tests.harness import run_ranks
 from tests.unit.fsdp2.model import config, eager, make_model, set_gradients, weights
 from tests.unit.stores import full_state
@@ -42,58 +41,6 @@ def test_megatrons_copies_stay_equal(storage):
         for _ in range(3):
             draw(rank)
         assert torch.equal(drawn, draw(0))
-
-
-class Drawing(torch.optim.SGD):
-    """Draws a number for each parameter with a gradient, and counts nothing."""
-
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self.state[param].setdefault("drawn", []).append(float(torch.rand(())))
-
-
-def test_each_step_draws_other_numbers_and_parameters_draw_by_their_shapes():
-    def drawn(*shapes: tuple[int, ...]) -> list[list[float]]:
-        params = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
-        optimizer = Drawing([{"params": params[:1]}, {"params": params[1:]}])
-        draw_alike(optimizer)
-        for step in range(3):
-            params[0].grad = torch.zeros(shapes[0])
-            params[-1].grad = torch.zeros(shapes[-1]) if step else None
-            before = torch.get_rng_state()
-            optimizer.step()
-            assert torch.equal(before, torch.get_rng_state())
-        assert [optimizer.state[param]["step"] for param in params] == [3, 2]
-        return [optimizer.state[param]["drawn"] for param in params]
-
-    first, second = drawn((2, 3), (3, 2))
-    assert len(set(first + second)) == 5
-    # one that rests draws where it left off, wherever it is among the others
-    assert drawn((3, 2), (2, 3)) == [[*second, drawn((3, 2), (3, 2))[0][2]], first[:2]]
-
-
-class CountingInGroups(Drawing):
-    """Counts its steps in its groups too, as Prodigy does."""
-
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        super().step()
-        for group in self.param_groups:
-            group["k"] = group.get("k", 0) + 1
-
-
-def test_what_a_step_writes_to_its_group_is_written_once():
-    params = [torch.nn.Parameter(torch.zeros(2)) for _ in range(4)]
-    optimizer = CountingInGroups([{"params": params[:3]}, {"params": params[3:]}])
-    draw_alike(optimizer)
-    for param in params[:2]:
-        param.grad = torch.zeros(2)
-    optimizer.step()
-    optimizer.step()
-    # all of the second group rest
-    assert [group.get("k") for group in optimizer.param_groups] == [2, None]
-    assert [len(group["params"]) for group in optimizer.param_groups] == [3, 1]
 
 
 @eager

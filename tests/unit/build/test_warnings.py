@@ -1,33 +1,26 @@
 """Who gets an update that depends on the number of ranks, or far too long a one, is told so."""
 
 import logging
-
-import pytest
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 from megatron_eopt.build import differences
 from tests.harness import run_ranks
-from tests.unit.build.factories import losses
+from tests.harness.scene import forget_megatron
 from tests.unit.stores.full_state import Case, build
 
 
 class _Lines(logging.Handler):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self.lines = []
+        self.lines: list[str] = []
 
-    def emit(self, record):
+    def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(record.getMessage())
 
 
-def _warnings(config, ddp, tp):
-    return heard(lambda: losses("ours", 1, config=config, ddp=ddp, parallel={"tp": tp}))
-
-
-def _recommended(case):
-    return heard(lambda: build(case))
-
-
-def heard(work):
+def heard(work: Callable[[], Any]) -> list[str]:
     handler = _Lines()
     logger = logging.getLogger("megatron_eopt.build.differences")
     logger.addHandler(handler)
@@ -39,91 +32,62 @@ def heard(work):
     return handler.lines
 
 
-SHARDED = {"use_distributed_optimizer": True}
+def plain(name: str, overrides: dict[str, str] | None = None, **fields: Any) -> Case:
+    where = {"use_distributed_optimizer": False}
+    return Case(name, ddp=where, config=where | fields, overrides=overrides or {})
 
 
-@pytest.mark.parametrize(
-    ("config", "ddp", "tp", "expected"),
-    [
-        ({"optimizer": "muon", "muon_tp_mode": "blockwise"}, {}, 2, "muon_tp_mode='blockwise'"),
-        ({"optimizer": "soap"}, {}, 2, "optimizer='soap'"),
-        ({"optimizer": "muon", "muon_tp_mode": "duplicated"}, {}, 2, None),
-        ({"optimizer": "muon", "muon_tp_mode": "blockwise"}, {}, 1, None),
-        ({"optimizer": "soap", **SHARDED}, SHARDED, 2, None),
-        ({"optimizer": "lion"}, {}, 2, None),
-    ],
+DEPENDS = "depends on the number of ranks"
+ONE_MATRIX = "as one matrix without use_distributed_optimizer"
+UNSPLIT = dict.fromkeys(
+    [f"muon_split_{kind}" for kind in ("qkv", "gated", "mla", "linear_attention")], False
 )
-def test_a_warning_names_the_field(config, ddp, tp, expected):
-    lines = run_ranks(2, _warnings, config, ddp, tp)[0]
-    found = [line for line in lines if "depends on the number of ranks" in line]
-    assert len(found) == (expected is not None)
-    assert all(expected in line for line in found)
+BLOCKWISE = {"muon_tp_mode": "blockwise"}
+TENSOR_PARALLEL = [
+    # what is built, what is said of it, and how often
+    (plain("muon", **BLOCKWISE), DEPENDS, 1),
+    (plain("muon", muon_tp_mode="duplicated"), DEPENDS, 0),
+    (plain("soap"), DEPENDS, 1),
+    (Case("soap"), DEPENDS, 0),
+    (plain("lion"), DEPENDS, 0),
+    (plain("adam", overrides={"*linear_fc1.weight": "muon"}, **BLOCKWISE), DEPENDS, 1),
+]
+HUGE, ADAMUON = "such an update is huge", {"adaptive_muon_moment2_method": "adamuon"}
+SCALE, SCION = "muon_scale_mode=", "takes the place of Scion's own"
+ALONE = [
+    (plain("muon", **BLOCKWISE), DEPENDS, 0),
+    (plain("soap"), ONE_MATRIX, 1),
+    (plain("soap", **UNSPLIT), ONE_MATRIX, 0),
+    (Case("soap"), ONE_MATRIX, 0),
+    (plain("muon"), ONE_MATRIX, 0),
+    (plain("muon", muon_coefficient_type="cans", muon_fp32_matmul_prec="medium"), HUGE, 1),
+    (plain("muon", muon_coefficient_type="cans", muon_fp32_matmul_prec="highest"), HUGE, 0),
+    (plain("muon", muon_fp32_matmul_prec="medium"), HUGE, 0),
+    (plain("adaptive_muon", **ADAMUON, muon_scale_mode="adamw_rms"), SCALE, 1),
+    (plain("adaptive_muon", **ADAMUON, muon_scale_mode="shape_scaling"), SCALE, 0),
+    (Case("scion", config={"weight_decay": 0.1}), SCION, 1),
+    (Case("scion", config={"weight_decay": 1.0}), SCION, 0),
+]
 
 
-PLAIN = {"use_distributed_optimizer": False}
+def said(table: list[tuple[Case, str, int]], parallel: dict[str, int]) -> list[int]:
+    counts = []
+    for case, words, _ in table:
+        cut = replace(case, parallel=parallel)
+        lines = heard(lambda cut=cut: build(cut))
+        counts.append(sum(words in line for line in lines))
+        forget_megatron()
+    return counts
 
 
-@pytest.mark.parametrize(
-    ("case", "warned"),
-    [
-        (Case("soap", ddp=PLAIN, config=PLAIN), True),
-        (
-            Case(
-                "soap",
-                ddp=PLAIN,
-                config={**PLAIN, "muon_split_qkv": False, "muon_split_gated": False}
-                | {"muon_split_mla": False, "muon_split_linear_attention": False},
-            ),
-            False,
-        ),
-        (Case("soap"), False),
-        (Case("muon", ddp=PLAIN, config=PLAIN), False),
-        (Case("lion", ddp=PLAIN, config=PLAIN), False),
-        (Case("adam", ddp=PLAIN, config=PLAIN), False),
-    ],
-    ids=str,
-)
-def test_who_gets_fused_weights_as_one_matrix_is_told_so(case, warned):
-    lines = run_ranks(1, _recommended, case)[0]
-    assert (
-        any("as one matrix without use_distributed_optimizer" in line for line in lines) == warned
-    )
+def check(table: list[tuple[Case, str, int]], found: list[int]) -> None:
+    for (case, words, expected), count in zip(table, found, strict=True):
+        assert count == expected, (case, words)
 
 
-@pytest.mark.parametrize(
-    ("coefficients", "precision", "warned"),
-    [("cans", "medium", True), ("cans", "highest", False), ("polar_express", "medium", False)],
-)
-def test_coefficients_that_rounding_makes_diverge(coefficients, precision, warned):
-    config = {"optimizer": "muon", "muon_coefficient_type": coefficients}
-    config["muon_fp32_matmul_prec"] = precision
-    lines = run_ranks(1, _warnings, config, {}, 1)[0]
-    assert any("such an update is huge" in line for line in lines) == warned
+def test_what_depends_on_the_number_of_ranks_is_told():
+    check(TENSOR_PARALLEL, run_ranks(2, said, TENSOR_PARALLEL, {"tp": 2})[0])
 
 
-@pytest.mark.parametrize(
-    ("method", "scale", "warned"),
-    [
-        ("adamuon", "spectral", True),
-        ("adamuon", "adamw_rms", True),
-        ("adamuon", "shape_scaling", False),
-        ("normuon", "adamw_rms", False),
-    ],
-)
-def test_adamuons_scale(method, scale, warned):
-    config = {
-        "optimizer": "adaptive_muon",
-        "adaptive_muon_moment2_method": method,
-        "muon_scale_mode": scale,
-    }
-    lines = run_ranks(1, _warnings, config, {}, 1)[0]
-    assert any(f"muon_scale_mode={scale!r}" in line for line in lines) == warned
-
-
-@pytest.mark.parametrize(
-    ("name", "decay", "told"), [("scion", 0.1, 1), ("scion", 1.0, 0), ("soap", 0.1, 0)]
-)
-def test_a_weight_decay_in_place_of_scions_own(name, decay, told):
-    case = Case(name, ddp=SHARDED, config={"weight_decay": decay})
-    lines = run_ranks(1, _recommended, case)[0]
-    assert sum("takes the place of Scion's own" in line for line in lines) == told
+def test_what_else_differs_from_megatron_core_or_papers_is_told():
+    check(ALONE, run_ranks(1, said, ALONE, {})[0])

@@ -11,12 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_eopt import (
-    ConfigurationError,
     EmergingOptimizerConfig,
     checkpoints,
     get_megatron_optimizer,
 )
-from megatron_eopt.checkpoint.parameter_space import parameter_spaces
 from tests.harness import run_ranks
 from tests.harness.models import wrap_ddp
 from tests.harness.scene import forget_megatron
@@ -116,17 +114,3 @@ def test_it_is_saved_and_loaded_at_any_layout(tmp_path, storage, optimizer):
         resumed = run_ranks(ranks, resume, str(tmp_path), other, optimizer)[0]
         for name, weight in expected.items():
             torch.testing.assert_close(resumed[name], weight, rtol=0, atol=1e-6)
-
-
-def gaps() -> None:
-    modules.set_up(1)
-    model = Attention()
-    state = model.sharded_state_dict()
-    del state["attention.linear_kv_down_proj.weight"]
-    parameter_spaces(state, [model.attention.linear_kv_up_proj.weight])
-    with pytest.raises(ConfigurationError, match="is not in the model's state"):
-        parameter_spaces(state, [model.attention.linear_qkv_down_proj.weight])
-
-
-def test_pieces_are_the_whole_parameter():
-    run_ranks(1, gaps)

@@ -11,7 +11,7 @@ from megatron.core import optimizer as megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig, ParamKey
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-from megatron_eopt import ConfigurationError, get_megatron_optimizer
+from megatron_eopt import get_megatron_optimizer
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import forward_backward, synthetic_batch, tiny_gpt, wrap_ddp
@@ -90,39 +90,3 @@ def _means_the_same_as_overrides(layer_wise: bool) -> None:
 @pytest.mark.parametrize("layer_wise", [False, True])
 def test_a_replaced_grouping_means_the_same_as_overrides(layer_wise):
     run_ranks(2, _means_the_same_as_overrides, layer_wise)
-
-
-def _of_an_older_signature(model_chunks, no_weight_decay_cond, scale_lr_cond, lr_mult, lr):
-    raise AssertionError("never called")
-
-
-def _loses_a_parameter(*args: Any) -> Any:
-    groups = ORIGINAL(*args)
-    groups[0]["params"].pop()
-    return groups
-
-
-def _returns_nothing(*_: Any) -> None:
-    """Forget to return."""
-
-
-def _refused(grouping: Callable[..., Any]) -> str:
-    initialize_megatron()
-    _, factory = build()
-    with replaced(grouping), pytest.raises(ConfigurationError, match="config_overrides") as caught:
-        factory()
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("grouping", "rule"),
-    [
-        (_of_an_older_signature, "fails when called with"),
-        (_loses_a_parameter, "every trainable parameter once"),
-        (_returns_nothing, "no list of parameter groups"),
-    ],
-)
-def test_an_unusable_one_is_refused_with_the_way_out(grouping, rule):
-    said = run_ranks(1, _refused, grouping)[0]
-    assert "_get_param_groups=" in said
-    assert rule in said

@@ -7,10 +7,8 @@ import torch
 from megatron.core.optimizer import OptimizerConfig, ParamKey
 
 from megatron_eopt import ConfigurationError, EmergingOptimizerConfig, register_optimizer
-from megatron_eopt.routing.overrides import describe, merge, unmatched
-from megatron_eopt.routing.parameters import trainable_parameters
 from megatron_eopt.settings import registry
-from tests.unit.routing.toy import Toy, groups_of, routes_of
+from tests.unit.routing.toy import groups_of, routes_of
 
 
 def muon(**fields):
@@ -81,29 +79,6 @@ def test_a_third_party_optimizer_may_take_everything(monkeypatch):
         register_optimizer("adam", Everything)
 
 
-def test_parameters_are_listed_once_and_frozen_ones_not_at_all():
-    names = [item.name for item in trainable_parameters([Toy()])]
-    assert "head.weight" not in names
-    assert not [name for name in names if name.startswith("frozen")]
-    assert len(names) == len(set(names)) == 8
-
-
-def test_keys_that_match_nothing_are_found():
-    parameters = trainable_parameters([Toy()])
-    overrides = {ParamKey(name="fist.*"): {}, ParamKey(name="first.*"): {}}
-    assert unmatched(parameters, overrides) == ["name=fist.*"]
-
-
-def test_merging_does_not_depend_on_the_order_of_overrides():
-    parameter = trainable_parameters([Toy()])[2]
-    keys = [ParamKey(name="first.*"), ParamKey(name="*.weight"), ParamKey(attr="tied")]
-    overrides = {key: {"wd_mult": 0.0} for key in keys}
-    backwards = dict(reversed(overrides.items()))
-    assert merge(parameter, overrides) == merge(parameter, backwards)
-    assert merge(parameter, overrides).labels == ("name=*.weight", "name=first.*")
-    assert describe(keys[2]) == "attr=tied"
-
-
 def test_identities_do_not_depend_on_numbers():
     def identities(lr, other):
         overrides = {
@@ -122,22 +97,3 @@ def test_identities_do_not_depend_on_numbers():
 
     assert identities(0.1, 0.2) == identities(0.5, 0.3)
     assert len(set(identities(0.1, 0.2).values())) == 6
-
-
-def test_groups_of_other_ranks_exist_here_without_members():
-    mine = list(routes_of(muon()).values())
-    groups = groups_of([], mine)
-    assert [group.identity for group in groups] == [g.identity for g in groups_of(mine, [])]
-    assert not any(group.members for group in groups)
-
-
-def test_tables_name_every_parameter():
-    from megatron_eopt.routing.table import COLUMNS, format_table, routing_rows
-
-    routes = routes_of(muon(), {ParamKey(name="*.bias"): {"wd_mult": 0.0}})
-    rows = routing_rows(groups_of(list(routes.values())), {}, lr=0.1, weight_decay=0.01)
-    assert [row[0] for row in rows] == list(routes)
-    assert ("first.bias", "4", "adam", "-", "0.1", "0", "1-D") in rows
-    table = format_table(rows)
-    assert len({len(line) for line in table.splitlines()}) == 1
-    assert all(column in table.splitlines()[0] for column in COLUMNS)

@@ -10,7 +10,8 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, apply_factories, is_main_replica
-from megatron.core.optimizer import ParamKey, get_standard_config_overrides
+from megatron.core.optimizer import OptimizerConfig, ParamKey, get_standard_config_overrides
+from megatron.core.optimizer import get_megatron_optimizer as megatrons_factory
 from torch import distributed
 
 from megatron_eopt import EmergingOptimizerConfig, checkpoints, get_megatron_optimizer
@@ -31,6 +32,8 @@ class Case:
         form: Megatron's form of checkpoint.
         frozen: Part of the names of parameters that are frozen.
         overrides: The optimizers of parameters whose names match a pattern.
+        float32: Part of the names of parameters of a 16-bit model that are float32.
+        stock: Whether megatron-core's own factory builds the optimizer.
     """
 
     optimizer: str = "muon"
@@ -41,10 +44,18 @@ class Case:
     form: str = "fully_reshardable"
     frozen: str | None = None
     overrides: dict[str, str] = field(default_factory=dict)
+    float32: str | None = None
+    stock: bool = False
 
     @property
     def run(self) -> Run:
-        return Run(model=self.model, parallel=self.parallel, ddp=self.ddp, frozen=self.frozen)
+        return Run(
+            model=self.model,
+            parallel=self.parallel,
+            ddp=self.ddp,
+            frozen=self.frozen,
+            float32=self.float32,
+        )
 
 
 def unwrapped(chunk: Any) -> Any:
@@ -63,6 +74,10 @@ def build(case: Case, prepare: Callable[[Any], None] | None = None) -> tuple[Any
     chunk = make_chunk(case.run)
     if prepare is not None:
         prepare(chunk)
+    elif case.optimizer == "sinkhorn_muon":
+        for param in chunk.parameters():
+            # doubly stochastic up to its shape, as this optimizer demands
+            param.data.fill_(1 / min(param.shape))
     return chunk, optimizer_over(case, [chunk])
 
 
@@ -75,6 +90,11 @@ def optimizer_over(case: Case, chunks: list[Any]) -> Any:
         "bf16": case.model.get("dtype") == torch.bfloat16,
         "use_distributed_optimizer": True,
     }
+    if case.stock:
+        config: OptimizerConfig = OptimizerConfig(**(fields | case.config))
+        optimizer = megatrons_factory(config, chunks)
+        set_lr(optimizer, config)
+        return optimizer
     config = EmergingOptimizerConfig(**(fields | case.config))
     overrides = {
         ParamKey(name=pattern): {"optimizer": name} for pattern, name in case.overrides.items()

@@ -38,6 +38,7 @@ class Run:
         steps: Number of steps.
         muon: Part of the names of the matrices that Muon gets.
         frozen: Part of the names of parameters that are frozen.
+        float32: Part of the names of parameters of a 16-bit model that are float32.
     """
 
     optimizer: str = "layer_wise"
@@ -48,6 +49,7 @@ class Run:
     steps: int = 3
     muon: str = ""
     frozen: str | None = None
+    float32: str | None = None
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,8 @@ def make_chunk(run: Run) -> Any:
     for name, param in model.named_parameters():
         if run.frozen is not None and run.frozen in name:
             param.requires_grad = False
+        if run.float32 is not None and run.float32 in name:
+            param.data = param.data.float()
         slab = slab_of(name, param, gated)
         whole = global_values(global_name(name, run.model), slab, param.shape, 0)
         param.data.copy_(slab.of(whole))

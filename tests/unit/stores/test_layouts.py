@@ -5,8 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron_eopt.storage import LayerWiseDistributedOptimizer
 from tests.harness import run_ranks
+from tests.unit.stores import runs
 from tests.unit.stores.runs import DENSE, MOE, Result, Run, deviation, train
 
 INSTANCES = {
@@ -112,6 +115,32 @@ def test_two_runs_are_bit_equal():
     for a, b in zip(first, second, strict=True):
         for name, (_, weight) in a.weights.items():
             assert torch.equal(weight, b.weights[name][1]), name
+
+
+def with_collection(run: Run) -> Result:
+    """Pass a collection of the groups that Megatron's own optimizers ask for, and no others."""
+    chunk = runs.make_chunk(run)
+    known = ("tp", "dp", "dp_cp", "expt_dp", "expt_tp", "mp", "tp_ep_pp", "intra_dist_opt")
+    collection = ProcessGroupCollection.use_mpu_process_groups(list(known))
+    config = runs.make_config(run)
+    matrices, others = runs.param_groups(run, config, chunk)
+    for name, param in chunk.named_parameters():
+        param.test_is_qkv = name.endswith("linear_qkv.weight")
+    bases = [runs.muon_over(matrices, config, chunk), runs.adam_over(others, config)]
+    optimizer = LayerWiseDistributedOptimizer(bases, config, collection, None, [chunk])
+    runs.set_lr(optimizer, config)
+    for step in range(run.steps):
+        runs.inject(run, chunk, step)
+        optimizer.step()
+    return Result(runs.weights(run, chunk), [])
+
+
+def test_a_callers_collection_serves_as_megatrons_own_groups():
+    run = Run(model=MOE | {"bias": False}, parallel={"tp": 2, "ep": 2, "etp": 1})
+    own = run_ranks(4, train, run)
+    for a, b in zip(own, run_ranks(4, with_collection, run), strict=True):
+        for name, (_, weight) in b.weights.items():
+            assert torch.equal(weight, a.weights[name][1]), name
 
 
 def test_blockwise_orthogonalizes_each_slab():

@@ -8,16 +8,13 @@ from typing import Any
 import pytest
 import torch
 from emerging_optimizers.scalar_optimizers import LaProp
-from emerging_optimizers.soap import SOAP
 from megatron.core.optimizer import OptimizerConfig
 
-from megatron_eopt import TensorParallelMuon
 from megatron_eopt.storage import LayerWiseDistributedOptimizer
 from tests.harness import run_ranks
-from tests.harness.megatron import initialize_megatron
 from tests.unit.build.factories import FACTORIES
 from tests.unit.stores import runs
-from tests.unit.stores.full_state import Case, build, steps
+from tests.unit.stores.full_state import Case, steps
 from tests.unit.stores.runs import DENSE, MOE, Result, Run, deviation, inject, make_chunk
 
 BuildT = Callable[[list[Any], Any], Any]
@@ -38,10 +35,6 @@ class RowNorms(torch.optim.Optimizer):
                     self.state[param]["norms"] = torch.zeros_like(norms)
                 mean = self.state[param]["norms"].lerp_(norms, 0.5)
                 param.sub_(param.grad / (mean + param.norm()), alpha=group["lr"])
-
-
-def soap(groups: list[Any], config: Any) -> torch.optim.Optimizer:
-    return SOAP(groups, lr=config.lr, weight_decay=config.weight_decay)
 
 
 def row_norms(groups: list[Any], config: Any) -> torch.optim.Optimizer:
@@ -111,17 +104,6 @@ def test_a_users_optimizer_gets_whole_parameters(world, parallel, model, everyth
         assert max(held) < 0.7 * sum(held)
 
 
-def test_soap_is_the_same_in_fragments():
-    # SOAP follows its input to the last bit: in the null space of a factor it divides rounding by
-    # rounding. Without clipping, gradients arrive in every bit as they are in one process.
-    run = Run(model=DENSE | {"bias": False}, config={"clip_grad": 0.0}, steps=2)
-    expected = run_ranks(1, plainly, run, soap, False)[0]
-    for result in run_ranks(2, step_with, run, soap, False):
-        for name, (_, weight) in result.weights.items():
-            matrix = "layers" in name and weight.dim() == 2
-            assert torch.equal(weight, expected.weights[name][1]) or not matrix, name
-
-
 def factorys(case: Case, factory: str) -> dict[str, torch.Tensor]:
     """Return the weights of layers after two steps of an optimizer with megatron-core's class."""
     chunk = make_chunk(case.run)
@@ -148,32 +130,6 @@ def test_soap_updates_fused_weights_as_megatron_core_does():
                 assert torch.equal(found[name], weight), (name, world, case)
 
 
-def reload(run: Run) -> float:
-    """Change the model from outside, reload, step; return the deviation from a fresh start."""
-    chunk = make_chunk(run)
-    config = runs.make_config(run)
-    matrices, others = runs.param_groups(run, config, chunk)
-    bases = [row_norms(matrices, config), runs.adam_over(others, config)]
-    optimizer = LayerWiseDistributedOptimizer(bases, config, None, None, [chunk])
-    start = {name: p.detach().clone() for name, p in chunk.named_parameters()}
-    for param in chunk.parameters():
-        param.data.mul_(2)
-    optimizer.reload_model_params()
-    for group in optimizer.param_groups:
-        group["lr"] = group["weight_decay"] = 0.0
-    inject(run, chunk, 0)
-    optimizer.step()
-    now = dict(chunk.named_parameters())
-    return max(float((now[name] - 2 * value).norm()) for name, value in start.items())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_owners_follow_reloaded_parameters(dtype):
-    config = {"bf16": dtype == torch.bfloat16}
-    run = Run(model=DENSE | {"dtype": dtype}, config=config)
-    assert run_ranks(2, reload, run) == [0.0, 0.0]
-
-
 def laprop_on_norms(groups: list[Any], config: Any) -> torch.optim.Optimizer:
     return LaProp(groups, lr=config.lr, weight_decay=0.0, frob_normalize=True)
 
@@ -185,33 +141,3 @@ def test_laprop_that_looks_at_whole_parameters_gets_them(world, parallel):
     found = run_ranks(world, step_with, replace(run, parallel=parallel), laprop_on_norms, True)
     # float32: norms are summed in another order
     assert deviation(found, expected) < 2e-6
-
-
-def _steps(case: Case) -> None:
-    chunk, optimizer = build(case)
-    steps(case, chunk, optimizer, 0, 2)
-    assert optimizer.members[0].storage.steps == 2
-
-
-def test_a_pipeline_stage_may_have_no_matrix_of_an_optimizer():
-    last = {"*layers.1*linear_proj.weight": "soap"}
-    run_ranks(2, _steps, Case("muon", DENSE, {"pp": 2}, overrides=last))
-
-
-def _in_place(is_transposed: bool) -> torch.Tensor:
-    initialize_megatron()
-    numbers = torch.Generator().manual_seed(1)
-    param = torch.nn.Parameter(torch.randn(16, 8, generator=numbers))
-    muon = TensorParallelMuon([param], lr=0.1, fp32_matmul_prec="highest")
-    config = OptimizerConfig(optimizer="muon", lr=0.1, clip_grad=0.0)
-    optimizer = LayerWiseDistributedOptimizer([muon], config)
-    param.grad = torch.zeros(8, 16).t() if is_transposed else torch.zeros(16, 8)
-    for _ in range(3):
-        param.grad.copy_(torch.randn(16, 8, generator=numbers))
-        optimizer.step()
-    return param.detach()
-
-
-def test_gradients_that_lie_transposed_are_read_anew():
-    still, moved = (run_ranks(1, _in_place, is_transposed)[0] for is_transposed in (False, True))
-    assert torch.equal(still, moved)

@@ -5,22 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.optimizer.optimizer_config import ParamKey
-from torch import Tensor
 
-from megatron_eopt import EmergingOptimizerConfig, checkpoints, get_megatron_optimizer
-from megatron_eopt.base.names import GLOBAL_NAME_ATTRIBUTE
-from megatron_eopt.settings import registry
+from megatron_eopt import checkpoints
 from tests.harness import run_ranks
 from tests.harness.scene import forget_megatron
 from tests.unit.fsdp2.model import eager
-from tests.unit.megatron_fsdp import runs as managed
 from tests.unit.stores import full_state
 from tests.unit.stores.full_state import Case, differences
-from tests.unit.stores.runs import DENSE, MOE, Run, make_chunk, set_lr
+from tests.unit.stores.runs import DENSE, set_lr
 
 JOINING = "*linear_proj.weight"
 
@@ -96,71 +90,3 @@ def test_counts_of_steps_go_on_as_they_were(tmp_path, name, form):
     for differing, counts in run_ranks(2, gone_on, case, before, tmp_path, form):
         assert not differing
         assert counts  # which are not all the driver's
-
-
-class Counting(torch.optim.Optimizer):
-    """Counts steps in its groups, as fused optimizers do: those without members are skipped."""
-
-    def __init__(self, params: Any, lr: float = 1e-3, weight_decay: float = 0.0) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
-
-    def _init_group(self, group: Any, skip_non_grad_params: bool = True) -> None:
-        """There is no state."""
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            if group["params"]:
-                group["step"] = group.get("step", 0) + 1
-            for param in group["params"]:
-                param.add_(param.grad, alpha=-group["lr"] / group["step"])
-
-
-@eager
-def stepped_in_groups(storage: dict[str, Any]) -> dict[str, Tensor]:
-    if not registry.is_registered("counting"):
-        registry.register_optimizer("counting", Counting)
-    fields = {"muon_wave_mb": 0.001, **storage}
-    case = Case("counting", DENSE, ddp=storage, config=fields)
-    chunk = make_chunk(case.run)
-    config = EmergingOptimizerConfig(optimizer="counting", lr=0.01, clip_grad=0.0, **fields)
-    # a group of its own
-    own = {ParamKey(name=JOINING): {"wd_mult": 0.5}}
-    optimizer = get_megatron_optimizer(config, [chunk], own)
-    full_state.steps(case, chunk, optimizer, 0, 4)
-    return {name: param.detach().clone() for name, param in chunk.named_parameters()}
-
-
-def test_owners_count_in_groups_that_are_not_in_every_batch():
-    def run(storage: dict[str, Any]) -> dict[str, Tensor]:
-        return run_ranks(1, stepped_in_groups, storage)[0]
-
-    plain, owned = (run({"use_distributed_optimizer": is_sharded}) for is_sharded in (False, True))
-    for name, weight in plain.items():
-        torch.testing.assert_close(owned[name], weight, msg=name)
-
-
-def names_of_copies() -> list[str]:
-    """Return the global names of a tied embedding's copy on this stage."""
-    model = {**DENSE, "untied": False, "layers": 2}
-    chunk, _ = full_state.build(Case("muon", model, parallel={"pp": 2}))
-    params = [param for param in chunk.parameters() if getattr(param, "shared_embedding", False)]
-    return [getattr(param, GLOBAL_NAME_ATTRIBUTE) for param in params]
-
-
-def test_copies_of_a_tied_embedding_have_one_name():
-    assert run_ranks(2, names_of_copies) == [["embedding.word_embeddings.weight"]] * 2
-
-
-@eager
-def names_of_experts() -> list[str]:
-    run = Run(model=MOE, parallel={"ep": 2}, config={"optimizer": "muon"})
-    optimizer = managed.make_optimizer(run, managed.make_chunk(run))
-    shards = [shard for driver in optimizer.members[-1].drivers for shard in driver.shards]
-    return sorted(shard.global_name for shard in shards if "local_experts" in shard.name)
-
-
-def test_experts_in_megatron_fsdp_have_their_names_in_the_whole_model():
-    mine, others = run_ranks(2, names_of_experts, timeout=120)
-    assert len(mine) == len(others) > 0
-    assert not set(mine) & set(others)

@@ -18,6 +18,16 @@ from tests.unit.stores.runs import DENSE, MOE
 
 BF16 = {**DENSE, "query_groups": 4, "dtype": torch.bfloat16}
 NORMUON = {"adaptive_muon_moment2_method": "normuon"}
+PLAIN = {"use_distributed_optimizer": False}
+FIRST = "layers.0."
+APART = [
+    # state that not all layers have: some are frozen, or have another optimizer
+    Case("muon", BF16, frozen=FIRST),
+    Case("adam", BF16, frozen=FIRST),
+    Case("soap", DENSE, frozen=FIRST),
+    Case("muon", MOE, frozen="local_experts.1."),
+    Case("muon", DENSE, overrides={"*layers.0.mlp*weight": "adam"}),
+]
 OPTIMIZERS = [
     Case("muon", BF16),
     Case("adam", BF16),
@@ -59,6 +69,13 @@ def test_dense(dense, world, parallel):
     check(saved, run_ranks(world, load, cases, folder, timeout=300)[0], cases)
 
 
+def test_layers_apart(tmp_path):
+    folder = str(tmp_path)
+    saved = run_ranks(2, save, APART, folder)[0]
+    check(saved, run_ranks(1, load_matched, APART, folder)[0], APART)
+    check(saved, run_ranks(2, load_matched, at(APART, tp=2), folder)[0], APART)
+
+
 EXPERTS = [Case("muon", MOE), Case("adam", MOE)]
 
 
@@ -68,16 +85,11 @@ def experts(tmp_path_factory):
     return folder, run_ranks(4, save, at(EXPERTS, ep=2), folder, timeout=300)[0]
 
 
-@pytest.mark.parametrize(
-    ("world", "parallel"), [(4, {"ep": 4}), (2, {"ep": 2}), (1, {})], ids=["EP 4", "EP 2", "EP 1"]
-)
+@pytest.mark.parametrize(("world", "parallel"), [(4, {"ep": 4}), (1, {})], ids=["EP 4", "EP 1"])
 def test_experts(experts, world, parallel):
     folder, saved = experts
     cases = at(EXPERTS, **parallel)
     check(saved, run_ranks(world, load, cases, folder, timeout=300)[0], cases)
-
-
-PLAIN = {"use_distributed_optimizer": False}
 
 
 @pytest.mark.parametrize(("before", "after"), [(96, 160), (160, 96)], ids=["more", "less"])
@@ -113,7 +125,7 @@ BUCKETS = {"overlap_grad_reduce": True, "bucket_size": 3000}
 PADDED = {**BUCKETS, "pad_buckets_for_high_nccl_busbw": True}
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(n, marks=pytest.mark.long) for n in (2, 3)])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_padded_buckets(tmp_path, ranks):
     forms = ("fully_reshardable", "dp_reshardable")
     padding = PADDED if ranks == 2 else BUCKETS
@@ -123,14 +135,24 @@ def test_padded_buckets(tmp_path, ranks):
     check(saved, run_ranks(ranks, load, cases, str(tmp_path), timeout=300)[0], cases)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.long), torch.bfloat16], ids=str
+)
 def test_resuming_equals_not_stopping(tmp_path, dtype):
     model = {**DENSE, "dtype": dtype}
     cases = [replace(case, model=model) for case in OPTIMIZERS]
     cases += [
         Case("adam", model, form="dp_reshardable"),
+        Case("muon", model, form="dp_reshardable"),
+        # fragments of gradients that DDP all-reduces
+        Case("muon", model, ddp=PLAIN),
         Case("psgd_pro", model),
     ]
+    whole, resumed = run_ranks(2, interrupted, cases, str(tmp_path), timeout=300)[0]
+    check(whole, resumed, cases)
+
+
+def test_layers_apart_go_on_as_in_one_go(tmp_path):
+    cases = [*APART, replace(APART[0], ddp=PLAIN, config=PLAIN)]
     whole, resumed = run_ranks(2, interrupted, cases, str(tmp_path), timeout=300)[0]
     check(whole, resumed, cases)

@@ -62,7 +62,6 @@ def test_overlap_is_bit_equal(model):
 NO_BIAS = DENSE | {"bias": False}
 
 CASES: dict[str, dict[str, Any]] = {
-    "tied embeddings": {"model": NO_BIAS | {"untied": False}},
     "tied embeddings, two stages": {
         "model": NO_BIAS | {"untied": False},
         "parallel": {"pp": 2},
