@@ -8,7 +8,6 @@ from megatron_eopt.matrices import RowRuns, Split, check_fits, local_shape, matr
 
 __all__ = [
     "merge_local",
-    "merge_parts",
     "part_views",
     "split_local",
     "split_parts",
@@ -62,30 +61,6 @@ def split_parts(tensor: torch.Tensor, split: Split) -> list[torch.Tensor]:
         view.reshape(part.count, *part.shape)
         for view, part in zip(part_views(tensor, split), split.parts, strict=True)
     ]
-
-
-def merge_parts(
-    parts: Sequence[torch.Tensor], split: Split, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Put an unsharded weight together, the inverse of :func:`split_parts`.
-
-    Args:
-        parts: One tensor per :attr:`Split.parts`, shape ``(part.count, *part.shape)`` (the
-            leading dimension may be missing where ``count`` is 1).
-        split: The description.
-        out: Where to write, shape ``split.shape``; may be what ``parts`` are views of.
-
-    Returns:
-        ``out``, or a new tensor of the parts' dtype and device.
-
-    Raises:
-        ConfigurationError: If ``out`` has another shape.
-    """
-    out = parts[0].new_empty(split.shape) if out is None else out
-    check_fits("out", tuple(out.shape), split)
-    for view, part in zip(part_views(out, split), parts, strict=True):
-        view.copy_(part.reshape(view.shape))
-    return out
 
 
 def split_local(
