@@ -11,7 +11,7 @@ from megatron_eopt.layouts.assignment import assign_owners, iteration_cost
 from megatron_eopt.layouts.dtensor import dtensor_layout
 from megatron_eopt.layouts.layout import Layout
 from megatron_eopt.layouts.plan import Matrix, Plan, build_plan
-from megatron_eopt.layouts.redistribution import Redistribution, RedistributionError, WaveBatch
+from megatron_eopt.layouts.redistribution import Redistribution, WaveBatch
 from megatron_eopt.layouts.waves import plan_waves
 
 __all__ = [
@@ -19,7 +19,6 @@ __all__ = [
     "Matrix",
     "Plan",
     "Redistribution",
-    "RedistributionError",
     "WaveBatch",
     "assign_owners",
     "build_plan",

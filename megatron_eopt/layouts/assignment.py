@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.layouts.boxes import Int64Array
 
 type Float64Array = npt.NDArray[np.float64]
@@ -39,16 +38,8 @@ def assign_owners(
 
     Returns:
         The owner of every matrix; int64 ``(len(costs),)``.
-
-    Raises:
-        ConfigurationError: If a cost is negative or not finite, or there is no rank.
     """
     cost = np.asarray(costs, np.float64)
-    if world_size < 1:
-        raise ConfigurationError("world_size", world_size, "must be at least 1", "Give a group")
-    if len(cost) and not (np.isfinite(cost).all() and cost.min() >= 0):
-        bad = cost[~(np.isfinite(cost) & (cost >= 0))][0]
-        raise ConfigurationError("costs", bad, "must be finite and not negative", "Mend the model")
     owners = _longest_first(cost, world_size)
     if home is None:
         return owners

@@ -25,15 +25,8 @@ def dtensor_layout(
     storage tensor is its flattened local shard; of replicas the first is the source.
 
     Raises:
-        ConfigurationError: For a placement that is neither Shard nor Replicate, or for a mesh or
-            shape with the wrong number of dimensions.
+        ConfigurationError: For a placement that is neither Shard nor Replicate.
     """
-    if len(shape) < 2:
-        rule = "must have at least two dimensions to hold matrices"
-        raise ConfigurationError(name, tuple(shape), rule, "Give it to a scalar optimizer")
-    if mesh.ndim != len(placements):
-        rule = f"must have one placement for each of the {mesh.ndim} mesh dimensions"
-        raise ConfigurationError(name, tuple(placements), rule, "Pass the mesh of the DTensor")
     places = np.stack([axis.ravel() for axis in np.indices(mesh.shape)], axis=1)
     low = np.zeros((len(places), len(shape)), np.int64)
     high = np.tile(np.array(shape, np.int64), (len(places), 1))

@@ -55,17 +55,10 @@ class Layout:
 
         ``ranks`` has for each slab its rank, or all ranks that hold a copy of it, the source first.
         Slabs are even by default, the first ones larger by one.
-
-        Raises:
-            ConfigurationError: If the sizes do not add up to the matrix.
         """
         if sizes is None:
             small, larger = divmod(shape[dim], len(ranks))
             sizes = [small + (i < larger) for i in range(len(ranks))]
-        sizes = list(sizes)
-        if len(sizes) != len(ranks) or sum(sizes) != shape[dim] or min(sizes, default=0) < 0:
-            rule = f"must be {len(ranks)} sizes with the sum {shape[dim]}"
-            raise ConfigurationError("sizes", sizes, rule, "Give the size of every slab")
         holders = [np.atleast_1d(np.asarray(held, np.int64)) for held in ranks]
         copies = np.array([len(held) for held in holders], np.int64)
         start = np.repeat(np.cumsum(sizes) - sizes, copies)
@@ -161,19 +154,14 @@ class Layout:
         return Layout(self.shape, boxes)
 
     def local_shape(self, rank: int) -> tuple[int, int] | None:
-        """Rows and columns of a rank's dense local matrix, None if it holds nothing.
-
-        Raises:
-            ConfigurationError: If the piece is not dense, see :meth:`compact`.
-        """
+        """Rows and columns of a rank's dense local matrix, None if it holds nothing."""
         piece = self.piece(rank)
         if not len(piece):
             return None
         width, total = int(piece.width[0]), int(piece.area.sum())
         dense = np.all(piece.stride == width) and np.all(piece.width == width)
-        if not dense or int(piece.extent.max()) != total:
-            rule = f"must hold a dense local matrix to compute on, and holds {piece.table.tolist()}"
-            raise ConfigurationError("rank", rank, rule, "Use Layout.compact or Layout.whole")
+        assert dense, "the rows of a compute layout have the same columns"
+        assert int(piece.extent.max()) == total, "a compute layout has nothing else between rows"
         return total // width, width
 
     def piece(self, rank: int) -> Boxes:

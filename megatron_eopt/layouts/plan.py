@@ -8,7 +8,6 @@ import numpy as np
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.layouts.boxes import MATRIX, OFFSET, TENSOR, Boxes, Int64Array
-from megatron_eopt.layouts.coverage import check_cover
 from megatron_eopt.layouts.exchange import Exchange, build_exchange
 from megatron_eopt.layouts.layout import Layout
 from megatron_eopt.layouts.waves import first_uses
@@ -103,18 +102,16 @@ def build_plan(
     Only the copies of ``rank`` are materialised. ``element_size`` is in bytes, on the wire.
 
     Raises:
-        ConfigurationError: If a layout has gaps or overlaps, a compute piece is not dense, names
-            repeat, or ``waves`` are no partition of the indices of ``matrices``.
+        ConfigurationError: If a layout has gaps or overlaps.
     """
     names = [matrix.name for matrix in matrices]
-    _check_lists(names, waves)
     index: dict[str, int] = {}
     tensor = np.array([index.setdefault(m.stored_in, len(index)) for m in matrices], np.int64)
     storage = _stack([m.storage for m in matrices], tensor)
     compute = _stack([m.compute for m in matrices], 0)
     shapes = [matrix.storage.shape for matrix in matrices]
     for which, boxes in (("storage", storage), ("compute", compute)):
-        check_cover([f"{name} ({which})" for name in names], shapes, boxes, world_size)
+        _check_cover([f"{name} ({which})" for name in names], shapes, boxes)
     mine = storage.take(storage.rank == rank)
     needed = np.zeros(len(index), np.int64)
     np.maximum.at(needed, mine.tensor, mine.extent)
@@ -136,15 +133,19 @@ def build_plan(
     )
 
 
-def _check_lists(names: Sequence[str], waves: Sequence[Sequence[int]]) -> None:
-    if len(set(names)) != len(names):
-        twice = next(name for i, name in enumerate(names) if name in names[:i])
-        raise ConfigurationError("matrices", twice, "must have unique names", "Rename one of them")
-    listed = sorted(i for wave in waves for i in wave)
-    if listed != list(range(len(names))):
-        odd = sorted(set(listed) ^ set(range(len(names)))) or listed
-        rule = f"must hold every index below {len(names)} exactly once"
-        raise ConfigurationError("waves", odd[:8], rule, "Use layouts.plan_waves")
+def _check_cover(names: Sequence[str], shapes: Sequence[tuple[int, int]], boxes: Boxes) -> None:
+    """Raise unless every matrix has as many elements as its sources hold inside of it."""
+    rows, cols = np.array(shapes, np.int64).reshape(-1, 2).T
+    inside = (boxes.row >= 0) & (boxes.bottom <= rows[boxes.matrix])
+    inside &= (boxes.column >= 0) & (boxes.right <= cols[boxes.matrix])
+    covered = np.zeros(len(names), np.int64)
+    np.add.at(covered, boxes.matrix, boxes.area * boxes.source * inside)
+    wrong = covered != rows * cols
+    wrong[boxes.matrix[~inside]] = True
+    if wrong.any():
+        bad = int(wrong.argmax())
+        rule = f"must hold each element of the {shapes[bad]} matrix once, and holds {covered[bad]}"
+        raise ConfigurationError("layout of", names[bad], rule, "Store every element somewhere")
 
 
 def _stack(layouts: Sequence[Layout], tensor: Int64Array | int) -> Boxes:

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from megatron_eopt.base.errors import check_number
 from megatron_eopt.layouts.boxes import Int64Array
 
 
@@ -45,12 +44,7 @@ def plan_waves(
     Returns:
         Indices of matrices, wave by wave, matrices of equal cost side by side; no wave is empty.
         The same on every rank: a pure function.
-
-    Raises:
-        ConfigurationError: If a bound is not positive.
     """
-    check_number("max_bytes", max_bytes, at_least=1)
-    check_number("at_least", at_least, at_least=1)
     teams = [list(owner) if isinstance(owner, Sequence) else [int(owner)] for owner in owners]
     queues: dict[int, _Queue] = {rank: _Queue() for team in teams for rank in team}
     for i, team in enumerate(teams):

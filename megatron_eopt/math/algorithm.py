@@ -17,18 +17,15 @@ Gram's with ``r`` restarts ``(4 (r+1) n/m + 8 S - 6 (r+1)) m^3``.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 
-from megatron_eopt.base.errors import ConfigurationError, check_choice
 from megatron_eopt.math.coefficients import Triple, resolve_coefficients
 from megatron_eopt.math.precision import PrecisionT, compute_dtype
 
 AlgorithmT = Literal["auto", "standard", "gram"]
 """``auto`` takes the Gram iteration where it is cheaper and accurate enough."""
-
-ALGORITHMS: tuple[AlgorithmT, ...] = get_args(AlgorithmT)
 
 FLOAT32_TOLERANCE = 2.0
 """How much larger than the standard iteration's error a float32 Gram form's may be."""
@@ -140,17 +137,8 @@ def choose_algorithm(
     """Decide how whole logical matrices of one shape and dtype are orthogonalized.
 
     ``standard`` and ``gram`` are taken at their word, even where slower or less accurate.
-
-    Raises:
-        ConfigurationError: If the algorithm is unknown or a side is below 1.
-        ConfigurationTypeError: If the dtype is not a float dtype we compute with.
     """
-    check_choice("algorithm", algorithm, ALGORITHMS)
     operand = compute_dtype(dtype, precision)
-    if min(shape) < 1:
-        rule = "a matrix to orthogonalize must have at least one row and one column"
-        way_out = "Leave empty parameters to an element-wise optimizer"
-        raise ConfigurationError("shape", shape, rule, way_out)
     standard = Plan("standard", (), operand)
     if algorithm == "standard":
         return standard

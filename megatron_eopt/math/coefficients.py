@@ -12,13 +12,7 @@ import torch
 from emerging_optimizers.utils import fp32_matmul_precision
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from megatron_eopt.base.errors import (
-    ConfigurationError,
-    ConfigurationTypeError,
-    check_choice,
-    check_integer,
-    check_number,
-)
+from megatron_eopt.base.errors import ConfigurationError, check_choice, check_integer
 from megatron_eopt.base.upstream import needed
 
 Triple = tuple[float, float, float]
@@ -65,16 +59,17 @@ def resolve_coefficients(
     cut. ``argument`` is the user's word for the set.
 
     Raises:
-        ConfigurationError: If the name is unknown, a number is not finite, ``steps`` is below 1,
-            above 1000 or not the set's own where it has no other, or a set of your own diverges
-            on singular values in (0, 1].
-        ConfigurationTypeError: If ``steps`` is not an integer or a triple is not three numbers.
+        ConfigurationError: If the name is unknown, ``steps`` is below 1, above 1000 or not the
+            set's own where it has no other, or a set of your own diverges on singular values in
+            (0, 1].
+        ConfigurationTypeError: If ``steps`` is not an integer.
     """
     check_steps("steps", steps)
-    if isinstance(coefficients, str):
-        check_choice(argument, coefficients, coefficient_names())
-        return _resolve_named(coefficients, steps)
-    return _resolve_custom(_checked_triples(argument, coefficients), steps, argument)
+    if isinstance(coefficients, list | tuple) and coefficients:
+        triples = tuple((float(a), float(b), float(c)) for a, b, c in coefficients)
+        return _resolve_custom(triples, steps, argument)
+    check_choice(argument, coefficients, coefficient_names())
+    return _resolve_named(str(coefficients), steps)
 
 
 @lru_cache(maxsize=256)
@@ -144,20 +139,3 @@ def response(triples: Sequence[Triple], sigma: float) -> float:
         if not abs(sigma) < 1e100:
             return float("inf")
     return sigma
-
-
-def _checked_triples(argument: str, coefficients: object) -> tuple[Triple, ...]:
-    if not isinstance(coefficients, Sequence):
-        rule = "must be the name of a set or a sequence of (a, b, c)"
-        way_out = f"Give one of {', '.join(coefficient_names())} or a list of triples"
-        raise ConfigurationTypeError(argument, coefficients, rule, way_out)
-    if not coefficients:
-        rule = "must hold at least one triple"
-        raise ConfigurationError(argument, coefficients, rule, "Give one (a, b, c)")
-    for triple in coefficients:
-        if not isinstance(triple, Sequence) or isinstance(triple, str) or len(triple) != 3:
-            rule = "every entry must be three numbers"
-            raise ConfigurationTypeError(argument, triple, rule, "Give (a, b, c)")
-        for number in triple:
-            check_number(argument, number)
-    return tuple((float(a), float(b), float(c)) for a, b, c in coefficients)

@@ -8,12 +8,7 @@ import torch
 from emerging_optimizers.utils import fp32_matmul_precision
 from torch import Tensor
 
-from megatron_eopt.base.errors import (
-    ConfigurationError,
-    ConfigurationTypeError,
-    check_choice,
-    check_number,
-)
+from megatron_eopt.base.errors import check_choice, check_number
 from megatron_eopt.base.places import place_of
 from megatron_eopt.base.upstream import default_of
 from megatron_eopt.math.algorithm import AlgorithmT, Plan, choose_algorithm
@@ -113,7 +108,7 @@ class Orthogonalization:
         in_place: bool = False,
     ) -> Tensor:
         """Return the orthogonal factors of matrices, or ``x``; see :func:`orthogonalize`."""
-        shape = _whole_shape(x, reduce, whole_shape)
+        shape = (x.shape[-2], x.shape[-1]) if whole_shape is None else whole_shape
         asked = self._plug.algorithm(self.backend, self.algorithm)
         plan = choose_algorithm(shape, x.dtype, self.precision, self._schedule, asked)
         transposed = shape[0] > shape[1]
@@ -133,14 +128,12 @@ class Orthogonalization:
                 wide, schedule, plan, eps=self.eps, reduce=reduce, columns=max(shape), **own
             ).to(x.dtype)
         result = (result.mT if transposed else result).reshape(x.shape)
-        *first, last = [factor for factor in factors if factor != 1.0] or [1.0]
-        for factor in first:
-            result = result * factor
+        for factor in factors:
+            if factor != 1.0:
+                result = result * factor
         if not in_place:
-            return result if last == 1.0 else result * last
-        if place_of(result) == place_of(x):
-            return x if last == 1.0 else x.mul_(last)
-        return x.copy_(result) if last == 1.0 else torch.mul(result, last, out=x)
+            return result
+        return x if place_of(result) == place_of(x) else x.copy_(result)
 
     @property
     def whole_only(self) -> bool:
@@ -214,32 +207,8 @@ def orthogonalize(
         A tensor of the shape and dtype of ``x``, which no gradient flows through.
 
     Raises:
-        ConfigurationError: If an argument's value is out of bounds, the shape has a side of 0, or
-            the piece is not cut along the longer side alone.
-        ConfigurationTypeError: If an argument or the dtype is of the wrong kind.
+        ConfigurationError: If an argument's value is out of bounds.
+        ConfigurationTypeError: If an argument is of the wrong kind.
     """
     compute = Orthogonalization(**settings)
     return compute(x, scale=scale, reduce=reduce, whole_shape=whole_shape)
-
-
-def _whole_shape(
-    x: Tensor, reduce: ReduceT | None, whole_shape: tuple[int, int] | None
-) -> tuple[int, int]:
-    """Return rows and columns of the whole matrix, having checked that the piece fits."""
-    if x.ndim < 2:
-        raise ConfigurationTypeError(
-            "x", tuple(x.shape), "must have at least two dimensions", "Give a matrix or a batch"
-        )
-    rows, columns = piece = x.shape[-2:]
-    if whole_shape is None:
-        if reduce is None:
-            return rows, columns
-        way_out = "Give rows and columns of the whole"
-        raise ConfigurationError("whole_shape", None, "is needed with reduce", way_out)
-    # a square matrix may be cut either way; its columns are taken to be the cut ones
-    long = 0 if whole_shape[0] > whole_shape[1] else 1
-    if piece[1 - long] != whole_shape[1 - long] or piece[long] > whole_shape[long]:
-        rule = f"a piece of {rows} x {columns} must be cut along the longer side alone"
-        way_out = "Redistribute it so that the shorter side is whole"
-        raise ConfigurationError("whole_shape", whole_shape, rule, way_out)
-    return whole_shape

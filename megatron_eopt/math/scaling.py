@@ -27,12 +27,10 @@ def scale_factor(
     """Return what to multiply an orthogonal update with, by the shape of the whole logical matrix.
 
     Raises:
-        ConfigurationError: If the mode is unknown, a size is below 1 or the factor is not finite.
+        ConfigurationError: If the mode is unknown or the factor is not finite.
         ConfigurationTypeError: If the factor is not a number.
     """
     check_choice("scale_mode", mode, SCALE_MODES)
-    check_number("rows", rows, at_least=1)
-    check_number("columns", columns, at_least=1)
     check_number("extra_scale_factor", extra_scale_factor)
     match mode:
         case "spectral":

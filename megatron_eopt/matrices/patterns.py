@@ -66,10 +66,7 @@ def gated(shape: tuple[int, ...], *, interleave: int | None = None) -> Split:
     """
     if interleave is not None:
         return periodic("gated", shape, {"gate": interleave, "up": interleave})
-    half, odd = divmod(_rows(shape), 2)
-    if odd:
-        rule = "the rows of a gated weight must be two equal halves"
-        raise ConfigurationError("shape", shape, rule, "Take the gated split from this weight")
+    half = _rows(shape) // 2
     return side_by_side("gated", shape, {"gate": half, "up": half})
 
 

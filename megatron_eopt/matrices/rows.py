@@ -47,15 +47,12 @@ def local_shape(split: Split, tp_size: int = 1, partition_dim: int = -1) -> tupl
     leading dimension of a ``(experts, rows, cols)`` weight does not count.
 
     Raises:
-        ConfigurationError: If the cut is none of these, or not even.
+        ConfigurationError: If the cut is not even.
     """
-    if partition_dim not in (-1, 0, 1):
-        rule = "must be 0 (rows cut), 1 (columns cut) or -1 (not cut)"
-        raise ConfigurationError("partition_dim", partition_dim, rule, "Give one of these")
     if partition_dim == -1:
         return split.shape
     sizes = [split.cols] if partition_dim == 1 else [section.rows for section in split.sections]
-    if tp_size < 1 or any(size % tp_size for size in sizes):
+    if any(size % tp_size for size in sizes):
         what = "columns" if partition_dim == 1 else f"rows of every section of {split.describe()}"
         rule = f"must divide the {what} of {split.shape}"
         raise ConfigurationError("tp_size", tp_size, rule, "Choose another tensor-parallel size")
@@ -94,12 +91,9 @@ def matrix_rows(
         One entry per :attr:`Split.matrices`.
 
     Raises:
-        ConfigurationError: If the cut is not even or the rank is outside the group.
+        ConfigurationError: If the cut is not even.
     """
     height, width = local_shape(split, tp_size, partition_dim)[-2:]
-    if partition_dim != -1 and not 0 <= tp_rank < tp_size:
-        rule = f"must be at least 0 and below tp_size={tp_size}"
-        raise ConfigurationError("tp_rank", tp_rank, rule, "Give the rank in the group")
     pieces, rank = (tp_size, tp_rank) if partition_dim == 0 else (1, 0)
     first_col = tp_rank * width if partition_dim == 1 else 0
     matrices: list[RowRuns] = []
@@ -122,13 +116,10 @@ def matrix_rows(
 
 
 def _runs(local: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """Return runs of the rows that are held; read-only, because results are cached and shared."""
+    """Return runs of the rows that are held: first local rows, first logical rows, lengths."""
     logical = np.flatnonzero(local >= 0)
     local = local[logical]
     # -2: the first row never continues a run
     new = (np.diff(local, prepend=-2) != 1) | (np.diff(logical, prepend=-2) != 1)
     first = np.flatnonzero(new)
-    runs = local[first], logical[first], np.diff(first, append=len(local))
-    for column in runs:
-        column.flags.writeable = False
-    return runs
+    return local[first], logical[first], np.diff(first, append=len(local))

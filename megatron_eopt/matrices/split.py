@@ -75,7 +75,7 @@ class Split:
 
     Raises:
         ConfigurationError: If the sections do not add up to the rows of ``shape``, a size is not
-            positive, a name occurs twice, or a unit does not divide its part.
+            positive, or a unit does not divide its part.
     """
 
     kind: str  # what was split, for tables and logs: ``"qkv"``, ``"gated"``, ``"mla"``, ...
@@ -93,10 +93,6 @@ class Split:
             rule = f"its {self.rows} rows must be the {total} that {pattern} adds up to"
             way_out = "Give the unsharded shape, or another split"
             raise ConfigurationError("shape", self.shape, rule, way_out)
-        names = [field.name for section in self.sections for field in section.fields]
-        if len(set(names)) != len(names):
-            rule = "every field needs a name of its own"
-            raise ConfigurationError("sections", names, rule, "Rename one of them")
         for field, blocks, unit in self._fields():
             rows = field.rows * blocks
             if rows < 1 or unit < 1 or rows % unit:

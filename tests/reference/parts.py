@@ -32,17 +32,6 @@ def split_parts(tensor: torch.Tensor, split: Split) -> list[torch.Tensor]:
     ]
 
 
-def merge_parts(
-    parts: Sequence[torch.Tensor], split: Split, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Put an unsharded weight together, the inverse of :func:`split_parts`."""
-    out = parts[0].new_empty(split.shape) if out is None else out
-    check_fits("out", tuple(out.shape), split)
-    for view, part in zip(part_views(out, split), parts, strict=True):
-        view.copy_(part.reshape(view.shape))
-    return out
-
-
 def split_local(
     tensor: torch.Tensor,
     split: Split,

@@ -106,7 +106,6 @@ def test_an_embedding_that_is_frozen_on_one_stage_alone():
 
 SAVING = "megatron_eopt.checkpoint.optimizer_state.StateRequests.__init__"
 LOADING = [
-    "megatron_eopt.build.chain.check_structure",
     "megatron_eopt.checkpoint.requests.StateRequests.take",
     "megatron_eopt.checkpoint.optimizer_state.adopt",
 ]

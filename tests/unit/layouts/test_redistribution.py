@@ -1,9 +1,7 @@
-"""Redistributions over real processes: results, counts of calls and bytes, and what goes wrong."""
+"""Redistributions over real processes: results, and counts of calls and bytes."""
 
-import time
 from collections import Counter
 from contextlib import contextmanager
-from datetime import timedelta
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ from megatron_eopt.layouts import (
     Layout,
     Matrix,
     Redistribution,
-    RedistributionError,
     assign_owners,
     iteration_cost,
     plan_waves,
@@ -58,18 +55,16 @@ def replicated_layout(index, shape, ranks):
 STORAGES = [tp_layout, zero_layout, tp_zero_layout, replicated_layout]
 
 
-def matrices_of(storage, ranks, shapes=SHAPES):
-    owners = assign_owners([iteration_cost(*shape) for shape in shapes], ranks)
-    return [
+def matrices_of(storage, ranks):
+    """Return matrices, their owners and three waves or more."""
+    costs = [iteration_cost(*shape) for shape in SHAPES]
+    owners = assign_owners(costs, ranks)
+    matrices = [
         Matrix(f"w{i}", storage(i, shape, ranks), Layout.whole(shape, int(owners[i])))
-        for i, shape in enumerate(shapes)
-    ], owners
-
-
-def waves_of(owners, shapes=SHAPES, at_least=3):
-    costs = [iteration_cost(*shape) for shape in shapes]
-    sizes = [4 * a * b for a, b in shapes]
-    return plan_waves(owners, costs, sizes, max_bytes=1 << 20, at_least=at_least)
+        for i, shape in enumerate(SHAPES)
+    ]
+    sizes = [4 * a * b for a, b in SHAPES]
+    return matrices, owners, plan_waves(owners, costs, sizes, max_bytes=1 << 20, at_least=3)
 
 
 @contextmanager
@@ -110,8 +105,7 @@ def run(engine, inputs, compute):
 def run_all_storages():
     rank, ranks = dist.get_rank(), dist.get_world_size()
     for storage in STORAGES:
-        matrices, owners = matrices_of(storage, ranks)
-        waves = waves_of(owners)
+        matrices, owners, waves = matrices_of(storage, ranks)
         engine = Redistribution(matrices, waves, dist.group.WORLD)
         for step in range(3):
             full = [full_matrix(shape, 10 * step + i) for i, shape in enumerate(SHAPES)]
@@ -142,29 +136,6 @@ def test_whole_matrices_arrive_and_updates_return(ranks):
     run_ranks(ranks, run_all_storages)
 
 
-GPT = 4 * [(512, 512), (256, 512), (256, 512), (512, 512), (2048, 512), (512, 2048)]
-
-
-def exchange_bytes(ranks):
-    rank = dist.get_rank()
-    matrices, owners = matrices_of(tp_layout, ranks, GPT)
-    engine = Redistribution(matrices, waves_of(owners, GPT), dist.group.WORLD)
-    counts = Counter()
-    inputs = {m.name: torch.ones(int(m.storage.held(ranks)[rank])) for m in matrices}
-    with counted(counts):
-        run(engine, inputs, lambda batch: None)
-    return counts["bytes"]
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_exchange_moves_less_than_a_gather(ranks):
-    """An fp32 all-gather sends every rank's piece to all others."""
-    elements = sum(a * b for a, b in GPT)
-    gathered = 4 * elements / ranks * (ranks - 1)
-    sent = run_ranks(ranks, exchange_bytes, ranks)
-    assert max(sent) <= 2.1 / ranks * gathered
-
-
 def other_dtypes(stored):
     rank = dist.get_rank()
     matrix = Matrix("w", Layout.slabs((4, 4), 0, [0, 1]), Layout.whole((4, 4), 1))
@@ -188,15 +159,15 @@ def test_what_travels_may_have_another_dtype_than_what_is_stored(stored):
 
 
 def test_a_single_process_needs_no_group():
-    matrices, owners = matrices_of(zero_layout, 1)
-    engine = Redistribution(matrices, waves_of(owners))
+    matrices, _, waves = matrices_of(zero_layout, 1)
+    engine = Redistribution(matrices, waves)
     assert engine.plan.calls == 0
     inputs = {m.name: torch.randn(m.storage.shape) for m in matrices}
     outputs = run(engine, inputs, double_and_record({}))
     assert all(torch.equal(outputs[name], 2 * tensor) for name, tensor in inputs.items())
 
 
-def one_wave(waves=None):
+def one_wave():
     """A matrix that stays at each rank, one that travels, and a fused weight of two that stay."""
     matrices = [
         Matrix(f"stays {rank}", Layout.whole((4, 6), rank), Layout.whole((4, 6), rank))
@@ -210,7 +181,7 @@ def one_wave(waves=None):
         Matrix(f"part {n}", part, Layout.whole((4, 6), 0), "fused", kind=n)
         for n, part in enumerate(parts)
     ]
-    waves = waves or [range(len(matrices))]
+    waves = [range(len(matrices))]
     return Redistribution(matrices, waves, dist.group.WORLD, dtype=torch.bfloat16)
 
 
@@ -304,83 +275,13 @@ def test_a_step_after_one_that_failed_takes_nothing_from_it():
     assert torch.equal(results["w"], 2 * ones)
 
 
-def test_bad_tensors():
-    engine = Redistribution([Matrix("w", Layout.whole((4, 4), 0), Layout.whole((4, 4), 0))], [[0]])
-    for bad in (torch.zeros(15), torch.zeros(4, 8)[:, ::2]):
-        with pytest.raises(
-            ConfigurationError, match=r"tensors\['w'\].*contiguous with at least 16"
-        ):
-            run(engine, {"w": bad}, lambda batch: None)
-
-
 def differing_lists():
-    # rank 1 of 3 believes in another owner
+    # rank 1 of 4 believes in another owner
     owner = 2 if dist.get_rank() == 1 else 0
-    matrix = Matrix("w", Layout.slabs((6, 4), 0, [0, 1, 2]), Layout.whole((6, 4), owner))
-    with pytest.raises(RedistributionError, match=r"plan of 'dense'.*group rank \[1\]"):
+    matrix = Matrix("w", Layout.slabs((6, 4), 0, [0, 1, 2, 3]), Layout.whole((6, 4), owner))
+    with pytest.raises(ConfigurationError, match=r"matrices='dense'.*group rank \[1\]"):
         Redistribution([matrix], [[0]], dist.group.WORLD, name="dense")
 
 
 def test_ranks_that_disagree_are_named():
-    run_ranks(3, differing_lists)
-
-
-def one_rank_is_late():
-    group = dist.new_group(timeout=timedelta(seconds=1))
-    matrices = [
-        Matrix(name, Layout.slabs((4, 4), 0, [0, 1]), Layout.whole((4, 4), 0)) for name in "ab"
-    ]
-    engine = Redistribution(matrices, [[0], [1]], group, name="tensor-parallel")
-    inputs = {name: torch.ones(2, 4) for name in "ab"}
-    run(engine, inputs, lambda batch: None)
-    if dist.get_rank() == 0:
-
-        def fail(batch):
-            if batch.wave == 1:
-                raise ArithmeticError("a failing rank")
-
-        with pytest.raises(ArithmeticError):
-            run(engine, inputs, fail)
-        time.sleep(3)  # alive, and not taking part
-        return ""
-    with pytest.raises(RedistributionError) as caught:
-        run(engine, inputs, lambda batch: None)
-    return str(caught.value)
-
-
-def test_a_rank_that_does_not_take_part_is_a_timeout_with_names():
-    message = run_ranks(2, one_rank_is_late)[1]
-    assert "at step 1, wave 1 (out), group 'tensor-parallel' of 2 ranks (0, 1)" in message
-
-
-def fused_fragments():
-    """Q, K and V of one fused weight, cut by rows over 2 and then flat over 2 more."""
-    rank, group = dist.get_rank(), 4  # rows of one query group: 2 of Q, 1 of K, 1 of V
-    parent = Layout.slabs((4 * group, 6), 0, [0, 1])
-    starts = [group * g for g in range(4)]
-    takes = {"q": (0, 2), "k": (2, 1), "v": (3, 1)}
-    cuts = {"rank": [0, 1, 2, 3], "holder": [0, 1, 0, 1], "start": [0, 0, 19, 19]}
-    cuts["stop"] = [19, 19, 48, 48]
-    matrices = [
-        Matrix(
-            f"qkv/{part}",
-            parent.select_rows([s + first for s in starts], [count] * 4).fragments(**cuts),
-            Layout.whole((4 * count, 6), owner),
-            "qkv",
-        )
-        for owner, (part, (first, count)) in enumerate(takes.items())
-    ]
-    engine = Redistribution(matrices, [[0], [1, 2]], dist.group.WORLD)
-    full = full_matrix((16, 6))
-    slab = full[8 * (rank % 2) : 8 * (rank % 2) + 8].flatten()
-    mine = slab[:19] if rank < 2 else slab[19:]
-    seen = {}
-    output = run(engine, {"qkv": mine}, double_and_record(seen))["qkv"]
-    assert torch.equal(output, 2 * mine)
-    rows = {0: [0, 1, 4, 5, 8, 9, 12, 13], 1: [2, 6, 10, 14], 2: [3, 7, 11, 15]}
-    assert sorted(seen) == ([rank] if rank < 3 else [])
-    assert all(torch.equal(seen[i], full[rows[i]]) for i in seen)
-
-
-def test_matrices_of_one_fused_weight_share_its_tensor():
-    run_ranks(4, fused_fragments)
+    run_ranks(4, differing_lists)

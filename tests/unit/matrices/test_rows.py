@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.matrices import (
     Split,
+    check_fits,
     gated,
     matrix_rows,
-    periodic,
     qkv,
     whole,
 )
@@ -94,61 +94,32 @@ def test_more_ranks_than_query_groups_cut_inside_a_group() -> None:
     ]
 
 
-def test_gate_and_up_are_cut_each() -> None:
-    gate, up = matrix_rows(gated((16, 3)), 2, 1, 0)
-    assert list(gate.triples()) == [(0, 4, 4)]
-    assert list(up.triples()) == [(4, 4, 4)]
-
-
-def test_experts_lie_below_one_another() -> None:
+def test_gate_and_up_of_experts_are_cut_each() -> None:
     split = gated((2, 8, 3))
     assert [matrix.name for matrix in split.matrices] == ["gate.0", "gate.1", "up.0", "up.1"]
-    gate0, gate1, up0, up1 = matrix_rows(split, 2, 1, 0)
-    assert list(gate0.triples()) == [(0, 2, 2)]
-    assert list(gate1.triples()) == [(4, 2, 2)]
-    assert list(up0.triples()) == [(2, 2, 2)]
-    assert list(up1.triples()) == [(6, 2, 2)]
-
-
-def test_elements_of_cut_columns_are_one_run_per_row() -> None:
-    (runs,) = matrix_rows(whole((2, 6)), 3, 1, 1)
-    local, logical, length = elements(runs)
-    assert local.tolist() == [0, 2]
-    assert logical.tolist() == [2, 8]
-    assert length.tolist() == [2, 2]
-    assert local.dtype == logical.dtype == length.dtype == np.int64
-
-
-def test_cached_results_cannot_be_changed() -> None:
-    (runs,) = matrix_rows(whole((2, 6)))
-    with pytest.raises(ValueError, match="read-only"):
-        runs.local[0] = 5
+    found = [list(runs.triples()) for runs in matrix_rows(split, 2, 1, 0)]
+    assert found == [[(0, 2, 2)], [(4, 2, 2)], [(2, 2, 2)], [(6, 2, 2)]]
 
 
 @pytest.mark.parametrize(
-    ("split", "tp_size", "tp_rank", "partition_dim", "words"),
+    ("split", "tp_size", "partition_dim", "words"),
     [
-        (gated((12, 4)), 4, 0, 0, ["tp_size=4", "gate 6 | up 6"]),
-        (whole((12, 4)), 3, 0, 1, ["tp_size=3", "columns"]),
-        (whole((12, 4)), 2, 2, 0, ["tp_rank=2", "tp_size=2"]),
-        (whole((12, 4)), 2, -1, 1, ["tp_rank=-1"]),
-        (whole((12, 4)), 2, 0, 2, ["partition_dim=2"]),
-        (whole((12, 4)), 0, 0, 0, ["tp_size=0"]),
+        (gated((12, 4)), 4, 0, ["tp_size=4", "gate 6 | up 6"]),
+        (whole((12, 4)), 3, 1, ["tp_size=3", "columns"]),
     ],
 )
-def test_an_impossible_cut_is_an_error(
-    split: Split, tp_size: int, tp_rank: int, partition_dim: int, words: list[str]
+def test_an_uneven_cut_is_an_error(
+    split: Split, tp_size: int, partition_dim: int, words: list[str]
 ) -> None:
     with pytest.raises(ConfigurationError) as error:
-        matrix_rows(split, tp_size, tp_rank, partition_dim)
-    for word in words:
+        matrix_rows(split, tp_size, 0, partition_dim)
+    assert all(word in str(error.value) for word in words)
+
+
+def test_a_weight_that_does_not_fit_is_named_with_its_shape_and_the_sum() -> None:
+    split = qkv((24, 4), [4, 1, 1])
+    with pytest.raises(ConfigurationError) as error:
+        check_fits("layers.3.linear_qkv.weight", (18, 4), split, 2, 0)
+    for word in ("layers.3.linear_qkv.weight=(18, 4)", "(12, 4)", "(q 4 | k 1 | v 1) x 4", "24"):
         assert word in str(error.value)
-
-
-def test_heads_of_a_large_projection() -> None:
-    lengths = {"k_nope": 128, "v": 128}
-    split = periodic("mla", (128 * 256, 512), lengths, units=lengths)
-    assert len(split.matrices) == 256
-    for rank in (0, 63):
-        held = [runs.length.sum() for runs in matrix_rows(split, 64, rank, 0)]
-        assert held == [128 if index % 128 // 2 == rank else 0 for index in range(256)]
+    check_fits("it", (12, 4), split, 2, 0)

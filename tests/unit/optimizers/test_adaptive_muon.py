@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from emerging_optimizers.orthogonalized_optimizers import AdaptiveMuon, OrthogonalizedOptimizer
+from emerging_optimizers.orthogonalized_optimizers import AdaptiveMuon
 
-from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.matrices import gated
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
-from megatron_eopt.optimizers.muon import TensorParallelMuon
 from tests.harness import run_ranks
 from tests.reference.adaptive_muon import AdaptiveReference
 
@@ -92,10 +91,13 @@ def whole_parameters(params, rank, size):
     return whole
 
 
-@pytest.mark.parametrize("bias_correction", [False, True])
+# each alone against float64: batched and single products add in another order
+@pytest.mark.parametrize(
+    ("bias_correction", "batched"), [(False, True), (True, True), (False, False)]
+)
 @pytest.mark.parametrize("method", METHODS)
-def test_five_steps_equal_the_float64_reference(method, bias_correction):
-    optimizer, params = build(method, bias_correction=bias_correction)
+def test_five_steps_equal_the_float64_reference(method, bias_correction, batched):
+    optimizer, params = build(method, bias_correction=bias_correction, batched=batched)
     run_steps(optimizer, params, 5)
     for name, (shape, _, fused) in SHAPES.items():
         start = values(0)[name].numpy()
@@ -120,20 +122,28 @@ def tensor_parallel_run(method, mode, without=(), wave_mb=64.0):
 
 
 # 64 MiB are one wave in three of the modes; one matrix a wave
-@pytest.mark.parametrize("wave_mb", [64.0, 0.001])
-@pytest.mark.parametrize("mode", ["duplicated", "exchange", "distributed", "auto"])
+CASES = [
+    (mode, mb) for mode in ("duplicated", "exchange", "distributed", "auto") for mb in (64, 1e-3)
+]
+
+
+def tensor_parallel_runs(method):
+    return [tensor_parallel_run(method, mode, (), wave_mb) for mode, wave_mb in CASES]
+
+
 @pytest.mark.parametrize("method", METHODS)
-def test_two_ranks_equal_one_process(method, mode, wave_mb):
+def test_two_ranks_equal_one_process(method):
     optimizer, params = build(method)
     run_steps(optimizer, params, 3)
-    for whole, moments in run_ranks(2, tensor_parallel_run, method, mode, (), wave_mb):
-        for name, param in params.items():
-            error = (whole[name] - param).norm() / param.norm()
-            assert error < 2e-6, name
-            if method != "adamuon":
-                mine = optimizer.state[param]["moment2_buffer"]
-                # squares of float32 factors, summed in another order
-                torch.testing.assert_close(moments[name], mine, rtol=2e-5, atol=1e-8)
+    for results in run_ranks(2, tensor_parallel_runs, method):
+        for case, (whole, moments) in zip(CASES, results, strict=True):
+            for name, param in params.items():
+                error = (whole[name] - param).norm() / param.norm()
+                assert error < 2e-6, (case, name)
+                if method != "adamuon":
+                    mine = optimizer.state[param]["moment2_buffer"]
+                    # squares of float32 factors, summed in another order
+                    torch.testing.assert_close(moments[name], mine, rtol=2e-5, atol=1e-8)
 
 
 def test_statistics_follow_a_matrix_that_changes_its_owner():
@@ -195,41 +205,6 @@ def test_equals_emerging_optimizers_on_plain_matrices(method, shape):
     torch.testing.assert_close(*moments, rtol=1e-4, atol=1e-8)
 
 
-def first_step(method, bias_correction, nesterov=False):
-    torch.manual_seed(0)
-    param = torch.nn.Parameter(torch.zeros(16, 32))
-    optimizer = TensorParallelAdaptiveMuon(
-        [param],
-        lr=1.0,
-        momentum=0.9,
-        nesterov=nesterov,
-        weight_decay=0.0,
-        extra_scale_factor=32**-0.5,
-        moment2_method=method,
-        bias_correction=bias_correction,
-        fp32_matmul_prec="highest",
-    )
-    param.grad = torch.randn(16, 32)
-    factor = optimizer.orthogonalize(param, param.grad)
-    optimizer.step()
-    return -param.detach(), factor
-
-
-@pytest.mark.parametrize(("bias_correction", "size"), [(False, 0.05**-0.5), (True, 1.0)])
-def test_the_first_step_has_the_documented_size(bias_correction, size):
-    update, factor = first_step("adamuon", bias_correction)
-    # eps is not nothing beside entries below 1e-4
-    large = factor.abs() > 1e-4
-    assert large.float().mean() > 0.99
-    expected = size * factor.sign()
-    torch.testing.assert_close(update[large], expected[large], rtol=1e-3, atol=0)
-    update, factor = first_step("namo", bias_correction)
-    # without Nesterov the first direction is (1 - momentum) times the gradient
-    torch.testing.assert_close(update, 0.1 * size * factor, rtol=1e-5, atol=1e-7)
-    update, factor = first_step("normuon", bias_correction)
-    assert update.norm() == pytest.approx(factor.norm().item(), rel=1e-5)
-
-
 @pytest.mark.parametrize("bias_correction", [False, True])
 @pytest.mark.parametrize("method", METHODS)
 def test_state_can_exist_before_the_first_step_and_survives_a_round_trip(method, bias_correction):
@@ -255,16 +230,8 @@ def test_state_can_exist_before_the_first_step_and_survives_a_round_trip(method,
             assert torch.equal(value, optimizer.state[params[name]][key])
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_gradients_stay_what_they_are(method):
-    optimizer, params = build(method)
-    run_steps(optimizer, params, 1)
-    for name, grad in values(1).items():
-        assert torch.equal(params[name].grad, grad), name
-
-
 # NorMuon's eps is the smallest mean square: a larger one than that of orthogonal rows of 12
-@pytest.mark.parametrize("own", [{"beta2": 0.5}, {"eps": 0.2}, {"beta2": 0.5, "eps": 0.2}])
+@pytest.mark.parametrize("own", [{"beta2": 0.5}, {"eps": 0.2}])
 @pytest.mark.parametrize("method", METHODS)
 def test_groups_have_their_own_beta2_and_eps(method, own):
     def step(groups, **options):
@@ -284,17 +251,6 @@ def test_groups_have_their_own_beta2_and_eps(method, own):
     assert torch.equal(mixed[0], first)
     assert torch.equal(mixed[1], second)
     assert not torch.equal(first, second)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_batched_and_single_matrices_agree(method):
-    results = []
-    for batched in (True, False):
-        optimizer, params = build(method, batched=batched)
-        run_steps(optimizer, params, 2)
-        results.append(params)
-    for name in SHAPES:
-        torch.testing.assert_close(results[0][name], results[1][name], rtol=1e-5, atol=5e-6)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -328,7 +284,7 @@ def test_zero_tiny_and_rank_deficient_gradients_are_finite(method):
 
 
 # updates are float32 where momentum is rounded
-@pytest.mark.parametrize("momentum_dtype", ["fp32", "bf16", "fp8", "int8"])
+@pytest.mark.parametrize("momentum_dtype", ["fp32", "int8"])
 @pytest.mark.parametrize("method", METHODS)
 def test_bfloat16_parameters_keep_their_dtype(method, momentum_dtype):
     param = torch.nn.Parameter(torch.ones(8, 12, dtype=torch.bfloat16))
@@ -375,18 +331,33 @@ def test_an_overridden_orthogonalize_is_normalized_and_scaled(method, precision)
     torch.testing.assert_close(starts[1], starts[0] * (1 if method == "namo" else 4))
 
 
-def test_it_is_both_upstream_classes():
-    optimizer, _ = build("adamuon")
-    assert isinstance(optimizer, TensorParallelMuon)
-    assert isinstance(optimizer, AdaptiveMuon)
-    assert isinstance(optimizer, OrthogonalizedOptimizer)
+@pytest.mark.parametrize("size", [1e-20, 1e20])
+def test_namo_of_fused_weights_whose_squares_leave_float32(size):
+    """Each of their matrices steps as it does alone."""
+    grad = torch.randn(24, 16, generator=torch.Generator().manual_seed(7)) * size
+    fused = torch.nn.Parameter(torch.ones(24, 16))
+    alone = [torch.nn.Parameter(torch.ones(12, 16)) for _ in range(2)]
+    settings = {"moment2_method": "namo", "fp32_matmul_prec": "highest"}
+    fused.grad = grad.clone()
+    TensorParallelAdaptiveMuon([fused], splits={fused: gated((24, 16))}, **settings).step()
+    for param, its in zip(alone, grad.split(12), strict=True):
+        param.grad = its.clone()
+    TensorParallelAdaptiveMuon(alone, **settings).step()
+    torch.testing.assert_close(fused, torch.cat(alone), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("argument", "value"),
-    [("moment2_method", "adam"), ("beta2", 1.0), ("beta2", -0.1), ("eps", 0.0), ("eps", -1e-8)],
-)
-def test_bad_values_are_refused_by_name(argument, value):
-    param = torch.nn.Parameter(torch.ones(4, 4))
-    with pytest.raises(ConfigurationError, match=f"{argument}={value!r}"):
-        TensorParallelAdaptiveMuon([param], **{argument: value})
+@pytest.mark.parametrize("size", [0.0, 1e-4, 1.0])
+@pytest.mark.parametrize("method", METHODS)
+def test_float16_parameters_stay_finite(method, size):
+    """In float16 eps is 0, as are the squares of small updates."""
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(16, 32, generator=generator).half()
+    param, exact = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.float())
+    grad = size * torch.randn(16, 32, generator=generator)
+    for one in (param, exact):
+        one.grad = grad.to(one.dtype)
+        TensorParallelAdaptiveMuon([one], lr=0.01, moment2_method=method).step()
+    assert param.isfinite().all()
+    if size == 1.0:
+        # eleven bits of weights up to 4; products are in bfloat16
+        torch.testing.assert_close(param.float(), exact, rtol=1e-3, atol=4e-3)

@@ -1,17 +1,16 @@
 """The keyword contract between configuration fields and constructor arguments."""
 
+import inspect
 from types import SimpleNamespace
 
 import pytest
-from emerging_optimizers.orthogonalized_optimizers import MuonHyperball
 from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer import emerging_optimizers as theirs
 
 from megatron_eopt import ConfigurationError, EmergingOptimizerConfig
 from megatron_eopt import emerging_optimizers as compat
 from megatron_eopt.settings.arguments import entry_kwargs
 from megatron_eopt.settings.fields import (
-    constructor_arguments,
-    first_field,
     kwargs_from_config,
     unconsumed,
 )
@@ -30,17 +29,6 @@ def test_own_prefix_then_parents_then_plain():
     config = SimpleNamespace(lr=1, muon_lr=None, muon_momentum=3, mine_momentum=4, muon_nesterov=5)
     kwargs = kwargs_from_config(Example, ("mine", "muon"), config)
     assert kwargs == {"lr": 1, "momentum": 4, "nesterov": 5}
-
-
-def test_pairs_of_betas_make_betas():
-    config = SimpleNamespace(mine_beta1=0.5, mine_beta2=0.6)
-    assert kwargs_from_config(Example, "mine", config) == {"betas": (0.5, 0.6)}
-
-
-def test_arguments_of_bases_are_followed_through_keyword_arguments():
-    names = constructor_arguments(MuonHyperball)
-    assert {"hyperball_eps", "lr", "num_ns_steps"} <= set(names)
-    assert not {"self", "params", "args", "kwargs"} & set(names)
 
 
 @pytest.mark.parametrize(
@@ -83,12 +71,6 @@ def test_changed_fields_that_nobody_takes_are_found():
     assert unconsumed(config, ("muon",), {"muon_momentum"}) == ["muon_unheard_of"]
 
 
-def test_first_field_skips_what_is_not_set():
-    config = SimpleNamespace(adaptive_lr=None, muon_lr=0.5)
-    assert first_field(config, "lr", ("adaptive", "muon")) == 0.5
-    assert first_field(config, "min_lr", ("adaptive", "muon"), 7) == 7
-
-
 # What the API page of megatron.core.optimizer.emerging_optimizers lists.
 NAMES = [
     "EmergingOptimizerEntry",
@@ -109,10 +91,6 @@ NAMES = [
 
 @pytest.mark.parametrize("name", NAMES)
 def test_megatrons_names_exist_with_their_signatures(name):
-    import inspect
-
-    from megatron.core.optimizer import emerging_optimizers as theirs
-
     ours, stock = getattr(compat, name), getattr(theirs, name)
     if inspect.isfunction(stock):
         assert list(inspect.signature(ours).parameters) == list(inspect.signature(stock).parameters)
@@ -124,11 +102,12 @@ def test_megatrons_names_exist_with_their_signatures(name):
 
 
 def test_megatrons_helpers_give_what_megatrons_give():
-    from megatron.core.optimizer import emerging_optimizers as theirs
-
     config = OptimizerConfig(optimizer="muon", lr=0.1, muon_num_ns_steps=7)
-    ours = compat._muon_config_to_kwargs(config, [MODEL], None)
-    stock = theirs._muon_config_to_kwargs(config, [MODEL], None)
+    # ours reads the sizes of fused weights where there are some
+    fused = [("qkv", SimpleNamespace(is_qkv=True))]
+    model = SimpleNamespace(config=MODEL.config, named_parameters=lambda: fused)
+    ours = compat._muon_config_to_kwargs(config, [model], None)
+    stock = theirs._muon_config_to_kwargs(config, [model], None)
     assert {k: ours[k] for k in stock if k != "is_qkv_fn"} == {
         k: v for k, v in stock.items() if k != "is_qkv_fn"
     }

@@ -1,9 +1,6 @@
 """Which compute layout a mode means, and what ``auto`` chooses: pure functions."""
 
-import time
-
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -68,7 +65,7 @@ def busiest(storage, ranks, mode):
     return loads.max() + 1e9 * len(calls)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=12),
     st.integers(2, 9),
@@ -84,13 +81,6 @@ def test_auto_is_never_blockwise_and_never_dearer_than_one_mode_for_all(sizes, r
     cost = busiest(storage, ranks, "auto")
     for other in ("duplicated", "exchange", "distributed"):
         assert cost <= busiest(storage, ranks, other) * (1 + 1e-12)
-
-
-@pytest.mark.parametrize(("shape", "dim"), [((96, 32), 0), ((32, 96), 1), ((64, 64), 1)])
-def test_long_side_slabs_are_computed_where_they_are_stored(shape, dim):
-    storage = Layout.slabs(shape, dim, range(4))
-    (matrix,) = plan_work([storage], 4, "distributed", WAVE).matrices
-    assert np.array_equal(matrix.compute.boxes.table, storage.compact().boxes.table)
 
 
 def test_a_slightly_uneven_cut_stays_and_a_very_uneven_one_is_evened_out():
@@ -109,13 +99,3 @@ def test_short_side_cuts_are_recut_to_the_long_side():
 
 def test_a_matrix_with_fewer_columns_than_ranks_has_an_owner():
     assert modes([rows((8, 4), 16)], 16, "distributed") == ["exchange"]
-
-
-def test_a_large_model_is_planned_in_seconds():
-    """Layouts are objects, so they are shared between matrices; 20 s for 100,000 with the plan."""
-    shapes = [(4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336)]
-    layouts = [rows(shape, 64) for shape in shapes]
-    began = time.perf_counter()
-    work = plan_work([layouts[i % 4] for i in range(10_000)], 64, "auto", WAVE)
-    assert time.perf_counter() - began < 10
-    assert sorted(i for wave in work.waves for i in wave) == list(range(10_000))

@@ -216,8 +216,3 @@ def test_a_class_that_steps_whole_parameters_is_refused_with_megatron():
     with pytest.raises(ConfigurationError, match=r"momentum_dtype='int8'.*Own"):
         Base(Own([parameter(4, 6)], momentum_dtype="int8"), None, [])
     Base(Own([parameter(4, 6)]), None, [])
-
-
-def test_an_unknown_dtype_is_refused():
-    with pytest.raises(ConfigurationError, match="momentum_dtype='int4'"):
-        TensorParallelMuon([parameter(4, 6)], momentum_dtype="int4")

@@ -7,36 +7,24 @@ import torch
 import torch.distributed as dist
 
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.math.moments import MOMENT2_METHODS
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
 from megatron_eopt.optimizers.muon import TensorParallelMuon
 from tests.harness import run_ranks
 from tests.unit.optimizers.parameters import parameter
 
 EXACT = {"fp32_matmul_prec": "highest"}
-QKV = [8, 4, 4]
 
 
-@pytest.mark.parametrize("value", ["rows", 2, -2])
-def test_an_unknown_partition_dim_is_refused(value):
-    param = parameter(4, 6)
-    param.partition_dim = value
-    with pytest.raises(ConfigurationError, match="partition_dim"):
-        TensorParallelMuon([param]).step()
-
-
-@pytest.mark.parametrize("mode", ["duplicated", "distributed", "exchange", "auto"])
-@pytest.mark.parametrize("collection", [None, SimpleNamespace(tp=None)])
-def test_a_sharded_parameter_without_group_is_refused(mode, collection):
+def test_a_sharded_parameter_without_group_is_refused():
     param = parameter(4, 6)
     param.partition_dim = 0
     with pytest.raises(ConfigurationError, match=r"group 'tp'.*partition_dim 0"):
-        TensorParallelMuon([param], pg_collection=collection, tp_mode=mode).step()
+        TensorParallelMuon([param], tp_mode="auto").step()
     for attribute, value in (("partition_dim", -1), ("tensor_model_parallel", False)):
         param = parameter(4, 6)
         param.partition_dim = 0
         setattr(param, attribute, value)
-        TensorParallelMuon([param], pg_collection=collection, tp_mode=mode).step()
+        TensorParallelMuon([param], tp_mode="auto").step()
 
 
 def mixed_cuts(mode):
@@ -75,58 +63,17 @@ def test_partition_dim_is_each_parameters_own(mode):
 
 
 @pytest.mark.parametrize(
-    ("argument", "value", "error"),
-    [
-        ("lr", -1.0, ConfigurationError),
-        ("momentum", 1.0, ConfigurationError),
-        ("momentum", -0.1, ConfigurationError),
-        ("weight_decay", float("nan"), ConfigurationError),
-        ("weight_decay_method", "L2", ConfigurationError),
-        ("fp32_matmul_prec", "low", ConfigurationError),
-        ("coefficient_type", "quintics", ConfigurationError),
-        ("num_ns_steps", 0, ConfigurationError),
-        ("scale_mode", "spectrall", ConfigurationError),
-        ("extra_scale_factor", 0.0, ConfigurationError),
-        ("tp_mode", "dupe", ConfigurationError),
-        ("algorithm", "grams", ConfigurationError),
-        ("backend", "torchh", ConfigurationError),
-        ("ns_eps", 0.0, ConfigurationError),
-        ("momentum_dtype", "fp4", ConfigurationError),
-    ],
+    ("argument", "value"),
+    [("lr", -1.0), ("momentum", 1.0), ("num_ns_steps", 0), ("tp_mode", "dupe"), ("ns_eps", 0.0)],
 )
-def test_values_that_would_train_something_else_are_refused(argument, value, error):
-    with pytest.raises(error) as caught:
+def test_values_that_would_train_something_else_are_refused(argument, value):
+    with pytest.raises(ConfigurationError, match=repr(value)):
         TensorParallelMuon([parameter(4, 4)], **{argument: value})
-    assert repr(value) in str(caught.value)
 
 
-def test_what_is_no_matrix_is_refused():
-    with pytest.raises(ConfigurationError, match=r"shape=\(4,\)"):
-        TensorParallelMuon([torch.nn.Parameter(torch.zeros(4))]).step()
-
-
-@pytest.mark.parametrize(
-    "options", [{"use_decoupled_weight_decay": False}, {"weight_decay_method": "l2"}]
-)
-def test_namo_refuses_l2_weight_decay(options):
+def test_namo_refuses_l2_weight_decay():
     param = torch.nn.Parameter(torch.ones(4, 4))
+    options = {"weight_decay_method": "l2"}
     with pytest.raises(ConfigurationError, match=r"moment2_method='namo'.*l2"):
         TensorParallelAdaptiveMuon([param], moment2_method="namo", **options)
     TensorParallelAdaptiveMuon([param], moment2_method="normuon", **options)
-
-
-@pytest.mark.parametrize("size", [0.0, 1e-4, 1.0])
-@pytest.mark.parametrize("method", MOMENT2_METHODS)
-def test_float16_parameters_stay_finite(method, size):
-    """In float16 eps is 0, as are the squares of small updates."""
-    generator = torch.Generator().manual_seed(0)
-    start = torch.randn(16, 32, generator=generator).half()
-    param, exact = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.float())
-    grad = size * torch.randn(16, 32, generator=generator)
-    for one in (param, exact):
-        one.grad = grad.to(one.dtype)
-        TensorParallelAdaptiveMuon([one], lr=0.01, moment2_method=method).step()
-    assert param.isfinite().all()
-    if size == 1.0:
-        # eleven bits of weights up to 4; products are in bfloat16
-        torch.testing.assert_close(param.float(), exact, rtol=1e-3, atol=4e-3)

@@ -10,7 +10,6 @@ from typing import Any
 import emerging_optimizers
 import pytest
 import torch
-from emerging_optimizers import registry as emerging_registry
 from emerging_optimizers.orthogonalized_optimizers import Muon, muon_utils
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer import emerging_optimizers as stock
@@ -25,7 +24,6 @@ from megatron_eopt import (
 from megatron_eopt.arguments import flags
 from megatron_eopt.base import upstream
 from megatron_eopt.math import coefficient_names, coefficients, resolve_coefficients
-from megatron_eopt.math.backends import on_syrk
 from megatron_eopt.math.orthogonalize import DEFAULT_EPS
 from megatron_eopt.optimizers.modes import plan_work
 from megatron_eopt.settings import config as config_module
@@ -56,14 +54,6 @@ def test_arguments_have_the_order_of_megatron_core(name):
     theirs = list(inspect.signature(getattr(stock, name)).parameters)
     ours = list(inspect.signature(globals()[name]).parameters)
     assert ours[: len(theirs)] == theirs
-
-
-def test_use_syrk_does_not_mix_with_other_kernels():
-    with pytest.raises(ConfigurationError, match="use_syrk=True"):
-        on_syrk("transformer_engine", "medium", whole=True)
-    for precision, whole, reason in (("highest", True, "16 bits"), ("medium", False, "whole")):
-        with pytest.warns(UserWarning, match=reason):
-            assert on_syrk("torch", precision, whole=whole) == "torch"
 
 
 def test_use_syrk_is_a_field_wherever_upstream_has_it():
@@ -161,12 +151,6 @@ def test_a_required_argument_needs_a_field(monkeypatch):
     with pytest.raises(ConfigurationError, match=r"needs hyperball_radius, .*on_a_ball_hyperball"):
         emerging_kwargs(NeedsRadius, prefixes, EmergingOptimizerConfig())
     assert emerging_kwargs(NeedsRadius, prefixes, WithRadius())["hyperball_radius"] == 2.0
-
-
-def test_all_that_is_offered_can_be_made():
-    registered = set(emerging_registry.get_optimizer_name_list())
-    assert registered <= set(registry.entries())
-    assert {"muon", "adaptive_muon", "soap", "lion", "adam", "sgd"} <= set(offered_names())
 
 
 # coefficient sets

@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-from itertools import permutations
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ EXACT = {"fp32_matmul_prec": "highest"}
 SHAPES = ((8, 6), (6, 8), (6, 8))  # two that could be taken for one another
 KINDS = [
     (TensorParallelMuon, {}),
-    (TensorParallelMuon, {"momentum_dtype": "bf16"}),
     (TensorParallelMuon, {"momentum_dtype": "int8"}),
     (TensorParallelAdaptiveMuon, {"moment2_method": "normuon"}),
 ]
@@ -40,7 +38,7 @@ def train(optimizer, params, steps=range(2)):
 
 
 @pytest.mark.parametrize(("kind", "options"), KINDS)
-@pytest.mark.parametrize("order", list(permutations(range(3)))[1:], ids=str)
+@pytest.mark.parametrize("order", [(1, 0, 2), (2, 0, 1)], ids=str)
 def test_parameters_may_change_places(kind, options, order):
     params = params_of()
     want = train(made(kind, options, params), params)
@@ -64,11 +62,8 @@ def test_state_is_saved_for_the_places_where_parameters_are(kind, options):
     others = [torch.nn.Parameter(param.detach().clone()) for param in params]
     resumed = made(kind, options, [others[0], others[2], others[1]])
     resumed.load_state_dict(saved)
-    # noise of bfloat16 comes from names, which places have
-    exact = options.get("momentum_dtype") != "bf16"
-    want, got = train(optimizer, params, range(1, 3)), train(resumed, others, range(1, 3))
-    for this, that in zip(got, want, strict=True):
-        torch.testing.assert_close(this, that, rtol=0, atol=0 if exact else 1e-2)
+    want = train(optimizer, params, range(1, 3))
+    assert all(map(torch.equal, train(resumed, others, range(1, 3)), want))
 
 
 def test_main_copies_take_the_place_of_16_bit_weights():
@@ -107,7 +102,6 @@ def test_parameters_may_come_later(kind, options, by):
         optimizer.add_param_group({"params": [late], "lr": 0.1})
     optimizer.step()
     kind([alone], lr=0.1, **EXACT, **options).step()
-    # noise of bfloat16 comes from names, and only what is kept is rounded
     assert torch.equal(late, alone)
 
 
@@ -166,16 +160,3 @@ def test_copies_go_on_as_the_original(copied, kind, options):
     other, theirs = copied((optimizer, params))
     want, got = train(optimizer, params, range(1, 3)), train(other, theirs, range(1, 3))
     assert all(map(torch.equal, got, want))
-
-
-@pytest.mark.parametrize(("kind", "options"), KINDS)
-def test_state_is_loaded_before_and_after_steps(kind, options):
-    params = params_of()
-    optimizer = made(kind, options, params)
-    train(optimizer, params, range(1))
-    saved = copy.deepcopy(optimizer.state_dict())
-    others = [torch.nn.Parameter(param.detach().clone()) for param in params]
-    resumed = made(kind, options, others)
-    resumed.load_state_dict(saved)
-    want = train(optimizer, params, range(1, 3))
-    assert all(map(torch.equal, train(resumed, others, range(1, 3)), want))

@@ -59,7 +59,7 @@ def test_the_busiest_rank_of_many_has_so_many_times_less_to_do(world_size, times
         assert first % len(team) == 0
 
 
-@pytest.mark.parametrize("world_size", [8, 64, 128])
+@pytest.mark.parametrize("world_size", [8, 128])
 def test_where_work_is_enough_matrices_stay_whole(world_size):
     shapes = MODELS["Llama-3-8B"]
     assert assign_teams(shapes, world_size, 8, BF16, homes(shapes)) is None
@@ -83,7 +83,7 @@ def free_talk() -> Iterator[None]:
         yield
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=9),
     st.integers(2, 19),
@@ -149,8 +149,7 @@ def share(algorithm, wave_mb):
     return updates, counts.flops, sizes, engine.schedule.loads[rank]
 
 
-@pytest.mark.parametrize("algorithm", ["standard", "gram"])
-@pytest.mark.parametrize("wave_mb", [64.0, 0.01])
+@pytest.mark.parametrize(("algorithm", "wave_mb"), [("standard", 64.0), ("gram", 0.01)])
 def test_shared_matrices_have_the_update_of_one_process(algorithm, wave_mb):
     ranks = run_ranks(4, share, algorithm, wave_mb)
     assert max(ranks[0][2]) > 1
@@ -186,19 +185,3 @@ def test_training_with_teams_is_training_of_one_process():
     assert deviation([result for result, _ in ranks], reference) < 2e-6
     off = replace(case, config={"muon_team_size": 1})
     assert set(run_ranks(4, train, off, 1)[0][1]) == {0}
-
-
-def residual_of(case: Case) -> float:
-    with free_talk():
-        chunk, optimizer = build(case)
-    steps(case, chunk, optimizer, 0, 1)
-    (found,) = [value for key, value in optimizer.stats().items() if key.endswith("residual")]
-    return float(found)
-
-
-def test_a_shared_matrix_is_one_of_the_sample():
-    config = {"muon_team_size": 4, "muon_fp32_matmul_prec": "highest", "log_optimizer_stats": True}
-    case = Case("muon", DENSE | {"layers": 1, "hidden": 64, "gated": False}, config=config)
-    (reference,) = run_ranks(1, residual_of, case)
-    # residuals are sums of small differences from 1
-    assert run_ranks(4, residual_of, case) == pytest.approx([reference] * 4, rel=1e-4)

@@ -10,7 +10,7 @@ from tests.unit.optimizers.tp_cases import CASES, cut, muon, step, weights
 # Relative to the distance travelled, in float32. The differences are rounding in another order:
 # sums over slabs, batched products, and the parts of the Gram iteration that they decide.
 TOLERANCE = 2e-6
-STEPS = (1, 10)
+STEPS = (1, 5)
 
 
 def errors_of_modes(modes, batched):
@@ -38,7 +38,7 @@ def compare(ours, alone, size, rank):
     return compared
 
 
-@pytest.mark.parametrize("size", [1, 2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_every_exact_mode_gives_what_one_process_gives(size):
     modes = ["duplicated", "exchange", "distributed", "auto"]
     for by_mode in run_ranks(size, errors_of_modes, modes, True):
