@@ -134,6 +134,7 @@ _BY_MODULE: dict[str, dict[str, Need]] = {
         "validate_args": Need("torch FSDP2, QK-clip (install)", "args defaults"),
     },
     "megatron.training.checkpointing": {
+        "read_metadata": Need("loading the iteration that --ckpt-step names (install)"),
         "load_checkpoint": Need(
             "loading (install)",
             "ddp_model optimizer opt_param_scheduler skip_load_to_model_and_opt",

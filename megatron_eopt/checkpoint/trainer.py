@@ -44,6 +44,7 @@ def trainer_rebindings() -> Rebindings:
         "_load_base_checkpoint": _refusing_gaps,
         "_get_checkpoint_format": _taking_the_format,
         "handle_swiglu_in_state_dict": _under_a_wrapper,
+        "read_metadata": _at_the_step_asked_for,
     }
     return wrapped(wrappers)
 
@@ -65,6 +66,22 @@ def _handing_over(original: Function) -> Function:
             return original(ddp_model, optimizer, opt_param_scheduler, *rest, **kwargs)
 
     return load_checkpoint
+
+
+def _at_the_step_asked_for(original: Function) -> Function:
+    """Let ``--ckpt-step`` count wherever the tracker file is read.
+
+    For distributed Adam's files the trainer reads it a second time without looking at the flag. It
+    would go on from the optimizer state of another iteration.
+    """
+
+    @functools.wraps(original)
+    def read_metadata(tracker_filename: str) -> tuple[int, bool]:
+        iteration, release = original(tracker_filename)
+        step = getattr(owner_of("load_checkpoint").get_args(), "ckpt_step", None)
+        return (step, False) if step and not release else (iteration, release)
+
+    return read_metadata
 
 
 @contextmanager

@@ -162,13 +162,10 @@ def test_resuming_equals_not_stopping(tmp_path, form):
 
 
 def test_nothing_is_checked_before_finalize():
-    config = BridgeOptimizerConfig(optimizer="moun", optimizer_cuda_graph=True, lr=-1.0)
+    config = BridgeOptimizerConfig(optimizer="moun", lr=-1.0)
     with pytest.raises(ConfigurationError, match="'muon'"):
         config.finalize()
     config.optimizer = "muon"
-    with pytest.raises(ConfigurationError, match="optimizer_cuda_graph"):
-        config.finalize()
-    config.optimizer_cuda_graph = False
     with pytest.raises(ConfigurationError, match=r"lr=-1\.0"):
         config.finalize()
     config.lr = 0.01

@@ -8,7 +8,6 @@ from megatron.core import optimizer as megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig, ParamKey, ParamPredicate
 
 from megatron_eopt import (
-    ConfigurationError,
     EmergingOptimizerConfig,
     get_megatron_optimizer,
 )
@@ -78,18 +77,6 @@ def read_by_megatron_core() -> list[int]:
 def test_megatron_core_reads_groups_of_distributed_adam() -> None:
     for steps in run_ranks(2, read_by_megatron_core):
         assert set(steps) == {1}
-
-
-def refused_rates() -> None:
-    built(Case("muon"), {MATRICES: {"max_lr": 0.1, "min_lr": 0.05}})
-    wrong = [({MATRICES: {"min_lr": 0.02}}, {}), (None, {"decoupled_lr": 1e-4})]
-    for overrides, fields in wrong:
-        with pytest.raises(ConfigurationError, match="rates of"):
-            built(Case("muon"), overrides, **fields)
-
-
-def test_a_schedule_that_would_grow_is_refused() -> None:
-    run_ranks(1, refused_rates)
 
 
 NUMBERED = ("*.layers.3.self_attention.linear_proj.weight", "*.layers.1.*experts.2.linear_fc1.*")

@@ -105,13 +105,6 @@ def test_checkpoints_are_those_of_a_resident_run(tmp_path, before, after):
     assert run_ranks(2, resumed, case, before, after, str(tmp_path), timeout=300) == [[], []]
 
 
-def test_off_loading_nothing_is_refused():
-    case = at(CASES["muon"], torch.float32, 1.0)
-    nothing = replace(case, config={**case.config, "optimizer_offload_fraction": 0.0})
-    (message,) = run_ranks(1, refused, nothing)
-    assert message.startswith("optimizer_offload_fraction=0.0: leaves everything on the device")
-
-
 def recovered(case: Case, file: str) -> list[str]:
     """Return what differs if a step ends in an error and a file of the state before is loaded."""
     whole, broken = at(case, torch.bfloat16, 0.0), at(case, torch.bfloat16, 0.5)

@@ -5,12 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_eopt import EmergingOptimizerConfig, get_megatron_optimizer
-from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
+from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.storage import LayerWiseDistributedOptimizer
 from tests.harness import run_ranks
-from tests.harness.megatron import initialize_megatron
-from tests.harness.models import tiny_gpt, wrap_ddp
 from tests.unit.stores import runs
 from tests.unit.stores.full_state import Case, build, unwrapped
 from tests.unit.stores.runs import DENSE, Run, make_chunk
@@ -41,8 +38,6 @@ def refusals() -> None:
         object.__setattr__(config, mode, False)
     refused("exactly one parameter group, and is in 0", muon)
     refused("exactly one parameter group, and is in 2", muon, adam, runs.adam_over(others, config))
-    closure = torch.optim.LBFGS([param for group in others for param in group["params"]])
-    refused("closure", muon, closure)
     for name in ("use_megatron_fsdp", "reuse_grad_buf_for_mxfp8_param_ag"):
         setattr(chunk.ddp_config, name, True)
         refused(name, muon, adam)
@@ -76,17 +71,3 @@ def loads() -> None:
 
 def test_what_is_no_state_of_fragments_is_refused():
     run_ranks(1, loads)
-
-
-def refusal_of_float64() -> None:
-    initialize_megatron()
-    model = tiny_gpt(**DENSE)
-    model.decoder.final_layernorm.double()
-    fields = {"use_distributed_optimizer": True}
-    config = EmergingOptimizerConfig(optimizer="muon", lr=0.01, **fields)
-    with pytest.raises(ConfigurationTypeError, match=r"final_layernorm.weight=torch\.float64"):
-        get_megatron_optimizer(config, [wrap_ddp(model, **fields)])
-
-
-def test_dtypes_without_main_weights_are_refused_by_name():
-    run_ranks(1, refusal_of_float64)
