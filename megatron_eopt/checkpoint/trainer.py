@@ -78,6 +78,8 @@ def _at_the_step_asked_for(original: Function) -> Function:
     @functools.wraps(original)
     def read_metadata(tracker_filename: str) -> tuple[int, bool]:
         iteration, release = original(tracker_filename)
+        if _load.current is None:
+            return iteration, release
         step = getattr(owner_of("load_checkpoint").get_args(), "ckpt_step", None)
         return (step, False) if step and not release else (iteration, release)
 
