@@ -46,12 +46,6 @@ def check_choice(argument: str, value: object, choices: Iterable[str]) -> None:
     raise ConfigurationError(argument, value, f"must be one of {', '.join(names)}", hint)
 
 
-def check_switch(argument: str, value: object) -> None:
-    """Raise a ConfigurationTypeError unless ``value`` is True or False."""
-    if not isinstance(value, bool):
-        raise ConfigurationTypeError(argument, value, "is on or off", "Give True or False")
-
-
 def check_integer(
     argument: str, value: object, *, at_least: int = 1, at_most: int = 2**63 - 1
 ) -> None:

@@ -89,21 +89,17 @@ class RunSettings:
     @property
     def clip_grad(self) -> float:
         """Largest gradient norm; 0 for any."""
-        return self._of_every_step("clip_grad")
+        return float(self.config.clip_grad)
 
     @property
     def skip_threshold(self) -> float:
         """Steps with a larger gradient norm are skipped."""
-        return self._of_every_step("grad_norm_skip_threshold")
+        return float(self.config.grad_norm_skip_threshold)
 
     @property
     def counts_zeros(self) -> bool:
         """Whether zeros in gradients are counted."""
         return bool(self.config.log_num_zeros_in_grad)
-
-    def _of_every_step(self, name: str) -> float:
-        value: float = getattr(self.config, name)
-        return value
 
 
 @dataclass(frozen=True, kw_only=True)
