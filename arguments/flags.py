@@ -62,8 +62,6 @@ GROUPS: dict[str, dict[str, str]] = {
         "than work: 1 for none.",
         "muon-momentum-dtype": "How momentum is kept between steps: in float32, or in fewer bits.",
         "muon-backend": "Whose kernels orthogonalize.",
-        "muon-use-syrk": "Orthogonalize on emerging-optimizers' SYRK kernels where they can be "
-        "used.",
         "muon-use-nesterov": "Old spelling of --muon-nesterov.",
         "muon-mode": "Old spelling of --muon-tp-mode.",
         "muon-momentum-beta": "Old spelling of --muon-momentum.",

@@ -92,10 +92,6 @@ class EmergingOptimizerConfig(OptimizerConfig):
     muon_backend: str = "torch"
     """Whose kernels run the iteration."""
 
-    muon_use_syrk: bool = False
-    """Whether emerging-optimizers' SYRK kernels run the iteration wherever they can: bfloat16
-    products of whole matrices on a GPU that they know. ``muon_backend="syrk"`` insists on them."""
-
     muon_use_nesterov: bool | None = None
     """Old spelling of ``muon_nesterov``."""
 
