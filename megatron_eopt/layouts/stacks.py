@@ -13,7 +13,7 @@ from functools import cached_property
 
 from torch import Tensor
 
-from megatron_eopt.base.places import place_of
+from megatron_eopt.base.address import address_of
 from megatron_eopt.layouts.copies import Copy
 from megatron_eopt.layouts.plan import Plan
 
@@ -50,7 +50,7 @@ class Stacks:
         place = self.place(name)
         if place is None or (place.dtype, place.numel()) != (tensor.dtype, tensor.numel()):
             return False
-        return tensor.is_contiguous() and place_of(place) == place_of(tensor)
+        return tensor.is_contiguous() and address_of(place) == address_of(tensor)
 
     @cached_property
     def _largest(self) -> list[int]:

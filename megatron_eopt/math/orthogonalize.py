@@ -8,9 +8,8 @@ import torch
 from emerging_optimizers.utils import fp32_matmul_precision
 from torch import Tensor
 
+from megatron_eopt.base.address import address_of
 from megatron_eopt.base.errors import ConfigurationError, check_choice, check_number
-from megatron_eopt.base.places import place_of
-from megatron_eopt.base.upstream import default_of
 from megatron_eopt.math.algorithm import (
     PRECISIONS,
     AlgorithmT,
@@ -27,7 +26,7 @@ from megatron_eopt.math.newton_schulz import (
     normalize,
 )
 
-DEFAULT_EPS: float = default_of("newton_schulz", "eps")
+DEFAULT_EPS = 1e-7
 """Smallest Frobenius norm that is divided by: emerging-optimizers', 1e-7 in its release 0.3."""
 
 SMALLEST_EPS = 1e-38
@@ -153,7 +152,7 @@ class Orthogonalization:
                 result = result * factor
         if not in_place:
             return result
-        return x if place_of(result) == place_of(x) else x.copy_(result)
+        return x if address_of(result) == address_of(x) else x.copy_(result)
 
     @property
     def whole_only(self) -> bool:

@@ -27,7 +27,7 @@ from megatron_eopt.math import (
 from megatron_eopt.math.coefficients import check_steps
 from megatron_eopt.math.low_precision import MOMENTUM_DTYPES
 from megatron_eopt.math.moments import Moment2MethodT
-from megatron_eopt.settings.fields import check_old_spellings, consumed_fields, unconsumed
+from megatron_eopt.settings.fields import consumed_fields, unconsumed
 from megatron_eopt.settings.registry import entry_of, prefixes_of
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,6 @@ _BOUNDS: dict[str, dict[str, float]] = {
     "adaptive_muon_beta2": _DECAY,
     "sgd_momentum": _DECAY,
     "muon_momentum": _DECAY,
-    "muon_momentum_beta": _DECAY,
     "adam_eps": _POSITIVE,
     "adaptive_muon_eps": _POSITIVE,
     "muon_extra_scale_factor": _POSITIVE,
@@ -63,7 +62,6 @@ _BOUNDS: dict[str, dict[str, float]] = {
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "muon_tp_mode": get_args(TpModeT),
-    "muon_mode": get_args(TpModeT),
     "muon_scale_mode": get_args(ScaleModeT),
     "muon_fp32_matmul_prec": get_args(PrecisionT),
     "muon_algorithm": get_args(AlgorithmT),
@@ -74,8 +72,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 _OPTIMIZER_PREFIXES = ("muon", "adaptive_muon", "lion", "soap", "adam", "sgd")
 
 _MAY_BE_NONE = frozenset(
-    {"lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "loss_scale"}
-    | {"muon_lr", "muon_min_lr", "muon_momentum_beta", "muon_mode"}
+    {"lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "loss_scale"} | {"muon_lr", "muon_min_lr"}
 )
 
 _FOR_MATRICES = {
@@ -190,7 +187,6 @@ def check_field(name: str, value: Any) -> None:
 
 
 def _check_emerging(config: Any, prefixes: Sequence[str]) -> None:
-    check_old_spellings(config, prefixes)
     if "muon" in prefixes:
         steps, coefficients = config.muon_num_ns_steps, config.muon_coefficient_type
         check_steps("muon_num_ns_steps", steps)

@@ -19,7 +19,7 @@ from megatron_eopt.base.names import (
     STANDARD_OPTIMIZERS,
     TpModeT,
 )
-from megatron_eopt.base.upstream import check_releases
+from megatron_eopt.base.upstream import warn_of_untested_releases
 from megatron_eopt.matrices import SplitT
 from megatron_eopt.settings.checks import (
     check_config,
@@ -207,12 +207,12 @@ def _of_emerging(name: str, config: Any) -> dict[str, Any]:
         "prefixes": (*prefixes, "lion") if scalar == "lion" else prefixes,
     }
     if "muon" in prefixes:
-        chosen["tp_mode"] = first_field(config, "mode", ("muon",)) or config.muon_tp_mode
+        chosen["tp_mode"] = config.muon_tp_mode
     return chosen
 
 
 def _of_the_run(config: Any) -> dict[str, Any]:
-    check_releases(strict=bool(getattr(config, "strict_upstream", False)))
+    warn_of_untested_releases()
     unchanged = ("lr", "min_lr", "weight_decay", "decoupled_weight_decay")
     return {name: getattr(config, name) for name in unchanged} | {
         "config": config,

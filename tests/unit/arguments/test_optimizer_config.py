@@ -90,13 +90,6 @@ def test_whose_defaults(written):
     assert (config.muon_tp_mode, config.muon_split_gated) == ("auto", True)
 
 
-def test_old_spellings_still_meet_the_present_ones(written):
-    path = written("optimizer: muon\nmuon-mode: exchange\n")
-    assert from_flags("--optimizer-config", path).muon_tp_mode == "exchange"
-    with pytest.raises(ConfigurationError, match="--muon-mode"):
-        parse("--optimizer-config", path, "--muon-tp-mode", "duplicated")
-
-
 @pytest.mark.parametrize(
     ("flags", "line", "named"),
     [

@@ -213,14 +213,6 @@ def test_arguments_of_a_wrong_kind_are_named(arguments, name):
         get_megatron_optimizer(**{"config": config, "model_chunks": [CHUNK], **arguments})
 
 
-def test_old_spellings_that_disagree_are_refused():
-    config = EmergingOptimizerConfig(
-        lr=0.1, optimizer="muon", muon_tp_mode="blockwise", muon_mode="duplicated"
-    )
-    with pytest.raises(ConfigurationError, match="old spelling of muon_tp_mode"):
-        get_megatron_optimizer(config, [Chunk()])
-
-
 @pytest.mark.parametrize("name", ["transformer_engine", "gram_newton_schulz"])
 def test_missing_packages_are_named(name):
     config = EmergingOptimizerConfig(lr=0.1, optimizer="muon", muon_backend=name)

@@ -45,7 +45,7 @@ GRADIENTS_PASS = {
 """From DDP's buffer to the new weight of a matrix."""
 
 ASIDE = {
-    "base/places.py": "tells whether a main weight is the model's",
+    "base/address.py": "tells whether a main weight is the model's",
     "base/errors.py": "checks numbers of groups that schedulers may have written to",
     "build/gradient_norm.py": "looks at what the norm leaves out",
     "build/loss_scale.py": "forgets what was unscaled",
