@@ -49,7 +49,6 @@ ASIDE = {
     "base/errors.py": "checks numbers of groups that schedulers may have written to",
     "build/gradient_norm.py": "looks at what the norm leaves out",
     "build/loss_scale.py": "forgets what was unscaled",
-    "layouts/stacks.py": "tells where a matrix may lie",
     "math/algorithm.py": "counts products, to end in the right memory",
     "settings/checks.py": "checks numbers of the configuration that callers may have changed",
     "settings/settings.py": "looks at these",
