@@ -130,7 +130,6 @@ UNREAD = [
     {"optimizer": "adam", "muon_momentum": 7.0, "lion_beta1": 3.0, "sgd_momentum": -1.0},
     {"optimizer": "sgd", "adam_eps": 0.0, "adam_beta1": 2.0},
     {"optimizer": "muon", "lion_beta1": 3.0, "soap_shampoo_beta": 3.0},
-    {"optimizer": "muon", "optimizer_offload_fraction": 7.0},
     {"optimizer": "muon", "initial_loss_scale": 0.0, "hysteresis": None},
 ]
 
