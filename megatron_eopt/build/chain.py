@@ -72,7 +72,6 @@ class OptimizerChain(ChainedOptimizer):
         scaler: Any,
         model_chunks: Sequence[Any],
     ) -> None:
-        needed("ChainedOptimizer")
         storages = [member.storage for member in members]
         super().__init__(storages)
         self.members = list(members)

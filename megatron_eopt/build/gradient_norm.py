@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from megatron_eopt.math.finite import NonFiniteError, names_of_all, not_finite
+from megatron_eopt.base.agreement import of_every_rank
+from megatron_eopt.base.errors import NonFiniteError
 from megatron_eopt.stores.interface import named_gradients
 
 _HUGE = 1e16
@@ -18,12 +19,26 @@ def refusal(
 ) -> NonFiniteError:
     """Return the error for gradients whose norm is not finite, with names of all ranks."""
     groups = list(groups)
-    if names := names_of_all(not_finite(named), groups):
+    odd = [name for name, grad in named if not bool(grad.isfinite().all())]
+    if names := _names_of_all(odd, groups):
         return NonFiniteError("gradients", names)
     huge = [name for name, grad in named if float(grad.double().norm()) > _HUGE]
     return NonFiniteError(
-        "norm of all gradients, each of them finite, because", names_of_all(huge, groups)
+        "norm of all gradients, each of them finite, because", _names_of_all(huge, groups)
     )
+
+
+def _names_of_all(
+    names: Iterable[str], groups: Iterable[distributed.ProcessGroup | None]
+) -> list[str]:
+    """Return the names that any rank of the groups has, sorted; collective over each of them.
+
+    The groups have one order on all their ranks; a name travels on from one to the next.
+    """
+    known = set(names)
+    for group in groups:
+        known = known.union(*of_every_rank(known, group))
+    return sorted(known)
 
 
 def mark_left_out(counted: list[Tensor], left_out: list[Tensor]) -> list[Tensor]:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_eopt.base.address import address_of
 from megatron_eopt.base.agreement import agreed, agreed_in
-from megatron_eopt.base.places import place_of
 from megatron_eopt.build.bases import Base, Share, driver_over
 from megatron_eopt.matrices import Split, whole
 from megatron_eopt.optimizers.driver import CompositeOptimizer, Driver, ParamGroup, bind
@@ -171,7 +171,7 @@ def _off_load(composite: CompositeOptimizer, storage: Storage, settings: RunSett
 
 
 def _is_part(item: Stored) -> bool:
-    return place_of(item.main).storage == place_of(item.param).storage
+    return address_of(item.main)[0] == address_of(item.param)[0]
 
 
 def _driver(

@@ -12,8 +12,8 @@ from torch import Tensor
 from megatron_eopt.base.names import DEFAULT_WAVE_MB, TpModeT
 from megatron_eopt.base.subgroups import group_of_members
 from megatron_eopt.layouts import Matrix, Plan, Redistribution, WaveBatch
+from megatron_eopt.layouts.assignment import first_uses
 from megatron_eopt.layouts.redistribution import LoadT, StoreT
-from megatron_eopt.layouts.waves import first_uses
 from megatron_eopt.math.newton_schulz import ReduceT
 from megatron_eopt.optimizers.modes import Schedule, Work, plan_work
 from megatron_eopt.optimizers.symmetric_packing import pack_symmetric, unpack_symmetric

@@ -16,7 +16,6 @@ from megatron_eopt.base.agreement import agreed_in
 from megatron_eopt.base.errors import ConfigurationError, check_choice, check_number
 from megatron_eopt.base.names import DEFAULT_WAVE_MB, TpModeT
 from megatron_eopt.math.algorithm import AlgorithmT
-from megatron_eopt.math.backends import on_syrk
 from megatron_eopt.math.low_precision import MOMENTUM_DTYPES, MomentumDtypeT
 from megatron_eopt.math.newton_schulz import ReduceT
 from megatron_eopt.math.orthogonalize import DEFAULT_EPS, Orthogonalization
@@ -80,7 +79,6 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         extra_scale_factor: A further factor on the update, above 0.
         pg_collection: Process groups; ``tp`` and, for experts, ``expt_tp`` are used.
         tp_mode: Where a cut matrix is computed, see :data:`megatron_eopt.base.names.TpModeT`.
-        use_syrk: Compute on emerging-optimizers' SYRK kernels where they can be used, else warn.
         weight_decay_method: "decoupled", "l2" or "independent"; goes before that switch.
         algorithm: Which iteration: "auto", "standard" or "gram".
         backend: Whose kernels compute it.
@@ -119,7 +117,6 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         extra_scale_factor: float = 1.0,
         pg_collection: Any = None,
         tp_mode: TpModeT = "duplicated",
-        use_syrk: bool = False,
         *,
         weight_decay_method: WeightDecayT | None = None,
         algorithm: AlgorithmT = "auto",
@@ -138,8 +135,6 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         check_choice("momentum_dtype", momentum_dtype, MOMENTUM_DTYPES)
         method = weight_decay_method or ("decoupled" if use_decoupled_weight_decay else "l2")
         check_choice("weight_decay_method", method, WEIGHT_DECAY_METHODS)
-        if use_syrk:
-            backend = on_syrk(backend, fp32_matmul_prec, whole=tp_mode != "distributed")
         self.orthogonalization = Orthogonalization(
             coefficient_type,
             num_ns_steps,

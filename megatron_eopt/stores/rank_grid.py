@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import distributed
 
-from megatron_eopt.base.agreement import GroupPlace, integers, places_in, ranks_of
+from megatron_eopt.base.agreement import GroupPlace, any_rank, places_in, ranks_of
 from megatron_eopt.stores.shard import Ranks
 
 
@@ -73,7 +73,7 @@ def _find_or_create(mine: Coordinates, classes: list[list[int]]) -> Any:
     candidates = [group for group in (mine.data, mine.existing) if group is not None]
     found = next((group for group in candidates if _members(group) == members), None)
     fits = found is not None or len(members) == 1
-    if all(row[0] for row in integers([int(fits)])):
+    if not any_rank(not fits):
         return found
     groups = [distributed.new_group(ranks) for ranks in classes if len(ranks) > 1]
     return next((group for group in groups if _members(group) == members), None)

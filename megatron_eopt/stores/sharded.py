@@ -9,10 +9,9 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
+from megatron_eopt.base.address import address_of
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import MOMENTUM, STEP
-from megatron_eopt.base.places import Place, place_of
-from megatron_eopt.base.upstream import check_instance, needed
 from megatron_eopt.matrices import Split
 from megatron_eopt.routing.parameters import cut_dimension
 from megatron_eopt.stores.all_reduced import AllReducedBuffer
@@ -144,7 +143,6 @@ class FragmentsOptimizer(_InBuffers, DistributedOptimizer):
     _copies_itself = False
 
     def __init__(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        needed("DistributedOptimizer")
         # megatron-core knows how to make Adam's state alone; ours is made before it asks
         kwargs.setdefault("init_state_fn", lambda *_: None)
         super().__init__(optimizer, *args, **kwargs)
@@ -153,7 +151,6 @@ class FragmentsOptimizer(_InBuffers, DistributedOptimizer):
         self.main_of: dict[Tensor, Tensor] = {}
         if self.is_stub_optimizer:
             return
-        check_instance("DistributedOptimizer", self)
         # Transformer Engine's Adam may keep the main weights itself, and write the model's
         self._held_by_adam = bool(getattr(self.optimizer, "master_weights", False))
         mains_of_half = (
@@ -226,7 +223,7 @@ class FragmentsOptimizer(_InBuffers, DistributedOptimizer):
         self._mains = list(self.main_of.values())
         self._ranges = [(item.start, item.stop) for item in self.stored()]
         self._sources: list[Tensor | None] = [None] * len(self._params)
-        self._lay_at: list[Place | None] = [None] * len(self._params)
+        self._lay_at: list[tuple[int, int] | None] = [None] * len(self._params)
         self._grads: list[Tensor | None] = [None] * len(self._params)
         pairs = [(main, self._param_view(param)) for param, main in self.main_of.items()]
         # a float32 parameter is its own main weight, unless a caller has moved one of them
@@ -247,7 +244,7 @@ class FragmentsOptimizer(_InBuffers, DistributedOptimizer):
             if source is None:
                 source = param.grad
             # a caller may give the same tensor other memory, too
-            lies_at = None if source is None else place_of(source)
+            lies_at = None if source is None else address_of(source)
             if source is not self._sources[place] or lies_at != self._lay_at[place]:
                 start, stop = self._ranges[place]
                 # of one that lies otherwise in memory there is a copy of the present numbers
@@ -323,7 +320,7 @@ class FragmentsOptimizer(_InBuffers, DistributedOptimizer):
 
 
 def _is_one(main: Tensor, view: Tensor) -> bool:
-    return place_of(main) == place_of(view)
+    return address_of(main) == address_of(view)
 
 
 class OffloadedOptimizer(_InBuffers, DistributedOptimizer):
@@ -333,7 +330,6 @@ class OffloadedOptimizer(_InBuffers, DistributedOptimizer):
     """
 
     def __init__(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        needed("DistributedOptimizer")
         super().__init__(optimizer, *args, init_state_fn=None, **kwargs)
         self._defer_param_sync = True
 
