@@ -20,7 +20,7 @@ from megatron_eopt.optimizers.modes import Schedule
 from megatron_eopt.plan.architectures import Architecture
 from megatron_eopt.plan.cost import Times, adam_seconds, times
 from megatron_eopt.plan.machine import Machine
-from megatron_eopt.plan.model import Layout, build_stage, check_fits, initialize, stage_kinds
+from megatron_eopt.plan.model import Layout, build_stage, stage_kinds, train_flops
 from megatron_eopt.settings.config import EmergingOptimizerConfig
 
 _AS_BUSY = 0.999
@@ -99,15 +99,13 @@ def plan(
     Raises:
         ConfigurationError: If the architecture does not fit the layout, or the optimizer refuses.
     """
-    check_fits(architecture, layout)
     kinds = stage_kinds(architecture, layout)
     stages = [_stage(architecture, layout, config, kind, machine.gpus) for kind in kinds]
     worst = max(stages, key=lambda stage: stage.loads.max())
     with dry_world(worst.busiest, layout.world_size):
         report = report_of(_built(architecture, layout, config), lambda: None)
         predicted = times(report, machine)
-    operations = 6 * architecture.active_parameters * tokens
-    ranks = layout.world_size
+        operations = train_flops(architecture, tokens)
     return Plan(
         architecture,
         layout,
@@ -116,12 +114,11 @@ def plan(
         report,
         predicted,
         adam_seconds(sum(report.elements.values()), machine),
-        operations / (ranks * machine.flops * utilization),
+        operations / (layout.world_size * machine.flops * utilization),
     )
 
 
 def _built(architecture: Architecture, layout: Layout, config: EmergingOptimizerConfig) -> Any:
-    initialize(layout)
     return get_megatron_optimizer(config, [build_stage(architecture, layout)])
 
 
