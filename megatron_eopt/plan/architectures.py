@@ -6,10 +6,12 @@ tokens are left out.
 """
 
 import argparse
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.training.arguments import moe_freq_type
 
 from megatron_eopt.base.errors import ConfigurationError
@@ -151,15 +153,7 @@ _SWITCHES = {
     "qk-layernorm": "norms of queries and keys",
     "untie-embeddings-and-output-weights": "give the output layer a weight of its own",
 }
-_ALWAYS = ("num_layers", "hidden_size", "num_attention_heads")
-_ANY_LAYER = (*_ALWAYS, "kv_channels", "add_qkv_bias", "qk_layernorm")
-_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-_EXPERTS = (
-    "moe_ffn_hidden_size",
-    "moe_router_topk",
-    "moe_shared_expert_intermediate_size",
-    "moe_layer_freq",
-)
+_NAMES = (*_FLAGS, *_SWITCHES, "moe-layer-freq")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -183,7 +177,7 @@ def refuse_flags(flags: Mapping[str, Any], source: str) -> None:
     Raises:
         ConfigurationError: If one of them was given.
     """
-    for name in (*_FLAGS, *_SWITCHES, "moe-layer-freq"):
+    for name in _NAMES:
         if (value := flags.get(name.replace("-", "_"))) is not None:
             rule = f"has no meaning beside {source}, which says all of the architecture"
             raise ConfigurationError(f"--{name}", value, rule, "Leave one of the two out")
@@ -199,29 +193,27 @@ def from_flags(flags: Mapping[str, Any]) -> Architecture:
     Raises:
         ConfigurationError: If a flag is missing.
     """
-    given = {name: value for name, value in flags.items() if value is not None}
-    for field in (*_ALWAYS, "vocab_size"):
-        if field not in given:
-            flag = "--" + field.replace("_", "-")
+    offered = [name.replace("-", "_") for name in _NAMES]
+    given = {name: flags[name] for name in offered if flags.get(name) is not None}
+    for name in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size"):
+        if name not in given:
+            flag = "--" + name.replace("_", "-")
             raise ConfigurationError(flag, None, "is missing", "Pass it, or --model")
-    names: tuple[str, ...] = _ANY_LAYER
     hidden, gated = given["hidden_size"], given.get("swiglu", False)
     # gated MLPs have three matrices, about as large as the two of others; a multiple of 64
     inner = hidden * 8 // (3 * 64) * 64 if gated else 4 * hidden
-    fields: dict[str, Any] = {
-        "gated_linear_unit": gated,
-        "ffn_hidden_size": given.get("ffn_hidden_size", inner),
-    }
-    if given.get("group_query_attention"):
-        fields["num_query_groups"] = given.get("num_query_groups", 1)
+    fields: dict[str, Any] = {"gated_linear_unit": gated, "ffn_hidden_size": inner}
+    kind = TransformerConfig
     if given.get("multi_latent_attention"):
         # of which the configuration has other defaults than the flags
         fields |= {"q_lora_rank": None, "kv_lora_rank": 32}
-        names += _LATENT
+        kind = MLATransformerConfig
+    named = {field.name for field in dataclasses.fields(kind)} - {"num_query_groups"}
+    fields |= {name: value for name, value in given.items() if name in named}
+    if given.get("group_query_attention"):
+        fields["num_query_groups"] = given.get("num_query_groups", 1)
     if "num_experts" in given:
         fields["num_moe_experts"] = given["num_experts"]
-        names += _EXPERTS
-    fields |= {name: given[name] for name in names if name in given}
     untied = given.get("untie_embeddings_and_output_weights", False)
     seq_length = given.get("seq_length", SEQ_LENGTH)
     return Architecture("flags", given["vocab_size"], fields, untied, seq_length)
