@@ -49,14 +49,6 @@ class Base:
     is_clipped: bool = True  # whether its gradients are clipped
     construct: Construct | None = None  # makes an optimizer like it over other groups
 
-    def __post_init__(self) -> None:
-        dtype = getattr(self.optimizer, "momentum_dtype", "fp32")
-        if dtype != "fp32" and self.layout == "matrix_state":
-            name = type(self.optimizer).__name__
-            rule = f"does not work with {name}, which has a way of its own to step whole parameters"
-            way_out = 'Set momentum_dtype="fp32", or override nothing that a step calls'
-            raise ConfigurationError("momentum_dtype", dtype, rule, way_out)
-
     @property
     def layout(self) -> StateLayoutT:
         """What of it needs whole matrices; everything, if its class is not known."""

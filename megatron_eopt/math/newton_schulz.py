@@ -46,9 +46,7 @@ from megatron_eopt.math.algorithm import Plan
 from megatron_eopt.math.coefficients import Triple, response
 
 ReduceT = Callable[[Tensor], Tensor]
-"""Sums a contiguous tensor over the ranks that share a matrix; may work in place. One that has an
-attribute ``of_symmetric`` is asked through it where matrices are symmetric, so that half of them
-travels."""
+"""Sums a contiguous tensor over the ranks that share a matrix; may work in place."""
 
 
 class Team(Protocol):
@@ -310,8 +308,5 @@ def _team(reduce: ReduceT | None) -> Team | None:
     return cast(Team, reduce) if hasattr(reduce, "gather") else None
 
 
-def _reduced(symmetric: Tensor, reduce: ReduceT | None) -> Tensor:
-    if reduce is None:
-        return symmetric
-    total: Tensor = getattr(reduce, "of_symmetric", reduce)(symmetric)
-    return total
+def _reduced(gram: Tensor, reduce: ReduceT | None) -> Tensor:
+    return gram if reduce is None else reduce(gram)

@@ -84,14 +84,6 @@ class Work:
     matrices: tuple[MatrixWork, ...]
     waves: tuple[tuple[int, ...], ...]  # indices of matrices that travel together
 
-    def loads(self, world_size: int) -> Float64Array:
-        """Estimate the floating-point operations of each rank; float64 ``(world_size,)``."""
-        loads = np.zeros(world_size)
-        for work in self.matrices:
-            for rank in np.unique(work.compute.boxes.rank):
-                loads[rank] += work.load_of(rank, world_size)
-        return loads
-
 
 @dataclass(frozen=True)
 class Schedule:
@@ -121,7 +113,11 @@ class Schedule:
     @property
     def loads(self) -> list[float]:
         """Estimated floating-point operations of each rank of the group."""
-        return self.work.loads(self.ranks.size).tolist()  # type: ignore[no-any-return]
+        loads = np.zeros(self.ranks.size)
+        for work in self.work.matrices:
+            for rank in np.unique(work.compute.boxes.rank):
+                loads[rank] += work.load_of(rank, self.ranks.size)
+        return loads.tolist()  # type: ignore[no-any-return]
 
     def arrivals(self, places: Sequence[int]) -> list[float]:
         """Return the elements that come to each rank of the group from elsewhere.

@@ -48,7 +48,7 @@ class OwnerDriver(Driver):
     some whole weights.
     """
 
-    needs_matrices = counts_matrices = True
+    counts_matrices = True
 
     def __init__(
         self,

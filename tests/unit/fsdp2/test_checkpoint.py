@@ -168,7 +168,6 @@ def test_momentum_loads_into_another_dtype(saved, written, read, dtype):
 FORMS = {
     "flattened": StateDictOptions(flatten_optimizer_state_dict=True),
     "whole": StateDictOptions(full_state_dict=True),
-    "frozen": StateDictOptions(),
 }
 
 
@@ -177,13 +176,8 @@ def resumed(name, form):
     """Return how far a run that went on from saved state is from one in one go."""
     model, optimizer = train("fsdp", config(name), steps=3)
     other, following = train("fsdp", config(name), steps=3)
-    # what is frozen when state is saved and loaded keeps its own
-    for run in (model, other):
-        run.up.weight.requires_grad_(form != "frozen")
     saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=FORMS[form]))
     set_optimizer_state_dict(other, following, saved, options=FORMS[form])
-    for run in (model, other):
-        run.up.weight.requires_grad_(True)
     for number in (3, 4):
         step(model, optimizer, number)
         step(other, following, number)
