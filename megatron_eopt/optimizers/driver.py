@@ -250,11 +250,7 @@ class CompositeOptimizer(torch.optim.Optimizer):
 
 
 def check_may_step(optimizer: Any) -> None:
-    """Raise a ConfigurationError if a group has no learning rate yet, or another owner by now."""
-    if getattr(optimizer, "superseded", False):
-        rule = "an optimizer that was built later owns some of its parameters, and both would step"
-        way_out = "Step the later one, or freeze what the other owns while each is built"
-        raise ConfigurationError("optimizer.step", type(optimizer).__name__, rule, way_out)
+    """Raise a ConfigurationError if a group has no learning rate yet."""
     for group in optimizer.param_groups:
         if group.get("lr", 0.0) is None:
             rule = f"must be written before a step, and group {group.get('group_id')!r} has none"

@@ -1,9 +1,10 @@
 """Scales query and key weights, the main ones and the model's, by what attention has recorded."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor, distributed, nn
@@ -14,14 +15,16 @@ from megatron_eopt.base.places import place_of
 from megatron_eopt.qk_clip.attention import attentions, projections
 from megatron_eopt.stores.buffers import process_groups
 
-_CHAINS: WeakKeyDictionary[nn.Module, WeakSet[Any]] = WeakKeyDictionary()
+_numbers = itertools.count()
+_CHAINS: WeakKeyDictionary[nn.Module, WeakValueDictionary[int, Any]] = WeakKeyDictionary()
 
 
 def remember(model_chunks: Sequence[Any], chain: Any) -> None:
     """Note whose members store the main weights of a model."""
+    number = next(_numbers)
     for chunk in model_chunks:
         if isinstance(chunk, nn.Module):
-            _CHAINS.setdefault(chunk, WeakSet()).add(chain)
+            _CHAINS.setdefault(chunk, WeakValueDictionary())[number] = chain
 
 
 def clip_qk(model: Sequence[Any], log_max_only: bool = False) -> float:
@@ -85,10 +88,10 @@ def _factors(found: Sequence[Any], maxima: Sequence[Tensor]) -> dict[Tensor, Ten
 
 def _chains_of(model: Sequence[Any], found: Sequence[Any]) -> list[Any]:
     """Return what stores the main weights of the model."""
-    chains = {chain for chunk in model for chain in _CHAINS.get(chunk, ())}
+    chains = {number: chain for chunk in model for number, chain in _CHAINS.get(chunk, {}).items()}
     if chains:
-        # the one that was built last owns what several have
-        return sorted(chains, key=lambda chain: chain.number)
+        # of a weight that several have, the one that was built last writes last
+        return [chains[number] for number in sorted(chains)]
     weights = [item.weight for attention in found for item in projections(attention)]
     if odd := [weight for weight in weights if hasattr(weight, "main_param")]:
         rule = "has main weights that only the optimizer knows which made them"

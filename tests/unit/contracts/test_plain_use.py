@@ -2,7 +2,6 @@
 
 import copy
 import logging
-import math
 
 import pytest
 import torch
@@ -304,21 +303,3 @@ def step(chunk, chains, seed):
 @pytest.mark.parametrize("optimizer", ["muon", "adam"])
 def test_each_of_two_optimizers_saves_and_loads_its_own(optimizer, sharded, tmp_path):
     run_ranks(2, _checkpoints_of_parts, optimizer, sharded, tmp_path)
-
-
-def _owned_twice(sharded):
-    initialize_megatron()
-    chunk = two_parts(sharded)
-    config = config_of("muon", sharded=sharded)
-    first = get_megatron_optimizer(config, [chunk])
-    only(chunk, PARTS[1])
-    second = get_megatron_optimizer(config, [chunk])
-    only(chunk, None)
-    assert math.isfinite(train_step([chunk], second, [synthetic_batch(0)]))
-    with pytest.raises(ConfigurationError, match=r"optimizer.step=.*built later owns some of its"):
-        first.step()
-
-
-@pytest.mark.parametrize("sharded", [False, True])
-def test_a_parameter_of_two_optimizers_is_not_stepped_by_both(sharded):
-    run_ranks(2, _owned_twice, sharded)
