@@ -146,8 +146,6 @@ def build_base(
         optimizer, init_state_fn = _made(name, construct, made_over), entry.init_state_fn
         if entry.draws:
             draw_alike(optimizer)
-        if made_over is not groups:
-            _check_unchanged(name, made_over)
     _check_names(optimizer, {key for group in share.groups for key, _ in group.key.values})
     if settings.lr is None and "max_lr" not in settings.own_rates(name):
         _await_rate(optimizer, share.groups)
@@ -175,17 +173,6 @@ def _check_names(optimizer: torch.optim.Optimizer, names: set[str]) -> None:
             rule = f"{type(optimizer).__name__} and Megatron's scheduler read no such setting"
             way_out = f"Did you mean {' or '.join(map(repr, near))}?"
             raise ConfigurationError("config_overrides", name, rule, way_out)
-
-
-def _check_unchanged(name: str, groups: Sequence[ParamGroup]) -> None:
-    """Raise if a constructor has changed stand-ins: weights that will be stepped it did not see."""
-    # a dry run answers what a tensor without numbers is asked as a truth value alone
-    if any(bool((param != 1).any()) for group in groups for param in group["params"]):
-        rule = "changes weights when it is built, and there are no whole ones in this storage"
-        way_out = (
-            "Leave out the option that changes them, or train without use_distributed_optimizer"
-        )
-        raise ConfigurationError("optimizer", name, rule, way_out)
 
 
 def _made(name: str, construct: Construct, groups: Sequence[ParamGroup]) -> torch.optim.Optimizer:

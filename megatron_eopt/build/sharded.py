@@ -58,10 +58,7 @@ class Sharding:
             data_parallel_group_idx=buffers.model_rank,
             distributed_optimizer_instance_id=buffers.instance,
         )
-        # what the base class looks up to count every gradient once
-        storage.grad_stats_parallel_group = buffers.stats
-        storage.tp_group = buffers.tensor
-        storage.expert_tp_group = buffers.expert_tensor
+        storage.count_in(buffers.stats, buffers.collection)
         return storage
 
     def split_of(self, optimizer: Any, param: Tensor, shape: tuple[int, ...]) -> Split:

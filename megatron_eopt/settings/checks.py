@@ -87,6 +87,7 @@ _FOR_QK_CLIP = {
     "use_precision_aware_optimizer": "keeps main weights inside Transformer Engine's Adam",
     "fp8_param_gather": "gathers weights of 8 bits",
     "fp4_param_gather": "gathers weights of 4 bits",
+    "use_megatron_fsdp": "cuts the rows that it would scale",
 }
 
 _FOR_DTENSORS = {

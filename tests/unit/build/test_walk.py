@@ -47,14 +47,11 @@ GRADIENTS_PASS = {
 ASIDE = {
     "base/address.py": "tells whether a main weight is the model's",
     "base/errors.py": "checks numbers of groups that schedulers may have written to",
-    "build/gradient_norm.py": "looks at what the norm leaves out",
-    "build/loss_scale.py": "forgets what was unscaled",
     "math/algorithm.py": "counts products, to end in the right memory",
     "settings/checks.py": "checks numbers of the configuration that callers may have changed",
     "settings/settings.py": "looks at these",
     "optimizers/element_wise.py": "steps what is no matrix",
-    "stores/gathering.py": "brings new weights to all ranks",
-    "stores/interface.py": "lists gradients for their norm",
+    "stores/interface.py": "lists gradients for their norm, and gathers weights",
 }
 """What else runs in a step, and what it does there."""
 
