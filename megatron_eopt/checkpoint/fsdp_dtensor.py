@@ -7,7 +7,7 @@ Every rank has the same keys, whatever it holds, since finding out who holds wha
 """
 
 import inspect
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
@@ -29,8 +29,7 @@ FORMAT = "fsdp_dtensor"
 GROUPS = "param_to_group_meta"
 """Key of the settings of every parameter's group."""
 
-_FIRST_HALF, _SECOND_HALF = "_w", "_v"
-_PARTS = ("", _FIRST_HALF, _SECOND_HALF)
+_FIRST_HALF = "_w"
 _STATE = "optimizer.state."
 
 
@@ -40,9 +39,9 @@ def requested(member: Member, *, is_loading: bool) -> dict[str, Any]:
     prepare([member], is_loading=is_loading)
     packed = storage.optimizer.state_dict()
     state: dict[str, dict[str, Any]] = {}
-    for param, number in _numbered(storage.optimizer.param_groups, packed["param_groups"]):
-        values = packed["state"].get(number, {})
-        state |= _in_parts(storage, param, values)
+    for group, its in zip(storage.optimizer.param_groups, packed["param_groups"], strict=True):
+        for param, number in zip(group["params"], its["params"], strict=True):
+            state |= _in_parts(storage, param, packed["state"].get(number, {}))
     groups = [{**group, STEP: storage.steps} for group in storage.optimizer.param_groups]
     metas = storage._param_groups_to_param2group_meta(groups)
     # parameters of one group may be read from several
@@ -112,11 +111,6 @@ def match(
         f"{kind} starts fresh: {len(names)} parameter(s): {shortened(names)}"
         for kind, names in sorted(names_of.items())
     ]
-
-
-def _numbered(groups: Any, packed: Any) -> Iterator[tuple[Tensor, int]]:
-    for group, its in zip(groups, packed, strict=True):
-        yield from zip(group["params"], its["params"], strict=True)
 
 
 def _cut_like(state: Mapping[str, Any]) -> dict[str, DTensor]:

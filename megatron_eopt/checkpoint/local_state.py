@@ -126,22 +126,18 @@ def _copy(value: Any, own: dict[str, Any], kind: str) -> None:
         ConfigurationError: If it has another shape.
     """
     saved = dict(leaves(value, (kind,)))
-    kept = dict(leaves(own[kind], (kind,)))
-    shapes = [
-        {path: torch.as_tensor(leaf).squeeze().shape for path, leaf in some.items()}
-        for some in (saved, kept)
-    ]
-    if shapes[0] != shapes[1]:
-        its, mine = ([tuple(shape) for shape in some.values()] for some in shapes)
-        raise ConfigurationError(
-            "state_dict",
-            f"{kind} of shape {its}",
-            f"must be of shape {mine}",
-            "Resume with the settings and the tensor-parallel size of the run that wrote the "
-            "checkpoint, or start this state anew with checkpoint_fresh_state",
-        )
-    for path, mine in kept.items():
+    for path, mine in list(leaves(own[kind], (kind,))):
+        its = torch.as_tensor(saved.get(path, ()))
+        shape = torch.as_tensor(mine).shape
+        if [n for n in its.shape if n != 1] != [n for n in shape if n != 1]:
+            raise ConfigurationError(
+                "state_dict",
+                f"{kind} of shape {tuple(its.shape)}",
+                f"must be of shape {tuple(shape)}",
+                "Resume with the settings and the tensor-parallel size of the run that wrote the "
+                "checkpoint, or start this state anew with checkpoint_fresh_state",
+            )
         if isinstance(mine, Tensor):
-            mine.copy_(torch.as_tensor(saved[path]).reshape(mine.shape))
+            mine.copy_(its.reshape(shape))
         else:
             put(own, path, type(mine)(saved[path]))

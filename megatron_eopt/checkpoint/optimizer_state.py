@@ -1,30 +1,25 @@
 """The state of a chain of optimizers as dist_checkpointing saves and loads it."""
 
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 
-from megatron_eopt.base.agreement import agreed, is_rank_0, of_every_rank
+from megatron_eopt.base.agreement import agreed, of_every_rank
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import STEP
 from megatron_eopt.checkpoint.groups import (
-    Groups,
     adopt,
     children_of,
     inner_of,
-    optimizers_of,
     saved_groups,
     saved_steps,
     steps_of,
 )
 from megatron_eopt.checkpoint.migration import Policy
 from megatron_eopt.checkpoint.requests import StateRequests
-from megatron_eopt.optimizers.driver import Driver
+from megatron_eopt.optimizers.driver import Driver, ParamGroup, State
 from megatron_eopt.optimizers.member import Member
-
-logger = logging.getLogger(__name__)
 
 REQUESTS = "requests"
 """Key of the requests in a sharded state dict that is about to be loaded."""
@@ -44,16 +39,16 @@ def requested(
 ) -> dict[Any, Any]:
     """Return what ``dist_checkpointing`` saves or loads of a chain; collective.
 
-    ``main`` is the name of the main optimizer (:func:`common_state`); all else is as for
+    ``main`` is the name of the main optimizer in groups; all else is as for
     :class:`~megatron_eopt.checkpoint.requests.StateRequests`.
     """
     prepare(members, is_loading=is_loading)
-    counts = None if is_loading else counts_of(members)
+    counts = None if is_loading else _counts_of(members)
     requests = agreed(
         lambda: StateRequests(members, model_state, counts, policy, by_bucket=by_bucket)
     )
     requests.separate()
-    result = common_state(members, main, counts)
+    result = _common_state(members, main, counts or {})
     result[PARAM_STATE] = requests.param_state
     if is_loading:
         result[REQUESTS] = LocalNonpersistentObject(requests)
@@ -62,21 +57,24 @@ def requested(
 
 def prepare(members: Sequence[Member], *, is_loading: bool) -> None:
     """Make all state exist that can be saved, or is about to be loaded."""
-    for member in members:
-        for driver in member.drivers:
-            with member.scene(driver) as work:
-                (driver.expect if is_loading else driver.init)(*work)
+    for driver, work in _scenes(members):
+        (driver.expect if is_loading else driver.init)(*work)
 
 
 def settle(members: Sequence[Member]) -> None:
     """Let all state that was loaded be as it is kept between steps; collective."""
+    for driver, work in _scenes(members):
+        driver.pack(*work)
+
+
+def _scenes(members: Sequence[Member]) -> Iterator[tuple[Driver, tuple[list[ParamGroup], State]]]:
     for member in members:
         for driver in member.drivers:
             with member.scene(driver) as work:
-                driver.pack(*work)
+                yield driver, work
 
 
-def counts_of(members: Sequence[Member]) -> dict[Driver, int]:
+def _counts_of(members: Sequence[Member]) -> dict[Driver, int]:
     """Return the steps that each driver's states count, -1 for one that counts none; collective."""
     mine: dict[tuple[int, str], int] = {}
     keys = {}
@@ -91,17 +89,13 @@ def counts_of(members: Sequence[Member]) -> dict[Driver, int]:
     return {driver: max(counts.get(key, -1) for counts in known) for driver, key in keys.items()}
 
 
-def common_state(
-    members: Sequence[Member], main: str | None = None, counts: Mapping[Driver, int] | None = None
+def _common_state(
+    members: Sequence[Member], main: str | None, counts: Mapping[Driver, int]
 ) -> dict[Any, Any]:
-    """Return what is the same on all ranks: groups, steps as ``counts_of`` says, and loss scale."""
+    """Return what is the same on all ranks: groups, steps by driver, and loss scale."""
     states: list[dict[Any, Any]] = []
     for member in members:
-        steps = [
-            (counts or {}).get(driver, -1)
-            for driver in member.drivers
-            for _ in member.groups_of(driver)
-        ]
+        steps = [counts.get(d, -1) for d in member.drivers for _ in member.groups_of(d)]
         stub = member.storage.is_stub_optimizer
         states.append({} if stub else member.storage.common_state(steps, main))
     return states[0] if len(states) == 1 else dict(enumerate(states))
@@ -142,20 +136,6 @@ def load_groups(members: Sequence[Member], state: Any, *, is_enough: bool) -> No
     adopt_common(members, state)
 
 
-def _tell_of_others(members: Sequence[Member], saved: Groups) -> None:
-    """Log that a kind of state may have meant something else to the optimizer that wrote it."""
-    inner = [m.storage.optimizer for m in members if not m.storage.is_stub_optimizer]
-    groups = [group for optimizer in inner for group in optimizer.param_groups]
-    names = [sorted(map(str, optimizers_of(some))) for some in (saved, groups)]
-    if None not in optimizers_of(saved) and names[0] != names[1] and is_rank_0():
-        logger.warning(
-            "the checkpoint is of the optimizers %s, and this run has %s: state of a kind that "
-            "both have (exp_avg, ...) goes on as it is, whatever it meant to the one that wrote "
-            "it; --no-load-optim starts all anew",
-            *(", ".join(some) for some in names),
-        )
-
-
 def adopt_common(members: Sequence[Member], state: Any) -> None:
     """Take over groups, steps and loss scale, wherever another chain of optimizers has put them.
 
@@ -163,7 +143,6 @@ def adopt_common(members: Sequence[Member], state: Any) -> None:
     """
     saved, steps = saved_groups(state), saved_steps(state)
     scalers = [child["grad_scaler"] for child in children_of(state) if child.get("grad_scaler")]
-    _tell_of_others(members, saved)
     for member in members:
         if member.storage.is_stub_optimizer:
             continue

@@ -28,11 +28,12 @@ def in_few_bits(storage: dict[str, bool], *dtypes: str) -> list[Case]:
 CASES = {
     "plain, fp32": (1, [plain(name) for name in optimizer_names()]),
     "plain, bf16": (1, IN_BF16),
-    "few bits, tp 2": (
+    "two ranks": (
         2,
         [
             *in_few_bits({"use_distributed_optimizer": False}, "fp8", "bf16"),
             *in_few_bits(SHARDED, "int8", "bf16"),
+            Case("soap", MODEL, {}, SHARDED, SHARDED),
         ],
     ),
 }
@@ -51,13 +52,15 @@ def gone_on(cases: list[Case], folder: str) -> None:
         chunk, optimizer = build(case)
         steps(case, chunk, optimizer, 0, 2)
         weights = [param.detach().clone() for param in chunk.parameters()]
-        file = f"{folder}/{number}-{torch.distributed.get_rank()}.pt"
+        # each rank writes a file of its own beside it
+        file = f"{folder}/{number}.pt"
         optimizer.save_state_dict_to_file(file)
         states: list[Any] = [file]
         if not case.config["use_distributed_optimizer"]:
             # of fragments it is in the ranks' files alone
-            torch.save(optimizer.state_dict(), f"{file}.whole")
-            states.append(torch.load(f"{file}.whole", weights_only=True))
+            whole_file = f"{file}.{torch.distributed.get_rank()}"
+            torch.save(optimizer.state_dict(), whole_file)
+            states.append(torch.load(whole_file, weights_only=True))
         steps(case, chunk, optimizer, 2, 4)
         whole = full_state(case, chunk, optimizer)
         for state in states:
