@@ -32,7 +32,6 @@ from megatron_eopt.build.stats import Stats
 from megatron_eopt.checkpoint import local_state, optimizer_state
 from megatron_eopt.checkpoint.migration import Policy
 from megatron_eopt.checkpoint.rank_files import load_rank_file, save_rank_file
-from megatron_eopt.checkpoint.requests import Form
 from megatron_eopt.optimizers.driver import CompositeOptimizer, check_may_step
 from megatron_eopt.optimizers.member import Member
 from megatron_eopt.qk_clip import remember
@@ -266,16 +265,13 @@ class OptimizerChain(ChainedOptimizer):
             return super().sharded_state_dict(model_sharded_state_dict, is_loading, **given)
         if self.is_stub_optimizer:
             return {}
-        wanted = Form(
-            self._main,
-            by_bucket=form == _BY_BUCKET and self._is_unmixed,
-            # as in megatron-core's chain, but where it has none of the kind
-            by_place=not metadata.get("chained_optim_avoid_prefix")
-            and (self._is_unmixed or not self.is_sharded),
-            policy=Policy(self.settings.fresh_state, self.settings.momentum_from_adam),
-        )
         return optimizer_state.requested(
-            self.members, model_sharded_state_dict, is_loading=is_loading, form=wanted
+            self.members,
+            model_sharded_state_dict,
+            is_loading=is_loading,
+            main=self._main,
+            policy=Policy(self.settings.fresh_state, self.settings.momentum_from_adam),
+            by_bucket=form == _BY_BUCKET and self._is_unmixed,
         )
 
     def load_state_dict(self, state_dict: Any) -> None:
@@ -283,27 +279,22 @@ class OptimizerChain(ChainedOptimizer):
 
         Raises:
             ConfigurationError: If it is not of these optimizers, or lacks state of theirs.
-            ConfigurationTypeError: If it is not built like a state.
         """
-        take = agreed(lambda: self._checked(state_dict))
-        optimizer_state.begin_anew(self.members, agreed(take))
+        agreed(lambda: self._take_over(state_dict))
         optimizer_state.settle(self.members)
         if self.is_sharded and self.settings.half is None:
             # each rank has read its part of the model's weights
             self.gather_params(now=True)
 
-    def _checked(self, state_dict: Any) -> optimizer_state.TakeT:
+    def _take_over(self, state: Any) -> None:
         if self._is_offloaded:
-            load = super().load_state_dict
-            return lambda: load(state_dict) or ()
-        if self.is_sharded or optimizer_state.REQUESTS in state_dict:
-            state = state_dict if isinstance(state_dict, Mapping) else dict(enumerate(state_dict))
-            if optimizer_state.REQUESTS not in state:
-                local_state.check_groups_alone(self.members, state_dict, enough=self._is_unmixed)
-                # counters of steps can only be set once they exist
-                optimizer_state.prepare(self.members, is_loading=True)
-            return optimizer_state.load(self.members, state)
-        return local_state.load(self.members, state_dict, self.settings.fresh_state)
+            super().load_state_dict(state)
+        elif optimizer_state.REQUESTS in state:
+            optimizer_state.load(self.members, state)
+        elif self.is_sharded:
+            optimizer_state.load_groups(self.members, state, is_enough=self._is_unmixed)
+        else:
+            local_state.load(self.members, state, self.settings.fresh_state)
 
     def save_state_dict_to_file(self, filename: str) -> None:
         """Write this rank's state, for checkpoints of format ``torch``."""

@@ -12,7 +12,7 @@ Note [Drivers]
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -122,9 +122,6 @@ class Driver:
     def expect(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Make all state exist that is about to be loaded, as checkpoints have it."""
         self.init(groups, state)
-
-    def forget(self, numbers: Collection[int]) -> None:
-        """Drop what is kept outside of the state of some shards, so that :meth:`init` begins."""
 
     def saved_form(self, number: int, values: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the state of the shard ``number`` as checkpoints have it."""

@@ -7,7 +7,7 @@ owner keeps no weight. Matrices of equal shape in a wave are stepped together.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -138,15 +138,6 @@ class OwnerDriver(Driver):
         if self._exists < _COMPLETELY:
             self._run(groups, lambda: dry_step(self._optimizer), with_grads=False)
             self._exists = _COMPLETELY
-
-    def forget(self, numbers: Collection[int]) -> None:
-        """Drop the state of the matrices of some shards; the same on all ranks."""
-        for index, param in self.owned.items():
-            if self._of_matrix[index][0] in numbers:
-                self.owned_state.pop(param, None)
-        if len(numbers) == len(self.shards):
-            self._own_groups = [{"params": []} for _ in self.places]
-        self._exists = 0
 
     def counting(self, groups: Sequence[ParamGroup], state: State) -> Iterator[dict[str, Any]]:
         """Yield the states of owned matrices, and the groups, in which steps are counted."""
