@@ -146,7 +146,9 @@ def moments(state: dict[str, Any], kind: str) -> dict[str, torch.Tensor]:
     return {parts.name: state[key] for key, parts in split.items() if parts and parts.kind == kind}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.long), torch.bfloat16], ids=str
+)
 @pytest.mark.parametrize("storage", [{}, PLAIN], ids=["sharded", "plain"])
 def test_a_checkpoint_of_adam_loads_into_muon_and_back(tmp_path, storage, dtype):
     adam, muon = (

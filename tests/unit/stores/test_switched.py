@@ -51,7 +51,11 @@ def trained(folder: str, case: Case, fresh: Sequence[str] | None = ()) -> list[t
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [("lion", "adam"), ("adam", "soap"), ("lion", "soap")]
+    ("before", "after"),
+    [
+        ("lion", "adam"),
+        *(pytest.param(n, "soap", marks=pytest.mark.long) for n in ("adam", "lion")),
+    ],
 )
 def test_moments_begin_anew_together(tmp_path, before, after):
     for _, distance in run_ranks(2, switched, str(tmp_path / "c"), before, after):
@@ -95,7 +99,7 @@ def begun_anew(case: Case, folder: str, fresh: Sequence[str]) -> list[str]:
         # momenta go on, and what is beside them does not
         ("adaptive_muon", SHARDED, NORMUON, ("moment2_buffer",)),
         ("soap", SHARDED, {}, ADAM_AND_SOAP),
-        ("soap", PLAIN, {}, ADAM_AND_SOAP),
+        pytest.param("soap", PLAIN, {}, ADAM_AND_SOAP, marks=pytest.mark.long),
     ],
 )
 def test_what_starts_fresh_is_reset_in_an_optimizer_that_has_stepped(
