@@ -37,10 +37,12 @@ def printed(*commands: list[str]) -> list[tuple[int, str, str]]:
 
 
 def test_plans_are_printed():
-    plan = ["plan", *SMALL, "--dp", "4", "--muon-team-size", "1", "--json"]
+    plan = ["plan", *SMALL, "--dp", "4", "--muon-team-size", "1"]
     sweep = ["sweep", *SMALL, "--ranks", "4", "--tp", "1", "2", "8"]
-    one, many = run_ranks(1, printed, plan, sweep, cpu=False)[0]
-    assert json.loads(one[1])["ranks"] == 4
+    one, data, many = run_ranks(1, printed, plan, [*plan, "--json"], sweep, cpu=False)[0]
+    for words in ("on 4 x H100", "alltoall_base", "transient", "step, without gather"):
+        assert words in one[1]
+    assert json.loads(data[1])["ranks"] == 4
     assert "on 4 x H100" in many[1]
     assert "left out: tp 8" in many[2]
     assert one[0] == many[0] == 0

@@ -51,6 +51,7 @@ def _threads() -> list[str]:
 
 
 def _more_threads_of_ten_groups() -> tuple[int, int, float]:
+    dist.barrier()  # the worker of all ranks' group has named itself once it has worked
     before = _threads()
     groups: list[Any] = [dist.new_group([0, 1]) for _ in range(10)]
     total = torch.ones(3)

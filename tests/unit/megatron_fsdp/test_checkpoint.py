@@ -94,7 +94,7 @@ def saved(tmp_path_factory):
 @pytest.mark.parametrize(
     ("world", "ddp", "tolerance"),
     [
-        (2, {}, 0.0),
+        pytest.param(2, {}, 0.0, marks=pytest.mark.long),
         pytest.param(2, OPTIM, 1e-6, marks=pytest.mark.long),
         pytest.param(4, {}, 1e-6, marks=pytest.mark.long),
     ],

@@ -131,6 +131,7 @@ def large_stages() -> tuple[list[Counter[str]], float]:
     return found, (time.perf_counter() - started) / len(found)
 
 
+@pytest.mark.long
 def test_a_stage_of_thousands_of_ranks_is_built_in_seconds():
     assert stage_kinds(PUBLISHED["DeepSeek-V3"], LARGE) == [(0,), tuple(range(1, 15)), (15,)]
     (first, middle, last), seconds = run_ranks(1, large_stages, cpu=False)[0]
@@ -155,15 +156,6 @@ def test_equal_stages_are_found():
     assert stage_kinds(shape, Layout(pipeline=8)) == [(0,), (1, 2, 3, 4, 5, 6), (7,)]
     mixed = changed(MIXED, num_layers=8, moe_layer_freq=3)
     assert stage_kinds(mixed, Layout(pipeline=8)) == [(0,), (1, 2, 4, 5), (3, 6), (7,)]
-
-
-def test_sizes_of_a_layout():
-    layout = Layout(tensor=2, pipeline=3, data=8, expert=4, expert_tensor=1, instances=2)
-    assert (layout.world_size, layout.stage_size) == (48, 16)
-    assert layout.first_rank(2) == 32
-    assert Layout(tensor=4).expert_tensor == 4
-    with pytest.raises(ConfigurationError, match="tensor=0"):
-        Layout(tensor=0)
 
 
 def refusal(architecture: Architecture, layout: Layout) -> str:

@@ -1,13 +1,11 @@
 """Plans: the real optimizer, run dry as the busiest rank, and what its step takes on paper."""
 
 import json
-import os
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from rich.console import Console
 
 from megatron_eopt import ConfigurationError, EmergingOptimizerConfig
 from megatron_eopt.dry_run import Collective
@@ -16,7 +14,7 @@ from megatron_eopt.plan.cost import _exposed, collective_seconds
 from megatron_eopt.plan.machine import MACHINES
 from megatron_eopt.plan.model import Layout
 from megatron_eopt.plan.planning import Plan, plan
-from megatron_eopt.plan.tables import as_dict, show_plan, show_sweep
+from megatron_eopt.plan.tables import as_dict
 from tests.harness import run_ranks
 from tests.unit.plan.test_model import DENSE, MIXED
 
@@ -86,39 +84,6 @@ def test_where_ranks_outnumber_matrices_teams_have_less_to_do(name, layout, reco
     record_property("predicted step", f"{predicted:.2f} times faster")
     assert counted >= 1.8
     assert predicted > 1.2
-
-
-@pytest.mark.long
-def test_deepseek_v3_at_4096_ranks_runs_dry():
-    layout = Layout(pipeline=16, data=256, expert=64, expert_tensor=1)
-    found = in_a_process(PUBLISHED["DeepSeek-V3"], layout)
-    assert found["ranks"] == 4096
-    assert [len(stage["stages"]) for stage in found["stages"]] == [1, 14, 1]
-
-
-def test_what_is_planned_is_shown():
-    text = run_ranks(1, shown, cpu=False)[0]
-    for words in ("dense on 16 x H100", "alltoall_base", "transient", "step, without gather"):
-        assert words in text
-
-
-def shown() -> str:
-    found = planned(DENSE, CUT)
-    console = Console(record=True, width=120)
-    show_plan(found, "H100", console)
-    show_sweep([found, found], "H100", console)
-    return console.export_text()
-
-
-def _environment_around_a_plan() -> tuple[dict[str, str], dict[str, str]]:
-    before = dict(os.environ)
-    planned(DENSE, CUT)
-    return before, dict(os.environ)
-
-
-def test_nothing_of_a_plan_is_left_in_the_environment():
-    before, after = run_ranks(1, _environment_around_a_plan, cpu=False)[0]
-    assert after == before
 
 
 def test_waves_hide_what_travels_behind_work():
