@@ -11,14 +11,14 @@ A user declares a weight's split on the parameter, where it wins over everything
 import logging
 import re
 from collections.abc import Callable, Collection, Container, Iterable, Iterator
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.utils import get_pg_size
 from torch import nn
 
-from megatron_eopt.base.errors import ConfigurationError, check_choice
+from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.matrices import Split, SplitT, check_fits, local_shape, qkv, whole
 from megatron_eopt.routing.fused import fused_weight
 from megatron_eopt.routing.parameters import cut_dimension
@@ -61,11 +61,9 @@ def find_splits(
     is named in one warning.
 
     Raises:
-        ConfigurationError: If ``which`` has an unknown name; if a split
-            does not fit its weight; if a fused weight is cut by weight rematerialization.
+        ConfigurationError: If a split does not fit its weight, or a fused weight is cut by weight
+            rematerialization.
     """
-    for kind in which:
-        check_choice("which", kind, get_args(SplitT.__value__))
     unknown: list[str] = []
     found = {
         weight.param: _split_of(weight, () if weight.param in unsplit else which, unknown)
