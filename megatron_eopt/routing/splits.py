@@ -19,7 +19,7 @@ from megatron.core.utils import get_pg_size
 from torch import nn
 
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.matrices import Split, SplitT, check_fits, local_shape, qkv, whole
+from megatron_eopt.matrices import Split, SplitT, local_shape, qkv, whole
 from megatron_eopt.routing.fused import fused_weight
 from megatron_eopt.routing.parameters import cut_dimension
 
@@ -167,12 +167,15 @@ def _fitted(
         shape[-2] = rows
     try:
         split = build(tuple(shape))
-        local_shape(split, size, dim)
+        expected = local_shape(split, size, dim)
     except ConfigurationError as error:
         rule = f"cannot be split, because {str(error).rstrip('.')}"
         way_out = "Correct what is declared for this weight, or leave this kind of split off"
         raise ConfigurationError(weight.name, local, rule, way_out) from error
-    check_fits(weight.name, local, split, size, dim)
+    if local != expected:
+        rule = f"must have the shape {expected} of the {split.kind} split {split.describe()}"
+        way_out = "Declare this weight's own split, or leave this kind of split off"
+        raise ConfigurationError(weight.name, local, rule, way_out)
     return split
 
 

@@ -1,7 +1,9 @@
+from typing import get_args
+
 import pytest
 import torch
 
-from megatron_eopt.math.algorithm import PRECISIONS, PrecisionT
+from megatron_eopt.math.algorithm import PrecisionT
 from megatron_eopt.math.orthogonalize import orthogonalize
 from tests.unit.math.spectra import gaussian, relative_error
 
@@ -11,7 +13,7 @@ def _stop(_: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("outside", ["highest", "high", "medium"])
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", get_args(PrecisionT))
 def test_the_process_wide_setting_returns(outside: str, precision: PrecisionT) -> None:
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(outside)
