@@ -6,15 +6,15 @@ from typing import Any, get_args
 from megatron_eopt.base.names import SCALAR_OPTIMIZERS, STANDARD_OPTIMIZERS, OptimizerDefaultsT
 from megatron_eopt.math import backend_names, coefficient_names
 from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
-from megatron_eopt.settings.arguments import offered_names
 from megatron_eopt.settings.checks import CHOICES
 from megatron_eopt.settings.config import EmergingOptimizerConfig
 from megatron_eopt.settings.fields import field_types
+from megatron_eopt.settings.registry import optimizer_names
 
 
 def choices_of_trainer_flags() -> dict[str, tuple[str, ...]]:
     """Return, by parsed name, the choices of flags that the trainer's parser may have already."""
-    names = offered_names()
+    names = optimizer_names()
     old = tuple(f"dist_{name}" for name in names if name not in STANDARD_OPTIMIZERS)
     coefficients, scalars = coefficient_names(), SCALAR_OPTIMIZERS
     muons = {"muon_coefficient_type": coefficients, "muon_scalar_optimizer": scalars}

@@ -93,13 +93,10 @@ def check_number(
 
     Raises:
         ConfigurationTypeError: If ``value`` is not a number.
-        ConfigurationError: If it is not finite or out of bounds, or an int that torch cannot take.
+        ConfigurationError: If it is not finite or out of bounds.
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigurationTypeError(argument, value, "must be a number", "Give a plain number")
-    if isinstance(value, int) and value.bit_length() > 63:
-        rule = "must fit in 64 bits if it is an int"
-        raise ConfigurationError(argument, value, rule, "Write it as a float, such as 1e30")
     named = (
         ("at least", at_least, ge),
         ("above", above, gt),

@@ -6,7 +6,6 @@ here once and are looked for when they are used: what is missing is an error tha
 
 import importlib
 import logging
-import pkgutil
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -86,18 +85,6 @@ def found(name: str) -> Any:
 def owner_of(name: str) -> ModuleType:
     """Return the module that has one of :data:`MODULE_OF`; an ImportError if there is none."""
     return importlib.import_module(MODULE_OF[name])
-
-
-def register_all_optimizers() -> None:
-    """Import the packages inside emerging-optimizers, which then register their optimizers."""
-    package = importlib.import_module("emerging_optimizers")
-    for module in pkgutil.iter_modules(package.__path__, "emerging_optimizers."):
-        if not module.ispkg:
-            continue
-        try:
-            importlib.import_module(module.name)
-        except ImportError as error:
-            logger.warning("%s cannot be imported, nor its optimizers used: %s", module.name, error)
 
 
 def dataset_helpers_to_skip() -> ModuleType | None:

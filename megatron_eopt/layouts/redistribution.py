@@ -29,28 +29,8 @@ EXCHANGE = "exchange"
 """Name of the blocks in which elements are packed, waited for and unpacked."""
 
 
-type WaitT = Callable[[], object]
-"""Waits for the data of an all-to-all: a CPU waits in it, on a GPU the current stream will."""
-
-
 type FlatT = Sequence[Tensor] | Mapping[int, Tensor]
 """Flat contiguous tensors by the index that copies have for them."""
-
-
-def start_exchange(
-    exchange: Exchange, send: Tensor, recv: Tensor, group: dist.ProcessGroup | None
-) -> WaitT | None:
-    """Start one all-to-all; None if nothing has to travel anywhere in the group.
-
-    ``send`` holds ``sum(send_sizes)`` packed elements and is not to be written before it has
-    finished, ``recv`` is where ``sum(recv_sizes)`` arrive.
-    """
-    if not exchange.collective:
-        return None
-    sizes = (list(exchange.recv_sizes), list(exchange.send_sizes))
-    work = dist.all_to_all_single(recv, send, *sizes, group=group, async_op=True)
-    assert work is not None
-    return work.wait
 
 
 def run_copies(copies: Sequence[Copy], sources: FlatT, sinks: FlatT) -> None:
@@ -88,7 +68,6 @@ def _check_agreement(group: dist.ProcessGroup | None, digest: str, name: str) ->
 class WaveBatch:
     """Local matrices of equal shape to compute on, in place."""
 
-    wave: int  # number of the wave
     matrices: tuple[int, ...]  # indices into the list that the redistribution was built from
     # ``(len(matrices), rows, cols)``, contiguous; read the momenta, leave the updates
     tensor: Tensor
@@ -189,7 +168,6 @@ class Redistribution:
 
         What ``load`` returns is let go after its last wave. Results are new tensors like those that
         were loaded, or lie where these do, if that is their :meth:`place`.
-
         """
         for tensors in (self._sources, self._results, self._placed):
             tensors.clear()
@@ -208,7 +186,7 @@ class Redistribution:
             for batch in wave.batches:
                 shape = (len(batch.matrices), *batch.shape)
                 local = stack.narrow(0, batch.offset, math.prod(shape)).view(shape)
-                compute(WaveBatch(number, batch.matrices, local))
+                compute(WaveBatch(batch.matrices, local))
             if leaving is not None:
                 self._finish_out(number - 1, leaving, store)
             leaving = self._start_out(number, stack, store)
@@ -277,7 +255,11 @@ class Redistribution:
         send = self._buffer(f"send {direction}", sum(exchange.send_sizes))
         recv = self._buffer(f"recv {direction}", sum(exchange.recv_sizes))
         run_copies(exchange.pack, packed, [send])
-        return _Travelling(stored, recv, start_exchange(exchange, send, recv, self._group))
+        work = None
+        if exchange.collective:
+            sizes = (list(exchange.recv_sizes), list(exchange.send_sizes))
+            work = dist.all_to_all_single(recv, send, *sizes, group=self._group, async_op=True)
+        return _Travelling(stored, recv, work)
 
     def _buffer(self, purpose: str, elements: int) -> Tensor:
         buffer = self.buffers.get(purpose)
@@ -303,9 +285,10 @@ class _Travelling:
 
     stored: FlatT  # this rank's storage tensors
     recv: Tensor
-    wait: WaitT | None
+    # what to wait for: a CPU does, on a GPU the stream; None if nothing travels in the group
+    work: dist.Work | None
 
     def finish(self, exchange: Exchange, sinks: FlatT) -> None:
-        if self.wait is not None:
-            self.wait()
+        if self.work is not None:
+            self.work.wait()
             run_copies(exchange.unpack, [self.recv], sinks)

@@ -16,7 +16,7 @@ Gram's with ``r`` restarts ``(4 (r+1) n/m + 8 S - 6 (r+1)) m^3``.
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 
@@ -28,8 +28,6 @@ AlgorithmT = Literal["auto", "standard", "gram"]
 PrecisionT = Literal["highest", "high", "medium"]
 """``highest``: float32; ``high``: float32 storage with TF32 products where the device has them;
 ``medium``: bfloat16 operands with float32 accumulation."""
-
-PRECISIONS: tuple[PrecisionT, ...] = get_args(PrecisionT)
 
 FLOAT32_TOLERANCE = 2.0
 """How much larger than the standard iteration's error a float32 Gram form's may be."""
@@ -85,17 +83,6 @@ class Plan:
         return replace(self, dtype=torch.float32) if small and self.dtype.itemsize == 2 else self
 
 
-def compute_dtype(dtype: torch.dtype, precision: PrecisionT) -> torch.dtype:
-    """Return the dtype of the operands of the matrix products.
-
-    float64 stays float64 whatever the precision, so that a float64 call is the reference of the
-    others. All other inputs are computed in float32 (highest, high) or bfloat16 (medium).
-    """
-    if dtype == torch.float64:
-        return dtype
-    return torch.bfloat16 if precision == "medium" else torch.float32
-
-
 def standard_flops(m: int, n: int, steps: int = 5) -> int:
     """Return the FLOPs of the standard iteration on an ``m x n`` matrix, either side longer."""
     m, n = sorted((m, n))
@@ -127,7 +114,9 @@ def choose_algorithm(
 
     ``standard`` and ``gram`` are taken at their word, even where slower or less accurate.
     """
-    operand = compute_dtype(dtype, precision)
+    operand = torch.bfloat16 if precision == "medium" else torch.float32
+    # float64 stays what it is whatever the precision, as the reference of the others
+    operand = dtype if dtype == torch.float64 else operand
     # TF32 rounds operands to 11 bits, so its forms are judged as 16-bit ones
     coarse = operand == torch.bfloat16 or (operand == torch.float32 and precision == "high")
     restarts = _studied("16-bit" if coarse else "float32").get(schedule)
@@ -137,7 +126,7 @@ def choose_algorithm(
     if algorithm == "gram":
         # outside the study every other step starts anew
         return Plan("gram", restarts or tuple(range(2, len(schedule), 2)), operand)
-    # float64 is there to be a reference, so it stays with the textbook
+    # the reference stays with the textbook
     if restarts is None or operand == torch.float64 or (coarse and min(shape) < _SMALLEST_16_BIT):
         return standard
     cost = gram_flops(*shape, len(schedule), len(restarts))

@@ -5,7 +5,6 @@ decides which triple serves which step. ``A`` is the Gram matrix ``X X^T`` of th
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 from megatron_eopt.base.errors import ConfigurationError, check_choice, check_integer
 from megatron_eopt.base.upstream import needed
@@ -33,7 +32,6 @@ def coefficient_names() -> tuple[str, ...]:
 
 def table(name: str) -> tuple[Triple, ...]:
     """Return the triples of a named set, one period of its schedule."""
-    check_choice("coefficients", name, coefficient_names())
     rows = needed("_COEFFICIENT_SETS")[name]
     return tuple((float(a), float(b), float(c)) for a, b, c in rows)
 
@@ -58,24 +56,11 @@ def resolve_coefficients(
         ConfigurationTypeError: If ``steps`` is not an integer.
     """
     check_steps("steps", steps)
-    if isinstance(coefficients, list | tuple) and coefficients:
-        triples = tuple((float(a), float(b), float(c)) for a, b, c in coefficients)
-        return _resolve_custom(triples, steps, argument)
-    check_choice(argument, coefficients, coefficient_names())
-    return _resolve_named(str(coefficients), steps)
-
-
-@lru_cache(maxsize=256)
-def _resolve_named(name: str, steps: int) -> tuple[Triple, ...]:
-    return _schedule(table(name), steps, "repeat_last" if name in _REPEAT_LAST else "cycle")
-
-
-def _schedule(triples: tuple[Triple, ...], steps: int, mode: str) -> tuple[Triple, ...]:
-    return tuple(needed("get_coefficient_iterator")(steps, triples, mode=mode))
-
-
-@lru_cache(maxsize=256)
-def _resolve_custom(triples: tuple[Triple, ...], steps: int, argument: str) -> tuple[Triple, ...]:
+    if not isinstance(coefficients, list | tuple) or not coefficients:
+        check_choice(argument, coefficients, coefficient_names())
+        name = str(coefficients)
+        return _schedule(table(name), steps, "repeat_last" if name in _REPEAT_LAST else "cycle")
+    triples = tuple((float(a), float(b), float(c)) for a, b, c in coefficients)
     schedule = _schedule(triples, steps, "cycle")
     worst = max(abs(response(schedule, grid / 256)) for grid in range(1, 257))
     if not worst <= DIVERGED:
@@ -84,6 +69,10 @@ def _resolve_custom(triples: tuple[Triple, ...], steps: int, argument: str) -> t
         way_out = "Give fewer steps or other coefficients"
         raise ConfigurationError(argument, triples, rule, way_out)
     return schedule
+
+
+def _schedule(triples: tuple[Triple, ...], steps: int, mode: str) -> tuple[Triple, ...]:
+    return tuple(needed("get_coefficient_iterator")(steps, triples, mode=mode))
 
 
 def response(triples: Sequence[Triple], sigma: float) -> float:

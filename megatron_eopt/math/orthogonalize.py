@@ -11,7 +11,6 @@ from torch import Tensor
 from megatron_eopt.base.address import address_of
 from megatron_eopt.base.errors import ConfigurationError, check_choice, check_number
 from megatron_eopt.math.algorithm import (
-    PRECISIONS,
     AlgorithmT,
     Plan,
     PrecisionT,
@@ -45,9 +44,6 @@ ScaleModeT = Literal["spectral", "unit_rms_norm", "shape_scaling", "adamw_rms"]
 
 SCALE_MODES: tuple[ScaleModeT, ...] = get_args(ScaleModeT)
 
-ADAMW_RMS = 0.2
-"""Root mean square of AdamW's updates that Moonlight matches."""
-
 
 def scale_factor(
     rows: int, columns: int, mode: ScaleModeT = "spectral", extra_scale_factor: float = 1.0
@@ -68,7 +64,7 @@ def scale_factor(
         case "shape_scaling":
             factor = math.sqrt(max(1.0, rows / columns))
         case "adamw_rms":
-            factor = ADAMW_RMS * math.sqrt(max(rows, columns))
+            factor = 0.2 * math.sqrt(max(rows, columns))
     return factor * extra_scale_factor
 
 
@@ -98,7 +94,7 @@ class Orthogonalization:
     _chosen: AlgorithmT = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        check_choice("precision", self.precision, PRECISIONS)
+        check_choice("precision", self.precision, get_args(PrecisionT))
         check_number("eps", self.eps, at_least=SMALLEST_EPS)
         scale_factor(1, 1, self.scale_mode, self.extra_scale_factor)
         schedule = resolve_coefficients(self.coefficients, self.steps)

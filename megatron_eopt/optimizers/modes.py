@@ -128,9 +128,9 @@ class Schedule:
         """
         coming = np.zeros(self.ranks.size)
         for stored, work in zip(self.storage, self.work.matrices, strict=True):
-            at_rank = stored.held(self.ranks.size)
+            at_rank = stored.boxes.held(self.ranks.size)
             at_place = np.bincount(places, weights=at_rank)[list(places)]
-            coming += work.compute.held(self.ranks.size) * (1 - at_place / at_rank.sum())
+            coming += work.compute.boxes.held(self.ranks.size) * (1 - at_place / at_rank.sum())
         return coming.tolist()  # type: ignore[no-any-return]
 
 
@@ -275,7 +275,7 @@ def _waves(
     for i, work in enumerate(matrices):
         key: tuple[object, ...] = (work.mode,)
         if work.shared:
-            key = (work.mode, work.compute.shape, *work.compute.held(world_size).tolist())
+            key = (work.mode, work.compute.shape, *work.compute.boxes.held(world_size).tolist())
         kinds.setdefault(key, []).append(i)
     waves: list[tuple[int, ...]] = []
     for key, members in kinds.items():

@@ -11,15 +11,15 @@ A user declares a weight's split on the parameter, where it wins over everything
 import logging
 import re
 from collections.abc import Callable, Collection, Container, Iterable, Iterator
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.utils import get_pg_size
 from torch import nn
 
-from megatron_eopt.base.errors import ConfigurationError, check_choice
-from megatron_eopt.matrices import Split, SplitT, check_fits, local_shape, qkv, whole
+from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.matrices import Split, SplitT, local_shape, qkv, whole
 from megatron_eopt.routing.fused import fused_weight
 from megatron_eopt.routing.parameters import cut_dimension
 
@@ -61,11 +61,9 @@ def find_splits(
     is named in one warning.
 
     Raises:
-        ConfigurationError: If ``which`` has an unknown name; if a split
-            does not fit its weight; if a fused weight is cut by weight rematerialization.
+        ConfigurationError: If a split does not fit its weight, or a fused weight is cut by weight
+            rematerialization.
     """
-    for kind in which:
-        check_choice("which", kind, get_args(SplitT.__value__))
     unknown: list[str] = []
     found = {
         weight.param: _split_of(weight, () if weight.param in unsplit else which, unknown)
@@ -169,12 +167,15 @@ def _fitted(
         shape[-2] = rows
     try:
         split = build(tuple(shape))
-        local_shape(split, size, dim)
+        expected = local_shape(split, size, dim)
     except ConfigurationError as error:
         rule = f"cannot be split, because {str(error).rstrip('.')}"
         way_out = "Correct what is declared for this weight, or leave this kind of split off"
         raise ConfigurationError(weight.name, local, rule, way_out) from error
-    check_fits(weight.name, local, split, size, dim)
+    if local != expected:
+        rule = f"must have the shape {expected} of the {split.kind} split {split.describe()}"
+        way_out = "Declare this weight's own split, or leave this kind of split off"
+        raise ConfigurationError(weight.name, local, rule, way_out)
     return split
 
 

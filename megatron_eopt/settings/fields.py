@@ -40,26 +40,14 @@ def field_types(config_cls: type) -> dict[str, FieldType]:
 
 def constructor_arguments(optimizer_cls: type) -> list[str]:
     """Return the names of a class's constructor arguments, following ``**kwargs`` to its bases."""
-    return list(_parameters(optimizer_cls))
-
-
-def required_arguments(optimizer_cls: type) -> list[str]:
-    """Return the names of those that have no default."""
-    parameters = _parameters(optimizer_cls)
-    return [name for name, p in parameters.items() if p.default is inspect.Parameter.empty]
-
-
-def _parameters(optimizer_cls: type) -> dict[str, inspect.Parameter]:
-    found: dict[str, inspect.Parameter] = {}
+    found: dict[str, None] = {}
     for init in (vars(cls)["__init__"] for cls in optimizer_cls.__mro__ if "__init__" in vars(cls)):
         parameters = inspect.signature(init).parameters.values()
         variable = {p.name for p in parameters if p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
-        for parameter in parameters:
-            if parameter.name not in (variable | {"self", "params"}):
-                found.setdefault(parameter.name, parameter)
+        found |= {p.name: None for p in parameters if p.name not in variable | {"self", "params"}}
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             break
-    return found
+    return list(found)
 
 
 def kwargs_from_config(

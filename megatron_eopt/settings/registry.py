@@ -35,7 +35,6 @@ StateLayoutT = Literal["element_wise", "matrix_update", "matrix_state"]
 """
 
 _entries: dict[str, "EmergingOptimizerEntry"] = {}
-_from_packages: set[tuple[str, str]] = set()
 
 
 def is_nonlinear_or_embedding(param: torch.Tensor) -> bool:
@@ -153,16 +152,14 @@ def entries() -> dict[str, EmergingOptimizerEntry]:
     for name, entry in _entries.items():
         if not isinstance(entry, EmergingOptimizerEntry):
             _entries[name] = _adopted(entry)
-    for point in _entry_points():
-        if (known := (point.name, point.value)) in _from_packages:
-            continue
-        _from_packages.add(known)
+    while points := _entry_points():
+        point = points.pop(0)
         try:
             register_optimizer(point.name, point.load())
         except Exception as error:
             # no reason why a run with another optimizer should not start
             text = "optimizer %r cannot be had from %r of an installed package: %s: %s"
-            logger.warning(text, *known, type(error).__name__, error)
+            logger.warning(text, point.name, point.value, type(error).__name__, error)
     return _entries
 
 
@@ -177,9 +174,9 @@ def _adopted(entry: Any) -> EmergingOptimizerEntry:
 
 
 @functools.cache
-def _entry_points() -> tuple[importlib.metadata.EntryPoint, ...]:
-    # looking through all installed packages takes some 50 ms
-    return tuple(importlib.metadata.entry_points(group=ENTRY_POINTS))
+def _entry_points() -> list[importlib.metadata.EntryPoint]:
+    """Return those that have not been loaded."""
+    return list(importlib.metadata.entry_points(group=ENTRY_POINTS))
 
 
 def entry_of(name: str) -> EmergingOptimizerEntry:

@@ -41,7 +41,7 @@ def tp_zero_layout(index, shape, ranks):
     half = ranks // 2
     table = []
     for slab in range(2):
-        extent = int(slabs.held(2)[slab])
+        extent = int(slabs.boxes.held(2)[slab])
         for k in range(half):
             table.append((2 * k + slab, slab, k * extent // half, (k + 1) * extent // half))
     rank, holder, start, stop = (list(column) for column in zip(*table, strict=True))

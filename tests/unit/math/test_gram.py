@@ -1,8 +1,6 @@
 """The pieces of the Gram iteration, and a matrix whose long side is cut over ranks."""
 
 import gc
-from dataclasses import dataclass
-from threading import Barrier, Thread
 
 import numpy as np
 import pytest
@@ -22,6 +20,7 @@ from megatron_eopt.math.newton_schulz import (
     normalize,
 )
 from megatron_eopt.math.orthogonalize import Orthogonalization, orthogonalize
+from tests.unit.math.ranks import Ranks, TeamMember
 from tests.unit.math.spectra import gaussian, relative_error
 
 QUINTIC = resolve_coefficients("quintic", 5)
@@ -85,46 +84,6 @@ def test_in_place_needs_one_more_iterate_and_the_small_matrices(algorithm: Algor
     assert seen.peak <= x.nbytes + 6 * 4 * 64 * 64
 
 
-class Ranks:
-    """Ranks as threads that meet to add: the arithmetic of an all-reduce and its call count."""
-
-    def __init__(self, size: int) -> None:
-        self.parts: list[Tensor] = [torch.empty(0)] * size
-        self.barrier = Barrier(size, timeout=30)
-        self.calls = [0] * size
-
-    def exchange(self, rank: int, x: Tensor) -> list[Tensor]:
-        # collectives take memory as it lies
-        assert x.is_contiguous()
-        self.parts[rank] = x
-        self.barrier.wait()
-        parts = list(self.parts)
-        self.barrier.wait()
-        self.calls[rank] += 1
-        return parts
-
-    def reduce(self, rank: int, x: Tensor) -> Tensor:
-        return torch.stack(self.exchange(rank, x)).sum(0)
-
-
-@dataclass
-class TeamMember:
-    """One rank of a team."""
-
-    ranks: Ranks
-    rank: int
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.ranks.reduce(self.rank, x)
-
-    def rows(self, m: int) -> tuple[int, int]:
-        height = m // len(self.ranks.parts)
-        return self.rank * height, (self.rank + 1) * height
-
-    def gather(self, block: Tensor) -> Tensor:
-        return torch.cat(self.ranks.exchange(self.rank, block), -2)
-
-
 @pytest.mark.parametrize("algorithm", ["standard", "gram"])
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
@@ -153,15 +112,11 @@ def test_a_long_side_cut_over_ranks_gives_the_cut_result(
             pieces[rank],
             algorithm=algorithm,
             precision=precision,  # type: ignore[arg-type]
-            reduce=TeamMember(ranks, rank) if team else lambda t: ranks.reduce(rank, t),
+            reduce=TeamMember(ranks, rank) if team else ranks.sum(rank),
             whole_shape=(shape[-2], shape[-1]),
         )
 
-    threads = [Thread(target=run, args=(rank,)) for rank in range(len(pieces))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    ranks.run(run)
     assert relative_error(torch.cat(results, dim), whole) < tolerance
     plan = choose_algorithm((shape[-2], shape[-1]), dtype, precision, QUINTIC, algorithm)  # type: ignore[arg-type]
     sums = len(plan.restarts) + 1 if algorithm == "gram" else len(QUINTIC)

@@ -87,7 +87,7 @@ def test_auto_is_never_blockwise_and_never_dearer_than_one_mode_for_all(sizes, r
 def test_a_slightly_uneven_cut_stays_and_a_very_uneven_one_is_evened_out():
     slightly, very = (Layout.slabs((96, 32), 0, range(2), s) for s in ([50, 46], [80, 16]))
     work = plan_work([slightly, very, slightly], 2, "distributed", WAVE)
-    held = [matrix.compute.held(2).tolist() for matrix in work.matrices]
+    held = [matrix.compute.boxes.held(2).tolist() for matrix in work.matrices]
     assert held == [[1600, 1472], [1536, 1536], [1600, 1472]]
     # a wave's matrices have one local shape on every rank, so all ranks stack them alike
     assert sorted(work.waves) == [(0, 2), (1,)]

@@ -1,32 +1,23 @@
 """Optimizers as emerging-optimizers 0.4 and megatron-core 0.20 have them: stand-ins of each."""
 
 import inspect
-import logging
-import sys
 from dataclasses import dataclass
-from typing import Any
 
-import emerging_optimizers
 import pytest
 import torch
-from emerging_optimizers.orthogonalized_optimizers import Muon, muon_utils
+from emerging_optimizers.orthogonalized_optimizers import muon_utils
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer import emerging_optimizers as stock
 
 from megatron_eopt import (
-    ConfigurationError,
-    EmergingOptimizerConfig,
     TensorParallelAdaptiveMuon,  # noqa: F401  by its name
     TensorParallelMuon,
-    register_optimizer,
 )
 from megatron_eopt.arguments import flags
-from megatron_eopt.base import upstream
 from megatron_eopt.math.orthogonalize import DEFAULT_EPS
 from megatron_eopt.optimizers.modes import plan_work
 from megatron_eopt.settings import config as config_module
-from megatron_eopt.settings import registry
-from megatron_eopt.settings.arguments import emerging_kwargs, muon_family_kwargs, offered_names
+from megatron_eopt.settings.arguments import muon_family_kwargs
 from tests.unit.optimizers.test_modes import rows
 
 
@@ -76,46 +67,3 @@ def test_megatrons_auto_shares_no_matrix_that_its_iteration_cannot():
     opt = TensorParallelMuon([weight()], **kwargs)
     assert opt.orthogonalization.backend == "emerging_optimizers"
     assert opt._means.whole_only
-
-
-# what is registered
-
-
-def test_packages_are_found_wherever_they_are(monkeypatch, tmp_path, caplog):
-    for name, text in (
-        ("legacy_stand_in", "loaded = True"),
-        ("broken_stand_in", "import a_package_that_is_absent"),
-    ):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").write_text(text)
-    path = [*emerging_optimizers.__path__, str(tmp_path)]
-    monkeypatch.setattr(emerging_optimizers, "__path__", path)
-    with caplog.at_level(logging.WARNING):
-        upstream.register_all_optimizers()
-    assert sys.modules.pop("emerging_optimizers.legacy_stand_in").loaded
-    (record,) = caplog.records
-    assert "broken_stand_in cannot be imported" in record.getMessage()
-
-
-class NeedsRadius(Muon):
-    """A Muon with an argument that no field gives."""
-
-    def __init__(self, *args: Any, hyperball_radius: float, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.kept = hyperball_radius
-
-
-@dataclass
-class WithRadius(EmergingOptimizerConfig):
-    on_a_ball_hyperball_radius: float = 2.0
-
-
-def test_a_required_argument_needs_a_field(monkeypatch):
-    monkeypatch.setattr(registry, "_entries", dict(registry.entries()))
-    before = offered_names()
-    register_optimizer("on_a_ball", NeedsRadius, prefixes=("on_a_ball", "muon"))
-    assert offered_names() == before
-    prefixes = ("on_a_ball", "muon")
-    with pytest.raises(ConfigurationError, match=r"needs hyperball_radius, .*on_a_ball_hyperball"):
-        emerging_kwargs(NeedsRadius, prefixes, EmergingOptimizerConfig())
-    assert emerging_kwargs(NeedsRadius, prefixes, WithRadius())["hyperball_radius"] == 2.0
