@@ -72,10 +72,10 @@ def _warn_of_other_settings(optimizer: ShardedOptimizer, groups: Sequence[Any]) 
     driver = next((d for d in optimizer.drivers if isinstance(d, MuonDriver)), None)
     if driver is None:
         return
-    how = driver.settings.orthogonalization
+    how = driver.optimizer.orthogonalization
     ours = {
         "momentum": optimizer.groups_of(driver)[0]["momentum"],
-        "nesterov": driver.settings.nesterov,
+        "nesterov": driver.optimizer.nesterov,
         "ns_steps": how.steps,
         "ns_coefficients": resolve_coefficients(how.coefficients, how.steps),
     }
