@@ -41,7 +41,4 @@ def clip(members: Sequence[Member], most: float, norms: Mapping[Any, float]) -> 
 def _clipped(member: Member) -> Iterator[Tensor]:
     if not member.drivers:
         yield from (item.main for item in member.storage.stored())
-    for driver in member.drivers:
-        if driver.is_clipped:
-            for group in member.groups_of(driver):
-                yield from group["params"]
+    yield from (main for driver, _, main in member.stepped() if driver.is_clipped)

@@ -180,8 +180,8 @@ def _driver(
 ) -> Driver:
     """Return what steps an optimizer's parameters, which lie at ``places``."""
     config = sharding.settings.config
-    rests = base.layout == "matrix_state" and not places  # on this pipeline stage
-    if base.layout == "element_wise" or rests:
+    # a pipeline stage may have no matrices
+    if base.layout == "element_wise" or not places:
         return ElementWiseDriver(base.optimizer, base.init_state_fn, config)
     grid = buffers.grid
     assert grid is not None

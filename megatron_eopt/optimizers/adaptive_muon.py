@@ -13,7 +13,7 @@ from megatron_eopt.base.errors import ConfigurationError, check_choice, check_nu
 from megatron_eopt.base.names import TpModeT
 from megatron_eopt.math.moments import MOMENT2_METHODS, Moment2MethodT
 from megatron_eopt.math.newton_schulz import ReduceT
-from megatron_eopt.optimizers.adaptive_driver import AdaptiveDriver, AdaptiveSettings
+from megatron_eopt.optimizers.adaptive_driver import DRIVERS, AdaptiveDriver
 from megatron_eopt.optimizers.engine import Means
 from megatron_eopt.optimizers.muon import TensorParallelMuon
 from megatron_eopt.stores.shard import Shard
@@ -117,16 +117,7 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon, AdaptiveMuon):
         """Return what steps other shards with this optimizer's settings, in float32."""
         # statistics belong to whole matrices
         means = replace(self._means, mode=means.mode, device=means.device)
-        return AdaptiveDriver(type(self).__name__, self.settings, shards, means)
-
-    @property
-    def settings(self) -> AdaptiveSettings:
-        """What all parameters have in common."""
-        return AdaptiveSettings(
-            **vars(super().settings),
-            method=self.moment2_method,
-            bias_correction=self.bias_correction,
-        )
+        return DRIVERS[self.moment2_method](self, shards, means)
 
     @property
     def _stack_dtype(self) -> torch.dtype:

@@ -17,7 +17,7 @@ from megatron_eopt.layouts.redistribution import LoadT, StoreT
 from megatron_eopt.math.newton_schulz import ReduceT
 from megatron_eopt.optimizers.modes import Schedule, Work, plan_work
 from megatron_eopt.optimizers.teams import Team
-from megatron_eopt.stores.shard import Ranks, Shard, group_by_ranks
+from megatron_eopt.stores.shard import Ranks, Shard
 
 UpdateT = Callable[[Tensor, Sequence[int], ReduceT | None, tuple[int, int]], None]
 """Replaces directions by updates in place.
@@ -126,10 +126,6 @@ class MatrixEngine:
         storage = [layout for shard in self._shards for layout in shard.layouts]
         return Schedule(self.ranks, self.names, storage, self.work, self.redistribution.plan)
 
-    def buffers(self) -> list[Tensor]:
-        """Return what matrices travel through."""
-        return list(self.redistribution.buffers.values())
-
     @torch.no_grad()
     def run(self, load: LoadT, store: StoreT) -> None:
         """Update matrices wave by wave; collective over the group.
@@ -209,16 +205,3 @@ def _sums_of(teams: Collection[Team], ranks: Ranks) -> dict[Team, _Sum]:
         team: group_of_members([members[rank] for rank in team]) for team in sorted(mine, key=len)
     }
     return {(): _Sum(ranks.group), **{team: _Team(group) for team, group in groups.items()}}
-
-
-def engines_of(
-    shards: Sequence[Shard], update: Callable[[int], UpdateT], means: Means
-) -> list[tuple[list[int], MatrixEngine]]:
-    """Return an engine for each group of ranks that stores some shards, with their numbers.
-
-    ``update`` returns the arithmetic of the engine with a given place among them.
-    """
-    return [
-        (numbers, MatrixEngine([shards[number] for number in numbers], update(place), means))
-        for place, (_, numbers) in enumerate(group_by_ranks(shards))
-    ]

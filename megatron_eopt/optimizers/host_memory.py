@@ -20,9 +20,6 @@ from torch import Tensor
 from megatron_eopt.layouts.redistribution import LoadT, StoreT
 from megatron_eopt.optimizers.nested_state import leaves, put
 
-type IsKeptT = Callable[[str, Any], bool]
-"""Whether a value of state, by its kind, is kept on the host."""
-
 type _Path = tuple[str, ...]
 """Where a tensor is in its parameter's state; empty for the parameter itself."""
 
@@ -62,7 +59,7 @@ class HostMemory:
         params: Iterable[Tensor] = (),
         weights: Iterable[Tensor] = (),
         place: HostPlace | None = None,
-        is_kept: IsKeptT | None = None,
+        is_kept: Callable[[str, Any], bool] | None = None,
     ) -> None:
         place = place or HostPlace()
         self.params = frozenset(params)

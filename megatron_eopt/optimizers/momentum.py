@@ -38,8 +38,8 @@ from megatron_eopt.math.low_precision import (
     noise_of,
     scales_for,
 )
-from megatron_eopt.optimizers.matrix_runs import runs_of
-from megatron_eopt.stores.shard import Shard, group_by_ranks
+from megatron_eopt.optimizers.stored_matrices import runs_of
+from megatron_eopt.stores.shard import Shard
 
 ROUNDED_AT_ONCE = 1 << 20
 """Elements, give or take a row: rounding them takes some 50 bytes each."""
@@ -133,19 +133,17 @@ class RoundedMomentum:
 
     def _agree(self, numbers: Sequence[int], largest: Mapping[int, Tensor]) -> None:
         """Let the parts of a block have the largest magnitude of all of it, as bits; in place."""
-        for ranks, places in group_by_ranks([self._shards[n] for n in numbers]):
-            mine = [numbers[place] for place in places]
-            counts = [self._rows[n].shared for n in mine]
-            if not sum(counts):
-                continue
-            bits = torch.zeros(sum(counts), dtype=torch.int32, device=self._rows[mine[0]].device)
-            views = dict(zip(mine, torch.split(bits, counts), strict=True))
-            found = [(views[n], self._rows[n], largest[n]) for n in mine if n in largest]
-            for view, rows, its in found:
-                view.scatter_reduce_(0, rows.shared_places, its[rows.shared_blocks], "amax")
-            dist.all_reduce(bits, dist.ReduceOp.MAX, group=ranks.group)
-            for view, rows, its in found:
-                its[rows.shared_blocks] = view[rows.shared_places]
+        counts = [self._rows[n].shared for n in numbers]
+        if not sum(counts):
+            return
+        bits = torch.zeros(sum(counts), dtype=torch.int32, device=self._rows[0].device)
+        views = dict(zip(numbers, torch.split(bits, counts), strict=True))
+        found = [(views[n], self._rows[n], its) for n, its in largest.items()]
+        for view, rows, its in found:
+            view.scatter_reduce_(0, rows.shared_places, its[rows.shared_blocks], "amax")
+        dist.all_reduce(bits, dist.ReduceOp.MAX, group=self._shards[0].ranks.group)
+        for view, rows, its in found:
+            its[rows.shared_blocks] = view[rows.shared_places]
 
 
 class _Rows:
@@ -163,7 +161,7 @@ class _Rows:
 
     def __init__(self, shard: Shard, device: torch.device) -> None:
         per_row = -(-shard.split.cols // BLOCK)
-        start, _, row, column, length, _ = runs_of(shard).T
+        start, row, column, length = runs_of(shard).T
         low, high = column // BLOCK, (column + length - 1) // BLOCK
         before = np.cumsum(high - low + 1) - (high - low + 1)
         self.blocks = int((high - low + 1).sum())

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, get_args
 
 import torch
@@ -23,21 +23,10 @@ from megatron_eopt.optimizers.engine import MatrixEngine, Means
 from megatron_eopt.optimizers.muon_driver import (
     WEIGHT_DECAY_METHODS,
     MuonDriver,
-    MuonSettings,
     WeightDecayT,
 )
 from megatron_eopt.stores.replicated import slab, tensor_parallel_cut
-from megatron_eopt.stores.shard import Shard
-
-
-@dataclass
-class _Plan:
-    """Who computes what, for the parameters that ``key`` stands for."""
-
-    key: list[list[int]]
-    driver: MuonDriver
-    shards: dict[Tensor, Shard]
-    alone: dict[Tensor, MatrixEngine] = field(default_factory=dict)  # for single parameters
+from megatron_eopt.stores.shard import Shard, group_by_ranks
 
 
 class TensorParallelMuon(OrthogonalizedOptimizer):
@@ -90,7 +79,10 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             subclass that steps whole parameters.
     """
 
-    _plan: _Plan | None = None
+    # the parameters that are planned, what steps them, and what computes one of them by itself
+    _planned: list[list[int]] | None = None
+    _drivers: list[MuonDriver]
+    _alone: dict[Tensor, MatrixEngine]
     # what main copies that are stepped stand for
     _model_of: Mapping[Tensor, Tensor] = {}
 
@@ -182,26 +174,32 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         """
         loss = loss_of(closure)
         if self.steps_in_pieces():
-            driver = self.plan()
-            driver.init(self.param_groups, self.state)
-            driver.step(self.param_groups, self.state)
+            for driver in self.plan():
+                driver.init(self.param_groups, self.state)
+                driver.step(self.param_groups, self.state)
         else:
             super().step()
         return loss
 
-    def plan(self) -> MuonDriver:
+    def plan(self) -> list[MuonDriver]:
         """Return what steps the groups as they are now; collective if they were others before."""
-        key = [[id(param) for param in group["params"]] for group in self.param_groups]
-        if self._plan is None or self._plan.key != key:
-            dense, experts = (getattr(self.pg_collection, name, None) for name in ("tp", "expt_tp"))
-            # a rank that raises alone would leave the others waiting
-            shards = agreed_in(dense, lambda: agreed_in(experts, self._shards))
-            means = replace(self._means, device=next((p.device for p in shards), "cpu"))
-            driver = self.driver_over(list(shards.values()), means)
-            number_of = {param: number for number, param in enumerate(shards)}
-            driver.attach([[number_of[p] for p in group["params"]] for group in self.param_groups])
-            self._plan = _Plan(key, driver, shards)
-        return self._plan.driver
+        planned = [[id(param) for param in group["params"]] for group in self.param_groups]
+        if self._planned == planned:
+            return self._drivers
+        dense, experts = (getattr(self.pg_collection, name, None) for name in ("tp", "expt_tp"))
+        # a rank that raises alone would leave the others waiting
+        shards = agreed_in(dense, lambda: agreed_in(experts, self._shards))
+        self._planned, self._drivers, self._alone = planned, [], {}
+        params = list(shards)
+        for _, numbers in group_by_ranks(list(shards.values())):
+            number_of = {params[number]: place for place, number in enumerate(numbers)}
+            means = replace(self._means, device=params[numbers[0]].device)
+            driver = self.driver_over([shards[param] for param in number_of], means)
+            driver.attach(
+                [[number_of.get(p) for p in group["params"]] for group in self.param_groups]
+            )
+            self._drivers.append(driver)
+        return self._drivers
 
     def _shards(self) -> dict[Tensor, Shard]:
         shards: dict[Tensor, Shard] = {}
@@ -216,7 +214,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def follow(self, model_of: Mapping[Tensor, Tensor]) -> None:
         """Take what is known of parameters for their main copies, which are stepped from now on."""
-        self._model_of, self._plan = dict(model_of), None
+        self._model_of, self._planned = dict(model_of), None
 
     def orthogonalize(self, p: Tensor, grad: Tensor, **kwargs: Any) -> Tensor:
         """Return the scaled update of one parameter; collective over the group that cuts it.
@@ -227,14 +225,12 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             **kwargs: Settings of its parameter group; none is needed.
         """
         self.plan()
-        assert self._plan is not None
-        alone = self._plan.alone
-        if p not in alone:
-            shard = self._plan.shards.get(p) or self.shard("parameter", p)
+        if p not in self._alone:
+            shard = self.shard("parameter", p)
             means = replace(self._means, device=p.device)
-            alone[p] = MatrixEngine([shard], self._orthogonalize_stack, means)
+            self._alone[p] = MatrixEngine([shard], self._orthogonalize_stack, means)
         with torch.no_grad():
-            return alone[p].updates([grad])[0].to(grad.dtype)
+            return self._alone[p].updates([grad])[0].to(grad.dtype)
 
     def split_of(self, param: Tensor, shape: tuple[int, ...], name: str = "") -> Split:
         """Return the logical matrices of a parameter.
@@ -256,30 +252,27 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         result: dict[str, Any] = super().state_dict()
         state = result["state"]
         if state and self.momentum_dtype != "fp32":
-            driver = self.plan()
             keys = [key for group in result["param_groups"] for key in group["params"]]
-            for number, key in enumerate(keys):
-                if key in state:
-                    state[key] = driver.saved_form(number, state[key])
+            params = [param for group in self.param_groups for param in group["params"]]
+            key_of = dict(zip(params, keys, strict=True))
+            for driver in self.plan():
+                for _, param, number in driver.numbered(self.param_groups):
+                    if (key := key_of[param]) in state:
+                        state[key] = driver.saved_form(number, state[key])
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over groups and state; collective where momenta are rounded in blocks."""
         super().load_state_dict(state_dict)
         if self.state and self.momentum_dtype != "fp32":
-            self.plan().pack(self.param_groups, self.state)
+            for driver in self.plan():
+                driver.pack(self.param_groups, self.state)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return all that is copied: neither the plan nor, as in all optimizers of torch, hooks."""
         own = {k: v for k, v in vars(self).items() if not k.startswith("_optimizer_")}
-        return {k: v for k, v in own.items() if k not in ("_plan", "_model_of", "step")}
-
-    @property
-    def settings(self) -> MuonSettings:
-        """What all parameters have in common."""
-        return MuonSettings(
-            self.nesterov, self.weight_decay_method, self.orthogonalization, self.momentum_dtype
-        )
+        plan = ("_planned", "_drivers", "_alone", "_model_of", "step")
+        return {k: v for k, v in own.items() if k not in plan}
 
     @property
     def _means(self) -> Means:
@@ -303,7 +296,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         means = replace(
             self._means, mode=means.mode, device=means.device, team_size=means.team_size
         )
-        return MuonDriver(type(self).__name__, self.settings, shards, means)
+        return MuonDriver(self, shards, means)
 
     def _orthogonalize_stack(
         self, stack: Tensor, matrices: Sequence[int], reduce: ReduceT | None, shape: tuple[int, int]
@@ -324,7 +317,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     def _init_group(self, group: dict[str, Any], skip_non_grad_params: bool = True) -> None:
         """Make the state of all parameters exist, as loading needs; the group does not matter."""
         if self.steps_in_pieces():
-            self.plan().init(self.param_groups, self.state)
+            for driver in self.plan():
+                driver.init(self.param_groups, self.state)
         else:
             super()._init_group(group, skip_non_grad_params)
 

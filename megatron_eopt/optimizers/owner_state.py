@@ -27,8 +27,8 @@ class _Entry:
     name: str  # its key in the state dict
     owner: int  # the rank that holds it
     shape: tuple[int, ...] | None  # None for a number
-    number: Any = None
-    problem: str = ""  # why it could not be restored
+    number: Any
+    problem: str  # why it could not be restored; empty if it could
 
 
 class OwnerState:
@@ -112,11 +112,10 @@ class OwnerState:
 
 
 def _describe(shard: int, name: str, owner: int, value: Any) -> _Entry:
-    if isinstance(value, Tensor) and value.dim() and value.dtype == torch.float32:
-        return _Entry(shard, name, owner, tuple(value.shape))
-    if isinstance(value, bool | int | float):
-        return _Entry(shard, name, owner, None, value)
-    if isinstance(value, Tensor) and not value.dim():
-        return _Entry(shard, name, owner, None, value.cpu())
-    kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
-    return _Entry(shard, name, owner, None, problem=str(kind))
+    is_tensor = isinstance(value, Tensor)
+    if is_tensor and value.dim():
+        problem = "" if value.dtype == torch.float32 else str(value.dtype)
+        return _Entry(shard, name, owner, tuple(value.shape), None, problem)
+    problem = "" if is_tensor or isinstance(value, bool | int | float) else type(value).__name__
+    number = value.cpu() if is_tensor else value
+    return _Entry(shard, name, owner, None, None if problem else number, problem)

@@ -222,14 +222,15 @@ def plans_of_resting_parameters() -> tuple[int, int]:
     torch.manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(8, 6)) for _ in range(4)]
     muon = TensorParallelMuon(params, lr=0.1)
-    before = {id(item.plan) for item in muon.plan().schedules}
+    before = {id(item.plan) for one in muon.plan() for item in one.schedules}
     for step in range(6):
         for number, param in enumerate(params):
             param.grad = None if number == step % 4 else torch.randn(8, 6)
         rests = params[step % 4].detach().clone()
         muon.step()
         assert torch.equal(params[step % 4], rests)
-    return len(before), len(before | {id(item.plan) for item in muon.plan().schedules})
+    after = {id(item.plan) for one in muon.plan() for item in one.schedules}
+    return len(before), len(before | after)
 
 
 def test_one_plan_serves_every_set_of_gradients():

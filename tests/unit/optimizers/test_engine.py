@@ -104,7 +104,7 @@ def come_back(cases):
     return wrong
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 4])
 def test_what_goes_out_comes_back_bit_equal(ranks):
     cases = collect_cases(ranks, 32)
     assert len(cases) >= 24

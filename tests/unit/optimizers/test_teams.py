@@ -70,12 +70,6 @@ def test_small_matrices_are_not_worth_the_talk():
     assert assign_teams([(8192, 8192)] * 3, 64, 1, BF16, np.zeros(3, int)) is None
 
 
-def test_a_team_is_where_its_matrix_is_stored():
-    found = assign_teams([(8192, 8192)] * 3, 64, 8, BF16, np.array([41, 8, 43]))
-    # of the two that are at home in one block the first stays
-    assert [team[0] for team in found] == [40, 8, 32]
-
-
 @contextmanager
 def free_talk() -> Iterator[None]:
     """Let teams cost nothing but their arithmetic."""
