@@ -28,8 +28,7 @@ def load(
     Args:
         sharded_state_dict: What is asked for; optimizers' requests in it are adapted in place.
         folder: Holds the checkpoint.
-        fresh: Kinds of optimizer state that need not match: fresh where the checkpoint lacks them,
-            left out where it has more.
+        fresh: Kinds of optimizer state that start fresh where the checkpoint lacks them.
         momentum_from_adam: Whether Muon's momentum is read from Adam's first moment where the
             checkpoint has no momentum. Both are added to what the optimizers' configuration says.
         kwargs: Further arguments of ``dist_checkpointing.load``.
@@ -38,7 +37,7 @@ def load(
         What ``dist_checkpointing.load`` returns.
 
     Raises:
-        CheckpointError: On every rank, if it has state that no optimizer asks for.
+        CheckpointError: On every rank, if the checkpoint's metadata cannot be read.
         ConfigurationError: On every rank, if an optimizer's state is missing.
     """
     match(sharded_state_dict, Path(folder), Policy(frozenset(fresh), momentum_from_adam))

@@ -1,7 +1,7 @@
 """What a checkpoint holds, and where it can be loaded, from its metadata.
 
-No tensor is read, and no process group is needed. Objects are unpickled, as in a load: explain only
-folders of a writer that you trust.
+No tensor is read, and no process group is needed. Objects are read as data, of the classes that
+Megatron's checkpoints have; torch itself unpickles .metadata.
 """
 
 import io
@@ -120,7 +120,7 @@ def explain(path: str | Path) -> Contents:
         common = read(contents, metadata)
     elif places := sorted(folder.glob(f"mp_rank_*/{_RANK_FILE}")):
         contents.format = "torch"
-        common = torch.load(places[0], map_location="cpu", weights_only=False, mmap=True)
+        common = torch.load(places[0], map_location="cpu", weights_only=True, mmap=True)
         _note_optimizer(contents, common.get("optimizer") or {})
     else:
         rule = f"is no finished checkpoint: it has neither {_METADATA} nor mp_rank_*/{_RANK_FILE}"
@@ -226,7 +226,7 @@ def _read_paths(contents: Contents, metadata: Metadata) -> Mapping[str, Any]:
         if (at := metadata.storage_data.get(MetadataIndex(key))) is not None:
             with (Path(contents.folder) / at.relative_path).open("rb") as file:
                 file.seek(at.offset)
-                common[key] = torch.load(io.BytesIO(file.read(at.length)), weights_only=False)
+                common[key] = torch.load(io.BytesIO(file.read(at.length)), weights_only=True)
     trainers = any("param_to_group_meta" in path for path in paths.values())
     usual = "fsdp_dtensor" if trainers else "torch_dcp"
     contents.format = getattr(common.get("args"), "ckpt_format", usual)

@@ -34,10 +34,6 @@ class BucketSpace:
                     for param, held in bucket["param_map"].items():
                         self._places[param] = name, size, held["gbuf_world_in_bucket"].start
 
-    def keys(self) -> set[str]:
-        """Return the keys of all buckets, in every spelling, without a kind of state."""
-        return {prefix + name for prefix in self.prefixes for name, *_ in self._places.values()}
-
     def piece(self, param: Tensor, kind: str, flat: Tensor, prefix: str) -> ShardedTensor:
         """Return where such a checkpoint has a kind of state of a fragment."""
         name, size, start = self._places[param]

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
 _KEY = re.compile(
     r"(?P<chain>chained_\d+\.)?optimizer\."
@@ -50,11 +50,6 @@ class StateKey(NamedTuple):
     name: str
     of_matrix: bool
     slabs: int
-
-    @property
-    def parameter(self) -> str:
-        """The name of the parameter, or of the stack that it is a part of."""
-        return re.sub(r"(\.\d+)+$", "", self.name)
 
 
 def split_key(key: str) -> StateKey | None:
@@ -98,10 +93,3 @@ def tensors(sharded_state_dict: Any) -> Iterator[ShardedTensor]:
             yield value
         elif isinstance(value, ShardedTensorFactory):
             yield from tensors({"built": value.build()})
-
-
-def saved_keys(sharded_state_dict: Any) -> set[str]:
-    """Return the checkpoint's keys of this rank's sharded tensors and objects."""
-    objects = (v for v in nested_values(sharded_state_dict) if isinstance(v, ShardedObject))
-    found = {item.key for item in tensors(sharded_state_dict)}
-    return found | {item.unique_key for item in objects}

@@ -5,14 +5,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.mapping import is_main_replica
+from megatron.core.dist_checkpointing.mapping import ShardedObject, is_main_replica
 from torch import Tensor
 
 from megatron_eopt.base.agreement import everyones, totals
 from megatron_eopt.base.names import STEP
 from megatron_eopt.checkpoint.buckets import BucketSpace
 from megatron_eopt.checkpoint.contents import Contents, apart
-from megatron_eopt.checkpoint.keys import split_key
+from megatron_eopt.checkpoint.keys import matrix_state_key
 from megatron_eopt.checkpoint.migration import MAXIMA, Policy, Reading, missing_state
 from megatron_eopt.checkpoint.parameter_space import parameter_spaces
 from megatron_eopt.checkpoint.saved_state import (
@@ -20,7 +20,6 @@ from megatron_eopt.checkpoint.saved_state import (
     Source,
     Value,
     Whereabouts,
-    count_value,
     cut_like_weights,
     cut_value,
     kept_of,
@@ -93,12 +92,6 @@ class StateRequests:
                 own = apart(source.pieces, self._values[place].stacked)
                 self._chosen[place] = Source(own)
         self._ask()
-
-    def known(self) -> set[str]:
-        """Return the parameters that have state, and the keys of their buckets without a kind."""
-        pieces = [piece for value in self._values for piece in value.pieces]
-        parameters = {parts.parameter for p in pieces if (parts := split_key(p.key)) is not None}
-        return parameters.union(*(space.keys() for space in self._buckets.values()))
 
     def adapt(self, contents: Contents, policy: Policy) -> list[str]:
         """Ask only for what a checkpoint has, as far as the difference is meant.
@@ -221,12 +214,17 @@ class StateRequests:
     def _count(
         self, driver: Driver, where: Whereabouts, matrix: tuple[int, int], *, writes: bool
     ) -> Iterator[Value]:
-        """Yield a count of steps, on saving if it is another than most of the driver's."""
-        # None stands for a count that an owner keeps
-        if where.state is None or where.state.get(STEP) is None:
-            return
-        if self._counts is None or int(where.state[STEP]) != self._counts[driver]:
-            yield count_value(where, matrix, writes=writes)
+        """Yield a matrix's count of steps, on saving if it is another than most of the driver's.
+
+        That of a parameter has matrix 0 of 1.
+        """
+        steps = None if where.state is None else where.state.get(STEP)
+        # None stands for a count that an owner keeps, too
+        if steps is not None and (self._counts is None or int(steps) != self._counts[driver]):
+            key = matrix_state_key(STEP, where.space.name, matrix)
+            replica = (*where.replica, int(not writes))
+            count = ShardedObject(key, int(steps), (1,), (0,), replica_id=replica)
+            yield Value(where, STEP, (count,))
 
 
 def _bucket_spaces(members: Sequence[Member]) -> dict[int, BucketSpace]:

@@ -201,15 +201,6 @@ def kept_value(kept: Kept, where: Whereabouts, count: int) -> Value:
     return Value(where, kind, (piece,), prepended, kept=kept)
 
 
-def count_value(where: Whereabouts, matrix: tuple[int, int], *, writes: bool) -> Value:
-    """Return what a checkpoint holds of a count of steps of one matrix, or of a parameter."""
-    assert where.state is not None
-    key = matrix_state_key(STEP, where.space.name, matrix)
-    replica = (*where.replica, int(not writes))
-    steps = int(where.state[STEP])
-    return Value(where, STEP, (ShardedObject(key, steps, (1,), (0,), replica_id=replica),))
-
-
 def _piece(
     key: str,
     value: Any,
