@@ -12,7 +12,6 @@ from megatron.training.arguments import add_megatron_arguments
 from megatron_eopt import ConfigurationError, EmergingOptimizerConfig, load_optimizer_config
 from megatron_eopt.arguments import add_arguments, config_from_args
 from megatron_eopt.settings.config_file import DEFAULTS_KEY, allowed_keys
-from tests.functional.script import losses, train
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 
@@ -116,16 +115,12 @@ def test_a_flag_that_says_something_else_is_an_error(written, flags, line, named
         ("bf16: true", "bf16=True: is the run's own.*--bf16"),
         ("lr: 0.1\nlr: 0.1", "duplicate key lr"),
         ("lr: fast", "'fast'.*could not be converted to Float"),
-        ("lr: [0.1]", "lr"),
-        ("lr: {peak: 0.1}", "lr"),
         ("lr: ${nowhere}", "'nowhere' not found"),
         ("weight-decay: null", "weight_decay"),
         ("muon-num-ns-steps: 5.5", "could not be converted to Integer"),
-        ("muon-split-qkv: maybe", "muon_split_qkv"),
         ("muon-tp-mode: exchnge", "muon-tp-mode='exchnge': must be one of blockwise"),
         ("exp-avg-dtype: float32", "must be one of fp32, fp16, bf16, fp8"),
         ("lr: !!python/object:os.system x", "cannot be read"),
-        ("lr: [0.1", "cannot be read"),
         # bounds, choices and combinations, checked without a model
         ("lr: .nan", "lr=nan: must be"),
         ("muon-momentum: 1.5", "muon_momentum=1.5: must be a finite number"),
@@ -178,17 +173,3 @@ def test_every_key_is_a_field_and_nearly_every_one_a_flag():
         "grad_norm_skip_threshold",
         "store_param_remainders",
     }
-
-
-@pytest.mark.long
-def test_trains_like_its_flags(tmp_path):
-    path = tmp_path / "optimizer.yaml"
-    path.write_text(
-        "optimizer: muon\nuse-distributed-optimizer: true\nmuon-momentum: 0.8\nlr: 1e-2\n"
-        "weight-decay: 0.3\nadam-beta2: 0.9\n"
-    )
-    flags = "--optimizer muon --use-distributed-optimizer --muon-momentum 0.8"
-    flags += " --weight-decay 0.3 --adam-beta2 0.9"
-    described = losses(train("--optimizer-config", str(path)))
-    assert described == losses(train(*flags.split()))
-    assert described != losses(train("--optimizer", "muon", "--use-distributed-optimizer"))

@@ -1,8 +1,5 @@
 """Plans: counts, batches, digests, and the size of a large one."""
 
-import numpy as np
-import pytest
-
 from megatron_eopt.layouts import Layout, Matrix, build_plan
 from megatron_eopt.layouts.plan import places_of
 
@@ -90,28 +87,3 @@ def test_a_tensor_is_loaded_when_any_rank_needs_it():
     for rank, has_place in enumerate([True, False]):
         plan = build_plan(stays, [[1], [0], [2]], rank=rank, world_size=2)
         assert ("fused" in places_of(plan)) == has_place
-
-
-def flat_buffer_matrices(count, tp, dp, rows=64, cols=48):
-    """A ZeRO-1 buffer of ``count`` matrices, column-cut over ``tp``, cut evenly over ``dp``."""
-    local = rows * cols // tp
-    edges = np.linspace(0, count * local, dp + 1).astype(np.int64)
-    for i in range(count):
-        first = int(np.searchsorted(edges, i * local, "right")) - 1
-        last = int(np.searchsorted(edges, (i + 1) * local, "left"))
-        d = np.tile(np.arange(first, last), tp)
-        t = np.repeat(np.arange(tp), last - first)
-        start = np.clip(edges[d] - i * local, 0, local)
-        stop = np.clip(edges[d + 1] - i * local, 0, local)
-        slabs = Layout.slabs((rows, cols), 1, list(range(tp)))
-        yield Matrix(
-            str(i), slabs.fragments(d * tp + t, t, start, stop), Layout.whole((rows, cols), i % dp)
-        )
-
-
-def test_a_plan_for_4096_ranks_shares_evenly():
-    matrices = list(flat_buffer_matrices(500, 8, 512))
-    plan = build_plan(matrices, [list(range(500))], rank=77, world_size=4096)
-    stored = sum(sum(w.inward.send_sizes) for w in plan.waves)
-    assert stored == pytest.approx(500 * 64 * 48 / 4096, abs=1)
-    assert plan.calls == 2

@@ -136,86 +136,26 @@ def test_whole_matrices_arrive_and_updates_return(ranks):
     run_ranks(ranks, run_all_storages)
 
 
-def other_dtypes(stored):
+def other_dtypes():
     rank = dist.get_rank()
     matrix = Matrix("w", Layout.slabs((4, 4), 0, [0, 1]), Layout.whole((4, 4), 1))
     engine = Redistribution([matrix], [[0]], dist.group.WORLD, dtype=torch.bfloat16)
     full = full_matrix((4, 4))
-    seen = {}
-    shard = full[2 * rank : 2 * rank + 2].to(stored)
-    result = run(engine, {"w": shard}, double_and_record(seen))["w"]
     rounded = full.bfloat16()
     assert engine.plan.bytes_sent == 2 * 8
-    if rank == 1:
-        assert seen[0].dtype == torch.bfloat16
-        assert torch.equal(seen[0], rounded)
-    assert result.dtype == stored
-    assert torch.equal(result, 2 * rounded[2 * rank : 2 * rank + 2].to(stored))
+    for stored in (torch.float32, torch.bfloat16):
+        seen = {}
+        shard = full[2 * rank : 2 * rank + 2].to(stored)
+        result = run(engine, {"w": shard}, double_and_record(seen))["w"]
+        if rank == 1:
+            assert seen[0].dtype == torch.bfloat16
+            assert torch.equal(seen[0], rounded)
+        assert result.dtype == stored
+        assert torch.equal(result, 2 * rounded[2 * rank : 2 * rank + 2].to(stored))
 
 
-@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
-def test_what_travels_may_have_another_dtype_than_what_is_stored(stored):
-    run_ranks(2, other_dtypes, stored)
-
-
-def test_a_single_process_needs_no_group():
-    matrices, _, waves = matrices_of(zero_layout, 1)
-    engine = Redistribution(matrices, waves)
-    assert engine.plan.calls == 0
-    inputs = {m.name: torch.randn(m.storage.shape) for m in matrices}
-    outputs = run(engine, inputs, double_and_record({}))
-    assert all(torch.equal(outputs[name], 2 * tensor) for name, tensor in inputs.items())
-
-
-def one_wave():
-    """A matrix that stays at each rank, one that travels, and a fused weight of two that stay."""
-    matrices = [
-        Matrix(f"stays {rank}", Layout.whole((4, 6), rank), Layout.whole((4, 6), rank))
-        for rank in range(2)
-    ]
-    cut = Layout.slabs((4, 6), 0, [0, 1])
-    matrices.append(Matrix("travels", cut, Layout.whole((4, 6), 0)))
-    fused = Layout.whole((8, 6), 0)
-    parts = [fused.select_rows([start], [4]) for start in (0, 4)]
-    matrices += [
-        Matrix(f"part {n}", part, Layout.whole((4, 6), 0), "fused", kind=n)
-        for n, part in enumerate(parts)
-    ]
-    waves = [range(len(matrices))]
-    return Redistribution(matrices, waves, dist.group.WORLD, dtype=torch.bfloat16)
-
-
-def placed_tensors(there):
-    rank = dist.get_rank()
-    engine = one_wave()
-    mine = f"stays {rank}"
-    sizes = {mine: (4, 6), "travels": (2, 6)} | ({} if rank else {"fused": (8, 6)})
-    assert engine.place(f"stays {1 - rank}") is None
-    # what rank 0 holds of it stays
-    assert (engine.place("travels") is None) == (rank == 1)
-    # its parts lie in two stacks
-    assert engine.place("fused") is None
-    for step in range(2):
-        full = {name: full_matrix(size, step).bfloat16() for name, size in sizes.items()}
-
-        def load(wave, names, full=full):
-            found = {name: full[name].clone() for name in names}
-            if there:
-                found[mine] = engine.place(mine).view(4, 6).copy_(full[mine])
-            return found
-
-        seen, results = {}, {}
-        engine.run(load, double_and_record(seen), results.update)
-        assert torch.equal(seen[rank], full[mine])
-        assert sorted(results) == sorted(sizes)
-        assert all(torch.equal(results[name], 2 * full[name]) for name in sizes)
-        is_view = results[mine].data_ptr() == engine.place(mine).data_ptr()
-        assert is_view == there
-
-
-@pytest.mark.parametrize("there", [True, False])
-def test_what_stays_may_be_loaded_to_where_it_is_computed(there):
-    run_ranks(2, placed_tensors, there)
+def test_what_travels_may_have_another_dtype_than_what_is_stored():
+    run_ranks(2, other_dtypes)
 
 
 def several_waves(odd_one_out):
@@ -250,6 +190,7 @@ def several_waves(odd_one_out):
 
         engine.run(load, double_and_record({}), store)
         assert all(torch.equal(results[name], 2 * full[name]) for name in names)
+        assert engine.place(f"{1 - rank}.0") is None
         # before a third wave overwrites them, unless they lie elsewhere
         for wave in range(count - 2):
             if wave != odd_one_out:

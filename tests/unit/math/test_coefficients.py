@@ -6,7 +6,6 @@ from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.math.coefficients import (
     coefficient_names,
     resolve_coefficients,
-    response,
     table,
 )
 from megatron_eopt.math.orthogonalize import orthogonalize
@@ -34,8 +33,3 @@ def test_a_set_that_diverges_is_refused() -> None:
     for triple in ((30.0, 20.0, 10.0), (1.0, 2.0, float("nan"))):
         with pytest.raises(ConfigurationError, match=r"coefficients=.*bounded over 5 steps"):
             resolve_coefficients([triple], 5)
-
-
-def test_response_is_the_scalar_iteration() -> None:
-    a, b, c = 2.0, -1.5, 0.5
-    assert response([(a, b, c)], 0.5) == pytest.approx(a * 0.5 + b * 0.125 + c * 0.03125)

@@ -1,10 +1,6 @@
 """The slow, obvious answer: one row at a time, in plain Python."""
 
-from typing import Any
-
-import numpy as np
-
-from megatron_eopt.matrices import RowRuns, Split
+from megatron_eopt.matrices import Split
 
 
 def rows_of_rank(split: Split, tp_size: int, tp_rank: int) -> list[tuple[int, int]]:
@@ -24,22 +20,3 @@ def rows_of_rank(split: Split, tp_size: int, tp_rank: int) -> list[tuple[int, in
             held += rows[tp_rank * piece : (tp_rank + 1) * piece]
             first_part += len(section.fields)
     return held
-
-
-def elements(runs: RowRuns) -> tuple[Any, Any, Any]:
-    """Return runs of rows as runs of elements in row-major order.
-
-    Returns:
-        ``(local_start, logical_start, length)`` in elements: one run per run of rows where the rank
-        holds full rows, one per row where columns are cut.
-    """
-    if runs.held_cols == runs.cols:
-        return runs.local * runs.cols, runs.logical * runs.cols, runs.length * runs.cols
-    rows = [
-        (local + row, logical + row)
-        for local, logical, length in runs.triples()
-        for row in range(length)
-    ]
-    local, logical = np.array(rows, np.int64).reshape(-1, 2).T
-    length = np.full(len(rows), runs.held_cols, np.int64)
-    return local * runs.held_cols, logical * runs.cols + runs.first_col, length

@@ -33,7 +33,7 @@ def set_up(tp_size: int) -> None:
     torch.manual_seed(1)
 
 
-def config(tp_size: int = 1, **changes: Any) -> TransformerConfig:
+def config(tp_size: int = 1, kind: Any = TransformerConfig, **changes: Any) -> Any:
     fields = {
         "num_layers": 1,
         "hidden_size": HIDDEN,
@@ -47,28 +47,21 @@ def config(tp_size: int = 1, **changes: Any) -> TransformerConfig:
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     }
-    return TransformerConfig(**fields | changes)
+    return kind(**fields | changes)
 
 
 def mla_config(tp_size: int = 1, **changes: Any) -> MLATransformerConfig:
     fields = {
-        "num_layers": 1,
-        "hidden_size": HIDDEN,
-        "num_attention_heads": 4,
-        "ffn_hidden_size": 20,
+        "num_query_groups": None,
+        "kv_channels": None,
         "q_lora_rank": 8,
         "kv_lora_rank": 6,
         "qk_head_dim": 6,
         "qk_pos_emb_head_dim": 2,
         "v_head_dim": 4,
         "rope_type": "rope",
-        "use_cpu_initialization": True,
-        "tensor_model_parallel_size": tp_size,
-        "add_bias_linear": False,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
     }
-    return MLATransformerConfig(**fields | changes)
+    return config(tp_size, MLATransformerConfig, **fields | changes)
 
 
 def gpt(settings: TransformerConfig, **spec: Any) -> GPTModel:

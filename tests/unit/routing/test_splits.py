@@ -223,14 +223,6 @@ def test_declared_on_the_parameter(caplog: pytest.LogCaptureFixture) -> None:
     assert table(model, which=()) == {"0.qkv_proj.weight": found["0.qkv_proj.weight"]}
 
 
-def test_a_stack_declared_whole_has_a_matrix_for_each_expert() -> None:
-    model: Any = nn.Module()
-    model.stack = nn.Parameter(torch.zeros(5, 6, 2))
-    model.stack.eopt_split = "whole"
-    found = find_splits([model], which=())
-    assert [part.count for part in found[model.stack].parts] == [5]
-
-
 @pytest.mark.parametrize(
     ("attributes", "words"),
     [
