@@ -38,6 +38,20 @@ CASES = {
     "Gram matrices": (2, Case("muon", GATED, config={"muon_algorithm": "gram"})),
     **{f"{name}, FSDP2": (2, replace(FSDP2, optimizer=name)) for name in OPTIMIZERS[:4]},
 }
+USUAL = (
+    "muon, fragments",
+    "adaptive_muon, fragments",
+    "soap, fragments",
+    "muon, plain",
+    "distributed",
+    "momentum in int8",
+    "experts",
+    "watched",
+    "teams",
+    "soap, FSDP2",
+)
+"""Of every way to store, compute and keep state one; the others are for the long tier."""
+
 NORM = {"megatron.core.optimizer.clip_grads.get_grad_norm_fp32"}
 
 
@@ -64,7 +78,10 @@ def devices_of(optimizer: Any) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in USUAL else pytest.param(name, marks=pytest.mark.long) for name in CASES],
+)
 def test_a_step_stays_on_the_device(name):
     world_size, case = CASES[name]
     config = SHARDED | {"clip_grad": 1.0} | case.config
