@@ -77,11 +77,6 @@ _BY_MODULE: dict[str, dict[str, Need]] = {
         ),
         "ConstantGradScaler": Need("a constant loss scale"),
     },
-    "megatron.core.optimizer.cpu_offloading.hybrid_optimizer": {
-        "HybridDeviceOptimizer": Need(
-            "optimizer_cpu_offload", "cpu_optimizer_cls gpu_optimizer_cls"
-        ),
-    },
     "megatron.core.optimizer.layer_wise_optimizer": {
         "LayerWiseDistributedOptimizer": Need("layer-wise storage (install)"),
     },

@@ -72,7 +72,6 @@ def load_rank_file(filename: str, members: Sequence[Member], names: Mapping[Tens
         for item, tensors in _stored(member):
             for kind, value in tensors.items():
                 value.copy_(its["fragments"][names[item.param]]["state"][kind])
-            member.storage.put_tensors(item, tensors)
         for _, param, kept in kept_of(member):
             name, part, path_there = _place(names[param], kept)
             kept.replace(its["matrices"][name][part][path_there])

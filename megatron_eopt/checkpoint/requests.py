@@ -33,7 +33,6 @@ from megatron_eopt.checkpoint.saved_state import (
 )
 from megatron_eopt.optimizers.driver import OF_GROUPS, Driver
 from megatron_eopt.optimizers.member import Member
-from megatron_eopt.stores.interface import Storage, Stored
 
 type Lacking = tuple[dict[str, Any], Collection[str]]
 """A state, and the kinds of it that a checkpoint does not have."""
@@ -77,7 +76,6 @@ class StateRequests:
         self.policy = form.policy
         self._may_lack = form.policy.fresh | MAINS
         self._buckets = bucket_spaces(members)
-        self._held: list[tuple[Storage, Stored, dict[str, Tensor]]] = []
         self._values = [
             value.in_chain(f"chained_{number}.") if form.by_place and len(members) > 1 else value
             for number, member in enumerate(members)
@@ -214,8 +212,6 @@ class StateRequests:
             if value.kind in MAINS and place not in self._chosen:
                 # the checkpoint has none: it is what the model was loaded with
                 value.take_from_model()
-        for storage, item, tensors in self._held:
-            storage.put_tensors(item, tensors)
         states: dict[int, tuple[dict[str, Any], set[str], set[str]]] = {}
         for place, value in enumerate(self._values):
             state = value.where.state
@@ -262,7 +258,6 @@ class StateRequests:
         for item in stored:
             driver, number = stepped[id(item.main)]
             tensors = cut_like_weights(member, item, driver, number)
-            self._held.append((storage, item, tensors))
             space = spaces[item.param]
             replica = storage.replica_of(space.sharded.replica_id)
             shard = driver.shards[number] if driver.shards else None

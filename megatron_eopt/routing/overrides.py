@@ -38,10 +38,9 @@ def describe(key: ParamKey) -> str:
 
 def check_overrides(overrides: Overrides, settings: RunSettings) -> None:
     """Raise a ConfigurationError or ConfigurationTypeError for what no parameter group can hold."""
-    whole_run = {
-        "overlap_param_gather_with_optimizer_step": settings.early_gather,
-        "optimizer_cpu_offload": settings.hybrid or settings.offload_fraction > 0,
-    }
+    early, off_load = "overlap_param_gather_with_optimizer_step", "optimizer_cpu_offload"
+    on = settings.upstream_modes
+    whole_run = {early: early in on, off_load: off_load in on or settings.offload_fraction > 0}
     for key, values in overrides.items():
         if not isinstance(key, ParamKey):
             rule, way_out = "each key must be a ParamKey", "Wrap the name in ParamKey"

@@ -10,7 +10,7 @@ from megatron.core.distributed.torch_fully_sharded_data_parallel_config import (
 )
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
-from megatron_eopt import ConfigurationError, checkpoints, get_megatron_optimizer
+from megatron_eopt import ConfigurationError, get_megatron_optimizer
 from megatron_eopt.math.finite import NonFiniteError
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
@@ -121,30 +121,3 @@ def steps(model, optimizer, first, end):
 @pytest.mark.parametrize("name", SAVED)
 def test_a_run_goes_on_as_in_one_go(tmp_path, name):
     assert run_ranks(2, stopped_and_gone_on, str(tmp_path), SAVED[name], timeout=120) == [[], []]
-
-
-@eager
-def begun_anew(folder):
-    """Return the largest statistics after a load without them, in optimizers that have stepped."""
-    initialize_megatron()
-    model, optimizer = build()
-    steps(model, optimizer, 0, 2)
-    saved = {"optimizer": optimizer.sharded_state_dict(model.module.sharded_state_dict())}
-    dist_checkpointing.save(saved, folder)
-    found = []
-    for count in (0, 3):
-        again, resumed = build(**SAVED["normuon"])
-        steps(again, resumed, 0, count)
-        asked = again.module.sharded_state_dict()
-        wanted = {"optimizer": resumed.sharded_state_dict(asked, is_loading=True)}
-        loaded = checkpoints.load(wanted, folder, fresh=["moment2_buffer"])
-        resumed.load_state_dict(loaded["optimizer"])
-        states = resumed.members[0].storage.optimizer.state.values()
-        found += [float(s["moment2_buffer"].abs().max()) for s in states if "moment2_buffer" in s]
-    return found
-
-
-def test_what_starts_fresh_is_reset_in_an_optimizer_that_has_stepped(tmp_path):
-    for found in run_ranks(2, begun_anew, str(tmp_path), timeout=120):
-        assert found
-        assert not any(found)

@@ -8,8 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.build.bases import Base
 from megatron_eopt.math.low_precision import FORMATS
 from megatron_eopt.matrices import qkv, whole
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
@@ -206,13 +204,3 @@ def test_16_bit_parameters_have_it_too():
         torch.testing.assert_close(weight.float(), other, rtol=0.02, atol=0.02)
     kinds = {values["momentum_buffer"].dtype for values in optimizer.state.values()}
     assert kinds == {torch.int8}
-
-
-def test_a_class_that_steps_whole_parameters_is_refused_with_megatron():
-    class Own(TensorParallelMuon):
-        def step(self, closure=None):
-            return None
-
-    with pytest.raises(ConfigurationError, match=r"momentum_dtype='int8'.*Own"):
-        Base(Own([parameter(4, 6)], momentum_dtype="int8"), None, [])
-    Base(Own([parameter(4, 6)]), None, [])

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import distributed
 
-from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.layouts import redistribution
 from tests.harness import run_ranks
 from tests.harness.scene import forget_megatron
@@ -130,19 +129,3 @@ def recovered(case: Case, file: str) -> list[str]:
 @pytest.mark.parametrize("name", ["muon", pytest.param("soap", marks=pytest.mark.long)])
 def test_what_a_step_that_failed_had_brought_is_not_used(name, tmp_path):
     assert run_ranks(2, recovered, CASES[name], str(tmp_path / "file")) == [[], []]
-
-
-def refused(case: Case) -> str:
-    with pytest.raises(ConfigurationError) as error:
-        build(case)
-    return str(error.value)
-
-
-@pytest.mark.parametrize("name", ["adam", "sgd"])
-@pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "plain"])
-def test_what_megatron_core_off_loads_from_a_gpu_is_refused_without_one(name, sharded):
-    flags = {"use_distributed_optimizer": sharded}
-    off_load = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
-    case = Case(name, MODEL, ddp=flags, config=flags | off_load)
-    for message in run_ranks(2, refused, case):
-        assert message.startswith(f"optimizer_cpu_offload=True: when {name} alone steps")
