@@ -66,6 +66,8 @@ class OptimizerChain(ChainedOptimizer):
         self.members = list(members)
         self.settings = settings
         self.config = settings.config
+        # name of the main optimizer, where a configuration says it
+        self._main = settings.optimizer if isinstance(settings, Settings) else None
         self._scaler = scaler
         self._named_chunks = list(model_chunks)
         # whether the present gradients, once unscaled, had overflowed; None before
@@ -315,11 +317,6 @@ class OptimizerChain(ChainedOptimizer):
             rule = "knows fragments of the state of Adam alone"
             way_out = "Use sharded_state_dict, or save_state_dict_to_file and its counterpart"
             raise ConfigurationError(method, type(self).__name__, rule, way_out)
-
-    @property
-    def _main(self) -> str | None:
-        """Name of the main optimizer, where a configuration says it."""
-        return self.settings.optimizer if isinstance(self.settings, Settings) else None
 
     @property
     def _is_unmixed(self) -> bool:

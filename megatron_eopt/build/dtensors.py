@@ -16,8 +16,8 @@ from megatron_eopt.base.agreement import agreed, agreed_in
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import TpModeT
 from megatron_eopt.build.bases import Base, bases_of, driver_over
+from megatron_eopt.build.builders import Wanted
 from megatron_eopt.build.chain import OptimizerChain
-from megatron_eopt.build.storages import Wanted
 from megatron_eopt.layouts import Layout
 from megatron_eopt.matrices import whole
 from megatron_eopt.optimizers.driver import Driver, ParamGroup

@@ -13,6 +13,7 @@ from megatron_eopt.base.agreement import agreed, any_rank
 from megatron_eopt.base.names import STANDARD_OPTIMIZERS
 from megatron_eopt.base.upstream import found, needed
 from megatron_eopt.build.bases import Base, bases_of
+from megatron_eopt.build.builders import BUILDERS, Wanted, register_storage
 from megatron_eopt.build.chain import OptimizerChain
 from megatron_eopt.build.ddp import check_chunks, check_ddp, is_megatron_fsdp
 from megatron_eopt.build.differences import log_differences
@@ -31,7 +32,6 @@ from megatron_eopt.build.megatron_fsdp import (
 )
 from megatron_eopt.build.replicated import chain_of_slabs
 from megatron_eopt.build.sharded import Sharding, unmixed_members
-from megatron_eopt.build.storages import BUILDERS, Wanted, register_storage
 from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
 from megatron_eopt.routing.global_names import names_in
 from megatron_eopt.routing.groups import Group

@@ -19,10 +19,10 @@ from megatron_eopt.base.agreement import agreed
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import GLOBAL_NAME_ATTRIBUTE
 from megatron_eopt.base.upstream import found, needed
+from megatron_eopt.build.builders import Wanted
 from megatron_eopt.build.chain import OptimizerChain
 from megatron_eopt.build.ddp import is_megatron_fsdp
 from megatron_eopt.build.dtensors import build_routed, chain_over, state_exists
-from megatron_eopt.build.storages import Wanted
 from megatron_eopt.checkpoint import fsdp_dtensor, optimizer_state
 from megatron_eopt.optimizers.sharded import ShardedOptimizer
 from megatron_eopt.stores.dtensors import LocalShards, local_of, shard_like
@@ -124,15 +124,10 @@ def _compute_with_main_weights(model: Any) -> None:
 
 
 class MegatronFSDPOptimizer(ShardedOptimizer):
-    """Does by itself what ``fully_shard_optimizer`` makes other optimizers do; it is not for that.
-
-    Args:
-        managing: The modules that manage the parameters.
-        args: As for any other optimizer of shards.
-    """
+    """Does by itself what ``fully_shard_optimizer`` makes other optimizers do."""
 
     def __init__(self, managing: Sequence[Any], *args: Any) -> None:
-        self._managing = list(managing)
+        self._managing = list(managing)  # the modules that manage the parameters
         super().__init__(*args)
 
     def clip_grad_norm(self, max_norm: float, **options: Any) -> Tensor:
@@ -217,13 +212,7 @@ def _stats_group(wanted: Wanted) -> Any:
 
 
 class ManagedShards(LocalShards, Replicated, DistributedOptimizer):
-    """Steps the DTensors; megatron-core's wrapper writes them to the model and has it gather.
-
-    Args:
-        optimizer: A torch optimizer of DTensors, whose state exists.
-        config: Megatron's configuration.
-        model_chunks: The wrapped model.
-    """
+    """Steps the DTensors; megatron-core's wrapper writes them to the model and has it gather."""
 
     def __init__(self, optimizer: Any, config: Any, model_chunks: Sequence[Any]) -> None:
         super().__init__(

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.build.bases import Base, bases_of
+from megatron_eopt.build.builders import Wanted
 from megatron_eopt.build.chain import OptimizerChain
 from megatron_eopt.build.gradients import make_scaler
-from megatron_eopt.build.storages import Wanted
 from megatron_eopt.optimizers.driver import Driver, refuse_group
 from megatron_eopt.optimizers.element_wise import ElementWiseDriver, SlabDriver
 from megatron_eopt.optimizers.member import Member

@@ -15,7 +15,6 @@ from megatron_eopt.stores.all_reduced import AllReducedBuffer
 from megatron_eopt.stores.rank_grid import RankGrid, redistribution_grids
 
 _REUSE = "reuse_grad_buf_for_mxfp8_param_ag"
-"""A mode of DDP that overwrites gradients before all optimizers have stepped."""
 
 
 class BufferSet(NamedTuple):

@@ -82,8 +82,8 @@ def fragment_of(
     ]
     mine = fragments[grid.ranks.rank]
     layouts = fragment_layouts(split, dim, size, fragments)
-    known_as = global_name(param, place.name)
-    return Shard(place.name, split, layouts, grid.ranks, (mine.stop - mine.start,), slab, known_as)
+    held, known_as = (mine.stop - mine.start,), global_name(param, place.name)
+    return Shard(place.name, split, layouts, grid.ranks, held, slab, known_as)
 
 
 def _slab_of(split: Split, size: int, dim: int, name: str) -> Split:

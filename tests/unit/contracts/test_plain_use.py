@@ -4,7 +4,6 @@ import logging
 
 import pytest
 import torch
-from megatron.core import dist_checkpointing
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -130,25 +129,6 @@ def _rate_from_a_scheduler(optimizer, sharded):
 
 def test_a_rate_may_be_written_after_the_optimizer_is_built():
     run_ranks(2, each, _rate_from_a_scheduler, "muon", "soap", "adam", "sgd", timeout=120)
-
-
-def _rate_from_a_checkpoint(sharded, folder):
-    initialize_megatron()
-    chunk = wrap_ddp(tiny_gpt(), use_distributed_optimizer=sharded)
-    first = get_megatron_optimizer(config_of("muon", sharded=sharded), [chunk])
-    train_step([chunk], first, [synthetic_batch(0)])
-    model = chunk.sharded_state_dict()
-    dist_checkpointing.save(first.sharded_state_dict(model), folder)
-    second = get_megatron_optimizer(config_of("muon", sharded=sharded, lr=None), [chunk])
-    state = second.sharded_state_dict(chunk.sharded_state_dict(), is_loading=True)
-    second.load_state_dict(dist_checkpointing.load(state, folder))
-    assert [group["lr"] for group in second.param_groups] == [0.01] * len(second.param_groups)
-    train_step([chunk], second, [synthetic_batch(1)])
-
-
-@pytest.mark.parametrize("sharded", [False, True])
-def test_a_checkpoint_brings_the_rate(sharded, tmp_path):
-    run_ranks(2, _rate_from_a_checkpoint, sharded, tmp_path)
 
 
 # nothing for the main optimizer
