@@ -6,15 +6,15 @@ from typing import Any, get_args
 from megatron_eopt.base.names import SCALAR_OPTIMIZERS, STANDARD_OPTIMIZERS, OptimizerDefaultsT
 from megatron_eopt.math import backend_names, coefficient_names
 from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
-from megatron_eopt.settings.arguments import offered_names
 from megatron_eopt.settings.checks import CHOICES
 from megatron_eopt.settings.config import EmergingOptimizerConfig
 from megatron_eopt.settings.fields import field_types
+from megatron_eopt.settings.registry import optimizer_names
 
 
 def choices_of_trainer_flags() -> dict[str, tuple[str, ...]]:
     """Return, by parsed name, the choices of flags that the trainer's parser may have already."""
-    names = offered_names()
+    names = optimizer_names()
     old = tuple(f"dist_{name}" for name in names if name not in STANDARD_OPTIMIZERS)
     coefficients, scalars = coefficient_names(), SCALAR_OPTIMIZERS
     muons = {"muon_coefficient_type": coefficients, "muon_scalar_optimizer": scalars}
@@ -27,8 +27,6 @@ GROUPS: dict[str, dict[str, str]] = {
         "recommended ones.",
         "optimizer-config": "YAML file that describes the optimizer; its keys are named like these "
         "flags.",
-        "strict-upstream": "Refuse releases of megatron-core and emerging-optimizers that nobody "
-        "tested, rather than warn of them.",
         "print-optimizer-routing": "Log which parameter goes to which optimizer, and why.",
         "log-optimizer-memory": "Log how much memory weights, gradients, state and buffers take, "
         "and the peak of the second step, which is watched and takes longer.",
@@ -62,11 +60,6 @@ GROUPS: dict[str, dict[str, str]] = {
         "than work: 1 for none.",
         "muon-momentum-dtype": "How momentum is kept between steps: in float32, or in fewer bits.",
         "muon-backend": "Whose kernels orthogonalize.",
-        "muon-use-syrk": "Orthogonalize on emerging-optimizers' SYRK kernels where they can be "
-        "used.",
-        "muon-use-nesterov": "Old spelling of --muon-nesterov.",
-        "muon-mode": "Old spelling of --muon-tp-mode.",
-        "muon-momentum-beta": "Old spelling of --muon-momentum.",
     },
     "adaptive muon": {
         "adaptive-muon-moment2-method": "How updates are normalized.",
@@ -88,14 +81,12 @@ _STORE_TRUE = {"action": "store_true", "default": False}
 _OPTIONS: dict[str, dict[str, Any]] = {
     "optimizer-defaults": {"choices": get_args(OptimizerDefaultsT), "default": "recommended"},
     "optimizer-config": {"metavar": "FILE"},
-    "strict-upstream": _STORE_TRUE,
     "print-optimizer-routing": _STORE_TRUE,
     "log-optimizer-memory": _STORE_TRUE,
     "log-optimizer-stats": _STORE_TRUE,
     "checkpoint-fresh-state": {"metavar": "KEY", "nargs": "+", "default": ()},
     "checkpoint-momentum-from-adam": _STORE_TRUE,
     "muon-backend": {"choices": backend_names()},
-    "muon-use-nesterov": {"action": "store_true", "default": None},
     "adaptive-muon-moment2-method": {"choices": CHOICES["adaptive_muon_moment2_method"]},
 }
 """Arguments of ``add_argument`` that do not follow from the type of the configuration's field."""

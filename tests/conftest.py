@@ -1,13 +1,11 @@
 """What all tests share."""
 
-import os
 from pathlib import Path
 
 import pytest
 
 from megatron_eopt.base.upstream import untested_releases
 from tests.harness import close_pools
-from tests.harness.last_bits import VARIABLE, as_all_tests
 from tests.harness.long_results import LongResults
 
 
@@ -19,16 +17,8 @@ def pytest_addoption(parser):
         help="write outcomes, times and figures of the long tests there",
     )
 
-    parser.addoption(
-        "--other-last-bits",
-        metavar="SEED",
-        help="let sums round otherwise, to find tolerances that hold on this machine alone",
-    )
-
 
 def pytest_configure(config):
-    if (seed := config.getoption("--other-last-bits")) is not None:
-        os.environ[VARIABLE] = seed
     path = config.getoption("--write-results")
     # workers report to the process that started them, which writes
     if path is not None and not hasattr(config, "workerinput"):
@@ -38,12 +28,6 @@ def pytest_configure(config):
 def pytest_runtest_setup(item):
     if item.get_closest_marker("tested_release") and (other := untested_releases()):
         pytest.skip(f"with {' and '.join(other)}")
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call():
-    with as_all_tests():
-        return (yield)
 
 
 def pytest_sessionfinish() -> None:

@@ -73,7 +73,7 @@ def checked(arguments: argparse.Namespace, flags: list[str]) -> tuple[Grid, Sett
     """Return what to train, or raise an InputError before anything is."""
     # these import torch, which --help does without
     from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
-    from megatron_eopt.settings.arguments import offered_names
+    from megatron_eopt.settings.registry import optimizer_names
 
     for name in ("steps", "processes"):
         if getattr(arguments, name) < 1:
@@ -85,7 +85,7 @@ def checked(arguments: argparse.Namespace, flags: list[str]) -> tuple[Grid, Sett
         if path is not None and path.suffix != f".{name}":
             raise InputError(f"--{name} {path}: must end in .{name}")
     chosen_device()
-    check(arguments.optimizers, arguments.seeds, flags, offered_names())
+    check(arguments.optimizers, arguments.seeds, flags, optimizer_names())
     grid = grid_of(arguments.optimizers, arguments.lr)
     settings = Settings(arguments.steps, arguments.processes, tuple(flags))
     claim(arguments.out, settings)

@@ -36,6 +36,24 @@ class ConfigurationTypeError(TypeError):
         self.value = value
 
 
+class NonFiniteError(FloatingPointError):
+    """A tensor holds inf or nan.
+
+    Attributes:
+        names: The tensors concerned.
+    """
+
+    def __init__(self, what: str, names: list[str]) -> None:
+        shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        super().__init__(
+            f"non-finite {what} of {shown}: a step would let one inf or nan stay in the weights, "
+            "and an orthogonalization spread it over the whole matrix. No weight and no state has "
+            "changed. Lower the learning rate, clip gradients, or find the layer that overflows; "
+            "with loss scaling such a step is skipped before it comes here."
+        )
+        self.names = names
+
+
 def check_choice(argument: str, value: object, choices: Iterable[str]) -> None:
     """Raise a ConfigurationError unless ``value`` is one of ``choices``; offers the nearest."""
     names = list(choices)
@@ -75,13 +93,10 @@ def check_number(
 
     Raises:
         ConfigurationTypeError: If ``value`` is not a number.
-        ConfigurationError: If it is not finite or out of bounds, or an int that torch cannot take.
+        ConfigurationError: If it is not finite or out of bounds.
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigurationTypeError(argument, value, "must be a number", "Give a plain number")
-    if isinstance(value, int) and value.bit_length() > 63:
-        rule = "must fit in 64 bits if it is an int"
-        raise ConfigurationError(argument, value, rule, "Write it as a float, such as 1e30")
     named = (
         ("at least", at_least, ge),
         ("above", above, gt),

@@ -16,18 +16,15 @@ import torch
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.utils import log_single_rank
 
-from megatron_eopt.base.agreement import agreed
-from megatron_eopt.base.errors import ConfigurationError, check_number
+from megatron_eopt.base.agreement import agreed, of_every_rank
+from megatron_eopt.base.errors import ConfigurationError, NonFiniteError, check_number
 from megatron_eopt.base.live_bytes import LiveBytes
-from megatron_eopt.base.upstream import needed
 from megatron_eopt.build.gradients import clip, unscale_
 from megatron_eopt.build.memory import Memory, memory_of
 from megatron_eopt.build.stats import Stats
 from megatron_eopt.checkpoint import local_state, optimizer_state
 from megatron_eopt.checkpoint.migration import Policy
 from megatron_eopt.checkpoint.rank_files import load_rank_file, save_rank_file
-from megatron_eopt.checkpoint.requests import Form
-from megatron_eopt.math.finite import NonFiniteError, names_of_all, not_finite
 from megatron_eopt.optimizers.driver import CompositeOptimizer, check_may_step
 from megatron_eopt.optimizers.member import Member
 from megatron_eopt.qk_clip import remember
@@ -60,7 +57,6 @@ class OptimizerChain(ChainedOptimizer):
         scaler: Any,
         model_chunks: Sequence[Any],
     ) -> None:
-        needed("ChainedOptimizer")
         storages = [member.storage for member in members]
         super().__init__(storages)
         self.members = list(members)
@@ -78,6 +74,7 @@ class OptimizerChain(ChainedOptimizer):
         self._stats = Stats(self.members)
         self.skipped_steps = 0
         self.is_sharded = any(isinstance(item, FragmentsOptimizer) for item in storages)
+        self.number, self.superseded = -1, False  # see megatron_eopt.build.ownership
         remember(model_chunks, self)
 
     @torch.no_grad()
@@ -240,16 +237,13 @@ class OptimizerChain(ChainedOptimizer):
             return super().sharded_state_dict(model_sharded_state_dict, is_loading, **kwargs)
         if self.is_stub_optimizer:
             return {}
-        wanted = Form(
-            self._main,
-            by_bucket=by_bucket,
-            # as in megatron-core's chain, but where it has none of the kind
-            by_place=not metadata.get("chained_optim_avoid_prefix")
-            and (self._is_unmixed or not self.is_sharded),
-            policy=Policy(self.settings.fresh_state, self.settings.momentum_from_adam),
-        )
         return optimizer_state.requested(
-            self.members, model_sharded_state_dict, is_loading=is_loading, form=wanted
+            self.members,
+            model_sharded_state_dict,
+            is_loading=is_loading,
+            main=self._main,
+            policy=Policy(self.settings.fresh_state, self.settings.momentum_from_adam),
+            by_bucket=by_bucket,
         )
 
     def load_state_dict(self, state_dict: Any) -> None:
@@ -257,24 +251,20 @@ class OptimizerChain(ChainedOptimizer):
 
         Raises:
             ConfigurationError: If it is not of these optimizers, or lacks state of theirs.
-            ConfigurationTypeError: If it is not built like a state.
         """
-        take = agreed(lambda: self._checked(state_dict))
-        optimizer_state.begin_anew(self.members, agreed(take))
+        agreed(lambda: self._take_over(state_dict))
         optimizer_state.settle(self.members)
         if self.is_sharded and self.settings.half is None:
             # each rank has read its part of the model's weights
             self.gather_params(now=True)
 
-    def _checked(self, state_dict: Any) -> optimizer_state.TakeT:
-        if self.is_sharded or optimizer_state.REQUESTS in state_dict:
-            state = state_dict if isinstance(state_dict, Mapping) else dict(enumerate(state_dict))
-            if optimizer_state.REQUESTS not in state:
-                local_state.check_groups_alone(self.members, state_dict, enough=self._is_unmixed)
-                # counters of steps can only be set once they exist
-                optimizer_state.prepare(self.members, is_loading=True)
-            return optimizer_state.load(self.members, state)
-        return local_state.load(self.members, state_dict, self.settings.fresh_state)
+    def _take_over(self, state: Any) -> None:
+        if optimizer_state.REQUESTS in state:
+            optimizer_state.load(self.members, state)
+        elif self.is_sharded:
+            optimizer_state.load_groups(self.members, state, is_enough=self._is_unmixed)
+        else:
+            local_state.load(self.members, state, self.settings.fresh_state)
 
     def save_state_dict_to_file(self, filename: str) -> None:
         """Write this rank's state, for checkpoints of format ``torch``."""
@@ -334,12 +324,15 @@ class OptimizerChain(ChainedOptimizer):
     def _refuse(self) -> None:
         self.skipped_steps += 1
         names = names_in(self._named_chunks)
-        bad = not_finite(
-            (global_name(param, names.get(param, "a parameter")), grad)
+        found = {
+            global_name(param, names.get(param, "a parameter"))
             for child in self.chained_optimizers
             for param, grad in named_gradients(child)
-        )
+            if not bool(grad.isfinite().all())
+        }
         groups = [child.get_grad_stats_parallel_group() for child in self.chained_optimizers]
-        found = names_of_all(bad, dict.fromkeys(groups))
+        # a name travels on from one group to the next
+        for group in dict.fromkeys(groups):
+            found = found.union(*of_every_rank(found, group))
         # each may be finite, and float32 have no room for the sum of their squares
-        raise NonFiniteError("gradients" if found else "norm", found or ["all gradients"])
+        raise NonFiniteError("gradients" if found else "norm", sorted(found) or ["all gradients"])

@@ -30,6 +30,7 @@ from megatron_eopt.build.megatron_fsdp import (
     fsdp_modules,
     whole_parameters,
 )
+from megatron_eopt.build.ownership import take_over
 from megatron_eopt.build.replicated import chain_of_slabs
 from megatron_eopt.build.sharded import Sharding, unmixed_members
 from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
@@ -101,6 +102,7 @@ def get_megatron_optimizer(
     chains = (chain for build in reversed(BUILDERS) if (chain := build(wanted)) is not None)
     # what one pipeline stage refuses, the others would not know
     optimizer = agreed(lambda: next(chains))
+    take_over(optimizer, routing.names)
     if folder is not None:
         with whole_parameters(model_chunks):
             _dump(routing.groups, model_chunks, str(folder))

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -93,19 +93,24 @@ def _member(base: Base, wanted: Wanted, storage_of: Callable[..., Storage]) -> M
     stored = list(storage.stored())
     if isinstance(optimizer, TensorParallelMuon):
         optimizer.follow({item.main: item.param for item in stored})
-    params = [item.param for item in stored]
-    driver = _driver(base, params, settings, collection)
-    driver.is_clipped = base.is_clipped
-    if made_early or base.layout == "matrix_update":
-        driver.init(optimizer.param_groups, optimizer.state)
+    drivers = _drivers(base, [item.param for item in stored], settings, collection)
+    model_of = {item.main: item.param for item in stored}
+    params = []
+    for driver in drivers:
+        driver.is_clipped = base.is_clipped
+        if made_early or base.layout == "matrix_update":
+            driver.init(optimizer.param_groups, optimizer.state)
+        params.append([model_of[main] for _, main, _ in driver.numbered(optimizer.param_groups)])
     optimizer.add_param_group = refuse_group
-    return Member(storage, [driver], [params])
+    return Member(storage, drivers, params)
 
 
-def _driver(base: Base, params: list[Tensor], settings: Settings, collection: Any) -> Driver:
+def _drivers(
+    base: Base, params: list[Tensor], settings: Settings, collection: Any
+) -> Sequence[Driver]:
     optimizer, init_state_fn = base.optimizer, base.init_state_fn
     if base.layout == "matrix_update":
-        planned: Driver = optimizer.plan()
+        planned: list[Driver] = optimizer.plan()
         return planned
     if base.layout == "element_wise":
         driver = ElementWiseDriver(optimizer, init_state_fn, settings.config)
@@ -114,4 +119,4 @@ def _driver(base: Base, params: list[Tensor], settings: Settings, collection: An
         driver = SlabDriver(optimizer, init_state_fn, settings.config, ranks=ranks)
     count = itertools.count()
     driver.attach([[next(count) for _ in group["params"]] for group in optimizer.param_groups])
-    return driver
+    return [driver]

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_eopt.base.address import address_of
 from megatron_eopt.base.agreement import agreed, agreed_in
-from megatron_eopt.base.places import place_of
 from megatron_eopt.build.bases import Base, driver_over
 from megatron_eopt.matrices import Split, whole
 from megatron_eopt.optimizers.driver import CompositeOptimizer, Driver, ParamGroup, bind
@@ -149,7 +149,7 @@ def _member(
 def _off_load(composite: CompositeOptimizer, storage: Storage, settings: RunSettings) -> None:
     """Let a fraction of main weights and state live in the host's memory."""
     items = list(storage.stored())
-    own = [i.main for i in items if place_of(i.main).storage != place_of(i.param).storage]
+    own = [i.main for i in items if address_of(i.main)[0] != address_of(i.param)[0]]
     place = HostPlace(
         settings.offload_fraction,
         frozenset(own),  # in float32 the stepped weights are the model's
@@ -173,8 +173,8 @@ def _driver(
 ) -> Driver:
     """Return what steps an optimizer's parameters, which lie at ``places``."""
     config = sharding.settings.config
-    rests = base.layout == "matrix_state" and not places  # on this pipeline stage
-    if base.layout == "element_wise" or rests:
+    # a pipeline stage may have no matrices
+    if base.layout == "element_wise" or not places:
         return ElementWiseDriver(base.optimizer, base.init_state_fn, config)
     grid = buffers.grid
     assert grid is not None

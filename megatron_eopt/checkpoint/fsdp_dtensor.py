@@ -7,7 +7,7 @@ Every rank has the same keys, whatever it holds, since finding out who holds wha
 """
 
 import inspect
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from megatron_eopt.base.names import MOMENTUM, STEP
 from megatron_eopt.base.upstream import needed, owner_of
 from megatron_eopt.checkpoint.groups import adopt
-from megatron_eopt.checkpoint.migration import MAY_BE_YOUNGER, missing_state, shortened
+from megatron_eopt.checkpoint.local_state import hand_over
+from megatron_eopt.checkpoint.migration import begin_together, missing_state, shortened
 from megatron_eopt.checkpoint.optimizer_state import prepare
 from megatron_eopt.checkpoint.saved_state import MAINS
 from megatron_eopt.optimizers.member import Member
@@ -28,8 +29,7 @@ FORMAT = "fsdp_dtensor"
 GROUPS = "param_to_group_meta"
 """Key of the settings of every parameter's group."""
 
-_FIRST_HALF, _SECOND_HALF = "_w", "_v"
-_PARTS = ("", _FIRST_HALF, _SECOND_HALF)
+_FIRST_HALF = "_w"
 _STATE = "optimizer.state."
 
 
@@ -39,9 +39,9 @@ def requested(member: Member, *, is_loading: bool) -> dict[str, Any]:
     prepare([member], is_loading=is_loading)
     packed = storage.optimizer.state_dict()
     state: dict[str, dict[str, Any]] = {}
-    for param, number in _numbered(storage.optimizer.param_groups, packed["param_groups"]):
-        values = packed["state"].get(number, {})
-        state |= _in_parts(storage, param, values)
+    for group, its in zip(storage.optimizer.param_groups, packed["param_groups"], strict=True):
+        for param, number in zip(group["params"], its["params"], strict=True):
+            state |= _in_parts(storage, param, packed["state"].get(number, {}))
     groups = [{**group, STEP: storage.steps} for group in storage.optimizer.param_groups]
     metas = storage._param_groups_to_param2group_meta(groups)
     # parameters of one group may be read from several
@@ -61,41 +61,29 @@ def load(member: Member, loaded: Mapping[str, Any]) -> None:
     for group in optimizer.param_groups:
         names = [storage._param_name(param) for param in group["params"]]
         for param, name in zip(group["params"], names, strict=True):
-            found = {**state.get(name + _FIRST_HALF, {}), **state.get(name, {})}
             kept = optimizer.state[param]
-            # what is cut like the parameter has been read in place
-            states[id(param)] = {**kept, **found, **_cut_like(kept)}
+            found = {**state.get(name + _FIRST_HALF, {}), **state.get(name, {})}
             if STEP in kept and STEP not in found and MOMENTUM in found:
                 # nobody counted this parameter's steps
-                states[id(param)][STEP] = torch.full_like(kept[STEP], steps)
+                found[STEP] = torch.full_like(kept[STEP], steps)
+            # what is cut like the parameter has been read in place
+            states[param] = {**found, **_cut_like(kept)}
         adopt(group, [loaded[GROUPS].get(name, {}) for name in names])
-    groups = [{**g, "params": [id(param) for param in g["params"]]} for g in optimizer.param_groups]
-    optimizer.load_state_dict({"state": states, "param_groups": groups})
+    hand_over(optimizer, states)
     storage.steps = steps
-
-
-def dispensable(member: Member) -> dict[str, frozenset[str]]:
-    """Return kinds of state that need not be in a checkpoint, by the names that state has."""
-    storage: Any = member.storage
-    return {
-        storage._param_name(param) + half: driver.dispensable
-        for driver in member.drivers
-        for param in storage.optimizer.params_of(driver)
-        for half in _PARTS
-    }
 
 
 def match(
     wanted: Mapping[str, Any],
     keys: Container[str],
     fresh: Container[str],
-    spare: Mapping[str, frozenset[str]],
+    spare: frozenset[str],
 ) -> list[str]:
     """Raise unless a checkpoint, which has ``keys``, has all state of :func:`requested`.
 
     State of the kinds ``fresh`` may be missing, and is no longer asked for then, nor is what it
-    goes with. Settings of groups that it lacks are no longer asked for either, nor are kinds of
-    state that a parameter can ``spare``. What it has besides is left out.
+    goes with. Settings of groups that it lacks are no longer asked for either, nor are kinds to
+    ``spare``. What it has besides is left out.
 
     Returns:
         What starts fresh, a line for each kind.
@@ -103,23 +91,19 @@ def match(
     Raises:
         ConfigurationError: If state is missing, with the parameters and what they lack.
     """
-    lacking = []
-    for name, values in wanted["state"].items():
-        for kind in [kind for kind in values if f"{_STATE}{name}.{kind}" not in keys]:
-            if kind in spare.get(name, ()):
-                del values[kind]
-            else:
-                lacking.append((name, kind))
-    if missing := [f"{name}: {kind}" for name, kind in lacking if kind not in fresh]:
-        raise missing_state(missing)
-    began = dict.fromkeys(lacking)
-    for name in dict.fromkeys(name for name, kind in lacking if kind not in MAY_BE_YOUNGER):
-        # as :class:`~megatron_eopt.checkpoint.migration.Reading` has it: all, or none
-        began |= dict.fromkeys((name, kind) for kind in wanted["state"][name] if kind not in MAINS)
+    missing: list[str] = []
     names_of: dict[str, list[str]] = {}
-    for name, kind in began:
-        del wanted["state"][name][kind]
-        names_of.setdefault(kind, []).append(name)
+    for name, values in wanted["state"].items():
+        there = {kind for kind in values if f"{_STATE}{name}.{kind}" in keys}
+        lacking = values.keys() - there - spare
+        missing += [f"{name}: {kind}" for kind in sorted(lacking) if kind not in fresh]
+        begin = begin_together(values.keys() - MAINS, lacking) | lacking
+        for kind in values.keys() - (there - begin):
+            del values[kind]
+        for kind in begin:
+            names_of.setdefault(kind, []).append(name)
+    if missing:
+        raise missing_state(missing)
     for name, meta in wanted[GROUPS].items():
         for setting in [s for s in meta if f"optimizer.{GROUPS}.{name}.{s}" not in keys]:
             del meta[setting]
@@ -127,11 +111,6 @@ def match(
         f"{kind} starts fresh: {len(names)} parameter(s): {shortened(names)}"
         for kind, names in sorted(names_of.items())
     ]
-
-
-def _numbered(groups: Any, packed: Any) -> Iterator[tuple[Tensor, int]]:
-    for group, its in zip(groups, packed, strict=True):
-        yield from zip(group["params"], its["params"], strict=True)
 
 
 def _cut_like(state: Mapping[str, Any]) -> dict[str, DTensor]:

@@ -1,6 +1,6 @@
 """Parameter groups, step counts and loss scales of checkpoints, whoever wrote them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_eopt.base.errors import ConfigurationError
@@ -20,20 +20,25 @@ def children_of(state: Any) -> list[Mapping[Any, Any]]:
     return [state[number] for number in sorted(key for key in state if isinstance(key, int))]
 
 
-def saved_groups(state: Mapping[Any, Any]) -> list[Mapping[str, Any]]:
+def inner_of(child: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the state of the torch optimizer inside of megatron-core's wrapper."""
+    return child.get("optimizer", child)  # type: ignore[no-any-return]
+
+
+def saved_groups(state: Any) -> list[Mapping[str, Any]]:
     """Return all parameter groups in ``state``, with their steps where anything says them."""
     found: list[Mapping[str, Any]] = []
-    for inner in _inner(state):
+    for inner in map(inner_of, children_of(state)):
         common = inner.get("state", {}).get("common_step")
         counted = {} if common is None else {STEP: common}
         found += [{**counted, **group} for group in inner.get("param_groups", ())]
     return found
 
 
-def saved_steps(state: Mapping[Any, Any]) -> int:
+def saved_steps(state: Any) -> int:
     """Return the number of steps done: the same for all optimizers, and kept in several places."""
     found = [group.get(STEP) for group in saved_groups(state)]
-    for inner in _inner(state):
+    for inner in map(inner_of, children_of(state)):
         states = inner.get("state", {})
         each = (values.get(STEP) for key, values in states.items() if isinstance(key, int))
         found += [states.get("common_step"), inner.get(STEP), *each]
@@ -44,12 +49,6 @@ def steps_of(groups: Groups, saved: Groups, otherwise: int) -> int:
     """Return the steps that the same groups of a checkpoint have done, if it has them."""
     twins = [saved[place] for group in groups if (place := _find(group, saved)) is not None]
     return max((int(g[STEP]) for g in twins if g.get(STEP) is not None), default=otherwise)
-
-
-def saved_scaler(state: Mapping[Any, Any]) -> Mapping[str, Any] | None:
-    """Return the state of the loss scale, None if there is none."""
-    scalers = (item.get("grad_scaler") for item in _states(state))
-    return next((scaler for scaler in scalers if scaler), None)
 
 
 def adopt(group: dict[str, Any], saved: Groups) -> None:
@@ -120,16 +119,3 @@ def _name(group: Mapping[str, Any]) -> str:
     if GROUP_ID in group:
         return str(group[GROUP_ID])
     return ", ".join(f"{k}={group[k]}" for k in _identifiers() if group.get(k) is not None)
-
-
-def _states(state: Mapping[Any, Any]) -> Iterator[Mapping[Any, Any]]:
-    yield state
-    yield from (value for key, value in state.items() if isinstance(key, int))
-
-
-def _inner(state: Mapping[Any, Any]) -> Iterator[Mapping[str, Any]]:
-    for item in _states(state):
-        if "optimizer" in item:
-            yield item["optimizer"]
-        elif "param_groups" in item:
-            yield item

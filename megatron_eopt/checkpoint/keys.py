@@ -3,10 +3,10 @@
 Note [Keys]
     ``optimizer.state.{kind}.{parameter}`` is state with a number for each of a parameter's, in the
     parameter's unsharded shape, as megatron-core has it. Everything else belongs to a whole matrix:
-    ``optimizer.matrix_state.{kind}.{parameter}[.{place} ...].{matrix}``, where places are those of
-    leading dimensions such as the layer's, and ``matrix`` is its number in the parameter's split.
-    Where an optimizer works on each tensor-parallel slab by itself ``.tp{rank}of{size}`` follows:
-    such state has no meaning at another size.
+    ``optimizer.matrix_state.{kind}.{parameter}[.{place} ...].{matrix}of{count}``, where places are
+    those of leading dimensions such as the layer's, and ``matrix`` is its number of all in the
+    parameter's split. Where an optimizer works on each tensor-parallel slab by itself
+    ``.tp{rank}of{size}`` follows: such state has no meaning at another size.
 
     Megatron stacks the layers, or experts, of a model in one tensor. State that only some of them
     have, since others are frozen or have another optimizer, is no whole tensor: each has its own,
@@ -14,6 +14,8 @@ Note [Keys]
 
     A kind has no dots: nested state has its path there,
     with slashes between the names, and dots, slashes and percent signs inside of a name escaped.
+
+    megatron-core may put ``chained_{number}.``, an optimizer's place in its chain, before all that.
 """
 
 import re
@@ -24,29 +26,45 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
 
-CHAINED = re.compile(r"chained_\d+\.")
-"""Before the keys of one of several optimizers of megatron-core's."""
-
-_OPTIMIZER = re.compile(
-    rf"(?:{CHAINED.pattern})?optimizer\.(?:(matrix_|)state\.([^.]+)\.)?(.+?)(?:/shard_[\d.]+_[\d.]+)?"
+_KEY = re.compile(
+    r"(?P<chain>chained_\d+\.)?optimizer\."
+    r"(?:state\.(?P<kind>[^.]+)\.(?P<name>.+?)"
+    r"|matrix_state\.(?P<other>[^.]+)\.(?P<place>.+?)\.\d+of\d+(?:\.tp\d+of(?P<slabs>\d+))?"
+    r"|(?P<rest>.+?))(?:/shard_[\d.]+_[\d.]+)?"
 )
 
 
 class StateKey(NamedTuple):
-    """An optimizer's key, taken apart: it names a parameter, or the place of a whole matrix.
+    """An optimizer's key, taken apart.
 
-    What holds buckets of many parameters, or settings, has no kind.
+    Attributes:
+        chain: What names a place in a chain; empty where nothing does.
+        kind: The kind of state; None for buckets of many parameters, and for settings.
+        name: The parameter, with its places in a stack.
+        of_matrix: Whether it is state of a whole matrix.
+        slabs: How many tensor-parallel slabs there are of which it belongs to one; 0 for none.
     """
 
+    chain: str
     kind: str | None
     name: str
     of_matrix: bool
+    slabs: int
+
+    @property
+    def parameter(self) -> str:
+        """The name of the parameter, or of the stack that it is a part of."""
+        return re.sub(r"(\.\d+)+$", "", self.name)
 
 
 def split_key(key: str) -> StateKey | None:
     """Take the key of a tensor or object apart; None if it is none of an optimizer."""
-    match = _OPTIMIZER.fullmatch(key)
-    return None if match is None else StateKey(match[2], match[3], match[1] == "matrix_")
+    match = _KEY.fullmatch(key)
+    if match is None:
+        return None
+    kind, name = match["kind"] or match["other"], match["name"] or match["place"] or match["rest"]
+    slabs = int(match["slabs"] or 0)
+    return StateKey(match["chain"] or "", kind, name, match["other"] is not None, slabs)
 
 
 def kind_of(path: Sequence[str]) -> str:
@@ -65,9 +83,12 @@ def state_key(kind: str, parameter: str) -> str:
     return f"optimizer.state.{kind}.{parameter}"
 
 
-def matrix_state_key(kind: str, place: str) -> str:
-    """Return the key of other state of a matrix."""
-    return f"optimizer.matrix_state.{kind}.{place}"
+def matrix_state_key(
+    kind: str, parameter: str, matrix: tuple[int, int], slab: tuple[int, int] | None = None
+) -> str:
+    """Return the key of other state of a matrix: (number, count), or of a slab: (rank, size)."""
+    place = "{}of{}".format(*matrix) + ("" if slab is None else ".tp{}of{}".format(*slab))
+    return f"optimizer.matrix_state.{kind}.{parameter}.{place}"
 
 
 def tensors(sharded_state_dict: Any) -> Iterator[ShardedTensor]:

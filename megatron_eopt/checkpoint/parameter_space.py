@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.checkpoint.keys import key_apart
+from megatron_eopt.checkpoint.keys import key_apart, tensors
 
 type _Cut = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -39,15 +38,7 @@ class Box:
     strides: tuple[int, ...]
 
     def view(self, stored: Tensor) -> Tensor:
-        """Return the box of a stored tensor, without copying it.
-
-        Raises:
-            ConfigurationError: If it is a DTensor, as of megatron-core under torch FSDP2.
-        """
-        if isinstance(stored, DTensor):
-            rule = "has no form in this format: the optimizer is megatron-core's own for DTensors"
-            way_out = "Save without optimizer state, as torch_dcp, or train with another optimizer"
-            raise ConfigurationError("sharded_state_dict", self.sharded.key, rule, way_out)
+        """Return the box of a stored tensor, without copying it."""
         start = stored.storage_offset() + self.start
         return stored.detach().as_strided(self.sharded.local_shape, self.strides, start)
 
@@ -57,7 +48,8 @@ class ParameterSpace:
 
     Args:
         key: What the model saves it as.
-        shards: Its boxes, with stand-ins for data that tell which elements they are.
+        held: What this rank stores of it.
+        pieces: The parts of it that the model saves.
 
     Attributes:
         sharded: One of its boxes, which has what all have in common: whole shape, replica.
@@ -67,33 +59,29 @@ class ParameterSpace:
         prepended: Leading dimensions of the checkpoint's tensor that number layers or experts.
     """
 
-    def __init__(self, key: str, shards: Sequence[ShardedTensor]) -> None:
-        self._boxes = [_box(shard) for shard in shards]
+    def __init__(self, key: str, held: Tensor, pieces: Sequence[ShardedTensor]) -> None:
+        self._boxes = [_box(piece, held) for piece in pieces]
         self.sharded = self._boxes[0].sharded
-        self.keys = tuple(dict.fromkeys(shard.key for shard in shards))
-        self.prepended = shards[0].prepend_axis_num
+        self.keys = tuple(dict.fromkeys(piece.key for piece in pieces))
+        self.prepended = pieces[0].prepend_axis_num
         # layers or experts may share a key; the places of leading dimensions tell them apart
-        self.places = tuple(shards[0].global_offset[: self.prepended])
+        self.places = tuple(pieces[0].global_offset[: self.prepended])
         self.name = key_apart(key, self.places)
 
     def boxes(self, start: int, stop: int) -> list[Box]:
         """Return the boxes of the elements ``start`` to ``stop`` of the flattened parameter."""
         found = []
         for box in self._boxes:
-            shape = box.sharded.local_shape
-            order = sorted(range(len(shape)), key=lambda d: (-box.strides[d], d))
-            back = [order.index(d) for d in range(len(shape))]
-            sizes = [shape[d] for d in order]
-            strides = [box.strides[d] for d in order]
+            sizes, strides = box.sharded.local_shape, box.strides
             for offset, lengths in cut(sizes, strides, start - box.start, stop - box.start):
-                places = zip(box.sharded.global_offset, back, strict=True)
+                places = zip(box.sharded.global_offset, offset, strict=True)
                 sharded = replace(
                     box.sharded,
-                    local_shape=tuple(lengths[d] for d in back),
-                    global_offset=tuple(whole + offset[d] for whole, d in places),
+                    local_shape=lengths,
+                    global_offset=tuple(whole + part for whole, part in places),
                 )
                 first = box.start - start + int(math.sumprod(offset, strides))
-                found.append(Box(sharded, first, box.strides))
+                found.append(Box(sharded, first, strides))
         return found
 
 
@@ -102,27 +90,29 @@ def parameter_spaces(
 ) -> dict[Tensor, ParameterSpace]:
     """Return where each of the model's parameters lies in a checkpoint.
 
+    megatron-core saves some in parts, and fused down projections by the names that they have where
+    they are apart.
+
     Raises:
         ConfigurationError: If a parameter is not in the model's state, or is saved as something
             else than its own elements.
     """
-    kinds = ShardedTensor, ShardedTensorFactory
-    entries = [item for item in nested_values(model_state) if isinstance(item, kinds)]
-    bases = {id(item.data): item for item in entries}
-    views: dict[int, list[ShardedTensor]] = {}
-    for item in entries:
-        if isinstance(item, ShardedTensor) and item.data is not None and item.data._is_view():
-            views.setdefault(id(item.data._base), []).append(item)
+    parts: dict[int, list[tuple[str, ShardedTensor]]] = {}
+    for item in nested_values(model_state):
+        if isinstance(item, ShardedTensorFactory):
+            parts[id(item.data)] = [(item.key, part) for part in tensors({"built": item.build()})]
+        elif isinstance(item, ShardedTensor) and item.data is not None:
+            # of a view the whole that it is a part of
+            for owner in (item.data, *([item.data._base] if item.data._is_view() else ())):
+                parts.setdefault(id(owner), []).append((item.key, item))
     spaces = {}
     for param in params:
         # of a DTensor the entry holds this tensor; to_local() returns another one
         held = param._local_tensor if isinstance(param, DTensor) else param
-        base = bases.get(id(held))
-        if base is not None:
-            spaces[param] = ParameterSpace(base.key, _shards(base))
-        elif pieces := _pieces(held, views.get(id(held), ())):
-            spaces[param] = ParameterSpace(pieces[0].key, pieces)
-        else:
+        found = sorted(parts.get(id(held), ()), key=lambda part: part[1].data.storage_offset())
+        # tied weights are there by two names
+        found = [part for part in found if part[1].data.numel() == held.numel()][-1:] or found
+        if not found:
             raise ConfigurationError(
                 "model_sharded_state_dict",
                 f"a parameter of shape {tuple(param.shape)}",
@@ -130,6 +120,20 @@ def parameter_spaces(
                 "Build it from the wrapped model with sharded_state_dict(), which keeps the "
                 "parameters themselves (keep_vars=True)",
             )
+        key, pieces = found[0][0], [piece for _, piece in found]
+        if sum(piece.data.numel() for piece in pieces) != held.numel() or not all(
+            piece.data.untyped_storage()._cdata == held.untyped_storage()._cdata
+            and list(piece.data.stride()) == sorted(piece.data.stride(), reverse=True)
+            for piece in pieces
+        ):
+            raise ConfigurationError(
+                "model_sharded_state_dict",
+                key,
+                "must be saved as the parameter's own elements, in their order, so that its state "
+                "can be saved alike",
+                "Save without optimizer state (--no-save-optim)",
+            )
+        spaces[param] = ParameterSpace(key, held, pieces)
     return spaces
 
 
@@ -162,50 +166,17 @@ def cut(sizes: Sequence[int], strides: Sequence[int], start: int, stop: int) -> 
             yield (row, *offset), (1, *lengths)
 
 
-def _shards(base: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
-    """Return a parameter's boxes, with stand-ins for data that tell which elements they are."""
-    stand_in = torch.empty(base.data.shape, dtype=base.data.dtype, device="meta")
-    if isinstance(base, ShardedTensor):
-        return [replace(base, data=stand_in)]
-    built = list(nested_values(base.build_fn(base.key, stand_in, base.replica_id, None)))
-    views = [item.data for item in built if isinstance(item, ShardedTensor)]
-    if len(views) < len(built) or not all(v is stand_in or v._base is stand_in for v in views):
-        raise ConfigurationError(
-            "model_sharded_state_dict",
-            base.key,
-            "must be saved as the parameter's own elements, so that its state can be saved alike",
-            "Save without optimizer state (--no-save-optim)",
-        )
-    return built
-
-
-def _pieces(param: Tensor, views: Iterable[ShardedTensor]) -> list[ShardedTensor]:
-    """Return what one after another is all of a parameter, with stand-ins, or nothing.
-
-    megatron-core saves fused down projections by the names that they have where they are apart.
-    """
-    stand_in = torch.empty(param.shape, dtype=param.dtype, device="meta")
-    found, end = [], 0
-    for piece in sorted(views, key=lambda piece: int(piece.data.storage_offset())):
-        data = piece.data
-        if not data.is_contiguous() or data.storage_offset() != param.storage_offset() + end:
-            return []
-        found.append(replace(piece, data=stand_in.as_strided(data.shape, data.stride(), end)))
-        end += data.numel()
-    return found if end == param.numel() else []
-
-
-def _box(shard: ShardedTensor) -> Box:
-    """Return a shard with strides of the flattened local parameter, and nothing prepended."""
-    data = shard.data
-    assert data is not None
-    ones = (1,) * shard.prepend_axis_num
+def _box(piece: ShardedTensor, held: Tensor) -> Box:
+    """Return a piece with strides of the flattened local parameter, and nothing prepended."""
+    data = piece.data
+    ones = (1,) * piece.prepend_axis_num
     sharded = replace(
-        shard,
+        piece,
         data=None,
-        local_shape=ones + tuple(shard.local_shape),
+        local_shape=ones + tuple(piece.local_shape),
         # a fragment's boxes are no regular grid
         axis_fragmentations=None,
         prepend_axis_num=0,
     )
-    return Box(sharded, data.storage_offset(), (*(data.numel() for _ in ones), *data.stride()))
+    strides = (*(data.numel() for _ in ones), *data.stride())
+    return Box(sharded, data.storage_offset() - held.storage_offset(), strides)

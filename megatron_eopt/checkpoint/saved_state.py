@@ -4,21 +4,20 @@ Note [Saved state]
     Every value of state, wherever it lives, is a few pieces: boxes of the unsharded parameter, or
     of a tensor of a matrix's own. A fragment, a slab, a whole parameter, a DTensor's shard and a
     matrix at its owner differ only in which boxes. Each piece says whether this rank, of those that
-    hold the same numbers, writes it. For reading, a value has several *sources*, which nothing
-    asks for on saving, in the order in which they are preferred: as it is written
-    (``by_parameter``), as another optimizer's state that may serve, or as megatron-core wrote
-    either by bucket (``buckets``).
+    hold the same numbers, writes it. A value is read from where it is written, or from what may
+    serve in its place: another kind of state, or a bucket of megatron-core's (``buckets``).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch import Tensor
 
+from megatron_eopt.base.address import address_of
 from megatron_eopt.base.names import (
     FIRST_MOMENT,
     MAIN_OF_REPLICATED,
@@ -26,90 +25,31 @@ from megatron_eopt.base.names import (
     MOMENTUM,
     STEP,
 )
-from megatron_eopt.base.places import place_of
-from megatron_eopt.checkpoint.keys import key_apart, state_key
+from megatron_eopt.checkpoint.buckets import BucketSpace
+from megatron_eopt.checkpoint.contents import Contents, Piece, Pieces, Shapes, apart
+from megatron_eopt.checkpoint.keys import kind_of, matrix_state_key, state_key
 from megatron_eopt.checkpoint.parameter_space import Box, ParameterSpace
 from megatron_eopt.optimizers.driver import Driver, Kept
 from megatron_eopt.optimizers.member import Member
 from megatron_eopt.stores.dtensors import local_of
 from megatron_eopt.stores.interface import Stored
-from megatron_eopt.stores.shard import Shard
-
-type Shapes = Mapping[str, tuple[int, ...] | None]
-"""Global shapes of a checkpoint's tensors by key; None for objects."""
 
 MAINS = frozenset({MAIN_OF_SHARDED, MAIN_OF_REPLICATED})
 """Kinds of main weights."""
 
 
-def kinds_to_read(kind: str) -> dict[str, bool]:
-    """Return the kinds of a checkpoint that may serve, itself first, and which are Adam's."""
-    if kind == MOMENTUM:
-        return {kind: False, FIRST_MOMENT: True}
-    return dict.fromkeys([kind, *sorted(MAINS)] if kind in MAINS else [kind], False)
-
-
-@dataclass(frozen=True)
-class Source:
-    """One way in which a checkpoint may hold a value.
+class Source(NamedTuple):
+    """Where a value is written, or read.
 
     Attributes:
-        pieces: What to read, each with its destination as data.
+        pieces: Each with its origin, or destination, as data.
         from_adam: Whether Adam's first moment stands in for a momentum.
         bucket: Prefix of the keys, where it is read out of a bucket.
-        stacked: Leading dimensions of the pieces' tensors that number layers or experts.
     """
 
-    pieces: tuple[ShardedTensor | ShardedObject, ...]
+    pieces: Pieces
     from_adam: bool = False
     bucket: str | None = None
-    stacked: int = 0
-
-    def apart(self) -> "Source":
-        """Return it in tensors of its own layer or expert; see Note [Keys]."""
-        ones, zeros = (1,) * self.stacked, (0,) * self.stacked
-        pieces = tuple(
-            replace(
-                piece,
-                key=key_apart(piece.key, piece.global_offset[: self.stacked]),
-                global_shape=ones + tuple(piece.global_shape[self.stacked :]),
-                global_offset=zeros + tuple(piece.global_offset[self.stacked :]),
-            )
-            for piece in self.pieces
-        )
-        return replace(self, pieces=pieces, stacked=0)
-
-    def forms(self) -> Iterator["Source"]:
-        """Yield it as part of stacked tensors and, if there are such, apart from them."""
-        yield self
-        if self.stacked:
-            yield self.apart()
-
-    def in_chain(self, prefix: str) -> "Source":
-        """Return it under a name of megatron-core's chain."""
-        pieces = tuple(replace(piece, key=prefix + piece.key) for piece in self.pieces)
-        return replace(self, pieces=pieces)
-
-    def is_in(self, shapes: Shapes) -> bool:
-        """Whether a checkpoint has it, in these shapes.
-
-        A vocabulary, which is padded by the size of tensor parallelism, may have another size.
-        """
-        return all(
-            piece.unique_key in shapes
-            if isinstance(piece, ShardedObject)
-            else shapes.get(piece.key) == tuple(piece.global_shape)
-            or (piece.allow_shape_mismatch and shapes.get(piece.key) is not None)
-            for piece in self.pieces
-        )
-
-    def is_in_another_shape(self, shapes: Shapes) -> bool:
-        """Whether a checkpoint has a tensor of this name that cannot be this one."""
-        return any(
-            shapes.get(piece.key) not in (None, tuple(piece.global_shape))
-            for piece in self.pieces
-            if isinstance(piece, ShardedTensor)
-        )
 
 
 @dataclass(frozen=True)
@@ -120,15 +60,15 @@ class Whereabouts:
         space: Where its elements lie in checkpoints.
         replica: Which copy this rank has; zeros for the one that is written.
         state: What the optimizer keeps of it on this rank, where steps are counted.
-        shard: Where its matrices are, if it has such.
         stored: What this rank stores of it; None for a whole matrix at its owner.
+        buckets: Where it lies in checkpoints by bucket, if it may.
     """
 
     space: ParameterSpace
     replica: tuple[int, ...]
     state: dict[str, Any] | None = None
-    shard: Shard | None = None
     stored: Stored | None = None
+    buckets: BucketSpace | None = None
 
     @cached_property
     def boxes(self) -> list[Box]:
@@ -140,22 +80,6 @@ class Whereabouts:
         """Whether this rank stores the first element of the unsharded parameter."""
         return any(not any(b.sharded.global_offset[self.space.prepended :]) for b in self.boxes)
 
-    def source(
-        self, kind: str, boxes: Sequence[Box], flat: Tensor, *, from_adam: bool = False
-    ) -> Source:
-        """Return how boxes are written, or read: as part of stacked tensors."""
-        pieces = tuple(
-            replace(
-                box.sharded,
-                key=state_key(kind, box.sharded.key),
-                data=box.view(flat),
-                dtype=flat.dtype,
-                replica_id=self.replica,
-            )
-            for box in boxes
-        )
-        return Source(pieces, from_adam, stacked=self.space.prepended)
-
 
 @dataclass(frozen=True)
 class Value:
@@ -164,36 +88,60 @@ class Value:
     Attributes:
         where: What it belongs to.
         kind: Kind of state.
-        own: How to write it.
+        pieces: How it is written.
+        stacked: Leading dimensions of the pieces' tensors that number layers or experts.
         flat: All of it that this rank stores, if it is cut like its parameter.
         kept: Where it goes, if it is not.
-        others: Finds other ways to read it.
     """
 
     where: Whereabouts
     kind: str
-    own: Source
+    pieces: Pieces
+    stacked: int = 0
     flat: Tensor | None = None
     kept: Kept | None = None
-    others: Callable[[], Iterable[Source]] = tuple
-
-    @cached_property
-    def sources(self) -> tuple[Source, ...]:
-        """All ways to read it, the preferred ones first."""
-        return (self.own, *self.others())
 
     @property
     def is_count(self) -> bool:
         """Whether it is a count of steps that may differ from what is common to all."""
         return self.flat is None and self.kept is None
 
-    def is_of_another_matrix(self, shapes: Shapes) -> bool:
-        """Whether a checkpoint has it under this name of a matrix of another shape."""
-        return (
-            self.kept is not None
-            and not any(source.is_in(shapes) for source in self.sources)
-            and any(source.is_in_another_shape(shapes) for source in self.sources)
-        )
+    def forms(self, kind: str) -> Iterator[Pieces]:
+        """Yield it, as this kind of state, as part of stacked tensors and apart from them."""
+        own, other = state_key(self.kind, ""), state_key(kind, "")
+        pieces = tuple(replace(p, key=p.key.replace(own, other, 1)) for p in self.pieces)
+        yield pieces
+        if self.stacked:
+            yield apart(pieces, self.stacked)
+
+    def source_in(self, contents: Contents, *, momentum_from_adam: bool) -> Source | None:
+        """Return what a checkpoint has of it, or what may serve in its place; None without."""
+        kinds = [self.kind]
+        if self.kind in MAINS:
+            kinds += sorted(MAINS - {self.kind})
+        elif self.kind == MOMENTUM and self.flat is not None and momentum_from_adam:
+            kinds.append(FIRST_MOMENT)
+        for kind in kinds:
+            found = [contents.find(pieces) for pieces in self.forms(kind)]
+            sources = [Source(pieces) for pieces in found if pieces is not None]
+            for source in (*sources, self.source_in_bucket(kind, contents.shapes)):
+                if source is not None:
+                    return source._replace(from_adam=kind == FIRST_MOMENT != self.kind)
+        return None
+
+    def source_in_bucket(self, kind: str, shapes: Shapes | None = None) -> Source | None:
+        """Return where a kind of state is in a bucket; None if it is in none.
+
+        Where nobody knows the checkpoint yet, it is where megatron-core would read it.
+        """
+        stored, buckets = self.where.stored, self.where.buckets
+        if buckets is None or stored is None or self.flat is None:
+            return None
+        for prefix in buckets.prefixes:
+            piece = buckets.piece(stored.param, kind, self.flat, prefix)
+            if shapes is None or shapes.get(piece.key) == piece.global_shape:
+                return Source((piece,), bucket=prefix)
+        return None
 
     def take(self, loaded: Sequence[Any], source: Source) -> None:
         """Write what was loaded from a source to where it belongs, unless it is there already."""
@@ -201,7 +149,7 @@ class Value:
             if isinstance(piece, ShardedObject):
                 assert self.kept is not None
                 self.kept.replace(value)
-            elif place_of(value) != place_of(piece.data):
+            elif address_of(value) != address_of(piece.data):
                 piece.data.copy_(value.view(piece.data.shape))
 
     def take_from_model(self) -> None:
@@ -211,20 +159,70 @@ class Value:
         assert self.flat is not None
         self.flat.copy_(local_of(item.param).detach().reshape(-1)[item.start : item.stop])
 
-    def in_chain(self, prefix: str) -> "Value":
-        """Return it written under a name of megatron-core's chain, and read under its own too."""
-        named = self.read_in_chain([prefix])
-        return replace(self, own=self.own.in_chain(prefix), others=lambda: named.sources)
 
-    def read_in_chain(self, prefixes: Iterable[str]) -> "Value":
-        """Return it read under names of megatron-core's chain too."""
+def cut_value(kind: str, value: Tensor, where: Whereabouts) -> Value:
+    """Return main weights or state that are cut like what this rank stores of a parameter."""
+    flat = value.detach().reshape(-1)
+    pieces = tuple(
+        replace(
+            box.sharded,
+            key=state_key(kind, box.sharded.key),
+            data=box.view(flat),
+            dtype=flat.dtype,
+            replica_id=where.replica,
+        )
+        for box in where.boxes
+    )
+    return Value(where, kind, pieces, where.space.prepended, flat)
 
-        def others() -> Iterator[Source]:
-            yield from self.sources[1:]
-            unnamed = [source for source in self.sources if source.bucket is None]
-            yield from (source.in_chain(prefix) for prefix in prefixes for source in unnamed)
 
-        return replace(self, others=others)
+def kept_value(kept: Kept, where: Whereabouts, count: int) -> Value:
+    """Return what a checkpoint holds of a value that is not cut like its parameter.
+
+    Args:
+        kept: The value.
+        where: What it belongs to.
+        count: How many matrices its parameter is split into.
+    """
+    kind = kind_of(kept.path)
+    base, prepended = where.space.sharded, where.space.prepended
+    whole = tuple(base.global_shape[prepended:])
+    is_parameters = kept.per_element and count == len(where.space.keys) == 1
+    if is_parameters and tuple(kept.value.shape) == whole:
+        # as those keep it that do not bring matrices together
+        key = state_key(kind, base.key)
+        value = kept.value.view((*(1,) * prepended, *whole))
+        offset = (*where.space.places, *(0 for _ in whole))
+    else:
+        key = matrix_state_key(kind, where.space.name, (kept.matrix, count), kept.slab)
+        prepended, value, offset = 0, kept.value, ()
+    replica = (*where.replica, int(not kept.writes))
+    piece = _piece(key, value, replica, base.global_shape if prepended else None, offset)
+    return Value(where, kind, (piece,), prepended, kept=kept)
+
+
+def count_value(where: Whereabouts, matrix: tuple[int, int], *, writes: bool) -> Value:
+    """Return what a checkpoint holds of a count of steps of one matrix, or of a parameter."""
+    assert where.state is not None
+    key = matrix_state_key(STEP, where.space.name, matrix)
+    replica = (*where.replica, int(not writes))
+    steps = int(where.state[STEP])
+    return Value(where, STEP, (ShardedObject(key, steps, (1,), (0,), replica_id=replica),))
+
+
+def _piece(
+    key: str,
+    value: Any,
+    replica: tuple[int, ...],
+    whole: tuple[int, ...] | None,
+    offset: tuple[int, ...],
+) -> Piece:
+    if not isinstance(value, Tensor):
+        return ShardedObject(key, value, (1,), (0,), replica_id=replica)
+    # a tensor in a checkpoint has at least one dimension
+    data = value.detach().view(value.shape or (1,))
+    shape, offset = tuple(data.shape), offset or (0,) * data.dim()
+    return ShardedTensor(key, data, data.dtype, shape, whole or shape, offset, None, replica)
 
 
 def cut_like_weights(

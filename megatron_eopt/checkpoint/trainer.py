@@ -1,4 +1,4 @@
-"""State in checkpoints of Megatron-LM's trainer: five of its functions, wrapped.
+"""State in checkpoints of Megatron-LM's trainer: some of its functions, wrapped.
 
 Before the trainer reads a distributed checkpoint, what it asks for is matched with what is there.
 """
@@ -8,7 +8,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,7 +20,6 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from megatron_eopt.base.agreement import CheckpointError, from_rank_0
-from megatron_eopt.base.current import Current
 from megatron_eopt.base.upstream import needed, owner_of
 from megatron_eopt.checkpoint import fsdp_dtensor
 from megatron_eopt.checkpoint.matching import match
@@ -61,11 +60,35 @@ def _handing_over(original: Function) -> Function:
     ) -> Any:
         if getattr(optimizer, "loads_itself", False):
             kwargs["skip_load_to_model_and_opt"] = False
-        rates = _rates_kept(optimizer, opt_param_scheduler)
-        with _asking_for_all(), _loading(optimizer), rates, _explained():
+        with _loading(optimizer), _rates_kept(optimizer, opt_param_scheduler):
             return original(ddp_model, optimizer, opt_param_scheduler, *rest, **kwargs)
 
     return load_checkpoint
+
+
+_optimizer: ContextVar[Any] = ContextVar("_optimizer", default=None)
+"""What is loaded now."""
+
+
+@contextmanager
+def _loading(optimizer: Any) -> Iterator[None]:
+    """Note what is loaded, and let the trainer ask for all of it, whatever this run will save.
+
+    It asks for what a save of the run would hold, and then loads what it has not asked for: under
+    ``--no-save-optim`` a sharded Adam went on from the weights that it was built with.
+    """
+    args = owner_of("load_checkpoint").get_args()
+    own = {name: value for name, value in vars(args).items() if name in _SET_MEANWHILE}
+    vars(args).update(dict.fromkeys(own.keys() - {"ckpt_format"}, False))
+    token = _optimizer.set(optimizer)
+    try:
+        yield
+    finally:
+        _optimizer.reset(token)
+        vars(args).update(own)
+
+
+_SET_MEANWHILE = ("ckpt_format", "no_save_optim", "no_save_rng")
 
 
 def _at_the_step_asked_for(original: Function) -> Function:
@@ -78,56 +101,12 @@ def _at_the_step_asked_for(original: Function) -> Function:
     @functools.wraps(original)
     def read_metadata(tracker_filename: str) -> tuple[int, bool]:
         iteration, release = original(tracker_filename)
-        if _load.current is None:
+        if _optimizer.get() is None:
             return iteration, release
         step = getattr(owner_of("load_checkpoint").get_args(), "ckpt_step", None)
         return (step, False) if step and not release else (iteration, release)
 
     return read_metadata
-
-
-@contextmanager
-def _asking_for_all() -> Iterator[None]:
-    """Let the trainer ask a checkpoint for all that it has, whatever this run is going to save.
-
-    It asks for what a save of the run would hold, and then loads what it has not asked for: under
-    ``--no-save-optim`` a sharded Adam went on from the weights that it was built with.
-    """
-    args = owner_of("load_checkpoint").get_args()
-    unsaved = [name for name in ("no_save_optim", "no_save_rng") if getattr(args, name, False)]
-    try:
-        for name in unsaved:
-            setattr(args, name, False)
-        yield
-    finally:
-        for name in unsaved:
-            setattr(args, name, True)
-
-
-_FORMATS = {"torch", "torch_dist"}
-
-
-@dataclass
-class _Load:
-    """A load in progress."""
-
-    optimizer: Any
-    # arguments that name the checkpoint's format meanwhile, and the one that they named
-    formats: dict[int, tuple[Any, str]] = field(default_factory=dict)
-
-
-_load: Current[_Load] = Current()
-
-
-@contextmanager
-def _loading(optimizer: Any) -> Iterator[None]:
-    """Note what is loaded, and give arguments their own format again afterwards."""
-    with _load(_Load(optimizer)) as load:
-        try:
-            yield
-        finally:
-            for args, form in load.formats.values():
-                args.ckpt_format = form
 
 
 def _taking_the_format(original: Function) -> Function:
@@ -139,11 +118,9 @@ def _taking_the_format(original: Function) -> Function:
     @functools.wraps(original)
     def _get_checkpoint_format(checkpoint_name: Any, args: Any) -> Any:
         form = original(checkpoint_name, args)
-        load = _load.current
-        if load is not None:
+        if _optimizer.get() is not None:
             _refuse_form(str(checkpoint_name), form, args.ckpt_format)
-            if {form, args.ckpt_format} == _FORMATS:
-                load.formats.setdefault(id(args), (args, args.ckpt_format))
+            if {form, args.ckpt_format} == {"torch", "torch_dist"}:
                 args.ckpt_format = form
         return form
 
@@ -160,36 +137,6 @@ def _refuse_form(folder: str, form: str, wanted: str) -> None:
             "Megatron's tools"
         )
         raise CheckpointError("checkpoint", folder, rule, way_out)
-
-
-@contextmanager
-def _explained() -> Iterator[None]:
-    """Say as a CheckpointError what the trainer's own errors about the optimizer leave open."""
-    try:
-        yield
-    except KeyError as error:
-        if error.args not in [("optimizer",), ("opt_param_scheduler",)]:
-            raise
-        rule = "has no state of the optimizer or of its schedule (--no-save-optim)"
-        way_out = "Start them anew with --no-load-optim, or with --finetune"
-        raise CheckpointError("checkpoint", error.args[0], rule, way_out) from error
-    except RuntimeError as error:
-        if "not supported for DistributedOptimizer with sharding type" not in str(error):
-            raise
-        rule = "says that its optimizer state is in buckets, which load at the layout that wrote it"
-        way_out = (
-            "Load it there, and save it with --dist-ckpt-optim-fully-reshardable; or load no "
-            "optimizer state (--no-load-optim)"
-        )
-        raise CheckpointError("checkpoint", str(error), rule, way_out) from error
-    except AssertionError as error:
-        if "OptimizerParamScheduler" not in str(error):
-            raise
-        way_out = (
-            "Go on with this run's schedule (--override-opt-param-scheduler), or with the "
-            "checkpoint's (--use-checkpoint-opt_param-scheduler)"
-        )
-        raise CheckpointError("checkpoint", str(error), "has another schedule", way_out) from error
 
 
 _RATES = ("max_lr", "min_lr")
@@ -212,33 +159,22 @@ def _rates_kept(optimizer: Any, scheduler: Any) -> Iterator[None]:
     if getattr(scheduler, "use_checkpoint_opt_param_scheduler", False):
         for rates in own:
             rates |= {k: getattr(scheduler, k) for k, rate in rates.items() if rate == runs[k]}
-    changed = False
     for group, rates in zip(optimizer.param_groups if own else (), own, strict=True):
-        changed |= not rates.items() <= group.items()
         group.update(rates)
-    if changed and scheduler is not None:
+    if own and scheduler is not None:
         # computes the present rates
         scheduler.step(0)
-
-
-def folder_asked_for(original: Function, *args: Any, **kwargs: Any) -> Path:
-    """Return the folder that ``_load_global_dist_base_checkpoint`` is to read, called so."""
-    asked = inspect.signature(original).bind(*args, **kwargs).arguments
-    place = asked["load_dir"], asked["iteration"], asked["release"]
-    return Path(needed("get_checkpoint_name")(*place, return_base_dir=True))
 
 
 def _matching(original: Function) -> Function:
     @functools.wraps(original)
     def _load_global_dist_base_checkpoint(*values: Any, **kwargs: Any) -> Any:
         asked = inspect.signature(original).bind(*values, **kwargs).arguments
-        wanted, args = asked["sharded_state_dict"], asked["args"]
+        wanted = asked["sharded_state_dict"]
         if not asked["rank0"] and wanted is not None and not MultiStorageClientFeature.is_enabled():
-            fresh = frozenset(getattr(args, "checkpoint_fresh_state", ()))
-            policy = Policy(fresh, getattr(args, "checkpoint_momentum_from_adam", False))
-            strict, whole_model = args.dist_ckpt_strictness, not args.finetune
-            folder = folder_asked_for(original, *values, **kwargs)
-            match(wanted, folder, policy, strict=strict, whole_model=whole_model)
+            place = asked["load_dir"], asked["iteration"], asked["release"]
+            folder = Path(needed("get_checkpoint_name")(*place, return_base_dir=True))
+            match(wanted, folder, Policy())
         return original(*values, **kwargs)
 
     return _load_global_dist_base_checkpoint
@@ -264,9 +200,8 @@ def _match_managed(args: Any, state: Mapping[str, Any]) -> None:
     keys = from_rank_0(lambda: _keys_in(folder))
     if keys is None:
         return
-    load = _load.current
-    members = () if load is None else getattr(load.optimizer, "members", ())
-    spare = {n: k for one in members for n, k in fsdp_dtensor.dispensable(one).items()}
+    drivers = [d for one in getattr(_optimizer.get(), "members", ()) for d in one.drivers]
+    spare = frozenset().union(*(driver.dispensable for driver in drivers))
     fresh = getattr(args, "checkpoint_fresh_state", ())
     for line in fsdp_dtensor.match(state, keys, fresh, spare):
         log_single_rank(logger, logging.WARNING, f"optimizer state: {line}")

@@ -159,18 +159,12 @@ class Layout:
         if not len(piece):
             return None
         width, total = int(piece.width[0]), int(piece.area.sum())
-        dense = np.all(piece.stride == width) and np.all(piece.width == width)
-        assert dense, "the rows of a compute layout have the same columns"
         assert int(piece.extent.max()) == total, "a compute layout has nothing else between rows"
         return total // width, width
 
     def piece(self, rank: int) -> Boxes:
         """What ``rank`` holds."""
         return self.boxes.take(self.boxes.rank == rank)
-
-    def held(self, world_size: int) -> Int64Array:
-        """Elements that each rank holds; int64 ``(world_size,)``."""
-        return self.boxes.held(world_size)
 
 
 @lru_cache(maxsize=1 << 16)

@@ -34,19 +34,12 @@ _GOLDEN = 0x9E3779B9
 
 @dataclass(frozen=True)
 class NumberFormat:
-    """Numbers that are float32 with fewer bits.
+    """Numbers that are float32 with fewer bits."""
 
-    Attributes:
-        dtype: How they are stored.
-        dropped: Bits of float32's mantissa that they lack.
-        fixed_below: Numbers below this power of two have the spacing of those above it.
-        largest: The largest one, to which blocks are scaled; None where nothing is.
-    """
-
-    dtype: torch.dtype
-    dropped: int
-    fixed_below: float = 0.0
-    largest: float | None = None
+    dtype: torch.dtype  # how they are stored
+    dropped: int  # bits of float32's mantissa that they lack
+    fixed_below: float = 0.0  # numbers below this power of two have the spacing of those above it
+    largest: float | None = None  # to which blocks are scaled; None where nothing is
 
 
 FORMATS = {

@@ -1,8 +1,19 @@
 """Logical matrices: what a fused parameter is made of, and where each rank holds which rows."""
 
-from megatron_eopt.matrices.patterns import gated, periodic, qkv, side_by_side, whole
-from megatron_eopt.matrices.rows import RowRuns, check_fits, local_shape, matrix_rows
-from megatron_eopt.matrices.split import Field, LogicalMatrix, Part, Section, Split, SplitT
+from megatron_eopt.matrices.rows import RowRuns, local_shape, matrix_rows
+from megatron_eopt.matrices.split import (
+    Field,
+    LogicalMatrix,
+    Part,
+    Section,
+    Split,
+    SplitT,
+    gated,
+    periodic,
+    qkv,
+    side_by_side,
+    whole,
+)
 
 __all__ = [
     "Field",
@@ -12,7 +23,6 @@ __all__ = [
     "Section",
     "Split",
     "SplitT",
-    "check_fits",
     "gated",
     "local_shape",
     "matrix_rows",

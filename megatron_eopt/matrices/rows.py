@@ -61,24 +61,6 @@ def local_shape(split: Split, tp_size: int = 1, partition_dim: int = -1) -> tupl
     return tuple(shape)
 
 
-def check_fits(
-    name: str, shape: tuple[int, ...], split: Split, tp_size: int = 1, partition_dim: int = -1
-) -> None:
-    """Raise unless a weight of this name and local shape is what the split describes.
-
-    Raises:
-        ConfigurationError: If it is not, with the name, the shape and the expected sum.
-    """
-    expected = local_shape(split, tp_size, partition_dim)
-    if tuple(shape) == expected:
-        return
-    cut = "" if partition_dim == -1 else f", dimension {partition_dim} cut over {tp_size} ranks"
-    pattern = f"the {split.kind} split {split.describe()}, {split.rows} rows in all{cut}"
-    rule = f"must have the shape {expected} of {pattern}"
-    way_out = "Declare this weight's own split, or leave this kind of split off"
-    raise ConfigurationError(name, tuple(shape), rule, way_out)
-
-
 @lru_cache(maxsize=4096)
 def matrix_rows(
     split: Split, tp_size: int = 1, tp_rank: int = 0, partition_dim: int = -1

@@ -5,29 +5,19 @@ them by name. So these names are replaced, wherever Megatron's modules hold them
 afterwards. ``python -m megatron_eopt.launch`` does this for a script that knows nothing of it.
 """
 
-import argparse
+import sys
+from collections.abc import Iterable
 from contextlib import ExitStack
+from types import ModuleType
+from typing import Any
 
-from megatron_eopt import cpu
-from megatron_eopt.arguments import add_arguments as _extend_parser
-from megatron_eopt.megatron_lm import stats
-from megatron_eopt.megatron_lm.help import with_printable_help
 from megatron_eopt.megatron_lm.names import rebindings
-from megatron_eopt.megatron_lm.rebinding import Exchange
+from megatron_eopt.megatron_lm.trainer import add_arguments
 
 __all__ = ["add_arguments", "install", "installed", "is_installed", "uninstall"]
 
-_EXCHANGE = Exchange()
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add our flags to the trainer's parser and return it: an ``extra_args_provider``.
-
-    On the CPU back end, flags that were not given get defaults that work there.
-    """
-    if cpu.is_enabled():
-        cpu.set_defaults(parser)
-    return with_printable_help(_extend_parser(parser))
+_replaced: list[tuple[Any, Any]] = []
+"""Megatron's objects, and those that took their places."""
 
 
 def install() -> ExitStack:
@@ -45,7 +35,9 @@ def install() -> ExitStack:
     """
     undo = ExitStack()
     if not is_installed():
-        _EXCHANGE.apply(rebindings())
+        pairs = [(vars(owner)[name], ours) for owner, name, ours in rebindings()]
+        _exchange(pairs)
+        _replaced.extend(pairs)
         undo.callback(uninstall)
     return undo
 
@@ -56,10 +48,25 @@ installed = install
 
 def is_installed() -> bool:
     """Return whether :func:`install` is in effect."""
-    return _EXCHANGE.active
+    return bool(_replaced)
 
 
 def uninstall() -> None:
     """Put everything back; without :func:`install` it changes nothing."""
-    stats.undo()
-    _EXCHANGE.undo()
+    _exchange((ours, original) for original, ours in _replaced)
+    _replaced.clear()
+
+
+def _exchange(pairs: Iterable[tuple[Any, Any]]) -> None:
+    """Swap objects in every module of Megatron that holds them, under whatever name.
+
+    Modules import functions and classes from each other by name, so that one object is bound in
+    many places, and more are bound when a module is imported later.
+    """
+    by_id = {id(old): new for old, new in pairs}
+    for path, module in list(sys.modules.items()):
+        if path.split(".")[0] != "megatron" or not isinstance(module, ModuleType):
+            continue
+        for name, value in list(vars(module).items()):
+            if id(value) in by_id:
+                setattr(module, name, by_id[id(value)])

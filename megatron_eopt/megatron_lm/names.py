@@ -1,20 +1,20 @@
 """Which of Megatron's names are replaced, and by what."""
 
 import importlib
+import inspect
 import logging
 from collections.abc import Callable
 from typing import Any
 
 from megatron_eopt import emerging_optimizers, muon
-from megatron_eopt.base.upstream import dataset_helpers_to_skip, found, is_there, needed, owner_of
+from megatron_eopt.arguments import config_from_args
+from megatron_eopt.base.upstream import dataset_helpers_to_skip, found, needed, owner_of
 from megatron_eopt.build.factory import get_megatron_optimizer
 from megatron_eopt.build.layer_wise import LayerWiseDistributedOptimizer
-from megatron_eopt.checkpoint.trainer import trainer_rebindings, wrapped
-from megatron_eopt.megatron_lm.progress import with_progress
-from megatron_eopt.megatron_lm.rebinding import Rebinding
+from megatron_eopt.checkpoint.trainer import Rebindings, trainer_rebindings, wrapped
+from megatron_eopt.megatron_lm.log import TrainingLog
 from megatron_eopt.megatron_lm.trainer import (
     checking_what_it_knows,
-    config_of_optimizer,
     in_the_usual_layout,
     sharding_ddp_config,
     with_our_flags,
@@ -46,7 +46,7 @@ NEEDED: dict[str, Any] = {
     "get_megatron_optimizer": get_megatron_optimizer,
     "LayerWiseDistributedOptimizer": LayerWiseDistributedOptimizer,
     "clip_qk": clip_qk,
-    "get_megatron_optimizer_config": config_of_optimizer,
+    "get_megatron_optimizer_config": config_from_args,
 }
 """Objects that take the place of Megatron's, by name: without one it would build by itself."""
 
@@ -72,26 +72,30 @@ _WRAPPING = ("wrap_model_chunks_with_ddp", "_ddp_wrap")
 the second from 0.20 on, which has the argument that asks for it."""
 
 
-def rebindings() -> list[Rebinding]:
+def rebindings() -> Rebindings:
     """Return everything to replace; an ImportError if Megatron lacks what is needed."""
-    result = []
+    result = _published()
     for name, replacement in NEEDED.items():
         needed(name)
-        result.append(Rebinding(owner_of(name), name, replacement))
-    result += _published()
-    layouts = dict.fromkeys([name for name in _WRAPPING if found(name)], in_the_usual_layout)
-    if is_there(_WRAPPING[0]) or not layouts:
-        layouts[_WRAPPING[0]] = in_the_usual_layout
-    shown = {"training_log": with_progress} if found("training_log") else {}
-    wrappers = wrapped({**WRAPPED, **layouts, **shown})
-    result += [Rebinding(*names) for names in (*wrappers, *trainer_rebindings())]
+        result.append((owner_of(name), name, replacement))
+    layouts = dict.fromkeys(filter(_lays_out, _WRAPPING), in_the_usual_layout)
+    log = TrainingLog()
+    logged = {"train_step": log.around_step, "training_log": log.around_log}
+    result += [*wrapped({**WRAPPED, **layouts, **logged}), *trainer_rebindings()]
     if (helpers := dataset_helpers_to_skip()) is not None:
-        result.append(Rebinding(helpers, "compile_helpers", lambda: None))
+        result.append((helpers, "compile_helpers", lambda: None))
     return result
 
 
-def _published() -> list[Rebinding]:
-    result, absent = [], []
+def _lays_out(name: str) -> bool:
+    function = found(name)
+    wanted = "use_layer_wise_distributed_optimizer"
+    return function is not None and wanted in inspect.signature(function).parameters
+
+
+def _published() -> Rebindings:
+    result: Rebindings = []
+    absent = []
     for path, names in PUBLISHED.items():
         try:
             module: Any = importlib.import_module(path)
@@ -99,7 +103,7 @@ def _published() -> list[Rebinding]:
             module = None
         for name, replacement in names.items():
             if hasattr(module, name):
-                result.append(Rebinding(module, name, replacement))
+                result.append((module, name, replacement))
             else:
                 absent.append(f"{path}.{name}")
     if absent:

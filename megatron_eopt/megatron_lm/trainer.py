@@ -10,12 +10,36 @@ from typing import Any, NoReturn
 from megatron.core.distributed import DistributedDataParallel
 
 from megatron_eopt import cpu
-from megatron_eopt.arguments import add_arguments, config_from_args
+from megatron_eopt.arguments import add_arguments as _extend_parser
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import STANDARD_OPTIMIZERS
-from megatron_eopt.megatron_lm import stats
 
 ProviderT = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add our flags to the trainer's parser and return it: an ``extra_args_provider``.
+
+    On the CPU back end, flags that were not given get defaults that work there.
+    """
+    if cpu.is_enabled():
+        cpu.set_defaults(parser)
+    return _extended(parser)
+
+
+def _extended(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add our flags, and let ``--help`` print texts with a percent sign that is no format.
+
+    megatron-core 0.19.2 has one, at ``--moe-paged-stash-buffer-size-factor-cuda``.
+    """
+    for action in _extend_parser(parser)._actions:
+        if action.help is None or action.help is argparse.SUPPRESS:
+            continue
+        try:
+            action.help % {**vars(action), "prog": parser.prog}
+        except (KeyError, TypeError, ValueError):
+            action.help = action.help.replace("%", "%%")
+    return parser
 
 
 def with_our_flags(original: Callable[..., argparse.Namespace]) -> Callable[..., Any]:
@@ -29,34 +53,23 @@ def with_our_flags(original: Callable[..., argparse.Namespace]) -> Callable[...,
     def parse_args(
         extra_args_provider: ProviderT | None = None, ignore_unknown_args: bool = False
     ) -> argparse.Namespace:
-        provider = functools.partial(_add_all, extra_args_provider)
+        def provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+            if cpu.is_enabled():
+                cpu.set_defaults(parser)  # before those of the script
+            if extra_args_provider is not None:
+                parser = extra_args_provider(parser)
+            knows_us = any(action.dest == "optimizer_defaults" for action in parser._actions)
+            _extended(parser)
+            if not knows_us:
+                parser.set_defaults(optimizer_defaults="megatron")
+            return parser
+
         args = original(provider, ignore_unknown_args)
         if cpu.is_enabled():
             cpu.check_supported(args)
-        stats.follow(args)
         return args
 
     return parse_args
-
-
-def config_of_optimizer(args: argparse.Namespace) -> Any:
-    """Return what an optimizer is built from; the flags may have been parsed before install."""
-    stats.follow(args)
-    return config_from_args(args)
-
-
-def _add_all(
-    scripts_own: ProviderT | None, parser: argparse.ArgumentParser
-) -> argparse.ArgumentParser:
-    if cpu.is_enabled():
-        cpu.set_defaults(parser)
-    if scripts_own is not None:
-        parser = scripts_own(parser)
-    knows_us = any(action.dest == "optimizer_defaults" for action in parser._actions)
-    add_arguments(parser)
-    if not knows_us:
-        parser.set_defaults(optimizer_defaults="megatron")
-    return parser
 
 
 def checking_what_it_knows(original: Callable[..., Any]) -> Callable[..., Any]:

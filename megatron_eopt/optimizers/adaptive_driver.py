@@ -1,205 +1,351 @@
-"""Adaptive Muon over any storage: orthogonal factors divided by second moments, then scaled."""
+"""Adaptive Muon over any storage: orthogonal factors divided by second moments, then scaled.
+
+Note [Where statistics live]
+    AdaMuon's are element by element: they are cut like the weights and act on updates that came
+    back. NorMuon's and NAMO's are a few numbers for each matrix, and every rank that stores a part
+    of a parameter has all of its. A step tells them to all ranks of the group, which may compute on
+    any matrix, and NorMuon's new ones to those that store it: one all-reduce each, of maxima, since
+    no statistic is negative and a rank has zeros for what it does not know. NAMO's norms are summed
+    over what the ranks store, in one all-reduce for the matrices of a wave.
+"""
 
 import math
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_eopt.base.names import MOMENT2, MOMENTUM, STEP
-from megatron_eopt.math.moments import Moment2MethodT, correction
+from megatron_eopt.layouts import Layout
+from megatron_eopt.layouts.boxes import Int64Array
+from megatron_eopt.math.moments import (
+    Moment2MethodT,
+    adamuon_,
+    correction,
+    namo_,
+    normuon_,
+    statistic_shape,
+)
 from megatron_eopt.math.newton_schulz import ReduceT
-from megatron_eopt.optimizers.adaptive_rules import RULES, Coefficients, Rule
-from megatron_eopt.optimizers.driver import Kept, ParamGroup, State, set_step
-from megatron_eopt.optimizers.engine import Means, UpdateT
-from megatron_eopt.optimizers.muon_driver import MuonDriver, MuonSettings, OrthogonalizeT, Stepped
+from megatron_eopt.optimizers.driver import Kept, ParamGroup, State
+from megatron_eopt.optimizers.engine import Means
+from megatron_eopt.optimizers.muon_driver import MuonDriver, Stepped
+from megatron_eopt.optimizers.stored_matrices import StoredMatrices
 from megatron_eopt.stores.shard import Shard
 
 
-@dataclass(frozen=True)
-class AdaptiveSettings(MuonSettings):
-    """What the parameters of an adaptive Muon have in common."""
-
-    method: Moment2MethodT  # how updates are normalized
-    bias_correction: bool  # whether statistics are divided by ``1 - beta2^step``
-
-
 class AdaptiveDriver(MuonDriver):
-    """Steps adaptive Muon; see Note [Where statistics live] in :mod:`.adaptive_rules`."""
+    """Steps adaptive Muon; see Note [Where statistics live]."""
 
-    settings: AdaptiveSettings
-
-    def __init__(
-        self, name: str, settings: AdaptiveSettings, shards: Sequence[Shard], means: Means
-    ) -> None:
-        super().__init__(name, settings, shards, means)
-        kind = RULES[settings.method]
-        self._rules: list[Rule] = [
-            kind(engine, [shards[n] for n in numbers], settings.orthogonalization)
-            for numbers, engine in self.engines
+    def __init__(self, optimizer: Any, shards: Sequence[Shard], means: Means) -> None:
+        super().__init__(optimizer, shards, means)
+        # of each parameter's matrices; blockwise of this rank's pieces
+        self._shapes = [
+            [layout.compact().local_shape(shard.ranks.rank) or (0, 0) for layout in shard.layouts]
+            if self.engine.blockwise
+            else [matrix.shape for matrix in shard.split.matrices]
+            for shard in shards
         ]
-        self._rule_of = {
-            number: (rule, index)
-            for (numbers, _), rule in zip(self.engines, self._rules, strict=True)
-            for index, number in enumerate(numbers)
-        }
-        self._ready: dict[int, tuple[Tensor, Tensor]] = {}
-        self._away: dict[int, Tensor] = {}
-        self._counted: dict[int, Coefficients] = {}
-        # statistics of parameters that this rank computes on but stores nothing of
-        self.owned_state: State = defaultdict(dict)
-        if settings.bias_correction:
+        self._statistics = [
+            [statistic_shape(optimizer.moment2_method, *shape) for shape in shapes]
+            for shapes in self._shapes
+        ]
+        if optimizer.bias_correction:
             self.dispensable -= {STEP}
-
-    def buffers(self) -> Iterator[Tensor]:
-        """Yield what lives on between steps."""
-        yield from super().buffers()
-        for rule in self._rules:
-            yield from rule.buffers()
-
-    def is_cut_like_weights(self, kind: str, value: Any) -> bool:
-        """Whether a state has a number for each of the parameter's."""
-        return kind == MOMENTUM or (kind == MOMENT2 and self._is_by_element)
-
-    @property
-    def _is_by_element(self) -> bool:
-        return self.settings.method == "adamuon"
 
     def init(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Make momenta, statistics and counters exist."""
         super().init(groups, state)
-        here = {number for _, _, number in self.numbered(groups)}
-        for number in self.group_of.keys() - here - self._away.keys():
-            rule, place = self._rule_of[number]
-            count = 0 if self._is_by_element else len(self.shards[number].layouts)
-            if any(rule.known(place, matrix) is not None for matrix in range(count)):
-                self._away[number] = torch.empty(0, dtype=torch.float32, device=rule.engine.device)
-        for param, number, values in self._states(groups, state):
-            values.setdefault(MOMENT2, self._empty_statistics(param, number))
-            if self._counts_steps:
-                values.setdefault(STEP, torch.zeros((), dtype=torch.float32))
-
-    def counting(self, groups: Sequence[ParamGroup], state: State) -> Iterator[dict[str, Any]]:
-        """Yield the states in which steps are counted."""
-        yield from (values for *_, values in self._states(groups, state) if STEP in values)
-
-    def set_steps(self, groups: Sequence[ParamGroup], state: State, steps: int) -> None:
-        """Set the counters."""
-        for *_, values in self._states(groups, state):
-            set_step(values, steps)
-
-    def step(self, groups: Sequence[ParamGroup], state: State) -> None:
-        """Update the parameters of ``groups``; all ranks of a group call this together."""
-        self._count(self.owned_state[key] for key in self._away.values())
-        self._counted = {
-            number: self._coefficients(groups[self.group_of[number]], self.owned_state[key])
-            for number, key in self._away.items()
-        }
-        super().step(groups, state)
-
-    def kept(self, groups: Sequence[ParamGroup], state: State) -> Iterator[Kept]:
-        """Yield the statistics of NorMuon and NAMO that this rank knows."""
-        if self._is_by_element:
-            return
-        for *_, number, values in self._states(groups, state):
-            rule, place = self._rule_of[number]
-            shard = self.shards[number]
-            slab = (shard.ranks.rank, shard.ranks.size) if rule.engine.blockwise else shard.slab
-            for matrix, view in enumerate(rule.views_of(place, values[MOMENT2])):
-                if (known := rule.known(place, matrix)) is not None:
-                    cut, start, _ = known.window
-                    yield Kept(
-                        number,
-                        matrix,
-                        (MOMENT2,),
-                        view.narrow(*known.window),
-                        tuple(view.shape),
-                        tuple(start if dim == cut else 0 for dim in range(view.dim())),
-                        writes=known.writes,
-                        slab=slab,
-                        container=values,
-                    )
-
-    def _states(
-        self, groups: Sequence[ParamGroup], state: State
-    ) -> Iterator[tuple[Tensor, int, dict[str, Any]]]:
-        """Yield the state of each shard that this rank stores or computes on, and its number."""
         for _, param, number in self.numbered(groups):
-            yield param, number, state[param]
-        for number, key in self._away.items():
-            yield key, number, self.owned_state[key]
-
-    def complete(self, groups: Sequence[ParamGroup], state: State) -> None:
-        """Bring statistics that other ranks computed up to date; collective."""
-        moments = {n: values[MOMENT2] for *_, n, values in self._states(groups, state)}
-        for (numbers, _), rule in zip(self.engines, self._rules, strict=True):
-            rule.complete({place: moments[n] for place, n in enumerate(numbers) if n in moments})
+            if MOMENT2 not in state[param]:
+                state[param][MOMENT2] = self._empty_statistics(param, number)
 
     def _empty_statistics(self, param: Tensor, number: int) -> Tensor:
-        if self._is_by_element:
-            return torch.zeros_like(param, requires_grad=False)
-        rule, place = self._rule_of[number]
-        shapes = rule.statistics[place]
-        shape = shapes[0] if len(shapes) == 1 else (sum(map(math.prod, shapes)),)
-        return param.new_zeros(shape, requires_grad=False)
-
-    def _update_of(self, place: int) -> UpdateT:
-        def update(
-            stack: Tensor, matrices: Sequence[int], reduce: ReduceT | None, shape: tuple[int, int]
-        ) -> None:
-            if self.own is None:
-                self._orthogonalize(self.engines[place][1], matrices, stack, reduce, shape)
-            self._rules[place].on_orthogonal(stack, matrices, reduce, shape)
-
-        return update
-
-    def _step_in_its_own_way(
-        self, own: OrthogonalizeT, stepped: Mapping[int, Stepped], state: State
-    ) -> None:
-        found = self._directions(range(len(self.shards)), stepped, state)
-        # before any exchange, since a class's own way may be one itself
-        self._ready = {n: (d, own(stepped[n].param, d, stepped[n].group)) for n, d in found.items()}
-        for place, (numbers, _) in enumerate(self.engines):
-            self._step_with(place, {n: stepped[n] for n in numbers if n in stepped}, state)
-        self._ready = {}
-
-    def _prepare(self, place: int, stepped: Mapping[int, Stepped], state: State) -> None:
-        states = {n: state[item.param] for n, item in stepped.items()}
-        counted = {n: self._coefficients(item.group, states[n]) for n, item in stepped.items()}
-        for number in self.engines[place][0]:
-            if number in self._away:
-                states[number] = self.owned_state[self._away[number]]
-                counted[number] = self._counted[number]
-        self._rules[place].begin(
-            {self._rule_of[n][1]: values for n, values in states.items()},
-            {self._rule_of[n][1]: coefficients for n, coefficients in counted.items()},
-        )
-
-    def _inputs(
-        self, place: int, wave: int, stepped: Mapping[int, Stepped], state: State
-    ) -> Mapping[int, Tensor]:
-        if self.own is None:
-            found = inputs = self._directions(self._arriving(place, wave), stepped, state)
-        else:
-            found = {n: self._ready[n][0] for n in stepped}
-            inputs = {n: self._ready[n][1] for n in stepped}
-        moving = {self._rule_of[n][1]: (item.param.grad, found[n]) for n, item in stepped.items()}
-        self._rules[place].on_wave(wave, moving)  # type: ignore[arg-type]
-        return inputs
-
-    def _finished(self, place: int, updates: Mapping[int, Tensor]) -> None:
-        self._rules[place].finish({self._rule_of[n][1]: u for n, u in updates.items()})
+        raise NotImplementedError
 
     @property
     def _counts_steps(self) -> bool:
-        return self.settings.bias_correction or super()._counts_steps
+        return self.optimizer.bias_correction or super()._counts_steps
 
-    def _coefficients(self, group: ParamGroup, state: dict[str, Any]) -> Coefficients:
-        corrected = self.settings.bias_correction
-        step = float(state[STEP]) if corrected else 1
-        return Coefficients(
-            group["beta2"], group["eps"], correction(group["beta2"], step, corrected)
-        )
+    def _update(
+        self, stack: Tensor, matrices: Sequence[int], reduce: ReduceT | None, shape: tuple[int, int]
+    ) -> None:
+        self._orthogonalize(stack, matrices, reduce, shape)
+
+
+class AdaMuonDriver(AdaptiveDriver):
+    """Divides entries by their own second moments, on stored updates."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        scale = self.optimizer.orthogonalization.scale
+        self._scales = [
+            [scale(shape) if shape[0] else 0.0 for shape in shapes] for shapes in self._shapes
+        ]
+        # of those whose matrices have several
+        self._stored = {
+            number: StoredMatrices(self.shards[number], self.engine.device)
+            for number, scales in enumerate(self._scales)
+            if len(set(scales)) > 1
+        }
+
+    def buffers(self) -> Iterator[Tensor]:
+        """Yield what lives on between steps: also where scales change."""
+        yield from super().buffers()
+        for stored in self._stored.values():
+            yield from stored.tensors
+
+    def is_cut_like_weights(self, kind: str, value: Any) -> bool:
+        """Whether a state has a number for each of the parameter's."""
+        return kind in (MOMENTUM, MOMENT2)
+
+    def _empty_statistics(self, param: Tensor, number: int) -> Tensor:
+        return torch.zeros_like(param, requires_grad=False)
+
+    def _inputs(self, wave: int, stepped: Mapping[int, Stepped]) -> Mapping[int, Tensor]:
+        return self._directions(wave, stepped)
+
+    def _apply(self, stepped: Sequence[Stepped], updates: Mapping[int, Tensor]) -> None:
+        """Divide by the roots of the second moments, then scale each matrix by its shape."""
+        for first, last, (beta2, eps) in _runs(_settings(item.group) for item in stepped):
+            run = stepped[first:last]
+            moments = [item.state[MOMENT2] for item in run]
+            mine = [updates[item.number] for item in run]
+            # in fp16 eps is 0, and so are the squares of small updates
+            wide = [u.float() if u.dtype.itemsize == 2 else u for u in mine]
+            exact = [m.to(u.dtype) for m, u in zip(moments, wide, strict=True)]
+            adamuon_(wide, exact, beta2, eps, [self._divisor(item, beta2) for item in run])
+            for kept, computed in ((mine, wide), (moments, exact)):
+                if any(k is not c for k, c in zip(kept, computed, strict=True)):
+                    torch._foreach_copy_(kept, computed)
+        numbers = [item.number for item in stepped]
+        uniform = [number for number in numbers if number not in self._stored]
+        if uniform:
+            factors = [self._scales[number][0] for number in uniform]
+            torch._foreach_mul_([updates[number] for number in uniform], factors)
+        for number in self._stored.keys() & numbers:
+            self._stored[number].multiply_(updates[number], self._scales[number])
+        super()._apply(stepped, updates)
+
+    def _divisor(self, item: Stepped, beta2: float) -> float:
+        corrected = self.optimizer.bias_correction
+        return correction(beta2, float(item.state[STEP]) if corrected else 1.0, corrected)
+
+
+class MatrixMomentDriver(AdaptiveDriver):
+    """What NorMuon and NAMO have in common: in a step every rank has all statistics, flat."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._shard_of = [n for n, shapes in enumerate(self._shapes) for _ in shapes]
+        self._sizes = [sum(map(math.prod, shapes)) for shapes in self._statistics]
+        self._apart = self.engine.ranks.group is None or self.engine.blockwise
+        # of each parameter: decay and smallest divisor
+        self._coefficients: list[tuple[float, float]] = []
+        self._flat = torch.empty(0)
+        self._divisors: Tensor | None = None
+
+    def is_cut_like_weights(self, kind: str, value: Any) -> bool:
+        """Whether a state has a number for each of the parameter's."""
+        return kind == MOMENTUM
+
+    def _empty_statistics(self, param: Tensor, number: int) -> Tensor:
+        shapes = self._statistics[number]
+        shape = shapes[0] if len(shapes) == 1 else (self._sizes[number],)
+        return param.new_zeros(shape, requires_grad=False)
+
+    def kept(self, groups: Sequence[ParamGroup], state: State) -> Iterator[Kept]:
+        """Yield the statistics, which all ranks that store a part of a parameter have."""
+        for _, param, number in self.numbered(groups):
+            shard, moment = self.shards[number], state[param][MOMENT2]
+            rank, blockwise = shard.ranks.rank, self.engine.blockwise
+            slab = (rank, shard.ranks.size) if blockwise else shard.slab
+            first = min(int(layout.boxes.rank.min()) for layout in shard.layouts)
+            parts = torch.split(moment.view(-1), [math.prod(s) for s in self._statistics[number]])
+            for matrix, part in enumerate(parts):
+                yield Kept(
+                    number,
+                    matrix,
+                    (MOMENT2,),
+                    part.view(self._statistics[number][matrix]),
+                    writes=blockwise or rank == first,
+                    slab=slab,
+                    container=state[param],
+                )
+
+    def _begin(self, groups: Sequence[ParamGroup], stepped: Mapping[int, Stepped]) -> None:
+        """Let all ranks have the statistics, and what they are divided by."""
+        mine = [groups[self.group_of[number]] for number in range(len(self.shards))]
+        self._coefficients = [_settings(group) for group in mine]
+        corrected, device = self.optimizer.bias_correction, self.engine.device
+        steps = torch.zeros(len(mine))
+        for number, item in stepped.items() if corrected else ():
+            steps[number] = item.state[STEP]
+        everything = torch.cat([torch.zeros(sum(self._sizes), device=device), steps.to(device)])
+        self._flat, steps = torch.split(everything, [sum(self._sizes), len(mine)])
+        if stepped:
+            torch._foreach_copy_(*self._pairs(stepped))
+        self._agree(everything)
+        if corrected:
+            decays = torch.tensor([beta2 for beta2, _ in self._coefficients], dtype=torch.float64)
+            # what has no step rests
+            self._divisors = 1 - decays.to(device) ** steps.double().clamp(min=1)
+
+    def _end(self, stepped: Mapping[int, Stepped]) -> None:
+        """Write the statistics to the states."""
+        if stepped:
+            found, kept = self._pairs(stepped)
+            # inf would stay, and make nan of the next mean
+            torch._foreach_clamp_max_(found, [torch.finfo(k.dtype).max for k in kept])
+            torch._foreach_copy_(kept, found)
+
+    def _pairs(self, stepped: Mapping[int, Stepped]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the flat statistics of some parameters, and those in their states."""
+        parts = torch.split(self._flat, self._sizes)
+        kept = [item.state[MOMENT2] for item in stepped.values()]
+        return [parts[n].view_as(k) for n, k in zip(stepped, kept, strict=True)], kept
+
+    def _agree(self, values: Tensor) -> None:
+        if not self._apart:
+            dist.all_reduce(values, dist.ReduceOp.MAX, group=self.engine.ranks.group)
+
+    def _divisors_of(self, numbers: Sequence[int]) -> Tensor | float:
+        """Return what the statistics of some parameters are divided by, float64 ``(n,)``, or 1."""
+        return 1.0 if self._divisors is None else self._divisors[list(numbers)]
+
+
+class NorMuonDriver(MatrixMomentDriver):
+    """Divides rows or columns by their mean squares, where each matrix is computed."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        # where in the flat statistics those of this rank's rows, or columns, of each matrix are
+        self._places = []
+        start, works = 0, iter(self.engine.work.matrices)
+        for shape, work in zip((s for some in self._statistics for s in some), works, strict=True):
+            if self.engine.blockwise:
+                held = np.arange(math.prod(shape))
+            else:
+                held = _held(work.compute, self.engine.ranks.rank, shape)
+            self._places.append(torch.from_numpy(start + held).to(self.engine.device))
+            start += math.prod(shape)
+        self._new = torch.empty(0)
+
+    def buffers(self) -> Iterator[Tensor]:
+        """Yield what lives on between steps: also where the statistics of computed rows are."""
+        yield from super().buffers()
+        yield from self._places
+
+    def _begin(self, groups: Sequence[ParamGroup], stepped: Mapping[int, Stepped]) -> None:
+        super()._begin(groups, stepped)
+        self._new = torch.zeros_like(self._flat)
+
+    def _inputs(self, wave: int, stepped: Mapping[int, Stepped]) -> Mapping[int, Tensor]:
+        return self._directions(wave, stepped)
+
+    def _update(
+        self, stack: Tensor, matrices: Sequence[int], reduce: ReduceT | None, shape: tuple[int, int]
+    ) -> None:
+        """Normalize the slices of orthogonal factors, then scale."""
+        super()._update(stack, matrices, reduce, shape)
+        per_slice = (-1, 1) if shape[0] >= shape[1] else (1, -1)
+        owners = [self._shard_of[matrix] for matrix in matrices]
+        for first, last, (beta2, eps) in _runs(self._coefficients[n] for n in owners):
+            places = torch.stack([self._places[i] for i in matrices[first:last]])
+            moments = self._flat[places].view(len(places), *per_slice)
+            divisor = self._divisors_of(owners[first:last])
+            if isinstance(divisor, Tensor):
+                divisor = divisor.view(-1, 1, 1).to(moments.dtype)
+            batch = stack[first:last]
+            normuon_(batch, moments, beta2, eps, divisor, shape=shape, reduce=reduce)
+            self._new[places] = moments.view_as(places)
+        stack.mul_(self.optimizer.orthogonalization.scale(shape))
+
+    def _end(self, stepped: Mapping[int, Stepped]) -> None:
+        """Let all ranks that store a weight have its new statistics."""
+        self._agree(self._new)
+        self._flat = self._new
+        super()._end(stepped)
+
+
+class NamoDriver(MatrixMomentDriver):
+    """Scales whole matrices by norms that are known before they are orthogonalized."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._stored = [StoredMatrices(shard, self.engine.device) for shard in self.shards]
+        self._factors: dict[int, Tensor] = {}
+
+    def buffers(self) -> Iterator[Tensor]:
+        """Yield what lives on between steps: also where the matrices of what is stored are."""
+        yield from super().buffers()
+        for stored in self._stored:
+            yield from stored.tensors
+
+    def _inputs(self, wave: int, stepped: Mapping[int, Stepped]) -> Mapping[int, Tensor]:
+        """Also compute the factors of the matrices of the wave, the same on all ranks."""
+        found = self._directions(wave, stepped)
+        arrived = self.engine.arrivals[wave]
+        if not arrived:
+            return found
+        sizes = [self._sizes[number] for number in arrived]
+        total = torch.zeros(2, sum(sizes), dtype=torch.float64, device=self.engine.device)
+        parts = dict(zip(arrived, torch.split(total, sizes, dim=1), strict=True))
+        for number, item in stepped.items():
+            for norms, value in zip(parts[number], (item.param.grad, found[number]), strict=True):
+                assert value is not None
+                norms.copy_(self._stored[number].square_sums(value))
+        if not self._apart:
+            dist.all_reduce(total, group=self.engine.ranks.group)
+        moments = torch.split(self._flat, self._sizes)
+        for number, both in parts.items():
+            running = moments[number].double()
+            settings = *self._coefficients[number], self._divisors_of([number])
+            self._factors[number] = namo_(running, both[0], both[1], *settings)
+            moments[number].copy_(running.clamp_(max=torch.finfo(torch.float32).max))
+        return found
+
+    def _update(
+        self, stack: Tensor, matrices: Sequence[int], reduce: ReduceT | None, shape: tuple[int, int]
+    ) -> None:
+        """Multiply orthogonal factors by factor and scale."""
+        super()._update(stack, matrices, reduce, shape)
+        owners = [(self._shard_of[matrix], matrix) for matrix in matrices]
+        found = [self._factors[n][m - self.engine.first[n]] for n, m in owners]
+        factors = torch.stack(found) * self.optimizer.orthogonalization.scale(shape)
+        stack.mul_(factors.to(stack.dtype).view(-1, 1, 1))
+
+
+DRIVERS: dict[Moment2MethodT, type[AdaptiveDriver]] = {
+    "adamuon": AdaMuonDriver,
+    "normuon": NorMuonDriver,
+    "namo": NamoDriver,
+}
+
+
+def _settings(group: ParamGroup) -> tuple[float, float]:
+    return group["beta2"], group["eps"]
+
+
+def _held(layout: Layout, rank: int, statistic: tuple[int, ...]) -> Int64Array:
+    """Return the rows, or columns, of a matrix that a rank has, in its order; int64."""
+    dim = 0 if statistic[1] == 1 else 1
+    found = np.zeros((layout.local_shape(rank) or (0, 0))[dim], np.int64)
+    for row, column, height, width, offset, stride in layout.piece(rank).table[:, 1:7].tolist():
+        first, length = ((row, height), (column, width))[dim]
+        at = (offset // stride, offset % stride)[dim]
+        found[at : at + length] = range(first, first + length)
+    return found
+
+
+def _runs[T](values: Iterable[T]) -> Iterator[tuple[int, int, T]]:
+    """Yield (first, last + 1, value) of neighbours that are equal."""
+    first = 0
+    for value, members in groupby(values):
+        last = first + sum(1 for _ in members)
+        yield first, last, value
+        first = last

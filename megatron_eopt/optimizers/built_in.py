@@ -5,10 +5,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from emerging_optimizers import (
+    psgd,  # noqa: F401  packages register their optimizers
+    riemannian_optimizers,  # noqa: F401
+    scalar_optimizers,  # noqa: F401
+    soap,  # noqa: F401
+)
 from emerging_optimizers import registry as emerging_registry
 from emerging_optimizers.orthogonalized_optimizers import Muon
 
-from megatron_eopt.base.upstream import register_all_optimizers
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
 from megatron_eopt.optimizers.driver import empty_states, zeros
 from megatron_eopt.optimizers.muon import TensorParallelMuon
@@ -80,7 +85,6 @@ for _name, _cls in (("muon", TensorParallelMuon), ("adaptive_muon", TensorParall
         # the statistics of adaptive Muon belong to whole matrices
         consumes=_FACTORY_FIELDS | ({"muon_team_size"} if _name == "muon" else set()),
     )
-register_all_optimizers()
 for _name in emerging_registry.get_optimizer_name_list():
     if not is_registered(_name):
         _cls = emerging_registry.get_optimizer_cls(_name)

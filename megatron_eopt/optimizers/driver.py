@@ -12,7 +12,7 @@ Note [Drivers]
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,7 @@ from torch import Tensor
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import STEP
 from megatron_eopt.layouts import Redistribution
+from megatron_eopt.layouts.redistribution import LoadT, StoreT
 from megatron_eopt.optimizers.host_memory import HostMemory, HostPlace
 from megatron_eopt.optimizers.modes import Schedule
 from megatron_eopt.optimizers.nested_state import put
@@ -45,8 +46,6 @@ class Kept:
     matrix: int  # the logical matrix in its split; 0 where the parameter counts as one
     path: tuple[str, ...]  # what leads to the value, the kind of state first
     value: Any  # a tensor or a plain value
-    whole: tuple[int, ...] | None = None  # unsharded shape, if the value is a part of it
-    offset: tuple[int, ...] = ()  # where the part begins
     writes: bool = True  # whether this rank, of those that hold the same numbers, writes them
     slab: tuple[int, int] | None = None  # (rank, size), if it is of one tensor-parallel slab alone
     per_element: bool = False  # whether it has a number for each of a whole matrix's elements
@@ -63,7 +62,6 @@ class Kept:
 class Driver:
     """Steps some parameter groups; see Note [Drivers]."""
 
-    needs_matrices = False  # whether it brings whole matrices together
     tells_updates = False  # whether its statistics are told its updates
     counts_matrices = False  # whether each matrix has a count of steps, or each parameter
     is_clipped = True  # whether its gradients are scaled down with all others'
@@ -73,10 +71,13 @@ class Driver:
     def __init__(self, name: str, shards: Sequence[Shard]) -> None:
         self.name = name  # class of the optimizer, for messages
         self.shards = list(shards)
-        # for each parameter group the number of the shard of each of its parameters
-        self.places: list[list[int]] = []
+        # for each parameter group the number of the shard of each of its parameters, None for those
+        # of another driver
+        self.places: list[list[int | None]] = []
         # the parameter group of each shard, as far as it is known
         self.group_of: dict[int, int] = {}
+        # what brings matrices to where they are computed, and back
+        self.redistribution: Redistribution | None = None
         # what keeps a part of its weights and state off the device
         self.host: HostMemory | None = None
         # weights that the optimizer cannot start from, with the reason
@@ -87,24 +88,21 @@ class Driver:
         """Who computes which matrices, and what travels, for each group of ranks."""
         return []
 
-    @property
-    def redistributions(self) -> list[Redistribution]:
-        """What brings matrices to where they are computed, and back."""
-        return []
-
     def measure(self, stats: StepStats | None) -> None:
         """Let steps be measured from now on, or no longer."""
-        for item in self.redistributions:
-            item.meter = None if stats is None else stats.meter
+        if self.redistribution is not None:
+            self.redistribution.meter = None if stats is None else stats.meter
 
     def buffers(self) -> Iterator[Tensor]:
         """Yield what lives on between steps apart from weights and state."""
-        return iter(())
+        if self.redistribution is not None:
+            yield from self.redistribution.buffers.values()
 
-    def attach(self, places: Sequence[Sequence[int]]) -> None:
+    def attach(self, places: Sequence[Sequence[int | None]]) -> None:
         """Learn which shard each parameter of each group is."""
         self.places = [list(numbers) for numbers in places]
-        self.assign({n: group for group, numbers in enumerate(places) for n in numbers})
+        placed = enumerate(self.places)
+        self.assign({n: group for group, numbers in placed for n in numbers if n is not None})
 
     def assign(self, group_of: Mapping[int, int]) -> None:
         """Learn the parameter groups of shards of which this rank may hold nothing."""
@@ -125,9 +123,6 @@ class Driver:
     def expect(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Make all state exist that is about to be loaded, as checkpoints have it."""
         self.init(groups, state)
-
-    def forget(self, numbers: Collection[int]) -> None:
-        """Drop what is kept outside of the state of some shards, so that :meth:`init` begins."""
 
     def saved_form(self, number: int, values: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the state of the shard ``number`` as checkpoints have it."""
@@ -151,6 +146,20 @@ class Driver:
         """Update the parameters of ``groups``; all ranks of a group call this together."""
         raise NotImplementedError
 
+    def _run_waves(
+        self,
+        run: Callable[[LoadT, StoreT], None],
+        load: LoadT,
+        store: StoreT,
+        params_of: Callable[[Iterable[str]], list[Tensor]],
+        state: State,
+    ) -> None:
+        """Run all waves, with what each needs on the device; see :meth:`HostMemory.run`."""
+        if self.host is None or self.redistribution is None:
+            run(load, store)
+        else:
+            self.host.run(run, load, store, params_of, self.redistribution.arriving, state)
+
     def is_cut_like_weights(self, kind: str, value: Any) -> bool:
         """Whether a value in a parameter's state has a number for each of the parameter's."""
         return isinstance(value, Tensor) and value.dim() > 0
@@ -159,14 +168,12 @@ class Driver:
         """Yield all state that is not cut like its parameter, step counters apart."""
         return iter(())
 
-    def complete(self, groups: Sequence[ParamGroup], state: State) -> None:
-        """Bring state that several ranks hold, and one computes, to all of them; collective."""
-
     def numbered(self, groups: Sequence[ParamGroup]) -> Iterator[tuple[ParamGroup, Tensor, int]]:
-        """Yield every parameter with its group and the number of its shard."""
+        """Yield every parameter that it steps with its group and the number of its shard."""
         for group, numbers in zip(groups, self.places, strict=True):
             for param, number in zip(group["params"], numbers, strict=True):
-                yield group, param, number
+                if number is not None:
+                    yield group, param, number
 
 
 class CompositeOptimizer(torch.optim.Optimizer):
@@ -243,14 +250,18 @@ class CompositeOptimizer(torch.optim.Optimizer):
         A ``step`` that called its base's would run them twice.
         """
         if len(self.param_groups) != self._count:
-            raise fixed("param_groups", f"{len(self.param_groups)} groups")
+            raise _fixed("param_groups", f"{len(self.param_groups)} groups")
         for driver in self.drivers:
             with self.scene(driver) as (groups, state):
                 driver.step(groups, state)
 
 
 def check_may_step(optimizer: Any) -> None:
-    """Raise a ConfigurationError if a group has no learning rate yet."""
+    """Raise a ConfigurationError if a group has no learning rate yet, or another owner by now."""
+    if getattr(optimizer, "superseded", False):
+        rule = "an optimizer that was built later owns some of its parameters, and both would step"
+        way_out = "Step the later one, or freeze what the other owns while each is built"
+        raise ConfigurationError("optimizer.step", type(optimizer).__name__, rule, way_out)
     for group in optimizer.param_groups:
         if group.get("lr", 0.0) is None:
             rule = f"must be written before a step, and group {group.get('group_id')!r} has none"
@@ -260,7 +271,12 @@ def check_may_step(optimizer: Any) -> None:
 
 def refuse_group(param_group: ParamGroup) -> None:
     """Raise, in place of ``add_param_group``: what is planned is planned for the whole model."""
-    raise fixed("add_param_group", f"{len(list(param_group.get('params', ())))} parameters")
+    raise _fixed("add_param_group", f"{len(list(param_group.get('params', ())))} parameters")
+
+
+def _fixed(argument: str, value: str) -> ConfigurationError:
+    rule = "the plan of who computes what is made once, for the whole model"
+    return ConfigurationError(argument, value, rule, "Build the optimizer again")
 
 
 def refuse_state(*_: Any) -> None:
@@ -271,12 +287,6 @@ def refuse_state(*_: Any) -> None:
         "has no state of its own, which lies in fragments and at owners",
         "Use sharded_state_dict, or save_state_dict_to_file, of the one that steps",
     )
-
-
-def fixed(argument: str, value: str) -> ConfigurationError:
-    """Return the error for groups that are no longer those that were planned."""
-    rule = "the plan of who computes what is made once, for the whole model"
-    return ConfigurationError(argument, value, rule, "Build the optimizer again")
 
 
 def set_step(state: dict[str, Any], steps: int) -> None:

@@ -4,7 +4,8 @@ Weight decay, momentum and the update itself are element by element and do not c
 stored, so they act on what a rank stores. Only directions travel, and come back as updates.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -12,15 +13,12 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.base.names import MOMENTUM, MOMENTUM_SCALE, STEP
-from megatron_eopt.layouts import Redistribution
-from megatron_eopt.math.low_precision import MomentumDtypeT
 from megatron_eopt.math.newton_schulz import ReduceT
-from megatron_eopt.math.orthogonalize import Orthogonalization
 from megatron_eopt.optimizers.driver import Driver, ParamGroup, State
-from megatron_eopt.optimizers.engine import MatrixEngine, Means, UpdateT, engines_of
+from megatron_eopt.optimizers.engine import MatrixEngine, Means
 from megatron_eopt.optimizers.modes import Schedule
 from megatron_eopt.optimizers.momentum import RoundedMomentum
-from megatron_eopt.optimizers.step_stats import StepStats
+from megatron_eopt.optimizers.step_stats import ORTHOGONALIZATION, StepStats
 from megatron_eopt.stores.shard import Shard
 
 WeightDecayT = Literal["decoupled", "l2", "independent"]
@@ -30,84 +28,58 @@ arXiv:1711.05101), ``independent`` by ``weight_decay`` whatever the learning rat
 
 WEIGHT_DECAY_METHODS: tuple[WeightDecayT, ...] = get_args(WeightDecayT)
 
-type OrthogonalizeT = Callable[[Tensor, Tensor, ParamGroup], Tensor]
-"""A subclass's own way: gets a parameter, what to orthogonalize and its group; returns the update.
-"""
-
-type Apply = Callable[[ParamGroup, Sequence[Tensor], Sequence[Tensor], float], None]
-"""Shrinks parameters of one group by a rate, and subtracts updates from them."""
-
-
-@dataclass(frozen=True)
-class MuonSettings:
-    """What the parameters of a Muon have in common."""
-
-    nesterov: bool  # orthogonalize gradient and momentum mixed instead of the momentum alone
-    weight_decay_method: WeightDecayT
-    orthogonalization: Orthogonalization  # the arithmetic on matrices
-    momentum_dtype: MomentumDtypeT  # how momentum is kept between steps
-
 
 @dataclass
 class Stepped:
     """A parameter that has a gradient in this step."""
 
+    number: int  # of its shard
     group: ParamGroup
     param: Tensor
-    number: int
+    state: dict[str, Any]
 
 
 class MuonDriver(Driver):
-    """Steps Muon; see Note [Phases of a step]. The dtype of ``means`` is the arithmetic's."""
+    """Steps Muon; see Note [Phases of a step].
 
-    needs_matrices = True
+    One group of ranks stores all shards. ``optimizer`` is a TensorParallelMuon, whose settings are
+    read when they are needed. The dtype of ``means`` is the arithmetic's.
+    """
+
     tells_updates = True
 
-    def __init__(
-        self, name: str, settings: MuonSettings, shards: Sequence[Shard], means: Means
-    ) -> None:
-        super().__init__(name, shards)
-        self.settings = settings
+    def __init__(self, optimizer: Any, shards: Sequence[Shard], means: Means) -> None:
+        super().__init__(type(optimizer).__name__, shards)
+        self.optimizer = optimizer
         self._dtype = means.dtype
         self._numbers = {shard.name: number for number, shard in enumerate(shards)}
-        self.engines = engines_of(shards, self._update_of, means)
+        self.engine = MatrixEngine(shards, self._update, means)
+        self.redistribution = self.engine.redistribution
         # what keeps momentum in fewer bits between steps
         self.rounding: RoundedMomentum | None = None
-        if settings.momentum_dtype != "fp32":
-            self.rounding = RoundedMomentum(settings.momentum_dtype, shards, means.device)
+        if optimizer.momentum_dtype != "fp32":
+            self.rounding = RoundedMomentum(optimizer.momentum_dtype, shards, means.device)
             self.dispensable = frozenset({MOMENTUM_SCALE, STEP})
-        self.apply: Apply = subtract  # a class's hooks may do more
-        self.own: OrthogonalizeT | None = None  # takes the place of our orthogonalization
-        # statistics put their own around these
-        self._apply: Callable[[Sequence[Stepped], Mapping[int, Tensor]], None] = self._apply_updates
-        self._orthogonalize: Callable[..., None] = self._replace_by_factors
+        self._stats: StepStats | None = None
 
     @property
     def schedules(self) -> list[Schedule]:
-        """Who computes which matrices, and what travels, for each group of ranks."""
-        return [engine.schedule for _, engine in self.engines]
-
-    @property
-    def redistributions(self) -> list[Redistribution]:
-        """What brings matrices to where they are computed, and back."""
-        return [engine.redistribution for _, engine in self.engines]
+        """Who computes which matrices, and what travels."""
+        return [self.engine.schedule]
 
     def buffers(self) -> Iterator[Tensor]:
         """Yield what lives on between steps: what matrices travel through, and where rows are."""
-        for _, engine in self.engines:
-            yield from engine.buffers()
+        yield from super().buffers()
         if self.rounding is not None:
             yield from self.rounding.tensors()
 
     def measure(self, stats: StepStats | None) -> None:
         """Let steps be measured from now on, or no longer."""
         super().measure(stats)
-        self._apply, self._orthogonalize = self._apply_updates, self._replace_by_factors
-        if stats is not None:
-            self._apply, self._orthogonalize = stats.around(self._apply, self._orthogonalize)
+        self._stats = stats
 
     def init(self, groups: Sequence[ParamGroup], state: State) -> None:
-        """Make every momentum exist, and where it is rounded a counter."""
+        """Make every momentum exist, and where steps count a counter."""
         for _, param, number in self.numbered(groups):
             if MOMENTUM not in state[param] and self.rounding is not None:
                 self.rounding.make(number, state[param], param)
@@ -116,6 +88,11 @@ class MuonDriver(Driver):
             if self._counts_steps:
                 # on the host, so that reading it makes nobody wait
                 state[param].setdefault(STEP, torch.zeros((), dtype=torch.float32))
+
+    @property
+    def _counts_steps(self) -> bool:
+        """Whether each parameter's steps are counted."""
+        return self.rounding is not None
 
     def expect(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Make all state exist that is about to be loaded, as checkpoints have it."""
@@ -148,31 +125,19 @@ class MuonDriver(Driver):
         return kind != MOMENTUM_SCALE and super().is_cut_like_weights(kind, value)
 
     def step(self, groups: Sequence[ParamGroup], state: State) -> None:
-        """Update the parameters of ``groups``; all ranks of a group call this together."""
+        """Update the parameters of ``groups``; all ranks of the group call this together."""
         stepped = {
-            number: Stepped(group, param, number)
+            number: Stepped(number, group, param, state[param])
             for group, param, number in self.numbered(groups)
             if param.grad is not None
         }
-        self._count(state[item.param] for item in stepped.values())
-        if self.own is not None:
-            self._step_in_its_own_way(self.own, stepped, state)
-            return
-        for place, (numbers, _) in enumerate(self.engines):
-            self._step_with(place, {n: stepped[n] for n in numbers if n in stepped}, state)
-
-    def _step_in_its_own_way(
-        self, own: OrthogonalizeT, stepped: Mapping[int, Stepped], state: State
-    ) -> None:
-        found = self._directions(range(len(self.shards)), stepped, state)
-        updates = {n: own(stepped[n].param, d, stepped[n].group) for n, d in found.items()}
-        self._apply(list(stepped.values()), updates)
-
-    def _step_with(self, place: int, stepped: Mapping[int, Stepped], state: State) -> None:
-        engine = self.engines[place][1]
+        engine = self.engine
         if engine.ranks.group is None and not stepped:
             return
-        self._prepare(place, stepped, state)
+        if self._counts_steps:
+            for item in stepped.values():
+                item.state[STEP] += 1
+        self._begin(groups, stepped)
 
         def params(names: Iterable[str]) -> list[Tensor]:
             numbers = (self._numbers[name] for name in names)
@@ -180,8 +145,7 @@ class MuonDriver(Driver):
 
         def load(wave: int, names: Sequence[str]) -> dict[str, Tensor]:
             numbers = [self._numbers[name] for name in names]
-            mine = {n: stepped[n] for n in numbers if n in stepped}
-            inputs = self._inputs(place, wave, mine, state)
+            inputs = self._inputs(wave, {n: stepped[n] for n in numbers if n in stepped})
             return {
                 name: inputs[n].contiguous()
                 if n in inputs
@@ -192,127 +156,102 @@ class MuonDriver(Driver):
 
         def store(results: Mapping[str, Tensor]) -> None:
             updates = {self._numbers[name]: update for name, update in results.items()}
-            self._finished(place, updates)
             self._apply([stepped[n] for n in updates if n in stepped], updates)
 
-        if self.host is None:
-            engine.run(load, store)
-        else:
-            arriving = engine.redistribution.arriving
-            self.host.run(engine.run, load, store, params, arriving, state)
+        self._run_waves(engine.run, load, store, params, state)
+        self._end(stepped)
 
-    def _prepare(self, place: int, stepped: Mapping[int, Stepped], state: State) -> None:
-        """Begin a step of one engine."""
+    def _begin(self, groups: Sequence[ParamGroup], stepped: Mapping[int, Stepped]) -> None:
+        """Begin a step."""
 
-    def _inputs(
-        self, place: int, wave: int, stepped: Mapping[int, Stepped], state: State
-    ) -> Mapping[int, Tensor]:
+    def _end(self, stepped: Mapping[int, Stepped]) -> None:
+        """End a step."""
+
+    def _inputs(self, wave: int, stepped: Mapping[int, Stepped]) -> Mapping[int, Tensor]:
         """Return what to orthogonalize of the parameters that a wave is the first to need."""
-        place_of = self.engines[place][1].redistribution.place
+        place_of = self.engine.redistribution.place
         places = {n: place_of(self.shards[n].name) for n in stepped}
-        return self._directions(self._arriving(place, wave), stepped, state, self._dtype, places)
-
-    def _finished(self, place: int, updates: Mapping[int, Tensor]) -> None:
-        """Act on updates that came back, in place."""
-
-    def _arriving(self, place: int, wave: int) -> list[int]:
-        """Return the shards that a wave is the first to need, on any rank."""
-        numbers, engine = self.engines[place]
-        return [numbers[index] for index in engine.arrivals[wave]]
+        return self._directions(wave, stepped, self._dtype, places)
 
     def _directions(
         self,
-        numbers: Sequence[int],
+        wave: int,
         stepped: Mapping[int, Stepped],
-        state: State,
         dtype: torch.dtype | None = None,
         places: Mapping[int, Tensor | None] | None = None,
     ) -> dict[int, Tensor]:
         """Update momenta and return what to orthogonalize.
 
-        ``numbers`` are the shards that may be stepped on any rank; directions may be rounded to
-        ``dtype`` and lie at ``places``.
+        Directions may be rounded to ``dtype`` and lie at ``places``.
         """
         if self.rounding is None:
-            return self._mixed(stepped, state, dtype, places or {})
-        exact = {n: self.rounding.read(n, state[item.param]) for n, item in stepped.items()}
-        decoded = {item.param: {MOMENTUM: exact[n]} for n, item in stepped.items()}
-        found = self._mixed(stepped, decoded, dtype, places or {})
-        new = {n: (state[item.param], exact[n]) for n, item in stepped.items()}
-        self.rounding.write(numbers, new)
-        return found
-
-    def _mixed(
-        self,
-        stepped: Mapping[int, Stepped],
-        state: Mapping[Tensor, dict[str, Any]],
-        dtype: torch.dtype | None,
-        places: Mapping[int, Tensor | None],
-    ) -> dict[int, Tensor]:
-        """Mix gradients into momenta, group by group.
-
-        A class's own way, which is given the weights, finds them decayed.
-        """
+            momenta = {n: item.state[MOMENTUM] for n, item in stepped.items()}
+        else:
+            momenta = {n: self.rounding.read(n, item.state) for n, item in stepped.items()}
         found: dict[int, Tensor] = {}
         for group, members in _by_group(stepped.values()):
+            numbers = [item.number for item in members]
             params = [item.param for item in members]
-            grads = gradients(params, group, self.settings.weight_decay_method)
-            if self.own is not None:
-                shrink(params, self._rate_of(group))
-            momenta = [state[param][MOMENTUM] for param in params]
+            grads: Any = [param.grad for param in params]
+            if self.optimizer.weight_decay_method == "l2" and group["weight_decay"]:
+                grads = torch._foreach_add(grads, params, alpha=group["weight_decay"])
+            mine = [momenta[n] for n in numbers]
             mixed = directions(
-                [grad.to(kept.dtype) for grad, kept in zip(grads, momenta, strict=True)],
-                momenta,
+                [grad.to(kept.dtype) for grad, kept in zip(grads, mine, strict=True)],
+                mine,
                 group["momentum"],
-                self.settings.nesterov,
+                self.optimizer.nesterov,
                 dtype,
-                [places.get(item.number) for item in members],
+                [None if places is None else places[n] for n in numbers],
             )
-            found.update(zip((item.number for item in members), mixed, strict=True))
+            found.update(zip(numbers, mixed, strict=True))
+        if self.rounding is not None:
+            new = {n: (item.state, momenta[n]) for n, item in stepped.items()}
+            self.rounding.write(self.engine.arrivals[wave], new)
         return found
 
-    @property
-    def _counts_steps(self) -> bool:
-        """Whether each parameter's steps are counted."""
-        return self.rounding is not None
-
-    def _count(self, states: Iterable[dict[str, Any]]) -> None:
-        if self._counts_steps:
-            for values in states:
-                values[STEP] += 1
-
-    def _apply_updates(self, stepped: Sequence[Stepped], updates: Mapping[int, Tensor]) -> None:
+    def _apply(self, stepped: Sequence[Stepped], updates: Mapping[int, Tensor]) -> None:
+        """Shrink weights, and subtract updates that came back."""
+        if self._stats is not None:
+            numbers = [item.number for item in stepped]
+            self._stats.count_updates(numbers, [updates[number] for number in numbers])
         for group, members in _by_group(stepped):
-            mine = [updates[item.number] for item in members]
-            rate = 0.0 if self.own is not None else self._rate_of(group)
-            self.apply(group, [item.param for item in members], mine, rate)
+            params = [item.param for item in members]
+            method = self.optimizer.weight_decay_method
+            rate = group["weight_decay"] * (group["lr"] if method == "decoupled" else 1.0)
+            if rate and method != "l2":
+                # p - rate * p instead of (1 - rate) * p: rounds as emerging-optimizers does
+                torch._foreach_add_(params, params, alpha=-rate)
+            # what is narrower than its weight is added as it is, in the same kernel
+            narrow = [
+                update if update.dtype.itemsize < param.dtype.itemsize else update.to(param.dtype)
+                for param, update in zip(params, (updates[m.number] for m in members), strict=True)
+            ]
+            torch._foreach_add_(params, narrow, alpha=-group["lr"])
 
-    def _rate_of(self, group: ParamGroup) -> float:
-        return decay_rate(group, self.settings.weight_decay_method)
+    def _update(
+        self, stack: Tensor, matrices: Sequence[int], reduce: ReduceT | None, shape: tuple[int, int]
+    ) -> None:
+        """Replace a stack of directions by updates, in place."""
+        scales = self.optimizer.orthogonalization.scales(shape)
+        self._orthogonalize(stack, matrices, reduce, shape, scales)
 
-    def _update_of(self, place: int) -> UpdateT:
-        scales = self.settings.orthogonalization.scales
-
-        def update(
-            stack: Tensor, matrices: Sequence[int], reduce: ReduceT | None, shape: tuple[int, int]
-        ) -> None:
-            self._orthogonalize(
-                self.engines[place][1], matrices, stack, reduce, shape, scales(shape)
-            )
-
-        return update
-
-    def _replace_by_factors(
+    def _orthogonalize(
         self,
-        engine: MatrixEngine,
-        matrices: Sequence[int],
         stack: Tensor,
+        matrices: Sequence[int],
         reduce: ReduceT | None,
         shape: tuple[int, int],
         scales: tuple[float, ...] = (),
     ) -> None:
-        """Replace a stack of one engine's matrices by orthogonal factors times ``scales``."""
-        self.settings.orthogonalization.factors_(stack, reduce, shape, scales)
+        """Replace a stack of matrices by orthogonal factors times ``scales``."""
+        compute = self.optimizer.orthogonalization
+        if self._stats is None:
+            compute.factors_(stack, reduce, shape, scales)
+            return
+        with self._stats.meter.span(ORTHOGONALIZATION):
+            compute.factors_(stack, reduce, shape, scales)
+        self._stats.look_at(self.engine, matrices, stack, reduce, shape, math.prod(scales))
 
 
 def _by_group(stepped: Iterable[Stepped]) -> list[tuple[ParamGroup, list[Stepped]]]:
@@ -320,28 +259,6 @@ def _by_group(stepped: Iterable[Stepped]) -> list[tuple[ParamGroup, list[Stepped
     for item in stepped:
         groups.setdefault(id(item.group), (item.group, []))[1].append(item)
     return list(groups.values())
-
-
-def decay_rate(group: ParamGroup, method: WeightDecayT) -> float:
-    """Return by how much of themselves a step shrinks weights; 0 with ``l2``."""
-    if method == "l2":
-        return 0.0
-    return float(group["weight_decay"] * (group["lr"] if method == "decoupled" else 1.0))
-
-
-def shrink(params: Sequence[Tensor], rate: float) -> None:
-    """Shrink weights by this part of themselves, in place."""
-    if rate and params:
-        # p - rate * p instead of (1 - rate) * p: rounds as emerging-optimizers does
-        torch._foreach_add_(list(params), list(params), alpha=-rate)
-
-
-def gradients(params: list[Tensor], group: ParamGroup, method: WeightDecayT) -> list[Tensor]:
-    """Return the gradients to use: with ``l2`` new ones, which the weights are added to."""
-    grads: list[Tensor] = [param.grad for param in params]  # type: ignore[misc]
-    if method != "l2" or not group["weight_decay"] or not params:
-        return grads
-    return list(torch._foreach_add(grads, params, alpha=group["weight_decay"]))
 
 
 def directions(
@@ -376,20 +293,3 @@ def directions(
             mixed.copy_(kept)
         found.append(mixed)
     return found
-
-
-def subtract(
-    group: ParamGroup, params: Sequence[Tensor], updates: Sequence[Tensor], rate: float = 0.0
-) -> None:
-    """Shrink weights by ``rate`` and subtract the learning rate times the updates, in place.
-
-    Updates are rounded to the parameters' dtypes first.
-    """
-    shrink(params, rate)
-    if params:
-        # what is narrower is added as it is, in the same kernel
-        added = [
-            update if update.dtype.itemsize < param.dtype.itemsize else update.to(param.dtype)
-            for param, update in zip(params, updates, strict=True)
-        ]
-        torch._foreach_add_(list(params), added, alpha=-group["lr"])

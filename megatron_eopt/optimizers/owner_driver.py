@@ -7,15 +7,15 @@ owner keeps no weight. Matrices of equal shape in a wave are stepped together.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from megatron_eopt.base.address import address_of
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import ELEMENT_WISE_STATE, STEP
-from megatron_eopt.base.places import place_of
 from megatron_eopt.layouts import Matrix, Redistribution, WaveBatch
 from megatron_eopt.layouts.redistribution import LoadT, StoreT
 from megatron_eopt.optimizers.driver import (
@@ -48,7 +48,8 @@ class OwnerDriver(Driver):
     some whole weights.
     """
 
-    needs_matrices = counts_matrices = True
+    counts_matrices = True
+    redistribution: Redistribution
 
     def __init__(
         self,
@@ -65,6 +66,7 @@ class OwnerDriver(Driver):
         self._fault_in = fault_in
         self._device = torch.device(means.device)
         self._ranks = shards[0].ranks
+        self._names = [name for shard in shards for name in shard.matrix_names]
         self._of_matrix = [
             (n, m) for n, shard in enumerate(shards) for m in range(len(shard.layouts))
         ]
@@ -72,18 +74,19 @@ class OwnerDriver(Driver):
             shapes[n] if len(shards[n].layouts) == 1 else shards[n].layouts[m].shape
             for n, m in self._of_matrix
         ]
-        self._redistribution = self._plan(means)
+        self.redistribution = self._plan(means)
+        plan = self.redistribution.plan
         # the matrices that this rank owns, by number; empty but while they are stepped
         self.owned: dict[int, nn.Parameter] = {
             index // 2: nn.Parameter(torch.empty(0, device=self._device))
-            for wave in self._redistribution.plan.waves
+            for wave in plan.waves
             for batch in wave.batches
             for index in batch.matrices
         }
         self.owned_state: State = defaultdict(dict)
         self._batches = [
             [self.owned[index] for index in sorted({i // 2 for i in batch.matrices})]
-            for wave in self._redistribution.plan.waves
+            for wave in plan.waves
             for batch in wave.batches
         ]
         self._own_groups: list[ParamGroup] = []
@@ -92,21 +95,11 @@ class OwnerDriver(Driver):
     @property
     def schedules(self) -> list[Schedule]:
         """Who steps which matrices, and what travels."""
-        names = [name for shard in self.shards for name in shard.matrix_names]
         storage = [layout for shard in self.shards for layout in shard.layouts]
-        plan = self._redistribution.plan
-        return [Schedule(self._ranks, names, storage, self._work, plan, tensors=2)]
+        plan = self.redistribution.plan
+        return [Schedule(self._ranks, self._names, storage, self._work, plan, tensors=2)]
 
-    @property
-    def redistributions(self) -> list[Redistribution]:
-        """What brings matrices to their owners, and back."""
-        return [self._redistribution]
-
-    def buffers(self) -> Iterator[Tensor]:
-        """Yield what lives on between steps: what matrices travel through."""
-        yield from self._redistribution.buffers.values()
-
-    def attach(self, places: Sequence[Sequence[int]]) -> None:
+    def attach(self, places: Sequence[Sequence[int | None]]) -> None:
         """Learn which shard each parameter of each group is."""
         super().attach(places)
         self._own_groups = [{"params": []} for _ in places]
@@ -125,10 +118,9 @@ class OwnerDriver(Driver):
         params = [param for group in self._optimizer.param_groups for param in group["params"]]
         if self._fault_in is not None and self._fault_in(params) is not None:
             index_of = {param: index for index, param in self.owned.items()}
-            names = [name for shard in self.shards for name in shard.matrix_names]
             for param in params:
                 if (reason := self._fault_in([param])) is not None:
-                    self.faults.append((names[index_of[param]], reason))
+                    self.faults.append((self._names[index_of[param]], reason))
         if self._init_state_fn is not None and not self.faults:
             self._init_state_fn()
 
@@ -138,15 +130,6 @@ class OwnerDriver(Driver):
         if self._exists < _COMPLETELY:
             self._run(groups, lambda: dry_step(self._optimizer), with_grads=False)
             self._exists = _COMPLETELY
-
-    def forget(self, numbers: Collection[int]) -> None:
-        """Drop the state of the matrices of some shards; the same on all ranks."""
-        for index, param in self.owned.items():
-            if self._of_matrix[index][0] in numbers:
-                self.owned_state.pop(param, None)
-        if len(numbers) == len(self.shards):
-            self._own_groups = [{"params": []} for _ in self.places]
-        self._exists = 0
 
     def counting(self, groups: Sequence[ParamGroup], state: State) -> Iterator[dict[str, Any]]:
         """Yield the states of owned matrices, and the groups, in which steps are counted."""
@@ -218,9 +201,8 @@ class OwnerDriver(Driver):
         # gradient and weight together
         work = plan_work(layouts, self._ranks.size, "exchange", means.wave_bytes // 2)
         self._work = work
-        names = [name for shard in self.shards for name in shard.matrix_names]
         stored_in = [shard.name for shard in self.shards for _ in shard.layouts]
-        pairs = zip(names, layouts, work.matrices, stored_in, strict=True)
+        pairs = zip(self._names, layouts, work.matrices, stored_in, strict=True)
         matrices = [
             Matrix(kind + name, layout, item.compute, kind + tensor, returns=kind == _WEIGHT)
             for name, layout, item, tensor in pairs
@@ -270,7 +252,7 @@ class OwnerDriver(Driver):
                         self._own_groups[number] = {**group, "params": []}
             for param, place in members.values():
                 by_rows(self.owned_state[param])
-                if place_of(param) != place_of(place):
+                if address_of(param) != address_of(place):
                     place.copy_(param.detach())
                 param.data, param.grad = place.new_empty(0), None
             if self.host is not None:
@@ -284,13 +266,9 @@ class OwnerDriver(Driver):
                 torch._foreach_copy_(own, new)
 
         def run(load: LoadT, store: StoreT) -> None:
-            self._redistribution.run(load, compute, store)
+            self.redistribution.run(load, compute, store)
 
-        if self.host is None:
-            run(load, store)
-        else:
-            arriving = self._redistribution.arriving
-            self.host.run(run, load, store, weights, arriving, self.owned_state)
+        self._run_waves(run, load, store, weights, self.owned_state)
 
     def _lay_out(self, batch: WaveBatch) -> dict[int, tuple[nn.Parameter, Tensor]]:
         """Let the owned parameters be the matrices of a batch; return them with their places."""

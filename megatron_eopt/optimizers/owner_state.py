@@ -27,8 +27,8 @@ class _Entry:
     name: str  # its key in the state dict
     owner: int  # the rank that holds it
     shape: tuple[int, ...] | None  # None for a number
-    number: Any = None
-    problem: str = ""  # why it could not be restored
+    number: Any
+    problem: str  # why it could not be restored; empty if it could
 
 
 class OwnerState:
@@ -70,21 +70,6 @@ class OwnerState:
             states[entry.shard][entry.name] = value
         return states
 
-    def check(
-        self, groups: Sequence[ParamGroup], state: State, saved: Sequence[Mapping[str, Any]]
-    ) -> None:
-        """Raise unless :meth:`adopt` could take over what was saved; collective.
-
-        Raises:
-            ConfigurationError: On all ranks, if something is missing or has another shape.
-        """
-        _, entries = self._survey(groups, state)
-        mine = [p for entry in entries if (p := self._misfit(entry, saved[entry.shard]))]
-        known = of_every_rank(mine, self._ranks.group)
-        if problems := sorted({problem for some in known for problem in some}):
-            way_out = "Load what this optimizer saved"
-            raise ConfigurationError("state_dict", "incomplete", problems[0], way_out)
-
     def adopt(
         self, groups: Sequence[ParamGroup], state: State, saved: Sequence[Mapping[str, Any]]
     ) -> None:
@@ -115,15 +100,6 @@ class OwnerState:
         prefix = (matrices[item.matrix].name,) if len(matrices) > 1 else ()
         return "/".join((*prefix, *item.path))
 
-    def _misfit(self, entry: _Entry, saved: Mapping[str, Any]) -> str:
-        name = self._driver.shards[entry.shard].name
-        if entry.name not in saved:
-            return f"lacks {entry.name!r} of {name}"
-        shape = tuple(getattr(saved[entry.name], "shape", ()))
-        if entry.shape is not None and shape != entry.shape:
-            return f"has the shape {shape} and not {entry.shape} for {entry.name!r} of {name}"
-        return ""
-
     def _cut(self, entry: _Entry, whole: Tensor) -> Tensor:
         """Return this rank's rows of a tensor that its owner alone passes; collective."""
         if self._mesh is None:
@@ -136,11 +112,10 @@ class OwnerState:
 
 
 def _describe(shard: int, name: str, owner: int, value: Any) -> _Entry:
-    if isinstance(value, Tensor) and value.dim() and value.dtype == torch.float32:
-        return _Entry(shard, name, owner, tuple(value.shape))
-    if isinstance(value, bool | int | float):
-        return _Entry(shard, name, owner, None, value)
-    if isinstance(value, Tensor) and not value.dim():
-        return _Entry(shard, name, owner, None, value.cpu())
-    kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
-    return _Entry(shard, name, owner, None, problem=str(kind))
+    is_tensor = isinstance(value, Tensor)
+    if is_tensor and value.dim():
+        problem = "" if value.dtype == torch.float32 else str(value.dtype)
+        return _Entry(shard, name, owner, tuple(value.shape), None, problem)
+    problem = "" if is_tensor or isinstance(value, bool | int | float) else type(value).__name__
+    number = value.cpu() if is_tensor else value
+    return _Entry(shard, name, owner, None, None if problem else number, problem)

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 from megatron_eopt.base.errors import ConfigurationError, check_number
 
+_WAY_OUT = "use megatron-core's SelfAttention or MLASelfAttention with its DotProductAttention"
+
 
 @dataclass(frozen=True, eq=False)
 class Projection:
@@ -87,12 +89,8 @@ def projections(attention: Any) -> list[Projection]:
 def _weight(attention: Any, name: str) -> Tensor:
     weight = getattr(getattr(attention, name, None), "weight", None)
     if not isinstance(weight, Tensor):
-        raise ConfigurationError(
-            "qk_clip",
-            True,
-            f"scales the weight of {name}, and {type(attention).__name__} has none",
-            "Set qk_clip=False, or use megatron-core's SelfAttention or MLASelfAttention",
-        )
+        rule = f"scales the weight of {name}, and {type(attention).__name__} has none"
+        raise ConfigurationError("qk_clip", True, rule, f"Set qk_clip=False, or {_WAY_OUT}")
     return weight
 
 
@@ -119,21 +117,17 @@ def prepare(model_chunks: Iterable[nn.Module]) -> None:
 
 
 def _let_record(attention: Attention) -> None:
-    core = getattr(attention, "core_attention", None)
-    if isinstance(core, DotProductAttention):
-        _record(core)
+    core: Any = getattr(attention, "core_attention", None)
+    if isinstance(core, DotProductAttention) and not hasattr(core, "current_max_attn_logits"):
+        core.current_max_attn_logits = None
+        core.scale_mask_softmax.register_forward_pre_hook(functools.partial(_note, core))
     known = isinstance(attention, SelfAttention | MLASelfAttention)
     if known and hasattr(core, "current_max_attn_logits"):
         return
     argument = "qk_clip" if attention.config.qk_clip else "log_max_attention_logit"
     pair = f"{type(attention).__name__} with {type(core).__name__}"
-    raise ConfigurationError(
-        argument,
-        True,
-        f"needs the largest logit of each head, which {pair} does not record",
-        f"Set {argument}=False, or use megatron-core's SelfAttention or MLASelfAttention with its "
-        "DotProductAttention",
-    )
+    rule = f"needs the largest logit of each head, which {pair} does not record"
+    raise ConfigurationError(argument, True, rule, f"Set {argument}=False, or {_WAY_OUT}")
 
 
 def _check(attention: Attention) -> None:
@@ -154,12 +148,6 @@ def _check(attention: Attention) -> None:
     ):
         rule = "scales weights before a norm of queries and keys, which takes the scale out again"
         raise ConfigurationError("qk_clip", True, rule, "Set qk_clip=False, or qk_layernorm=False")
-
-
-def _record(core: Any) -> None:
-    if not hasattr(core, "current_max_attn_logits"):
-        core.current_max_attn_logits = None
-        core.scale_mask_softmax.register_forward_pre_hook(functools.partial(_note, core))
 
 
 @torch.no_grad()

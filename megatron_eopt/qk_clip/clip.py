@@ -1,32 +1,29 @@
 """Scales query and key weights, the main ones and the model's, by what attention has recorded."""
 
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.base.places import place_of
+from megatron_eopt.base.address import address_of
 from megatron_eopt.qk_clip.attention import attentions, projections
 from megatron_eopt.stores.buffers import process_groups
 
-_numbers = itertools.count()
-_CHAINS: WeakKeyDictionary[nn.Module, WeakValueDictionary[int, Any]] = WeakKeyDictionary()
+_CHAINS: WeakKeyDictionary[nn.Module, WeakSet[Any]] = WeakKeyDictionary()
 
 
 def remember(model_chunks: Sequence[Any], chain: Any) -> None:
     """Note whose members store the main weights of a model."""
-    number = next(_numbers)
     for chunk in model_chunks:
         if isinstance(chunk, nn.Module):
-            _CHAINS.setdefault(chunk, WeakValueDictionary())[number] = chain
+            _CHAINS.setdefault(chunk, WeakSet()).add(chain)
 
 
+@torch.no_grad()
 def clip_qk(model: Sequence[Any], log_max_only: bool = False) -> float:
     """Clip attention logits by way of the weights that make them; collective over the world.
 
@@ -43,22 +40,13 @@ def clip_qk(model: Sequence[Any], log_max_only: bool = False) -> float:
 
     Returns:
         The largest logit of all layers of the whole model, 0 if none was recorded.
-
-    Raises:
-        ConfigurationError: If the model's main weights are another optimizer's.
     """
-    with torch.no_grad():
-        return _clip(model, log_max_only=log_max_only)
-
-
-def _clip(model: Sequence[Any], *, log_max_only: bool) -> float:
     found = [attention for chunk in model for attention in attentions(chunk)]
-    # before any exchange, so that nobody waits for a rank that refuses
-    chains = [] if log_max_only else _chains_of(model, found)
-    recorded = [_take(attention) for attention in found]
-    maxima = _over_all_tokens(model, found, recorded)
-    if not log_max_only:
-        _scale(chains, _factors(found, maxima))
+    maxima = _over_all_tokens(model, found, [_take(attention) for attention in found])
+    if not log_max_only and (factors := _factors(found, maxima)):
+        chains = {chain for chunk in model for chain in _CHAINS.get(chunk, ())}
+        # the one that was built last owns what several have
+        _scale(sorted(chains, key=lambda chain: chain.number), factors)
     return _largest(model, maxima)
 
 
@@ -80,24 +68,8 @@ def _factors(found: Sequence[Any], maxima: Sequence[Tensor]) -> dict[Tensor, Ten
         rank = found[place].pg_collection.tp.rank()
         for item in projections(found[place]):
             if item.weight.requires_grad:
-                mine = item.factors(eta, rank)
-                # modules may share a weight
-                factors[item.weight] = torch.minimum(mine, factors.get(item.weight, mine))
+                factors[item.weight] = item.factors(eta, rank)
     return factors
-
-
-def _chains_of(model: Sequence[Any], found: Sequence[Any]) -> list[Any]:
-    """Return what stores the main weights of the model."""
-    chains = {number: chain for chunk in model for number, chain in _CHAINS.get(chunk, {}).items()}
-    if chains:
-        # of a weight that several have, the one that was built last writes last
-        return [chains[number] for number in sorted(chains)]
-    weights = [item.weight for attention in found for item in projections(attention)]
-    if odd := [weight for weight in weights if hasattr(weight, "main_param")]:
-        rule = "has main weights that only the optimizer knows which made them"
-        way_out = "Build it with megatron_eopt.get_megatron_optimizer"
-        raise ConfigurationError("model", tuple(odd[0].shape), rule, way_out)
-    return []
 
 
 def _take(attention: Any) -> Tensor:
@@ -109,10 +81,6 @@ def _take(attention: Any) -> Tensor:
         device = next(attention.parameters()).device
         return torch.full((heads,), -math.inf, device=device)
     core.current_max_attn_logits = None
-    if recorded.shape != (heads,):
-        rule = f"must have one number for each of the {heads} heads of this rank"
-        way_out = "Record the largest logit of each local head"
-        raise ConfigurationError("current_max_attn_logits", recorded.shape, rule, way_out)
     return recorded.detach().float()  # type: ignore[no-any-return]
 
 
@@ -144,8 +112,9 @@ def _group(model: Sequence[Any], name: str) -> Any:
 
 def _largest(model: Sequence[Any], maxima: Sequence[Tensor]) -> float:
     device = next((p.device for chunk in model for p in chunk.parameters()), "cpu")
-    largest = torch.stack([item.max() for item in maxima]).max() if maxima else None
-    value = torch.full((), -math.inf, device=device) if largest is None else largest.clone()
+    value = torch.full((), -math.inf, device=device)
+    for heads in maxima:
+        value = torch.maximum(value, heads.max())
     distributed.all_reduce(value, distributed.ReduceOp.MAX, group=_group(model, "mp"))
     found = float(value)
     return 0.0 if found == -math.inf else found
@@ -153,8 +122,6 @@ def _largest(model: Sequence[Any], maxima: Sequence[Tensor]) -> float:
 
 def _scale(chains: Sequence[Any], factors: dict[Tensor, Tensor]) -> None:
     """Multiply the rows of weights, and their main weights, by their factors."""
-    if not factors:
-        return
     stored = {
         item.param: item
         for chain in chains
@@ -184,7 +151,7 @@ def _scale_one(weight: Tensor, rows: Tensor, item: Any) -> None:
         weight.detach().copy_(main.view(weight.shape))
         return
     own = weight.detach().view(-1)[item.start : item.stop]
-    if place_of(item.main) == place_of(own):
+    if address_of(item.main) == address_of(own):
         weight.detach().mul_(column)
         return
     flat = rows.repeat_interleave(weight[0].numel())[item.start : item.stop]

@@ -11,13 +11,11 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from megatron_eopt.routing.overrides import USUAL_VALUES
 from megatron_eopt.routing.routes import Route
 
 GROUP_ID = "group_id"
 """Key of a parameter group that holds its identity."""
-
-USUAL_VALUES = {"wd_mult": 1.0, "lr_mult": 1.0, "is_decoupled_lr": False}
-"""What megatron-core's groups have where nothing else was asked for."""
 
 
 @dataclass(frozen=True)

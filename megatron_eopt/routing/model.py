@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from megatron.core import optimizer as megatron_optimizer
@@ -11,20 +12,20 @@ from megatron_eopt.base.agreement import agreed, everyones, is_rank_0, of_every_
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import STANDARD_OPTIMIZERS
 from megatron_eopt.matrices import Split
-from megatron_eopt.routing.callers_grouping import with_callers_grouping
 from megatron_eopt.routing.global_names import counted_names, name_parameters
 from megatron_eopt.routing.groups import Group, GroupKey, build_groups, key_of, summarize
-from megatron_eopt.routing.overrides import check_overrides, recounted, unmatched
+from megatron_eopt.routing.overrides import check_overrides, unmatched, with_callers_grouping
 from megatron_eopt.routing.parameters import ModelParameter, trainable_parameters
 from megatron_eopt.routing.routes import Route, route_all
 from megatron_eopt.routing.splits import QKV_TAG, declared_qkv, find_splits
-from megatron_eopt.routing.table import format_table, routing_rows
 from megatron_eopt.settings.arguments import qkv_split_shapes
-from megatron_eopt.settings.checks import check_values_of, warn_of_unused
+from megatron_eopt.settings.checks import check_values, warn_of_unused
 from megatron_eopt.settings.registry import Overrides
-from megatron_eopt.settings.settings import Settings, resolve
+from megatron_eopt.settings.settings import RunSettings, Settings, resolve
 
 logger = logging.getLogger(__name__)
+
+_COLUMNS = ("parameter", "shape", "optimizer", "split", "lr", "weight decay", "why")
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,11 @@ class Routing:
 
 
 def overrides_for(settings: Settings, overrides: Overrides | None) -> Overrides:
-    """Return a caller's overrides, checked, or megatron-core's standard ones for None."""
-    if overrides is None:
-        overrides = megatron_optimizer.get_standard_config_overrides(settings.config)
-    check_overrides(overrides, settings)
-    return overrides
+    """Return a caller's overrides, or megatron-core's standard ones for None."""
+    if overrides is not None:
+        return overrides
+    standard: Overrides = megatron_optimizer.get_standard_config_overrides(settings.config)
+    return standard
 
 
 def route_model(
@@ -106,22 +107,16 @@ def route_parameters(
     """
 
     def routed() -> list[Route]:
-        check_overrides(overrides, settings)
+        check_overrides(overrides)
         return route_all(parameters, overrides, settings)
 
     routes = agreed(routed)
     lost = frozenset(unmatched(parameters, overrides))
-    reports = of_every_rank((summarize(routes), lost, recounted(parameters, overrides)))
-    summaries = [summary for groups, _, _ in reports for summary in groups]
+    reports = of_every_rank((summarize(routes), lost))
+    summaries = [summary for groups, _ in reports for summary in groups]
     if summaries:
-        for description in sorted(frozenset.intersection(*(lost for _, lost, _ in reports))):
+        for description in sorted(frozenset.intersection(*(lost for _, lost in reports))):
             logger.warning("config_overrides: no parameter matches %s", description)
-    for description in sorted({words for _, _, others in reports for words in others}):
-        logger.info(
-            "unlike megatron-core: in config_overrides %s means names in the whole model: layers "
-            "and experts are counted over all ranks, and a tied output layer is the embedding",
-            description,
-        )
     groups = build_groups(routes, summaries)
     routing = Routing(routes, groups, {})
     names = routing.optimizers
@@ -130,7 +125,7 @@ def route_parameters(
         text = "optimizer=%r steps nothing: no trainable parameter is a matrix, so %s steps all"
         logger.warning(text, settings.optimizer, " and ".join(sorted(names)))
 
-    agreed(lambda: check_values_of(settings.config, names | {settings.optimizer, settings.scalar}))
+    agreed(lambda: check_values(settings.config, names))
     warn_of_unused(settings.config, settings.optimizer, names | {settings.scalar})
     return routing
 
@@ -207,9 +202,30 @@ def routing_table(
     return format_routing(settings, route_model(settings, model_chunks, overrides))
 
 
-def format_routing(settings: Settings, routing: Routing) -> str:
-    """Return a routing as a table."""
-    rows = routing_rows(
-        routing.groups, routing.splits, lr=settings.lr, weight_decay=settings.weight_decay
-    )
-    return format_table(rows)
+def format_routing(settings: RunSettings, routing: Routing) -> str:
+    """Return a Markdown table of this rank's parameters, in model order."""
+    rows = []
+    for group in routing.groups:
+        values: dict[str, Any] = dict(group.key.values)
+        decay = settings.weight_decay * values.get("wd_mult", 1.0)
+        rate = values.get("max_lr", settings.lr)
+        rates = ("" if rate is None else f"{rate:g}", f"{decay:g}")
+        for route in group.members:
+            item = route.parameter
+            shape = " x ".join(map(str, item.shape)) + (" (expert)" if item.is_expert else "")
+            cells = (item.name, shape, route.optimizer, _describe(routing.splits.get(item.param)))
+            rows.append((item.order, (*cells, *rates, route.why)))
+    cells_of = [row for _, row in sorted(rows)]
+    widths = [max(map(len, column)) for column in zip(_COLUMNS, *cells_of, strict=True)]
+    lines = [_COLUMNS, ["-" * width for width in widths], *cells_of]
+    padded = (map(str.ljust, line, widths) for line in lines)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in padded)
+
+
+def _describe(split: Split | None) -> str:
+    """Return the parts of a split, for example ``qkv: q 64 x 32, k 32 x 32, v 32 x 32``."""
+    if split is None:
+        return "-"
+    sizes = ((p.name, *([p.count] if p.count > 1 else []), *p.shape) for p in split.parts)
+    parts = (f"{name} {' x '.join(map(str, numbers))}" for name, *numbers in sizes)
+    return f"{split.kind}: " + ", ".join(parts)

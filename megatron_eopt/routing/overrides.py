@@ -1,29 +1,27 @@
-"""One parameter's settings, merged from every override that matches it."""
+"""Overrides: settings of the parameters that a key matches."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.core.optimizer.optimizer_config import (
-    ParamKey,
-)
+import torch
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 
 from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError, check_number
+from megatron_eopt.base.upstream import found
 from megatron_eopt.routing.parameters import ModelParameter
 from megatron_eopt.settings.registry import Overrides
-from megatron_eopt.settings.settings import RunSettings
+from megatron_eopt.settings.settings import Settings
 
 _NOT_NEGATIVE = frozenset(
     {"max_lr", "min_lr", "start_wd", "end_wd", "wd_mult", "lr_mult", "lr", "weight_decay"}
 )
 
 
-@dataclass(frozen=True)
-class Merged:
-    """What the overrides say about one parameter."""
+USUAL_VALUES = {"wd_mult": 1.0, "lr_mult": 1.0, "is_decoupled_lr": False}
+"""What megatron-core's groups have where nothing else was asked for."""
 
-    values: Mapping[str, Any] = field(default_factory=dict)  # the merged override
-    labels: tuple[str, ...] = ()  # descriptions of the keys it was merged from, sorted
+_NO_SETTINGS = frozenset({"params", "is_expert_parallel", "default_config"})
+"""Of groups that a caller's function makes."""
 
 
 def describe(key: ParamKey) -> str:
@@ -36,11 +34,8 @@ def describe(key: ParamKey) -> str:
     return ", ".join(sorted(parts)) or "matches nothing"
 
 
-def check_overrides(overrides: Overrides, settings: RunSettings) -> None:
+def check_overrides(overrides: Overrides) -> None:
     """Raise a ConfigurationError or ConfigurationTypeError for what no parameter group can hold."""
-    early, off_load = "overlap_param_gather_with_optimizer_step", "optimizer_cpu_offload"
-    on = settings.upstream_modes
-    whole_run = {early: early in on, off_load: off_load in on or settings.offload_fraction > 0}
     for key, values in overrides.items():
         if not isinstance(key, ParamKey):
             rule, way_out = "each key must be a ParamKey", "Wrap the name in ParamKey"
@@ -56,13 +51,15 @@ def check_overrides(overrides: Overrides, settings: RunSettings) -> None:
             except TypeError as error:
                 rule, way_out = "must be hashable", "Use a tuple, not a list"
                 raise ConfigurationTypeError(argument, value, rule, way_out) from error
-            if name in whole_run and value != whole_run[name]:
-                rule = "concerns the whole optimizer, not a group of parameters"
-                raise ConfigurationError(argument, value, rule, f"Set {name} in the config")
 
 
-def merge(parameter: ModelParameter, overrides: Overrides) -> Merged:
-    """Return the union of all overrides that match ``parameter``, which may not disagree."""
+def merge(
+    parameter: ModelParameter, overrides: Overrides
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the union of all overrides that match ``parameter``, which may not disagree.
+
+    With it come descriptions of the keys that it was merged from, sorted.
+    """
     said: dict[str, tuple[Any, str]] = {}  # values with the labels of their keys
     labels: set[str] = set()
     for key, override in overrides.items():
@@ -77,8 +74,7 @@ def merge(parameter: ModelParameter, overrides: Overrides) -> Merged:
                 rule += f"{label!r}, which says {value!r}"
                 way_out = "Let the two keys match different parameters"
                 raise ConfigurationError(f"config_overrides[...][{name!r}]", value, rule, way_out)
-    values = {name: value for name, (value, _) in said.items()}
-    return Merged(values, tuple(sorted(labels)))
+    return {name: value for name, (value, _) in said.items()}, tuple(sorted(labels))
 
 
 def unmatched(parameters: Sequence[ModelParameter], overrides: Overrides) -> list[str]:
@@ -90,14 +86,37 @@ def unmatched(parameters: Sequence[ModelParameter], overrides: Overrides) -> lis
     ]
 
 
-def recounted(parameters: Sequence[ModelParameter], overrides: Overrides) -> list[str]:
-    """Return descriptions of the keys that by this rank's own count of layers match others."""
-    renamed = [item for item in parameters if item.name != item.matched_name]
-    return [
-        describe(key)
-        for key in overrides
-        if any(
-            key.matches(item.param, item.name) != key.matches(item.param, item.matched_name)
-            for item in renamed
-        )
-    ]
+def with_callers_grouping(
+    settings: Settings, model_chunks: Sequence[torch.nn.Module], overrides: Overrides
+) -> Overrides:
+    """Return the overrides that a caller's own grouping function, called with these, amounts to.
+
+    ms-swift, for one, replaces ``megatron.core.optimizer._get_param_groups`` to give parts of a
+    model learning rates of their own. What its groups say becomes an override for each; which
+    optimizer a parameter gets, and what identifies a group, is decided as always. Where
+    megatron-core's own function is in place they are ``overrides``.
+    """
+    grouping = found("_get_param_groups")
+    home = getattr(grouping, "__globals__", {}).get("__name__", "")
+    if grouping is None or home.startswith("megatron.core."):
+        return overrides
+    usual = {**USUAL_VALUES, "max_lr": settings.lr, "min_lr": settings.min_lr}
+    result = {}
+    for group in grouping(model_chunks, settings.config, overrides):
+        values = {
+            name: value
+            for name, value in group.items()
+            if name not in _NO_SETTINGS and not (name in usual and value == usual[name])
+        }
+        if values:
+            result[_key(values, group["params"])] = values
+    return result
+
+
+def _key(values: Mapping[str, Any], params: Sequence[torch.Tensor]) -> ParamKey:
+    """Return what matches ``params`` alone, with a name that is the same on every rank."""
+    members = {id(param) for param in params}
+    name = ", ".join(f"{key}={value}" for key, value in sorted(values.items()))
+    label = f"the caller's group with {name}"
+    predicate = ParamWithNamePredicate(name=label, fn=lambda param, _: id(param) in members)
+    return ParamKey(with_name_predicate=predicate)

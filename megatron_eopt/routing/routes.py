@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_eopt.base.errors import ConfigurationError, check_choice
 from megatron_eopt.base.names import NO_MUON_ATTRIBUTE
-from megatron_eopt.routing.overrides import Merged, merge
+from megatron_eopt.routing.overrides import merge
 from megatron_eopt.routing.parameters import ModelParameter
 from megatron_eopt.settings.registry import (
     Overrides,
@@ -45,33 +45,34 @@ def route_all(
 def _route(
     parameter: ModelParameter, overrides: Overrides, defaults: Overrides, settings: Settings
 ) -> Route:
-    wanted = merge(parameter, overrides)
-    default = _by_default(parameter, defaults, settings)
-    values = {**default.values, **wanted.values}
+    wanted, labels = merge(parameter, overrides)
+    default, reasons = _by_default(parameter, defaults, settings)
+    values = {**default, **wanted}
     optimizer = values.pop("optimizer", settings.optimizer)
-    if "optimizer" in wanted.values:
-        why = "config_overrides: " + "; ".join(wanted.labels)
+    if "optimizer" in wanted:
+        why = "config_overrides: " + "; ".join(labels)
         _check_wish(parameter, optimizer)
     elif optimizer != settings.optimizer or not defaults:
-        why = "; ".join(default.labels) or "every parameter"
+        why = "; ".join(reasons) or "every parameter"
     else:
         why = "matrix"
-    return Route(parameter, optimizer, values, wanted.labels, why)
+    return Route(parameter, optimizer, values, labels, why)
 
 
-def _by_default(parameter: ModelParameter, defaults: Overrides, settings: Settings) -> Merged:
+def _by_default(
+    parameter: ModelParameter, defaults: Overrides, settings: Settings
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return a parameter's settings where no override of the user's matches, and why."""
     excluded = parameter.is_excluded and not settings.takes_excluded
     reason = f"{NO_MUON_ATTRIBUTE}=False" if excluded else parameter.why_not_matrix
     rule = next(filter(is_our_rule, defaults), None)
-    others = {key: value for key, value in defaults.items() if key is not rule}
-    merged = merge(parameter, others)
+    values, labels = merge(parameter, {k: v for k, v in defaults.items() if k is not rule})
     if rule is not None and reason:
         # the parameter knows more than the key's predicate can see
-        values = {**merged.values, **defaults[rule]}
-        return Merged(values, (reason, *merged.labels))
+        return {**values, **defaults[rule]}, (reason, *labels)
     if settings.router_to_scalar and parameter.is_router and defaults:
-        return Merged({**merged.values, "optimizer": settings.scalar}, ("router", *merged.labels))
-    return merged
+        return {**values, "optimizer": settings.scalar}, ("router", *labels)
+    return values, labels
 
 
 def _check_wish(parameter: ModelParameter, optimizer: str) -> None:

@@ -11,15 +11,15 @@ A user declares a weight's split on the parameter, where it wins over everything
 import logging
 import re
 from collections.abc import Callable, Collection, Container, Iterable, Iterator
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.utils import get_pg_size
 from torch import nn
 
-from megatron_eopt.base.errors import ConfigurationError, check_choice
-from megatron_eopt.matrices import Split, SplitT, check_fits, local_shape, qkv, whole
+from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.matrices import Split, SplitT, local_shape, qkv, whole
 from megatron_eopt.routing.fused import fused_weight
 from megatron_eopt.routing.parameters import cut_dimension
 
@@ -32,24 +32,8 @@ QKV_TAG = "_tagged_qkv_split_shapes"
 _ADAPTED = re.compile(r"\.(to_wrap|base_layer)$")
 
 # Names that fused projections go by, in megatron-core and in models ported to it.
-_FUSED_NAMES = frozenset(
-    {
-        "linear_qkv",
-        "linear_kv",
-        "linear_qkv_down_proj",
-        "in_proj",
-        "in_proj_qkv",
-        "in_proj_qkvz",
-        "in_proj_ba",
-        "qkv",
-        "qkv_proj",
-        "wqkv",
-        "kv_proj",
-        "query_key_value",
-        "gate_up_proj",
-        "w13",
-        "c_attn",
-    }
+_FUSED_NAME = re.compile(
+    r"(linear_)?(qkv|kv|wqkv)(_down)?(_proj)?|in_proj(_\w+)?|gate_up_proj|w13|c_attn|query_key_value"
 )
 
 
@@ -77,11 +61,9 @@ def find_splits(
     is named in one warning.
 
     Raises:
-        ConfigurationError: If ``which`` has an unknown name; if a split
-            does not fit its weight; if a fused weight is cut by weight rematerialization.
+        ConfigurationError: If a split does not fit its weight, or a fused weight is cut by weight
+            rematerialization.
     """
-    for kind in which:
-        check_choice("which", kind, get_args(SplitT.__value__))
     unknown: list[str] = []
     found = {
         weight.param: _split_of(weight, () if weight.param in unsplit else which, unknown)
@@ -185,20 +167,23 @@ def _fitted(
         shape[-2] = rows
     try:
         split = build(tuple(shape))
-        local_shape(split, size, dim)
+        expected = local_shape(split, size, dim)
     except ConfigurationError as error:
         rule = f"cannot be split, because {str(error).rstrip('.')}"
         way_out = "Correct what is declared for this weight, or leave this kind of split off"
         raise ConfigurationError(weight.name, local, rule, way_out) from error
-    check_fits(weight.name, local, split, size, dim)
+    if local != expected:
+        rule = f"must have the shape {expected} of the {split.kind} split {split.describe()}"
+        way_out = "Declare this weight's own split, or leave this kind of split off"
+        raise ConfigurationError(weight.name, local, rule, way_out)
     return split
 
 
 def _looks_fused(weight: _Weight) -> bool:
     """Tell by name, or by megatron-core's own marks, that a weight holds several matrices."""
-    names = {weight.child, weight.name.rpartition(".")[2].removesuffix("_weight")}
+    names = (weight.child, weight.name.rpartition(".")[2].removesuffix("_weight"))
     return weight.param.dim() == 2 and (
-        bool(names & _FUSED_NAMES)
+        any(map(_FUSED_NAME.fullmatch, names))
         or len(getattr(weight.param, "partition_sizes", None) or ()) > 1
         or getattr(weight.param, "partition_stride", 1) > 1
     )

@@ -7,14 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.base.names import STANDARD_OPTIMIZERS
-from megatron_eopt.settings.config import EmergingOptimizerConfig
-from megatron_eopt.settings.fields import (
-    constructor_arguments,
-    kwargs_from_config,
-    required_arguments,
-)
-from megatron_eopt.settings.registry import entry_of, optimizer_names, prefixes_of
+from megatron_eopt.settings.fields import constructor_arguments, kwargs_from_config
+from megatron_eopt.settings.registry import entry_of, prefixes_of
 from megatron_eopt.settings.settings import RunSettings
 
 RATE_TO_COME = 1.0
@@ -61,27 +55,7 @@ def emerging_kwargs(
         kwargs.setdefault("betas", (config.adam_beta1, config.adam_beta2))
     if "pg_collection" in arguments:
         kwargs["pg_collection"] = pg_collection
-    if lacking := [name for name in required_arguments(optimizer_cls) if name not in kwargs]:
-        fields = ", ".join(f"{prefixes[0]}_{name}" for name in lacking)
-        rule = f"needs {', '.join(lacking)}, which no field of the configuration gives"
-        way_out = f"Use a subclass of the configuration with the field {fields}"
-        raise ConfigurationError("optimizer", prefixes[0], rule, way_out)
     return kwargs
-
-
-def offered_names() -> tuple[str, ...]:
-    """Return the names of all optimizers that a configuration without further fields can make."""
-
-    def is_made(name: str) -> bool:
-        if name in STANDARD_OPTIMIZERS or (entry := entry_of(name)).config_to_kwargs is not None:
-            return True
-        try:
-            emerging_kwargs(entry.optimizer_cls, prefixes_of(name), EmergingOptimizerConfig())
-        except ConfigurationError:
-            return False
-        return True
-
-    return tuple(filter(is_made, optimizer_names()))
 
 
 def muon_family_kwargs(

@@ -12,11 +12,7 @@ from dataclasses import MISSING
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.base.names import OLD_SPELLINGS
-
 _MISSING: Any = object()
-_OLD_NAMES = {new: old for old, new in OLD_SPELLINGS.items()}
 
 
 class FieldType(NamedTuple):
@@ -44,26 +40,14 @@ def field_types(config_cls: type) -> dict[str, FieldType]:
 
 def constructor_arguments(optimizer_cls: type) -> list[str]:
     """Return the names of a class's constructor arguments, following ``**kwargs`` to its bases."""
-    return list(_parameters(optimizer_cls))
-
-
-def required_arguments(optimizer_cls: type) -> list[str]:
-    """Return the names of those that have no default."""
-    parameters = _parameters(optimizer_cls)
-    return [name for name, p in parameters.items() if p.default is inspect.Parameter.empty]
-
-
-def _parameters(optimizer_cls: type) -> dict[str, inspect.Parameter]:
-    found: dict[str, inspect.Parameter] = {}
+    found: dict[str, None] = {}
     for init in (vars(cls)["__init__"] for cls in optimizer_cls.__mro__ if "__init__" in vars(cls)):
         parameters = inspect.signature(init).parameters.values()
         variable = {p.name for p in parameters if p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
-        for parameter in parameters:
-            if parameter.name not in (variable | {"self", "params"}):
-                found.setdefault(parameter.name, parameter)
+        found |= {p.name: None for p in parameters if p.name not in variable | {"self", "params"}}
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             break
-    return found
+    return list(found)
 
 
 def kwargs_from_config(
@@ -71,20 +55,12 @@ def kwargs_from_config(
 ) -> dict[str, Any]:
     """Return the constructor arguments that ``config``, or its like, has a value for.
 
-    Of several prefixes the most specific comes first. An old spelling and the present one that
-    disagree are a ConfigurationError.
+    Of several prefixes the most specific comes first.
     """
     prefixes = (prefix,) if isinstance(prefix, str) else tuple(prefix)
     names = constructor_arguments(optimizer_cls)
     values = {name: _look_up(name, prefixes, config) for name in names}
     return {name: value for name, value in values.items() if value is not _MISSING}
-
-
-def check_old_spellings(config: object, prefixes: Sequence[str]) -> None:
-    """Raise a ConfigurationError if an old spelling and the present one of a field disagree."""
-    for prefix in prefixes:
-        for name in OLD_SPELLINGS.values():
-            _resolve_old_spelling(name, prefix, config)
 
 
 def first_field(config: object, name: str, prefixes: Sequence[str], default: Any = None) -> Any:
@@ -109,7 +85,6 @@ def unconsumed(config: object, prefixes: Sequence[str], consumed: Iterable[str])
 def consumed_fields(optimizer_cls: type, prefixes: Sequence[str]) -> set[str]:
     """Return the prefixed field names that the constructor's arguments are looked up under."""
     names = constructor_arguments(optimizer_cls)
-    names += [old for old, new in OLD_SPELLINGS.items() if new in names]
     if "betas" in names:
         names += ["beta1", "beta2"]
     return {f"{prefix}_{name}" for prefix in prefixes for name in names}
@@ -126,26 +101,10 @@ def field_defaults(config: object) -> dict[str, Any]:
 
 def _look_up(name: str, prefixes: Sequence[str], config: object) -> Any:
     for prefix in prefixes:
-        value = _resolve_old_spelling(name, prefix, config)
+        value = getattr(config, f"{prefix}_{name}", _MISSING)
         if value is not _MISSING and not (value is None and name in ("lr", "min_lr")):
             return value
         betas = [getattr(config, f"{prefix}_beta{number}", _MISSING) for number in (1, 2)]
         if name == "betas" and _MISSING not in betas:
             return tuple(betas)
     return getattr(config, name, _MISSING)
-
-
-def _resolve_old_spelling(name: str, prefix: str, config: object) -> Any:
-    field = f"{prefix}_{name}"
-    value = getattr(config, field, _MISSING)
-    if name not in _OLD_NAMES:
-        return value
-    old_field = f"{prefix}_{_OLD_NAMES[name]}"
-    old_value = getattr(config, old_field, None)
-    if old_value is None:
-        return value
-    default = field_defaults(config).get(field, _MISSING)
-    if value is not _MISSING and value not in (default, old_value):
-        rule = f"is an old spelling of {field}, which says {value!r}"
-        raise ConfigurationError(old_field, old_value, rule, f"Keep {field} only")
-    return old_value

@@ -35,7 +35,6 @@ StateLayoutT = Literal["element_wise", "matrix_update", "matrix_state"]
 """
 
 _entries: dict[str, "EmergingOptimizerEntry"] = {}
-_from_packages: set[tuple[str, str]] = set()
 
 
 def is_nonlinear_or_embedding(param: torch.Tensor) -> bool:
@@ -139,15 +138,6 @@ def register_optimizer(
         rule = "must be an EmergingOptimizerEntry or an optimizer class"
         way_out = "Wrap it in an EmergingOptimizerEntry"
         raise ConfigurationTypeError("register_optimizer(entry)", entry, rule, way_out)
-    if entry.state_layout == "matrix_update" and not steps_in_pieces(entry.optimizer_cls):
-        raise ConfigurationError(
-            "register_optimizer(state_layout)",
-            entry.state_layout,
-            f"is for classes that step parts of parameters, and {entry.optimizer_cls.__name__} "
-            "steps whole ones by itself",
-            "Leave it out (matrix_state), or derive the class from TensorParallelMuon and override "
-            "nothing that a step calls",
-        )
     _entries[name] = entry
     return entry.optimizer_cls
 
@@ -162,16 +152,14 @@ def entries() -> dict[str, EmergingOptimizerEntry]:
     for name, entry in _entries.items():
         if not isinstance(entry, EmergingOptimizerEntry):
             _entries[name] = _adopted(entry)
-    for point in _entry_points():
-        if (known := (point.name, point.value)) in _from_packages:
-            continue
-        _from_packages.add(known)
+    while points := _entry_points():
+        point = points.pop(0)
         try:
             register_optimizer(point.name, point.load())
         except Exception as error:
             # no reason why a run with another optimizer should not start
             text = "optimizer %r cannot be had from %r of an installed package: %s: %s"
-            logger.warning(text, *known, type(error).__name__, error)
+            logger.warning(text, point.name, point.value, type(error).__name__, error)
     return _entries
 
 
@@ -186,9 +174,9 @@ def _adopted(entry: Any) -> EmergingOptimizerEntry:
 
 
 @functools.cache
-def _entry_points() -> tuple[importlib.metadata.EntryPoint, ...]:
-    # looking through all installed packages takes some 50 ms
-    return tuple(importlib.metadata.entry_points(group=ENTRY_POINTS))
+def _entry_points() -> list[importlib.metadata.EntryPoint]:
+    """Return those that have not been loaded."""
+    return list(importlib.metadata.entry_points(group=ENTRY_POINTS))
 
 
 def entry_of(name: str) -> EmergingOptimizerEntry:

@@ -9,10 +9,9 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
+from megatron_eopt.base.address import address_of
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import MOMENTUM, STEP
-from megatron_eopt.base.places import place_of
-from megatron_eopt.base.upstream import check_instance, needed
 from megatron_eopt.matrices import Split
 from megatron_eopt.routing.parameters import cut_dimension
 from megatron_eopt.stores.all_reduced import AllReducedBuffer
@@ -117,7 +116,6 @@ class FragmentsOptimizer(Storage, DistributedOptimizer):
     _is_quantized = False  # whether the model's weights have 8 or 4 bits
 
     def __init__(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        needed("DistributedOptimizer")
         # megatron-core knows how to make Adam's state alone; ours is made before it asks
         kwargs.setdefault("init_state_fn", lambda *_: None)
         super().__init__(optimizer, *args, **kwargs)
@@ -126,7 +124,6 @@ class FragmentsOptimizer(Storage, DistributedOptimizer):
         self.main_of: dict[Tensor, Tensor] = {}
         if self.is_stub_optimizer:
             return
-        check_instance("DistributedOptimizer", self)
         groups = zip(
             (*self.model_fp32_groups, *self.model_float16_groups),
             (*self.shard_fp32_groups, *self.shard_fp32_from_float16_groups),
@@ -219,7 +216,7 @@ class FragmentsOptimizer(Storage, DistributedOptimizer):
             return
         pairs = [(self._param_view(param), main) for param, main in self.main_of.items()]
         # a float32 parameter is its own main weight, unless a caller has moved one of them
-        apart = [(view, main) for view, main in pairs if place_of(view) != place_of(main)]
+        apart = [(view, main) for view, main in pairs if address_of(view) != address_of(main)]
         if apart:
             views, mains = zip(*apart, strict=True)
             torch._foreach_copy_(views, mains)

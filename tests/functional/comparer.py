@@ -12,8 +12,9 @@ import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, takewhile
+from typing import Any
 
-from tests.functional.metrics import METRICS, Metrics
+from tests.functional.metrics import METRICS, Metrics, first_values
 
 type Tolerances = Mapping[str, float | Sequence[float]]
 """Largest relative differences by metric: one for all values, or one for each."""
@@ -92,6 +93,14 @@ def values_compared(tolerances: Tolerances) -> int:
         assert isinstance(values, Sequence)
         allowed += values
     return len(list(takewhile(lambda value: value <= LARGEST, allowed)))
+
+
+def differences_from(record: Mapping[str, Any], found: Metrics) -> list[str]:
+    """Return where a run differs from a recorded one, in the values that last bits leave equal."""
+    tolerances = tolerances_of(record["spread"])
+    values = values_compared(tolerances)
+    expected, found = (first_values(item, values) for item in (record["metrics"], found))
+    return differences(expected, found, tolerances)
 
 
 def differences(

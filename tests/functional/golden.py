@@ -1,6 +1,5 @@
 """Recorded values and their spread: one JSON file per case and environment."""
 
-import contextlib
 import importlib.metadata
 import json
 import platform
@@ -25,19 +24,6 @@ SEEDS = 6
 _BASIS = [*SHARED, f"{SEEDS} {LARGEST_MOVE} {MOVED_OF_16_BITS}"]
 """What all records depend on: the flags of all cases, and how a spread is measured."""
 
-_PROCESSOR = (
-    "model name",
-    "cpu family",
-    "model",
-    "stepping",
-    "cache size",
-    "CPU implementer",
-    "CPU variant",
-    "CPU part",
-    "CPU revision",
-)
-_VERSIONS = ("torch", "megatron-core", "emerging-optimizers")
-
 
 class GoldenError(ValueError):
     """A recorded file that is absent or stale; the message says how to record it."""
@@ -58,25 +44,12 @@ def path_of(name: str, environment: Environment, folder: Path = FOLDER) -> Path:
 
 def description(environment: Environment) -> dict[str, str]:
     """Return what a result may depend on here: versions and the kind of machine."""
-    found = {name: importlib.metadata.version(name) for name in _VERSIONS}
-    if environment == "gpu_nccl":
-        machine = torch.cuda.get_device_name()
-    else:
-        machine = f"{_processor()}, {torch.backends.cpu.get_cpu_capability()}"
-    return {**found, "python": platform.python_version(), "machine": machine}
-
-
-def _processor() -> str:
-    """Return what the system tells of the processor, or its architecture.
-
-    A model's name alone can stand for several generations.
-    """
-    with contextlib.suppress(OSError):
-        first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
-        told = dict(re.findall(r"^([\w ]+?)\s*: (.+)$", first, re.MULTILINE))
-        if found := [f"{name} {told[name]}" for name in _PROCESSOR if name in told]:
-            return ", ".join(found)
-    return platform.machine()
+    names = ("torch", "megatron-core", "emerging-optimizers")
+    on_gpu = environment == "gpu_nccl"
+    capability = torch.backends.cpu.get_cpu_capability()
+    machine = torch.cuda.get_device_name() if on_gpu else f"{platform.machine()}, {capability}"
+    versions = {name: importlib.metadata.version(name) for name in names}
+    return {**versions, "python": platform.python_version(), "machine": machine}
 
 
 def write(
@@ -120,17 +93,6 @@ def read(case: Case, environment: Environment, folder: Path = FOLDER) -> dict[st
     if record["case"] != case.name or record["fingerprint"] != case.fingerprint(_BASIS):
         raise GoldenError(f"{path} is stale, what it depends on was changed since: {again}")
     return record
-
-
-def compare_environments(recorded: dict[str, str], environment: Environment) -> str:
-    """Return a sentence about what is not as it was when the values were recorded, or nothing."""
-    here = description(environment)
-    changed = [
-        f"{name} {recorded.get(name)!r}, here {here[name]!r}"
-        for name in here
-        if recorded.get(name) != here[name]
-    ]
-    return f"recorded with {'; '.join(changed)}" if changed else ""
 
 
 def _readable(record: dict[str, Any]) -> str:

@@ -4,22 +4,16 @@ On CPUs the training script runs in worker processes that are kept from case to 
 torchrun starts it.
 """
 
-import contextlib
-import importlib.util
-import io
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 from tests.functional.case_files import Case, Environment, Variant
 from tests.functional.metrics import Metrics, last_steps, metrics_of
-from tests.functional.script import ROOT, SCRIPT, TINY, _run_once
+from tests.functional.script import ROOT, SCRIPT, TINY, _run_once, run_here, run_stock
 from tests.harness import run_ranks
 from tests.harness.last_bits import other_last_bits
-from tests.harness.scene import forget_megatron
 
 STEPS = 6
 TIMEOUT_S = 280.0
@@ -48,27 +42,13 @@ ONE_GPU = """
 """What lets the script run on GPUs without Transformer Engine and Apex."""
 
 
-def run_golden(
-    case: Case, environment: Environment, *further: str, seed: int | None = None
-) -> Metrics:
-    """Return the metrics of a golden case, with further flags if there are any.
-
-    Args:
-        case: The case.
-        environment: Where to run.
-        further: Flags after the case's own.
-        seed: Of other last bits; None leaves them as they are.
-    """
-    return _run(case, Variant(further), environment, seed)
-
-
 def run_measured(case: Case, environment: Environment, seed: int | None) -> Metrics:
     """Return the metrics of the run whose spread is recorded, with other last bits if asked.
 
     That is a golden case's run, the first variant of a parity case, and a resume case in one go.
     """
     first = next(iter(case.variants.values()), Variant())
-    return _run(case, first, environment, seed)
+    return run_variant(case, first, environment, seed)
 
 
 def run_resume(case: Case, folder: Path) -> tuple[Metrics, Metrics]:
@@ -81,19 +61,22 @@ def run_resume(case: Case, folder: Path) -> tuple[Metrics, Metrics]:
     half = STEPS // 2
     saving = f"--save {folder} --save-interval {half} --ckpt-format torch_dist".split()
     going_on = f"--load {folder} --ckpt-step {half} --ckpt-format torch_dist".split()
-    whole = _run(case, Variant(tuple(saving)), "cpu_gloo")
-    rest = _run(case, Variant((*going_on, *case.resumed_flags)), "cpu_gloo")
+    whole = run_variant(case, Variant(tuple(saving)))
+    rest = run_variant(case, Variant((*going_on, *case.resumed_flags)))
     return last_steps(whole, STEPS - half), rest
 
 
-def run_parity(case: Case) -> dict[str, Metrics]:
-    """Return the metrics of each variant."""
-    return {name: _run(case, run, "cpu_gloo") for name, run in case.variants.items()}
-
-
-def _run(
-    case: Case, variant: Variant, environment: Environment, seed: int | None = None
+def run_variant(
+    case: Case, variant: Variant, environment: Environment = "cpu_gloo", seed: int | None = None
 ) -> Metrics:
+    """Return the metrics of a run with a variant's further flags.
+
+    Args:
+        case: The case.
+        variant: What is other than in the case.
+        environment: Where to run.
+        seed: Of other last bits; None leaves them as they are.
+    """
     flags = [*case.flags, *variant.flags]
     if any(run.trainer == "stock" for run in case.variants.values()):
         flags = [*STOCKS, *flags]
@@ -101,10 +84,8 @@ def _run(
         return metrics_of(_start(case.ranks, [*SHARED, *flags, *ONE_GPU], seed))
     stock = variant.trainer == "stock"
     flags = [*(PLAIN if stock else SHARED), *flags]
-    function = _train_as_stock if stock else _train
-    return metrics_of(
-        "".join(run_ranks(case.ranks, function, flags, seed, timeout=TIMEOUT_S, cpu=False))
-    )
+    outputs = run_ranks(case.ranks, _train, flags, stock, seed, timeout=TIMEOUT_S, cpu=False)
+    return metrics_of("".join(outputs))
 
 
 def _start(ranks: int, flags: list[str], seed: int | None) -> str:
@@ -122,62 +103,9 @@ def _start(ranks: int, flags: list[str], seed: int | None) -> str:
     return done.stdout
 
 
-def _train(flags: list[str], seed: int | None) -> str:
-    """Train with the script as it is."""
+def _train(flags: list[str], stock: bool, seed: int | None) -> str:
+    """Train with our script, or with one that knows nothing of us."""
     with other_last_bits(seed):
+        if stock:
+            return run_here(run_stock, [*flags, "--model-from", "config"])
         return _run_once(flags)
-
-
-def _train_as_stock(flags: list[str], seed: int | None) -> str:
-    """Train with the script's model and data but megatron-core's own optimizers."""
-    os.environ["MEGATRON_EOPT_DEVICE"] = "cpu"
-    printed = io.StringIO()
-    arguments, sys.argv = sys.argv, [str(SCRIPT), *flags]
-    try:
-        with contextlib.redirect_stdout(printed), _without_compiling(), other_last_bits(seed):
-            _pretrain(_script())
-    finally:
-        sys.argv = arguments
-        forget_megatron()
-    return printed.getvalue()
-
-
-def _pretrain(script: ModuleType) -> None:
-    from megatron.core.enums import ModelType
-    from megatron.training import pretrain
-    from megatron.training.argument_utils import (
-        gpt_config_from_args,
-        pretrain_cfg_container_from_args,
-    )
-    from megatron.training.arguments import parse_and_validate_args
-
-    from megatron_eopt import cpu
-
-    def defaults_for_cpus(parser):
-        cpu.set_defaults(parser)
-        return parser
-
-    args = parse_and_validate_args(defaults_for_cpus)
-    config = pretrain_cfg_container_from_args(args, model_cfg=gpt_config_from_args(args))
-    pretrain(config, script.datasets_provider, ModelType.encoder_or_decoder, script.forward_step)
-
-
-def _script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("stock_pretrain_gpt", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@contextlib.contextmanager
-def _without_compiling() -> Iterator[None]:
-    """Keep the trainer from compiling data set helpers, for which the wheel has no Makefile."""
-    from megatron.core.datasets import utils
-
-    original, utils.compile_helpers = utils.compile_helpers, lambda: None
-    try:
-        yield
-    finally:
-        utils.compile_helpers = original

@@ -1,4 +1,4 @@
-"""Runs the training script inside worker processes that have imported Megatron already.
+"""Runs scripts inside worker processes that have imported Megatron already.
 
 What torchrun does besides starting processes is tested by a few real starts; everything else saves
 the ten seconds of imports that each of them costs.
@@ -10,13 +10,16 @@ import os
 import re
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+from megatron_eopt import cpu, megatron_lm
 from tests.harness import run_ranks
 from tests.harness.scene import forget_megatron
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "pretrain_gpt.py"
+STOCK_SCRIPT = ROOT / "tests" / "functional" / "upstream_style_gpt.py"
 
 TINY = """
     --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32
@@ -29,29 +32,52 @@ EXPERTS = """
     --num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall
     --moe-router-topk 2 --moe-router-load-balancing-type none
 """.split()
+# what the launcher does by itself on a CPU
+STOCK_ON_CPU = """
+    --distributed-backend gloo --transformer-impl local --no-masked-softmax-fusion
+    --no-bias-swiglu-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion --no-rope-fusion
+    --no-gradient-accumulation-fusion --no-persist-layer-norm --use-cpu-initialization
+""".split()
 
 
-def _run_once(flags: list[str]) -> str:
+def run_here(run: Callable[..., object], *args: object) -> str:
+    """Run something that takes this process over, and put the process back; return its output."""
     os.environ["MEGATRON_EOPT_DEVICE"] = "cpu"
+    argv, path, main = sys.argv[:], sys.path[:], sys.modules["__main__"]
     printed = io.StringIO()
-    arguments, sys.argv = sys.argv, [str(SCRIPT), *flags]
     try:
         with contextlib.redirect_stdout(printed):
-            runpy.run_path(str(SCRIPT), run_name="__main__")
+            run(*args)
     except SystemExit as ended:
         # the trainer ends the process when it stops early
         if ended.code:
             raise
     finally:
-        sys.argv = arguments
+        megatron_lm.uninstall()
+        sys.argv[:], sys.path[:], sys.modules["__main__"] = argv, path, main
         forget_megatron()
     return printed.getvalue()
 
 
+def run_script(script: Path, flags: list[str]) -> None:
+    """Run a script as Python does, in this process."""
+    sys.argv[:] = [str(script), *flags]
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def run_stock(flags: list[str]) -> None:
+    """Run a script that knows nothing of us as it is."""
+    cpu.enable_if_chosen()
+    run_script(STOCK_SCRIPT, [*flags, *STOCK_ON_CPU])
+
+
+def _run_once(flags: list[str]) -> str:
+    return run_here(run_script, SCRIPT, flags)
+
+
 def train(*flags: str, ranks: int = 2, timeout: float = 120) -> str:
     """Train at the tiny size with further flags; return what all ranks printed."""
-    outputs = run_ranks(ranks, _run_once, [*TINY, *flags], timeout=timeout, cpu=False)
-    return "".join(outputs)
+    return "".join(run_ranks(ranks, _run_once, [*TINY, *flags], timeout=timeout, cpu=False))
 
 
 def losses(output: str) -> list[str]:

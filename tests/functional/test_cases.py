@@ -4,17 +4,15 @@ import pytest
 import torch
 
 from tests.functional import golden
-from tests.functional.case_files import load_cases
+from tests.functional.case_files import Variant, load_cases
 from tests.functional.comparer import (
-    AS_PRINTED,
     RESUME,
     differences,
+    differences_from,
     largest_difference,
     tolerances_of,
-    values_compared,
 )
-from tests.functional.metrics import first_values
-from tests.functional.runner import run_golden, run_parity, run_resume
+from tests.functional.runner import run_measured, run_resume, run_variant
 
 CASES = load_cases()
 
@@ -28,34 +26,18 @@ def params(kind, chosen=lambda case: True, is_long=lambda case: case.long):
     ]
 
 
-def check_golden(case, environment, seed=None):
-    """Compare a run with what was recorded; skip where that says little about this machine.
-
-    Returns the largest relative difference of a loss.
-    """
-    record = golden.read(case, environment)
-    metrics = run_golden(case, environment, seed=seed)
-    tolerances = tolerances_of(record["spread"])
-    compared, total = values_compared(tolerances), len(record["metrics"]["lm loss"]) + 1
-    elsewhere = golden.compare_environments(record["environment"], environment)
-    if compared < total and not elsewhere and seed is None:
-        compared, tolerances = total, AS_PRINTED
-    expected, found = (first_values(item, compared) for item in (record["metrics"], metrics))
-    wrong = differences(expected, found, tolerances)
-    assert not wrong, "\n".join([*wrong, elsewhere])
-    if compared < total:
-        pytest.skip(
-            f"the first {compared} of {total} losses are equal; the others depend on last bits "
-            f"too much to be compared: {elsewhere or 'other last bits'}"
-        )
-    return largest_difference(expected, found, "lm loss")
+def check_golden(case, environment):
+    """Compare a run with what was recorded."""
+    wrong = differences_from(
+        golden.read(case, environment), run_measured(case, environment, seed=None)
+    )
+    assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.tested_release
 @pytest.mark.parametrize("case", params("golden", lambda case: "cpu_gloo" in case.environments))
-def test_golden_on_cpus(case, record_property):
-    change = check_golden(case, "cpu_gloo")
-    record_property("largest relative difference of a loss", f"{change:.1e}")
+def test_golden_on_cpus(case):
+    check_golden(case, "cpu_gloo")
 
 
 @pytest.mark.tested_release
@@ -74,31 +56,8 @@ def test_golden_on_gpus(case):
     params("golden", lambda case: case.notices, lambda case: case.name != "layer-wise"),
 )
 def test_recorded_values_tell_a_wrong_setting(case):
-    record = golden.read(case, "cpu_gloo")
-    tolerances = tolerances_of(record["spread"])
-    compared = values_compared(tolerances)
-    if compared <= len(record["metrics"]["lm loss"]):
-        pytest.skip(f"last bits decide over all but the first {compared} losses")
-    wrong = run_golden(case, "cpu_gloo", *case.notices)
-    assert differences(record["metrics"], wrong, tolerances)
-
-
-UNSEEN = 101
-"""A seed of other last bits that no spread was measured with."""
-
-
-@pytest.mark.tested_release
-@pytest.mark.parametrize(
-    "case",
-    params(
-        "golden",
-        lambda case: "cpu_gloo" in case.environments,
-        lambda case: True,
-    ),
-)
-def test_recorded_values_hold_with_other_last_bits(case, record_property):
-    change = check_golden(case, "cpu_gloo", UNSEEN)
-    record_property("largest relative difference of a loss", f"{change:.1e}")
+    wrong = run_variant(case, Variant(case.notices))
+    assert differences_from(golden.read(case, "cpu_gloo"), wrong)
 
 
 @pytest.mark.parametrize("case", params("resume"))
@@ -117,7 +76,7 @@ def test_resume(case, tmp_path):
 @pytest.mark.parametrize("case", params("parity"))
 def test_parity(case, record_property):
     tolerances = tolerances_of(golden.read(case, "cpu_gloo")["spread"]) | dict(case.tolerances)
-    runs = run_parity(case)
+    runs = {name: run_variant(case, variant) for name, variant in case.variants.items()}
     first, expected = next(iter(runs.items()))
     assert expected["lm loss"][-1] < expected["lm loss"][0], "nothing was learnt"
     for name, metrics in runs.items():

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.compare_optimizers import trainings
 from benchmarks.compare_optimizers.__main__ import main
-from benchmarks.compare_optimizers.grid import LEARNING_RATES, Run, grid_of, runs_of
+from benchmarks.compare_optimizers.grid import Run
 from benchmarks.compare_optimizers.report import document
 from benchmarks.compare_optimizers.summary import common_loss, summaries
 from benchmarks.compare_optimizers.trainings import Result, Settings
@@ -19,15 +19,6 @@ from benchmarks.quickstart_runs import held_out_losses, seconds_per_step
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = Settings(steps=40, processes=1, flags=("--num-layers", "1"))
-
-
-def test_every_optimizer_has_the_default_grid_unless_given_its_own():
-    grid = grid_of(["adam", "muon", "lion"], ["lion=4e-4,1e-4"])
-    assert grid == {"adam": LEARNING_RATES, "muon": LEARNING_RATES, "lion": (1e-4, 4e-4)}
-    runs = list(runs_of(grid, [1, 2]))
-    assert len(set(runs)) == len(runs) == 2 * (2 * len(LEARNING_RATES) + 2)
-    # in turn
-    assert [run.optimizer for run in runs[:4]] == ["adam", "muon", "lion", "adam"]
 
 
 def result(optimizer: str, lr: float, seed: int, losses: list[float], seconds: float) -> Result:

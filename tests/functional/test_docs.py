@@ -1,15 +1,22 @@
 """The pages say what is true: links, file names, flags, messages, Python, and the new optimizer."""
 
+import argparse
 import ast
+import contextlib
 import importlib.util
+import io
+import itertools
 import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from megatron_eopt.arguments import add_arguments
 from megatron_eopt.command import command_parser
 from tests.functional.doc_commands import PAGES, ROOT, blocks
 from tests.harness import run_ranks
@@ -66,7 +73,7 @@ OF_TOOLS = {
     "pip": "--no-deps --wheel-dir",
     "docker": "--build-arg --gpus --ipc --ulimit",
     "sbatch": "--nodes --signal",
-    "launch and tests": "--help --all --environment --other-last-bits",
+    "launch and tests": "--help --all --environment",
 }
 
 
@@ -83,15 +90,14 @@ def flags_of_scripts() -> frozenset[str]:
     return frozenset(found)
 
 
-def _flags_of_trainer() -> list[str]:
-    import argparse
-
+def trainers_parser() -> argparse.ArgumentParser:
     from megatron.training.arguments import add_megatron_arguments
 
-    from megatron_eopt.arguments import add_arguments
+    return add_arguments(add_megatron_arguments(argparse.ArgumentParser()))
 
-    parser = add_arguments(add_megatron_arguments(argparse.ArgumentParser()))
-    return [option for action in parser._actions for option in action.option_strings]
+
+def _flags_of_trainer() -> list[str]:
+    return [option for action in trainers_parser()._actions for option in action.option_strings]
 
 
 def named_flags(text: str) -> set[str]:
@@ -115,6 +121,46 @@ def flags_of_command() -> set[str]:
 @pages
 def test_flags_exist(page, known_flags):
     assert not named_flags(page.read_text()) - known_flags
+
+
+# what stands for a value, and one
+STAND_INS = {"FILE": str(ROOT / "examples" / "muon.yaml"), "N": "2", "...": ""}
+STAND_INS |= {"LR_OF_ADAMW": "1e-3", "KEY": "momentum_buffer", "NAME": "torch"}
+
+
+def flag_lines(page: Path) -> Iterator[list[str]]:
+    """Yield the lines of trainer flags in a page, one for each of the values that they leave.
+
+    These are code that begins with a flag: between backquotes, or a block of its own.
+    """
+    text = page.read_text()
+    texts = re.findall(r"`(--[^`]+)`", prose(text))
+    texts += [block for _, block in blocks(text, "text") if block.startswith("--")]
+    for line in texts:
+        words = [STAND_INS.get(word, word) for word in shlex.split(line)]
+        choices = [w.split("|") if re.fullmatch(r"\w+(\|\w+)+", w) else [w] for w in words if w]
+        yield from map(list, itertools.product(*choices))
+
+
+def _errors_of_lines(lines: list[list[str]]) -> list[str]:
+    """Return what the trainer's parser says against lines that begin with one of its flags."""
+    parser, errors = trainers_parser(), []
+    for line in lines:
+        action = parser._option_string_actions.get(line[0])
+        if line[0] == "--help" or action is None or (len(line) == 1 and action.nargs != 0):
+            continue  # a flag of another program, or the name of one that needs a value
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            try:
+                parser.parse_args(line)
+            except SystemExit:
+                errors.append(f"{' '.join(line)}: {said.getvalue().splitlines()[-1]}")
+    return errors
+
+
+def test_flags_have_values_that_the_trainer_takes():
+    lines = [line for page in PAGES for line in flag_lines(page)]
+    assert len(lines) > 100
+    assert run_ranks(1, _errors_of_lines, lines, timeout=240) == [[]]
 
 
 @pytest.mark.parametrize("script", ["pretrain_gpu.sh", "slurm/pretrain.sbatch", "slurm/node.sh"])

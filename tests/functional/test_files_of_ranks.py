@@ -3,42 +3,9 @@
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.functional.runner import PLAIN
 from tests.functional.script import TINY, losses, train
-from tests.functional.test_upstream_defects import BF16
-from tests.harness import run_ranks
-from tests.harness.scene import forget_megatron
-from tests.unit.stores.full_state import Case, build, differences, full_state, steps, unwrapped
-
-
-def one_name(case: Case, name: str) -> tuple[list[str], list[str]]:
-    """Save to one file name and load it; return the files, and what differs after loading."""
-    chunk, optimizer = build(case)
-    steps(case, chunk, optimizer, 0, 2)
-    optimizer.save_state_dict_to_file(name)
-    torch.distributed.barrier()
-    saved = full_state(case, chunk, optimizer)
-    model = {
-        key: value.clone()
-        for key, value in unwrapped(chunk).state_dict().items()
-        if value is not None
-    }
-    files = sorted(path.name for path in Path(name).parent.iterdir())
-    forget_megatron()
-    chunk, optimizer = build(case)
-    unwrapped(chunk).load_state_dict(model, strict=False)
-    optimizer.load_state_dict_from_file(name)
-    return files, differences(saved, full_state(case, chunk, optimizer))
-
-
-@pytest.mark.parametrize("name", ["muon", "soap"])
-def test_ranks_that_are_given_one_file_name_keep_their_own_files(tmp_path, name):
-    for files, different in run_ranks(2, one_name, Case(name, BF16), str(tmp_path / "state.pt")):
-        assert files == ["state_rank00000.pt", "state_rank00001.pt"]
-        assert not different
-
 
 EXPERTS = (
     "--num-experts 4 --expert-model-parallel-size 2 --moe-router-load-balancing-type none "

@@ -7,16 +7,6 @@ import pytest
 from tests.functional.script import losses, train
 
 
-@pytest.mark.parametrize("optimizer", ["muon", pytest.param("adam", marks=pytest.mark.long)])
-def test_trains_with_a_loss_scale(optimizer):
-    # float32 and bfloat16, and all layouts, are functional cases
-    output = train("--optimizer", optimizer, "--fp16", "--initial-loss-scale", "256")
-    values = [float(loss) for loss in losses(output)]
-    assert len(values) == 6
-    # Mock data repeats a simple pattern: a few steps already learn some of it.
-    assert values[-1] < values[0] - 0.05
-
-
 @pytest.mark.parametrize(
     "storage", [[], pytest.param(["--use-distributed-optimizer"], marks=pytest.mark.long)], ids=len
 )

@@ -9,7 +9,6 @@ stray. As a program it runs a script that way:
 """
 
 import contextlib
-import os
 import runpy
 import sys
 from collections.abc import Iterator
@@ -45,7 +44,7 @@ _INEXACT = frozenset(
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def move(values: Tensor, seed: int, largest: int = LARGEST_MOVE) -> None:
+def move(values: Tensor, seed: int) -> None:
     """Move numbers up and down by last bits, in place.
 
     How far is a function of a number's bits, its place and the seed, so that ranks that compute the
@@ -54,7 +53,6 @@ def move(values: Tensor, seed: int, largest: int = LARGEST_MOVE) -> None:
     Args:
         values: Floating-point numbers of 2, 4 or 8 bytes, of any shape.
         seed: Decides the moves.
-        largest: By how many last bits, of numbers of more than 2 bytes.
     """
     bits = values.view(_INTEGERS[values.element_size()])
     places = torch.arange(values.numel(), device=values.device).view(values.shape)
@@ -62,7 +60,7 @@ def move(values: Tensor, seed: int, largest: int = LARGEST_MOVE) -> None:
     if values.element_size() == 2:
         steps = torch.where(chance % MOVED_OF_16_BITS == 0, (chance >> 8) % 2 * 2 - 1, 0)
     else:
-        steps = chance % (2 * largest + 1) - largest
+        steps = chance % (2 * LARGEST_MOVE + 1) - LARGEST_MOVE
     # of the smallest numbers a few last bits are all bits
     normal = torch.isfinite(values) & (values.abs() >= torch.finfo(values.dtype).tiny)
     movable = normal & (values != values.round())
@@ -78,10 +76,9 @@ def _scattered(numbers: Tensor) -> Tensor:
 
 
 class _OtherLastBits(TorchDispatchMode):
-    def __init__(self, seed: int, largest: int) -> None:
+    def __init__(self, seed: int) -> None:
         super().__init__()
         self._seed = seed
-        self._largest = largest
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -91,7 +88,7 @@ class _OtherLastBits(TorchDispatchMode):
             # what works on lists in place returns nothing
             for value in tree_leaves(args[0] if result is None else result):
                 if isinstance(value, Tensor) and value.is_floating_point():
-                    move(value.detach(), self._seed, self._largest)
+                    move(value.detach(), self._seed)
         return result
 
 
@@ -104,25 +101,14 @@ def _core(func: Any) -> str:
 
 
 @contextlib.contextmanager
-def other_last_bits(seed: int | None, largest: int = LARGEST_MOVE) -> Iterator[None]:
+def other_last_bits(seed: int | None) -> Iterator[None]:
     """Let operations whose last bits are open round otherwise.
 
     Args:
         seed: Which other rounding; None changes nothing.
-        largest: By how many last bits, in float32.
     """
-    with contextlib.nullcontext() if seed is None else _OtherLastBits(seed, largest):
+    with contextlib.nullcontext() if seed is None else _OtherLastBits(seed):
         yield
-
-
-VARIABLE = "EOPT_TESTS_LAST_BITS"
-"""Environment variable that lets all tests round otherwise: a seed."""
-
-
-def as_all_tests() -> contextlib.AbstractContextManager[None]:
-    """Return the rounding that :data:`VARIABLE` asks for: each result by one last bit at most."""
-    seed = os.environ.get(VARIABLE)
-    return other_last_bits(None if seed is None else int(seed), 1)
 
 
 def main() -> None:

@@ -78,7 +78,7 @@ def serve(
     gc.freeze()
     # each rank's first save would import torch in one more process
     filesystem_async.get_write_results_queue = functools.partial(
-        filesystem_async.get_write_results_queue, "fork"
+        filesystem_async.get_write_results_queue, mp_mode="fork"
     )
     with stacks.open("a") as file:
         faulthandler.register(signal.SIGUSR1, file=file)
@@ -105,7 +105,6 @@ def _die_with_parent(life: Connection) -> None:
 
 
 def _answer(job: Job, rank: int, world_size: int, environment: dict[str, str]) -> Reply:
-    from tests.harness.last_bits import as_all_tests
     from tests.harness.scene import set_scene
 
     try:
@@ -115,7 +114,6 @@ def _answer(job: Job, rank: int, world_size: int, environment: dict[str, str]) -
         return Reply(error=traceback.format_exc().strip(), connected=False)
     try:
         function, args = pickle.loads(job.payload)
-        with as_all_tests():
-            return Reply(pickle.dumps(function(*args)))
+        return Reply(pickle.dumps(function(*args)))
     except BaseException:
         return Reply(error=traceback.format_exc().strip())

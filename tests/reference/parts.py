@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_eopt.matrices import RowRuns, Split, check_fits, local_shape, matrix_rows
+from megatron_eopt.matrices import RowRuns, Split, local_shape, matrix_rows
 
 
 def part_views(tensor: torch.Tensor, split: Split) -> list[torch.Tensor]:
     """Return the parts of an unsharded weight in place, for copying into and out of own buffers."""
-    check_fits("tensor", tuple(tensor.shape), split)
+    assert tuple(tensor.shape) == split.shape
     stacked = tensor if tensor.dim() == 3 else tensor.unsqueeze(0)
     views = []
     base = 0
@@ -40,7 +40,7 @@ def split_local(
     partition_dim: int = -1,
 ) -> list[torch.Tensor]:
     """Take one rank's weight apart into its pieces of the logical matrices."""
-    check_fits("tensor", tuple(tensor.shape), split, tp_size, partition_dim)
+    assert tuple(tensor.shape) == local_shape(split, tp_size, partition_dim)
     rows = tensor.reshape(-1, tensor.shape[-1])
     return [_gather(rows, runs) for runs in matrix_rows(split, tp_size, tp_rank, partition_dim)]
 
@@ -56,7 +56,7 @@ def merge_local(
     """Put one rank's weight together, the inverse of :func:`split_local`."""
     if out is None:
         out = pieces[0].new_empty(local_shape(split, tp_size, partition_dim))
-    check_fits("out", tuple(out.shape), split, tp_size, partition_dim)
+    assert tuple(out.shape) == local_shape(split, tp_size, partition_dim)
     rows = out.view(-1, out.shape[-1])
     table = matrix_rows(split, tp_size, tp_rank, partition_dim)
     for piece, runs in zip(pieces, table, strict=True):

@@ -5,13 +5,12 @@ import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 from benchmarks.gpu_check.context import Context, Outcome
 from tests.functional import golden
 from tests.functional.case_files import Case, Environment, load_cases
-from tests.functional.comparer import differences, spread_of, tolerances_of, values_compared
-from tests.functional.metrics import Metrics, first_values
+from tests.functional.comparer import differences_from, spread_of
+from tests.functional.metrics import Metrics
 from tests.functional.runner import run_measured
 from tests.harness import close_pools
 
@@ -59,7 +58,7 @@ def _take(case: Case, environment: Environment, context: Context, outcome: Outco
     if golden.path_of(case.name, environment).exists():
         kept = golden.read(case, environment)
         found = run_measured(case, environment, None)
-        wrong = compared(kept, found)
+        wrong = differences_from(kept, found)
         outcome.problems += [f"{case.name}: {sentence}" for sentence in wrong]
         outcome.figures[case.name] = {"compared": not wrong, "metrics": found}
         return f"{case.name} {'differs' if wrong else 'as committed'}"
@@ -74,15 +73,6 @@ def _take(case: Case, environment: Environment, context: Context, outcome: Outco
     path = golden.write(case, environment, plain, spread, context.folder)
     outcome.figures[case.name] = {"recorded": json.loads(path.read_text())}
     return f"{case.name} recorded, losses stray by {spread['lm loss'][-1]:.0e}"
-
-
-def compared(kept: dict[str, Any], found: Metrics) -> list[str]:
-    """Return where a run differs from a record by more than its spread allows."""
-    tolerances = tolerances_of(kept["spread"])
-    values = values_compared(tolerances)
-    return differences(
-        first_values(kept["metrics"], values), first_values(found, values), tolerances
-    )
 
 
 def runs_of(case: Case, environment: Environment, seeds: Sequence[int | None]) -> list[Metrics]:

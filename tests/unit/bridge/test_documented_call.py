@@ -200,10 +200,3 @@ def test_a_run_config_file_brings_it_back(tmp_path):
     back.finalize()
     # compared as they are written, since the file makes lists of tuples
     assert Container(optimizer=back).to_dict() == Container(optimizer=config).to_dict()
-
-
-def test_it_is_a_configuration_of_megatrons():
-    # the Bridge applies overlap settings to instances of megatron-core's class only
-    assert issubclass(BridgeOptimizerConfig, MegatronConfig)
-    names = [field.name for field in dataclasses.fields(BridgeOptimizerConfig)]
-    assert names == [field.name for field in dataclasses.fields(EmergingOptimizerConfig)]

@@ -117,7 +117,6 @@ UNREAD = [
     {"optimizer": "adam", "muon_momentum": 7.0, "lion_beta1": 3.0, "sgd_momentum": -1.0},
     {"optimizer": "sgd", "adam_eps": 0.0, "adam_beta1": 2.0},
     {"optimizer": "muon", "lion_beta1": 3.0, "soap_shampoo_beta": 3.0},
-    {"optimizer": "muon", "optimizer_offload_fraction": 7.0},
     {"optimizer": "muon", "initial_loss_scale": 0.0, "hysteresis": None},
 ]
 
@@ -144,7 +143,6 @@ OVERRIDES = [
     ({ParamKey(name="*"): {"wd_mult": -1.0}}, "wd_mult"),
     ({ParamKey(name="*"): {"optimizer": "mon"}}, "mon"),
     ({ParamKey(name="*.bias"): {"optimizer": "muon"}}, "matrices only"),
-    ({ParamKey(name="*"): {"optimizer_cpu_offload": True}}, "optimizer_cpu_offload"),
     ({"linear.*": {"wd_mult": 0.0}}, "ParamKey"),
     (
         {
@@ -175,14 +173,6 @@ def test_arguments_of_a_wrong_kind_are_named(arguments, name):
     config = OptimizerConfig(optimizer="muon", lr=0.1)
     with pytest.raises((ConfigurationError, ConfigurationTypeError), match=name):
         get_megatron_optimizer(**{"config": config, "model_chunks": [CHUNK], **arguments})
-
-
-def test_old_spellings_that_disagree_are_refused():
-    config = EmergingOptimizerConfig(
-        lr=0.1, optimizer="muon", muon_tp_mode="blockwise", muon_mode="duplicated"
-    )
-    with pytest.raises(ConfigurationError, match="old spelling of muon_tp_mode"):
-        get_megatron_optimizer(config, [Chunk()])
 
 
 @pytest.mark.parametrize("name", ["transformer_engine", "gram_newton_schulz"])

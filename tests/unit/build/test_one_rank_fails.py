@@ -104,7 +104,7 @@ def test_an_embedding_that_is_frozen_on_one_stage_alone():
     assert "'adam {} and frozen': the pipeline stages" in first[1]
 
 
-SAVING = "megatron_eopt.checkpoint.optimizer_state.StateRequests.__init__"
+SAVING = "megatron_eopt.checkpoint.requests.StateRequests.__init__"
 LOADING = [
     "megatron_eopt.checkpoint.requests.StateRequests.take",
     "megatron_eopt.checkpoint.optimizer_state.adopt",

@@ -51,7 +51,9 @@ LAST = replace(
 
 
 @pytest.mark.parametrize(
-    ("ranks", "cases"), [(1, IN_FLOAT32), (2, [*IN_BF16, LAST])], ids=["fp32", "bf16"]
+    ("ranks", "cases"),
+    [(1, IN_FLOAT32), pytest.param(2, [*IN_BF16, LAST], marks=pytest.mark.long)],
+    ids=["fp32", "bf16"],
 )
 def test_every_optimizer_continues(tmp_path, ranks, cases):
     both = run_ranks(ranks, interrupted, cases, str(tmp_path), timeout=300)[0]

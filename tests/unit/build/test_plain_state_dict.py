@@ -1,6 +1,6 @@
 """State as a plain file: ``state_dict``, as ``--ckpt-format torch`` keeps it, and ranks' files."""
 
-from dataclasses import replace
+import copy
 from typing import Any
 
 import pytest
@@ -10,7 +10,7 @@ from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.settings.registry import optimizer_names
 from tests.harness import run_ranks
 from tests.harness.scene import forget_megatron
-from tests.unit.build.test_plain_checkpoint import IN_BF16, SMALL, plain
+from tests.unit.build.test_plain_checkpoint import IN_BF16, plain
 from tests.unit.stores.full_state import Case, build, differences, full_state, steps
 from tests.unit.stores.runs import DENSE
 
@@ -28,11 +28,12 @@ def in_few_bits(storage: dict[str, bool], *dtypes: str) -> list[Case]:
 CASES = {
     "plain, fp32": (1, [plain(name) for name in optimizer_names()]),
     "plain, bf16": (1, IN_BF16),
-    "few bits, tp 2": (
+    "two ranks": (
         2,
         [
             *in_few_bits({"use_distributed_optimizer": False}, "fp8", "bf16"),
             *in_few_bits(SHARDED, "int8", "bf16"),
+            Case("soap", MODEL, {}, SHARDED, SHARDED),
         ],
     ),
 }
@@ -51,13 +52,15 @@ def gone_on(cases: list[Case], folder: str) -> None:
         chunk, optimizer = build(case)
         steps(case, chunk, optimizer, 0, 2)
         weights = [param.detach().clone() for param in chunk.parameters()]
-        file = f"{folder}/{number}-{torch.distributed.get_rank()}.pt"
+        # each rank writes a file of its own beside it
+        file = f"{folder}/{number}.pt"
         optimizer.save_state_dict_to_file(file)
         states: list[Any] = [file]
         if not case.config["use_distributed_optimizer"]:
             # of fragments it is in the ranks' files alone
-            torch.save(optimizer.state_dict(), f"{file}.whole")
-            states.append(torch.load(f"{file}.whole", weights_only=True))
+            whole_file = f"{file}.{torch.distributed.get_rank()}"
+            torch.save(optimizer.state_dict(), whole_file)
+            states.append(torch.load(whole_file, weights_only=True))
         steps(case, chunk, optimizer, 2, 4)
         whole = full_state(case, chunk, optimizer)
         for state in states:
@@ -83,59 +86,20 @@ def _refusals() -> None:
     states = {"muon": build(muon)[1].state_dict(), "adam": build(adam)[1].state_dict()}
     # three groups of Adam, where two are wanted
     regrouped = build(plain("adam", decoupled_lr=0.1))[1].state_dict()
-    routed = replace(adam, overrides={"*linear_fc1*": "lion"})
+    # as many elements in another shape
+    turned = copy.deepcopy(states["adam"])
+    moments = next(kept for kept in turned["state"].values() if len({*kept["exp_avg"].shape}) == 2)
+    moments["exp_avg"] = moments["exp_avg"].mT
     wrong = [
-        (muon, states["adam"], r"\[\['adam'\]\]"),
-        (adam, states["muon"], r"of the optimizers \[\['adam'\]\]"),
-        (routed, states["muon"], r"of the optimizers \[\['adam'\], \['lion'\]\]"),
+        (muon, states["adam"], "state of 1 optimizers"),
+        (adam, states["muon"], "state of 2 optimizers"),
         (adam, regrouped, "has .'adam/dense/"),
+        (adam, turned, "exp_avg of shape"),
     ]
     for case, state, words in wrong:
         with pytest.raises(ConfigurationError, match=words):
             build(case)[1].load_state_dict(state)
 
 
-def test_another_optimizers_state_is_refused():
+def test_state_that_does_not_fit_is_refused():
     run_ranks(1, _refusals)
-
-
-def _exchanged() -> None:
-    """Load state of another shape and as many elements, as in an exchanged place."""
-    case = plain("adam", SMALL)
-    chunk, optimizer = build(case)
-    steps(case, chunk, optimizer, 0, 1)
-    state = optimizer.state_dict()
-    values = state["state"]
-    number = next(n for n, kept in values.items() if len(set(kept["exp_avg"].shape)) == 2)
-    values[number] = {**values[number], "exp_avg": values[number]["exp_avg"].mT}
-    resumed = build(case)[1]
-    with pytest.raises(ConfigurationError, match="exp_avg of shape"):
-        resumed.load_state_dict(state)
-    assert not any(
-        values["exp_avg"].any()
-        for child in resumed.chained_optimizers
-        for values in child.optimizer.state.values()
-    )
-
-
-def test_state_of_another_shape_and_as_many_elements_is_refused():
-    run_ranks(1, _exchanged)
-
-
-def _swapped() -> None:
-    case = plain("adam", {**SMALL, "dtype": torch.bfloat16})
-    chunk, optimizer = build(case)
-    steps(case, chunk, optimizer, 0, 1)
-    state, expected = optimizer.state_dict(), full_state(case, chunk, optimizer)
-    state["optimizer"]["param_groups"].reverse()
-    state["fp32_from_fp16_params"].reverse()
-    other, resumed = build(case)
-    resumed.load_state_dict(state)
-    found = full_state(case, other, resumed)
-    ours = [key for key in expected if key.startswith("optimizer.state")]
-    assert len(ours) > 10
-    assert not differences({k: expected[k] for k in ours}, {k: found[k] for k in ours})
-
-
-def test_the_order_of_groups_does_not_matter():
-    run_ranks(1, _swapped)

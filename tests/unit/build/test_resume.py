@@ -49,12 +49,6 @@ def _resume(dtype: torch.dtype, optimizer: str, by_megatron: bool) -> None:
     max_lrs = {group["max_lr"] for group in resumed.param_groups}
     assert max_lrs == {new_lr, 2 * new_lr}
     assert {group["lr"] for group in resumed.param_groups} == {0.01, 0.02}
-    for old, new in zip(saved.chained_optimizers, resumed.chained_optimizers, strict=True):
-        mine, theirs = old.optimizer.state_dict()["state"], new.optimizer.state_dict()["state"]
-        assert mine.keys() == theirs.keys()
-        for key, values in mine.items():
-            for name, value in values.items():
-                assert torch.equal(torch.as_tensor(value), torch.as_tensor(theirs[key][name]))
 
 
 def _resumed() -> None:

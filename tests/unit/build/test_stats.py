@@ -72,7 +72,7 @@ def reference(case: Case) -> dict[str, float]:
     residuals = []
     for number in sample_of(len(numbers)):
         update = updates[numbers[number]]
-        factor = update / driver.settings.orthogonalization.scale(tuple(update.shape))
+        factor = update / driver.optimizer.orthogonalization.scale(tuple(update.shape))
         gram = factor.T @ factor if factor.shape[0] > factor.shape[1] else factor @ factor.T
         residuals.append(float((gram - torch.eye(len(gram))).norm()) / math.sqrt(len(gram)))
     expected[f"{MUON}/orthogonality-residual"] = sum(residuals) / len(residuals)

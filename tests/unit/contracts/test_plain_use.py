@@ -1,6 +1,7 @@
 """What megatron-core's factory serves, ours serves: models, rates and parts of models."""
 
 import logging
+import math
 
 import pytest
 import torch
@@ -234,3 +235,21 @@ OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 )
 def test_two_optimizers_over_disjoint_parts_equal_one_over_all(optimizer, sharded, half, ddp):
     run_ranks(2, _parts, optimizer, sharded, half, ddp)
+
+
+def _owned_twice(sharded):
+    initialize_megatron()
+    chunk = two_parts(sharded)
+    config = config_of("muon", sharded=sharded)
+    first = get_megatron_optimizer(config, [chunk])
+    only(chunk, PARTS[1])
+    second = get_megatron_optimizer(config, [chunk])
+    only(chunk, None)
+    assert math.isfinite(train_step([chunk], second, [synthetic_batch(0)]))
+    with pytest.raises(ConfigurationError, match=r"optimizer.step=.*built later owns some of its"):
+        first.step()
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_parameter_of_two_optimizers_is_not_stepped_by_both(sharded):
+    run_ranks(2, _owned_twice, sharded)

@@ -42,12 +42,8 @@ GPUS: dict[str, Callable[[], Any]] = {
     "dropout of attention": lambda: functional.scaled_dot_product_attention(
         ONES[None], ONES[None], ONES[None], dropout_p=0.1
     ),
-    "multi-head attention": lambda: torch.nn.MultiheadAttention(8, 2, 0.1)(ONES, ONES, ONES),
-    "LSTM": lambda: torch.nn.LSTM(8, 4, 2, dropout=0.5)(ONES),
     "bernoulli": lambda: torch.bernoulli(ONES / 2),
     "multinomial": lambda: torch.multinomial(ONES, 2),
-    "gumbel softmax": lambda: functional.gumbel_softmax(ONES),
-    "a distribution": lambda: torch.distributions.Uniform(0 * ONES, ONES).sample(),
 }
 
 

@@ -24,14 +24,11 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def _train(model: dict[str, Any], marked: bool = True) -> tuple[list[Any], dict[str, Any]]:
+def _train(model: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """Return the losses, and the weights of the norms."""
     initialize_megatron(tp=2)
     gpt = tiny_gpt(**model)
     norms = {name: p for name, p in gpt.named_parameters() if "layernorm" in name}
-    if not marked:
-        for parameter in norms.values():
-            del parameter.sequence_parallel  # type: ignore[attr-defined]
     chunk = wrap_ddp(gpt)
     optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-2), [chunk])
     losses = [train_step([chunk], optimizer, [synthetic_batch(step)]) for step in range(10)]
@@ -46,9 +43,3 @@ def test_losses_are_those_of_whole_sequences(name: str) -> None:
     assert losses == pytest.approx(expected, rel=TOLERANCE)
     assert first.keys() == second.keys()
     assert all(torch.equal(first[norm], second[norm]) for norm in first)
-
-
-def test_the_mark_is_what_makes_them_equal() -> None:
-    model = MODELS["layer norm, biases"] | {"sequence_parallel": True}
-    (_, first), (_, second) = run_ranks(2, _train, model, False)
-    assert not any(torch.equal(first[norm], second[norm]) for norm in first)

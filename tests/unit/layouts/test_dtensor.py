@@ -62,13 +62,6 @@ def test_layouts_equal_torchs_shards():
     run_ranks(4, check_against_torch)
 
 
-def test_the_first_replica_sends():
-    mesh = np.arange(4).reshape(2, 2)
-    for placements, first in (([Replicate(), Shard(0)], [0, 1]), ([Shard(0), Replicate()], [0, 2])):
-        layout = dtensor_layout((4, 4), mesh, placements)
-        assert layout.boxes.rank[layout.boxes.source == 1].tolist() == first
-
-
 def test_one_expert_of_many():
     layout = dtensor_layout((4, 2, 3), np.arange(2), [Shard(0)])
     expert = layout.select_rows(3 * 2, 2)

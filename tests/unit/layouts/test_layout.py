@@ -34,7 +34,7 @@ def test_fragments_are_slices_of_the_flattened_slab(data, shape):
     bounds = st.integers(0, len(whole[holder]))
     start, stop = sorted((data.draw(bounds), data.draw(bounds)))
     fragment = slabs.fragments(0, holder, start, stop)
-    assert fragment.held(1)[0] == stop - start
+    assert fragment.boxes.held(1)[0] == stop - start
     assert len(fragment.boxes) <= 3
     if start < stop:
         assert torch.equal(store(fragment, full, 1)[0], whole[holder][start:stop])

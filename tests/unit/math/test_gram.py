@@ -1,8 +1,6 @@
 """The pieces of the Gram iteration, and a matrix whose long side is cut over ranks."""
 
 import gc
-from dataclasses import dataclass
-from threading import Barrier, Thread
 
 import numpy as np
 import pytest
@@ -10,8 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.base.live_bytes import LiveBytes
-from megatron_eopt.math import products
-from megatron_eopt.math.algorithm import AlgorithmT, Plan, choose_algorithm
+from megatron_eopt.math.algorithm import AlgorithmT, Plan, PrecisionT, choose_algorithm
 from megatron_eopt.math.coefficients import resolve_coefficients
 from megatron_eopt.math.newton_schulz import (
     Shifted,
@@ -20,10 +17,10 @@ from megatron_eopt.math.newton_schulz import (
     gram_residual,
     iterate_gram,
     iterate_standard,
+    normalize,
 )
-from megatron_eopt.math.normalization import normalize
 from megatron_eopt.math.orthogonalize import Orthogonalization, orthogonalize
-from megatron_eopt.math.precision import PrecisionT
+from tests.unit.math.ranks import Ranks, TeamMember
 from tests.unit.math.spectra import gaussian, relative_error
 
 QUINTIC = resolve_coefficients("quintic", 5)
@@ -39,10 +36,9 @@ def test_pieces_are_exact_algebra_for_any_shift(shift: float) -> None:
     a = gram_residual(x, shift)
     torch.testing.assert_close(dense(a), x @ x.T)
     expected = iterate_standard(x.clone(), QUINTIC)
-    for shifted in (True, False):
-        q = accumulate(a, QUINTIC, shifted=shifted)
-        torch.testing.assert_close(apply(q, x), expected)
-        torch.testing.assert_close(apply(q, x.mT.contiguous(), tall=True).mT, expected)
+    q = accumulate(a, QUINTIC)
+    torch.testing.assert_close(apply(q, x), expected)
+    torch.testing.assert_close(apply(q, x.mT.contiguous(), tall=True).mT, expected)
 
 
 @pytest.mark.parametrize("restarts", [(), (1,), (2, 4), (1, 2, 3, 4)])
@@ -61,21 +57,15 @@ def test_a_polynomial_that_vanishes_at_the_shift_is_no_division_by_zero() -> Non
 
 
 def gram(restarts: tuple[int, ...] = ()) -> Plan:
-    return Plan("gram", restarts, torch.float64, shifted=True)
+    return Plan("gram", restarts, torch.float64)
 
 
 @pytest.mark.parametrize(("algorithm", "steps"), [("standard", 4), ("standard", 5), ("gram", 5)])
 @pytest.mark.parametrize("shape", [(3, 8, 20), (20, 8)])
 @pytest.mark.parametrize("precision", ["highest", "medium"])
 def test_in_place_is_the_same_to_the_bit_in_the_memory_that_was_given(
-    algorithm: AlgorithmT,
-    steps: int,
-    shape: tuple[int, ...],
-    precision: PrecisionT,
-    monkeypatch: pytest.MonkeyPatch,
+    algorithm: AlgorithmT, steps: int, shape: tuple[int, ...], precision: PrecisionT
 ) -> None:
-    # wide copies are test_products.py's
-    monkeypatch.setattr(products, "has_instructions", lambda dtype: True)
     compute = Orthogonalization(steps=steps, algorithm=algorithm, precision=precision)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(compute.stack_dtype)
     expected = compute(x)
@@ -92,46 +82,6 @@ def test_in_place_needs_one_more_iterate_and_the_small_matrices(algorithm: Algor
     with LiveBytes() as seen:
         compute(x, in_place=True)
     assert seen.peak <= x.nbytes + 6 * 4 * 64 * 64
-
-
-class Ranks:
-    """Ranks as threads that meet to add: the arithmetic of an all-reduce and its call count."""
-
-    def __init__(self, size: int) -> None:
-        self.parts: list[Tensor] = [torch.empty(0)] * size
-        self.barrier = Barrier(size, timeout=30)
-        self.calls = [0] * size
-
-    def exchange(self, rank: int, x: Tensor) -> list[Tensor]:
-        # collectives take memory as it lies
-        assert x.is_contiguous()
-        self.parts[rank] = x
-        self.barrier.wait()
-        parts = list(self.parts)
-        self.barrier.wait()
-        self.calls[rank] += 1
-        return parts
-
-    def reduce(self, rank: int, x: Tensor) -> Tensor:
-        return torch.stack(self.exchange(rank, x)).sum(0)
-
-
-@dataclass
-class TeamMember:
-    """One rank of a team."""
-
-    ranks: Ranks
-    rank: int
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.ranks.reduce(self.rank, x)
-
-    def rows(self, m: int) -> tuple[int, int]:
-        height = m // len(self.ranks.parts)
-        return self.rank * height, (self.rank + 1) * height
-
-    def gather(self, block: Tensor) -> Tensor:
-        return torch.cat(self.ranks.exchange(self.rank, block), -2)
 
 
 @pytest.mark.parametrize("algorithm", ["standard", "gram"])
@@ -162,15 +112,11 @@ def test_a_long_side_cut_over_ranks_gives_the_cut_result(
             pieces[rank],
             algorithm=algorithm,
             precision=precision,  # type: ignore[arg-type]
-            reduce=TeamMember(ranks, rank) if team else lambda t: ranks.reduce(rank, t),
+            reduce=TeamMember(ranks, rank) if team else ranks.sum(rank),
             whole_shape=(shape[-2], shape[-1]),
         )
 
-    threads = [Thread(target=run, args=(rank,)) for rank in range(len(pieces))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    ranks.run(run)
     assert relative_error(torch.cat(results, dim), whole) < tolerance
     plan = choose_algorithm((shape[-2], shape[-1]), dtype, precision, QUINTIC, algorithm)  # type: ignore[arg-type]
     sums = len(plan.restarts) + 1 if algorithm == "gram" else len(QUINTIC)

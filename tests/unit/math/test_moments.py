@@ -1,12 +1,11 @@
 """The second-moment rules against numpy, whole and in slabs."""
 
-from threading import Barrier, Thread
-
 import numpy as np
 import pytest
 import torch
 
 from megatron_eopt.math.moments import adamuon_, namo_, normuon_, statistic_shape
+from tests.unit.math.ranks import Ranks
 
 BETA2, EPS = 0.9, 1e-8
 
@@ -44,7 +43,6 @@ def test_normuon_normalizes_slices_and_keeps_the_norm(shape):
 
 @pytest.mark.parametrize("shape", [(8, 4), (4, 8), (4, 4)])
 def test_normuon_in_slabs_equals_the_whole(shape):
-    """Both slabs run in threads of lockstep: each sum waits for the other's."""
     torch.manual_seed(2)
     whole = torch.randn(2, *shape, dtype=torch.float64)
     moment = torch.rand(2, *statistic_shape("normuon", *shape), dtype=torch.float64)
@@ -52,23 +50,13 @@ def test_normuon_in_slabs_equals_the_whole(shape):
     slabs = [slab.clone() for slab in whole.chunk(2, dim)]
     cut = moment.size(dim) > 1
     moments = [m.clone() for m in moment.chunk(2, dim)] if cut else [moment.clone() for _ in "ab"]
-    barrier, board = Barrier(2, timeout=10), [None, None]
+    ranks = Ranks(2)
 
     def run(rank):
-        def reduce(tensor):
-            board[rank] = tensor.clone()
-            barrier.wait()
-            total = board[0] + board[1]
-            barrier.wait()
-            return total
-
+        reduce = ranks.sum(rank)
         normuon_(slabs[rank], moments[rank], BETA2, EPS, 1.0, shape=shape, reduce=reduce)
 
-    threads = [Thread(target=run, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    ranks.run(run)
     normuon_(whole, moment, BETA2, EPS, 1.0, shape=shape)
     torch.testing.assert_close(torch.cat(slabs, dim), whole)
     torch.testing.assert_close(torch.cat(moments, dim) if cut else moments[0], moment)

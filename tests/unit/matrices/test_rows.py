@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.matrices import (
     Split,
-    check_fits,
     gated,
     matrix_rows,
     qkv,
@@ -114,12 +113,3 @@ def test_an_uneven_cut_is_an_error(
     with pytest.raises(ConfigurationError) as error:
         matrix_rows(split, tp_size, 0, partition_dim)
     assert all(word in str(error.value) for word in words)
-
-
-def test_a_weight_that_does_not_fit_is_named_with_its_shape_and_the_sum() -> None:
-    split = qkv((24, 4), [4, 1, 1])
-    with pytest.raises(ConfigurationError) as error:
-        check_fits("layers.3.linear_qkv.weight", (18, 4), split, 2, 0)
-    for word in ("layers.3.linear_qkv.weight=(18, 4)", "(12, 4)", "(q 4 | k 1 | v 1) x 4", "24"):
-        assert word in str(error.value)
-    check_fits("it", (12, 4), split, 2, 0)

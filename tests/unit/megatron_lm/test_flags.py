@@ -43,6 +43,23 @@ def values(flags: list[str], whose: str | None, **expected: Any) -> None:
     assert run_ranks(1, _values, flags, whose, [*expected]) == [expected]
 
 
+def trainers_help() -> str:
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = argparse.ArgumentParser(prog="train", allow_abbrev=False)
+    parser.add_argument("--good", default=3, help="half is 50%%, the usual %(default)s; %(prog)s")
+    parser.add_argument("--hidden", help=argparse.SUPPRESS)
+    return megatron_lm.add_arguments(add_megatron_arguments(parser)).format_help()
+
+
+def test_the_trainers_help_is_printed_with_its_percent_signs():
+    (text,) = run_ranks(1, trainers_help)
+    assert "--muon-tp-mode" in text
+    assert "--moe-paged-stash-buffer-size-factor-cuda" in text
+    assert "half is 50%, the usual 3; train" in text
+    assert "--hidden " not in text
+
+
 @pytest.mark.tested_release
 def test_a_script_that_does_not_know_us_gets_upstreams_defaults():
     values([], None, optimizer_defaults="megatron", muon_tp_mode="blockwise", muon_momentum=0.9)
@@ -84,37 +101,33 @@ def test_the_flags_are_gone_afterwards():
     run_ranks(1, _afterwards)
 
 
-@pytest.mark.parametrize("flag", ["optimizer_cpu_offload", "async_save", None])
-def test_off_loaded_state_is_not_written_while_it_changes(flag):
-    flags = {"optimizer_cpu_offload": True, "async_save": True, "use_persistent_ckpt_worker": True}
-    args = argparse.Namespace(
-        **flags,
-        optimizer="muon",
-        transformer_impl="local",
-        qk_clip=False,
-        log_max_attention_logit=False,
-    )
-    check = checking_what_it_knows(lambda args, defaults: args)
-    if flag is None:
-        with pytest.raises(ConfigurationError, match="would write off-loaded state"):
-            check(args)
-    else:
-        setattr(args, flag, False)
-        assert check(args) is args
+SAVES = {"async_save": True, "use_persistent_ckpt_worker": True}
+MUON = {"optimizer": "muon", "transformer_impl": "local", "qk_clip": False}
 
 
-@pytest.mark.parametrize("flag", ["use_megatron_fsdp", "async_save", "async_strategy", None])
-def test_an_asynchronous_save_that_would_fail_is_refused(flag):
-    flags = {"use_megatron_fsdp": True, "async_save": True, "use_persistent_ckpt_worker": True}
-    args = argparse.Namespace(
-        **flags, async_strategy="mcore", optimizer="adam", transformer_impl="transformer_engine"
-    )
+@pytest.mark.parametrize(
+    ("given", "needed", "message"),
+    [
+        (
+            {**MUON, "optimizer_cpu_offload": True, "log_max_attention_logit": False},
+            ("optimizer_cpu_offload", "async_save"),
+            "would write off-loaded state",
+        ),
+        (
+            {"optimizer": "adam", "transformer_impl": "", "use_megatron_fsdp": True}
+            | {"async_strategy": "mcore"},
+            ("use_megatron_fsdp", "async_save", "async_strategy"),
+            "--async-strategy='mcore': fails at the",
+        ),
+    ],
+    ids=["off-loaded state", "Megatron-FSDP"],
+)
+def test_saves_that_would_fail_or_write_what_changes_are_refused(given, needed, message):
     check = checking_what_it_knows(lambda args, defaults: args)
-    if flag is None:
-        with pytest.raises(ConfigurationError, match="--async-strategy='mcore': fails at the"):
-            check(args)
-    else:
-        setattr(args, flag, "nvrx" if flag == "async_strategy" else False)
+    with pytest.raises(ConfigurationError, match=message):
+        check(argparse.Namespace(**given, **SAVES))
+    for name in needed:
+        args = argparse.Namespace(**{**given, **SAVES, name: False})
         assert check(args) is args
 
 

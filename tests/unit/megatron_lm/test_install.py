@@ -22,9 +22,7 @@ def replaced() -> list[tuple[str, str, Any, Any]]:
     """Return (module, name, upstream's object, ours) of everything that is replaced."""
     from megatron_eopt.megatron_lm.names import rebindings
 
-    return [
-        (item.owner.__name__, item.name, item.original, item.replacement) for item in rebindings()
-    ]
+    return [(owner.__name__, name, vars(owner)[name], ours) for owner, name, ours in rebindings()]
 
 
 VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

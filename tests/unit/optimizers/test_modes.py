@@ -4,7 +4,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_eopt.layouts import Layout, iteration_cost
+from megatron_eopt.layouts import Layout
+from megatron_eopt.math import standard_flops
 from megatron_eopt.optimizers.modes import home, plan_work
 
 WAVE = 64 << 20
@@ -57,10 +58,10 @@ def busiest(storage, ranks, mode):
                 loads += 5 * (4 * long * short**2 / ranks + 2 * short**3)
                 calls |= {(layout.shape, step) for step in range(6)}
             case "duplicated":
-                loads += iteration_cost(*layout.shape)
+                loads += standard_flops(*layout.shape)
                 calls |= {"in"}
             case "exchange":
-                loads[home(work.compute)[0]] += iteration_cost(*layout.shape)
+                loads[home(work.compute)[0]] += standard_flops(*layout.shape)
                 calls |= {"in", "out"}
     return loads.max() + 1e9 * len(calls)
 
@@ -86,7 +87,7 @@ def test_auto_is_never_blockwise_and_never_dearer_than_one_mode_for_all(sizes, r
 def test_a_slightly_uneven_cut_stays_and_a_very_uneven_one_is_evened_out():
     slightly, very = (Layout.slabs((96, 32), 0, range(2), s) for s in ([50, 46], [80, 16]))
     work = plan_work([slightly, very, slightly], 2, "distributed", WAVE)
-    held = [matrix.compute.held(2).tolist() for matrix in work.matrices]
+    held = [matrix.compute.boxes.held(2).tolist() for matrix in work.matrices]
     assert held == [[1600, 1472], [1536, 1536], [1600, 1472]]
     # a wave's matrices have one local shape on every rank, so all ranks stack them alike
     assert sorted(work.waves) == [(0, 2), (1,)]

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.math.low_precision import FORMATS
 from megatron_eopt.matrices import qkv, whole
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
@@ -98,8 +99,7 @@ def step_in_waves(dtype, cuts):
     settings = {"fp32_matmul_prec": "highest", "momentum_dtype": dtype, "wave_mb": 1e-3}
     optimizer = TensorParallelMuon([param], 0.02, **settings)
     driver = optimizer.driver_over([shard], Means("duplicated"))
-    ((_, engine),) = driver.engines
-    assert len(engine.work.waves) == 3
+    assert len(driver.engine.work.waves) == 3
     groups, state = optimizer.param_groups, defaultdict(dict)
     driver.attach([[0]])
     driver.init(groups, state)
@@ -204,3 +204,14 @@ def test_16_bit_parameters_have_it_too():
         torch.testing.assert_close(weight.float(), other, rtol=0.02, atol=0.02)
     kinds = {values["momentum_buffer"].dtype for values in optimizer.state.values()}
     assert kinds == {torch.int8}
+
+
+def test_a_class_that_steps_whole_parameters_is_refused():
+    class Own(TensorParallelAdaptiveMuon):
+        def step(self, closure=None):
+            return None
+
+    for options in ({"momentum_dtype": "int8"}, {"bias_correction": True}):
+        with pytest.raises(ConfigurationError, match=r"=.*Own"):
+            Own([parameter(4, 6)], **options)
+    Own([parameter(4, 6)])

@@ -13,7 +13,7 @@ from megatron_eopt import (
     get_megatron_optimizer,
 )
 from megatron_eopt.settings import registry
-from megatron_eopt.settings.arguments import offered_names
+from megatron_eopt.settings.registry import optimizer_names
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import synthetic_batch, tiny_gpt, train_step, wrap_ddp
@@ -47,7 +47,7 @@ def _train(names: list[str]) -> dict[str, list[float]]:
 
 
 def test_every_optimizer_trains():
-    names = [name for name in offered_names() if name != "everything"]
+    names = [name for name in optimizer_names() if name != "everything"]
     registered = set(emerging_registry.get_optimizer_name_list()) - {"adaptive_muon"}
     assert registered <= set(registry.optimizer_names())
     for name, losses in run_ranks(1, _train, names, timeout=120)[0].items():
@@ -71,7 +71,6 @@ def test_entry_points_of_installed_packages_are_loaded(monkeypatch, caplog):
     points = [point(name, load) for name, load in kinds.items()]
     registry.entries()
     monkeypatch.setattr(registry, "_entries", dict(registry.entries()))
-    monkeypatch.setattr(registry, "_from_packages", set())
 
     def entry_points(*, group: str) -> list[SimpleNamespace]:
         return points if group == "megatron_eopt.optimizers" else []

@@ -234,7 +234,7 @@ def test_a_stack_declared_whole_has_a_matrix_for_each_expert() -> None:
 @pytest.mark.parametrize(
     ("attributes", "words"),
     [
-        ({"eopt_split": gated((14, 4))}, "14 rows in all"),
+        ({"eopt_split": gated((14, 4))}, r"\(12, 4\).*gate 7 \| up 7"),
         ({"is_qkv": True, "qkv_split_shapes": [5, 1, 1]}, "the 7 that"),
     ],
 )

@@ -55,7 +55,7 @@ def count(run: Run) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("distributed", [True, False])
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_buffers_are_stocks_and_muon_costs_eight_bytes_an_element(world, distributed):
     run = Run(ddp={"use_distributed_optimizer": distributed}, **BF16)
     counts = run_ranks(world, count, run)

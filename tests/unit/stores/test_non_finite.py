@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import megatron_eopt
-from megatron_eopt.math import NonFiniteError
+from megatron_eopt.base.errors import NonFiniteError
 from tests.harness import run_ranks
 from tests.unit.stores.runs import (
     DENSE,

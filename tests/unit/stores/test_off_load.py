@@ -37,6 +37,7 @@ CASES = {
     "lion": Case("lion", MODEL),
 }
 FRACTIONS = (0.0, 0.5, 1.0)
+LONG = ("adamuon", "normuon", "soap", "lion")
 
 
 def at(case: Case, dtype: torch.dtype, fraction: float) -> Case:
@@ -66,10 +67,7 @@ def at_all_fractions(case: Case, dtype: torch.dtype) -> list[tuple[list[str], An
 )
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.long) if name in ("adamuon", "soap") else name
-        for name in CASES
-    ],
+    [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in CASES],
 )
 def test_ten_steps_equal_those_of_a_resident_run(name, dtype):
     for found in run_ranks(2, at_all_fractions, CASES[name], dtype, timeout=300):

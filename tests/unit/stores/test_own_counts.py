@@ -83,8 +83,17 @@ JOINED = {
 }
 
 
-@pytest.mark.parametrize("form", ["torch", "torch_dist"])
-@pytest.mark.parametrize("name", JOINED)
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        ("AdaMuon", "torch_dist"),
+        ("NAMO", "torch"),
+        *(
+            pytest.param(name, form, marks=pytest.mark.long)
+            for name, form in [("AdaMuon", "torch"), ("NAMO", "torch_dist"), ("NorMuon", "torch")]
+        ),
+    ],
+)
 def test_counts_of_steps_go_on_as_they_were(tmp_path, name, form):
     case, before = JOINED[name]
     for differing, counts in run_ranks(2, gone_on, case, before, tmp_path, form):

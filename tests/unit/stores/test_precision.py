@@ -30,7 +30,7 @@ FP16 = {
 }
 
 
-@pytest.mark.parametrize("grad_reduce_in_fp32", [True, False])
+@pytest.mark.parametrize("grad_reduce_in_fp32", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_bf16_equals_one_stock_process(grad_reduce_in_fp32):
     ddp = {"grad_reduce_in_fp32": grad_reduce_in_fp32}
     run = {"model": DENSE | {"dtype": torch.bfloat16}, "config": {"bf16": True}}

@@ -92,7 +92,11 @@ def test_experts(experts, world, parallel):
     check(saved, run_ranks(world, load, cases, folder, timeout=300)[0], cases)
 
 
-@pytest.mark.parametrize(("before", "after"), [(96, 160), (160, 96)], ids=["more", "less"])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(96, 160), pytest.param(160, 96, marks=pytest.mark.long)],
+    ids=["more", "less"],
+)
 def test_a_vocabulary_that_is_padded_otherwise(tmp_path, before, after):
     """Megatron pads it to a multiple of the tensor-parallel size."""
     cases = [
@@ -140,18 +144,20 @@ def test_padded_buckets(tmp_path, ranks):
 )
 def test_resuming_equals_not_stopping(tmp_path, dtype):
     model = {**DENSE, "dtype": dtype}
-    cases = [replace(case, model=model) for case in OPTIMIZERS]
-    cases += [
+    cases = [
+        replace(OPTIMIZERS[-1], model=model),
         Case("adam", model, form="dp_reshardable"),
         Case("muon", model, form="dp_reshardable"),
         # fragments of gradients that DDP all-reduces
         Case("muon", model, ddp=PLAIN),
-        Case("psgd_pro", model),
     ]
+    if dtype == torch.float32:
+        cases += [replace(case, model=model) for case in OPTIMIZERS[:-1]]
     whole, resumed = run_ranks(2, interrupted, cases, str(tmp_path), timeout=300)[0]
     check(whole, resumed, cases)
 
 
+@pytest.mark.long
 def test_layers_apart_go_on_as_in_one_go(tmp_path):
     cases = [*APART, replace(APART[0], ddp=PLAIN, config=PLAIN)]
     whole, resumed = run_ranks(2, interrupted, cases, str(tmp_path), timeout=300)[0]

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from megatron_eopt.megatron_lm import stats
-from megatron_eopt.megatron_lm.progress import with_progress
+from megatron_eopt.megatron_lm.log import TrainingLog, write_scalars
 from tests.harness import run_ranks
 
 
@@ -34,7 +33,7 @@ def written() -> tuple[list[Any], list[Any]]:
         mock.patch.object(global_vars, "get_tensorboard_writer", return_value=board),
         mock.patch.object(global_vars, "get_wandb_writer", return_value=run),
     ):
-        stats._write({"Adam/weight-rms": 0.5}, 10)
+        write_scalars({"Adam/weight-rms": 0.5}, 10)
     return board.calls, run.calls
 
 
@@ -69,7 +68,7 @@ def shown(is_terminal: bool, prints: bool) -> tuple[list[int], str]:
         mock.patch.object(utils, "is_last_rank", return_value=prints),
         mock.patch.object(sys, "stderr", Terminal(is_terminal)) as terminal,
     ):
-        logged = with_progress(training_log)
+        logged = TrainingLog().around_log(training_log)
         loss = {"lm loss": torch.tensor([2.5])}
         # a run that goes on after its second iteration
         return [logged(loss, iteration=number) for number in (3, 4)], terminal.getvalue()

@@ -1,0 +1,90 @@
+"""What optimizer state a checkpoint has, by its metadata."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+from megatron_eopt.checkpoint.keys import key_apart, split_key
+
+type Shapes = Mapping[str, tuple[int, ...] | None]
+"""Global shapes of a checkpoint's tensors by key; None for objects."""
+
+type Piece = ShardedTensor | ShardedObject
+"""A box of a checkpoint's tensor, or a whole object, with what it is written from or read into."""
+
+type Pieces = tuple[Piece, ...]
+
+
+def key_of(piece: Piece) -> str:
+    """Return the name under which a checkpoint has a piece's tensor, or the object."""
+    return str(piece.key if isinstance(piece, ShardedTensor) else piece.unique_key)
+
+
+class Contents:
+    """What optimizer state a checkpoint has.
+
+    Attributes:
+        shapes: Global shapes by key.
+        kinds: The kinds of state that are cut like it, by parameter.
+        in_buckets: The kinds of state in buckets of many parameters.
+    """
+
+    def __init__(self, shapes: Shapes) -> None:
+        self.shapes = shapes
+        self.kinds: dict[str, set[str]] = defaultdict(set)
+        self.in_buckets: set[str] = set()
+        self._keys: dict[str, str] = {}  # by what they are outside of a chain
+        for key in shapes:
+            parts = split_key(key)
+            if parts is None:
+                continue
+            self._keys[key.removeprefix(parts.chain)] = key
+            if parts.kind is None:
+                if ".bucket_idx_" in parts.name:
+                    self.in_buckets.add(parts.name.rpartition(".")[2])
+            elif not parts.of_matrix:
+                self.kinds[parts.name].add(parts.kind)
+
+    def kinds_of(self, stacks: Sequence[str], places: Sequence[int]) -> set[str]:
+        """Return the kinds of state of a parameter, which may lie in stacks or apart from them."""
+        return set.intersection(
+            *(self.kinds[stack] | self.kinds[key_apart(stack, places)] for stack in stacks)
+        )
+
+    def find(self, pieces: Pieces) -> Pieces | None:
+        """Return pieces by the names that a checkpoint has for them; None if it lacks any.
+
+        A vocabulary, which is padded by the size of tensor parallelism, may have another size.
+        """
+        found = []
+        for piece in pieces:
+            name = key_of(piece)
+            key = self._keys.get(name, "")
+            shape = self.shapes.get(key)
+            fits = key if shape is None else shape == tuple(piece.global_shape)
+            if not (fits or (shape and getattr(piece, "allow_shape_mismatch", False))):
+                return None
+            found.append(replace(piece, key=key.removesuffix(name) + piece.key))
+        return tuple(found)
+
+
+def apart(pieces: Pieces, stacked: int) -> Pieces:
+    """Return pieces of stacked tensors as tensors of their own layer or expert; see Note [Keys].
+
+    Args:
+        pieces: With ``stacked`` leading dimensions that number layers or experts.
+        stacked: How many.
+    """
+    ones, zeros = (1,) * stacked, (0,) * stacked
+    return tuple(
+        replace(
+            piece,
+            key=key_apart(piece.key, piece.global_offset[:stacked]),
+            global_shape=ones + tuple(piece.global_shape[stacked:]),
+            global_offset=zeros + tuple(piece.global_offset[stacked:]),
+        )
+        for piece in pieces
+    )

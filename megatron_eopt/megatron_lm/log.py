@@ -1,0 +1,101 @@
+"""What the trainer's log has besides: the optimizer's scalars, and a progress bar."""
+
+import functools
+import inspect
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from tqdm import tqdm
+
+from megatron_eopt.build.chain import OptimizerChain
+from megatron_eopt.checkpoint.trainer import Function
+
+
+class TrainingLog:
+    """Watches the optimizer's steps in logged iterations, and writes what it did there.
+
+    With ``--log-optimizer-stats`` these are the iterations that are multiples of
+    ``--log-interval`` and of ``--tensorboard-log-interval``, on all ranks alike. Where standard
+    error is a terminal, a bar shows iterations done, time left and the losses. It is on the rank
+    that prints the trainer's lines, the last one.
+    """
+
+    def __init__(self) -> None:
+        self._watched: OptimizerChain | None = None
+        self._bar: tqdm[Any] | None = None
+
+    def around_step(self, original: Function) -> Function:
+        """Return ``train_step`` with the optimizer watched if its iteration is logged."""
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def train_step(*values: Any, **kwargs: Any) -> Any:
+            optimizer = signature.bind(*values, **kwargs).arguments["optimizer"]
+            if isinstance(optimizer, OptimizerChain):
+                self._watch(optimizer)
+            return original(*values, **kwargs)
+
+        return train_step
+
+    def around_log(self, original: Function) -> Function:
+        """Return ``training_log`` which writes the scalars too; collective if there are some."""
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def training_log(*values: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*values, **kwargs).arguments
+            if self._bar is not None:
+                self._bar.clear()  # for the lines that come
+            result = original(*values, **kwargs)
+            if self._watched is not None:
+                write_scalars(self._watched.stats(), given["iteration"])
+                self._watched = None
+            self._show(given)
+            return result
+
+        return training_log
+
+    def _watch(self, optimizer: OptimizerChain) -> None:
+        # these load what must not be loaded before the device is chosen
+        from megatron.training.global_vars import get_args
+
+        args = get_args()
+        if not getattr(args, "log_optimizer_stats", False):
+            return
+        iteration = args.curr_iteration + 1
+        intervals = (args.log_interval, args.tensorboard_log_interval)
+        optimizer.watching = not any(iteration % interval for interval in intervals)
+        self._watched = optimizer if optimizer.watching else None
+
+    def _show(self, given: Mapping[str, Any]) -> None:
+        from megatron.training.global_vars import get_args
+        from megatron.training.utils import is_last_rank
+
+        if not (sys.stderr.isatty() and is_last_rank()):
+            return
+        args, iteration = get_args(), given["iteration"]
+        total = args.train_iters
+        bar = self._bar or tqdm(None, "Training", total, initial=iteration - 1)
+        if iteration % args.log_interval == 0:
+            # the trainer has waited for the device
+            losses = {name: float(loss.float().mean()) for name, loss in given["loss_dict"].items()}
+            bar.set_postfix(losses, refresh=False)
+        bar.update(iteration - bar.n)
+        bar.refresh()
+        self._bar = bar if iteration < total else None
+        if self._bar is None:
+            bar.close()
+
+
+def write_scalars(scalars: dict[str, float], iteration: int) -> None:
+    """Write scalars as the trainer writes its own, on the rank that has writers."""
+    from megatron.training import global_vars
+
+    samples = global_vars.get_args().consumed_train_samples
+    if (writer := global_vars.get_tensorboard_writer()) is not None:
+        for name, value in scalars.items():
+            writer.add_scalar(name, value, iteration)
+            writer.add_scalar(f"{name} vs samples", value, samples)
+    if (run := global_vars.get_wandb_writer()) is not None:
+        run.log(scalars, iteration)
