@@ -1,8 +1,8 @@
 """Storages under their public names: the layer-wise distributed optimizer, and ways to add one."""
 
+from megatron_eopt.build.builders import Wanted, register_storage
 from megatron_eopt.build.layer_wise import LayerWiseDistributedOptimizer
 from megatron_eopt.build.replicated import chain_of_slabs
-from megatron_eopt.build.storages import Wanted, register_storage
 from megatron_eopt.stores.interface import Storage, Stored
 
 __all__ = [

@@ -25,7 +25,6 @@ _NAMES: dict[str, str] = {
     "megatron.core.optimizer.optimizer": "ChainedOptimizer GRAD_NORM_GROUP_ATTR "
     "param_group_identifier_keys",
     "megatron.core.optimizer.grad_scaler": "DynamicGradScaler ConstantGradScaler",
-    "megatron.core.optimizer.cpu_offloading.hybrid_optimizer": "HybridDeviceOptimizer",
     "megatron.core.optimizer.layer_wise_optimizer": "LayerWiseDistributedOptimizer",
     "megatron.core.optimizer.emerging_optimizers": "_is_nonlinear_or_embedding",
     "megatron.core.optimizer.qk_clip": "clip_qk",

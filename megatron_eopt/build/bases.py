@@ -13,13 +13,13 @@ from torch._subclasses.fake_tensor import is_fake
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import SCALAR_OPTIMIZERS
-from megatron_eopt.matrices import Split
 from megatron_eopt.optimizers.draws import draw_alike
 from megatron_eopt.optimizers.driver import Driver, InitState, ParamGroup
 from megatron_eopt.optimizers.engine import Means
 from megatron_eopt.optimizers.owner_driver import OwnerDriver
 from megatron_eopt.optimizers.scalar import ELEMENT_WISE_CLASSES, build_scalar_optimizer
-from megatron_eopt.routing.groups import Group, param_group
+from megatron_eopt.routing.groups import param_group
+from megatron_eopt.routing.model import Routing
 from megatron_eopt.settings.arguments import arguments_of
 from megatron_eopt.settings.fields import constructor_arguments
 from megatron_eopt.settings.registry import StateLayoutT, entries, entry_of, steps_in_pieces
@@ -30,24 +30,16 @@ type Construct = Callable[[Sequence[ParamGroup]], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
-class Share:
-    """What one optimizer of the chain steps."""
-
-    optimizer: str  # name of the torch optimizer
-    is_expert: bool  # whether it holds experts' parameters
-    groups: tuple[Group, ...]
-    chunks: tuple[int, ...]  # indices of the model chunks that its parameters come from
-
-
-@dataclass(frozen=True)
 class Base:
     """A torch optimizer as a user passes one, or as a configuration asks for one."""
 
-    optimizer: Any  # the torch optimizer, maybe made over stand-ins for the parameters
+    optimizer: Any  # the torch optimizer, maybe over stand-ins; None if nothing is stepped
     init_state_fn: InitState  # makes its state exist, called as ``(optimizer, config)``
     groups: Sequence[ParamGroup]  # of the model's parameters
     is_clipped: bool = True  # whether its gradients are clipped
     construct: Construct | None = None  # makes an optimizer like it over other groups
+    name: str = ""  # what a configuration calls it
+    is_expert: bool = False  # whether it steps experts' parameters
 
     @property
     def layout(self) -> StateLayoutT:
@@ -63,105 +55,75 @@ class Base:
         return "element_wise" if cls in known | ELEMENT_WISE_CLASSES else "matrix_state"
 
 
-def shares_of(
-    groups: Sequence[Group], main: str, n_chunks: int, *, first_chunk_apart: bool = False
-) -> list[Share]:
-    """Return what the optimizers of a chain step: the main one first, dense before experts.
-
-    Order and number are part of checkpoint formats, so they follow from what all ranks know. The
-    dense share of the main optimizer always exists. The first chunk's dense parameters may get an
-    optimizer of their own, so that their gather can overlap with the next optimizer's step.
-    """
-    everything = tuple(range(n_chunks))
-    dense = [everything]
-    if first_chunk_apart and n_chunks > 1:
-        dense = [everything[:1], everything[1:]]
-    names = sorted({main} | {group.key.optimizer for group in groups}, key=lambda n: (n != main, n))
-    shares = []
-    for name in names:
-        for is_expert, chunks in [(False, part) for part in dense] + [(True, everything)]:
-            mine = tuple(
-                group
-                for group in groups
-                if (group.key.optimizer, group.key.is_expert) == (name, is_expert)
-                and group.chunks & set(chunks)
-            )
-            if mine or (not groups and name == main and not is_expert):
-                shares.append(Share(name, is_expert, mine, chunks))
-    return shares
-
-
-def build_base(
-    share: Share,
+def bases_of(
     settings: Settings,
+    routing: Routing,
     model_chunks: Sequence[Any],
     pg_collection: Any,
     *,
-    splits: Mapping[Tensor, Split | None] | None = None,
     stand_ins: bool = False,
     plain: bool = False,
-) -> Base | None:
-    """Return the torch optimizer of a share; None without groups.
+) -> list[Base]:
+    """Return what the optimizers of a chain step: the main one first, dense before experts.
+
+    Order and number are part of checkpoint formats, so they follow from what all ranks know.
 
     Args:
-        share: What it steps.
         settings: The configuration.
+        routing: Which optimizer each parameter gets.
         model_chunks: The model.
         pg_collection: Process groups.
-        splits: The logical matrices of parameters, for optimizers that ask for them.
         stand_ins: Whether optimizers of matrices are made over stand-ins for the parameters, since
-            a storage will step other tensors.
+            a storage will step other tensors, and knows their logical matrices.
         plain: Whether Adam and SGD are torch's own.
 
     Raises:
-        ConfigurationError: If a setting of the optimizer or of a group cannot be honoured.
+        ConfigurationError: If a setting of an optimizer or of a group cannot be honoured.
     """
-    groups = [
-        param_group(
-            group,
-            [m.parameter.param for m in group.members if m.parameter.chunk in share.chunks],
-            lr=settings.lr,
-            min_lr=settings.min_lr,
-        )
-        for group in share.groups
-    ]
-    if not groups:
-        return None
-    name = share.optimizer
-    is_scalar = name in SCALAR_OPTIMIZERS
-    made_over = groups
-    if plain or (stand_ins and not is_scalar):
-        made_over = [{**g, "params": [nn.Parameter(torch.ones(1, 1))]} for g in groups]
-    optimizer: torch.optim.Optimizer
-    init_state_fn: InitState
-    construct: Construct | None = None
-    if is_scalar:
-        optimizer, init_state_fn = build_scalar_optimizer(name, made_over, settings, plain=plain)
-    else:
-        entry = entry_of(name)
-        kwargs = arguments_of(name, settings, model_chunks, pg_collection)
-        if splits is not None and "splits" in constructor_arguments(entry.optimizer_cls):
-            kwargs["splits"] = splits
-        construct = functools.partial(entry.optimizer_cls, **kwargs)
-        optimizer, init_state_fn = _made(name, construct, made_over), entry.init_state_fn
-        if entry.draws:
-            draw_alike(optimizer)
-    _check_names(optimizer, {key for group in share.groups for key, _ in group.key.values})
-    if settings.lr is None and "max_lr" not in settings.own_rates(name):
-        _await_rate(optimizer, share.groups)
-    complete = [
-        {**made, "params": group["params"]}
-        for made, group in zip(optimizer.param_groups, groups, strict=True)
-    ]
-    is_clipped = not (settings.exempt_from_clipping and name == settings.optimizer)
-    return Base(optimizer, init_state_fn, complete, is_clipped, construct)
-
-
-def _await_rate(optimizer: torch.optim.Optimizer, groups: Sequence[Group]) -> None:
-    """Let groups without a learning rate say so, until a scheduler or a checkpoint writes it."""
-    optimizer.defaults["lr"] = None
-    for made, group in zip(optimizer.param_groups, groups, strict=True):
-        made["lr"] = dict(group.key.values).get("lr")
+    main = settings.optimizer
+    kinds = {(group.key.optimizer, group.key.is_expert) for group in routing.groups}
+    bases = []
+    for name, is_expert in sorted(kinds, key=lambda kind: (kind[0] != main, kind)):
+        mine = [
+            g for g in routing.groups if (g.key.optimizer, g.key.is_expert) == (name, is_expert)
+        ]
+        groups = [
+            param_group(
+                group,
+                [member.parameter.param for member in group.members],
+                lr=settings.lr,
+                min_lr=settings.min_lr,
+            )
+            for group in mine
+        ]
+        made_over = groups
+        if plain or (stand_ins and name not in SCALAR_OPTIMIZERS):
+            made_over = [{**g, "params": [nn.Parameter(torch.ones(1, 1))]} for g in groups]
+        construct: Construct | None = None
+        if name in SCALAR_OPTIMIZERS:
+            optimizer, init_fn = build_scalar_optimizer(name, made_over, settings, plain=plain)
+        else:
+            entry = entry_of(name)
+            kwargs = arguments_of(name, settings, model_chunks, pg_collection)
+            if not stand_ins and "splits" in constructor_arguments(entry.optimizer_cls):
+                kwargs["splits"] = routing.matrices
+            construct = functools.partial(entry.optimizer_cls, **kwargs)
+            optimizer, init_fn = _made(name, construct, made_over), entry.init_state_fn
+            if entry.draws:
+                draw_alike(optimizer)
+        _check_names(optimizer, {key for group in mine for key, _ in group.key.values})
+        if settings.lr is None and "max_lr" not in settings.own_rates(name):
+            # groups without a learning rate wait for a scheduler or a checkpoint to write it
+            optimizer.defaults["lr"] = None
+            for made, group in zip(optimizer.param_groups, mine, strict=True):
+                made["lr"] = dict(group.key.values).get("lr")
+        complete = [
+            {**made, "params": group["params"]}
+            for made, group in zip(optimizer.param_groups, groups, strict=True)
+        ]
+        is_clipped = not (settings.exempt_from_clipping and name == main)
+        bases.append(Base(optimizer, init_fn, complete, is_clipped, construct, name, is_expert))
+    return bases or [Base(None, None, [], name=main)]
 
 
 def _check_names(optimizer: torch.optim.Optimizer, names: set[str]) -> None:

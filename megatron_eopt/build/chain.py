@@ -15,18 +15,11 @@ from typing import Any
 import torch
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.utils import log_single_rank
-from torch import Tensor
 
 from megatron_eopt.base.agreement import agreed, of_every_rank
-from megatron_eopt.base.errors import (
-    ConfigurationError,
-    NonFiniteError,
-    check_choice,
-    check_number,
-)
+from megatron_eopt.base.errors import ConfigurationError, NonFiniteError, check_number
 from megatron_eopt.base.live_bytes import LiveBytes
-from megatron_eopt.build.clipping import clip
-from megatron_eopt.build.loss_scale import unscale_
+from megatron_eopt.build.gradients import clip, unscale_
 from megatron_eopt.build.memory import Memory, memory_of
 from megatron_eopt.build.stats import Stats
 from megatron_eopt.checkpoint import local_state, optimizer_state
@@ -39,22 +32,12 @@ from megatron_eopt.routing.global_names import names_in
 from megatron_eopt.settings.settings import RunSettings, Settings
 from megatron_eopt.stores.interface import gather_buckets, named_gradients
 from megatron_eopt.stores.shard import global_name
-from megatron_eopt.stores.sharded import FragmentsOptimizer, OffloadedOptimizer
+from megatron_eopt.stores.sharded import FragmentsOptimizer
 
 logger = logging.getLogger(__name__)
 
 _BY_BUCKET = "dp_reshardable"
 """Megatron's name for state bucket by bucket."""
-
-_FORMS = (
-    _BY_BUCKET,
-    "fully_reshardable",
-    "fully_sharded_model_space",
-    "fully_sharded_bucket_space",
-    "dp_zero_gather_scatter",
-    "fsdp_dtensor",
-)
-"""Megatron's forms of checkpoints, in which all but the first make no difference here."""
 
 
 class OptimizerChain(ChainedOptimizer):
@@ -79,6 +62,8 @@ class OptimizerChain(ChainedOptimizer):
         self.members = list(members)
         self.settings = settings
         self.config = settings.config
+        # name of the main optimizer, where a configuration says it
+        self._main = settings.optimizer if isinstance(settings, Settings) else None
         self._scaler = scaler
         self._named_chunks = list(model_chunks)
         # whether the present gradients, once unscaled, had overflowed; None before
@@ -105,12 +90,10 @@ class OptimizerChain(ChainedOptimizer):
             member.storage.collect_gradients()
         if self._scaler is None:
             return False
-        by_group: dict[Any, list[Tensor]] = {}
-        for child in self.chained_optimizers:
-            mine = by_group.setdefault(child.get_grad_stats_parallel_group(), [])
-            mine += [grad for _, grad in named_gradients(child)]
         found_inf = False
-        for group, grads in by_group.items():
+        for child in self.chained_optimizers:
+            grads = [grad for _, grad in named_gradients(child)]
+            group = child.get_grad_stats_parallel_group()
             found_inf |= unscale_(grads, self._scaler.inv_scale, group)
         self._scaler.update(found_inf)
         self._found_inf = found_inf
@@ -173,10 +156,8 @@ class OptimizerChain(ChainedOptimizer):
         """Step all members, then gather parameters unless the forward pass will."""
         check_may_step(self)
         self._found_inf = None
-        for number, child in enumerate(self.chained_optimizers):
+        for child in self.chained_optimizers:
             child.step_in_chain()
-            if self.settings.early_gather and number == 0:
-                child.model_chunks[0].start_param_sync(force_dispatch=True)
         self.gather_params()
         return True
 
@@ -200,11 +181,6 @@ class OptimizerChain(ChainedOptimizer):
         """Do the same on this rank alone."""
         for child in self.chained_optimizers:
             child._stage_model_params_from_main_params()
-
-    def finish_gathering(self) -> None:
-        """Wait for parameters that a step has begun to gather."""
-        if self.settings.early_gather:
-            self.model_chunks[0].start_param_sync(force_sync=True)
 
     @torch.no_grad()
     def get_grad_norm(self) -> Any:
@@ -243,9 +219,7 @@ class OptimizerChain(ChainedOptimizer):
         self,
         model_sharded_state_dict: Mapping[str, Any],
         is_loading: bool = False,
-        *,
-        sharding_type: str | None = None,
-        metadata: Mapping[str, Any] | None = None,
+        **kwargs: Any,
     ) -> Any:
         """Return what ``dist_checkpointing`` saves or loads; collective.
 
@@ -253,16 +227,14 @@ class OptimizerChain(ChainedOptimizer):
         Megatron calls ``dp_reshardable``.
 
         Raises:
-            ConfigurationError: If a parameter is not in the model's state, or the form unknown.
+            ConfigurationError: If a parameter is not in the model's state.
         """
-        given = {"sharding_type": sharding_type, "metadata": metadata}
-        metadata = metadata or {}
-        form = sharding_type or metadata.get("distrib_optim_sharding_type")
-        agreed(lambda: check_choice("sharding_type", form or _BY_BUCKET, _FORMS))
-        if self._is_offloaded or (form == _BY_BUCKET and self._is_unmixed and not is_loading):
-            given = {name: value for name, value in given.items() if value is not None}
+        metadata = kwargs.get("metadata") or {}
+        form = kwargs.get("sharding_type") or metadata.get("distrib_optim_sharding_type")
+        by_bucket = form == _BY_BUCKET and self._is_unmixed
+        if by_bucket and not is_loading:
             optimizer_state.prepare(self.members, is_loading=is_loading)
-            return super().sharded_state_dict(model_sharded_state_dict, is_loading, **given)
+            return super().sharded_state_dict(model_sharded_state_dict, is_loading, **kwargs)
         if self.is_stub_optimizer:
             return {}
         return optimizer_state.requested(
@@ -271,7 +243,7 @@ class OptimizerChain(ChainedOptimizer):
             is_loading=is_loading,
             main=self._main,
             policy=Policy(self.settings.fresh_state, self.settings.momentum_from_adam),
-            by_bucket=form == _BY_BUCKET and self._is_unmixed,
+            by_bucket=by_bucket,
         )
 
     def load_state_dict(self, state_dict: Any) -> None:
@@ -287,9 +259,7 @@ class OptimizerChain(ChainedOptimizer):
             self.gather_params(now=True)
 
     def _take_over(self, state: Any) -> None:
-        if self._is_offloaded:
-            super().load_state_dict(state)
-        elif optimizer_state.REQUESTS in state:
+        if optimizer_state.REQUESTS in state:
             optimizer_state.load(self.members, state)
         elif self.is_sharded:
             optimizer_state.load_groups(self.members, state, is_enough=self._is_unmixed)
@@ -333,19 +303,10 @@ class OptimizerChain(ChainedOptimizer):
         optimizer_state.settle(self.members)
 
     def _refuse_but_fragments_of_adam(self, method: str) -> None:
-        if not (self._is_unmixed or self._is_offloaded):
+        if not self._is_unmixed:
             rule = "knows fragments of the state of Adam alone"
             way_out = "Use sharded_state_dict, or save_state_dict_to_file and its counterpart"
             raise ConfigurationError(method, type(self).__name__, rule, way_out)
-
-    @property
-    def _main(self) -> str | None:
-        """Name of the main optimizer, where a configuration says it."""
-        return self.settings.optimizer if isinstance(self.settings, Settings) else None
-
-    @property
-    def _is_offloaded(self) -> bool:
-        return any(isinstance(item, OffloadedOptimizer) for item in self.chained_optimizers)
 
     @property
     def _is_unmixed(self) -> bool:

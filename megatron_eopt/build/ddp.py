@@ -27,8 +27,8 @@ def check_chunks(model_chunks: Any) -> None:
 
 def is_megatron_fsdp(model_chunks: Sequence[Any]) -> bool:
     """Whether Megatron's own FSDP manages the model."""
-    ddp_config = getattr(model_chunks[0], "ddp_config", None)
-    return bool(getattr(ddp_config, "use_megatron_fsdp", False))
+    wrapped = getattr(model_chunks[0], "ddp_config", None)
+    return bool(getattr(wrapped, "use_megatron_fsdp", False))
 
 
 def check_ddp(settings: Settings, model_chunks: Sequence[Any]) -> None:
@@ -43,16 +43,14 @@ def check_ddp(settings: Settings, model_chunks: Sequence[Any]) -> None:
         if ddp_config is None:
             continue
         if getattr(getattr(chunk, "config", None), "qk_clip", False):
-            refuse_for_qk_clip(settings.config, ddp_config, hybrid=settings.hybrid)
+            refuse_for_qk_clip(settings.config, ddp_config, hybrid=settings.is_standard)
         scattered = ddp_config.use_distributed_optimizer
         if scattered and not is_sharded:
             rule = (
                 "each rank would get only its own part of the gradients, but the optimizer is "
                 f"configured to hold all of {settings.optimizer}'s state on every rank"
             )
-            way_out = (
-                "Set it to False, or set use_distributed_optimizer=True in the optimizer's config"
-            )
+            way_out = "Set it to False, or the optimizer's use_distributed_optimizer to True"
             raise ConfigurationError(_OF_DDP + "use_distributed_optimizer", True, rule, way_out)
         if is_sharded and not scattered and settings.is_standard:
             rule = "the model was wrapped without it"

@@ -5,10 +5,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from megatron.core.utils import log_single_rank
 
-from megatron_eopt.math.coefficients import DIVERGED, resolve_coefficients, response
 from megatron_eopt.settings.registry import state_layout_of
 from megatron_eopt.settings.settings import Settings
 
@@ -31,15 +29,6 @@ def log_differences(
                 log_single_rank(logger, logging.WARNING, sentence)
 
 
-def explodes(arguments: Mapping[str, Any]) -> bool:
-    """Whether rounding to bfloat16 alone takes a singular value of 1 to where steps diverge."""
-    named, steps = arguments.get("coefficient_type"), arguments.get("num_ns_steps")
-    if arguments.get("fp32_matmul_prec") != "medium" or named is None or steps is None:
-        return False
-    rounded = 1 + torch.finfo(torch.bfloat16).eps / 2
-    return not abs(response(resolve_coefficients(named, steps), rounded)) < DIVERGED
-
-
 def _warnings(
     optimizer: str, settings: Settings, arguments: Mapping[str, Any], tensor_parallel_size: int
 ) -> Iterator[str]:
@@ -54,13 +43,6 @@ def _warnings(
         yield (
             f"weight_decay={settings.weight_decay} takes the place of Scion's own, which is "
             "1: its step is meant to keep weights in a ball, and does so with weight_decay=1 alone"
-        )
-    if explodes(arguments):
-        yield (
-            f"muon_coefficient_type={arguments['coefficient_type']!r} with "
-            "muon_fp32_matmul_prec='medium': what rounding to bfloat16 makes of a singular value "
-            "of 1, as in a gradient of rank one, leaves the interval in which these coefficients "
-            "converge, and such an update is huge; 'highest' does not round so"
         )
     splits, owners_split = (
         item.splits_weights_of(optimizer)

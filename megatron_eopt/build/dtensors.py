@@ -15,9 +15,9 @@ from torch import Tensor
 from megatron_eopt.base.agreement import agreed, agreed_in
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import TpModeT
-from megatron_eopt.build.bases import Base, build_base, driver_over, shares_of
+from megatron_eopt.build.bases import Base, bases_of, driver_over
+from megatron_eopt.build.builders import Wanted
 from megatron_eopt.build.chain import OptimizerChain
-from megatron_eopt.build.storages import Wanted
 from megatron_eopt.layouts import Layout
 from megatron_eopt.matrices import whole
 from megatron_eopt.optimizers.driver import Driver, ParamGroup
@@ -78,16 +78,9 @@ def build_routed(
     order = {param: number for number, param in enumerate(routing.names)}
     # sizes of fused weights come with the parameters here, not with the model's configuration
     chunks = [SimpleNamespace(config=None)]
-    n_chunks = 1 + max((chunk for group in routing.groups for chunk in group.chunks), default=0)
-    for share in shares_of(routing.groups, settings.optimizer, n_chunks):
-        # what one rank refuses, the others would go on to exchange
-        base = agreed(
-            lambda share=share: build_base(  # type: ignore[misc]
-                share, settings, chunks, None, stand_ins=True, plain=True
-            )
-        )
-        if base is None:
-            continue
+    # what one rank refuses, the others would go on to exchange
+    bases = agreed(lambda: bases_of(settings, routing, chunks, None, stand_ins=True, plain=True))
+    for base in bases:
         places = slice(len(groups), len(groups) + len(base.groups))
         groups += [{**group, **_rates(settings, group)} for group in base.groups]
         params = [param for group in base.groups for param in group["params"]]

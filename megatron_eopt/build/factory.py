@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from megatron.core.optimizer import get_megatron_optimizer as megatrons_own_factory
@@ -13,7 +12,8 @@ from megatron_eopt import qk_clip
 from megatron_eopt.base.agreement import agreed, any_rank
 from megatron_eopt.base.names import STANDARD_OPTIMIZERS
 from megatron_eopt.base.upstream import found, needed
-from megatron_eopt.build.bases import Base, Share, build_base, shares_of
+from megatron_eopt.build.bases import Base, bases_of
+from megatron_eopt.build.builders import BUILDERS, Wanted, register_storage
 from megatron_eopt.build.chain import OptimizerChain
 from megatron_eopt.build.ddp import check_chunks, check_ddp, is_megatron_fsdp
 from megatron_eopt.build.differences import log_differences
@@ -22,17 +22,17 @@ from megatron_eopt.build.dtensors import (
     is_torch_fsdp2,
     resolve_for_dtensors,
 )
+from megatron_eopt.build.gradients import make_scaler
 from megatron_eopt.build.layer_wise import LayerWiseDistributedOptimizer
-from megatron_eopt.build.loss_scale import make_scaler
 from megatron_eopt.build.megatron_fsdp import (
     chain_of_managed_shards,
-    is_for_megatrons_own,
+    faults,
+    fsdp_modules,
     whole_parameters,
 )
 from megatron_eopt.build.ownership import take_over
 from megatron_eopt.build.replicated import chain_of_slabs
 from megatron_eopt.build.sharded import Sharding, unmixed_members
-from megatron_eopt.build.storages import Wanted, chain_in_storage, register_storage
 from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
 from megatron_eopt.routing.global_names import names_in
 from megatron_eopt.routing.groups import Group
@@ -85,21 +85,23 @@ def get_megatron_optimizer(
     of_dtensors = is_torch_fsdp2(model_chunks) or is_megatron_fsdp(model_chunks)
     settings = agreed(lambda: _settings(config, model_chunks, of_dtensors=of_dtensors))
     check_alike(config)
-    if is_megatron_fsdp(model_chunks) and is_for_megatrons_own(settings, model_chunks):
+    with whole_parameters(model_chunks):
+        routing = route_model(settings, model_chunks, config_overrides)
+    if _is_megatron_cores(settings, routing, model_chunks):
         return megatrons_own_factory(
             config,
             model_chunks,
             dict(overrides_for(settings, config_overrides)),
             use_gloo_process_groups,
             pg_collection,
-            dump_param_to_param_group_map,
+            folder,
         )
-    with whole_parameters(model_chunks):
-        routing = route_model(settings, model_chunks, config_overrides)
     wanted = Wanted(settings, routing, model_chunks, pg_collection, use_gloo_process_groups)
     _report(settings, routing, model_chunks, wanted.collection)
+    # one of our own builders serves what a configuration may ask for
+    chains = (chain for build in reversed(BUILDERS) if (chain := build(wanted)) is not None)
     # what one pipeline stage refuses, the others would not know
-    optimizer = agreed(lambda: chain_in_storage(wanted))
+    optimizer = agreed(lambda: next(chains))
     take_over(optimizer, routing.names)
     if folder is not None:
         with whole_parameters(model_chunks):
@@ -116,43 +118,41 @@ def _settings(config: Any, model_chunks: Sequence[Any], *, of_dtensors: bool) ->
     return settings
 
 
+def _is_megatron_cores(settings: Settings, routing: Routing, model_chunks: Sequence[Any]) -> bool:
+    """Whether Adam or SGD alone runs in a mode that megatron-core's own optimizer has."""
+    if not settings.is_standard or routing.optimizers - {settings.optimizer}:
+        return False
+    modules = fsdp_modules(model_chunks)
+    is_refused = bool(modules) and (settings.half == "fp16" or any(faults(modules)))
+    return bool(settings.upstream_modes) or is_refused
+
+
 def _sharded(wanted: Wanted) -> OptimizerChain | None:
     settings, routing, model_chunks = wanted.settings, wanted.routing, wanted.model_chunks
     if settings.storage != "sharded":
         return None
-    count, apart = len(model_chunks), settings.early_gather
-    shares = shares_of(routing.groups, settings.optimizer, count, first_chunk_apart=apart)
-    mixed = not settings.is_standard or len({share.optimizer for share in shares}) > 1
+    mixed = not settings.is_standard or bool(routing.optimizers - {settings.optimizer})
     # megatron-core's optimizer steps all that is in its buffers
     mixed = any_rank(any(map(has_resting, model_chunks))) or mixed
     collection = wanted.collection
-    if mixed:
-        # megatron-core's optimizer that off-loads knows of no other beside it
-        settings = replace(settings, hybrid=False)
 
-    def pairs_with_bases() -> list[tuple[Share, Base | None]]:
+    def checked() -> list[Base]:
         check_wrapped(model_chunks)
         if mixed:
             refuse_for_matrices(settings.config)
             check_model_chunks(model_chunks)
-        return [
-            (share, build_base(share, settings, model_chunks, collection, stand_ins=True))
-            for share in shares
-        ]
+        return bases_of(settings, routing, model_chunks, collection, stand_ins=True)
 
-    pairs = agreed(pairs_with_bases)
+    bases = agreed(checked)
     sets = buffer_sets(
         model_chunks, wanted.pg_collection, use_gloo=wanted.use_gloo, redistributed=mixed
     )
     scaler, names = make_scaler(settings.loss_scale), names_in(model_chunks)
     sharding = Sharding(settings, model_chunks, sets, names, scaler, routing.matrices)
     if mixed:
-        bases = [base for _, base in pairs if base is not None]
+        bases = [base for base in bases if base.groups]
         return LayerWiseDistributedOptimizer.of_bases(bases, sharding, collection)
-    for index, chunk in enumerate(model_chunks):
-        # the wrapped model asks for this when it gathers parameters
-        chunk.overlap_param_gather_with_optimizer_step = settings.early_gather and index == 0
-    return OptimizerChain(unmixed_members(sharding, pairs), settings, scaler, model_chunks)
+    return OptimizerChain(unmixed_members(sharding, bases), settings, scaler, model_chunks)
 
 
 for _builder in (chain_of_slabs, _sharded, chain_of_dtensors, chain_of_managed_shards):
@@ -165,10 +165,6 @@ def _report(
     emerging = sorted(routing.optimizers - set(STANDARD_OPTIMIZERS))
     arguments = {n: arguments_of(n, settings, model_chunks, collection) for n in emerging}
     log_differences(settings, arguments, get_pg_size(getattr(collection, "tp", None)))
-    for group in routing.groups:
-        numel = sum(member.parameter.param.numel() for member in group.members)
-        line = f"group {group.identity}: {len(group.members)} parameters, {numel} elements here"
-        log_single_rank(logger, logging.INFO, line)
     if settings.prints_routing:
         table = format_routing(settings, routing)
         log_single_rank(logger, logging.WARNING, f"optimizer routing\n{table}")

@@ -16,7 +16,7 @@ from megatron_eopt.base.names import STACK_ATTRIBUTE
 from megatron_eopt.build.dtensors import build_routed, resolve_for_dtensors
 from megatron_eopt.build.megatron_fsdp import (
     MegatronFSDPOptimizer,
-    check_modules,
+    faults,
     fsdp_modules,
     shards_of_parameters,
     whole_parameters,
@@ -70,9 +70,9 @@ def build_optimizer(
     def checked() -> tuple[Settings, Overrides]:
         check_config(config)
         settings = resolve_for_dtensors(config, own_loop=True)
-        if managing:
-            check_modules(managing, own_loop=True)
-        else:
+        for error in faults(managing, own_loop=True):
+            raise error
+        if not managing:
             check_parameters(trainable_parameters([model]))
         mark_parameters(named, output_layers)
         return settings, overrides_for(settings, config_overrides)
@@ -127,13 +127,11 @@ def _warn_of_output_layers(model: nn.Module) -> None:
     """Warn of a linear layer that has a row for every entry of an embedding table."""
     tables = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
     for path, module in model.named_modules():
-        weight = getattr(module, "weight", None)
-        if not isinstance(module, nn.Linear) or any(weight is table for table in tables):
+        if not isinstance(module, nn.Linear) or any(module.weight is table for table in tables):
             continue
         if any(table.shape == module.weight.shape for table in tables):
-            logger.warning(
+            text = (
                 "%s has the shape of an embedding table and counts as a matrix. If it is the "
-                "output layer, pass output_layers=[%r].",
-                path,
-                path,
+                "output layer, pass output_layers=[%r]."
             )
+            logger.warning(text, path, path)

@@ -14,7 +14,7 @@ from megatron_eopt.base.errors import ConfigurationTypeError
 from megatron_eopt.build.bases import Base
 from megatron_eopt.build.chain import OptimizerChain
 from megatron_eopt.build.ddp import check_chunks
-from megatron_eopt.build.loss_scale import make_scaler
+from megatron_eopt.build.gradients import make_scaler
 from megatron_eopt.build.sharded import Sharding, sharded_members
 from megatron_eopt.optimizers.driver import refuse_group, refuse_state
 from megatron_eopt.routing.global_names import name_parameters, names_in
@@ -41,9 +41,6 @@ class LayerWiseDistributedOptimizer(OptimizerChain):
             state exist, or None.
         model_chunks: The wrapped model chunks of this rank. Without them all that is known are the
             parameters in ``optimizers``, whose gradients must be all-reduced already.
-
-    Attributes:
-        overlap_param_gather: Whether hooks of the model's forward pass gather parameters.
 
     Raises:
         ConfigurationTypeError: If an optimizer is wrapped already, or the model is not.
@@ -99,6 +96,7 @@ class LayerWiseDistributedOptimizer(OptimizerChain):
         chunks = sharding.chunks
         OptimizerChain.__init__(self, members, sharding.settings, sharding.scaler, chunks)
         self.pg_collection = pg_collection
+        # whether hooks of the model's forward pass gather parameters
         self.overlap_param_gather = any(chunk.ddp_config.overlap_param_gather for chunk in chunks)
 
     @torch.no_grad()
@@ -106,10 +104,7 @@ class LayerWiseDistributedOptimizer(OptimizerChain):
         """Bring the stepped weights to all ranks now; collective."""
         self.gather_params(now=True)
 
-    @torch.no_grad()
-    def broadcast_params(self) -> None:
-        """Do the same, by another of megatron-core's names."""
-        self.gather_params(now=True)
+    broadcast_params = allgather_params  # another of megatron-core's names
 
 
 def _bases(

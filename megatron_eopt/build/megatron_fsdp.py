@@ -19,13 +19,12 @@ from megatron_eopt.base.agreement import agreed
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import GLOBAL_NAME_ATTRIBUTE
 from megatron_eopt.base.upstream import found, needed
+from megatron_eopt.build.builders import Wanted
 from megatron_eopt.build.chain import OptimizerChain
 from megatron_eopt.build.ddp import is_megatron_fsdp
 from megatron_eopt.build.dtensors import build_routed, chain_over, state_exists
-from megatron_eopt.build.storages import Wanted
 from megatron_eopt.checkpoint import fsdp_dtensor, optimizer_state
 from megatron_eopt.optimizers.sharded import ShardedOptimizer
-from megatron_eopt.settings.settings import Settings
 from megatron_eopt.stores.dtensors import LocalShards, local_of, shard_like
 from megatron_eopt.stores.interface import Stored
 from megatron_eopt.stores.replicated import Replicated
@@ -42,43 +41,26 @@ _MODES = {
 }
 
 
-def _faults(module: Any, *, own_loop: bool) -> Iterator[ConfigurationError]:
-    for name, rule in _MODES.items():
-        if value := getattr(module.ddp_config, name, False):
-            yield ConfigurationError(_OF_DDP + name, value, rule, f"Set {name}=False")
-    outer = module.ddp_config.outer_dp_sharding_strategy
-    if outer != "no_shard":
-        rule = "does not divide gradients by the number of ranks in megatron-core"
-        way_out = "Set it to 'no_shard', which keeps a copy on each of the outer ranks"
-        yield ConfigurationError(_OF_DDP + "outer_dp_sharding_strategy", outer, rule, way_out)
-    for name, shard in module.param_and_grad_buffer.optimizer_named_parameters:
-        if needed("is_float8tensor")(shard.orig_param):
-            rule = "is stored in 8 bits, which are cut and rounded in ways of their own"
-            yield ConfigurationError(name, "float8", rule, "Leave fp8_param_gather off")
-        mesh = shard.device_mesh.mesh_dim_names
-        if own_loop and shard.megatron_fsdp_dist_index.tp_dim in mesh:
-            rule = "is cut by tensor parallelism, too, which of fused weights is not known how"
-            way_out = "Use torch's fully_shard, or Megatron's own model"
-            yield ConfigurationError(name, tuple(shard.placements), rule, way_out)
-
-
-def is_for_megatrons_own(settings: Settings, model_chunks: Sequence[Any]) -> bool:
-    """Whether Adam or SGD is to run in a mode that megatron-core's own optimizer alone serves."""
-    if not settings.is_standard:
-        return False
-    own = settings.precision_aware or settings.hybrid or settings.half == "fp16"
-    faults = (error for m in fsdp_modules(model_chunks) for error in _faults(m, own_loop=False))
-    return own or any(faults)
-
-
-def check_modules(modules: Iterable[Any], *, own_loop: bool = False) -> None:
-    """Raise for the first mode that is not served.
-
-    Raises:
-        ConfigurationError: With the reason, and the way out.
-    """
-    for error in (error for module in modules for error in _faults(module, own_loop=own_loop)):
-        raise error
+def faults(modules: Iterable[Any], *, own_loop: bool = False) -> Iterator[ConfigurationError]:
+    """Yield an error, with the reason and the way out, for each mode that is not served."""
+    for module in modules:
+        for name, rule in _MODES.items():
+            if value := getattr(module.ddp_config, name, False):
+                yield ConfigurationError(_OF_DDP + name, value, rule, f"Set {name}=False")
+        outer = module.ddp_config.outer_dp_sharding_strategy
+        if outer != "no_shard":
+            rule = "does not divide gradients by the number of ranks in megatron-core"
+            way_out = "Set it to 'no_shard', which keeps a copy on each of the outer ranks"
+            yield ConfigurationError(_OF_DDP + "outer_dp_sharding_strategy", outer, rule, way_out)
+        for name, shard in module.param_and_grad_buffer.optimizer_named_parameters:
+            if needed("is_float8tensor")(shard.orig_param):
+                rule = "is stored in 8 bits, which are cut and rounded in ways of their own"
+                yield ConfigurationError(name, "float8", rule, "Leave fp8_param_gather off")
+            mesh = shard.device_mesh.mesh_dim_names
+            if own_loop and shard.megatron_fsdp_dist_index.tp_dim in mesh:
+                rule = "is cut by tensor parallelism, too, which of fused weights is not known how"
+                way_out = "Use torch's fully_shard, or Megatron's own model"
+                yield ConfigurationError(name, tuple(shard.placements), rule, way_out)
 
 
 # The model
@@ -142,15 +124,10 @@ def _compute_with_main_weights(model: Any) -> None:
 
 
 class MegatronFSDPOptimizer(ShardedOptimizer):
-    """Does by itself what ``fully_shard_optimizer`` makes other optimizers do; it is not for that.
-
-    Args:
-        managing: The modules that manage the parameters.
-        args: As for any other optimizer of shards.
-    """
+    """Does by itself what ``fully_shard_optimizer`` makes other optimizers do."""
 
     def __init__(self, managing: Sequence[Any], *args: Any) -> None:
-        self._managing = list(managing)
+        self._managing = list(managing)  # the modules that manage the parameters
         super().__init__(*args)
 
     def clip_grad_norm(self, max_norm: float, **options: Any) -> Tensor:
@@ -212,7 +189,8 @@ def chain_of_managed_shards(wanted: Wanted) -> OptimizerChain | None:
     settings, model_chunks = wanted.settings, wanted.model_chunks
     if not is_megatron_fsdp(model_chunks):
         return None
-    check_modules(fsdp_modules(model_chunks))
+    for error in faults(fsdp_modules(model_chunks)):
+        raise error
     if len(model_chunks) > 1:
         rule = "must be one: Megatron-FSDP saves the first chunk of a pipeline stage alone"
         way_out = "Train without virtual pipeline stages"
@@ -234,13 +212,7 @@ def _stats_group(wanted: Wanted) -> Any:
 
 
 class ManagedShards(LocalShards, Replicated, DistributedOptimizer):
-    """Steps the DTensors; megatron-core's wrapper writes them to the model and has it gather.
-
-    Args:
-        optimizer: A torch optimizer of DTensors, whose state exists.
-        config: Megatron's configuration.
-        model_chunks: The wrapped model.
-    """
+    """Steps the DTensors; megatron-core's wrapper writes them to the model and has it gather."""
 
     def __init__(self, optimizer: Any, config: Any, model_chunks: Sequence[Any]) -> None:
         super().__init__(

@@ -16,24 +16,15 @@ _MIB = 2**20
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank.
+    """Bytes of one rank."""
 
-    Attributes:
-        weights: Of the model's parameters, with the buffers that they lie in.
-        gradients: Of what gradients are accumulated in.
-        main_weights: Of what is stepped, where it is not the model's, on the device.
-        state: Of the optimizers' state on the device.
-        buffers: Of what the optimizers keep to move and to compute matrices.
-        host: Of main weights and state that are off-loaded to the host's memory.
-        transient: The most by which a whole step exceeds all of this; None until one was watched.
-    """
-
-    weights: int
-    gradients: int
-    main_weights: int
-    state: int
-    buffers: int
-    host: int
+    weights: int  # of the model's parameters, with the buffers that they lie in
+    gradients: int  # of what gradients are accumulated in
+    main_weights: int  # of what is stepped, where it is not the model's, on the device
+    state: int  # of the optimizers' state on the device
+    buffers: int  # of what the optimizers keep to move and to compute matrices
+    host: int  # of main weights and state that are off-loaded to the host's memory
+    # the most by which a whole step exceeds all of this; None until one was watched
     transient: int | None = None
 
     def __str__(self) -> str:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.build.bases import Base, Share, build_base, shares_of
+from megatron_eopt.build.bases import Base, bases_of
+from megatron_eopt.build.builders import Wanted
 from megatron_eopt.build.chain import OptimizerChain
-from megatron_eopt.build.loss_scale import make_scaler
-from megatron_eopt.build.storages import Wanted
+from megatron_eopt.build.gradients import make_scaler
 from megatron_eopt.optimizers.driver import Driver, refuse_group
 from megatron_eopt.optimizers.element_wise import ElementWiseDriver, SlabDriver
 from megatron_eopt.optimizers.member import Member
@@ -37,24 +37,21 @@ def chain_of_slabs(
 
     Args:
         wanted: What to serve.
-        storage_of: Called as ``(optimizer, config, init_state_fn)`` in place of our own storages;
-            the model is then served whatever the configuration says.
+        storage_of: Called as ``(optimizer, config, init_state_fn=...)`` in place of our own
+            storages; the model is then served whatever the configuration says.
     """
     settings, chunks = wanted.settings, wanted.model_chunks
     if storage_of is None and settings.storage != "replicated":
         return None
     scaler = make_scaler(settings.loss_scale) if settings.half else None
     if storage_of is None:
-        if not settings.half:
+        if settings.half:
+            storage_of = functools.partial(MainParamsOptimizer, grad_scaler=scaler)
+        else:
             _check_dtypes(wanted.routing)
-        storage_of = functools.partial(_main_params, scaler) if settings.half else Float32Optimizer
-    members = []
-    for share in shares_of(wanted.routing.groups, settings.optimizer, len(chunks)):
-        matrices = wanted.routing.matrices
-        base = build_base(share, settings, chunks, wanted.collection, splits=matrices)
-        if base is not None and base.layout == "matrix_state":
-            _check_whole(share, wanted.routing)
-        members.append(_member(base, share, wanted, storage_of))
+            storage_of = Float32Optimizer
+    bases = bases_of(settings, wanted.routing, chunks, wanted.collection)
+    members = [_member(base, wanted, storage_of) for base in bases]
     return OptimizerChain(members, settings, scaler, chunks)
 
 
@@ -66,39 +63,33 @@ def _check_dtypes(routing: Routing) -> None:
             raise ConfigurationError(field, False, rule, f"Set {field}=True")
 
 
-def _check_whole(share: Share, routing: Routing) -> None:
+def _check_whole(base: Base, routing: Routing) -> None:
     """Raise if a parameter declares matrices that its optimizer steps as one."""
-    if "splits" in constructor_arguments(entry_of(share.optimizer).optimizer_cls):
+    if "splits" in constructor_arguments(entry_of(base.name).optimizer_cls):
         return
-    for item in (route.parameter for group in share.groups for route in group.members):
+    for item in (route.parameter for route in routing.routes if route.optimizer == base.name):
         declared = getattr(item.param, "eopt_split", None)
         split = routing.splits.get(item.param)
         several = split is not None and sum(part.count for part in split.parts) > 1
         if declared is not None and several:
-            rule = f"{share.optimizer} steps whole parameters where every rank stores them"
+            rule = f"{base.name} steps whole parameters where every rank stores them"
             way_out = "Set use_distributed_optimizer=True, or leave eopt_split out"
             raise ConfigurationError(f"{item.name}.eopt_split", declared, rule, way_out)
 
 
-def _main_params(scaler: Any, optimizer: Any, config: Any, init_state_fn: Any) -> Storage:
-    return MainParamsOptimizer(optimizer, config, scaler, init_state_fn)
-
-
-def _member(
-    base: Base | None, share: Share, wanted: Wanted, storage_of: Callable[..., Storage]
-) -> Member:
-    settings, collection = wanted.settings, wanted.collection
-    optimizer: Any = None if base is None else base.optimizer
-    made_early = base is not None and bool(optimizer.state)
+def _member(base: Base, wanted: Wanted, storage_of: Callable[..., Storage]) -> Member:
+    settings, collection, optimizer = wanted.settings, wanted.collection, base.optimizer
+    made_early = optimizer is not None and bool(optimizer.state)
     if made_early:
         # made for the model's parameters, which the wrapper may replace by main ones
         optimizer.state.clear()
-    init_state_fn = base and base.init_state_fn
-    storage = storage_of(optimizer, settings.config, init_state_fn)
-    name = "tp_ep_pp" if share.is_expert else "mp"
+    storage = storage_of(optimizer, settings.config, init_state_fn=base.init_state_fn)
+    name = "tp_ep_pp" if base.is_expert else "mp"
     storage.count_in(getattr(collection, name, collection.mp), collection)
-    if base is None:
+    if optimizer is None:
         return Member(storage)
+    if base.layout == "matrix_state":
+        _check_whole(base, wanted.routing)
     stored = list(storage.stored())
     if isinstance(optimizer, TensorParallelMuon):
         optimizer.follow({item.main: item.param for item in stored})

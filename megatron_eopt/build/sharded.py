@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_eopt.base.address import address_of
 from megatron_eopt.base.agreement import agreed, agreed_in
-from megatron_eopt.build.bases import Base, Share, driver_over
+from megatron_eopt.build.bases import Base, driver_over
 from megatron_eopt.matrices import Split, whole
 from megatron_eopt.optimizers.driver import CompositeOptimizer, Driver, ParamGroup, bind
 from megatron_eopt.optimizers.element_wise import ElementWiseDriver
@@ -21,12 +21,11 @@ from megatron_eopt.optimizers.member import Member
 from megatron_eopt.optimizers.muon import declared_split
 from megatron_eopt.settings.settings import RunSettings
 from megatron_eopt.stores.buffers import BufferSet, check_buffers
-from megatron_eopt.stores.interface import Storage, Stored
+from megatron_eopt.stores.interface import Storage
 from megatron_eopt.stores.rank_grid import data_parallel_only
 from megatron_eopt.stores.sharded import (
     BufferPlace,
     FragmentsOptimizer,
-    OffloadedOptimizer,
     fragment_of,
     places_in,
 )
@@ -44,15 +43,14 @@ class Sharding:
     # the logical matrices of parameters, None for one; empty if optimizers say it
     splits: Mapping[Tensor, Split | None]
 
-    def storage(self, optimizer: Any, buffers: BufferSet, chunks: Sequence[int]) -> Any:
-        """Return Megatron's distributed optimizer over the buffers of some chunks."""
-        cls = OffloadedOptimizer if self.settings.hybrid else FragmentsOptimizer
-        storage: Any = cls(
+    def storage(self, optimizer: Any, buffers: BufferSet) -> FragmentsOptimizer:
+        """Return Megatron's distributed optimizer over some buffers."""
+        storage = FragmentsOptimizer(
             optimizer,
             self.settings.config,
             self.scaler,
-            model_chunks=[self.chunks[chunk] for chunk in chunks],
-            per_model_buffers={chunk: buffers.buffers[chunk] for chunk in chunks},
+            model_chunks=list(self.chunks),
+            per_model_buffers=buffers.buffers,
             data_parallel_group=buffers.data,
             data_parallel_group_gloo=buffers.data_gloo,
             data_parallel_group_idx=buffers.model_rank,
@@ -72,22 +70,21 @@ class Sharding:
         return declared_split(optimizer, param, shape)
 
 
-def unmixed_members(sharding: Sharding, pairs: Sequence[tuple[Share, Base | None]]) -> list[Member]:
+def unmixed_members(sharding: Sharding, bases: Sequence[Base]) -> list[Member]:
     """Return members that megatron-core's own could be: Adam, or one like it, and nothing else.
 
     State appears with the first step, as megatron-core's does, or when it is saved.
     """
     by_kind = {item.is_expert: item for item in sharding.sets}
     members = []
-    for share, base in pairs:
-        optimizer = base and bind(base.optimizer, base.groups, defaultdict(dict))
-        storage = sharding.storage(optimizer, by_kind[share.is_expert], share.chunks)
-        if base is None or isinstance(storage, OffloadedOptimizer):
-            members.append(Member(storage))
-            continue
-        driver = ElementWiseDriver(storage.optimizer, base.init_state_fn, sharding.settings.config)
-        driver.is_clipped = base.is_clipped
-        members.append(_numbered(Member(storage, [driver]), {}))
+    for base in bases:
+        drivers = []
+        if base.optimizer is not None:
+            bind(base.optimizer, base.groups, defaultdict(dict))
+            config = sharding.settings.config
+            drivers = [ElementWiseDriver(base.optimizer, base.init_state_fn, config)]
+        storage = sharding.storage(base.optimizer, by_kind[base.is_expert])
+        members.append(_numbered(Member(storage, drivers), {}))
     return members
 
 
@@ -139,7 +136,7 @@ def _member(
         if driver.shards:
             params[driver] = list(of_base)
     composite = CompositeOptimizer(groups, served)
-    storage = sharding.storage(composite, buffers, range(len(sharding.chunks)))
+    storage = sharding.storage(composite, buffers)
     member = _numbered(Member(storage, composite.drivers), params)
     composite.init_state()
     for number, driver in drivers.items():
@@ -152,10 +149,10 @@ def _member(
 def _off_load(composite: CompositeOptimizer, storage: Storage, settings: RunSettings) -> None:
     """Let a fraction of main weights and state live in the host's memory."""
     items = list(storage.stored())
+    own = [i.main for i in items if address_of(i.main)[0] != address_of(i.param)[0]]
     place = HostPlace(
         settings.offload_fraction,
-        # in float32 the stepped weights are the model's
-        frozenset(item.main for item in items if not _is_part(item)),
+        frozenset(own),  # in float32 the stepped weights are the model's
         items[0].main.device if items else "cpu",
         int(settings.wave_mb * 2**20),
     )
@@ -165,10 +162,6 @@ def _off_load(composite: CompositeOptimizer, storage: Storage, settings: RunSett
     storage.collect_gradients = functools.partial(  # type: ignore[method-assign]
         on_device, [driver.host for driver in composite.drivers], storage.collect_gradients
     )
-
-
-def _is_part(item: Stored) -> bool:
-    return address_of(item.main)[0] == address_of(item.param)[0]
 
 
 def _driver(

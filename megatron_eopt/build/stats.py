@@ -70,7 +70,7 @@ class _Part:
         ]
 
     def row(self) -> dict[str, Any]:
-        """Return what is summed, but for times."""
+        """Return what is summed, but for bytes and times."""
         tensors = [one.data for one in self._weights]
         shares = [one.share for one in self._weights]
         sizes = [share * data.numel() for data, share in zip(tensors, shares, strict=True)]
@@ -106,7 +106,6 @@ class Stats:
 
     def __init__(self, members: Sequence[Member]) -> None:
         self._members = members
-        self._names: list[str] | None = None
         self._rows: list[tuple[str, dict[str, Any], StepStats | None]] = []
         self._values: dict[str, float] | None = {}
 
@@ -124,24 +123,29 @@ class Stats:
 
     def values(self) -> dict[str, float]:
         """Return the statistics of the step that was watched last; collective, once for each."""
-        if self._values is None:
-            names = self._names = self._names or sorted(everyones(name for name, *_ in self._rows))
-            self._values = {
-                f"{name}/{what}": value
-                for name, row in zip(names, self._summed(names), strict=True)
-                for what, value in _values(dict(zip(_COLUMNS, row, strict=True))).items()
-            }
-        return self._values
-
-    def _summed(self, names: Sequence[str]) -> list[list[float]]:
+        if self._values is not None:
+            return self._values
+        names = sorted(everyones(name for name, *_ in self._rows))
         table = torch.zeros(
             len(names), len(_COLUMNS), dtype=torch.float64, device=device_of_collectives()
         )
         for name, row, watch in self._rows:
-            for what, value in (row | _of_meter(watch)).items():
+            if watch is not None:
+                # for which the host waits
+                row |= {
+                    "seconds of exchange": watch.meter.seconds(EXCHANGE) or 0.0,
+                    "bytes": watch.meter.sent,
+                    "seconds of orthogonalization": watch.meter.seconds(ORTHOGONALIZATION) or 0.0,
+                }
+            for what, value in row.items():
                 table[names.index(name), _COLUMNS.index(what)] += value
         distributed.all_reduce(table)
-        return table.tolist()  # type: ignore[no-any-return]
+        self._values = {
+            f"{name}/{what}": value
+            for name, row in zip(names, table.tolist(), strict=True)
+            for what, value in _values(dict(zip(_COLUMNS, row, strict=True))).items()
+        }
+        return self._values
 
 
 def _parts(member: Member) -> Iterator[_Part]:
@@ -187,17 +191,6 @@ def _share(storage: Storage, item: Stored) -> float:
         extents = zip(mesh.shape, placements, strict=True)
         counted *= math.prod(size for size, place in extents if not place.is_replicate())
     return counted / distributed.get_world_size()
-
-
-def _of_meter(watch: StepStats | None) -> dict[str, Any]:
-    """Return bytes and times, for which the host waits."""
-    if watch is None or (exchange := watch.meter.seconds(EXCHANGE)) is None:
-        return {}
-    return {
-        "seconds of exchange": exchange,
-        "bytes": watch.meter.sent,
-        "seconds of orthogonalization": watch.meter.seconds(ORTHOGONALIZATION) or 0.0,
-    }
 
 
 def _values(row: Mapping[str, float]) -> dict[str, float]:

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, is_main_replica
-from torch import Tensor
 
 from megatron_eopt.base.agreement import everyones, totals
 from megatron_eopt.base.names import STEP
@@ -27,7 +26,6 @@ from megatron_eopt.checkpoint.saved_state import (
 )
 from megatron_eopt.optimizers.driver import OF_GROUPS, Driver, set_step
 from megatron_eopt.optimizers.member import Member
-from megatron_eopt.stores.interface import Storage, Stored
 from megatron_eopt.stores.sharded import FragmentsOptimizer
 
 
@@ -57,7 +55,6 @@ class StateRequests:
         self.policy = policy
         self._counts = counts
         self._buckets = _bucket_spaces(members)
-        self._held: list[tuple[Storage, Stored, dict[str, Tensor]]] = []
         self._values = [
             value
             for number, member in enumerate(members)
@@ -144,8 +141,6 @@ class StateRequests:
                 value.take_from_model()
             elif value.where.state is not None and value.kind not in MAXIMA:
                 set_step(value.where.state, 0)
-        for storage, item, tensors in self._held:
-            storage.put_tensors(item, tensors)
         for place in there:
             if self._values[place].is_count:
                 set_step(self._values[place].where.state or {}, int(found[place][0]))
@@ -184,7 +179,6 @@ class StateRequests:
         for item in stored:
             driver, number = stepped[id(item.main)]
             tensors = cut_like_weights(member, item, driver, number)
-            self._held.append((storage, item, tensors))
             space = spaces[item.param]
             replica = storage.replica_of(space.sharded.replica_id)
             where = Whereabouts(space, replica, states[driver, number], item, buckets)

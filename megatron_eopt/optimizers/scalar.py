@@ -11,11 +11,9 @@ from emerging_optimizers.scalar_optimizers import Lion
 from megatron.core import optimizer as megatron_optimizer
 from torch._guards import detect_fake_mode
 
-from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import FIRST_MOMENT, MOMENTUM
-from megatron_eopt.base.upstream import needed
 from megatron_eopt.optimizers.driver import InitState, empty_states, zeros
-from megatron_eopt.settings.arguments import offload_arguments, scalar_arguments
+from megatron_eopt.settings.arguments import scalar_arguments
 from megatron_eopt.settings.registry import init_state
 from megatron_eopt.settings.settings import RunSettings
 
@@ -33,8 +31,6 @@ def build_scalar_optimizer(
 
     Plain ones are torch's own in place of fused ones, for tensors that no kernel knows.
     """
-    if settings.hybrid and not plain:
-        return _offloaded(name, groups, settings), None
     kwargs = scalar_arguments(name, settings)
     decoupled = settings.decoupled_weight_decay
     if name == "lion":
@@ -53,36 +49,10 @@ def build_scalar_optimizer(
         init_state_fn = _init_fused_sgd if is_fused else None
     elif is_fused:
         optimizer = megatron_optimizer.Adam(groups, adam_w_mode=decoupled, **kwargs)
-        moments = zeros(FIRST_MOMENT, "exp_avg_sq")
-        init_state_fn = _init_precision_aware if settings.precision_aware else moments
+        init_state_fn = zeros(FIRST_MOMENT, "exp_avg_sq")
     else:
         optimizer = (torch.optim.AdamW if decoupled else torch.optim.Adam)(groups, **kwargs)
     return optimizer, init_state_fn
-
-
-def _offloaded(
-    name: str, groups: list[dict[str, Any]], settings: RunSettings
-) -> torch.optim.Optimizer:
-    params = [param for group in groups for param in group["params"]]
-    if params and not any(param.is_cuda for param in params):
-        rule = (
-            f"when {name} alone steps, is the work of megatron-core's hybrid optimizer, which "
-            "copies weights from a GPU, and these are on none"
-        )
-        raise ConfigurationError("optimizer_cpu_offload", True, rule, "Leave it off without a GPU")
-    is_adam = name == "adam"
-    on_gpu = megatron_optimizer.Adam if is_adam else megatron_optimizer.SGD
-    on_cpu = torch.optim.AdamW if is_adam else torch.optim.SGD
-    kwargs = offload_arguments(name, settings)
-    hybrid: torch.optim.Optimizer = needed("HybridDeviceOptimizer")(
-        groups, cpu_optimizer_cls=on_cpu, gpu_optimizer_cls=on_gpu, **kwargs
-    )
-    return hybrid
-
-
-def _init_precision_aware(opt: Any, config: Any = None) -> None:
-    for _, param in empty_states(opt):
-        opt.initialize_state(param)
 
 
 def _init_fused_sgd(opt: Any, config: Any = None) -> None:

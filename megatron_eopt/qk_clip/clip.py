@@ -128,8 +128,6 @@ def _scale(chains: Sequence[Any], factors: dict[Tensor, Tensor]) -> None:
         for member in chain.members
         for item in member.storage.stored()
     }
-    for chain in chains:
-        chain.finish_gathering()
     for weight, rows in factors.items():
         _scale_one(weight, rows, stored.get(weight))
     if any(weight.dtype != torch.float32 for weight in factors):

@@ -6,8 +6,6 @@ The keyword contract, by which a field becomes an argument, is :mod:`megatron_eo
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.core.utils import is_te_min_version
-
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.settings.fields import constructor_arguments, kwargs_from_config
 from megatron_eopt.settings.registry import entry_of, prefixes_of
@@ -106,42 +104,8 @@ def scalar_arguments(name: str, settings: RunSettings) -> dict[str, Any]:
             # as floats: torch takes no integers among them
             kwargs["betas"] = (float(config.adam_beta1), float(config.adam_beta2))
             kwargs |= {"eps": float(config.adam_eps), "capturable": config.optimizer_cuda_graph}
-            return kwargs | (_precision_aware(config) if settings.precision_aware else {})
+            return kwargs
         case "lion":
             return kwargs | {"betas": (config.lion_beta1, config.lion_beta2)}
         case _:
             return kwargs | {"momentum": config.sgd_momentum}
-
-
-def offload_arguments(name: str, settings: RunSettings) -> dict[str, Any]:
-    """Return the arguments of megatron-core's optimizer that keeps state on the host, or refuse."""
-    config, field = settings.config, "optimizer_cpu_offload"
-    if not config.decoupled_weight_decay:
-        way_out = "Set decoupled_weight_decay=True"
-        raise ConfigurationError(field, True, "needs decoupled weight decay", way_out)
-    kwargs = scalar_arguments(name, settings)
-    if name == "adam":
-        kwargs = {key: kwargs[key] for key in ("lr", "weight_decay", "betas", "eps")}
-        kwargs |= {"bias_correction": True, "fused": True}
-    return {
-        "offload_fraction": config.optimizer_offload_fraction,
-        "overlap_cpu_optimizer_d2h_h2d": config.overlap_cpu_optimizer_d2h_h2d,
-        "pin_cpu_grads": config.pin_cpu_grads,
-        "pin_cpu_params": config.pin_cpu_params,
-        "param_update_in_fp32": True,
-        **kwargs,
-    }
-
-
-def _precision_aware(config: Any) -> dict[str, Any]:
-    kwargs = {"exp_avg_dtype": config.exp_avg_dtype, "exp_avg_sq_dtype": config.exp_avg_sq_dtype}
-    if config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
-        # Otherwise megatron-core keeps the main parameters itself, which fp8 weights need.
-        kwargs |= {
-            "master_weights": True,
-            "use_decoupled_grad": True,
-            "master_weight_dtype": config.main_params_dtype,
-        }
-    if is_te_min_version("2.1.0.dev0"):
-        kwargs["store_param_remainders"] = config.store_param_remainders
-    return kwargs

@@ -75,6 +75,7 @@ _FOR_QK_CLIP = {
     "fp8_param_gather": "gathers weights of 8 bits",
     "fp4_param_gather": "gathers weights of 4 bits",
     "use_megatron_fsdp": "cuts the rows that it would scale",
+    "overlap_param_gather_with_optimizer_step": "gathers them before they are scaled",
 }
 
 _FOR_DTENSORS = {

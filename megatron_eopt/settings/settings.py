@@ -38,6 +38,13 @@ StorageT = Literal["replicated", "sharded"]
 _OWN_RATES = {"max_lr": "lr", "min_lr": "min_lr"}
 """Keys of parameter groups, and how the fields end that hold an optimizer's own values."""
 
+_UPSTREAM = (
+    "use_precision_aware_optimizer",
+    "optimizer_cpu_offload",
+    "overlap_param_gather_with_optimizer_step",
+)
+"""Modes that Adam and SGD have in megatron-core's own optimizer alone."""
+
 _SPLITS: tuple[SplitT, ...] = ("qkv", "gated", "mla", "linear_attention", "per_head")
 
 
@@ -62,11 +69,9 @@ class RunSettings:
     # the 16-bit type of weights, which then have float32 main copies; None for float32
     half: Literal["bf16", "fp16"] | None
     loss_scale: LossScale | None  # None without
-    precision_aware: bool  # whether Transformer Engine's Adam keeps the main weights
-    hybrid: bool  # whether megatron-core's own optimizer keeps Adam's or SGD's state on the host
+    upstream_modes: tuple[str, ...]  # those that are on; see _UPSTREAM
     # how much of main weights and state is kept on the host and comes in waves
     offload_fraction: float
-    early_gather: bool  # whether the first chunk's gather overlaps with the other chunks' step
     # kinds of state that may start anew where a checkpoint lacks them
     fresh_state: frozenset[str]
     momentum_from_adam: bool  # whether momentum it lacks begins as Adam's first moment
@@ -157,7 +162,7 @@ def resolve(config: Any) -> Settings:
     check_config(config)
     name, storage = _name_and_storage(config)
     standard: dict[str, Any] = {"scalar": name, "prefixes": (name,)}
-    standard["hybrid"] = bool(config.optimizer_cpu_offload)
+    standard["upstream_modes"] = tuple(mode for mode in _UPSTREAM if getattr(config, mode))
     chosen = standard if name in STANDARD_OPTIMIZERS else _of_emerging(name, config)
     check_values(config, {name, chosen["scalar"]})
     return Settings(
@@ -212,10 +217,8 @@ def _of_the_run(config: Any) -> dict[str, Any]:
         "config": config,
         "half": "bf16" if config.bf16 else "fp16" if config.fp16 else None,
         "loss_scale": _loss_scale(config),
-        "precision_aware": bool(config.use_precision_aware_optimizer),
-        "hybrid": False,
+        "upstream_modes": (),
         "offload_fraction": config.optimizer_offload_fraction if offloads else 0.0,
-        "early_gather": bool(config.overlap_param_gather_with_optimizer_step),
         "fresh_state": frozenset(getattr(config, "checkpoint_fresh_state", ())),
         "momentum_from_adam": bool(getattr(config, "checkpoint_momentum_from_adam", False)),
         "prints_routing": bool(getattr(config, "print_optimizer_routing", False)),

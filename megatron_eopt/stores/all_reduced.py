@@ -20,11 +20,7 @@ from torch import Tensor, distributed
 class AllReducedBuffer:
     """The trained parameters of one of DDP's gradient buffers, moved into a flat one-bucket buffer.
 
-    Args:
-        buffer: DDP's. If it overlaps, hooks of its own buckets gather parameters.
-
-    Attributes:
-        gathered_by_hooks: Whether there are such hooks.
+    If DDP's ``buffer`` overlaps, hooks of its own buckets gather parameters.
     """
 
     def __init__(self, buffer: Any) -> None:

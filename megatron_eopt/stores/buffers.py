@@ -15,32 +15,20 @@ from megatron_eopt.stores.all_reduced import AllReducedBuffer
 from megatron_eopt.stores.rank_grid import RankGrid, redistribution_grids
 
 _REUSE = "reuse_grad_buf_for_mxfp8_param_ag"
-"""A mode of DDP that overwrites gradients before all optimizers have stepped."""
 
 
 class BufferSet(NamedTuple):
-    """The buffers of one kind on this rank, and who holds what of them.
-
-    Attributes:
-        buffers: Buffers by model chunk: DDP's, or ours if its parameters lie apart.
-        data: Ranks over which the buffers are cut into fragments.
-        data_gloo: The same ranks over gloo, for old checkpoint formats; may be None.
-        model_rank: Number of this rank's part of the model, for names in checkpoints.
-        grid: The redistribution group; None where nothing is redistributed.
-        stats: Ranks over which gradient statistics add up.
-        instance: Number of this rank's instance of the distributed optimizer.
-        collection: The model's process groups.
-    """
+    """The buffers of one kind on this rank, and who holds what of them."""
 
     is_expert: bool
-    buffers: dict[int, list[Any]]
-    data: Any
-    data_gloo: Any
-    model_rank: int
-    grid: RankGrid | None
-    stats: Any
-    instance: int
-    collection: Any
+    buffers: dict[int, list[Any]]  # by model chunk: DDP's, or ours if its parameters lie apart
+    data: Any  # ranks over which the buffers are cut into fragments
+    data_gloo: Any  # the same ranks over gloo, for old checkpoint formats; may be None
+    model_rank: int  # number of this rank's part of the model, for names in checkpoints
+    grid: RankGrid | None  # the redistribution group; None where nothing is redistributed
+    stats: Any  # ranks over which gradient statistics add up
+    instance: int  # number of this rank's instance of the distributed optimizer
+    collection: Any  # the model's process groups
 
     @property
     def all_buffers(self) -> list[Any]:
@@ -121,12 +109,9 @@ def check_wrapped(model_chunks: Sequence[Any]) -> None:
     for chunk in model_chunks:
         # what is not wrapped has torch's method of this name
         if not (hasattr(chunk, "ddp_config") and isinstance(chunk.buffers, list)):
-            raise ConfigurationTypeError(
-                "model_chunks",
-                chunk,
-                "must be wrapped in megatron.core.distributed.DistributedDataParallel",
-                "Wrap it, with use_distributed_optimizer=True",
-            )
+            rule = "must be wrapped in megatron.core.distributed.DistributedDataParallel"
+            way_out = "Wrap it, with use_distributed_optimizer=True"
+            raise ConfigurationTypeError("model_chunks", chunk, rule, way_out)
 
 
 def check_model_chunks(model_chunks: Sequence[Any]) -> None:

@@ -1,6 +1,6 @@
 """What optimizers, checkpoints and chains ask of a storage."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -8,35 +8,21 @@ from torch import Tensor
 
 
 class Stored(NamedTuple):
-    """What this rank stores of one of the model's parameters.
+    """What this rank stores of one of the model's parameters."""
 
-    Attributes:
-        param: The model's parameter.
-        main: What is stepped: the parameter itself, its float32 copy, or this rank's part of it.
-        start: First element of the flattened local parameter that ``main`` holds.
-        stop: One past the last.
-    """
-
-    param: Tensor
-    main: Tensor
-    start: int
-    stop: int
+    param: Tensor  # the model's
+    main: Tensor  # what is stepped: the same, its float32 copy, or this rank's part of it
+    start: int  # first element of the flattened local parameter that ``main`` holds
+    stop: int  # one past the last
 
 
 class Storage:
-    """Keeps weights; stands before one of megatron-core's wrappers of a torch optimizer.
+    """Keeps weights; stands before one of megatron-core's wrappers of a torch optimizer."""
 
-    Attributes:
-        optimizer: The torch optimizer, with groups and state of what is stepped.
-        steps: Steps done, the same on every rank.
-        is_stub_optimizer: Whether it has no parameter on any rank.
-        grad_scaler: The loss scale of the chain; None without.
-    """
-
-    optimizer: Any
-    steps: int = 0
-    is_stub_optimizer: bool
-    grad_scaler: Any = None
+    optimizer: Any  # the torch optimizer, with groups and state of what is stepped
+    steps: int = 0  # done, the same on every rank
+    is_stub_optimizer: bool  # whether it has no parameter on any rank
+    grad_scaler: Any = None  # the loss scale of the chain; None without
 
     def count_in(self, stats: Any, collection: Any) -> None:
         """Let megatron-core count every gradient once, over the ranks of ``stats``."""
@@ -49,11 +35,8 @@ class Storage:
         raise NotImplementedError
 
     def tensors_of(self, item: Stored) -> dict[str, Any]:
-        """Return main weights, where they are not the model's, and state, by kind."""
+        """Return main weights, where they are not the model's, and state, by kind; all live."""
         raise NotImplementedError
-
-    def put_tensors(self, item: Stored, tensors: Mapping[str, Any]) -> None:
-        """Take over what was written to what :meth:`tensors_of` returned, unless it is live."""
 
     def common_state(self, steps: Sequence[int], main: str | None) -> dict[str, Any]:
         """Return what checkpoints have once for all ranks: groups, steps and loss scale.
@@ -70,9 +53,7 @@ class Storage:
 
     def gradient_of(self, item: Stored) -> Tensor | None:
         """Return the gradient that what is stored steps with; None where it rests."""
-        # Transformer Engine's Adam has gradients of another dtype than its parameters
-        grad: Tensor | None = getattr(item.main, "decoupled_grad", None)
-        return item.main.grad if grad is None else grad
+        return item.main.grad
 
     def gather_params(self, *, now: bool = False) -> None:
         """Bring the stepped weights to all ranks, unless hooks or DDP will, and not ``now``."""

@@ -1,7 +1,7 @@
 """The ranks that together store whole matrices: tensor parallel x data parallel.
 
 Megatron has such a group for dense parameters and one instance of the distributed optimizer; for
-experts whose own tensor parallelism is on, and for several instances, its members create it.
+experts whose own tensor parallelism is on, and for several instances, all ranks create it.
 """
 
 from collections.abc import Sequence
@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import distributed
 
-from megatron_eopt.base.agreement import places_in, ranks_of
-from megatron_eopt.base.subgroups import group_of_members
+from megatron_eopt.base.agreement import any_rank, places_in, ranks_of
 from megatron_eopt.stores.shard import Ranks
 
 
@@ -42,14 +41,16 @@ def redistribution_grids(groups: Sequence[tuple[Any, Any, Any]]) -> list[RankGri
     for (_, data_group, existing), tensor, data in zip(
         groups, places[::2], places[1::2], strict=True
     ):
-        # the first rank of a tensor-parallel group stands for all of it
-        corner_of = [data[place.first].first for place in tensor]
-        mine = corner_of[distributed.get_rank()]
-        members = [rank for rank, corner in enumerate(corner_of) if corner == mine]
+        classes: dict[int, list[int]] = {}
+        for rank, place in enumerate(tensor):
+            # the first rank of a tensor-parallel group stands for all of it
+            classes.setdefault(data[place.first].first, []).append(rank)
+        mine = next(ranks for ranks in classes.values() if distributed.get_rank() in ranks)
         known = (group for group in (data_group, existing) if group is not None)
-        group = next((group for group in known if sorted(ranks_of(group)) == members), None)
-        if group is None and len(members) > 1:
-            group = group_of_members(members)
+        group = next((group for group in known if sorted(ranks_of(group)) == mine), None)
+        if any_rank(group is None and len(mine) > 1):
+            made = [distributed.new_group(ranks) for ranks in classes.values()]
+            group = made[list(classes.values()).index(mine)] if len(mine) > 1 else None
         # fragments are numbered by the rank in the group, whatever its global rank
         tensor_ranks = tuple(tensor[rank].number for rank in ranks_of(group))
         data_ranks = tuple(data[rank].number for rank in ranks_of(group))

@@ -40,13 +40,10 @@ def tensor_parallel_cut(
     name = "expt_tp" if is_expert else "tp"
     group = getattr(pg_collection, name, None)
     if group is None and mode != "blockwise":
-        raise ConfigurationError(
-            "pg_collection",
-            pg_collection,
-            f"must have the group {name!r}, since a parameter of shape {tuple(param.shape)} "
-            f"has partition_dim {dim}",
-            "Pass the model's process groups, or set partition_dim to -1 if nothing is cut",
-        )
+        shape = tuple(param.shape)
+        rule = f"must have the group {name!r}, since a parameter of shape {shape} is cut"
+        way_out = "Pass the model's process groups, or set partition_dim to -1 if nothing is cut"
+        raise ConfigurationError("pg_collection", pg_collection, rule, way_out)
     if group is None or dist.get_world_size(group) == 1:
         return -1, None
     return dim, group

@@ -48,26 +48,18 @@ class Ranks:
 class Shard:
     """One parameter as a group of ranks stores it; see Note [Shards].
 
-    Attributes:
-        name: The parameter's name; unique among the shards of an optimizer.
-        split: Its logical matrices.
-        layouts: Where each of them is stored, in the split's order.
-        ranks: Who stores it.
-        shape: Shape of the tensor that this rank stores; any with as many elements.
-        slab: Where the split is that of one tensor-parallel slab alone, its rank and their number.
-        global_name: The parameter's name in the whole model, the same at every layout.
-
     Raises:
         ConfigurationError: If the pieces that this rank holds do not add up to its tensor.
     """
 
-    name: str
-    split: Split
-    layouts: tuple[Layout, ...]
-    ranks: Ranks
-    shape: tuple[int, ...]
+    name: str  # the parameter's, unique among the shards of an optimizer
+    split: Split  # its logical matrices
+    layouts: tuple[Layout, ...]  # where each of them is stored, in the split's order
+    ranks: Ranks  # who stores it
+    shape: tuple[int, ...]  # of the tensor that this rank stores; any with as many elements
+    # where the split is that of one tensor-parallel slab alone, its rank and their number
     slab: tuple[int, int] | None = None
-    global_name: str = ""
+    global_name: str = ""  # the parameter's in the whole model, the same at every layout
 
     def __post_init__(self) -> None:
         held = int(self.pieces.area.sum())

@@ -81,8 +81,8 @@ def fragment_of(
     ]
     mine = fragments[grid.ranks.rank]
     layouts = fragment_layouts(split, dim, size, fragments)
-    known_as = global_name(param, place.name)
-    return Shard(place.name, split, layouts, grid.ranks, (mine.stop - mine.start,), slab, known_as)
+    held, known_as = (mine.stop - mine.start,), global_name(param, place.name)
+    return Shard(place.name, split, layouts, grid.ranks, held, slab, known_as)
 
 
 def _slab_of(split: Split, size: int, dim: int, name: str) -> Split:
@@ -107,8 +107,31 @@ def _slab_of(split: Split, size: int, dim: int, name: str) -> Split:
     return replace(split, shape=shape, sections=tuple(sections))
 
 
-class _InBuffers(Storage):
-    """Weights in Megatron's buffers, which are gathered after a step."""
+class FragmentsOptimizer(Storage, DistributedOptimizer):
+    """Keeps main weights and state of one buffer set in fragments; a torch optimizer steps them.
+
+    Arguments are those of ``DistributedOptimizer``.
+    """
+
+    _is_quantized = False  # whether the model's weights have 8 or 4 bits
+
+    def __init__(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        # megatron-core knows how to make Adam's state alone; ours is made before it asks
+        kwargs.setdefault("init_state_fn", lambda *_: None)
+        super().__init__(optimizer, *args, **kwargs)
+        # parameters are gathered in place, in :meth:`step_with_ready_grads`
+        self._defer_param_sync = True
+        self.main_of: dict[Tensor, Tensor] = {}
+        if self.is_stub_optimizer:
+            return
+        groups = zip(
+            (*self.model_fp32_groups, *self.model_float16_groups),
+            (*self.shard_fp32_groups, *self.shard_fp32_from_float16_groups),
+            strict=True,
+        )
+        self.main_of = {param: main for pair in groups for param, main in zip(*pair, strict=True)}
+        wrapped = self.ddp_config
+        self._is_quantized = wrapped.fp8_param_gather or wrapped.fp4_param_gather
 
     @classmethod
     def _build_optimizer_group_ranges(cls, param_groups: Any, gbuf_ranges: Any) -> Any:
@@ -131,38 +154,6 @@ class _InBuffers(Storage):
             gather_buckets(chunk)
         self.gather_params()
         return done
-
-
-class FragmentsOptimizer(_InBuffers, DistributedOptimizer):
-    """Keeps main weights and state of one buffer set in fragments; a torch optimizer steps them.
-
-    Arguments are those of ``DistributedOptimizer``.
-    """
-
-    _copies_upstream = False  # whether megatron-core's copies between model and main are called
-
-    def __init__(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        # megatron-core knows how to make Adam's state alone; ours is made before it asks
-        kwargs.setdefault("init_state_fn", lambda *_: None)
-        super().__init__(optimizer, *args, **kwargs)
-        # parameters are gathered in place, see :class:`_InBuffers`
-        self._defer_param_sync = True
-        self.main_of: dict[Tensor, Tensor] = {}
-        if self.is_stub_optimizer:
-            return
-        # Transformer Engine's Adam may keep the main weights itself, and write the model's
-        self._held_by_adam = bool(getattr(self.optimizer, "master_weights", False))
-        mains_of_half = (
-            self.shard_float16_groups if self._held_by_adam else self.shard_fp32_from_float16_groups
-        )
-        groups = zip(
-            (*self.model_fp32_groups, *self.model_float16_groups),
-            (*self.shard_fp32_groups, *mains_of_half),
-            strict=True,
-        )
-        self.main_of = {param: main for pair in groups for param, main in zip(*pair, strict=True)}
-        quantized = self.ddp_config.fp8_param_gather or self.ddp_config.fp4_param_gather
-        self._copies_upstream = self._held_by_adam or quantized
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is the same on all ranks: groups, with the steps done, and loss scale."""
@@ -195,11 +186,6 @@ class FragmentsOptimizer(_InBuffers, DistributedOptimizer):
         tensors = self._get_main_param_and_optimizer_states(item.param)
         return {kind: value.detach() for kind, value in tensors.items()}
 
-    def put_tensors(self, item: Stored, tensors: Mapping[str, Any]) -> None:
-        """Take over what was written to what :meth:`tensors_of` returned."""
-        if self._held_by_adam:
-            self._set_main_param_and_optimizer_states(item.param, tensors)
-
     def replica_of(self, replica: Any) -> tuple[int, ...]:
         """Return the copy's number: of what is cut over data parallelism each rank has its own."""
         return (*replica[:-1], self.distributed_optimizer_instance_id)
@@ -216,9 +202,6 @@ class FragmentsOptimizer(_InBuffers, DistributedOptimizer):
 
     @torch.no_grad()
     def _copy_model_grads_to_main_grads(self) -> None:
-        if self._copies_upstream:
-            super()._copy_model_grads_to_main_grads()
-            return
         for item in self.stored():
             # without DDP gradients are where torch puts them
             grad: Any = getattr(item.param, "main_grad", None)
@@ -228,7 +211,7 @@ class FragmentsOptimizer(_InBuffers, DistributedOptimizer):
 
     @torch.no_grad()
     def _copy_main_params_to_model_params(self) -> None:
-        if self._copies_upstream:
+        if self._is_quantized:
             super()._copy_main_params_to_model_params()
             return
         pairs = [(self._param_view(param), main) for param, main in self.main_of.items()]
@@ -265,9 +248,8 @@ class FragmentsOptimizer(_InBuffers, DistributedOptimizer):
     def _set_main_param_and_optimizer_states(
         self, model_param: Tensor, tensors: Mapping[str, Any]
     ) -> None:
-        if not self._held_by_adam:
-            # a tensor of all state there is must be given, torch's counters of steps included
-            tensors = {**self.optimizer.state[self.main_of[model_param]], **tensors}
+        # a tensor of all state there is must be given, torch's counters of steps included
+        tensors = {**self.optimizer.state[self.main_of[model_param]], **tensors}
         super()._set_main_param_and_optimizer_states(model_param, tensors)
 
     @property
@@ -278,23 +260,3 @@ class FragmentsOptimizer(_InBuffers, DistributedOptimizer):
             return (MOMENTUM,) if has_momentum else ()
         keys: tuple[str, ...] = super().optimizer_state_keys
         return keys
-
-
-class OffloadedOptimizer(_InBuffers, DistributedOptimizer):
-    """Steps Adam or SGD on fragments whose state is partly in the host's memory.
-
-    State, and checkpoints of it, are megatron-core's.
-    """
-
-    def __init__(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(optimizer, *args, init_state_fn=None, **kwargs)
-        self._defer_param_sync = True
-
-    def stored(self) -> Iterator[Stored]:
-        """Yield the fragments that this rank holds."""
-        if self.is_stub_optimizer:
-            return
-        for param, (group, place) in self.model_param_group_index_map.items():
-            held = self._get_model_param_range_map(param)["param"]
-            main = self.optimizer.param_groups[group]["params"][place]
-            yield Stored(param, main, held.start, held.end)

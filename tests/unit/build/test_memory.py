@@ -1,6 +1,5 @@
 """The report of what memory is used for says what tensors are seen to take."""
 
-import gc
 from dataclasses import replace
 from typing import Any
 
@@ -8,19 +7,17 @@ import pytest
 import torch
 
 from megatron_eopt.base.live_bytes import LiveBytes
-from megatron_eopt.build.memory import Memory
 from tests.harness import run_ranks
+from tests.harness.scene import forget_megatron
 from tests.unit.stores.full_state import Case, inject, optimizer_over, steps
 from tests.unit.stores.runs import make_chunk
 
 MODEL = {"layers": 2, "hidden": 64, "heads": 4, "query_groups": 2}
 CASES = {
     "muon": Case("muon", MODEL),
-    "adaptive muon": Case("adaptive_muon", MODEL),
     "adamuon": Case(
         "adaptive_muon", MODEL | {"gated": True}, config={"adaptive_muon_moment2_method": "adamuon"}
     ),
-    "namo": Case("adaptive_muon", MODEL, config={"adaptive_muon_moment2_method": "namo"}),
     "8 bits": Case("muon", MODEL, config={"muon_momentum_dtype": "int8"}),
     "soap": Case("soap", MODEL),
     "adam": Case("adam", MODEL),
@@ -55,40 +52,24 @@ def counted(case: Case) -> tuple[int, Any, int]:
     return grown, memory, seen.peak
 
 
+def count_all(dtype: torch.dtype) -> dict[str, tuple[int, Any, int]]:
+    found = {}
+    for name, case in CASES.items():
+        sharded = {"use_distributed_optimizer": name != "replicated"}
+        config = {**case.config, **sharded, "log_optimizer_memory": True}
+        model = {**case.model, "dtype": dtype}
+        found[name] = counted(replace(case, model=model, ddp=sharded, config=config))
+        forget_megatron()
+    return found
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", CASES)
-def test_the_report_counts_what_is_allocated(name, dtype):
-    case = CASES[name]
-    sharded = {"use_distributed_optimizer": name != "replicated"}
-    config = {**case.config, **sharded, "log_optimizer_memory": True}
-    case = replace(case, model={**case.model, "dtype": dtype}, ddp=sharded, config=config)
-    for grown, memory, peak in run_ranks(2, counted, case):
-        living = memory.main_weights + memory.state + memory.buffers + memory.host
-        assert abs(grown - living) <= SCALARS
-        assert abs(memory.transient - peak) <= SCALARS
-        assert (memory.main_weights > 0) == (dtype == torch.bfloat16)
-        assert (memory.host > 0) == (name == "off-loaded")
-        assert memory.gradients >= memory.weights > 0
-
-
-def test_the_report_is_one_line():
-    memory = Memory(2**20, 2**21, 0, 2**19, 0, 0)
-    assert str(memory) == (
-        "MiB of a rank: weights 1.0, gradients 2.0, main_weights 0.0, state 0.5, buffers 0.0, "
-        "host 0.0"
-    )
-
-
-class Cycle:
-    """Holds bytes until the garbage collector finds it."""
-
-    def __init__(self) -> None:
-        self.itself, self.held = self, torch.empty(1 << 20, dtype=torch.uint8)
-
-
-def test_garbage_of_before_hides_nothing():
-    Cycle()
-    with LiveBytes() as live:
-        gc.collect()
-        torch.empty(1 << 19, dtype=torch.uint8)
-    assert live.peak == 1 << 19
+def test_the_report_counts_what_is_allocated(dtype):
+    for results in run_ranks(2, count_all, dtype, timeout=280):
+        for name, (grown, memory, peak) in results.items():
+            living = memory.main_weights + memory.state + memory.buffers + memory.host
+            assert abs(grown - living) <= SCALARS, name
+            assert abs(memory.transient - peak) <= SCALARS, name
+            assert (memory.main_weights > 0) == (dtype == torch.bfloat16)
+            assert (memory.host > 0) == (name == "off-loaded")
+            assert memory.gradients >= memory.weights > 0

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_eopt.build import storages
+from megatron_eopt.build import builders
 from megatron_eopt.storage import Stored, Wanted, chain_of_slabs, register_storage
 from megatron_eopt.stores.replicated import Float32Optimizer
 from tests.harness import run_ranks
@@ -77,7 +77,7 @@ def in_an_own_storage(case: Case, folder: str) -> tuple[runs.Result, list[str]]:
         forget_megatron()
         whole, resumed = interrupted([case], folder)
     finally:
-        storages._BUILDERS.remove(in_float64)
+        builders.BUILDERS.remove(in_float64)
     # the first rank puts the resumed state together
     found = differences(whole[0], resumed[0]) if torch.distributed.get_rank() == 0 else []
     return replace(result, extra=None), found

@@ -1,12 +1,11 @@
 """What a step sends: collectives and bytes, counted exactly."""
 
 import pytest
-import torch
 from torch.distributed.tensor.debug import CommDebugMode
 
 from megatron_eopt.fsdp2 import build_optimizer
 from tests.harness import run_ranks
-from tests.unit.fsdp2.model import Model, config, cut, is_managed, make_model, set_gradients
+from tests.unit.fsdp2.model import config, is_managed, make_model, set_gradients
 
 
 def count(layout, settings):
@@ -35,30 +34,3 @@ def test_two_collectives_a_wave_and_each_matrix_once(world, layout, engines):
     # gate, up, down, tiny, wide and five experts; what tensor parallelism does not cut is cut by
     # each of the two FSDP groups: tiny and the experts
     assert sum(here for *_, here in results) == (16 if layout == "tp" else 10)
-
-
-class Even(torch.nn.Module):
-    """Eight matrices that divide evenly over two and four ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name in "abcdefgh":
-            setattr(self, name, torch.nn.Linear(16, 16, bias=False))
-
-
-def sent(layout):
-    model = cut(Even(), layout, "a")
-    optimizer = build_optimizer(model, config(muon_fp32_matmul_prec="medium"))
-    return sum(plan.bytes_sent for plan in optimizer.plans)
-
-
-def test_even_shards_send_two_bytes_an_element_each_way():
-    of_world = {world: sum(run_ranks(world, sent, "fsdp", cpu=False)) for world in (2, 4)}
-    numel = 8 * 16 * 16
-    for world, found in of_world.items():
-        # in and out, what is not at its owner already, in bfloat16
-        assert found == 2 * 2 * numel * (world - 1) // world
-    # replicas share the work for no more bytes
-    assert sum(run_ranks(4, sent, "hsdp", cpu=False)) <= 2 * of_world[2]
-    optimizer = build_optimizer(Model(), config())
-    assert [plan.calls for plan in optimizer.plans] == [0]

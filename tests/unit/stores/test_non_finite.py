@@ -31,50 +31,29 @@ NORM = "decoder.final_layernorm.weight"
 
 
 def build(run: Run, storage: str) -> tuple[Any, Any]:
-    """Return model and optimizer: "layer_wise", "plain" (whole state) or "adam" in fragments."""
+    """Return model and optimizer, "layer_wise" or "plain", whose state is whole."""
+    chunk = make_chunk(run)
+    config = make_config(run)
     if storage == "layer_wise":
-        chunk = make_chunk(run)
         optimizer = make_optimizer(run, chunk)
     else:
-        chunk = make_chunk(run)
-        optimizer = megatron_eopt.get_megatron_optimizer(
-            make_config(run), [chunk], use_gloo_process_groups=False
-        )
-    set_lr(optimizer, make_config(run))
+        optimizer = megatron_eopt.get_megatron_optimizer(config, [chunk])
+    set_lr(optimizer, config)
     return chunk, optimizer
 
 
-def values_in(thing: Any) -> Any:
-    """Return a copy of all tensors and numbers in nested containers."""
-    if isinstance(thing, torch.Tensor):
-        return thing.detach().clone()
-    if isinstance(thing, dict):
-        return [values_in(value) for value in thing.values()]
-    if isinstance(thing, list | tuple):
-        return [values_in(value) for value in thing]
-    return thing if isinstance(thing, int | float) else None
-
-
-def snapshot(chunk: Any, optimizer: Any) -> Any:
+def snapshot(chunk: Any, optimizer: Any) -> list[torch.Tensor]:
     """Copy all that a step may change, the loss scale apart."""
-    inner = [child.optimizer for child in optimizer.chained_optimizers]
-    return values_in(
-        [
-            list(chunk.parameters()),
-            [getattr(child, "steps", 0) for child in optimizer.chained_optimizers],
-            [child.get_parameters() for child in optimizer.chained_optimizers],
-            [list(one.state.values()) for one in inner],
-            [one.param_groups for one in inner],
-        ]
-    )
+    held = [*chunk.parameters(), *optimizer.get_parameters()]
+    for child in optimizer.chained_optimizers:
+        values = (value for state in child.optimizer.state.values() for value in state.values())
+        held += [value for value in values if isinstance(value, torch.Tensor)]
+        held.append(torch.tensor(child.steps))
+    return [tensor.detach().clone() for tensor in held]
 
 
-def equal(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, list):
-        return len(a) == len(b) and all(map(equal, a, b))
-    return bool(a == b)
+def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(map(torch.equal, a, b))
 
 
 def poison(chunk: Any, optimizer: Any, name: str, value: float) -> None:

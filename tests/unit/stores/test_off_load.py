@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import distributed
 
-from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.layouts import redistribution
 from tests.harness import run_ranks
 from tests.harness.scene import forget_megatron
@@ -128,17 +127,3 @@ def recovered(case: Case, file: str) -> list[str]:
 @pytest.mark.parametrize("name", ["muon", pytest.param("soap", marks=pytest.mark.long)])
 def test_what_a_step_that_failed_had_brought_is_not_used(name, tmp_path):
     assert run_ranks(2, recovered, CASES[name], str(tmp_path / "file")) == [[], []]
-
-
-def refusals() -> None:
-    """Build what megatron-core off-loads from a GPU where there is none."""
-    for name in ("adam", "sgd"):
-        for sharded in (True, False):
-            flags = {"use_distributed_optimizer": sharded}
-            off_load = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
-            with pytest.raises(ConfigurationError, match=f"=True: when {name} alone steps"):
-                build(Case(name, MODEL, ddp=flags, config=flags | off_load))
-
-
-def test_what_megatron_core_off_loads_from_a_gpu_is_refused_without_one():
-    run_ranks(1, refusals)

@@ -53,14 +53,8 @@ def loads() -> None:
     own = optimizer.state_dict()
     with_state = {**own, "optimizer": {**own["optimizer"], "state": {0: {"exp_avg": 1.0}}}}
     other = build(replace(case, optimizer="adam"))[1].state_dict()
-    wrong = [
-        (dict(unwrapped(chunk).state_dict()), "must hold the state of the optimizers"),
-        (other, "must hold the state of the optimizers"),
-        (with_state, "keeps fragments"),
-        (own, "neither state nor main weights"),
-    ]
-    for state, words in wrong:
-        with pytest.raises(ConfigurationError, match=words):
+    for state in (dict(unwrapped(chunk).state_dict()), other, with_state, own):
+        with pytest.raises(ConfigurationError, match="has no fragments of state and main weights"):
             optimizer.load_state_dict(state)
 
 

@@ -30,21 +30,11 @@ class Wanted:
 type BuilderT = Callable[[Wanted], OptimizerChain | None]
 """Returns the chain of a model that its storage serves, None for any other; collective."""
 
-_BUILDERS: list[BuilderT] = []
+BUILDERS: list[BuilderT] = []
+"""All of them, the one that is asked first last."""
 
 
 def register_storage(builder: BuilderT) -> BuilderT:
     """Let ``get_megatron_optimizer`` ask a builder first; works as a decorator, too."""
-    _BUILDERS.append(builder)
+    BUILDERS.append(builder)
     return builder
-
-
-def chain_in_storage(wanted: Wanted) -> OptimizerChain:
-    """Return the chain that the first builder makes which serves the model; collective.
-
-    Raises:
-        ConfigurationError: If a setting or a parameter cannot be honoured.
-    """
-    # what a configuration may ask for, whole slabs or fragments, is served in the end
-    found = (builder(wanted) for builder in reversed(_BUILDERS))
-    return next(chain for chain in found if chain is not None)
