@@ -54,7 +54,6 @@ ASIDE = {
     "math/backends.py": "chooses the iteration",
     "math/normalization.py": "divides by norms",
     "math/products.py": "multiplies",
-    "math/scaling.py": "computes a factor from a shape",
     "settings/checks.py": "checks numbers of the configuration that callers may have changed",
     "settings/settings.py": "looks at these",
     "optimizers/element_wise.py": "steps what is no matrix",

@@ -26,7 +26,6 @@ from megatron_eopt.base import upstream
 from megatron_eopt.math import coefficient_names, coefficients, resolve_coefficients
 from megatron_eopt.math.orthogonalize import DEFAULT_EPS
 from megatron_eopt.optimizers.modes import plan_work
-from megatron_eopt.settings import config as config_module
 from megatron_eopt.settings import registry
 from megatron_eopt.settings.arguments import emerging_kwargs, muon_family_kwargs, offered_names
 from tests.unit.optimizers.test_modes import rows
@@ -68,22 +67,6 @@ def test_use_syrk_is_a_field_wherever_upstream_has_it():
 
 
 # fields and defaults
-
-
-def test_a_flag_whose_field_is_gone_is_not_offered(monkeypatch):
-    assert flags.has_meaning("soap-shampoo-beta")
-    monkeypatch.delitem(flags._FIELDS, "soap_shampoo_beta")
-    assert not flags.has_meaning("soap-shampoo-beta")
-
-
-def test_defaults_of_megatron_are_read_from_it(monkeypatch):
-    @dataclass
-    class Next(OptimizerConfig):
-        muon_tp_mode: str = "duplicated"
-
-    monkeypatch.setattr(config_module, "OptimizerConfig", Next)
-    assert config_module.default_values("megatron")["muon_tp_mode"] == "duplicated"
-    assert config_module.default_values("recommended")["muon_tp_mode"] == "auto"
 
 
 def test_the_smallest_norm_is_upstreams(monkeypatch):
