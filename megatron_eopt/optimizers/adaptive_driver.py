@@ -231,7 +231,7 @@ class NorMuonDriver(MatrixMomentDriver):
                 held = np.arange(math.prod(shape))
             else:
                 held = _held(work.compute, self.engine.ranks.rank, shape)
-            self._places.append(torch.from_numpy(start + held).to(self.engine.device))
+            self._places.append(torch.tensor(start + held, device=self.engine.device))
             start += math.prod(shape)
         self._new = torch.empty(0)
 

@@ -4,6 +4,7 @@ Weight decay, momentum and the update itself are element by element and do not c
 stored, so they act on what a rank stores. Only directions travel, and come back as updates.
 """
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,6 +53,7 @@ class MuonDriver(Driver):
         super().__init__(type(optimizer).__name__, shards)
         self.optimizer = optimizer
         self._dtype = means.dtype
+        self._scales_of = functools.cache(optimizer.orthogonalization.scales)
         self._numbers = {shard.name: number for number, shard in enumerate(shards)}
         self.engine = MatrixEngine(shards, self._update, means)
         self.redistribution = self.engine.redistribution
@@ -233,8 +235,7 @@ class MuonDriver(Driver):
         self, stack: Tensor, matrices: Sequence[int], reduce: ReduceT | None, shape: tuple[int, int]
     ) -> None:
         """Replace a stack of directions by updates, in place."""
-        scales = self.optimizer.orthogonalization.scales(shape)
-        self._orthogonalize(stack, matrices, reduce, shape, scales)
+        self._orthogonalize(stack, matrices, reduce, shape, self._scales_of(shape))
 
     def _orthogonalize(
         self,

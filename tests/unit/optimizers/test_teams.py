@@ -15,12 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_eopt.dry_run import Counts
-from megatron_eopt.layouts import Layout, assign_owners
+from megatron_eopt.layouts import assign_owners
 from megatron_eopt.math import orthogonalize, standard_flops
 from megatron_eopt.matrices import whole
 from megatron_eopt.optimizers import teams
 from megatron_eopt.optimizers.engine import MatrixEngine, Means
-from megatron_eopt.optimizers.modes import MatrixWork
 from megatron_eopt.optimizers.teams import assign_teams
 from megatron_eopt.stores.shard import Fragment
 from tests.harness import run_ranks
@@ -65,11 +64,6 @@ def test_where_work_is_enough_matrices_stay_whole(world_size):
     assert assign_teams(shapes, world_size, 8, BF16, homes(shapes)) is None
 
 
-def test_small_matrices_are_not_worth_the_talk():
-    assert assign_teams([(512, 512)] * 3, 64, 8, BF16, np.zeros(3, int)) is None
-    assert assign_teams([(8192, 8192)] * 3, 64, 1, BF16, np.zeros(3, int)) is None
-
-
 @contextmanager
 def free_talk() -> Iterator[None]:
     """Let teams cost nothing but their arithmetic."""
@@ -90,14 +84,6 @@ def test_a_team_never_makes_the_busiest_rank_busier(sizes, world_size, largest):
     if found is not None:
         assert busiest(shapes, world_size, found) < alone(shapes, world_size)
         assert max(map(len, found)) <= min(largest, world_size)
-
-
-def test_a_stack_has_slabs_of_one_team_and_one_shape():
-    """Slabs of (4096, 1024) and of (2048, 2048) are alike on each of two ranks."""
-    tall = MatrixWork("exchange", Layout.slabs((4096, 1024), 0, range(2)), (0, 1))
-    square = MatrixWork("exchange", Layout.slabs((2048, 2048), 1, range(2)), (0, 1))
-    assert tall.compute.local_shape(0) == square.compute.local_shape(0)
-    assert tall.kind != square.kind
 
 
 SHAPES = [(96, 32), (32, 64), (64, 64), (16, 16), (40, 24)]
