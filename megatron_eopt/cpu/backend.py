@@ -14,6 +14,7 @@ from megatron_eopt.cpu.attention import attention_patches
 from megatron_eopt.cpu.cuda_standins import cuda_patches
 from megatron_eopt.cpu.generators import Generators
 from megatron_eopt.cpu.gloo import collective_patches, group_patches, mesh_patches
+from megatron_eopt.cpu.hybrid import hybrid_patches
 from megatron_eopt.cpu.mode import CudaIsCpu, Switch, engine_patches, put_on_stack, take_off_stack
 from megatron_eopt.cpu.norms import norm_patches
 from megatron_eopt.cpu.patches import Patch, PatchList
@@ -56,6 +57,7 @@ class _Backend:
                         *mesh_patches(),
                         *norm_patches(),
                         *attention_patches(),
+                        *hybrid_patches(),
                         *snapshot_patches(),
                         *engine_patches(self._mode),
                         *thread_patches(self._mode),

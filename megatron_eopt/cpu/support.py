@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.cpu.hybrid import check_pattern
 
 
 @dataclass(frozen=True)
@@ -197,4 +198,5 @@ def check_supported(args: argparse.Namespace) -> None:
         value = getattr(args, refusal.field, None)
         if refusal.refuses(value):
             raise ConfigurationError(refusal.argument, value, refusal.rule, refusal.way_out)
+    check_pattern(getattr(args, "hybrid_layer_pattern", None) or "")
     _check_combinations(args)
