@@ -27,8 +27,6 @@ GROUPS: dict[str, dict[str, str]] = {
         "recommended ones.",
         "optimizer-config": "YAML file that describes the optimizer; its keys are named like these "
         "flags.",
-        "strict-upstream": "Refuse releases of megatron-core and emerging-optimizers that nobody "
-        "tested, rather than warn of them.",
         "print-optimizer-routing": "Log which parameter goes to which optimizer, and why.",
         "log-optimizer-memory": "Log how much memory weights, gradients, state and buffers take, "
         "and the peak of the second step, which is watched and takes longer.",
@@ -62,11 +60,6 @@ GROUPS: dict[str, dict[str, str]] = {
         "than work: 1 for none.",
         "muon-momentum-dtype": "How momentum is kept between steps: in float32, or in fewer bits.",
         "muon-backend": "Whose kernels orthogonalize.",
-        "muon-use-syrk": "Orthogonalize on emerging-optimizers' SYRK kernels where they can be "
-        "used.",
-        "muon-use-nesterov": "Old spelling of --muon-nesterov.",
-        "muon-mode": "Old spelling of --muon-tp-mode.",
-        "muon-momentum-beta": "Old spelling of --muon-momentum.",
     },
     "adaptive muon": {
         "adaptive-muon-moment2-method": "How updates are normalized.",
@@ -88,14 +81,12 @@ _STORE_TRUE = {"action": "store_true", "default": False}
 _OPTIONS: dict[str, dict[str, Any]] = {
     "optimizer-defaults": {"choices": get_args(OptimizerDefaultsT), "default": "recommended"},
     "optimizer-config": {"metavar": "FILE"},
-    "strict-upstream": _STORE_TRUE,
     "print-optimizer-routing": _STORE_TRUE,
     "log-optimizer-memory": _STORE_TRUE,
     "log-optimizer-stats": _STORE_TRUE,
     "checkpoint-fresh-state": {"metavar": "KEY", "nargs": "+", "default": ()},
     "checkpoint-momentum-from-adam": _STORE_TRUE,
     "muon-backend": {"choices": backend_names()},
-    "muon-use-nesterov": {"action": "store_true", "default": None},
     "adaptive-muon-moment2-method": {"choices": CHOICES["adaptive_muon_moment2_method"]},
 }
 """Arguments of ``add_argument`` that do not follow from the type of the configuration's field."""

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.base.names import OLD_SPELLINGS
 from megatron_eopt.settings.config import default_values
 from megatron_eopt.settings.config_file import allowed_keys, read_optimizer_file
 
@@ -52,18 +51,8 @@ def merge_file(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
 def fill(args: argparse.Namespace, trainers: Mapping[str, Any]) -> None:
     """Give every optimizer flag of ``args`` that is still None its default.
 
-    ``trainers`` are the trainer's defaults. An old spelling and the present one that were both
-    given and disagree are a ConfigurationError.
+    ``trainers`` are the trainer's defaults.
     """
-    for old, new in OLD_SPELLINGS.items():
-        given, present = getattr(args, f"muon_{old}", None), getattr(args, f"muon_{new}", None)
-        if given is None:
-            continue
-        if present not in (None, given):
-            rule = f"is an old spelling of {_flag(f'muon_{new}')}, which says {present!r}"
-            raise ConfigurationError(_flag(f"muon_{old}"), given, rule, "Give one of them")
-        setattr(args, f"muon_{new}", given)
-        setattr(args, f"muon_{old}", None)
     defaults = default_values(args.optimizer_defaults)
     if args.optimizer_defaults == "megatron":
         defaults |= trainers

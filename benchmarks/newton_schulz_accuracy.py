@@ -3,7 +3,7 @@
     python -m benchmarks.newton_schulz_accuracy [--write docs/numerics.md]
 
 Per schedule and precision: the relative error of the standard iteration, that of the Gram form in
-``auto``'s table (or of the cautious one where the table has none), and what ``auto`` takes.
+``auto``'s table (or of one with restarts every other step), and what ``auto`` takes.
 """
 
 import argparse

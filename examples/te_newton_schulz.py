@@ -13,15 +13,15 @@ import os
 import torch
 import torch.distributed as dist
 
-from megatron_eopt.math import Backend, orthogonalize, register_backend
-from megatron_eopt.math.backends import TransformerEngine
+from megatron_eopt.math import orthogonalize, register_backend
+from megatron_eopt.math.backends import transformer_engine
 
 
 def main() -> None:
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group("nccl")
     # The name works without this line too, over all ranks; register it to choose a group yourself.
-    register_backend("transformer_engine", Backend(TransformerEngine(dist.group.WORLD)))
+    register_backend("transformer_engine", transformer_engine(dist.group.WORLD))
 
     gradient = torch.randn(2048, 8192, device="cuda", generator=_seeded())
     ours = orthogonalize(gradient, coefficients="quintic", steps=5)

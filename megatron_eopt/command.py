@@ -1,12 +1,13 @@
 """The command ``megatron-eopt``: plan a training, sweep over layouts, explain a checkpoint."""
 
 import argparse
+import dataclasses
 import itertools
 import json
 import logging
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -15,13 +16,11 @@ from tqdm import tqdm
 from megatron_eopt.arguments import add_arguments, config_from_args
 from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError, check_integer
 from megatron_eopt.explain import explain, show, to_json
-from megatron_eopt.plan.architectures import PUBLISHED, Architecture
-from megatron_eopt.plan.machine import MACHINES, Machine, machine
-from megatron_eopt.plan.model import Layout, check_fits
+from megatron_eopt.plan.architectures import PUBLISHED, add_flags, from_flags, refuse_flags
+from megatron_eopt.plan.machine import MACHINES
+from megatron_eopt.plan.model import Layout
 from megatron_eopt.plan.planning import Plan, plan
-from megatron_eopt.plan.sources import add_flags, from_flags, refuse_flags
 from megatron_eopt.plan.tables import as_dict, show_plan, show_sweep
-from megatron_eopt.settings.config import EmergingOptimizerConfig
 
 _SIZES = {
     "tp": ("tensor-model-parallel-size", "ranks that tensor parallelism cuts weights over"),
@@ -32,14 +31,13 @@ _SIZES = {
     "instances": ("num-distributed-optimizer-instances", "of the distributed optimizer"),
 }
 _NUMBERS = {
-    "flops": "dense bfloat16 operations a second",
-    "memory": "bytes a second of its memory",
-    "link": "bytes a second that it sends inside a computer",
-    "network": "bytes a second that it sends to other computers",
-    "gpus": "GPUs of a computer",
-    "efficiency": "share of its rate that matrix products reach",
+    "flops": (float, "dense bfloat16 operations a second"),
+    "memory": (float, "bytes a second of its memory"),
+    "link": (float, "bytes a second that it sends inside a computer"),
+    "network": (float, "bytes a second that it sends to other computers"),
+    "gpus": (int, "GPUs of a computer"),
+    "efficiency": (float, "share of its rate that matrix products reach"),
 }
-_WHOLE = ("gpus",)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -103,8 +101,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     add_flags(parser)
     gpus = parser.add_argument_group("machine")
     gpus.add_argument("--gpu", choices=MACHINES, default="H100", help="whose data sheet to take")
-    for name, text in _NUMBERS.items():
-        kind = int if name in _WHOLE else float
+    for name, (kind, text) in _NUMBERS.items():
         gpus.add_argument(f"--gpu-{name}", type=kind, metavar="X", help=text)
     text = "tokens of a global batch, for the time of a whole iteration"
     parser.add_argument("--tokens", type=int, default=2**22, metavar="N", help=text)
@@ -113,74 +110,50 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     add_arguments(parser)
 
 
-def _architecture(arguments: argparse.Namespace) -> Architecture:
+def _planner(arguments: argparse.Namespace) -> Callable[[Layout], Plan]:
+    """Return what plans a layout, once the arguments are known to say what."""
+    check_integer("--tokens", arguments.tokens)
     flags = vars(arguments)
     if arguments.model:
         refuse_flags(flags, "--model")
-        return PUBLISHED[arguments.model]
-    return from_flags(flags)
-
-
-def _machine(arguments: argparse.Namespace) -> Machine:
-    return machine(arguments.gpu, {name: getattr(arguments, f"gpu_{name}") for name in _NUMBERS})
-
-
-def _config(arguments: argparse.Namespace) -> EmergingOptimizerConfig:
-    if not getattr(arguments, "use_distributed_optimizer", True):
+    architecture = PUBLISHED[arguments.model] if arguments.model else from_flags(flags)
+    numbers = {name: flags[f"gpu_{name}"] for name in _NUMBERS}
+    given = {name: number for name, number in numbers.items() if number is not None}
+    machine = dataclasses.replace(MACHINES[arguments.gpu], **given)
+    if not flags.get("use_distributed_optimizer", True):
         rule = "is not what is planned: sharded storage"
         way_out = "Leave it out of the file for a plan"
         raise ConfigurationError("use_distributed_optimizer", False, rule, way_out)
     # what a step does depends on no learning rate
-    given = {"lr": 1e-3, "bf16": True, "use_distributed_optimizer": True}
-    return config_from_args(argparse.Namespace(**vars(arguments) | given))[0]
-
-
-def _planned(arguments: argparse.Namespace, layouts: Iterable[Layout]) -> Iterator[Plan]:
-    check_integer("--tokens", arguments.tokens)
-    architecture, gpu = _architecture(arguments), _machine(arguments)
-    config = _config(arguments)
-    for layout in layouts:
-        yield plan(architecture, layout, gpu, config, tokens=arguments.tokens)
+    needed = {"lr": 1e-3, "bf16": True, "use_distributed_optimizer": True}
+    config, _ = config_from_args(argparse.Namespace(**flags | needed))
+    return lambda layout: plan(architecture, layout, machine, config, tokens=arguments.tokens)
 
 
 def _plan(arguments: argparse.Namespace, console: Console) -> None:
-    layout = Layout(*(getattr(arguments, short) for short in _SIZES))
-    (found,) = _planned(arguments, [layout])
+    found = _planner(arguments)(Layout(*(getattr(arguments, short) for short in _SIZES)))
     if arguments.json:
         console.print_json(json.dumps(as_dict(found)))
     else:
         show_plan(found, arguments.gpu, console)
 
 
-def _fitting(arguments: argparse.Namespace) -> list[Layout]:
-    """Return the layouts that the model can be cut into, and say which are left out."""
-    architecture = _architecture(arguments)
-    found, errors = [], {}
-    for tp, pp, ep in itertools.product(arguments.tp, arguments.pp, arguments.ep):
+def _sweep(arguments: argparse.Namespace, console: Console) -> None:
+    planned, found, errors = _planner(arguments), [], {}
+    sizes = list(itertools.product(arguments.tp, arguments.pp, arguments.ep))
+    for tp, pp, ep in tqdm(sizes, desc="layouts", disable=None):
         try:
+            check_integer("--tp x --pp", tp * pp)
             if arguments.ranks % (tp * pp):
                 rule = f"must be divided by tp x pp, here {tp} x {pp}"
                 raise ConfigurationError("--ranks", arguments.ranks, rule, "Choose other sizes")
-            layout = Layout(tp, pp, arguments.ranks // (tp * pp), ep)
-            check_fits(architecture, layout)
-            found.append(layout)
+            found.append(planned(Layout(tp, pp, arguments.ranks // (tp * pp), ep)))
         except ConfigurationError as error:
             errors[f"tp {tp}, pp {pp}, ep {ep}"] = error
     if not found:
         raise next(iter(errors.values()))
-    for layout_text, reason in errors.items():
-        sys.stderr.write(f"left out: {layout_text}: {reason}\n")
-    return found
-
-
-def _sweep(arguments: argparse.Namespace, console: Console) -> None:
-    for short in ("ranks", "tp", "pp", "ep"):
-        sizes = getattr(arguments, short)
-        for size in sizes if isinstance(sizes, list) else [sizes]:
-            check_integer(f"--{short}", size)
-    layouts = _fitting(arguments)
-    bar = tqdm(layouts, desc="layouts", disable=None)
-    found = list(_planned(arguments, bar))
+    for layout, reason in errors.items():
+        sys.stderr.write(f"left out: {layout}: {reason}\n")
     if arguments.json:
         console.print_json(json.dumps([as_dict(item) for item in found]))
     else:

@@ -116,7 +116,9 @@ def main() -> None:
         cpu.check_supported(parse_args(megatron_lm.add_arguments))
     with megatron_lm.installed():
         args = parse_and_validate_args(megatron_lm.add_arguments)
-        model_config = hybrid_config_from_args if args.hybrid_layer_pattern else gpt_config_from_args
+        model_config = (
+            hybrid_config_from_args if args.hybrid_layer_pattern else gpt_config_from_args
+        )
         config = pretrain_cfg_container_from_args(args, model_cfg=model_config(args))
         pretrain(config, datasets_provider, ModelType.encoder_or_decoder, forward_step)
 

@@ -32,18 +32,14 @@ def described() -> dict[str, str]:
 
     logging.disable()
     found = {f"release of {name}": upstream.version_of(name) for name in upstream.TESTED}
-    for name, need in upstream.NEEDS.items():
-        try:
-            found[f"{need.module}.{name}"] = _signature(upstream.needed(name))
-        except upstream.UpstreamError as error:
-            text = str(error).partition(" has no ")[2].partition(", which megatron-eopt")[0]
-            found[f"{need.module}.{name}"] = f"{MISSING}: {text}"
+    for name, module in upstream.MODULE_OF.items():
+        there = upstream.found(name)
+        found[f"{module}.{name}"] = MISSING if there is None else _signature(there)
     for field in dataclasses.fields(OptimizerConfig):
         found[f"OptimizerConfig.{field.name}"] = repr(field.default)
     for name in coefficient_names():
         triples = coefficients.table(name)
-        mode = coefficients.when_longer(name, triples)
-        found[f"coefficients {name}"] = f"{len(triples)} steps, then {mode}: {triples[0]}, ..."
+        found[f"coefficients {name}"] = f"{len(triples)} steps: {triples[0]}, ..."
     for name, entry in registry.entries().items():
         if entry.optimizer_cls.__module__.startswith("emerging_optimizers."):
             found[f"optimizer {name}"] = _signature(entry.optimizer_cls)

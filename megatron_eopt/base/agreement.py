@@ -21,14 +21,6 @@ class CheckpointError(ConfigurationError):
     """A checkpoint that cannot be loaded as it is; the same on every rank."""
 
 
-_REPEATED: tuple[type[ConfigurationError | ConfigurationTypeError], ...] = (
-    CheckpointError,
-    ConfigurationError,
-    ConfigurationTypeError,
-)
-"""Errors that keep their kind on other ranks, the narrower one first."""
-
-
 class GroupPlace(NamedTuple):
     """Where a rank stands in its group of one kind."""
 
@@ -137,14 +129,11 @@ def everyones[T](items: Iterable[T]) -> list[T]:
     mine = list(items)
     if _is_alone():
         return list(dict.fromkeys(mine))
+    digests = of_every_rank(hashlib.blake2b(pickle.dumps(mine)).digest() if mine else None)
     found: dict[T, None] = {}
-    data = pickle.dumps(mine) if mine else b""
-    for rank, size in _distinct(data):
-        is_mine = rank == distributed.get_rank()
-        held = bytearray(data if is_mine else size)
-        buffer = torch.frombuffer(held, dtype=torch.uint8).to(device_of_collectives())
-        distributed.broadcast(buffer, rank)
-        found |= dict.fromkeys(mine if is_mine else pickle.loads(buffer.cpu().numpy().tobytes()))
+    for digest in dict.fromkeys(digests):
+        if digest is not None:
+            found |= dict.fromkeys(_broadcast(mine, digests.index(digest)))
     return list(found)
 
 
@@ -161,20 +150,7 @@ def of_every_rank[T](value: T, group: distributed.ProcessGroup | None = None) ->
 
 def any_rank(flag: bool) -> bool:
     """Return whether ``flag`` is true on any rank."""
-    return any(row[0] for row in integers([int(flag)]))
-
-
-def integers(mine: Sequence[int]) -> list[list[int]]:
-    """Return equally many integers of every rank, in the order of ranks."""
-    if _answers:
-        return _answers[-1].of_every_rank(list(mine), None)
-    if not distributed.is_initialized():
-        return [list(mine)]
-    local = torch.tensor(list(mine), dtype=torch.int64, device=device_of_collectives())
-    gathered = local.new_empty(distributed.get_world_size() * len(local))
-    distributed.all_gather_into_tensor(gathered, local)
-    rows: list[list[int]] = gathered.view(-1, len(local)).tolist()
-    return rows
+    return any(of_every_rank(flag))
 
 
 def totals(mine: Sequence[int]) -> list[int]:
@@ -194,9 +170,8 @@ def places_in(groups: Sequence[distributed.ProcessGroup | None]) -> list[list[Gr
     """
     if _answers:
         return [_answers[-1].places(group) for group in groups]
-    mine = [number for group in groups for number in place_in(ranks_of(group))]
-    rows = integers(mine)
-    return [[GroupPlace(*row[2 * n : 2 * n + 2]) for row in rows] for n in range(len(groups))]
+    mine = [place_in(ranks_of(group)) for group in groups]
+    return [list(places) for places in zip(*of_every_rank(mine), strict=True)]
 
 
 def place_in(ranks: Sequence[int], rank: int | None = None) -> GroupPlace:
@@ -211,34 +186,22 @@ def ranks_of(group: distributed.ProcessGroup | None) -> list[int]:
     return [distributed.get_rank()] if group is None else distributed.get_process_group_ranks(group)
 
 
-def _distinct(data: bytes) -> list[tuple[int, int]]:
-    """Return (rank, size) of the first rank with each distinct ``data`` that is not empty."""
-    digest = hashlib.blake2b(data, digest_size=8).digest()
-    own = [len(data), int.from_bytes(digest, signed=True)]
-    first: dict[tuple[int, int], int] = {}
-    for rank, (size, hashed) in enumerate(integers(own)):
-        if size:
-            first.setdefault((size, hashed), rank)
-    return [(rank, size) for (size, _), rank in first.items()]
-
-
 def _broadcast(value: Any, source: int = 0, group: distributed.ProcessGroup | None = None) -> Any:
     values = [value]
     distributed.broadcast_object_list(values, group=group, group_src=source)
     return values[0]
 
 
-def _report(error: Exception | None) -> tuple[int, str, object, str] | str | None:
-    for place, kind in enumerate(_REPEATED):
-        if isinstance(error, kind):
-            return place, error.argument, repr(error.value), str(error)
+def _report(error: Exception | None) -> tuple[type, str, str, str] | str | None:
+    if isinstance(error, ConfigurationError | ConfigurationTypeError):
+        return type(error), error.argument, repr(error.value), str(error)
     return None if error is None else f"{type(error).__name__}: {error}"
 
 
 def _raise(rank: int, report: Any, own: Exception | None) -> NoReturn:
     if isinstance(report, str):
         raise RuntimeError(f"rank {rank} failed: {report}") from own
-    place, argument, value, text = report
-    error: Any = _REPEATED[place].__new__(_REPEATED[place], text)
+    kind, argument, value, text = report
+    error = kind.__new__(kind, text)
     error.args, error.argument, error.value = (text,), argument, value
     raise error from own

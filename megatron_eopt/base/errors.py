@@ -36,6 +36,24 @@ class ConfigurationTypeError(TypeError):
         self.value = value
 
 
+class NonFiniteError(FloatingPointError):
+    """A tensor holds inf or nan.
+
+    Attributes:
+        names: The tensors concerned.
+    """
+
+    def __init__(self, what: str, names: list[str]) -> None:
+        shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        super().__init__(
+            f"non-finite {what} of {shown}: a step would let one inf or nan stay in the weights, "
+            "and an orthogonalization spread it over the whole matrix. No weight and no state has "
+            "changed. Lower the learning rate, clip gradients, or find the layer that overflows; "
+            "with loss scaling such a step is skipped before it comes here."
+        )
+        self.names = names
+
+
 def check_choice(argument: str, value: object, choices: Iterable[str]) -> None:
     """Raise a ConfigurationError unless ``value`` is one of ``choices``; offers the nearest."""
     names = list(choices)

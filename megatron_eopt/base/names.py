@@ -29,9 +29,6 @@ STANDARD_OPTIMIZERS = ("adam", "sgd")
 SCALAR_OPTIMIZERS = ("adam", "lion", "sgd")
 """Element-wise optimizers for what is no matrix."""
 
-OLD_SPELLINGS = {"use_nesterov": "nesterov", "mode": "tp_mode", "momentum_beta": "momentum"}
-"""Constructor arguments of Muon as earlier releases of megatron-core called them."""
-
 NO_MUON_ATTRIBUTE = "use_muon"
 """A parameter with this attribute set to ``False`` goes to the scalar optimizer."""
 

@@ -49,14 +49,6 @@ class Base:
     is_clipped: bool = True  # whether its gradients are clipped
     construct: Construct | None = None  # makes an optimizer like it over other groups
 
-    def __post_init__(self) -> None:
-        dtype = getattr(self.optimizer, "momentum_dtype", "fp32")
-        if dtype != "fp32" and self.layout == "matrix_state":
-            name = type(self.optimizer).__name__
-            rule = f"does not work with {name}, which has a way of its own to step whole parameters"
-            way_out = 'Set momentum_dtype="fp32", or override nothing that a step calls'
-            raise ConfigurationError("momentum_dtype", dtype, rule, way_out)
-
     @property
     def layout(self) -> StateLayoutT:
         """What of it needs whole matrices; everything, if its class is not known."""
@@ -154,8 +146,6 @@ def build_base(
         optimizer, init_state_fn = _made(name, construct, made_over), entry.init_state_fn
         if entry.draws:
             draw_alike(optimizer)
-        if made_over is not groups:
-            _check_unchanged(name, made_over)
     _check_names(optimizer, {key for group in share.groups for key, _ in group.key.values})
     if settings.lr is None and "max_lr" not in settings.own_rates(name):
         _await_rate(optimizer, share.groups)
@@ -183,17 +173,6 @@ def _check_names(optimizer: torch.optim.Optimizer, names: set[str]) -> None:
             rule = f"{type(optimizer).__name__} and Megatron's scheduler read no such setting"
             way_out = f"Did you mean {' or '.join(map(repr, near))}?"
             raise ConfigurationError("config_overrides", name, rule, way_out)
-
-
-def _check_unchanged(name: str, groups: Sequence[ParamGroup]) -> None:
-    """Raise if a constructor has changed stand-ins: weights that will be stepped it did not see."""
-    # a dry run answers what a tensor without numbers is asked as a truth value alone
-    if any(bool((param != 1).any()) for group in groups for param in group["params"]):
-        rule = "changes weights when it is built, and there are no whole ones in this storage"
-        way_out = (
-            "Leave out the option that changes them, or train without use_distributed_optimizer"
-        )
-        raise ConfigurationError("optimizer", name, rule, way_out)
 
 
 def _made(name: str, construct: Construct, groups: Sequence[ParamGroup]) -> torch.optim.Optimizer:

@@ -13,18 +13,20 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.utils import log_single_rank
 from torch import Tensor
 
-from megatron_eopt.base.agreement import agreed
-from megatron_eopt.base.errors import ConfigurationError, check_choice, check_number
+from megatron_eopt.base.agreement import agreed, of_every_rank
+from megatron_eopt.base.errors import (
+    ConfigurationError,
+    NonFiniteError,
+    check_choice,
+    check_number,
+)
 from megatron_eopt.base.live_bytes import LiveBytes
-from megatron_eopt.base.upstream import needed
 from megatron_eopt.build.clipping import clip
-from megatron_eopt.build.gradient_norm import refusal, watched
-from megatron_eopt.build.loss_scale import UnscaledOnce, unscale_
+from megatron_eopt.build.loss_scale import unscale_
 from megatron_eopt.build.memory import Memory, memory_of
 from megatron_eopt.build.stats import Stats
 from megatron_eopt.checkpoint import local_state, optimizer_state
@@ -36,8 +38,8 @@ from megatron_eopt.optimizers.member import Member
 from megatron_eopt.qk_clip import remember
 from megatron_eopt.routing.global_names import names_in
 from megatron_eopt.settings.settings import RunSettings, Settings
-from megatron_eopt.stores.gathering import gather_buckets
-from megatron_eopt.stores.interface import named_gradients
+from megatron_eopt.stores.interface import gather_buckets, named_gradients
+from megatron_eopt.stores.shard import global_name
 from megatron_eopt.stores.sharded import FragmentsOptimizer, OffloadedOptimizer
 
 logger = logging.getLogger(__name__)
@@ -64,6 +66,7 @@ class OptimizerChain(ChainedOptimizer):
 
     # a loaded checkpoint leaves learning rates alone, and so does the trainer that loads it
     keeps_rates = True
+    loads_itself = False  # whether a loaded state dict has to be handed over
 
     def __init__(
         self,
@@ -72,7 +75,6 @@ class OptimizerChain(ChainedOptimizer):
         scaler: Any,
         model_chunks: Sequence[Any],
     ) -> None:
-        needed("ChainedOptimizer")
         storages = [member.storage for member in members]
         super().__init__(storages)
         self.members = list(members)
@@ -80,7 +82,8 @@ class OptimizerChain(ChainedOptimizer):
         self.config = settings.config
         self._scaler = scaler
         self._named_chunks = list(model_chunks)
-        self._unscaled = UnscaledOnce(model_chunks)
+        # whether the present gradients, once unscaled, had overflowed; None before
+        self._found_inf: bool | None = None
         self._transient: int | None = None
         # whether the next steps are watched, the same on all ranks; a caller may change it
         self.watching = settings.logs_stats
@@ -92,13 +95,13 @@ class OptimizerChain(ChainedOptimizer):
 
     @torch.no_grad()
     def prepare_grads(self) -> bool:
-        """Hand all gradients to what is stepped and unscale them, at most once.
+        """Hand all gradients to what is stepped and unscale them, once until a step or a zeroing.
 
         Returns:
             Whether any gradient on any rank overflowed; the loss scale has then been told.
         """
-        if self._scaler is not None and (known := self._unscaled.recall()) is not None:
-            return known
+        if self._found_inf is not None:
+            return self._found_inf
         for member in self.members:
             member.storage.collect_gradients()
         if self._scaler is None:
@@ -111,7 +114,7 @@ class OptimizerChain(ChainedOptimizer):
         for group, grads in by_group.items():
             found_inf |= unscale_(grads, self._scaler.inv_scale, group)
         self._scaler.update(found_inf)
-        self._unscaled.remember(found_inf)
+        self._found_inf = found_inf
         return found_inf
 
     def memory(self) -> Memory:
@@ -124,7 +127,7 @@ class OptimizerChain(ChainedOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients."""
-        self._unscaled.forget()
+        self._found_inf = None
         super().zero_grad(set_to_none)
 
     @torch.no_grad()
@@ -153,10 +156,8 @@ class OptimizerChain(ChainedOptimizer):
         return result
 
     def _step(self) -> tuple[bool, float | None, float | None]:
-        self.grad_norms_by_group: dict[str, float] = {}
         overflowed = self.prepare_grads()
-        # a rank without buffers sees no writes, and would recall what the others have forgotten
-        self._unscaled.forget()
+        self._found_inf = None
         if overflowed:
             self.skipped_steps += 1
             return False, None, None
@@ -172,7 +173,7 @@ class OptimizerChain(ChainedOptimizer):
     def step_with_ready_grads(self) -> bool:
         """Step all members, then gather parameters unless the forward pass will."""
         check_may_step(self)
-        self._unscaled.forget()
+        self._found_inf = None
         for number, child in enumerate(self.chained_optimizers):
             child.step_in_chain()
             if self.settings.early_gather and number == 0:
@@ -193,8 +194,8 @@ class OptimizerChain(ChainedOptimizer):
 
         The trainer of megatron-core 0.20 asks for it after every load.
         """
-        self._stage_model_params_from_main_params()
-        self.gather_params(now=True)
+        for child in self.chained_optimizers:
+            child.quantize_and_sync_model_params_from_main_params()
 
     def _stage_model_params_from_main_params(self) -> None:
         """Do the same on this rank alone."""
@@ -208,26 +209,17 @@ class OptimizerChain(ChainedOptimizer):
 
     @torch.no_grad()
     def get_grad_norm(self) -> Any:
-        """Return the norm over all ranks; collective.
-
-        It is finite only if all gradients are: those that megatron-core leaves out (copies that
-        other ranks count, groups with a norm of their own) are looked at without changing it.
+        """Return the norm over all ranks of what Megatron counts in it; collective.
 
         Raises:
-            NonFiniteError: If it is inf or nan, unless the configuration skips steps with such a
-                norm. The names are the same on every rank.
+            NonFiniteError: If it is inf or nan, or the norm of a group that has its own, unless the
+                configuration skips steps with such a norm. The names are the same on every rank.
         """
-        counted = [watched(child) for child in self.chained_optimizers]
-        groups = self._stats_groups
-        if len(set(groups)) == 1:
-            counted, groups = [[grad for grads in counted for grad in grads]], groups[:1]
-        norms = [
-            get_grad_norm_fp32(grads, grad_stats_parallel_group=group)
-            for grads, group in zip(counted, groups, strict=True)
-        ]
-        norm = norms[0] if len(norms) == 1 else math.sqrt(sum(item**2 for item in norms))
-        if not math.isfinite(norm) and not self.is_above_skip_threshold(norm):
-            self._refuse()
+        norm = super().get_grad_norm()
+        self.grad_norms_by_group: dict[str, float] = self._compute_grad_norms_by_group()
+        for found in (norm, *self.grad_norms_by_group.values()):
+            if not math.isfinite(found) and not self.is_above_skip_threshold(found):
+                self._refuse()
         return norm
 
     @torch.no_grad()
@@ -361,10 +353,6 @@ class OptimizerChain(ChainedOptimizer):
         return self.settings.optimizer if isinstance(self.settings, Settings) else None
 
     @property
-    def _stats_groups(self) -> list[Any]:
-        return [child.get_grad_stats_parallel_group() for child in self.chained_optimizers]
-
-    @property
     def _is_offloaded(self) -> bool:
         return any(isinstance(item, OffloadedOptimizer) for item in self.chained_optimizers)
 
@@ -379,22 +367,20 @@ class OptimizerChain(ChainedOptimizer):
 
     def _clip(self, grad_norm: float, most: float) -> None:
         if most > 0:
-            norms = {None: grad_norm, **self._compute_grad_norms_by_group()}
-            clip(self.members, most, norms)
+            clip(self.members, most, {None: grad_norm, **self.grad_norms_by_group})
 
     def _refuse(self) -> None:
         self.skipped_steps += 1
-        named = [
-            (self._name_of(param), grad)
+        names = names_in(self._named_chunks)
+        found = {
+            global_name(param, names.get(param, "a parameter"))
             for child in self.chained_optimizers
             for param, grad in named_gradients(child)
-        ]
-        raise refusal(named, dict.fromkeys(self._stats_groups))
-
-    def _name_of(self, param: Tensor) -> str:
-        if not isinstance(self._named_chunks[0], torch.nn.Module):
-            return names_in(self._named_chunks)[param]
-        name: str = needed("get_global_unique_param_name")(self._named_chunks, param)
-        while name.startswith("module."):
-            name = name.removeprefix("module.")
-        return name
+            if not bool(grad.isfinite().all())
+        }
+        groups = [child.get_grad_stats_parallel_group() for child in self.chained_optimizers]
+        # a name travels on from one group to the next
+        for group in dict.fromkeys(groups):
+            found = found.union(*of_every_rank(found, group))
+        # each may be finite, and float32 have no room for the sum of their squares
+        raise NonFiniteError("gradients" if found else "norm", sorted(found) or ["all gradients"])

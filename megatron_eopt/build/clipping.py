@@ -1,6 +1,7 @@
 """Scales gradients down, in place and in one fused call for each norm."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ _MARGIN = 1e-6
 """What megatron-core adds to a norm before it divides by it."""
 
 
-def clip(members: Sequence[Member], most: float, norms: Mapping[str | None, float]) -> None:
+def clip(members: Sequence[Member], most: float, norms: Mapping[Any, float]) -> None:
     """Scale gradients whose norm exceeds ``most`` down to it.
 
     Args:

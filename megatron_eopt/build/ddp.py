@@ -5,7 +5,6 @@ from typing import Any
 
 from torch.nn import Module, ModuleList
 
-from megatron_eopt.base import gpu
 from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
 from megatron_eopt.settings.checks import refuse_for_qk_clip
 from megatron_eopt.settings.settings import Settings
@@ -43,16 +42,8 @@ def check_ddp(settings: Settings, model_chunks: Sequence[Any]) -> None:
         ddp_config = getattr(chunk, "ddp_config", None)
         if ddp_config is None:
             continue
-        model_config = getattr(chunk, "config", None)
-        if getattr(model_config, "qk_clip", False):
+        if getattr(getattr(chunk, "config", None), "qk_clip", False):
             refuse_for_qk_clip(settings.config, ddp_config, hybrid=settings.hybrid)
-        if getattr(model_config, "use_cpu_initialization", False) and _is_left_on_host(chunk):
-            rule = (
-                "leaves the model on the host: megatron-core's trainer moves it to the GPU with "
-                "the distributed optimizer's buffers alone"
-            )
-            way_out = "Leave it off, or set use_distributed_optimizer=True, here and in DDP"
-            raise ConfigurationError("use_cpu_initialization", True, rule, way_out)
         scattered = ddp_config.use_distributed_optimizer
         if scattered and not is_sharded:
             rule = (
@@ -67,7 +58,3 @@ def check_ddp(settings: Settings, model_chunks: Sequence[Any]) -> None:
             rule = "the model was wrapped without it"
             way_out = f"Set {_OF_DDP}use_distributed_optimizer=True too"
             raise ConfigurationError("use_distributed_optimizer", True, rule, way_out)
-
-
-def _is_left_on_host(chunk: Module) -> bool:
-    return gpu.is_there() and any(param.device.type == "cpu" for param in chunk.parameters())

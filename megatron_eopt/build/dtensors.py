@@ -1,27 +1,45 @@
-"""From a configuration and routed DTensors to one torch optimizer, whichever framework cut them."""
+"""From a configuration and routed DTensors to one torch optimizer, whichever framework cut them.
 
-from collections.abc import Callable, Iterable, Sequence
+In Megatron's training loop that optimizer sits in one of megatron-core's wrappers and in a chain,
+so that gradients are prepared, clipped and counted as always.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+from megatron.core.distributed import TorchFullyShardedDataParallel
 from torch import Tensor
 
 from megatron_eopt.base.agreement import agreed, agreed_in
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import TpModeT
-from megatron_eopt.build.bases import Base, Share, build_base, driver_over
+from megatron_eopt.build.bases import Base, build_base, driver_over, shares_of
+from megatron_eopt.build.chain import OptimizerChain
+from megatron_eopt.build.storages import Wanted
 from megatron_eopt.layouts import Layout
 from megatron_eopt.matrices import whole
 from megatron_eopt.optimizers.driver import Driver, ParamGroup
 from megatron_eopt.optimizers.element_wise import ElementWiseDriver
 from megatron_eopt.optimizers.engine import Means
+from megatron_eopt.optimizers.member import Member
 from megatron_eopt.optimizers.modes import plan_work
 from megatron_eopt.optimizers.sharded import ShardedOptimizer
 from megatron_eopt.routing.model import Routing
 from megatron_eopt.settings.checks import refuse_for_dtensors
 from megatron_eopt.settings.settings import Settings, resolve
-from megatron_eopt.stores.dtensors import Groups, dtensor_shards, is_sharded, local_of, mesh_group
+from megatron_eopt.stores.dtensors import (
+    Float32Shards,
+    Groups,
+    MainShards,
+    check_parameters,
+    dtensor_shards,
+    is_sharded,
+    local_of,
+    mesh_group,
+)
+from megatron_eopt.stores.interface import Storage
 
 
 def resolve_for_dtensors(config: Any, *, own_loop: bool = False) -> Settings:
@@ -47,7 +65,6 @@ def resolve_for_dtensors(config: Any, *, own_loop: bool = False) -> Settings:
 def build_routed(
     settings: Settings,
     routing: Routing,
-    shares: Iterable[Share],
     cls: Callable[..., ShardedOptimizer] = ShardedOptimizer,
 ) -> ShardedOptimizer:
     """Return the optimizer, of a class, of parameters whose routes are known; collective.
@@ -61,7 +78,8 @@ def build_routed(
     order = {param: number for number, param in enumerate(routing.names)}
     # sizes of fused weights come with the parameters here, not with the model's configuration
     chunks = [SimpleNamespace(config=None)]
-    for share in shares:
+    n_chunks = 1 + max((chunk for group in routing.groups for chunk in group.chunks), default=0)
+    for share in shares_of(routing.groups, settings.optimizer, n_chunks):
         # what one rank refuses, the others would go on to exchange
         base = agreed(
             lambda share=share: build_base(  # type: ignore[misc]
@@ -122,3 +140,46 @@ def _matrix_driver(
     return driver_over(
         base, base.groups, dict(zip(params, found, strict=True)), means, settings.config
     )
+
+
+def is_torch_fsdp2(model_chunks: Sequence[Any]) -> bool:
+    """Whether torch's ``fully_shard`` manages the model, in megatron-core's wrapper."""
+    return any(isinstance(chunk, TorchFullyShardedDataParallel) for chunk in model_chunks)
+
+
+def chain_of_dtensors(wanted: Wanted) -> OptimizerChain | None:
+    """Return the chain whose one optimizer steps all DTensors of a ``fully_shard`` model.
+
+    Raises:
+        ConfigurationError: If a field or a parameter cannot be honoured.
+    """
+    settings, routing = wanted.settings, wanted.routing
+    if settings.is_standard or not is_torch_fsdp2(wanted.model_chunks):
+        return None
+    check_parameters([route.parameter for route in routing.routes])
+    inner = build_routed(settings, routing)
+    storage: Storage
+    if settings.half:
+        storage = MainShards(inner, settings.config, None, state_exists)
+        inner.follow({item.param: item.main for item in storage.stored()})
+    else:
+        storage = Float32Shards(inner, settings.config, state_exists)
+    storage.count_in(wanted.collection.mp, wanted.collection)
+    chain = chain_over(storage, wanted)
+    # the trainer's loader hands a loaded state dict over: not all of it was read into tensors
+    chain.loads_itself = True
+    return chain
+
+
+def chain_over(
+    storage: Storage, wanted: Wanted, cls: type[OptimizerChain] = OptimizerChain
+) -> OptimizerChain:
+    """Return the chain, of a class, of a storage whose optimizer :func:`build_routed` made."""
+    inner = storage.optimizer
+    params = [inner.params_of(driver) for driver in inner.drivers]
+    member = Member(storage, inner.drivers, params)
+    return cls([member], wanted.settings, None, wanted.model_chunks)
+
+
+def state_exists(*_: Any) -> None:
+    """Do nothing: a ``ShardedOptimizer`` makes its state when it is built."""

@@ -17,7 +17,11 @@ from megatron_eopt.build.bases import Base, Share, build_base, shares_of
 from megatron_eopt.build.chain import OptimizerChain
 from megatron_eopt.build.ddp import check_chunks, check_ddp, is_megatron_fsdp
 from megatron_eopt.build.differences import log_differences
-from megatron_eopt.build.dtensors import resolve_for_dtensors
+from megatron_eopt.build.dtensors import (
+    chain_of_dtensors,
+    is_torch_fsdp2,
+    resolve_for_dtensors,
+)
 from megatron_eopt.build.layer_wise import LayerWiseDistributedOptimizer
 from megatron_eopt.build.loss_scale import make_scaler
 from megatron_eopt.build.megatron_fsdp import (
@@ -29,7 +33,6 @@ from megatron_eopt.build.ownership import take_over
 from megatron_eopt.build.replicated import chain_of_slabs
 from megatron_eopt.build.sharded import Sharding, unmixed_members
 from megatron_eopt.build.storages import Wanted, chain_in_storage, register_storage
-from megatron_eopt.build.torch_fsdp2 import chain_of_dtensors, is_torch_fsdp2
 from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
 from megatron_eopt.routing.global_names import names_in
 from megatron_eopt.routing.groups import Group
@@ -161,7 +164,7 @@ def _report(
 ) -> None:
     emerging = sorted(routing.optimizers - set(STANDARD_OPTIMIZERS))
     arguments = {n: arguments_of(n, settings, model_chunks, collection) for n in emerging}
-    log_differences(settings, routing, arguments, get_pg_size(getattr(collection, "tp", None)))
+    log_differences(settings, arguments, get_pg_size(getattr(collection, "tp", None)))
     for group in routing.groups:
         numel = sum(member.parameter.param.numel() for member in group.members)
         line = f"group {group.identity}: {len(group.members)} parameters, {numel} elements here"

@@ -13,7 +13,6 @@ from torch.distributed.fsdp import FSDPModule
 from megatron_eopt.base.agreement import agreed
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import STACK_ATTRIBUTE
-from megatron_eopt.build.bases import shares_of
 from megatron_eopt.build.dtensors import build_routed, resolve_for_dtensors
 from megatron_eopt.build.megatron_fsdp import (
     MegatronFSDPOptimizer,
@@ -95,9 +94,8 @@ def build_optimizer(
         logger.info("clip_grad is for the training loop: %s", clip)
     if managing:
         routing = routing.over(shards_of_parameters([model]))
-    shares = shares_of(routing.groups, settings.optimizer, 1)
     cls = partial(MegatronFSDPOptimizer, managing) if managing else ShardedOptimizer
-    return agreed(lambda: build_routed(settings, routing, shares, cls))
+    return agreed(lambda: build_routed(settings, routing, cls))
 
 
 def mark_parameters(model: nn.Module, output_layers: Sequence[str]) -> None:

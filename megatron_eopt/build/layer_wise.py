@@ -10,7 +10,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from megatron_eopt import qk_clip
 from megatron_eopt.base.agreement import agreed
-from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
+from megatron_eopt.base.errors import ConfigurationTypeError
 from megatron_eopt.build.bases import Base
 from megatron_eopt.build.chain import OptimizerChain
 from megatron_eopt.build.ddp import check_chunks
@@ -63,7 +63,6 @@ class LayerWiseDistributedOptimizer(OptimizerChain):
     ) -> None:
         def checked() -> tuple[RunSettings, list[Any], list[Base]]:
             settings = resolve_run(config)
-            check_base_optimizers(optimizers)
             if model_chunks:
                 check_chunks(model_chunks)
             chunks = list(model_chunks or ())
@@ -113,40 +112,19 @@ class LayerWiseDistributedOptimizer(OptimizerChain):
         self.gather_params(now=True)
 
 
-def check_base_optimizers(optimizers: Sequence[Any]) -> None:
-    """Raise unless all are torch optimizers that nobody has wrapped and that step without closure.
-
-    Raises:
-        ConfigurationTypeError: For one that is wrapped already, or is no optimizer.
-        ConfigurationError: For one that needs a closure, or has a scheduler.
-    """
+def _bases(
+    optimizers: Sequence[Any], init_state_fns: Sequence[Any] | None, *, exempt: bool
+) -> list[Base]:
     for number, optimizer in enumerate(optimizers):
-        argument = f"optimizers[{number}]"
         if isinstance(optimizer, MegatronOptimizer):
             rule = "is wrapped already, and layer-wise storage wraps base torch optimizers itself"
             way_out = "Pass the torch optimizer inside it"
-            raise ConfigurationTypeError(argument, optimizer, rule, way_out)
-        name = type(optimizer).__name__
-        if getattr(optimizer.step, "_wrapped_by_lr_sched", False):
-            rule = "has a learning-rate scheduler already, which would write to groups not stepped"
-            way_out = "Make the scheduler over the optimizer that this returns"
-            raise ConfigurationError(argument, name, rule, way_out)
-
-
-def _bases(
-    optimizers: Sequence[torch.optim.Optimizer],
-    init_state_fns: Sequence[Callable[..., None] | None] | None,
-    *,
-    exempt: bool,
-) -> list[Base]:
-    functions = list(init_state_fns or [None] * len(optimizers))
-    if len(functions) != len(optimizers):
-        rule = f"must have one entry for each of the {len(optimizers)} optimizers"
-        way_out = "Give None for an optimizer without one"
-        raise ConfigurationError("init_state_fn_list", functions, rule, way_out)
+            raise ConfigurationTypeError(f"optimizers[{number}]", optimizer, rule, way_out)
     # what orthogonalizes does not depend on the size of gradients
     free = [exempt and isinstance(item, OrthogonalizedOptimizer) for item in optimizers]
     return [
         Base(optimizer, function, optimizer.param_groups, is_clipped=not is_free)
-        for optimizer, function, is_free in zip(optimizers, functions, free, strict=True)
+        for optimizer, function, is_free in zip(
+            optimizers, init_state_fns or [None] * len(optimizers), free, strict=True
+        )
     ]

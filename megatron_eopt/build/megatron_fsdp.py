@@ -10,11 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-from megatron.core.optimizer.clip_grads import count_zeros_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
@@ -22,19 +19,16 @@ from megatron_eopt.base.agreement import agreed
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import GLOBAL_NAME_ATTRIBUTE
 from megatron_eopt.base.upstream import found, needed
-from megatron_eopt.build.bases import shares_of
 from megatron_eopt.build.chain import OptimizerChain
 from megatron_eopt.build.ddp import is_megatron_fsdp
-from megatron_eopt.build.dtensors import build_routed
-from megatron_eopt.build.replicated import set_groups
+from megatron_eopt.build.dtensors import build_routed, chain_over, state_exists
 from megatron_eopt.build.storages import Wanted
 from megatron_eopt.checkpoint import fsdp_dtensor, optimizer_state
-from megatron_eopt.optimizers.member import Member
 from megatron_eopt.optimizers.sharded import ShardedOptimizer
 from megatron_eopt.settings.settings import Settings
 from megatron_eopt.stores.dtensors import LocalShards, local_of, shard_like
 from megatron_eopt.stores.interface import Stored
-from megatron_eopt.stores.replicated import Replicated, refuse_rematerialized
+from megatron_eopt.stores.replicated import Replicated
 
 _OF_USERS = "eopt_"
 """How attributes begin that users set to say what a parameter is."""
@@ -48,19 +42,24 @@ _MODES = {
 }
 
 
-def _faults(module: Any) -> Iterator[ConfigurationError]:
+def _faults(module: Any, *, own_loop: bool) -> Iterator[ConfigurationError]:
     for name, rule in _MODES.items():
         if value := getattr(module.ddp_config, name, False):
             yield ConfigurationError(_OF_DDP + name, value, rule, f"Set {name}=False")
-    for name, shard in module.param_and_grad_buffer.optimizer_named_parameters:
-        if needed("is_float8tensor")(shard.orig_param):
-            rule = "is stored in 8 bits, which are cut and rounded in ways of their own"
-            yield ConfigurationError(name, "float8", rule, "Leave fp8_param_gather off")
     outer = module.ddp_config.outer_dp_sharding_strategy
     if outer != "no_shard":
         rule = "does not divide gradients by the number of ranks in megatron-core"
         way_out = "Set it to 'no_shard', which keeps a copy on each of the outer ranks"
         yield ConfigurationError(_OF_DDP + "outer_dp_sharding_strategy", outer, rule, way_out)
+    for name, shard in module.param_and_grad_buffer.optimizer_named_parameters:
+        if needed("is_float8tensor")(shard.orig_param):
+            rule = "is stored in 8 bits, which are cut and rounded in ways of their own"
+            yield ConfigurationError(name, "float8", rule, "Leave fp8_param_gather off")
+        mesh = shard.device_mesh.mesh_dim_names
+        if own_loop and shard.megatron_fsdp_dist_index.tp_dim in mesh:
+            rule = "is cut by tensor parallelism, too, which of fused weights is not known how"
+            way_out = "Use torch's fully_shard, or Megatron's own model"
+            yield ConfigurationError(name, tuple(shard.placements), rule, way_out)
 
 
 def is_for_megatrons_own(settings: Settings, model_chunks: Sequence[Any]) -> bool:
@@ -68,7 +67,8 @@ def is_for_megatrons_own(settings: Settings, model_chunks: Sequence[Any]) -> boo
     if not settings.is_standard:
         return False
     own = settings.precision_aware or settings.hybrid or settings.half == "fp16"
-    return own or any(error for module in fsdp_modules(model_chunks) for error in _faults(module))
+    faults = (error for m in fsdp_modules(model_chunks) for error in _faults(m, own_loop=False))
+    return own or any(faults)
 
 
 def check_modules(modules: Iterable[Any], *, own_loop: bool = False) -> None:
@@ -77,27 +77,8 @@ def check_modules(modules: Iterable[Any], *, own_loop: bool = False) -> None:
     Raises:
         ConfigurationError: With the reason, and the way out.
     """
-    for module in modules:
-        for error in _faults(module):
-            raise error
-        for name, shard in module.param_and_grad_buffer.optimizer_named_parameters:
-            refuse_rematerialized(name, shard.orig_param, None)
-            mesh = shard.device_mesh.mesh_dim_names
-            if own_loop and shard.megatron_fsdp_dist_index.tp_dim in mesh:
-                rule = "is cut by tensor parallelism, too, which of fused weights is not known how"
-                way_out = "Use torch's fully_shard, or Megatron's own model"
-                raise ConfigurationError(name, tuple(shard.placements), rule, way_out)
-
-
-def _check_chunks(model_chunks: Sequence[Any]) -> None:
-    check_modules(fsdp_modules(model_chunks))
-    if len(model_chunks) > 1:
-        rule = "must be one: Megatron-FSDP saves the first chunk of a pipeline stage alone"
-        way_out = "Train without virtual pipeline stages"
-        raise ConfigurationError("model_chunks", len(model_chunks), rule, way_out)
-    if getattr(model_chunks[0].config, "qk_clip", False):
-        rule = "scales rows of whole weights, which Megatron-FSDP cuts"
-        raise ConfigurationError("qk_clip", True, rule, "Set qk_clip=False")
+    for error in (error for module in modules for error in _faults(module, own_loop=own_loop)):
+        raise error
 
 
 # The model
@@ -222,7 +203,7 @@ class MegatronFSDPOptimizer(ShardedOptimizer):
 # In Megatron's
 
 
-def chain_of_managed_shards(wanted: Wanted) -> "ManagedChain | None":
+def chain_of_managed_shards(wanted: Wanted) -> OptimizerChain | None:
     """Return the chain whose one optimizer steps all shards of the model; collective.
 
     Raises:
@@ -231,14 +212,15 @@ def chain_of_managed_shards(wanted: Wanted) -> "ManagedChain | None":
     settings, model_chunks = wanted.settings, wanted.model_chunks
     if not is_megatron_fsdp(model_chunks):
         return None
-    _check_chunks(model_chunks)
-    routing = wanted.routing.over(shards_of_parameters(model_chunks))
-    shares = shares_of(routing.groups, settings.optimizer, len(model_chunks))
-    inner = build_routed(settings, routing, shares)
+    check_modules(fsdp_modules(model_chunks))
+    if len(model_chunks) > 1:
+        rule = "must be one: Megatron-FSDP saves the first chunk of a pipeline stage alone"
+        way_out = "Train without virtual pipeline stages"
+        raise ConfigurationError("model_chunks", len(model_chunks), rule, way_out)
+    inner = build_routed(settings, wanted.routing.over(shards_of_parameters(model_chunks)))
     storage = ManagedShards(inner, settings.config, model_chunks)
-    set_groups(storage, _stats_group(wanted), wanted.collection)
-    params = [inner.params_of(driver) for driver in inner.drivers]
-    return ManagedChain([Member(storage, inner.drivers, params)], settings, None, model_chunks)
+    storage.count_in(_stats_group(wanted), wanted.collection)
+    return chain_over(storage, wanted, ManagedChain)
 
 
 def _stats_group(wanted: Wanted) -> Any:
@@ -265,7 +247,7 @@ class ManagedShards(LocalShards, Replicated, DistributedOptimizer):
             optimizer,
             config,
             grad_scaler=None,
-            init_state_fn=lambda *_: None,
+            init_state_fn=state_exists,
             model_chunks=list(model_chunks),
             per_model_buffers={},
             data_parallel_group=None,
@@ -299,23 +281,6 @@ class ManagedShards(LocalShards, Replicated, DistributedOptimizer):
 
 class ManagedChain(OptimizerChain):
     """A chain over the shards that megatron-core's FSDP manages."""
-
-    @torch.no_grad()
-    def count_zeros(self) -> Any:
-        """Return how many numbers of all gradients are zero, copies of a weight counted once."""
-        storage: Any = self.members[0].storage
-        groups = {"tp_group": storage.tp_group, "expert_tp_group": storage.expert_tp_group}
-        params = storage.get_parameters()
-        return count_zeros_fp32(
-            [param for param in params if param_is_not_tensor_parallel_duplicate(param, **groups)],
-            grad_stats_parallel_group=storage.get_grad_stats_parallel_group(),
-            **groups,
-        )
-
-    def gather_params(self, *, now: bool = False) -> None:
-        """Bring the stepped weights to all ranks ``now``; the storage has begun to, otherwise."""
-        for member in self.members:
-            member.storage.gather_params(now=now)
 
     def sharded_state_dict(
         self, model_sharded_state_dict: Mapping[str, Any], is_loading: bool = False, **kwargs: Any

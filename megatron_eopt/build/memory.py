@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_eopt.base.places import place_of
+from megatron_eopt.base.address import address_of
 from megatron_eopt.optimizers.member import Member
 from megatron_eopt.optimizers.nested_state import leaves
 from megatron_eopt.stores.dtensors import local_of
@@ -82,7 +82,7 @@ def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
     total = 0
     for tensor in tensors:
         local = local_of(tensor)
-        place = place_of(local).storage
+        place = address_of(local)[0]
         if place not in seen:
             seen.add(place)
             total += local.untyped_storage().nbytes()

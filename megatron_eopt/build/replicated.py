@@ -96,7 +96,7 @@ def _member(
     init_state_fn = base and base.init_state_fn
     storage = storage_of(optimizer, settings.config, init_state_fn)
     name = "tp_ep_pp" if share.is_expert else "mp"
-    set_groups(storage, getattr(collection, name, collection.mp), collection)
+    storage.count_in(getattr(collection, name, collection.mp), collection)
     if base is None:
         return Member(storage)
     stored = list(storage.stored())
@@ -109,13 +109,6 @@ def _member(
         driver.init(optimizer.param_groups, optimizer.state)
     optimizer.add_param_group = refuse_group
     return Member(storage, [driver], [params])
-
-
-def set_groups(storage: Any, stats: Any, collection: Any) -> None:
-    """Let a storage know what megatron-core looks up to count every gradient once."""
-    storage.grad_stats_parallel_group = stats
-    storage.tp_group = collection.tp
-    storage.expert_tp_group = getattr(collection, "expt_tp", collection.tp)
 
 
 def _driver(base: Base, params: list[Tensor], settings: Settings, collection: Any) -> Driver:

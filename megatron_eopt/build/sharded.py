@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_eopt.base.address import address_of
 from megatron_eopt.base.agreement import agreed, agreed_in
-from megatron_eopt.base.places import place_of
 from megatron_eopt.build.bases import Base, Share, driver_over
 from megatron_eopt.matrices import Split, whole
 from megatron_eopt.optimizers.driver import CompositeOptimizer, Driver, ParamGroup, bind
@@ -58,10 +58,7 @@ class Sharding:
             data_parallel_group_idx=buffers.model_rank,
             distributed_optimizer_instance_id=buffers.instance,
         )
-        # what the base class looks up to count every gradient once
-        storage.grad_stats_parallel_group = buffers.stats
-        storage.tp_group = buffers.tensor
-        storage.expert_tp_group = buffers.expert_tensor
+        storage.count_in(buffers.stats, buffers.collection)
         return storage
 
     def split_of(self, optimizer: Any, param: Tensor, shape: tuple[int, ...]) -> Split:
@@ -171,7 +168,7 @@ def _off_load(composite: CompositeOptimizer, storage: Storage, settings: RunSett
 
 
 def _is_part(item: Stored) -> bool:
-    return place_of(item.main).storage == place_of(item.param).storage
+    return address_of(item.main)[0] == address_of(item.param)[0]
 
 
 def _driver(

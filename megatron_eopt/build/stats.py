@@ -5,10 +5,8 @@ together in one all-reduce, and only then the host waits for the device.
 """
 
 import math
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +25,7 @@ from megatron_eopt.stores.interface import Storage, Stored
 
 _COLUMNS = (
     *("elements", "rates", "squares", "updated", "squares of updates", "samples", "residuals"),
-    *("exchanging", "seconds of exchange", "bytes", "seconds of orthogonalization"),
+    *("seconds of exchange", "bytes", "seconds of orthogonalization"),
 )
 """What is summed over the ranks for each class of optimizer: numbers, or scalars on the device."""
 
@@ -44,47 +42,57 @@ class _Weight(NamedTuple):
     number: int  # of its shard
 
 
-@dataclass
 class _Part:
-    """What one driver steps of the weights that this rank stores."""
+    """What one driver, or an optimizer of megatron-core's own, steps of a storage in one step."""
 
-    name: str  # class of the optimizer
-    driver: Driver | None  # None for an optimizer of megatron-core's own
-    storage: Storage
-    weights: list[_Weight] = field(default_factory=list)
-    watch: StepStats | None = None
-
-    @property
-    def tells_updates(self) -> bool:
-        """Whether the watch gets to know of updates."""
-        return self.driver is not None and self.driver.tells_updates
-
-
-class _Before:
-    """Samples of a part's weights, taken before a step."""
-
-    def __init__(self, part: _Part) -> None:
-        self.part = part
-        self._steps = part.storage.steps
-        self._seen = [
+    def __init__(
+        self,
+        name: str,
+        storage: Storage,
+        driver: Driver | None,
+        weights: Sequence[_Weight],
+        device: torch.device,
+    ) -> None:
+        self.name = name  # class of the optimizer
+        self._storage, self._steps = storage, storage.steps
+        self._weights = weights
+        self._device = device
+        self.watch: StepStats | None = None
+        if driver is not None:
+            self.watch = StepStats(device, {one.number: one.share for one in weights})
+            driver.measure(self.watch)
+        tells_updates = driver is not None and driver.tells_updates
+        # where nobody tells updates, weights are compared with what they were
+        self._before = [
             (one, float(one.group["lr"]), _sample(one.data).clone())
-            for one in part.weights
+            for one in (() if tells_updates else weights)
             if one.group["lr"] and one.data.numel()
         ]
 
-    def changes(self, device: torch.device) -> dict[str, Any]:
-        """Return the row of what has changed since, over the learning rate, if a step was done."""
-        if self.part.storage.steps == self._steps:
-            return {}
-        changes = [_sample(one.data).float() - old.float() for one, _, old in self._seen]
-        # those that were looked at stand for all
-        shares = [
-            one.share * one.data.numel() / old.numel() / rate**2 for one, rate, old in self._seen
-        ]
-        return {
-            "updated": sum(one.share * one.data.numel() for one, *_ in self._seen),
-            "squares of updates": sum_of_squares(changes, shares, device),
+    def row(self) -> dict[str, Any]:
+        """Return what is summed, but for times."""
+        tensors = [one.data for one in self._weights]
+        shares = [one.share for one in self._weights]
+        sizes = [share * data.numel() for data, share in zip(tensors, shares, strict=True)]
+        rates = [one.group["lr"] for one in self._weights]
+        row: dict[str, Any] = {
+            "elements": sum(sizes),
+            "rates": sum(size * rate for size, rate in zip(sizes, rates, strict=True)),
+            "squares": sum_of_squares(tensors, shares, self._device),
         }
+        if (watch := self.watch) is not None:
+            row |= {"updated": watch.elements, "squares of updates": watch.squares}
+            row |= {"samples": watch.samples, "residuals": sum(watch.residuals)}
+        if self._before and self._storage.steps > self._steps:
+            changes = [_sample(one.data).float() - old.float() for one, _, old in self._before]
+            # those that were looked at stand for all
+            weights = [
+                one.share * one.data.numel() / old.numel() / rate**2
+                for one, rate, old in self._before
+            ]
+            row["updated"] = sum(one.share * one.data.numel() for one, *_ in self._before)
+            row["squares of updates"] = sum_of_squares(changes, weights, self._device)
+        return row
 
 
 def _sample(weight: Tensor) -> Tensor:
@@ -105,78 +113,60 @@ class Stats:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Watch the step that is done in a block, in place of the one that was watched before."""
-        stored = (item for member in self._members for item in member.storage.stored())
-        first = next(stored, None)
-        device = device_of_collectives() if first is None else first.param.device
         parts = [part for member in self._members for part in _parts(member)]
-        driven = [(part, part.driver) for part in parts if part.driver is not None]
-        for part, driver in driven:
-            part.watch = StepStats(device, {one.number: one.share for one in part.weights})
-            driver.measure(part.watch)
-        before = [_Before(part) for part in parts if not part.tells_updates]
         try:
             yield
         finally:
-            for _, driver in driven:
+            for driver in (driver for member in self._members for driver in member.drivers):
                 driver.measure(None)
-        self._rows = [(part.name, _row(part, device), part.watch) for part in parts]
-        self._rows += [(one.part.name, one.changes(device), None) for one in before]
+        self._rows = [(part.name, part.row(), part.watch) for part in parts]
         self._values = None
 
     def values(self) -> dict[str, float]:
         """Return the statistics of the step that was watched last; collective, once for each."""
         if self._values is None:
             names = self._names = self._names or sorted(everyones(name for name, *_ in self._rows))
-            sums = self._summed(names)
             self._values = {
                 f"{name}/{what}": value
-                for name, row in zip(names, sums, strict=True)
+                for name, row in zip(names, self._summed(names), strict=True)
                 for what, value in _values(dict(zip(_COLUMNS, row, strict=True))).items()
             }
         return self._values
 
     def _summed(self, names: Sequence[str]) -> list[list[float]]:
-        table = torch.zeros(len(names), len(_COLUMNS), dtype=torch.float64)
-        on_device: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
-        met: set[str] = set()
+        table = torch.zeros(
+            len(names), len(_COLUMNS), dtype=torch.float64, device=device_of_collectives()
+        )
         for name, row, watch in self._rows:
-            measured = _of_meter(watch)
-            if measured and name not in met:
-                # several members may have one class, and this is one rank
-                met.add(name)
-                measured["exchanging"] = 1
-            for what, value in (row | measured).items():
-                place = names.index(name), _COLUMNS.index(what)
-                if isinstance(value, Tensor):
-                    on_device[place].append(value)
-                else:
-                    table[place] += value
-        table = table.to(device_of_collectives())
-        for place, values in on_device.items():
-            table[place] += torch.stack(values).sum().to(table.device)
+            for what, value in (row | _of_meter(watch)).items():
+                table[names.index(name), _COLUMNS.index(what)] += value
         distributed.all_reduce(table)
         return table.tolist()  # type: ignore[no-any-return]
 
 
-def _parts(member: Member) -> list[_Part]:
-    """Return what each driver of a member steps, or the member's optimizer without one."""
+def _parts(member: Member) -> Iterator[_Part]:
+    """Yield what each driver of a member steps, or the member's optimizer without one."""
     storage = member.storage
     if storage.is_stub_optimizer:
-        return []
-    found = [
-        (_Part(driver.name, driver, storage), list(driver.numbered(member.groups_of(driver))))
+        return
+    stored = {item.main: item for item in storage.stored()}
+    # a rank that stores nothing may compute all the same
+    devices = (item.param.device for item in stored.values())
+    device = next(devices, device_of_collectives())
+    found: list[tuple[str, Driver | None, Iterable[tuple[ParamGroup, Tensor, int]]]] = [
+        (driver.name, driver, driver.numbered(member.groups_of(driver)))
         for driver in member.drivers
     ]
-    if not member.drivers:
+    if not found:
         groups = storage.optimizer.param_groups
         placed = [(group, main, 0) for group in groups for main in group["params"]]
-        found = [(_Part(type(storage.optimizer).__name__, None, storage), placed)]
-    stored = {item.main: item for item in storage.stored()}
-    for part, placed in found:
-        for group, main, number in placed:
-            share = _share(storage, stored[main])
-            part.weights.append(_Weight(group, local_of(main).detach(), share, number))
-    return [part for part, _ in found]
+        found = [(type(storage.optimizer).__name__, None, placed)]
+    for name, driver, numbered in found:
+        weights = [
+            _Weight(group, local_of(main).detach(), _share(storage, stored[main]), number)
+            for group, main, number in numbered
+        ]
+        yield _Part(name, storage, driver, weights, device)
 
 
 def _share(storage: Storage, item: Stored) -> float:
@@ -197,21 +187,6 @@ def _share(storage: Storage, item: Stored) -> float:
         extents = zip(mesh.shape, placements, strict=True)
         counted *= math.prod(size for size, place in extents if not place.is_replicate())
     return counted / distributed.get_world_size()
-
-
-def _row(part: _Part, device: torch.device) -> dict[str, Any]:
-    sizes = [one.share * one.data.numel() for one in part.weights]
-    tensors, shares = [one.data for one in part.weights], [one.share for one in part.weights]
-    row: dict[str, Any] = {
-        "elements": sum(sizes),
-        "rates": sum(n * one.group["lr"] for n, one in zip(sizes, part.weights, strict=True)),
-        "squares": sum_of_squares(tensors, shares, device),
-    }
-    if (watch := part.watch) is not None:
-        # nothing, unless the driver tells its updates
-        row |= {"updated": watch.elements, "squares of updates": watch.squares}
-        row |= {"samples": watch.samples, "residuals": sum(watch.residuals)}
-    return row
 
 
 def _of_meter(watch: StepStats | None) -> dict[str, Any]:
@@ -235,9 +210,10 @@ def _values(row: Mapping[str, float]) -> dict[str, float]:
         found["update-rms"] = math.sqrt(row["squares of updates"] / updated)
     if samples := row["samples"]:
         found["orthogonality-residual"] = row["residuals"] / samples
-    if ranks := row["exchanging"]:
+    ranks = distributed.get_world_size()
+    if seconds := row["seconds of exchange"]:
         found["exchange-bytes"] = row["bytes"] / ranks
-        found["exchange-seconds"] = row["seconds of exchange"] / ranks
-        if seconds := row["seconds of orthogonalization"]:
-            found["orthogonalization-seconds"] = seconds / ranks
+        found["exchange-seconds"] = seconds / ranks
+    if seconds := row["seconds of orthogonalization"]:
+        found["orthogonalization-seconds"] = seconds / ranks
     return found

@@ -1,6 +1,5 @@
 """Continuing a run of ``torch.optim.Muon``."""
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,12 +9,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import MOMENTUM
-from megatron_eopt.math.coefficients import resolve_coefficients
-from megatron_eopt.optimizers.muon_driver import MuonDriver
 from megatron_eopt.optimizers.sharded import ShardedOptimizer
 from megatron_eopt.stores.dtensors import local_of
-
-logger = logging.getLogger(__name__)
 
 
 @torch.no_grad()
@@ -27,7 +22,7 @@ def import_torch_muon(
     """Take the momenta out of a ``torch.optim.Muon`` state dict; collective.
 
     Both keep the same moving average, so that nothing has to be converted. Settings are not taken
-    over: they come from the configuration, and those that differ are warned of.
+    over: they come from the configuration.
 
     Args:
         optimizer: Where the momenta go.
@@ -65,25 +60,6 @@ def import_torch_muon(
             value = distribute_tensor(value, mesh, placements, src_data_rank=None)
         local_of(target).copy_(local_of(value))
     optimizer.pack()
-    _warn_of_other_settings(optimizer, state_dict["param_groups"])
-
-
-def _warn_of_other_settings(optimizer: ShardedOptimizer, groups: Sequence[Any]) -> None:
-    driver = next((d for d in optimizer.drivers if isinstance(d, MuonDriver)), None)
-    if driver is None:
-        return
-    how = driver.settings.orthogonalization
-    ours = {
-        "momentum": optimizer.groups_of(driver)[0]["momentum"],
-        "nesterov": driver.settings.nesterov,
-        "ns_steps": how.steps,
-        "ns_coefficients": resolve_coefficients(how.coefficients, how.steps),
-    }
-    for name, theirs in ((name, group[name]) for group in groups for name in ours if name in group):
-        of_steps = (tuple(theirs),) * how.steps if name == "ns_coefficients" else theirs
-        if of_steps != ours[name]:
-            text = "torch.optim.Muon had %s=%s, which now is %s: another optimizer"
-            logger.warning(text, name, theirs, ours[name])
 
 
 def _momenta_by_name(
@@ -91,18 +67,14 @@ def _momenta_by_name(
 ) -> dict[str, Tensor]:
     groups = state_dict["param_groups"]
     order = [key for group in groups for key in group["params"]]
-    if order and all(isinstance(key, str) for key in order):
-        given: Sequence[str] = order
-    elif params is not None:
-        given = params
-    else:
-        given = [name for group in groups for name in group.get("param_names", ())]
-    if len(given) != len(order):
+    own = [name for group in groups for name in group.get("param_names", ())]
+    names = params or own or order
+    if len(names) != len(order) or not all(isinstance(name, str) for name in names):
         rule = f"must name the {len(order)} parameters of the state dict, in their order"
         raise ConfigurationError("params", params, rule, "Pass the names torch.optim.Muon got")
-    names = dict(zip(order, given, strict=True))
+    state = state_dict["state"]
     return {
-        names[key]: state[MOMENTUM]
-        for key, state in state_dict["state"].items()
-        if MOMENTUM in state
+        name: state[key][MOMENTUM]
+        for name, key in zip(names, order, strict=True)
+        if MOMENTUM in state.get(key, ())
     }

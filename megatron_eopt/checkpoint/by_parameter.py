@@ -71,8 +71,8 @@ def _own(key: str, kept: Kept, replica: tuple[int, ...]) -> ShardedTensor | Shar
     data = kept.value.detach()
     data = data.view(data.shape or (1,))
     shape = tuple(data.shape)
-    offset = kept.offset or (0,) * data.dim()
-    return ShardedTensor(key, data, data.dtype, shape, kept.whole or shape, offset, None, replica)
+    offset = (0,) * data.dim()
+    return ShardedTensor(key, data, data.dtype, shape, shape, offset, None, replica)
 
 
 def _boxes_of_matrix(kept: Kept, shard: Shard, space: ParameterSpace) -> list[Box]:

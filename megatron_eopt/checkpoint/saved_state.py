@@ -19,6 +19,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch import Tensor
 
+from megatron_eopt.base.address import address_of
 from megatron_eopt.base.names import (
     FIRST_MOMENT,
     MAIN_OF_REPLICATED,
@@ -26,7 +27,6 @@ from megatron_eopt.base.names import (
     MOMENTUM,
     STEP,
 )
-from megatron_eopt.base.places import place_of
 from megatron_eopt.checkpoint.keys import key_apart, state_key
 from megatron_eopt.checkpoint.parameter_space import Box, ParameterSpace
 from megatron_eopt.optimizers.driver import Driver, Kept
@@ -201,7 +201,7 @@ class Value:
             if isinstance(piece, ShardedObject):
                 assert self.kept is not None
                 self.kept.replace(value)
-            elif place_of(value) != place_of(piece.data):
+            elif address_of(value) != address_of(piece.data):
                 piece.data.copy_(value.view(piece.data.shape))
 
     def take_from_model(self) -> None:

@@ -8,6 +8,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -20,7 +21,6 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from megatron_eopt.base.agreement import CheckpointError, from_rank_0
-from megatron_eopt.base.current import Current
 from megatron_eopt.base.upstream import needed, owner_of
 from megatron_eopt.checkpoint import fsdp_dtensor
 from megatron_eopt.checkpoint.matching import match
@@ -78,7 +78,7 @@ def _at_the_step_asked_for(original: Function) -> Function:
     @functools.wraps(original)
     def read_metadata(tracker_filename: str) -> tuple[int, bool]:
         iteration, release = original(tracker_filename)
-        if _load.current is None:
+        if _load.get() is None:
             return iteration, release
         step = getattr(owner_of("load_checkpoint").get_args(), "ckpt_step", None)
         return (step, False) if step and not release else (iteration, release)
@@ -116,18 +116,20 @@ class _Load:
     formats: dict[int, tuple[Any, str]] = field(default_factory=dict)
 
 
-_load: Current[_Load] = Current()
+_load: ContextVar[_Load | None] = ContextVar("_load", default=None)
 
 
 @contextmanager
 def _loading(optimizer: Any) -> Iterator[None]:
     """Note what is loaded, and give arguments their own format again afterwards."""
-    with _load(_Load(optimizer)) as load:
-        try:
-            yield
-        finally:
-            for args, form in load.formats.values():
-                args.ckpt_format = form
+    load = _Load(optimizer)
+    token = _load.set(load)
+    try:
+        yield
+    finally:
+        _load.reset(token)
+        for args, form in load.formats.values():
+            args.ckpt_format = form
 
 
 def _taking_the_format(original: Function) -> Function:
@@ -139,7 +141,7 @@ def _taking_the_format(original: Function) -> Function:
     @functools.wraps(original)
     def _get_checkpoint_format(checkpoint_name: Any, args: Any) -> Any:
         form = original(checkpoint_name, args)
-        load = _load.current
+        load = _load.get()
         if load is not None:
             _refuse_form(str(checkpoint_name), form, args.ckpt_format)
             if {form, args.ckpt_format} == _FORMATS:
@@ -264,7 +266,7 @@ def _match_managed(args: Any, state: Mapping[str, Any]) -> None:
     keys = from_rank_0(lambda: _keys_in(folder))
     if keys is None:
         return
-    load = _load.current
+    load = _load.get()
     members = () if load is None else getattr(load.optimizer, "members", ())
     spare = {n: k for one in members for n, k in fsdp_dtensor.dispensable(one).items()}
     fresh = getattr(args, "checkpoint_fresh_state", ())

@@ -8,8 +8,7 @@ from the GPU's (see :mod:`megatron_eopt.cpu.generators`). :func:`disable` takes 
 
 from megatron_eopt.cpu.backend import disable, enable, enabled, is_enabled
 from megatron_eopt.cpu.choice import Device, choose_device, enable_if_chosen
-from megatron_eopt.cpu.defaults import set_defaults
-from megatron_eopt.cpu.support import check_supported
+from megatron_eopt.cpu.flags import check_supported, set_defaults
 
 __all__ = [
     "Device",

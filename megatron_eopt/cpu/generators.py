@@ -19,13 +19,14 @@ There are two from the first call of ``torch.cuda.manual_seed`` on, which Megatr
 starts. A program that never seeds the GPU by itself has one generator, as on any CPU.
 """
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.utils import checkpoint
 
-from megatron_eopt.cpu.patches import Patch, PatchList
+from megatron_eopt.cpu.patches import Patch, patched
 
 _GPUS = torch.default_generator
 
@@ -51,16 +52,6 @@ def _is_hosts(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
     return kwargs.get("device") in (None, "cpu")
 
 
-class EveryGpu:
-    """Answers every index of a device with the one generator of all GPUs."""
-
-    def __getitem__(self, index: int) -> torch.Generator:
-        return _GPUS
-
-    def __len__(self) -> int:
-        return torch.cuda.device_count()
-
-
 def _set_state(new_state: torch.Tensor) -> None:
     _GPUS.set_state(new_state)
 
@@ -69,24 +60,12 @@ def _seed(seed: int) -> None:
     _GPUS.manual_seed(int(seed))
 
 
-def _recomputation() -> list[Patch]:
-    """Let torch's own recomputation restore the GPU's generator, too.
-
-    It restores those of devices that it finds among its arguments, which are on the CPU here.
-    """
-    return [
-        Patch(checkpoint.DefaultDeviceType, "_default_device_type", "cuda"),
-        Patch(checkpoint, "get_device_states", lambda *args: ([0], [_GPUS.get_state()])),
-        Patch(torch.cuda, "_initialized", True),
-    ]
-
-
 class Generators:
     """Knows whether the host has a generator of its own."""
 
     def __init__(self) -> None:
         self._hosts: torch.Generator | None = None
-        self._shown = PatchList()
+        self._shown = contextlib.ExitStack()
 
     def arguments(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -107,14 +86,16 @@ class Generators:
         if self._hosts is None:
             self._hosts = torch.Generator()
             self._hosts.set_state(_GPUS.get_state())
-            owners = torch, torch.random
-            self._shown.apply(Patch(owner, "default_generator", self._hosts) for owner in owners)
+            shown = [
+                Patch(owner, "default_generator", self._hosts) for owner in (torch, torch.random)
+            ]
+            self._shown.enter_context(patched(shown))
 
     def unite(self) -> None:
         """Leave one generator, torch's default one, which goes on where the host's stood."""
         if self._hosts is not None:
             _GPUS.set_state(self._hosts.get_state())
-            self._shown.restore()
+            self._shown.close()
             self._hosts = None
 
     def patches(self) -> list[Patch]:
@@ -122,10 +103,14 @@ class Generators:
         return [
             *self._of(torch.cuda),
             *self._of(torch.cuda.random),
-            Patch(torch.cuda, "default_generators", EveryGpu()),
+            Patch(torch.cuda, "default_generators", (_GPUS,)),
             # torch.manual_seed passes over the GPUs of a process that was forked
             Patch(torch.cuda, "_is_in_bad_fork", lambda: False),
-            *_recomputation(),
+            # torch's own recomputation restores the generators of devices that it finds among its
+            # arguments, which are on the CPU here
+            Patch(checkpoint.DefaultDeviceType, "_default_device_type", "cuda"),
+            Patch(checkpoint, "get_device_states", lambda *args: ([0], [_GPUS.get_state()])),
+            Patch(torch.cuda, "_initialized", True),
         ]
 
     def _of(self, owner: Any) -> list[Patch]:
@@ -140,6 +125,6 @@ class Generators:
             Patch(owner, "initial_seed", lambda: _GPUS.initial_seed()),
             Patch(owner, "get_rng_state", lambda device=None: _GPUS.get_state()),
             Patch(owner, "set_rng_state", lambda new_state, device=None: _set_state(new_state)),
-            Patch(owner, "get_rng_state_all", lambda: [_GPUS.get_state()] * len(EveryGpu())),
+            Patch(owner, "get_rng_state_all", lambda: [_GPUS.get_state()]),
             Patch(owner, "set_rng_state_all", lambda states: _set_state(states[0])),
         ]

@@ -1,9 +1,8 @@
-"""Collectives that NCCL has and gloo lacks, and groups that cost less."""
+"""Collectives that NCCL has and gloo lacks, and groups and meshes of CPU processes."""
 
 import functools
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,23 +11,6 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_eopt.cpu.patches import Patch
-
-
-class _Works:
-    """The handle of several collectives that together are one."""
-
-    def __init__(self, works: Sequence[Any]) -> None:
-        self._works = works
-
-    def wait(self, *args: Any) -> bool:
-        """Wait for all of them."""
-        for work in self._works:
-            work.wait(*args)
-        return True
-
-    def is_completed(self) -> bool:
-        """Return whether all of them are done."""
-        return all(work.is_completed() for work in self._works)
 
 
 def _as_list(sizes: Any) -> Any:
@@ -74,68 +56,28 @@ def _all_gather_of_any_sizes(plain: Callable[..., Any]) -> Callable[..., Any]:
             return plain(tensor_list, tensor, group=group, async_op=async_op)
         with torch.no_grad():
             tensor_list[rank].copy_(tensor)
-        works = [
-            dist.broadcast(entry, group_src=source, group=group, async_op=async_op)
-            for source, entry in enumerate(tensor_list)
-            if entry.numel()
-        ]
-        return _Works(works) if async_op else None
+        work = None
+        for source, entry in enumerate(tensor_list):
+            if entry.numel():
+                work = dist.broadcast(entry, group_src=source, group=group, async_op=async_op)
+        return work  # a group of gloo works in order, so that the last one ends last
 
     return all_gather
 
 
-@dataclass(frozen=True)
-class _ScaledSum:
-    """A sum of terms that are multiplied by a factor first."""
-
-    factor: float
-
-
-def _all_reduce_of_scaled(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """``all_reduce`` that also scales and sums, as NCCL's ``PREMUL_SUM`` does."""
-
-    @functools.wraps(plain)
-    def all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, *args: Any, **kw: Any) -> Any:
-        if isinstance(op, _ScaledSum):
-            tensor.detach().mul_(op.factor)
-            op = dist.ReduceOp.SUM
-        return plain(tensor, op, *args, **kw)
-
-    return all_reduce
-
-
-def _reduce_scatter_of_scaled(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """``reduce_scatter_tensor`` that does the same, and leaves its input alone."""
-
-    @functools.wraps(plain)
-    def reduce_scatter_tensor(
-        output: torch.Tensor,
-        input: torch.Tensor,
-        op: Any = dist.ReduceOp.SUM,
-        *args: Any,
-        **kw: Any,
-    ) -> Any:
-        if isinstance(op, _ScaledSum):
-            input, op = input.detach() * op.factor, dist.ReduceOp.SUM
-        return plain(output, input, op, *args, **kw)
-
-    return reduce_scatter_tensor
-
-
-def collective_patches() -> list[Patch]:
-    """Return the replacements, under both names that torch gives each collective."""
+def gloo_patches() -> list[Patch]:
+    """Return the replacements, each collective's under both names that torch gives it."""
     functions = (
         _all_to_all_with_tensor_sizes(distributed_c10d.all_to_all_single),
         _all_gather_of_any_sizes(distributed_c10d.all_gather),
-        _all_reduce_of_scaled(distributed_c10d.all_reduce),
-        _reduce_scatter_of_scaled(distributed_c10d.reduce_scatter_tensor),
     )
     both = [
         Patch(owner, function.__name__, function)
         for owner in (dist, distributed_c10d)
         for function in functions
     ]
-    return [*both, Patch(dist, "_make_nccl_premul_sum", _ScaledSum)]
+    mesh = Patch(DeviceMesh, "from_group", staticmethod(_on_cpu(DeviceMesh.from_group)))
+    return [*both, *group_patches(), mesh]
 
 
 def group_patches() -> list[Patch]:
@@ -181,12 +123,11 @@ def group_patches() -> list[Patch]:
     return patches
 
 
-def mesh_patches() -> list[Patch]:
-    """Return the replacement that builds device meshes of GPUs on the CPU."""
-    plain = DeviceMesh.from_group
+def _on_cpu(plain: Callable[..., DeviceMesh]) -> Callable[..., DeviceMesh]:
+    """``DeviceMesh.from_group`` that builds meshes of GPUs on the CPU."""
 
     @functools.wraps(plain)
     def from_group(group: Any, device_type: str, *args: Any, **kwargs: Any) -> DeviceMesh:
         return plain(group, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
 
-    return [Patch(DeviceMesh, "from_group", staticmethod(from_group))]
+    return from_group

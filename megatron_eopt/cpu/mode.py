@@ -7,11 +7,13 @@ takes a mode off the stack while it handles a call. Hence three rules here:
   whichever that is. So modes entered earlier or later leave without taking this one along. Only
   the context of ``torch.set_default_device``, which insists on the bottom, goes below it.
 * ``Tensor.backward`` and its like run Python code (recomputation, the MoE all-to-all) inside one
-  call. The autograd engine therefore gets the mode back while it runs, see :func:`engine_patches`.
-* A mode can only be taken off the stack of the running thread. Whether it acts is therefore a
-  switch that all threads share.
+  call. The autograd engine therefore gets the mode back while it runs, and threads (data loaders,
+  asynchronous saves) get it when they begin, see :func:`mode_patches`.
+* A mode can only be taken off the stack of the running thread. Whether it acts is therefore an
+  attribute, which all threads share.
 """
 
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -80,27 +82,23 @@ _HANDLERS: dict[Any, Handler] = {
 }
 
 
-def _has_no_device(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether ``func`` makes a tensor and leaves the choice of the device to torch's default."""
+def _default_is_a_gpu(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether ``func`` makes a tensor on torch's default device, and that is a GPU."""
+    default = default_device.CURRENT_DEVICE
+    if default is None or not names_a_gpu(default):
+        return False
     return func in default_device._device_constructors() and kwargs.get("device") is None
 
 
-class Switch:
-    """Says to the modes on all threads whether they act."""
-
-    def __init__(self) -> None:
-        self.on = False
-
-
 class CudaIsCpu(TorchFunctionMode):
-    """Reads every mention of a GPU in a torch call as the CPU while ``switch`` is on.
+    """Reads every mention of a GPU in a torch call as the CPU while ``on``.
 
     Calls that draw random numbers get the one of ``generators`` that is theirs.
     """
 
-    def __init__(self, switch: Switch, generators: Generators) -> None:
+    def __init__(self, generators: Generators) -> None:
         super().__init__()
-        self._switch = switch
+        self.on = False
         self._generators = generators
 
     def __torch_function__(
@@ -112,16 +110,15 @@ class CudaIsCpu(TorchFunctionMode):
     ) -> Any:
         """Call ``func`` with the CPU wherever its arguments name a GPU."""
         kwargs = kwargs or {}
-        if not self._switch.on:
+        if not self.on:
             return func(*args, **kwargs)
         handler = _HANDLERS.get(func)
         if handler is not None:
             return handler(args, kwargs)
         # every call of torch passes here, so that most must get by with few of Python's
-        default = default_device.CURRENT_DEVICE
-        if default is not None and names_a_gpu(default) and _has_no_device(func, kwargs):
+        if _default_is_a_gpu(func, kwargs):
             # as torch.set_default_device, whose context is below this mode, would fill it in
-            kwargs = {**kwargs, "device": default}
+            kwargs = {**kwargs, "device": default_device.CURRENT_DEVICE}
         if func in MAY_DRAW_FOR_HOST:
             kwargs = self._generators.arguments(func, args, kwargs)
         return func(*args, **_on_cpu(kwargs)) if kwargs else func(*args)
@@ -156,9 +153,10 @@ def take_off_stack(mode: CudaIsCpu) -> None:
             _push_on_torch_function_stack(entry)
 
 
-def engine_patches(mode: CudaIsCpu) -> list[Patch]:
-    """Return a replacement of torch's entry to its autograd engine that runs it under ``mode``."""
+def mode_patches(mode: CudaIsCpu) -> list[Patch]:
+    """Return replacements that let torch's autograd engine and new threads run under ``mode``."""
     plain = torch.autograd.graph._engine_run_backward
+    plain_bootstrap: Any = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
 
     def run_backward(*args: Any, **kwargs: Any) -> Any:
         if mode in stack_of_modes():
@@ -169,5 +167,13 @@ def engine_patches(mode: CudaIsCpu) -> list[Patch]:
         finally:
             _pop_torch_function_stack()
 
-    owners = torch.autograd, torch.autograd.graph
-    return [Patch(owner, plain.__name__, run_backward) for owner in owners]
+    def bootstrap(thread: threading.Thread) -> None:
+        # a thread's mode stack is its own and goes away with it
+        put_on_stack(mode)
+        plain_bootstrap(thread)
+
+    return [
+        Patch(torch.autograd, plain.__name__, run_backward),
+        Patch(torch.autograd.graph, plain.__name__, run_backward),
+        Patch(threading.Thread, "_bootstrap_inner", bootstrap),
+    ]

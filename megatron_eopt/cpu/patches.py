@@ -1,12 +1,11 @@
-"""A list of attribute replacements that can be taken back."""
+"""Attribute replacements that are taken back."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True)
-class Patch:
+class Patch(NamedTuple):
     """One attribute of a module or class, and the value that it shall have for a while."""
 
     owner: Any
@@ -14,32 +13,19 @@ class Patch:
     value: Any
 
 
-@dataclass
-class PatchList:
-    """Applies patches in order and restores the former values in the opposite order."""
+@contextlib.contextmanager
+def patched(patches: Iterable[Patch]) -> Iterator[None]:
+    """Set attributes in order for a block, and restore the former values in the opposite order.
 
-    _former: list[Patch] = field(default_factory=list)
-
-    def apply(self, patches: Iterable[Patch]) -> None:
-        """Set every attribute; if one of them fails, those already set are restored.
-
-        Raises:
-            AttributeError: If an owner has no attribute of that name. A stand-in for something
-                that is not there would hide that torch or Megatron has changed.
-        """
-        try:
-            for patch in patches:
-                # vars() and not getattr(): a class hands out its static methods unwrapped
-                if patch.name not in vars(patch.owner):
-                    raise AttributeError(f"{patch.owner!r} has no attribute {patch.name!r}")
-                self._former.append(Patch(patch.owner, patch.name, vars(patch.owner)[patch.name]))
-                setattr(patch.owner, patch.name, patch.value)
-        except BaseException:
-            self.restore()
-            raise
-
-    def restore(self) -> None:
-        """Give every attribute its former value."""
-        while self._former:
-            former = self._former.pop()
-            setattr(former.owner, former.name, former.value)
+    Raises:
+        AttributeError: If an owner has no attribute of that name. A stand-in for something that
+            is not there would hide that torch or Megatron has changed.
+    """
+    with contextlib.ExitStack() as undo:
+        for owner, name, value in patches:
+            # vars() and not getattr(): a class hands out its static methods unwrapped
+            if name not in vars(owner):
+                raise AttributeError(f"{owner!r} has no attribute {name!r}")
+            undo.callback(setattr, owner, name, vars(owner)[name])
+            setattr(owner, name, value)
+        yield

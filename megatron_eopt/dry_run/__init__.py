@@ -1,7 +1,6 @@
 """Runs the real optimizer as any one rank of many, in one process and on tensors without data."""
 
-from megatron_eopt.dry_run.counting import Collective, Counts
-from megatron_eopt.dry_run.report import Report, report_of, schedules_of
+from megatron_eopt.dry_run.counting import Collective, Counts, Report, report_of, schedules_of
 from megatron_eopt.dry_run.world import dry_world
 
 __all__ = ["Collective", "Counts", "Report", "dry_world", "report_of", "schedules_of"]

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_eopt import cpu
 from megatron_eopt.base.agreement import GroupPlace, answered_by, place_in
 from megatron_eopt.base.errors import ConfigurationError, check_integer
-from megatron_eopt.cpu.patches import Patch, PatchList
+from megatron_eopt.cpu.patches import Patch, patched
 from megatron_eopt.dry_run.counting import READ
 
 _COALESCED = ("allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_")
@@ -57,26 +57,22 @@ def dry_world(
     if distributed.is_initialized():
         rule = "must have no process group: a dry run makes its own"
         raise ConfigurationError("this process", "initialized", rule, "Run it in another process")
-    peers, patches = _Peers(rank, world_size), PatchList()
+    peers = _Peers(rank, world_size)
     environment = dict(os.environ)  # in which models note their kind of attention
     distributed.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    patches = [
+        *(Patch(owner, "new_group", peers.new_group) for owner in (distributed, distributed_c10d)),
+        Patch(clip_grads, "l2_norm_impl", _fused_norm),
+        # ranks are numbers, whatever computes with them
+        Patch(DeviceMesh, "from_group", staticmethod(_with_values(DeviceMesh.from_group))),
+        Patch(DeviceMesh, "__init__", _with_values(DeviceMesh.__init__)),
+    ]
+    # what is made before, or outside of torch, has values
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        owners = (distributed, distributed_c10d)
-        patches.apply(
-            [
-                *(Patch(owner, "new_group", peers.new_group) for owner in owners),
-                Patch(clip_grads, "l2_norm_impl", _fused_norm),
-                # ranks are numbers, whatever computes with them
-                Patch(DeviceMesh, "from_group", staticmethod(_with_values(DeviceMesh.from_group))),
-                Patch(DeviceMesh, "__init__", _with_values(DeviceMesh.__init__)),
-            ]
-        )
-        # what is made before, or outside of torch, has values
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
-        with cuda or cpu.enabled(), answered_by(peers), fake, _Values():  # type: ignore[no-untyped-call]
+        with patched(patches), cuda or cpu.enabled(), answered_by(peers), fake, _Values():  # type: ignore[no-untyped-call]
             yield
     finally:
-        patches.restore()
         parallel_state.destroy_model_parallel()
         distributed.destroy_process_group()
         os.environ.clear()

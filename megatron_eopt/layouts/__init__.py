@@ -7,12 +7,11 @@
 * A **redistribution** runs a plan: one all-to-all in and one out per wave.
 """
 
-from megatron_eopt.layouts.assignment import assign_owners, iteration_cost
+from megatron_eopt.layouts.assignment import assign_owners, plan_waves
 from megatron_eopt.layouts.dtensor import dtensor_layout
 from megatron_eopt.layouts.layout import Layout
 from megatron_eopt.layouts.plan import Matrix, Plan, build_plan
 from megatron_eopt.layouts.redistribution import Redistribution, WaveBatch
-from megatron_eopt.layouts.waves import plan_waves
 
 __all__ = [
     "Layout",
@@ -23,6 +22,5 @@ __all__ = [
     "assign_owners",
     "build_plan",
     "dtensor_layout",
-    "iteration_cost",
     "plan_waves",
 ]

@@ -6,11 +6,22 @@ every replica although only one copy was sent, and where nothing has to travel n
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
 from megatron_eopt.layouts.boxes import OFFSET, STRIDE, TENSOR, Boxes, Mask, matching
-from megatron_eopt.layouts.copies import Copy, make_copies
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One strided copy, the same sizes on both sides."""
+
+    source: int  # index of the flat tensor that is read
+    sink: int  # index of the flat tensor that is written
+    size: tuple[int, ...]  # sizes of the block, one to three dimensions
+    read: tuple[int, ...]  # strides and, last, the offset in the tensor that is read
+    write: tuple[int, ...]  # strides and, last, the offset in the tensor that is written
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +58,9 @@ def build_exchange(source: Boxes, sink: Boxes, rank: int, world_size: int) -> Ex
     return Exchange(
         send_sizes=tuple(sent.held(world_size).tolist()),
         recv_sizes=tuple(arriving.held(world_size).tolist()),
-        pack=make_copies(packed, _on_wire(packed)),
-        unpack=make_copies(_on_wire(unpacked), unpacked),
-        keep=[copy for read, write in kept for copy in make_copies(read, write)],
+        pack=_make_copies(packed, _on_wire(packed)),
+        unpack=_make_copies(_on_wire(unpacked), unpacked),
+        keep=[copy for read, write in kept for copy in _make_copies(read, write)],
         collective=bool(wants.any()),
     )
 
@@ -75,3 +86,55 @@ def _on_wire(boxes: Boxes) -> Boxes:
     """Return the same boxes one after another in a flat buffer."""
     flat = boxes.replace(OFFSET, np.cumsum(boxes.area) - boxes.area)
     return flat.replace(STRIDE, boxes.width).replace(TENSOR, 0)
+
+
+def _make_copies(read: Boxes, write: Boxes) -> list[Copy]:
+    """Merge copies of boxes into as few strided ones as possible, in the order of the wire.
+
+    Rows that follow one another on both sides become one run; equal blocks at equal distances
+    (the groups of a fused QKV weight, interleaved gate and up rows) become one block of three
+    dimensions, whatever their number.
+    """
+    if not len(read):
+        return []
+    flat = (read.height == 1) | ((read.stride == read.width) & (write.stride == write.width))
+    size = np.where(flat, [np.ones_like(read.height), read.area], [read.height, read.width])
+    strides = np.where(flat, 0, [read.stride, write.stride])
+    tensors = np.stack([read.tensor, write.tensor])
+    places = np.stack([read.offset, write.offset])
+    joined = (size[0, 1:] == 1) & (size[0, :-1] == 1)
+    joined &= (tensors[:, 1:] == tensors[:, :-1]).all(0)
+    joined &= (places[:, 1:] == places[:, :-1] + size[1, :-1]).all(0)
+    first = np.flatnonzero(np.concatenate([[True], ~joined]))
+    size[1, first] = np.add.reduceat(size[1], first)
+    blocks = np.concatenate([tensors, size, strides])[:, first]
+    return _repeat_blocks(blocks.T.tolist(), places[:, first].T.tolist())
+
+
+def _repeat_blocks(blocks: list[list[int]], places: list[list[int]]) -> list[Copy]:
+    """Turn equal blocks at equal, positive distances into one copy.
+
+    A block is its two tensors, height and width, and two strides from row to row; a place is where
+    it begins in both tensors.
+    """
+    steps = [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(places)]
+    again = [
+        min(step) >= 0 and a == b for step, (a, b) in zip(steps, pairwise(blocks), strict=True)
+    ]
+    copies = []
+    first = 0
+    while first < len(blocks):
+        last = first
+        while last < len(steps) and again[last] and steps[last] == steps[first]:
+            last += 1
+        source, sink, height, width, read_stride, write_stride = blocks[first]
+        dims = [(width, 1, 1)]
+        if height > 1:
+            dims.insert(0, (height, read_stride, write_stride))
+        if last > first:
+            dims.insert(0, (last - first + 1, *steps[first]))
+        size, read, write = zip(*dims, strict=True)
+        read_at, write_at = places[first]
+        copies.append(Copy(source, sink, size, (*read, read_at), (*write, write_at)))
+        first = last + 1
+    return copies

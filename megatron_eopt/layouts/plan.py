@@ -1,16 +1,18 @@
 """Plans: all waves of a redistribution as pure data, computed alike on every rank."""
 
 import hashlib
-from collections.abc import Callable, Hashable, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
 from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.layouts.assignment import first_uses
 from megatron_eopt.layouts.boxes import MATRIX, OFFSET, TENSOR, Boxes, Int64Array
-from megatron_eopt.layouts.exchange import Exchange, build_exchange
+from megatron_eopt.layouts.exchange import Copy, Exchange, build_exchange
 from megatron_eopt.layouts.layout import Layout
-from megatron_eopt.layouts.waves import first_uses
 
 # Local matrices of other shapes begin at multiples of this many elements: 256 bytes in float32.
 _ALIGNMENT = 64
@@ -162,20 +164,20 @@ def _plan_wave(
 ) -> WavePlan:
     members = [matrices[i] for i in wave]
     # equal parameters have one layout
-    shapes = _of_each([m.compute for m in members], lambda layout: layout.local_shape(rank))
-    stored = _of_each([m.storage for m in members], lambda layout: len(layout.piece(rank)))
+    shape_of = cache(lambda layout: layout.local_shape(rank))
+    is_stored = cache(lambda layout: len(layout.piece(rank)) > 0)
     batches, places, elements = _make_batches(
         {
             i: (shape, matrices[i].kind)
-            for i, shape in zip(wave, shapes, strict=True)
-            if shape is not None
+            for i in wave
+            if (shape := shape_of(matrices[i].compute)) is not None
         }
     )
     storage = _stack([m.storage for m in members], tensor[list(wave)])
     compute = _stack([m.compute for m in members], 0)
     base = np.array([places.get(i, 0) for i in wave], np.int64)
     compute = compute.replace(OFFSET, compute.offset + base[compute.matrix])
-    held = [m for m, rows in zip(members, stored, strict=True) if rows]
+    held = [m for m in members if is_stored(m.storage)]
     back = np.array([m.returns for m in members], bool)
     returned, results = compute.take(back[compute.matrix]), storage.take(back[storage.matrix])
     return WavePlan(
@@ -186,15 +188,6 @@ def _plan_wave(
         inward=build_exchange(storage, compute, rank, world_size),
         outward=build_exchange(returned, results, rank, world_size),
     )
-
-
-def _of_each[T](layouts: Sequence[Layout], what: Callable[[Layout], T]) -> list[T]:
-    """Return a property of each layout, found once for those that are one object."""
-    found: dict[int, T] = {}
-    for layout in layouts:
-        if id(layout) not in found:
-            found[id(layout)] = what(layout)
-    return [found[id(layout)] for layout in layouts]
 
 
 def _make_batches(
@@ -213,3 +206,27 @@ def _make_batches(
         places.update({i: offset + n * size for n, i in enumerate(members)})
         offset += -(-size * len(members) // _ALIGNMENT) * _ALIGNMENT
     return tuple(batches), places, offset
+
+
+def places_of(plan: Plan) -> dict[str, tuple[int, int, int]]:
+    """Return the tensors that are copied as they are, to one run of a wave's stack and back.
+
+    Of each the wave, the first element in its stack, and the number of elements.
+    """
+    found = {}
+    for number, wave in enumerate(plan.waves):
+        inward, outward = wave.inward, wave.outward
+        moved = {copy.source for copy in inward.pack} | {copy.sink for copy in outward.unpack}
+        ways: dict[int, list[Copy]] = defaultdict(list)
+        for copy in inward.keep:
+            ways[copy.source].append(copy)
+        for copy in outward.keep:
+            ways[copy.sink].append(copy)
+        for name in wave.tensors:
+            index, size = plan.tensors[name]
+            start = ways[index][0].write[-1] if ways[index] else 0
+            there = Copy(index, 0, (size,), (1, 0), (1, start))
+            again = Copy(0, index, (size,), (1, start), (1, 0))
+            if name in plan.loads[number] and index not in moved and ways[index] == [there, again]:
+                found[name] = (number, start, size)
+    return found

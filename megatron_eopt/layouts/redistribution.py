@@ -1,4 +1,11 @@
-"""Redistribute, compute on whole matrices, redistribute back: all-to-alls, and waves of them."""
+"""Redistribute, compute on whole matrices, redistribute back: all-to-alls, and waves of them.
+
+Note [Places]
+    A tensor whose elements all stay on a rank, in one run, need not be packed: its *place* is that
+    run of the stack, if it is loaded for that wave. What is to be computed on is written there, and
+    the result is read there. The next wave is loaded while one is computed on, so waves take turns
+    with two stacks, and results at a place are stored before the wave after the next is loaded.
+"""
 
 import math
 from collections import Counter
@@ -10,13 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_eopt.base.address import address_of
 from megatron_eopt.base.agreement import of_every_rank
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.meter import Meter
-from megatron_eopt.layouts.copies import Copy
-from megatron_eopt.layouts.exchange import Exchange
-from megatron_eopt.layouts.plan import Matrix, build_plan
-from megatron_eopt.layouts.stacks import Stacks
+from megatron_eopt.layouts.assignment import first_uses
+from megatron_eopt.layouts.exchange import Copy, Exchange
+from megatron_eopt.layouts.plan import Matrix, build_plan, places_of
 
 EXCHANGE = "exchange"
 """Name of the blocks in which elements are packed, waited for and unpacked."""
@@ -145,11 +152,20 @@ class Redistribution:
             world_size=1 if group is None else dist.get_world_size(group),
             element_size=dtype.itemsize,
         )
-        self._stacks = Stacks(self.plan, self._buffer)
-        self._last = _last_uses([wave.tensors for wave in self.plan.waves])
-        self._last_out = _last_uses([wave.results for wave in self.plan.waves])
+        self._places = places_of(self.plan)
+        planned, turns = self.plan.waves, 2 if self._places else 1
+        # elements of the largest wave that takes each turn
+        self._stack_sizes = [
+            max((wave.compute_elements for wave in planned[turn::turns]), default=0)
+            for turn in range(turns)
+        ]
+        # of each wave's names those that no later wave has
+        self._last = first_uses([wave.tensors for wave in planned[::-1]])[::-1]
+        self._last_out = first_uses([wave.results for wave in planned[::-1]])[::-1]
         self._alike: dict[str, tuple[torch.Size, torch.dtype]] = {}
-        # what lies at its place
+        # what some wave under way reads and writes, and what lies at its place
+        self._sources: dict[str, Tensor] = {}
+        self._results: dict[str, Tensor] = {}
         self._placed: dict[str, Tensor] = {}
         _check_agreement(group, self.plan.digest, name)
 
@@ -163,7 +179,10 @@ class Redistribution:
         That is where it is computed on, and where its result will be: its own from when it is
         loaded until it is stored. None if it has no such place; see Note [Places].
         """
-        return self._stacks.place(name)
+        if name not in self._places:
+            return None
+        wave, start, size = self._places[name]
+        return self._stack(wave).narrow(0, start, size)
 
     def run(self, load: LoadT, compute: ComputeT, store: StoreT) -> None:
         """Run all waves, asking for tensors when it is their turn; collective over the group.
@@ -172,56 +191,72 @@ class Redistribution:
         were loaded, or lie where these do, if that is their :meth:`place`.
 
         """
-        sources, results = _Live(load), _Live(self._new_results)
-        self._placed.clear()
+        for tensors in (self._sources, self._results, self._placed):
+            tensors.clear()
         waves = self.plan.waves
-        coming = self._start_in(0, sources) if waves else None
+        coming = self._start_in(0, load) if waves else None
         leaving: _Travelling | None = None
         for number, wave in enumerate(waves):
             assert coming is not None
-            stack = self._stacks.of(number)
+            stack = self._stack(number)
             with self._timed():
                 kept = [copy for copy in wave.inward.keep if copy.source in coming.stored]
                 run_copies(kept, coming.stored, [stack])
                 coming.finish(wave.inward, [stack])
             if number + 1 < len(waves):
-                coming = self._start_in(number + 1, sources)
+                coming = self._start_in(number + 1, load)
             for batch in wave.batches:
                 shape = (len(batch.matrices), *batch.shape)
                 local = stack.narrow(0, batch.offset, math.prod(shape)).view(shape)
                 compute(WaveBatch(number, batch.matrices, local))
             if leaving is not None:
-                self._finish_out(number - 1, leaving, results, store)
-            leaving = self._start_out(number, stack, results, store)
+                self._finish_out(number - 1, leaving, store)
+            leaving = self._start_out(number, stack, store)
         if leaving is not None:
-            self._finish_out(len(waves) - 1, leaving, results, store)
+            self._finish_out(len(waves) - 1, leaving, store)
         if self.meter is not None:
             self.meter.sent += self.plan.bytes_sent
 
     def _timed(self) -> AbstractContextManager[None]:
         return nullcontext() if self.meter is None else self.meter.span(EXCHANGE)
 
-    def _start_in(self, number: int, sources: "_Live") -> "_Travelling":
+    def _stack(self, wave: int) -> Tensor:
+        """Return the flat tensor that a wave is computed on."""
+        turn = wave % len(self._stack_sizes)
+        stack = self._buffer(f"compute {turn}", self._stack_sizes[turn])
+        return stack[: self.plan.waves[wave].compute_elements]
+
+    def _is_placed(self, name: str, tensor: Tensor) -> bool:
+        """Return whether a tensor lies at its place."""
+        place = self.place(name)
+        if place is None or (place.dtype, place.numel()) != (tensor.dtype, tensor.numel()):
+            return False
+        return tensor.is_contiguous() and address_of(place) == address_of(tensor)
+
+    def _start_in(self, number: int, load: LoadT) -> "_Travelling":
         wave = self.plan.waves[number]
-        sources.make(number, self.plan.loads[number])
-        tensors = sources.of(wave.tensors)
-        self._placed |= {name: t for name, t in tensors.items() if self._stacks.holds(name, t)}
+        loaded = load(number, self.plan.loads[number])
+        self._sources |= {name: loaded[name] for name in self.plan.loads[number]}
+        tensors = {name: self._sources[name] for name in wave.tensors}
+        self._placed |= {name: t for name, t in tensors.items() if self._is_placed(name, t)}
         others = {name: t for name, t in tensors.items() if name not in self._placed}
         self._alike.update({name: (t.shape, t.dtype) for name, t in others.items()})
         stored = self._flat(others)
         with self._timed():
             travelling = self._start(wave.inward, "in", stored, stored)
-        sources.forget(self._last[number])
+        for name in self._last[number]:
+            del self._sources[name]
         return travelling
 
-    def _start_out(
-        self, number: int, stack: Tensor, results: "_Live", store: StoreT
-    ) -> "_Travelling":
+    def _start_out(self, number: int, stack: Tensor, store: StoreT) -> "_Travelling":
         wave = self.plan.waves[number]
         placed = {n: self._placed.pop(n) for n in wave.results if n in self._placed}
         names = [name for name in wave.results if name not in placed]
-        results.make(number, [name for name in names if name not in results])
-        stored = self._flat(results.of(names))
+        for name in names:
+            if name not in self._results:
+                shape, dtype = self._alike.pop(name)
+                self._results[name] = torch.empty(shape, dtype=dtype, device=self._device)
+        stored = self._flat({name: self._results[name] for name in names})
         with self._timed():
             travelling = self._start(wave.outward, "out", [stack], stored)
             kept = [copy for copy in wave.outward.keep if copy.sink in stored]
@@ -230,12 +265,11 @@ class Redistribution:
             store(placed)
         return travelling
 
-    def _finish_out(
-        self, number: int, leaving: "_Travelling", results: "_Live", store: StoreT
-    ) -> None:
+    def _finish_out(self, number: int, leaving: "_Travelling", store: StoreT) -> None:
         with self._timed():
             leaving.finish(self.plan.waves[number].outward, leaving.stored)
-        store(results.forget(self._last_out[number]))
+        done = [name for name in self._last_out[number] if name in self._results]
+        store({name: self._results.pop(name) for name in done})
 
     def _start(
         self, exchange: Exchange, direction: str, packed: FlatT, stored: FlatT
@@ -244,13 +278,6 @@ class Redistribution:
         recv = self._buffer(f"recv {direction}", sum(exchange.recv_sizes))
         run_copies(exchange.pack, packed, [send])
         return _Travelling(stored, recv, start_exchange(exchange, send, recv, self._group))
-
-    def _new_results(self, number: int, names: Sequence[str]) -> dict[str, Tensor]:
-        alike = {name: self._alike.pop(name) for name in names}
-        return {
-            name: torch.empty(shape, dtype=dtype, device=self._device)
-            for name, (shape, dtype) in alike.items()
-        }
 
     def _buffer(self, purpose: str, elements: int) -> Tensor:
         buffer = self.buffers.get(purpose)
@@ -282,30 +309,3 @@ class _Travelling:
         if self.wait is not None:
             self.wait()
             run_copies(exchange.unpack, [self.recv], sinks)
-
-
-class _Live:
-    """Storage tensors that some wave under way reads or writes."""
-
-    def __init__(self, make: LoadT) -> None:
-        self._make = make
-        self._tensors: dict[str, Tensor] = {}
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._tensors
-
-    def make(self, wave: int, names: Sequence[str]) -> None:
-        made = self._make(wave, names)
-        self._tensors.update({name: made[name] for name in names})
-
-    def of(self, names: Sequence[str]) -> dict[str, Tensor]:
-        return {name: self._tensors[name] for name in names}
-
-    def forget(self, names: Sequence[str]) -> dict[str, Tensor]:
-        return {name: self._tensors.pop(name) for name in names if name in self._tensors}
-
-
-def _last_uses(uses: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Return of each wave's names those that no later wave has."""
-    last = {name: number for number, names in enumerate(uses) for name in names}
-    return [[name for name in names if last[name] == n] for n, names in enumerate(uses)]

@@ -3,18 +3,25 @@
 ``orthogonalize`` is the entry; the rest is the vocabulary its arguments use.
 """
 
-from megatron_eopt.math.algorithm import AlgorithmT, Plan, choose_algorithm, standard_flops
+from megatron_eopt.math.algorithm import (
+    AlgorithmT,
+    Plan,
+    PrecisionT,
+    choose_algorithm,
+    standard_flops,
+)
 from megatron_eopt.math.backends import Backend, backend_names, get_backend, register_backend
 from megatron_eopt.math.coefficients import coefficient_names, resolve_coefficients
-from megatron_eopt.math.finite import NonFiniteError
-from megatron_eopt.math.orthogonalize import Orthogonalization, orthogonalize
-from megatron_eopt.math.precision import PrecisionT
-from megatron_eopt.math.scaling import ScaleModeT, scale_factor
+from megatron_eopt.math.orthogonalize import (
+    Orthogonalization,
+    ScaleModeT,
+    orthogonalize,
+    scale_factor,
+)
 
 __all__ = [
     "AlgorithmT",
     "Backend",
-    "NonFiniteError",
     "Orthogonalization",
     "Plan",
     "PrecisionT",

@@ -1,4 +1,4 @@
-"""Which iteration serves a matrix: the one place where cost and accuracy decide.
+"""Which iteration serves a matrix, in which precision: where cost and accuracy decide.
 
 Accuracy comes first. docs/numerics.md holds the study (``benchmarks.newton_schulz_accuracy`` writes
 it): per coefficient schedule and dtype, the error of the standard and of the Gram iteration
@@ -8,24 +8,28 @@ them honest:
 * float32: a Gram form is taken if its error is at most :data:`FLOAT32_TOLERANCE` times the standard
   iteration's; both are rounding noise, about 1e-6 on Gaussian matrices.
 * 16 bits: only if it is at least as accurate as the standard iteration on every named spectrum.
-* Schedules outside the tables: float32 restarts often enough to be safe, 16 bits stay standard.
+* Schedules outside the tables stay standard.
 
 Cost is FLOPs. With ``m <= n`` and ``S`` steps the standard iteration takes ``S (4 n/m + 2) m^3``,
 Gram's with ``r`` restarts ``(4 (r+1) n/m + 8 S - 6 (r+1)) m^3``.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
 from megatron_eopt.math.coefficients import Triple, resolve_coefficients
-from megatron_eopt.math.precision import PrecisionT, compute_dtype
 
 AlgorithmT = Literal["auto", "standard", "gram"]
 """``auto`` takes the Gram iteration where it is cheaper and accurate enough."""
+
+PrecisionT = Literal["highest", "high", "medium"]
+"""``highest``: float32; ``high``: float32 storage with TF32 products where the device has them;
+``medium``: bfloat16 operands with float32 accumulation."""
+
+PRECISIONS: tuple[PrecisionT, ...] = get_args(PrecisionT)
 
 FLOAT32_TOLERANCE = 2.0
 """How much larger than the standard iteration's error a float32 Gram form's may be."""
@@ -52,24 +56,11 @@ _STUDIED: dict[Literal["float32", "16-bit"], dict[tuple[str, int], tuple[int, ..
     },
 }
 
-# Largest product of the coefficients a (the amplification of small singular values) of a segment,
-# first and later ones, for schedules outside the table; 2 to 10 steps of every set stay within
-# FLOAT32_TOLERANCE.
-_FIRST_SEGMENT_GROWTH = 20.0
-_LATER_SEGMENT_GROWTH = 8.5
-
 # The 16-bit study covers matrices from this short side on; smaller ones gain little.
 _SMALLEST_16_BIT = 256
 
-# From this short side on the shifted form's passes are cheap next to the products, and without it
-# float32 rounding grows to twice the standard iteration's.
-_SMALLEST_SHIFTED_FLOAT32 = 512
-
-# Gram's element-wise passes and smaller products cost time that FLOPs do not show; next to 16-bit
-# products of small matrices they weigh more (256 x 1024 at 0.78 of the FLOPs measured 0.91x).
+# Gram's element-wise passes and smaller products cost time that FLOPs do not show.
 _WORTHWHILE = 0.85
-_WORTHWHILE_SMALL_16_BIT = 0.7
-_SMALL_16_BIT = 512
 
 
 @dataclass(frozen=True)
@@ -80,7 +71,6 @@ class Plan:
     # steps, counted from 0, that start on a fresh Gram matrix; empty for standard
     restarts: tuple[int, ...]
     dtype: torch.dtype  # of the matrix products' operands
-    shifted: bool = False  # whether the Gram form keeps identity parts apart
 
     def products(self, steps: int) -> int:
         """Return how often the whole matrix is multiplied by a small one in so many steps."""
@@ -95,7 +85,18 @@ class Plan:
         return replace(self, dtype=torch.float32) if small and self.dtype.itemsize == 2 else self
 
 
-def standard_flops(m: int, n: int, steps: int) -> int:
+def compute_dtype(dtype: torch.dtype, precision: PrecisionT) -> torch.dtype:
+    """Return the dtype of the operands of the matrix products.
+
+    float64 stays float64 whatever the precision, so that a float64 call is the reference of the
+    others. All other inputs are computed in float32 (highest, high) or bfloat16 (medium).
+    """
+    if dtype == torch.float64:
+        return dtype
+    return torch.bfloat16 if precision == "medium" else torch.float32
+
+
+def standard_flops(m: int, n: int, steps: int = 5) -> int:
     """Return the FLOPs of the standard iteration on an ``m x n`` matrix, either side longer."""
     m, n = sorted((m, n))
     return steps * (4 * n * m**2 + 2 * m**3)
@@ -114,18 +115,6 @@ def _studied(width: Literal["float32", "16-bit"]) -> dict[tuple[Triple, ...], tu
     return {resolve_coefficients(*named): restarts for named, restarts in _STUDIED[width].items()}
 
 
-def _cautious_restarts(schedule: Sequence[Triple]) -> tuple[int, ...]:
-    """Return restarts that bound how much any segment amplifies small singular values."""
-    restarts: list[int] = []
-    growth, cap = 1.0, _FIRST_SEGMENT_GROWTH
-    for step, (a, _, _) in enumerate(schedule):
-        if step and growth * abs(a) > cap:
-            restarts.append(step)
-            growth, cap = 1.0, _LATER_SEGMENT_GROWTH
-        growth *= abs(a)
-    return tuple(restarts)
-
-
 @lru_cache(maxsize=4096)
 def choose_algorithm(
     shape: tuple[int, int],
@@ -139,21 +128,18 @@ def choose_algorithm(
     ``standard`` and ``gram`` are taken at their word, even where slower or less accurate.
     """
     operand = compute_dtype(dtype, precision)
+    # TF32 rounds operands to 11 bits, so its forms are judged as 16-bit ones
+    coarse = operand == torch.bfloat16 or (operand == torch.float32 and precision == "high")
+    restarts = _studied("16-bit" if coarse else "float32").get(schedule)
     standard = Plan("standard", (), operand)
     if algorithm == "standard":
         return standard
-    # TF32 rounds operands to 11 bits, so its forms are judged as 16-bit ones
-    coarse = operand == torch.bfloat16 or (operand == torch.float32 and precision == "high")
-    studied = _studied("16-bit" if coarse else "float32").get(schedule)
-    shifted = coarse or min(shape) >= _SMALLEST_SHIFTED_FLOAT32
-    gram = Plan("gram", studied or _cautious_restarts(schedule), operand, shifted)
     if algorithm == "gram":
-        return gram
-    accurate = studied is not None and min(shape) >= _SMALLEST_16_BIT if coarse else True
+        # outside the study every other step starts anew
+        return Plan("gram", restarts or tuple(range(2, len(schedule), 2)), operand)
     # float64 is there to be a reference, so it stays with the textbook
-    if operand == torch.float64 or not accurate:
+    if restarts is None or operand == torch.float64 or (coarse and min(shape) < _SMALLEST_16_BIT):
         return standard
-    small = coarse and min(shape) < _SMALL_16_BIT
-    share = _WORTHWHILE_SMALL_16_BIT if small else _WORTHWHILE
-    cost = gram_flops(*shape, len(schedule), len(gram.restarts))
-    return gram if cost <= share * standard_flops(*shape, len(schedule)) else standard
+    cost = gram_flops(*shape, len(schedule), len(restarts))
+    worthwhile = cost <= _WORTHWHILE * standard_flops(*shape, len(schedule))
+    return Plan("gram", restarts, operand) if worthwhile else standard

@@ -6,11 +6,6 @@ decides which triple serves which step. ``A`` is the Gram matrix ``X X^T`` of th
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Literal
-
-import torch
-from emerging_optimizers.utils import fp32_matmul_precision
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from megatron_eopt.base.errors import ConfigurationError, check_choice, check_integer
 from megatron_eopt.base.upstream import needed
@@ -21,9 +16,8 @@ Triple = tuple[float, float, float]
 CoefficientsLike = str | Sequence[Sequence[float]]
 """A set by name, or the triples of a set of your own."""
 
-LongerT = Literal["cycle", "repeat_last", "never"]
-"""What a schedule that is longer than its set does: it starts again, repeats the last triple, which
-polishes a fixed point, or there is none."""
+# As decided inside of emerging-optimizers' iteration: the others start again.
+_REPEAT_LAST = ("polar_express", "cans", "deepseekv4")
 
 DIVERGED = 1e3
 """Beyond this a singular value in (0, 1] is not being orthogonalized but lost."""
@@ -38,10 +32,10 @@ def coefficient_names() -> tuple[str, ...]:
 
 
 def table(name: str) -> tuple[Triple, ...]:
-    """Return the triples of a named set, one period of its schedule; a cubic's ``c`` is 0."""
+    """Return the triples of a named set, one period of its schedule."""
     check_choice("coefficients", name, coefficient_names())
-    rows = (tuple(map(float, row)) for row in needed("_COEFFICIENT_SETS")[name])
-    return tuple((row[0], row[1], row[2] if len(row) > 2 else 0.0) for row in rows)
+    rows = needed("_COEFFICIENT_SETS")[name]
+    return tuple((float(a), float(b), float(c)) for a, b, c in rows)
 
 
 def check_steps(argument: str, steps: object) -> None:
@@ -59,9 +53,8 @@ def resolve_coefficients(
     cut. ``argument`` is the user's word for the set.
 
     Raises:
-        ConfigurationError: If the name is unknown, ``steps`` is below 1, above 1000 or not the
-            set's own where it has no other, or a set of your own diverges on singular values in
-            (0, 1].
+        ConfigurationError: If the name is unknown, ``steps`` is below 1 or above 1000, or a set of
+            your own diverges on singular values in (0, 1].
         ConfigurationTypeError: If ``steps`` is not an integer.
     """
     check_steps("steps", steps)
@@ -74,47 +67,10 @@ def resolve_coefficients(
 
 @lru_cache(maxsize=256)
 def _resolve_named(name: str, steps: int) -> tuple[Triple, ...]:
-    triples = table(name)
-    mode = when_longer(name, triples)
-    if mode != "never":
-        return _schedule(triples, steps, mode)
-    if steps != len(triples):
-        rule = f"{name!r} has {len(triples)} steps in emerging-optimizers, and no other number"
-        raise ConfigurationError("steps", steps, rule, f"Give {len(triples)}")
-    return triples
+    return _schedule(table(name), steps, "repeat_last" if name in _REPEAT_LAST else "cycle")
 
 
-def when_longer(name: str, triples: tuple[Triple, ...]) -> LongerT:
-    """Find out what emerging-optimizers does after the last triple of a set, by one more step.
-
-    That is decided inside a function of its, and may differ for sets that are yet to come.
-    """
-    singular_values = [0.8, 0.6]
-    steps = len(triples) + 1
-    try:
-        # values count here, also where all other tensors have none
-        with unset_fake_temporarily(), fp32_matmul_precision("highest"):
-            matrix = torch.tensor(singular_values, device="cpu").diag()
-            result = needed("newton_schulz")(matrix, steps=steps, coefficient_type=name)
-            found = result.diag().tolist()
-    except (AssertionError, TypeError, ValueError):
-        return "never"
-    expected = {
-        "cycle": _schedule(triples, steps, "cycle"),
-        "repeat_last": _schedule(triples, steps, "repeat_last"),
-        "never": triples,
-    }
-    modes: tuple[LongerT, ...] = ("cycle", "repeat_last", "never")
-    return min(
-        modes,
-        key=lambda mode: sum(
-            abs(response(expected[mode], sigma) - value)
-            for sigma, value in zip(singular_values, found, strict=True)
-        ),
-    )
-
-
-def _schedule(triples: tuple[Triple, ...], steps: int, mode: LongerT) -> tuple[Triple, ...]:
+def _schedule(triples: tuple[Triple, ...], steps: int, mode: str) -> tuple[Triple, ...]:
     return tuple(needed("get_coefficient_iterator")(steps, triples, mode=mode))
 
 

@@ -63,7 +63,7 @@ def normuon_(
     moment2: Tensor,  # ``(batch, *statistic_shape)``
     beta2: float,  # decay of the running mean
     eps: float,  # smallest mean square and smallest norm
-    divisor: float,  # see :func:`correction`
+    divisor: float | Tensor,  # see :func:`correction`; may be one for each matrix
     *,
     shape: tuple[int, int],  # of the whole matrix
     reduce: ReduceT | None = None,  # sums over the ranks that share the matrix
@@ -93,7 +93,7 @@ def namo_(
     direction_square_norm: Tensor,
     beta2: float,
     eps: float,
-    divisor: float,
+    divisor: float | Tensor,
 ) -> Tensor:
     """Update the running squared gradient norms in place; return the factor on each update.
 

@@ -15,19 +15,23 @@ Note [Gram form]
     early and forms the Gram matrix anew, because rounding errors in ``A`` grow with the square of
     the singular values' amplification.
 
-    Every small matrix is held as ``scalar * I + residual``, the scalars on the host and known
-    before the data. In the *shifted* form the scalar sits where most eigenvalues are and its part
-    of every product is exact: in 16 bits the rounding of a large diagonal is what makes the plain
-    form less accurate than the standard iteration. Small float32 matrices do without, which saves
-    passes.
+    Every small matrix is held as ``shift * I + residual``, the shifts on the host and known before
+    the data. The shift sits where most eigenvalues are and its part of every product is exact: in
+    16 bits the rounding of a large diagonal is what makes the plain form less accurate than the
+    standard iteration.
 
-    The three pieces (:func:`gram_residual`, :func:`accumulate`, :func:`apply`) serve a matrix whose
-    long side is cut over ranks as they are: only the first needs a sum over the ranks.
+    Of the three pieces (:func:`gram_residual`, :func:`accumulate`, :func:`apply`) only the first
+    needs a sum over the ranks where the long side is cut.
 
 Note [Teams]
     Ranks that share a matrix may divide the products of small matrices, too: each computes the same
     number of their rows. A left operand needs these rows alone, so only what stands on the right of
-    a later product is gathered: polynomials, the Gram matrices that follow, and ``Q`` at the end.
+    a later product is gathered: polynomials, the Gram matrices that follow, and ``Q``.
+
+Note [Widened products]
+    Many CPUs multiply entry by entry in 16 bits. There operands are widened: the product of two
+    bfloat16 numbers is a float32 number, sums are float32 in either case, and the result is rounded
+    once, so only the order of summation differs from other processors'.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,12 +44,9 @@ from torch import Tensor
 
 from megatron_eopt.math.algorithm import Plan
 from megatron_eopt.math.coefficients import Triple, response
-from megatron_eopt.math.products import multiply_add
 
 ReduceT = Callable[[Tensor], Tensor]
-"""Sums a contiguous tensor over the ranks that share a matrix; may work in place. One that has an
-attribute ``of_symmetric`` is asked through it where matrices are symmetric, so that half of them
-travels."""
+"""Sums a contiguous tensor over the ranks that share a matrix; may work in place."""
 
 
 class Team(Protocol):
@@ -59,6 +60,78 @@ class Team(Protocol):
 
     def gather(self, block: Tensor) -> Tensor:
         """Return a whole matrix ``(..., m, m)`` of the ranks' rows ``(..., m / ranks, m)``."""
+
+
+# Squares of smaller numbers leave float32; above it the clamp hides what underflows.
+_FLOAT32_SAFE_EPS = 1e-15
+
+
+def multiply_add(
+    left: Tensor,
+    right: Tensor,
+    add: Tensor | None = None,
+    *,
+    beta: float = 1.0,
+    alpha: float = 1.0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return ``beta * add + alpha * left @ right`` for 2-D or 3-D operands, written to ``out``.
+
+    Without ``add`` that is nothing. See Note [Widened products].
+    """
+    if is_widened(left):
+        wide = None if add is None else add.float()
+        total = multiply_add(left.float(), right.float(), wide, beta=beta, alpha=alpha, out=wide)
+        return total.to(left.dtype) if out is None else out.copy_(total)
+    if add is None:
+        product = torch.matmul(left, right, out=out)
+        return product if alpha == 1.0 else product.mul_(alpha)
+    if left.ndim == 2:
+        return torch.addmm(add, left, right, beta=beta, alpha=alpha, out=out)
+    return torch.baddbmm(add, left, right, beta=beta, alpha=alpha, out=out)
+
+
+def is_widened(matrix: Tensor) -> bool:
+    """Return whether products with this matrix are computed in float32."""
+    # a tensor of another class only says what a GPU would compute
+    return type(matrix) is Tensor and matrix.is_cpu and matrix.dtype.itemsize == 2
+
+
+def normalize(
+    x: Tensor,
+    eps: float,
+    dtype: torch.dtype,
+    reduce: ReduceT | None = None,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Divide each matrix by its Frobenius norm, or by ``eps`` where that is larger.
+
+    Rows are summed in float32 and then combined in float64: a flat float32 sum over the millions of
+    entries of a weight loses up to four digits. The norm of a row beyond 1.8e19 overflows and gives
+    a zero update; float64 input has no such limit.
+
+    Returns:
+        A contiguous tensor of this ``dtype``, shaped like ``x``, ``(..., m, n)`` of any float
+        dtype; every spectral norm is at most 1. It is new, or ``out``, which is contiguous, of this
+        dtype, and may be ``x``.
+    """
+    careful = x.dtype == torch.float64 or eps < _FLOAT32_SAFE_EPS
+    # The norm over the contiguous dimension first: it is the fast one.
+    rows = torch.linalg.vector_norm(
+        x if x.stride(-1) <= x.stride(-2) else x.mT,
+        dim=-1,
+        dtype=torch.float64 if careful else torch.float32,
+    )
+    norm = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float64)
+    if reduce is not None:
+        norm = reduce(norm.square_()).sqrt_()
+    factor = norm.clamp_(min=eps).reciprocal_()
+    if x.dtype != torch.float64:
+        factor = factor.to(torch.float32)
+    if out is None:
+        out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    return torch.mul(x, factor[..., None, None], out=out)
 
 
 def iterate_standard(
@@ -127,8 +200,6 @@ def gram_residual(
     One call of ``reduce``; ``columns`` are those of the whole matrix, if ``x`` has only some.
     """
     wide = x.mT if tall else x
-    if shift == 0.0:
-        return Shifted(0.0, _reduced(multiply_add(wide, wide.mT), reduce))
     m, n = wide.shape[-2:]
     share = n / columns if columns else 1.0
     eye = wide.new_zeros((*wide.shape[:-1], m))
@@ -145,7 +216,7 @@ def _product(left: Shifted, right: Shifted, team: Team | None = None) -> Shifted
     ``(l I + L)(r I + R) = l r I + (l R + r L + L R)``; the two terms without a product become the
     addend of one fused call, scaled by the larger factor so that no division can blow up.
     """
-    rows = right if team is None else _rows_of(right, team)
+    rows = _rows_of(right, team)
     big, small = (left, rows) if abs(left.shift) >= abs(right.shift) else (rows, left)
     shift = left.shift * right.shift
     addend: Tensor | None = None if big.shift == 0.0 else small.residual
@@ -165,73 +236,38 @@ def _polynomial(mine: Shifted, a: Shifted, triple: Triple) -> Shifted:
     return Shifted(first + a.shift * (second + third * a.shift), rest)
 
 
-def _unshifted(q: Shifted, first_row: int = 0) -> Shifted:
-    """Return a copy without identity part, of a matrix or of its rows from ``first_row`` on."""
-    copy = Shifted(0.0, q.residual.clone())
-    copy.residual.diagonal(first_row, dim1=-2, dim2=-1).add_(q.shift)
-    return copy
-
-
-def accumulate(
-    a: Shifted,
-    triples: Sequence[Triple],
-    *,
-    shifted: bool = True,
-    team: Team | None = None,
-) -> Shifted:
+def accumulate(a: Shifted, triples: Sequence[Triple], team: Team | None = None) -> Shifted:
     """Return the factor ``Q`` with which several steps multiply ``X``, whose Gram matrix is ``a``.
 
     ``(8 k - 6) m^3`` FLOPs for ``k`` steps: the first needs no product with ``Q``, the last leaves
-    no Gram matrix behind. A team divides them.
+    no Gram matrix behind. A team divides them; each rank computes its rows of every product.
     """
-    if team is not None:
-        return _accumulate_rows(a, triples, team, shifted=shifted)
     q: Shifted | None = None
+    mine = _rows_of(a, team)
     for step, triple in enumerate(triples):
-        polynomial = _polynomial(a, a, triple)
-        if q is None:
-            q = polynomial if shifted else _unshifted(polynomial)
-        else:
-            q = _product(polynomial, q)
-        if step + 1 < len(triples):
+        polynomial, last = _polynomial(mine, a, triple), step + 1 == len(triples)
+        if q is not None:
+            q = _gathered(_product(polynomial, q, team), team)
+        if q is None or not last:
+            whole = _gathered(polynomial, team)
+            q = whole if q is None else q
+        if not last:
             # P^2 A is one pass cheaper and diverged on rank one plus noise: rounding an inner
             # factor of P A P keeps eigenvalues from turning negative, rounding P^2 does not;
             # without a name the inner one goes at once
-            a = _product(polynomial, _product(polynomial, a))
+            mine = _product(_product(polynomial, a, team), whole, team)
+            a = _gathered(mine, team)
     assert q is not None, "a segment holds at least one step"
     return q
 
 
-def _accumulate_rows(
-    a: Shifted, triples: Sequence[Triple], team: Team, *, shifted: bool
-) -> Shifted:
-    """Do the same with this rank's rows of every product, gathering what stands on the right."""
-    m = a.residual.shape[-1]
-    mine, q, whole_q = _rows_of(a, team), None, None
-    for step, triple in enumerate(triples):
-        polynomial, last = _polynomial(mine, a, triple), step + 1 == len(triples)
-        # the last one stands on the right only where no rank has all of Q
-        alone = last and (q is None or whole_q is not None)
-        whole = polynomial if alone else _gathered(polynomial, team)
-        if q is None:
-            q = polynomial if shifted else _unshifted(polynomial, team.rows(m)[0])
-        elif last and whole_q is not None:
-            q = _product(polynomial, whole_q, team)
-        else:
-            q = _product(q, whole, team)
-        if not last:
-            whole_q = None if step else whole if shifted else _unshifted(whole)
-            mine = _product(_product(polynomial, a, team), whole, team)
-            a = _gathered(mine, team)
-    assert q is not None, "a segment holds at least one step"
-    return _gathered(q, team)
+def _gathered(rows: Shifted, team: Team | None) -> Shifted:
+    return rows if team is None else Shifted(rows.shift, team.gather(rows.residual))
 
 
-def _gathered(rows: Shifted, team: Team) -> Shifted:
-    return Shifted(rows.shift, team.gather(rows.residual))
-
-
-def _rows_of(whole: Shifted, team: Team) -> Shifted:
+def _rows_of(whole: Shifted, team: Team | None) -> Shifted:
+    if team is None:
+        return whole
     start, stop = team.rows(whole.residual.shape[-1])
     return Shifted(whole.shift, whole.residual[..., start:stop, :])
 
@@ -239,7 +275,7 @@ def _rows_of(whole: Shifted, team: Team) -> Shifted:
 def apply(q: Shifted, x: Tensor, out: Tensor | None = None, *, tall: bool = False) -> Tensor:
     """Return ``Q X`` (``X Q`` if ``tall``), shaped like ``x``; no communication."""
     left, right = (x, q.residual) if tall else (q.residual, x)
-    return multiply_add(left, right, x if q.shift else None, beta=q.shift, out=out)
+    return multiply_add(left, right, x, beta=q.shift, out=out)
 
 
 def iterate_gram(
@@ -261,10 +297,9 @@ def iterate_gram(
     """
     m = x.shape[-1] if tall else x.shape[-2]
     for start, stop in pairwise((0, *plan.restarts, len(triples))):
-        shift = expected_shift(triples[:start], m) if plan.shifted else 0.0
+        shift = expected_shift(triples[:start], m)
         a = gram_residual(x, shift, reduce, columns=columns, tall=tall)
-        segment = triples[start:stop]
-        q = accumulate(a, segment, shifted=plan.shifted, team=_team(reduce))
+        q = accumulate(a, triples[start:stop], _team(reduce))
         x, spare = apply(q, x, out=spare, tall=tall), x
     return x
 
@@ -273,8 +308,5 @@ def _team(reduce: ReduceT | None) -> Team | None:
     return cast(Team, reduce) if hasattr(reduce, "gather") else None
 
 
-def _reduced(symmetric: Tensor, reduce: ReduceT | None) -> Tensor:
-    if reduce is None:
-        return symmetric
-    total: Tensor = getattr(reduce, "of_symmetric", reduce)(symmetric)
-    return total
+def _reduced(gram: Tensor, reduce: ReduceT | None) -> Tensor:
+    return gram if reduce is None else reduce(gram)

@@ -2,67 +2,74 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from emerging_optimizers.utils import fp32_matmul_precision
 from torch import Tensor
 
-from megatron_eopt.base.errors import check_choice, check_number
-from megatron_eopt.base.places import place_of
-from megatron_eopt.base.upstream import default_of
-from megatron_eopt.math.algorithm import AlgorithmT, Plan, choose_algorithm
-from megatron_eopt.math.backends import Backend, get_backend, register_backend
+from megatron_eopt.base.address import address_of
+from megatron_eopt.base.errors import ConfigurationError, check_choice, check_number
+from megatron_eopt.math.algorithm import (
+    PRECISIONS,
+    AlgorithmT,
+    Plan,
+    PrecisionT,
+    choose_algorithm,
+)
+from megatron_eopt.math.backends import Backend, get_backend
 from megatron_eopt.math.coefficients import CoefficientsLike, Triple, resolve_coefficients
-from megatron_eopt.math.newton_schulz import ReduceT, iterate_gram, iterate_standard
-from megatron_eopt.math.normalization import normalize
-from megatron_eopt.math.precision import PRECISIONS, PrecisionT
-from megatron_eopt.math.scaling import ScaleModeT, scale_factor
+from megatron_eopt.math.newton_schulz import (
+    ReduceT,
+    iterate_gram,
+    iterate_standard,
+    normalize,
+)
 
-DEFAULT_EPS: float = default_of("newton_schulz", "eps")
+DEFAULT_EPS = 1e-7
 """Smallest Frobenius norm that is divided by: emerging-optimizers', 1e-7 in its release 0.3."""
 
 SMALLEST_EPS = 1e-38
 """The least that it may be: the reciprocals of smaller ones leave float32."""
 
 
-def _compute_torch(
-    wide: Tensor,
-    schedule: tuple[Triple, ...],
-    plan: Plan,
-    *,
-    eps: float,
-    reduce: ReduceT | None,
-    columns: int,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Do it with our own code; ``out`` is what to write to, if possible, and may be ``wide``."""
-    plan = plan.stable(wide.shape[-2])
-    tall = wide.stride(-2) < wide.stride(-1)
-    if out is not None:
-        out = out.mT if tall else out
-        out = out if out.dtype == plan.dtype and out.is_contiguous() else None
-    x = wide.mT if tall else wide
-    # the iterates lie in two places in turn, of which the last one is `out`
-    first, spare = (None, out) if plan.products(len(schedule)) % 2 else (out, None)
-    x = normalize(x, eps, plan.dtype, reduce, out=first)
-    if plan.algorithm == "standard":
-        x = iterate_standard(x, schedule, reduce, tall=tall, spare=spare)
-    else:
-        x = iterate_gram(x, schedule, plan, reduce, columns=columns, tall=tall, spare=spare)
-    return x.mT if tall else x
+ScaleModeT = Literal["spectral", "unit_rms_norm", "shape_scaling", "adamw_rms"]
+"""How an update is scaled by the shape ``(out, in)`` of its whole logical matrix:
+
+* ``spectral``: ``sqrt(max(out, in))``.
+* ``unit_rms_norm``: ``sqrt(out / in)``.
+* ``shape_scaling``: ``sqrt(max(1, out / in))``.
+* ``adamw_rms``: ``0.2 sqrt(max(out, in))``, the typical size of AdamW's update, so that AdamW's
+  learning rate and weight decay carry over (Moonlight, arXiv:2502.16982, section 2.2).
+"""
+
+SCALE_MODES: tuple[ScaleModeT, ...] = get_args(ScaleModeT)
+
+ADAMW_RMS = 0.2
+"""Root mean square of AdamW's updates that Moonlight matches."""
 
 
-register_backend(
-    "torch",
-    Backend(
-        _compute_torch,
-        ("auto", "standard", "gram"),
-        distributed=True,
-        linear_in_last_step=True,
-        writes_out=True,
-    ),
-)
+def scale_factor(
+    rows: int, columns: int, mode: ScaleModeT = "spectral", extra_scale_factor: float = 1.0
+) -> float:
+    """Return what to multiply an orthogonal update with, by the shape of the whole logical matrix.
+
+    Raises:
+        ConfigurationError: If the mode is unknown or the factor is not finite.
+        ConfigurationTypeError: If the factor is not a number.
+    """
+    check_choice("scale_mode", mode, SCALE_MODES)
+    check_number("extra_scale_factor", extra_scale_factor)
+    match mode:
+        case "spectral":
+            factor = math.sqrt(max(rows, columns))
+        case "unit_rms_norm":
+            factor = math.sqrt(rows / columns)
+        case "shape_scaling":
+            factor = math.sqrt(max(1.0, rows / columns))
+        case "adamw_rms":
+            factor = ADAMW_RMS * math.sqrt(max(rows, columns))
+    return factor * extra_scale_factor
 
 
 @dataclass(frozen=True)
@@ -86,16 +93,27 @@ class Orthogonalization:
     scale_mode: ScaleModeT = "spectral"  # how an update is scaled by the matrix's shape
     extra_scale_factor: float = 1.0  # a further factor on it
     _schedule: tuple[Triple, ...] = field(init=False, repr=False)
-    _plug: Backend = field(init=False, repr=False)
+    # another package's iteration; None for our own
+    _other: Backend | None = field(init=False, repr=False)
+    _chosen: AlgorithmT = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_choice("precision", self.precision, PRECISIONS)
         check_number("eps", self.eps, at_least=SMALLEST_EPS)
-        plug = get_backend(self.backend)
-        plug.algorithm(self.backend, self.algorithm)
         scale_factor(1, 1, self.scale_mode, self.extra_scale_factor)
-        object.__setattr__(self, "_schedule", resolve_coefficients(self.coefficients, self.steps))
-        object.__setattr__(self, "_plug", plug)
+        schedule = resolve_coefficients(self.coefficients, self.steps)
+        other = get_backend(self.backend)
+        offered = get_args(AlgorithmT) if other is None else other.algorithms
+        chosen = offered[0] if self.algorithm == "auto" else self.algorithm
+        if chosen not in offered:
+            rule = f"back end {self.backend!r} computes {' or '.join(offered)}"
+            way_out = "Choose auto, or backend='torch'"
+            raise ConfigurationError("algorithm", self.algorithm, rule, way_out)
+        if other is not None and other.half and self.precision != "medium":
+            way_out = "Use it with precision='medium'"
+            raise ConfigurationError("backend", self.backend, "computes in 16 bits only", way_out)
+        for name, value in (("_schedule", schedule), ("_other", other), ("_chosen", chosen)):
+            object.__setattr__(self, name, value)
 
     @torch.no_grad()
     def __call__(
@@ -109,36 +127,37 @@ class Orthogonalization:
     ) -> Tensor:
         """Return the orthogonal factors of matrices, or ``x``; see :func:`orthogonalize`."""
         shape = (x.shape[-2], x.shape[-1]) if whole_shape is None else whole_shape
-        asked = self._plug.algorithm(self.backend, self.algorithm)
-        plan = choose_algorithm(shape, x.dtype, self.precision, self._schedule, asked)
+        plan = choose_algorithm(shape, x.dtype, self.precision, self._schedule, self._chosen)
         transposed = shape[0] > shape[1]
         wide = x.mT if transposed else x
         if x.ndim > 3:
             wide = wide.flatten(0, -3)
         factors = scale if isinstance(scale, tuple) else (scale,)
-        schedule = self._schedule
-        if self._plug.linear_in_last_step:
-            factor, factors = math.prod(factors), ()
-            a, b, c = schedule[-1]
-            schedule = (*schedule[:-1], (a * factor, b * factor, c * factor))
-        own = {"out": wide} if in_place and self._plug.writes_out else {}
         # "medium" casts its operands itself; the few products that stay float32 are to be exact
         with fp32_matmul_precision("high" if self.precision == "high" else "highest"):
-            result = self._plug.compute(
-                wide, schedule, plan, eps=self.eps, reduce=reduce, columns=max(shape), **own
-            ).to(x.dtype)
+            if self._other is None:
+                schedule = _scaled(self._schedule, math.prod(factors))
+                out = wide if in_place else None
+                result = _iterate(wide, schedule, plan, self.eps, reduce, max(shape), out)
+            elif reduce is None:
+                result = self._other.compute(wide, self._schedule, plan, self.eps)
+            else:
+                rule = "computes whole matrices, and this one's long side is cut over ranks"
+                way_out = "Use backend='torch', or another TP mode than distributed"
+                raise ConfigurationError("backend", self.backend, rule, way_out)
+        result = result.to(x.dtype)
         result = (result.mT if transposed else result).reshape(x.shape)
-        for factor in factors:
+        for factor in factors if self._other else ():
             if factor != 1.0:
                 result = result * factor
         if not in_place:
             return result
-        return x if place_of(result) == place_of(x) else x.copy_(result)
+        return x if address_of(result) == address_of(x) else x.copy_(result)
 
     @property
     def whole_only(self) -> bool:
         """Whether it cannot compute on pieces of a matrix, whose Gram matrices are summed."""
-        return not self._plug.distributed
+        return self._other is not None
 
     @property
     def stack_dtype(self) -> torch.dtype:
@@ -148,7 +167,7 @@ class Orthogonalization:
         every layout, and no rounding that the iteration had not done already. Other packages'
         iterations round by themselves and get float32.
         """
-        own = self._plug.linear_in_last_step
+        own = self._other is None
         return torch.bfloat16 if own and self.precision == "medium" else torch.float32
 
     def scale(self, shape: tuple[int, int]) -> float:
@@ -174,6 +193,41 @@ class Orthogonalization:
         whole_shape = None if reduce is None else shape
         matrices = stack[0] if len(stack) == 1 else stack
         self(matrices, scale=scales, reduce=reduce, whole_shape=whole_shape, in_place=True)
+
+
+def _iterate(
+    wide: Tensor,
+    schedule: tuple[Triple, ...],
+    plan: Plan,
+    eps: float,
+    reduce: ReduceT | None,
+    columns: int,
+    out: Tensor | None,
+) -> Tensor:
+    """Iterate on the ranks' parts of matrices with ``columns`` columns.
+
+    ``out`` is what to write to, if possible, and may be ``wide``.
+    """
+    plan = plan.stable(wide.shape[-2])
+    tall = wide.stride(-2) < wide.stride(-1)
+    if out is not None:
+        out = out.mT if tall else out
+        out = out if out.dtype == plan.dtype and out.is_contiguous() else None
+    x = wide.mT if tall else wide
+    # the iterates lie in two places in turn, of which the last one is `out`
+    first, spare = (None, out) if plan.products(len(schedule)) % 2 else (out, None)
+    x = normalize(x, eps, plan.dtype, reduce, out=first)
+    if plan.algorithm == "standard":
+        x = iterate_standard(x, schedule, reduce, tall=tall, spare=spare)
+    else:
+        x = iterate_gram(x, schedule, plan, reduce, columns=columns, tall=tall, spare=spare)
+    return x.mT if tall else x
+
+
+def _scaled(schedule: tuple[Triple, ...], factor: float) -> tuple[Triple, ...]:
+    """Return a schedule whose result is that of another one times a factor."""
+    a, b, c = schedule[-1]
+    return (*schedule[:-1], (a * factor, b * factor, c * factor))
 
 
 def orthogonalize(

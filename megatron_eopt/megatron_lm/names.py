@@ -1,12 +1,13 @@
 """Which of Megatron's names are replaced, and by what."""
 
 import importlib
+import inspect
 import logging
 from collections.abc import Callable
 from typing import Any
 
 from megatron_eopt import emerging_optimizers, muon
-from megatron_eopt.base.upstream import dataset_helpers_to_skip, found, is_there, needed, owner_of
+from megatron_eopt.base.upstream import dataset_helpers_to_skip, found, needed, owner_of
 from megatron_eopt.build.factory import get_megatron_optimizer
 from megatron_eopt.build.layer_wise import LayerWiseDistributedOptimizer
 from megatron_eopt.checkpoint.trainer import trainer_rebindings, wrapped
@@ -79,15 +80,19 @@ def rebindings() -> list[Rebinding]:
         needed(name)
         result.append(Rebinding(owner_of(name), name, replacement))
     result += _published()
-    layouts = dict.fromkeys([name for name in _WRAPPING if found(name)], in_the_usual_layout)
-    if is_there(_WRAPPING[0]) or not layouts:
-        layouts[_WRAPPING[0]] = in_the_usual_layout
+    layouts = dict.fromkeys(filter(_lays_out, _WRAPPING), in_the_usual_layout)
     shown = {"training_log": with_progress} if found("training_log") else {}
     wrappers = wrapped({**WRAPPED, **layouts, **shown})
     result += [Rebinding(*names) for names in (*wrappers, *trainer_rebindings())]
     if (helpers := dataset_helpers_to_skip()) is not None:
         result.append(Rebinding(helpers, "compile_helpers", lambda: None))
     return result
+
+
+def _lays_out(name: str) -> bool:
+    function = found(name)
+    wanted = "use_layer_wise_distributed_optimizer"
+    return function is not None and wanted in inspect.signature(function).parameters
 
 
 def _published() -> list[Rebinding]:

@@ -1,21 +1,19 @@
 """Adaptive Muon over any storage: orthogonal factors divided by second moments, then scaled."""
 
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_eopt.base.names import MOMENT2, MOMENTUM, STEP
-from megatron_eopt.math.moments import Moment2MethodT, correction
+from megatron_eopt.math.moments import Moment2MethodT
 from megatron_eopt.math.newton_schulz import ReduceT
-from megatron_eopt.optimizers.adaptive_rules import RULES, Coefficients, Rule
-from megatron_eopt.optimizers.driver import Kept, ParamGroup, State, set_step
+from megatron_eopt.optimizers.adaptive_rules import RULES, Rule
+from megatron_eopt.optimizers.driver import Kept, ParamGroup, State
 from megatron_eopt.optimizers.engine import Means, UpdateT
-from megatron_eopt.optimizers.muon_driver import MuonDriver, MuonSettings, OrthogonalizeT, Stepped
+from megatron_eopt.optimizers.muon_driver import MuonDriver, MuonSettings, Stepped
 from megatron_eopt.stores.shard import Shard
 
 
@@ -36,9 +34,9 @@ class AdaptiveDriver(MuonDriver):
         self, name: str, settings: AdaptiveSettings, shards: Sequence[Shard], means: Means
     ) -> None:
         super().__init__(name, settings, shards, means)
-        kind = RULES[settings.method]
+        kind, correct = RULES[settings.method], settings.bias_correction
         self._rules: list[Rule] = [
-            kind(engine, [shards[n] for n in numbers], settings.orthogonalization)
+            kind(engine, [shards[n] for n in numbers], settings.orthogonalization, correct)
             for numbers, engine in self.engines
         ]
         self._rule_of = {
@@ -46,11 +44,7 @@ class AdaptiveDriver(MuonDriver):
             for (numbers, _), rule in zip(self.engines, self._rules, strict=True)
             for index, number in enumerate(numbers)
         }
-        self._ready: dict[int, tuple[Tensor, Tensor]] = {}
-        self._away: dict[int, Tensor] = {}
-        self._counted: dict[int, Coefficients] = {}
-        # statistics of parameters that this rank computes on but stores nothing of
-        self.owned_state: State = defaultdict(dict)
+        self._groups: Sequence[ParamGroup] = ()
         if settings.bias_correction:
             self.dispensable -= {STEP}
 
@@ -60,7 +54,7 @@ class AdaptiveDriver(MuonDriver):
         for rule in self._rules:
             yield from rule.buffers()
 
-    def is_cut_like_weights(self, kind: str, value: Any) -> bool:
+    def is_cut_like_weights(self, kind: str, value: object) -> bool:
         """Whether a state has a number for each of the parameter's."""
         return kind == MOMENTUM or (kind == MOMENT2 and self._is_by_element)
 
@@ -71,72 +65,29 @@ class AdaptiveDriver(MuonDriver):
     def init(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Make momenta, statistics and counters exist."""
         super().init(groups, state)
-        here = {number for _, _, number in self.numbered(groups)}
-        for number in self.group_of.keys() - here - self._away.keys():
-            rule, place = self._rule_of[number]
-            count = 0 if self._is_by_element else len(self.shards[number].layouts)
-            if any(rule.known(place, matrix) is not None for matrix in range(count)):
-                self._away[number] = torch.empty(0, dtype=torch.float32, device=rule.engine.device)
-        for param, number, values in self._states(groups, state):
-            values.setdefault(MOMENT2, self._empty_statistics(param, number))
-            if self._counts_steps:
-                values.setdefault(STEP, torch.zeros((), dtype=torch.float32))
-
-    def counting(self, groups: Sequence[ParamGroup], state: State) -> Iterator[dict[str, Any]]:
-        """Yield the states in which steps are counted."""
-        yield from (values for *_, values in self._states(groups, state) if STEP in values)
-
-    def set_steps(self, groups: Sequence[ParamGroup], state: State, steps: int) -> None:
-        """Set the counters."""
-        for *_, values in self._states(groups, state):
-            set_step(values, steps)
+        for _, param, number in self.numbered(groups):
+            state[param].setdefault(MOMENT2, self._empty_statistics(param, number))
 
     def step(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Update the parameters of ``groups``; all ranks of a group call this together."""
-        self._count(self.owned_state[key] for key in self._away.values())
-        self._counted = {
-            number: self._coefficients(groups[self.group_of[number]], self.owned_state[key])
-            for number, key in self._away.items()
-        }
+        self._groups = groups
         super().step(groups, state)
 
     def kept(self, groups: Sequence[ParamGroup], state: State) -> Iterator[Kept]:
-        """Yield the statistics of NorMuon and NAMO that this rank knows."""
+        """Yield the statistics of NorMuon and NAMO, which all ranks that store a weight have."""
         if self._is_by_element:
             return
-        for *_, number, values in self._states(groups, state):
-            rule, place = self._rule_of[number]
-            shard = self.shards[number]
-            slab = (shard.ranks.rank, shard.ranks.size) if rule.engine.blockwise else shard.slab
-            for matrix, view in enumerate(rule.views_of(place, values[MOMENT2])):
-                if (known := rule.known(place, matrix)) is not None:
-                    cut, start, _ = known.window
-                    yield Kept(
-                        number,
-                        matrix,
-                        (MOMENT2,),
-                        view.narrow(*known.window),
-                        tuple(view.shape),
-                        tuple(start if dim == cut else 0 for dim in range(view.dim())),
-                        writes=known.writes,
-                        slab=slab,
-                        container=values,
-                    )
-
-    def _states(
-        self, groups: Sequence[ParamGroup], state: State
-    ) -> Iterator[tuple[Tensor, int, dict[str, Any]]]:
-        """Yield the state of each shard that this rank stores or computes on, and its number."""
         for _, param, number in self.numbered(groups):
-            yield param, number, state[param]
-        for number, key in self._away.items():
-            yield key, number, self.owned_state[key]
-
-    def complete(self, groups: Sequence[ParamGroup], state: State) -> None:
-        """Bring statistics that other ranks computed up to date; collective."""
-        moments = {n: values[MOMENT2] for *_, n, values in self._states(groups, state)}
-        for (numbers, _), rule in zip(self.engines, self._rules, strict=True):
-            rule.complete({place: moments[n] for place, n in enumerate(numbers) if n in moments})
+            rule, place = self._rule_of[number]
+            shard, rank = self.shards[number], rule.engine.ranks.rank
+            slab = (rank, shard.ranks.size) if rule.engine.blockwise else shard.slab
+            first = min(int(layout.boxes.rank.min()) for layout in shard.layouts)
+            writes = rule.engine.blockwise or rank == first
+            for matrix, view in enumerate(rule.views_of(place, state[param][MOMENT2])):
+                path, container = (MOMENT2,), state[param]
+                yield Kept(
+                    number, matrix, path, view, writes=writes, slab=slab, container=container
+                )
 
     def _empty_statistics(self, param: Tensor, number: int) -> Tensor:
         if self._is_by_element:
@@ -150,56 +101,30 @@ class AdaptiveDriver(MuonDriver):
         def update(
             stack: Tensor, matrices: Sequence[int], reduce: ReduceT | None, shape: tuple[int, int]
         ) -> None:
-            if self.own is None:
-                self._orthogonalize(self.engines[place][1], matrices, stack, reduce, shape)
+            self._orthogonalize(place, stack, matrices, reduce, shape)
             self._rules[place].on_orthogonal(stack, matrices, reduce, shape)
 
         return update
 
-    def _step_in_its_own_way(
-        self, own: OrthogonalizeT, stepped: Mapping[int, Stepped], state: State
-    ) -> None:
-        found = self._directions(range(len(self.shards)), stepped, state)
-        # before any exchange, since a class's own way may be one itself
-        self._ready = {n: (d, own(stepped[n].param, d, stepped[n].group)) for n, d in found.items()}
-        for place, (numbers, _) in enumerate(self.engines):
-            self._step_with(place, {n: stepped[n] for n in numbers if n in stepped}, state)
-        self._ready = {}
-
-    def _prepare(self, place: int, stepped: Mapping[int, Stepped], state: State) -> None:
-        states = {n: state[item.param] for n, item in stepped.items()}
-        counted = {n: self._coefficients(item.group, states[n]) for n, item in stepped.items()}
-        for number in self.engines[place][0]:
-            if number in self._away:
-                states[number] = self.owned_state[self._away[number]]
-                counted[number] = self._counted[number]
-        self._rules[place].begin(
-            {self._rule_of[n][1]: values for n, values in states.items()},
-            {self._rule_of[n][1]: coefficients for n, coefficients in counted.items()},
-        )
+    def _begin(self, place: int, stepped: Mapping[int, Stepped], state: State) -> None:
+        groups = [self._groups[self.group_of[number]] for number in self.engines[place][0]]
+        states = {self._rule_of[n][1]: state[item.param] for n, item in stepped.items()}
+        self._rules[place].begin(states, groups)
 
     def _inputs(
         self, place: int, wave: int, stepped: Mapping[int, Stepped], state: State
     ) -> Mapping[int, Tensor]:
-        if self.own is None:
-            found = inputs = self._directions(self._arriving(place, wave), stepped, state)
-        else:
-            found = {n: self._ready[n][0] for n in stepped}
-            inputs = {n: self._ready[n][1] for n in stepped}
+        found = self._directions(self._arriving(place, wave), stepped, state)
         moving = {self._rule_of[n][1]: (item.param.grad, found[n]) for n, item in stepped.items()}
         self._rules[place].on_wave(wave, moving)  # type: ignore[arg-type]
-        return inputs
+        return found
 
-    def _finished(self, place: int, updates: Mapping[int, Tensor]) -> None:
+    def _returned(self, place: int, updates: Mapping[int, Tensor]) -> None:
         self._rules[place].finish({self._rule_of[n][1]: u for n, u in updates.items()})
+
+    def _end(self, place: int) -> None:
+        self._rules[place].end()
 
     @property
     def _counts_steps(self) -> bool:
         return self.settings.bias_correction or super()._counts_steps
-
-    def _coefficients(self, group: ParamGroup, state: dict[str, Any]) -> Coefficients:
-        corrected = self.settings.bias_correction
-        step = float(state[STEP]) if corrected else 1
-        return Coefficients(
-            group["beta2"], group["eps"], correction(group["beta2"], step, corrected)
-        )

@@ -30,7 +30,8 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon, AdaptiveMuon):
     statistics of several logical matrices lie one after another, flat, in the order of their split.
 
     As in emerging-optimizers' class, ``orthogonalize`` returns orthogonal factors neither scaled
-    nor divided by second moments: a step does both, also with what a subclass returns.
+    nor divided by second moments: a step does both. With what a subclass returns it does so as
+    that class does, for parameters as they are stored.
 
     Args:
         moment2_method: "adamuon" (arXiv:2507.11005), "normuon" (arXiv:2510.05491) or "namo"
@@ -46,8 +47,9 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon, AdaptiveMuon):
     All other arguments are those of :class:`TensorParallelMuon`.
 
     Raises:
-        ConfigurationError: If a value is out of bounds, or for NAMO with l2 weight decay, which
-            would enter the gradient norms it divides by.
+        ConfigurationError: If a value is out of bounds, for NAMO with l2 weight decay, which would
+            enter the gradient norms it divides by, or for ``bias_correction`` of a subclass that
+            steps whole parameters.
     """
 
     def __init__(
@@ -78,7 +80,10 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon, AdaptiveMuon):
         check_choice("moment2_method", moment2_method, MOMENT2_METHODS)
         check_number("beta2", beta2, at_least=0, below=1)
         check_number("eps", eps, above=0)
+        if bias_correction:
+            self._refuse_own_way("bias_correction", bias_correction)
         self.moment2_method: Moment2MethodT = moment2_method
+        self.scale_mode, self.extra_scale_factor = scale_mode, extra_scale_factor
         self.bias_correction = bias_correction
         super().__init__(
             params,
@@ -110,9 +115,8 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon, AdaptiveMuon):
 
     def driver_over(self, shards: Sequence[Shard], means: Means) -> AdaptiveDriver:
         """Return what steps other shards with this optimizer's settings, in float32."""
-        own = self._means
         # statistics belong to whole matrices
-        means = replace(means, wave_mb=own.wave_mb, whole_only=own.whole_only, team_size=1)
+        means = replace(self._means, mode=means.mode, device=means.device)
         return AdaptiveDriver(type(self).__name__, self.settings, shards, means)
 
     @property
@@ -123,15 +127,6 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon, AdaptiveMuon):
             method=self.moment2_method,
             bias_correction=self.bias_correction,
         )
-
-    @torch.no_grad()
-    def complete_statistics(self) -> None:
-        """Make every rank's statistics complete; collective over the groups that cut parameters.
-
-        Between steps a rank is up to date only with what it computes itself (NorMuon in the modes
-        that share work).
-        """
-        self.plan().complete(self.param_groups, self.state)
 
     @property
     def _stack_dtype(self) -> torch.dtype:

@@ -2,61 +2,62 @@
 
 Note [Where statistics live]
     AdaMuon's are element by element: they are cut like the weights and act on updates that came
-    back. NorMuon's live where a matrix is computed; who stores or computes part of a parameter has
-    room for all of its statistics, and what a rank does not compute on stays stale until they are
-    completed. NAMO's are one number a matrix and the same on all ranks: the norms of gradients and
-    directions are summed over what the ranks store, in one all-reduce for the matrices of a wave.
+    back. NorMuon's and NAMO's are a few numbers for each matrix, and every rank that stores a part
+    of a parameter has all of its. A step tells them to all ranks of the group, which may compute on
+    any matrix, and NorMuon's new ones to those that store it: one all-reduce each, of maxima, since
+    no statistic is negative and a rank has zeros for what it does not know. NAMO's norms are summed
+    over what the ranks store, in one all-reduce for the matrices of a wave.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.base.names import MOMENT2
-from megatron_eopt.math.moments import Moment2MethodT, adamuon_, namo_, normuon_, statistic_shape
+from megatron_eopt.base.names import MOMENT2, STEP
+from megatron_eopt.layouts import Layout
+from megatron_eopt.layouts.boxes import Int64Array
+from megatron_eopt.math.moments import (
+    Moment2MethodT,
+    adamuon_,
+    correction,
+    namo_,
+    normuon_,
+    statistic_shape,
+)
 from megatron_eopt.math.newton_schulz import ReduceT
 from megatron_eopt.math.orthogonalize import Orthogonalization
+from megatron_eopt.optimizers.driver import ParamGroup
 from megatron_eopt.optimizers.engine import MatrixEngine
 from megatron_eopt.optimizers.matrix_runs import MatrixRuns
 from megatron_eopt.stores.shard import Shard
 
 
-class Coefficients(NamedTuple):
-    """Settings of one parameter in one step: decay, smallest divisor, bias correction."""
-
-    beta2: float
-    eps: float
-    divisor: float
-
-
-class Known(NamedTuple):
-    """What a rank knows of a statistic: (dimension, start, length), and whether it writes it."""
-
-    window: tuple[int, int, int]
-    writes: bool
-
-
 class Rule:
     """What the rules have in common: one instance per engine.
 
-    Parameters are numbered as the engine's shards are; those that rest are in no mapping, and what
-    is computed for them is thrown away.
+    Parameters are numbered as the engine's shards are. What is computed for those that rest is
+    thrown away.
     """
 
     method: Moment2MethodT
 
     def __init__(
-        self, engine: MatrixEngine, shards: Sequence[Shard], arithmetic: Orthogonalization
+        self,
+        engine: MatrixEngine,
+        shards: Sequence[Shard],
+        arithmetic: Orthogonalization,
+        bias_correction: bool,
     ) -> None:
         self.engine = engine
         self.shards = shards
         self.arithmetic = arithmetic
+        self._bias_correction = bias_correction
         # of each parameter's matrices; blockwise of this rank's pieces
         self.shapes = [
             [layout.compact().local_shape(shard.ranks.rank) or (0, 0) for layout in shard.layouts]
@@ -67,24 +68,12 @@ class Rule:
         self.statistics = [
             [statistic_shape(self.method, *shape) for shape in shapes] for shapes in self.shapes
         ]
-        self._shard_of = [n for n, shapes in enumerate(self.shapes) for _ in shapes]
-        self._coefficients: Mapping[int, Coefficients] = {}
+        self._groups: Sequence[ParamGroup] = ()
         self._states: Mapping[int, Mapping[str, Any]] = {}
-        self._prepare()
 
-    def _prepare(self) -> None:
-        """Compute what is the same in all steps."""
-
-    def begin(
-        self,
-        states: Mapping[int, Mapping[str, Any]],
-        coefficients: Mapping[int, Coefficients],
-    ) -> None:
-        """Prepare a step with the states and settings of the parameters that do not rest.
-
-        Statistics are looked up in them when it is their turn: they may come to the device later.
-        """
-        self._states, self._coefficients = states, coefficients
+    def begin(self, states: Mapping[int, Mapping[str, Any]], groups: Sequence[ParamGroup]) -> None:
+        """Prepare a step with the states of parameters that are stepped here, and all groups."""
+        self._states, self._groups = states, groups
 
     def on_wave(self, wave: int, moving: Mapping[int, tuple[Tensor, Tensor]]) -> None:
         """Look at gradients and directions of the parameters that a wave is the first to need."""
@@ -97,28 +86,17 @@ class Rule:
     def finish(self, updates: Mapping[int, Tensor]) -> None:
         """Act on stored updates, in place."""
 
-    def complete(self, moments: Mapping[int, Tensor]) -> None:
-        """Bring statistics that other ranks computed up to date; collective over the group."""
-
-    def known(self, place: int, matrix: int) -> Known | None:
-        """Return what this rank knows of a matrix's statistic; None for nothing."""
-        return None
+    def end(self) -> None:
+        """Write the statistics of a step to the states that it began with."""
 
     def views_of(self, place: int, moment: Tensor) -> list[Tensor]:
         """Return the statistics of a parameter's matrices, which lie one after another."""
         parts = torch.split(moment.view(-1), [math.prod(s) for s in self.statistics[place]])
         return [part.view(shape) for part, shape in zip(parts, self.statistics[place], strict=True)]
 
-    def _moment_of(self, place: int) -> Tensor:
-        moment: Tensor = self._states[place][MOMENT2]
-        return moment
-
     def buffers(self) -> Iterator[Tensor]:
         """Yield what lives on between steps apart from state."""
         return iter(())
-
-    def _settings_of(self, matrix: int) -> Coefficients:
-        return self._coefficients.get(self._shard_of[matrix], Coefficients(0.0, 1.0, 1.0))
 
 
 class AdaMuonRule(Rule):
@@ -126,7 +104,8 @@ class AdaMuonRule(Rule):
 
     method: Moment2MethodT = "adamuon"
 
-    def _prepare(self) -> None:
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self._scales = [
             [self.arithmetic.scale(shape) if shape[0] else 0.0 for shape in shapes]
             for shapes in self.shapes
@@ -146,16 +125,15 @@ class AdaMuonRule(Rule):
     def finish(self, updates: Mapping[int, Tensor]) -> None:
         """Divide by the roots of the second moments, then scale each matrix by its shape."""
         places = [place for place in sorted(updates) if place in self._states]
-        for first, last, _ in _runs([self._coefficients[i][:2] for i in places]):
+        for first, last, (beta2, eps) in _runs([_settings(self._groups[i]) for i in places]):
             run = places[first:last]
-            settings = [self._coefficients[place] for place in run]
-            moments = [self._moment_of(place) for place in run]
+            # they may have come to the device for this wave alone
+            moments: list[Tensor] = [self._states[place][MOMENT2] for place in run]
             mine = [updates[place] for place in run]
             # in fp16 eps is 0, and so are the squares of small updates
             wide = [u.float() if u.dtype.itemsize == 2 else u for u in mine]
             exact = [m.to(u.dtype) for m, u in zip(moments, wide, strict=True)]
-            divisors = [item.divisor for item in settings]
-            adamuon_(wide, exact, settings[0].beta2, settings[0].eps, divisors)
+            adamuon_(wide, exact, beta2, eps, [self._divisor(place, beta2) for place in run])
             for kept, computed in ((mine, wide), (moments, exact)):
                 if any(k is not c for k, c in zip(kept, computed, strict=True)):
                     torch._foreach_copy_(kept, computed)
@@ -167,91 +145,123 @@ class AdaMuonRule(Rule):
             if place in self._segments:
                 self._segments[place].multiply_(updates[place], self._factors[place])
 
+    def _divisor(self, place: int, beta2: float) -> float:
+        steps = float(self._states[place][STEP]) if self._bias_correction else 1.0
+        return correction(beta2, steps, self._bias_correction)
 
-class NorMuonRule(Rule):
+
+class MatrixRule(Rule):
+    """What NorMuon and NAMO have in common: in a step every rank has all statistics, flat."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._shard_of = [n for n, shapes in enumerate(self.shapes) for _ in shapes]
+        self._sizes = [sum(map(math.prod, shapes)) for shapes in self.statistics]
+        self._apart = self.engine.ranks.group is None or self.engine.blockwise
+        self._flat = torch.empty(0)
+        self._divisors: Tensor | None = None
+
+    def begin(self, states: Mapping[int, Mapping[str, Any]], groups: Sequence[ParamGroup]) -> None:
+        """Let all ranks have the statistics, and what they are divided by."""
+        super().begin(states, groups)
+        steps = torch.zeros(len(self.shards))
+        if self._bias_correction:
+            for place, values in states.items():
+                steps[place] = values[STEP]
+        device = self.engine.device
+        everything = torch.cat([torch.zeros(sum(self._sizes), device=device), steps.to(device)])
+        self._flat, steps = torch.split(everything, [sum(self._sizes), len(self.shards)])
+        self._copy(self._flat, into_states=False)
+        self._agree(everything)
+        if self._bias_correction:
+            beta2 = torch.tensor([group["beta2"] for group in groups], dtype=torch.float64)
+            # what is divided by no step's divisor rests
+            self._divisors = 1 - beta2.to(device) ** steps.double().clamp(min=1)
+
+    def end(self) -> None:
+        """Write the statistics to the states."""
+        self._copy(self._flat, into_states=True)
+
+    def _copy(self, flat: Tensor, *, into_states: bool) -> None:
+        if not self._states:
+            return
+        parts = torch.split(flat, self._sizes)
+        kept = [values[MOMENT2] for values in self._states.values()]
+        mine = [parts[p].view_as(k) for p, k in zip(self._states, kept, strict=True)]
+        if into_states:
+            # inf would stay, and make nan of the next mean
+            torch._foreach_clamp_max_(mine, [torch.finfo(k.dtype).max for k in kept])
+        pair = (kept, mine) if into_states else (mine, kept)
+        torch._foreach_copy_(*pair)
+
+    def _agree(self, values: Tensor) -> None:
+        if not self._apart:
+            dist.all_reduce(values, dist.ReduceOp.MAX, group=self.engine.ranks.group)
+
+    def _divisors_of(self, places: Sequence[int]) -> Tensor | float:
+        """Return what the statistics of some parameters are divided by, float64 ``(n,)``, or 1."""
+        return 1.0 if self._divisors is None else self._divisors[list(places)]
+
+
+class NorMuonRule(MatrixRule):
     """Rows or columns by their mean squares, where each matrix is computed."""
 
     method: Moment2MethodT = "normuon"
 
-    def _prepare(self) -> None:
-        self._flat = [shape for shapes in self.statistics for shape in shapes]
-        self._known = [self._window(index) for index in range(len(self._flat))]
-        self._views: dict[int, tuple[Tensor, list[Tensor]]] = {}
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        shapes = [shape for some in self.statistics for shape in some]
+        first = np.cumsum([0, *map(math.prod, shapes)])
+        rank, works = self.engine.ranks.rank, self.engine.work.matrices
+        # where in the flat statistics those of this rank's rows, or columns, of each matrix are
+        self._places = []
+        for start, shape, work in zip(first, shapes, works, strict=False):
+            # blockwise each rank's piece is a matrix
+            own = range(math.prod(shape)) if self.engine.blockwise else None
+            held = _held(work.compute, rank, shape) if own is None else np.array(own, np.int64)
+            self._places.append(torch.from_numpy(start + held).to(self.engine.device))
+        self._new = torch.empty(0)
 
-    def known(self, place: int, matrix: int) -> Known | None:
-        """Return what this rank computes of a matrix's statistic."""
-        return self._known[self.engine.first[place] + matrix]
+    def buffers(self) -> Iterator[Tensor]:
+        """Yield where the statistics are of what is computed here."""
+        yield from self._places
+
+    def begin(self, states: Mapping[int, Mapping[str, Any]], groups: Sequence[ParamGroup]) -> None:
+        """Let all ranks have the statistics, and none of the new ones."""
+        super().begin(states, groups)
+        self._new = torch.zeros_like(self._flat)
 
     def on_orthogonal(
         self, stack: Tensor, matrices: Sequence[int], reduce: ReduceT | None, shape: tuple[int, int]
     ) -> None:
         """Normalize the slices, then scale."""
-        for first, last, (beta2, eps, divisor) in _runs([self._settings_of(i) for i in matrices]):
-            views = [self._window_of(i) for i in matrices[first:last]]
-            moments = torch.stack(views).to(stack.dtype)
+        per_slice = (-1, 1) if shape[0] >= shape[1] else (1, -1)
+        owners = [self._shard_of[matrix] for matrix in matrices]
+        for first, last, (beta2, eps) in _runs([_settings(self._groups[n]) for n in owners]):
+            places = torch.stack([self._places[i] for i in matrices[first:last]])
+            moments = self._flat[places].view(len(places), *per_slice).to(stack.dtype)
+            divisor = self._divisors_of(owners[first:last])
+            if isinstance(divisor, Tensor):
+                divisor = divisor.view(-1, 1, 1).to(stack.dtype)
             batch = stack[first:last]
             normuon_(batch, moments, beta2, eps, divisor, shape=shape, reduce=reduce)
-            torch._foreach_copy_(views, list(moments.unbind()))
+            self._new[places] = moments.view_as(places).to(self._new.dtype)
         stack.mul_(self.arithmetic.scale(shape))
 
-    def complete(self, moments: Mapping[int, Tensor]) -> None:
-        """Sum what each rank computes, as far as it speaks for it; collective over the group."""
-        if self.engine.ranks.group is None or self.engine.blockwise:
-            return
-        sizes = [sum(map(math.prod, shapes)) for shapes in self.statistics]
-        total = torch.zeros(sum(sizes), dtype=torch.float32, device=self.engine.device)
-        values = torch.split(total, sizes)
-        for place, moment in moments.items():
-            pairs = zip(*(self.views_of(place, m) for m in (values[place], moment)), strict=True)
-            for matrix, (to, its) in enumerate(pairs):
-                part = self.known(place, matrix)
-                if part is not None and part.writes:
-                    to.narrow(*part.window).copy_(its.narrow(*part.window))
-        dist.all_reduce(total, group=self.engine.ranks.group)
-        for place, moment in moments.items():
-            moment.copy_(values[place].view_as(moment))
-
-    def _window_of(self, matrix: int) -> Tensor:
-        """Return what this rank computes of a matrix's statistic, as a view of its state."""
-        place = self._shard_of[matrix]
-        known = self._known[matrix]
-        assert known is not None, "a rank computes on what it knows"
-        if place not in self._states:
-            # it rests: what is computed is thrown away
-            return torch.zeros(self._flat[matrix], device=self.engine.device).narrow(*known.window)
-        moment = self._moment_of(place)
-        cached = self._views.get(place)
-        if cached is None or cached[0] is not moment:
-            self._views[place] = cached = (moment, self.views_of(place, moment))
-        view = cached[1][matrix - self.engine.first[place]]
-        return view.narrow(*known.window)
-
-    def _window(self, index: int) -> Known | None:
-        rows, cols = self._flat[index]
-        if self.engine.blockwise:
-            return Known((0, 0, rows), True)
-        piece = self.engine.work.matrices[index].compute.piece(self.engine.ranks.rank)
-        if not len(piece):
-            return None
-        across = piece.column if cols == 1 else piece.row
-        # of ranks that compute the same statistic the one with the first part of the matrix speaks
-        writes = bool(piece.source[0]) and int(across.min()) == 0
-        if cols > 1:
-            return Known((1, int(piece.column[0]), int(piece.width[0])), writes)
-        start, length = int(piece.row.min()), int(piece.bottom.max() - piece.row.min())
-        if int(piece.area.sum()) != length * int(piece.width[0]):
-            name = self.engine.names[index]
-            rule = f"needs adjacent rows on each rank, and {name!r} has others between them"
-            raise ConfigurationError("tp_mode", "distributed", rule, "Use exchange")
-        return Known((0, start, length), writes)
+    def end(self) -> None:
+        """Let all ranks have the new statistics."""
+        self._agree(self._new)
+        self._flat = self._new
+        super().end()
 
 
-class NamoRule(Rule):
+class NamoRule(MatrixRule):
     """Whole matrices by norms that are known before they are orthogonalized."""
 
     method: Moment2MethodT = "namo"
 
-    def _prepare(self) -> None:
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self._segments = [MatrixRuns.of(shard, self.engine.device) for shard in self.shards]
         self._factors: dict[int, Tensor] = {}
 
@@ -260,33 +270,25 @@ class NamoRule(Rule):
         for segments in self._segments:
             yield from segments.tensors
 
-    def known(self, place: int, matrix: int) -> Known | None:
-        """Every rank knows everything; the first one writes."""
-        return Known((0, 0, 1), self.engine.blockwise or self.engine.ranks.rank == 0)
-
     def on_wave(self, wave: int, moving: Mapping[int, tuple[Tensor, Tensor]]) -> None:
         """Compute the factors of the matrices of a wave, the same on all ranks of the group."""
         arrived = self.engine.arrivals[wave]
         if not arrived:
             return
-        sizes = [len(self.shapes[place]) for place in arrived]
+        sizes = [self._sizes[place] for place in arrived]
         total = torch.zeros(2, sum(sizes), dtype=torch.float64, device=self.engine.device)
         parts = dict(zip(arrived, torch.split(total, sizes, dim=1), strict=True))
         for place, values in moving.items():
             for norms, value in zip(parts[place], values, strict=True):
                 norms.copy_(self._segments[place].square_sums(value))
-        if self.engine.ranks.group is not None and not self.engine.blockwise:
+        if not self._apart:
             dist.all_reduce(total, group=self.engine.ranks.group)
+        moments = torch.split(self._flat, self._sizes)
         for place, both in parts.items():
-            settings = self._coefficients.get(place)
-            if settings is None:
-                self._factors[place] = torch.zeros_like(both[0])
-                continue
-            moment = self._moment_of(place)
-            running = moment.view(-1).to(torch.float64)
+            running = moments[place].double()
+            settings = *_settings(self._groups[place]), self._divisors_of([place])
             self._factors[place] = namo_(running, both[0], both[1], *settings)
-            # inf would stay, and make nan of the next mean
-            moment.copy_(running.clamp_(max=torch.finfo(moment.dtype).max).view_as(moment))
+            moments[place].copy_(running.clamp_(max=torch.finfo(torch.float32).max))
 
     def on_orthogonal(
         self, stack: Tensor, matrices: Sequence[int], reduce: ReduceT | None, shape: tuple[int, int]
@@ -305,7 +307,22 @@ RULES: dict[Moment2MethodT, type[Rule]] = {
 }
 
 
-def _runs[T](values: Sequence[T]) -> Iterator[tuple[int, int, T]]:
+def _settings(group: ParamGroup) -> tuple[float, float]:
+    return group["beta2"], group["eps"]
+
+
+def _held(layout: Layout, rank: int, statistic: tuple[int, ...]) -> Int64Array:
+    """Return the rows, or columns, of a matrix that a rank has, in its order; int64."""
+    dim = 0 if statistic[1] == 1 else 1
+    found = np.zeros((layout.local_shape(rank) or (0, 0))[dim], np.int64)
+    for row, column, height, width, offset, stride in layout.piece(rank).table[:, 1:7].tolist():
+        first, length = ((row, height), (column, width))[dim]
+        at = (offset // stride, offset % stride)[dim]
+        found[at : at + length] = range(first, first + length)
+    return found
+
+
+def _runs[T](values: Iterable[T]) -> Iterator[tuple[int, int, T]]:
     """Yield (first, last + 1, value) of neighbours that are equal."""
     first = 0
     for value, members in groupby(values):

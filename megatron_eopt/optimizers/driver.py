@@ -45,8 +45,6 @@ class Kept:
     matrix: int  # the logical matrix in its split; 0 where the parameter counts as one
     path: tuple[str, ...]  # what leads to the value, the kind of state first
     value: Any  # a tensor or a plain value
-    whole: tuple[int, ...] | None = None  # unsharded shape, if the value is a part of it
-    offset: tuple[int, ...] = ()  # where the part begins
     writes: bool = True  # whether this rank, of those that hold the same numbers, writes them
     slab: tuple[int, int] | None = None  # (rank, size), if it is of one tensor-parallel slab alone
     per_element: bool = False  # whether it has a number for each of a whole matrix's elements
@@ -63,7 +61,6 @@ class Kept:
 class Driver:
     """Steps some parameter groups; see Note [Drivers]."""
 
-    needs_matrices = False  # whether it brings whole matrices together
     tells_updates = False  # whether its statistics are told its updates
     counts_matrices = False  # whether each matrix has a count of steps, or each parameter
     is_clipped = True  # whether its gradients are scaled down with all others'
@@ -158,9 +155,6 @@ class Driver:
     def kept(self, groups: Sequence[ParamGroup], state: State) -> Iterator[Kept]:
         """Yield all state that is not cut like its parameter, step counters apart."""
         return iter(())
-
-    def complete(self, groups: Sequence[ParamGroup], state: State) -> None:
-        """Bring state that several ranks hold, and one computes, to all of them; collective."""
 
     def numbered(self, groups: Sequence[ParamGroup]) -> Iterator[tuple[ParamGroup, Tensor, int]]:
         """Yield every parameter with its group and the number of its shard."""

@@ -1,6 +1,6 @@
 """Computes on matrices wherever they are stored: redistribute, compute, redistribute back."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -11,12 +11,11 @@ from torch import Tensor
 
 from megatron_eopt.base.names import DEFAULT_WAVE_MB, TpModeT
 from megatron_eopt.base.subgroups import group_of_members
-from megatron_eopt.layouts import Matrix, Plan, Redistribution, WaveBatch
+from megatron_eopt.layouts import Matrix, Redistribution, WaveBatch
+from megatron_eopt.layouts.assignment import first_uses
 from megatron_eopt.layouts.redistribution import LoadT, StoreT
-from megatron_eopt.layouts.waves import first_uses
 from megatron_eopt.math.newton_schulz import ReduceT
 from megatron_eopt.optimizers.modes import Schedule, Work, plan_work
-from megatron_eopt.optimizers.symmetric_packing import pack_symmetric, unpack_symmetric
 from megatron_eopt.optimizers.teams import Team
 from megatron_eopt.stores.shard import Ranks, Shard, group_by_ranks
 
@@ -97,7 +96,7 @@ class MatrixEngine:
             team_size=means.team_size,
             element_size=means.dtype.itemsize,
         )
-        sums = _reducers(self.work, self.ranks)
+        sums = _sums_of({item.team for item in self.work.matrices}, self.ranks)
         self._reduce_of: list[ReduceT | None] = [
             sums.get(item.team) if item.team or item.shared else None for item in self.work.matrices
         ]
@@ -122,15 +121,10 @@ class MatrixEngine:
         )
 
     @property
-    def plan(self) -> Plan:
-        """The plan, for its counts of bytes and calls."""
-        return self.redistribution.plan
-
-    @property
     def schedule(self) -> Schedule:
         """Who computes which matrices, and what travels."""
         storage = [layout for shard in self._shards for layout in shard.layouts]
-        return Schedule(self.ranks, self.names, storage, self.work, self.plan)
+        return Schedule(self.ranks, self.names, storage, self.work, self.redistribution.plan)
 
     def buffers(self) -> list[Tensor]:
         """Return what matrices travel through."""
@@ -179,17 +173,9 @@ class _Sum:
         self._group = group
 
     def __call__(self, tensor: Tensor) -> Tensor:
+        """Sum one tensor."""
         dist.all_reduce(tensor, group=self._group)
         return tensor
-
-    def of_symmetric(self, matrices: Tensor) -> Tensor:
-        """Sum symmetric matrices, of which about one triangle travels."""
-        if matrices.shape[-1] == 1:
-            return self(matrices)
-        packed = pack_symmetric(matrices)
-        dist.all_reduce(packed, group=self._group)
-        unpack_symmetric(packed, matrices)
-        return matrices
 
 
 class _Team(_Sum):
@@ -212,12 +198,12 @@ class _Team(_Sum):
         return by_rank.movedim(0, -3).reshape(*block.shape[:-2], -1, block.shape[-1])
 
 
-def _reducers(work: Work, ranks: Ranks) -> dict[Team, _Sum]:
+def _sums_of(teams: Collection[Team], ranks: Ranks) -> dict[Team, _Sum]:
     """Return how to sum over the ranks of each team that this one is in, and over all (no team)."""
     if ranks.group is None:
         return {}
     members = dist.get_process_group_ranks(ranks.group)
-    mine = {item.team for item in work.matrices if ranks.rank in item.team}
+    mine = [team for team in teams if ranks.rank in team]
     # a rank is in one team of each size, so all of a team's make it at the same turn
     groups: dict[Team, Any] = {
         team: group_of_members([members[rank] for rank in team]) for team in sorted(mine, key=len)

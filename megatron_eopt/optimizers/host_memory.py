@@ -10,7 +10,7 @@ Note [Off-loading by waves]
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,7 +114,7 @@ class HostMemory:
         """Begin to copy what will be fetched."""
         for param in self.params.intersection(params):
             if param not in self._coming and param not in self._homes:
-                with _on(self._inward):
+                with torch.cuda.stream(self._inward):
                     self._coming[param] = {
                         path: torch.empty_like(home, device=self._device, pin_memory=False).copy_(
                             home, non_blocking=True
@@ -145,7 +145,7 @@ class HostMemory:
                 home = homes.get(path)
                 if home is None or not self._fits(home, value):
                     home = torch.empty_like(value, device="cpu", pin_memory=self._pinned)
-                with _on(self._outward):
+                with torch.cuda.stream(self._outward):
                     home.copy_(value, non_blocking=True)
                 if self._outward is not None:
                     value.record_stream(self._outward)
@@ -223,10 +223,6 @@ def on_device(memories: Iterable[HostMemory | None], collect: Callable[[], None]
 
 def _stream(device: torch.device) -> Any:
     return torch.Stream(device) if device.type == "cuda" else None
-
-
-def _on(stream: Any) -> AbstractContextManager[Any]:
-    return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 def _put(param: Tensor, path: _Path, value: Tensor, state: Any) -> None:

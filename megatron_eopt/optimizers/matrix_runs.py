@@ -7,8 +7,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_eopt.layouts.boxes import Boxes
+from megatron_eopt.layouts.boxes import Boxes, Int64Array, ragged_arange
 from megatron_eopt.stores.shard import Shard
+
+
+def runs_of(shard: Shard) -> Int64Array:
+    """Return the runs without gaps that a rank stores of a shard, in the order of its tensor.
+
+    Each lies inside one row of one matrix: its start in the tensor, matrix, row, counted over all
+    matrices of the shard, column, length, and 1 where this rank's copy is the source; int64
+    ``(runs, 6)``.
+    """
+    pieces = [layout.piece(shard.ranks.rank) for layout in shard.layouts]
+    matrix = np.repeat(np.arange(len(pieces)), [len(piece) for piece in pieces])
+    above = np.cumsum([0, *(layout.shape[0] for layout in shard.layouts)])[matrix]
+    boxes = Boxes.join(pieces)
+    height, down = boxes.height, ragged_arange(boxes.height)
+    columns = (boxes.offset, matrix, boxes.row + above, boxes.column, boxes.width, boxes.source)
+    runs = np.stack([np.repeat(values, height) for values in columns], axis=1)
+    runs[:, 0] += down * np.repeat(boxes.stride, height)
+    runs[:, 2] += down
+    return runs[np.argsort(runs[:, 0], kind="stable")]
 
 
 @dataclass(frozen=True)
@@ -25,23 +44,13 @@ class MatrixRuns:
     @classmethod
     def of(cls, shard: Shard, device: torch.device) -> "MatrixRuns":
         """Return the runs of what this rank stores."""
-        pieces = [layout.piece(shard.ranks.rank) for layout in shard.layouts]
-        matrix = np.repeat(np.arange(len(pieces)), [len(piece) for piece in pieces])
-        boxes = Boxes.join(pieces)
-        # boxes are runs of full storage rows, so one after another they fill the piece
-        order = np.argsort(boxes.offset, kind="stable")
-        boxes, matrix = boxes.take(order), matrix[order]
-        height = boxes.height
-
-        def per_row(values: np.ndarray, dtype: torch.dtype) -> Tensor:
-            return torch.tensor(np.repeat(values, height), dtype=dtype, device=device)
-
+        _, matrix, _, _, length, source = runs_of(shard).T
         return cls(
-            per_row(matrix, torch.int64),
-            per_row(boxes.width, torch.int64),
-            per_row(boxes.source, torch.float64),
-            len(pieces),
-            bool(boxes.source.any()),
+            torch.tensor(matrix, device=device),
+            torch.tensor(length, device=device),
+            torch.tensor(source, dtype=torch.float64, device=device),
+            len(shard.layouts),
+            bool(source.any()),
         )
 
     @property

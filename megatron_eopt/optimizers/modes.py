@@ -25,9 +25,10 @@ from typing import Literal, cast
 import numpy as np
 
 from megatron_eopt.base.names import TpModeT
-from megatron_eopt.layouts import Layout, Plan, assign_owners, iteration_cost, plan_waves
+from megatron_eopt.layouts import Layout, Plan, assign_owners, plan_waves
 from megatron_eopt.layouts.assignment import Float64Array
 from megatron_eopt.layouts.plan import WavePlan
+from megatron_eopt.math import standard_flops
 from megatron_eopt.optimizers.teams import COLLECTIVE, Team, assign_teams
 from megatron_eopt.stores.shard import Ranks
 
@@ -61,9 +62,9 @@ class MatrixWork:
             short, long = sorted(map(float, self.compute.shape))
             return _cost_of_slab(short, long, world_size)
         if self.team:
-            return iteration_cost(*self.compute.shape) / len(self.team)
+            return standard_flops(*self.compute.shape) / len(self.team)
         shape = self.compute.local_shape(rank)
-        return iteration_cost(*shape) if shape else 0.0
+        return standard_flops(*shape) if shape else 0.0
 
     @cached_property
     def share(self) -> float:
@@ -82,14 +83,6 @@ class Work:
 
     matrices: tuple[MatrixWork, ...]
     waves: tuple[tuple[int, ...], ...]  # indices of matrices that travel together
-
-    def loads(self, world_size: int) -> Float64Array:
-        """Estimate the floating-point operations of each rank; float64 ``(world_size,)``."""
-        loads = np.zeros(world_size)
-        for work in self.matrices:
-            for rank in np.unique(work.compute.boxes.rank):
-                loads[rank] += work.load_of(rank, world_size)
-        return loads
 
 
 @dataclass(frozen=True)
@@ -120,7 +113,11 @@ class Schedule:
     @property
     def loads(self) -> list[float]:
         """Estimated floating-point operations of each rank of the group."""
-        return self.work.loads(self.ranks.size).tolist()  # type: ignore[no-any-return]
+        loads = np.zeros(self.ranks.size)
+        for work in self.work.matrices:
+            for rank in np.unique(work.compute.boxes.rank):
+                loads[rank] += work.load_of(rank, self.ranks.size)
+        return loads.tolist()  # type: ignore[no-any-return]
 
     def arrivals(self, places: Sequence[int]) -> list[float]:
         """Return the elements that come to each rank of the group from elsewhere.
@@ -152,7 +149,7 @@ def plan_work(
     With ``whole_only`` nobody can compute on slabs, so that ``auto`` shares no matrix. Up to
     ``team_size`` ranks share one in ``exchange`` where that is faster.
     """
-    costs = np.array([iteration_cost(*layout.shape) for layout in storage], np.float64)
+    costs = np.array([standard_flops(*layout.shape) for layout in storage], np.float64)
     modes = _choose_modes(storage, costs, world_size, mode, whole_only=whole_only)
     owners = np.zeros(len(storage), np.int64)
     travelling = [i for i, m in enumerate(modes) if m == "exchange"]

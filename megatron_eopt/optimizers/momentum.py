@@ -38,6 +38,7 @@ from megatron_eopt.math.low_precision import (
     noise_of,
     scales_for,
 )
+from megatron_eopt.optimizers.matrix_runs import runs_of
 from megatron_eopt.stores.shard import Shard, group_by_ranks
 
 ROUNDED_AT_ONCE = 1 << 20
@@ -82,9 +83,9 @@ class RoundedMomentum:
         # what is off-loaded stays on the host between steps
         momentum = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
         flat, kept = momentum.view(-1), codes.view(-1)
-        for part in rows.parts:
-            scales = values[MOMENTUM_SCALE][rows.blocks_in(part, rows.columns_in(part))]
-            flat[part.elements] = decoded(kept[part.elements].to(rows.device), scales)
+        for elements, _, _, blocks in rows.parts():
+            scales = values[MOMENTUM_SCALE][blocks]
+            flat[elements] = decoded(kept[elements].to(rows.device), scales)
         return momentum
 
     def write(
@@ -124,14 +125,11 @@ class RoundedMomentum:
     ) -> None:
         rows = self._rows[number]
         row_keys = None if key is None else hashed(rows.row.to(torch.int64) ^ key)
-        for part in rows.parts:
-            columns = rows.columns_in(part)
-            mine = None if scales is None else scales[rows.blocks_in(part, columns)]
-            noise: Tensor | int = NEAREST
-            if row_keys is not None:
-                noise = noise_of(rows.spread(row_keys, part), columns)
-            exact = momentum[part.elements].to(rows.device)
-            into[part.elements] = encoded(exact, self._format, noise, mine)
+        for elements, runs, columns, blocks in rows.parts():
+            mine = None if scales is None else scales[blocks]
+            noise = NEAREST if row_keys is None else noise_of(row_keys[runs], columns)
+            exact = momentum[elements].to(rows.device)
+            into[elements] = encoded(exact, self._format, noise, mine)
 
     def _agree(self, numbers: Sequence[int], largest: Mapping[int, Tensor]) -> None:
         """Let the parts of a block have the largest magnitude of all of it, as bits; in place."""
@@ -150,21 +148,13 @@ class RoundedMomentum:
                 its[rows.shared_blocks] = view[rows.shared_places]
 
 
-class _Part:
-    """Some runs of a shard, and their elements."""
-
-    def __init__(self, runs: slice, elements: slice) -> None:
-        self.runs, self.elements = runs, elements
-
-
 class _Rows:
     """What a rank stores of a shard: runs without gaps, each inside one row of one matrix.
 
-    Rows are counted over all of the parameter's matrices, and blocks over the runs.
+    Blocks are counted over the runs.
 
     Attributes:
-        row: The row of each run; int32 ``(runs,)``.
-        parts: All runs, some at a time.
+        row: The row of each run, see :func:`runs_of`; int32 ``(runs,)``.
         blocks: Number of blocks of which this rank has a part.
         shared: Number of blocks, on all ranks, of which several ranks have a part each.
         shared_blocks: Those of this rank; int64 ``(n,)``.
@@ -172,15 +162,8 @@ class _Rows:
     """
 
     def __init__(self, shard: Shard, device: torch.device) -> None:
-        first = np.cumsum([0, *(layout.shape[0] for layout in shard.layouts)])
-        rank, per_row = shard.ranks.rank, -(-shard.split.cols // BLOCK)
-        runs = np.concatenate(
-            [
-                _runs(layout.piece(rank), above)
-                for layout, above in zip(shard.layouts, first, strict=False)
-            ]
-        )
-        start, row, column, length = runs[np.argsort(runs[:, 0], kind="stable")].T
+        per_row = -(-shard.split.cols // BLOCK)
+        start, _, row, column, length, _ = runs_of(shard).T
         low, high = column // BLOCK, (column + length - 1) // BLOCK
         before = np.cumsum(high - low + 1) - (high - low + 1)
         self.blocks = int((high - low + 1).sum())
@@ -189,15 +172,12 @@ class _Rows:
             for values in (row, length, column - start, before - low)
         )
         self.device = self.row.device
-        self.parts = list(_parts(start, length))
-        shared = np.unique(
-            np.concatenate(
-                [
-                    _cut_blocks(layout.boxes, above, shard.split.cols)
-                    for layout, above in zip(shard.layouts, first, strict=False)
-                ]
-            )
-        )
+        self._parts = list(_parts(start, length))
+        above, cut = 0, []
+        for layout in shard.layouts:
+            cut.append(_cut_blocks(layout.boxes, above, shard.split.cols))
+            above += layout.shape[0]
+        shared = np.unique(np.concatenate(cut))
         self.shared = len(shared) if shard.ranks.size > 1 else 0
         # only the first and the last block of a run can be cut
         names = np.concatenate([row * per_row + low, row * per_row + high])
@@ -214,40 +194,23 @@ class _Rows:
         of_runs = [self.row, self._length, self._column, self._block]
         return [*of_runs, self.shared_blocks, self.shared_places]
 
-    def spread(self, per_run: Tensor, part: _Part) -> Tensor:
-        """Return for each element what there is for its run."""
-        count = part.elements.stop - part.elements.start
-        lengths = self._length[part.runs]
-        return torch.repeat_interleave(per_run[part.runs], lengths, output_size=count)
-
-    def columns_in(self, part: _Part) -> Tensor:
-        """Return the column of each element; int64."""
-        places = torch.arange(part.elements.start, part.elements.stop, device=self.device)
-        return places.add_(self.spread(self._column, part))
-
-    def blocks_in(self, part: _Part, columns: Tensor) -> Tensor:
-        """Return the block of each element; int64."""
-        return (columns // BLOCK).add_(self.spread(self._block, part))
+    def parts(self) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+        """Yield which elements some are, and the run, column and block of each of them; int64."""
+        for runs, elements in self._parts:
+            count = elements.stop - elements.start
+            numbers = torch.arange(runs.start, runs.stop, device=self.device)
+            of_each = numbers.repeat_interleave(self._length[runs], output_size=count)
+            columns = torch.arange(elements.start, elements.stop, device=self.device)
+            columns += self._column[of_each]
+            yield elements, of_each, columns, columns // BLOCK + self._block[of_each]
 
     def largest_of(self, flat: Tensor) -> Tensor:
         """Return the largest magnitude of each block as bits; int32 ``(blocks,)``."""
         found = torch.zeros(self.blocks, dtype=torch.int32, device=self.device)
-        for part in self.parts:
-            blocks = self.blocks_in(part, self.columns_in(part))
-            bits = magnitude_bits(flat[part.elements].to(self.device))
+        for elements, _, _, blocks in self.parts():
+            bits = magnitude_bits(flat[elements].to(self.device))
             found.scatter_reduce_(0, blocks, bits, "amax")
         return found
-
-
-def _runs(boxes: Boxes, above: int) -> Int64Array:
-    """Return start, row, column and length of each run; int64 ``(n, 4)``."""
-    height = boxes.height
-    down = ragged_arange(height)
-    columns = (boxes.offset, boxes.row + above, boxes.column, boxes.width)
-    runs = np.stack([np.repeat(values, height) for values in columns], axis=1)
-    runs[:, 0] += down * np.repeat(boxes.stride, height)
-    runs[:, 1] += down
-    return runs
 
 
 def _cut_blocks(boxes: Boxes, above: int, cols: int) -> Int64Array:
@@ -262,10 +225,10 @@ def _cut_blocks(boxes: Boxes, above: int, cols: int) -> Int64Array:
     return np.concatenate(found)
 
 
-def _parts(start: Int64Array, length: Int64Array) -> Iterator[_Part]:
+def _parts(start: Int64Array, length: Int64Array) -> Iterator[tuple[slice, slice]]:
+    """Yield some runs, and their elements."""
     at_once = start // ROUNDED_AT_ONCE
     bounds = [*np.flatnonzero(np.diff(at_once, prepend=-1)).tolist(), len(start)]
     for first, end in pairwise(bounds):
-        yield _Part(
-            slice(first, end), slice(int(start[first]), int(start[end - 1] + length[end - 1]))
-        )
+        last = end - 1
+        yield slice(first, end), slice(int(start[first]), int(start[last] + length[last]))

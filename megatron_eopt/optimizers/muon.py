@@ -1,14 +1,12 @@
 """Muon for parameters that tensor parallelism may have cut, as a torch optimizer."""
 
 import functools
-import inspect
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 import torch
 from emerging_optimizers.orthogonalized_optimizers import OrthogonalizedOptimizer
-from emerging_optimizers.utils import fp32_matmul_precision
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
@@ -16,33 +14,27 @@ from megatron_eopt.base.agreement import agreed_in
 from megatron_eopt.base.errors import ConfigurationError, check_choice, check_number
 from megatron_eopt.base.names import DEFAULT_WAVE_MB, TpModeT
 from megatron_eopt.math.algorithm import AlgorithmT
-from megatron_eopt.math.backends import on_syrk
 from megatron_eopt.math.low_precision import MOMENTUM_DTYPES, MomentumDtypeT
 from megatron_eopt.math.newton_schulz import ReduceT
 from megatron_eopt.math.orthogonalize import DEFAULT_EPS, Orthogonalization
 from megatron_eopt.matrices import Split, qkv, whole
-from megatron_eopt.optimizers.driver import ParamGroup, loss_of
+from megatron_eopt.optimizers.driver import loss_of
 from megatron_eopt.optimizers.engine import MatrixEngine, Means
 from megatron_eopt.optimizers.muon_driver import (
     WEIGHT_DECAY_METHODS,
     MuonDriver,
     MuonSettings,
     WeightDecayT,
-    shrink,
-    subtract,
 )
 from megatron_eopt.stores.replicated import slab, tensor_parallel_cut
 from megatron_eopt.stores.shard import Shard
 
-HOOKS = ("pre_weight_update_fn_inplace", "post_weight_update_fn_inplace")
-"""What subclasses of emerging-optimizers' class may do to whole parameters around an update."""
-
 
 @dataclass
 class _Plan:
-    """Who computes what, for the groups and settings that ``key`` stands for."""
+    """Who computes what, for the parameters that ``key`` stands for."""
 
-    key: Any
+    key: list[list[int]]
     driver: MuonDriver
     shards: dict[Tensor, Shard]
     alone: dict[Tensor, MatrixEngine] = field(default_factory=dict)  # for single parameters
@@ -57,9 +49,10 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     the update itself are fused over all parameters of a group, and matrices of equal shape share
     one batched orthogonalization.
 
-    A step plans who computes what if parameters, groups or settings are not those of the last step.
-    It is collective over the groups that cut parameters. All else is as in other torch optimizers:
-    nothing but ``state`` and ``param_groups`` holds state.
+    A step plans who computes what if parameters or groups are not those of the last step. It is
+    collective over the groups that cut parameters. All else is as in other torch optimizers:
+    nothing but ``state`` and ``param_groups`` holds state. A subclass that overrides what a step
+    calls for a whole parameter steps one after another, as emerging-optimizers' class does.
 
     Args:
         params: Parameters of shape (out, in) or (experts, out, in), groups of them, or pairs
@@ -80,7 +73,6 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         extra_scale_factor: A further factor on the update, above 0.
         pg_collection: Process groups; ``tp`` and, for experts, ``expt_tp`` are used.
         tp_mode: Where a cut matrix is computed, see :data:`megatron_eopt.base.names.TpModeT`.
-        use_syrk: Compute on emerging-optimizers' SYRK kernels where they can be used, else warn.
         weight_decay_method: "decoupled", "l2" or "independent"; goes before that switch.
         algorithm: Which iteration: "auto", "standard" or "gram".
         backend: Whose kernels compute it.
@@ -94,7 +86,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             "fp8" or "int8", to which it is rounded. State dicts have it in float32.
 
     Raises:
-        ConfigurationError: If a value is unknown or out of bounds.
+        ConfigurationError: If a value is unknown or out of bounds, or for a ``momentum_dtype`` of a
+            subclass that steps whole parameters.
     """
 
     _plan: _Plan | None = None
@@ -119,7 +112,6 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         extra_scale_factor: float = 1.0,
         pg_collection: Any = None,
         tp_mode: TpModeT = "duplicated",
-        use_syrk: bool = False,
         *,
         weight_decay_method: WeightDecayT | None = None,
         algorithm: AlgorithmT = "auto",
@@ -138,8 +130,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         check_choice("momentum_dtype", momentum_dtype, MOMENTUM_DTYPES)
         method = weight_decay_method or ("decoupled" if use_decoupled_weight_decay else "l2")
         check_choice("weight_decay_method", method, WEIGHT_DECAY_METHODS)
-        if use_syrk:
-            backend = on_syrk(backend, fp32_matmul_prec, whole=tp_mode != "distributed")
+        if momentum_dtype != "fp32":
+            self._refuse_own_way("momentum_dtype", momentum_dtype)
         self.orthogonalization = Orthogonalization(
             coefficient_type,
             num_ns_steps,
@@ -170,6 +162,14 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             scaled_orthogonalize_fn=self._orthogonalize_whole,
         )
 
+    def _refuse_own_way(self, argument: str, value: object) -> None:
+        """Raise a ConfigurationError if a subclass steps whole parameters, which know no such."""
+        if not self.steps_in_pieces():
+            name = type(self).__name__
+            rule = f"does not work with {name}, which has a way of its own to step whole parameters"
+            way_out = "Leave it out, or override nothing that a step calls"
+            raise ConfigurationError(argument, value, rule, way_out)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Do one step; collective over the groups that cut parameters.
@@ -181,21 +181,26 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             The closure's loss.
         """
         loss = loss_of(closure)
-        driver = self.plan()
-        driver.init(self.param_groups, self.state)
-        driver.step(self.param_groups, self.state)
+        if self.steps_in_pieces():
+            driver = self.plan()
+            driver.init(self.param_groups, self.state)
+            driver.step(self.param_groups, self.state)
+        else:
+            super().step()
         return loss
 
     def plan(self) -> MuonDriver:
         """Return what steps the groups as they are now; collective if they were others before."""
-        places = [[id(param) for param in group["params"]] for group in self.param_groups]
-        splits = self.split_qkv, self.is_qkv_fn, self.qkv_split_shapes, self.splits
-        key = places, splits, id(self.pg_collection), self.settings, self._means
+        key = [[id(param) for param in group["params"]] for group in self.param_groups]
         if self._plan is None or self._plan.key != key:
             dense, experts = (getattr(self.pg_collection, name, None) for name in ("tp", "expt_tp"))
             # a rank that raises alone would leave the others waiting
             shards = agreed_in(dense, lambda: agreed_in(experts, self._shards))
-            self._plan = _Plan(key, self._driver_for(shards), shards)
+            means = replace(self._means, device=next((p.device for p in shards), "cpu"))
+            driver = self.driver_over(list(shards.values()), means)
+            number_of = {param: number for number, param in enumerate(shards)}
+            driver.attach([[number_of[p] for p in group["params"]] for group in self.param_groups])
+            self._plan = _Plan(key, driver, shards)
         return self._plan.driver
 
     def _shards(self) -> dict[Tensor, Shard]:
@@ -204,10 +209,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         for group in self.param_groups:
             given = group.get("param_names") or [None] * len(group["params"])
             for name, param in zip(given, group["params"], strict=True):
-                shown = name or f"parameter {len(names)}"
-                shown = f"{shown}#{len(names)}" if shown in names else shown
-                names.add(shown)
-                shards[param] = self.shard(shown, param)
+                own = name if name and name not in names else f"{name or 'parameter'} {len(names)}"
+                names.add(own)
+                shards[param] = self.shard(own, param)
         return shards
 
     def follow(self, model_of: Mapping[Tensor, Tensor]) -> None:
@@ -227,7 +231,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         alone = self._plan.alone
         if p not in alone:
             shard = self._plan.shards.get(p) or self.shard("parameter", p)
-            means = replace(self._means, dtype=self._stack_dtype, device=p.device)
+            means = replace(self._means, device=p.device)
             alone[p] = MatrixEngine([shard], self._orthogonalize_stack, means)
         with torch.no_grad():
             return alone[p].updates([grad])[0].to(grad.dtype)
@@ -280,12 +284,13 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     @property
     def _means(self) -> Means:
         whole_only = self.orthogonalization.whole_only
-        return Means(self.tp_mode, self.wave_mb, self.batched, whole_only)
+        return Means(self.tp_mode, self.wave_mb, self.batched, whole_only, self._stack_dtype)
 
     @classmethod
     def steps_in_pieces(cls) -> bool:
         """Whether nothing that a subclass defines needs the whole parameter."""
-        own = ("step", "orthogonalize", "_init_group", *HOOKS)
+        hooks = ("pre_weight_update_fn_inplace", "post_weight_update_fn_inplace")
+        own = ("step", "orthogonalize", "_init_group", *hooks)
         return all(_unhooked(cls, name) is _unhooked(TensorParallelMuon, name) for name in own)
 
     def driver_over(self, shards: Sequence[Shard], means: Means) -> MuonDriver:
@@ -293,41 +298,12 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
         Args:
             shards: The shards.
-            means: How matrices are computed there, but for the dtype, which is the arithmetic's,
-                and the size of waves.
+            means: The mode, the device and the size of teams there; all else is as here.
         """
-        dtype, own = self._stack_dtype, self._means
-        means = replace(means, dtype=dtype, wave_mb=own.wave_mb, whole_only=own.whole_only)
+        means = replace(
+            self._means, mode=means.mode, device=means.device, team_size=means.team_size
+        )
         return MuonDriver(type(self).__name__, self.settings, shards, means)
-
-    def _driver_for(self, shards: Mapping[Tensor, Shard]) -> MuonDriver:
-        """Return what steps the groups, with what a subclass adds."""
-        device = next((param.device for param in shards), "cpu")
-        driver = self.driver_over(list(shards.values()), replace(self._means, device=device))
-        number_of = {param: number for number, param in enumerate(shards)}
-        driver.attach([[number_of[p] for p in group["params"]] for group in self.param_groups])
-        if type(self).orthogonalize is not TensorParallelMuon.orthogonalize:
-            taken = inspect.signature(self.orthogonalize).parameters
-            takes_any = any(one.kind is one.VAR_KEYWORD for one in taken.values())
-            driver.own = functools.partial(self._own_way, None if takes_any else taken.keys())
-        if any(getattr(type(self), f) is not getattr(OrthogonalizedOptimizer, f) for f in HOOKS):
-            driver.apply = self._apply_with_hooks
-        return driver
-
-    def _own_way(
-        self, taken: Container[str] | None, param: Tensor, direction: Tensor, group: ParamGroup
-    ) -> Tensor:
-        """Call a subclass's ``orthogonalize`` as emerging-optimizers' class does.
-
-        It gets the settings of its group that it has ``taken``, all for None.
-        """
-        settings = {
-            key: value
-            for key, value in group.items()
-            if key != "params" and (taken is None or key in taken)
-        }
-        with fp32_matmul_precision(self.fp32_matmul_prec):
-            return self.orthogonalize(param, direction, **settings)
 
     def _orthogonalize_stack(
         self, stack: Tensor, matrices: Sequence[int], reduce: ReduceT | None, shape: tuple[int, int]
@@ -347,18 +323,10 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def _init_group(self, group: dict[str, Any], skip_non_grad_params: bool = True) -> None:
         """Make the state of all parameters exist, as loading needs; the group does not matter."""
-        self.plan().init(self.param_groups, self.state)
-
-    def _apply_with_hooks(
-        self, group: ParamGroup, params: Sequence[Tensor], updates: Sequence[Tensor], rate: float
-    ) -> None:
-        shrink(params, rate)
-        updates = [update.to(param.dtype) for param, update in zip(params, updates, strict=True)]
-        for param, update in zip(params, updates, strict=True):
-            self.pre_weight_update_fn_inplace(param, update)
-        subtract(group, params, updates)
-        for param in params:
-            self.post_weight_update_fn_inplace(param)
+        if self.steps_in_pieces():
+            self.plan().init(self.param_groups, self.state)
+        else:
+            super()._init_group(group, skip_non_grad_params)
 
     def _orthogonalize_whole(self, matrix: Tensor) -> Tensor:
         """Return the update of one whole matrix; a step takes many together, and not this way."""

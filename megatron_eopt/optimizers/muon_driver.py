@@ -4,7 +4,8 @@ Weight decay, momentum and the update itself are element by element and do not c
 stored, so they act on what a rank stores. Only directions travel, and come back as updates.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -17,10 +18,10 @@ from megatron_eopt.math.low_precision import MomentumDtypeT
 from megatron_eopt.math.newton_schulz import ReduceT
 from megatron_eopt.math.orthogonalize import Orthogonalization
 from megatron_eopt.optimizers.driver import Driver, ParamGroup, State
-from megatron_eopt.optimizers.engine import MatrixEngine, Means, UpdateT, engines_of
+from megatron_eopt.optimizers.engine import Means, UpdateT, engines_of
 from megatron_eopt.optimizers.modes import Schedule
 from megatron_eopt.optimizers.momentum import RoundedMomentum
-from megatron_eopt.optimizers.step_stats import StepStats
+from megatron_eopt.optimizers.step_stats import ORTHOGONALIZATION, StepStats
 from megatron_eopt.stores.shard import Shard
 
 WeightDecayT = Literal["decoupled", "l2", "independent"]
@@ -29,13 +30,6 @@ arXiv:1711.05101), ``independent`` by ``weight_decay`` whatever the learning rat
 ``weight_decay * weight`` to the gradient."""
 
 WEIGHT_DECAY_METHODS: tuple[WeightDecayT, ...] = get_args(WeightDecayT)
-
-type OrthogonalizeT = Callable[[Tensor, Tensor, ParamGroup], Tensor]
-"""A subclass's own way: gets a parameter, what to orthogonalize and its group; returns the update.
-"""
-
-type Apply = Callable[[ParamGroup, Sequence[Tensor], Sequence[Tensor], float], None]
-"""Shrinks parameters of one group by a rate, and subtracts updates from them."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +54,6 @@ class Stepped:
 class MuonDriver(Driver):
     """Steps Muon; see Note [Phases of a step]. The dtype of ``means`` is the arithmetic's."""
 
-    needs_matrices = True
     tells_updates = True
 
     def __init__(
@@ -76,11 +69,7 @@ class MuonDriver(Driver):
         if settings.momentum_dtype != "fp32":
             self.rounding = RoundedMomentum(settings.momentum_dtype, shards, means.device)
             self.dispensable = frozenset({MOMENTUM_SCALE, STEP})
-        self.apply: Apply = subtract  # a class's hooks may do more
-        self.own: OrthogonalizeT | None = None  # takes the place of our orthogonalization
-        # statistics put their own around these
-        self._apply: Callable[[Sequence[Stepped], Mapping[int, Tensor]], None] = self._apply_updates
-        self._orthogonalize: Callable[..., None] = self._replace_by_factors
+        self._stats: StepStats | None = None
 
     @property
     def schedules(self) -> list[Schedule]:
@@ -102,9 +91,7 @@ class MuonDriver(Driver):
     def measure(self, stats: StepStats | None) -> None:
         """Let steps be measured from now on, or no longer."""
         super().measure(stats)
-        self._apply, self._orthogonalize = self._apply_updates, self._replace_by_factors
-        if stats is not None:
-            self._apply, self._orthogonalize = stats.around(self._apply, self._orthogonalize)
+        self._stats = stats
 
     def init(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Make every momentum exist, and where it is rounded a counter."""
@@ -155,24 +142,14 @@ class MuonDriver(Driver):
             if param.grad is not None
         }
         self._count(state[item.param] for item in stepped.values())
-        if self.own is not None:
-            self._step_in_its_own_way(self.own, stepped, state)
-            return
         for place, (numbers, _) in enumerate(self.engines):
             self._step_with(place, {n: stepped[n] for n in numbers if n in stepped}, state)
-
-    def _step_in_its_own_way(
-        self, own: OrthogonalizeT, stepped: Mapping[int, Stepped], state: State
-    ) -> None:
-        found = self._directions(range(len(self.shards)), stepped, state)
-        updates = {n: own(stepped[n].param, d, stepped[n].group) for n, d in found.items()}
-        self._apply(list(stepped.values()), updates)
 
     def _step_with(self, place: int, stepped: Mapping[int, Stepped], state: State) -> None:
         engine = self.engines[place][1]
         if engine.ranks.group is None and not stepped:
             return
-        self._prepare(place, stepped, state)
+        self._begin(place, stepped, state)
 
         def params(names: Iterable[str]) -> list[Tensor]:
             numbers = (self._numbers[name] for name in names)
@@ -192,7 +169,7 @@ class MuonDriver(Driver):
 
         def store(results: Mapping[str, Tensor]) -> None:
             updates = {self._numbers[name]: update for name, update in results.items()}
-            self._finished(place, updates)
+            self._returned(place, updates)
             self._apply([stepped[n] for n in updates if n in stepped], updates)
 
         if self.host is None:
@@ -200,8 +177,9 @@ class MuonDriver(Driver):
         else:
             arriving = engine.redistribution.arriving
             self.host.run(engine.run, load, store, params, arriving, state)
+        self._end(place)
 
-    def _prepare(self, place: int, stepped: Mapping[int, Stepped], state: State) -> None:
+    def _begin(self, place: int, stepped: Mapping[int, Stepped], state: State) -> None:
         """Begin a step of one engine."""
 
     def _inputs(
@@ -212,8 +190,11 @@ class MuonDriver(Driver):
         places = {n: place_of(self.shards[n].name) for n in stepped}
         return self._directions(self._arriving(place, wave), stepped, state, self._dtype, places)
 
-    def _finished(self, place: int, updates: Mapping[int, Tensor]) -> None:
+    def _returned(self, place: int, updates: Mapping[int, Tensor]) -> None:
         """Act on updates that came back, in place."""
+
+    def _end(self, place: int) -> None:
+        """End a step of one engine."""
 
     def _arriving(self, place: int, wave: int) -> list[int]:
         """Return the shards that a wave is the first to need, on any rank."""
@@ -249,16 +230,11 @@ class MuonDriver(Driver):
         dtype: torch.dtype | None,
         places: Mapping[int, Tensor | None],
     ) -> dict[int, Tensor]:
-        """Mix gradients into momenta, group by group.
-
-        A class's own way, which is given the weights, finds them decayed.
-        """
+        """Mix gradients into momenta, group by group."""
         found: dict[int, Tensor] = {}
         for group, members in _by_group(stepped.values()):
             params = [item.param for item in members]
             grads = gradients(params, group, self.settings.weight_decay_method)
-            if self.own is not None:
-                shrink(params, self._rate_of(group))
             momenta = [state[param][MOMENTUM] for param in params]
             mixed = directions(
                 [grad.to(kept.dtype) for grad, kept in zip(grads, momenta, strict=True)],
@@ -281,14 +257,14 @@ class MuonDriver(Driver):
             for values in states:
                 values[STEP] += 1
 
-    def _apply_updates(self, stepped: Sequence[Stepped], updates: Mapping[int, Tensor]) -> None:
+    def _apply(self, stepped: Sequence[Stepped], updates: Mapping[int, Tensor]) -> None:
+        if self._stats is not None:
+            numbers = [item.number for item in stepped]
+            self._stats.count_updates(numbers, [updates[number] for number in numbers])
         for group, members in _by_group(stepped):
             mine = [updates[item.number] for item in members]
-            rate = 0.0 if self.own is not None else self._rate_of(group)
-            self.apply(group, [item.param for item in members], mine, rate)
-
-    def _rate_of(self, group: ParamGroup) -> float:
-        return decay_rate(group, self.settings.weight_decay_method)
+            rate = decay_rate(group, self.settings.weight_decay_method)
+            subtract(group, [item.param for item in members], mine, rate)
 
     def _update_of(self, place: int) -> UpdateT:
         scales = self.settings.orthogonalization.scales
@@ -296,23 +272,28 @@ class MuonDriver(Driver):
         def update(
             stack: Tensor, matrices: Sequence[int], reduce: ReduceT | None, shape: tuple[int, int]
         ) -> None:
-            self._orthogonalize(
-                self.engines[place][1], matrices, stack, reduce, shape, scales(shape)
-            )
+            self._orthogonalize(place, stack, matrices, reduce, shape, scales(shape))
 
         return update
 
-    def _replace_by_factors(
+    def _orthogonalize(
         self,
-        engine: MatrixEngine,
-        matrices: Sequence[int],
+        place: int,
         stack: Tensor,
+        matrices: Sequence[int],
         reduce: ReduceT | None,
         shape: tuple[int, int],
         scales: tuple[float, ...] = (),
     ) -> None:
         """Replace a stack of one engine's matrices by orthogonal factors times ``scales``."""
-        self.settings.orthogonalization.factors_(stack, reduce, shape, scales)
+        compute = self.settings.orthogonalization
+        if self._stats is None:
+            compute.factors_(stack, reduce, shape, scales)
+            return
+        with self._stats.meter.span(ORTHOGONALIZATION):
+            compute.factors_(stack, reduce, shape, scales)
+        engine = self.engines[place][1]
+        self._stats.look_at(engine, matrices, stack, reduce, shape, math.prod(scales))
 
 
 def _by_group(stepped: Iterable[Stepped]) -> list[tuple[ParamGroup, list[Stepped]]]:

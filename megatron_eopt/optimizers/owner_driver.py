@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron_eopt.base.address import address_of
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import ELEMENT_WISE_STATE, STEP
-from megatron_eopt.base.places import place_of
 from megatron_eopt.layouts import Matrix, Redistribution, WaveBatch
 from megatron_eopt.layouts.redistribution import LoadT, StoreT
 from megatron_eopt.optimizers.driver import (
@@ -48,7 +48,7 @@ class OwnerDriver(Driver):
     some whole weights.
     """
 
-    needs_matrices = counts_matrices = True
+    counts_matrices = True
 
     def __init__(
         self,
@@ -270,7 +270,7 @@ class OwnerDriver(Driver):
                         self._own_groups[number] = {**group, "params": []}
             for param, place in members.values():
                 by_rows(self.owned_state[param])
-                if place_of(param) != place_of(place):
+                if address_of(param) != address_of(place):
                     place.copy_(param.detach())
                 param.data, param.grad = place.new_empty(0), None
             if self.host is not None:

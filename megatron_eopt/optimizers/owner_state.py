@@ -70,21 +70,6 @@ class OwnerState:
             states[entry.shard][entry.name] = value
         return states
 
-    def check(
-        self, groups: Sequence[ParamGroup], state: State, saved: Sequence[Mapping[str, Any]]
-    ) -> None:
-        """Raise unless :meth:`adopt` could take over what was saved; collective.
-
-        Raises:
-            ConfigurationError: On all ranks, if something is missing or has another shape.
-        """
-        _, entries = self._survey(groups, state)
-        mine = [p for entry in entries if (p := self._misfit(entry, saved[entry.shard]))]
-        known = of_every_rank(mine, self._ranks.group)
-        if problems := sorted({problem for some in known for problem in some}):
-            way_out = "Load what this optimizer saved"
-            raise ConfigurationError("state_dict", "incomplete", problems[0], way_out)
-
     def adopt(
         self, groups: Sequence[ParamGroup], state: State, saved: Sequence[Mapping[str, Any]]
     ) -> None:
@@ -114,15 +99,6 @@ class OwnerState:
         matrices = self._driver.shards[item.shard].split.matrices
         prefix = (matrices[item.matrix].name,) if len(matrices) > 1 else ()
         return "/".join((*prefix, *item.path))
-
-    def _misfit(self, entry: _Entry, saved: Mapping[str, Any]) -> str:
-        name = self._driver.shards[entry.shard].name
-        if entry.name not in saved:
-            return f"lacks {entry.name!r} of {name}"
-        shape = tuple(getattr(saved[entry.name], "shape", ()))
-        if entry.shape is not None and shape != entry.shape:
-            return f"has the shape {shape} and not {entry.shape} for {entry.name!r} of {name}"
-        return ""
 
     def _cut(self, entry: _Entry, whole: Tensor) -> Tensor:
         """Return this rank's rows of a tensor that its owner alone passes; collective."""

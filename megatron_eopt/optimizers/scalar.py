@@ -4,13 +4,11 @@ Transformer Engine's fused ones are used where they are installed, else NVIDIA A
 megatron-core makes the same choice, so the classes are taken from it.
 """
 
-import logging
 from typing import Any
 
 import torch
 from emerging_optimizers.scalar_optimizers import Lion
 from megatron.core import optimizer as megatron_optimizer
-from megatron.core.utils import log_single_rank
 from torch._guards import detect_fake_mode
 
 from megatron_eopt.base.errors import ConfigurationError
@@ -20,8 +18,6 @@ from megatron_eopt.optimizers.driver import InitState, empty_states, zeros
 from megatron_eopt.settings.arguments import offload_arguments, scalar_arguments
 from megatron_eopt.settings.registry import init_state
 from megatron_eopt.settings.settings import RunSettings
-
-logger = logging.getLogger(__name__)
 
 _FUSED = {megatron_optimizer.Adam, megatron_optimizer.SGD}
 """Where Transformer Engine or Apex is installed, else torch's."""
@@ -61,8 +57,6 @@ def build_scalar_optimizer(
         init_state_fn = _init_precision_aware if settings.precision_aware else moments
     else:
         optimizer = (torch.optim.AdamW if decoupled else torch.optim.Adam)(groups, **kwargs)
-    if not plain:
-        _log_choice(type(optimizer))
     return optimizer, init_state_fn
 
 
@@ -97,15 +91,3 @@ def _init_fused_sgd(opt: Any, config: Any = None) -> None:
     for state, param in empty_states(opt):
         if id(param) in moving:
             state[MOMENTUM] = torch.zeros_like(param.data)
-
-
-_logged: set[type] = set()
-
-
-def _log_choice(cls: type) -> None:
-    if cls not in _logged:
-        _logged.add(cls)
-        is_torch = megatron_optimizer.USING_PYTORCH_OPTIMIZER
-        hint = "; no fused one is installed" if is_torch else ""
-        line = f"scalar parameters use {cls.__module__}.{cls.__qualname__}{hint}"
-        log_single_rank(logger, logging.INFO, line)

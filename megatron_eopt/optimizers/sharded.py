@@ -56,7 +56,6 @@ class ShardedOptimizer(CompositeOptimizer):
         names: Mapping[Tensor, str],
     ) -> None:
         self.names = dict(names)
-        self._copies: set[Tensor] = set()  # which never require gradients
         self._params = {driver: list(params) for driver, _, params in served}
         super().__init__(groups, [(driver, places) for driver, places, _ in served])
         self._attach()
@@ -89,7 +88,6 @@ class ShardedOptimizer(CompositeOptimizer):
             replaced: Former to present tensor, cut and placed alike.
         """
         self.names = {replaced.get(param, param): name for param, name in self.names.items()}
-        self._copies.update(replaced.values())
         self._params = {
             driver: [replaced.get(param, param) for param in params]
             for driver, params in self._params.items()
@@ -154,12 +152,10 @@ class ShardedOptimizer(CompositeOptimizer):
         Raises:
             ConfigurationError: On all ranks, if an owner keeps what could not be restored.
         """
-        published: dict[Driver, list[dict[str, Any]]] = {}
-        for driver in self.drivers:
+        published: dict[OwnerDriver, list[dict[str, Any]]] = {}
+        for driver, owned in self._owned.items():
             with self.scene(driver) as (groups, state):
-                driver.complete(groups, state)
-                if driver in self._owned:
-                    published[driver] = self._owned[driver].publish(groups, state)
+                published[driver] = owned.publish(groups, state)
         for driver, found in published.items():
             for param, found_of in zip(self._params[driver], found, strict=True):
                 self.state[param].update(found_of)
@@ -173,20 +169,18 @@ class ShardedOptimizer(CompositeOptimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over groups and state; collective. What is frozen keeps state that is missing.
+        """Take over groups and state; collective.
 
         Raises:
-            ConfigurationError: On all ranks, if state of a parameter is missing; nothing has
+            ConfigurationError: On all ranks, if state of a parameter is missing; no number has
                 changed then.
         """
-        frozen = self._state_of_frozen()
-        loaded = agreed(lambda: self._fitting(state_dict, frozen))
-        filled = {key: loaded[param] for key, param in self._saved_under(state_dict)}
-        state_dict = {**state_dict, "state": filled}
         for driver, owned in self._owned.items():
             with self.scene(driver) as (groups, state):
                 driver.expect(groups, state)
-                owned.check(groups, state, [loaded[param] for param in self._params[driver]])
+                names = owned.names(groups, state)
+            self._stand_for(driver, names)
+        agreed(lambda: self._refuse_gaps(state_dict))
         super().load_state_dict(state_dict)
         self._restore_dtypes(state_dict)
         self.pack()
@@ -219,21 +213,9 @@ class ShardedOptimizer(CompositeOptimizer):
         for param, names in zip(self._params[driver], kinds, strict=True):
             self.state[param] = dict.fromkeys(names)
 
-    def _state_of_frozen(self) -> dict[Tensor, Mapping[str, Any]]:
-        """Return the state of parameters frozen since, of which torch loads none; collective."""
-        frozen = {param for param in self.names if not param.requires_grad} - self._copies
-        if not frozen:
-            return {}
-        saved = self.state_dict()
-        pairs = self._saved_under(saved)
-        return {p: saved["state"].get(key, {}) for key, p in pairs if p in frozen}
-
-    def _fitting(
-        self, state_dict: Mapping[str, Any], frozen: Mapping[Tensor, Mapping[str, Any]]
-    ) -> dict[Tensor, Mapping[str, Any]]:
-        """Return what a state dict has of each parameter, if it has all that a step needs."""
-        pairs = self._saved_under(state_dict)
-        loaded = {p: state_dict["state"].get(key, frozen.get(p, {})) for key, p in pairs}
+    def _refuse_gaps(self, state_dict: Mapping[str, Any]) -> None:
+        """Raise unless a state dict has all state that a step needs."""
+        loaded = {p: state_dict["state"].get(key, {}) for key, p in self._saved_under(state_dict)}
         for driver in self.drivers:
             for param in self._params[driver]:
                 kept = self.state[param].keys() - driver.dispensable
@@ -241,7 +223,6 @@ class ShardedOptimizer(CompositeOptimizer):
                     rule = f"lacks {', '.join(missing)} of {self.names[param]}"
                     way_out = "Load what this optimizer saved, or import_torch_muon"
                     raise ConfigurationError("state_dict", "incomplete", rule, way_out)
-        return loaded
 
     def _saved_under(self, state_dict: Mapping[str, Any]) -> Iterator[tuple[Any, Tensor]]:
         """Yield the key of each parameter's state in a state dict."""

@@ -6,9 +6,8 @@ Gram matrix; numbers stay where they are computed until somebody reads them.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,54 +39,29 @@ class StepStats:
         self.residuals: list[Tensor] = []
         self.samples = 0.0
 
-    def around(
-        self, apply: Callable[..., None], orthogonalize: Callable[..., None]
-    ) -> tuple[Callable[..., None], Callable[..., None]]:
-        """Return a Muon driver's functions with measurements of what they do."""
-
-        def applied(stepped: Sequence[Any], updates: Mapping[int, Tensor]) -> None:
-            numbers = [item.number for item in stepped]
-            self._count(numbers, [updates[number] for number in numbers])
-            apply(stepped, updates)
-
-        def orthogonalized(
-            engine: MatrixEngine,
-            matrices: Sequence[int],
-            stack: Tensor,
-            reduce: ReduceT | None,
-            shape: tuple[int, int],
-            scales: tuple[float, ...] = (),
-        ) -> None:
-            with self.meter.span(ORTHOGONALIZATION):
-                orthogonalize(engine, matrices, stack, reduce, shape, scales)
-            share = engine.work.matrices[matrices[0]].share
-            sample = sample_of(len(engine.names))
-            self._look_at(sample, matrices, stack, reduce, shape, math.prod(scales), share)
-
-        return applied, orthogonalized
-
-    def _count(self, numbers: Sequence[int], updates: Sequence[Tensor]) -> None:
+    def count_updates(self, numbers: Sequence[int], updates: Sequence[Tensor]) -> None:
         """Count the updates of shards."""
         shares = [self._shares.get(number, 0.0) for number in numbers]
         self.squares += sum_of_squares(updates, shares, self.squares.device)
         self.elements += sum(s * u.numel() for s, u in zip(shares, updates, strict=True))
 
-    def _look_at(
+    def look_at(
         self,
-        sample: Collection[int],
+        engine: MatrixEngine,
         matrices: Sequence[int],
         stack: Tensor,
         reduce: ReduceT | None,
         shape: tuple[int, int],
         scale: float,
-        share: float,
     ) -> None:
-        """Look at those ``matrices`` of a stack that are in the sample.
+        """Look at those of an engine's ``matrices`` in a stack that are in the sample.
 
         The stack ``(batch, rows, cols)`` has orthogonal factors times ``scale``, of matrices of
-        this ``shape``; with ``reduce`` this rank's pieces of them. A matrix counts its ``share``
-        here, one over the ranks that compute it.
+        this ``shape``; with ``reduce`` this rank's pieces of them. A matrix counts its share here,
+        one over the ranks that compute it.
         """
+        sample = sample_of(len(engine.names))
+        share = engine.work.matrices[matrices[0]].share
         for matrix, number in zip(stack, matrices, strict=True):
             if scale and number in sample:
                 factor = matrix.to(torch.float32) / scale

@@ -14,9 +14,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_eopt.layouts import assign_owners, iteration_cost
+from megatron_eopt.layouts import assign_owners
 from megatron_eopt.layouts.assignment import Float64Array
 from megatron_eopt.layouts.boxes import Int64Array
+from megatron_eopt.math import standard_flops
 
 COLLECTIVE = 1e9
 """What a rank could compute in the time of one collective: FLOPs of a GPU in microseconds, and of a
@@ -81,7 +82,7 @@ def assign_teams(
 
 
 def _cost(m: int, n: int, size: int, element_size: int) -> float:
-    alone = iteration_cost(int(m), int(n))
+    alone = standard_flops(int(m), int(n))
     if size == 1:
         return alone
     if m % size or n % size:

@@ -1,73 +1,23 @@
-"""Shapes of decoder-only language models, in Megatron's words.
+"""Shapes of decoder-only language models: published ones, and those of Megatron's flags.
 
 All that decides weights is here, with these choices made: norms are RMSNorm, positions are rotary,
 and no linear layer has a bias except, if asked for, that of Q, K and V. Layers that predict further
 tokens are left out.
 """
 
-from dataclasses import dataclass, fields
+import argparse
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
-from megatron_eopt.base.errors import ConfigurationError, check_number
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.training.arguments import moe_freq_type
 
-__all__ = ["PUBLISHED", "SEQ_LENGTH", "Architecture", "Experts", "LatentAttention"]
+from megatron_eopt.base.errors import ConfigurationError
 
 SEQ_LENGTH = 4096
 """Tokens of a sequence where nothing says otherwise."""
-
-
-@dataclass(frozen=True)
-class LatentAttention:
-    """Multi-latent attention: queries, and keys with values, come from vectors of low rank.
-
-    Attributes:
-        q_lora_rank: Rank of the queries; None if they are projected at once.
-        kv_lora_rank: Rank of keys and values.
-        qk_head_dim: Part of a head's query and key that has no position.
-        qk_pos_emb_head_dim: Part that has; all heads share the key's.
-        v_head_dim: Size of a head's value.
-
-    Raises:
-        ConfigurationError: If a size is below 1.
-    """
-
-    q_lora_rank: int | None
-    kv_lora_rank: int
-    qk_head_dim: int
-    qk_pos_emb_head_dim: int
-    v_head_dim: int
-
-    def __post_init__(self) -> None:
-        _check_sizes(self)
-
-
-@dataclass(frozen=True)
-class Experts:
-    """The layers with a mixture of experts.
-
-    Attributes:
-        num_moe_experts: Routed experts of a layer.
-        moe_ffn_hidden_size: Inner size of one.
-        moe_router_topk: How many of them a token passes.
-        moe_shared_expert_intermediate_size: Inner size of all shared experts together; None if
-            there are none.
-        moe_layer_freq: Every how manieth layer has experts, from the first on; or 1 for each layer
-            that has them and 0 for each dense one.
-
-    Raises:
-        ConfigurationError: If a size is below 1, or a token passes more experts than there are.
-    """
-
-    num_moe_experts: int
-    moe_ffn_hidden_size: int
-    moe_router_topk: int
-    moe_shared_expert_intermediate_size: int | None = None
-    moe_layer_freq: int | tuple[int, ...] = 1
-
-    def __post_init__(self) -> None:
-        _check_sizes(self)
-        if self.moe_router_topk > self.num_moe_experts:
-            rule = f"must be at most the {self.num_moe_experts} experts"
-            raise ConfigurationError("moe_router_topk", self.moe_router_topk, rule, "Lower it")
 
 
 @dataclass(frozen=True)
@@ -76,163 +26,87 @@ class Architecture:
 
     Attributes:
         name: For people.
-        num_layers: Transformer layers.
-        hidden_size: Size of a token's vector.
-        ffn_hidden_size: Inner size of a dense MLP.
-        num_attention_heads: Heads of the queries.
-        num_query_groups: Heads of keys, and of values; without meaning if attention is latent.
-        kv_channels: Size of a head; without meaning if attention is latent.
         vocab_size: Rows of the embedding, padding included.
-        gated: Whether MLPs are gated (SwiGLU).
+        fields: Its layers, as fields of Megatron's ``TransformerConfig``; of its
+            ``MLATransformerConfig`` if ``kv_lora_rank`` is among them.
         untied: Whether the output layer has a weight of its own.
-        add_qkv_bias: Whether Q, K and V have biases.
-        qk_layernorm: Whether queries and keys are normalized; if attention is latent, its latent
-            vectors.
-        latent: Multi-latent attention, if it has that.
-        experts: Mixtures of experts, if it has them.
         seq_length: Tokens of a sequence in training. No weight depends on it.
-
-    Raises:
-        ConfigurationError: If a size is below 1, or two do not go together.
     """
 
     name: str
-    num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_attention_heads: int
-    num_query_groups: int
-    kv_channels: int
     vocab_size: int
-    gated: bool = True
+    fields: Mapping[str, Any]
     untied: bool = True
-    add_qkv_bias: bool = False
-    qk_layernorm: bool = False
-    latent: LatentAttention | None = None
-    experts: Experts | None = None
     seq_length: int = SEQ_LENGTH
-
-    def __post_init__(self) -> None:
-        _check_sizes(self)
-        if self.num_attention_heads % self.num_query_groups:
-            rule = f"must divide the {self.num_attention_heads} attention heads"
-            way_out = "Give each group equally many heads"
-            raise ConfigurationError("num_query_groups", self.num_query_groups, rule, way_out)
-        if self.latent and self.add_qkv_bias:
-            rule = "has no meaning with multi-latent attention, which has no biases"
-            raise ConfigurationError("add_qkv_bias", True, rule, "Leave one of them out")
-        if self.experts:
-            self._check_frequency(self.experts.moe_layer_freq)
-
-    def _check_frequency(self, value: int | tuple[int, ...]) -> None:
-        if isinstance(value, int):
-            return
-        rule = f"must be a number, or {self.num_layers} times 0 or 1, not all of them 0"
-        if len(value) != self.num_layers or not set(value) <= {0, 1} or not any(value):
-            way_out = "Give one number for each layer"
-            raise ConfigurationError("moe_layer_freq", value, rule, way_out)
 
     @property
     def moe_layers(self) -> tuple[bool, ...]:
         """Whether each layer has experts."""
-        if self.experts is None:
-            return (False,) * self.num_layers
-        every = self.experts.moe_layer_freq
+        layers: int = self.fields["num_layers"]
+        every = self.fields.get("moe_layer_freq", 1)
+        if "num_moe_experts" not in self.fields:
+            return (False,) * layers
         if isinstance(every, int):
-            return tuple(layer % every == 0 for layer in range(self.num_layers))
+            return tuple(layer % every == 0 for layer in range(layers))
         return tuple(map(bool, every))
 
-    @property
-    def total_parameters(self) -> int:
-        """Parameters of the model: a tied embedding counts once."""
-        embeddings = (2 if self.untied else 1) * self.vocab_size * self.hidden_size
-        vectors = self.num_layers * self._vectors() + self.hidden_size
-        experts = self.experts.num_moe_experts if self.experts else 0
-        return embeddings + vectors + self._matrices(experts)
 
-    @property
-    def active_parameters(self) -> int:
-        """Elements of the matrices that one token is multiplied by in a forward pass.
-
-        The output layer is among them, tied or not; the embedding, which is looked up, is not. Of
-        the routed experts those count that a token passes.
-        """
-        experts = self.experts.moe_router_topk if self.experts else 0
-        return self.vocab_size * self.hidden_size + self._matrices(experts)
-
-    def _matrices(self, experts: int) -> int:
-        """Return the elements of all layers' matrices, with ``experts`` routed ones in a layer."""
-        with_experts = sum(self.moe_layers)
-        dense = (self.num_layers - with_experts) * self._mlp(self.ffn_hidden_size)
-        mixed = with_experts * self._mixture(experts)
-        return self.num_layers * self._attention() + dense + mixed
-
-    def _attention(self) -> int:
-        heads, hidden, latent = self.num_attention_heads, self.hidden_size, self.latent
-        if latent is None:
-            return 2 * hidden * self.kv_channels * (heads + self.num_query_groups)
-        query = heads * (latent.qk_head_dim + latent.qk_pos_emb_head_dim)
-        rank = latent.q_lora_rank
-        queries = hidden * query if rank is None else rank * (hidden + query)
-        keys = hidden * (latent.kv_lora_rank + latent.qk_pos_emb_head_dim)
-        values = latent.kv_lora_rank * heads * (latent.qk_head_dim + latent.v_head_dim)
-        return queries + keys + values + heads * latent.v_head_dim * hidden
-
-    def _mlp(self, inner: int) -> int:
-        return (3 if self.gated else 2) * self.hidden_size * inner
-
-    def _mixture(self, routed: int) -> int:
-        if self.experts is None:
-            return 0
-        router = self.experts.num_moe_experts * self.hidden_size
-        shared = self.experts.moe_shared_expert_intermediate_size or 0
-        return router + routed * self._mlp(self.experts.moe_ffn_hidden_size) + self._mlp(shared)
-
-    def _vectors(self) -> int:
-        """Return the elements of one layer's norms and biases."""
-        found = 2 * self.hidden_size
-        if self.qk_layernorm and self.latent:
-            found += (self.latent.q_lora_rank or 0) + self.latent.kv_lora_rank
-        elif self.qk_layernorm:
-            found += 2 * self.kv_channels
-        if self.add_qkv_bias:
-            found += self.kv_channels * (self.num_attention_heads + 2 * self.num_query_groups)
-        return found
-
-
-def _check_sizes(shape: Architecture | Experts | LatentAttention) -> None:
-    for field in fields(shape):
-        value = getattr(shape, field.name)
-        if isinstance(value, int) and not isinstance(value, bool):
-            check_number(field.name, value, at_least=1)
+def _published(
+    name: str, vocabulary: int, seq_length: int = SEQ_LENGTH, **fields: Any
+) -> Architecture:
+    fields |= {"gated_linear_unit": True, "kv_channels": 128}
+    return Architecture(name, vocabulary, fields, True, seq_length)
 
 
 def _llama(name: str, layers: int, hidden: int, inner: int, heads: int) -> Architecture:
-    return Architecture(name, layers, hidden, inner, heads, 8, 128, 128256, seq_length=8192)
+    return _published(
+        name,
+        128256,
+        8192,
+        num_layers=layers,
+        hidden_size=hidden,
+        ffn_hidden_size=inner,
+        num_attention_heads=heads,
+        num_query_groups=8,
+    )
 
 
-def _qwen3(
-    name: str, layers: int, hidden: int, inner: int, heads: int, experts: Experts
-) -> Architecture:
-    return Architecture(
-        name, layers, hidden, inner, heads, 4, 128, 151936, qk_layernorm=True, experts=experts
+def _qwen3(name: str, layers: int, hidden: int, heads: int, expert: int) -> Architecture:
+    return _published(
+        name,
+        151936,
+        num_layers=layers,
+        hidden_size=hidden,
+        ffn_hidden_size=3 * hidden,
+        num_attention_heads=heads,
+        num_query_groups=4,
+        qk_layernorm=True,
+        num_moe_experts=128,
+        moe_ffn_hidden_size=expert,
+        moe_router_topk=8,
     )
 
 
 def _deepseek(name: str, heads: int, vocabulary: int, experts: int, dense: int) -> Architecture:
     """Return a model whose first layers are ``dense``."""
-    return Architecture(
+    return _published(
         name,
-        61,
-        7168,
-        18432,
-        heads,
-        heads,
-        128,
         vocabulary,
+        num_layers=61,
+        hidden_size=7168,
+        ffn_hidden_size=18432,
+        num_attention_heads=heads,
         qk_layernorm=True,
-        latent=LatentAttention(1536, 512, 128, 64, 128),
-        experts=Experts(experts, 2048, 8, 2048, (0,) * dense + (1,) * (61 - dense)),
+        q_lora_rank=1536,
+        kv_lora_rank=512,
+        qk_head_dim=128,
+        qk_pos_emb_head_dim=64,
+        v_head_dim=128,
+        num_moe_experts=experts,
+        moe_ffn_hidden_size=2048,
+        moe_router_topk=8,
+        moe_shared_expert_intermediate_size=2048,
+        moe_layer_freq=[0] * dense + [1] * (61 - dense),
     )
 
 
@@ -242,8 +116,8 @@ PUBLISHED: dict[str, Architecture] = {
         _llama("Llama-3-8B", 32, 4096, 14336, 32),
         _llama("Llama-3-70B", 80, 8192, 28672, 64),
         _llama("Llama-3-405B", 126, 16384, 53248, 128),
-        _qwen3("Qwen3-30B-A3B", 48, 2048, 6144, 32, Experts(128, 768, 8)),
-        _qwen3("Qwen3-235B-A22B", 94, 4096, 12288, 64, Experts(128, 1536, 8)),
+        _qwen3("Qwen3-30B-A3B", 48, 2048, 32, 768),
+        _qwen3("Qwen3-235B-A22B", 94, 4096, 64, 1536),
         _deepseek("DeepSeek-V3", 128, 129280, 256, 3),
         _deepseek("Kimi-K2", 64, 163840, 384, 1),
     )
@@ -251,3 +125,95 @@ PUBLISHED: dict[str, Architecture] = {
 """Models by name, as in config.json of meta-llama/Meta-Llama-3-8B and -70B,
 meta-llama/Llama-3.1-405B, Qwen/Qwen3-30B-A3B and Qwen3-235B-A22B, deepseek-ai/DeepSeek-V3 and
 moonshotai/Kimi-K2-Base; sequences as long as in pre-training before contexts are extended."""
+
+_FLAGS = {
+    "num-layers": "transformer layers",
+    "hidden-size": "size of a token's vector",
+    "ffn-hidden-size": "inner size of a dense MLP (4 times the hidden size, or 8/3 times if gated)",
+    "num-attention-heads": "heads of the queries",
+    "num-query-groups": "heads of keys and values with --group-query-attention (1)",
+    "kv-channels": "size of a head (the hidden size over the heads)",
+    "vocab-size": "rows of the embedding, padding included",
+    "seq-length": f"tokens of a sequence ({SEQ_LENGTH})",
+    "q-lora-rank": "rank of latent queries (none)",
+    "kv-lora-rank": "rank of latent keys and values (32)",
+    "qk-head-dim": "part of a latent head without position (128)",
+    "qk-pos-emb-head-dim": "part of a latent head with position (64)",
+    "v-head-dim": "size of a latent head's value (128)",
+    "num-experts": "routed experts of a layer",
+    "moe-ffn-hidden-size": "inner size of an expert (that of a dense MLP)",
+    "moe-router-topk": "experts that a token passes (2)",
+    "moe-shared-expert-intermediate-size": "inner size of all shared experts together",
+}
+_SWITCHES = {
+    "group-query-attention": "share keys and values among heads",
+    "multi-latent-attention": "make queries, keys and values from vectors of low rank",
+    "swiglu": "gated MLPs",
+    "add-qkv-bias": "biases of queries, keys and values",
+    "qk-layernorm": "norms of queries and keys",
+    "untie-embeddings-and-output-weights": "give the output layer a weight of its own",
+}
+_NAMES = (*_FLAGS, *_SWITCHES, "moe-layer-freq")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add Megatron's flags of an architecture to a parser, in a group of their own.
+
+    Args:
+        parser: Gets them; what it parses, as a mapping, is what :func:`from_flags` takes.
+    """
+    group = parser.add_argument_group("architecture, in Megatron's flags")
+    for name, text in _FLAGS.items():
+        group.add_argument(f"--{name}", type=int, metavar="N", help=text)
+    for name, text in _SWITCHES.items():
+        group.add_argument(f"--{name}", action="store_true", default=None, help=text)
+    text = 'every how manieth layer has experts (1), or a list: "[0]*3+[1]*58"'
+    group.add_argument("--moe-layer-freq", type=moe_freq_type, metavar="N", help=text)
+
+
+def refuse_flags(flags: Mapping[str, Any], source: str) -> None:
+    """Refuse flags of :func:`add_flags` beside another source of an architecture.
+
+    Raises:
+        ConfigurationError: If one of them was given.
+    """
+    for name in _NAMES:
+        if (value := flags.get(name.replace("-", "_"))) is not None:
+            rule = f"has no meaning beside {source}, which says all of the architecture"
+            raise ConfigurationError(f"--{name}", value, rule, "Leave one of the two out")
+
+
+def from_flags(flags: Mapping[str, Any]) -> Architecture:
+    """Return the architecture that Megatron's trainer builds from its flags.
+
+    Args:
+        flags: Values by Megatron's names, with underscores. What is missing or None has Megatron's
+            default; others' flags may be among them.
+
+    Raises:
+        ConfigurationError: If a flag is missing.
+    """
+    offered = [name.replace("-", "_") for name in _NAMES]
+    given = {name: flags[name] for name in offered if flags.get(name) is not None}
+    for name in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size"):
+        if name not in given:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigurationError(flag, None, "is missing", "Pass it, or --model")
+    hidden, gated = given["hidden_size"], given.get("swiglu", False)
+    # gated MLPs have three matrices, about as large as the two of others; a multiple of 64
+    inner = hidden * 8 // (3 * 64) * 64 if gated else 4 * hidden
+    fields: dict[str, Any] = {"gated_linear_unit": gated, "ffn_hidden_size": inner}
+    kind = TransformerConfig
+    if given.get("multi_latent_attention"):
+        # of which the configuration has other defaults than the flags
+        fields |= {"q_lora_rank": None, "kv_lora_rank": 32}
+        kind = MLATransformerConfig
+    named = {field.name for field in dataclasses.fields(kind)} - {"num_query_groups"}
+    fields |= {name: value for name, value in given.items() if name in named}
+    if given.get("group_query_attention"):
+        fields["num_query_groups"] = given.get("num_query_groups", 1)
+    if "num_experts" in given:
+        fields["num_moe_experts"] = given["num_experts"]
+    untied = given.get("untie_embeddings_and_output_weights", False)
+    seq_length = given.get("seq_length", SEQ_LENGTH)
+    return Architecture("flags", given["vocab_size"], fields, untied, seq_length)

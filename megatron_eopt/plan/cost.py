@@ -11,7 +11,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,16 +22,11 @@ from megatron_eopt.layouts.exchange import Exchange
 from megatron_eopt.optimizers.modes import Schedule
 from megatron_eopt.plan.machine import Machine
 
-_TRAVEL = "alltoall_base"
-_GATHERED_PARAMETERS = "allgather_into_tensor_coalesced"
-
-MUON_BYTES = 30
+BYTES = 30
 """Bytes that Muon moves for each weight, element by element, its main weight and momentum in
 float32: gradient read (4); momentum read, written (8); direction written, packed, and its update
-unpacked, read (8); weight read, written (8), written for the model (2)."""
-
-ADAM_BYTES = 30
-"""The same for Adam: gradient (4), two moments (16), weight (8) and the model's (2)."""
+unpacked, read (8); weight read, written (8), written for the model (2). Adam moves as many:
+gradient (4), two moments (16), weight (8) and the model's (2)."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +35,7 @@ class Times:
 
     Attributes:
         products: Of matrix products.
-        elements: Of what is done element by element.
+        elements: Of what is done element by element, which is all that Adam does.
         travel: Of matrices on their way, hidden or not.
         exposed: Of that, what no product hides.
         teams: Of what ranks that share a matrix say to each other.
@@ -66,22 +61,23 @@ def times(report: Report, machine: Machine) -> Times:
     ways = [_ways(schedule, machine) for _, schedule in report.schedules]
     work = [_by_wave(schedule) for _, schedule in report.schedules]
     per_flop = products / max(math.fsum(flops for waves in work for flops in waves), 1.0)
-    exposed = 0.0
+    exposed = teams = gather = 0.0
     for way, waves in zip(ways, work, strict=True):
         exposed += _exposed(way, [per_flop * flops for flops in waves])
+    for call, count in report.collectives.items():
+        seconds = collective_seconds(call, machine) * count
+        if call.name == "allgather_into_tensor_coalesced":
+            gather += seconds
+        elif call.name != "alltoall_base":
+            teams += seconds
     return Times(
         products=products,
-        elements=sum(report.elements.values()) * MUON_BYTES / machine.memory,
+        elements=sum(report.elements.values()) * BYTES / machine.memory,
         travel=math.fsum(seconds for way in ways for seconds in itertools.chain(*way)),
         exposed=exposed,
-        teams=_seconds(report, machine, lambda n: n not in (_TRAVEL, _GATHERED_PARAMETERS)),
-        gather=_seconds(report, machine, lambda name: name == _GATHERED_PARAMETERS),
+        teams=teams,
+        gather=gather,
     )
-
-
-def adam_seconds(elements: int, machine: Machine) -> float:
-    """Predict Adam's step on so many weights."""
-    return elements * ADAM_BYTES / machine.memory
 
 
 def bytes_sent(call: Collective) -> float:
@@ -137,10 +133,3 @@ def _exposed(ways: Sequence[tuple[float, float]], work: Sequence[float]) -> floa
         done = started + seconds
         left = max(left, done) + outward
     return left - math.fsum(work)
-
-
-def _seconds(report: Report, machine: Machine, counts: Callable[[str], bool]) -> float:
-    calls: Iterable[tuple[Collective, int]] = report.collectives.items()
-    return sum(
-        collective_seconds(call, machine) * count for call, count in calls if counts(call.name)
-    )

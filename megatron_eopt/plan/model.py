@@ -2,6 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,8 +15,6 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 from megatron_eopt.base.errors import ConfigurationError, check_integer
 from megatron_eopt.plan.architectures import Architecture
-
-__all__ = ["Layout", "build_stage", "check_fits", "initialize", "stage_kinds", "stages"]
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class Layout:
         instances: Of the distributed optimizer: each has all of its state.
 
     Raises:
-        ConfigurationError: If a size is below 1, or sizes do not divide as Megatron asks.
+        ConfigurationError: If a size is below 1.
     """
 
     tensor: int = 1
@@ -46,16 +45,6 @@ class Layout:
             object.__setattr__(self, "expert_tensor", self.tensor)
         for field in dataclasses.fields(self):
             check_integer(field.name, getattr(self, field.name))
-        ranks = self._expert_ranks
-        _check_divides("expert * expert_tensor", ranks, self.stage_size, "the ranks of a stage")
-        _check_divides("instances", self.instances, self.data, "the data-parallel size")
-        _check_divides(
-            "instances", self.instances, self.expert_data, "the data-parallel size of the experts"
-        )
-
-    @property
-    def _expert_ranks(self) -> int:
-        return self.expert * (self.expert_tensor or 1)
 
     @property
     def stage_size(self) -> int:
@@ -67,73 +56,9 @@ class Layout:
         """Number of ranks."""
         return self.stage_size * self.pipeline
 
-    @property
-    def expert_data(self) -> int:
-        """Data-parallel size of the experts."""
-        return self.stage_size // self._expert_ranks
-
     def first_rank(self, stage: int) -> int:
         """Return the lowest rank of a pipeline stage."""
         return stage * self.stage_size
-
-
-def _check_divides(argument: str, size: int, whole: int, words: str) -> None:
-    if whole % size:
-        rule = f"must divide {words}, {whole}"
-        raise ConfigurationError(argument, size, rule, "Change one of them")
-
-
-def initialize(layout: Layout) -> None:
-    """Make megatron-core's process groups, none of them of gloo.
-
-    Args:
-        layout: Of as many ranks as the world that this process is in.
-    """
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tensor,
-        pipeline_model_parallel_size=layout.pipeline,
-        expert_model_parallel_size=layout.expert,
-        expert_tensor_parallel_size=layout.expert_tensor,
-        num_distributed_optimizer_instances=layout.instances,
-        create_gloo_process_groups=False,
-    )
-
-
-def check_fits(architecture: Architecture, layout: Layout) -> None:
-    """Refuse a layout that the architecture cannot be cut by.
-
-    Args:
-        architecture: What is to be cut.
-        layout: By what.
-
-    Raises:
-        ConfigurationError: If layers, heads, inner sizes, experts or the vocabulary do not divide.
-    """
-    stages(architecture, layout)
-    experts, latent = architecture.experts, architecture.latent
-    tensor, groups = layout.tensor, architecture.num_query_groups
-    # None and 0 are not there to be cut
-    cut: dict[str, int | None] = {
-        "num_attention_heads": architecture.num_attention_heads,
-        "ffn_hidden_size": None if all(architecture.moe_layers) else architecture.ffn_hidden_size,
-        "vocab_size": architecture.vocab_size,
-    }
-    if latent:
-        cut["q_lora_rank"] = latent.q_lora_rank
-        cut["kv_lora_rank + qk_pos_emb_head_dim"] = latent.kv_lora_rank + latent.qk_pos_emb_head_dim
-    elif groups % tensor and tensor % groups:
-        rule = f"must divide the tensor-parallel size {tensor}, or be divided by it"
-        raise ConfigurationError("num_query_groups", groups, rule, "Change one of them")
-    if experts:
-        shared, inner = experts.moe_shared_expert_intermediate_size, experts.moe_ffn_hidden_size
-        cut["moe_shared_expert_intermediate_size"] = shared
-        _check_divides("expert", layout.expert, experts.num_moe_experts, "the number of experts")
-        _check_divides("expert_tensor", layout.expert_tensor or 1, inner, "moe_ffn_hidden_size")
-    elif layout.expert > 1:
-        rule = "must be 1, since the architecture has no experts"
-        raise ConfigurationError("expert", layout.expert, rule, "Leave it out")
-    for name, size in cut.items():
-        _check_divides("tensor", tensor, size or 0, name)
 
 
 def stages(architecture: Architecture, layout: Layout) -> list[range]:
@@ -148,12 +73,11 @@ def stages(architecture: Architecture, layout: Layout) -> list[range]:
     Raises:
         ConfigurationError: If a stage would have no layer.
     """
-    layers, count = architecture.num_layers, layout.pipeline
+    layers, count = architecture.fields["num_layers"], layout.pipeline
     each = -(-layers // count)
     if each * (count - 1) >= layers:
         rule = f"must leave a layer for each stage: {layers} layers, {each} in all stages but one"
-        way_out = f"Take {-(-layers // each)} stages"
-        raise ConfigurationError("pipeline", count, rule, way_out)
+        raise ConfigurationError("pipeline", count, rule, "Take fewer stages")
     return [range(first, min(first + each, layers)) for first in range(0, layers, each)]
 
 
@@ -179,33 +103,50 @@ def stage_kinds(architecture: Architecture, layout: Layout) -> list[tuple[int, .
 
 
 def build_stage(architecture: Architecture, layout: Layout) -> DistributedDataParallel:
-    """Build this rank's pipeline stage of a model in bf16, its gradients in fp32.
+    """Make megatron-core's process groups, and build this rank's pipeline stage of a model.
 
-    It is made of megatron-core's own layers, with a weight for each expert, without values, and
-    wrapped for the distributed optimizer. In a dry world it takes no memory.
+    It is made of megatron-core's own layers in bf16, its gradients in fp32, with a weight for each
+    expert, without values, and wrapped for the distributed optimizer. In a dry world it takes no
+    memory.
 
     Args:
         architecture: What to build.
-        layout: What :func:`initialize` was called with.
+        layout: Of as many ranks as the world that this process is in.
 
     Returns:
         The one model chunk of this rank.
 
     Raises:
-        ConfigurationError: If the layout does not fit.
+        ConfigurationError: If megatron-core cannot cut the architecture so.
     """
-    check_fits(architecture, layout)
-    settings = _transformer(architecture, layout)
-    spec = get_gpt_decoder_block_spec(
-        settings, use_transformer_engine=False, normalization="RMSNorm"
+    try:
+        return _built(architecture, layout)
+    except (AssertionError, RuntimeError, ValueError) as error:
+        if isinstance(error, ConfigurationError):
+            raise
+        reason = " ".join(str(error).split()).rstrip(".")
+        rule = f"does not fit {architecture.name}: {reason}"
+        raise ConfigurationError("layout", layout, rule, "Choose other sizes") from error
+
+
+def _built(architecture: Architecture, layout: Layout) -> DistributedDataParallel:
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor,
+        num_distributed_optimizer_instances=layout.instances,
+        create_gloo_process_groups=False,
     )
+    config = transformer_config(architecture, layout)
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
     # with Apex installed, the block's would be one that knows no RMSNorm
     spec.layer_norm = WrappedTorchNorm
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
         model = GPTModel(
-            config=settings,
+            config=config,
             transformer_layer_spec=spec,
             vocab_size=architecture.vocab_size,
             max_sequence_length=architecture.seq_length,
@@ -221,23 +162,15 @@ def build_stage(architecture: Architecture, layout: Layout) -> DistributedDataPa
         grad_reduce_in_fp32=True,
         num_distributed_optimizer_instances=layout.instances,
     )
-    return DistributedDataParallel(settings, ddp, model)
+    return DistributedDataParallel(config, ddp, model)
 
 
-def _transformer(architecture: Architecture, layout: Layout) -> TransformerConfig:
-    gated, last = architecture.gated, stages(architecture, layout)[-1]
-    uneven = architecture.num_layers % layout.pipeline > 0
+def transformer_config(architecture: Architecture, layout: Layout) -> TransformerConfig:
+    """Return megatron-core's configuration of an architecture's layers."""
+    fields, last = architecture.fields, stages(architecture, layout)[-1]
+    gated, uneven = fields.get("gated_linear_unit"), fields["num_layers"] % layout.pipeline > 0
     given: dict[str, Any] = {
-        "num_layers": architecture.num_layers,
-        "hidden_size": architecture.hidden_size,
-        "ffn_hidden_size": architecture.ffn_hidden_size,
-        "num_attention_heads": architecture.num_attention_heads,
-        "num_query_groups": architecture.num_query_groups,
-        "kv_channels": architecture.kv_channels,
         "add_bias_linear": False,
-        "add_qkv_bias": architecture.add_qkv_bias,
-        "qk_layernorm": architecture.qk_layernorm,
-        "gated_linear_unit": gated,
         "activation_func": torch.nn.functional.silu if gated else torch.nn.functional.gelu,
         "normalization": "RMSNorm",
         "persist_layer_norm": False,
@@ -250,19 +183,35 @@ def _transformer(architecture: Architecture, layout: Layout) -> TransformerConfi
         "sequence_parallel": layout.tensor > 1,
         "pipeline_model_parallel_size": layout.pipeline,
         "num_layers_in_last_pipeline_stage": len(last) if uneven else None,
+        "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": False,
+        "expert_model_parallel_size": layout.expert,
+        "expert_tensor_parallel_size": layout.expert_tensor,
     }
-    if architecture.experts:
-        experts = dataclasses.asdict(architecture.experts)
-        every = experts["moe_layer_freq"]
-        given |= experts | {
-            "moe_layer_freq": every if isinstance(every, int) else list(every),
-            "moe_router_load_balancing_type": "none",
-            "moe_token_dispatcher_type": "alltoall",
-            "moe_grouped_gemm": False,
-            "expert_model_parallel_size": layout.expert,
-            "expert_tensor_parallel_size": layout.expert_tensor,
-        }
-    if architecture.latent is None:
-        return TransformerConfig(**given)
-    latent = dataclasses.asdict(architecture.latent)
-    return MLATransformerConfig(**given, **latent, rope_type="rope")
+    if "kv_lora_rank" in fields:
+        return MLATransformerConfig(**given, **fields, rope_type="rope")
+    return TransformerConfig(**given, **fields)
+
+
+def train_flops(architecture: Architecture, tokens: int) -> float:
+    """Return the operations of forward and backward pass over so many tokens, as the trainer does.
+
+    Args:
+        architecture: What is trained.
+        tokens: Of all sequences together.
+    """
+    # this loads what must not be loaded before the device is chosen
+    from megatron.training.training import num_floating_point_operations
+
+    layers = vars(transformer_config(architecture, Layout()))
+    flags = {
+        "seq_length": architecture.seq_length,
+        "padded_vocab_size": architecture.vocab_size,
+        "swiglu": layers["gated_linear_unit"],
+        "num_experts": layers["num_moe_experts"],
+        "group_query_attention": not layers["multi_latent_attention"],
+        "hybrid_layer_pattern": None,
+    }
+    args = SimpleNamespace(**layers | flags)
+    return float(num_floating_point_operations(args, tokens / architecture.seq_length))

@@ -18,13 +18,16 @@ from megatron_eopt.dry_run import Report, dry_world, report_of, schedules_of
 from megatron_eopt.layouts.assignment import Float64Array
 from megatron_eopt.optimizers.modes import Schedule
 from megatron_eopt.plan.architectures import Architecture
-from megatron_eopt.plan.cost import Times, adam_seconds, times
+from megatron_eopt.plan.cost import Times, times
 from megatron_eopt.plan.machine import Machine
-from megatron_eopt.plan.model import Layout, build_stage, check_fits, initialize, stage_kinds
+from megatron_eopt.plan.model import Layout, build_stage, stage_kinds, train_flops
 from megatron_eopt.settings.config import EmergingOptimizerConfig
 
 _AS_BUSY = 0.999
 """Share of the busiest rank's operations from which on a rank is as busy."""
+
+_UTILIZATION = 0.4
+"""Share of the GPUs' rate that forward and backward pass reach."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,6 @@ class Plan:
         rank: The rank that is busiest of all.
         report: What its step does.
         times: How long that takes.
-        adam: Seconds that Adam's step on as many weights takes.
         train_step: Seconds that forward and backward pass take.
     """
 
@@ -68,7 +70,6 @@ class Plan:
     rank: int
     report: Report
     times: Times
-    adam: float
     train_step: float
 
     @property
@@ -84,7 +85,6 @@ def plan(
     config: EmergingOptimizerConfig,
     *,
     tokens: int,
-    utilization: float = 0.4,
 ) -> Plan:
     """Run the busiest rank dry, and predict its step.
 
@@ -94,20 +94,17 @@ def plan(
         machine: What computes.
         config: The optimizer.
         tokens: Of a global batch.
-        utilization: Share of the GPUs' rate that forward and backward pass reach.
 
     Raises:
         ConfigurationError: If the architecture does not fit the layout, or the optimizer refuses.
     """
-    check_fits(architecture, layout)
     kinds = stage_kinds(architecture, layout)
     stages = [_stage(architecture, layout, config, kind, machine.gpus) for kind in kinds]
     worst = max(stages, key=lambda stage: stage.loads.max())
     with dry_world(worst.busiest, layout.world_size):
         report = report_of(_built(architecture, layout, config), lambda: None)
         predicted = times(report, machine)
-    operations = 6 * architecture.active_parameters * tokens
-    ranks = layout.world_size
+        operations = train_flops(architecture, tokens)
     return Plan(
         architecture,
         layout,
@@ -115,13 +112,11 @@ def plan(
         worst.busiest,
         report,
         predicted,
-        adam_seconds(sum(report.elements.values()), machine),
-        operations / (ranks * machine.flops * utilization),
+        operations / (layout.world_size * machine.flops * _UTILIZATION),
     )
 
 
 def _built(architecture: Architecture, layout: Layout, config: EmergingOptimizerConfig) -> Any:
-    initialize(layout)
     return get_megatron_optimizer(config, [build_stage(architecture, layout)])
 
 

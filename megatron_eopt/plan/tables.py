@@ -42,7 +42,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         },
         "seconds": {**asdict(plan.times), "step": plan.times.step, "train_step": plan.train_step},
         "share_of_iteration": plan.share,
-        "adam_seconds": plan.adam,
+        "adam_seconds": plan.times.elements,
     }
 
 
@@ -54,7 +54,12 @@ def show_plan(plan: Plan, gpu: str, console: Console) -> None:
         f"pp {cuts.pipeline}, dp {cuts.data}, ep {cuts.expert}, etp {cuts.expert_tensor}"
     )
     rows: list[tuple[str, ...]] = [
-        (_ranges(stage.stages), str(stage.busiest), _flops(stage.loads.max()), _of(stage.imbalance))
+        (
+            " .. ".join(str(number) for number in sorted({stage.stages[0], stage.stages[-1]})),
+            str(stage.busiest),
+            _flops(stage.loads.max()),
+            f"{stage.imbalance:.2f}",
+        )
         for stage in plan.stages
     ]
     _print(console, "Stages", ("stages", "busiest rank", "its TFLOP", "over the mean"), rows)
@@ -75,7 +80,7 @@ def show_plan(plan: Plan, gpu: str, console: Console) -> None:
     rows = [(name, _ms(seconds)) for name, seconds in asdict(times).items()]
     rows += [("step, without gather", _ms(times.step))]
     rows += [("share of an iteration", f"{plan.share:.2%}")]
-    rows += [("Adam's step", _ms(plan.adam))]
+    rows += [("Adam's step", _ms(times.elements))]
     _print(console, f"Predicted for {gpu}", ("", "ms"), rows)
 
 
@@ -88,7 +93,7 @@ def show_sweep(plans: Sequence[Plan], gpu: str, console: Console) -> None:
             _flops(plan.report.flops),
             _ms(plan.times.step),
             f"{plan.share:.2%}",
-            f"{_held(plan) / _GIB:.1f}",
+            f"{sum(size or 0 for size in asdict(plan.report.memory).values()) / _GIB:.1f}",
         )
         for plan in plans
     ]
@@ -119,20 +124,8 @@ def _owned(plan: Plan) -> dict[str, str]:
     return found
 
 
-def _held(plan: Plan) -> int:
-    return sum(size for size in asdict(plan.report.memory).values() if size)
-
-
-def _ranges(stages: Sequence[int]) -> str:
-    return str(stages[0]) if len(stages) == 1 else f"{stages[0]} .. {stages[-1]}"
-
-
 def _flops(count: float) -> str:
     return f"{count / _TERA:.3f}"
-
-
-def _of(ratio: float) -> str:
-    return f"{ratio:.2f}"
 
 
 def _ms(seconds: float) -> str:

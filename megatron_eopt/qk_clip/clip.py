@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from megatron_eopt.base.address import address_of
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.base.places import place_of
 from megatron_eopt.qk_clip.attention import attentions, projections
 from megatron_eopt.stores.buffers import process_groups
 
@@ -183,7 +183,7 @@ def _scale_one(weight: Tensor, rows: Tensor, item: Any) -> None:
         weight.detach().copy_(main.view(weight.shape))
         return
     own = weight.detach().view(-1)[item.start : item.stop]
-    if place_of(item.main) == place_of(own):
+    if address_of(item.main) == address_of(own):
         weight.detach().mul_(column)
         return
     flat = rows.repeat_interleave(weight[0].numel())[item.start : item.stop]

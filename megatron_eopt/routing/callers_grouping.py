@@ -5,21 +5,17 @@ learning rates of their own. What its groups say becomes overrides, one for each
 optimizer a parameter gets, and what identifies a group, is decided as always.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 
-from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.upstream import found
 from megatron_eopt.routing.groups import USUAL_VALUES
-from megatron_eopt.routing.parameters import trainable_parameters
 from megatron_eopt.settings.registry import Overrides
 from megatron_eopt.settings.settings import Settings
 
-_NAME = "megatron.core.optimizer._get_param_groups"
 _NO_SETTINGS = frozenset({"params", "is_expert_parallel", "default_config"})
 
 
@@ -28,22 +24,15 @@ def with_callers_grouping(
 ) -> Overrides:
     """Return the overrides that a caller's own grouping function, called with these, amounts to.
 
-    They are ``overrides`` where megatron-core's own function is in place. One that cannot be called
-    like that, or misses a parameter, is a ConfigurationError.
+    They are ``overrides`` where megatron-core's own function is in place.
     """
     grouping = found("_get_param_groups")
     home = getattr(grouping, "__globals__", {}).get("__name__", "")
     if grouping is None or home.startswith("megatron.core."):
         return overrides
-    try:
-        groups = grouping(model_chunks, settings.config, overrides)
-    except TypeError as error:
-        rule = f"fails when called with (model_chunks, config, overrides): {error}"
-        raise _unusable(grouping, rule) from error
-    _check(grouping, groups, model_chunks)
     usual = {**USUAL_VALUES, "max_lr": settings.lr, "min_lr": settings.min_lr}
     result = {}
-    for group in groups:
+    for group in grouping(model_chunks, settings.config, overrides):
         values = {
             name: value
             for name, value in group.items()
@@ -61,28 +50,3 @@ def _key(values: Mapping[str, Any], params: Sequence[torch.Tensor]) -> ParamKey:
     label = f"the caller's group with {name}"
     predicate = ParamWithNamePredicate(name=label, fn=lambda param, _: id(param) in members)
     return ParamKey(with_name_predicate=predicate)
-
-
-def _check(grouping: Any, groups: Any, model_chunks: Sequence[torch.nn.Module]) -> None:
-    if not isinstance(groups, list | tuple) or not all(
-        isinstance(group, Mapping) and "params" in group for group in groups
-    ):
-        raise _unusable(grouping, "returns no list of parameter groups")
-    counts = Counter(id(param) for group in groups for param in group["params"])
-    wrong = [
-        f"{item.name} {counts[id(item.param)]} times"
-        for item in trainable_parameters(model_chunks)
-        if counts[id(item.param)] != 1
-    ]
-    if wrong:
-        raise _unusable(grouping, f"must have every trainable parameter once, has {wrong[:5]}")
-
-
-def _unusable(grouping: Any, rule: str) -> ConfigurationError:
-    return ConfigurationError(
-        _NAME,
-        f"{getattr(grouping, '__module__', '')}.{getattr(grouping, '__qualname__', grouping)}",
-        f"is not megatron-core's own, and {rule}",
-        "Undo the replacement and say what it does with config_overrides, one ParamKey for each "
-        "group, with max_lr, min_lr, wd_mult or optimizer",
-    )

@@ -14,13 +14,13 @@ from megatron_eopt.matrices import Split
 from megatron_eopt.routing.callers_grouping import with_callers_grouping
 from megatron_eopt.routing.global_names import counted_names, name_parameters
 from megatron_eopt.routing.groups import Group, GroupKey, build_groups, key_of, summarize
-from megatron_eopt.routing.overrides import check_overrides, recounted, unmatched
+from megatron_eopt.routing.overrides import check_overrides, unmatched
 from megatron_eopt.routing.parameters import ModelParameter, trainable_parameters
 from megatron_eopt.routing.routes import Route, route_all
 from megatron_eopt.routing.splits import QKV_TAG, declared_qkv, find_splits
-from megatron_eopt.routing.table import format_table, routing_rows
+from megatron_eopt.routing.table import format_groups
 from megatron_eopt.settings.arguments import qkv_split_shapes
-from megatron_eopt.settings.checks import check_values_of, warn_of_unused
+from megatron_eopt.settings.checks import check_values, warn_of_unused
 from megatron_eopt.settings.registry import Overrides
 from megatron_eopt.settings.settings import Settings, resolve
 
@@ -111,17 +111,11 @@ def route_parameters(
 
     routes = agreed(routed)
     lost = frozenset(unmatched(parameters, overrides))
-    reports = of_every_rank((summarize(routes), lost, recounted(parameters, overrides)))
-    summaries = [summary for groups, _, _ in reports for summary in groups]
+    reports = of_every_rank((summarize(routes), lost))
+    summaries = [summary for groups, _ in reports for summary in groups]
     if summaries:
-        for description in sorted(frozenset.intersection(*(lost for _, lost, _ in reports))):
+        for description in sorted(frozenset.intersection(*(lost for _, lost in reports))):
             logger.warning("config_overrides: no parameter matches %s", description)
-    for description in sorted({words for _, _, others in reports for words in others}):
-        logger.info(
-            "unlike megatron-core: in config_overrides %s means names in the whole model: layers "
-            "and experts are counted over all ranks, and a tied output layer is the embedding",
-            description,
-        )
     groups = build_groups(routes, summaries)
     routing = Routing(routes, groups, {})
     names = routing.optimizers
@@ -130,7 +124,7 @@ def route_parameters(
         text = "optimizer=%r steps nothing: no trainable parameter is a matrix, so %s steps all"
         logger.warning(text, settings.optimizer, " and ".join(sorted(names)))
 
-    agreed(lambda: check_values_of(settings.config, names | {settings.optimizer, settings.scalar}))
+    agreed(lambda: check_values(settings.config, names))
     warn_of_unused(settings.config, settings.optimizer, names | {settings.scalar})
     return routing
 
@@ -209,7 +203,4 @@ def routing_table(
 
 def format_routing(settings: Settings, routing: Routing) -> str:
     """Return a routing as a table."""
-    rows = routing_rows(
-        routing.groups, routing.splits, lr=settings.lr, weight_decay=settings.weight_decay
-    )
-    return format_table(rows)
+    return format_groups(routing.groups, routing.splits, settings)

@@ -89,16 +89,3 @@ def unmatched(parameters: Sequence[ModelParameter], overrides: Overrides) -> lis
         for key in overrides
         if not any(key.matches(item.param, item.matched_name) for item in parameters)
     ]
-
-
-def recounted(parameters: Sequence[ModelParameter], overrides: Overrides) -> list[str]:
-    """Return descriptions of the keys that by this rank's own count of layers match others."""
-    renamed = [item for item in parameters if item.name != item.matched_name]
-    return [
-        describe(key)
-        for key in overrides
-        if any(
-            key.matches(item.param, item.name) != key.matches(item.param, item.matched_name)
-            for item in renamed
-        )
-    ]

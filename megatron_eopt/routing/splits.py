@@ -32,24 +32,8 @@ QKV_TAG = "_tagged_qkv_split_shapes"
 _ADAPTED = re.compile(r"\.(to_wrap|base_layer)$")
 
 # Names that fused projections go by, in megatron-core and in models ported to it.
-_FUSED_NAMES = frozenset(
-    {
-        "linear_qkv",
-        "linear_kv",
-        "linear_qkv_down_proj",
-        "in_proj",
-        "in_proj_qkv",
-        "in_proj_qkvz",
-        "in_proj_ba",
-        "qkv",
-        "qkv_proj",
-        "wqkv",
-        "kv_proj",
-        "query_key_value",
-        "gate_up_proj",
-        "w13",
-        "c_attn",
-    }
+_FUSED_NAME = re.compile(
+    r"(linear_)?(qkv|kv|wqkv)(_down)?(_proj)?|in_proj(_\w+)?|gate_up_proj|w13|c_attn|query_key_value"
 )
 
 
@@ -196,9 +180,9 @@ def _fitted(
 
 def _looks_fused(weight: _Weight) -> bool:
     """Tell by name, or by megatron-core's own marks, that a weight holds several matrices."""
-    names = {weight.child, weight.name.rpartition(".")[2].removesuffix("_weight")}
+    names = (weight.child, weight.name.rpartition(".")[2].removesuffix("_weight"))
     return weight.param.dim() == 2 and (
-        bool(names & _FUSED_NAMES)
+        any(map(_FUSED_NAME.fullmatch, names))
         or len(getattr(weight.param, "partition_sizes", None) or ()) > 1
         or getattr(weight.param, "partition_stride", 1) > 1
     )

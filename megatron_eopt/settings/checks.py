@@ -3,7 +3,7 @@
 import logging
 import math
 import zlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import Any, get_args
 
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
@@ -15,7 +15,7 @@ from megatron_eopt.base.errors import (
     check_choice,
     check_number,
 )
-from megatron_eopt.base.names import STANDARD_OPTIMIZERS, TpModeT
+from megatron_eopt.base.names import SMALLEST_WAVE_MB, STANDARD_OPTIMIZERS, TpModeT
 from megatron_eopt.math import (
     AlgorithmT,
     PrecisionT,
@@ -27,7 +27,7 @@ from megatron_eopt.math import (
 from megatron_eopt.math.coefficients import check_steps
 from megatron_eopt.math.low_precision import MOMENTUM_DTYPES
 from megatron_eopt.math.moments import Moment2MethodT
-from megatron_eopt.settings.fields import check_old_spellings, consumed_fields, unconsumed
+from megatron_eopt.settings.fields import consumed_fields, unconsumed
 from megatron_eopt.settings.registry import entry_of, prefixes_of
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,9 @@ _BOUNDS: dict[str, dict[str, float]] = {
     "adaptive_muon_beta2": _DECAY,
     "sgd_momentum": _DECAY,
     "muon_momentum": _DECAY,
-    "muon_momentum_beta": _DECAY,
+    "optimizer_offload_fraction": {"at_least": 0.0, "at_most": 1.0},
+    "muon_wave_mb": {"at_least": SMALLEST_WAVE_MB},
+    "muon_team_size": {"at_least": 1.0},
     "adam_eps": _POSITIVE,
     "adaptive_muon_eps": _POSITIVE,
     "muon_extra_scale_factor": _POSITIVE,
@@ -63,7 +65,6 @@ _BOUNDS: dict[str, dict[str, float]] = {
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "muon_tp_mode": get_args(TpModeT),
-    "muon_mode": get_args(TpModeT),
     "muon_scale_mode": get_args(ScaleModeT),
     "muon_fp32_matmul_prec": get_args(PrecisionT),
     "muon_algorithm": get_args(AlgorithmT),
@@ -72,11 +73,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 _OPTIMIZER_PREFIXES = ("muon", "adaptive_muon", "lion", "soap", "adam", "sgd")
-
-_MAY_BE_NONE = frozenset(
-    {"lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "loss_scale"}
-    | {"muon_lr", "muon_min_lr", "muon_momentum_beta", "muon_mode"}
-)
 
 _FOR_MATRICES = {
     "use_precision_aware_optimizer": "keeps main parameters inside Transformer Engine's Adam, "
@@ -91,6 +87,7 @@ _FOR_QK_CLIP = {
     "use_precision_aware_optimizer": "keeps main weights inside Transformer Engine's Adam",
     "fp8_param_gather": "gathers weights of 8 bits",
     "fp4_param_gather": "gathers weights of 4 bits",
+    "use_megatron_fsdp": "cuts the rows that it would scale",
 }
 
 _FOR_DTENSORS = {
@@ -114,27 +111,29 @@ _OF_THE_MAIN_MUON = {
 _OF_ANY_MUON = {"muon_lr": None, "muon_min_lr": None}
 
 
-def check_values(config: Any, optimizer: str, prefixes: tuple[str, ...], scalar: str) -> None:
-    """Raise if a field in use is out of bounds or does not fit the optimizer.
-
-    ``optimizer`` is the main one, whose fields have ``prefixes``; ``scalar`` takes the rest.
-    """
-    _check_fields(config, (*prefixes, scalar))
+def check_values(config: Any, optimizers: Iterable[str]) -> None:
+    """Raise if a field that one of these optimizers, or any, reads is out of bounds or unfit."""
+    prefixes = {prefix for name in optimizers for prefix in prefixes_of(name)}
+    for name in (*_BOUNDS, *CHOICES):
+        owners = {prefix for prefix in _OPTIMIZER_PREFIXES if name.startswith(f"{prefix}_")}
+        in_use = not owners or not owners.isdisjoint(prefixes)
+        value = getattr(config, name, None) if in_use else None
+        if value is None:
+            continue
+        if name in CHOICES:
+            check_choice(name, value, CHOICES[name])
+        elif name != "grad_norm_skip_threshold" or value != math.inf:
+            check_number(name, value, **_BOUNDS[name])
     if config.fp16 and config.bf16:
         rule = "cannot hold together with bf16=True: weights have one type"
         raise ConfigurationError("fp16", True, rule, "Leave one of them off")
-    if optimizer not in STANDARD_OPTIMIZERS:
-        _check_emerging(config, prefixes)
-
-
-def check_values_of(config: Any, optimizers: Iterable[str]) -> None:
-    """Raise if a field of optimizers in use is out of bounds or does not fit.
-
-    ``optimizers`` are all of them; :func:`check_values` is for what a configuration says alone.
-    """
-    prefixes = _prefixes_of_all(optimizers)
-    _check_fields(config, (*prefixes, *optimizers))
-    _check_emerging(config, prefixes)
+    if "muon" in prefixes:
+        steps, coefficients = config.muon_num_ns_steps, config.muon_coefficient_type
+        check_steps("muon_num_ns_steps", steps)
+        resolve_coefficients(coefficients, steps, "muon_coefficient_type")
+        backend = getattr(config, "muon_backend", "torch")
+        check_choice("muon_backend", backend, backend_names())
+        get_backend(backend)
 
 
 def warn_of_unused(config: Any, main: str, optimizers: Collection[str]) -> None:
@@ -142,12 +141,13 @@ def warn_of_unused(config: Any, main: str, optimizers: Collection[str]) -> None:
 
     ``optimizers`` are all of them, of which ``main`` is the one that the configuration names.
     """
+    emerging = sorted(set(optimizers) - set(STANDARD_OPTIMIZERS))
+    prefixes = tuple(dict.fromkeys(prefix for name in emerging for prefix in prefixes_of(name)))
     consumed: set[str] = set()
-    for name in set(optimizers) - set(STANDARD_OPTIMIZERS):
+    for name in emerging:
         entry = entry_of(name)
         # what one takes is not taken under another's prefix
         consumed |= consumed_fields(entry.optimizer_cls, prefixes_of(name)) | entry.consumes
-    prefixes = _prefixes_of_all(optimizers)
     unused = set(unconsumed(config, prefixes, consumed))
     for family, defaults in ((prefixes_of(main), _OF_THE_MAIN_MUON), (prefixes, _OF_ANY_MUON)):
         if "muon" not in family:
@@ -158,46 +158,11 @@ def warn_of_unused(config: Any, main: str, optimizers: Collection[str]) -> None:
         logger.warning("these settings have no effect with %s: %s", names, values)
 
 
-def _prefixes_of_all(optimizers: Iterable[str]) -> tuple[str, ...]:
-    emerging = sorted(set(optimizers) - set(STANDARD_OPTIMIZERS))
-    return tuple(dict.fromkeys(prefix for name in emerging for prefix in prefixes_of(name)))
-
-
-def _check_fields(config: Any, prefixes: Collection[str]) -> None:
-    for name in (*_BOUNDS, *CHOICES):
-        owners = {prefix for prefix in _OPTIMIZER_PREFIXES if name.startswith(f"{prefix}_")}
-        if (owners and owners.isdisjoint(prefixes)) or not hasattr(config, name):
-            continue
-        value = getattr(config, name)
-        if value is None and name in _MAY_BE_NONE:
-            continue
-        check_field(name, value)
-
-
 def check_config(config: Any) -> None:
     """Raise a ConfigurationTypeError unless it is a configuration of megatron-core's or ours."""
     if not isinstance(config, OptimizerConfig):
         rule = "must be an OptimizerConfig"
         raise ConfigurationTypeError("config", config, rule, "Pass an EmergingOptimizerConfig")
-
-
-def check_field(name: str, value: Any) -> None:
-    """Raise if a field has a value that it cannot have."""
-    if name in CHOICES:
-        check_choice(name, value, CHOICES[name])
-    elif name != "grad_norm_skip_threshold" or value != math.inf:
-        check_number(name, value, **_BOUNDS[name])
-
-
-def _check_emerging(config: Any, prefixes: Sequence[str]) -> None:
-    check_old_spellings(config, prefixes)
-    if "muon" in prefixes:
-        steps, coefficients = config.muon_num_ns_steps, config.muon_coefficient_type
-        check_steps("muon_num_ns_steps", steps)
-        resolve_coefficients(coefficients, steps, "muon_coefficient_type")
-        backend = getattr(config, "muon_backend", "torch")
-        check_choice("muon_backend", backend, backend_names())
-        get_backend(backend)
 
 
 def check_alike(config: Any) -> None:

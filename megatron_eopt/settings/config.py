@@ -92,19 +92,6 @@ class EmergingOptimizerConfig(OptimizerConfig):
     muon_backend: str = "torch"
     """Whose kernels run the iteration."""
 
-    muon_use_syrk: bool = False
-    """Whether emerging-optimizers' SYRK kernels run the iteration wherever they can: bfloat16
-    products of whole matrices on a GPU that they know. ``muon_backend="syrk"`` insists on them."""
-
-    muon_use_nesterov: bool | None = None
-    """Old spelling of ``muon_nesterov``."""
-
-    muon_mode: TpModeT | None = None
-    """Old spelling of ``muon_tp_mode``."""
-
-    muon_momentum_beta: float | None = None
-    """Old spelling of ``muon_momentum``."""
-
     adaptive_muon_bias_correction: bool = False
     """Whether second moments are divided by ``1 - beta2^step``, so that the first steps of AdaMuon
     and NAMO are no longer than later ones."""
@@ -114,10 +101,6 @@ class EmergingOptimizerConfig(OptimizerConfig):
 
     checkpoint_momentum_from_adam: bool = False
     """Whether momentum that a checkpoint of Adam lacks starts as Adam's first moment."""
-
-    strict_upstream: bool = False
-    """Refuse releases of megatron-core and emerging-optimizers that nobody tested, rather than warn
-    of them."""
 
     print_optimizer_routing: bool = False
     """Log a table of every parameter's optimizer, split, learning rate, weight decay and why."""

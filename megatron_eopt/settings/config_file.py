@@ -82,7 +82,7 @@ def load_optimizer_config(path: str | os.PathLike[str]) -> EmergingOptimizerConf
         path: A file with one ``name: value`` a line; dashes and underscores are equal.
 
     Raises:
-        ConfigurationError: If a key is unknown, given twice or no optimizer's, ``optimizer`` is
+        ConfigurationError: If a key is unknown or no optimizer's, ``optimizer`` is
             missing, a value is of the wrong kind or out of bounds, or it is not such a file.
         ConfigurationTypeError: If a value is of a kind that the optimizer cannot use.
     """
@@ -104,8 +104,6 @@ def read_optimizer_file(path: str | os.PathLike[str]) -> OptimizerFile:
         for key, value in content.items():
             name = str(key).replace("-", "_")
             _check_name(path, name, value)
-            if name in values:
-                raise ConfigurationError(f"{path}: {key}", value, "was given before", "Keep one")
             values[name] = value
         typed: Any = OmegaConf.merge(OmegaConf.structured(_SCHEMA), values)
         values = {name: typed[name] for name in values}
@@ -132,9 +130,7 @@ def _check_name(path: Path, name: str, value: object) -> None:
     way_out = "Keys are the names of the optimizers' flags"
     if near:
         way_out = f"Did you mean {' or '.join(item.replace('_', '-') for item in near)}"
-    if name == "use_layer_wise_distributed_optimizer":
-        way_out = "Write use-distributed-optimizer: true"
-    elif name in _RUNS_OWN:
+    if name in _RUNS_OWN:
         rule = "is the run's own, no part of an optimizer's description"
         way_out = f"Give the flag --{flag}, or set the configuration's field"
     raise ConfigurationError(f"{path}: {flag}", value, rule, way_out)

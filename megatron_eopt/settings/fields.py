@@ -12,11 +12,7 @@ from dataclasses import MISSING
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.base.names import OLD_SPELLINGS
-
 _MISSING: Any = object()
-_OLD_NAMES = {new: old for old, new in OLD_SPELLINGS.items()}
 
 
 class FieldType(NamedTuple):
@@ -71,20 +67,12 @@ def kwargs_from_config(
 ) -> dict[str, Any]:
     """Return the constructor arguments that ``config``, or its like, has a value for.
 
-    Of several prefixes the most specific comes first. An old spelling and the present one that
-    disagree are a ConfigurationError.
+    Of several prefixes the most specific comes first.
     """
     prefixes = (prefix,) if isinstance(prefix, str) else tuple(prefix)
     names = constructor_arguments(optimizer_cls)
     values = {name: _look_up(name, prefixes, config) for name in names}
     return {name: value for name, value in values.items() if value is not _MISSING}
-
-
-def check_old_spellings(config: object, prefixes: Sequence[str]) -> None:
-    """Raise a ConfigurationError if an old spelling and the present one of a field disagree."""
-    for prefix in prefixes:
-        for name in OLD_SPELLINGS.values():
-            _resolve_old_spelling(name, prefix, config)
 
 
 def first_field(config: object, name: str, prefixes: Sequence[str], default: Any = None) -> Any:
@@ -109,7 +97,6 @@ def unconsumed(config: object, prefixes: Sequence[str], consumed: Iterable[str])
 def consumed_fields(optimizer_cls: type, prefixes: Sequence[str]) -> set[str]:
     """Return the prefixed field names that the constructor's arguments are looked up under."""
     names = constructor_arguments(optimizer_cls)
-    names += [old for old, new in OLD_SPELLINGS.items() if new in names]
     if "betas" in names:
         names += ["beta1", "beta2"]
     return {f"{prefix}_{name}" for prefix in prefixes for name in names}
@@ -126,26 +113,10 @@ def field_defaults(config: object) -> dict[str, Any]:
 
 def _look_up(name: str, prefixes: Sequence[str], config: object) -> Any:
     for prefix in prefixes:
-        value = _resolve_old_spelling(name, prefix, config)
+        value = getattr(config, f"{prefix}_{name}", _MISSING)
         if value is not _MISSING and not (value is None and name in ("lr", "min_lr")):
             return value
         betas = [getattr(config, f"{prefix}_beta{number}", _MISSING) for number in (1, 2)]
         if name == "betas" and _MISSING not in betas:
             return tuple(betas)
     return getattr(config, name, _MISSING)
-
-
-def _resolve_old_spelling(name: str, prefix: str, config: object) -> Any:
-    field = f"{prefix}_{name}"
-    value = getattr(config, field, _MISSING)
-    if name not in _OLD_NAMES:
-        return value
-    old_field = f"{prefix}_{_OLD_NAMES[name]}"
-    old_value = getattr(config, old_field, None)
-    if old_value is None:
-        return value
-    default = field_defaults(config).get(field, _MISSING)
-    if value is not _MISSING and value not in (default, old_value):
-        rule = f"is an old spelling of {field}, which says {value!r}"
-        raise ConfigurationError(old_field, old_value, rule, f"Keep {field} only")
-    return old_value

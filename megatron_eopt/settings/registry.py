@@ -139,15 +139,6 @@ def register_optimizer(
         rule = "must be an EmergingOptimizerEntry or an optimizer class"
         way_out = "Wrap it in an EmergingOptimizerEntry"
         raise ConfigurationTypeError("register_optimizer(entry)", entry, rule, way_out)
-    if entry.state_layout == "matrix_update" and not steps_in_pieces(entry.optimizer_cls):
-        raise ConfigurationError(
-            "register_optimizer(state_layout)",
-            entry.state_layout,
-            f"is for classes that step parts of parameters, and {entry.optimizer_cls.__name__} "
-            "steps whole ones by itself",
-            "Leave it out (matrix_state), or derive the class from TensorParallelMuon and override "
-            "nothing that a step calls",
-        )
     _entries[name] = entry
     return entry.optimizer_cls
 

@@ -6,25 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megatron_eopt.base.errors import (
-    check_choice,
-    check_integer,
-    check_number,
-)
+from megatron_eopt.base.errors import check_choice
 from megatron_eopt.base.names import (
     DEFAULT_TEAM_SIZE,
     DEFAULT_WAVE_MB,
     SCALAR_OPTIMIZERS,
-    SMALLEST_WAVE_MB,
     STANDARD_OPTIMIZERS,
     TpModeT,
 )
-from megatron_eopt.base.upstream import check_releases
+from megatron_eopt.base.upstream import warn_of_untested_releases
 from megatron_eopt.matrices import SplitT
 from megatron_eopt.settings.checks import (
     check_config,
     check_values,
-    check_values_of,
     refuse_for_matrices,
 )
 from megatron_eopt.settings.config import EmergingOptimizerConfig
@@ -165,8 +159,7 @@ def resolve(config: Any) -> Settings:
     standard: dict[str, Any] = {"scalar": name, "prefixes": (name,)}
     standard["hybrid"] = bool(config.optimizer_cpu_offload)
     chosen = standard if name in STANDARD_OPTIMIZERS else _of_emerging(name, config)
-    in_use = (name, chosen["prefixes"], chosen["scalar"])
-    check_values(config, *in_use)
+    check_values(config, {name, chosen["scalar"]})
     return Settings(
         **_of_the_run(config) | chosen,
         optimizer=name,
@@ -186,7 +179,7 @@ def resolve_run(config: Any) -> RunSettings:
         ConfigurationTypeError: If something is of the wrong type.
     """
     check_config(config)
-    check_values_of(config, ())
+    check_values(config, ())
     refuse_for_matrices(config)
     exempt = bool(getattr(config, "muon_exempt_from_clipping", False))
     return RunSettings(**_of_the_run(config) | {"exempt_from_clipping": exempt})
@@ -207,12 +200,13 @@ def _of_emerging(name: str, config: Any) -> dict[str, Any]:
         "prefixes": (*prefixes, "lion") if scalar == "lion" else prefixes,
     }
     if "muon" in prefixes:
-        chosen["tp_mode"] = first_field(config, "mode", ("muon",)) or config.muon_tp_mode
+        chosen["tp_mode"] = config.muon_tp_mode
     return chosen
 
 
 def _of_the_run(config: Any) -> dict[str, Any]:
-    check_releases(strict=bool(getattr(config, "strict_upstream", False)))
+    warn_of_untested_releases()
+    offloads = config.optimizer_cpu_offload
     unchanged = ("lr", "min_lr", "weight_decay", "decoupled_weight_decay")
     return {name: getattr(config, name) for name in unchanged} | {
         "config": config,
@@ -220,7 +214,7 @@ def _of_the_run(config: Any) -> dict[str, Any]:
         "loss_scale": _loss_scale(config),
         "precision_aware": bool(config.use_precision_aware_optimizer),
         "hybrid": False,
-        "offload_fraction": _offload_fraction(config),
+        "offload_fraction": config.optimizer_offload_fraction if offloads else 0.0,
         "early_gather": bool(config.overlap_param_gather_with_optimizer_step),
         "fresh_state": frozenset(getattr(config, "checkpoint_fresh_state", ())),
         "momentum_from_adam": bool(getattr(config, "checkpoint_momentum_from_adam", False)),
@@ -228,30 +222,10 @@ def _of_the_run(config: Any) -> dict[str, Any]:
         "logs_memory": bool(getattr(config, "log_optimizer_memory", False)),
         "logs_stats": bool(getattr(config, "log_optimizer_stats", False)),
         "exempt_from_clipping": False,
-        "wave_mb": _wave_mb(config),
-        "team_size": _team_size(config),
+        # optimizers other than Muon work in waves, too
+        "wave_mb": getattr(config, "muon_wave_mb", DEFAULT_WAVE_MB),
+        "team_size": getattr(config, "muon_team_size", DEFAULT_TEAM_SIZE),
     }
-
-
-def _offload_fraction(config: Any) -> float:
-    if not config.optimizer_cpu_offload:
-        return 0.0
-    fraction: float = config.optimizer_offload_fraction
-    check_number("optimizer_offload_fraction", fraction, at_least=0.0, at_most=1.0)
-    return fraction
-
-
-def _wave_mb(config: Any) -> float:
-    # optimizers other than Muon work in waves, too
-    wave_mb: float = getattr(config, "muon_wave_mb", DEFAULT_WAVE_MB)
-    check_number("muon_wave_mb", wave_mb, at_least=SMALLEST_WAVE_MB)
-    return wave_mb
-
-
-def _team_size(config: Any) -> int:
-    size: int = getattr(config, "muon_team_size", DEFAULT_TEAM_SIZE)
-    check_integer("muon_team_size", size)
-    return size
 
 
 def _loss_scale(config: Any) -> LossScale | None:

@@ -16,9 +16,6 @@ from megatron.core.distributed.param_and_grad_buffer import group_params_for_buf
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, distributed
 
-from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.stores.gathering import gather_shards
-
 
 class AllReducedBuffer:
     """The trained parameters of one of DDP's gradient buffers, moved into a flat one-bucket buffer.
@@ -71,7 +68,11 @@ class AllReducedBuffer:
 
     def gather(self) -> None:
         """Collect every rank's fragments; collective over the data-parallel ranks."""
-        gather_shards(self._data, self.data_parallel_group)
+        shard = self._data.chunk(self.data_parallel_world_size)[self.data_parallel_group.rank()]
+        # a rank's own shard is read where the result is written
+        distributed.all_gather_into_tensor(
+            self._data, shard.clone(), group=self.data_parallel_group
+        )
 
     def _let_hooks_gather(self, bucket: Any) -> None:
         """Tell Megatron's hooks what every rank steps of the parameters of one of DDP's buckets.
@@ -98,9 +99,6 @@ class AllReducedChunk:
     Args:
         params: All parameters.
         pg_collection: Process groups with ``dp_cp`` and, for experts, ``expt_dp``.
-
-    Raises:
-        ConfigurationError: If a group is missing.
     """
 
     def __init__(self, params: Sequence[Tensor], pg_collection: Any) -> None:
@@ -109,22 +107,15 @@ class AllReducedChunk:
         self.buffers: list[Any] = []
         self.expert_parallel_buffers: list[Any] = []
         for key, (members, indices) in group_params_for_buffers(list(params), True).items():
-            name = "expt_dp" if key.is_expert_parallel else "dp_cp"
-            group = getattr(pg_collection, name, None)
-            if group is None:
-                raise ConfigurationError(
-                    f"pg_collection.{name}",
-                    None,
-                    "must be the ranks that hold copies of the parameters",
-                    "Pass it, or the wrapped model as model_chunks",
-                )
             # what is asked of DDP's gradient buffers
             buffer = SimpleNamespace(
                 params=members,
                 param_indices=indices,
                 grad_dtype=key.grad_dtype,
                 ddp_config=self.ddp_config,
-                data_parallel_group=group,
+                data_parallel_group=(
+                    pg_collection.expt_dp if key.is_expert_parallel else pg_collection.dp_cp
+                ),
             )
             kind = self.expert_parallel_buffers if key.is_expert_parallel else self.buffers
             kind.append(buffer)

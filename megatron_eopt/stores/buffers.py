@@ -12,13 +12,10 @@ from torch import Tensor, distributed
 from megatron_eopt.base.agreement import any_rank
 from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
 from megatron_eopt.stores.all_reduced import AllReducedBuffer
-from megatron_eopt.stores.rank_grid import Coordinates, RankGrid, redistribution_grids
+from megatron_eopt.stores.rank_grid import RankGrid, redistribution_grids
 
-_DDP = "DistributedDataParallelConfig"
-_DDP_REFUSALS = {
-    "use_megatron_fsdp": "has no flat buffers to take fragments from",
-    "reuse_grad_buf_for_mxfp8_param_ag": "overwrites gradients before all optimizers have stepped",
-}
+_REUSE = "reuse_grad_buf_for_mxfp8_param_ag"
+"""A mode of DDP that overwrites gradients before all optimizers have stepped."""
 
 
 class BufferSet(NamedTuple):
@@ -32,6 +29,7 @@ class BufferSet(NamedTuple):
         grid: The redistribution group; None where nothing is redistributed.
         stats: Ranks over which gradient statistics add up.
         instance: Number of this rank's instance of the distributed optimizer.
+        collection: The model's process groups.
     """
 
     is_expert: bool
@@ -42,8 +40,7 @@ class BufferSet(NamedTuple):
     grid: RankGrid | None
     stats: Any
     instance: int
-    tensor: Any
-    expert_tensor: Any
+    collection: Any
 
     @property
     def all_buffers(self) -> list[Any]:
@@ -88,9 +85,6 @@ def buffer_sets(
 
     All ranks call this together; where matrices are to be ``redistributed``, groups that Megatron
     does not have are created here.
-
-    Raises:
-        ConfigurationError: If there are experts and a group for them is missing.
     """
     collection = process_groups(pg_collection)
     given = pg_collection if collection is pg_collection else None
@@ -101,13 +95,12 @@ def buffer_sets(
     shared = {
         "stats": found["intra_dist_opt_group"],
         "instance": get_pg_rank(found["inter_dist_opt_group"]) if several else 0,
-        "tensor": collection.tp,
-        "expert_tensor": getattr(collection, "expt_tp", None) or collection.tp,
+        "collection": collection,
     }
     existing = getattr(collection, "tp_dp_cp", None)
-    wanted = [Coordinates(collection.tp, found["intra_dp_cp_group"], existing)]
+    wanted = [(collection.tp, found["intra_dp_cp_group"], existing)]
     if any_rank(any(chunk.expert_parallel_buffers for chunk in model_chunks)):
-        wanted.append(_of_experts(getattr(collection, "expt_tp", None), found))
+        wanted.append((collection.expt_tp, found["intra_expt_dp_group"], None))
     grids = redistribution_grids(wanted) if redistributed else [None] * len(wanted)
     return [
         BufferSet(
@@ -145,25 +138,10 @@ def check_model_chunks(model_chunks: Sequence[Any]) -> None:
     """
     check_wrapped(model_chunks)
     for chunk in model_chunks:
-        ddp_config = chunk.ddp_config
-        for name, reason in _DDP_REFUSALS.items():
-            if getattr(ddp_config, name, False):
-                rule = f"{reason}, so layer-wise storage refuses it"
-                raise ConfigurationError(f"{_DDP}.{name}", True, rule, f"Set {name}=False")
-        if not ddp_config.use_distributed_optimizer:
-            _check_all_reducing(ddp_config)
-
-
-def _check_all_reducing(ddp_config: Any) -> None:
-    way_out = "Set use_distributed_optimizer=True in the same configuration"
-    for name in ("fp8_param_gather", "fp4_param_gather"):
-        if getattr(ddp_config, name, False):
-            rule = "needs parameters in DDP's flat buffers, and this DDP has none of them"
-            raise ConfigurationError(f"{_DDP}.{name}", True, rule, way_out)
-    if (instances := ddp_config.num_distributed_optimizer_instances) > 1:
-        name = f"{_DDP}.num_distributed_optimizer_instances"
-        rule = "needs a DDP that reduce-scatters gradients"
-        raise ConfigurationError(name, instances, rule, way_out)
+        if getattr(chunk.ddp_config, _REUSE, False):
+            rule = "overwrites gradients before all optimizers have stepped"
+            name = f"DistributedDataParallelConfig.{_REUSE}"
+            raise ConfigurationError(name, True, rule, f"Set {_REUSE}=False")
 
 
 def has_resting(model_chunk: Any) -> bool:
@@ -177,12 +155,12 @@ def has_resting(model_chunk: Any) -> bool:
 def check_buffers(
     buffers: Iterable[Any], groups: Iterable[Mapping[str, Any]], names: Mapping[Tensor, str]
 ) -> None:
-    """Raise unless every trained parameter of the buffers is in exactly one group, in one dtype.
+    """Raise unless every trained parameter of the buffers is in exactly one group.
 
     Those that require no gradients may be another optimizer's.
 
     Raises:
-        ConfigurationError: If one is in none or in several, or a buffer mixes data types.
+        ConfigurationError: If one is in none or in several.
     """
     owners = Counter(param for group in groups for param in group["params"])
     for buffer in buffers:
@@ -195,15 +173,6 @@ def check_buffers(
                     f"must be in exactly one parameter group, and is in {count}",
                     "Give every trainable parameter to one optimizer, or freeze it",
                 )
-            wanted = buffer.param_dtype  # of quantized weights their bytes
-            if wanted.is_floating_point and param.dtype != wanted:
-                raise ConfigurationError(
-                    "model_chunks",
-                    names[param],
-                    f"is {param.dtype} in a buffer of {wanted}, and a buffer is "
-                    "gathered in one data type",
-                    "Convert the model before it is wrapped",
-                )
 
 
 def _buffers(chunk: Any, attribute: str) -> list[Any]:
@@ -215,20 +184,6 @@ def _buffers(chunk: Any, attribute: str) -> list[Any]:
         for buffer in buffers
         if any(param.requires_grad for param in buffer.params)
     ]
-
-
-def _of_experts(tensor: Any, found: Any) -> Coordinates:
-    data = found["intra_expt_dp_group"]
-    for name, group in (("expt_tp", tensor), ("expt_dp", data)):
-        if group is None:
-            raise ConfigurationError(
-                f"pg_collection.{name}",
-                None,
-                "must be the group that experts' weights are cut or copied over, since the model "
-                "has experts",
-                "Add it to the collection, or pass pg_collection=None to use Megatron's own groups",
-            )
-    return Coordinates(tensor, data)
 
 
 def _gloo_twin(group: Any, is_expert: bool) -> Any:

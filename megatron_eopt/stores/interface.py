@@ -6,8 +6,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_eopt.stores.gathering import gather_buckets
-
 
 class Stored(NamedTuple):
     """What this rank stores of one of the model's parameters.
@@ -39,6 +37,12 @@ class Storage:
     steps: int = 0
     is_stub_optimizer: bool
     grad_scaler: Any = None
+
+    def count_in(self, stats: Any, collection: Any) -> None:
+        """Let megatron-core count every gradient once, over the ranks of ``stats``."""
+        self.grad_stats_parallel_group = stats
+        self.tp_group = collection.tp
+        self.expert_tp_group = getattr(collection, "expt_tp", None) or collection.tp
 
     def stored(self) -> Iterator[Stored]:
         """Yield what this rank stores, in an order that does not change."""
@@ -107,6 +111,17 @@ class Storage:
     def replica_of_matrix(self, replica: Any) -> tuple[int, ...]:
         """Return the same of state that is not cut like the parameter."""
         return self.replica_of(replica)
+
+
+def gather_buckets(model_chunk: Any, *, now: bool = False) -> None:
+    """Bring stepped weights in Megatron's buffers to all ranks; collective.
+
+    Where that overlaps with the forward pass hooks do it, unless ``now``.
+    """
+    wrapped = model_chunk.ddp_config
+    in_buffers = wrapped.use_distributed_optimizer and not wrapped.use_megatron_fsdp
+    if in_buffers and (now or not wrapped.overlap_param_gather):
+        model_chunk.start_param_sync(force_sync=now)
 
 
 def named_gradients(storage: Storage) -> Iterator[tuple[Tensor, Tensor]]:

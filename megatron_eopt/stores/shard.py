@@ -5,7 +5,7 @@ Note [Shards]
     such slabs, pieces of a DTensor, whole parameters. A shard has a layout for each of the
     parameter's logical matrices, over the ranks of one group; where several ranks hold the same
     numbers, the layout says which of them sends. The areas that a rank holds of a parameter's
-    matrices fill its tensor exactly once, which is checked when the shard is made.
+    matrices add up to its tensor, which is checked when the shard is made.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import GLOBAL_NAME_ATTRIBUTE
 from megatron_eopt.layouts import Layout
-from megatron_eopt.layouts.boxes import Boxes, ragged_arange
+from megatron_eopt.layouts.boxes import Boxes
 from megatron_eopt.matrices import Split, matrix_rows
 
 _REMEMBERED = 4096
@@ -58,7 +58,7 @@ class Shard:
         global_name: The parameter's name in the whole model, the same at every layout.
 
     Raises:
-        ConfigurationError: If the pieces that this rank holds do not fill its tensor exactly once.
+        ConfigurationError: If the pieces that this rank holds do not add up to its tensor.
     """
 
     name: str
@@ -70,9 +70,8 @@ class Shard:
     global_name: str = ""
 
     def __post_init__(self) -> None:
-        filled, covered = _covered(self.layouts, self.ranks.rank)
-        if not filled or covered != self.numel:
-            held = int(self.pieces.area.sum())
+        held = int(self.pieces.area.sum())
+        if held != self.numel:
             raise ConfigurationError(
                 "layout of",
                 self.name,
@@ -90,7 +89,7 @@ class Shard:
     @property
     def pieces(self) -> Boxes:
         """What this rank stores of all matrices."""
-        return _pieces(self.layouts, self.ranks.rank)
+        return Boxes.join([layout.piece(self.ranks.rank) for layout in self.layouts])
 
     @property
     def matrix_names(self) -> tuple[str, ...]:
@@ -98,23 +97,6 @@ class Shard:
         if len(self.layouts) == 1:
             return (self.name,)
         return tuple(f"{self.name}[{matrix.name}]" for matrix in self.split.matrices)
-
-
-def _pieces(layouts: Sequence[Layout], rank: int) -> Boxes:
-    return Boxes.join([layout.piece(rank) for layout in layouts])
-
-
-@lru_cache(maxsize=_REMEMBERED)
-def _covered(layouts: tuple[Layout, ...], rank: int) -> tuple[bool, int]:
-    """Tell whether a rank's pieces lie one after another from place 0 on, and where they end."""
-    held = _pieces(layouts, rank)
-    runs = np.where(held.stride == held.width, 1, held.height)
-    length = np.where(held.stride == held.width, held.area, held.width)
-    start = np.repeat(held.offset, runs) + ragged_arange(runs) * np.repeat(held.stride, runs)
-    order = np.argsort(start, kind="stable")
-    ends = np.cumsum(np.repeat(length, runs)[order])
-    filled = np.array_equal(start[order], np.concatenate([[0], ends])[:-1])
-    return filled, int(ends[-1]) if len(ends) else 0
 
 
 def global_name(param: Tensor, name: str) -> str:

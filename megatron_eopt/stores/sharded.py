@@ -9,16 +9,14 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
+from megatron_eopt.base.address import address_of
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import MOMENTUM, STEP
-from megatron_eopt.base.places import Place, place_of
-from megatron_eopt.base.upstream import check_instance, needed
 from megatron_eopt.matrices import Split
 from megatron_eopt.routing.parameters import cut_dimension
 from megatron_eopt.stores.all_reduced import AllReducedBuffer
 from megatron_eopt.stores.buffers import BufferSet
-from megatron_eopt.stores.gathering import gather_buckets
-from megatron_eopt.stores.interface import Storage, Stored
+from megatron_eopt.stores.interface import Storage, Stored, gather_buckets
 from megatron_eopt.stores.rank_grid import RankGrid
 from megatron_eopt.stores.replicated import SplitOf, refuse_rematerialized
 from megatron_eopt.stores.shard import Fragment, Shard, fragment_layouts, global_name
@@ -141,10 +139,9 @@ class FragmentsOptimizer(_InBuffers, DistributedOptimizer):
     Arguments are those of ``DistributedOptimizer``.
     """
 
-    _copies_itself = False
+    _copies_upstream = False  # whether megatron-core's copies between model and main are called
 
     def __init__(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        needed("DistributedOptimizer")
         # megatron-core knows how to make Adam's state alone; ours is made before it asks
         kwargs.setdefault("init_state_fn", lambda *_: None)
         super().__init__(optimizer, *args, **kwargs)
@@ -153,7 +150,6 @@ class FragmentsOptimizer(_InBuffers, DistributedOptimizer):
         self.main_of: dict[Tensor, Tensor] = {}
         if self.is_stub_optimizer:
             return
-        check_instance("DistributedOptimizer", self)
         # Transformer Engine's Adam may keep the main weights itself, and write the model's
         self._held_by_adam = bool(getattr(self.optimizer, "master_weights", False))
         mains_of_half = (
@@ -166,8 +162,7 @@ class FragmentsOptimizer(_InBuffers, DistributedOptimizer):
         )
         self.main_of = {param: main for pair in groups for param, main in zip(*pair, strict=True)}
         quantized = self.ddp_config.fp8_param_gather or self.ddp_config.fp4_param_gather
-        if not (quantized or self._held_by_adam):
-            self._prepare_copies()
+        self._copies_upstream = self._held_by_adam or quantized
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is the same on all ranks: groups, with the steps done, and loss scale."""
@@ -219,72 +214,35 @@ class FragmentsOptimizer(_InBuffers, DistributedOptimizer):
             if isinstance(buffer, AllReducedBuffer) and (now or not buffer.gathered_by_hooks):
                 buffer.gather()
 
-    def _prepare_copies(self) -> None:
-        """Cut all views once: a step then costs one fused call, not three calls a parameter."""
-        self._copies_itself = True
-        self._params: list[Any] = list(self.main_of)
-        self._mains = list(self.main_of.values())
-        self._ranges = [(item.start, item.stop) for item in self.stored()]
-        self._sources: list[Tensor | None] = [None] * len(self._params)
-        self._lay_at: list[Place | None] = [None] * len(self._params)
-        self._grads: list[Tensor | None] = [None] * len(self._params)
-        pairs = [(main, self._param_view(param)) for param, main in self.main_of.items()]
+    @torch.no_grad()
+    def _copy_model_grads_to_main_grads(self) -> None:
+        if self._copies_upstream:
+            super()._copy_model_grads_to_main_grads()
+            return
+        for item in self.stored():
+            # without DDP gradients are where torch puts them
+            grad: Any = getattr(item.param, "main_grad", None)
+            grad = item.param.grad if grad is None else grad
+            held = None if grad is None else grad.detach().reshape(-1)[item.start : item.stop]
+            item.main.grad = None if held is None else held.float()
+
+    @torch.no_grad()
+    def _copy_main_params_to_model_params(self) -> None:
+        if self._copies_upstream:
+            super()._copy_main_params_to_model_params()
+            return
+        pairs = [(self._param_view(param), main) for param, main in self.main_of.items()]
         # a float32 parameter is its own main weight, unless a caller has moved one of them
-        shared = [_is_one(*pair) for pair in pairs]
-        self._apart = [pair for pair, one in zip(pairs, shared, strict=True) if not one]
-        self._shared = [pair for pair, one in zip(pairs, shared, strict=True) if one]
+        apart = [(view, main) for view, main in pairs if address_of(view) != address_of(main)]
+        if apart:
+            views, mains = zip(*apart, strict=True)
+            torch._foreach_copy_(views, mains)
 
     def _param_view(self, param: Tensor) -> Tensor:
         held = self._get_model_param_range_map(param)["gbuf_world_in_bucket"]
         buffer, _, bucket = self.model_param_gbuf_map[param]
         data: Tensor = self.buffers[buffer].buckets[bucket].param_data
         return data.view(-1)[held.start : held.end]
-
-    def _fresh_grads(self) -> list[Tensor | None]:
-        """Return this rank's fragment of each gradient, wherever a caller keeps it now."""
-        for place, param in enumerate(self._params):
-            source = getattr(param, "main_grad", None)
-            if source is None:
-                source = param.grad
-            # a caller may give the same tensor other memory, too
-            lies_at = None if source is None else place_of(source)
-            if source is not self._sources[place] or lies_at != self._lay_at[place]:
-                start, stop = self._ranges[place]
-                # of one that lies otherwise in memory there is a copy of the present numbers
-                is_view = source is None or source.is_contiguous()
-                self._sources[place] = source if is_view else None
-                self._lay_at[place] = lies_at
-                own = None if source is None else source.detach().reshape(-1)[start:stop]
-                self._grads[place] = own
-        return self._grads
-
-    @torch.no_grad()
-    def _copy_model_grads_to_main_grads(self) -> None:
-        if not self._copies_itself:
-            super()._copy_model_grads_to_main_grads()
-            return
-        grads = list(self._fresh_grads())
-        narrow = {n: g for n, g in enumerate(grads) if g is not None and g.dtype != torch.float32}
-        if narrow:
-            views = list(narrow.values())
-            sizes = [view.numel() for view in views]
-            flat = torch.empty(sum(sizes), dtype=torch.float32, device=views[0].device)
-            wide = torch.split(flat, sizes)
-            torch._foreach_copy_(wide, views)
-            for number, cast in zip(narrow, wide, strict=True):
-                grads[number] = cast
-        for main, grad in zip(self._mains, grads, strict=True):
-            main.grad = grad
-
-    @torch.no_grad()
-    def _copy_main_params_to_model_params(self) -> None:
-        if not self._copies_itself:
-            super()._copy_main_params_to_model_params()
-            return
-        copies = self._apart + [pair for pair in self._shared if not _is_one(*pair)]
-        if copies:
-            mains, views = zip(*copies, strict=True)
-            torch._foreach_copy_(views, mains)
 
     def get_parameter_state_dp_reshardable(self) -> Any:
         """Return the fragments bucket by bucket.
@@ -322,10 +280,6 @@ class FragmentsOptimizer(_InBuffers, DistributedOptimizer):
         return keys
 
 
-def _is_one(main: Tensor, view: Tensor) -> bool:
-    return place_of(main) == place_of(view)
-
-
 class OffloadedOptimizer(_InBuffers, DistributedOptimizer):
     """Steps Adam or SGD on fragments whose state is partly in the host's memory.
 
@@ -333,7 +287,6 @@ class OffloadedOptimizer(_InBuffers, DistributedOptimizer):
     """
 
     def __init__(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        needed("DistributedOptimizer")
         super().__init__(optimizer, *args, init_state_fn=None, **kwargs)
         self._defer_param_sync = True
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_iter
 
 from megatron_eopt.cpu.cuda_standins import cuda_patches
 from megatron_eopt.cpu.generators import Generators
-from megatron_eopt.cpu.patches import Patch, PatchList
+from megatron_eopt.cpu.patches import Patch, patched
 from megatron_eopt.dry_run.counting import READ, who_reads
 
 
@@ -24,20 +24,18 @@ def fake_gpu() -> Iterator[None]:
     """Let torch make fake tensors on ``cuda`` without a GPU."""
     # operations then ask no driver which device is the current one
     torch._C._ensureCUDADeviceGuardSet()
-    generators, patches = Generators(), PatchList()
-    patches.apply(
-        [
-            *cuda_patches(),
-            *generators.patches(),
-            Patch(torch.cuda, "_lazy_init", lambda: None),
-            Patch(torch, "tensor", _by_way_of_the_host(torch.tensor)),
-        ]
-    )
-    try:
-        yield
-    finally:
-        generators.unite()
-        patches.restore()
+    generators = Generators()
+    patches = [
+        *cuda_patches(),
+        *generators.patches(),
+        Patch(torch.cuda, "_lazy_init", lambda: None),
+        Patch(torch, "tensor", _by_way_of_the_host(torch.tensor)),
+    ]
+    with patched(patches):
+        try:
+            yield
+        finally:
+            generators.unite()
 
 
 def _by_way_of_the_host(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -1,21 +1,19 @@
 """The command ``megatron-eopt`` as people call it."""
 
+import contextlib
+import io
 import json
-import subprocess
-import sys
 
 import pytest
+import torch.distributed as dist
 
 from megatron_eopt.command import main
+from tests.harness import run_ranks
 
 SMALL = (
     "--num-layers 2 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4 --vocab-size 64 "
     "--swiglu"
 ).split()
-
-
-RUN = [sys.executable, "-m", "megatron_eopt"]
-"""In processes without process groups, as people do."""
 
 
 def test_help_says_what_there_is(capsys):
@@ -26,34 +24,33 @@ def test_help_says_what_there_is(capsys):
         assert word in text
 
 
-def test_a_plan_is_printed():
-    one = subprocess.run(
-        [*RUN, "plan", *SMALL, "--dp", "4", "--muon-team-size", "1", "--json"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    found = json.loads(one.stdout)
-    assert found["ranks"] == 4
+def printed(*commands: list[str]) -> list[tuple[int, str, str]]:
+    """Return the status and both outputs of commands, in a process without process groups."""
+    dist.destroy_process_group()
+    found = []
+    for command in commands:
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            status = main(command)
+        found.append((status, out.getvalue(), err.getvalue()))
+    return found
 
 
-@pytest.mark.long
-def test_a_sweep_is_printed():
-    many = subprocess.run(
-        [*RUN, "sweep", *SMALL, "--ranks", "4", "--tp", "1", "2", "8"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "on 4 x H100" in many.stdout
-    assert "left out: tp 8" in many.stderr
+def test_plans_are_printed():
+    plan = ["plan", *SMALL, "--dp", "4", "--muon-team-size", "1", "--json"]
+    sweep = ["sweep", *SMALL, "--ranks", "4", "--tp", "1", "2", "8"]
+    one, many = run_ranks(1, printed, plan, sweep, cpu=False)[0]
+    assert json.loads(one[1])["ranks"] == 4
+    assert "on 4 x H100" in many[1]
+    assert "left out: tp 8" in many[2]
+    assert one[0] == many[0] == 0
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         ("plan --hidden-size 64", "--num-layers"),
-        ("plan --model Llama-3-8B --tp 3", "num_query_groups=8: must divide"),
+        ("plan --model Llama-3-8B --tp 3", "num_attention_heads (32) must be a multiple"),
         ("plan --model Llama-3-8B --num-layers 2", "no meaning beside --model"),
         ("plan --model Llama-3-8B --tokens -5", "--tokens"),
         ("plan --model Llama-3-8B --optimizer-config nowhere", "nowhere"),

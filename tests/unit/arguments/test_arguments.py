@@ -85,17 +85,6 @@ def test_given_flags_win(defaults):
     assert not config.muon_split_qkv
 
 
-@pytest.mark.parametrize("defaults", ["megatron", "recommended"])
-def test_old_spellings(defaults):
-    config, _ = config_from_args(
-        parse("--optimizer-defaults", defaults, "--muon-momentum-beta", "0.7")
-    )
-    assert config.muon_momentum == 0.7
-    assert config.muon_momentum_beta is None
-    with pytest.raises(ValueError, match="--muon-momentum-beta"):
-        parse("--muon-momentum-beta", "0.7", "--muon-momentum", "0.8")
-
-
 @pytest.mark.parametrize(
     ("dest", "said"),
     [

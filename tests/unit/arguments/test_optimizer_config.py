@@ -90,13 +90,6 @@ def test_whose_defaults(written):
     assert (config.muon_tp_mode, config.muon_split_gated) == ("auto", True)
 
 
-def test_old_spellings_still_meet_the_present_ones(written):
-    path = written("optimizer: muon\nmuon-mode: exchange\n")
-    assert from_flags("--optimizer-config", path).muon_tp_mode == "exchange"
-    with pytest.raises(ConfigurationError, match="--muon-mode"):
-        parse("--optimizer-config", path, "--muon-tp-mode", "duplicated")
-
-
 @pytest.mark.parametrize(
     ("flags", "line", "named"),
     [
@@ -121,9 +114,7 @@ def test_a_flag_that_says_something_else_is_an_error(written, flags, line, named
         ("muon-momentumm: 0.9", "optimizer.yaml: muon-momentumm=0.9: .*mean muon-momentum"),
         ("qqqqqq: 1", "no setting of an optimizer. Keys are the names"),
         ("bf16: true", "bf16=True: is the run's own.*--bf16"),
-        ("use-layer-wise-distributed-optimizer: true", "Write use-distributed-optimizer: true"),
         ("lr: 0.1\nlr: 0.1", "duplicate key lr"),
-        ("min-lr: 0.1\nmin_lr: 0.1", "min_lr=0.1: was given before"),
         ("lr: fast", "'fast'.*could not be converted to Float"),
         ("lr: [0.1]", "lr"),
         ("lr: {peak: 0.1}", "lr"),

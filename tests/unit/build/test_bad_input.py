@@ -1,7 +1,6 @@
 """Each configuration mistake is an error when the optimizer is built, naming argument and value."""
 
 import dataclasses
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +14,6 @@ from megatron_eopt import (
     EmergingOptimizerConfig,
     get_megatron_optimizer,
 )
-from megatron_eopt.build import ddp
 from megatron_eopt.muon import get_megatron_muon_optimizer
 from megatron_eopt.settings.checks import warn_of_unused
 from megatron_eopt.settings.settings import resolve
@@ -130,7 +128,6 @@ UNREAD = [
     {"optimizer": "adam", "muon_momentum": 7.0, "lion_beta1": 3.0, "sgd_momentum": -1.0},
     {"optimizer": "sgd", "adam_eps": 0.0, "adam_beta1": 2.0},
     {"optimizer": "muon", "lion_beta1": 3.0, "soap_shampoo_beta": 3.0},
-    {"optimizer": "muon", "optimizer_offload_fraction": 7.0},
     {"optimizer": "muon", "initial_loss_scale": 0.0, "hysteresis": None},
 ]
 
@@ -146,29 +143,9 @@ def test_unknown_optimizers_come_with_the_nearest_names(name):
         build({"optimizer": name})
 
 
-DDP_FLAGS = [
-    ({}, {"use_distributed_optimizer": True}),
-]
-
-
-@pytest.mark.parametrize(("fields", "flags"), DDP_FLAGS, ids=str)
-def test_a_wrapper_that_trains_wrongly_is_refused(fields, flags):
-    with pytest.raises(ConfigurationError, match=next(iter(flags))):
-        build(fields, **flags)
-
-
-@pytest.mark.parametrize(
-    ("on_host", "gpu"), [(True, True), (True, False), (False, True)], ids=["host", "CPU", "GPU"]
-)
-def test_a_model_that_is_left_on_the_host_is_refused(monkeypatch, on_host, gpu):
-    """There is no GPU here to be asked whether it is one."""
-    monkeypatch.setattr(ddp.gpu, "is_there", lambda: gpu)
-    chunk = Chunk() if on_host else Chunk().to("meta")
-    chunk.config = SimpleNamespace(**vars(MODEL_CONFIG), use_cpu_initialization=True)
-    settings = resolve(OptimizerConfig(lr=0.1, optimizer="muon"))
-    refused = pytest.raises(ConfigurationError, match="use_cpu_initialization=True: leaves the")
-    with refused if on_host and gpu else nullcontext():
-        ddp.check_ddp(settings, [chunk])
+def test_a_wrapper_that_scatters_gradients_of_whole_state_is_refused():
+    with pytest.raises(ConfigurationError, match="use_distributed_optimizer"):
+        build({}, use_distributed_optimizer=True)
 
 
 OVERRIDES = [
@@ -211,14 +188,6 @@ def test_arguments_of_a_wrong_kind_are_named(arguments, name):
     config = OptimizerConfig(optimizer="muon", lr=0.1)
     with pytest.raises((ConfigurationError, ConfigurationTypeError), match=name):
         get_megatron_optimizer(**{"config": config, "model_chunks": [CHUNK], **arguments})
-
-
-def test_old_spellings_that_disagree_are_refused():
-    config = EmergingOptimizerConfig(
-        lr=0.1, optimizer="muon", muon_tp_mode="blockwise", muon_mode="duplicated"
-    )
-    with pytest.raises(ConfigurationError, match="old spelling of muon_tp_mode"):
-        get_megatron_optimizer(config, [Chunk()])
 
 
 @pytest.mark.parametrize("name", ["transformer_engine", "gram_newton_schulz"])

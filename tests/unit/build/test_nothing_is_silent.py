@@ -16,7 +16,6 @@ from megatron_eopt import (
     emerging_optimizers,
     get_megatron_optimizer,
 )
-from megatron_eopt.base.errors import ConfigurationTypeError
 from megatron_eopt.checkpoint.keys import kind_of
 from megatron_eopt.matrices import gated
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
@@ -202,7 +201,7 @@ def test_a_group_that_is_added_later_is_refused():
     assert all("Build the optimizer again" in error for error in errors)
 
 
-def wrapped_bases() -> list[str]:
+def wrapped_bases() -> None:
     """Do to base optimizers what would reach nobody once they are wrapped."""
     run = Run()
     chunk = make_chunk(run)
@@ -210,24 +209,12 @@ def wrapped_bases() -> list[str]:
     matrices, others = runs.param_groups(run, config, chunk)
     muon, adam = runs.muon_over(matrices, config, chunk), runs.adam_over(others, config)
     LayerWiseDistributedOptimizer([muon, adam], config, None, None, [chunk])
-    errors = []
-    try:
+    with pytest.raises(ConfigurationError, match="add_param_group"):
         adam.add_param_group({"params": [torch.nn.Parameter(torch.ones(4))]})
-    except ConfigurationError as error:
-        errors.append(str(error))
-    adam = runs.adam_over(others, config)
-    torch.optim.lr_scheduler.StepLR(adam, 1)
-    try:
-        LayerWiseDistributedOptimizer([muon, adam], config, None, None, [chunk])
-    except (ConfigurationError, ConfigurationTypeError) as error:
-        errors.append(str(error))
-    return errors
 
 
 def test_base_optimizers_that_are_wrapped_take_nothing_more():
-    (errors,) = run_ranks(1, wrapped_bases)
-    assert len(errors) == 2
-    assert "scheduler" in errors[1]
+    run_ranks(1, wrapped_bases)
 
 
 def plans_of_resting_parameters() -> tuple[int, int]:

@@ -45,21 +45,13 @@ GRADIENTS_PASS = {
 """From DDP's buffer to the new weight of a matrix."""
 
 ASIDE = {
-    "base/places.py": "tells whether a main weight is the model's",
+    "base/address.py": "tells whether a main weight is the model's",
     "base/errors.py": "checks numbers of groups that schedulers may have written to",
-    "build/gradient_norm.py": "looks at what the norm leaves out",
-    "build/loss_scale.py": "forgets what was unscaled",
-    "layouts/stacks.py": "tells where a matrix may lie",
     "math/algorithm.py": "counts products, to end in the right memory",
-    "math/backends.py": "chooses the iteration",
-    "math/normalization.py": "divides by norms",
-    "math/products.py": "multiplies",
-    "math/scaling.py": "computes a factor from a shape",
     "settings/checks.py": "checks numbers of the configuration that callers may have changed",
     "settings/settings.py": "looks at these",
     "optimizers/element_wise.py": "steps what is no matrix",
-    "stores/gathering.py": "brings new weights to all ranks",
-    "stores/interface.py": "lists gradients for their norm",
+    "stores/interface.py": "lists gradients for their norm, and gathers weights",
 }
 """What else runs in a step, and what it does there."""
 

@@ -179,7 +179,6 @@ def test_streams_and_events_do_nothing() -> None:
         stream.record_event(end)
     end.synchronize()
     torch.cuda.synchronize()
-    assert stream.query()
     assert end.query()
     assert start.elapsed_time(end) >= 0
     assert torch.cuda.memory_stats()["allocated_bytes.all.current"] == 0

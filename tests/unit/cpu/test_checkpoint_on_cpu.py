@@ -7,7 +7,7 @@ import torch
 from megatron.core import dist_checkpointing
 from torch.utils._pytree import tree_iter
 
-from megatron_eopt.cpu.snapshots import of_now
+from megatron_eopt.cpu.megatron_parts import with_copies
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import tiny_gpt
@@ -20,7 +20,7 @@ def _request(folder: Path) -> tuple[list[bool], list[bool]]:
     plain = dist_checkpointing.save(
         model.sharded_state_dict(), folder, async_sharded_save=True, async_strategy="mcore"
     )
-    copy = of_now(plain)
+    copy = with_copies(plain)
     plain_tensors, tensors = (
         [
             item

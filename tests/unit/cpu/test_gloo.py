@@ -68,20 +68,3 @@ def _more_threads_of_ten_groups() -> tuple[int, int, float]:
 def test_groups_share_a_network_thread_and_have_a_worker_each():
     """Two workers of a group end in a crash: see Note [One worker thread a group]."""
     assert run_ranks(2, _more_threads_of_ten_groups) == [(0, 10, 1024.0)] * 2
-
-
-def _scaled_sums() -> None:
-    rank: int = dist.get_rank()
-    halves = dist._make_nccl_premul_sum(0.5)
-    given = torch.arange(4.0) + 10 * rank
-    reduced = torch.empty(2)
-    dist.reduce_scatter_tensor(reduced, given, op=halves)
-    assert reduced.tolist() == [5 + 2 * rank, 6 + 2 * rank]
-    assert given.tolist() == [10 * rank + i for i in range(4)]
-    dist.all_reduce(given, op=halves)
-    assert given.tolist() == [5, 6, 7, 8]
-
-
-def test_sums_of_scaled_terms() -> None:
-    """Megatron-FSDP divides its gradients so."""
-    run_ranks(2, _scaled_sums)

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_eopt.dry_run import Report, dry_world, report_of
-from megatron_eopt.math import products
+from megatron_eopt.math import newton_schulz
 from megatron_eopt.optimizers import scalar
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
@@ -44,7 +44,7 @@ def figures(report: Report) -> tuple[Any, ...]:
 def as_on_gpus() -> Iterator[None]:
     """Compute as GPUs do: in 16 bits, and Adam on all tensors at once."""
     with (
-        patch.object(products, "has_instructions", lambda dtype: True),
+        patch.object(newton_schulz, "is_widened", lambda matrix: False),
         patch.object(scalar, "detect_fake_mode", lambda: True),
     ):
         yield

@@ -11,7 +11,7 @@ from megatron.core.distributed.torch_fully_sharded_data_parallel_config import (
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 from megatron_eopt import ConfigurationError, checkpoints, get_megatron_optimizer
-from megatron_eopt.math.finite import NonFiniteError
+from megatron_eopt.base.errors import NonFiniteError
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import tiny_gpt

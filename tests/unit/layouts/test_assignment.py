@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_eopt.layouts import assign_owners, iteration_cost, plan_waves
+from megatron_eopt.layouts import assign_owners, plan_waves
+from megatron_eopt.math import standard_flops
 from tests.harness.model_shapes import MODELS
 
 WORLD_SIZES = [8, 64, 256, 1024, 4096]
@@ -28,7 +29,7 @@ BEST = {("Llama-3-70B", 256): 1.18}
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("model", MODELS)
 def test_published_models_are_balanced(model, world_size):
-    costs = np.array([iteration_cost(*shape) for shape in MODELS[model]])
+    costs = np.array([standard_flops(*shape) for shape in MODELS[model]])
     owners = assign_owners(costs, world_size)
     assert np.array_equal(owners, assign_owners(costs.copy(), world_size))
     most = np.bincount(owners, weights=costs).max()
@@ -90,7 +91,7 @@ def test_waves_are_a_bounded_partition(data, ranks, at_least):
 
 def test_waves_are_balanced():
     shapes = MODELS["Llama-3-8B"]
-    costs = np.array([iteration_cost(*shape) for shape in shapes])
+    costs = np.array([standard_flops(*shape) for shape in shapes])
     owners = assign_owners(costs, 8)
     waves = plan_waves(owners, costs, [4 * a * b for a, b in shapes], max_bytes=1 << 30)
     assert 2 <= len(waves) <= 8

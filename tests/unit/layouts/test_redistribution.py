@@ -13,9 +13,9 @@ from megatron_eopt.layouts import (
     Matrix,
     Redistribution,
     assign_owners,
-    iteration_cost,
     plan_waves,
 )
+from megatron_eopt.math import standard_flops
 from tests.harness import run_ranks
 from tests.unit.layouts.strategies import full_matrix, store
 
@@ -57,7 +57,7 @@ STORAGES = [tp_layout, zero_layout, tp_zero_layout, replicated_layout]
 
 def matrices_of(storage, ranks):
     """Return matrices, their owners and three waves or more."""
-    costs = [iteration_cost(*shape) for shape in SHAPES]
+    costs = [standard_flops(*shape) for shape in SHAPES]
     owners = assign_owners(costs, ranks)
     matrices = [
         Matrix(f"w{i}", storage(i, shape, ranks), Layout.whole(shape, int(owners[i])))

@@ -7,6 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron_eopt.math.algorithm import (
     FLOAT32_TOLERANCE,
     AlgorithmT,
+    PrecisionT,
     choose_algorithm,
     gram_flops,
     standard_flops,
@@ -17,7 +18,6 @@ from megatron_eopt.math.coefficients import (
     table,
 )
 from megatron_eopt.math.orthogonalize import orthogonalize
-from megatron_eopt.math.precision import PrecisionT
 from tests.unit.math.spectra import NAMED, few_rows, relative_error
 
 QUINTIC = resolve_coefficients("quintic", 5)
@@ -56,7 +56,6 @@ def test_where_auto_leaves_the_standard_iteration_it_is_accurate(
     m, n = (96, 768) if precision == "highest" else (256, 2048)
     plan = choose_algorithm((m, n), torch.float32, precision, schedule)
     if plan.algorithm == "standard":
-        assert precision == "medium", "float32 has an accurate form of every set"
         return
     for draw in NAMED.values():
         x = draw(m, n, 3)
@@ -72,23 +71,6 @@ def test_where_auto_leaves_the_standard_iteration_it_is_accurate(
 
         allowed = FLOAT32_TOLERANCE if precision == "highest" else 1.0
         assert error("auto") <= allowed * error("standard")
-
-
-@pytest.mark.parametrize("name", coefficient_names())
-def test_float32_restarts_of_unstudied_schedules_are_accurate(name: str) -> None:
-    for steps in (2, 3, 4, 6, 7, 10):
-        schedule = resolve_coefficients(name, steps)
-        for draw in NAMED.values():
-            x = draw(48, 192, 1)
-            reference = orthogonalize(x.double(), coefficients=schedule, steps=steps)
-            errors = [
-                relative_error(
-                    orthogonalize(x, coefficients=schedule, steps=steps, algorithm=algorithm),
-                    reference,
-                )
-                for algorithm in ("gram", "standard")
-            ]
-            assert errors[0] <= FLOAT32_TOLERANCE * errors[1]
 
 
 @pytest.mark.parametrize(("name", "steps"), USUAL)
@@ -119,8 +101,10 @@ def test_auto_keeps_standard_where_no_16_bit_form_is_accurate() -> None:
             assert plan.algorithm == "standard"
 
 
-def test_float64_is_the_reference_and_unstudied_16_bit_schedules_are_standard() -> None:
+def test_float64_and_schedules_outside_the_study_are_standard() -> None:
     assert choose_algorithm((8, 99), torch.float64, "medium", QUINTIC).algorithm == "standard"
     own = ((2.0, -1.5, 0.5),) * 5
-    assert choose_algorithm((512, 8192), torch.bfloat16, "medium", own).algorithm == "standard"
-    assert choose_algorithm((512, 8192), torch.float32, "highest", own).algorithm == "gram"
+    for precision in ("medium", "highest"):
+        plan = choose_algorithm((512, 8192), torch.float32, precision, own)
+        assert plan.algorithm == "standard"
+    assert choose_algorithm((8, 99), torch.float32, "highest", own, "gram").restarts == (2, 4)

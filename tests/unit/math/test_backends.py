@@ -9,7 +9,6 @@ from megatron_eopt.math import backends
 from megatron_eopt.math.algorithm import Plan
 from megatron_eopt.math.backends import Backend, register_backend
 from megatron_eopt.math.coefficients import Triple
-from megatron_eopt.math.newton_schulz import ReduceT
 from megatron_eopt.math.orthogonalize import orthogonalize
 from tests.unit.math.spectra import gaussian
 
@@ -39,17 +38,9 @@ def test_syrk_equals_torch() -> None:
     assert (result - expected).norm() < 1.7e-2 * expected.norm()
 
 
-def _sign(
-    wide: Tensor,
-    schedule: tuple[Triple, ...],
-    plan: Plan,
-    *,
-    eps: float,
-    reduce: ReduceT | None,
-    columns: int,
-) -> Tensor:
+def _sign(wide: Tensor, schedule: tuple[Triple, ...], plan: Plan, eps: float) -> Tensor:
     assert wide.shape[-2] <= wide.shape[-1]
-    assert (len(schedule), plan.algorithm, columns) == (5, "standard", 6)
+    assert (len(schedule), plan.algorithm, eps) == (5, "standard", 1e-6)
     return wide.sign()
 
 
@@ -57,6 +48,11 @@ def test_a_backend_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "_LOADED", {})
     register_backend("sign", Backend(_sign))
     x = gaussian(6, 4)
-    assert torch.equal(orthogonalize(x, backend="sign"), x.sign())
+    assert torch.equal(orthogonalize(x, backend="sign", eps=1e-6), x.sign())
     with pytest.raises(ConfigurationError, match=r"algorithm='gram'.*'sign' computes standard"):
         orthogonalize(x, backend="sign", algorithm="gram")
+    with pytest.raises(ConfigurationError, match=r"backend='sign': computes whole matrices"):
+        orthogonalize(x, backend="sign", reduce=torch.clone, whole_shape=(12, 4))
+    register_backend("half", Backend(_sign, half=True))
+    with pytest.raises(ConfigurationError, match=r"backend='half': computes in 16 bits"):
+        orthogonalize(x, backend="half")

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.base.live_bytes import LiveBytes
-from megatron_eopt.math import products
-from megatron_eopt.math.algorithm import AlgorithmT, Plan, choose_algorithm
+from megatron_eopt.math.algorithm import AlgorithmT, Plan, PrecisionT, choose_algorithm
 from megatron_eopt.math.coefficients import resolve_coefficients
 from megatron_eopt.math.newton_schulz import (
     Shifted,
@@ -20,10 +19,9 @@ from megatron_eopt.math.newton_schulz import (
     gram_residual,
     iterate_gram,
     iterate_standard,
+    normalize,
 )
-from megatron_eopt.math.normalization import normalize
 from megatron_eopt.math.orthogonalize import Orthogonalization, orthogonalize
-from megatron_eopt.math.precision import PrecisionT
 from tests.unit.math.spectra import gaussian, relative_error
 
 QUINTIC = resolve_coefficients("quintic", 5)
@@ -39,10 +37,9 @@ def test_pieces_are_exact_algebra_for_any_shift(shift: float) -> None:
     a = gram_residual(x, shift)
     torch.testing.assert_close(dense(a), x @ x.T)
     expected = iterate_standard(x.clone(), QUINTIC)
-    for shifted in (True, False):
-        q = accumulate(a, QUINTIC, shifted=shifted)
-        torch.testing.assert_close(apply(q, x), expected)
-        torch.testing.assert_close(apply(q, x.mT.contiguous(), tall=True).mT, expected)
+    q = accumulate(a, QUINTIC)
+    torch.testing.assert_close(apply(q, x), expected)
+    torch.testing.assert_close(apply(q, x.mT.contiguous(), tall=True).mT, expected)
 
 
 @pytest.mark.parametrize("restarts", [(), (1,), (2, 4), (1, 2, 3, 4)])
@@ -61,21 +58,15 @@ def test_a_polynomial_that_vanishes_at_the_shift_is_no_division_by_zero() -> Non
 
 
 def gram(restarts: tuple[int, ...] = ()) -> Plan:
-    return Plan("gram", restarts, torch.float64, shifted=True)
+    return Plan("gram", restarts, torch.float64)
 
 
 @pytest.mark.parametrize(("algorithm", "steps"), [("standard", 4), ("standard", 5), ("gram", 5)])
 @pytest.mark.parametrize("shape", [(3, 8, 20), (20, 8)])
 @pytest.mark.parametrize("precision", ["highest", "medium"])
 def test_in_place_is_the_same_to_the_bit_in_the_memory_that_was_given(
-    algorithm: AlgorithmT,
-    steps: int,
-    shape: tuple[int, ...],
-    precision: PrecisionT,
-    monkeypatch: pytest.MonkeyPatch,
+    algorithm: AlgorithmT, steps: int, shape: tuple[int, ...], precision: PrecisionT
 ) -> None:
-    # wide copies are test_products.py's
-    monkeypatch.setattr(products, "has_instructions", lambda dtype: True)
     compute = Orthogonalization(steps=steps, algorithm=algorithm, precision=precision)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(compute.stack_dtype)
     expected = compute(x)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_eopt.math.normalization import normalize
+from megatron_eopt.math.newton_schulz import normalize
 
 EPS = 1e-7
 SHAPES = [(6, 10), (3, 6, 10), (2, 3, 6, 10), (0, 6, 10)]

@@ -1,17 +1,23 @@
+from math import sqrt
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_eopt.math.algorithm import AlgorithmT
+from megatron_eopt.math.algorithm import AlgorithmT, PrecisionT
 from megatron_eopt.math.coefficients import (
     coefficient_names,
     resolve_coefficients,
     table,
 )
-from megatron_eopt.math.orthogonalize import SMALLEST_EPS, Orthogonalization, orthogonalize
-from megatron_eopt.math.precision import PrecisionT
+from megatron_eopt.math.orthogonalize import (
+    SMALLEST_EPS,
+    Orthogonalization,
+    orthogonalize,
+    scale_factor,
+)
 from tests.unit.math.spectra import NAMED, gaussian, oracle, relative_error
 
 RANGES = {
@@ -176,3 +182,18 @@ def test_matrices_travel_as_the_products_take_them(
     backend: str, precision: PrecisionT, dtype: torch.dtype
 ) -> None:
     assert Orthogonalization(backend=backend, precision=precision).stack_dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("mode", "wide", "tall"),
+    [
+        ("spectral", sqrt(32), sqrt(32)),
+        ("unit_rms_norm", sqrt(8 / 32), sqrt(32 / 8)),
+        ("shape_scaling", 1.0, sqrt(32 / 8)),
+        ("adamw_rms", 0.2 * sqrt(32), 0.2 * sqrt(32)),
+    ],
+)
+def test_factors_of_shapes(mode: str, wide: float, tall: float) -> None:
+    assert scale_factor(8, 32, mode) == pytest.approx(wide)  # type: ignore[arg-type]
+    assert scale_factor(32, 8, mode) == pytest.approx(tall)  # type: ignore[arg-type]
+    assert scale_factor(32, 8, mode, 0.5) == pytest.approx(tall / 2)  # type: ignore[arg-type]

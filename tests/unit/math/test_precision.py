@@ -1,8 +1,8 @@
 import pytest
 import torch
 
+from megatron_eopt.math.algorithm import PRECISIONS, PrecisionT
 from megatron_eopt.math.orthogonalize import orthogonalize
-from megatron_eopt.math.precision import PRECISIONS, PrecisionT
 from tests.unit.math.spectra import gaussian, relative_error
 
 

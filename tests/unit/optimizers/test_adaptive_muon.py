@@ -116,7 +116,6 @@ def tensor_parallel_run(method, mode, without=(), wave_mb=64.0):
     options = {"tp_mode": mode, "wave_mb": wave_mb}
     optimizer, params = build(method, rank, size, dist.group.WORLD, **options)
     run_steps(optimizer, params, 3, rank, size, without)
-    optimizer.complete_statistics()
     moments = {name: optimizer.state[param]["moment2_buffer"] for name, param in params.items()}
     return whole_parameters(params, rank, size), moments
 

@@ -7,7 +7,7 @@ import pytest
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer import emerging_optimizers as theirs
 
-from megatron_eopt import ConfigurationError, EmergingOptimizerConfig
+from megatron_eopt import ConfigurationError
 from megatron_eopt import emerging_optimizers as compat
 from megatron_eopt.settings.arguments import entry_kwargs
 from megatron_eopt.settings.fields import (
@@ -29,19 +29,6 @@ def test_own_prefix_then_parents_then_plain():
     config = SimpleNamespace(lr=1, muon_lr=None, muon_momentum=3, mine_momentum=4, muon_nesterov=5)
     kwargs = kwargs_from_config(Example, ("mine", "muon"), config)
     assert kwargs == {"lr": 1, "momentum": 4, "nesterov": 5}
-
-
-@pytest.mark.parametrize(
-    ("old", "argument", "value"),
-    [
-        ("muon_use_nesterov", "nesterov", True),
-        ("muon_mode", "tp_mode", "blockwise"),
-        ("muon_momentum_beta", "momentum", 0.5),
-    ],
-)
-def test_old_spellings_work(old, argument, value):
-    config = EmergingOptimizerConfig(optimizer="muon", lr=0.1, **{old: value})
-    assert entry_kwargs("muon", config, [MODEL], None)[argument] == value
 
 
 def test_weight_decay_follows_the_configuration():

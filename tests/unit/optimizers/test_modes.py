@@ -4,7 +4,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_eopt.layouts import Layout, iteration_cost
+from megatron_eopt.layouts import Layout
+from megatron_eopt.math import standard_flops
 from megatron_eopt.optimizers.modes import home, plan_work
 
 WAVE = 64 << 20
@@ -57,10 +58,10 @@ def busiest(storage, ranks, mode):
                 loads += 5 * (4 * long * short**2 / ranks + 2 * short**3)
                 calls |= {(layout.shape, step) for step in range(6)}
             case "duplicated":
-                loads += iteration_cost(*layout.shape)
+                loads += standard_flops(*layout.shape)
                 calls |= {"in"}
             case "exchange":
-                loads[home(work.compute)[0]] += iteration_cost(*layout.shape)
+                loads[home(work.compute)[0]] += standard_flops(*layout.shape)
                 calls |= {"in", "out"}
     return loads.max() + 1e9 * len(calls)
 

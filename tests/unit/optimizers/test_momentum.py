@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.build.bases import Base
 from megatron_eopt.math.low_precision import FORMATS
 from megatron_eopt.matrices import qkv, whole
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
@@ -208,11 +207,12 @@ def test_16_bit_parameters_have_it_too():
     assert kinds == {torch.int8}
 
 
-def test_a_class_that_steps_whole_parameters_is_refused_with_megatron():
-    class Own(TensorParallelMuon):
+def test_a_class_that_steps_whole_parameters_is_refused():
+    class Own(TensorParallelAdaptiveMuon):
         def step(self, closure=None):
             return None
 
-    with pytest.raises(ConfigurationError, match=r"momentum_dtype='int8'.*Own"):
-        Base(Own([parameter(4, 6)], momentum_dtype="int8"), None, [])
-    Base(Own([parameter(4, 6)]), None, [])
+    for options in ({"momentum_dtype": "int8"}, {"bias_correction": True}):
+        with pytest.raises(ConfigurationError, match=r"=.*Own"):
+            Own([parameter(4, 6)], **options)
+    Own([parameter(4, 6)])

@@ -105,25 +105,6 @@ def test_parameters_may_come_later(kind, options, by):
     assert torch.equal(late, alone)
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "argument"),
-    [
-        ("nesterov", False, "nesterov"),
-        ("weight_decay_method", "l2", "weight_decay_method"),
-        ("split_qkv", True, "split_qkv"),
-    ],
-)
-def test_settings_that_are_changed_count(name, value, argument):
-    shared = {"weight_decay": 0.5, "qkv_split_shapes": [2, 1, 1], "is_qkv_fn": lambda _: True}
-    params, want = [parameter(8, 6)], [parameter(8, 6)]
-    optimizer = TensorParallelMuon(params, 0.1, **EXACT, **shared)
-    optimizer.plan()
-    setattr(optimizer, name, value)
-    optimizer.step()
-    TensorParallelMuon(want, 0.1, **EXACT, **shared, **{argument: value}).step()
-    assert torch.equal(*params, *want)
-
-
 @pytest.mark.parametrize(("kind", "options"), KINDS)
 def test_state_that_was_thrown_away_starts_anew(kind, options):
     params = params_of()

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_eopt.dry_run import Counts
-from megatron_eopt.layouts import Layout, assign_owners, iteration_cost
-from megatron_eopt.math import orthogonalize
+from megatron_eopt.layouts import Layout, assign_owners
+from megatron_eopt.math import orthogonalize, standard_flops
 from megatron_eopt.matrices import whole
 from megatron_eopt.optimizers import teams
 from megatron_eopt.optimizers.engine import MatrixEngine, Means
@@ -39,12 +39,12 @@ def homes(shapes):
 def busiest(shapes, world_size, found):
     loads = np.zeros(world_size)
     for shape, team in zip(shapes, found, strict=True):
-        loads[list(team)] += iteration_cost(*shape) / len(team)
+        loads[list(team)] += standard_flops(*shape) / len(team)
     return loads.max()
 
 
 def alone(shapes, world_size):
-    costs = np.array([iteration_cost(*shape) for shape in shapes])
+    costs = np.array([standard_flops(*shape) for shape in shapes])
     return np.bincount(assign_owners(costs, world_size), weights=costs).max()
 
 

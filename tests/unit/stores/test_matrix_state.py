@@ -10,6 +10,7 @@ import torch
 from emerging_optimizers.scalar_optimizers import LaProp
 from megatron.core.optimizer import OptimizerConfig
 
+from megatron_eopt.optimizers.owner_driver import OwnerDriver
 from megatron_eopt.storage import LayerWiseDistributedOptimizer
 from tests.harness import run_ranks
 from tests.unit.build.factories import FACTORIES
@@ -63,7 +64,7 @@ def step_with(run: Run, build: BuildT, everything: bool) -> Result:
         sum(math.prod(driver._shapes[index]) for index in driver.owned)
         for child in optimizer.chained_optimizers
         for driver in child.optimizer.drivers
-        if driver.needs_matrices
+        if isinstance(driver, OwnerDriver)
     ]
     return Result(runs.weights(run, chunk), steps, sum(owned))
 
