@@ -16,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.distributed.fsdp import fully_shard
@@ -93,10 +92,13 @@ def on_two_hosts(name: str) -> dict[str, float]:
         found = Path(folder) / "found.json"
         ranks = []
         for rank, (host, link) in enumerate(zip(HOSTS, LINKS, strict=True)):
-            environment = {
-                **os.environ,
-                **{"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": "29511"},
-                **{"MASTER_ADDR": ADDRESS.format(1), "GLOO_SOCKET_IFNAME": link},
+            environment = os.environ | {
+                "RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "LOCAL_RANK": "0",
+                "MASTER_ADDR": ADDRESS.format(1),
+                "MASTER_PORT": "29511",
+                "GLOO_SOCKET_IFNAME": link,
                 "OMP_NUM_THREADS": "1",
             }
             words = ["ip", "netns", "exec", host, sys.executable, "-m", "benchmarks.wire"]

@@ -78,87 +78,87 @@ class _OnGpusOnly(torch.nn.Module):
         raise ValueError(str(_refusal(symbol, symbol)))
 
 
-def _local_layers() -> HybridStackSubmodules:
-    """Return the layers of a stack, each as in megatron-core's table but of local modules."""
-    local = LocalSpecProvider()
-    column, row = local.column_parallel_linear(), local.row_parallel_linear()
-    # makes LayerNorm or RMSNorm, as the model's configuration says
-    norm = WrappedTorchNorm
-    causal = {"attn_mask_type": AttnMaskType.causal}
-    on_gpus = {
-        symbol: ModuleSpec(module=_OnGpusOnly, params={"symbol": symbol}) for symbol in GPU_LAYERS
-    }
-    attention = TransformerLayerSubmodules(
-        input_layernorm=norm,
-        self_attention=ModuleSpec(
-            module=SelfAttention,
-            params=causal,
-            submodules=SelfAttentionSubmodules(
-                linear_qkv=column, core_attention=local.core_attention(), linear_proj=row
-            ),
+_LOCAL = LocalSpecProvider()
+_COLUMN, _ROW = _LOCAL.column_parallel_linear(), _LOCAL.row_parallel_linear()
+_NORM = WrappedTorchNorm  # LayerNorm or RMSNorm, as the model's configuration says
+_CAUSAL = {"attn_mask_type": AttnMaskType.causal}
+
+_ATTENTION = TransformerLayerSubmodules(
+    input_layernorm=_NORM,
+    self_attention=ModuleSpec(
+        module=SelfAttention,
+        params=_CAUSAL,
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=_COLUMN, core_attention=_LOCAL.core_attention(), linear_proj=_ROW
         ),
-        self_attn_bda=get_bias_dropout_add,
-        sharded_state_dict_keys_map={"input_layernorm.": "self_attention.linear_qkv.layer_norm_"},
-    )
-    latent_attention = TransformerLayerSubmodules(
-        input_layernorm=norm,
-        self_attention=ModuleSpec(
-            module=MLASelfAttention,
-            params=causal,
-            submodules=MLASelfAttentionSubmodules(
-                linear_q_proj=column,
-                linear_q_down_proj=column,
-                linear_q_up_proj=column,
-                linear_kv_down_proj=column,
-                linear_kv_up_proj=column,
-                core_attention=local.core_attention(),
-                linear_proj=row,
-                q_layernorm=IdentityOp,
-                kv_layernorm=IdentityOp,
-            ),
+    ),
+    self_attn_bda=get_bias_dropout_add,
+    sharded_state_dict_keys_map={"input_layernorm.": "self_attention.linear_qkv.layer_norm_"},
+)
+_LATENT_ATTENTION = TransformerLayerSubmodules(
+    input_layernorm=_NORM,
+    self_attention=ModuleSpec(
+        module=MLASelfAttention,
+        params=_CAUSAL,
+        submodules=MLASelfAttentionSubmodules(
+            linear_q_proj=_COLUMN,
+            linear_q_down_proj=_COLUMN,
+            linear_q_up_proj=_COLUMN,
+            linear_kv_down_proj=_COLUMN,
+            linear_kv_up_proj=_COLUMN,
+            core_attention=_LOCAL.core_attention(),
+            linear_proj=_ROW,
+            q_layernorm=IdentityOp,
+            kv_layernorm=IdentityOp,
         ),
-        self_attn_bda=get_bias_dropout_add,
-    )
-    mlp = TransformerLayerSubmodules(
-        pre_mlp_layernorm=norm,
-        mlp=partial(
-            MLP.as_mlp_submodule,
-            submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row),
-        ),
-        mlp_bda=get_bias_dropout_add,
-        sharded_state_dict_keys_map={"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
-    )
-    experts = TransformerLayerSubmodules(
-        pre_mlp_layernorm=norm,
-        # how many there are is read from the model's configuration
-        mlp=get_moe_module_spec_for_backend(local, num_experts=8),
-        mlp_bda=get_bias_dropout_add,
-    )
-    multi_token_prediction = MultiTokenPredictionLayerSubmodules(
-        enorm=norm, hnorm=norm, eh_proj=column, mtp_model_layer=None, layer_norm=norm
-    )
-    return HybridStackSubmodules(
-        mamba_layer=on_gpus[Symbols.MAMBA],
-        gdn_layer=on_gpus[Symbols.GDN],
-        dsa_layer=on_gpus[Symbols.DS_ATTENTION],
-        attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
-        mla_layer=ModuleSpec(module=TransformerLayer, submodules=latent_attention),
-        mlp_layer=ModuleSpec(module=MLPLayer, submodules=mlp),
-        moe_layer=ModuleSpec(module=MoETransformerLayer, submodules=experts),
-        mtp_block_spec=ModuleSpec(
-            module=MultiTokenPredictionBlock,
-            submodules=MultiTokenPredictionBlockSubmodules(
-                layer_specs=[
-                    ModuleSpec(module=MultiTokenPredictionLayer, submodules=multi_token_prediction)
-                ]
-            ),
-        ),
-    )
+    ),
+    self_attn_bda=get_bias_dropout_add,
+)
+_MLP = TransformerLayerSubmodules(
+    pre_mlp_layernorm=_NORM,
+    mlp=partial(
+        MLP.as_mlp_submodule, submodules=MLPSubmodules(linear_fc1=_COLUMN, linear_fc2=_ROW)
+    ),
+    mlp_bda=get_bias_dropout_add,
+    sharded_state_dict_keys_map={"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
+)
+_EXPERTS = TransformerLayerSubmodules(
+    pre_mlp_layernorm=_NORM,
+    # how many there are is read from the model's configuration
+    mlp=get_moe_module_spec_for_backend(_LOCAL, num_experts=8),
+    mlp_bda=get_bias_dropout_add,
+)
+_MULTI_TOKEN_PREDICTION = ModuleSpec(
+    module=MultiTokenPredictionLayer,
+    submodules=MultiTokenPredictionLayerSubmodules(
+        enorm=_NORM, hnorm=_NORM, eh_proj=_COLUMN, mtp_model_layer=None, layer_norm=_NORM
+    ),
+)
+
+
+def _on_gpus_only(symbol: str) -> ModuleSpec:
+    return ModuleSpec(module=_OnGpusOnly, params={"symbol": symbol})
+
+
+LOCAL_LAYERS = HybridStackSubmodules(
+    mamba_layer=_on_gpus_only(Symbols.MAMBA),
+    gdn_layer=_on_gpus_only(Symbols.GDN),
+    dsa_layer=_on_gpus_only(Symbols.DS_ATTENTION),
+    attention_layer=ModuleSpec(module=TransformerLayer, submodules=_ATTENTION),
+    mla_layer=ModuleSpec(module=TransformerLayer, submodules=_LATENT_ATTENTION),
+    mlp_layer=ModuleSpec(module=MLPLayer, submodules=_MLP),
+    moe_layer=ModuleSpec(module=MoETransformerLayer, submodules=_EXPERTS),
+    mtp_block_spec=ModuleSpec(
+        module=MultiTokenPredictionBlock,
+        submodules=MultiTokenPredictionBlockSubmodules(layer_specs=[_MULTI_TOKEN_PREDICTION]),
+    ),
+)
+"""The layers of a stack, each as in megatron-core's table but of local modules."""
 
 
 def hybrid_patches() -> list[Patch]:
     """Return the replacements that put local layers into megatron-core's stack."""
     return [
-        Patch(hybrid_layer_specs.hybrid_stack_spec, "submodules", _local_layers()),
+        Patch(hybrid_layer_specs.hybrid_stack_spec, "submodules", LOCAL_LAYERS),
         Patch(hybrid_block, "TENorm", WrappedTorchNorm),
     ]
