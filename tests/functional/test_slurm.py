@@ -1,5 +1,6 @@
 """Jobs of ``scripts/slurm/pretrain.sbatch`` on a real Slurm of two nodes, one rank each."""
 
+import contextlib
 import re
 import sys
 import time
@@ -12,7 +13,14 @@ import pytest
 
 from tests.functional.saved_states import differing
 from tests.functional.script import ROOT, TINY
-from tests.functional.slurm_cluster import NODES, cluster, missing, slurm, wait_until
+from tests.functional.slurm_cluster import (
+    NODES,
+    cluster,
+    idle_nodes,
+    missing,
+    slurm,
+    wait_until,
+)
 
 pytestmark = [
     pytest.mark.long,
@@ -125,12 +133,19 @@ def test_before_the_time_limit_it_saves_and_goes_on_bit_equal(environment, undis
     assert differing(job.last, undisturbed.last) == []
 
 
+def _is_back(environment):
+    # no answer while the node ends its work, or where it is back by itself
+    with contextlib.suppress(RuntimeError):
+        slurm(environment, "scontrol", "update", f"nodename={NODES[1]}", "state=resume")
+    return idle_nodes(environment) == len(NODES)
+
+
 def test_after_a_nodes_failure_it_loses_at_most_an_interval(environment, undisturbed, tmp_path):
     job = submit(environment, tmp_path / "job")
     job.reach(INTERVAL + 5)
     slurm(environment, "scontrol", "update", f"nodename={NODES[1]}", "state=down", "reason=test")
     wait_until(lambda: job.state != "RUNNING", "the job stops", 120)
-    slurm(environment, "scontrol", "update", f"nodename={NODES[1]}", "state=resume")
+    wait_until(lambda: _is_back(environment), "the node is back", 120)
     job.go_on()
     assert job.end() == "COMPLETED", job.log[-3000:]
     begun = next(n for n, (a, b) in enumerate(pairwise(job.steps)) if b <= a)
