@@ -1,6 +1,7 @@
 """Pretrain a GPT with Megatron's trainer and the optimizers of megatron-eopt.
 
-Takes every flag of Megatron-LM's own script of this name. Start it with torchrun:
+Takes every flag of Megatron-LM's own script of this name, and with --hybrid-layer-pattern those of
+its pretrain_hybrid.py, whose HybridModel it trains then. Start it with torchrun:
 
     torchrun --nproc-per-node 2 scripts/pretrain_gpt.py --num-layers 4 ... --optimizer muon
 
@@ -23,10 +24,13 @@ from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
-from megatron.core.models.gpt import GPTModel
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.training import get_args, get_tokenizer, pretrain
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.argument_utils import (
+    gpt_config_from_args,
+    hybrid_config_from_args,
+    pretrain_cfg_container_from_args,
+)
 from megatron.training.arguments import parse_and_validate_args, parse_args
 from megatron.training.utils import get_blend_and_blend_per_split
 
@@ -96,7 +100,7 @@ def masked_loss(
 
 
 def forward_step(
-    iterator: Iterator[dict[str, torch.Tensor]], model: GPTModel
+    iterator: Iterator[dict[str, torch.Tensor]], model: torch.nn.Module
 ) -> tuple[torch.Tensor, Any]:
     """Run one micro-batch through ``model``, as Megatron's schedules expect it."""
     batch = next_batch(iterator)
@@ -112,7 +116,10 @@ def main() -> None:
         cpu.check_supported(parse_args(megatron_lm.add_arguments))
     with megatron_lm.installed():
         args = parse_and_validate_args(megatron_lm.add_arguments)
-        config = pretrain_cfg_container_from_args(args, model_cfg=gpt_config_from_args(args))
+        model_config = (
+            hybrid_config_from_args if args.hybrid_layer_pattern else gpt_config_from_args
+        )
+        config = pretrain_cfg_container_from_args(args, model_cfg=model_config(args))
         pretrain(config, datasets_provider, ModelType.encoder_or_decoder, forward_step)
 
 

@@ -46,7 +46,8 @@ _NAMES: dict[str, str] = {
     "megatron.training.arguments": "parse_args validate_args",
     "megatron.training.checkpointing": "read_metadata load_checkpoint "
     "_load_global_dist_base_checkpoint _get_checkpoint_format get_checkpoint_name "
-    "get_load_checkpoint_path_by_args handle_swiglu_in_state_dict _load_base_checkpoint",
+    "get_load_checkpoint_path_by_args handle_swiglu_in_state_dict _load_base_checkpoint "
+    "_maybe_setup_gpt_to_hybrid_load",
     "emerging_optimizers.orthogonalized_optimizers.muon_utils": "_COEFFICIENT_SETS "
     "get_coefficient_iterator newton_schulz newton_schulz_step_tsyrk",
     "emerging_optimizers.triton_kernels": "HAS_TRITON_340",

@@ -8,6 +8,7 @@ from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 from megatron_eopt.base.agreement import agreed, of_every_rank
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import STEP
+from megatron_eopt.checkpoint.gpt_layers import name_as_in_checkpoint
 from megatron_eopt.checkpoint.groups import (
     adopt,
     children_of,
@@ -44,6 +45,8 @@ def requested(
     """
     prepare(members, is_loading=is_loading)
     counts = None if is_loading else _counts_of(members)
+    if is_loading:
+        agreed(lambda: name_as_in_checkpoint(model_state))
     requests = agreed(
         lambda: StateRequests(members, model_state, counts, policy, by_bucket=by_bucket)
     )

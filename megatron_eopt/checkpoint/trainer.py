@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from megatron_eopt.base.agreement import CheckpointError, from_rank_0
 from megatron_eopt.base.upstream import needed, owner_of
 from megatron_eopt.checkpoint import fsdp_dtensor
+from megatron_eopt.checkpoint.gpt_layers import forget_layers, noting_layers
 from megatron_eopt.checkpoint.matching import match
 from megatron_eopt.checkpoint.migration import Policy
 
@@ -44,6 +45,7 @@ def trainer_rebindings() -> Rebindings:
         "_get_checkpoint_format": _taking_the_format,
         "handle_swiglu_in_state_dict": _under_a_wrapper,
         "read_metadata": _at_the_step_asked_for,
+        "_maybe_setup_gpt_to_hybrid_load": noting_layers,
     }
     return wrapped(wrappers)
 
@@ -85,6 +87,7 @@ def _loading(optimizer: Any) -> Iterator[None]:
         yield
     finally:
         _optimizer.reset(token)
+        forget_layers()
         vars(args).update(own)
 
 

@@ -10,6 +10,7 @@ from torch._dynamo import trace_rules
 from megatron_eopt.cpu.cuda_standins import cuda_patches
 from megatron_eopt.cpu.generators import Generators
 from megatron_eopt.cpu.gloo import gloo_patches
+from megatron_eopt.cpu.hybrid import hybrid_patches
 from megatron_eopt.cpu.megatron_parts import megatron_patches
 from megatron_eopt.cpu.mode import CudaIsCpu, mode_patches, put_on_stack, take_off_stack
 from megatron_eopt.cpu.patches import patched
@@ -34,6 +35,7 @@ def enable() -> None:
                 *_GENERATORS.patches(),
                 *gloo_patches(),
                 *megatron_patches(),
+                *hybrid_patches(),
                 *mode_patches(_MODE),
             ]
             _UNDO.enter_context(patched(patches))

@@ -4,6 +4,7 @@ import argparse
 from typing import Any, NamedTuple
 
 from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.cpu.hybrid import check_pattern
 
 DEFAULTS: dict[str, object] = {
     "distributed_backend": "gloo",
@@ -124,6 +125,7 @@ def check_supported(args: argparse.Namespace) -> None:
     """
     for refusal in REFUSALS:
         refusal.check(getattr(args, refusal.dest, None))
+    check_pattern(getattr(args, "hybrid_layer_pattern", None) or "")
     _check_parallel_sizes(args)
     if getattr(args, "optimizer_cpu_offload", False) and args.optimizer in ("adam", "sgd"):
         raise ConfigurationError(

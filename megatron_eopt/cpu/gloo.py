@@ -1,6 +1,7 @@
 """Collectives that NCCL has and gloo lacks, and groups and meshes of CPU processes."""
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -82,6 +83,7 @@ def gloo_patches() -> list[Patch]:
 def group_patches() -> list[Patch]:
     """Return the replacement that makes groups with a worker thread each, and one network thread.
 
+    Their network is the interfaces of GLOO_SOCKET_IFNAME, divided by commas, as of torch's groups.
     Each group has a network thread of its own otherwise, which wakes up a hundred times a second,
     and Megatron makes dozens of groups. Releases of torch without the function to replace stay as
     they are.
@@ -94,11 +96,16 @@ def group_patches() -> list[Patch]:
     if not hasattr(distributed_c10d, "_create_gloo_process_group"):
         return []
     gloo: Any = dist.ProcessGroupGloo
-    device = functools.cache(gloo.create_default_device)
+
+    @functools.cache
+    def devices(interfaces: str) -> list[Any]:
+        if not interfaces:
+            return [gloo.create_default_device()]
+        return [gloo.create_device(interface=name) for name in interfaces.split(",")]
 
     def create_gloo_process_group(wanted: Any, backend_options: object | None) -> Any:
         options = gloo._Options()
-        options._devices = [device()]
+        options._devices = devices(os.environ.get("GLOO_SOCKET_IFNAME", ""))
         options._threads = 1  # see Note [One worker thread a group]
         options._timeout = wanted.timeout
         options.enable_reconfigure = wanted.enable_reconfigure

@@ -13,6 +13,8 @@ from megatron.core.distributed import (
 )
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.module import Float16Module
@@ -58,6 +60,7 @@ def tiny_gpt(
     dtype: torch.dtype = torch.float32,
     virtual_stage: int | None = None,
     latent: bool = False,
+    hybrid: bool = False,
     **overrides: Any,
 ) -> torch.nn.Module:
     """Build this rank's part of a GPT on its device, in fp32 or wrapped for a 16-bit ``dtype``.
@@ -77,28 +80,40 @@ def tiny_gpt(
         dtype: Data type of the parameters.
         virtual_stage: Index of the model chunk with an interleaved pipeline.
         latent: Whether attention is multi-latent.
+        hybrid: Whether to build a HybridModel, whose attention and MLPs are layers of their own.
         overrides: Further fields of ``TransformerConfig``.
     """
     if latent:
         overrides = {"multi_latent_attention": True} | LATENT | overrides
     config = _config(layers, hidden, heads, query_groups, gated, experts, bias, dtype, overrides)
-    model: torch.nn.Module = GPTModel(
-        config=config,
-        transformer_layer_spec=get_gpt_layer_local_spec(
-            num_experts=experts, multi_latent_attention=latent, normalization=config.normalization
-        ),
-        vocab_size=vocabulary,
-        max_sequence_length=sequence,
-        pre_process=parallel_state.is_pipeline_first_stage(
-            ignore_virtual=False, vp_stage=virtual_stage
-        ),
-        post_process=parallel_state.is_pipeline_last_stage(
-            ignore_virtual=False, vp_stage=virtual_stage
-        ),
-        share_embeddings_and_output_weights=not untied,
-        position_embedding_type=position_embedding,
-        vp_stage=virtual_stage,
+    first, last = (
+        is_stage(ignore_virtual=False, vp_stage=virtual_stage)
+        for is_stage in (
+            parallel_state.is_pipeline_first_stage,
+            parallel_state.is_pipeline_last_stage,
+        )
     )
+    fields: dict[str, Any] = {
+        "vocab_size": vocabulary,
+        "max_sequence_length": sequence,
+        "pre_process": first,
+        "post_process": last,
+        "share_embeddings_and_output_weights": not untied,
+        "position_embedding_type": position_embedding,
+        "vp_stage": virtual_stage,
+    }
+    model: torch.nn.Module
+    if hybrid:
+        config.num_layers, config.is_hybrid_model = 2 * layers, True
+        block = ("+" if latent else "*") + ("E" if experts else "-")
+        model = HybridModel(
+            config, hybrid_stack_spec, hybrid_layer_pattern=block * layers, **fields
+        )
+    else:
+        spec = get_gpt_layer_local_spec(
+            num_experts=experts, multi_latent_attention=latent, normalization=config.normalization
+        )
+        model = GPTModel(config, spec, **fields)
     if len({param.device for param in model.parameters()}) > 1:
         # as the trainer does: norms and position embeddings of torch are made on the host
         model.cuda(torch.cuda.current_device())

@@ -1,0 +1,164 @@
+"""HybridModel of Megatron's local modules; its own layers are Transformer Engine's.
+
+Attention, multi-latent attention, MLPs and experts are built as in GPTModel's local layers, with
+layer norms of their own that checkpoints know by the names of the fused ones. Mamba, gated delta
+nets and sparse attention are GPU kernels.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
+from megatron.core.models.hybrid import hybrid_block, hybrid_layer_specs
+from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
+from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
+from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.multi_latent_attention import (
+    MLASelfAttention,
+    MLASelfAttentionSubmodules,
+)
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+    MultiTokenPredictionLayerSubmodules,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_layer import (
+    MoETransformerLayer,
+    TransformerLayer,
+    TransformerLayerSubmodules,
+)
+
+from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.cpu.patches import Patch
+
+GPU_LAYERS = {
+    Symbols.MAMBA: ("Mamba", "mamba-ssm"),
+    Symbols.GDN: ("gated delta net", "flash-linear-attention"),
+    Symbols.DS_ATTENTION: ("sparse attention", "fast-hadamard-transform"),
+}
+"""What layers of a pattern are called, and the package with their kernels."""
+
+
+def check_pattern(pattern: str) -> None:
+    """Raise for the first layer of a pattern that a CPU cannot have.
+
+    Raises:
+        ConfigurationError: Naming the layer and the package that it needs.
+    """
+    for symbol in pattern:
+        if symbol in GPU_LAYERS:
+            raise _refusal(symbol, pattern)
+
+
+def _refusal(symbol: str, pattern: str) -> ConfigurationError:
+    layer, package = GPU_LAYERS[symbol]
+    return ConfigurationError(
+        "--hybrid-layer-pattern",
+        pattern,
+        f"{layer} layers ({symbol}) are kernels of {package}, which need a GPU",
+        "Use attention (*), MLP (-) and MoE (E) layers here, or a GPU with this package",
+    )
+
+
+class _OnGpusOnly(torch.nn.Module):
+    """Stands in the layers' table for one that cannot be built here."""
+
+    def __init__(self, *_args: Any, symbol: str, **_kwargs: Any) -> None:
+        # megatron-core adds to the message of what is raised here, in an error of the same class
+        raise ValueError(str(_refusal(symbol, symbol)))
+
+
+_LOCAL = LocalSpecProvider()
+_COLUMN, _ROW = _LOCAL.column_parallel_linear(), _LOCAL.row_parallel_linear()
+_NORM = WrappedTorchNorm  # LayerNorm or RMSNorm, as the model's configuration says
+_CAUSAL = {"attn_mask_type": AttnMaskType.causal}
+
+_ATTENTION = TransformerLayerSubmodules(
+    input_layernorm=_NORM,
+    self_attention=ModuleSpec(
+        module=SelfAttention,
+        params=_CAUSAL,
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=_COLUMN, core_attention=_LOCAL.core_attention(), linear_proj=_ROW
+        ),
+    ),
+    self_attn_bda=get_bias_dropout_add,
+    sharded_state_dict_keys_map={"input_layernorm.": "self_attention.linear_qkv.layer_norm_"},
+)
+_LATENT_ATTENTION = TransformerLayerSubmodules(
+    input_layernorm=_NORM,
+    self_attention=ModuleSpec(
+        module=MLASelfAttention,
+        params=_CAUSAL,
+        submodules=MLASelfAttentionSubmodules(
+            linear_q_proj=_COLUMN,
+            linear_q_down_proj=_COLUMN,
+            linear_q_up_proj=_COLUMN,
+            linear_kv_down_proj=_COLUMN,
+            linear_kv_up_proj=_COLUMN,
+            core_attention=_LOCAL.core_attention(),
+            linear_proj=_ROW,
+            q_layernorm=IdentityOp,
+            kv_layernorm=IdentityOp,
+        ),
+    ),
+    self_attn_bda=get_bias_dropout_add,
+)
+_MLP = TransformerLayerSubmodules(
+    pre_mlp_layernorm=_NORM,
+    mlp=partial(
+        MLP.as_mlp_submodule, submodules=MLPSubmodules(linear_fc1=_COLUMN, linear_fc2=_ROW)
+    ),
+    mlp_bda=get_bias_dropout_add,
+    sharded_state_dict_keys_map={"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
+)
+_EXPERTS = TransformerLayerSubmodules(
+    pre_mlp_layernorm=_NORM,
+    # how many there are is read from the model's configuration
+    mlp=get_moe_module_spec_for_backend(_LOCAL, num_experts=8),
+    mlp_bda=get_bias_dropout_add,
+)
+_MULTI_TOKEN_PREDICTION = ModuleSpec(
+    module=MultiTokenPredictionLayer,
+    submodules=MultiTokenPredictionLayerSubmodules(
+        enorm=_NORM, hnorm=_NORM, eh_proj=_COLUMN, mtp_model_layer=None, layer_norm=_NORM
+    ),
+)
+
+
+def _on_gpus_only(symbol: str) -> ModuleSpec:
+    return ModuleSpec(module=_OnGpusOnly, params={"symbol": symbol})
+
+
+LOCAL_LAYERS = HybridStackSubmodules(
+    mamba_layer=_on_gpus_only(Symbols.MAMBA),
+    gdn_layer=_on_gpus_only(Symbols.GDN),
+    dsa_layer=_on_gpus_only(Symbols.DS_ATTENTION),
+    attention_layer=ModuleSpec(module=TransformerLayer, submodules=_ATTENTION),
+    mla_layer=ModuleSpec(module=TransformerLayer, submodules=_LATENT_ATTENTION),
+    mlp_layer=ModuleSpec(module=MLPLayer, submodules=_MLP),
+    moe_layer=ModuleSpec(module=MoETransformerLayer, submodules=_EXPERTS),
+    mtp_block_spec=ModuleSpec(
+        module=MultiTokenPredictionBlock,
+        submodules=MultiTokenPredictionBlockSubmodules(layer_specs=[_MULTI_TOKEN_PREDICTION]),
+    ),
+)
+"""The layers of a stack, each as in megatron-core's table but of local modules."""
+
+
+def hybrid_patches() -> list[Patch]:
+    """Return the replacements that put local layers into megatron-core's stack."""
+    return [
+        Patch(hybrid_layer_specs.hybrid_stack_spec, "submodules", LOCAL_LAYERS),
+        Patch(hybrid_block, "TENorm", WrappedTorchNorm),
+    ]
