@@ -44,8 +44,9 @@ class Reading:
     It collects state that nobody said may be missing, as "parameter: kind", and what else to say.
     """
 
-    def __init__(self, policy: Policy, contents: Contents) -> None:
+    def __init__(self, policy: Policy, contents: Contents, *, has_stepped: bool) -> None:
         self.chosen: dict[int, Source] = {}
+        self._has_stepped = has_stepped
         self._policy = policy
         self._contents = contents
         self._missing: list[str] = []
@@ -91,9 +92,14 @@ class Reading:
         ]
 
     def refuse(self) -> None:
-        """Raise a ConfigurationError if state is missing; see :func:`missing_state`."""
+        """Raise a ConfigurationError if state is missing, or would go on where it starts fresh."""
         if self._missing:
             raise missing_state(self._missing, by_bucket=bool(self._contents.in_buckets))
+        fresh = [line for line in self.lines() if "starts fresh" in line]
+        if fresh and self._has_stepped:
+            rule = "has none of this state, and the optimizer has stepped: its own would go on"
+            way_out = "Build the optimizer again before the load"
+            raise ConfigurationError("checkpoint", "; ".join(fresh), rule, way_out)
 
     def _kinds_there(
         self, values: Mapping[int, Value], chosen: Mapping[int, Source]

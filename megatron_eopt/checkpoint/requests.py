@@ -54,6 +54,7 @@ class StateRequests:
     ) -> None:
         self.policy = policy
         self._counts = counts
+        self._has_stepped = any(member.storage.steps > 0 for member in members)
         self._buckets = _bucket_spaces(members)
         self._values = [
             value
@@ -102,7 +103,7 @@ class StateRequests:
         Raises:
             ConfigurationError: If state is missing, with the parameters and what they lack.
         """
-        reading = Reading(policy, contents)
+        reading = Reading(policy, contents, has_stepped=self._has_stepped)
         by_parameter: dict[str, dict[int, Value]] = {}
         for place, value in enumerate(self._values):
             by_parameter.setdefault(value.where.space.name, {})[place] = value
