@@ -21,7 +21,7 @@ from benchmarks.optimizer_step.arms import SECTIONS, Contestant
 from benchmarks.rounds import measured, ratios, seconds, slowest
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
-from tests.unit.stores.full_state import unwrapped
+from tests.unit.storage.full_state import unwrapped
 
 SECTION = SECTIONS[1]
 NAMES = ("ours, fragments", "stock, padded layer-wise")

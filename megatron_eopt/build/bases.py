@@ -24,7 +24,7 @@ from megatron_eopt.settings.arguments import arguments_of
 from megatron_eopt.settings.fields import constructor_arguments
 from megatron_eopt.settings.registry import StateLayoutT, entries, entry_of, steps_in_pieces
 from megatron_eopt.settings.settings import Settings
-from megatron_eopt.stores.shard import Shard
+from megatron_eopt.storage.shard import Shard
 
 type Construct = Callable[[Sequence[ParamGroup]], torch.optim.Optimizer]
 
@@ -90,7 +90,7 @@ def bases_of(
         groups = [
             param_group(
                 group,
-                [member.parameter.param for member in group.members],
+                [route.parameter.param for route in group.routes],
                 lr=settings.lr,
                 min_lr=settings.min_lr,
             )

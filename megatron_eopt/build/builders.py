@@ -8,7 +8,7 @@ from typing import Any
 from megatron_eopt.build.chain import OptimizerChain
 from megatron_eopt.routing.model import Routing
 from megatron_eopt.settings.settings import Settings
-from megatron_eopt.stores.buffers import process_groups
+from megatron_eopt.storage.buffers import process_groups
 
 
 @dataclass(frozen=True)

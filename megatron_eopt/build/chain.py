@@ -2,7 +2,7 @@
 
 1. Gradients are handed to what is stepped, and unscaled.
 2. Their norm is computed, which tells whether all are finite, and they are clipped.
-3. Every member steps; matrices travel to where they are computed, and back.
+3. Every stepper steps; matrices travel to where they are computed, and back.
 4. When all have stepped, parameters are gathered, once.
 """
 
@@ -26,13 +26,13 @@ from megatron_eopt.checkpoint import local_state, optimizer_state
 from megatron_eopt.checkpoint.migration import Policy
 from megatron_eopt.checkpoint.rank_files import load_rank_file, save_rank_file
 from megatron_eopt.optimizers.driver import CompositeOptimizer, check_may_step
-from megatron_eopt.optimizers.member import Member
+from megatron_eopt.optimizers.stepper import Stepper
 from megatron_eopt.qk_clip import remember
 from megatron_eopt.routing.global_names import names_in
 from megatron_eopt.settings.settings import RunSettings, Settings
-from megatron_eopt.stores.interface import gather_buckets, named_gradients
-from megatron_eopt.stores.shard import global_name
-from megatron_eopt.stores.sharded import FragmentsOptimizer
+from megatron_eopt.storage.interface import gather_buckets, named_gradients
+from megatron_eopt.storage.shard import global_name
+from megatron_eopt.storage.sharded import FragmentsOptimizer
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ _BY_BUCKET = "dp_reshardable"
 
 
 class OptimizerChain(ChainedOptimizer):
-    """megatron-core's chain, with one loss scale and one decision a step for all its members.
+    """megatron-core's chain, with one loss scale and one decision a step for all its steppers.
 
     They step and are saved in their order. The whole model names the parameters in messages.
     """
@@ -52,14 +52,14 @@ class OptimizerChain(ChainedOptimizer):
 
     def __init__(
         self,
-        members: Sequence[Member],
+        steppers: Sequence[Stepper],
         settings: RunSettings,
         scaler: Any,
         model_chunks: Sequence[Any],
     ) -> None:
-        storages = [member.storage for member in members]
+        storages = [stepper.storage for stepper in steppers]
         super().__init__(storages)
-        self.members = list(members)
+        self.steppers = list(steppers)
         self.settings = settings
         self.config = settings.config
         # name of the main optimizer, where a configuration says it
@@ -70,8 +70,8 @@ class OptimizerChain(ChainedOptimizer):
         self._found_inf: bool | None = None
         self._transient: int | None = None
         # whether the next steps are watched, the same on all ranks; a caller may change it
-        self.watching = settings.logs_stats
-        self._stats = Stats(self.members)
+        self.collects_stats = settings.logs_stats
+        self._stats = Stats(self.steppers)
         self.skipped_steps = 0
         self.is_sharded = any(isinstance(item, FragmentsOptimizer) for item in storages)
         self.number, self.superseded = -1, False  # see megatron_eopt.build.ownership
@@ -86,8 +86,8 @@ class OptimizerChain(ChainedOptimizer):
         """
         if self._found_inf is not None:
             return self._found_inf
-        for member in self.members:
-            member.storage.collect_gradients()
+        for stepper in self.steppers:
+            stepper.storage.collect_gradients()
         if self._scaler is None:
             return False
         found_inf = False
@@ -101,7 +101,7 @@ class OptimizerChain(ChainedOptimizer):
 
     def memory(self) -> Memory:
         """Return what this rank's memory is used for, in bytes."""
-        return memory_of(self.members, self._named_chunks, self._transient)
+        return memory_of(self.steppers, self._named_chunks, self._transient)
 
     def stats(self) -> dict[str, float]:
         """Return what was measured in the last step that was watched, by name; collective."""
@@ -124,11 +124,11 @@ class OptimizerChain(ChainedOptimizer):
             NonFiniteError: If a gradient is inf or nan and no loss scale lets the step be skipped;
                 on every rank, with the same names, before anything has changed.
         """
-        with self._stats.watching() if self.watching else nullcontext():
+        with self._stats.collecting() if self.collects_stats else nullcontext():
             if not self.settings.logs_memory or self._transient is not None:
                 return self._step()
             # the first step makes what lives on; what follows does not depend on the step
-            exists = any(member.storage.steps for member in self.members)
+            exists = any(stepper.storage.steps for stepper in self.steppers)
             with LiveBytes() as seen:
                 result = self._step()
         if exists:
@@ -153,7 +153,7 @@ class OptimizerChain(ChainedOptimizer):
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
-        """Step all members, then gather parameters unless the forward pass will."""
+        """Step all steppers, then gather parameters unless the forward pass will."""
         check_may_step(self)
         self._found_inf = None
         for child in self.chained_optimizers:
@@ -165,8 +165,8 @@ class OptimizerChain(ChainedOptimizer):
         """Bring the stepped weights to all ranks, ``now`` also where hooks would; collective."""
         for chunk in self.model_chunks:
             gather_buckets(chunk, now=now)
-        for member in self.members:
-            member.storage.gather_params(now=now)
+        for stepper in self.steppers:
+            stepper.storage.gather_params(now=now)
 
     @torch.no_grad()
     def quantize_and_sync_model_params_from_main_params(self) -> None:
@@ -212,7 +212,7 @@ class OptimizerChain(ChainedOptimizer):
 
     def state_dict(self) -> Any:
         """Return this rank's state; that of fragments is in ``sharded_state_dict`` alone."""
-        states = [local_state.save(member, self._main) for member in self.members]
+        states = [local_state.save(stepper, self._main) for stepper in self.steppers]
         return states[0] if len(states) == 1 else states
 
     def sharded_state_dict(
@@ -233,12 +233,12 @@ class OptimizerChain(ChainedOptimizer):
         form = kwargs.get("sharding_type") or metadata.get("distrib_optim_sharding_type")
         by_bucket = form == _BY_BUCKET and self._is_unmixed
         if by_bucket and not is_loading:
-            optimizer_state.prepare(self.members, is_loading=is_loading)
+            optimizer_state.prepare(self.steppers, is_loading=is_loading)
             return super().sharded_state_dict(model_sharded_state_dict, is_loading, **kwargs)
         if self.is_stub_optimizer:
             return {}
         return optimizer_state.requested(
-            self.members,
+            self.steppers,
             model_sharded_state_dict,
             is_loading=is_loading,
             main=self._main,
@@ -253,22 +253,22 @@ class OptimizerChain(ChainedOptimizer):
             ConfigurationError: If it is not of these optimizers, or lacks state of theirs.
         """
         agreed(lambda: self._take_over(state_dict))
-        optimizer_state.settle(self.members)
+        optimizer_state.settle(self.steppers)
         if self.is_sharded and self.settings.half is None:
             # each rank has read its part of the model's weights
             self.gather_params(now=True)
 
     def _take_over(self, state: Any) -> None:
         if optimizer_state.REQUESTS in state:
-            optimizer_state.load(self.members, state)
+            optimizer_state.load(self.steppers, state)
         elif self.is_sharded:
-            optimizer_state.load_groups(self.members, state, is_enough=self._is_unmixed)
+            optimizer_state.load_groups(self.steppers, state, is_enough=self._is_unmixed)
         else:
-            local_state.load(self.members, state, self.settings.fresh_state)
+            local_state.load(self.steppers, state, self.settings.fresh_state)
 
     def save_state_dict_to_file(self, filename: str) -> None:
         """Write this rank's state, for checkpoints of format ``torch``."""
-        save_rank_file(filename, self.members, names_in(self._named_chunks))
+        save_rank_file(filename, self.steppers, names_in(self._named_chunks))
 
     def load_state_dict_from_file(self, filename: str) -> None:
         """Read what :meth:`save_state_dict_to_file` wrote at the same layout.
@@ -276,7 +276,7 @@ class OptimizerChain(ChainedOptimizer):
         Raises:
             ConfigurationError: On every rank, if a file is missing, broken or of another layout.
         """
-        load_rank_file(filename, self.members, names_in(self._named_chunks))
+        load_rank_file(filename, self.steppers, names_in(self._named_chunks))
 
     def save_parameter_state(self, filename: str) -> None:
         """Write the state in fragments of Adam's, as megatron-core's distributed optimizer does.
@@ -285,7 +285,7 @@ class OptimizerChain(ChainedOptimizer):
             ConfigurationError: If it is another optimizer, or its state is not in fragments.
         """
         self._refuse_but_fragments_of_adam("save_parameter_state")
-        optimizer_state.prepare(self.members, is_loading=False)
+        optimizer_state.prepare(self.steppers, is_loading=False)
         super().save_parameter_state(filename)
 
     @torch.no_grad()
@@ -298,9 +298,9 @@ class OptimizerChain(ChainedOptimizer):
             ConfigurationError: If it is another optimizer, or its state is not in fragments.
         """
         self._refuse_but_fragments_of_adam("load_parameter_state")
-        optimizer_state.prepare(self.members, is_loading=True)
+        optimizer_state.prepare(self.steppers, is_loading=True)
         super().load_parameter_state(filename, update_legacy_format=update_legacy_format)
-        optimizer_state.settle(self.members)
+        optimizer_state.settle(self.steppers)
 
     def _refuse_but_fragments_of_adam(self, method: str) -> None:
         if not self._is_unmixed:
@@ -319,7 +319,7 @@ class OptimizerChain(ChainedOptimizer):
 
     def _clip(self, grad_norm: float, most: float) -> None:
         if most > 0:
-            clip(self.members, most, {None: grad_norm, **self.grad_norms_by_group})
+            clip(self.steppers, most, {None: grad_norm, **self.grad_norms_by_group})
 
     def _refuse(self) -> None:
         self.skipped_steps += 1

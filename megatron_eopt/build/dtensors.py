@@ -23,13 +23,13 @@ from megatron_eopt.matrices import whole
 from megatron_eopt.optimizers.driver import Driver, ParamGroup
 from megatron_eopt.optimizers.element_wise import ElementWiseDriver
 from megatron_eopt.optimizers.engine import Means
-from megatron_eopt.optimizers.member import Member
 from megatron_eopt.optimizers.modes import plan_work
 from megatron_eopt.optimizers.sharded import ShardedOptimizer
+from megatron_eopt.optimizers.stepper import Stepper
 from megatron_eopt.routing.model import Routing
 from megatron_eopt.settings.checks import refuse_for_dtensors
 from megatron_eopt.settings.settings import Settings, resolve
-from megatron_eopt.stores.dtensors import (
+from megatron_eopt.storage.dtensors import (
     Float32Shards,
     Groups,
     MainShards,
@@ -39,7 +39,7 @@ from megatron_eopt.stores.dtensors import (
     local_of,
     mesh_group,
 )
-from megatron_eopt.stores.interface import Storage
+from megatron_eopt.storage.interface import Storage
 
 
 def resolve_for_dtensors(config: Any, *, own_loop: bool = False) -> Settings:
@@ -170,8 +170,8 @@ def chain_over(
     """Return the chain, of a class, of a storage whose optimizer :func:`build_routed` made."""
     inner = storage.optimizer
     params = [inner.params_of(driver) for driver in inner.drivers]
-    member = Member(storage, inner.drivers, params)
-    return cls([member], wanted.settings, None, wanted.model_chunks)
+    stepper = Stepper(storage, inner.drivers, params)
+    return cls([stepper], wanted.settings, None, wanted.model_chunks)
 
 
 def state_exists(*_: Any) -> None:

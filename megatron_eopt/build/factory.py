@@ -32,7 +32,7 @@ from megatron_eopt.build.megatron_fsdp import (
 )
 from megatron_eopt.build.ownership import take_over
 from megatron_eopt.build.replicated import chain_of_slabs
-from megatron_eopt.build.sharded import Sharding, unmixed_members
+from megatron_eopt.build.sharded import Sharding, unmixed_steppers
 from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
 from megatron_eopt.routing.global_names import names_in
 from megatron_eopt.routing.groups import Group
@@ -41,7 +41,12 @@ from megatron_eopt.settings.arguments import arguments_of
 from megatron_eopt.settings.checks import check_alike, refuse_for_matrices
 from megatron_eopt.settings.registry import Overrides
 from megatron_eopt.settings.settings import Settings, resolve
-from megatron_eopt.stores.buffers import buffer_sets, check_model_chunks, check_wrapped, has_resting
+from megatron_eopt.storage.buffers import (
+    buffer_sets,
+    check_model_chunks,
+    check_wrapped,
+    has_resting,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -152,7 +157,7 @@ def _sharded(wanted: Wanted) -> OptimizerChain | None:
     if mixed:
         bases = [base for base in bases if base.groups]
         return LayerWiseDistributedOptimizer.of_bases(bases, sharding, collection)
-    return OptimizerChain(unmixed_members(sharding, bases), settings, scaler, model_chunks)
+    return OptimizerChain(unmixed_steppers(sharding, bases), settings, scaler, model_chunks)
 
 
 for _builder in (chain_of_slabs, _sharded, chain_of_dtensors, chain_of_managed_shards):
@@ -173,8 +178,8 @@ def _report(
 def _dump(groups: Sequence[Group], model_chunks: list[Any], folder: str) -> None:
     unique_name = needed("get_global_unique_param_name")
     numbers = {
-        unique_name(model_chunks, member.parameter.param): number
+        unique_name(model_chunks, route.parameter.param): number
         for number, group in enumerate(groups)
-        for member in group.members
+        for route in group.routes
     }
     save(state_dict=numbers, checkpoint_id=folder)

@@ -28,7 +28,7 @@ from megatron_eopt.routing.parameters import trainable_parameters
 from megatron_eopt.settings.checks import check_alike, check_config
 from megatron_eopt.settings.registry import Overrides
 from megatron_eopt.settings.settings import Settings
-from megatron_eopt.stores.dtensors import check_parameters
+from megatron_eopt.storage.dtensors import check_parameters
 
 logger = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, distributed
 
 from megatron_eopt.base.upstream import needed
-from megatron_eopt.optimizers.member import Member
+from megatron_eopt.optimizers.stepper import Stepper
 from megatron_eopt.settings.settings import LossScale
-from megatron_eopt.stores.dtensors import local_of
+from megatron_eopt.storage.dtensors import local_of
 
 _MARGIN = 1e-6
 """What megatron-core adds to a norm before it divides by it."""
@@ -37,17 +37,17 @@ def unscale_(grads: list[Tensor], inv_scale: Tensor, group: Any) -> bool:
     return bool(found.item() > 0)
 
 
-def clip(members: Sequence[Member], most: float, norms: Mapping[Any, float]) -> None:
+def clip(steppers: Sequence[Stepper], most: float, norms: Mapping[Any, float]) -> None:
     """Scale gradients whose norm exceeds ``most`` down to it.
 
     Args:
-        members: What steps the parameters.
+        steppers: What steps the parameters.
         most: Largest norm.
         norms: Of the gradients that have a norm of their own, by its name, and of all others.
     """
     name_of = needed("GRAD_NORM_GROUP_ATTR")
     by_norm: dict[str | None, list[Tensor]] = {}
-    for param in (param for member in members for param in _clipped(member)):
+    for param in (param for stepper in steppers for param in _clipped(stepper)):
         if param.grad is not None:
             name = getattr(param, name_of, None)
             by_norm.setdefault(name, []).append(local_of(param.grad).detach())
@@ -57,10 +57,10 @@ def clip(members: Sequence[Member], most: float, norms: Mapping[Any, float]) -> 
             torch._foreach_mul_(grads, factor)
 
 
-def _clipped(member: Member) -> Iterator[Tensor]:
-    if not member.drivers:
-        yield from (item.main for item in member.storage.stored())
-    for driver in member.drivers:
+def _clipped(stepper: Stepper) -> Iterator[Tensor]:
+    if not stepper.drivers:
+        yield from (item.main for item in stepper.storage.stored())
+    for driver in stepper.drivers:
         if driver.is_clipped:
-            for group in member.groups_of(driver):
+            for group in stepper.groups_of(driver):
                 yield from group["params"]

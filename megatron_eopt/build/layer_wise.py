@@ -15,13 +15,13 @@ from megatron_eopt.build.bases import Base
 from megatron_eopt.build.chain import OptimizerChain
 from megatron_eopt.build.ddp import check_chunks
 from megatron_eopt.build.gradients import make_scaler
-from megatron_eopt.build.sharded import Sharding, sharded_members
+from megatron_eopt.build.sharded import Sharding, sharded_steppers
 from megatron_eopt.optimizers.driver import refuse_group, refuse_state
 from megatron_eopt.routing.global_names import name_parameters, names_in
 from megatron_eopt.settings.checks import check_alike
 from megatron_eopt.settings.settings import RunSettings, resolve_run
-from megatron_eopt.stores.all_reduced import AllReducedChunk
-from megatron_eopt.stores.buffers import buffer_sets, check_model_chunks, process_groups
+from megatron_eopt.storage.all_reduced import AllReducedChunk
+from megatron_eopt.storage.buffers import buffer_sets, check_model_chunks, process_groups
 
 
 class LayerWiseDistributedOptimizer(OptimizerChain):
@@ -92,9 +92,9 @@ class LayerWiseDistributedOptimizer(OptimizerChain):
         return chain
 
     def _build(self, bases: Sequence[Base], sharding: Sharding, pg_collection: Any) -> None:
-        members = sharded_members(sharding, bases)
+        steppers = sharded_steppers(sharding, bases)
         chunks = sharding.chunks
-        OptimizerChain.__init__(self, members, sharding.settings, sharding.scaler, chunks)
+        OptimizerChain.__init__(self, steppers, sharding.settings, sharding.scaler, chunks)
         self.pg_collection = pg_collection
         # whether hooks of the model's forward pass gather parameters
         self.overlap_param_gather = any(chunk.ddp_config.overlap_param_gather for chunk in chunks)

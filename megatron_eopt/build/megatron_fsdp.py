@@ -25,9 +25,9 @@ from megatron_eopt.build.ddp import is_megatron_fsdp
 from megatron_eopt.build.dtensors import build_routed, chain_over, state_exists
 from megatron_eopt.checkpoint import fsdp_dtensor, optimizer_state
 from megatron_eopt.optimizers.sharded import ShardedOptimizer
-from megatron_eopt.stores.dtensors import LocalShards, local_of, shard_like
-from megatron_eopt.stores.interface import Stored
-from megatron_eopt.stores.replicated import Replicated
+from megatron_eopt.storage.dtensors import LocalShards, local_of, shard_like
+from megatron_eopt.storage.interface import Stored
+from megatron_eopt.storage.replicated import Replicated
 
 _OF_USERS = "eopt_"
 """How attributes begin that users set to say what a parameter is."""
@@ -268,13 +268,13 @@ class ManagedChain(OptimizerChain):
         if form != fsdp_dtensor.FORMAT:
             rule = "does not hold what Megatron-FSDP stores"
             raise ConfigurationError("ckpt_format", form, rule, f"Use {fsdp_dtensor.FORMAT!r}")
-        return fsdp_dtensor.requested(self.members[0], is_loading=is_loading)
+        return fsdp_dtensor.requested(self.steppers[0], is_loading=is_loading)
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Take over what was loaded into :meth:`sharded_state_dict`, or a state; collective."""
         if isinstance(state_dict, Mapping) and fsdp_dtensor.GROUPS in state_dict:
-            agreed(lambda: fsdp_dtensor.load(self.members[0], state_dict))
-            optimizer_state.settle(self.members)
+            agreed(lambda: fsdp_dtensor.load(self.steppers[0], state_dict))
+            optimizer_state.settle(self.steppers)
         else:
             super().load_state_dict(state_dict)
         self.gather_params(now=True)

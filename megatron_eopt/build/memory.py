@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from megatron_eopt.base.address import address_of
-from megatron_eopt.optimizers.member import Member
 from megatron_eopt.optimizers.nested_state import leaves
-from megatron_eopt.stores.dtensors import local_of
+from megatron_eopt.optimizers.stepper import Stepper
+from megatron_eopt.storage.dtensors import local_of
 
 _MIB = 2**20
 
@@ -35,37 +35,37 @@ class Memory:
 
 
 def memory_of(
-    members: Sequence[Member], model_chunks: Sequence[Any], transient: int | None
+    steppers: Sequence[Stepper], model_chunks: Sequence[Any], transient: int | None
 ) -> Memory:
     """Count what a chain's tensors take; every byte once, where it belongs first."""
     params = [param for chunk in model_chunks for param in chunk.parameters()]
     gradients = (getattr(param, "main_grad", None) for param in params)
-    mains = (item.main for member in members for item in member.storage.stored())
-    drivers = [driver for member in members for driver in member.drivers]
+    mains = (item.main for stepper in steppers for item in stepper.storage.stored())
+    drivers = [driver for stepper in steppers for driver in stepper.drivers]
     seen: set[int] = set()
     return Memory(
         weights=_bytes(params, seen),
         gradients=_bytes((grad for grad in gradients if grad is not None), seen),
         # what is off-loaded comes before what is not
-        host=_bytes(_on_host(members), seen),
+        host=_bytes(_on_host(steppers), seen),
         main_weights=_bytes(mains, seen),
-        state=_bytes(_states(members), seen),
+        state=_bytes(_states(steppers), seen),
         buffers=_bytes((value for driver in drivers for value in driver.buffers()), seen),
         transient=transient,
     )
 
 
-def _on_host(members: Sequence[Member]) -> Iterator[Tensor]:
-    for member in members:
-        for driver in member.drivers:
+def _on_host(steppers: Sequence[Stepper]) -> Iterator[Tensor]:
+    for stepper in steppers:
+        for driver in stepper.drivers:
             if driver.host is not None:
-                yield from driver.host.tensors(member.storage.optimizer.state)
+                yield from driver.host.tensors(stepper.storage.optimizer.state)
 
 
-def _states(members: Sequence[Member]) -> Iterator[Tensor]:
-    for member in members:
-        if not member.storage.is_stub_optimizer:
-            found = (value for _, value in leaves(list(member.storage.optimizer.state.values())))
+def _states(steppers: Sequence[Stepper]) -> Iterator[Tensor]:
+    for stepper in steppers:
+        if not stepper.storage.is_stub_optimizer:
+            found = (value for _, value in leaves(list(stepper.storage.optimizer.state.values())))
             yield from (value for value in found if isinstance(value, Tensor))
 
 

@@ -1,4 +1,4 @@
-"""Optimizers of whole parameters, or of each tensor-parallel slab: one member of a chain."""
+"""Optimizers of whole parameters, or of each tensor-parallel slab: one stepper of a chain."""
 
 import functools
 import itertools
@@ -15,19 +15,19 @@ from megatron_eopt.build.chain import OptimizerChain
 from megatron_eopt.build.gradients import make_scaler
 from megatron_eopt.optimizers.driver import Driver, refuse_group
 from megatron_eopt.optimizers.element_wise import ElementWiseDriver, SlabDriver
-from megatron_eopt.optimizers.member import Member
 from megatron_eopt.optimizers.muon import TensorParallelMuon
+from megatron_eopt.optimizers.stepper import Stepper
 from megatron_eopt.routing.model import Routing
 from megatron_eopt.settings.fields import constructor_arguments
 from megatron_eopt.settings.registry import entry_of
 from megatron_eopt.settings.settings import Settings
-from megatron_eopt.stores.interface import Storage
-from megatron_eopt.stores.replicated import (
+from megatron_eopt.storage.interface import Storage
+from megatron_eopt.storage.replicated import (
     Float32Optimizer,
     MainParamsOptimizer,
     tensor_parallel_cut,
 )
-from megatron_eopt.stores.shard import Ranks
+from megatron_eopt.storage.shard import Ranks
 
 
 def chain_of_slabs(
@@ -51,8 +51,8 @@ def chain_of_slabs(
             _check_dtypes(wanted.routing)
             storage_of = Float32Optimizer
     bases = bases_of(settings, wanted.routing, chunks, wanted.collection)
-    members = [_member(base, wanted, storage_of) for base in bases]
-    return OptimizerChain(members, settings, scaler, chunks)
+    steppers = [_stepper(base, wanted, storage_of) for base in bases]
+    return OptimizerChain(steppers, settings, scaler, chunks)
 
 
 def _check_dtypes(routing: Routing) -> None:
@@ -77,7 +77,7 @@ def _check_whole(base: Base, routing: Routing) -> None:
             raise ConfigurationError(f"{item.name}.eopt_split", declared, rule, way_out)
 
 
-def _member(base: Base, wanted: Wanted, storage_of: Callable[..., Storage]) -> Member:
+def _stepper(base: Base, wanted: Wanted, storage_of: Callable[..., Storage]) -> Stepper:
     settings, collection, optimizer = wanted.settings, wanted.collection, base.optimizer
     made_early = optimizer is not None and bool(optimizer.state)
     if made_early:
@@ -87,7 +87,7 @@ def _member(base: Base, wanted: Wanted, storage_of: Callable[..., Storage]) -> M
     name = "tp_ep_pp" if base.is_expert else "mp"
     storage.count_in(getattr(collection, name, collection.mp), collection)
     if optimizer is None:
-        return Member(storage)
+        return Stepper(storage)
     if base.layout == "matrix_state":
         _check_whole(base, wanted.routing)
     stored = list(storage.stored())
@@ -102,7 +102,7 @@ def _member(base: Base, wanted: Wanted, storage_of: Callable[..., Storage]) -> M
             driver.init(optimizer.param_groups, optimizer.state)
         params.append([model_of[main] for _, main, _ in driver.numbered(optimizer.param_groups)])
     optimizer.add_param_group = refuse_group
-    return Member(storage, drivers, params)
+    return Stepper(storage, drivers, params)
 
 
 def _drivers(

@@ -1,4 +1,4 @@
-"""Optimizers of ZeRO-1 fragments: one member of a chain for each set of Megatron's buffers."""
+"""Optimizers of ZeRO-1 fragments: one stepper of a chain for each set of Megatron's buffers."""
 
 import functools
 from collections import defaultdict
@@ -17,13 +17,13 @@ from megatron_eopt.optimizers.driver import CompositeOptimizer, Driver, ParamGro
 from megatron_eopt.optimizers.element_wise import ElementWiseDriver
 from megatron_eopt.optimizers.engine import Means
 from megatron_eopt.optimizers.host_memory import HostPlace, on_device
-from megatron_eopt.optimizers.member import Member
 from megatron_eopt.optimizers.muon import declared_split
+from megatron_eopt.optimizers.stepper import Stepper
 from megatron_eopt.settings.settings import RunSettings
-from megatron_eopt.stores.buffers import BufferSet, check_buffers
-from megatron_eopt.stores.interface import Storage
-from megatron_eopt.stores.rank_grid import data_parallel_only
-from megatron_eopt.stores.sharded import (
+from megatron_eopt.storage.buffers import BufferSet, check_buffers
+from megatron_eopt.storage.interface import Storage
+from megatron_eopt.storage.rank_grid import data_parallel_only
+from megatron_eopt.storage.sharded import (
     BufferPlace,
     FragmentsOptimizer,
     fragment_of,
@@ -33,7 +33,7 @@ from megatron_eopt.stores.sharded import (
 
 @dataclass(frozen=True)
 class Sharding:
-    """What all members of one chain share."""
+    """What all steppers of one chain share."""
 
     settings: RunSettings
     chunks: Sequence[Any]  # the wrapped model
@@ -70,13 +70,13 @@ class Sharding:
         return declared_split(optimizer, param, shape)
 
 
-def unmixed_members(sharding: Sharding, bases: Sequence[Base]) -> list[Member]:
-    """Return members that megatron-core's own could be: Adam, or one like it, and nothing else.
+def unmixed_steppers(sharding: Sharding, bases: Sequence[Base]) -> list[Stepper]:
+    """Return steppers that megatron-core's own could be: Adam, or one like it, and nothing else.
 
     State appears with the first step, as megatron-core's does, or when it is saved.
     """
     by_kind = {item.is_expert: item for item in sharding.sets}
-    members = []
+    steppers = []
     for base in bases:
         drivers = []
         if base.optimizer is not None:
@@ -84,12 +84,12 @@ def unmixed_members(sharding: Sharding, bases: Sequence[Base]) -> list[Member]:
             config = sharding.settings.config
             drivers = [ElementWiseDriver(base.optimizer, base.init_state_fn, config)]
         storage = sharding.storage(base.optimizer, by_kind[base.is_expert])
-        members.append(_numbered(Member(storage, drivers), {}))
-    return members
+        steppers.append(_numbered(Stepper(storage, drivers), {}))
+    return steppers
 
 
-def sharded_members(sharding: Sharding, bases: Sequence[Base]) -> list[Member]:
-    """Return one member for each set of buffers, in which every optimizer steps its parameters.
+def sharded_steppers(sharding: Sharding, bases: Sequence[Base]) -> list[Stepper]:
+    """Return one stepper for each set of buffers, in which every optimizer steps its parameters.
 
     All ranks call this together.
 
@@ -101,22 +101,22 @@ def sharded_members(sharding: Sharding, bases: Sequence[Base]) -> list[Member]:
     groups = [group for base in bases for group in base.groups]
     agreed(lambda: check_buffers(buffers, groups, sharding.names))
     live: list[list[ParamGroup]] = [[] for _ in bases]
-    members = [_member(sharding, bases, item, live) for item in sharding.sets]
-    agreed(lambda: [member.storage.optimizer.refuse_faults() for member in members])
+    steppers = [_stepper(sharding, bases, item, live) for item in sharding.sets]
+    agreed(lambda: [stepper.storage.optimizer.refuse_faults() for stepper in steppers])
     for base, groups in zip(bases, live, strict=True):
         # what a caller writes to its groups counts; state that was made for the model's parameters
         # would only take memory
         bind(base.optimizer, groups, defaultdict(dict))
-    return members
+    return steppers
 
 
-def _member(
+def _stepper(
     sharding: Sharding,
     bases: Sequence[Base],
     buffers: BufferSet,
     live: Sequence[list[ParamGroup]],
-) -> Member:
-    """Return the member of one set of buffers; ``live`` gets the groups of each base's."""
+) -> Stepper:
+    """Return the stepper of one set of buffers; ``live`` gets the groups of each base's."""
     places = places_in(buffers, sharding.names)
     groups: list[ParamGroup] = []
     served: list[tuple[Driver, slice]] = []
@@ -137,13 +137,13 @@ def _member(
             params[driver] = list(of_base)
     composite = CompositeOptimizer(groups, served)
     storage = sharding.storage(composite, buffers)
-    member = _numbered(Member(storage, composite.drivers), params)
+    stepper = _numbered(Stepper(storage, composite.drivers), params)
     composite.init_state()
     for number, driver in drivers.items():
         live[number].extend(composite.groups_of(driver))
     if sharding.settings.offload_fraction:
         _off_load(composite, storage, sharding.settings)
-    return member
+    return stepper
 
 
 def _off_load(composite: CompositeOptimizer, storage: Storage, settings: RunSettings) -> None:
@@ -157,7 +157,7 @@ def _off_load(composite: CompositeOptimizer, storage: Storage, settings: RunSett
         int(settings.wave_mb * 2**20),
     )
     for driver in composite.drivers:
-        with composite.scene(driver) as (groups, state):
+        with composite.groups_and_state(driver) as (groups, state):
             driver.off_load(groups, state, place)
     storage.collect_gradients = functools.partial(  # type: ignore[method-assign]
         on_device, [driver.host for driver in composite.drivers], storage.collect_gradients
@@ -197,21 +197,21 @@ def _driver(
     return driver_over(base, groups, shards, means, config)
 
 
-def _numbered(member: Member, params: Mapping[Driver, Sequence[Tensor]]) -> Member:
-    """Return a member whose drivers know which shard each of their fragments is.
+def _numbered(stepper: Stepper, params: Mapping[Driver, Sequence[Tensor]]) -> Stepper:
+    """Return a stepper whose drivers know which shard each of their fragments is.
 
     ``params`` has the parameters of each driver that has shards, in their order; the other drivers
     number their fragments as they come.
     """
-    model_of = {id(item.main): item.param for item in member.storage.stored()}
+    model_of = {id(item.main): item.param for item in stepper.storage.stored()}
     found = []
-    for driver in member.drivers:
-        held = [[model_of[id(p)] for p in group["params"]] for group in member.groups_of(driver)]
+    for driver in stepper.drivers:
+        held = [[model_of[id(p)] for p in group["params"]] for group in stepper.groups_of(driver)]
         mine = params.get(driver) or [param for group in held for param in group]
         number_of = {param: number for number, param in enumerate(mine)}
         driver.attach([[number_of[param] for param in group] for group in held])
         found.append(mine)
-    return replace(member, params=found)
+    return replace(stepper, params=found)
 
 
 def _groups_in(base: Base, places: Mapping[Tensor, Any], *, is_expert: bool) -> list[ParamGroup]:

@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor
 from megatron_eopt.base.agreement import device_of_collectives, everyones
 from megatron_eopt.layouts.redistribution import EXCHANGE
 from megatron_eopt.optimizers.driver import Driver, ParamGroup
-from megatron_eopt.optimizers.member import Member
 from megatron_eopt.optimizers.step_stats import ORTHOGONALIZATION, StepStats, sum_of_squares
-from megatron_eopt.stores.dtensors import is_uneven, local_of
-from megatron_eopt.stores.interface import Storage, Stored
+from megatron_eopt.optimizers.stepper import Stepper
+from megatron_eopt.storage.dtensors import is_uneven, local_of
+from megatron_eopt.storage.interface import Storage, Stored
 
 _COLUMNS = (
     *("elements", "rates", "squares", "updated", "squares of updates", "samples", "residuals"),
@@ -102,21 +102,21 @@ def _sample(weight: Tensor) -> Tensor:
 
 
 class Stats:
-    """Watches the steps of a chain's members."""
+    """Watches the steps of a chain's steppers."""
 
-    def __init__(self, members: Sequence[Member]) -> None:
-        self._members = members
+    def __init__(self, steppers: Sequence[Stepper]) -> None:
+        self._steppers = steppers
         self._rows: list[tuple[str, dict[str, Any], StepStats | None]] = []
         self._values: dict[str, float] | None = {}
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def collecting(self) -> Iterator[None]:
         """Watch the step that is done in a block, in place of the one that was watched before."""
-        parts = [part for member in self._members for part in _parts(member)]
+        parts = [part for stepper in self._steppers for part in _parts(stepper)]
         try:
             yield
         finally:
-            for driver in (driver for member in self._members for driver in member.drivers):
+            for driver in (driver for stepper in self._steppers for driver in stepper.drivers):
                 driver.measure(None)
         self._rows = [(part.name, part.row(), part.watch) for part in parts]
         self._values = None
@@ -148,9 +148,9 @@ class Stats:
         return self._values
 
 
-def _parts(member: Member) -> Iterator[_Part]:
-    """Yield what each driver of a member steps, or the member's optimizer without one."""
-    storage = member.storage
+def _parts(stepper: Stepper) -> Iterator[_Part]:
+    """Yield what each driver of a stepper steps, or the stepper's optimizer without one."""
+    storage = stepper.storage
     if storage.is_stub_optimizer:
         return
     stored = {item.main: item for item in storage.stored()}
@@ -158,8 +158,8 @@ def _parts(member: Member) -> Iterator[_Part]:
     devices = (item.param.device for item in stored.values())
     device = next(devices, device_of_collectives())
     found: list[tuple[str, Driver | None, Iterable[tuple[ParamGroup, Tensor, int]]]] = [
-        (driver.name, driver, driver.numbered(member.groups_of(driver)))
-        for driver in member.drivers
+        (driver.name, driver, driver.numbered(stepper.groups_of(driver)))
+        for driver in stepper.drivers
     ]
     if not found:
         groups = storage.optimizer.param_groups

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import MOMENTUM
 from megatron_eopt.optimizers.sharded import ShardedOptimizer
-from megatron_eopt.stores.dtensors import local_of
+from megatron_eopt.storage.dtensors import local_of
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from megatron_eopt.checkpoint.local_state import hand_over
 from megatron_eopt.checkpoint.migration import begin_together, missing_state, shortened
 from megatron_eopt.checkpoint.optimizer_state import prepare
 from megatron_eopt.checkpoint.saved_state import MAINS
-from megatron_eopt.optimizers.member import Member
+from megatron_eopt.optimizers.stepper import Stepper
 
 FORMAT = "fsdp_dtensor"
 """The trainer's name of the format."""
@@ -33,10 +33,10 @@ _FIRST_HALF = "_w"
 _STATE = "optimizer.state."
 
 
-def requested(member: Member, *, is_loading: bool) -> dict[str, Any]:
+def requested(stepper: Stepper, *, is_loading: bool) -> dict[str, Any]:
     """Return what the trainer saves, or loads in place, of a chain's only optimizer; collective."""
-    storage: Any = member.storage
-    prepare([member], is_loading=is_loading)
+    storage: Any = stepper.storage
+    prepare([stepper], is_loading=is_loading)
     packed = storage.optimizer.state_dict()
     state: dict[str, dict[str, Any]] = {}
     for group, its in zip(storage.optimizer.param_groups, packed["param_groups"], strict=True):
@@ -48,13 +48,13 @@ def requested(member: Member, *, is_loading: bool) -> dict[str, Any]:
     return {"state": state, GROUPS: {name: dict(meta) for name, meta in metas.items()}}
 
 
-def load(member: Member, loaded: Mapping[str, Any]) -> None:
+def load(stepper: Stepper, loaded: Mapping[str, Any]) -> None:
     """Take over what was loaded into :func:`requested`; collective.
 
     Raises:
         ConfigurationError: If state is missing.
     """
-    storage: Any = member.storage
+    storage: Any = stepper.storage
     optimizer, state = storage.optimizer, loaded["state"]
     steps = max((int(meta.get(STEP, 0)) for meta in loaded[GROUPS].values()), default=0)
     states = {}

@@ -12,26 +12,26 @@ from megatron_eopt.checkpoint.groups import children_of, inner_of, match_all
 from megatron_eopt.checkpoint.migration import begin_together, missing_state
 from megatron_eopt.checkpoint.optimizer_state import adopt_common, prepare
 from megatron_eopt.optimizers.driver import set_step
-from megatron_eopt.optimizers.member import Member
 from megatron_eopt.optimizers.nested_state import leaves, put
 from megatron_eopt.optimizers.sharded import ShardedOptimizer
-from megatron_eopt.stores.dtensors import local_of
+from megatron_eopt.optimizers.stepper import Stepper
+from megatron_eopt.storage.dtensors import local_of
 
 MAINS = "fp32_from_fp16_params"
 """Key of the main weights in the state of megatron-core's wrapper for 16-bit parameters."""
 
 
-def save(member: Member, main: str | None) -> dict[str, Any]:
+def save(stepper: Stepper, main: str | None) -> dict[str, Any]:
     """Return the state of one optimizer of a chain: tensors, numbers, lists and dictionaries alone.
 
     That of fragments has groups, steps and loss scale only. As in megatron-core the main optimizer
     is the one that groups do not name.
     """
-    storage: Any = member.storage
+    storage: Any = stepper.storage
     if storage.is_stub_optimizer:
         return {}
     if not isinstance(storage, DistributedOptimizer):
-        prepare([member], is_loading=False)
+        prepare([stepper], is_loading=False)
     result: dict[str, Any] = storage.state_dict()
     for group in inner_of(result)["param_groups"]:
         if group.get("optimizer") == main:
@@ -42,7 +42,7 @@ def save(member: Member, main: str | None) -> dict[str, Any]:
     return result
 
 
-def load(members: Sequence[Member], state: Any, fresh: frozenset[str]) -> None:
+def load(steppers: Sequence[Stepper], state: Any, fresh: frozenset[str]) -> None:
     """Take over what :func:`save` returned for each optimizer of a chain.
 
     Groups match by identity and keep the present run's schedule; state of the kinds ``fresh`` may
@@ -51,18 +51,18 @@ def load(members: Sequence[Member], state: Any, fresh: frozenset[str]) -> None:
     Raises:
         ConfigurationError: If it has other optimizers or groups, or lacks state.
     """
-    parts = children_of(state) or [{} for _ in members]
-    if len(parts) != len(members):
-        raise _another(f"the state of {len(parts)} optimizers", len(members))
-    for member, part in zip(members, parts, strict=True):
-        if not member.storage.is_stub_optimizer:
-            _load(member, part, fresh)
+    parts = children_of(state) or [{} for _ in steppers]
+    if len(parts) != len(steppers):
+        raise _another(f"the state of {len(parts)} optimizers", len(steppers))
+    for stepper, part in zip(steppers, parts, strict=True):
+        if not stepper.storage.is_stub_optimizer:
+            _load(stepper, part, fresh)
 
 
 @torch.no_grad()
-def _load(member: Member, part: Mapping[str, Any], fresh: frozenset[str]) -> None:
-    prepare([member], is_loading=True)
-    storage: Any = member.storage
+def _load(stepper: Stepper, part: Mapping[str, Any], fresh: frozenset[str]) -> None:
+    prepare([stepper], is_loading=True)
+    storage: Any = stepper.storage
     optimizer = storage.optimizer
     groups, saved = optimizer.param_groups, inner_of(part).get("param_groups", ())
     twins = match_all(saved, groups)
@@ -74,7 +74,7 @@ def _load(member: Member, part: Mapping[str, Any], fresh: frozenset[str]) -> Non
             raise _another(f"{len(numbers)} parameters of a group", len(group["params"]))
         pairs = zip(group["params"], numbers, strict=True)
         found |= {param: states.get(number, {}) for param, number in pairs}
-    may_lack = {id(main): driver.dispensable for driver, _, main in member.stepped()}
+    may_lack = {id(main): driver.dispensable for driver, _, main in stepper.stepped()}
     missing = []
     for number, (param, values) in enumerate(found.items()):
         own = optimizer.state[param]
@@ -85,7 +85,7 @@ def _load(member: Member, part: Mapping[str, Any], fresh: frozenset[str]) -> Non
         found[param] = {kind: values[kind] for kind in taken}
     if missing:
         raise missing_state(missing)
-    adopt_common([member], part)
+    adopt_common([stepper], part)
     if isinstance(optimizer, ShardedOptimizer):
         hand_over(optimizer, found)
     else:

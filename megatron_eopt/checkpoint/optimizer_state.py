@@ -20,7 +20,7 @@ from megatron_eopt.checkpoint.groups import (
 from megatron_eopt.checkpoint.migration import Policy
 from megatron_eopt.checkpoint.requests import StateRequests
 from megatron_eopt.optimizers.driver import Driver, ParamGroup, State
-from megatron_eopt.optimizers.member import Member
+from megatron_eopt.optimizers.stepper import Stepper
 
 REQUESTS = "requests"
 """Key of the requests in a sharded state dict that is about to be loaded."""
@@ -30,7 +30,7 @@ PARAM_STATE = "param_state"
 
 
 def requested(
-    members: Sequence[Member],
+    steppers: Sequence[Stepper],
     model_state: Mapping[str, Any],
     *,
     is_loading: bool,
@@ -43,48 +43,48 @@ def requested(
     ``main`` is the name of the main optimizer in groups; all else is as for
     :class:`~megatron_eopt.checkpoint.requests.StateRequests`.
     """
-    prepare(members, is_loading=is_loading)
-    counts = None if is_loading else _counts_of(members)
+    prepare(steppers, is_loading=is_loading)
+    counts = None if is_loading else _counts_of(steppers)
     if is_loading:
         agreed(lambda: name_as_in_checkpoint(model_state))
     requests = agreed(
-        lambda: StateRequests(members, model_state, counts, policy, by_bucket=by_bucket)
+        lambda: StateRequests(steppers, model_state, counts, policy, by_bucket=by_bucket)
     )
     requests.separate()
-    result = _common_state(members, main, counts or {})
+    result = _common_state(steppers, main, counts or {})
     result[PARAM_STATE] = requests.param_state
     if is_loading:
         result[REQUESTS] = LocalNonpersistentObject(requests)
     return result
 
 
-def prepare(members: Sequence[Member], *, is_loading: bool) -> None:
+def prepare(steppers: Sequence[Stepper], *, is_loading: bool) -> None:
     """Make all state exist that can be saved, or is about to be loaded."""
-    for driver, work in _scenes(members):
+    for driver, work in _scenes(steppers):
         (driver.expect if is_loading else driver.init)(*work)
 
 
-def settle(members: Sequence[Member]) -> None:
+def settle(steppers: Sequence[Stepper]) -> None:
     """Let all state that was loaded be as it is kept between steps; collective."""
-    for driver, work in _scenes(members):
+    for driver, work in _scenes(steppers):
         driver.pack(*work)
 
 
-def _scenes(members: Sequence[Member]) -> Iterator[tuple[Driver, tuple[list[ParamGroup], State]]]:
-    for member in members:
-        for driver in member.drivers:
-            with member.scene(driver) as work:
+def _scenes(steppers: Sequence[Stepper]) -> Iterator[tuple[Driver, tuple[list[ParamGroup], State]]]:
+    for stepper in steppers:
+        for driver in stepper.drivers:
+            with stepper.groups_and_state(driver) as work:
                 yield driver, work
 
 
-def _counts_of(members: Sequence[Member]) -> dict[Driver, int]:
+def _counts_of(steppers: Sequence[Stepper]) -> dict[Driver, int]:
     """Return the steps that each driver's states count, -1 for one that counts none; collective."""
     mine: dict[tuple[int, str], int] = {}
     keys = {}
-    for number, member in enumerate(members):
-        for driver in member.drivers:
+    for number, stepper in enumerate(steppers):
+        for driver in stepper.drivers:
             keys[driver] = number, driver.name
-            with member.scene(driver) as (groups, state):
+            with stepper.groups_and_state(driver) as (groups, state):
                 steps = [int(found[STEP]) for found in driver.counting(groups, state)]
             mine[keys[driver]] = max([*steps, mine.get(keys[driver], -1)])
     # a rank may have none of a driver's states, or not even the driver
@@ -93,18 +93,18 @@ def _counts_of(members: Sequence[Member]) -> dict[Driver, int]:
 
 
 def _common_state(
-    members: Sequence[Member], main: str | None, counts: Mapping[Driver, int]
+    steppers: Sequence[Stepper], main: str | None, counts: Mapping[Driver, int]
 ) -> dict[Any, Any]:
     """Return what is the same on all ranks: groups, steps by driver, and loss scale."""
     states: list[dict[Any, Any]] = []
-    for member in members:
-        steps = [counts.get(d, -1) for d in member.drivers for _ in member.groups_of(d)]
-        stub = member.storage.is_stub_optimizer
-        states.append({} if stub else member.storage.common_state(steps, main))
+    for stepper in steppers:
+        steps = [counts.get(d, -1) for d in stepper.drivers for _ in stepper.groups_of(d)]
+        stub = stepper.storage.is_stub_optimizer
+        states.append({} if stub else stepper.storage.common_state(steps, main))
     return states[0] if len(states) == 1 else dict(enumerate(states))
 
 
-def load(members: Sequence[Member], state: Mapping[Any, Any]) -> None:
+def load(steppers: Sequence[Stepper], state: Mapping[Any, Any]) -> None:
     """Take over what was loaded for :func:`requested`.
 
     Groups match by identity, and keep the present run's settings of their schedule. Main weights
@@ -116,11 +116,11 @@ def load(members: Sequence[Member], state: Mapping[Any, Any]) -> None:
     # nothing is there where this rank has no state
     loaded = state.get(PARAM_STATE, {})
     # groups and scale that lie with buckets count as one more optimizer's each
-    adopt_common(members, [*children_of(state), *loaded.get("buckets", {}).values()])
+    adopt_common(steppers, [*children_of(state), *loaded.get("buckets", {}).values()])
     state[REQUESTS].take(loaded)
 
 
-def load_groups(members: Sequence[Member], state: Any, *, is_enough: bool) -> None:
+def load_groups(steppers: Sequence[Stepper], state: Any, *, is_enough: bool) -> None:
     """Take over what a chain of fragments has in its ``state_dict()``: groups alone.
 
     Raises:
@@ -135,25 +135,25 @@ def load_groups(members: Sequence[Member], state: Any, *, is_enough: bool) -> No
         )
         raise ConfigurationError("state_dict", "groups, or whole parameters", rule, way_out)
     # counters of steps can only be set once they exist
-    prepare(members, is_loading=True)
-    adopt_common(members, state)
+    prepare(steppers, is_loading=True)
+    adopt_common(steppers, state)
 
 
-def adopt_common(members: Sequence[Member], state: Any) -> None:
+def adopt_common(steppers: Sequence[Stepper], state: Any) -> None:
     """Take over groups, steps and loss scale, wherever another chain of optimizers has put them.
 
     Every counter of steps then says what the same groups of the checkpoint have done.
     """
     saved, steps = saved_groups(state), saved_steps(state)
     scalers = [child["grad_scaler"] for child in children_of(state) if child.get("grad_scaler")]
-    for member in members:
-        if member.storage.is_stub_optimizer:
+    for stepper in steppers:
+        if stepper.storage.is_stub_optimizer:
             continue
-        for group in member.storage.optimizer.param_groups:
+        for group in stepper.storage.optimizer.param_groups:
             adopt(group, saved)
-        member.storage.steps = steps
-        if member.storage.grad_scaler and scalers:
-            member.storage.grad_scaler.load_state_dict(scalers[0])
-        for driver in member.drivers:
-            with member.scene(driver) as (groups, values):
+        stepper.storage.steps = steps
+        if stepper.storage.grad_scaler and scalers:
+            stepper.storage.grad_scaler.load_state_dict(scalers[0])
+        for driver in stepper.drivers:
+            with stepper.groups_and_state(driver) as (groups, values):
                 driver.set_steps(groups, values, steps_of(groups, saved, steps))

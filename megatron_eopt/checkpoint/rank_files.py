@@ -23,16 +23,16 @@ from megatron_eopt.checkpoint.optimizer_state import (
     requested,
     settle,
 )
-from megatron_eopt.optimizers.member import Member
+from megatron_eopt.optimizers.stepper import Stepper
 
 
-def save_rank_file(filename: str, members: Sequence[Member], names: Mapping[Tensor, str]) -> None:
+def save_rank_file(filename: str, steppers: Sequence[Stepper], names: Mapping[Tensor, str]) -> None:
     """Write this rank's state; collective over the world.
 
     Ranks that were given the same file name write files of their own beside it.
     """
     path = own_path(filename)
-    state = requested(members, _model_of(names), is_loading=False, policy=Policy())
+    state = requested(steppers, _model_of(names), is_loading=False, policy=Policy())
     pieces = [
         piece
         for by_number in state.pop(PARAM_STATE)["values"].values()
@@ -52,7 +52,7 @@ def save_rank_file(filename: str, members: Sequence[Member], names: Mapping[Tens
     os.replace(unfinished, path)
 
 
-def load_rank_file(filename: str, members: Sequence[Member], names: Mapping[Tensor, str]) -> None:
+def load_rank_file(filename: str, steppers: Sequence[Stepper], names: Mapping[Tensor, str]) -> None:
     """Read what :func:`save_rank_file` wrote of this rank's state; collective over the world.
 
     Raises:
@@ -60,11 +60,11 @@ def load_rank_file(filename: str, members: Sequence[Member], names: Mapping[Tens
             layout.
     """
     path = own_path(filename)
-    state = requested(members, _model_of(names), is_loading=True, policy=Policy())
+    state = requested(steppers, _model_of(names), is_loading=True, policy=Policy())
     state[REQUESTS] = state[REQUESTS].obj
     loaded = agreed(lambda: _read(path, state))
-    agreed(lambda: load(members, loaded))
-    settle(members)
+    agreed(lambda: load(steppers, loaded))
+    settle(steppers)
 
 
 def _read(path: Path, state: Mapping[str, Any]) -> dict[Any, Any]:

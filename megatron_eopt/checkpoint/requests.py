@@ -25,15 +25,15 @@ from megatron_eopt.checkpoint.saved_state import (
     kept_value,
 )
 from megatron_eopt.optimizers.driver import OF_GROUPS, Driver, set_step
-from megatron_eopt.optimizers.member import Member
-from megatron_eopt.stores.sharded import FragmentsOptimizer
+from megatron_eopt.optimizers.stepper import Stepper
+from megatron_eopt.storage.sharded import FragmentsOptimizer
 
 
 class StateRequests:
     """The part of a sharded state dict that holds the parameters' state: ``param_state``.
 
     Args:
-        members: The optimizers of the chain.
+        steppers: The optimizers of the chain.
         model_state: The model's ``sharded_state_dict``, with the parameters themselves as data.
         counts: On saving the steps that each driver's states count; None on loading.
         policy: What may differ, besides what the caller of a load says.
@@ -45,7 +45,7 @@ class StateRequests:
 
     def __init__(
         self,
-        members: Sequence[Member],
+        steppers: Sequence[Stepper],
         model_state: Mapping[str, Any],
         counts: Mapping[Driver, int] | None,
         policy: Policy,
@@ -54,12 +54,12 @@ class StateRequests:
     ) -> None:
         self.policy = policy
         self._counts = counts
-        self._has_stepped = any(member.storage.steps > 0 for member in members)
-        self._buckets = _bucket_spaces(members)
+        self._has_stepped = any(stepper.storage.steps > 0 for stepper in steppers)
+        self._buckets = _bucket_spaces(steppers)
         self._values = [
             value
-            for number, member in enumerate(members)
-            for value in self._values_of(member, model_state, self._buckets.get(number))
+            for number, stepper in enumerate(steppers)
+            for value in self._values_of(stepper, model_state, self._buckets.get(number))
         ]
         self._chosen = {
             place: (by_bucket and value.source_in_bucket(value.kind)) or Source(value.pieces)
@@ -164,22 +164,22 @@ class StateRequests:
             self.param_state["buckets"] = buckets
 
     def _values_of(
-        self, member: Member, model_state: Mapping[str, Any], buckets: BucketSpace | None
+        self, stepper: Stepper, model_state: Mapping[str, Any], buckets: BucketSpace | None
     ) -> Iterator[Value]:
         """Yield all values of state that one optimizer of the chain holds on this rank."""
-        storage = member.storage
+        storage = stepper.storage
         stored = list(storage.stored())
-        stepped = {id(main): (driver, number) for driver, number, main in member.stepped()}
+        stepped = {id(main): (driver, number) for driver, number, main in stepper.stepped()}
         states = {
             (driver, number): storage.optimizer.state[main]
-            for driver, number, main in member.stepped()
+            for driver, number, main in stepper.stepped()
         }
-        kept = list(kept_of(member))
+        kept = list(kept_of(stepper))
         params = dict.fromkeys([item.param for item in stored] + [param for _, param, _ in kept])
         spaces = parameter_spaces(model_state, params)
         for item in stored:
             driver, number = stepped[id(item.main)]
-            tensors = cut_like_weights(member, item, driver, number)
+            tensors = cut_like_weights(stepper, item, driver, number)
             space = spaces[item.param]
             replica = storage.replica_of(space.sharded.replica_id)
             where = Whereabouts(space, replica, states[driver, number], item, buckets)
@@ -222,12 +222,15 @@ class StateRequests:
             yield Value(where, STEP, (count,))
 
 
-def _bucket_spaces(members: Sequence[Member]) -> dict[int, BucketSpace]:
+def _bucket_spaces(steppers: Sequence[Stepper]) -> dict[int, BucketSpace]:
     """Return where the optimizers of a chain that keep fragments may lie, by their places in it."""
     spaces = {}
-    for number, member in enumerate(members):
-        if isinstance(member.storage, FragmentsOptimizer) and not member.storage.is_stub_optimizer:
+    for number, stepper in enumerate(steppers):
+        if (
+            isinstance(stepper.storage, FragmentsOptimizer)
+            and not stepper.storage.is_stub_optimizer
+        ):
             chained = f"chained_{number}."
-            likely = (chained, "") if len(members) > 1 else ("", chained)
-            spaces[number] = BucketSpace(member.storage, likely[: 2 if number == 0 else 1])
+            likely = (chained, "") if len(steppers) > 1 else ("", chained)
+            spaces[number] = BucketSpace(stepper.storage, likely[: 2 if number == 0 else 1])
     return spaces

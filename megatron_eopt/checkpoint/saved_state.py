@@ -30,9 +30,9 @@ from megatron_eopt.checkpoint.contents import Contents, Piece, Pieces, Shapes, a
 from megatron_eopt.checkpoint.keys import kind_of, matrix_state_key, state_key
 from megatron_eopt.checkpoint.parameter_space import Box, ParameterSpace
 from megatron_eopt.optimizers.driver import Driver, Kept
-from megatron_eopt.optimizers.member import Member
-from megatron_eopt.stores.dtensors import local_of
-from megatron_eopt.stores.interface import Stored
+from megatron_eopt.optimizers.stepper import Stepper
+from megatron_eopt.storage.dtensors import local_of
+from megatron_eopt.storage.interface import Stored
 
 MAINS = frozenset({MAIN_OF_SHARDED, MAIN_OF_REPLICATED})
 """Kinds of main weights."""
@@ -217,10 +217,10 @@ def _piece(
 
 
 def cut_like_weights(
-    member: Member, item: Stored, driver: Driver, number: int
+    stepper: Stepper, item: Stored, driver: Driver, number: int
 ) -> dict[str, Tensor]:
     """Return main weights and state with a number for each that this rank stores of a parameter."""
-    tensors = driver.saved_form(number, member.storage.tensors_of(item))
+    tensors = driver.saved_form(number, stepper.storage.tensors_of(item))
     return {
         kind: value
         for kind, value in tensors.items()
@@ -228,9 +228,9 @@ def cut_like_weights(
     }
 
 
-def kept_of(member: Member) -> Iterator[tuple[Driver, Tensor, Kept]]:
+def kept_of(stepper: Stepper) -> Iterator[tuple[Driver, Tensor, Kept]]:
     """Yield what is not cut like a parameter, with its driver and the model's parameter."""
-    for driver, params in zip(member.drivers, member.params, strict=True):
-        with member.scene(driver) as (groups, state):
+    for driver, params in zip(stepper.drivers, stepper.params, strict=True):
+        with stepper.groups_and_state(driver) as (groups, state):
             for item in driver.kept(groups, state):
                 yield driver, params[item.shard], item

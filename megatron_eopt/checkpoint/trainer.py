@@ -203,7 +203,7 @@ def _match_managed(args: Any, state: Mapping[str, Any]) -> None:
     keys = from_rank_0(lambda: _keys_in(folder))
     if keys is None:
         return
-    drivers = [d for one in getattr(_optimizer.get(), "members", ()) for d in one.drivers]
+    drivers = [d for one in getattr(_optimizer.get(), "steppers", ()) for d in one.drivers]
     spare = frozenset().union(*(driver.dispensable for driver in drivers))
     fresh = getattr(args, "checkpoint_fresh_state", ())
     for line in fsdp_dtensor.match(state, keys, fresh, spare):

@@ -130,8 +130,8 @@ def schedules_of(optimizer: Any) -> list[tuple[str, Schedule]]:
     """Return who computes which matrices, with the name of the optimizer that steps them."""
     return [
         (driver.name, schedule)
-        for member in optimizer.members
-        for driver in member.drivers
+        for stepper in optimizer.steppers
+        for driver in stepper.drivers
         for schedule in driver.schedules
     ]
 
@@ -151,8 +151,8 @@ def report_of(optimizer: Any, give_gradients: Callable[[], None]) -> Report:
     with Counts() as counts, LiveBytes() as live:
         optimizer.step()
     elements: Counter[str] = Counter()
-    for member in optimizer.members:
-        for driver, _, main in member.stepped():
+    for stepper in optimizer.steppers:
+        for driver, _, main in stepper.stepped():
             elements[driver.name] += main.numel()
     return Report(
         elements=dict(elements),

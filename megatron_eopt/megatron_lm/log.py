@@ -65,8 +65,8 @@ class TrainingLog:
             return
         iteration = args.curr_iteration + 1
         intervals = (args.log_interval, args.tensorboard_log_interval)
-        optimizer.watching = not any(iteration % interval for interval in intervals)
-        self._watched = optimizer if optimizer.watching else None
+        optimizer.collects_stats = not any(iteration % interval for interval in intervals)
+        self._watched = optimizer if optimizer.collects_stats else None
 
     def _show(self, given: Mapping[str, Any]) -> None:
         from megatron.training.global_vars import get_args

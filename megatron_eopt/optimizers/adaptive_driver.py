@@ -35,7 +35,7 @@ from megatron_eopt.optimizers.driver import Kept, ParamGroup, State
 from megatron_eopt.optimizers.engine import Means
 from megatron_eopt.optimizers.muon_driver import MuonDriver, Stepped
 from megatron_eopt.optimizers.stored_matrices import StoredMatrices
-from megatron_eopt.stores.shard import Shard
+from megatron_eopt.storage.shard import Shard
 
 
 class AdaptiveDriver(MuonDriver):

@@ -16,7 +16,7 @@ from megatron_eopt.math.newton_schulz import ReduceT
 from megatron_eopt.optimizers.adaptive_driver import DRIVERS, AdaptiveDriver
 from megatron_eopt.optimizers.engine import Means
 from megatron_eopt.optimizers.muon import TensorParallelMuon
-from megatron_eopt.stores.shard import Shard
+from megatron_eopt.storage.shard import Shard
 
 
 class TensorParallelAdaptiveMuon(TensorParallelMuon, AdaptiveMuon):

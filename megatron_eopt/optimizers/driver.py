@@ -3,7 +3,7 @@
 Note [Drivers]
     A driver knows the shards it steps, in an order that all ranks of a group share. In a step it
     gets parameter groups whose parameters are this rank's tensors (fragments, slabs, local parts of
-    DTensors), with their gradients and state, and :attr:`Driver.places` tells which shard each of
+    DTensors), with their gradients and state, and :attr:`Driver.shard_numbers` tells which shard each of
     them is. Parameters without a gradient rest: neither they nor their state change, though the
     ranks exchange as always.
 
@@ -28,7 +28,7 @@ from megatron_eopt.optimizers.host_memory import HostMemory, HostPlace
 from megatron_eopt.optimizers.modes import Schedule
 from megatron_eopt.optimizers.nested_state import put
 from megatron_eopt.optimizers.step_stats import StepStats
-from megatron_eopt.stores.shard import Shard
+from megatron_eopt.storage.shard import Shard
 
 OF_GROUPS = "group"
 """First name of the path to what an optimizer counts in its groups."""
@@ -73,7 +73,7 @@ class Driver:
         self.shards = list(shards)
         # for each parameter group the number of the shard of each of its parameters, None for those
         # of another driver
-        self.places: list[list[int | None]] = []
+        self.shard_numbers: list[list[int | None]] = []
         # the parameter group of each shard, as far as it is known
         self.group_of: dict[int, int] = {}
         # what brings matrices to where they are computed, and back
@@ -100,8 +100,8 @@ class Driver:
 
     def attach(self, places: Sequence[Sequence[int | None]]) -> None:
         """Learn which shard each parameter of each group is."""
-        self.places = [list(numbers) for numbers in places]
-        placed = enumerate(self.places)
+        self.shard_numbers = [list(numbers) for numbers in places]
+        placed = enumerate(self.shard_numbers)
         self.assign({n: group for group, numbers in placed for n in numbers if n is not None})
 
     def assign(self, group_of: Mapping[int, int]) -> None:
@@ -170,7 +170,7 @@ class Driver:
 
     def numbered(self, groups: Sequence[ParamGroup]) -> Iterator[tuple[ParamGroup, Tensor, int]]:
         """Yield every parameter that it steps with its group and the number of its shard."""
-        for group, numbers in zip(groups, self.places, strict=True):
+        for group, numbers in zip(groups, self.shard_numbers, strict=True):
             for param, number in zip(group["params"], numbers, strict=True):
                 if number is not None:
                     yield group, param, number
@@ -199,7 +199,7 @@ class CompositeOptimizer(torch.optim.Optimizer):
     def init_state(self) -> None:
         """Make the state of every parameter exist, so that it can be saved and loaded."""
         for driver in self.drivers:
-            with self.scene(driver) as (groups, state):
+            with self.groups_and_state(driver) as (groups, state):
                 driver.init(groups, state)
             # state of whole matrices too, for those who move all of it to another device
             self.state.update(getattr(driver, "owned_state", {}))
@@ -217,7 +217,7 @@ class CompositeOptimizer(torch.optim.Optimizer):
         return self.param_groups[self._served[driver]]
 
     @contextmanager
-    def scene(self, driver: Driver) -> Iterator[tuple[list[ParamGroup], State]]:
+    def groups_and_state(self, driver: Driver) -> Iterator[tuple[list[ParamGroup], State]]:
         """Give what ``driver`` works on: groups of this rank's tensors, and their state."""
         yield self.groups_of(driver), self.state
 
@@ -252,7 +252,7 @@ class CompositeOptimizer(torch.optim.Optimizer):
         if len(self.param_groups) != self._count:
             raise _fixed("param_groups", f"{len(self.param_groups)} groups")
         for driver in self.drivers:
-            with self.scene(driver) as (groups, state):
+            with self.groups_and_state(driver) as (groups, state):
                 driver.step(groups, state)
 
 

@@ -19,7 +19,7 @@ from megatron_eopt.optimizers.driver import (
 )
 from megatron_eopt.optimizers.host_memory import HostMemory
 from megatron_eopt.optimizers.nested_state import by_rows, leaves
-from megatron_eopt.stores.shard import Ranks
+from megatron_eopt.storage.shard import Ranks
 
 _COUNT_IN_GROUPS = ("transformer_engine", "apex")
 

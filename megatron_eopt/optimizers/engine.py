@@ -17,7 +17,7 @@ from megatron_eopt.layouts.redistribution import LoadT, StoreT
 from megatron_eopt.math.newton_schulz import ReduceT
 from megatron_eopt.optimizers.modes import Schedule, Work, plan_work
 from megatron_eopt.optimizers.teams import Team
-from megatron_eopt.stores.shard import Ranks, Shard
+from megatron_eopt.storage.shard import Ranks, Shard
 
 UpdateT = Callable[[Tensor, Sequence[int], ReduceT | None, tuple[int, int]], None]
 """Replaces directions by updates in place.

@@ -30,7 +30,7 @@ from megatron_eopt.layouts.assignment import Float64Array
 from megatron_eopt.layouts.plan import WavePlan
 from megatron_eopt.math import standard_flops
 from megatron_eopt.optimizers.teams import COLLECTIVE, Team, assign_teams
-from megatron_eopt.stores.shard import Ranks
+from megatron_eopt.storage.shard import Ranks
 
 type _Mode = Literal["blockwise", "duplicated", "exchange", "distributed"]
 

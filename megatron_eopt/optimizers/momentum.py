@@ -39,7 +39,7 @@ from megatron_eopt.math.low_precision import (
     scales_for,
 )
 from megatron_eopt.optimizers.stored_matrices import runs_of
-from megatron_eopt.stores.shard import Shard
+from megatron_eopt.storage.shard import Shard
 
 ROUNDED_AT_ONCE = 1 << 20
 """Elements, give or take a row: rounding them takes some 50 bytes each."""

@@ -25,8 +25,8 @@ from megatron_eopt.optimizers.muon_driver import (
     MuonDriver,
     WeightDecayT,
 )
-from megatron_eopt.stores.replicated import slab, tensor_parallel_cut
-from megatron_eopt.stores.shard import Shard, group_by_ranks
+from megatron_eopt.storage.replicated import slab, tensor_parallel_cut
+from megatron_eopt.storage.shard import Shard, group_by_ranks
 
 
 class TensorParallelMuon(OrthogonalizedOptimizer):

@@ -20,7 +20,7 @@ from megatron_eopt.optimizers.engine import MatrixEngine, Means
 from megatron_eopt.optimizers.modes import Schedule
 from megatron_eopt.optimizers.momentum import RoundedMomentum
 from megatron_eopt.optimizers.step_stats import ORTHOGONALIZATION, StepStats
-from megatron_eopt.stores.shard import Shard
+from megatron_eopt.storage.shard import Shard
 
 WeightDecayT = Literal["decoupled", "l2", "independent"]
 """How weight decay acts: ``decoupled`` shrinks weights by ``lr * weight_decay`` (AdamW,

@@ -32,7 +32,7 @@ from megatron_eopt.optimizers.engine import Means
 from megatron_eopt.optimizers.host_memory import HostMemory, HostPlace
 from megatron_eopt.optimizers.modes import Schedule, plan_work
 from megatron_eopt.optimizers.nested_state import by_rows, leaves
-from megatron_eopt.stores.shard import Shard
+from megatron_eopt.storage.shard import Shard
 
 # how much of the state there is: the same on all ranks, since making it is collective
 _AS_INITIALIZED, _COMPLETELY = 1, 2

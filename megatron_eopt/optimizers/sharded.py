@@ -28,7 +28,7 @@ from megatron_eopt.optimizers.driver import (
 )
 from megatron_eopt.optimizers.owner_driver import OwnerDriver
 from megatron_eopt.optimizers.owner_state import OwnerState
-from megatron_eopt.stores.dtensors import local_of, shard_like
+from megatron_eopt.storage.dtensors import local_of, shard_like
 
 
 class ShardedOptimizer(CompositeOptimizer):
@@ -67,7 +67,7 @@ class ShardedOptimizer(CompositeOptimizer):
             if isinstance(driver, OwnerDriver)
         }
         for driver, owned in self._owned.items():
-            with self.scene(driver) as (groups_of, state):
+            with self.groups_and_state(driver) as (groups_of, state):
                 self._stand_for(driver, owned.names(groups_of, state))
 
     @property
@@ -102,7 +102,7 @@ class ShardedOptimizer(CompositeOptimizer):
         ]
 
     @contextmanager
-    def scene(self, driver: Driver) -> Iterator[tuple[list[ParamGroup], State]]:
+    def groups_and_state(self, driver: Driver) -> Iterator[tuple[list[ParamGroup], State]]:
         """Give a driver this rank's shards, and take over what it makes of their state."""
         # the storage itself, or a copy of a 16-bit one
         shards = {p: local_of(p).detach().to(torch.float32) for p in self._params[driver]}
@@ -154,7 +154,7 @@ class ShardedOptimizer(CompositeOptimizer):
         """
         published: dict[OwnerDriver, list[dict[str, Any]]] = {}
         for driver, owned in self._owned.items():
-            with self.scene(driver) as (groups, state):
+            with self.groups_and_state(driver) as (groups, state):
                 published[driver] = owned.publish(groups, state)
         for driver, found in published.items():
             for param, found_of in zip(self._params[driver], found, strict=True):
@@ -176,7 +176,7 @@ class ShardedOptimizer(CompositeOptimizer):
                 changed then.
         """
         for driver, owned in self._owned.items():
-            with self.scene(driver) as (groups, state):
+            with self.groups_and_state(driver) as (groups, state):
                 driver.expect(groups, state)
                 names = owned.names(groups, state)
             self._stand_for(driver, names)
@@ -187,7 +187,7 @@ class ShardedOptimizer(CompositeOptimizer):
         for driver, owned in self._owned.items():
             saved = [dict(self.state[param]) for param in self._params[driver]]
             self._stand_for(driver, saved)
-            with self.scene(driver) as (groups, state):
+            with self.groups_and_state(driver) as (groups, state):
                 owned.adopt(groups, state, saved)
 
     def unpack(self) -> None:
@@ -197,7 +197,7 @@ class ShardedOptimizer(CompositeOptimizer):
     def pack(self) -> None:
         """Keep all state as it is kept between steps; collective."""
         for driver in self.drivers:
-            with self.scene(driver) as (groups, state):
+            with self.groups_and_state(driver) as (groups, state):
                 driver.pack(groups, state)
 
     def _attach(self) -> None:
@@ -205,7 +205,7 @@ class ShardedOptimizer(CompositeOptimizer):
         for driver in self.drivers:
             number_of = {param: number for number, param in enumerate(self._params[driver])}
             places = [[number_of[p] for p in group["params"]] for group in self.groups_of(driver)]
-            if driver.places != places:
+            if driver.shard_numbers != places:
                 driver.attach(places)
 
     def _stand_for(self, driver: Driver, kinds: Sequence[Iterable[str]]) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.layouts.boxes import Boxes, Int64Array, ragged_arange
-from megatron_eopt.stores.shard import Shard
+from megatron_eopt.storage.shard import Shard
 
 
 def _boxes(shard: Shard) -> tuple[Int64Array, Boxes]:

@@ -11,19 +11,18 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from megatron_eopt.base.address import address_of
 from megatron_eopt.qk_clip.attention import attentions, projections
-from megatron_eopt.stores.buffers import process_groups
+from megatron_eopt.storage.buffers import process_groups
 
 _CHAINS: WeakKeyDictionary[nn.Module, WeakSet[Any]] = WeakKeyDictionary()
 
 
 def remember(model_chunks: Sequence[Any], chain: Any) -> None:
-    """Note whose members store the main weights of a model."""
+    """Note whose steppers store the main weights of a model."""
     for chunk in model_chunks:
         if isinstance(chunk, nn.Module):
             _CHAINS.setdefault(chunk, WeakSet()).add(chain)
 
 
-@torch.no_grad()
 def clip_qk(model: Sequence[Any], log_max_only: bool = False) -> float:
     """Clip attention logits by way of the weights that make them; collective over the world.
 
@@ -45,8 +44,9 @@ def clip_qk(model: Sequence[Any], log_max_only: bool = False) -> float:
     maxima = _over_all_tokens(model, found, [_take(attention) for attention in found])
     if not log_max_only and (factors := _factors(found, maxima)):
         chains = {chain for chunk in model for chain in _CHAINS.get(chunk, ())}
-        # the one that was built last owns what several have
-        _scale(sorted(chains, key=lambda chain: chain.number), factors)
+        with torch.no_grad():
+            # the one that was built last owns what several have
+            _scale(sorted(chains, key=lambda chain: chain.number), factors)
     return _largest(model, maxima)
 
 
@@ -125,8 +125,8 @@ def _scale(chains: Sequence[Any], factors: dict[Tensor, Tensor]) -> None:
     stored = {
         item.param: item
         for chain in chains
-        for member in chain.members
-        for item in member.storage.stored()
+        for stepper in chain.steppers
+        for item in stepper.storage.stored()
     }
     for weight, rows in factors.items():
         _scale_one(weight, rows, stored.get(weight))

@@ -44,12 +44,12 @@ class GroupSummary:
 
 @dataclass(frozen=True)
 class Group:
-    """One parameter group as this rank sees it; it may have no member here."""
+    """One parameter group as this rank sees it; it may have no parameter here."""
 
     key: GroupKey  # what its parameters have in common
     identity: str  # what resuming matches it by, unique among the groups
-    members: tuple[Route, ...]  # this rank's parameters
-    chunks: frozenset[int]  # the model chunks that hold members on any rank
+    routes: tuple[Route, ...]  # this rank's parameters
+    chunks: frozenset[int]  # the model chunks that hold some on any rank
 
 
 def key_of(route: Route) -> GroupKey:
@@ -70,10 +70,10 @@ def summarize(routes: Iterable[Route]) -> list[GroupSummary]:
 
 
 def _by_key(routes: Iterable[Route]) -> dict[GroupKey, list[Route]]:
-    members = defaultdict(list)
+    by_key = defaultdict(list)
     for route in routes:
-        members[key_of(route)].append(route)
-    return members
+        by_key[key_of(route)].append(route)
+    return by_key
 
 
 def build_groups(routes: Sequence[Route], everyones: Iterable[GroupSummary]) -> list[Group]:
@@ -82,9 +82,9 @@ def build_groups(routes: Sequence[Route], everyones: Iterable[GroupSummary]) -> 
     ``everyones`` are the summaries of all ranks' groups.
     """
     merged = _merged(everyones)
-    members = _by_key(routes)
+    mine = _by_key(routes)
     return [
-        Group(key, identity, tuple(members.get(key, ())), merged[key].chunks)
+        Group(key, identity, tuple(mine.get(key, ())), merged[key].chunks)
         for key, identity in _identities({key: one.labels for key, one in merged.items()})
     ]
 

@@ -33,7 +33,7 @@ class Routing:
     """Where everything goes."""
 
     routes: Sequence[Route]  # this rank's parameters, in model order
-    groups: Sequence[Group]  # the groups, the same on every rank apart from their members
+    groups: Sequence[Group]  # the groups, the same on every rank apart from their parameters
     splits: Mapping[torch.nn.Parameter, Split]  # the logical matrices of fused parameters
 
     @property
@@ -55,7 +55,7 @@ class Routing:
 
         return Routing(
             [moved(route) for route in self.routes],
-            [replace(group, members=tuple(map(moved, group.members))) for group in self.groups],
+            [replace(group, routes=tuple(map(moved, group.routes))) for group in self.groups],
             {shards[param]: split for param, split in self.splits.items()},
         )
 
@@ -210,7 +210,7 @@ def format_routing(settings: RunSettings, routing: Routing) -> str:
         decay = settings.weight_decay * values.get("wd_mult", 1.0)
         rate = values.get("max_lr", settings.lr)
         rates = ("" if rate is None else f"{rate:g}", f"{decay:g}")
-        for route in group.members:
+        for route in group.routes:
             item = route.parameter
             shape = " x ".join(map(str, item.shape)) + (" (expert)" if item.is_expert else "")
             cells = (item.name, shape, route.optimizer, _describe(routing.splits.get(item.param)))

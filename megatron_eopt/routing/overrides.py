@@ -115,8 +115,8 @@ def with_callers_grouping(
 
 def _key(values: Mapping[str, Any], params: Sequence[torch.Tensor]) -> ParamKey:
     """Return what matches ``params`` alone, with a name that is the same on every rank."""
-    members = {id(param) for param in params}
+    known = {id(param) for param in params}
     name = ", ".join(f"{key}={value}" for key, value in sorted(values.items()))
     label = f"the caller's group with {name}"
-    predicate = ParamWithNamePredicate(name=label, fn=lambda param, _: id(param) in members)
+    predicate = ParamWithNamePredicate(name=label, fn=lambda param, _: id(param) in known)
     return ParamKey(with_name_predicate=predicate)

@@ -184,7 +184,12 @@ def texts_of_code() -> str:
 
 
 # said by megatron-core; and numbers, types and names that messages are filled in with
-NOT_OURS = {"Unexpected result nan", "must be one of adam, adaptive_muon,"}
+NOT_OURS = {
+    "Unexpected result nan",
+    "must be one of adam, adaptive_muon,",
+    "Missing key in checkpoint state_dict",
+    "Global shape mismatch",
+}
 VALUES = r"torch\.\w+|gradients|'tp'|tp_mode='blockwise'|qkv"
 
 

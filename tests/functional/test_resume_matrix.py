@@ -24,7 +24,7 @@ from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.scene import forget_wrapped_models
 from tests.unit.fsdp2 import model as fsdp2
-from tests.unit.stores.full_state import (
+from tests.unit.storage.full_state import (
     Case,
     build,
     differences,

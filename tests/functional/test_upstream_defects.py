@@ -2,15 +2,15 @@
 
 | defect | test |
 |---|---|
-| torch_dist asserts that state has its parameter's shape: no SOAP, no NorMuon | tests/unit/stores/test_resharding.py::test_dense, tests/unit/build/test_plain_checkpoint.py::test_every_optimizer_continues, ::test_other_layouts_load_it |
-| layer-wise checkpoints load at one data-parallel size only | tests/unit/stores/test_resharding.py::test_dense, ::test_experts |
+| torch_dist asserts that state has its parameter's shape: no SOAP, no NorMuon | tests/unit/storage/test_resharding.py::test_dense, tests/unit/build/test_plain_checkpoint.py::test_every_optimizer_continues, ::test_other_layouts_load_it |
+| layer-wise checkpoints load at one data-parallel size only | tests/unit/storage/test_resharding.py::test_dense, ::test_experts |
 | format torch: files of context-parallel ranks overwrite each other | tests/functional/test_files_of_ranks.py::test_ranks_that_are_given_one_file_name_keep_their_own_files, tests/functional/test_files_of_ranks.py::test_files_of_ranks_resume_a_run |
 | format torch, distributed Adam or SGD over torch's own: KeyError, or a leaf is written to, after loading; a run of format torch_dist loads no layer-wise state from it, without a word | tests/functional/test_files_of_ranks.py::test_files_of_ranks_resume_a_run |
 | format torch with --auto-detect-ckpt-format: KeyError for a torch_dist checkpoint | tests/functional/test_files_of_ranks.py::test_a_run_that_writes_files_of_ranks_resumes_from_a_distributed_checkpoint |
 | a group's identity contains the learning rate | test_another_schedule_resumes, tests/unit/build/test_resume.py |
 | muon with the distributed optimizer goes on from other weights | test_the_first_loss_after_a_resume_is_that_of_the_saved_weights, tests/unit/checkpoint/test_state.py::test_all_ranks_compute_with_the_parameters_of_the_checkpoint |
-| fully_reshardable saves shifted tensors where a bucket is padded; empty buckets are refused | tests/unit/stores/test_resharding.py::test_padded_buckets |
-| distributed Adam over torch's AdamW: KeyError, or a step of 0, after loading | tests/unit/stores/test_resharding.py::test_resuming_equals_not_stopping |
+| fully_reshardable saves shifted tensors where a bucket is padded; empty buckets are refused | tests/unit/storage/test_resharding.py::test_padded_buckets |
+| distributed Adam over torch's AdamW: KeyError, or a step of 0, after loading | tests/unit/storage/test_resharding.py::test_resuming_equals_not_stopping |
 """  # noqa: E501
 
 import math
@@ -27,7 +27,7 @@ from megatron_eopt import checkpoints
 from tests.harness import run_ranks
 from tests.harness.models import forward_backward, synthetic_batch
 from tests.harness.scene import forget_megatron
-from tests.unit.stores.full_state import (
+from tests.unit.storage.full_state import (
     Case,
     build,
     differences,
@@ -36,7 +36,7 @@ from tests.unit.stores.full_state import (
     steps,
     unwrapped,
 )
-from tests.unit.stores.runs import DENSE, make_chunk, set_lr
+from tests.unit.storage.runs import DENSE, make_chunk, set_lr
 
 # without learned position embeddings, which megatron-core's Muon orthogonalizes
 BF16 = {**DENSE, "query_groups": 4, "position_embedding": "rope", "dtype": torch.bfloat16}

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_eopt.matrices import Split
-from megatron_eopt.stores.shard import Fragment, Ranks, Shard, fragment_layouts
+from megatron_eopt.storage.shard import Fragment, Ranks, Shard, fragment_layouts
 
 
 @dataclass(frozen=True)

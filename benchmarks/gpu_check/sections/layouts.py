@@ -5,8 +5,8 @@ Two ranks share a lone GPU.
 
 from benchmarks.gpu_check.context import Context, Outcome
 from tests.harness.scene import forget_megatron
-from tests.unit.stores.full_state import Case, build, steps
-from tests.unit.stores.runs import Result, deviation, weights
+from tests.unit.storage.full_state import Case, build, steps
+from tests.unit.storage.runs import Result, deviation, weights
 
 TOLERANCE = 1e-5
 """Largest relative deviation of a weight after the steps, in float32: some times as much as CPUs

@@ -8,7 +8,7 @@ import pytest
 
 from tests.harness import run_ranks
 from tests.harness.models import forward_backward, synthetic_batch
-from tests.unit.stores.runs import Run, make_chunk, make_config, make_optimizer, set_lr
+from tests.unit.storage.runs import Run, make_chunk, make_config, make_optimizer, set_lr
 
 pytestmark = pytest.mark.long
 

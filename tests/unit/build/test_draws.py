@@ -8,9 +8,9 @@ from torch import Tensor
 from megatron_eopt.fsdp2 import build_optimizer
 from tests.harness import run_ranks
 from tests.unit.fsdp2.model import config, eager, make_model, set_gradients, weights
-from tests.unit.stores import full_state
-from tests.unit.stores.full_state import Case
-from tests.unit.stores.runs import DENSE
+from tests.unit.storage import full_state
+from tests.unit.storage.full_state import Case
+from tests.unit.storage.runs import DENSE
 
 REPLICATED = {"use_distributed_optimizer": False}
 

@@ -9,8 +9,8 @@ import torch
 from megatron_eopt.base.live_bytes import LiveBytes
 from tests.harness import run_ranks
 from tests.harness.scene import forget_megatron
-from tests.unit.stores.full_state import Case, inject, optimizer_over, steps
-from tests.unit.stores.runs import make_chunk
+from tests.unit.storage.full_state import Case, inject, optimizer_over, steps
+from tests.unit.storage.runs import make_chunk
 
 MODEL = {"layers": 2, "hidden": 64, "heads": 4, "query_groups": 2}
 CASES = {

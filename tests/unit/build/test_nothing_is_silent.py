@@ -14,13 +14,13 @@ from megatron_eopt import (
     EmergingOptimizerConfig,
     get_megatron_optimizer,
 )
+from megatron_eopt.extending import LayerWiseDistributedOptimizer
 from megatron_eopt.matrices import gated
-from megatron_eopt.storage import LayerWiseDistributedOptimizer
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
-from tests.unit.stores import runs
-from tests.unit.stores.full_state import Case, build
-from tests.unit.stores.runs import Run, inject, make_chunk
+from tests.unit.storage import runs
+from tests.unit.storage.full_state import Case, build
+from tests.unit.storage.runs import Run, inject, make_chunk
 
 STORAGES = {
     "replicated": {"use_distributed_optimizer": False},

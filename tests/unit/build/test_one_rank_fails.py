@@ -12,8 +12,8 @@ from torch import distributed
 from megatron_eopt import ConfigurationError
 from megatron_eopt.base.errors import ConfigurationTypeError
 from tests.harness import run_ranks
-from tests.unit.stores import runs
-from tests.unit.stores.full_state import Case, build, sharded, steps
+from tests.unit.storage import runs
+from tests.unit.storage.full_state import Case, build, sharded, steps
 
 SHARDED = {"use_distributed_optimizer": True}
 PLAIN = {"use_distributed_optimizer": False}
@@ -26,7 +26,7 @@ CASES = {
 BUILDING = [
     "megatron_eopt.build.factory.resolve",
     "megatron_eopt.routing.model.route_all",
-    "megatron_eopt.stores.shard.Shard.__post_init__",
+    "megatron_eopt.storage.shard.Shard.__post_init__",
 ]
 OF_REPLICATED = ["megatron_eopt.build.replicated.bases_of"]
 OF_SHARDED = ["megatron_eopt.build.factory.bases_of", "megatron_eopt.build.sharded.fragment_of"]

@@ -15,8 +15,8 @@ from megatron_eopt.base.names import GLOBAL_NAME_ATTRIBUTE
 from megatron_eopt.routing.model import route_model
 from megatron_eopt.settings.settings import resolve
 from tests.harness import run_ranks
-from tests.unit.stores.full_state import Case
-from tests.unit.stores.runs import MOE, inject, make_chunk
+from tests.unit.storage.full_state import Case
+from tests.unit.storage.runs import MOE, inject, make_chunk
 
 MATRICES = ParamKey(
     predicate=ParamPredicate(

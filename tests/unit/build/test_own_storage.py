@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from megatron_eopt.build import builders
-from megatron_eopt.storage import Stored, Wanted, chain_of_slabs, register_storage
-from megatron_eopt.stores.replicated import Float32Optimizer
+from megatron_eopt.extending import Stored, Wanted, chain_of_slabs, register_storage
+from megatron_eopt.storage.replicated import Float32Optimizer
 from tests.harness import run_ranks
 from tests.harness.scene import forget_megatron
-from tests.unit.stores import runs
-from tests.unit.stores.full_state import Case, build, differences, interrupted, steps
+from tests.unit.storage import runs
+from tests.unit.storage.full_state import Case, build, differences, interrupted, steps
 
 
 class Float64Optimizer(Float32Optimizer):
@@ -72,7 +72,7 @@ def in_an_own_storage(case: Case, folder: str) -> tuple[runs.Result, list[str]]:
     register_storage(in_float64)
     try:
         result = trained(case)
-        mains = [item.main for m in result.extra.members for item in m.storage.stored()]
+        mains = [item.main for m in result.extra.steppers for item in m.storage.stored()]
         assert {main.dtype for main in mains} == {torch.float64}
         forget_megatron()
         whole, resumed = interrupted([case], folder)

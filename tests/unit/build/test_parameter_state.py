@@ -4,7 +4,7 @@ import pytest
 
 from megatron_eopt.base.errors import ConfigurationError
 from tests.harness import run_ranks
-from tests.unit.stores.full_state import Case, build, differences, full_state, steps
+from tests.unit.storage.full_state import Case, build, differences, full_state, steps
 
 SHARDED = {"use_distributed_optimizer": True}
 

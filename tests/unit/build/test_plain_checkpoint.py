@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 from megatron_eopt.settings.registry import optimizer_names
 from tests.harness import RankError, run_ranks
 from tests.harness.scene import forget_megatron
-from tests.unit.stores.full_state import (
+from tests.unit.storage.full_state import (
     Case,
     build,
     differences,

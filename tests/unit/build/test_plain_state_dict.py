@@ -11,8 +11,8 @@ from megatron_eopt.settings.registry import optimizer_names
 from tests.harness import run_ranks
 from tests.harness.scene import forget_megatron
 from tests.unit.build.test_plain_checkpoint import IN_BF16, plain
-from tests.unit.stores.full_state import Case, build, differences, full_state, steps
-from tests.unit.stores.runs import DENSE
+from tests.unit.storage.full_state import Case, build, differences, full_state, steps
+from tests.unit.storage.runs import DENSE
 
 MODEL = {**DENSE, "hidden": 48}
 SHARDED = {"use_distributed_optimizer": True}

@@ -9,7 +9,7 @@ from megatron_eopt import ConfigurationError
 from megatron_eopt.qk_clip.attention import attentions
 from tests.harness import run_ranks
 from tests.harness.scene import forget_megatron
-from tests.unit.stores.full_state import Case, build
+from tests.unit.storage.full_state import Case, build
 
 WORDS = {"muon_hyperball": "non-zero norm", "sinkhorn_muon": "negative values"}
 

@@ -13,8 +13,8 @@ from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.unit.fsdp2 import test_megatron_wrapper
 from tests.unit.megatron_fsdp import runs as megatron_fsdp
-from tests.unit.stores.full_state import Case, build, steps
-from tests.unit.stores.runs import DENSE, MOE, Run, inject
+from tests.unit.storage.full_state import Case, build, steps
+from tests.unit.storage.runs import DENSE, MOE, Run, inject
 
 PACKAGE = Path(megatron_eopt.__file__).parent
 MUON, ADAM = "TensorParallelMuon", "AdamW"
@@ -35,7 +35,7 @@ def watched(case: Case) -> dict[str, float]:
     chunk, optimizer = build(case)
     steps(case, chunk, optimizer, 0, 1)
     assert optimizer.stats() == {"optimizer/skipped-steps": 0}
-    optimizer.watching = True
+    optimizer.collects_stats = True
     steps(case, chunk, optimizer, 1, 2)
     found = optimizer.stats()
     assert optimizer.stats() == found
@@ -52,8 +52,8 @@ def reference(case: Case) -> dict[str, float]:
     case = with_config(case, weight_decay=0.0, muon_fp32_matmul_prec="highest")
     chunk, optimizer = build(case)
     steps(case, chunk, optimizer, 0, 1)
-    driver = optimizer.members[0].drivers[0]
-    own = {p for group in optimizer.members[0].groups_of(driver) for p in group["params"]}
+    driver = optimizer.steppers[0].drivers[0]
+    own = {p for group in optimizer.steppers[0].groups_of(driver) for p in group["params"]}
     before = {param: param.detach().clone() for param in chunk.parameters()}
     steps(case, chunk, optimizer, 1, 2)
     updates = {p: (before[p].double() - p.double()) / LR for p in chunk.parameters()}
@@ -128,7 +128,7 @@ def test_experts_and_pieces_of_fused_weights_are_counted_once():
 
 def weights_of_steps(case: Case, watching: bool) -> list[torch.Tensor]:
     chunk, optimizer = build(case)
-    optimizer.watching = watching
+    optimizer.collects_stats = watching
     steps(case, chunk, optimizer, 0, 3)
     return [param.detach().clone() for param in chunk.parameters()]
 
@@ -172,9 +172,9 @@ def of_dtensors(kind: str) -> tuple[dict[str, float], dict[str, tuple[float, int
         chunk = megatron_fsdp.make_chunk(run)
         optimizer = megatron_fsdp.make_optimizer(run, chunk)
         megatron_fsdp.inject(run, chunk, 0)
-    optimizer.watching = True
+    optimizer.collects_stats = True
     optimizer.step()
-    inner = optimizer.members[0].storage.optimizer
+    inner = optimizer.steppers[0].storage.optimizer
     held: dict[str, tuple[float, int]] = {}
     for driver in inner.drivers:
         params = inner.params_of(driver)

@@ -6,8 +6,8 @@ from typing import Any
 
 import megatron_eopt
 from tests.harness import run_ranks
-from tests.unit.stores.full_state import Case, build, steps
-from tests.unit.stores.runs import inject
+from tests.unit.storage.full_state import Case, build, steps
+from tests.unit.storage.runs import inject
 
 PACKAGE = Path(megatron_eopt.__file__).parent
 
@@ -34,7 +34,7 @@ def files_of_a_step(case: Case) -> list[str]:
 
 GRADIENTS_PASS = {
     "build/chain.py",
-    "stores/sharded.py",
+    "storage/sharded.py",
     "optimizers/driver.py",
     "optimizers/muon_driver.py",
     "optimizers/engine.py",

@@ -7,7 +7,7 @@ from unittest import mock
 from megatron_eopt.build import differences
 from tests.harness import run_ranks
 from tests.harness.scene import forget_megatron
-from tests.unit.stores.full_state import Case, build
+from tests.unit.storage.full_state import Case, build
 
 
 def heard(case: Case) -> list[str]:

@@ -11,8 +11,8 @@ from megatron_eopt.optimizers import scalar
 from megatron_eopt.settings import registry
 from tests.harness import run_ranks
 from tests.unit.checkpoint.test_state import resume, save
-from tests.unit.stores.full_state import Case, build, full_state, steps
-from tests.unit.stores.runs import DENSE
+from tests.unit.storage.full_state import Case, build, full_state, steps
+from tests.unit.storage.runs import DENSE
 
 SMALL = {**DENSE, "layers": 1}
 

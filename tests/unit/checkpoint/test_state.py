@@ -16,8 +16,8 @@ from megatron_eopt.checkpoint.keys import split_key, tensors
 from tests.functional.saved_states import differing, tensors_in
 from tests.harness import run_ranks
 from tests.harness.scene import forget_megatron
-from tests.unit.stores.full_state import Case, build, full_state, sharded, steps, unwrapped
-from tests.unit.stores.runs import DENSE, MOE
+from tests.unit.storage.full_state import Case, build, full_state, sharded, steps, unwrapped
+from tests.unit.storage.runs import DENSE, MOE
 
 BF16 = {**DENSE, "query_groups": 4, "dtype": torch.bfloat16}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}

@@ -12,10 +12,10 @@ from torch import distributed
 from megatron_eopt import ConfigurationError, TensorParallelMuon
 from megatron_eopt import emerging_optimizers as ours
 from megatron_eopt.build.factory import get_megatron_optimizer
-from megatron_eopt.storage import LayerWiseDistributedOptimizer
+from megatron_eopt.extending import LayerWiseDistributedOptimizer
 from tests.harness import run_ranks
-from tests.unit.stores import runs
-from tests.unit.stores.runs import Run, inject, make_chunk
+from tests.unit.storage import runs
+from tests.unit.storage.runs import Run, inject, make_chunk
 
 SHARDED = Run()
 PLAIN = Run(ddp={"use_distributed_optimizer": False})

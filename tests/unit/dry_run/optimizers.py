@@ -11,7 +11,7 @@ from megatron.core.distributed.torch_fully_sharded_data_parallel_config import (
 )
 
 from tests.harness.models import tiny_gpt, wrap_ddp
-from tests.unit.stores.full_state import Case, optimizer_over
+from tests.unit.storage.full_state import Case, optimizer_over
 
 BF16 = {"dtype": torch.bfloat16}
 FSDP2 = Case("muon", {"transformer_impl": "local"}, config={"use_distributed_optimizer": False})

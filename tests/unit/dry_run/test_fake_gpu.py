@@ -11,8 +11,8 @@ from megatron_eopt.dry_run import dry_world, report_of
 from tests.harness import run_ranks
 from tests.harness.fake_gpu import Waits, fake_gpu
 from tests.unit.dry_run.optimizers import BF16, FSDP2, dry_optimizer
-from tests.unit.stores.full_state import Case
-from tests.unit.stores.runs import DENSE, MOE
+from tests.unit.storage.full_state import Case
+from tests.unit.storage.runs import DENSE, MOE
 
 PLAIN = {"use_distributed_optimizer": False}
 SHARDED = {"use_distributed_optimizer": True}
@@ -71,7 +71,7 @@ def on_gpu(world_size: int, case: Case) -> tuple[set[str], set[str], list[str]]:
 def devices_of(optimizer: Any) -> set[str]:
     return {
         str(value.device)
-        for member in optimizer.members
+        for member in optimizer.steppers
         for state in member.storage.optimizer.state.values()
         for value in state.values()
         if isinstance(value, torch.Tensor) and value.dim()

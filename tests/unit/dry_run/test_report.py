@@ -16,8 +16,8 @@ from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import tiny_gpt
 from tests.unit.dry_run.optimizers import BF16, FSDP2, dry_optimizer, in_fsdp2
-from tests.unit.stores.full_state import Case, optimizer_over
-from tests.unit.stores.runs import DENSE, MOE, inject, make_chunk
+from tests.unit.storage.full_state import Case, optimizer_over
+from tests.unit.storage.runs import DENSE, MOE, inject, make_chunk
 
 CASES = {
     "dense": (2, Case("muon", DENSE | {"hidden": 64})),

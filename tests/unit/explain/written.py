@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from tests.harness.scene import forget_megatron
 from tests.unit.fsdp2.model import config, eager
 from tests.unit.fsdp2.model import train as train_fsdp2
-from tests.unit.stores.full_state import Case, build, full_state, sharded, steps, unwrapped
-from tests.unit.stores.runs import DENSE
+from tests.unit.storage.full_state import Case, build, full_state, sharded, steps, unwrapped
+from tests.unit.storage.runs import DENSE
 
 BF16 = {**DENSE, "dtype": torch.bfloat16}
 TP = {"tp": 2}

@@ -1,4 +1,4 @@
-"""Runs of ``tests.unit.stores.runs`` in models that Megatron-FSDP manages."""
+"""Runs of ``tests.unit.storage.runs`` in models that Megatron-FSDP manages."""
 
 import math
 from collections.abc import Callable
@@ -16,8 +16,8 @@ from tests.harness.models import tiny_gpt
 from tests.harness.scene import forget_megatron
 from tests.unit.fsdp2.model import config as emerging
 from tests.unit.fsdp2.model import eager, shard, whole
-from tests.unit.stores import runs
-from tests.unit.stores.runs import (
+from tests.unit.storage import runs
+from tests.unit.storage.runs import (
     ZERO_EVERY,
     Result,
     Run,
@@ -107,7 +107,7 @@ def train_in_ddp(run: Run) -> Result:
         optimizer.zero_grad()
         runs.inject(run, chunk, step)
         steps.append(optimizer.step())
-    mains = {i.param: i.main for m in optimizer.members for i in m.storage.stored()}
+    mains = {i.param: i.main for m in optimizer.steppers for i in m.storage.stored()}
     found = {
         global_name(name, run.model): (
             slab_of(name, param, run.model.get("gated", False)),

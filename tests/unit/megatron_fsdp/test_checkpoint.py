@@ -16,7 +16,7 @@ from tests.harness import run_ranks
 from tests.harness.scene import forget_megatron
 from tests.unit.fsdp2.model import eager
 from tests.unit.megatron_fsdp.runs import inject, make_chunk, make_optimizer, weights
-from tests.unit.stores.runs import DENSE, MOE, Result, Run, deviation
+from tests.unit.storage.runs import DENSE, MOE, Result, Run, deviation
 
 FORM = {"distrib_optim_sharding_type": "fsdp_dtensor"}
 RUNS = {
@@ -78,7 +78,7 @@ def load_all(folder: str, ddp: dict[str, Any]) -> dict[str, Result]:
         state = state_of(chunk, optimizer, is_loading=True)
         checkpoint.load(state, checkpoint_id=f"{folder}/{name}")
         optimizer.load_state_dict(state["optimizer"])
-        assert optimizer.members[0].storage.steps == 2
+        assert optimizer.steppers[0].storage.steps == 2
         stepped(run, chunk, optimizer, 2, 4)
         results[name] = Result(weights(run, chunk), [])
         forget_megatron()

@@ -8,7 +8,7 @@ import torch
 
 from tests.harness import run_ranks
 from tests.unit.megatron_fsdp.runs import train, train_all, train_in_ddp
-from tests.unit.stores.runs import DENSE, MOE, Result, Run, deviation
+from tests.unit.storage.runs import DENSE, MOE, Result, Run, deviation
 
 STEPS = 10
 # per step an update rounds to about 1e-7 of its size: 3e-7 were the most that was seen

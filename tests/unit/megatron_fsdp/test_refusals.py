@@ -8,7 +8,7 @@ from megatron_eopt import ConfigurationError
 from tests.harness import run_ranks
 from tests.harness.scene import forget_megatron
 from tests.unit.megatron_fsdp.runs import make_chunk, make_optimizer
-from tests.unit.stores.runs import DENSE, Run
+from tests.unit.storage.runs import DENSE, Run
 
 SMALL = Run(model={**DENSE, "layers": 1})
 HYBRID = {

@@ -10,7 +10,7 @@ from emerging_optimizers.orthogonalized_optimizers.muon_utils import newton_schu
 from megatron_eopt.math import choose_algorithm, orthogonalize, resolve_coefficients
 from megatron_eopt.matrices import qkv, whole
 from megatron_eopt.optimizers.engine import MatrixEngine, Means
-from megatron_eopt.stores.shard import Fragment
+from megatron_eopt.storage.shard import Fragment
 from tests.harness import run_ranks
 from tests.harness.shards import StoredParameter
 

@@ -13,8 +13,8 @@ from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.math import orthogonalize
 from megatron_eopt.matrices import gated, qkv, whole
 from megatron_eopt.optimizers.engine import MatrixEngine, Means
-from megatron_eopt.stores.replicated import tensor_parallel_cut
-from megatron_eopt.stores.shard import Fragment
+from megatron_eopt.storage.replicated import tensor_parallel_cut
+from megatron_eopt.storage.shard import Fragment
 from tests.harness import run_ranks
 from tests.harness.shards import StoredParameter
 

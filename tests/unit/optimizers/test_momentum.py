@@ -15,7 +15,7 @@ from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
 from megatron_eopt.optimizers.engine import Means
 from megatron_eopt.optimizers.momentum import RoundedMomentum
 from megatron_eopt.optimizers.muon import TensorParallelMuon
-from megatron_eopt.stores.shard import Fragment
+from megatron_eopt.storage.shard import Fragment
 from tests.harness import run_ranks
 from tests.harness.shards import StoredParameter
 from tests.unit.optimizers.parameters import parameter

@@ -21,12 +21,12 @@ from megatron_eopt.matrices import whole
 from megatron_eopt.optimizers import teams
 from megatron_eopt.optimizers.engine import MatrixEngine, Means
 from megatron_eopt.optimizers.teams import assign_teams
-from megatron_eopt.stores.shard import Fragment
+from megatron_eopt.storage.shard import Fragment
 from tests.harness import run_ranks
 from tests.harness.model_shapes import MODELS
 from tests.harness.shards import StoredParameter
-from tests.unit.stores.full_state import Case, build, steps
-from tests.unit.stores.runs import DENSE, Result, deviation, weights
+from tests.unit.storage.full_state import Case, build, steps
+from tests.unit.storage.runs import DENSE, Result, deviation, weights
 
 BF16 = 2  # bytes of an element
 
@@ -149,7 +149,7 @@ def train(case, count):
     with free_talk():
         chunk, optimizer = build(case)
     steps(case, chunk, optimizer, 0, count)
-    (schedule,) = [item for m in optimizer.members for d in m.drivers for item in d.schedules]
+    (schedule,) = [item for m in optimizer.steppers for d in m.drivers for item in d.schedules]
     sizes = Counter(len(item.team) for item in schedule.work.matrices)
     return Result(weights(case.run, chunk), []), sizes
 

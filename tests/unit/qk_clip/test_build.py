@@ -19,8 +19,8 @@ from tests.harness.megatron import initialize_megatron
 from tests.harness.models import synthetic_batch, tiny_gpt, train_step
 from tests.unit.fsdp2.model import eager, shard, whole
 from tests.unit.qk_clip.test_clip import GROUPED, LATENT, MODEL, SHARDED, deviation
-from tests.unit.stores.full_state import Case, build
-from tests.unit.stores.runs import Result, Slab, make_chunk
+from tests.unit.storage.full_state import Case, build
+from tests.unit.storage.runs import Result, Slab, make_chunk
 
 
 def refusals() -> dict[str, str]:

@@ -12,9 +12,9 @@ from megatron_eopt.qk_clip import clip_qk
 from megatron_eopt.qk_clip.attention import attentions
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
-from tests.unit.stores import runs
-from tests.unit.stores.full_state import Case, build, optimizer_over, steps, unwrapped
-from tests.unit.stores.runs import Run, make_chunk
+from tests.unit.storage import runs
+from tests.unit.storage.full_state import Case, build, optimizer_over, steps, unwrapped
+from tests.unit.storage.runs import Run, make_chunk
 
 GROUPED = {"layers": 2, "hidden": 32, "heads": 4, "query_groups": 2, "bias": True}
 LATENT = {"layers": 2, "hidden": 32, "heads": 4, "latent": True, "position_embedding": "rope"}
@@ -81,7 +81,7 @@ def stepped_and_clipped(
         put(chunks, maxima)
         returned.append(clip(chunks))
         optimizer.gather_params(now=True)
-    mains = {item.param: item for member in optimizer.members for item in member.storage.stored()}
+    mains = {item.param: item for member in optimizer.steppers for item in member.storage.stored()}
     exact = [
         torch.equal(
             param.detach().view(-1)[item.start : item.stop],

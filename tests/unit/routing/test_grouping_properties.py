@@ -59,7 +59,7 @@ def test_grouping(ranks: list[torch.nn.Module], overrides: dict[Any, Any], rando
     groups = [groups_of(mine, *(r for r in routes if r is not mine)) for mine in routes]
 
     for model, mine in zip(ranks, groups, strict=True):
-        held = [id(member.parameter.param) for group in mine for member in group.members]
+        held = [id(route.parameter.param) for group in mine for route in group.routes]
         trainable = {id(p) for p in model.parameters() if p.requires_grad}
         assert len(held) == len(set(held))
         assert set(held) == trainable

@@ -90,9 +90,9 @@ def test_identities_do_not_depend_on_numbers():
         }
         routes = routes_of(muon(), overrides)
         return {
-            member.parameter.name: group.identity
+            route.parameter.name: group.identity
             for group in groups_of(list(routes.values()))
-            for member in group.members
+            for route in group.routes
         }
 
     assert identities(0.1, 0.2) == identities(0.5, 0.3)

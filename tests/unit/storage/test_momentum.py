@@ -13,9 +13,9 @@ from torch import distributed
 
 from tests.harness import run_ranks
 from tests.harness.scene import forget_megatron
-from tests.unit.stores.full_state import Case, build, differences, full_state, load, save, steps
-from tests.unit.stores.runs import DENSE, MOE
-from tests.unit.stores.test_layouts import TOLERANCE
+from tests.unit.storage.full_state import Case, build, differences, full_state, load, save, steps
+from tests.unit.storage.runs import DENSE, MOE
+from tests.unit.storage.test_layouts import TOLERANCE
 
 # 48 columns: tensor parallelism cuts inside of blocks of 32
 MODEL = {**DENSE, "hidden": 48}
@@ -42,7 +42,7 @@ def train(some: list[Case], count: int) -> list:
         steps(case, chunk, optimizer, 0, count)
         dtypes = {
             values["momentum_buffer"].dtype
-            for member in optimizer.members
+            for member in optimizer.steppers
             for values in member.storage.optimizer.state.values()
             if "momentum_buffer" in values
         }

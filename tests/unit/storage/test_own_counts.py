@@ -12,9 +12,9 @@ from megatron_eopt import checkpoints
 from tests.harness import run_ranks
 from tests.harness.scene import forget_megatron
 from tests.unit.fsdp2.model import eager
-from tests.unit.stores import full_state
-from tests.unit.stores.full_state import Case, differences
-from tests.unit.stores.runs import DENSE, set_lr
+from tests.unit.storage import full_state
+from tests.unit.storage.full_state import Case, differences
+from tests.unit.storage.runs import DENSE, set_lr
 
 JOINING = "*linear_proj.weight"
 

@@ -11,8 +11,8 @@ from megatron.core import dist_checkpointing
 from megatron_eopt import checkpoints
 from megatron_eopt.base.errors import ConfigurationError
 from tests.harness import run_ranks
-from tests.unit.stores.full_state import Case, build, save, sharded, steps
-from tests.unit.stores.runs import set_lr
+from tests.unit.storage.full_state import Case, build, save, sharded, steps
+from tests.unit.storage.runs import set_lr
 
 SHARDED = {"use_distributed_optimizer": True}
 

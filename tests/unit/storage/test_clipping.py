@@ -7,10 +7,10 @@ from megatron.core.optimizer.optimizer import GRAD_NORM_GROUP_ATTR, SEPARATE_GRA
 
 from megatron_eopt import get_megatron_optimizer
 from megatron_eopt.settings.config import EmergingOptimizerConfig
-from megatron_eopt.stores.interface import named_gradients
+from megatron_eopt.storage.interface import named_gradients
 from tests.harness import run_ranks
-from tests.unit.stores import runs
-from tests.unit.stores.runs import Run, inject, make_chunk
+from tests.unit.storage import runs
+from tests.unit.storage.runs import Run, inject, make_chunk
 
 
 def gradients(exempt: bool, by_hand: bool = False) -> dict[str, Any]:

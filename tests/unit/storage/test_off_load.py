@@ -11,7 +11,7 @@ from torch import distributed
 from megatron_eopt.layouts import redistribution
 from tests.harness import run_ranks
 from tests.harness.scene import forget_megatron
-from tests.unit.stores.full_state import (
+from tests.unit.storage.full_state import (
     Case,
     build,
     differences,
@@ -21,7 +21,7 @@ from tests.unit.stores.full_state import (
     steps,
     unwrapped,
 )
-from tests.unit.stores.runs import set_lr
+from tests.unit.storage.runs import set_lr
 
 MODEL = {"layers": 2, "hidden": 32, "heads": 4, "query_groups": 2}
 MOE = {**MODEL, "experts": 4, "moe_grouped_gemm": False}

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.harness import run_ranks
-from tests.unit.stores.runs import (
+from tests.unit.storage.runs import (
     DENSE,
     MOE,
     Run,

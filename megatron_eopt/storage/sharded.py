@@ -14,12 +14,12 @@ from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import MOMENTUM, STEP
 from megatron_eopt.matrices import Split
 from megatron_eopt.routing.parameters import cut_dimension
-from megatron_eopt.stores.all_reduced import AllReducedBuffer
-from megatron_eopt.stores.buffers import BufferSet
-from megatron_eopt.stores.interface import Storage, Stored, gather_buckets
-from megatron_eopt.stores.rank_grid import RankGrid
-from megatron_eopt.stores.replicated import SplitOf, refuse_rematerialized
-from megatron_eopt.stores.shard import Fragment, Shard, fragment_layouts, global_name
+from megatron_eopt.storage.all_reduced import AllReducedBuffer
+from megatron_eopt.storage.buffers import BufferSet
+from megatron_eopt.storage.interface import Storage, Stored, gather_buckets
+from megatron_eopt.storage.rank_grid import RankGrid
+from megatron_eopt.storage.replicated import SplitOf, refuse_rematerialized
+from megatron_eopt.storage.shard import Fragment, Shard, fragment_layouts, global_name
 
 
 class BufferPlace(NamedTuple):

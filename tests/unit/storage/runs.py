@@ -14,8 +14,8 @@ from megatron.core import parallel_state
 from megatron.core.optimizer import OptimizerConfig, get_standard_config_overrides
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron_eopt.extending import LayerWiseDistributedOptimizer
 from megatron_eopt.optimizers.muon import TensorParallelMuon
-from megatron_eopt.storage import LayerWiseDistributedOptimizer
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import tiny_gpt, wrap_ddp
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.storage import LayerWiseDistributedOptimizer
+from megatron_eopt.extending import LayerWiseDistributedOptimizer
 from tests.harness import run_ranks
-from tests.unit.stores import runs
-from tests.unit.stores.full_state import Case, build, unwrapped
-from tests.unit.stores.runs import DENSE, Run, make_chunk
+from tests.unit.storage import runs
+from tests.unit.storage.full_state import Case, build, unwrapped
+from tests.unit.storage.runs import DENSE, Run, make_chunk
 
 MODES = [
     "use_precision_aware_optimizer",

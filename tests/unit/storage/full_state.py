@@ -16,7 +16,7 @@ from torch import distributed
 
 from megatron_eopt import EmergingOptimizerConfig, checkpoints, get_megatron_optimizer
 from tests.harness.scene import forget_megatron
-from tests.unit.stores.runs import DENSE, Run, inject, make_chunk, set_lr
+from tests.unit.storage.runs import DENSE, Run, inject, make_chunk, set_lr
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ import pytest
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_eopt.storage import LayerWiseDistributedOptimizer
+from megatron_eopt.extending import LayerWiseDistributedOptimizer
 from tests.harness import run_ranks
-from tests.unit.stores import runs
-from tests.unit.stores.runs import DENSE, MOE, Result, Run, deviation, train
+from tests.unit.storage import runs
+from tests.unit.storage.runs import DENSE, MOE, Result, Run, deviation, train
 
 INSTANCES = {
     "parallel": {"optimizer_instances": 2},

@@ -23,9 +23,9 @@ from megatron_eopt.layouts import Layout, dtensor_layout
 from megatron_eopt.matrices import Split, matrix_rows
 from megatron_eopt.routing.parameters import ModelParameter
 from megatron_eopt.routing.splits import tensor_parallel_cut
-from megatron_eopt.stores.interface import Stored
-from megatron_eopt.stores.replicated import Float32Optimizer, MainParamsOptimizer
-from megatron_eopt.stores.shard import Fragment, Ranks, Shard, fragment_layouts, global_name
+from megatron_eopt.storage.interface import Stored
+from megatron_eopt.storage.replicated import Float32Optimizer, MainParamsOptimizer
+from megatron_eopt.storage.shard import Fragment, Ranks, Shard, fragment_layouts, global_name
 
 type Groups = dict[tuple[int, ...], dist.ProcessGroup]
 type Int64Array = npt.NDArray[np.int64]

@@ -11,7 +11,7 @@ from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from tests.harness import run_ranks
-from tests.unit.stores.runs import (
+from tests.unit.storage.runs import (
     DENSE,
     MOE,
     Run,

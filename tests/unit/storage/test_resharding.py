@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.harness import run_ranks
-from tests.unit.stores.full_state import (
+from tests.unit.storage.full_state import (
     Case,
     differences,
     interrupted,
@@ -14,7 +14,7 @@ from tests.unit.stores.full_state import (
     load_matched,
     save,
 )
-from tests.unit.stores.runs import DENSE, MOE
+from tests.unit.storage.runs import DENSE, MOE
 
 BF16 = {**DENSE, "query_groups": 4, "dtype": torch.bfloat16}
 NORMUON = {"adaptive_muon_moment2_method": "normuon"}

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import distributed
 
 from megatron_eopt.base.agreement import any_rank, places_in, ranks_of
-from megatron_eopt.stores.shard import Ranks
+from megatron_eopt.storage.shard import Ranks
 
 
 class RankGrid(NamedTuple):

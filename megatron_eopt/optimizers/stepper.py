@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megatron_eopt.optimizers.driver import CompositeOptimizer, Driver, ParamGroup, State
-from megatron_eopt.stores.interface import Storage
+from megatron_eopt.storage.interface import Storage
 
 
 @dataclass(frozen=True, eq=False)
-class Member:
+class Stepper:
     """A storage with what steps it."""
 
     storage: Storage
@@ -26,11 +26,13 @@ class Member:
         groups: list[ParamGroup] = optimizer.param_groups
         return groups
 
-    def scene(self, driver: Driver) -> AbstractContextManager[tuple[list[ParamGroup], State]]:
+    def groups_and_state(
+        self, driver: Driver
+    ) -> AbstractContextManager[tuple[list[ParamGroup], State]]:
         """Give what a driver works on: groups of this rank's tensors, and their state."""
         optimizer = self.storage.optimizer
         if isinstance(optimizer, CompositeOptimizer):
-            return optimizer.scene(driver)
+            return optimizer.groups_and_state(driver)
         return nullcontext((optimizer.param_groups, optimizer.state))
 
     def stepped(self) -> Iterator[tuple[Driver, int, Tensor]]:

@@ -11,8 +11,8 @@ from torch import Tensor, distributed
 
 from megatron_eopt.base.agreement import any_rank
 from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
-from megatron_eopt.stores.all_reduced import AllReducedBuffer
-from megatron_eopt.stores.rank_grid import RankGrid, redistribution_grids
+from megatron_eopt.storage.all_reduced import AllReducedBuffer
+from megatron_eopt.storage.rank_grid import RankGrid, redistribution_grids
 
 _REUSE = "reuse_grad_buf_for_mxfp8_param_ag"
 

@@ -8,7 +8,7 @@ import pytest
 from megatron_eopt.base.live_bytes import LiveBytes
 from megatron_eopt.math import newton_schulz
 from tests.harness import run_ranks
-from tests.unit.stores.full_state import Case, build, inject, steps
+from tests.unit.storage.full_state import Case, build, inject, steps
 
 WAVE_MB = 1 / 16
 WAVE = int(WAVE_MB * 2**20)

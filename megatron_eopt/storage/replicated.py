@@ -12,8 +12,8 @@ from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import MAIN_OF_REPLICATED, TpModeT
 from megatron_eopt.matrices import Split
 from megatron_eopt.routing.parameters import cut_dimension
-from megatron_eopt.stores.interface import Storage, Stored
-from megatron_eopt.stores.shard import Fragment, Ranks, Shard, fragment_layouts, global_name
+from megatron_eopt.storage.interface import Storage, Stored
+from megatron_eopt.storage.shard import Fragment, Ranks, Shard, fragment_layouts, global_name
 
 type SplitOf = Callable[[Tensor, tuple[int, ...]], Split]
 """Returns the logical matrices of a parameter of the given unsharded shape."""

@@ -9,7 +9,7 @@ import torch
 import megatron_eopt
 from megatron_eopt.base.errors import NonFiniteError
 from tests.harness import run_ranks
-from tests.unit.stores.runs import (
+from tests.unit.storage.runs import (
     DENSE,
     MOE,
     Run,

@@ -8,11 +8,11 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.optimizer import get_megatron_optimizer
 
-from megatron_eopt.storage import LayerWiseDistributedOptimizer
+from megatron_eopt.extending import LayerWiseDistributedOptimizer
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import forward_backward, synthetic_batch
-from tests.unit.stores.runs import (
+from tests.unit.storage.runs import (
     DENSE,
     MOE,
     Run,

@@ -8,13 +8,13 @@ import pytest
 import torch
 from megatron.core.optimizer import OptimizerConfig
 
+from megatron_eopt.extending import LayerWiseDistributedOptimizer
 from megatron_eopt.optimizers.owner_driver import OwnerDriver
-from megatron_eopt.storage import LayerWiseDistributedOptimizer
 from tests.harness import run_ranks
 from tests.unit.build.factories import FACTORIES
-from tests.unit.stores import runs
-from tests.unit.stores.full_state import Case, steps
-from tests.unit.stores.runs import DENSE, MOE, Result, Run, deviation, inject, make_chunk
+from tests.unit.storage import runs
+from tests.unit.storage.full_state import Case, steps
+from tests.unit.storage.runs import DENSE, MOE, Result, Run, deviation, inject, make_chunk
 
 BuildT = Callable[[list[Any], Any], Any]
 
