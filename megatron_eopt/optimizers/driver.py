@@ -4,8 +4,8 @@ Note [Drivers]
     A driver knows the shards it steps, in an order that all ranks of a group share. In a step it
     gets parameter groups whose parameters are this rank's tensors (fragments, slabs, local parts of
     DTensors), with their gradients and state, and :attr:`Driver.shard_numbers` tells which shard
-    each of them is. Parameters without a gradient rest: neither they nor their state change, though the
-    ranks exchange as always.
+    each of them is. Parameters without a gradient rest: neither they nor their state change, though
+    the ranks exchange as always.
 
     State with a number for each of a tensor's is cut like the tensor. All other state a driver
     describes by :class:`Kept`, whose values are live, so that checkpoints read and write in place.
