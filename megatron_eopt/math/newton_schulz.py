@@ -36,6 +36,7 @@ Note [Widened products]
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Protocol, cast
 
@@ -94,7 +95,20 @@ def multiply_add(
 def is_widened(matrix: Tensor) -> bool:
     """Return whether products with this matrix are computed in float32."""
     # a tensor of another class only says what a GPU would compute
-    return type(matrix) is Tensor and matrix.is_cpu and matrix.dtype.itemsize == 2
+    return type(matrix) is Tensor and matrix.is_cpu and not _has_instructions(matrix.dtype)
+
+
+@cache
+def _has_instructions(dtype: torch.dtype) -> bool:
+    """Return whether this CPU multiplies matrices of this dtype by instructions for it."""
+    if dtype.itemsize > 2:
+        return True
+    kind = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+    # absent where torch was built without oneDNN
+    supported: Callable[[], bool] = getattr(
+        torch.ops.mkldnn, f"_is_mkldnn_{kind}_supported", lambda: False
+    )
+    return supported()
 
 
 def normalize(
