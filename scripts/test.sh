@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up everything and runs format, lint, types and tests.
 #
-#   ./scripts/test.sh         the checks of every change (about 10 minutes on two slow cores)
+#   ./scripts/test.sh         the checks of every change (about 6 minutes on two idle cores)
 #   ./scripts/test.sh --all   adds the long tier: soaks, kills, layout matrices; without further
 #                             arguments its results are written to docs/long_tier.md
 #
