@@ -29,7 +29,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "flags.",
         "print-optimizer-routing": "Log which parameter goes to which optimizer, and why.",
         "log-optimizer-memory": "Log how much memory weights, gradients, state and buffers take, "
-        "and the peak of the second step, which is watched and takes longer.",
+        "and the peak of the second step, which is measured and takes longer.",
         "log-optimizer-stats": "Write to TensorBoard and W&B how large weights and updates are, "
         "how orthogonal Muon's are, and where an optimizer's time goes.",
     },

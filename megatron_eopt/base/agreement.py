@@ -21,7 +21,7 @@ class CheckpointError(ConfigurationError):
     """A checkpoint that cannot be loaded as it is; the same on every rank."""
 
 
-class GroupPlace(NamedTuple):
+class GroupRank(NamedTuple):
     """Where a rank stands in its group of one kind."""
 
     first: int  # the group's lowest global rank
@@ -35,7 +35,7 @@ class Answers(Protocol):
         """Return the values of all ranks of a group (None: the world)."""
         ...
 
-    def places(self, group: distributed.ProcessGroup | None) -> list[GroupPlace]:
+    def group_ranks(self, group: distributed.ProcessGroup | None) -> list[GroupRank]:
         """Return every rank's place in its group of this one's kind (None: itself alone)."""
         ...
 
@@ -163,20 +163,20 @@ def totals(mine: Sequence[int]) -> list[int]:
     return sums
 
 
-def places_in(groups: Sequence[distributed.ProcessGroup | None]) -> list[list[GroupPlace]]:
+def group_ranks_in(groups: Sequence[distributed.ProcessGroup | None]) -> list[list[GroupRank]]:
     """Return, for each of this rank's groups, every rank's place in its own group of that kind.
 
     All ranks list groups of the same kinds. None is a group of this rank alone.
     """
     if _answers:
-        return [_answers[-1].places(group) for group in groups]
-    mine = [place_in(ranks_of(group)) for group in groups]
+        return [_answers[-1].group_ranks(group) for group in groups]
+    mine = [group_rank_in(ranks_of(group)) for group in groups]
     return [list(places) for places in zip(*of_every_rank(mine), strict=True)]
 
 
-def place_in(ranks: Sequence[int], rank: int | None = None) -> GroupPlace:
+def group_rank_in(ranks: Sequence[int], rank: int | None = None) -> GroupRank:
     """Return the place of a rank, by default this one, among the global ranks of its group."""
-    return GroupPlace(
+    return GroupRank(
         min(ranks), list(ranks).index(distributed.get_rank() if rank is None else rank)
     )
 

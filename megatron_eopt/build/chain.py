@@ -69,7 +69,7 @@ class OptimizerChain(ChainedOptimizer):
         # whether the present gradients, once unscaled, had overflowed; None before
         self._found_inf: bool | None = None
         self._transient: int | None = None
-        # whether the next steps are watched, the same on all ranks; a caller may change it
+        # whether the next steps are measured, the same on all ranks; a caller may change it
         self.collects_stats = settings.logs_stats
         self._stats = Stats(self.steppers)
         self.skipped_steps = 0
@@ -104,7 +104,7 @@ class OptimizerChain(ChainedOptimizer):
         return memory_of(self.steppers, self._named_chunks, self._transient)
 
     def stats(self) -> dict[str, float]:
-        """Return what was measured in the last step that was watched, by name; collective."""
+        """Return what was measured in the last step that was measured, by name; collective."""
         return self._stats.values() | {"optimizer/skipped-steps": float(self.skipped_steps)}
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -25,7 +25,7 @@ from megatron_eopt.build.dtensors import (
 from megatron_eopt.build.gradients import make_scaler
 from megatron_eopt.build.layer_wise import LayerWiseDistributedOptimizer
 from megatron_eopt.build.megatron_fsdp import (
-    chain_of_managed_shards,
+    chain_under_megatron_fsdp,
     faults,
     fsdp_modules,
     whole_parameters,
@@ -160,7 +160,7 @@ def _sharded(wanted: Wanted) -> OptimizerChain | None:
     return OptimizerChain(unmixed_steppers(sharding, bases), settings, scaler, model_chunks)
 
 
-for _builder in (chain_of_slabs, _sharded, chain_of_dtensors, chain_of_managed_shards):
+for _builder in (chain_of_slabs, _sharded, chain_of_dtensors, chain_under_megatron_fsdp):
     register_storage(_builder)
 
 

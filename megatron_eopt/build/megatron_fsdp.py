@@ -180,7 +180,7 @@ class MegatronFSDPOptimizer(ShardedOptimizer):
 # In Megatron's
 
 
-def chain_of_managed_shards(wanted: Wanted) -> OptimizerChain | None:
+def chain_under_megatron_fsdp(wanted: Wanted) -> OptimizerChain | None:
     """Return the chain whose one optimizer steps all shards of the model; collective.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What one rank's memory is used for: counted tensors, and the peak of a step that was watched."""
+"""What one rank's memory is used for: counted tensors, and the peak of a step that was measured."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -24,7 +24,7 @@ class Memory:
     state: int  # of the optimizers' state on the device
     buffers: int  # of what the optimizers keep to move and to compute matrices
     host: int  # of main weights and state that are off-loaded to the host's memory
-    # the most by which a whole step exceeds all of this; None until one was watched
+    # the most by which a whole step exceeds all of this; None until one was measured
     transient: int | None = None
 
     def __str__(self) -> str:

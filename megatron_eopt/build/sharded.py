@@ -24,10 +24,10 @@ from megatron_eopt.storage.buffers import BufferSet, check_buffers
 from megatron_eopt.storage.interface import Storage
 from megatron_eopt.storage.rank_grid import data_parallel_only
 from megatron_eopt.storage.sharded import (
-    BufferPlace,
+    BufferRange,
     FragmentsOptimizer,
     fragment_of,
-    places_in,
+    ranges_in,
 )
 
 
@@ -117,7 +117,7 @@ def _stepper(
     live: Sequence[list[ParamGroup]],
 ) -> Stepper:
     """Return the stepper of one set of buffers; ``live`` gets the groups of each base's."""
-    places = places_in(buffers, sharding.names)
+    places = ranges_in(buffers, sharding.names)
     groups: list[ParamGroup] = []
     served: list[tuple[Driver, slice]] = []
     params: dict[Driver, list[Tensor]] = {}
@@ -168,7 +168,7 @@ def _driver(
     sharding: Sharding,
     base: Base,
     groups: Sequence[ParamGroup],
-    places: Mapping[Tensor, BufferPlace],
+    places: Mapping[Tensor, BufferRange],
     buffers: BufferSet,
 ) -> Driver:
     """Return what steps an optimizer's parameters, which lie at ``places``."""

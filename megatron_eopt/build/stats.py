@@ -1,6 +1,6 @@
-"""Statistics of steps that are watched, of all ranks, for each class of optimizer.
+"""Statistics of steps that are measured, of all ranks, for each class of optimizer.
 
-A watched step leaves sums where they are computed. Whoever reads them brings the sums of all ranks
+A measured step leaves sums where they are computed. Whoever reads them brings the sums of all ranks
 together in one all-reduce, and only then the host waits for the device.
 """
 
@@ -57,10 +57,10 @@ class _Part:
         self._storage, self._steps = storage, storage.steps
         self._weights = weights
         self._device = device
-        self.watch: StepStats | None = None
+        self.step_stats: StepStats | None = None
         if driver is not None:
-            self.watch = StepStats(device, {one.number: one.share for one in weights})
-            driver.measure(self.watch)
+            self.step_stats = StepStats(device, {one.number: one.share for one in weights})
+            driver.measure(self.step_stats)
         tells_updates = driver is not None and driver.tells_updates
         # where nobody tells updates, weights are compared with what they were
         self._before = [
@@ -80,9 +80,9 @@ class _Part:
             "rates": sum(size * rate for size, rate in zip(sizes, rates, strict=True)),
             "squares": sum_of_squares(tensors, shares, self._device),
         }
-        if (watch := self.watch) is not None:
-            row |= {"updated": watch.elements, "squares of updates": watch.squares}
-            row |= {"samples": watch.samples, "residuals": sum(watch.residuals)}
+        if (step_stats := self.step_stats) is not None:
+            row |= {"updated": step_stats.elements, "squares of updates": step_stats.squares}
+            row |= {"samples": step_stats.samples, "residuals": sum(step_stats.residuals)}
         if self._before and self._storage.steps > self._steps:
             changes = [_sample(one.data).float() - old.float() for one, _, old in self._before]
             # those that were looked at stand for all
@@ -102,7 +102,7 @@ def _sample(weight: Tensor) -> Tensor:
 
 
 class Stats:
-    """Watches the steps of a chain's steppers."""
+    """Measures the steps of a chain's steppers."""
 
     def __init__(self, steppers: Sequence[Stepper]) -> None:
         self._steppers = steppers
@@ -111,31 +111,32 @@ class Stats:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Watch the step that is done in a block, in place of the one that was watched before."""
+        """Measure the step that is done in a block, in place of what was measured before."""
         parts = [part for stepper in self._steppers for part in _parts(stepper)]
         try:
             yield
         finally:
             for driver in (driver for stepper in self._steppers for driver in stepper.drivers):
                 driver.measure(None)
-        self._rows = [(part.name, part.row(), part.watch) for part in parts]
+        self._rows = [(part.name, part.row(), part.step_stats) for part in parts]
         self._values = None
 
     def values(self) -> dict[str, float]:
-        """Return the statistics of the step that was watched last; collective, once for each."""
+        """Return the statistics of the step that was measured last; collective, once for each."""
         if self._values is not None:
             return self._values
         names = sorted(everyones(name for name, *_ in self._rows))
         table = torch.zeros(
             len(names), len(_COLUMNS), dtype=torch.float64, device=device_of_collectives()
         )
-        for name, row, watch in self._rows:
-            if watch is not None:
+        for name, row, step_stats in self._rows:
+            if step_stats is not None:
                 # for which the host waits
                 row |= {
-                    "seconds of exchange": watch.meter.seconds(EXCHANGE) or 0.0,
-                    "bytes": watch.meter.sent,
-                    "seconds of orthogonalization": watch.meter.seconds(ORTHOGONALIZATION) or 0.0,
+                    "seconds of exchange": step_stats.meter.seconds(EXCHANGE) or 0.0,
+                    "bytes": step_stats.meter.sent,
+                    "seconds of orthogonalization": step_stats.meter.seconds(ORTHOGONALIZATION)
+                    or 0.0,
                 }
             for what, value in row.items():
                 table[names.index(name), _COLUMNS.index(what)] += value

@@ -190,13 +190,13 @@ def _refusing_gaps(original: Function) -> Function:
         args, wanted = asked["args"], asked.get("sharded_state_dict") or {}
         # what only arguments are read from is asked for nothing
         if args.ckpt_format == fsdp_dtensor.FORMAT and "optimizer" in wanted:
-            _match_managed(args, wanted["optimizer"])
+            _match_megatron_fsdp(args, wanted["optimizer"])
         return original(*values, **kwargs)
 
     return _load_base_checkpoint
 
 
-def _match_managed(args: Any, state: Mapping[str, Any]) -> None:
+def _match_megatron_fsdp(args: Any, state: Mapping[str, Any]) -> None:
     """Match what is asked of a checkpoint of Megatron-FSDP with it, if there is one; collective."""
     # all ranks read the tracker file
     folder = needed("get_load_checkpoint_path_by_args")(args)

@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_eopt import cpu
-from megatron_eopt.base.agreement import GroupPlace, answered_by, place_in
+from megatron_eopt.base.agreement import GroupRank, answered_by, group_rank_in
 from megatron_eopt.base.errors import ConfigurationError, check_integer
 from megatron_eopt.cpu.patches import Patch, patched
 from megatron_eopt.dry_run.counting import READ
@@ -130,16 +130,16 @@ class _Peers:
         """Return the same for all: ranks of equal role say the same."""
         return [value] * distributed.get_world_size(group)
 
-    def places(self, group: distributed.ProcessGroup | None) -> list[GroupPlace]:
+    def group_ranks(self, group: distributed.ProcessGroup | None) -> list[GroupRank]:
         """Return every rank's place in its group of one kind.
 
         Groups are of one kind if they have one description and one size.
         """
         if group is None:
-            return [GroupPlace(rank, 0) for rank in range(self._size)]
+            return [GroupRank(rank, 0) for rank in range(self._size)]
         mine = distributed.get_process_group_ranks(group)
         if len(mine) == self._size:
-            return [place_in(mine, rank) for rank in range(self._size)]
+            return [group_rank_in(mine, rank) for rank in range(self._size)]
         alike = [g for g in self._groups[group.group_desc] if len(g) == len(mine)]
-        found = {rank: place_in(ranks, rank) for ranks in alike for rank in ranks}
+        found = {rank: group_rank_in(ranks, rank) for ranks in alike for rank in ranks}
         return [found[rank] for rank in range(self._size)]

@@ -89,8 +89,8 @@ def normuon_(
 
 def namo_(
     moment2: Tensor,
-    grad_square_norm: Tensor,
-    direction_square_norm: Tensor,
+    grad_norm_squared: Tensor,
+    direction_norm_squared: Tensor,
     beta2: float,
     eps: float,
     divisor: float | Tensor,
@@ -100,8 +100,8 @@ def namo_(
     All tensors are ``(matrices,)``; the norms are Frobenius norms, those of the directions are of
     what is orthogonalized. The factor is ``|direction| / (sqrt(moment2 / divisor) + eps)``.
     """
-    moment2.lerp_(grad_square_norm, 1 - beta2)
-    return direction_square_norm.sqrt() / moment2.div(divisor).sqrt_().add_(eps)
+    moment2.lerp_(grad_norm_squared, 1 - beta2)
+    return direction_norm_squared.sqrt() / moment2.div(divisor).sqrt_().add_(eps)
 
 
 def _total(square_sums: Tensor) -> Tensor:

@@ -22,18 +22,18 @@ class TrainingLog:
     """
 
     def __init__(self) -> None:
-        self._watched: OptimizerChain | None = None
+        self._measured: OptimizerChain | None = None
         self._bar: tqdm[Any] | None = None
 
     def around_step(self, original: Function) -> Function:
-        """Return ``train_step`` with the optimizer watched if its iteration is logged."""
+        """Return ``train_step`` with the optimizer measured if its iteration is logged."""
         signature = inspect.signature(original)
 
         @functools.wraps(original)
         def train_step(*values: Any, **kwargs: Any) -> Any:
             optimizer = signature.bind(*values, **kwargs).arguments["optimizer"]
             if isinstance(optimizer, OptimizerChain):
-                self._watch(optimizer)
+                self._measure(optimizer)
             return original(*values, **kwargs)
 
         return train_step
@@ -48,15 +48,15 @@ class TrainingLog:
             if self._bar is not None:
                 self._bar.clear()  # for the lines that come
             result = original(*values, **kwargs)
-            if self._watched is not None:
-                write_scalars(self._watched.stats(), given["iteration"])
-                self._watched = None
+            if self._measured is not None:
+                write_scalars(self._measured.stats(), given["iteration"])
+                self._measured = None
             self._show(given)
             return result
 
         return training_log
 
-    def _watch(self, optimizer: OptimizerChain) -> None:
+    def _measure(self, optimizer: OptimizerChain) -> None:
         # these load what must not be loaded before the device is chosen
         from megatron.training.global_vars import get_args
 
@@ -66,7 +66,7 @@ class TrainingLog:
         iteration = args.curr_iteration + 1
         intervals = (args.log_interval, args.tensorboard_log_interval)
         optimizer.collects_stats = not any(iteration % interval for interval in intervals)
-        self._watched = optimizer if optimizer.collects_stats else None
+        self._measured = optimizer if optimizer.collects_stats else None
 
     def _show(self, given: Mapping[str, Any]) -> None:
         from megatron.training.global_vars import get_args

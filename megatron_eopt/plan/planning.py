@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from torch import distributed
 
-from megatron_eopt.base.agreement import places_in, ranks_of
+from megatron_eopt.base.agreement import group_ranks_in, ranks_of
 from megatron_eopt.build.factory import get_megatron_optimizer
 from megatron_eopt.dry_run import Report, dry_world, report_of, schedules_of
 from megatron_eopt.layouts.assignment import Float64Array
@@ -146,5 +146,5 @@ def _of_all_groups(schedule: Schedule, values: Sequence[float]) -> Float64Array:
     """Return every rank's value, if all groups of the schedule's kind have the same."""
     if schedule.ranks.group is None:
         return np.full(distributed.get_world_size(), float(values[0]))
-    (places,) = places_in([schedule.ranks.group])
+    (places,) = group_ranks_in([schedule.ranks.group])
     return np.array(values, np.float64)[[place.number for place in places]]

@@ -76,7 +76,7 @@ class RunSettings:
     fresh_state: frozenset[str]
     momentum_from_adam: bool  # whether momentum it lacks begins as Adam's first moment
     prints_routing: bool  # whether a table of all routes is logged
-    logs_memory: bool  # whether a step is watched, and what memory is used for is logged
+    logs_memory: bool  # whether a step is measured, and what memory is used for is logged
     logs_stats: bool  # whether steps are measured unless a caller says otherwise
     wave_mb: float  # MiB of whole matrices that one rank brings together at a time
     team_size: int  # most ranks that compute a matrix together in sharded storage

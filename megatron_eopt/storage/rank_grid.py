@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import distributed
 
-from megatron_eopt.base.agreement import any_rank, places_in, ranks_of
+from megatron_eopt.base.agreement import any_rank, group_ranks_in, ranks_of
 from megatron_eopt.storage.shard import Ranks
 
 
@@ -36,7 +36,7 @@ def redistribution_grids(groups: Sequence[tuple[Any, Any, Any]]) -> list[RankGri
         groups: For each grid the tensor-parallel group, the one over which buffers are cut into
             fragments, and one of Megatron's that may be the grid already. Any may be None.
     """
-    places = places_in([group for tensor, data, _ in groups for group in (tensor, data)])
+    places = group_ranks_in([group for tensor, data, _ in groups for group in (tensor, data)])
     grids = []
     for (_, data_group, existing), tensor, data in zip(
         groups, places[::2], places[1::2], strict=True

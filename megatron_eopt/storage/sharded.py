@@ -22,7 +22,7 @@ from megatron_eopt.storage.replicated import SplitOf, refuse_rematerialized
 from megatron_eopt.storage.shard import Fragment, Shard, fragment_layouts, global_name
 
 
-class BufferPlace(NamedTuple):
+class BufferRange(NamedTuple):
     """Where a parameter lies in its bucket, of which each rank holds ``shard`` elements."""
 
     name: str
@@ -37,7 +37,7 @@ class BufferPlace(NamedTuple):
         return (low - self.start, high - self.start) if low < high else (0, 0)
 
 
-def places_in(buffer_set: BufferSet, names: Mapping[Tensor, str]) -> dict[Tensor, BufferPlace]:
+def ranges_in(buffer_set: BufferSet, names: Mapping[Tensor, str]) -> dict[Tensor, BufferRange]:
     """Return where every parameter of a set lies, in an order that all ranks share."""
     places = {}
     for buffer in buffer_set.all_buffers:
@@ -46,12 +46,12 @@ def places_in(buffer_set: BufferSet, names: Mapping[Tensor, str]) -> dict[Tensor
             bucket = buffer.buckets[bucket_id]
             shard = bucket.grad_data.numel() // buffer.data_parallel_group.size()
             start, stop = start - bucket.offset, stop - bucket.offset
-            places[param] = BufferPlace(names[param], start, stop, shard)
+            places[param] = BufferRange(names[param], start, stop, shard)
     return places
 
 
 def fragment_of(
-    param: Tensor, place: BufferPlace, split_of: SplitOf, grid: RankGrid, *, slabs: bool = False
+    param: Tensor, place: BufferRange, split_of: SplitOf, grid: RankGrid, *, slabs: bool = False
 ) -> Shard:
     """Return the fragments of one parameter as a shard.
 
