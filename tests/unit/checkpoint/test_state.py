@@ -139,9 +139,11 @@ def moments(state: dict[str, Any], kind: str) -> dict[str, torch.Tensor]:
     return {parts.name: state[key] for key, parts in split.items() if parts and parts.kind == kind}
 
 
+@pytest.mark.parametrize("stock", [False, True], ids=["ours", "megatron-core's"])
 @pytest.mark.parametrize("storage", [{}, PLAIN], ids=["sharded", "plain"])
-def test_a_checkpoint_of_adam_loads_into_muon_and_back(tmp_path, storage):
-    adam, muon = (Case(name, BF16, ddp=storage, config=storage) for name in ("adam", "muon"))
+def test_a_checkpoint_of_adam_loads_into_muon_and_back(tmp_path, storage, stock):
+    muon = Case("muon", BF16, ddp=storage, config=storage)
+    adam = replace(muon, optimizer="adam", stock=stock)
     saved = run_ranks(2, saved_whole, adam, str(tmp_path))[0]
     error, log, momentum = outcome(2, muon, tmp_path)
     assert (error, momentum) == ("", 0.0)
@@ -160,7 +162,7 @@ def test_a_checkpoint_of_adam_loads_into_muon_and_back(tmp_path, storage):
             assert torch.equal(value, moments(saved, "exp_avg_sq")[name]), name
     back = tmp_path / "muon"
     run_ranks(2, save, muon, str(back))
-    error, log, _ = outcome(2, adam, back)
+    error, log, _ = outcome(2, replace(adam, stock=False), back)
     assert error == ""
     assert "exp_avg starts fresh (the checkpoint has: momentum_buffer)" in log
 
@@ -261,3 +263,22 @@ def test_no_state_is_taken_from_another_matrix_of_the_same_name(tmp_path):
     cases = (Case("soap", DENSE, config=config) for config in ({}, WHOLE))
     for named in run_ranks(2, other_matrices, *cases, str(tmp_path)):
         assert named == "L Q_L Q_R R exp_avg exp_avg_sq"
+
+
+def _synced() -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        for ddp, config in (({}, {}), (PLAIN, {}), (PLAIN, PLAIN)):
+            case = Case("muon", {**DENSE, "layers": 1, "dtype": dtype}, ddp=ddp, config=config)
+            for child in (False, True):
+                chunk, optimizer = build(case)
+                steps(case, chunk, optimizer, 0, 1)
+                before = [param.detach().clone() for param in chunk.parameters()]
+                for param in chunk.parameters() if dtype == torch.bfloat16 else ():
+                    param.data.zero_()
+                for part in optimizer.chained_optimizers if child else [optimizer]:
+                    part.quantize_and_sync_model_params_from_main_params()
+                assert all(map(torch.equal, chunk.parameters(), before)), (case, child)
+
+
+def test_the_model_gets_the_main_weights_when_asked():
+    run_ranks(2, _synced)
