@@ -21,8 +21,15 @@ import torch
 
 from tests.harness import run_ranks
 from tests.harness.scene import forget_megatron
-from tests.unit.checkpoint.test_state import resume, saved_whole
-from tests.unit.storage.full_state import Case, build, differences, full_state, steps
+from tests.unit.storage.full_state import (
+    Case,
+    build,
+    differences,
+    full_state,
+    resume,
+    save_one,
+    steps,
+)
 from tests.unit.storage.runs import DENSE
 
 # without learned position embeddings, which megatron-core's Muon orthogonalizes
@@ -40,7 +47,7 @@ def plain(case: Case) -> Case:
 
 def scheduled(case: Case, folder: str) -> tuple[list[float], list[float], list[str]]:
     """Resume with another schedule; return both sides' settings, and what of the state differs."""
-    saved = saved_whole(case, folder)
+    saved = save_one(case, folder)
     forget_megatron()
     other = {"lr": 0.02, "min_lr": 0.005, "weight_decay": 0.3, "decoupled_lr": 0.04}
     case = replace(case, config={**case.config, **other})
@@ -107,7 +114,7 @@ def test_storages_load_each_other(tmp_path, case, from_plain):
     layouts = [reads, replace(reads, parallel=tp)]
     if case.optimizer == "soap" and not from_plain:
         layouts = [reads]
-    saved = alike(run_ranks(2, saved_whole, writes, str(tmp_path), timeout=200)[0])
+    saved = alike(run_ranks(2, save_one, writes, str(tmp_path), timeout=200)[0])
     for found in run_ranks(2, load_at, layouts, str(tmp_path), timeout=200)[0]:
         assert not differences(saved, alike(found))
         assert len(found) > 40
