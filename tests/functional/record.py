@@ -8,7 +8,6 @@ from typing import get_args
 from tests.functional import golden
 from tests.functional.case_files import Case, Environment, load_cases
 from tests.functional.comparer import (
-    largest_difference,
     spread_of,
     tolerances_of,
     values_compared,
@@ -19,10 +18,6 @@ from tests.harness import close_pools
 
 def record(case: Case, environment: Environment) -> str:
     """Run a case, write its values and their spread, and return a line about both."""
-    try:
-        before = golden.read(case, environment).get("metrics")
-    except golden.GoldenError:
-        before = None
     metrics = run_measured(case, environment, None)
     others = (run_measured(case, environment, seed) for seed in range(1, golden.SEEDS + 1))
     spread = spread_of(metrics, others)
@@ -31,9 +26,6 @@ def record(case: Case, environment: Environment) -> str:
     compared = values_compared(tolerances_of(spread))
     if compared <= len(metrics["lm loss"]):
         line += f", elsewhere {compared} of them are compared"
-    if before is not None:
-        change = largest_difference(before, metrics, "lm loss")
-        line += f"; they differ from those before by up to {change:.1e}"
     return line
 
 

@@ -9,13 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.compare_optimizers import trainings
-from benchmarks.compare_optimizers.__main__ import main
 from benchmarks.compare_optimizers.grid import Run
 from benchmarks.compare_optimizers.report import document
 from benchmarks.compare_optimizers.summary import common_loss, summaries
 from benchmarks.compare_optimizers.trainings import Result, Settings
-from benchmarks.quickstart_runs import held_out_losses, seconds_per_step
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = Settings(steps=40, processes=1, flags=("--num-layers", "1"))
@@ -75,67 +72,6 @@ def test_time_to_the_loss_that_all_reach(results):
     assert found["muon"].best.steps_to(1.0) == math.inf
     entry = document(SETTINGS, found, results)["optimizers"]["muon"]
     assert entry["seconds_to_common_loss"] == pytest.approx(25 * 0.49)
-
-
-LOG = """
- iteration        1/      20 | elapsed time per iteration (ms): 9000.0 | lm loss: 5.5E+00 |
- iteration        2/      20 | elapsed time per iteration (ms): 300.0 | lm loss: 5.4E+00 |
- validation loss at iteration 10 | lm loss value: 3.5E+00 | lm loss PPL: 1.4E+01 |
- iteration       19/      20 | elapsed time per iteration (ms): 100.0 | lm loss: 3.4E+00 |
- iteration       20/      20 | elapsed time per iteration (ms): 200.0 | lm loss: 3.3E+00 |
- validation loss at iteration 20 | lm loss value: 3.25E+00 | lm loss PPL: 1.4E+01 |
- validation loss at iteration 20 on validation set | lm loss value: 3.0E+00 | lm loss PPL: 9.3 |
- validation loss at iteration 20 on test set | lm loss value: 2.0E+00 | lm loss PPL: 9.2E+00 |
-"""
-
-
-def test_a_log_is_read(tmp_path):
-    assert held_out_losses(tmp_path) == {}
-    (tmp_path / "training.log").write_text(LOG)
-    assert held_out_losses(tmp_path) == {10: 3.5, 20: 3.0}
-    assert seconds_per_step(tmp_path) == pytest.approx(0.2)
-
-
-class Trainer:
-    """Stands for training: writes a log, and remembers what it was asked for."""
-
-    def __init__(self) -> None:
-        self.runs: list[str] = []
-        self.stop_at = ""
-
-    def __call__(self, folder: Path, steps: int, flags: list[str], processes: int) -> None:
-        if folder.name == self.stop_at:
-            raise KeyboardInterrupt
-        self.runs.append(folder.name)
-        folder.mkdir(exist_ok=True)
-        (folder / "training.log").write_text(LOG)
-
-
-@pytest.fixture
-def trainer(monkeypatch) -> Trainer:
-    trainer = Trainer()
-    monkeypatch.setattr(trainings, "train", trainer)
-    return trainer
-
-
-def test_finished_runs_are_not_trained_again(trainer, tmp_path, capsys):
-    command = ["--lr", "adam=1e-3", "muon=1e-3", "--seeds", "1", "2", "--out", str(tmp_path)]
-    command += ["--steps", "20"]
-    trainer.stop_at = "adam-0.001-2"
-    assert main(command) == 130
-    assert "goes on" in capsys.readouterr().out
-    assert trainer.runs == ["adam-0.001-1", "muon-0.001-1"]
-    trainer.stop_at = ""
-    assert main(command) == 0
-    assert trainer.runs == ["adam-0.001-1", "muon-0.001-1", "adam-0.001-2", "muon-0.001-2"]
-    said = capsys.readouterr().out
-    assert "adam: learning rates 0.001\nmuon: learning rates 0.001\n" in said
-    assert json.loads((tmp_path / "comparison.json").read_text())["common_loss"] == 3.0
-    assert (tmp_path / "comparison.png").exists()
-    # with other settings nothing may follow
-    assert main([*command, "--steps", "30"]) == 2
-    assert "has runs of --steps 20 --processes 2; give these" in capsys.readouterr().err
-    assert len(trainer.runs) == 4
 
 
 @pytest.mark.long

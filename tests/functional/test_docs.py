@@ -2,15 +2,10 @@
 
 import argparse
 import ast
-import contextlib
 import importlib.util
-import io
-import itertools
 import re
-import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -121,46 +116,6 @@ def flags_of_command() -> set[str]:
 @pages
 def test_flags_exist(page, known_flags):
     assert not named_flags(page.read_text()) - known_flags
-
-
-# what stands for a value, and one
-STAND_INS = {"FILE": str(ROOT / "examples" / "muon.yaml"), "N": "2", "...": ""}
-STAND_INS |= {"LR_OF_ADAMW": "1e-3", "KEY": "momentum_buffer", "NAME": "torch"}
-
-
-def flag_lines(page: Path) -> Iterator[list[str]]:
-    """Yield the lines of trainer flags in a page, one for each of the values that they leave.
-
-    These are code that begins with a flag: between backquotes, or a block of its own.
-    """
-    text = page.read_text()
-    texts = re.findall(r"`(--[^`]+)`", prose(text))
-    texts += [block for _, block in blocks(text, "text") if block.startswith("--")]
-    for line in texts:
-        words = [STAND_INS.get(word, word) for word in shlex.split(line)]
-        choices = [w.split("|") if re.fullmatch(r"\w+(\|\w+)+", w) else [w] for w in words if w]
-        yield from map(list, itertools.product(*choices))
-
-
-def _errors_of_lines(lines: list[list[str]]) -> list[str]:
-    """Return what the trainer's parser says against lines that begin with one of its flags."""
-    parser, errors = trainers_parser(), []
-    for line in lines:
-        action = parser._option_string_actions.get(line[0])
-        if line[0] == "--help" or action is None or (len(line) == 1 and action.nargs != 0):
-            continue  # a flag of another program, or the name of one that needs a value
-        with contextlib.redirect_stderr(io.StringIO()) as said:
-            try:
-                parser.parse_args(line)
-            except SystemExit:
-                errors.append(f"{' '.join(line)}: {said.getvalue().splitlines()[-1]}")
-    return errors
-
-
-def test_flags_have_values_that_the_trainer_takes():
-    lines = [line for page in PAGES for line in flag_lines(page)]
-    assert len(lines) > 100
-    assert run_ranks(1, _errors_of_lines, lines, timeout=240) == [[]]
 
 
 @pytest.mark.parametrize("script", ["pretrain_gpu.sh", "slurm/pretrain.sbatch", "slurm/node.sh"])

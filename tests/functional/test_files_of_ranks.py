@@ -34,7 +34,7 @@ def goes_on(optimizer: str, folder: Path, saving: str, *loading: str) -> None:
         pytest.param("muon --bf16", marks=pytest.mark.long),
         pytest.param("soap", marks=pytest.mark.long),
         pytest.param("adam", marks=pytest.mark.long),
-        "adam --bf16",
+        pytest.param("adam --bf16", marks=pytest.mark.long),
         pytest.param("sgd", marks=pytest.mark.long),
         pytest.param("sgd --sgd-momentum 0", marks=pytest.mark.long),
         pytest.param(f"adam {EXPERTS}", marks=pytest.mark.long),

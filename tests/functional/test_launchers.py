@@ -1,7 +1,6 @@
 """The launchers for GPUs, as far as they go without; test_slurm.py runs those for Slurm."""
 
 import os
-import re
 import shlex
 import subprocess
 
@@ -59,16 +58,3 @@ def test_a_slurm_job_without_a_folder_says_so():
     done = subprocess.run(job, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode != 0
     assert "set RUN_DIR to a folder" in done.stderr
-
-
-def test_the_dockerfile_copies_what_exists_and_keeps_torch():
-    text = (ROOT / "docker" / "Dockerfile").read_text()
-    assert re.search(
-        r"^ARG NGC_TAG=\d\d\.\d\d-py3\nFROM nvcr\.io/nvidia/pytorch:\$\{NGC_TAG\}$", text, re.M
-    )
-    copied = [line.split()[1:-1] for line in text.splitlines() if line.startswith("COPY ")]
-    assert copied
-    for name in (name for names in copied for name in names):
-        assert (ROOT / name).exists(), name
-    (install,) = re.findall(r"pip install .*", text)
-    assert "--constraint /opt/image-torch.txt" in install

@@ -29,10 +29,9 @@ from tests.unit.storage.full_state import (
     build,
     differences,
     full_state,
-    set_lr,
-    sharded,
+    resume,
     steps,
-    unwrapped,
+    write,
 )
 
 Storage = Literal["replicated", "sharded", "FSDP2"]
@@ -169,17 +168,11 @@ def _change(change: Callable[[Tensor], Tensor], model: torch.nn.Module) -> None:
 def _stopped_and_gone_on(cell: Cell, run: tuple[Any, Any], folder: Path) -> str:
     case = cell.case
     steps(case, *run, 0, 2)
-    dist_checkpointing.save(sharded(case, *run, is_loading=False), str(folder))
+    write(case, *run, folder)
     steps(case, *run, 2, 4)
     expected = full_state(case, *run)
-    chunk, optimizer = build(case, _to_domain_of(cell))
-    for param in chunk.parameters():
-        param.data.zero_()
-    wanted = sharded(case, chunk, optimizer, is_loading=True)
-    loaded = dist_checkpointing.load(wanted, str(folder))
-    unwrapped(chunk).load_state_dict(loaded["model"], strict=False)
-    optimizer.load_state_dict(loaded["optimizer"])
-    set_lr(optimizer, optimizer.config)
+    prepare = _to_domain_of(cell)
+    chunk, optimizer = resume(case, folder, dist_checkpointing.load, prepare)
     steps(case, chunk, optimizer, 2, 4)
     return _told(differences(expected, full_state(case, chunk, optimizer)))
 

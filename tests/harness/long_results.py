@@ -56,7 +56,7 @@ class LongResults:
 
 
 def _line(test: str, cases: dict[str, _Entry]) -> str:
-    """Return a test's line: cases that did not pass by name, and the range of each figure."""
+    """Return a test's line: cases that did not pass by name, and each figure's values."""
     outcomes: dict[str, list[str]] = {}
     for case, entry in cases.items():
         outcomes.setdefault(entry.outcome, []).append(f"`{case}`")
@@ -71,19 +71,8 @@ def _line(test: str, cases: dict[str, _Entry]) -> str:
     for entry in cases.values():
         for name, value in entry.figures:
             values.setdefault(name, []).append(value)
-    figures = [f"{name}: {_range(found)}" for name, found in values.items()]
+    figures = [f"{name}: {', '.join(dict.fromkeys(found))}" for name, found in values.items()]
     return f"* `{test}`: {'; '.join([*counts, f'{seconds:.0f} s', *figures])}"
-
-
-def _range(values: list[str]) -> str:
-    """Return the least and the greatest of several numbers, as they were given."""
-    if len(set(values)) == 1:
-        return values[0]
-    try:
-        ordered = sorted(values, key=float)
-    except ValueError:
-        return ", ".join(values)
-    return f"{ordered[0]} .. {ordered[-1]}"
 
 
 def _commit() -> str:

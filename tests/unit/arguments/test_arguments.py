@@ -10,9 +10,7 @@ from megatron.training.arguments import add_megatron_arguments
 
 from megatron_eopt import EmergingOptimizerConfig
 from megatron_eopt.arguments import add_arguments, config_from_args
-from megatron_eopt.arguments.values import fill
 
-NO_LAYOUT = "matrices need no layout of their own"
 FROZEN = Path(__file__).with_name("surface.txt")
 PREFIXES = ("muon_", "adaptive_muon_", "soap_", "lion_")
 
@@ -83,19 +81,3 @@ def test_given_flags_win(defaults):
     assert (config.muon_momentum, config.soap_shampoo_beta) == (0.8, 0.5)
     assert not config.muon_split_mla
     assert not config.muon_split_qkv
-
-
-@pytest.mark.parametrize(
-    ("dest", "said"),
-    [
-        ({"use_layer_wise_param_layout": False}, "--no-use-layer-wise-param-layout"),
-        ({"layer_wise_param_layout": "legacy"}, "--layer-wise-param-layout legacy"),
-        ({"layer_wise_param_layout": "padded"}, None),
-    ],
-    ids=str,
-)
-def test_the_param_layout_flag_of_either_release_is_accepted(caplog, dest, said):
-    with caplog.at_level("INFO"):
-        fill(argparse.Namespace(optimizer_defaults="recommended", **dest), {})
-    found = [record.message for record in caplog.records if "has no effect" in record.message]
-    assert found == ([] if said is None else [f"{said} has no effect: {NO_LAYOUT}"])

@@ -150,13 +150,6 @@ def test_files_that_raise_an_error(written, text, named):
         load_optimizer_config(written(text))
 
 
-def test_files_that_cannot_be_read(tmp_path):
-    with pytest.raises(ConfigurationError, match="No such file"):
-        load_optimizer_config(tmp_path / "absent.yaml")
-    with pytest.raises(ConfigurationError, match="cannot be read"):
-        parse("--optimizer-config", str(tmp_path))
-
-
 def test_data_types_have_the_flags_names(written):
     # The trainer turns the names into data types itself.
     path = written("optimizer: adam\nmain-grads-dtype: fp32\nexp-avg-sq-dtype: fp32\n")

@@ -13,9 +13,7 @@ from megatron_eopt import (
     EmergingOptimizerConfig,
     get_megatron_optimizer,
 )
-from megatron_eopt.muon import get_megatron_muon_optimizer
 from megatron_eopt.settings.checks import warn_of_unused
-from megatron_eopt.settings.settings import resolve
 
 MODEL_CONFIG = SimpleNamespace(
     num_attention_heads=4, num_query_groups=4, kv_channels=8, attention_output_gate=False
@@ -113,19 +111,6 @@ def test_settings_with_an_effect_are_not_named(caplog):
     assert not caplog.records
 
 
-UNREAD = [
-    {"optimizer": "adam", "muon_momentum": 7.0, "lion_beta1": 3.0, "sgd_momentum": -1.0},
-    {"optimizer": "sgd", "adam_eps": 0.0, "adam_beta1": 2.0},
-    {"optimizer": "muon", "lion_beta1": 3.0, "soap_shampoo_beta": 3.0},
-    {"optimizer": "muon", "initial_loss_scale": 0.0, "hysteresis": None},
-]
-
-
-@pytest.mark.parametrize("fields", UNREAD, ids=str)
-def test_what_nobody_reads_is_not_checked(fields):
-    resolve(OptimizerConfig(lr=0.1, **fields))
-
-
 @pytest.mark.parametrize("name", ["muonn", "sopa"])
 def test_unknown_optimizers_come_with_the_nearest_names(name):
     with pytest.raises(ConfigurationError, match="muon" if name == "muonn" else "soap"):
@@ -173,17 +158,3 @@ def test_arguments_of_a_wrong_kind_are_named(arguments, name):
     config = OptimizerConfig(optimizer="muon", lr=0.1)
     with pytest.raises((ConfigurationError, ConfigurationTypeError), match=name):
         get_megatron_optimizer(**{"config": config, "model_chunks": [CHUNK], **arguments})
-
-
-@pytest.mark.parametrize("name", ["transformer_engine", "gram_newton_schulz"])
-def test_missing_packages_are_named(name):
-    config = EmergingOptimizerConfig(lr=0.1, optimizer="muon", muon_backend=name)
-    with pytest.raises(ConfigurationError, match="install"):
-        get_megatron_optimizer(config, [Chunk()])
-
-
-@pytest.mark.filterwarnings("ignore:get_megatron_muon_optimizer is deprecated")
-def test_the_deprecated_entry_point_checks_what_it_reads():
-    for config in (None, {"optimizer": "muon"}):
-        with pytest.raises(ConfigurationTypeError, match="must be an OptimizerConfig"):
-            get_megatron_muon_optimizer(config, [Chunk()])

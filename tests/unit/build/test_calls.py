@@ -9,7 +9,6 @@ import pytest
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_eopt import get_megatron_optimizer
 from megatron_eopt.muon import get_megatron_muon_optimizer
@@ -39,13 +38,6 @@ def learns(chunk: Any, optimizer: Any) -> None:
     batch = [synthetic_batch(0)]
     losses = [train_step([chunk], optimizer, batch) for _ in range(4)]
     assert losses[-1] < losses[0]
-
-
-def _as_areal() -> None:
-    chunk = model_on_one_rank()
-    config = muon_config()
-    collection = ProcessGroupCollection.use_mpu_process_groups()
-    learns(chunk, get_megatron_optimizer(config, [chunk], None, False, collection, None))
 
 
 def _as_the_trainer() -> None:
@@ -81,7 +73,7 @@ def _through_the_old_entry_point() -> None:
 
 
 def _calls() -> None:
-    for call in (_as_areal, _as_the_trainer, _through_the_old_entry_point):
+    for call in (_as_the_trainer, _through_the_old_entry_point):
         call()
         forget_megatron()
 

@@ -63,7 +63,11 @@ def count_all(dtype: torch.dtype) -> dict[str, tuple[int, Any, int]]:
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(torch.float32, marks=pytest.mark.long), torch.bfloat16],
+    ids=["fp32", "bf16"],
+)
 def test_the_report_counts_what_is_allocated(dtype):
     for results in run_ranks(2, count_all, dtype, timeout=280):
         for name, (grown, memory, peak) in results.items():

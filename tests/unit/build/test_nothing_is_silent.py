@@ -77,23 +77,6 @@ def test_declared_matrices_are_stepped_one_by_one_or_refused():
     run_ranks(1, declared)
 
 
-def changed_later(storage: str) -> None:
-    """Change what holds for every step after the optimizer was built."""
-    case = case_of(storage, clip_grad=1.0)
-    chunk, optimizer = build(case)
-    for name, value in (("log_num_zeros_in_grad", True), ("grad_norm_skip_threshold", 1e-9)):
-        setattr(optimizer.config, name, value)
-        inject(case.run, chunk, 0)
-        done, _, zeros = optimizer.step()
-        assert done == (name == "log_num_zeros_in_grad")
-        assert zeros > 0
-
-
-@pytest.mark.parametrize("storage", STORAGES)
-def test_settings_of_every_step_may_change(storage):
-    run_ranks(1, changed_later, storage)
-
-
 def alone(partial: bool) -> str:
     """Build with groups of one rank each, of which the tensor-parallel one is left out."""
     initialize_megatron()
@@ -115,47 +98,6 @@ def test_process_groups_that_lack_the_tensor_parallel_one():
         assert "pg_collection.tp=None: must be given where dp is another group" in error
 
 
-def added(storage: str) -> None:
-    optimizer = build(case_of(storage))[1].chained_optimizers[0].optimizer
-    with pytest.raises(ConfigurationError, match="Build the optimizer again"):
-        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(4, 4))], "lr": 0.1})
-
-
-def test_a_group_that_is_added_later_is_refused():
-    run_ranks(1, added, "sharded")
-
-
-def without_chunks(given: bool) -> list[torch.Tensor]:
-    """Train in fragments, with and without the wrapped model at hand."""
-    run = Run(ddp={"use_distributed_optimizer": False})
-    chunk = make_chunk(run)
-    config = runs.make_config(run)
-    matrices, others = runs.param_groups(run, config, chunk)
-    bases = [runs.muon_over(matrices, config, chunk), runs.adam_over(others, config)]
-    chunks = [chunk] if given else None
-    optimizer = LayerWiseDistributedOptimizer(bases, config, None, [None, None], chunks)
-    assert not optimizer.overlap_param_gather
-    runs.set_lr(optimizer, config)
-    for step in range(3):
-        inject(run, chunk, step)
-        if not given:
-            for param in chunk.parameters():
-                param.grad = param.main_grad
-        optimizer.step()
-    optimizer.allgather_params()
-    optimizer.broadcast_params()
-    return [param.detach().clone() for param in chunk.parameters()]
-
-
-def test_the_wrapped_model_is_not_needed():
-    for one, other in zip(
-        run_ranks(2, without_chunks, True), run_ranks(2, without_chunks, False), strict=True
-    ):
-        for a, b in zip(one, other, strict=True):
-            # fragments are others, and with them the order of the norm's float32 sum
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-
-
 def overlapped(how: str) -> list[torch.Tensor]:
     """Train on a DDP that all-reduces, whose hooks gather parameters."""
     overlap = (
@@ -173,17 +115,12 @@ def overlapped(how: str) -> list[torch.Tensor]:
     for step in range(3):
         inject(run, chunk, step)
         optimizer.step()
-        if how == "off and on":
-            chunk.disable_forward_pre_hook()
-            chunk.enable_forward_pre_hook()
-        elif how == "by itself":
-            chunk.start_param_sync(force_sync=True)
-    if how not in ("without", "by itself"):
+    if how != "without":
         chunk.disable_forward_pre_hook()
     return [param.detach().clone() for param in chunk.parameters()]
 
 
-@pytest.mark.parametrize("how", ["hooks", "buckets", "by itself", "off and on"])
+@pytest.mark.parametrize("how", ["hooks", "buckets"])
 def test_parameters_are_gathered_by_a_ddp_that_all_reduces(how):
     plain = run_ranks(2, overlapped, "without")
     for one, other in zip(plain, run_ranks(2, overlapped, how), strict=True):

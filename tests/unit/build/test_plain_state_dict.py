@@ -75,7 +75,9 @@ def gone_on(cases: list[Case], folder: str) -> None:
         forget_megatron()
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.long if n == "plain, bf16" else []) for n in CASES]
+)
 def test_state_continues(tmp_path, name):
     ranks, cases = CASES[name]
     run_ranks(ranks, gone_on, cases, str(tmp_path), timeout=300)

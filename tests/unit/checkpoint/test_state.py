@@ -10,44 +10,29 @@ import pytest
 import torch
 from megatron.core import dist_checkpointing
 
-from megatron_eopt import checkpoints
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.checkpoint.keys import split_key, tensors
 from tests.functional.saved_states import differing, tensors_in
 from tests.harness import run_ranks
 from tests.harness.scene import forget_megatron
-from tests.unit.storage.full_state import Case, build, full_state, sharded, steps, unwrapped
+from tests.unit.storage.full_state import (
+    Case,
+    build,
+    full_state,
+    resume,
+    save_one,
+    steps,
+    unwrapped,
+    write,
+)
 from tests.unit.storage.runs import DENSE, MOE
 
 BF16 = {**DENSE, "query_groups": 4, "dtype": torch.bfloat16}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 
 
-def save(case: Case, folder: str, count: int = 2) -> None:
-    """Train and save."""
-    chunk, optimizer = build(case)
-    steps(case, chunk, optimizer, 0, count)
-    _write(case, chunk, optimizer, folder)
-
-
-def _write(case: Case, chunk: Any, optimizer: Any, folder: str) -> None:
-    Path(folder).mkdir(exist_ok=True)
-    dist_checkpointing.save(sharded(case, chunk, optimizer, is_loading=False), folder)
-
-
-def resume(case: Case, folder: str, **options: Any) -> tuple[Any, Any]:
-    chunk, optimizer = build(case)
-    for param in chunk.parameters():
-        param.data.zero_()
-    wanted = sharded(case, chunk, optimizer, is_loading=True)
-    loaded = checkpoints.load(wanted, folder, **options)
-    unwrapped(chunk).load_state_dict(loaded["model"], strict=False)
-    optimizer.load_state_dict(loaded["optimizer"])
-    return chunk, optimizer
-
-
 def save_again(case: Case, folder: str, other: str) -> None:
-    _write(case, *resume(case, folder), other)
+    write(case, *resume(case, folder), other)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +42,7 @@ def save_again(case: Case, folder: str, other: str) -> None:
 )
 def test_what_is_saved_again_at_another_layout_is_the_same(tmp_path, case):
     first, second = tmp_path / "first", tmp_path / "second"
-    run_ranks(2, save, case, str(first))
+    run_ranks(2, save_one, case, str(first))
     run_ranks(1, save_again, replace(case, parallel={}), str(first), str(second))
     assert len(tensors_in(first)) > 20
     assert not differing(first, second)
@@ -84,7 +69,7 @@ def differing_params(case: Case, folder: str) -> tuple[int, list[str]]:
 
 def test_all_ranks_compute_with_the_parameters_of_the_checkpoint(tmp_path):
     case = Case("muon", BF16, ddp=OVERLAP)
-    run_ranks(2, save, case, str(tmp_path))
+    run_ranks(2, save_one, case, str(tmp_path))
     for compared, other in run_ranks(2, differing_params, case, str(tmp_path)):
         assert compared > 20
         assert not other
@@ -118,19 +103,11 @@ def outcome(world: int, case: Case, folder: Path, **options: Any) -> tuple[str, 
 def test_buckets_without_a_step_are_loaded(tmp_path):
     # the first steps may all be skipped, until the loss scale fits
     case = Case("adam", BF16, form="dp_reshardable")
-    run_ranks(2, save, case, str(tmp_path), 0)
+    run_ranks(2, save_one, case, str(tmp_path), 0)
     assert outcome(2, case, tmp_path)[:2] == ("", "")
 
 
 PLAIN = {"use_distributed_optimizer": False}
-
-
-def saved_whole(case: Case, folder: str) -> dict[str, Any]:
-    """Train, save, and return the whole state."""
-    chunk, optimizer = build(case)
-    steps(case, chunk, optimizer, 0, 2)
-    _write(case, chunk, optimizer, folder)
-    return full_state(case, chunk, optimizer)
 
 
 def moments(state: dict[str, Any], kind: str) -> dict[str, torch.Tensor]:
@@ -139,10 +116,20 @@ def moments(state: dict[str, Any], kind: str) -> dict[str, torch.Tensor]:
     return {parts.name: state[key] for key, parts in split.items() if parts and parts.kind == kind}
 
 
-@pytest.mark.parametrize("storage", [{}, PLAIN], ids=["sharded", "plain"])
-def test_a_checkpoint_of_adam_loads_into_muon_and_back(tmp_path, storage):
-    adam, muon = (Case(name, BF16, ddp=storage, config=storage) for name in ("adam", "muon"))
-    saved = run_ranks(2, saved_whole, adam, str(tmp_path))[0]
+@pytest.mark.parametrize(
+    ("storage", "stock"),
+    [
+        ({}, True),
+        (PLAIN, False),
+        pytest.param({}, False, marks=pytest.mark.long),
+        pytest.param(PLAIN, True, marks=pytest.mark.long),
+    ],
+    ids=["sharded of megatron-core", "plain", "sharded", "plain of megatron-core"],
+)
+def test_a_checkpoint_of_adam_loads_into_muon_and_back(tmp_path, storage, stock):
+    muon = Case("muon", BF16, ddp=storage, config=storage)
+    adam = replace(muon, optimizer="adam", stock=stock)
+    saved = run_ranks(2, save_one, adam, str(tmp_path))[0]
     error, log, momentum = outcome(2, muon, tmp_path)
     assert (error, momentum) == ("", 0.0)
     assert "momentum_buffer starts fresh (the checkpoint has: exp_avg, exp_avg_sq)" in log
@@ -159,15 +146,15 @@ def test_a_checkpoint_of_adam_loads_into_muon_and_back(tmp_path, storage):
         for name, value in kept.items():
             assert torch.equal(value, moments(saved, "exp_avg_sq")[name]), name
     back = tmp_path / "muon"
-    run_ranks(2, save, muon, str(back))
-    error, log, _ = outcome(2, adam, back)
+    run_ranks(2, save_one, muon, str(back))
+    error, log, _ = outcome(2, replace(adam, stock=False), back)
     assert error == ""
     assert "exp_avg starts fresh (the checkpoint has: momentum_buffer)" in log
 
 
 def test_buckets_of_adam_are_left_to_muon(tmp_path):
     adam = Case("adam", MOE, {"ep": 2}, form="dp_reshardable")
-    run_ranks(2, save, adam, str(tmp_path))
+    run_ranks(2, save_one, adam, str(tmp_path))
     for case in (replace(adam, optimizer="muon"), replace(adam, optimizer="lion")):
         assert outcome(2, case, tmp_path, momentum_from_adam=True)[0] == ""
     # where buckets of the same names are no state of these parameters
@@ -211,7 +198,7 @@ WHOLE = {"muon_split_qkv": False, "muon_split_gated": False}
 @pytest.mark.parametrize(("before", "after"), [({}, HEADS), (WHOLE, {})])
 def test_a_matrix_gets_no_state_of_another_one(tmp_path, before, after):
     # whose shape says nothing: it is one number
-    run_ranks(1, save, Case("adaptive_muon", DENSE, config=NAMO | before), str(tmp_path))
+    run_ranks(1, save_one, Case("adaptive_muon", DENSE, config=NAMO | before), str(tmp_path))
     case = Case("adaptive_muon", DENSE, config=NAMO | after)
     error, _, _ = outcome(1, case, tmp_path)
     assert "linear_qkv" in error
@@ -232,18 +219,18 @@ def alike(case: Case, folder: str) -> None:
 
 
 def test_main_weights_of_16_bits_are_those_of_all_ranks_in_float32(tmp_path):
-    run_ranks(2, save, Case("muon", BF16), str(tmp_path))
+    run_ranks(2, save_one, Case("muon", BF16), str(tmp_path))
     run_ranks(2, alike, Case("muon", {**BF16, "dtype": torch.float32}), str(tmp_path))
 
 
 def test_state_of_parameters_that_are_frozen_now_is_left_out(tmp_path):
-    run_ranks(2, save, Case("muon", BF16), str(tmp_path))
+    run_ranks(2, save_one, Case("muon", BF16), str(tmp_path))
     assert outcome(2, replace(Case("muon", BF16), frozen="linear_fc1"), tmp_path)[0] == ""
 
 
 def other_matrices(writes: Case, reads: Case, folder: str) -> str:
     """Load where fused weights are split otherwise; return what is to start fresh, and do so."""
-    save(writes, folder)
+    save_one(writes, folder)
     forget_megatron()
     with pytest.raises(ConfigurationError) as error:
         resume(reads, folder)
@@ -261,3 +248,22 @@ def test_no_state_is_taken_from_another_matrix_of_the_same_name(tmp_path):
     cases = (Case("soap", DENSE, config=config) for config in ({}, WHOLE))
     for named in run_ranks(2, other_matrices, *cases, str(tmp_path)):
         assert named == "L Q_L Q_R R exp_avg exp_avg_sq"
+
+
+def _synced() -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        for ddp, config in (({}, {}), (PLAIN, {}), (PLAIN, PLAIN)):
+            case = Case("muon", {**DENSE, "layers": 1, "dtype": dtype}, ddp=ddp, config=config)
+            for child in (False, True):
+                chunk, optimizer = build(case)
+                steps(case, chunk, optimizer, 0, 1)
+                before = [param.detach().clone() for param in chunk.parameters()]
+                for param in chunk.parameters() if dtype == torch.bfloat16 else ():
+                    param.data.zero_()
+                for part in optimizer.chained_optimizers if child else [optimizer]:
+                    part.quantize_and_sync_model_params_from_main_params()
+                assert all(map(torch.equal, chunk.parameters(), before)), (case, child)
+
+
+def test_the_model_gets_the_main_weights_when_asked():
+    run_ranks(2, _synced)

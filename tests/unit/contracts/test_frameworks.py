@@ -91,10 +91,17 @@ def _same_training(storage: str, dtype: str) -> None:
             raise AssertionError(f"after moving {name}: {error}") from error
 
 
+# stored as layer-wise Muon is
+ALIKE = ("layer-wise-muon-plain-ddp", "layer-wise-soap")
+
+
 @pytest.mark.parametrize(
     "dtype", [pytest.param("float32", marks=pytest.mark.long), "bfloat16", "float16"]
 )
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize(
+    "storage",
+    [pytest.param(name, marks=pytest.mark.long if name in ALIKE else []) for name in STORAGES],
+)
 def test_training_goes_on_as_if_nothing_had_been_moved_or_read(storage, dtype):
     run_ranks(STORAGES[storage].world, _same_training, storage, dtype)
 

@@ -97,13 +97,6 @@ def test_every_name_of_a_gpu_means_the_cpu(device: Any) -> None:
     assert torch.zeros(2, device="meta").device.type == "meta"
 
 
-def test_type_names_the_gpu_type() -> None:
-    cpu.enable()
-    assert torch.zeros(1, dtype=torch.bfloat16).type() == "torch.cuda.BFloat16Tensor"
-    assert torch.zeros(1).type(torch.float64).dtype == torch.float64
-    assert torch.zeros(1).type("torch.cuda.HalfTensor").dtype == torch.float16
-
-
 def test_backward_functions_see_the_gpu_too() -> None:
     class Doubled(torch.autograd.Function):
         @staticmethod
@@ -122,25 +115,6 @@ def test_backward_functions_see_the_gpu_too() -> None:
     torch.autograd.backward(Doubled.apply(x))
     assert torch.autograd.grad(Doubled.apply(x), x)[0].item() == 2
     assert len(stack_of_modes()) == 1
-
-
-def test_threads_started_while_it_is_on_follow_the_switch() -> None:
-    def look() -> None:
-        seen.append(torch.zeros(1, device="cuda").device.type)
-        go_on.wait(10)
-        seen.append(torch.zeros(1).type())
-
-    seen: list[str] = []
-    go_on = threading.Event()
-    cpu.enable()
-    thread = threading.Thread(target=look)
-    thread.start()
-    while not seen:
-        go_on.wait(0.01)
-    cpu.disable()
-    go_on.set()
-    thread.join()
-    assert seen == ["cpu", "torch.FloatTensor"]
 
 
 def test_compiled_functions_run_eagerly() -> None:

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing
 from torch import distributed
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -13,7 +12,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from tests.harness.scene import forget_megatron
 from tests.unit.fsdp2.model import config, eager
 from tests.unit.fsdp2.model import train as train_fsdp2
-from tests.unit.storage.full_state import Case, build, full_state, sharded, steps, unwrapped
+from tests.unit.storage.full_state import Case, build, full_state, steps, unwrapped
+from tests.unit.storage.full_state import write as write_checkpoint
 from tests.unit.storage.runs import DENSE
 
 BF16 = {**DENSE, "dtype": torch.bfloat16}
@@ -35,8 +35,7 @@ def write(folder: str) -> dict[str, dict[str, list[int]]]:
         chunk, optimizer = build(case)
         steps(case, chunk, optimizer, 0, 2)
         into = Path(folder, name)
-        into.mkdir(exist_ok=True)
-        dist_checkpointing.save(sharded(case, chunk, optimizer, is_loading=False), str(into))
+        write_checkpoint(case, chunk, optimizer, into)
         found[name] = written(case, chunk, optimizer)
         if name == "plain":
             write_rank_file(into.with_name(f"{name}, torch"), chunk, optimizer)

@@ -35,8 +35,8 @@ MAIN = list(VARIANTS)[:4]
 
 # what one start of the ranks does: layouts with their optimizers
 CELLS = {
-    "fsdp, 2": {"fsdp": MAIN},
-    "torch, 4": {"fsdp": VARIANTS, "hsdp": MAIN, "tp": MAIN},
+    "fsdp, 2": {"fsdp": VARIANTS},
+    "torch, 4": {"fsdp": MAIN, "hsdp": MAIN, "tp": MAIN},
     "megatron, 2": {
         "optim": ["muon"],
         "optim_grads": ["muon"],

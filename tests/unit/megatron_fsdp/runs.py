@@ -98,6 +98,16 @@ def weights(run: Run, chunk: Any) -> dict[str, tuple[Slab, torch.Tensor]]:
     return found
 
 
+def stepped(run: Run, chunk: Any, optimizer: Any, first: int, end: int) -> list[Any]:
+    """Do some steps and return what each returned."""
+    returned = []
+    for step in range(first, end):
+        optimizer.zero_grad()
+        inject(run, chunk, step)
+        returned.append(optimizer.step())
+    return returned
+
+
 def train_in_ddp(run: Run) -> Result:
     """Do the same in one process in a model that Megatron's DDP wraps; return main weights."""
     chunk = runs.make_chunk(run)
@@ -122,11 +132,7 @@ def train(run: Run) -> Result:
     """Build, step, and return this rank's weights, and how much it has of each parameter."""
     chunk = make_chunk(run)
     optimizer = make_optimizer(run, chunk)
-    steps = []
-    for step in range(run.steps):
-        optimizer.zero_grad()
-        inject(run, chunk, step)
-        steps.append(optimizer.step())
+    steps = stepped(run, chunk, optimizer, 0, run.steps)
     result = weights(run, chunk)
     parts = {
         name: param.to_local().numel() / math.prod(param.shape)

@@ -15,7 +15,7 @@ from megatron_eopt.checkpoint.fsdp_dtensor import GROUPS, match
 from tests.harness import run_ranks
 from tests.harness.scene import forget_megatron
 from tests.unit.fsdp2.model import eager
-from tests.unit.megatron_fsdp.runs import inject, make_chunk, make_optimizer, weights
+from tests.unit.megatron_fsdp.runs import make_chunk, make_optimizer, stepped, weights
 from tests.unit.storage.runs import DENSE, MOE, Result, Run, deviation
 
 FORM = {"distrib_optim_sharding_type": "fsdp_dtensor"}
@@ -39,13 +39,6 @@ def state_of(chunk: Any, optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
     )
     preprocess_state_dict_for_uneven_dtensor(state)
     return state
-
-
-def stepped(run: Run, chunk: Any, optimizer: Any, first: int, end: int) -> None:
-    for step in range(first, end):
-        optimizer.zero_grad()
-        inject(run, chunk, step)
-        optimizer.step()
 
 
 @eager

@@ -69,11 +69,6 @@ def test_a_script_that_adds_our_flags_keeps_our_defaults():
     values([], "ours", optimizer_defaults="recommended", muon_tp_mode="auto")
 
 
-def test_given_flags_win():
-    flags = ["--optimizer", "soap", "--muon-tp-mode", "exchange", "--no-muon-split-gated"]
-    values(flags, None, optimizer="soap", muon_tp_mode="exchange", muon_split_gated=False)
-
-
 def _with_the_scripts_provider() -> None:
     args = parsed(["--answer", "7", "--transformer-impl", "local"], scripts_own)
     assert (args.answer, args.optimizer_defaults) == (7, "megatron")
@@ -83,22 +78,6 @@ def _with_the_scripts_provider() -> None:
 
 def test_the_scripts_own_flags_and_defaults_are_respected():
     run_ranks(1, _with_the_scripts_provider)
-
-
-def _afterwards() -> None:
-    from megatron.training.arguments import parse_args
-
-    argv, sys.argv = sys.argv, ["script.py", *TRAINERS, "--optimizer-defaults", "megatron"]
-    try:
-        parsed([])
-        with pytest.raises(SystemExit):
-            parse_args()
-    finally:
-        sys.argv = argv
-
-
-def test_the_flags_are_gone_afterwards():
-    run_ranks(1, _afterwards)
 
 
 SAVES = {"async_save": True, "use_persistent_ckpt_worker": True}

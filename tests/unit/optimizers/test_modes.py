@@ -100,3 +100,10 @@ def test_short_side_cuts_are_recut_to_the_long_side():
 
 def test_a_matrix_with_fewer_columns_than_ranks_has_an_owner():
     assert modes([rows((8, 4), 16)], 16, "distributed") == ["exchange"]
+
+
+def test_megatrons_auto_shares_no_matrix_that_its_iteration_cannot():
+    # one matrix outweighs everything: ours would be cut over the ranks
+    big = [rows((8192, 2048), 8)]
+    assert plan_work(big, 8, "auto", WAVE).matrices[0].mode == "distributed"
+    assert plan_work(big, 8, "auto", WAVE, whole_only=True).matrices[0].mode == "duplicated"

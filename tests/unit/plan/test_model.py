@@ -1,6 +1,5 @@
-"""Stages of real layers have all weights of an architecture, on any layout, and are built fast."""
+"""Stages of real layers have all weights of an architecture, on any layout."""
 
-import time
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -117,10 +116,10 @@ def test_all_stages_together_are_the_model_of_one_rank(name):
 LARGE = Layout(tensor=1, pipeline=16, data=256, expert=64)
 
 
-def large_stages() -> tuple[list[Counter[str]], float]:
+def large_stages() -> list[Counter[str]]:
     """Build one stage of each kind of DeepSeek-V3, as 4,096 ranks have them."""
     dist.destroy_process_group()
-    found, started = [], time.perf_counter()
+    found = []
     for first, *_ in stage_kinds(PUBLISHED["DeepSeek-V3"], LARGE):
         with dry_world(LARGE.first_rank(first), LARGE.world_size):
             model = build_stage(PUBLISHED["DeepSeek-V3"], LARGE)
@@ -128,19 +127,18 @@ def large_stages() -> tuple[list[Counter[str]], float]:
             for name, param in model.named_parameters():
                 sizes["experts" if "local_experts" in name else "others"] += param.numel()
             found.append(sizes)
-    return found, (time.perf_counter() - started) / len(found)
+    return found
 
 
 @pytest.mark.long
-def test_a_stage_of_thousands_of_ranks_is_built_in_seconds():
+def test_stages_of_thousands_of_ranks_have_all_weights_together():
     assert stage_kinds(PUBLISHED["DeepSeek-V3"], LARGE) == [(0,), tuple(range(1, 15)), (15,)]
-    (first, middle, last), seconds = run_ranks(1, large_stages, cpu=False)[0]
+    first, middle, last = run_ranks(1, large_stages, cpu=False)[0]
     expert = 3 * 7168 * 2048
     assert [sizes["experts"] // expert for sizes in (first, middle, last)] == [4, 16, 4]
     others = first["others"] + 14 * middle["others"] + last["others"]
     routed = 58 * 256 * expert
     assert others + routed == pytest.approx(671e9, rel=0.001)
-    assert seconds < 60
 
 
 def test_the_last_stage_has_what_is_left():

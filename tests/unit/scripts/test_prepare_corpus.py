@@ -80,20 +80,6 @@ def test_nothing_is_written_where_something_would_be_lost(capsys, tmp_path, text
     assert contents(tmp_path) == before
 
 
-def test_a_corpus_among_the_texts_is_not_read(capsys, tmp_path, texts):
-    out = tmp_path / "texts" / "corpus"
-    arguments = (tmp_path / "texts", "--out", out)
-    for _ in range(2):
-        assert prepare(capsys, *arguments)[0] == 0
-    before = contents(out)
-    code, said = prepare(capsys, *arguments, "--suffix", "")
-    assert code == 2
-    assert "would be read as text" in said
-    assert contents(out) == before
-    code, said = prepare(capsys, *arguments, "--suffix", "", "--exclude", "corpus")
-    assert code == 0, said
-
-
 def samples(corpus: Path, cache: Path | None) -> set[int]:
     """Return the tokens that Megatron reads, whose index is kept in ``cache``."""
     config = GPTDatasetConfig(

@@ -53,16 +53,6 @@ def test_fewer_steps_than_the_checkpoint_has_are_refused(tmp_path, monkeypatch, 
     assert not (tmp_path / "quickstart-corpus").exists()
 
 
-@pytest.mark.parametrize(
-    ("steps", "flags"),
-    [(7, []), (6, ["--load", "x"]), (6, ["--load=x"]), (6, ["--finetune"]), (1, ["--ckpt-step=1"])],
-)
-def test_other_steps_are_not(reached, steps, flags):
-    quickstart.check_steps(steps, reached, flags)
-    (reached / "latest_checkpointed_iteration.txt").write_text("release")
-    quickstart.check_steps(1, reached, [])
-
-
 STARTS = """
 import subprocess, sys, time
 # as torchrun does

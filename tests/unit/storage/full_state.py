@@ -145,16 +145,51 @@ def full_state(case: Case, chunk: Any, optimizer: Any) -> dict[str, Any]:
     return {key: value for key, value in whole.items() if "_extra_state" not in key}
 
 
+def write(case: Case, chunk: Any, optimizer: Any, folder: str | Path) -> None:
+    """Save what a run has now."""
+    Path(folder).mkdir(exist_ok=True)
+    dist_checkpointing.save(sharded(case, chunk, optimizer, is_loading=False), str(folder))
+
+
+def save_one(case: Case, folder: str | Path, count: int = 2) -> dict[str, Any]:
+    """Step so often and save; return the whole state."""
+    chunk, optimizer = build(case)
+    steps(case, chunk, optimizer, 0, count)
+    write(case, chunk, optimizer, folder)
+    return full_state(case, chunk, optimizer)
+
+
+def resume(
+    case: Case,
+    folder: str | Path,
+    read: Callable[..., Any] = checkpoints.load,
+    prepare: Callable[[Any], None] | None = None,
+    **options: Any,
+) -> tuple[Any, Any]:
+    """Load into a model of zeros.
+
+    Args:
+        case: The run.
+        folder: Holds the checkpoint.
+        read: Our function, which looks at what there is first, or megatron-core's.
+        prepare: Changes the model's weights before the optimizer sees them.
+        options: Of our function.
+    """
+    chunk, optimizer = build(case, prepare)
+    for param in chunk.parameters():
+        param.data.zero_()
+    loaded = read(sharded(case, chunk, optimizer, is_loading=True), str(folder), **options)
+    unwrapped(chunk).load_state_dict(loaded["model"], strict=False)
+    optimizer.load_state_dict(loaded["optimizer"])
+    set_lr(optimizer, optimizer.config)
+    return chunk, optimizer
+
+
 def save(cases: list[Case], folder: str) -> list[dict[str, Any]]:
     """For each case step twice and save; return the whole states."""
     states = []
     for number, case in enumerate(cases):
-        chunk, optimizer = build(case)
-        steps(case, chunk, optimizer, 0, 2)
-        into = Path(folder) / str(number)
-        into.mkdir(exist_ok=True)
-        dist_checkpointing.save(sharded(case, chunk, optimizer, is_loading=False), str(into))
-        states.append(full_state(case, chunk, optimizer))
+        states.append(save_one(case, Path(folder, str(number))))
         forget_megatron()
     return states if distributed.get_rank() == 0 else []
 
@@ -185,14 +220,7 @@ def load(
     """Load each case's checkpoint into a fresh model, do further steps; return the whole states."""
     states = []
     for number, case in enumerate(cases):
-        chunk, optimizer = build(case)
-        for param in chunk.parameters():
-            param.data.zero_()
-        wanted = sharded(case, chunk, optimizer, is_loading=True)
-        loaded = read(wanted, str(Path(folder) / str(number)))
-        unwrapped(chunk).load_state_dict(loaded["model"], strict=False)
-        optimizer.load_state_dict(loaded["optimizer"])
-        set_lr(optimizer, optimizer.config)
+        chunk, optimizer = resume(case, Path(folder, str(number)), read)
         steps(case, chunk, optimizer, 2, 2 + further)
         states.append(full_state(case, chunk, optimizer))
         forget_megatron()

@@ -5,10 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
-from megatron.core import dist_checkpointing
 
-from megatron_eopt import checkpoints
 from tests.harness import run_ranks
 from tests.harness.scene import forget_megatron
 from tests.unit.fsdp2.model import eager
@@ -22,20 +19,9 @@ JOINING = "*linear_proj.weight"
 def after_joining(case: Case, before: str, folder: Path) -> tuple[Any, Any]:
     """Return a run in which some matrices, whose optimizer was another, do steps 8 and 9."""
     earlier = replace(case, overrides={JOINING: before})
-    chunk, optimizer = full_state.build(earlier)
-    full_state.steps(earlier, chunk, optimizer, 0, 8)
-    if dist.get_rank() == 0:
-        (folder / "before").mkdir()
-    dist.barrier()
-    saved = full_state.sharded(earlier, chunk, optimizer, is_loading=False)
-    dist_checkpointing.save(saved, str(folder / "before"))
+    full_state.save_one(earlier, folder / "before", 8)
     forget_megatron()
-    chunk, optimizer = full_state.build(case)
-    wanted = full_state.sharded(case, chunk, optimizer, is_loading=True)
-    loaded = checkpoints.load(wanted, str(folder / "before"))
-    full_state.unwrapped(chunk).load_state_dict(loaded["model"], strict=False)
-    optimizer.load_state_dict(loaded["optimizer"])
-    set_lr(optimizer, optimizer.config)
+    chunk, optimizer = full_state.resume(case, folder / "before")
     full_state.steps(case, chunk, optimizer, 8, 10)
     return chunk, optimizer
 
@@ -49,23 +35,18 @@ def gone_on(case: Case, before: str, folder: Path, form: str) -> tuple[list[str]
     if form == "torch":
         optimizer.save_state_dict_to_file(str(path))
     else:
-        if dist.get_rank() == 0:
-            path.mkdir()
-        dist.barrier()
-        saved = full_state.sharded(case, chunk, optimizer, is_loading=False)
-        dist_checkpointing.save(saved, str(path))
+        full_state.write(case, chunk, optimizer, path)
     full_state.steps(case, chunk, optimizer, 10, 12)
     whole = full_state.full_state(case, chunk, optimizer)
     forget_megatron()
-    chunk, optimizer = full_state.build(case)
-    for param, weight in zip(chunk.parameters(), weights, strict=True):
-        param.data.copy_(weight)
     if form == "torch":
+        chunk, optimizer = full_state.build(case)
+        for param, weight in zip(chunk.parameters(), weights, strict=True):
+            param.data.copy_(weight)
         optimizer.load_state_dict_from_file(str(path))
+        set_lr(optimizer, optimizer.config)
     else:
-        wanted = full_state.sharded(case, chunk, optimizer, is_loading=True)
-        optimizer.load_state_dict(checkpoints.load(wanted, str(path))["optimizer"])
-    set_lr(optimizer, optimizer.config)
+        chunk, optimizer = full_state.resume(case, path)
     full_state.steps(case, chunk, optimizer, 10, 12)
     found = full_state.full_state(case, chunk, optimizer)
     return differences(whole, found), sum(".step." in key for key in whole)

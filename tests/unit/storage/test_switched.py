@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from megatron.core import dist_checkpointing
 from megatron_eopt import checkpoints
 from megatron_eopt.base.errors import ConfigurationError
 from tests.harness import run_ranks
-from tests.unit.storage.full_state import Case, build, save, sharded, steps
+from tests.unit.storage.full_state import Case, build, save_one, sharded, steps
 from tests.unit.storage.runs import set_lr
 
 SHARDED = {"use_distributed_optimizer": True}
@@ -19,11 +18,8 @@ SHARDED = {"use_distributed_optimizer": True}
 
 def switched(folder: str, before: str, after: str) -> tuple[str, float]:
     """Return a refusal, and how far a run that heeds it gets from one with weights alone."""
-    Path(folder).mkdir(exist_ok=True)
-    first, case = Case(before, ddp=SHARDED), Case(after, ddp=SHARDED)
-    chunk, optimizer = build(first)
-    steps(first, chunk, optimizer, 0, 3)
-    dist_checkpointing.save(sharded(first, chunk, optimizer, is_loading=False), folder)
+    case = Case(after, ddp=SHARDED)
+    save_one(Case(before, ddp=SHARDED), folder, 3)
     with pytest.raises(ConfigurationError) as refusal:
         trained(folder, case)
     named = re.search(r"--checkpoint-fresh-state ([\w ]+) \(", str(refusal.value))
@@ -60,10 +56,10 @@ def test_moments_begin_anew_together(tmp_path, before, after):
 def refused_late(folder: str) -> str:
     """Let one rank lack a value that was asked for; return the error."""
     case = Case("adam", ddp=SHARDED)
-    save([case], folder)
+    save_one(case, folder)
     chunk, optimizer = build(case)
     wanted = sharded(case, chunk, optimizer, is_loading=True)
-    state = dist_checkpointing.load(wanted, f"{folder}/0")["optimizer"]
+    state = dist_checkpointing.load(wanted, folder)["optimizer"]
     if torch.distributed.get_rank() == 1:
         del state["param_state"]["values"]["1"]
     with pytest.raises(ConfigurationError) as error:
