@@ -111,12 +111,6 @@ def test_settings_with_an_effect_are_not_named(caplog):
     assert not caplog.records
 
 
-@pytest.mark.parametrize("name", ["muonn", "sopa"])
-def test_unknown_optimizers_come_with_the_nearest_names(name):
-    with pytest.raises(ConfigurationError, match="muon" if name == "muonn" else "soap"):
-        build({"optimizer": name})
-
-
 def test_a_wrapper_that_scatters_gradients_of_whole_state_is_refused():
     with pytest.raises(ConfigurationError, match="use_distributed_optimizer"):
         build({}, use_distributed_optimizer=True)

@@ -98,7 +98,7 @@ MOVED = [plain("muon", BF16), *ADAPTIVE[1:]]
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [({"tp": 2}, {}), ({}, {"tp": 2}), ({"pp": 2}, {})],
+    [({"tp": 2}, {}), pytest.param({}, {"tp": 2}, marks=pytest.mark.long), ({"pp": 2}, {})],
     ids=["TP 2 to 1", "TP 1 to 2", "PP 2 to 1"],
 )
 def test_other_layouts_load_it(tmp_path, before, after):

@@ -118,6 +118,6 @@ def steps(model, optimizer, first, end):
         optimizer.step()
 
 
-@pytest.mark.parametrize("name", SAVED)
+@pytest.mark.parametrize("name", ["muon", pytest.param("normuon", marks=pytest.mark.long), "soap"])
 def test_a_run_goes_on_as_in_one_go(tmp_path, name):
     assert run_ranks(2, stopped_and_gone_on, str(tmp_path), SAVED[name], timeout=120) == [[], []]

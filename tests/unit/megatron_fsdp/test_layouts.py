@@ -37,7 +37,12 @@ def reference(kind: str) -> Result:
     return run_ranks(1, train_in_ddp, Run(model=run.model, config=run.config, steps=STEPS))[0]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+LONG = ("optim_grads, dp 2", "dp 2")
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(n, marks=pytest.mark.long if n in LONG else []) for n in LAYOUTS]
+)
 def test_weights_norm_and_zeros_equal_one_process(layout):
     world, run = LAYOUTS[layout]
     kind = layout.split(",")[0]

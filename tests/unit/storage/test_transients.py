@@ -55,6 +55,9 @@ def peaks(
     return [max(run_ranks(ranks, peak, case)) for case in cases]
 
 
+STORAGES = pytest.mark.parametrize(
+    "storage", [True, pytest.param(False, marks=pytest.mark.long)], ids=["sharded", "replicated"]
+)
 NORMUON = {"adaptive_muon_moment2_method": "normuon"}
 
 
@@ -72,7 +75,7 @@ def test_muons_step_holds_two_waves_and_the_iteration(optimizer, ranks, storage,
     assert max(found) <= 2 * WAVE + ITERATION + BUFFERS
 
 
-@pytest.mark.parametrize("storage", [True, False], ids=["sharded", "replicated"])
+@STORAGES
 def test_an_owners_step_holds_two_waves_and_what_its_optimizer_needs_for_one_matrix(storage):
     few, many = peaks("soap", 2, storage, MODEL, WAVE_MB)
     assert max(few, many) <= 2 * WAVE + 3 * LARGEST + 5 * FACTOR
@@ -83,7 +86,7 @@ ROUNDING = 56 * (LARGEST // 4)
 """Indices, noise and what else rounding needs for each element of the matrix that it works on."""
 
 
-@pytest.mark.parametrize("storage", [True, False], ids=["sharded", "replicated"])
+@STORAGES
 def test_of_momentum_in_8_bits_no_more_than_a_wave_is_float32(storage):
     few, many = peaks("muon", 2, storage, MODEL, WAVE_MB, muon_momentum_dtype="int8")
     # the first wave's momenta, and one matrix that is rounded
