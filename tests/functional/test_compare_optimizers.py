@@ -1,4 +1,4 @@
-"""The comparison of optimizers: what it chooses, and does not train again."""
+"""The comparison of optimizers: what it chooses, and what it says of it."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Sections that pass, fail, crash, hang and find no time: what is kept, and what is told."""
+"""Sections that pass, fail, crash and find no time: what is kept, and what is told."""
 
 import os
 import sys
