@@ -64,7 +64,8 @@ def test_python_compiles(page):
 
 # flags of the programs that commands start
 OF_TOOLS = {
-    "torchrun": "--standalone --nproc-per-node --nnodes --rdzv-backend --rdzv-id --rdzv-endpoint",
+    "torchrun": "--standalone --nproc-per-node --nnodes --rdzv-backend --rdzv-id --rdzv-endpoint "
+    "--rdzv-conf --local-addr",
     "pip": "--no-deps --wheel-dir",
     "docker": "--build-arg --gpus --ipc --ulimit",
     "sbatch": "--nodes --signal",
