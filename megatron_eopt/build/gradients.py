@@ -60,7 +60,4 @@ def clip(steppers: Sequence[Stepper], most: float, norms: Mapping[Any, float]) -
 def _clipped(stepper: Stepper) -> Iterator[Tensor]:
     if not stepper.drivers:
         yield from (item.main for item in stepper.storage.stored())
-    for driver in stepper.drivers:
-        if driver.is_clipped:
-            for group in stepper.groups_of(driver):
-                yield from group["params"]
+    yield from (main for driver, _, main in stepper.stepped() if driver.is_clipped)
