@@ -71,7 +71,7 @@ def two_hosts() -> Iterator[None]:
         for host in HOSTS:
             command("ip", "netns", "add", host)
             made.append(host)
-        ends = (*LINKS[:1], "netns", HOSTS[0], "type", "veth")
+        ends = (LINKS[0], "netns", HOSTS[0], "type", "veth")
         command("ip", "link", "add", *ends, "peer", "name", LINKS[1], "netns", HOSTS[1])
         for number, (host, link) in enumerate(zip(HOSTS, LINKS, strict=True), start=1):
             inside = ("ip", "-n", host)

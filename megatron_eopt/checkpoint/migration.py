@@ -50,6 +50,7 @@ class Reading:
         self._policy = policy
         self._contents = contents
         self._missing: list[str] = []
+        self._fresh: list[str] = []
         self._notes: dict[str, list[str]] = {}
 
     def choose(self, values: Mapping[int, Value]) -> None:
@@ -75,6 +76,7 @@ class Reading:
             source = None if value.is_count and fresh else chosen.get(place)
             if value.kind in fresh:
                 self._note(f"{value.kind} starts fresh (the checkpoint has: {has})", value)
+                self._fresh.append(f"{value.where.space.name}: {value.kind}")
             elif source is not None:
                 self.chosen[place] = source
                 if source.from_adam:
@@ -95,11 +97,10 @@ class Reading:
         """Raise a ConfigurationError if state is missing, or would go on where it starts fresh."""
         if self._missing:
             raise missing_state(self._missing, by_bucket=bool(self._contents.in_buckets))
-        fresh = [line for line in self.lines() if "starts fresh" in line]
-        if fresh and self._has_stepped:
+        if self._fresh and self._has_stepped:
             rule = "has none of this state, and the optimizer has stepped: its own would go on"
             way_out = "Build the optimizer again before the load"
-            raise ConfigurationError("checkpoint", "; ".join(fresh), rule, way_out)
+            raise ConfigurationError("checkpoint", shortened(self._fresh), rule, way_out)
 
     def _kinds_there(
         self, values: Mapping[int, Value], chosen: Mapping[int, Source]

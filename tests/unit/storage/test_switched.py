@@ -71,3 +71,20 @@ def test_state_that_one_rank_has_not_loaded_is_refused_on_all(tmp_path):
     message, other = run_ranks(2, refused_late, str(tmp_path))
     assert message == other
     assert "must hold this state" in message
+
+
+def refused_after_steps(folder: str, ddp: dict[str, bool]) -> None:
+    save_one(Case("adam", ddp=ddp, config=ddp), folder)
+    case = Case("muon", ddp=ddp, config=ddp)
+    chunk, optimizer = build(case)
+    steps(case, chunk, optimizer, 0, 1)
+    wanted = sharded(case, chunk, optimizer, is_loading=True)
+    with pytest.raises(ConfigurationError, match="optimizer has stepped: its own would go on"):
+        checkpoints.load(wanted, folder)
+
+
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_state_that_would_start_fresh_is_refused_by_an_optimizer_that_has_stepped(
+    tmp_path, is_sharded
+):
+    run_ranks(2, refused_after_steps, str(tmp_path), {"use_distributed_optimizer": is_sharded})
