@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_eopt.base import gpu
 from megatron_eopt.base.address import address_of
 from megatron_eopt.base.agreement import of_every_rank
 from megatron_eopt.base.errors import ConfigurationError
@@ -37,7 +38,7 @@ def run_copies(copies: Sequence[Copy], sources: FlatT, sinks: FlatT) -> None:
     """Copy every block between flat contiguous tensors; dtypes may differ."""
     into = [_block(sinks[copy.sink], copy.size, copy.write) for copy in copies]
     from_ = [_block(sources[copy.source], copy.size, copy.read) for copy in copies]
-    if into and into[0].is_cuda:
+    if into and gpu.runs_kernels(into[0]):
         # fuse the runs into one kernel; one strided block among them would unfuse them all
         for sink, source in zip(into, from_, strict=True):
             if sink.dim() > 1:
