@@ -57,7 +57,7 @@ class Times:
 
 def times(report: Report, machine: Machine) -> Times:
     """Predict a rank's step."""
-    products = report.flops / (machine.flops * machine.efficiency)
+    products = report.total.flops / (machine.flops * machine.efficiency)
     ways = [_ways(schedule, machine) for _, schedule in report.schedules]
     work = [_by_wave(schedule) for _, schedule in report.schedules]
     per_flop = products / max(math.fsum(flops for waves in work for flops in waves), 1.0)

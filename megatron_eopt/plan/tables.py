@@ -36,7 +36,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
             "collectives": [
                 {**call._asdict(), "calls": count} for call, count in report.collectives.items()
             ],
-            "flops": report.flops,
+            "flops": report.total.flops,
             "host_reads": dict(report.host_reads),
             "memory": asdict(report.memory),
         },
@@ -90,7 +90,7 @@ def show_sweep(plans: Sequence[Plan], gpu: str, console: Console) -> None:
         (
             *(str(size) for size in (plan.layout.tensor, plan.layout.pipeline, plan.layout.data)),
             str(plan.layout.expert),
-            _flops(plan.report.flops),
+            _flops(plan.report.total.flops),
             _ms(plan.times.step),
             f"{plan.share:.2%}",
             f"{sum(size or 0 for size in asdict(plan.report.memory).values()) / _GIB:.1f}",

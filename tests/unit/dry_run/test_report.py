@@ -36,7 +36,7 @@ def figures(report: Report) -> tuple[Any, ...]:
         (item.loads, item.plan.calls, item.plan.bytes_sent, item.plan.bytes_received)
         for _, item in report.schedules
     ]
-    return report.elements, plans, report.collectives, report.flops
+    return report.elements, plans, report.collectives, report.total.flops
 
 
 @contextmanager
