@@ -49,6 +49,7 @@ _PHASES = {
     "megatron_eopt.math.orthogonalize": "orthogonalization",
     "megatron_eopt.math.backends": "orthogonalization",
     "megatron_eopt.optimizers.momentum": "momentum's rounding",
+    "megatron_eopt.optimizers.host_memory": "off-loading",
     "megatron_eopt.optimizers.muon_driver._apply": "weights",
     "megatron_eopt.optimizers.muon_driver": "directions",
     "megatron_eopt.optimizers.engine": "exchange",
@@ -69,11 +70,15 @@ class Collective(NamedTuple):
         name: As torch's dispatcher has it, without underscores at its ends.
         ranks: Of its group.
         sent: Bytes that this rank hands over.
+        first: Lowest global rank of its group.
+        last: Highest one.
     """
 
     name: str
     ranks: int
     sent: int
+    first: int
+    last: int
 
 
 class Phase(NamedTuple):
@@ -156,7 +161,9 @@ class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         given = args[1] if any(word in name for word in _WITH_OUTPUT) else args[0]
         sent = sum(item.nbytes for item in tree_iter(given) if isinstance(item, Tensor))
-        self.collectives[Collective(name.strip("_"), group.size(), sent)] += 1
+        ranks = distributed.get_process_group_ranks(group)
+        call = Collective(name.strip("_"), len(ranks), sent, min(ranks), max(ranks))
+        self.collectives[call] += 1
 
 
 def _groups(args: Any) -> Iterator[Any]:
@@ -176,10 +183,12 @@ def _phase(frame: FrameType | None) -> Phase:
     while frame is not None:
         module, function = frame.f_globals.get("__name__", ""), frame.f_code.co_name
         name = name or _phase_of(f"{module}.{function}")
-        if function == "step" and isinstance(driver := frame.f_locals.get("self"), Driver):
-            optimizer = driver.name
+        # to look at its variables keeps them alive, so those of no other function are looked at
+        if module.startswith("megatron_eopt.optimizers.") and function == "step":
+            caller = frame.f_locals.get("self")
+            optimizer = caller.name if isinstance(caller, Driver) else optimizer
         frame = frame.f_back
-    return Phase(optimizer, name or "else")
+    return Phase(optimizer, name or who_reads() or "?")
 
 
 @cache
