@@ -15,14 +15,16 @@ from typing import Any
 import torch
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.utils import log_single_rank
+from torch import Tensor
 
 from megatron_eopt.base import gpu
-from megatron_eopt.base.agreement import agreed, device_of_collectives, of_every_rank
+from megatron_eopt.base.agreement import agreed, device_of_collectives
 from megatron_eopt.base.errors import ConfigurationError, NonFiniteError, check_number
 from megatron_eopt.base.live_bytes import LiveBytes
 from megatron_eopt.base.upstream import needed
-from megatron_eopt.build.gradients import GradNorm, clip, unscale_
+from megatron_eopt.build.gradients import GradNorm, clip, non_finite, unscale_
 from megatron_eopt.build.memory import Memory, memory_of
+from megatron_eopt.build.overlap import Overlap
 from megatron_eopt.build.stats import Stats
 from megatron_eopt.checkpoint import local_state, optimizer_state
 from megatron_eopt.checkpoint.migration import Policy
@@ -32,9 +34,7 @@ from megatron_eopt.optimizers.stepper import Stepper
 from megatron_eopt.qk_clip import remember
 from megatron_eopt.routing.global_names import names_in
 from megatron_eopt.settings.settings import RunSettings, Settings
-from megatron_eopt.storage.dtensors import local_of
 from megatron_eopt.storage.interface import gather_buckets, named_gradients
-from megatron_eopt.storage.shard import global_name
 from megatron_eopt.storage.sharded import FragmentsOptimizer
 
 logger = logging.getLogger(__name__)
@@ -80,6 +80,10 @@ class OptimizerChain(ChainedOptimizer):
         self.number, self.superseded = -1, False  # see megatron_eopt.build.ownership
         # whether the host reads norms a step later; see Note [No waits]
         self.reads_norms_late = gpu.runs_kernels(torch.empty(0, device=device_of_collectives()))
+        self._overlap: Overlap | None = None
+        if settings.overlaps_step:
+            self._overlap = Overlap(self.steppers, self._named_chunks, self._expects_no_clipping)
+        self._last_norm = math.inf
         # norms of the last step that the host has not read yet
         self._unread: dict[str | None, GradNorm] = {}
         remember(model_chunks, self)
@@ -153,9 +157,11 @@ class OptimizerChain(ChainedOptimizer):
         if overflowed:
             self.skipped_steps += 1
             return False, None, None
-        norms = self._norms()
+        norms = self._norms(None if self._overlap is None else self._overlap.join())
         late = self._may_read_late(norms)
         found: Any = norms[None].value if late else self._read(norms)
+        if self._overlap is not None and (bool(norms[None].flag) or not self._keeps(found)):
+            self._overlap.forget()
         clip(self.steppers, self.settings.clip_grad, norms, fold=len(norms) == 1)
         zeros = self.count_zeros() if self.settings.counts_zeros else None
         if not late and self.is_above_skip_threshold(found):
@@ -177,11 +183,23 @@ class OptimizerChain(ChainedOptimizer):
             for stepper in self.steppers
         )
 
+    def _expects_no_clipping(self, margin: float) -> bool:
+        """Return whether gradients will probably step as they are; the same on all ranks."""
+        return not self.collects_stats and self._keeps(self._last_norm / margin)
+
+    def _keeps(self, norm: float) -> bool:
+        """Return whether a step with gradients of this norm uses them as they are."""
+        most = self.settings.clip_grad
+        return norm + 1e-6 <= (most or math.inf) and not self.is_above_skip_threshold(norm)
+
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
         """Step all steppers, then gather parameters unless the forward pass will."""
         check_may_step(self)
         self._found_inf = None
+        if self._overlap is not None:
+            self._overlap.step()
+            return True
         for child in self.chained_optimizers:
             child.step_in_chain()
         self.gather_params()
@@ -227,20 +245,25 @@ class OptimizerChain(ChainedOptimizer):
         clip(self.steppers, clip_grad, norms, fold=False)
         return found
 
-    def _norms(self) -> dict[str | None, GradNorm]:
+    def _norms(self, flag: Tensor | None = None) -> dict[str | None, GradNorm]:
         names = [
             name for name in needed("SEPARATE_GRAD_NORM_GROUPS") if self.has_grad_norm_group(name)
         ]
-        return {name: GradNorm(self.chained_optimizers, name) for name in (None, *names)}
+        return {
+            name: GradNorm(self.chained_optimizers, name, None if name else flag)
+            for name in (None, *names)
+        }
 
     def _read(self, norms: dict[str | None, GradNorm]) -> float:
         """Return the norm of what has none of its own, once all are known to be finite."""
         self._unread = {}
+        self._last_norm = math.inf
         found = {name: norm.read() for name, norm in norms.items()}
         self.grad_norms_by_group: dict[str, float] = {k: v for k, v in found.items() if k}
         for norm in found.values():
             if not math.isfinite(norm) and not self.is_above_skip_threshold(norm):
                 self._refuse(list(norms.values()))
+        self._last_norm = found.get(None, math.inf)
         return found.get(None, 0.0)
 
     @property
@@ -360,16 +383,8 @@ class OptimizerChain(ChainedOptimizer):
 
     def _refuse(self, norms: Sequence[GradNorm]) -> None:
         self.skipped_steps += 1
-        names = names_in(self._named_chunks)
-        faulty = set[int]().union(*(norm.non_finite() for norm in norms))
-        found = {
-            global_name(param, names.get(param, "a parameter"))
-            for child in self.chained_optimizers
-            for param, grad in named_gradients(child)
-            if local_of(grad).data_ptr() in faulty
-        }
-        # a name travels on from one group to the next
-        for group in dict.fromkeys(group for norm in norms for group in norm.groups):
-            found = found.union(*of_every_rank(found, group))
+        if self._overlap is not None:
+            self._overlap.forget()
+        found = non_finite(self.chained_optimizers, names_in(self._named_chunks), norms)
         # each may be finite, and float32 have no room for the sum of their squares
         raise NonFiniteError("gradients" if found else "norm", sorted(found) or ["all gradients"])

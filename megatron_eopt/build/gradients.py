@@ -16,11 +16,13 @@ from megatron.core.utils import get_data_parallel_group_if_dtensor, to_local_if_
 from torch import Tensor, distributed
 
 from megatron_eopt.base import gpu
-from megatron_eopt.base.agreement import device_of_collectives
+from megatron_eopt.base.agreement import device_of_collectives, of_every_rank
 from megatron_eopt.base.upstream import needed
 from megatron_eopt.optimizers.stepper import Stepper
 from megatron_eopt.settings.settings import LossScale
 from megatron_eopt.storage.dtensors import local_of
+from megatron_eopt.storage.interface import named_gradients
+from megatron_eopt.storage.shard import global_name
 
 _MARGIN = 1e-6
 """What megatron-core adds to a norm before it divides by it."""
@@ -56,10 +58,17 @@ class GradNorm:
     Attributes:
         value: float64, of shape (), on the device.
         groups: Over whose ranks it is summed.
+        flag: The sum of all ranks' flags.
     """
 
-    def __init__(self, optimizers: Sequence[Any], name: str | None = None) -> None:
-        """Compute it of all gradients, or of those whose parameters have a norm called ``name``."""
+    def __init__(
+        self, optimizers: Sequence[Any], name: str | None = None, flag: Tensor | None = None
+    ) -> None:
+        """Compute it of all gradients, or of those whose parameters have a norm called ``name``.
+
+        A ``flag`` is a number of this rank's, of shape (), which is summed with the squares.
+        """
+        self.flag = torch.zeros((), device=device_of_collectives()) if flag is None else flag
         self._of_each: list[tuple[list[Tensor], Tensor]] = []
         self.groups: list[distributed.ProcessGroup] = []
         groups = [optimizer.get_grad_stats_parallel_group() for optimizer in optimizers]
@@ -81,10 +90,13 @@ class GradNorm:
             norms = torch.stack([norm.float() for norm in torch._foreach_norm(local)])
             self._of_each.append((local, norms))
             square = norms.norm().square()
+        summed = torch.stack([square, self.flag])
         for ranks in (mesh, group) if mesh else (group,):
             self.groups.append(ranks)
-            distributed.all_reduce(square, group=ranks)
-        return square.double().sqrt()
+            distributed.all_reduce(summed, group=ranks)
+        self.flag = summed[1]
+        norm: Tensor = summed[0].double().sqrt()
+        return norm
 
     def send(self) -> None:
         """Begin to copy the norm to the host, which :meth:`read` then finds there."""
@@ -118,6 +130,26 @@ class GradNorm:
         ones = torch.ones_like(self.value)
         scale = (most * ones / (self.value + _MARGIN)).clamp_(max=1.0) if most > 0 else ones
         return torch.where(self.value.isfinite(), scale, math.nan).float()
+
+
+def non_finite(
+    optimizers: Sequence[Any], names: Mapping[Tensor, str], norms: Sequence[GradNorm]
+) -> set[str]:
+    """Return the parameters, by their names in the whole model, whose gradients are not finite.
+
+    It is collective, and the same on all ranks.
+    """
+    faulty = set[int]().union(*(norm.non_finite() for norm in norms))
+    found = {
+        global_name(param, names.get(param, "a parameter"))
+        for optimizer in optimizers
+        for param, grad in named_gradients(optimizer)
+        if local_of(grad).data_ptr() in faulty
+    }
+    # a name travels on from one group to the next
+    for group in dict.fromkeys(group for norm in norms for group in norm.groups):
+        found = found.union(*of_every_rank(found, group))
+    return found
 
 
 def clip(
