@@ -107,10 +107,8 @@ def plan(
         report = report_of(_built(architecture, layout, config), lambda: None)
         predicted = times(report, machine)
     with dry_world(worst.busiest, layout.world_size):
-        other: Any = config
-        adam = report_of(
-            _built(architecture, layout, replace(other, optimizer="adam")), lambda: None
-        )
+        adams: Any = config
+        adam = report_of(_built(architecture, layout, replace(adams, optimizer="adam")), lambda: None)
         operations = train_flops(architecture, tokens)
     return Plan(
         architecture,
