@@ -65,6 +65,9 @@ class Driver:
     tells_updates = False  # whether its statistics are told its updates
     counts_matrices = False  # whether each matrix has a count of steps, or each parameter
     is_clipped = True  # whether its gradients are scaled down with all others'
+    folds_clipping = False  # whether it does that itself, by :attr:`coefficient`
+    # what gradients are multiplied with, on their device; nan if nothing may change; None for 1
+    coefficient: Tensor | None = None
     # kinds of state that need not be in what is loaded
     dispensable: frozenset[str] = frozenset()
 

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_eopt.base.names import COPY_ATTRIBUTE
+
 
 class Stored(NamedTuple):
     """What this rank stores of one of the model's parameters."""
@@ -23,6 +25,7 @@ class Storage:
     steps: int = 0  # done, the same on every rank
     is_stub_optimizer: bool  # whether it has no parameter on any rank
     grad_scaler: Any = None  # the loss scale of the chain; None without
+    _handed_out: Sequence[Tensor] | None = None  # mains that had their copies in this step
 
     def count_in(self, stats: Any, collection: Any) -> None:
         """Let megatron-core count every gradient once, over the ranks of ``stats``."""
@@ -81,9 +84,34 @@ class Storage:
 
     def step_with_ready_grads(self) -> bool:
         """Step, and count the step if it was done."""
-        done = bool(super().step_with_ready_grads())  # type: ignore[misc]
+        copies = self.copies()
+        for main, copy in copies:
+            setattr(main, COPY_ATTRIBUTE, copy)
+        self._handed_out = [main for main, _ in copies]
+        try:
+            done = bool(super().step_with_ready_grads())  # type: ignore[misc]
+        finally:
+            self._handed_out = None
         self.steps += done
         return done
+
+    def copies(self) -> list[tuple[Tensor, Tensor]]:
+        """Return main weights with what the model has of them, rounded, if that is apart.
+
+        Who steps one may write the other at once, see :func:`handed_out`.
+        """
+        return []
+
+    @torch.no_grad()
+    def copy_mains(self) -> None:
+        """Let the model have the main weights, in a step those that it has not got yet."""
+        pairs = self.copies()
+        if self._handed_out is not None:
+            left = [(main, handed_out(main)) for main in self._handed_out]
+            pairs = [(main, copy) for main, copy in left if copy is not None]
+        if pairs:
+            mains, copies = zip(*pairs, strict=True)
+            torch._foreach_copy_(copies, mains)
 
     def replica_of(self, replica: Any) -> tuple[int, ...]:
         """Return which copy of stored state this rank has, from that of the model's parameter."""
@@ -92,6 +120,15 @@ class Storage:
     def replica_of_matrix(self, replica: Any) -> tuple[int, ...]:
         """Return the same of state that is not cut like the parameter."""
         return self.replica_of(replica)
+
+
+def handed_out(main: Tensor) -> Tensor | None:
+    """Return what the model has of a main weight, to be written with it; None if nobody must.
+
+    Whoever asks writes it, and it will not be copied after the step.
+    """
+    copy: Tensor | None = main.__dict__.pop(COPY_ATTRIBUTE, None)
+    return copy
 
 
 def gather_buckets(model_chunk: Any, *, now: bool = False) -> None:

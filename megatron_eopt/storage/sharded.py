@@ -209,17 +209,19 @@ class FragmentsOptimizer(Storage, DistributedOptimizer):
             held = None if grad is None else grad.detach().reshape(-1)[item.start : item.stop]
             item.main.grad = None if held is None else held.float()
 
-    @torch.no_grad()
+    def copies(self) -> list[tuple[Tensor, Tensor]]:
+        """Return main weights with the model's, rounded; none where these have 8 or 4 bits."""
+        if self._is_quantized:
+            return []
+        pairs = [(main, self._param_view(param)) for param, main in self.main_of.items()]
+        # a float32 parameter is its own main weight, unless a caller has moved one of them
+        return [(main, view) for main, view in pairs if address_of(view) != address_of(main)]
+
     def _copy_main_params_to_model_params(self) -> None:
         if self._is_quantized:
             super()._copy_main_params_to_model_params()
-            return
-        pairs = [(self._param_view(param), main) for param, main in self.main_of.items()]
-        # a float32 parameter is its own main weight, unless a caller has moved one of them
-        apart = [(view, main) for view, main in pairs if address_of(view) != address_of(main)]
-        if apart:
-            views, mains = zip(*apart, strict=True)
-            torch._foreach_copy_(views, mains)
+        else:
+            self.copy_mains()
 
     def _param_view(self, param: Tensor) -> Tensor:
         held = self._get_model_param_range_map(param)["gbuf_world_in_bucket"]
