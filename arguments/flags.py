@@ -58,6 +58,8 @@ GROUPS: dict[str, dict[str, str]] = {
         "less memory, more keeps a GPU busier.",
         "muon-team-size": "Most ranks that compute one matrix together where there are more ranks "
         "than work: 1 for none.",
+        "muon-overlap-step": "Compute updates while gradients are still reduced, and gather each "
+        "bucket of parameters as soon as it is stepped.",
         "muon-momentum-dtype": "How momentum is kept between steps: in float32, or in fewer bits.",
         "muon-backend": "Whose kernels orthogonalize.",
     },

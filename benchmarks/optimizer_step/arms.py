@@ -32,6 +32,7 @@ class Arm:
         storage: Everything on every rank, as the distributed optimizer does for Adam, or
             megatron-core's layer-wise optimizer with its padded layout.
         optimizer: "muon" or "adam".
+        backend: Whose kernels ours uses; None for the default.
     """
 
     name: str
@@ -40,9 +41,12 @@ class Arm:
     tp_mode: str
     storage: StorageT = "whole"
     optimizer: str = "muon"
+    backend: str | None = None
 
     def optimizer_of(self, chunk: Any, **fields: Any) -> Any:
         """Return its optimizer of a wrapped model, with further fields of the configuration."""
+        if self.backend is not None:
+            fields["muon_backend"] = self.backend
         config = self.config(
             optimizer=self.optimizer,
             use_distributed_optimizer=self.storage == "fragments",

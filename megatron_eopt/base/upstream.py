@@ -23,7 +23,7 @@ _PACKAGES = {"megatron-core": "megatron.core", "emerging-optimizers": "emerging_
 _NAMES: dict[str, str] = {
     "megatron.core.optimizer": "get_megatron_optimizer _get_param_groups",
     "megatron.core.optimizer.optimizer": "ChainedOptimizer GRAD_NORM_GROUP_ATTR "
-    "param_group_identifier_keys",
+    "SEPARATE_GRAD_NORM_GROUPS param_group_identifier_keys",
     "megatron.core.optimizer.grad_scaler": "DynamicGradScaler ConstantGradScaler",
     "megatron.core.optimizer.layer_wise_optimizer": "LayerWiseDistributedOptimizer",
     "megatron.core.optimizer.emerging_optimizers": "_is_nonlinear_or_embedding",

@@ -15,12 +15,16 @@ from typing import Any
 import torch
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.utils import log_single_rank
+from torch import Tensor
 
-from megatron_eopt.base.agreement import agreed, of_every_rank
+from megatron_eopt.base import gpu
+from megatron_eopt.base.agreement import agreed, device_of_collectives
 from megatron_eopt.base.errors import ConfigurationError, NonFiniteError, check_number
 from megatron_eopt.base.live_bytes import LiveBytes
-from megatron_eopt.build.gradients import clip, unscale_
+from megatron_eopt.base.upstream import needed
+from megatron_eopt.build.gradients import GradNorm, clip, non_finite, unscale_
 from megatron_eopt.build.memory import Memory, memory_of
+from megatron_eopt.build.overlap import Overlap
 from megatron_eopt.build.stats import Stats
 from megatron_eopt.checkpoint import local_state, optimizer_state
 from megatron_eopt.checkpoint.migration import Policy
@@ -31,7 +35,6 @@ from megatron_eopt.qk_clip import remember
 from megatron_eopt.routing.global_names import names_in
 from megatron_eopt.settings.settings import RunSettings, Settings
 from megatron_eopt.storage.interface import gather_buckets, named_gradients
-from megatron_eopt.storage.shard import global_name
 from megatron_eopt.storage.sharded import FragmentsOptimizer
 
 logger = logging.getLogger(__name__)
@@ -75,6 +78,14 @@ class OptimizerChain(ChainedOptimizer):
         self.skipped_steps = 0
         self.is_sharded = any(isinstance(item, FragmentsOptimizer) for item in storages)
         self.number, self.superseded = -1, False  # see megatron_eopt.build.ownership
+        # whether the host reads norms a step later; see Note [No waits]
+        self.reads_norms_late = gpu.runs_kernels(torch.empty(0, device=device_of_collectives()))
+        self._overlap: Overlap | None = None
+        if settings.overlaps_step:
+            self._overlap = Overlap(self.steppers, self._named_chunks, self._expects_no_clipping)
+        self._last_norm = math.inf
+        # norms of the last step that the host has not read yet
+        self._unread: dict[str | None, GradNorm] = {}
         remember(model_chunks, self)
 
     @torch.no_grad()
@@ -113,16 +124,18 @@ class OptimizerChain(ChainedOptimizer):
         super().zero_grad(set_to_none)
 
     @torch.no_grad()
-    def step(self) -> tuple[bool, float | None, float | None]:
+    def step(self) -> tuple[bool, Any, float | None]:
         """Update all parameters.
 
         Returns:
             Whether they were updated, the gradient norm before clipping, and the number of zeros in
-            the gradients if the configuration asks for it.
+            the gradients if the configuration asks for it. On a GPU the norm is a tensor of shape
+            () that the host has not waited for.
 
         Raises:
             NonFiniteError: If a gradient is inf or nan and no loss scale lets the step be skipped;
-                on every rank, with the same names, before anything has changed.
+                on every rank, with the same names, before anything has changed. Where the norm is a
+                tensor nothing changes either, and the next step raises.
         """
         with self._stats.collecting() if self.collects_stats else nullcontext():
             if not self.settings.logs_memory or self._transient is not None:
@@ -137,25 +150,56 @@ class OptimizerChain(ChainedOptimizer):
             log_single_rank(logger, logging.WARNING, str(self.memory()))
         return result
 
-    def _step(self) -> tuple[bool, float | None, float | None]:
+    def _step(self) -> tuple[bool, Any, float | None]:
+        self._read(self._unread)
         overflowed = self.prepare_grads()
         self._found_inf = None
         if overflowed:
             self.skipped_steps += 1
             return False, None, None
-        grad_norm = self.get_grad_norm()
-        self._clip(grad_norm, self.settings.clip_grad)
+        norms = self._norms(None if self._overlap is None else self._overlap.join())
+        late = self._may_read_late(norms)
+        found: Any = norms[None].value if late else self._read(norms)
+        if self._overlap is not None and (bool(norms[None].flag) or not self._keeps(found)):
+            self._overlap.forget()
+        clip(self.steppers, self.settings.clip_grad, norms, fold=len(norms) == 1)
         zeros = self.count_zeros() if self.settings.counts_zeros else None
-        if self.is_above_skip_threshold(grad_norm):
+        if not late and self.is_above_skip_threshold(found):
             self.skipped_steps += 1
-            return False, grad_norm, zeros
-        return self.step_with_ready_grads(), grad_norm, zeros
+            return False, found, zeros
+        done = self.step_with_ready_grads()
+        if late:
+            norms[None].send()
+            self._unread = norms
+        return done, found, zeros
+
+    def _may_read_late(self, norms: Mapping[str | None, GradNorm]) -> bool:
+        """Return whether nothing that a step does depends on what the host knows of its norms."""
+        if not self.reads_norms_late or len(norms) > 1 or math.isfinite(self._threshold):
+            return False
+        return all(
+            stepper.storage.is_stub_optimizer
+            or (stepper.drivers and all(driver.folds_clipping for driver in stepper.drivers))
+            for stepper in self.steppers
+        )
+
+    def _expects_no_clipping(self, margin: float) -> bool:
+        """Return whether gradients will probably step as they are; the same on all ranks."""
+        return not self.collects_stats and self._keeps(self._last_norm / margin)
+
+    def _keeps(self, norm: float) -> bool:
+        """Return whether a step with gradients of this norm uses them as they are."""
+        most = self.settings.clip_grad
+        return norm + 1e-6 <= (most or math.inf) and not self.is_above_skip_threshold(norm)
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
         """Step all steppers, then gather parameters unless the forward pass will."""
         check_may_step(self)
         self._found_inf = None
+        if self._overlap is not None:
+            self._overlap.step()
+            return True
         for child in self.chained_optimizers:
             child.step_in_chain()
         self.gather_params()
@@ -183,32 +227,52 @@ class OptimizerChain(ChainedOptimizer):
             child._stage_model_params_from_main_params()
 
     @torch.no_grad()
-    def get_grad_norm(self) -> Any:
+    def get_grad_norm(self) -> float:
         """Return the norm over all ranks of what Megatron counts in it; collective.
 
         Raises:
             NonFiniteError: If it is inf or nan, or the norm of a group that has its own, unless the
                 configuration skips steps with such a norm. The names are the same on every rank.
         """
-        norm = super().get_grad_norm()
-        self.grad_norms_by_group: dict[str, float] = self._compute_grad_norms_by_group()
-        for found in (norm, *self.grad_norms_by_group.values()):
-            if not math.isfinite(found) and not self.is_above_skip_threshold(found):
-                self._refuse()
-        return norm
+        return self._read(self._norms())
 
     @torch.no_grad()
-    def clip_grad_norm(self, clip_grad: float) -> Any:
+    def clip_grad_norm(self, clip_grad: float) -> float:
         """Clip as a step does, to another norm, and return the norm before; collective."""
         check_number("clip_grad", clip_grad, above=0)
-        norm = self.get_grad_norm()
-        self._clip(norm, clip_grad)
-        return norm
+        norms = self._norms()
+        found = self._read(norms)
+        clip(self.steppers, clip_grad, norms, fold=False)
+        return found
+
+    def _norms(self, flag: Tensor | None = None) -> dict[str | None, GradNorm]:
+        names = [
+            name for name in needed("SEPARATE_GRAD_NORM_GROUPS") if self.has_grad_norm_group(name)
+        ]
+        return {
+            name: GradNorm(self.chained_optimizers, name, None if name else flag)
+            for name in (None, *names)
+        }
+
+    def _read(self, norms: dict[str | None, GradNorm]) -> float:
+        """Return the norm of what has none of its own, once all are known to be finite."""
+        self._unread = {}
+        self._last_norm = math.inf
+        found = {name: norm.read() for name, norm in norms.items()}
+        self.grad_norms_by_group: dict[str, float] = {k: v for k, v in found.items() if k}
+        for norm in found.values():
+            if not math.isfinite(norm) and not self.is_above_skip_threshold(norm):
+                self._refuse(list(norms.values()))
+        self._last_norm = found.get(None, math.inf)
+        return found.get(None, 0.0)
+
+    @property
+    def _threshold(self) -> float:
+        return self.settings.skip_threshold
 
     def is_above_skip_threshold(self, norm: float) -> bool:
         """Return whether the configuration skips steps with this gradient norm; never with nan."""
-        threshold = self.settings.skip_threshold
-        return math.isfinite(threshold) and norm > threshold
+        return math.isfinite(self._threshold) and norm > self._threshold
 
     def state_dict(self) -> Any:
         """Return this rank's state; that of fragments is in ``sharded_state_dict`` alone."""
@@ -317,22 +381,10 @@ class OptimizerChain(ChainedOptimizer):
             for item in self.chained_optimizers
         )
 
-    def _clip(self, grad_norm: float, most: float) -> None:
-        if most > 0:
-            clip(self.steppers, most, {None: grad_norm, **self.grad_norms_by_group})
-
-    def _refuse(self) -> None:
+    def _refuse(self, norms: Sequence[GradNorm]) -> None:
         self.skipped_steps += 1
-        names = names_in(self._named_chunks)
-        found = {
-            global_name(param, names.get(param, "a parameter"))
-            for child in self.chained_optimizers
-            for param, grad in named_gradients(child)
-            if not bool(grad.isfinite().all())
-        }
-        groups = [child.get_grad_stats_parallel_group() for child in self.chained_optimizers]
-        # a name travels on from one group to the next
-        for group in dict.fromkeys(groups):
-            found = found.union(*of_every_rank(found, group))
+        if self._overlap is not None:
+            self._overlap.forget()
+        found = non_finite(self.chained_optimizers, names_in(self._named_chunks), norms)
         # each may be finite, and float32 have no room for the sum of their squares
         raise NonFiniteError("gradients" if found else "norm", sorted(found) or ["all gradients"])

@@ -1,15 +1,28 @@
-"""What is done to all gradients at once: a loss scale is taken out, and they are clipped."""
+"""What is done to all gradients at once: a loss scale is taken out, and they are clipped.
 
+Note [No waits]
+    The norm, and the factor that gradients are multiplied by, stay on the device. Drivers that fold
+    the factor into their own pass read it there, and a factor of NaN lets them write nothing. So a
+    step with non-finite gradients changes nothing although the host does not know yet: it reads the
+    norm when the next step begins, from a copy that has long arrived.
+"""
+
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from megatron.core.utils import get_data_parallel_group_if_dtensor, to_local_if_dtensor
 from torch import Tensor, distributed
 
+from megatron_eopt.base import gpu
+from megatron_eopt.base.agreement import device_of_collectives, of_every_rank
 from megatron_eopt.base.upstream import needed
 from megatron_eopt.optimizers.stepper import Stepper
 from megatron_eopt.settings.settings import LossScale
 from megatron_eopt.storage.dtensors import local_of
+from megatron_eopt.storage.interface import named_gradients
+from megatron_eopt.storage.shard import global_name
 
 _MARGIN = 1e-6
 """What megatron-core adds to a norm before it divides by it."""
@@ -37,27 +50,139 @@ def unscale_(grads: list[Tensor], inv_scale: Tensor, group: Any) -> bool:
     return bool(found.item() > 0)
 
 
-def clip(steppers: Sequence[Stepper], most: float, norms: Mapping[Any, float]) -> None:
+class GradNorm:
+    """The norm over all ranks of the gradients that Megatron counts.
+
+    Making one is collective, and the host waits for nothing; :meth:`read` does.
+
+    Attributes:
+        value: float64, of shape (), on the device.
+        groups: Over whose ranks it is summed.
+        flag: The sum of all ranks' flags.
+    """
+
+    def __init__(
+        self, optimizers: Sequence[Any], name: str | None = None, flag: Tensor | None = None
+    ) -> None:
+        """Compute it of all gradients, or of those whose parameters have a norm called ``name``.
+
+        A ``flag`` is a number of this rank's, of shape (), which is summed with the squares.
+        """
+        self.flag = torch.zeros((), device=device_of_collectives()) if flag is None else flag
+        self._of_each: list[tuple[list[Tensor], Tensor]] = []
+        self.groups: list[distributed.ProcessGroup] = []
+        groups = [optimizer.get_grad_stats_parallel_group() for optimizer in optimizers]
+        grads = [optimizer.get_grads_for_grad_norm(name) for optimizer in optimizers]
+        if len(set(groups)) == 1:
+            groups, grads = groups[:1], [[grad for some in grads for grad in some]]
+        norms = [self._norm(some, group) for some, group in zip(grads, groups, strict=True)]
+        self.value = norms[0] if len(norms) == 1 else torch.stack(norms).norm()
+        self._arrival: torch.cuda.Event | None = None
+        self._copy = self.value
+
+    def _norm(self, grads: list[Tensor], group: distributed.ProcessGroup) -> Tensor:
+        square = torch.zeros((), dtype=torch.float32, device=device_of_collectives())
+        mesh = None
+        for grad in grads:
+            mesh = get_data_parallel_group_if_dtensor(grad, mesh)
+        if grads:
+            local = [to_local_if_dtensor(grad) for grad in grads]
+            norms = torch.stack([norm.float() for norm in torch._foreach_norm(local)])
+            self._of_each.append((local, norms))
+            square = norms.norm().square()
+        summed = torch.stack([square, self.flag])
+        for ranks in (mesh, group) if mesh else (group,):
+            self.groups.append(ranks)
+            distributed.all_reduce(summed, group=ranks)
+        self.flag = summed[1]
+        norm: Tensor = summed[0].double().sqrt()
+        return norm
+
+    def send(self) -> None:
+        """Begin to copy the norm to the host, which :meth:`read` then finds there."""
+        if self.value.is_cuda:
+            self._copy = torch.empty_like(self.value, device="cpu", pin_memory=True)
+            self._copy.copy_(self.value, non_blocking=True)
+            self._arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._arrival.record()
+
+    def read(self) -> float:
+        """Return the norm; the host waits for it."""
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        return float(self._copy)
+
+    def non_finite(self) -> set[int]:
+        """Return the addresses of this rank's gradients whose own norms are not finite."""
+        return {
+            grad.data_ptr()
+            for grads, norms in self._of_each
+            for grad, norm in zip(grads, norms.tolist(), strict=True)
+            if not math.isfinite(norm)
+        }
+
+    def factor(self, most: float) -> Tensor:
+        """Return what scales the norm down to ``most``, at most 1; NaN if the norm is not finite.
+
+        Returns:
+            float32, of shape (), on the device. It is 1 where ``most`` is 0.
+        """
+        ones = torch.ones_like(self.value)
+        scale = (most * ones / (self.value + _MARGIN)).clamp_(max=1.0) if most > 0 else ones
+        return torch.where(self.value.isfinite(), scale, math.nan).float()
+
+
+def non_finite(
+    optimizers: Sequence[Any], names: Mapping[Tensor, str], norms: Sequence[GradNorm]
+) -> set[str]:
+    """Return the parameters, by their names in the whole model, whose gradients are not finite.
+
+    It is collective, and the same on all ranks.
+    """
+    faulty = set[int]().union(*(norm.non_finite() for norm in norms))
+    found = {
+        global_name(param, names.get(param, "a parameter"))
+        for optimizer in optimizers
+        for param, grad in named_gradients(optimizer)
+        if local_of(grad).data_ptr() in faulty
+    }
+    # a name travels on from one group to the next
+    for group in dict.fromkeys(group for norm in norms for group in norm.groups):
+        found = found.union(*of_every_rank(found, group))
+    return found
+
+
+def clip(
+    steppers: Sequence[Stepper], most: float, norms: Mapping[str | None, GradNorm], *, fold: bool
+) -> None:
     """Scale gradients whose norm exceeds ``most`` down to it.
 
     Args:
         steppers: What steps the parameters.
-        most: Largest norm.
+        most: Largest norm; 0 scales nothing.
         norms: Of the gradients that have a norm of their own, by its name, and of all others.
+        fold: Whether drivers that can do it scale gradients while they read them.
     """
+    factors = {name: norm.factor(most) for name, norm in norms.items()}
+    for driver in (driver for stepper in steppers for driver in stepper.drivers):
+        driver.coefficient = None
+        if fold and driver.folds_clipping:
+            driver.coefficient = factors[None] if driver.is_clipped else norms[None].factor(0)
     name_of = needed("GRAD_NORM_GROUP_ATTR")
     by_norm: dict[str | None, list[Tensor]] = {}
-    for param in (param for stepper in steppers for param in _clipped(stepper)):
+    for param in (param for stepper in steppers for param in _scaled(stepper)) if most > 0 else ():
         if param.grad is not None:
             name = getattr(param, name_of, None)
             by_norm.setdefault(name, []).append(local_of(param.grad).detach())
     for name, grads in by_norm.items():
-        factor = most / (norms[name] + _MARGIN)
-        if factor < 1.0:
-            torch._foreach_mul_(grads, factor)
+        # what the host knows it need not multiply by 1
+        if gpu.runs_kernels(factors[name]) or float(factors[name]) < 1.0:
+            torch._foreach_mul_(grads, factors[name])
 
 
-def _clipped(stepper: Stepper) -> Iterator[Tensor]:
+def _scaled(stepper: Stepper) -> Iterator[Tensor]:
     if not stepper.drivers:
         yield from (item.main for item in stepper.storage.stored())
-    yield from (main for driver, _, main in stepper.stepped() if driver.is_clipped)
+    for driver, _, main in stepper.stepped():
+        if driver.is_clipped and driver.coefficient is None:
+            yield main

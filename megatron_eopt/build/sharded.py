@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_eopt.base.address import address_of
 from megatron_eopt.base.agreement import agreed, agreed_in
 from megatron_eopt.build.bases import Base, driver_over
+from megatron_eopt.build.overlap import check_overlap, windows_of
 from megatron_eopt.matrices import Split, whole
 from megatron_eopt.optimizers.driver import CompositeOptimizer, Driver, ParamGroup, bind
 from megatron_eopt.optimizers.element_wise import ElementWiseDriver
@@ -97,6 +98,8 @@ def sharded_steppers(sharding: Sharding, bases: Sequence[Base]) -> list[Stepper]
         ConfigurationError: If a parameter is in no parameter group or in several, or cannot be
             served.
     """
+    if sharding.settings.overlaps_step:
+        agreed(lambda: check_overlap(sharding.chunks))
     buffers = [buffer for item in sharding.sets for buffer in item.all_buffers]
     groups = [group for base in bases for group in base.groups]
     agreed(lambda: check_buffers(buffers, groups, sharding.names))
@@ -191,9 +194,15 @@ def _driver(
         },
     )
     # at one owner each rank sends and receives its share twice, at any number of ranks
-    device = torch.device("cuda", torch.cuda.current_device())
     settings = sharding.settings
-    means = Means("exchange", wave_mb=settings.wave_mb, device=device, team_size=settings.team_size)
+    overlaps = settings.overlaps_step and base.name == "muon"
+    means = Means(
+        "exchange",
+        wave_mb=settings.wave_mb,
+        device=torch.device("cuda", torch.cuda.current_device()),
+        team_size=settings.team_size,
+        windows=windows_of(list(shards), sharding.chunks) if overlaps else (),
+    )
     return driver_over(base, groups, shards, means, config)
 
 

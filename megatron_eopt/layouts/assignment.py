@@ -20,6 +20,7 @@ def assign_owners(
     *,
     home: Sequence[int] | Int64Array | None = None,  # which rank stores most of it; -1: none
     share: Sequence[float] | Float64Array | None = None,  # what is saved if it stays at home
+    busy: Float64Array | None = None,  # what each rank has to do already, in the same unit
 ) -> Int64Array:
     """Give every matrix an owner such that the largest sum of costs is small.
 
@@ -32,13 +33,14 @@ def assign_owners(
         The owner of every matrix; int64 ``(len(costs),)``.
     """
     cost = np.asarray(costs, np.float64)
-    owners = _longest_first(cost, world_size)
+    before = np.zeros(world_size) if busy is None else busy
+    owners = _longest_first(cost, before)
     if home is None:
         return owners
     home = np.asarray(home, np.int64)
     weight = np.ones(len(cost)) if share is None else np.asarray(share, np.float64)
     _exchange_equals(owners, cost, home, weight)
-    load = np.bincount(owners, weights=cost, minlength=world_size)
+    load = before + np.bincount(owners, weights=cost, minlength=world_size)
     limit = load.max()
     moved = True
     while moved:  # a matrix that moves home makes room where it was; each moves at most once
@@ -54,10 +56,11 @@ def assign_owners(
     return owners
 
 
-def _longest_first(cost: Float64Array, world_size: int) -> Int64Array:
+def _longest_first(cost: Float64Array, busy: Float64Array) -> Int64Array:
     """Give the next largest matrix to the least loaded rank, the lowest one on ties."""
     order = np.argsort(-cost, kind="stable")
-    heap = [(0.0, rank) for rank in range(world_size)]
+    heap = [(load, rank) for rank, load in enumerate(busy.tolist())]
+    heapq.heapify(heap)
     owners = np.empty(len(cost), np.int64)
     for i, amount in zip(order.tolist(), cost[order].tolist(), strict=True):
         load, rank = heap[0]

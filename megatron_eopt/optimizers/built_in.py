@@ -74,6 +74,8 @@ _INITIALIZERS: dict[str, Callable[..., None]] = {
 """Functions that make every parameter's state exist before the first step, as loading needs: some
 classes have no complete initializer of their own."""
 
+# the statistics of adaptive Muon belong to whole matrices, and are written while it computes
+_OF_MUON = {"muon": {"muon_team_size", "muon_overlap_step"}, "adaptive_muon": set[str]()}
 for _name, _cls in (("muon", TensorParallelMuon), ("adaptive_muon", TensorParallelAdaptiveMuon)):
     _prefixes = tuple(dict.fromkeys((_name, "muon")))
     register_optimizer(
@@ -82,8 +84,7 @@ for _name, _cls in (("muon", TensorParallelMuon), ("adaptive_muon", TensorParall
         config_to_kwargs=functools.partial(muon_family_kwargs, _cls, _prefixes),
         state_layout="matrix_update",
         prefixes=_prefixes,
-        # the statistics of adaptive Muon belong to whole matrices
-        consumes=_FACTORY_FIELDS | ({"muon_team_size"} if _name == "muon" else set()),
+        consumes=_FACTORY_FIELDS | _OF_MUON[_name],
     )
 for _name in emerging_registry.get_optimizer_name_list():
     if not is_registered(_name):

@@ -80,6 +80,8 @@ class Driver:
         self.redistribution: Redistribution | None = None
         # what keeps a part of its weights and state off the device
         self.host: HostMemory | None = None
+        # what it multiplies gradients by, of shape (); NaN if nothing may change; None for 1
+        self.coefficient: Tensor | None = None
         # weights that the optimizer cannot start from, with the reason
         self.faults: list[tuple[str, str]] = []
 
@@ -87,6 +89,11 @@ class Driver:
     def schedules(self) -> list[Schedule]:
         """Who computes which matrices, and what travels, for each group of ranks."""
         return []
+
+    @property
+    def folds_clipping(self) -> bool:
+        """Whether it multiplies gradients by its coefficient by itself."""
+        return False
 
     def measure(self, stats: StepStats | None) -> None:
         """Let steps be measured from now on, or no longer."""

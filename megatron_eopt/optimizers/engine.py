@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from megatron_eopt.base.names import DEFAULT_WAVE_MB, TpModeT
 from megatron_eopt.base.subgroups import group_of_members
 from megatron_eopt.layouts import Matrix, Redistribution, WaveBatch
-from megatron_eopt.layouts.assignment import first_uses
+from megatron_eopt.layouts.assignment import Float64Array, first_uses
 from megatron_eopt.layouts.redistribution import LoadT, StoreT
 from megatron_eopt.math.newton_schulz import ReduceT
 from megatron_eopt.optimizers.modes import Schedule, Work, plan_work
@@ -40,6 +41,7 @@ class Means:
     dtype: torch.dtype = torch.float32
     device: torch.device | str = "cpu"  # where the tensors live
     team_size: int = 1  # most ranks that share a matrix in exchange; 1 for none
+    windows: tuple[int, ...] = ()  # which of several engines computes each shard; () for one
 
     @property
     def wave_bytes(self) -> int:
@@ -59,13 +61,15 @@ class MatrixEngine:
         "duplicated" has no phase 3, "distributed" and "blockwise" have neither 1 nor 3 where the
         storage is already cut the way they compute.
 
-    The same ranks store all shards, which are listed in the same order on each.
+    The same ranks store all shards, which are listed in the same order on each. An engine that runs
+    after another one, given as ``before``, balances the work of both and shares its buffers.
 
     Attributes:
         names: Name of every logical matrix.
         first: Index of each shard's first matrix, and one past the last of all.
         work: Where each matrix is computed.
         redistribution: What brings matrices to where they are computed, and back.
+        busy: Operations of each rank, those of engines before included.
         arrivals: For each wave the shards that no wave before has needed, the same on all ranks.
         blockwise: Whether each rank's piece counts as a matrix of its own.
 
@@ -75,7 +79,12 @@ class MatrixEngine:
     """
 
     def __init__(
-        self, shards: Sequence[Shard], update: UpdateT, means: Means | None = None
+        self,
+        shards: Sequence[Shard],
+        update: UpdateT,
+        means: Means | None = None,
+        *,
+        before: "MatrixEngine | None" = None,
     ) -> None:
         means = means or Means()
         self.ranks: Ranks = shards[0].ranks
@@ -89,7 +98,7 @@ class MatrixEngine:
         self.first = [0, *accumulate(len(shard.layouts) for shard in shards)]
         self.work: Work = plan_work(
             layouts,
-            self.ranks.size,
+            self.ranks.size if before is None else before.busy,
             means.mode,
             means.wave_bytes,
             whole_only=means.whole_only,
@@ -116,6 +125,10 @@ class MatrixEngine:
             device=means.device,
             name=f"Muon {means.mode}",
         )
+        self.busy: Float64Array = np.array(self.schedule.loads)
+        if before is not None:
+            self.busy += before.busy
+            self.redistribution.buffers = before.redistribution.buffers
         self.arrivals: list[list[int]] = first_uses(
             sorted({shard_of[matrix] for matrix in wave}) for wave in self.work.waves
         )

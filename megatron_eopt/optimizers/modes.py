@@ -136,7 +136,7 @@ class Schedule:
 
 def plan_work(
     storage: Sequence[Layout],
-    world_size: int,
+    ranks: int | Float64Array,
     mode: TpModeT,
     wave_bytes: int,
     *,
@@ -147,8 +147,11 @@ def plan_work(
     """Decide where each matrix is computed; a pure function, the same on every rank.
 
     With ``whole_only`` nobody can compute on slabs, so that ``auto`` shares no matrix. Up to
-    ``team_size`` ranks share one in ``exchange`` where that is faster.
+    ``team_size`` ranks share one in ``exchange`` where that is faster. ``ranks`` is their number,
+    or the operations that each has to do besides.
     """
+    busy = np.zeros(ranks) if isinstance(ranks, int) else ranks
+    world_size = len(busy)
     costs = np.array([standard_flops(*layout.shape) for layout in storage], np.float64)
     modes = _choose_modes(storage, costs, world_size, mode, whole_only=whole_only)
     owners = np.zeros(len(storage), np.int64)
@@ -160,7 +163,11 @@ def plan_work(
     teams = dict(zip(travelling, found, strict=True)) if found else {}
     if travelling and not teams:
         owners[travelling] = assign_owners(
-            costs[travelling], world_size, home=homes[:, 0], share=homes[:, 1].astype(np.float64)
+            costs[travelling],
+            world_size,
+            home=homes[:, 0],
+            share=homes[:, 1].astype(np.float64),
+            busy=busy,
         )
     matrices = []
     for i, m in enumerate(modes):

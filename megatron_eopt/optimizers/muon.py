@@ -25,6 +25,7 @@ from megatron_eopt.optimizers.muon_driver import (
     MuonDriver,
     WeightDecayT,
 )
+from megatron_eopt.optimizers.windows import WindowedMuonDriver
 from megatron_eopt.storage.replicated import slab, tensor_parallel_cut
 from megatron_eopt.storage.shard import Shard, group_by_ranks
 
@@ -293,9 +294,12 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             shards: The shards.
             means: The mode, the device and the size of teams there; all else is as here.
         """
+        windows = means.windows
         means = replace(
             self._means, mode=means.mode, device=means.device, team_size=means.team_size
         )
+        if windows:
+            return WindowedMuonDriver(self, shards, means, windows)
         return MuonDriver(self, shards, means)
 
     def _orthogonalize_stack(

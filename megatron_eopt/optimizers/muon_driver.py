@@ -55,7 +55,8 @@ class MuonDriver(Driver):
         self._dtype = means.dtype
         self._scales_of = functools.cache(optimizer.orthogonalization.scales)
         self._numbers = {shard.name: number for number, shard in enumerate(shards)}
-        self.engine = MatrixEngine(shards, self._update, means)
+        self.engines = self._engines(means)
+        self.engine = self.engines[0]
         self.redistribution = self.engine.redistribution
         # what keeps momentum in fewer bits between steps
         self.rounding: RoundedMomentum | None = None
@@ -67,7 +68,11 @@ class MuonDriver(Driver):
     @property
     def schedules(self) -> list[Schedule]:
         """Who computes which matrices, and what travels."""
-        return [self.engine.schedule]
+        return [engine.schedule for engine in self.engines]
+
+    def _engines(self, means: Means) -> list[MatrixEngine]:
+        """Return what computes the shards' matrices."""
+        return [MatrixEngine(self.shards, self._update, means)]
 
     def buffers(self) -> Iterator[Tensor]:
         """Yield what lives on between steps: what matrices travel through, and where rows are."""
@@ -128,18 +133,25 @@ class MuonDriver(Driver):
 
     def step(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Update the parameters of ``groups``; all ranks of the group call this together."""
-        stepped = {
-            number: Stepped(number, group, param, state[param])
-            for group, param, number in self.numbered(groups)
-            if param.grad is not None
-        }
-        engine = self.engine
-        if engine.ranks.group is None and not stepped:
+        stepped = self._stepped(groups, state)
+        if self.engine.ranks.group is None and not stepped:
             return
         if self._counts_steps:
             for item in stepped.values():
                 item.state[STEP] += 1
         self._begin(groups, stepped)
+        self._run(stepped, state)
+        self._end(stepped)
+
+    def _stepped(self, groups: Sequence[ParamGroup], state: State) -> dict[int, Stepped]:
+        return {
+            number: Stepped(number, group, param, state[param])
+            for group, param, number in self.numbered(groups)
+            if param.grad is not None
+        }
+
+    def _run(self, stepped: Mapping[int, Stepped], state: State) -> None:
+        """Step parameters of which the present engine computes the matrices."""
 
         def params(names: Iterable[str]) -> list[Tensor]:
             numbers = (self._numbers[name] for name in names)
@@ -148,20 +160,20 @@ class MuonDriver(Driver):
         def load(wave: int, names: Sequence[str]) -> dict[str, Tensor]:
             numbers = [self._numbers[name] for name in names]
             inputs = self._inputs(wave, {n: stepped[n] for n in numbers if n in stepped})
-            return {
-                name: inputs[n].contiguous()
-                if n in inputs
-                # in place of one that rests, but is in the plan
-                else torch.zeros(self.shards[n].shape, dtype=torch.float32, device=engine.device)
-                for name, n in zip(names, numbers, strict=True)
-            }
+            return {name: self._input(n, inputs) for name, n in zip(names, numbers, strict=True)}
 
         def store(results: Mapping[str, Tensor]) -> None:
             updates = {self._numbers[name]: update for name, update in results.items()}
             self._apply([stepped[n] for n in updates if n in stepped], updates)
 
-        self._run_waves(engine.run, load, store, params, state)
-        self._end(stepped)
+        self._run_waves(self.engine.run, load, store, params, state)
+
+    def _input(self, number: int, inputs: Mapping[int, Tensor]) -> Tensor:
+        if number in inputs:
+            return inputs[number].contiguous()
+        # in place of one that rests, but is in the plan
+        shape, device = self.shards[number].shape, self.engine.device
+        return torch.zeros(shape, dtype=torch.float32, device=device)
 
     def _begin(self, groups: Sequence[ParamGroup], stepped: Mapping[int, Stepped]) -> None:
         """Begin a step."""
@@ -181,12 +193,15 @@ class MuonDriver(Driver):
         stepped: Mapping[int, Stepped],
         dtype: torch.dtype | None = None,
         places: Mapping[int, Tensor | None] | None = None,
+        momenta: Mapping[int, Tensor] | None = None,
     ) -> dict[int, Tensor]:
-        """Update momenta and return what to orthogonalize.
+        """Update momenta, or others given in their place, and return what to orthogonalize.
 
         Directions may be rounded to ``dtype`` and lie at ``places``.
         """
-        if self.rounding is None:
+        if momenta is not None:
+            pass
+        elif self.rounding is None:
             momenta = {n: item.state[MOMENTUM] for n, item in stepped.items()}
         else:
             momenta = {n: self.rounding.read(n, item.state) for n, item in stepped.items()}

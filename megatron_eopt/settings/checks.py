@@ -76,7 +76,16 @@ _FOR_QK_CLIP = {
     "fp4_param_gather": "gathers weights of 4 bits",
     "use_megatron_fsdp": "cuts the rows that it would scale",
     "overlap_param_gather_with_optimizer_step": "gathers them before they are scaled",
+    "muon_overlap_step": "gathers them before they are scaled",
 }
+
+_FOR_OVERLAP = {
+    "fp16": False,
+    "loss_scale": None,
+    "optimizer_cpu_offload": False,
+    "muon_momentum_dtype": "fp32",
+}
+"""What a step beside communication needs: what changes gradients or momenta is known too late."""
 
 _FOR_DTENSORS = {
     "fp16": "needs a loss scale, which the training loop has: torch.amp.GradScaler",
@@ -172,6 +181,16 @@ def refuse_for_matrices(config: Any) -> None:
         if getattr(config, name, False):
             rule = f"{reason}, so layer-wise storage refuses it"
             raise ConfigurationError(name, True, rule, f"Set {name}=False")
+
+
+def refuse_for_overlap(config: Any, *, is_served: bool) -> None:
+    """Raise a ConfigurationError for the first field that a step beside communication lacks."""
+    rule = "" if is_served else "works with optimizer='muon' and use_distributed_optimizer=True"
+    for name, value in _FOR_OVERLAP.items():
+        if not rule and getattr(config, name, value) != value:
+            rule = f"needs {name}={value!r}"
+    if rule:
+        raise ConfigurationError("muon_overlap_step", True, rule, "Leave muon_overlap_step out")
 
 
 def refuse_for_qk_clip(config: Any, ddp_config: Any, *, hybrid: bool) -> None:

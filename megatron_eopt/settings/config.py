@@ -85,6 +85,11 @@ class EmergingOptimizerConfig(OptimizerConfig):
     """Most ranks that compute one matrix together where there are more ranks than work, in sharded
     storage; 1 for none. By default as many as a computer has GPUs."""
 
+    muon_overlap_step: bool = False
+    """Whether Muon's updates are computed while gradients are still reduced, and each bucket of
+    parameters is gathered as soon as it is stepped. The weights are those of a step without it. It
+    needs overlap_grad_reduce and overlap_param_gather."""
+
     muon_momentum_dtype: MomentumDtypeT = "fp32"
     """How the momentum of Muon and adaptive Muon is kept between steps: in float32, or rounded to
     "bf16" at random, or to "fp8" or "int8" with a scale for each block of 32."""

@@ -20,6 +20,7 @@ from megatron_eopt.settings.checks import (
     check_config,
     check_values,
     refuse_for_matrices,
+    refuse_for_overlap,
 )
 from megatron_eopt.settings.config import EmergingOptimizerConfig
 from megatron_eopt.settings.fields import first_field
@@ -80,6 +81,7 @@ class RunSettings:
     logs_stats: bool  # whether steps are measured unless a caller says otherwise
     wave_mb: float  # MiB of whole matrices that one rank brings together at a time
     team_size: int  # most ranks that compute a matrix together in sharded storage
+    overlaps_step: bool  # whether Muon steps while gradients are reduced and parameters gathered
     # whether gradients of optimizers that need matrices are never clipped
     exempt_from_clipping: bool
 
@@ -165,6 +167,8 @@ def resolve(config: Any) -> Settings:
     standard["upstream_modes"] = tuple(mode for mode in _UPSTREAM if getattr(config, mode))
     chosen = standard if name in STANDARD_OPTIMIZERS else _of_emerging(name, config)
     check_values(config, {name, chosen["scalar"]})
+    if getattr(config, "muon_overlap_step", False):
+        refuse_for_overlap(config, is_served=(name, storage) == ("muon", "sharded"))
     return Settings(
         **_of_the_run(config) | chosen,
         optimizer=name,
@@ -228,6 +232,7 @@ def _of_the_run(config: Any) -> dict[str, Any]:
         # optimizers other than Muon work in waves, too
         "wave_mb": getattr(config, "muon_wave_mb", DEFAULT_WAVE_MB),
         "team_size": getattr(config, "muon_team_size", DEFAULT_TEAM_SIZE),
+        "overlaps_step": bool(getattr(config, "muon_overlap_step", False)),
     }
 
 

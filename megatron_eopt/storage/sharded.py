@@ -1,7 +1,7 @@
 """Weights and state in ZeRO-1 fragments of Megatron's flat buffers."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -200,21 +200,30 @@ class FragmentsOptimizer(Storage, DistributedOptimizer):
             if isinstance(buffer, AllReducedBuffer) and (now or not buffer.gathered_by_hooks):
                 buffer.gather()
 
-    @torch.no_grad()
     def _copy_model_grads_to_main_grads(self) -> None:
-        for item in self.stored():
+        self.take_gradients(self.stored())
+
+    @torch.no_grad()
+    def take_gradients(self, items: Iterable[Stored]) -> None:
+        """Hand gradients of some of what is stored to what is stepped."""
+        for item in items:
             # without DDP gradients are where torch puts them
             grad: Any = getattr(item.param, "main_grad", None)
             grad = item.param.grad if grad is None else grad
             held = None if grad is None else grad.detach().reshape(-1)[item.start : item.stop]
             item.main.grad = None if held is None else held.float()
 
-    @torch.no_grad()
     def _copy_main_params_to_model_params(self) -> None:
         if self._is_quantized:
             super()._copy_main_params_to_model_params()
-            return
-        pairs = [(self._param_view(param), main) for param, main in self.main_of.items()]
+        else:
+            self.hand_out(self.main_of)
+
+    @torch.no_grad()
+    def hand_out(self, params: Iterable[Tensor]) -> None:
+        """Let the model have the main weights that this rank stores of some parameters."""
+        held = [param for param in params if param in self.main_of]
+        pairs = [(self._param_view(param), self.main_of[param]) for param in held]
         # a float32 parameter is its own main weight, unless a caller has moved one of them
         apart = [(view, main) for view, main in pairs if address_of(view) != address_of(main)]
         if apart:

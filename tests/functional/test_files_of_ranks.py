@@ -45,6 +45,7 @@ def test_files_of_ranks_resume_a_run(tmp_path, optimizer):
     goes_on(f"--optimizer {optimizer}", tmp_path, "--ckpt-format torch", *FORMATS)
 
 
+@pytest.mark.long
 def test_a_run_that_writes_files_of_ranks_resumes_from_a_distributed_checkpoint(tmp_path):
     loading = "--ckpt-format torch --auto-detect-ckpt-format"
     goes_on("--optimizer muon", tmp_path, "--ckpt-format torch_dist", loading)

@@ -7,9 +7,8 @@ import pytest
 from tests.functional.script import losses, train
 
 
-@pytest.mark.parametrize(
-    "storage", [[], pytest.param(["--use-distributed-optimizer"], marks=pytest.mark.long)], ids=len
-)
+@pytest.mark.long
+@pytest.mark.parametrize("storage", [[], ["--use-distributed-optimizer"]], ids=len)
 def test_a_run_asks_for_the_rates_of_the_checkpoint(tmp_path, storage):
     flags = ["--optimizer", "muon", *storage, "--lr-decay-iters", "20", "--min-lr", "1e-4"]
     flags += ["--hidden-dropout", "0", "--attention-dropout", "0"]

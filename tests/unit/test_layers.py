@@ -200,7 +200,7 @@ def test_no_folder_of_tests_is_left_out(pytestconfig):
     assert not left_out
 
 
-MOST_LINES = {"megatron_eopt": 20_000, "tests": 20_000, "benchmarks": 3_500}
+MOST_LINES = {"megatron_eopt": 21_000, "tests": 20_000, "benchmarks": 3_500}
 """What an engineer can read in some days. ``arguments`` counts with the package."""
 
 

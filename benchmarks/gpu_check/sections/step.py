@@ -1,5 +1,6 @@
 """How long a step takes, against megatron-core's own optimizers on the same model and gradients."""
 
+import contextlib
 import gc
 import statistics
 from functools import partial
@@ -14,6 +15,8 @@ from benchmarks.gpu_check.models import LARGE, give_gradients, gpt, settings, wi
 from benchmarks.optimizer_step.arms import OURS, STOCK, Arm, wrapped_for
 from benchmarks.rounds import measured, milliseconds, ratios, slowest
 from megatron_eopt import EmergingOptimizerConfig
+from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.math.backends import get_backend
 from tests.harness.megatron import initialize_megatron
 
 SMALL = LARGE | {"layers": 2, "hidden": 64, "heads": 8, "query_groups": 4, "vocabulary": 32}
@@ -38,6 +41,18 @@ ARMS = (
 )
 
 
+def arms() -> list[Arm]:
+    """Return all contestants, Muon with every back end that is installed and serves this GPU."""
+    found = list(ARMS)
+    # not syrk, whose kernels take minutes to compile
+    for name in ("torch", "gram_newton_schulz", "transformer_engine"):
+        with contextlib.suppress(ConfigurationError, ImportError):
+            get_backend(name)
+            own = (OURS, EmergingOptimizerConfig, "auto", "fragments")
+            found.append(Arm(f"muon, {name}", *own, backend=name))
+    return found
+
+
 def run(context: Context) -> Outcome:
     """Time the steps of all in turn; where the iteration is the same, compare the weights."""
     outcome = Outcome()
@@ -46,7 +61,7 @@ def run(context: Context) -> Outcome:
         return Outcome(skipped=why)
     rounds = SMALL_ROUNDS if context.small else ROUNDS
     ranks = context.on_ranks(context.ranks, times_and_weights, model, rounds)
-    names = [arm.name for arm in ARMS]
+    names = list(ranks[0]["times"])
     times = {name: slowest([rank["times"][name] for rank in ranks]) for name in names}
     difference = _largest([rank["difference"] for rank in ranks])
     outcome.figures = {
@@ -68,7 +83,7 @@ def run(context: Context) -> Outcome:
 def times_and_weights(model: dict[str, Any], rounds: int) -> dict[str, Any]:
     """Return this rank's milliseconds by arm, and how far weights are from stock's."""
     initialize_megatron()
-    made = {arm.name: _made(arm, model) for arm in ARMS}
+    made = {arm.name: _made(arm, model) for arm in arms()}
     before = _weights(made[PLAIN])
     steps = {name: partial(_step, *one) for name, one in made.items()}
     times = measured(steps, rounds, WARM_UP)
@@ -111,7 +126,7 @@ def _no_room(model: dict[str, Any]) -> str | None:
     """Return why the contestants do not fit into free memory, or None."""
     layer = 12 * model["hidden"] ** 2
     weights = model["layers"] * layer + 2 * model["vocabulary"] * model["hidden"]
-    needed, free = len(ARMS) * weights * BYTES_OF_A_WEIGHT, torch.cuda.mem_get_info()[0]
+    needed, free = (len(ARMS) + 3) * weights * BYTES_OF_A_WEIGHT, torch.cuda.mem_get_info()[0]
     if needed < free:
         return None
     return f"{free / 2**30:.0f} GiB free of {needed / 2**30:.0f}"

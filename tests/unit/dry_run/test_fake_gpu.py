@@ -52,7 +52,7 @@ USUAL = (
 )
 """Of every way to store, compute and keep state one; the others are for the long tier."""
 
-NORM = {"megatron.core.optimizer.clip_grads.get_grad_norm_fp32"}
+NORM = {"megatron_eopt.build.gradients.read"}
 
 
 def on_gpu(world_size: int, case: Case) -> tuple[set[str], set[str], list[str]]:

@@ -44,6 +44,8 @@ CELLS = {
     },
     "megatron, 4": {"optim_grads_params": ["muon"], "optim_grads_params x 2": ["muon"]},
 }
+USUAL = ("torch, 4", "megatron, 2")
+"""Each framework once; the others belong to the long tier."""
 
 
 def train_all(cells):
@@ -60,7 +62,7 @@ def unsharded():
 
 
 @pytest.mark.parametrize(
-    "cells", [pytest.param(n, marks=pytest.mark.long if n == "fsdp, 2" else []) for n in CELLS]
+    "cells", [pytest.param(n, marks=[] if n in USUAL else pytest.mark.long) for n in CELLS]
 )
 def test_shards_equal_one_process(cells, unsharded):
     start = weights(make_model())

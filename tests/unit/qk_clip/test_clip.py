@@ -131,8 +131,8 @@ def with_dtype(model: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
             model,
             layout,
             id=f"{name} {layout}",
-            # the usual tests have the layout that cuts in both ways
-            marks=[] if layout == "TP 2 x DP 2" else pytest.mark.long,
+            # the usual tests have the layout that cuts in both ways, and the harder attention
+            marks=[] if (name, layout) == ("MLA", "TP 2 x DP 2") else pytest.mark.long,
         )
         for name, model in (("GQA", GROUPED), ("MLA", LATENT))
         for layout in LAYOUTS

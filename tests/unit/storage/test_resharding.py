@@ -85,7 +85,11 @@ def experts(tmp_path_factory):
     return folder, run_ranks(4, save, at(EXPERTS, ep=2), folder, timeout=300)[0]
 
 
-@pytest.mark.parametrize(("world", "parallel"), [(4, {"ep": 4}), (1, {})], ids=["EP 4", "EP 1"])
+@pytest.mark.parametrize(
+    ("world", "parallel"),
+    [(4, {"ep": 4}), pytest.param(1, {}, marks=pytest.mark.long)],
+    ids=["EP 4", "EP 1"],
+)
 def test_experts(experts, world, parallel):
     folder, saved = experts
     cases = at(EXPERTS, **parallel)
@@ -139,9 +143,8 @@ def test_padded_buckets(tmp_path, ranks):
     check(saved, run_ranks(ranks, load, cases, str(tmp_path), timeout=300)[0], cases)
 
 
-@pytest.mark.parametrize(
-    "dtype", [pytest.param(torch.float32, marks=pytest.mark.long), torch.bfloat16], ids=str
-)
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_resuming_equals_not_stopping(tmp_path, dtype):
     model = {**DENSE, "dtype": dtype}
     cases = [

@@ -1,0 +1,182 @@
+"""Muon's step behind the communication of gradients and parameters that Adam has as well.
+
+When a bucket's gradients have been reduced, the updates of its matrices are computed while the
+backward pass goes on with other layers. When all are in and the norm is known, buckets are stepped
+in the order in which the forward pass needs them, and each is gathered at once, while the next one
+is stepped. See Note [Look ahead, then commit] of :mod:`megatron_eopt.optimizers.windows`.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_eopt.base import gpu
+from megatron_eopt.base.agreement import device_of_collectives
+from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.optimizers.stepper import Stepper
+from megatron_eopt.optimizers.windows import WindowedMuonDriver
+from megatron_eopt.storage.interface import Stored
+from megatron_eopt.storage.sharded import FragmentsOptimizer
+
+_MARGIN = 0.9
+"""Nothing is computed ahead after a norm beyond this share of the limit: it may be clipped."""
+
+_CHANGED_LATER = ("sequence_parallel", "average_gradients_across_tp_domain", "pipeline_parallel")
+"""What megatron-core marks parameters with whose gradients it sums once more after buckets."""
+
+
+def bucket_groups(model_chunks: Sequence[Any]) -> list[Any]:
+    """Return all groups of buckets, in the order in which a forward pass needs them."""
+    return [
+        group
+        for chunk in model_chunks
+        for group in (*chunk.bucket_groups[::-1], *chunk.expert_parallel_bucket_groups[::-1])
+    ]
+
+
+def windows_of(params: Sequence[Tensor], model_chunks: Sequence[Any]) -> tuple[int, ...]:
+    """Return the number of each parameter's window: its bucket group, among those that have any."""
+    groups = bucket_groups(model_chunks)
+    places = [next(n for n, group in enumerate(groups) if p in group.params) for p in params]
+    return tuple(sorted(set(places)).index(place) for place in places)
+
+
+def check_overlap(model_chunks: Sequence[Any]) -> None:
+    """Raise a ConfigurationError unless buckets are reduced and gathered one by one."""
+    for chunk in model_chunks:
+        wrapped, rule = chunk.ddp_config, ""
+        if not (wrapped.overlap_grad_reduce and wrapped.overlap_param_gather):
+            rule = "needs overlap_grad_reduce and overlap_param_gather"
+        elif wrapped.fp8_param_gather or wrapped.fp4_param_gather:
+            rule = "cannot gather weights of 8 or 4 bits"
+        elif wrapped.num_distributed_optimizer_instances > 1:
+            rule = "needs num_distributed_optimizer_instances=1"
+        elif getattr(chunk.config, "calculate_per_token_loss", False):
+            rule = "cannot look at gradients that are divided by the number of tokens at the end"
+        if rule:
+            way_out = "Change that, or leave muon_overlap_step out"
+            raise ConfigurationError("muon_overlap_step", True, rule, way_out)
+
+
+@dataclass(eq=False)
+class _Window:
+    """One bucket group's matrices."""
+
+    stepper: Stepper
+    driver: WindowedMuonDriver
+    number: int
+    items: list[Stored]
+    group: Any
+    is_early: bool  # whether nothing changes its gradients once they are reduced
+
+
+class Overlap:
+    """Looks ahead while gradients are reduced, and steps window by window.
+
+    ``may_look`` says whether updates should be computed ahead in this step; the same on all ranks.
+    """
+
+    def __init__(
+        self, steppers: Sequence[Stepper], chunks: Sequence[Any], may_look: Callable[[float], bool]
+    ) -> None:
+        self._steppers, self._may_look = list(steppers), may_look
+        self._groups = bucket_groups(chunks)
+        self._windows = list(self._found())
+        self._others = [
+            (stepper, driver)
+            for stepper in steppers
+            for driver in stepper.drivers
+            if not isinstance(driver, WindowedMuonDriver)
+        ]
+        storages = (stepper.storage for stepper in steppers)
+        self._storages = [item for item in storages if isinstance(item, FragmentsOptimizer)]
+        self._begun: set[Any] = set()  # bucket groups whose reduction has begun
+        self._waiting: list[Any] = []  # those of them that were not looked at yet
+        self._stream = torch.cuda.Stream() if gpu.is_there() else None  # type: ignore[no-untyped-call]
+        for chunk in chunks:
+            # buckets are gathered when they are stepped, and by nobody else
+            chunk.overlap_param_gather_with_optimizer_step = True
+        for group in self._groups:
+            group.start_grad_sync = functools.partial(self._started, group, group.start_grad_sync)
+
+    def _found(self) -> Iterator[_Window]:
+        for group in self._groups:
+            for stepper in self._steppers:
+                items = [item for item in stepper.storage.stored() if item.param in group.params]
+                for driver, params in zip(stepper.drivers, stepper.params, strict=True):
+                    if not isinstance(driver, WindowedMuonDriver):
+                        continue
+                    for number, members in enumerate(driver.members):
+                        mine = {params[shard] for shard in members}
+                        if mine <= group.params:
+                            late = any(
+                                getattr(p, name, False) for p in mine for name in _CHANGED_LATER
+                            )
+                            held = [item for item in items if item.param in mine]
+                            yield _Window(stepper, driver, number, held, group, not late)
+
+    def _started(self, group: Any, start: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Begin to reduce a bucket group, and look at those that began before."""
+        if group in self._begun:
+            # another backward pass, and no step between them
+            self.forget()
+        start(*args, **kwargs)
+        ready, self._waiting = self._waiting, [group]
+        self._begun.add(group)
+        for earlier in ready:
+            self._look_at(earlier)
+
+    def _look_at(self, group: Any) -> None:
+        if not self._may_look(_MARGIN):
+            return
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            if group.grad_reduce_handle is not None:
+                group.grad_reduce_handle.wait()
+            for window in self._windows:
+                if window.group is group and window.is_early:
+                    assert isinstance(window.stepper.storage, FragmentsOptimizer)
+                    window.stepper.storage.take_gradients(window.items)
+                    with window.stepper.groups_and_state(window.driver) as (groups, state):
+                        window.driver.look_ahead(window.number, groups, state)
+
+    def forget(self) -> None:
+        """Drop what was computed ahead."""
+        self._begun.clear()
+        self._waiting.clear()
+        for window in self._windows:
+            window.driver.forget()
+
+    def join(self) -> Tensor:
+        """Return whether a gradient of this rank has changed since it was looked at, 0 or 1."""
+        self._begun.clear()
+        self._waiting.clear()
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+        found = [driver.unchanged() for driver in {window.driver for window in self._windows}]
+        same = [flag for flag in found if flag is not None]
+        if not same:
+            return torch.zeros((), device=device_of_collectives())
+        return 1.0 - torch.stack(same).all().float()
+
+    def step(self) -> None:
+        """Step all parameters, and begin to gather each bucket as soon as it is complete."""
+        for stepper, driver in self._others:
+            with stepper.groups_and_state(driver) as (groups, state):
+                driver.step(groups, state)
+        windows: dict[Any, list[_Window]] = {window.group: [] for window in self._windows}
+        for window in self._windows:
+            windows[window.group].append(window)
+        for group in sorted(self._groups, key=lambda group: group in windows):
+            for window in windows.get(group, ()):
+                with window.stepper.groups_and_state(window.driver) as (groups, state):
+                    window.driver.step_window(window.number, groups, state)
+            for storage in self._storages:
+                storage.hand_out(group.params)
+            group.start_param_sync()
+        for storage in self._storages:
+            storage.steps += 1

@@ -1,0 +1,116 @@
+"""Muon in windows of layers, which may be computed before a step is known to happen.
+
+Note [Look ahead, then commit]
+    What is expensive, Newton-Schulz, needs a window's gradients and momenta and nothing else, and
+    writes to new tensors. So it may run while other gradients are still reduced, before the norm of
+    all of them is known. What is cheap, momenta and weights, is written once it is known, in the
+    bits of a step that had not looked ahead. Where gradients turn out to be clipped, or to have
+    changed meanwhile, the updates are dropped and computed again; nothing has to be taken back.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_eopt.base.names import MOMENTUM
+from megatron_eopt.optimizers.driver import ParamGroup, State
+from megatron_eopt.optimizers.engine import MatrixEngine, Means
+from megatron_eopt.optimizers.muon_driver import MuonDriver, Stepped
+from megatron_eopt.storage.shard import Shard
+
+
+class WindowedMuonDriver(MuonDriver):
+    """Steps Muon window by window; see Note [Look ahead, then commit].
+
+    ``windows`` has the number of each shard's window, from 0 on in the order of steps.
+    """
+
+    def __init__(
+        self, optimizer: Any, shards: Sequence[Shard], means: Means, windows: Sequence[int]
+    ) -> None:
+        self.members = [
+            [shard for shard, window in enumerate(windows) if window == number]
+            for number in sorted(set(windows))
+        ]
+        super().__init__(optimizer, shards, means)
+        # what looking ahead found: updates of each window, and norms of the gradients it saw
+        self._updates: dict[int, dict[int, Tensor]] = {}
+        self._seen: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
+
+    def _engines(self, means: Means) -> list[MatrixEngine]:
+        engines: list[MatrixEngine] = []
+        for members in self.members:
+            shards = [self.shards[number] for number in members]
+            before = engines[-1] if engines else None
+            engines.append(MatrixEngine(shards, self._update, means, before=before))
+        return engines
+
+    @torch.no_grad()
+    def look_ahead(self, window: int, groups: Sequence[ParamGroup], state: State) -> None:
+        """Compute a window's updates from the gradients there are; collective, writes nothing."""
+        stepped = self._stepped_in(window, groups, state)
+        params = [item.param for item in stepped.values()]
+        self._seen[window] = (params, _norms(params))
+        updates: dict[int, Tensor] = {}
+
+        def load(wave: int, names: Sequence[str]) -> dict[str, Tensor]:
+            numbers = {name: self._numbers[name] for name in names}
+            mine = {n: stepped[n] for n in numbers.values() if n in stepped}
+            momenta = {n: item.state[MOMENTUM].clone() for n, item in mine.items()}
+            found = self._directions(wave, mine, self._dtype, momenta=momenta)
+            return {name: self._input(n, found) for name, n in numbers.items()}
+
+        def store(results: Mapping[str, Tensor]) -> None:
+            updates.update({self._numbers[name]: update for name, update in results.items()})
+
+        self.engine.run(load, store)
+        self._updates[window] = updates
+
+    def unchanged(self) -> Tensor | None:
+        """Return whether all gradients are those that were looked at, on the device."""
+        same = [
+            torch.stack(_norms(params)) == torch.stack(norms)
+            for params, norms in self._seen.values()
+            if params
+        ]
+        return torch.cat(same).all() if same else None
+
+    def forget(self) -> None:
+        """Drop what was computed ahead."""
+        self._updates.clear()
+        self._seen.clear()
+
+    def step(self, groups: Sequence[ParamGroup], state: State) -> None:
+        """Update the parameters of ``groups``, one window after another."""
+        for window in range(len(self.engines)):
+            self.step_window(window, groups, state)
+
+    @torch.no_grad()
+    def step_window(self, window: int, groups: Sequence[ParamGroup], state: State) -> None:
+        """Update the parameters of one window, by what was computed ahead if there is such."""
+        stepped = self._stepped_in(window, groups, state)
+        updates = self._updates.pop(window, None)
+        self._seen.pop(window, None)
+        if updates is None:
+            self._run(stepped, state)
+            return
+        self._directions(0, stepped)
+        self._apply(list(stepped.values()), updates)
+
+    def _stepped_in(
+        self, window: int, groups: Sequence[ParamGroup], state: State
+    ) -> dict[int, Stepped]:
+        """Return what of a window steps, and let its engine be the present one."""
+        self.engine = self.engines[window]
+        found = self._stepped(groups, state)
+        return {number: found[number] for number in self.members[window] if number in found}
+
+
+def _norms(params: Sequence[Tensor]) -> list[Tensor]:
+    """Return the norms of gradients; that of none is nan, which equals nothing."""
+    if not params:
+        return []
+    none = torch.tensor(torch.nan)
+    return list(torch._foreach_norm([none if p.grad is None else p.grad for p in params]))

@@ -1,0 +1,175 @@
+"""Muon's step beside the communication of gradients and parameters, in the bits of one after it."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_eopt import get_megatron_optimizer
+from megatron_eopt.base.errors import ConfigurationError, NonFiniteError
+from megatron_eopt.optimizers.windows import WindowedMuonDriver
+from megatron_eopt.settings.config import EmergingOptimizerConfig
+from tests.harness import run_ranks
+from tests.harness.megatron import initialize_megatron
+from tests.harness.models import forward_backward, synthetic_batch, tiny_gpt, wrap_ddp
+
+DDP = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+KINDS = ("as it is", "as it is", "clipped", "as it is", "as it is", "not finite")
+KINDS += ("as it is", "as it is", "changed", "as it is")
+"""What happens to the gradients of each step, once they have been looked at."""
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
+    "1": (1, {}, {}),
+    "DP 2": (2, {}, {}),
+    "TP 2 x DP 2": (4, {"tp": 2}, {}),
+    "experts, EP 2": (4, {"ep": 2}, {"experts": 4}),
+}
+
+
+def build(dtype: torch.dtype, overlap: bool, model: dict[str, Any], **flags: Any) -> Any:
+    model = tiny_gpt(layers=3, dtype=dtype, bias=False, **model)
+    chunk = wrap_ddp(model, **DDP | {"bucket_size": 3000} | flags)
+    config = EmergingOptimizerConfig(
+        optimizer="muon",
+        lr=0.01,
+        weight_decay=0.1,
+        clip_grad=100.0,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=True,
+        muon_overlap_step=overlap,
+    )
+    return chunk, get_megatron_optimizer(config, [chunk])
+
+
+class Watch:
+    """Notes in which order things happen, and what is written before the norm is known."""
+
+    def __init__(self, chunk: Any, optimizer: Any, patch: pytest.MonkeyPatch) -> None:
+        self.events: list[str] = []
+        self._optimizer, self._versions = optimizer, []
+        self.early_writes = 0
+        self._note(patch, WindowedMuonDriver, "look_ahead", "ahead")
+        self._note(patch, WindowedMuonDriver, "_run", "serial")
+        self._note(patch, dist, "all_to_all_single", "all-to-all")
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            self._note(patch, group, "start_param_sync", "gather")
+        read = optimizer._read
+
+        def reading(norms: Any) -> Any:
+            self.early_writes += self.versions() != self._versions
+            return read(norms)
+
+        patch.setattr(optimizer, "_read", reading)
+
+    def _note(self, patch: pytest.MonkeyPatch, owner: Any, name: str, event: str) -> None:
+        function = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.events.append(event)
+            return function(*args, **kwargs)
+
+        patch.setattr(owner, name, call)
+
+    def begin(self) -> None:
+        self.events.clear()
+        self._versions = self.versions()
+
+    def versions(self) -> list[int]:
+        found = []
+        for stepper in self._optimizer.steppers:
+            for item in stepper.storage.stored():
+                state = stepper.storage.optimizer.state[item.main]
+                kept = [value for value in state.values() if isinstance(value, torch.Tensor)]
+                found += [tensor._version for tensor in (item.main, *kept)]
+        return found
+
+
+def train(
+    dtype: torch.dtype, layout: str, overlap: bool
+) -> tuple[dict[str, Any], list[list[str]], int]:
+    _, parallel, model = LAYOUTS[layout]
+    initialize_megatron(**parallel)
+    chunk, optimizer = build(dtype, overlap, model)
+    tp = parallel.get("tp", 1)
+    log: list[list[str]] = []
+    outcomes: dict[str, Any] = {}
+    size, rank = dist.get_world_size() // tp, dist.get_rank() // tp
+    with pytest.MonkeyPatch.context() as patch:
+        watch = Watch(chunk, optimizer, patch)
+        for step, kind in enumerate(KINDS):
+            optimizer.zero_grad()
+            chunk.zero_grad_buffer()
+            watch.begin()
+            forward_backward([chunk], [synthetic_batch(4 * step + i) for i in range(rank, 4, size)])
+            optimizer.config.clip_grad = 0.1 if kind == "clipped" else 100.0
+            grads = chunk.buffers[0].grad_data
+            if kind == "changed":
+                grads.mul_(0.5)
+            elif kind == "not finite" and dist.get_rank() == 0:
+                grads[: grads.numel() // size].fill_(torch.nan)
+            try:
+                _, norm, _ = optimizer.step()
+            except NonFiniteError:
+                norm = "refused"
+            outcomes[f"norm {step}"] = norm
+            log.append(list(watch.events))
+        chunk.disable_forward_pre_hook()
+    outcomes |= {name: param.detach().clone() for name, param in chunk.named_parameters()}
+    for stepper in optimizer.steppers:
+        for number, item in enumerate(stepper.storage.stored()):
+            outcomes |= {
+                f"{number} {k}": v.clone() for k, v in stepper.storage.tensors_of(item).items()
+            }
+    return outcomes, log, watch.early_writes
+
+
+def is_same(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_bits_are_those_of_a_step_after_communication(dtype, layout):
+    world = LAYOUTS[layout][0]
+    serial = run_ranks(world, train, dtype, layout, False)
+    ahead = run_ranks(world, train, dtype, layout, True)
+    for (expected, before, _), (found, log, early_writes) in zip(serial, ahead, strict=True):
+        assert expected.keys() == found.keys()
+        assert not [name for name in expected if not is_same(expected[name], found[name])]
+        assert found["norm 5"] == "refused"
+        assert early_writes == 0
+        windows = log[0].count("serial")
+        assert windows > 3
+        for kind, events in zip(KINDS[1:], log[1:], strict=True):
+            looked, stepped = events.count("ahead"), events.count("serial")
+            if kind == "as it is" and looked:
+                # the bucket that is reduced last is not complete before the backward pass has ended
+                assert (looked, stepped) == (windows - 1, 1)
+            elif kind in ("clipped", "changed"):
+                assert (looked, stepped) == (windows - 1, windows)
+        check_order(log[0])
+        assert sum("ahead" in events for events in log) >= 6
+        one = log[1].count("all-to-all")
+        assert one == log[0].count("all-to-all") <= before[0].count("all-to-all") + 2 * windows
+
+
+def check_order(events: list[str]) -> None:
+    """Each bucket is gathered before the next one is computed."""
+    order = [event for event in events if event in ("serial", "gather")]
+    first = order.index("serial")
+    assert order[first:] == ["serial", "gather"] * (len(order[first:]) // 2)
+
+
+def refused() -> str:
+    initialize_megatron()
+    with pytest.raises(ConfigurationError) as caught:
+        build(torch.float32, True, {}, overlap_param_gather=False)
+    return str(caught.value)
+
+
+def test_what_gathers_at_once_is_refused():
+    message = run_ranks(1, refused)[0]
+    assert "needs overlap_grad_reduce and overlap_param_gather" in message
