@@ -67,7 +67,7 @@ def test_a_plan_is_of_the_busiest_rank(architecture, layout):
     # small matrices are computed by the book
     assert found["counted"]["in_all"]["flops"] == first["estimated_flops"]
     assert sum(len(stage["stages"]) for stage in found["stages"]) == layout.pipeline
-    assert rank["host_reads"] == {"megatron_eopt.build.gradients.read": 1}
+    assert rank["host_reads"] == {}
     assert 0 < found["share_of_iteration"] < 1
     assert found["adam_seconds"] > 0
     json.dumps(found)
