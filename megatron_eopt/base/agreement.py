@@ -65,9 +65,7 @@ def is_rank_0() -> bool:
 
 def device_of_collectives() -> torch.device:
     """Return where tensors must lie that the default process group moves."""
-    # a dry run's group moves nothing, and stands for a GPU's
-    backend = distributed.get_backend() if distributed.is_initialized() else ""
-    on_gpu = "nccl" in backend or backend == "fake"
+    on_gpu = distributed.is_initialized() and "nccl" in distributed.get_backend()
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 

@@ -127,26 +127,6 @@ class GradNorm:
         return (scale + (self.value - self.value)).float()
 
 
-def non_finite(self) -> set[int]:
-        """Return the addresses of this rank's gradients whose own norms are not finite."""
-        return {
-            grad.data_ptr()
-            for grads, norms in self._of_each
-            for grad, norm in zip(grads, norms.tolist(), strict=True)
-            if not math.isfinite(norm)
-        }
-
-    def factor(self, most: float) -> Tensor:
-        """Return what scales the norm down to ``most``, at most 1; NaN if the norm is not finite.
-
-        Returns:
-            float32, of shape (), on the device. It is 1 where ``most`` is 0.
-        """
-        ones = torch.ones_like(self.value)
-        scale = (most * ones / (self.value + _MARGIN)).clamp_(max=1.0) if most > 0 else ones
-        return torch.where(self.value.isfinite(), scale, math.nan).float()
-
-
 def non_finite(
     optimizers: Sequence[Any], names: Mapping[Tensor, str], norms: Sequence[GradNorm]
 ) -> set[str]:

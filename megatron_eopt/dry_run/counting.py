@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from types import FrameType
+from traceback import walk_stack
 from typing import Any, NamedTuple
 
 import torch
@@ -45,10 +45,12 @@ _PHASES = {
     "megatron_eopt.layouts": "exchange",
     "megatron_eopt.math.newton_schulz": "orthogonalization",
     "megatron_eopt.math.orthogonalize": "orthogonalization",
+    "megatron_eopt.math.norms": "orthogonalization",
     "megatron_eopt.math.backends": "orthogonalization",
     "megatron_eopt.optimizers.momentum": "momentum's rounding",
     "megatron_eopt.optimizers.muon_driver._apply": "weights",
     "megatron_eopt.optimizers.muon_driver": "directions",
+    "megatron_eopt.optimizers.windows": "directions",
     "megatron_eopt.optimizers.engine": "exchange",
     "megatron_eopt.optimizers": "update",
     "torch.optim": "update",
@@ -79,12 +81,7 @@ class Collective(NamedTuple):
 
 
 class Phase(NamedTuple):
-    """Who asks for what is done.
-
-    Attributes:
-        optimizer: The one whose step it belongs to; None for what is done for all of them.
-        name: Of the phase.
-    """
+    """Whose step something belongs to, None if it is done for all optimizers, and what it is."""
 
     optimizer: str | None
     name: str
@@ -176,15 +173,13 @@ def _counts_on_the_host(func: Any, args: Any) -> bool:
 def _phase() -> Phase:
     """Return who asks for what is done."""
     name = optimizer = None
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
+    for frame, _ in walk_stack(sys._getframe(2)):
         module, function = frame.f_globals.get("__name__", ""), frame.f_code.co_name
         name = name or _phase_of(f"{module}.{function}")
-        # to look at its variables keeps them alive, so those of no other function are looked at
-        is_ours = function == "step" and module.startswith("megatron_eopt.optimizers.")
-        if is_ours and isinstance(driver := frame.f_locals.get("self"), Driver):
+        # to look at variables keeps them alive, so those of no other function are looked at
+        steps = function.startswith(("step", "look_ahead")) and "eopt.optimizers." in module
+        if steps and isinstance(driver := frame.f_locals.get("self"), Driver):
             optimizer = driver.name
-        frame = frame.f_back
     return Phase(optimizer, name or who_reads() or "?")
 
 
@@ -195,14 +190,12 @@ def _phase_of(function: str) -> str | None:
 
 def who_reads() -> str | None:
     """Return module and function that wait for a value; None if it is the host's own."""
-    frame = sys._getframe(2)
-    while frame is not None:
+    for frame, _ in walk_stack(sys._getframe(2)):
         module = frame.f_globals.get("__name__", "")
         if module.startswith(_WAIT_FOR_NOBODY):
             return None
         if not module.startswith(_MACHINERY):
             return f"{module}.{frame.f_code.co_name}"
-        frame = frame.f_back  # type: ignore[assignment]
     return "?"
 
 

@@ -27,9 +27,6 @@ BLOCKS = 320
 TENSORS = (110, 64, 48, 36, 30)
 """Most tensors of a launch, if it goes over one list, two, ... five."""
 
-_TENSORS_WITH_NUMBER = 96
-"""The same over one list, if each tensor has a number of its own."""
-
 _NOTHING = {"_unsafe_view", "detach_", "resize_", "set_", "squeeze_", "t_", "unsqueeze_"}
 _OVERWRITING = {"copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_"}
 _OF_LISTS = ("_foreach_", "_fused_", "_amp_foreach_")
@@ -87,7 +84,7 @@ def _kernels(func: Any, given: Mapping[str, Any], result: Any) -> int:
         return sum(size > 0 for size in sizes)
     most = TENSORS[len(lists) - 1]
     if func._overloadname == "ScalarList":
-        most = min(most, _TENSORS_WITH_NUMBER)
+        most = min(most, 96)  # each launch has a number for each of its tensors
     # partial results are zeroed first, and combined last
     return launches(sizes, most) + 2 * (name in _REDUCING)
 

@@ -71,8 +71,8 @@ def show_plan(plan: Plan, gpu: str, console: Console) -> None:
     moved = report.bytes_per_element
     rows = [(name, f"{n:,}", f"{moved.get(name, 0):.1f}") for name, n in report.elements.items()]
     rows += [(f"computes for {name}", matrices, "") for name, matrices in _owned(plan).items()]
-    columns = ("optimizer", "elements", "bytes moved for each")
-    _print(console, f"Rank {plan.rank}, the busiest: weights", columns, rows)
+    title = f"Rank {plan.rank}, the busiest: weights, and bytes moved for each"
+    _print(console, title, ("optimizer", "elements", "bytes"), rows)
     rows = [
         (call.name, str(call.ranks), str(count), f"{call.sent * count / 2**20:,.1f}")
         for call, count in sorted(report.collectives.items())
@@ -83,8 +83,8 @@ def show_plan(plan: Plan, gpu: str, console: Console) -> None:
         (name, f"{did.kernels:,}", f"{did.bytes / 1e9:,.3f}", _flops(did.flops))
         for name, did in {**phases, "in all": report.total}.items()
     ]
-    columns = ("phase", "kernels", "GB", "TFLOP")
-    _print(console, "A step, kernels and bytes without products", columns, rows)
+    title = "A step, kernels and bytes outside of products"
+    _print(console, title, ("phase", "kernels", "GB", "TFLOP"), rows)
     memory = asdict(report.memory)
     rows = [(name, f"{size / _GIB:.2f}") for name, size in memory.items() if size is not None]
     _print(console, "Memory", ("of", "GiB"), rows)
