@@ -15,13 +15,15 @@ Note [Gram form]
     early and forms the Gram matrix anew, because rounding errors in ``A`` grow with the square of
     the singular values' amplification.
 
-    Every small matrix is held as ``shift * I + residual``, the shifts on the host and known before
-    the data. The shift sits where most eigenvalues are and its part of every product is exact: in
-    16 bits the rounding of a large diagonal is what makes the plain form less accurate than the
-    standard iteration.
+    ``a`` is added to the diagonal of the rounded rest, which touches ``m`` numbers, so that no
+    product but that of ``P`` has an addend: libraries copy an addend that must stay.
 
-    Of the three pieces (:func:`gram_residual`, :func:`accumulate`, :func:`apply`) only the first
-    needs a sum over the ranks where the long side is cut.
+Note [Half the range]
+    Products of the Gram form are float16 where 16 bits are asked for: it has three bits more than
+    bfloat16, but a range that products of small numbers leave. So the iterates are scaled
+    (:func:`rescaled`), at first by a power of two. Steps scale further: each makes its ``a`` a
+    power of two. Singular values near zero make ``P`` nearly ``a I``, whose rounding would be the
+    same error in all of them; powers of two, and their products in ``Q``, are exact.
 
 Note [Teams]
     Ranks that share a matrix may divide the products of small matrices, too: each computes the same
@@ -34,8 +36,8 @@ Note [Widened products]
     once, so only the order of summation differs from other processors'.
 """
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from typing import Protocol, cast
@@ -43,8 +45,9 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
+from megatron_eopt.math import norms
 from megatron_eopt.math.algorithm import Plan
-from megatron_eopt.math.coefficients import Triple, response
+from megatron_eopt.math.coefficients import Triple
 
 ReduceT = Callable[[Tensor], Tensor]
 """Sums a contiguous tensor over the ranks that share a matrix; may work in place."""
@@ -117,34 +120,41 @@ def normalize(
     dtype: torch.dtype,
     reduce: ReduceT | None = None,
     *,
+    norm: float = 1.0,
     out: Tensor | None = None,
 ) -> Tensor:
     """Divide each matrix by its Frobenius norm, or by ``eps`` where that is larger.
 
-    Rows are summed in float32 and then combined in float64: a flat float32 sum over the millions of
-    entries of a weight loses up to four digits. The norm of a row beyond 1.8e19 overflows and gives
-    a zero update; float64 input has no such limit.
+    Rows, or on a GPU blocks, are summed in float32 and then combined in float64: a flat float32 sum
+    over the millions of entries of a weight loses up to four digits. The norm of a row, or block,
+    beyond 1.8e19 overflows and gives a zero update; float64 input has no such limit.
 
     Returns:
         A contiguous tensor of this ``dtype``, shaped like ``x``, ``(..., m, n)`` of any float
-        dtype; every spectral norm is at most 1. It is new, or ``out``, which is contiguous, of this
-        dtype, and may be ``x``.
+        dtype; every spectral norm is at most ``norm``. It is new, or ``out``, which is contiguous,
+        of this dtype, and may be ``x`` or lie exactly there.
     """
     careful = x.dtype == torch.float64 or eps < _FLOAT32_SAFE_EPS
+    if out is None:
+        out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    if norms.serves(x):
+        squares = norms.sums_of_squares(x, careful)
+        if reduce is not None:
+            squares = reduce(squares.sum(-1, keepdim=True, dtype=torch.float64))
+        norms.divide(x, squares, eps, norm, out)
+        return out
     # The norm over the contiguous dimension first: it is the fast one.
     rows = torch.linalg.vector_norm(
         x if x.stride(-1) <= x.stride(-2) else x.mT,
         dim=-1,
         dtype=torch.float64 if careful else torch.float32,
     )
-    norm = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float64)
+    total = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float64)
     if reduce is not None:
-        norm = reduce(norm.square_()).sqrt_()
-    factor = norm.clamp_(min=eps).reciprocal_()
+        total = reduce(total.square_()).sqrt_()
+    factor = norm / total.clamp_(min=eps)
     if x.dtype != torch.float64:
         factor = factor.to(torch.float32)
-    if out is None:
-        out = torch.empty(x.shape, dtype=dtype, device=x.device)
     return torch.mul(x, factor[..., None, None], out=out)
 
 
@@ -172,7 +182,7 @@ def iterate_standard(
         if team is None:
             multiply_add(square, square, square, beta=b, alpha=c, out=polynomial)
         else:
-            mine = _rows_of(Shifted(0.0, square), team).residual
+            mine = _rows_of(square, team)
             polynomial = team.gather(multiply_add(mine, square, mine, beta=b, alpha=c))
         left, right = (x, polynomial) if tall else (polynomial, x)
         multiply_add(left, right, x, beta=a, out=spare)
@@ -180,116 +190,61 @@ def iterate_standard(
     return x
 
 
-@dataclass(frozen=True)
-class Shifted:
-    """The symmetric matrix ``shift * I + residual``; ``residual`` is ``(..., m, m)``."""
-
-    shift: float
-    residual: Tensor
+FLOAT16_NORM = 64.0
+"""Norm with which float16 iterates begin: Gram matrices' entries stay within its range."""
 
 
-def expected_shift(triples: Sequence[Triple], m: int) -> float:
-    """Return the shift for the Gram matrix of an ``m``-row matrix after ``triples``.
+def rescaled(triples: Sequence[Triple], scale: float) -> tuple[tuple[Triple, ...], float]:
+    """Return what makes each iterate a known multiple of what it would be, and the last multiple.
 
-    Any value is exact algebra; a value near most eigenvalues loses least to rounding. Before the
-    first step the trace is 1, so the mean eigenvalue is ``1 / m``. After some steps eigenvalues
-    lie between 0 and where the mean went, and half of that measured best over the spectra of
-    docs/numerics.md.
+    The first is ``scale`` times what it would be, the others within a factor of ``sqrt(2)`` of
+    that; see Note [Half the range].
     """
-    if not triples:
-        return 1.0 / m
-    return 0.5 * response(triples, m**-0.5) ** 2
+    found: list[Triple] = []
+    begin = scale
+    for a, b, c in triples:
+        # of the powers of two, the one that keeps the multiple nearest to the first
+        power = math.copysign(2.0 ** round(math.log2(abs(a) * begin / scale)), a) if a else 0.0
+        change = power / a if a else 1.0
+        found.append((power, change * b / scale**2, change * c / scale**4))
+        scale *= change
+    return tuple(found), scale
 
 
-def gram_residual(
-    x: Tensor,
-    shift: float,
-    reduce: ReduceT | None = None,
-    *,
-    columns: int | None = None,
-    tall: bool = False,
-) -> Shifted:
-    """Return the Gram matrix of the whole matrix split into ``shift * I`` and the rest.
-
-    One call of ``reduce``; ``columns`` are those of the whole matrix, if ``x`` has only some.
-    """
-    wide = x.mT if tall else x
-    m, n = wide.shape[-2:]
-    share = n / columns if columns else 1.0
-    eye = wide.new_zeros((*wide.shape[:-1], m))
-    eye.diagonal(dim1=-2, dim2=-1).fill_(1.0)
-    residual = multiply_add(wide, wide.mT, eye, beta=-shift * share, out=eye)
-    return Shifted(shift, _reduced(residual, reduce))
-
-
-def _product(left: Shifted, right: Shifted, team: Team | None = None) -> Shifted:
-    """Return the product of two commuting matrices; one matrix product.
-
-    With a team ``left`` has this rank's rows alone, and so has the product.
-
-    ``(l I + L)(r I + R) = l r I + (l R + r L + L R)``; the two terms without a product become the
-    addend of one fused call, scaled by the larger factor so that no division can blow up.
-    """
-    rows = _rows_of(right, team)
-    big, small = (left, rows) if abs(left.shift) >= abs(right.shift) else (rows, left)
-    shift = left.shift * right.shift
-    addend: Tensor | None = None if big.shift == 0.0 else small.residual
-    out: Tensor | None = None
-    if addend is not None and small.shift != 0.0:
-        addend = out = torch.add(addend, big.residual, alpha=small.shift / big.shift)
-    product = multiply_add(left.residual, right.residual, addend, beta=big.shift, out=out)
-    return Shifted(shift, product)
-
-
-def _polynomial(mine: Shifted, a: Shifted, triple: Triple) -> Shifted:
-    """Return one step's polynomial of ``a``, as far as ``mine`` has rows of ``a``."""
-    first, second, third = triple
-    slope = second + 2.0 * third * a.shift
-    part = mine.residual
-    rest = multiply_add(part, a.residual, part, beta=slope, alpha=third)
-    return Shifted(first + a.shift * (second + third * a.shift), rest)
-
-
-def accumulate(a: Shifted, triples: Sequence[Triple], team: Team | None = None) -> Shifted:
+def accumulate(a: Tensor, triples: Sequence[Triple], team: Team | None = None) -> Tensor:
     """Return the factor ``Q`` with which several steps multiply ``X``, whose Gram matrix is ``a``.
 
     ``(8 k - 6) m^3`` FLOPs for ``k`` steps: the first needs no product with ``Q``, the last leaves
     no Gram matrix behind. A team divides them; each rank computes its rows of every product.
     """
-    q: Shifted | None = None
-    mine = _rows_of(a, team)
-    for step, triple in enumerate(triples):
-        polynomial, last = _polynomial(mine, a, triple), step + 1 == len(triples)
+    q: Tensor | None = None
+    first_row = 0 if team is None else team.rows(a.shape[-1])[0]
+    for step, (first, second, third) in enumerate(triples):
+        mine, last = _rows_of(a, team), step + 1 == len(triples)
+        polynomial = multiply_add(mine, a, mine, beta=second, alpha=third)
+        polynomial.diagonal(first_row, -2, -1).add_(first)
         if q is not None:
-            q = _gathered(_product(polynomial, q, team), team)
+            q = _gathered(multiply_add(polynomial, q), team)
         if q is None or not last:
             whole = _gathered(polynomial, team)
             q = whole if q is None else q
         if not last:
-            # P^2 A is one pass cheaper and diverged on rank one plus noise: rounding an inner
-            # factor of P A P keeps eigenvalues from turning negative, rounding P^2 does not;
-            # without a name the inner one goes at once
-            mine = _product(_product(polynomial, a, team), whole, team)
-            a = _gathered(mine, team)
+            # P^2 A diverged on rank one plus noise: rounding an inner factor of P A P keeps
+            # eigenvalues from turning negative, rounding P^2 does not
+            a = _gathered(multiply_add(multiply_add(polynomial, a), whole), team)
     assert q is not None, "a segment holds at least one step"
     return q
 
 
-def _gathered(rows: Shifted, team: Team | None) -> Shifted:
-    return rows if team is None else Shifted(rows.shift, team.gather(rows.residual))
+def _gathered(rows: Tensor, team: Team | None) -> Tensor:
+    return rows if team is None else team.gather(rows)
 
 
-def _rows_of(whole: Shifted, team: Team | None) -> Shifted:
+def _rows_of(whole: Tensor, team: Team | None) -> Tensor:
     if team is None:
         return whole
-    start, stop = team.rows(whole.residual.shape[-1])
-    return Shifted(whole.shift, whole.residual[..., start:stop, :])
-
-
-def apply(q: Shifted, x: Tensor, out: Tensor | None = None, *, tall: bool = False) -> Tensor:
-    """Return ``Q X`` (``X Q`` if ``tall``), shaped like ``x``; no communication."""
-    left, right = (x, q.residual) if tall else (q.residual, x)
-    return multiply_add(left, right, x, beta=q.shift, out=out)
+    start, stop = team.rows(whole.shape[-1])
+    return whole[..., start:stop, :]
 
 
 def iterate_gram(
@@ -298,23 +253,21 @@ def iterate_gram(
     plan: Plan,
     reduce: ReduceT | None = None,
     *,
-    columns: int | None = None,
     tall: bool = False,
     spare: Tensor | None = None,
 ) -> Tensor:
     """Run all steps on Gram matrices, forming a fresh one before each of the plan's restarts.
 
     Returns the last iterate. ``x`` is normalised and will be overwritten; ``reduce`` is called once
-    per segment, with a Gram matrix; ``columns`` are those of the whole matrix, if ``x`` has only
-    some. A team gathers as Note [Teams] says. Iterates, one a segment, lie in turn in ``spare``,
-    like ``x`` and by default new, and in ``x``.
+    per segment, with a Gram matrix. A team gathers as Note [Teams] says. Iterates, one a segment,
+    lie in turn in ``spare``, like ``x`` and by default new, and in ``x``.
     """
-    m = x.shape[-1] if tall else x.shape[-2]
+    spare = torch.empty_like(x) if spare is None else spare
     for start, stop in pairwise((0, *plan.restarts, len(triples))):
-        shift = expected_shift(triples[:start], m)
-        a = gram_residual(x, shift, reduce, columns=columns, tall=tall)
+        wide = x.mT if tall else x
+        a = _reduced(multiply_add(wide, wide.mT), reduce)
         q = accumulate(a, triples[start:stop], _team(reduce))
-        x, spare = apply(q, x, out=spare, tall=tall), x
+        x, spare = multiply_add(*((x, q) if tall else (q, x)), out=spare), x
     return x
 
 

@@ -19,10 +19,12 @@ from megatron_eopt.math.algorithm import (
 from megatron_eopt.math.backends import Backend, get_backend
 from megatron_eopt.math.coefficients import CoefficientsLike, Triple, resolve_coefficients
 from megatron_eopt.math.newton_schulz import (
+    FLOAT16_NORM,
     ReduceT,
     iterate_gram,
     iterate_standard,
     normalize,
+    rescaled,
 )
 
 DEFAULT_EPS = 1e-7
@@ -132,9 +134,9 @@ class Orthogonalization:
         # "medium" casts its operands itself; the few products that stay float32 are to be exact
         with fp32_matmul_precision("high" if self.precision == "high" else "highest"):
             if self._other is None:
-                schedule = _scaled(self._schedule, math.prod(factors))
                 out = wide if in_place else None
-                result = _iterate(wide, schedule, plan, self.eps, reduce, max(shape), out)
+                factor = math.prod(factors)
+                result = _iterate(wide, self._schedule, factor, plan, self.eps, reduce, out)
             elif reduce is None:
                 result = self._other.compute(wide, self._schedule, plan, self.eps)
             else:
@@ -194,29 +196,41 @@ class Orthogonalization:
 def _iterate(
     wide: Tensor,
     schedule: tuple[Triple, ...],
+    factor: float,
     plan: Plan,
     eps: float,
     reduce: ReduceT | None,
-    columns: int,
     out: Tensor | None,
 ) -> Tensor:
-    """Iterate on the ranks' parts of matrices with ``columns`` columns.
+    """Iterate on the ranks' parts of matrices, and multiply the result by a factor.
 
     ``out`` is what to write to, if possible, and may be ``wide``.
     """
     plan = plan.stable(wide.shape[-2])
     tall = wide.stride(-2) < wide.stride(-1)
+    x = wide.mT if tall else wide
+    place = None
     if out is not None:
         out = out.mT if tall else out
-        out = out if out.dtype == plan.dtype and out.is_contiguous() else None
-    x = wide.mT if tall else wide
-    # the iterates lie in two places in turn, of which the last one is `out`
-    first, spare = (None, out) if plan.products(len(schedule)) % 2 else (out, None)
-    x = normalize(x, eps, plan.dtype, reduce, out=first)
+        if out.dtype.itemsize == plan.dtype.itemsize and out.is_contiguous():
+            place = out.view(plan.dtype)
+    # the iterates lie in two places in turn, of which the last one is `place`
+    first, spare = (None, place) if plan.products(len(schedule)) % 2 else (place, None)
+    norm, scale = 1.0, 1.0
+    if plan.dtype == torch.float16:
+        norm = FLOAT16_NORM
+        schedule, scale = rescaled(schedule, norm)
+    else:
+        schedule = _scaled(schedule, factor)
+    x = normalize(x, eps, plan.dtype, reduce, norm=norm, out=first)
     if plan.algorithm == "standard":
         x = iterate_standard(x, schedule, reduce, tall=tall, spare=spare)
     else:
-        x = iterate_gram(x, schedule, plan, reduce, columns=columns, tall=tall, spare=spare)
+        x = iterate_gram(x, schedule, plan, reduce, tall=tall, spare=spare)
+    if plan.dtype == torch.float16:
+        # has a dimension, so that the product is float32 before it is rounded
+        last = torch.full((1,), factor / scale, dtype=torch.float32, device=x.device)
+        x = torch.mul(x, last, out=torch.empty_like(x, dtype=wide.dtype) if place is None else out)
     return x.mT if tall else x
 
 

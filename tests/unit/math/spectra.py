@@ -37,6 +37,13 @@ def few_rows(m: int, n: int, seed: int = 0) -> Tensor:
     return x
 
 
+def one_column(m: int, n: int, seed: int = 0) -> Tensor:
+    """One column holds nearly all: all singular values but one are near zero."""
+    x = gaussian(m, n, seed)
+    x[:, 1:] *= 1e-2 / (n - 1) ** 0.5
+    return x
+
+
 NAMED = {"gaussian": gaussian, "decaying": decaying, "low_rank": low_rank}
 
 

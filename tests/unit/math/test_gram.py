@@ -1,6 +1,7 @@
 """The pieces of the Gram iteration, and a matrix whose long side is cut over ranks."""
 
 import gc
+import math
 
 import numpy as np
 import pytest
@@ -9,15 +10,13 @@ from torch import Tensor
 
 from megatron_eopt.base.live_bytes import LiveBytes
 from megatron_eopt.math.algorithm import AlgorithmT, Plan, PrecisionT, choose_algorithm
-from megatron_eopt.math.coefficients import resolve_coefficients
+from megatron_eopt.math.coefficients import coefficient_names, resolve_coefficients
 from megatron_eopt.math.newton_schulz import (
-    Shifted,
     accumulate,
-    apply,
-    gram_residual,
     iterate_gram,
     iterate_standard,
     normalize,
+    rescaled,
 )
 from megatron_eopt.math.orthogonalize import Orthogonalization, orthogonalize
 from tests.unit.math.ranks import Ranks, TeamMember
@@ -26,19 +25,21 @@ from tests.unit.math.spectra import gaussian, relative_error
 QUINTIC = resolve_coefficients("quintic", 5)
 
 
-def dense(a: Shifted) -> Tensor:
-    return a.shift * torch.eye(a.residual.shape[-1], dtype=a.residual.dtype) + a.residual
-
-
-@pytest.mark.parametrize("shift", [0.0, 0.1, 0.9])
-def test_pieces_are_exact_algebra_for_any_shift(shift: float) -> None:
+def test_the_accumulated_factor_is_all_steps_at_once() -> None:
     x = normalize(gaussian(8, 20).double(), 1e-7, torch.float64)
-    a = gram_residual(x, shift)
-    torch.testing.assert_close(dense(a), x @ x.T)
     expected = iterate_standard(x.clone(), QUINTIC)
-    q = accumulate(a, QUINTIC)
-    torch.testing.assert_close(apply(q, x), expected)
-    torch.testing.assert_close(apply(q, x.mT.contiguous(), tall=True).mT, expected)
+    torch.testing.assert_close(accumulate(x @ x.mT, QUINTIC) @ x, expected)
+
+
+@pytest.mark.parametrize("name", coefficient_names())
+def test_a_rescaled_schedule_has_exact_diagonals_and_the_same_result(name: str) -> None:
+    triples = (*resolve_coefficients(name, 4), (-1.5, 0.5, 0.0), (0.0, 0.0, 1.0))
+    steps, scale = rescaled(triples, 64.0)
+    assert all(first == 0 or math.frexp(abs(first))[0] == 0.5 for first, _, _ in steps)
+    assert 2**-0.5 <= scale / 64 <= 2**0.5
+    x = normalize(gaussian(8, 20).double(), 1e-7, torch.float64)
+    result = iterate_standard(64 * x, steps) / scale
+    assert relative_error(result, iterate_standard(x, triples)) < 1e-11
 
 
 @pytest.mark.parametrize("restarts", [(), (1,), (2, 4), (1, 2, 3, 4)])
@@ -46,14 +47,6 @@ def test_restarts_change_rounding_only(restarts: tuple[int, ...]) -> None:
     x = normalize(gaussian(8, 20).double(), 1e-7, torch.float64)
     expected = iterate_standard(x.clone(), QUINTIC)
     assert relative_error(iterate_gram(x.clone(), QUINTIC, gram(restarts)), expected) < 1e-11
-
-
-def test_a_polynomial_that_vanishes_at_the_shift_is_no_division_by_zero() -> None:
-    x = normalize(gaussian(8, 20).double(), 1e-7, torch.float64)
-    # a + b/8 = 0: the first factor's shift vanishes, since the mean eigenvalue of 8 rows is 1/8
-    triples = ((1.0, -8.0, 0.0), (2.0, -1.5, 0.5))
-    expected = iterate_standard(x.clone(), triples)
-    assert relative_error(iterate_gram(x.clone(), triples, gram()), expected) < 1e-11
 
 
 def gram(restarts: tuple[int, ...] = ()) -> Plan:

@@ -1,0 +1,71 @@
+"""Division by norms on a GPU: two kernels, of which one reads and the other reads and writes.
+
+What they do is operators of torch, so that a dry run counts them. Triton is there where GPUs are.
+"""
+
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_eopt.base import gpu
+
+_MOST_PARTS = 1024
+"""Partial sums of a matrix, at most: each block of the second kernel adds them up."""
+
+_BLOCK = 4096
+"""Elements that are added at once."""
+
+_library: Any = torch.library.Library("megatron_eopt", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define("sums_of_squares(Tensor x, int chunk, bool careful) -> Tensor")
+_library.define(
+    "divide_by_norms(Tensor x, Tensor squares, float eps, float norm, Tensor(a!) out) -> ()"
+)
+
+
+def serves(x: Tensor) -> bool:
+    """Return whether the kernels take a tensor."""
+    return gpu.runs_kernels(x) and x.is_contiguous() and x.dtype != torch.float64 and x.numel() > 0
+
+
+def sums_of_squares(x: Tensor, careful: bool) -> Tensor:
+    """Return partial sums ``(..., parts)`` of the squares of matrices ``(..., m, n)``.
+
+    They are float32, or where squares may leave it (``careful``) float64.
+    """
+    size = x.shape[-2] * x.shape[-1]
+    chunk = -(-size // (_MOST_PARTS * _BLOCK)) * _BLOCK
+    found: Tensor = torch.ops.megatron_eopt.sums_of_squares(x, max(chunk, 4 * _BLOCK), careful)
+    return found
+
+
+def divide(x: Tensor, squares: Tensor, eps: float, norm: float, out: Tensor) -> None:
+    """Write ``x`` times ``norm``, divided by its norms or by ``eps`` where that is larger.
+
+    The sums of squares ``(..., parts)`` are added in float64.
+    """
+    torch.ops.megatron_eopt.divide_by_norms(x, squares, eps, norm, out)
+
+
+def _no_sums(x: Tensor, chunk: int, careful: bool) -> Tensor:
+    parts = -(-x.shape[-2] * x.shape[-1] // chunk)
+    dtype = torch.float64 if careful else torch.float32
+    return x.new_empty((*x.shape[:-2], parts), dtype=dtype)
+
+
+def _sum(x: Tensor, chunk: int, careful: bool) -> Tensor:
+    found = _no_sums(x, chunk, careful)
+    import_module("megatron_eopt.math.triton_normalize").launch_sums(x, found, chunk, _BLOCK)
+    return found
+
+
+def _divide(x: Tensor, squares: Tensor, eps: float, norm: float, out: Tensor) -> None:
+    kernels = import_module("megatron_eopt.math.triton_normalize")
+    kernels.launch_division(x, squares, eps, norm, out, _BLOCK)
+
+
+_library.impl("sums_of_squares", _sum, "CompositeExplicitAutograd")
+_library.impl("divide_by_norms", _divide, "CompositeExplicitAutograd")
+torch.library.register_fake("megatron_eopt::sums_of_squares", _no_sums, lib=_library)
+torch.library.register_fake("megatron_eopt::divide_by_norms", lambda *_: None, lib=_library)

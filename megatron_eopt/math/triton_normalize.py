@@ -1,0 +1,51 @@
+"""The kernels of :mod:`megatron_eopt.math.norms`."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _sum_squares(x, sums, size, chunk, wide: tl.constexpr, block: tl.constexpr):
+    """Add the squares of one chunk of one matrix."""
+    part, matrix = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    begin = part * chunk
+    total = tl.zeros((block,), wide)
+    for start in range(begin, begin + chunk, block):
+        places = start + tl.arange(0, block)
+        value = tl.load(x + matrix * size + places, mask=places < size, other=0.0).to(wide)
+        total += value * value
+    tl.store(sums + matrix * tl.num_programs(0) + part, tl.sum(total))
+
+
+@triton.jit
+def _divide(x, sums, out, numbers, size, parts, widths: tl.constexpr):
+    """Divide one block of one matrix by the matrix's norm; ``numbers`` are eps and the new one."""
+    matrix = tl.program_id(1).to(tl.int64)
+    each = tl.arange(0, widths[0])
+    squares = tl.load(sums + matrix * parts + each, mask=each < parts, other=0.0)
+    old = tl.sqrt(tl.sum(squares.to(tl.float64)))
+    old = tl.maximum(old, tl.full((), numbers[0], tl.float64), propagate_nan=tl.PropagateNan.ALL)
+    factor = (numbers[1] / old).to(tl.float32)
+    places = tl.program_id(0) * widths[1] + tl.arange(0, widths[1])
+    mask = places < size
+    value = tl.load(x + matrix * size + places, mask=mask).to(tl.float32) * factor
+    tl.store(out + matrix * size + places, value.to(out.dtype.element_ty), mask=mask)
+
+
+def launch_sums(x: Tensor, sums: Tensor, chunk: int, block: int) -> None:
+    """Add squares of matrices, of each in as many chunks as ``sums`` has columns."""
+    size = x.shape[-2] * x.shape[-1]
+    parts = sums.shape[-1]
+    wide = tl.float64 if sums.itemsize == 8 else tl.float32
+    _sum_squares[(parts, x.numel() // size)](x, sums, size, chunk, wide, block, num_warps=8)
+
+
+def launch_division(
+    x: Tensor, sums: Tensor, eps: float, norm: float, out: Tensor, block: int
+) -> None:
+    """Divide matrices by norms, given sums of squares that are to be added."""
+    size, parts = x.shape[-2] * x.shape[-1], sums.shape[-1]
+    widths = (triton.next_power_of_2(parts), 4 * block)
+    grid = (triton.cdiv(size, 4 * block), x.numel() // size)
+    _divide[grid](x, sums, out, (eps, norm), size, parts, widths, num_warps=8)
