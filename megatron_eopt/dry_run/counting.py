@@ -142,7 +142,7 @@ class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
             amount = Amount(host_waits=1)
         elif (formula := flop_registry.get(func.overloadpacket)) is not None:
             amount = Amount(flops=formula(*args, **kwargs, out_val=result), kernels_in_all=1)
-        elif func.namespace in ("aten", "megatron_eopt") and not _counts_on_the_host(func, args):
+        elif func.namespace in ("aten", "megatron_eopt"):
             kernels, moved = moved_by(func, args, kwargs, result)
             amount = Amount(kernels, moved, kernels_in_all=kernels)
         if amount != Amount():
@@ -163,11 +163,6 @@ def _groups(args: Any) -> Iterator[Any]:
     for item in args:
         if isinstance(item, torch.ScriptObject):
             yield distributed.ProcessGroup.unbox(item)
-
-
-def _counts_on_the_host(func: Any, args: Any) -> bool:
-    """Tell whether torch counts steps: it adds a tensor to counters that are the host's."""
-    return func is torch.ops.aten._foreach_add_.Tensor and not any(item.dim() for item in args[0])
 
 
 def _phase() -> Phase:

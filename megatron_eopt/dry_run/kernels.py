@@ -14,22 +14,20 @@ What one operator's kernels write for each other is not counted.
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch.utils._pytree import tree_iter
 
-CHUNK = 65_536
-"""Elements that one block of a launch works on, of one tensor."""
-
-BLOCKS = 320
-"""Most blocks of a launch."""
+CHUNK, BLOCKS = 65_536, 320
+"""Elements of one tensor that a block of a launch works on, and most blocks of a launch."""
 
 TENSORS = (110, 64, 48, 36, 30)
 """Most tensors of a launch, if it goes over one list, two, ... five."""
 
 _NOTHING = {"_unsafe_view", "detach_", "resize_", "set_", "squeeze_", "t_", "unsqueeze_"}
 _OVERWRITING = {"copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_"}
-_OF_LISTS = ("_foreach_", "_fused_", "_amp_foreach_")
+_COUNTS = torch.ops.aten._foreach_add_.Tensor
 _REDUCING = {"_foreach_norm", "_foreach_max"}
 
 
@@ -58,13 +56,15 @@ def moved_by(
             read += tensors
     if name.endswith("_like") or name.startswith("new_"):
         read = []
-    if not any(tensor.numel() for tensor in written):
+    # torch adds a tensor to counts of steps that are the host's, and a number to a device's
+    on_host = func is _COUNTS and not any(tensor.dim() for tensor in written)
+    if on_host or not any(tensor.numel() for tensor in written):
         return 0, 0
     distinct = {
         (t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.stride()): t for t in read
     }
     moved = sum(tensor.nbytes for tensor in (*distinct.values(), *written))
-    is_of_lists = func.namespace == "aten" and name.startswith(_OF_LISTS)
+    is_of_lists = func.namespace == "aten" and ("_foreach_" in name or "_fused_" in name)
     return (_kernels(func, given, result) if is_of_lists else 1), moved
 
 

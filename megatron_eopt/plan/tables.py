@@ -71,25 +71,22 @@ def show_plan(plan: Plan, gpu: str, console: Console) -> None:
     moved = report.bytes_per_element
     rows = [(name, f"{n:,}", f"{moved.get(name, 0):.1f}") for name, n in report.elements.items()]
     rows += [(f"computes for {name}", matrices, "") for name, matrices in _owned(plan).items()]
-    title = f"Rank {plan.rank}, the busiest: weights, and bytes moved for each"
-    _print(console, title, ("optimizer", "elements", "bytes"), rows)
+    _print(console, f"Rank {plan.rank}, the busiest", ("optimizer", "weights", "bytes each"), rows)
     rows = [
         (call.name, str(call.ranks), str(count), f"{call.sent * count / 2**20:,.1f}")
         for call, count in sorted(report.collectives.items())
     ]
     _print(console, "Collectives of a step", ("call", "ranks", "calls", "MiB handed over"), rows)
-    phases = {": ".join(filter(None, phase)): did for phase, did in report.phases.items()}
+    phases = {": ".join(filter(None, phase)): n for phase, n in report.phases.items()}
     rows = [
-        (name, f"{did.kernels:,}", f"{did.bytes / 1e9:,.3f}", _flops(did.flops))
-        for name, did in {**phases, "in all": report.total}.items()
+        (name, f"{n.kernels:,}", f"{n.bytes / 1e9:,.3f}", _flops(n.flops), f"{n.host_waits}")
+        for name, n in {**phases, "in all": report.total}.items()
     ]
-    title = "A step, kernels and bytes outside of products"
-    _print(console, title, ("phase", "kernels", "GB", "TFLOP"), rows)
+    columns = ("phase", "kernels", "GB", "TFLOP", "waits")
+    _print(console, "Kernels and bytes outside of products, and waits of the host", columns, rows)
     memory = asdict(report.memory)
     rows = [(name, f"{size / _GIB:.2f}") for name, size in memory.items() if size is not None]
     _print(console, "Memory", ("of", "GiB"), rows)
-    reads = [(place, str(count)) for place, count in report.host_reads.items()]
-    _print(console, "The host waits for the device", ("in", "times a step"), reads)
     rows = [(name, _ms(seconds)) for name, seconds in asdict(times).items()]
     rows += [("step, without gather", _ms(times.step))]
     rows += [("share of an iteration", f"{plan.share:.2%}")]

@@ -68,18 +68,17 @@ def test_what_a_step_does_is_counted():
     assert {name for name, phase in amounts.items() if phase["flops"]} == {
         ("TensorParallelMuon", "orthogonalization")
     }
-    assert amounts[None, "norm"]["host_waits"] == in_all["host_waits"] == 1
-    # main weights are read, and written in 16 bits
-    copies = amounts[None, "copies to the model"]
-    assert copies["bytes"] == 6 * sum(weights.values())
+    # the norm reads all gradients, which are as large as main weights
+    assert amounts[None, "norm"]["bytes"] == pytest.approx(4 * sum(weights.values()), rel=1e-3)
     moved = sum(counted["bytes_per_element"][name] * count for name, count in weights.items())
     assert moved == pytest.approx(in_all["bytes"])
-    # a step of more is slower than it was; each number may only go down
-    assert in_all["kernels"] <= 645
-    assert in_all["kernels_in_all"] <= 1037
-    assert counted["bytes_per_element"]["TensorParallelMuon"] <= 69.1
-    assert counted["bytes_per_element"]["AdamW"] <= 98.1
-    for phase in ("copies to the model", "TensorParallelMuon: orthogonalization", "in all"):
+    # what a step takes may become less, and not more
+    assert in_all["host_waits"] == 0
+    assert in_all["kernels"] <= 245
+    assert in_all["kernels_in_all"] <= 593
+    assert counted["bytes_per_element"]["TensorParallelMuon"] <= 41.7
+    assert counted["bytes_per_element"]["AdamW"] <= 34.1
+    for phase in ("norm", "TensorParallelMuon: orthogonalization", "AdamW: update", "in all"):
         assert phase in shown[1]
     assert f"{in_all['kernels']:,}" in shown[1]
 

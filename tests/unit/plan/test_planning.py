@@ -113,7 +113,7 @@ def test_collectives_take_latency_and_the_slower_link():
 
 
 def test_collectives_know_where_their_ranks_are():
-    rank = in_a_process(MIXED, replace(CUT, pipeline=1, tensor=1, expert=2))["busiest_rank"]
+    rank = in_a_process(MIXED, Layout(data=4, expert=2))["busiest_rank"]
     gathered = {
         (call["ranks"], call["first"], call["last"])
         for call in rank["collectives"]
