@@ -38,6 +38,9 @@ STACK_ATTRIBUTE = "eopt_matrix_stack"
 GLOBAL_NAME_ATTRIBUTE = "eopt_global_name"
 """Where a parameter keeps its name in the whole model, of all pipeline stages and experts."""
 
+COPY_ATTRIBUTE = "eopt_copy"
+"""Where a main weight has, during a step, the model's tensor that gets it rounded."""
+
 # keys of optimizer state
 MOMENTUM = "momentum_buffer"  # of Muon, Lion and SGD
 MOMENTUM_SCALE = "momentum_scale"  # of its blocks, where it is kept in 8 bits

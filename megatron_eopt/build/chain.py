@@ -18,7 +18,7 @@ from megatron.core.utils import log_single_rank
 from torch import Tensor
 
 from megatron_eopt.base import gpu
-from megatron_eopt.base.agreement import agreed, device_of_collectives
+from megatron_eopt.base.agreement import agreed
 from megatron_eopt.base.errors import ConfigurationError, NonFiniteError, check_number
 from megatron_eopt.base.live_bytes import LiveBytes
 from megatron_eopt.base.upstream import needed
@@ -79,7 +79,7 @@ class OptimizerChain(ChainedOptimizer):
         self.is_sharded = any(isinstance(item, FragmentsOptimizer) for item in storages)
         self.number, self.superseded = -1, False  # see megatron_eopt.build.ownership
         # whether the host reads norms a step later; see Note [No waits]
-        self.reads_norms_late = gpu.runs_kernels(torch.empty(0, device=device_of_collectives()))
+        self.reads_norms_late = gpu.runs_kernels(torch.empty(0, device="cuda"))
         self._overlap: Overlap | None = None
         if settings.overlaps_step:
             self._overlap = Overlap(self.steppers, self._named_chunks, self._expects_no_clipping)

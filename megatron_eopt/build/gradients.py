@@ -16,7 +16,8 @@ from megatron.core.utils import get_data_parallel_group_if_dtensor, to_local_if_
 from torch import Tensor, distributed
 
 from megatron_eopt.base import gpu
-from megatron_eopt.base.agreement import device_of_collectives, of_every_rank
+from megatron_eopt.base.agreement import of_every_rank
+from megatron_eopt.base.host_copy import HostCopy
 from megatron_eopt.base.upstream import needed
 from megatron_eopt.optimizers.stepper import Stepper
 from megatron_eopt.settings.settings import LossScale
@@ -68,7 +69,7 @@ class GradNorm:
 
         A ``flag`` is a number of this rank's, of shape (), which is summed with the squares.
         """
-        self.flag = torch.zeros((), device=device_of_collectives()) if flag is None else flag
+        self.flag = torch.zeros((), device="cuda") if flag is None else flag
         self._of_each: list[tuple[list[Tensor], Tensor]] = []
         self.groups: list[distributed.ProcessGroup] = []
         groups = [optimizer.get_grad_stats_parallel_group() for optimizer in optimizers]
@@ -77,11 +78,10 @@ class GradNorm:
             groups, grads = groups[:1], [[grad for some in grads for grad in some]]
         norms = [self._norm(some, group) for some, group in zip(grads, groups, strict=True)]
         self.value = norms[0] if len(norms) == 1 else torch.stack(norms).norm()
-        self._arrival: torch.cuda.Event | None = None
-        self._copy = self.value
+        self._sent: HostCopy | None = None
 
     def _norm(self, grads: list[Tensor], group: distributed.ProcessGroup) -> Tensor:
-        square = torch.zeros((), dtype=torch.float32, device=device_of_collectives())
+        square = torch.zeros((), dtype=torch.float32, device="cuda")
         mesh = None
         for grad in grads:
             mesh = get_data_parallel_group_if_dtensor(grad, mesh)
@@ -99,18 +99,12 @@ class GradNorm:
         return norm
 
     def send(self) -> None:
-        """Begin to copy the norm to the host, which :meth:`read` then finds there."""
-        if self.value.is_cuda:
-            self._copy = torch.empty_like(self.value, device="cpu", pin_memory=True)
-            self._copy.copy_(self.value, non_blocking=True)
-            self._arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._arrival.record()
+        """Begin to copy the norm to the host, where :meth:`read` finds it."""
+        self._sent = HostCopy(self.value)
 
     def read(self) -> float:
         """Return the norm; the host waits for it."""
-        if self._arrival is not None:
-            self._arrival.synchronize()
-        return float(self._copy)
+        return float(self.value) if self._sent is None else self._sent.read()
 
     def non_finite(self) -> set[int]:
         """Return the addresses of this rank's gradients whose own norms are not finite."""
@@ -167,7 +161,8 @@ def clip(
     for driver in (driver for stepper in steppers for driver in stepper.drivers):
         driver.coefficient = None
         if fold and driver.folds_clipping:
-            driver.coefficient = factors[None] if driver.is_clipped else norms[None].factor(0)
+            factor = factors[None] if driver.is_clipped else norms[None].factor(0)
+            driver.coefficient = factor if _counts(factor) else None
     name_of = needed("GRAD_NORM_GROUP_ATTR")
     by_norm: dict[str | None, list[Tensor]] = {}
     for param in (param for stepper in steppers for param in _scaled(stepper)) if most > 0 else ():
@@ -175,9 +170,14 @@ def clip(
             name = getattr(param, name_of, None)
             by_norm.setdefault(name, []).append(local_of(param.grad).detach())
     for name, grads in by_norm.items():
-        # what the host knows it need not multiply by 1
-        if gpu.runs_kernels(factors[name]) or float(factors[name]) < 1.0:
-            torch._foreach_mul_(grads, factors[name])
+        if _counts(factors[name]):
+            # a tensor of shape () given to torch's function would be read by the host
+            torch.ops.aten._foreach_mul_.Tensor(grads, factors[name])
+
+
+def _counts(factor: Tensor) -> bool:
+    """Return whether to multiply by a factor; one that the host knows to be 1 need not be."""
+    return gpu.runs_kernels(factor) or float(factor) != 1.0
 
 
 def _scaled(stepper: Stepper) -> Iterator[Tensor]:

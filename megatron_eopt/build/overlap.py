@@ -8,7 +8,7 @@ is stepped. See Note [Look ahead, then commit] of :mod:`megatron_eopt.optimizers
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.base import gpu
-from megatron_eopt.base.agreement import device_of_collectives
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.optimizers.stepper import Stepper
 from megatron_eopt.optimizers.windows import WindowedMuonDriver
@@ -160,11 +159,19 @@ class Overlap:
         found = [driver.unchanged() for driver in {window.driver for window in self._windows}]
         same = [flag for flag in found if flag is not None]
         if not same:
-            return torch.zeros((), device=device_of_collectives())
+            return torch.zeros((), device="cuda")
         return 1.0 - torch.stack(same).all().float()
 
     def step(self) -> None:
         """Step all parameters, and begin to gather each bucket as soon as it is complete."""
+        with ExitStack() as stack:
+            for storage in self._storages:
+                stack.enter_context(storage.handing_out())
+            self._step()
+        for storage in self._storages:
+            storage.steps += 1
+
+    def _step(self) -> None:
         for stepper, driver in self._others:
             with stepper.groups_and_state(driver) as (groups, state):
                 driver.step(groups, state)
@@ -178,5 +185,3 @@ class Overlap:
             for storage in self._storages:
                 storage.hand_out(group.params)
             group.start_param_sync()
-        for storage in self._storages:
-            storage.steps += 1

@@ -7,9 +7,9 @@ to be saved, nothing superfluous is read, and the layout of the run does not sho
 """
 
 import math
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -23,24 +23,37 @@ from megatron_eopt.checkpoint.keys import key_apart, tensors
 type _Cut = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-@dataclass(frozen=True)
-class Box:
+class Box(NamedTuple):
     """Part of a stored tensor, or of a whole local parameter, that is a box of a checkpoint's.
 
     Attributes:
-        sharded: The box and its tensor, without data; the key is the model's.
+        piece: What the model saves it as part of.
+        shape: The box's, with a dimension for each of the checkpoint's tensor.
+        offset: Its first element in that tensor.
         start: The first element, in the flattened stored tensor.
         strides: Elements of it between neighbours, for each dimension of the box.
     """
 
-    sharded: ShardedTensor
+    piece: ShardedTensor
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
     start: int
     strides: tuple[int, ...]
 
-    def view(self, stored: Tensor) -> Tensor:
-        """Return the box of a stored tensor, without copying it."""
-        start = stored.storage_offset() + self.start
-        return stored.detach().as_strided(self.sharded.local_shape, self.strides, start)
+    def holding(self, flat: Tensor, key: str, replica: tuple[int, ...]) -> ShardedTensor:
+        """Return the box of a stored tensor, which is flat, without copying it."""
+        return ShardedTensor(
+            key,
+            flat.as_strided(self.shape, self.strides, flat.storage_offset() + self.start),
+            flat.dtype,
+            self.shape,
+            self.piece.global_shape,
+            self.offset,
+            # a fragment's boxes are no regular grid
+            None,
+            replica,
+            allow_shape_mismatch=self.piece.allow_shape_mismatch,
+        )
 
 
 class ParameterSpace:
@@ -52,7 +65,7 @@ class ParameterSpace:
         pieces: The parts of it that the model saves.
 
     Attributes:
-        sharded: One of its boxes, which has what all have in common: whole shape, replica.
+        sharded: One of these parts, which has what all have in common: whole shape, replica.
         keys: Names of the checkpoint's tensors that it is part of, without optimizer prefixes.
         places: Its places in the leading dimensions that number layers or experts.
         name: Its own name, unique in the model.
@@ -60,29 +73,24 @@ class ParameterSpace:
     """
 
     def __init__(self, key: str, held: Tensor, pieces: Sequence[ShardedTensor]) -> None:
-        self._boxes = [_box(piece, held) for piece in pieces]
-        self.sharded = self._boxes[0].sharded
+        self._pieces = pieces
+        self._first = held.storage_offset()
+        self.sharded = pieces[0]
         self.keys = tuple(dict.fromkeys(piece.key for piece in pieces))
         self.prepended = pieces[0].prepend_axis_num
         # layers or experts may share a key; the places of leading dimensions tell them apart
         self.places = tuple(pieces[0].global_offset[: self.prepended])
         self.name = key_apart(key, self.places)
 
-    def boxes(self, start: int, stop: int) -> list[Box]:
-        """Return the boxes of the elements ``start`` to ``stop`` of the flattened parameter."""
-        found = []
-        for box in self._boxes:
-            sizes, strides = box.sharded.local_shape, box.strides
-            for offset, lengths in cut(sizes, strides, start - box.start, stop - box.start):
-                places = zip(box.sharded.global_offset, offset, strict=True)
-                sharded = replace(
-                    box.sharded,
-                    local_shape=lengths,
-                    global_offset=tuple(whole + part for whole, part in places),
-                )
-                first = box.start - start + int(math.sumprod(offset, strides))
-                found.append(Box(sharded, first, strides))
-        return found
+    def boxes(self, start: int, stop: int) -> Iterator[Box]:
+        """Yield the boxes of the elements ``start`` to ``stop`` of the flattened parameter."""
+        for piece in self._pieces:
+            data, ones = piece.data, (1,) * piece.prepend_axis_num
+            strides = (*(data.numel() for _ in ones), *data.stride())
+            before = start - data.storage_offset() + self._first
+            for part, shape in cut((*ones, *data.shape), strides, before, before + stop - start):
+                offset = tuple(map(operator.add, piece.global_offset, part))
+                yield Box(piece, shape, offset, math.sumprod(part, strides) - before, strides)
 
 
 def parameter_spaces(
@@ -164,19 +172,3 @@ def cut(sizes: Sequence[int], strides: Sequence[int], start: int, stop: int) -> 
         before = row * stride
         for offset, lengths in cut(inner_sizes, inner_strides, start - before, stop - before):
             yield (row, *offset), (1, *lengths)
-
-
-def _box(piece: ShardedTensor, held: Tensor) -> Box:
-    """Return a piece with strides of the flattened local parameter, and nothing prepended."""
-    data = piece.data
-    ones = (1,) * piece.prepend_axis_num
-    sharded = replace(
-        piece,
-        data=None,
-        local_shape=ones + tuple(piece.local_shape),
-        # a fragment's boxes are no regular grid
-        axis_fragmentations=None,
-        prepend_axis_num=0,
-    )
-    strides = (*(data.numel() for _ in ones), *data.stride())
-    return Box(sharded, data.storage_offset() - held.storage_offset(), strides)

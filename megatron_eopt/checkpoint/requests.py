@@ -67,7 +67,6 @@ class StateRequests:
             if not (value.is_count and counts is None)
         }
         self.param_state: dict[str, Any] = {}
-        self._ask()
 
     def separate(self) -> None:
         """Write, or read, apart what not all layers or experts of a stack have; collective."""

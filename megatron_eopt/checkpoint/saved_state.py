@@ -73,12 +73,13 @@ class Whereabouts:
     @cached_property
     def boxes(self) -> list[Box]:
         """The boxes of the unsharded parameter that this rank stores."""
-        return self.space.boxes(self.stored.start, self.stored.stop) if self.stored else []
+        item = self.stored
+        return [] if item is None else list(self.space.boxes(item.start, item.stop))
 
     @property
     def holds_first(self) -> bool:
         """Whether this rank stores the first element of the unsharded parameter."""
-        return any(not any(b.sharded.global_offset[self.space.prepended :]) for b in self.boxes)
+        return any(not any(b.offset[self.space.prepended :]) for b in self.boxes)
 
 
 @dataclass(frozen=True)
@@ -164,14 +165,7 @@ def cut_value(kind: str, value: Tensor, where: Whereabouts) -> Value:
     """Return main weights or state that are cut like what this rank stores of a parameter."""
     flat = value.detach().reshape(-1)
     pieces = tuple(
-        replace(
-            box.sharded,
-            key=state_key(kind, box.sharded.key),
-            data=box.view(flat),
-            dtype=flat.dtype,
-            replica_id=where.replica,
-        )
-        for box in where.boxes
+        box.holding(flat, state_key(kind, box.piece.key), where.replica) for box in where.boxes
     )
     return Value(where, kind, pieces, where.space.prepended, flat)
 

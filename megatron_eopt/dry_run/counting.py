@@ -1,12 +1,14 @@
-"""Counts what a step does: collectives with bytes, floating-point operations, host's readings.
+"""Counts what a step does: kernels and bytes by phase, collectives, operations, host's readings.
 
 It sees what torch dispatches, so that it counts real runs and dry runs alike.
 """
 
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -17,13 +19,18 @@ from torch.utils.flop_counter import flop_registry
 
 from megatron_eopt.base.live_bytes import LiveBytes
 from megatron_eopt.build.memory import Memory
+from megatron_eopt.dry_run.kernels import moved_by
+from megatron_eopt.optimizers.driver import Driver
 from megatron_eopt.optimizers.modes import Schedule
 
 _WITH_OUTPUT = ("gather", "scatter", "alltoall")
 """In the names of collectives that have what arrives first, and then what is handed over."""
 
-_WAIT_FOR_NOBODY = ("torch.optim",)
-"""Modules that read counters of steps, which lie in the host's memory."""
+_WAIT_FOR_NOBODY = ("torch.optim", "megatron_eopt.base.host_copy")
+"""Modules that read what lies in the host's memory, or came there long ago."""
+
+_ON_THE_DEVICE = ("aten", "megatron_eopt")
+"""Namespaces of operators that launch kernels."""
 
 _MACHINERY = (
     "torch",
@@ -31,6 +38,26 @@ _MACHINERY = (
     "megatron_eopt.cpu",
     "megatron_eopt.dry_run",
 )
+
+_PHASES = {
+    "megatron.core.optimizer.clip_grads": "norm",
+    "megatron_eopt.build.chain.get_grad_norm": "norm",
+    "megatron_eopt.build.gradients.clip": "clipping",
+    "megatron_eopt.build.gradients.unscale_": "loss scale",
+    "megatron_eopt.layouts": "exchange",
+    "megatron_eopt.math.newton_schulz": "orthogonalization",
+    "megatron_eopt.math.orthogonalize": "orthogonalization",
+    "megatron_eopt.math.backends": "orthogonalization",
+    "megatron_eopt.optimizers.momentum": "momentum's rounding",
+    "megatron_eopt.optimizers.host_memory": "off-loading",
+    "megatron_eopt.optimizers.muon_driver._apply": "weights",
+    "megatron_eopt.optimizers.muon_driver": "directions",
+    "megatron_eopt.optimizers.engine": "exchange",
+    "megatron_eopt.optimizers": "update",
+    "torch.optim": "update",
+    "megatron_eopt.storage": "copies to the model",
+}
+"""By the first function, from the one that calls torch outwards, whose name begins so."""
 
 READ: Any = torch.ops.aten._local_scalar_dense.default
 """What brings a value to the host."""
@@ -43,27 +70,71 @@ class Collective(NamedTuple):
         name: As torch's dispatcher has it, without underscores at its ends.
         ranks: Of its group.
         sent: Bytes that this rank hands over.
+        first: Lowest global rank of its group.
+        last: Highest one.
     """
 
     name: str
     ranks: int
     sent: int
+    first: int
+    last: int
+
+
+class Phase(NamedTuple):
+    """Who asks for what is done.
+
+    Attributes:
+        optimizer: The one whose step it belongs to; None for what is done for all of them.
+        name: Of the phase.
+    """
+
+    optimizer: str | None
+    name: str
+
+
+@dataclass
+class Amount:
+    """What is done on the device, and what for.
+
+    Attributes:
+        kernels: Outside of matrix products.
+        bytes: That these read and write.
+        flops: Of matrix products, by torch's formulas.
+        kernels_in_all: With one for each product, whose bytes are counted nowhere.
+        host_waits: How often the host waits for a value.
+    """
+
+    kernels: int = 0
+    bytes: int = 0
+    flops: int = 0
+    kernels_in_all: int = 0
+    host_waits: int = 0
+
+    def __add__(self, other: "Amount") -> "Amount":
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return Amount(*(mine + its for mine, its in pairs))
 
 
 class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts while it is entered.
 
     Attributes:
-        collectives: How often each was called.
-        flops: Floating-point operations of matrix products, by torch's formulas.
+        collectives: How often each was called; their kernels are counted nowhere.
+        amounts: What was done by phase and operator.
         host_reads: How often the host waited for a value of the device, by who asked for it.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.collectives: Counter[Collective] = Counter()
-        self.flops = 0
+        self.amounts: defaultdict[tuple[Phase, str], Amount] = defaultdict(Amount)
         self.host_reads: Counter[str] = Counter()
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of all matrix products."""
+        return sum(amount.flops for amount in self.amounts.values())
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -71,11 +142,18 @@ class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func.namespace in ("c10d", "_c10d_functional"):
             self._note(func.overloadpacket.__name__, args)
+        result = func(*args, **kwargs)
+        amount = Amount()
         if func is READ and (place := who_reads()):
             self.host_reads[place] += 1
-        result = func(*args, **kwargs)
-        if (formula := flop_registry.get(func.overloadpacket)) is not None:
-            self.flops += formula(*args, **kwargs, out_val=result)
+            amount.host_waits = 1
+        elif (formula := flop_registry.get(func.overloadpacket)) is not None:
+            amount.flops, amount.kernels_in_all = formula(*args, **kwargs, out_val=result), 1
+        elif func.namespace in _ON_THE_DEVICE and not _counts_on_the_host(func, args):
+            kernels, read, written = moved_by(func, args, kwargs, result)
+            amount = Amount(kernels, read + written, 0, kernels)
+        if amount != Amount():
+            self.amounts[_phase(sys._getframe(1)), func.overloadpacket.__name__] += amount
         return result
 
     def _note(self, name: str, args: Any) -> None:
@@ -83,13 +161,39 @@ class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         given = args[1] if any(word in name for word in _WITH_OUTPUT) else args[0]
         sent = sum(item.nbytes for item in tree_iter(given) if isinstance(item, Tensor))
-        self.collectives[Collective(name.strip("_"), group.size(), sent)] += 1
+        ranks = distributed.get_process_group_ranks(group)
+        call = Collective(name.strip("_"), len(ranks), sent, min(ranks), max(ranks))
+        self.collectives[call] += 1
 
 
 def _groups(args: Any) -> Iterator[Any]:
     for item in args:
         if isinstance(item, torch.ScriptObject):
             yield distributed.ProcessGroup.unbox(item)
+
+
+def _counts_on_the_host(func: Any, args: Any) -> bool:
+    """Tell whether torch counts steps: it adds a tensor to counters that are the host's."""
+    return func is torch.ops.aten._foreach_add_.Tensor and not any(item.dim() for item in args[0])
+
+
+def _phase(frame: FrameType | None) -> Phase:
+    """Return who asks for what a function does."""
+    name = optimizer = None
+    while frame is not None:
+        module, function = frame.f_globals.get("__name__", ""), frame.f_code.co_name
+        name = name or _phase_of(f"{module}.{function}")
+        # to look at its variables keeps them alive, so those of no other function are looked at
+        if module.startswith("megatron_eopt.optimizers.") and function == "step":
+            caller = frame.f_locals.get("self")
+            optimizer = caller.name if isinstance(caller, Driver) else optimizer
+        frame = frame.f_back
+    return Phase(optimizer, name or who_reads() or "?")
+
+
+@cache
+def _phase_of(function: str) -> str | None:
+    return next((name for start, name in _PHASES.items() if function.startswith(start)), None)
 
 
 def who_reads() -> str | None:
@@ -113,7 +217,7 @@ class Report:
         elements: How many weights each optimizer steps on this rank.
         schedules: Who computes which matrices, by optimizer.
         collectives: How often each is called.
-        flops: Floating-point operations of matrix products.
+        amounts: What is done on the device, by phase and operator.
         host_reads: How often the host waits for a value of the device, by who asks.
         memory: What this rank holds.
     """
@@ -121,9 +225,35 @@ class Report:
     elements: dict[str, int]
     schedules: list[tuple[str, Schedule]]
     collectives: Counter[Collective]
-    flops: int
+    amounts: dict[tuple[Phase, str], Amount]
     host_reads: Counter[str]
     memory: Memory
+
+    @property
+    def phases(self) -> dict[Phase, Amount]:
+        """What is done in each phase, in the order in which they begin."""
+        found: defaultdict[Phase, Amount] = defaultdict(Amount)
+        for (phase, _), amount in self.amounts.items():
+            found[phase] += amount
+        return dict(found)
+
+    @property
+    def total(self) -> Amount:
+        """What is done in all."""
+        return sum(self.amounts.values(), Amount())
+
+    @property
+    def bytes_per_element(self) -> dict[str, float]:
+        """Bytes outside of products for each weight of an optimizer.
+
+        Those of its own phases, and as many as it has weights of what is done for all of them.
+        """
+        shared = sum(amount.bytes for phase, amount in self.phases.items() if not phase.optimizer)
+        each = shared / max(sum(self.elements.values()), 1)
+        own = Counter(dict.fromkeys(self.elements, 0))
+        for phase, amount in self.phases.items():
+            own[phase.optimizer or ""] += amount.bytes
+        return {name: each + own[name] / count for name, count in self.elements.items() if count}
 
 
 def schedules_of(optimizer: Any) -> list[tuple[str, Schedule]]:
@@ -158,7 +288,7 @@ def report_of(optimizer: Any, give_gradients: Callable[[], None]) -> Report:
         elements=dict(elements),
         schedules=schedules_of(optimizer),
         collectives=counts.collectives,
-        flops=counts.flops,
+        amounts=dict(counts.amounts),
         host_reads=counts.host_reads,
         memory=replace(optimizer.memory(), transient=live.peak),
     )

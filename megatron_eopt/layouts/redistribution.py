@@ -8,10 +8,12 @@ Note [Places]
 """
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,23 +31,36 @@ from megatron_eopt.layouts.plan import Matrix, build_plan, places_of
 EXCHANGE = "exchange"
 """Name of the blocks in which elements are packed, waited for and unpacked."""
 
+_MOST = 2**31 - 4096
 
 type FlatT = Sequence[Tensor] | Mapping[int, Tensor]
 """Flat contiguous tensors by the index that copies have for them."""
 
 
+@torch.library.custom_op("megatron_eopt::copy_blocks", mutates_args=("outs",))
+def _copy_blocks(outs: Sequence[Tensor], blocks: Sequence[Tensor]) -> None:
+    # Triton is there where GPUs are
+    import_module("megatron_eopt.layouts.block_copies").launch(outs, blocks)
+
+
+_copy_blocks.register_fake(lambda outs, blocks: None)
+
+
 def run_copies(copies: Sequence[Copy], sources: FlatT, sinks: FlatT) -> None:
-    """Copy every block between flat contiguous tensors; dtypes may differ."""
-    into = [_block(sinks[copy.sink], copy.size, copy.write) for copy in copies]
-    from_ = [_block(sources[copy.source], copy.size, copy.read) for copy in copies]
-    if into and gpu.runs_kernels(into[0]):
-        # fuse the runs into one kernel; one strided block among them would unfuse them all
-        for sink, source in zip(into, from_, strict=True):
-            if sink.dim() > 1:
-                sink.copy_(source)
-        into, from_ = ([block for block in side if block.dim() == 1] for side in (into, from_))
-    if into:
-        torch._foreach_copy_(into, from_)
+    """Copy every block between flat contiguous tensors; dtypes may differ.
+
+    On a GPU that is one kernel for all of the same two dtypes, but for blocks of more elements than
+    32 bits can count.
+    """
+    alike: dict[Any, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+    for copy in copies:
+        out = _block(sinks[copy.sink], copy.size, copy.write)
+        block = _block(sources[copy.source], copy.size, copy.read)
+        is_small = out.numel() < _MOST
+        alike[out.dtype, block.dtype, is_small and gpu.runs_kernels(out)].append((out, block))
+    for (*_, is_served), pairs in alike.items():
+        outs, blocks = map(list, zip(*pairs, strict=True))
+        (_copy_blocks if is_served else torch._foreach_copy_)(outs, blocks)
 
 
 def _block(tensor: Tensor, size: tuple[int, ...], place: tuple[int, ...]) -> Tensor:

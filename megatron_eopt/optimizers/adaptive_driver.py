@@ -41,6 +41,8 @@ from megatron_eopt.storage.shard import Shard
 class AdaptiveDriver(MuonDriver):
     """Steps adaptive Muon; see Note [Where statistics live]."""
 
+    folds_clipping = False
+
     def __init__(self, optimizer: Any, shards: Sequence[Shard], means: Means) -> None:
         super().__init__(optimizer, shards, means)
         # of each parameter's matrices; blockwise of this rank's pieces

@@ -65,6 +65,9 @@ class Driver:
     tells_updates = False  # whether its statistics are told its updates
     counts_matrices = False  # whether each matrix has a count of steps, or each parameter
     is_clipped = True  # whether its gradients are scaled down with all others'
+    folds_clipping = False  # whether it does that itself, by :attr:`coefficient`
+    # what gradients are multiplied with, on their device; nan if nothing may change; None for 1
+    coefficient: Tensor | None = None
     # kinds of state that need not be in what is loaded
     dispensable: frozenset[str] = frozenset()
 
@@ -80,8 +83,6 @@ class Driver:
         self.redistribution: Redistribution | None = None
         # what keeps a part of its weights and state off the device
         self.host: HostMemory | None = None
-        # what it multiplies gradients by, of shape (); NaN if nothing may change; None for 1
-        self.coefficient: Tensor | None = None
         # weights that the optimizer cannot start from, with the reason
         self.faults: list[tuple[str, str]] = []
 
@@ -89,11 +90,6 @@ class Driver:
     def schedules(self) -> list[Schedule]:
         """Who computes which matrices, and what travels, for each group of ranks."""
         return []
-
-    @property
-    def folds_clipping(self) -> bool:
-        """Whether it multiplies gradients by its coefficient by itself."""
-        return False
 
     def measure(self, stats: StepStats | None) -> None:
         """Let steps be measured from now on, or no longer."""

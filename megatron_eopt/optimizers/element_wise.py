@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.base.names import ELEMENT_WISE_STATE, FIRST_MOMENT, MOMENTUM, STEP
+from megatron_eopt.optimizers.adam import Adam, AdamW
 from megatron_eopt.optimizers.driver import (
     Driver,
     InitState,
@@ -34,9 +35,22 @@ class ElementWiseDriver(Driver):
         self, optimizer: torch.optim.Optimizer, init_state_fn: InitState, config: Any
     ) -> None:
         super().__init__(type(optimizer).__name__, ())
-        self._optimizer = optimizer
+        self._optimizer: Any = optimizer
+        self._coefficient: Tensor | None = None
+        self.folds_clipping = isinstance(optimizer, (Adam, AdamW))
         self._init_state_fn = init_state_fn
         self._config = config
+
+    @property
+    def coefficient(self) -> Tensor | None:
+        """What gradients are multiplied with, also where the optimizer steps without its driver."""
+        return self._coefficient
+
+    @coefficient.setter
+    def coefficient(self, value: Tensor | None) -> None:
+        self._coefficient = value
+        if self.folds_clipping:
+            self._optimizer.coefficient = value
 
     def init(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Make the state of every tensor exist, with step counters of their own."""
@@ -72,8 +86,13 @@ class ElementWiseDriver(Driver):
         if self.host is not None:
             self._step_in_chunks(self.host, groups, state)
         else:
-            with bound(self._optimizer, groups, state) as optimizer:
-                optimizer.step()
+            self._step(groups, state)
+
+    def _step(self, groups: Sequence[ParamGroup], state: State) -> None:
+        with bound(self._optimizer, groups, state) as optimizer:
+            # one optimizer may have several drivers
+            self.coefficient = self._coefficient
+            optimizer.step()
 
     def _step_in_chunks(self, host: HostMemory, groups: Sequence[ParamGroup], state: State) -> None:
         # what is counted in groups is counted once a step: every chunk begins as the first
@@ -84,8 +103,7 @@ class ElementWiseDriver(Driver):
             parts = [
                 {**own, "params": [p for p in own["params"] if p in members]} for own in settings
             ]
-            with bound(self._optimizer, parts, state) as optimizer:
-                optimizer.step()
+            self._step(parts, state)
             for group, part in zip(groups, parts, strict=True):
                 if part["params"]:
                     group.update({**part, "params": group["params"]})
@@ -133,7 +151,8 @@ def _complete(
         names = (FIRST_MOMENT, "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
         device = param.device if group["capturable"] or group["fused"] else "cpu"
         # a tensor for each: torch counts in place
-        state.setdefault(STEP, torch.tensor(0.0, dtype=torch.float32, device=device))
+        count = state.setdefault(STEP, torch.zeros((), dtype=torch.float32, device=device))
+        state[STEP] = torch.as_tensor(count, device=device)
     elif isinstance(optimizer, torch.optim.SGD) and group["momentum"]:
         names = (MOMENTUM,)
     for name in names:

@@ -112,16 +112,17 @@ class RoundedMomentum:
             if n in scales:
                 values[MOMENTUM_SCALE].copy_(scales[n])
             at_random = not (nearest or self._has_scales)
-            key = self._key(n, int(values[STEP])) if at_random else None
+            key = self._key(n, values[STEP]) if at_random else None
             self._encode(n, flat[n], values[MOMENTUM].view(-1), scales.get(n), key)
 
-    def _key(self, number: int, step: int) -> int:
+    def _key(self, number: int, step: Tensor) -> Tensor:
         shard = self._shards[number]
         name = shard.global_name or shard.name
-        return hashed(zlib.crc32(name.encode()) ^ hashed(step))
+        count = step.to(self._rows[number].device, torch.int64, non_blocking=True)
+        return hashed(hashed(count) ^ zlib.crc32(name.encode()))
 
     def _encode(
-        self, number: int, momentum: Tensor, into: Tensor, scales: Tensor | None, key: int | None
+        self, number: int, momentum: Tensor, into: Tensor, scales: Tensor | None, key: Tensor | None
     ) -> None:
         rows = self._rows[number]
         row_keys = None if key is None else hashed(rows.row.to(torch.int64) ^ key)

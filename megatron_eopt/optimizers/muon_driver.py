@@ -15,11 +15,13 @@ from torch import Tensor
 
 from megatron_eopt.base.names import MOMENTUM, MOMENTUM_SCALE, STEP
 from megatron_eopt.math.newton_schulz import ReduceT
+from megatron_eopt.math.passes import Mixing, mix_, update_
 from megatron_eopt.optimizers.driver import Driver, ParamGroup, State
 from megatron_eopt.optimizers.engine import MatrixEngine, Means
 from megatron_eopt.optimizers.modes import Schedule
 from megatron_eopt.optimizers.momentum import RoundedMomentum
 from megatron_eopt.optimizers.step_stats import ORTHOGONALIZATION, StepStats
+from megatron_eopt.storage.interface import handed_out
 from megatron_eopt.storage.shard import Shard
 
 WeightDecayT = Literal["decoupled", "l2", "independent"]
@@ -48,6 +50,7 @@ class MuonDriver(Driver):
     """
 
     tells_updates = True
+    folds_clipping = True
 
     def __init__(self, optimizer: Any, shards: Sequence[Shard], means: Means) -> None:
         super().__init__(type(optimizer).__name__, shards)
@@ -93,8 +96,10 @@ class MuonDriver(Driver):
             elif MOMENTUM not in state[param]:
                 state[param][MOMENTUM] = torch.zeros_like(param, requires_grad=False)
             if self._counts_steps:
-                # on the host, so that reading it makes nobody wait
-                state[param].setdefault(STEP, torch.zeros((), dtype=torch.float32))
+                # on the host where it is read there, so that nobody waits
+                device = self.engine.device if self.folds_clipping else "cpu"
+                zero = torch.zeros((), dtype=torch.float32, device=device)
+                state[param][STEP] = state[param].setdefault(STEP, zero).to(device)
 
     @property
     def _counts_steps(self) -> bool:
@@ -136,9 +141,12 @@ class MuonDriver(Driver):
         stepped = self._stepped(groups, state)
         if self.engine.ranks.group is None and not stepped:
             return
-        if self._counts_steps:
-            for item in stepped.values():
-                item.state[STEP] += 1
+        if self._counts_steps and stepped:
+            counts = [item.state[STEP] for item in stepped.values()]
+            one = torch.ones_like(counts[0])
+            if self.coefficient is not None:
+                one = (~self.coefficient.isnan()).to(one)
+            torch._foreach_add_(counts, [one] * len(counts))
         self._begin(groups, stepped)
         self._run(stepped, state)
         self._end(stepped)
@@ -193,38 +201,44 @@ class MuonDriver(Driver):
         stepped: Mapping[int, Stepped],
         dtype: torch.dtype | None = None,
         places: Mapping[int, Tensor | None] | None = None,
-        momenta: Mapping[int, Tensor] | None = None,
     ) -> dict[int, Tensor]:
-        """Update momenta, or others given in their place, and return what to orthogonalize.
+        """Update momenta and return what to orthogonalize.
 
         Directions may be rounded to ``dtype`` and lie at ``places``.
         """
-        if momenta is not None:
-            pass
-        elif self.rounding is None:
+        if self.rounding is None:
             momenta = {n: item.state[MOMENTUM] for n, item in stepped.items()}
         else:
             momenta = {n: self.rounding.read(n, item.state) for n, item in stepped.items()}
-        found: dict[int, Tensor] = {}
-        for group, members in _by_group(stepped.values()):
-            numbers = [item.number for item in members]
-            params = [item.param for item in members]
-            grads: Any = [param.grad for param in params]
-            if self.optimizer.weight_decay_method == "l2" and group["weight_decay"]:
-                grads = torch._foreach_add(grads, params, alpha=group["weight_decay"])
-            mine = [momenta[n] for n in numbers]
-            mixed = directions(
-                [grad.to(kept.dtype) for grad, kept in zip(grads, mine, strict=True)],
-                mine,
-                group["momentum"],
-                self.optimizer.nesterov,
-                dtype,
-                [None if places is None else places[n] for n in numbers],
-            )
-            found.update(zip(numbers, mixed, strict=True))
+        found = self._mixed(stepped, momenta, self.optimizer.nesterov, dtype, places)
         if self.rounding is not None:
             new = {n: (item.state, momenta[n]) for n, item in stepped.items()}
             self.rounding.write(self.engine.arrivals[wave], new)
+        return found
+
+    def _mixed(
+        self,
+        stepped: Mapping[int, Stepped],
+        momenta: Mapping[int, Tensor],
+        nesterov: bool,
+        dtype: torch.dtype | None = None,
+        places: Mapping[int, Tensor | None] | None = None,
+    ) -> dict[int, Tensor]:
+        """Mix gradients into momenta, and return directions."""
+        found: dict[int, Tensor] = {}
+        is_l2 = self.optimizer.weight_decay_method == "l2"
+        for group, members in _by_group(stepped.values()):
+            mine = [momenta[item.number] for item in members]
+            outs = [
+                _out(kept, None if places is None else places[item.number], dtype, nesterov)
+                for kept, item in zip(mine, members, strict=True)
+            ]
+            decay = group["weight_decay"] if is_l2 else 0.0
+            how = Mixing(group["momentum"], nesterov, decay)
+            grads: list[Any] = [item.param.grad for item in members]
+            mix_(mine, outs, grads, [item.param for item in members], self.coefficient, how)
+            for item, kept, out in zip(members, mine, outs, strict=True):
+                found[item.number] = kept if out is None else out.view(kept.shape)
         return found
 
     def _apply(self, stepped: Sequence[Stepped], updates: Mapping[int, Tensor]) -> None:
@@ -235,16 +249,15 @@ class MuonDriver(Driver):
         for group, members in _by_group(stepped):
             params = [item.param for item in members]
             method = self.optimizer.weight_decay_method
-            rate = group["weight_decay"] * (group["lr"] if method == "decoupled" else 1.0)
-            if rate and method != "l2":
-                # p - rate * p instead of (1 - rate) * p: rounds as emerging-optimizers does
-                torch._foreach_add_(params, params, alpha=-rate)
-            # what is narrower than its weight is added as it is, in the same kernel
-            narrow = [
-                update if update.dtype.itemsize < param.dtype.itemsize else update.to(param.dtype)
-                for param, update in zip(params, (updates[m.number] for m in members), strict=True)
-            ]
-            torch._foreach_add_(params, narrow, alpha=-group["lr"])
+            rates = {"decoupled": group["lr"], "independent": 1.0, "l2": 0.0}
+            update_(
+                params,
+                [handed_out(param) for param in params],
+                [updates[item.number] for item in members],
+                self.coefficient,
+                group["lr"],
+                group["weight_decay"] * rates[method],
+            )
 
     def _update(
         self, stack: Tensor, matrices: Sequence[int], reduce: ReduceT | None, shape: tuple[int, int]
@@ -277,35 +290,16 @@ def _by_group(stepped: Iterable[Stepped]) -> list[tuple[ParamGroup, list[Stepped
     return list(groups.values())
 
 
-def directions(
-    grads: list[Tensor],
-    momenta: list[Tensor],
-    momentum: float,
-    nesterov: bool,
-    dtype: torch.dtype | None = None,
-    places: Sequence[Tensor | None] = (),
-) -> list[Tensor]:
-    """Update the momenta in place and return what to orthogonalize.
+def _out(
+    kept: Tensor, place: Tensor | None, dtype: torch.dtype | None, nesterov: bool
+) -> Tensor | None:
+    """Return where a direction is written: at its place, a flat tensor, if it fits there.
 
-    Momentum is the moving average ``M <- momentum M + (1 - momentum) G``; Nesterov's direction
-    mixes the gradient in once more, ``momentum M + (1 - momentum) G``. What is returned lies at its
-    place of ``places``, flat tensors, where it fits. Else it is new, or without Nesterov the
-    momentum itself, which the caller must not change. What is written is rounded to ``dtype``, if
-    that is narrower than the gradient's.
+    It is rounded to ``dtype`` if that is narrower than the momentum's. Without Nesterov a momentum
+    that has no place is the direction itself, and nothing is written.
     """
-    if grads:
-        torch._foreach_lerp_(momenta, grads, 1 - momentum)
-    found = []
-    for grad, kept, place in zip(grads, momenta, places or [None] * len(grads), strict=True):
-        narrower = dtype is not None and dtype.itemsize < grad.dtype.itemsize
-        wanted = dtype if narrower else grad.dtype
-        if place is not None and (place.dtype, place.numel()) == (wanted, grad.numel()):
-            mixed = place.view(grad.shape)
-        else:
-            mixed = torch.empty_like(grad, dtype=wanted) if nesterov else kept
-        if nesterov:
-            torch.lerp(grad, kept, momentum, out=mixed)
-        elif mixed is not kept:
-            mixed.copy_(kept)
-        found.append(mixed)
-    return found
+    narrower = dtype is not None and dtype.itemsize < kept.dtype.itemsize
+    wanted = dtype if narrower else kept.dtype
+    if place is not None and (place.dtype, place.numel()) == (wanted, kept.numel()):
+        return place
+    return torch.empty_like(kept, dtype=wanted) if nesterov else None

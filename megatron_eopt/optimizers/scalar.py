@@ -12,20 +12,24 @@ from megatron.core import optimizer as megatron_optimizer
 from torch._guards import detect_fake_mode
 
 from megatron_eopt.base.names import FIRST_MOMENT, MOMENTUM
+from megatron_eopt.optimizers.adam import Adam, AdamW
 from megatron_eopt.optimizers.driver import InitState, empty_states, zeros
 from megatron_eopt.settings.arguments import scalar_arguments
 from megatron_eopt.settings.registry import init_state
-from megatron_eopt.settings.settings import RunSettings
+from megatron_eopt.settings.settings import Settings
 
 _FUSED = {megatron_optimizer.Adam, megatron_optimizer.SGD}
 """Where Transformer Engine or Apex is installed, else torch's."""
 
-ELEMENT_WISE_CLASSES = _FUSED | {torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD}
+ELEMENT_WISE_CLASSES = _FUSED | {
+    *(torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD),
+    *(Adam, AdamW),
+}
 """Classes that update each number by itself."""
 
 
 def build_scalar_optimizer(
-    name: str, groups: list[dict[str, Any]], settings: RunSettings, *, plain: bool
+    name: str, groups: list[dict[str, Any]], settings: Settings, *, plain: bool
 ) -> tuple[torch.optim.Optimizer, InitState]:
     """Return Adam, SGD or Lion, and the function that makes its state where no driver does.
 
@@ -39,7 +43,10 @@ def build_scalar_optimizer(
     if plain:
         kwargs.pop("capturable", None)
     is_fused = not (plain or megatron_optimizer.USING_PYTORCH_OPTIMIZER)
-    if detect_fake_mode() is not None and not (is_fused or plain):
+    is_ours = name == "adam" and settings.recommended and not is_fused
+    if is_ours:
+        kwargs["fused"] = True
+    elif detect_fake_mode() is not None and not (is_fused or plain):
         # of tensors on a GPU torch finds out by itself that it takes all at once
         kwargs["foreach"] = True
     optimizer: torch.optim.Optimizer
@@ -50,7 +57,10 @@ def build_scalar_optimizer(
     elif is_fused:
         optimizer = megatron_optimizer.Adam(groups, adam_w_mode=decoupled, **kwargs)
         init_state_fn = zeros(FIRST_MOMENT, "exp_avg_sq")
+    elif is_ours:
+        optimizer = (AdamW if decoupled else Adam)(groups, **kwargs)
     else:
+        # to the bit what megatron-core's configuration gets from megatron-core
         optimizer = (torch.optim.AdamW if decoupled else torch.optim.Adam)(groups, **kwargs)
     return optimizer, init_state_fn
 

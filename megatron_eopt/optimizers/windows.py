@@ -50,6 +50,7 @@ class WindowedMuonDriver(MuonDriver):
     @torch.no_grad()
     def look_ahead(self, window: int, groups: Sequence[ParamGroup], state: State) -> None:
         """Compute a window's updates from the gradients there are; collective, writes nothing."""
+        self.coefficient = None
         stepped = self._stepped_in(window, groups, state)
         params = [item.param for item in stepped.values()]
         self._seen[window] = (params, _norms(params))
@@ -59,7 +60,7 @@ class WindowedMuonDriver(MuonDriver):
             numbers = {name: self._numbers[name] for name in names}
             mine = {n: stepped[n] for n in numbers.values() if n in stepped}
             momenta = {n: item.state[MOMENTUM].clone() for n, item in mine.items()}
-            found = self._directions(wave, mine, self._dtype, momenta=momenta)
+            found = self._mixed(mine, momenta, self.optimizer.nesterov, self._dtype)
             return {name: self._input(n, found) for name, n in numbers.items()}
 
         def store(results: Mapping[str, Tensor]) -> None:
@@ -96,7 +97,8 @@ class WindowedMuonDriver(MuonDriver):
         if updates is None:
             self._run(stepped, state)
             return
-        self._directions(0, stepped)
+        momenta = {number: item.state[MOMENTUM] for number, item in stepped.items()}
+        self._mixed(stepped, momenta, nesterov=False)
         self._apply(list(stepped.values()), updates)
 
     def _stepped_in(

@@ -1,9 +1,11 @@
 """From what a step does to how long it takes on a machine: a roofline, nothing fitted.
 
 * Products take their operations over the rate that products reach.
-* What is done element by element takes the bytes that it reads and writes over the memory's rate.
+* All other kernels take the bytes that they read and write, as they are counted, over the memory's
+  rate. What it takes to launch them is left out: launches run ahead of the device.
 * A collective takes its latency, and the bytes that a rank sends (or receives, if those are more):
   matrices directly, inside a computer and outside at once; all else in a ring on the slowest link.
+  Computers have consecutive ranks.
 * A wave's matrices come in while the wave before is computed, and leave while the next one is. What
   teams say between their products nothing hides.
 * Gathering parameters is counted apart: Adam has it, too, and the forward pass can hide it.
@@ -22,12 +24,6 @@ from megatron_eopt.layouts.exchange import Exchange
 from megatron_eopt.optimizers.modes import Schedule
 from megatron_eopt.plan.machine import Machine
 
-BYTES = 30
-"""Bytes that Muon moves for each weight, element by element, its main weight and momentum in
-float32: gradient read (4); momentum read, written (8); direction written, packed, and its update
-unpacked, read (8); weight read, written (8), written for the model (2). Adam moves as many:
-gradient (4), two moments (16), weight (8) and the model's (2)."""
-
 
 @dataclass(frozen=True)
 class Times:
@@ -35,7 +31,7 @@ class Times:
 
     Attributes:
         products: Of matrix products.
-        elements: Of what is done element by element, which is all that Adam does.
+        elements: Of what is done outside of products, which is all that Adam does.
         travel: Of matrices on their way, hidden or not.
         exposed: Of that, what no product hides.
         teams: Of what ranks that share a matrix say to each other.
@@ -57,7 +53,7 @@ class Times:
 
 def times(report: Report, machine: Machine) -> Times:
     """Predict a rank's step."""
-    products = report.flops / (machine.flops * machine.efficiency)
+    products = report.total.flops / (machine.flops * machine.efficiency)
     ways = [_ways(schedule, machine) for _, schedule in report.schedules]
     work = [_by_wave(schedule) for _, schedule in report.schedules]
     per_flop = products / max(math.fsum(flops for waves in work for flops in waves), 1.0)
@@ -72,7 +68,7 @@ def times(report: Report, machine: Machine) -> Times:
             teams += seconds
     return Times(
         products=products,
-        elements=sum(report.elements.values()) * BYTES / machine.memory,
+        elements=report.total.bytes / machine.memory,
         travel=math.fsum(seconds for way in ways for seconds in itertools.chain(*way)),
         exposed=exposed,
         teams=teams,
@@ -93,7 +89,8 @@ def bytes_sent(call: Collective) -> float:
 
 def collective_seconds(call: Collective, machine: Machine) -> float:
     """Predict one collective."""
-    rate = machine.link if call.ranks <= machine.gpus else machine.network
+    is_near = call.first // machine.gpus == call.last // machine.gpus
+    rate = machine.link if is_near else machine.network
     return machine.latency + bytes_sent(call) / rate
 
 

@@ -6,7 +6,7 @@ running the others, and is run. What the group of one rank's experts does, those
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -61,6 +61,7 @@ class Plan:
         rank: The rank that is busiest of all.
         report: What its step does.
         times: How long that takes.
+        adam_seconds: How long Adam's step on the same weights takes, without gathering parameters.
         train_step: Seconds that forward and backward pass take.
     """
 
@@ -70,6 +71,7 @@ class Plan:
     rank: int
     report: Report
     times: Times
+    adam_seconds: float
     train_step: float
 
     @property
@@ -104,6 +106,11 @@ def plan(
     with dry_world(worst.busiest, layout.world_size):
         report = report_of(_built(architecture, layout, config), lambda: None)
         predicted = times(report, machine)
+    with dry_world(worst.busiest, layout.world_size):
+        other: Any = config
+        adam = report_of(
+            _built(architecture, layout, replace(other, optimizer="adam")), lambda: None
+        )
         operations = train_flops(architecture, tokens)
     return Plan(
         architecture,
@@ -112,6 +119,7 @@ def plan(
         worst.busiest,
         report,
         predicted,
+        times(adam, machine).step,
         operations / (layout.world_size * machine.flops * _UTILIZATION),
     )
 

@@ -7,9 +7,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from megatron_eopt.dry_run import Report
 from megatron_eopt.plan.planning import Plan
 
 _GIB = 2**30
+_GIGA = 1e9
 _TERA = 1e12
 
 
@@ -36,13 +38,21 @@ def as_dict(plan: Plan) -> dict[str, Any]:
             "collectives": [
                 {**call._asdict(), "calls": count} for call, count in report.collectives.items()
             ],
-            "flops": report.flops,
+            "flops": report.total.flops,
             "host_reads": dict(report.host_reads),
             "memory": asdict(report.memory),
         },
+        "counted": {
+            "elements": report.elements,
+            "bytes_per_element": report.bytes_per_element,
+            "phases": [
+                {**phase._asdict(), **asdict(amount)} for phase, amount in report.phases.items()
+            ],
+            "in_all": asdict(report.total),
+        },
         "seconds": {**asdict(plan.times), "step": plan.times.step, "train_step": plan.train_step},
         "share_of_iteration": plan.share,
-        "adam_seconds": plan.times.elements,
+        "adam_seconds": plan.adam_seconds,
     }
 
 
@@ -72,6 +82,7 @@ def show_plan(plan: Plan, gpu: str, console: Console) -> None:
         for call, count in sorted(report.collectives.items())
     ]
     _print(console, "Collectives of a step", ("call", "ranks", "calls", "MiB handed over"), rows)
+    _print_counted(report, console)
     memory = asdict(report.memory)
     rows = [(name, f"{size / _GIB:.2f}") for name, size in memory.items() if size is not None]
     _print(console, "Memory", ("of", "GiB"), rows)
@@ -80,8 +91,21 @@ def show_plan(plan: Plan, gpu: str, console: Console) -> None:
     rows = [(name, _ms(seconds)) for name, seconds in asdict(times).items()]
     rows += [("step, without gather", _ms(times.step))]
     rows += [("share of an iteration", f"{plan.share:.2%}")]
-    rows += [("Adam's step", _ms(times.elements))]
+    rows += [("Adam's step", _ms(plan.adam_seconds))]
     _print(console, f"Predicted for {gpu}", ("", "ms"), rows)
+
+
+def _print_counted(report: Report, console: Console) -> None:
+    """Print what a rank's step does on the device, phase by phase."""
+    named = {": ".join(filter(None, phase)): amount for phase, amount in report.phases.items()}
+    rows = [
+        (name, f"{item.kernels:,}", f"{item.bytes / _GIGA:,.3f}", _flops(item.flops))
+        for name, item in {**named, "in all": report.total}.items()
+    ]
+    columns = ("phase", "kernels", "GB", "TFLOP")
+    _print(console, "Kernels outside of products, and operations of products", columns, rows)
+    each = report.bytes_per_element
+    _print(console, "Bytes", ("of", "a weight"), [(name, f"{x:.1f}") for name, x in each.items()])
 
 
 def show_sweep(plans: Sequence[Plan], gpu: str, console: Console) -> None:
@@ -90,7 +114,7 @@ def show_sweep(plans: Sequence[Plan], gpu: str, console: Console) -> None:
         (
             *(str(size) for size in (plan.layout.tensor, plan.layout.pipeline, plan.layout.data)),
             str(plan.layout.expert),
-            _flops(plan.report.flops),
+            _flops(plan.report.total.flops),
             _ms(plan.times.step),
             f"{plan.share:.2%}",
             f"{sum(size or 0 for size in asdict(plan.report.memory).values()) / _GIB:.1f}",

@@ -243,3 +243,7 @@ class Float32Shards(LocalShards, Float32Optimizer):
 
 class MainShards(LocalShards, MainParamsOptimizer):
     """For bf16: steps on float32 copies of the shards."""
+
+    def copies(self) -> list[tuple[Tensor, Tensor]]:
+        """Return this rank's shards of both."""
+        return [(local_of(main), local_of(model)) for main, model in super().copies()]

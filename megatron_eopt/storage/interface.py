@@ -1,10 +1,13 @@
 """What optimizers, checkpoints and chains ask of a storage."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from megatron_eopt.base.names import COPY_ATTRIBUTE
 
 
 class Stored(NamedTuple):
@@ -23,6 +26,7 @@ class Storage:
     steps: int = 0  # done, the same on every rank
     is_stub_optimizer: bool  # whether it has no parameter on any rank
     grad_scaler: Any = None  # the loss scale of the chain; None without
+    _handed_out: Sequence[Tensor] | None = None  # mains that had their copies in this step
 
     def count_in(self, stats: Any, collection: Any) -> None:
         """Let megatron-core count every gradient once, over the ranks of ``stats``."""
@@ -81,9 +85,42 @@ class Storage:
 
     def step_with_ready_grads(self) -> bool:
         """Step, and count the step if it was done."""
-        done = bool(super().step_with_ready_grads())  # type: ignore[misc]
+        with self.handing_out():
+            done = bool(super().step_with_ready_grads())  # type: ignore[misc]
         self.steps += done
         return done
+
+    @contextmanager
+    def handing_out(self) -> Iterator[None]:
+        """Let who steps a main weight write the model's as well, in a block."""
+        copies = self.copies()
+        for main, copy in copies:
+            setattr(main, COPY_ATTRIBUTE, copy)
+        self._handed_out = [main for main, _ in copies]
+        try:
+            yield
+        finally:
+            self._handed_out = None
+
+    def copies(self) -> list[tuple[Tensor, Tensor]]:
+        """Return main weights with what the model has of them, rounded, if that is apart.
+
+        Who steps one may write the other at once, see :func:`handed_out`.
+        """
+        return []
+
+    @torch.no_grad()
+    def copy_mains(self, mains: Iterable[Tensor] | None = None) -> None:
+        """Let the model have the main weights; in a step those, or some, that it still lacks."""
+        if self._handed_out is None:
+            pairs = self.copies()
+        else:
+            wanted = self._handed_out if mains is None else mains
+            left = [(main, handed_out(main)) for main in wanted]
+            pairs = [(main, copy) for main, copy in left if copy is not None]
+        if pairs:
+            mains, copies = zip(*pairs, strict=True)
+            torch._foreach_copy_(copies, mains)
 
     def replica_of(self, replica: Any) -> tuple[int, ...]:
         """Return which copy of stored state this rank has, from that of the model's parameter."""
@@ -92,6 +129,15 @@ class Storage:
     def replica_of_matrix(self, replica: Any) -> tuple[int, ...]:
         """Return the same of state that is not cut like the parameter."""
         return self.replica_of(replica)
+
+
+def handed_out(main: Tensor) -> Tensor | None:
+    """Return what the model has of a main weight, to be written with it; None if nobody must.
+
+    Whoever asks writes it, and it will not be copied after the step.
+    """
+    copy: Tensor | None = main.__dict__.pop(COPY_ATTRIBUTE, None)
+    return copy
 
 
 def gather_buckets(model_chunk: Any, *, now: bool = False) -> None:

@@ -121,6 +121,13 @@ class MainParamsOptimizer(Replicated, Float16OptimizerWithFloat16Params):
         scale = {"grad_scaler": self.grad_scaler.state_dict()} if self.grad_scaler else {}
         return {"optimizer": super().common_state(steps, main), **scale}
 
+    def copies(self) -> list[tuple[Tensor, Tensor]]:
+        """Return all main weights with the parameters."""
+        return [(main, model.detach()) for main, model in self._model_of().items()]
+
+    def _copy_main_params_to_model_params(self) -> None:
+        self.copy_mains()
+
     def _model_of(self) -> dict[Tensor, Tensor]:
         groups = zip(self.fp32_from_float16_groups, self.float16_groups, strict=True)
         return {main: model for pair in groups for main, model in zip(*pair, strict=True)}

@@ -213,22 +213,23 @@ class FragmentsOptimizer(Storage, DistributedOptimizer):
             held = None if grad is None else grad.detach().reshape(-1)[item.start : item.stop]
             item.main.grad = None if held is None else held.float()
 
+    def copies(self) -> list[tuple[Tensor, Tensor]]:
+        """Return main weights with the model's, rounded; none where these have 8 or 4 bits."""
+        if self._is_quantized:
+            return []
+        pairs = [(main, self._param_view(param)) for param, main in self.main_of.items()]
+        # a float32 parameter is its own main weight, unless a caller has moved one of them
+        return [(main, view) for main, view in pairs if address_of(view) != address_of(main)]
+
     def _copy_main_params_to_model_params(self) -> None:
         if self._is_quantized:
             super()._copy_main_params_to_model_params()
         else:
-            self.hand_out(self.main_of)
+            self.copy_mains()
 
-    @torch.no_grad()
     def hand_out(self, params: Iterable[Tensor]) -> None:
-        """Let the model have the main weights that this rank stores of some parameters."""
-        held = [param for param in params if param in self.main_of]
-        pairs = [(self._param_view(param), self.main_of[param]) for param in held]
-        # a float32 parameter is its own main weight, unless a caller has moved one of them
-        apart = [(view, main) for view, main in pairs if address_of(view) != address_of(main)]
-        if apart:
-            views, mains = zip(*apart, strict=True)
-            torch._foreach_copy_(views, mains)
+        """Let the model have the main weights of some parameters that it has not got yet."""
+        self.copy_mains([self.main_of[param] for param in params if param in self.main_of])
 
     def _param_view(self, param: Tensor) -> Tensor:
         held = self._get_model_param_range_map(param)["gbuf_world_in_bucket"]

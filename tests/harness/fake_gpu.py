@@ -7,12 +7,14 @@ the host and the device wait for each other can be seen.
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from traceback import walk_stack
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from megatron_eopt.base.host_copy import HostCopy
 from megatron_eopt.cpu.cuda_standins import cuda_patches
 from megatron_eopt.cpu.generators import Generators
 from megatron_eopt.cpu.patches import Patch, patched
@@ -72,6 +74,9 @@ class Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.reads.add(who_reads() or "?")
         result = func(*args, **(kwargs or {}))
         tensors = (item for item in tree_iter((args, kwargs, result)) if torch.is_tensor(item))
-        if {"cpu", "cuda"} <= {tensor.device.type for tensor in tensors}:
+        both = {"cpu", "cuda"} <= {tensor.device.type for tensor in tensors}
+        # nobody waits for what goes to memory that is pinned for it
+        callers = (frame.f_globals.get("__name__") for frame, _ in walk_stack(None))
+        if both and HostCopy.__module__ not in callers:
             self.crossings.append(str(func))
         return result

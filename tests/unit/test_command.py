@@ -48,6 +48,42 @@ def test_plans_are_printed():
     assert one[0] == many[0] == 0
 
 
+GPT = (
+    "--num-layers 8 --hidden-size 2048 --ffn-hidden-size 8192 --num-attention-heads 16 "
+    "--vocab-size 32768 --untie-embeddings-and-output-weights --seq-length 1024 --dp 1"
+).split()
+
+
+def test_what_a_step_does_is_counted():
+    plan = ["plan", *GPT]
+    data, shown = run_ranks(1, printed, [*plan, "--json"], plan, cpu=False)[0]
+    counted = json.loads(data[1])["counted"]
+    # 8 layers of 4 + 2 x 4 squares of 2048; embedding, output layer and 17 norms
+    weights = {"TensorParallelMuon": 96 * 2048**2, "AdamW": 2 * 32768 * 2048 + 17 * 2048}
+    assert counted["elements"] == weights
+    in_all, phases = counted["in_all"], counted["phases"]
+    for kind, total in in_all.items():
+        assert total == sum(phase[kind] for phase in phases)
+    amounts = {(phase["optimizer"], phase["name"]): phase for phase in phases}
+    assert {name for name, phase in amounts.items() if phase["flops"]} == {
+        ("TensorParallelMuon", "orthogonalization")
+    }
+    assert amounts[None, "norm"]["host_waits"] == in_all["host_waits"] == 1
+    # main weights are read, and written in 16 bits
+    copies = amounts[None, "copies to the model"]
+    assert copies["bytes"] == 6 * sum(weights.values())
+    moved = sum(counted["bytes_per_element"][name] * count for name, count in weights.items())
+    assert moved == pytest.approx(in_all["bytes"])
+    # a step of more is slower than it was; each number may only go down
+    assert in_all["kernels"] <= 645
+    assert in_all["kernels_in_all"] <= 1037
+    assert counted["bytes_per_element"]["TensorParallelMuon"] <= 69.1
+    assert counted["bytes_per_element"]["AdamW"] <= 98.1
+    for phase in ("copies to the model", "TensorParallelMuon: orthogonalization", "in all"):
+        assert phase in shown[1]
+    assert f"{in_all['kernels']:,}" in shown[1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

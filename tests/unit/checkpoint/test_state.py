@@ -5,10 +5,12 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.checkpoint.keys import split_key, tensors
@@ -28,6 +30,7 @@ from tests.unit.storage.full_state import (
 from tests.unit.storage.runs import DENSE, MOE
 
 BF16 = {**DENSE, "query_groups": 4, "dtype": torch.bfloat16}
+FORM = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 
 
@@ -248,6 +251,25 @@ def test_no_state_is_taken_from_another_matrix_of_the_same_name(tmp_path):
     cases = (Case("soap", DENSE, config=config) for config in ({}, WHOLE))
     for named in run_ranks(2, other_matrices, *cases, str(tmp_path)):
         assert named == "L Q_L Q_R R exp_avg exp_avg_sq"
+
+
+def _made(is_loading: bool) -> tuple[int, int]:
+    """Return how many sharded tensors are asked for, and how many are made for that."""
+    case = Case("muon", {**BF16, "gated": False})
+    chunk, optimizer = build(case)
+    model = unwrapped(chunk).sharded_state_dict()
+    check = ShardedTensor.__post_init__
+    with mock.patch.object(
+        ShardedTensor, "__post_init__", autospec=True, side_effect=check
+    ) as made:
+        state = optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=FORM)
+    return len(list(tensors(state))), made.call_count
+
+
+@pytest.mark.parametrize("is_loading", [False, True])
+def test_no_sharded_tensor_is_made_but_those_that_are_asked_for(is_loading):
+    asked_for, made = run_ranks(1, _made, is_loading)[0]
+    assert made == asked_for > 20
 
 
 def _synced() -> None:

@@ -1,0 +1,202 @@
+"""What a step does to each weight by itself, in few passes over memory.
+
+A pass takes lists of tensors. On a GPU it is one kernel for all of a list that have the same
+dtypes, which reads and writes each number once; elsewhere it is what torch has for it. Either way
+the numbers are the same to the bit, but for Adam's, where two units in the last place may differ.
+
+Note [Coefficients]
+    A pass multiplies gradients by a coefficient, a float32 tensor without dimensions, as if that
+    had been done in place before; gradients themselves stay. If it is nan a pass writes nothing.
+    So a step that must not be done can be on its way before the host knows.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim.adam import adam
+
+from megatron_eopt.base import gpu
+
+_library: Any = torch.library.Library("megatron_eopt", "DEF")  # type: ignore[no-untyped-call]
+_NAMES = {
+    "mix": "Tensor(a!)[] momenta, Tensor(b!)[] outs, Tensor[] grads, Tensor[] weights",
+    "update": "Tensor(a!)[] weights, Tensor(b!)[] outs, Tensor[] updates",
+    "adam": (
+        "Tensor(a!)[] weights, Tensor(b!)[] firsts, Tensor(c!)[] seconds, Tensor(d!)[] outs, "
+        "Tensor[] grads, Tensor[] steps"
+    ),
+}
+"""The lists of each kernel; ``outs`` are not read, and lists that are not needed are empty."""
+
+
+def _launch(name: str, *arguments: Any) -> None:
+    *lists, coefficient, numbers = arguments
+    # Triton is there where GPUs are
+    kernels = import_module("megatron_eopt.math.triton_passes")
+    kernels.launch(getattr(kernels, name), lists, coefficient, numbers)
+
+
+def _register(name: str) -> None:
+    _library.define(f"{name}({_NAMES[name]}, Tensor? coefficient, float[] numbers) -> ()")
+    _library.impl(name, lambda *args: _launch(name, *args), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"megatron_eopt::{name}", lambda *_: None, lib=_library)
+
+
+for _name in _NAMES:
+    _register(_name)
+
+
+class Mixing(NamedTuple):
+    """How gradients become directions: ``M <- momentum M + (1 - momentum) G``.
+
+    Nesterov's direction mixes the gradient in once more, ``momentum M + (1 - momentum) G``; without
+    it the direction is the momentum. ``decay`` times the weight is added to the gradient before.
+    """
+
+    momentum: float
+    nesterov: bool
+    decay: float = 0.0
+
+
+def mix_(
+    momenta: Sequence[Tensor],
+    outs: Sequence[Tensor | None],
+    grads: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    coefficient: Tensor | None,
+    how: Mixing,
+) -> None:
+    """Mix gradients into momenta, and write directions, rounded, where they are wanted."""
+    decayed = weights if how.decay else [None] * len(weights)
+    for lists in _alike(momenta, outs, grads, decayed):
+        if _is_served(lists):
+            numbers = (1 - how.momentum, how.momentum if how.nesterov else 1.0, how.decay)
+            torch.ops.megatron_eopt.mix(*lists, coefficient, numbers)
+        else:
+            _mix(lists, coefficient, how)
+
+
+def _mix(lists: Sequence[list[Tensor]], coefficient: Tensor | None, how: Mixing) -> None:
+    momenta, outs, grads, weights = lists
+    if coefficient is not None:
+        if math.isnan(coefficient):
+            return
+        grads = list(torch._foreach_mul(grads, float(coefficient)))
+    if weights:
+        grads = list(torch._foreach_add(grads, weights, alpha=how.decay))
+    grads = [grad.to(kept.dtype) for grad, kept in zip(grads, momenta, strict=True)]
+    torch._foreach_lerp_(momenta, grads, 1 - how.momentum)
+    for out, grad, kept in zip(outs, grads, momenta, strict=False):
+        if how.nesterov:
+            torch.lerp(grad, kept, how.momentum, out=out.view(grad.shape))
+        else:
+            out.view(kept.shape).copy_(kept)
+
+
+def update_(
+    weights: Sequence[Tensor],
+    copies: Sequence[Tensor | None],
+    updates: Sequence[Tensor],
+    coefficient: Tensor | None,
+    lr: float,
+    decay: float,
+) -> None:
+    """Do ``p -= decay p``, then ``p -= lr u``, each rounded, and round the result into copies."""
+    for lists in _alike(weights, copies, updates):
+        if _is_served(lists):
+            # 0 and not -0 if nothing decays, which leaves zeros their signs
+            torch.ops.megatron_eopt.update(*lists, coefficient, (0.0 - decay, -lr))
+        else:
+            _update(lists, coefficient, lr, decay)
+
+
+def _update(
+    lists: Sequence[list[Tensor]], coefficient: Tensor | None, lr: float, decay: float
+) -> None:
+    weights, copies, updates = lists
+    if coefficient is not None and math.isnan(coefficient):
+        return
+    if decay:
+        # p - decay * p instead of (1 - decay) * p: rounds as emerging-optimizers does
+        torch._foreach_add_(weights, weights, alpha=-decay)
+    # what is narrower than its weight is added as it is, in the same kernel
+    narrow = [
+        update if update.dtype.itemsize < weight.dtype.itemsize else update.to(weight.dtype)
+        for update, weight in zip(updates, weights, strict=True)
+    ]
+    torch._foreach_add_(weights, narrow, alpha=-lr)
+    if copies:
+        torch._foreach_copy_(copies, weights)
+
+
+def adam_(
+    lists: Sequence[Sequence[Tensor | None]],
+    largest: list[Tensor],
+    coefficient: Tensor | None,
+    group: Mapping[str, Any],
+) -> None:
+    """Step Adam as a parameter group of torch's says.
+
+    Lists are weights, first and second moments, copies, gradients, and counts of steps; of AMSGrad
+    there are the largest second moments too.
+    """
+    (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
+    is_plain = not (largest or group["maximize"] or isinstance(lr, Tensor))
+    for part in _alike(*lists):
+        if not (is_plain and _is_served(part)):
+            _adam(part, largest, coefficient, group)
+            continue
+        one = torch.ones_like(part[-1][0])
+        done = one if coefficient is None else (coefficient == coefficient).float()
+        torch._foreach_add_(part[-1], [done] * len(part[-1]))
+        decays = (0.0 - lr * decay, 0.0) if group["decoupled_weight_decay"] else (0.0, decay)
+        numbers = (lr, *decays, beta1, beta2, _log2(beta1), _log2(beta2), group["eps"])
+        torch.ops.megatron_eopt.adam(*part, coefficient, numbers)
+
+
+def _adam(
+    lists: Sequence[list[Tensor]],
+    largest: list[Tensor],
+    coefficient: Tensor | None,
+    group: Mapping[str, Any],
+) -> None:
+    weights, firsts, seconds, copies, grads, steps = lists
+    if coefficient is not None:
+        if math.isnan(coefficient):
+            return
+        grads = list(torch._foreach_mul(grads, float(coefficient)))
+    beta1, beta2 = group["betas"]
+    kept = ("amsgrad", "lr", "weight_decay", "eps", "maximize", "decoupled_weight_decay")
+    settings = {name: group[name] for name in kept} | {"beta1": beta1, "beta2": beta2}
+    adam(weights, grads, firsts, seconds, largest, steps, fused=True, **settings)
+    if copies:
+        torch._foreach_copy_(copies, weights)
+
+
+def _log2(number: float) -> float:
+    return math.log2(number) if number else -math.inf
+
+
+def _alike(*lists: Sequence[Tensor | None]) -> Iterator[list[list[Tensor]]]:
+    """Yield lists cut so that each has one dtype; one whose tensors are absent is empty."""
+    found: dict[Any, list[Any]] = {}
+    for members in zip(*lists, strict=True):
+        key = tuple(None if member is None else member.dtype for member in members)
+        found.setdefault(key, []).append(members)
+    for key, rows in found.items():
+        columns = zip(key, zip(*rows, strict=True), strict=True)
+        yield [[] if dtype is None else list(column) for dtype, column in columns]
+
+
+def _is_served(lists: Sequence[Sequence[Tensor]]) -> bool:
+    """Whether kernels serve tensors: on a GPU, contiguous, and of at most 32 bits."""
+    first = lists[0][0]
+    return gpu.runs_kernels(first) and all(
+        tensor.is_contiguous() and tensor.dtype.itemsize <= 4 and tensor.device == first.device
+        for some in lists
+        for tensor in some
+    )

@@ -1,0 +1,176 @@
+"""The kernels of :mod:`megatron_eopt.math.passes`: one launch for all tensors of some lists.
+
+A kernel gets a table in int64, which says for each of its programs which tensor, and which block of
+it, is its own; then how many elements each tensor has; then the addresses of the tensors, list by
+list. A product is fused with a sum only where it says so, as in torch's kernels.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = tl.constexpr(2048)
+"""Elements that one program has."""
+
+_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@triton.jit
+def _place(table, coefficient, aligned: tl.constexpr):
+    """Return the number of this program's tensor, and which elements of it are to change."""
+    number = tl.load(table + tl.program_id(0))
+    block = tl.load(table + tl.num_programs(0) + tl.program_id(0))
+    size = tl.load(table + 2 * tl.num_programs(0) + number)
+    if coefficient is not None:
+        factor = tl.load(coefficient)
+        size = tl.where(factor == factor, size, 0)
+    if aligned:
+        size = tl.multiple_of(size, 16)
+    places = block * BLOCK + tl.arange(0, BLOCK)
+    return number, places, places < size
+
+
+@triton.jit
+def _at(table, row, number, dtype: tl.constexpr, aligned: tl.constexpr):
+    """Return where a tensor of a list begins, whose addresses are a row of the table."""
+    begin = tl.load(table + 2 * tl.num_programs(0) + row + number).to(tl.pointer_type(dtype))
+    if aligned:
+        begin = tl.multiple_of(begin, 16)
+    return begin
+
+
+@triton.jit
+def _scaled(grads, mask, coefficient, dtype: tl.constexpr):
+    """Return gradients in float32, multiplied and rounded as if it were done in place."""
+    grad = tl.load(grads, mask=mask).to(tl.float32)
+    if coefficient is not None:
+        grad = (grad * tl.load(coefficient)).to(dtype).to(tl.float32)
+    return grad
+
+
+@triton.jit
+def _lerp(start, end, weight):
+    """Mix as ``torch.lerp`` does: from the end that is nearer."""
+    is_small = tl.abs(weight) < 0.5
+    return tl.fma(
+        tl.where(is_small, weight, weight - 1), end - start, tl.where(is_small, start, end)
+    )
+
+
+@triton.jit
+def mix(table, count, coefficient, numbers, dtypes: tl.constexpr, aligned: tl.constexpr):
+    """Mix gradients into momenta; lists are momenta, directions, gradients and weights."""
+    number, places, mask = _place(table, coefficient, aligned)
+    kept = _at(table, count, number, dtypes[0], aligned) + places
+    grads = _at(table, 3 * count, number, dtypes[2], aligned) + places
+    grad = _scaled(grads, mask, coefficient, dtypes[2])
+    if dtypes[3] is not None:
+        weight = tl.load(_at(table, 4 * count, number, dtypes[3], aligned) + places, mask=mask)
+        grad = tl.fma(weight.to(tl.float32), numbers[2], grad)
+        if dtypes[3] == dtypes[2]:
+            grad = grad.to(dtypes[2])
+    grad = grad.to(dtypes[0]).to(tl.float32)
+    mixed = _lerp(tl.load(kept, mask=mask).to(tl.float32), grad, numbers[0]).to(dtypes[0])
+    tl.store(kept, mixed, mask=mask)
+    if dtypes[1] is not None:
+        found = _lerp(grad, mixed.to(tl.float32), numbers[1]).to(dtypes[0]).to(dtypes[1])
+        tl.store(_at(table, 2 * count, number, dtypes[1], aligned) + places, found, mask=mask)
+
+
+@triton.jit
+def update(table, count, coefficient, numbers, dtypes: tl.constexpr, aligned: tl.constexpr):
+    """Shrink weights and add updates; lists are weights, 16-bit weights and updates."""
+    number, places, mask = _place(table, coefficient, aligned)
+    weights = _at(table, count, number, dtypes[0], aligned) + places
+    step = tl.load(_at(table, 3 * count, number, dtypes[2], aligned) + places, mask=mask)
+    if dtypes[2].primitive_bitwidth >= dtypes[0].primitive_bitwidth:
+        step = step.to(dtypes[0])
+    weight = tl.load(weights, mask=mask).to(tl.float32)
+    weight = tl.fma(weight, numbers[0], weight).to(dtypes[0]).to(tl.float32)
+    weight = tl.fma(step.to(tl.float32), numbers[1], weight).to(dtypes[0])
+    tl.store(weights, weight, mask=mask)
+    if dtypes[1] is not None:
+        rounded = weight.to(dtypes[1])
+        tl.store(_at(table, 2 * count, number, dtypes[1], aligned) + places, rounded, mask=mask)
+
+
+@triton.jit
+def adam(table, count, coefficient, numbers, dtypes: tl.constexpr, aligned: tl.constexpr):
+    """Step Adam; lists are weights, both moments, 16-bit weights, gradients and steps."""
+    number, places, mask = _place(table, coefficient, aligned)
+    steps = tl.load(_at(table, 6 * count, number, dtypes[5], False)).to(tl.float64)
+    weights = _at(table, count, number, dtypes[0], aligned) + places
+    firsts = _at(table, 2 * count, number, dtypes[1], aligned) + places
+    seconds = _at(table, 3 * count, number, dtypes[2], aligned) + places
+    grads = _at(table, 5 * count, number, dtypes[4], aligned) + places
+    grad = _scaled(grads, mask, coefficient, dtypes[4])
+    weight = tl.load(weights, mask=mask).to(tl.float32)
+    grad = tl.fma(weight, numbers[2], grad)
+    weight = tl.fma(weight, numbers[1], weight)
+    first = tl.load(firsts, mask=mask).to(tl.float32)
+    second = tl.load(seconds, mask=mask).to(tl.float32)
+    first = tl.fma(first, numbers[3], tl.fma(grad, -numbers[3], grad))
+    square = grad * grad
+    second = tl.fma(second, numbers[4], tl.fma(square, -numbers[4], square))
+    # powers lose all digits of what is left of 1 if they are no float64
+    rate = (numbers[0] / (1 - tl.exp2(steps * numbers[5]))).to(tl.float32)
+    root = tl.sqrt(1 - tl.exp2(steps * numbers[6])).to(tl.float32)
+    divisor = tl.div_rn(tl.sqrt_rn(second), root) + numbers[7]
+    weight = (weight - tl.div_rn(rate * first, divisor)).to(dtypes[0])
+    tl.store(weights, weight, mask=mask)
+    tl.store(firsts, first.to(dtypes[1]), mask=mask)
+    tl.store(seconds, second.to(dtypes[2]), mask=mask)
+    if dtypes[3] is not None:
+        rounded = weight.to(dtypes[3])
+        tl.store(_at(table, 4 * count, number, dtypes[3], aligned) + places, rounded, mask=mask)
+
+
+@lru_cache(maxsize=1024)
+def _table(
+    device: torch.device, sizes: tuple[int, ...], addresses: tuple[int, ...]
+) -> tuple[Tensor, int]:
+    """Return the table on a device, and the number of programs; it follows from addresses alone."""
+    counts = -(-np.array(sizes, np.int64) // BLOCK.value)
+    number = np.repeat(np.arange(len(sizes)), counts)
+    block = np.arange(len(number)) - np.repeat(np.cumsum(counts) - counts, counts)
+    values = torch.from_numpy(np.concatenate([number, block, sizes, addresses]))
+    if device.type == "cuda":
+        values = values.pin_memory()
+    return values.to(device, non_blocking=True), len(number)
+
+
+def launch(
+    kernel: Any,
+    lists: Sequence[Sequence[Tensor]],
+    coefficient: Tensor | None,
+    numbers: Sequence[float],
+) -> None:
+    """Launch a kernel over lists of tensors, of which some may be empty and the first is not.
+
+    Tensors at one place of the lists have one size, and those of a list have one dtype.
+    """
+    sizes = tuple(tensor.numel() for tensor in lists[0])
+    # what is absent has no address; a kernel does not look there
+    addresses = [[t.data_ptr() for t in some] or [0] * len(sizes) for some in lists]
+    flat = tuple(address for some in addresses for address in some)
+    table, programs = _table(lists[0][0].device, sizes, flat)
+    if not programs:
+        return
+    dtypes = tuple(_TYPES[some[0].dtype] if some else None for some in lists)
+    aligned = not any(number % 16 for number in sizes + flat)
+    kernel[(programs,)](
+        table,
+        len(sizes),
+        coefficient,
+        tuple(np.array(numbers, np.float32).tolist()),  # as kernels get them
+        dtypes,
+        aligned,
+        num_warps=8,
+        enable_fp_fusion=False,
+    )

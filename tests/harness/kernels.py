@@ -1,0 +1,40 @@
+"""Triton's kernels on a CPU: its interpreter runs them, where no GPU does."""
+
+import importlib
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import triton.language as tl
+
+from megatron_eopt.base import gpu
+
+NAME = "megatron_eopt.math.triton_passes"
+
+
+@contextmanager
+def interpreted_kernels() -> Iterator[Any]:
+    """Let kernels serve all tensors in the block, by the interpreter."""
+    # only what is imported now is interpreted, and forgotten afterwards
+    sys.modules.pop(NAME, None)
+    with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
+        kernels = importlib.import_module(NAME)
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    convert = interpreter._convert_float
+
+    def to_nearest(values: Any, source: Any, wanted: Any, mode: Any) -> Any:
+        # the interpreter cuts bits off, where a GPU rounds to the nearest number
+        if (source, wanted) != (tl.float32, tl.bfloat16):
+            return convert(values, source, wanted, mode)
+        flat = torch.from_numpy(np.ascontiguousarray(values)).bfloat16()
+        return flat.view(torch.int16).numpy().view(np.uint16)
+
+    served = mock.patch.object(gpu, "runs_kernels", return_value=True)
+    with mock.patch.object(interpreter, "_convert_float", to_nearest), served:
+        yield kernels
+    del sys.modules[NAME]

@@ -1,0 +1,77 @@
+"""The kernel that copies blocks does what torch does; Triton's interpreter runs it on a CPU."""
+
+import importlib
+import sys
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_eopt.base import gpu
+from megatron_eopt.layouts import redistribution
+from megatron_eopt.layouts.exchange import Copy
+from megatron_eopt.layouts.redistribution import run_copies
+
+KERNELS = "megatron_eopt.layouts.block_copies"
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+ODD = [
+    Copy(0, 0, (5000,), (1, 3), (1, 7)),
+    Copy(1, 0, (7, 11), (13, 1, 2), (11, 1, 6000)),
+    Copy(1, 1, (3, 5, 9), (70, 11, 1, 200), (45, 9, 1, 0)),
+    Copy(0, 1, (1,), (1, 0), (1, 500)),
+    Copy(0, 1, (4, 700), (1, 1, 0), (800, 1, 600)),
+]
+EVEN = [
+    Copy(0, 0, (4, 16, 32), (1536, 32, 1, 512), (512, 32, 1, 0)),
+    Copy(1, 1, (32, 64), (96, 1, 32), (64, 1, 1024)),
+]
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """Let kernels serve all tensors, by the interpreter, and say how often they were launched."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    # only what is imported now is interpreted, and forgotten afterwards
+    monkeypatch.delitem(sys.modules, KERNELS, raising=False)
+    kernels = importlib.import_module(KERNELS)
+    with mock.patch.object(kernels, "launch", side_effect=kernels.launch) as launch:
+        yield launch
+    del sys.modules[KERNELS]
+
+
+def copied(copies, read, write):
+    # integers, so that bfloat16 has them: the interpreter rounds otherwise than a GPU
+    numbers = torch.Generator().manual_seed(1)
+    sources = [torch.randint(-99, 99, (8192,), generator=numbers).to(dtype) for dtype in read]
+    sinks = [torch.full([8192], -1000.0, dtype=dtype) for dtype in write]
+    run_copies(copies, sources, sinks)
+    return sinks
+
+
+@pytest.mark.parametrize(
+    ("read", "write", "launches"),
+    [
+        ((F32, F32), (F32, F32), 1),
+        ((F32, F32), (BF16, BF16), 1),
+        ((BF16, BF16), (F32, F32), 1),
+        ((F16, F16), (F16, F16), 1),
+        ((F32, BF16), (BF16, F16), None),
+    ],
+)
+@pytest.mark.parametrize("copies", [ODD, EVEN], ids=["odd", "even"])
+def test_all_blocks_of_a_call_are_copied_by_one_kernel(interpreted, copies, read, write, launches):
+    expected = copied(copies, read, write)
+    assert not interpreted.called
+    with mock.patch.object(gpu, "runs_kernels", return_value=True):
+        found = copied(copies, read, write)
+    assert all(map(torch.equal, found, expected))
+    dtypes = {(read[copy.source], write[copy.sink]) for copy in copies}
+    assert interpreted.call_count == (launches or len(dtypes))
+
+
+def test_what_32_bits_cannot_count_is_copied_by_torch(interpreted, monkeypatch):
+    monkeypatch.setattr(redistribution, "_MOST", 2048)
+    with mock.patch.object(gpu, "runs_kernels", return_value=True):
+        copied(ODD, (F32, F32), (F32, F32))
+    sizes = [out.numel() for call in interpreted.call_args_list for out in call.args[0]]
+    assert sorted(sizes) == [1, 77, 135]

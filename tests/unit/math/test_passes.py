@@ -1,0 +1,152 @@
+"""The passes of a step: Triton's kernels do to the bit what torch does."""
+
+import math
+
+import pytest
+import torch
+from torch.optim.adam import adam
+
+from megatron_eopt.math.passes import Mixing, adam_, mix_, update_
+from tests.harness.kernels import interpreted_kernels
+
+SIZES = ((5000,), (1,), (0,), (33,), (7, 11), (64, 32))
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+COEFFICIENTS = (None, 1.0, 0.3, math.nan)
+
+
+def tensors(dtype, seed, sizes=SIZES):
+    """Return tensors, or Nones for no dtype."""
+    if dtype is None:
+        return [None] * len(sizes)
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(size, generator=generator).to(dtype) for size in sizes]
+
+
+def factor(coefficient):
+    return None if coefficient is None else torch.tensor(coefficient)
+
+
+def by_both(function, *args):
+    """Return the tensors that a function has written, by kernels and by torch."""
+    with interpreted_kernels():
+        found = function(*args)
+    return [[t for t in some if t is not None] for some in (found, function(*args))]
+
+
+def mixed(grads, momenta, outs, coefficient, how):
+    kept, given = tensors(momenta, 1), tensors(grads, 2)
+    places = [out if out is None else out.view(-1) for out in tensors(outs, 3)]
+    mix_(kept, places, given, tensors(F32, 4), factor(coefficient), how)
+    assert all(map(torch.equal, given, tensors(grads, 2)))
+    return [*kept, *places]
+
+
+@pytest.mark.parametrize("coefficient", COEFFICIENTS)
+@pytest.mark.parametrize("dtypes", [(F32, F32, BF16), (BF16, F32, F32), (BF16, BF16, BF16)])
+@pytest.mark.parametrize("momentum", [0.95, 0.3])
+def test_mixing_has_the_bits_of_torch(momentum, dtypes, coefficient):
+    for nesterov, decay in ((True, 0.0), (True, 0.1), (False, 0.1)):
+        how = Mixing(momentum, nesterov, decay)
+        found, expected = by_both(mixed, *dtypes, coefficient, how)
+        assert len(found) == 2 * len(SIZES)
+        assert all(map(torch.equal, found, expected))
+
+
+def test_a_momentum_without_a_place_is_all_that_is_written():
+    found, expected = by_both(mixed, F32, F32, None, 0.3, Mixing(0.95, False))
+    assert all(map(torch.equal, found, expected))
+    assert not torch.equal(found[0], tensors(F32, 1)[0])
+
+
+def updated(weights, copies, updates, coefficient, decay):
+    kept, rounded = tensors(weights, 1), tensors(copies, 2)
+    update_(kept, rounded, tensors(updates, 3), factor(coefficient), 0.02, decay)
+    return [*kept, *rounded]
+
+
+@pytest.mark.parametrize("coefficient", COEFFICIENTS)
+@pytest.mark.parametrize(
+    "dtypes", [(F32, BF16, BF16), (F32, F16, BF16), (F32, None, F32), (F32, None, BF16)]
+)
+def test_updating_has_the_bits_of_torch(dtypes, coefficient):
+    for decay in (0.0, 0.1):
+        found, expected = by_both(updated, *dtypes, coefficient, decay)
+        assert all(map(torch.equal, found, expected))
+        weight, copy = found[0], found[-len(SIZES)]
+        assert math.isnan(coefficient or 0) or torch.equal(weight.to(copy.dtype), copy)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_updates_of_16_bit_weights_have_rates_in_32_bits(dtype):
+    # which is what torch does on a GPU; on a CPU it rounds rates to 16 bits
+    with interpreted_kernels():
+        found = updated(dtype, None, BF16, None, 0.1)[: len(SIZES)]
+    for value, weight, update in zip(found, tensors(dtype, 1), tensors(BF16, 3), strict=True):
+        expected = weight
+        for rate, change in ((0.1, weight), (0.02, update.to(dtype))):
+            product = torch.tensor(rate).double() * change.double()
+            expected = (expected.double() - product).float().to(dtype)
+        assert torch.equal(value, expected)
+
+
+def mixed_dtypes():
+    lists = [tensors(F32, 1), tensors(BF16, 2), tensors(F32, 3)]
+    lists[1][1::2] = tensors(F16, 2)[1::2]
+    lists[2][::3] = tensors(BF16, 3)[::3]
+    update_(*lists, None, 0.02, 0.1)
+    return [*lists[0], *lists[1]]
+
+
+def test_a_list_may_have_several_dtypes():
+    assert all(map(torch.equal, *by_both(mixed_dtypes)))
+
+
+SETTINGS = {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+FLAGS = {"amsgrad": False, "maximize": False}
+
+
+def stepped(coefficient, copies, decoupled, count):
+    """Return weights, copies and moments after some steps of Adam, and how many there were."""
+    weights, rounded = tensors(F32, 1), tensors(copies, 2)
+    moments = [[torch.zeros_like(weight) for weight in weights] for _ in range(2)]
+    steps = [torch.zeros(()) for _ in weights]
+    group = {**SETTINGS, **FLAGS, "decoupled_weight_decay": decoupled}
+    for step in range(count):
+        lists = [weights, *moments, rounded, tensors(F32, 3 + step), steps]
+        adam_(lists, [], factor(coefficient), group)
+    return [*weights, *rounded, *moments[0], *moments[1], *steps]
+
+
+def exact_adam(coefficient, decoupled, count):
+    """Return the weights and moments by torch's own Adam in float64."""
+    wide = [weight.double() for weight in tensors(F32, 1)]
+    moments = [[torch.zeros_like(weight) for weight in wide] for _ in range(2)]
+    steps = [torch.zeros(()) for _ in wide]
+    beta1, beta2 = SETTINGS["betas"]
+    settings = {k: v for k, v in SETTINGS.items() if k != "betas"} | FLAGS
+    settings |= {"beta1": beta1, "beta2": beta2, "decoupled_weight_decay": decoupled}
+    for step in range(count):
+        grads = [grad.double() * coefficient for grad in tensors(F32, 3 + step)]
+        adam(wide, grads, *moments, [], steps, foreach=False, **settings)
+    return [*wide, *moments[0], *moments[1], *steps]
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("coefficient", [1.0, 0.3])
+def test_adam_is_as_exact_as_torch_s(coefficient, decoupled):
+    expected = exact_adam(coefficient, decoupled, 4)
+    for found in by_both(stepped, coefficient, None, decoupled, 4):
+        for value, exact in zip(found, expected, strict=True):
+            # float32 rounds each of 4 steps some times, to 6e-8 of weights of up to 4
+            torch.testing.assert_close(value.double(), exact.double(), rtol=1e-6, atol=5e-7)
+
+
+def test_adam_rounds_weights_into_copies():
+    for found in by_both(stepped, 0.3, BF16, True, 2):
+        weights, copies = found[: len(SIZES)], found[len(SIZES) : 2 * len(SIZES)]
+        assert all(map(torch.equal, [weight.bfloat16() for weight in weights], copies))
+
+
+def test_adam_rests_where_the_coefficient_is_nan():
+    for found in by_both(stepped, math.nan, BF16, True, 2):
+        assert all(map(torch.equal, found, stepped(None, BF16, True, 0)))
