@@ -45,6 +45,9 @@ ScaleModeT = Literal["spectral", "unit_rms_norm", "shape_scaling", "adamw_rms"]
   learning rate and weight decay carry over (Moonlight, arXiv:2502.16982, section 2.2).
 """
 
+_WITHIN_FLOAT16 = (2.0**-10, 2.0**10)
+"""Factors on float16 iterates whose products are float16 numbers, too."""
+
 SCALE_MODES: tuple[ScaleModeT, ...] = get_args(ScaleModeT)
 
 
@@ -236,8 +239,10 @@ def _iterate(
     else:
         x = iterate_gram(x, schedule, plan, reduce, tall=tall, spare=spare)
     if plan.dtype == torch.float16:
-        # has a dimension, so that the product is float32 before it is rounded
-        last = torch.full((1,), factor / scale, dtype=torch.float32, device=x.device)
+        last: float | Tensor = factor / scale
+        if not _WITHIN_FLOAT16[0] <= abs(factor / scale) <= _WITHIN_FLOAT16[1]:
+            # has a dimension, so that the product is float32 before it is rounded
+            last = torch.full((1,), factor / scale, dtype=torch.float32, device=x.device)
         x = torch.mul(x, last, out=torch.empty_like(x, dtype=wide.dtype) if place is None else out)
     return x.mT if tall else x
 
