@@ -151,7 +151,8 @@ class OptimizerChain(ChainedOptimizer):
         return result
 
     def _step(self) -> tuple[bool, Any, float | None]:
-        self._read(self._unread)
+        if self._unread:
+            self._read_late()
         overflowed = self.prepare_grads()
         self._found_inf = None
         if overflowed:
@@ -172,6 +173,15 @@ class OptimizerChain(ChainedOptimizer):
             norms[None].send()
             self._unread = norms
         return done, found, zeros
+
+    def _read_late(self) -> None:
+        """Read the norms of the last step, which has done nothing if one is not finite."""
+        try:
+            self._read(self._unread)
+        except NonFiniteError:
+            for stepper in self.steppers:
+                stepper.storage.steps -= 1
+            raise
 
     def _may_read_late(self, norms: Mapping[str | None, GradNorm]) -> bool:
         """Return whether nothing that a step does depends on what the host knows of its norms."""

@@ -121,9 +121,10 @@ class GradNorm:
         Returns:
             float32, of shape (), on the device. It is 1 where ``most`` is 0.
         """
-        ones = torch.ones_like(self.value)
-        scale = (most * ones / (self.value + _MARGIN)).clamp_(max=1.0) if most > 0 else ones
-        return torch.where(self.value.isfinite(), scale, math.nan).float()
+        limit = torch.full_like(self.value, most or math.inf)
+        scale = torch.div(limit, self.value + _MARGIN).clamp_(max=1.0)
+        # what is not finite less itself is nan
+        return (scale + (self.value - self.value)).float()
 
 
 def non_finite(

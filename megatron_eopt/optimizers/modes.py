@@ -37,8 +37,8 @@ type _Mode = Literal["blockwise", "duplicated", "exchange", "distributed"]
 # a rank may store this many times its fair share of a matrix and still compute on what it stores
 _IMBALANCE = 1.25
 
-_WORK_BYTES = 4
-"""Of an element, as waves are counted: float32, though 16 bits may travel."""
+_FLOAT32 = 4
+"""Bytes of an element."""
 
 _STEPS = 5
 
@@ -142,7 +142,7 @@ def plan_work(
     *,
     whole_only: bool = False,
     team_size: int = 1,
-    element_size: int = _WORK_BYTES,
+    element_size: int = _FLOAT32,
 ) -> Work:
     """Decide where each matrix is computed; a pure function, the same on every rank.
 
@@ -185,7 +185,9 @@ def plan_work(
         team = teams.get(i, ())
         matrices.append(MatrixWork(m, compute, team if len(team) > 1 else ()))
     computing = [teams.get(i, (owner,)) for i, owner in enumerate(owners.tolist())]
-    return Work(tuple(matrices), _waves(matrices, computing, costs, wave_bytes, world_size))
+    return Work(
+        tuple(matrices), _waves(matrices, computing, costs, wave_bytes // element_size, world_size)
+    )
 
 
 def _choose_modes(
@@ -274,10 +276,13 @@ def _waves(
     matrices: Sequence[MatrixWork],
     owners: Sequence[Team],
     costs: Float64Array,
-    wave_bytes: int,
+    most: int,
     world_size: int,
 ) -> tuple[tuple[int, ...], ...]:
-    """Make waves of one kind of work; slabs of equal cuts, so that all ranks stack them alike."""
+    """Make waves of one kind of work, of at most so many elements where one rank computes.
+
+    Slabs have equal cuts, so that all ranks stack them alike.
+    """
     kinds: dict[tuple[object, ...], list[int]] = {}
     for i, work in enumerate(matrices):
         key: tuple[object, ...] = (work.mode,)
@@ -289,14 +294,14 @@ def _waves(
         cut = world_size if key[0] in ("distributed", "blockwise") else 1
         shares = [cut * len(owners[i]) for i in members]
         sizes = [
-            math.prod(matrices[i].compute.shape) * _WORK_BYTES // share
+            math.prod(matrices[i].compute.shape) // share
             for i, share in zip(members, shares, strict=True)
         ]
         planned = plan_waves(
             [owners[i] for i in members],
             [costs[i] / len(owners[i]) for i in members],
             sizes,
-            max_bytes=wave_bytes,
+            max_bytes=most,
         )
         waves += [tuple(members[j] for j in wave) for wave in planned]
     return tuple(waves)

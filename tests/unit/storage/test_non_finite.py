@@ -8,6 +8,7 @@ import torch
 
 import megatron_eopt
 from megatron_eopt.base.errors import NonFiniteError
+from megatron_eopt.settings.config import EmergingOptimizerConfig
 from tests.harness import run_ranks
 from tests.unit.storage.runs import (
     DENSE,
@@ -185,3 +186,47 @@ def test_with_a_loss_scale_all_ranks_skip_and_change_the_scale_alone(storage):
             assert not result["done"]
             assert result["norm"] is None
             assert result["unchanged"]
+
+
+def values(chunk: Any, optimizer: Any) -> list[torch.Tensor]:
+    """Copy all but the numbers of steps."""
+    return [tensor for tensor in snapshot(chunk, optimizer) if tensor.is_floating_point()]
+
+
+def read_late(late: bool, fields: dict[str, Any], storage: bool) -> dict[str, Any]:
+    """Step with good gradients, with clipped ones, with nan, and with good ones again."""
+    run = Run(**fields, ddp={"use_distributed_optimizer": storage})
+    chunk = make_chunk(run)
+    config = EmergingOptimizerConfig(
+        optimizer="muon", lr=0.01, use_distributed_optimizer=storage, **fields.get("config", {})
+    )
+    optimizer = megatron_eopt.get_megatron_optimizer(config, [chunk])
+    optimizer.reads_norms_late = late
+    found: dict[str, Any] = {"norms": []}
+    for step, limit in enumerate((1e9, 0.5, 1e9, 1e9)):
+        gradients(run, chunk, optimizer, step)
+        config.clip_grad = limit
+        before = values(chunk, optimizer)
+        try:
+            if step == 2:
+                poison(chunk, optimizer, NORM, math.nan)
+                optimizer.step()
+                found["kept"] = equal(before, values(chunk, optimizer))
+                optimizer.step()
+            found["norms"].append(optimizer.step()[1])
+        except NonFiniteError as error:
+            found["names"] = error.names
+    return found | {"end": snapshot(chunk, optimizer)}
+
+
+@pytest.mark.parametrize("storage", [True, False], ids=["sharded", "replicated"])
+@pytest.mark.parametrize("fields", [{}, BF16], ids=["fp32", "bf16"])
+def test_a_host_that_reads_the_norm_a_step_later_sees_the_same(fields, storage):
+    fields = {name: {**value} for name, value in fields.items()}
+    early = run_ranks(2, read_late, False, fields, storage)
+    for expected, found in zip(early, run_ranks(2, read_late, True, fields, storage), strict=True):
+        assert found["kept"]
+        assert found["names"] == expected["names"] == [NORM]
+        assert all(isinstance(norm, torch.Tensor) for norm in found["norms"])
+        assert list(map(float, found["norms"])) == expected["norms"]
+        assert equal(found["end"], expected["end"])
