@@ -3,12 +3,13 @@
 It sees what torch dispatches, so that it counts real runs and dry runs alike.
 """
 
+import operator
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from types import FrameType
+from traceback import walk_stack
 from typing import Any, NamedTuple
 
 import torch
@@ -29,9 +30,6 @@ _WITH_OUTPUT = ("gather", "scatter", "alltoall")
 _WAIT_FOR_NOBODY = ("torch.optim", "megatron_eopt.base.host_copy")
 """Modules that read what lies in the host's memory, or came there long ago."""
 
-_ON_THE_DEVICE = ("aten", "megatron_eopt")
-"""Namespaces of operators that launch kernels."""
-
 _MACHINERY = (
     "torch",
     "megatron_eopt.base.live_bytes",
@@ -40,18 +38,19 @@ _MACHINERY = (
 )
 
 _PHASES = {
-    "megatron.core.optimizer.clip_grads": "norm",
-    "megatron_eopt.build.chain.get_grad_norm": "norm",
     "megatron_eopt.build.gradients.clip": "clipping",
+    "megatron_eopt.build.gradients.factor": "clipping",
     "megatron_eopt.build.gradients.unscale_": "loss scale",
+    "megatron_eopt.build.gradients": "norm",
     "megatron_eopt.layouts": "exchange",
     "megatron_eopt.math.newton_schulz": "orthogonalization",
     "megatron_eopt.math.orthogonalize": "orthogonalization",
+    "megatron_eopt.math.norms": "orthogonalization",
     "megatron_eopt.math.backends": "orthogonalization",
     "megatron_eopt.optimizers.momentum": "momentum's rounding",
-    "megatron_eopt.optimizers.host_memory": "off-loading",
     "megatron_eopt.optimizers.muon_driver._apply": "weights",
     "megatron_eopt.optimizers.muon_driver": "directions",
+    "megatron_eopt.optimizers.windows": "directions",
     "megatron_eopt.optimizers.engine": "exchange",
     "megatron_eopt.optimizers": "update",
     "torch.optim": "update",
@@ -82,20 +81,15 @@ class Collective(NamedTuple):
 
 
 class Phase(NamedTuple):
-    """Who asks for what is done.
-
-    Attributes:
-        optimizer: The one whose step it belongs to; None for what is done for all of them.
-        name: Of the phase.
-    """
+    """Whose step something belongs to, None if it is done for all optimizers, and what it is."""
 
     optimizer: str | None
     name: str
 
 
-@dataclass
+@dataclass(frozen=True)
 class Amount:
-    """What is done on the device, and what for.
+    """What the device does.
 
     Attributes:
         kernels: Outside of matrix products.
@@ -112,8 +106,7 @@ class Amount:
     host_waits: int = 0
 
     def __add__(self, other: "Amount") -> "Amount":
-        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
-        return Amount(*(mine + its for mine, its in pairs))
+        return Amount(*map(operator.add, vars(self).values(), vars(other).values()))
 
 
 class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -121,20 +114,20 @@ class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         collectives: How often each was called; their kernels are counted nowhere.
-        amounts: What was done by phase and operator.
+        phases: What was done in each phase, in the order in which they began.
         host_reads: How often the host waited for a value of the device, by who asked for it.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.collectives: Counter[Collective] = Counter()
-        self.amounts: defaultdict[tuple[Phase, str], Amount] = defaultdict(Amount)
+        self.phases: defaultdict[Phase, Amount] = defaultdict(Amount)
         self.host_reads: Counter[str] = Counter()
 
     @property
     def flops(self) -> int:
         """Floating-point operations of all matrix products."""
-        return sum(amount.flops for amount in self.amounts.values())
+        return sum(amount.flops for amount in self.phases.values())
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -146,14 +139,14 @@ class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         amount = Amount()
         if func is READ and (place := who_reads()):
             self.host_reads[place] += 1
-            amount.host_waits = 1
+            amount = Amount(host_waits=1)
         elif (formula := flop_registry.get(func.overloadpacket)) is not None:
-            amount.flops, amount.kernels_in_all = formula(*args, **kwargs, out_val=result), 1
-        elif func.namespace in _ON_THE_DEVICE and not _counts_on_the_host(func, args):
-            kernels, read, written = moved_by(func, args, kwargs, result)
-            amount = Amount(kernels, read + written, 0, kernels)
+            amount = Amount(flops=formula(*args, **kwargs, out_val=result), kernels_in_all=1)
+        elif func.namespace in ("aten", "megatron_eopt") and not _counts_on_the_host(func, args):
+            kernels, moved = moved_by(func, args, kwargs, result)
+            amount = Amount(kernels, moved, kernels_in_all=kernels)
         if amount != Amount():
-            self.amounts[_phase(sys._getframe(1)), func.overloadpacket.__name__] += amount
+            self.phases[_phase()] += amount
         return result
 
     def _note(self, name: str, args: Any) -> None:
@@ -177,17 +170,16 @@ def _counts_on_the_host(func: Any, args: Any) -> bool:
     return func is torch.ops.aten._foreach_add_.Tensor and not any(item.dim() for item in args[0])
 
 
-def _phase(frame: FrameType | None) -> Phase:
-    """Return who asks for what a function does."""
+def _phase() -> Phase:
+    """Return who asks for what is done."""
     name = optimizer = None
-    while frame is not None:
+    for frame, _ in walk_stack(sys._getframe(2)):
         module, function = frame.f_globals.get("__name__", ""), frame.f_code.co_name
         name = name or _phase_of(f"{module}.{function}")
-        # to look at its variables keeps them alive, so those of no other function are looked at
-        if module.startswith("megatron_eopt.optimizers.") and function == "step":
-            caller = frame.f_locals.get("self")
-            optimizer = caller.name if isinstance(caller, Driver) else optimizer
-        frame = frame.f_back
+        # to look at variables keeps them alive, so those of no other function are looked at
+        steps = function.startswith(("step", "look_ahead")) and "eopt.optimizers." in module
+        if steps and isinstance(driver := frame.f_locals.get("self"), Driver):
+            optimizer = driver.name
     return Phase(optimizer, name or who_reads() or "?")
 
 
@@ -198,14 +190,12 @@ def _phase_of(function: str) -> str | None:
 
 def who_reads() -> str | None:
     """Return module and function that wait for a value; None if it is the host's own."""
-    frame = sys._getframe(2)
-    while frame is not None:
+    for frame, _ in walk_stack(sys._getframe(2)):
         module = frame.f_globals.get("__name__", "")
         if module.startswith(_WAIT_FOR_NOBODY):
             return None
         if not module.startswith(_MACHINERY):
             return f"{module}.{frame.f_code.co_name}"
-        frame = frame.f_back  # type: ignore[assignment]
     return "?"
 
 
@@ -217,7 +207,7 @@ class Report:
         elements: How many weights each optimizer steps on this rank.
         schedules: Who computes which matrices, by optimizer.
         collectives: How often each is called.
-        amounts: What is done on the device, by phase and operator.
+        phases: What the device does in each phase, in the order in which they begin.
         host_reads: How often the host waits for a value of the device, by who asks.
         memory: What this rank holds.
     """
@@ -225,35 +215,23 @@ class Report:
     elements: dict[str, int]
     schedules: list[tuple[str, Schedule]]
     collectives: Counter[Collective]
-    amounts: dict[tuple[Phase, str], Amount]
+    phases: dict[Phase, Amount]
     host_reads: Counter[str]
     memory: Memory
 
     @property
-    def phases(self) -> dict[Phase, Amount]:
-        """What is done in each phase, in the order in which they begin."""
-        found: defaultdict[Phase, Amount] = defaultdict(Amount)
-        for (phase, _), amount in self.amounts.items():
-            found[phase] += amount
-        return dict(found)
-
-    @property
     def total(self) -> Amount:
-        """What is done in all."""
-        return sum(self.amounts.values(), Amount())
+        """What the device does in all."""
+        return sum(self.phases.values(), Amount())
 
     @property
     def bytes_per_element(self) -> dict[str, float]:
-        """Bytes outside of products for each weight of an optimizer.
-
-        Those of its own phases, and as many as it has weights of what is done for all of them.
-        """
-        shared = sum(amount.bytes for phase, amount in self.phases.items() if not phase.optimizer)
-        each = shared / max(sum(self.elements.values()), 1)
-        own = Counter(dict.fromkeys(self.elements, 0))
+        """Bytes outside of products for each weight of an optimizer, what all share included."""
+        moved: Counter[str | None] = Counter()
         for phase, amount in self.phases.items():
-            own[phase.optimizer or ""] += amount.bytes
-        return {name: each + own[name] / count for name, count in self.elements.items() if count}
+            moved[phase.optimizer] += amount.bytes
+        each = moved[None] / max(sum(self.elements.values()), 1)
+        return {name: each + moved[name] / count for name, count in self.elements.items() if count}
 
 
 def schedules_of(optimizer: Any) -> list[tuple[str, Schedule]]:
@@ -288,7 +266,7 @@ def report_of(optimizer: Any, give_gradients: Callable[[], None]) -> Report:
         elements=dict(elements),
         schedules=schedules_of(optimizer),
         collectives=counts.collectives,
-        amounts=dict(counts.amounts),
+        phases=dict(counts.phases),
         host_reads=counts.host_reads,
         memory=replace(optimizer.memory(), transient=live.peak),
     )

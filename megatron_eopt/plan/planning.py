@@ -107,10 +107,7 @@ def plan(
         report = report_of(_built(architecture, layout, config), lambda: None)
         predicted = times(report, machine)
     with dry_world(worst.busiest, layout.world_size):
-        other: Any = config
-        adam = report_of(
-            _built(architecture, layout, replace(other, optimizer="adam")), lambda: None
-        )
+        adam = report_of(_built(architecture, layout, config, optimizer="adam"), lambda: None)
         operations = train_flops(architecture, tokens)
     return Plan(
         architecture,
@@ -124,8 +121,8 @@ def plan(
     )
 
 
-def _built(architecture: Architecture, layout: Layout, config: EmergingOptimizerConfig) -> Any:
-    return get_megatron_optimizer(config, [build_stage(architecture, layout)])
+def _built(architecture: Architecture, layout: Layout, config: Any, **changes: str) -> Any:
+    return get_megatron_optimizer(replace(config, **changes), [build_stage(architecture, layout)])
 
 
 def _stage(

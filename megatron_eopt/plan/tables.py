@@ -7,11 +7,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megatron_eopt.dry_run import Report
 from megatron_eopt.plan.planning import Plan
 
 _GIB = 2**30
-_GIGA = 1e9
 _TERA = 1e12
 
 
@@ -33,21 +31,17 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         ],
         "busiest_rank": {
             "rank": plan.rank,
-            "elements": report.elements,
             "owns": _owned(plan),
             "collectives": [
                 {**call._asdict(), "calls": count} for call, count in report.collectives.items()
             ],
-            "flops": report.total.flops,
             "host_reads": dict(report.host_reads),
             "memory": asdict(report.memory),
         },
         "counted": {
             "elements": report.elements,
             "bytes_per_element": report.bytes_per_element,
-            "phases": [
-                {**phase._asdict(), **asdict(amount)} for phase, amount in report.phases.items()
-            ],
+            "phases": [{**p._asdict(), **asdict(amount)} for p, amount in report.phases.items()],
             "in_all": asdict(report.total),
         },
         "seconds": {**asdict(plan.times), "step": plan.times.step, "train_step": plan.train_step},
@@ -74,15 +68,23 @@ def show_plan(plan: Plan, gpu: str, console: Console) -> None:
     ]
     _print(console, "Stages", ("stages", "busiest rank", "its TFLOP", "over the mean"), rows)
     report, times = plan.report, plan.times
-    rows = [(name, f"{count:,}") for name, count in report.elements.items()]
-    rows += [(f"computes for {name}", matrices) for name, matrices in _owned(plan).items()]
-    _print(console, f"Rank {plan.rank}, the busiest: weights", ("optimizer", "elements"), rows)
+    moved = report.bytes_per_element
+    rows = [(name, f"{n:,}", f"{moved.get(name, 0):.1f}") for name, n in report.elements.items()]
+    rows += [(f"computes for {name}", matrices, "") for name, matrices in _owned(plan).items()]
+    title = f"Rank {plan.rank}, the busiest: weights, and bytes moved for each"
+    _print(console, title, ("optimizer", "elements", "bytes"), rows)
     rows = [
         (call.name, str(call.ranks), str(count), f"{call.sent * count / 2**20:,.1f}")
         for call, count in sorted(report.collectives.items())
     ]
     _print(console, "Collectives of a step", ("call", "ranks", "calls", "MiB handed over"), rows)
-    _print_counted(report, console)
+    phases = {": ".join(filter(None, phase)): did for phase, did in report.phases.items()}
+    rows = [
+        (name, f"{did.kernels:,}", f"{did.bytes / 1e9:,.3f}", _flops(did.flops))
+        for name, did in {**phases, "in all": report.total}.items()
+    ]
+    title = "A step, kernels and bytes outside of products"
+    _print(console, title, ("phase", "kernels", "GB", "TFLOP"), rows)
     memory = asdict(report.memory)
     rows = [(name, f"{size / _GIB:.2f}") for name, size in memory.items() if size is not None]
     _print(console, "Memory", ("of", "GiB"), rows)
@@ -93,19 +95,6 @@ def show_plan(plan: Plan, gpu: str, console: Console) -> None:
     rows += [("share of an iteration", f"{plan.share:.2%}")]
     rows += [("Adam's step", _ms(plan.adam_seconds))]
     _print(console, f"Predicted for {gpu}", ("", "ms"), rows)
-
-
-def _print_counted(report: Report, console: Console) -> None:
-    """Print what a rank's step does on the device, phase by phase."""
-    named = {": ".join(filter(None, phase)): amount for phase, amount in report.phases.items()}
-    rows = [
-        (name, f"{item.kernels:,}", f"{item.bytes / _GIGA:,.3f}", _flops(item.flops))
-        for name, item in {**named, "in all": report.total}.items()
-    ]
-    columns = ("phase", "kernels", "GB", "TFLOP")
-    _print(console, "Kernels outside of products, and operations of products", columns, rows)
-    each = report.bytes_per_element
-    _print(console, "Bytes", ("of", "a weight"), [(name, f"{x:.1f}") for name, x in each.items()])
 
 
 def show_sweep(plans: Sequence[Plan], gpu: str, console: Console) -> None:

@@ -18,7 +18,7 @@ FULL = BLOCKS * CHUNK
 def counted(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Amount:
     with Counts() as counts:
         function(*args, **kwargs)
-    return sum(counts.amounts.values(), Amount())
+    return sum(counts.phases.values(), Amount())
 
 
 def of(count: int, size: int | tuple[int, ...] = 1, dtype: torch.dtype = torch.float32) -> Any:
@@ -192,15 +192,14 @@ def test_counters_of_steps_are_where_they_are(device):
 
 
 def test_what_is_done_for_all_is_shared_by_elements():
-    amounts = {
-        (Phase(None, "norm"), "x"): Amount(bytes=100),
-        (Phase("Muon", "directions"), "x"): Amount(bytes=60),
-        (Phase("Muon", "weights"), "x"): Amount(bytes=30),
-        (Phase("Adam", "update"), "x"): Amount(bytes=400),
+    phases = {
+        Phase(None, "norm"): Amount(bytes=100),
+        Phase("Muon", "directions"): Amount(bytes=60),
+        Phase("Muon", "weights"): Amount(bytes=30),
+        Phase("Adam", "update"): Amount(bytes=400),
     }
     elements = {"Muon": 15, "Adam": 10, "Lion": 0}
     others: Any = dict.fromkeys(("collectives", "host_reads", "memory"))
-    found = Report(elements, [], amounts=amounts, **others)
+    found = Report(elements, [], phases=phases, **others)
     assert found.bytes_per_element == {"Muon": 4 + 6, "Adam": 4 + 40}
     assert found.total.bytes == 590
-    assert [phase.name for phase in found.phases] == ["norm", "directions", "weights", "update"]
