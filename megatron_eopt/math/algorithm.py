@@ -105,6 +105,11 @@ def _studied(width: Literal["float32", "16-bit"]) -> dict[tuple[Triple, ...], tu
     return {resolve_coefficients(*named): restarts for named, restarts in _STUDIED[width].items()}
 
 
+def is_studied(shape: tuple[int, int], schedule: tuple[Triple, ...]) -> bool:
+    """Return whether 16 bits were found accurate for a schedule on matrices of a size."""
+    return schedule in _studied("16-bit") and min(shape) >= _SMALLEST_16_BIT
+
+
 @lru_cache(maxsize=4096)
 def choose_algorithm(
     shape: tuple[int, int],

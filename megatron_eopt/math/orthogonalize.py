@@ -15,6 +15,7 @@ from megatron_eopt.math.algorithm import (
     Plan,
     PrecisionT,
     choose_algorithm,
+    is_studied,
 )
 from megatron_eopt.math.backends import Backend, get_backend
 from megatron_eopt.math.coefficients import CoefficientsLike, Triple, resolve_coefficients
@@ -43,6 +44,9 @@ ScaleModeT = Literal["spectral", "unit_rms_norm", "shape_scaling", "adamw_rms"]
 * ``adamw_rms``: ``0.2 sqrt(max(out, in))``, the typical size of AdamW's update, so that AdamW's
   learning rate and weight decay carry over (Moonlight, arXiv:2502.16982, section 2.2).
 """
+
+_WITHIN_FLOAT16 = (2.0**-10, 2.0**10)
+"""Factors on float16 iterates whose products are float16 numbers, too."""
 
 SCALE_MODES: tuple[ScaleModeT, ...] = get_args(ScaleModeT)
 
@@ -100,7 +104,9 @@ class Orthogonalization:
         check_number("eps", self.eps, at_least=SMALLEST_EPS)
         scale_factor(1, 1, self.scale_mode, self.extra_scale_factor)
         schedule = resolve_coefficients(self.coefficients, self.steps)
-        other = get_backend(self.backend)
+        # other packages that ``auto`` takes compute in 16 bits
+        is_own = self.backend == "auto" and self.precision != "medium"
+        other = None if is_own else get_backend(self.backend)
         offered = get_args(AlgorithmT) if other is None else other.algorithms
         chosen = offered[0] if self.algorithm == "auto" else self.algorithm
         if chosen not in offered:
@@ -125,7 +131,11 @@ class Orthogonalization:
     ) -> Tensor:
         """Return the orthogonal factors of matrices, or ``x``; see :func:`orthogonalize`."""
         shape = (x.shape[-2], x.shape[-1]) if whole_shape is None else whole_shape
-        plan = choose_algorithm(shape, x.dtype, self.precision, self._schedule, self._chosen)
+        other = self._other
+        if self.backend == "auto" and (reduce or not is_studied(shape, self._schedule)):
+            other = None
+        algorithm = self.algorithm if other is None else self._chosen
+        plan = choose_algorithm(shape, x.dtype, self.precision, self._schedule, algorithm)
         transposed = shape[0] > shape[1]
         wide = x.mT if transposed else x
         if x.ndim > 3:
@@ -133,19 +143,19 @@ class Orthogonalization:
         factors = scale if isinstance(scale, tuple) else (scale,)
         # "medium" casts its operands itself; the few products that stay float32 are to be exact
         with fp32_matmul_precision("high" if self.precision == "high" else "highest"):
-            if self._other is None:
+            if other is None:
                 out = wide if in_place else None
                 factor = math.prod(factors)
                 result = _iterate(wide, self._schedule, factor, plan, self.eps, reduce, out)
             elif reduce is None:
-                result = self._other.compute(wide, self._schedule, plan, self.eps)
+                result = other.compute(wide, self._schedule, plan, self.eps)
             else:
                 rule = "computes whole matrices, and this one's long side is cut over ranks"
                 way_out = "Use backend='torch', or another TP mode than distributed"
                 raise ConfigurationError("backend", self.backend, rule, way_out)
         result = result.to(x.dtype)
         result = (result.mT if transposed else result).reshape(x.shape)
-        for factor in factors if self._other else ():
+        for factor in factors if other else ():
             if factor != 1.0:
                 result = result * factor
         if not in_place:
@@ -155,7 +165,7 @@ class Orthogonalization:
     @property
     def whole_only(self) -> bool:
         """Whether it cannot compute on pieces of a matrix, whose Gram matrices are summed."""
-        return self._other is not None
+        return self._other is not None and self.backend != "auto"
 
     @property
     def stack_dtype(self) -> torch.dtype:
@@ -163,10 +173,11 @@ class Orthogonalization:
 
         Where the products take bfloat16 operands, so do they: half the bytes, the same update at
         every layout, and no rounding that the iteration had not done already. Other packages'
-        iterations round by themselves and get float32.
+        iterations that are asked for by name round by themselves and get float32.
         """
-        own = self._other is None
-        return torch.bfloat16 if own and self.precision == "medium" else torch.float32
+        return (
+            torch.bfloat16 if self.precision == "medium" and not self.whole_only else torch.float32
+        )
 
     def scale(self, shape: tuple[int, int]) -> float:
         """Return the factor on updates of matrices of this shape."""
@@ -228,8 +239,10 @@ def _iterate(
     else:
         x = iterate_gram(x, schedule, plan, reduce, tall=tall, spare=spare)
     if plan.dtype == torch.float16:
-        # has a dimension, so that the product is float32 before it is rounded
-        last = torch.full((1,), factor / scale, dtype=torch.float32, device=x.device)
+        last: float | Tensor = factor / scale
+        if not _WITHIN_FLOAT16[0] <= abs(factor / scale) <= _WITHIN_FLOAT16[1]:
+            # has a dimension, so that the product is float32 before it is rounded
+            last = torch.full((1,), factor / scale, dtype=torch.float32, device=x.device)
         x = torch.mul(x, last, out=torch.empty_like(x, dtype=wide.dtype) if place is None else out)
     return x.mT if tall else x
 

@@ -56,7 +56,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         is_qkv_fn: Tells which parameters are; by default those with a true attribute ``is_qkv``.
         qkv_split_shapes: Rows of Q, K and V in one query group; a parameter's own attribute
             ``qkv_split_shapes`` goes before.
-        fp32_matmul_prec: "highest" (float32), "high" (TF32) or "medium" (bfloat16 products).
+        fp32_matmul_prec: "highest" (float32), "high" (TF32) or "medium" (16-bit products).
         coefficient_type: Name of the iteration's coefficient set, or triples of your own.
         num_ns_steps: Steps of the Newton-Schulz iteration, at least 1.
         scale_mode: How the update is scaled to the shape of the whole matrix.

@@ -23,6 +23,7 @@ from megatron_eopt.math import (
     get_backend,
     resolve_coefficients,
 )
+from megatron_eopt.math.backends import automatic
 from megatron_eopt.math.coefficients import check_steps
 from megatron_eopt.math.low_precision import MOMENTUM_DTYPES
 from megatron_eopt.math.moments import Moment2MethodT
@@ -166,12 +167,15 @@ def check_alike(config: Any) -> None:
     """Raise a ConfigurationError on every rank if the ranks' configurations differ; collective."""
     told = int | float | str | None
     mine = {n: v for n, v in sorted(vars(config).items()) if isinstance(v, told)}
+    if mine.get("muon_backend") == "auto":
+        # hosts may have other packages
+        mine["muon_backend"] = automatic()
     everyones = of_every_rank(mine)
     for name in dict.fromkeys(name for its in everyones for name in its):
         values = {repr(its.get(name)) for its in everyones}
         if len(values) > 1:
             rule = f"is not the same on all ranks, which have {sorted(values)}"
-            way_out = "Give every rank the same configuration"
+            way_out = "Give every rank the same configuration, and every host the same packages"
             raise ConfigurationError(name, mine.get(name), rule, way_out)
 
 

@@ -94,8 +94,9 @@ class EmergingOptimizerConfig(OptimizerConfig):
     """How the momentum of Muon and adaptive Muon is kept between steps: in float32, or rounded to
     "bf16" at random, or to "fp8" or "int8" with a scale for each block of 32."""
 
-    muon_backend: str = "torch"
-    """Whose kernels run the iteration."""
+    muon_backend: str = "auto"
+    """Whose kernels run the iteration: our own on torch's products ("torch"), another package's, or
+    the fastest that is installed and serves the GPU ("auto")."""
 
     adaptive_muon_bias_correction: bool = False
     """Whether second moments are divided by ``1 - beta2^step``, so that the first steps of AdaMuon

@@ -1,15 +1,22 @@
 import importlib.util
+import logging
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from megatron_eopt import EmergingOptimizerConfig
+from megatron_eopt.base import gpu
+from megatron_eopt.base.agreement import answered_by
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.math import backends
 from megatron_eopt.math.algorithm import Plan
 from megatron_eopt.math.backends import Backend, register_backend
 from megatron_eopt.math.coefficients import Triple
-from megatron_eopt.math.orthogonalize import orthogonalize
+from megatron_eopt.math.orthogonalize import Orthogonalization, orthogonalize
+from megatron_eopt.settings.checks import check_alike
 from tests.unit.math.spectra import gaussian
 
 NO_GPU = not torch.cuda.is_available()
@@ -56,3 +63,83 @@ def test_a_backend_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     register_backend("half", Backend(_sign, half=True))
     with pytest.raises(ConfigurationError, match=r"backend='half': computes in 16 bits"):
         orthogonalize(x, backend="half")
+
+
+INSTALLED = {"gram_newton_schulz", "quack"}
+
+
+@pytest.mark.parametrize(
+    ("installed", "capability", "taken", "why"),
+    [
+        (INSTALLED, (9, 0), "gram_newton_schulz", "its kernels serve this GPU"),
+        (INSTALLED, (10, 0), "gram_newton_schulz", "its kernels serve this GPU"),
+        (INSTALLED, (8, 0), "torch", "no kernels for compute capability 8.0"),
+        ({"gram_newton_schulz"}, (9, 0), "torch", "quack is not installed"),
+        (set(), (9, 0), "torch", "gram_newton_schulz is not installed"),
+        (INSTALLED, None, "torch", "no NVIDIA GPU is visible"),
+    ],
+)
+def test_auto_takes_what_serves_the_machine_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    installed: set[str],
+    capability: tuple[int, int] | None,
+    taken: str,
+    why: str,
+) -> None:
+    """Neither GPUs nor packages for them are where this runs."""
+    monkeypatch.setattr(backends, "find_spec", lambda name: name in installed or None)
+    monkeypatch.setattr(gpu, "is_there", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    backends.automatic.cache_clear()
+    caplog.set_level(logging.INFO, "megatron_eopt")
+    try:
+        assert [backends.automatic() for _ in range(2)] == [taken] * 2
+    finally:
+        backends.automatic.cache_clear()
+    (line,) = caplog.messages
+    assert f"takes {taken}" in line
+    assert why in line
+
+
+def test_auto_leaves_to_our_own_iteration_what_the_package_is_not_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plans: list[Plan] = []
+
+    def sign(wide: Tensor, schedule: tuple[Triple, ...], plan: Plan, eps: float) -> Tensor:
+        plans.append(plan)
+        return wide.sign()
+
+    monkeypatch.setattr(backends, "_LOADED", {})
+    monkeypatch.setattr(backends, "automatic", lambda: "gram_newton_schulz")
+    register_backend("gram_newton_schulz", Backend(sign, ("gram", "standard"), half=True))
+    x = gaussian(256, 260)
+
+    def is_own(x: Tensor, more: Any = None, **settings: Any) -> bool:
+        compute = Orthogonalization(**{"backend": "auto", "precision": "medium"} | settings)
+        # so that the same matrices travel and the same ranks share them as with torch
+        assert not compute.whole_only
+        assert compute.stack_dtype == Orthogonalization(precision=compute.precision).stack_dtype
+        return not torch.equal(compute(x, **(more or {})), x.sign())
+
+    assert not is_own(x)
+    assert plans.pop() == Plan("gram", (2,), torch.float16)
+    assert not is_own(x, algorithm="standard")
+    assert is_own(x, {"reduce": torch.clone, "whole_shape": (256, 260)})
+    assert is_own(gaussian(255, 600))
+    assert is_own(x, precision="highest")
+    # outside of the study
+    assert is_own(x, coefficients="cans")
+
+
+def test_ranks_whose_hosts_have_other_packages_are_told_so() -> None:
+    def others(value: Any, group: object) -> list[Any]:
+        return [value, {**value, "muon_backend": "gram_newton_schulz"}]
+
+    config = EmergingOptimizerConfig()
+    with (
+        answered_by(SimpleNamespace(of_every_rank=others)),
+        pytest.raises(ConfigurationError, match=r"'gram_newton_schulz'.*'torch'.*same packages"),
+    ):
+        check_alike(config)

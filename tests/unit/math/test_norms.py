@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
+from megatron_eopt.dry_run.counting import Amount, Counts
 from megatron_eopt.math import norms
 from megatron_eopt.math.newton_schulz import normalize
+from megatron_eopt.math.orthogonalize import Orthogonalization
 
 INTERPRETED = """
 import torch
@@ -84,3 +86,20 @@ def test_no_block_adds_up_more_than_the_most_parts(m: int, n: int, parts: int) -
         assert sums.dtype == torch.float32
         assert normalize(x, 1e-7, torch.float16).dtype == torch.float16
     assert not norms.serves(torch.empty(4, 4))
+
+
+@pytest.mark.parametrize(
+    ("batch", "n", "kernels", "bytes_an_element"), [(4, 2048, 2, 6), (1, 8192, 8, 10)]
+)
+def test_few_kernels_and_bytes_are_beside_the_products(
+    batch: int, n: int, kernels: int, bytes_an_element: int
+) -> None:
+    """Of the standard iteration and of Gram's with one restart, on a GPU."""
+    with FakeTensorMode(), Counts() as counts:
+        stack = torch.empty(batch, 2048, n, dtype=torch.bfloat16)
+        Orthogonalization(precision="medium").factors_(stack, None, (2048, n), (2.0,))
+        total = sum(counts.amounts.values(), Amount())
+    assert total.kernels == kernels
+    # diagonals and sums of squares are the rest
+    assert 0 <= total.bytes / stack.numel() - bytes_an_element < 0.01
+    assert total.kernels_in_all - kernels <= 20

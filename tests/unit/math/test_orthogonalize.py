@@ -111,6 +111,18 @@ def test_the_scale_of_the_input_does_not_matter() -> None:
         assert relative_error(orthogonalize(scale * x, eps=1e-25), reference) < 5e-6
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("factor", [1e-9, 1e-3, 1.0, 1e3, 1e7])
+def test_no_factor_leaves_the_range_of_16_bits(factor: float, dtype: torch.dtype) -> None:
+    x = gaussian(256, 1024).to(dtype)
+    for in_place in (False, True):
+        compute = Orthogonalization(precision="medium")
+        result = compute(x.clone(), scale=factor, in_place=in_place)
+        # float16's error, and the last rounding to the dtype
+        bound = 2e-3 + torch.finfo(dtype).eps
+        assert relative_error(result / factor, orthogonalize(x.double())) < bound
+
+
 @pytest.mark.parametrize("shape", [(8, 24), (24, 8)])
 def test_strides_do_not_matter(shape: tuple[int, int]) -> None:
     x = gaussian(*shape)

@@ -219,10 +219,24 @@ def read_late(late: bool, fields: dict[str, Any], storage: bool) -> dict[str, An
     return found | {"end": snapshot(chunk, optimizer)}
 
 
-@pytest.mark.parametrize("storage", [True, False], ids=["sharded", "replicated"])
-@pytest.mark.parametrize("fields", [{}, BF16], ids=["fp32", "bf16"])
-def test_a_host_that_reads_the_norm_a_step_later_sees_the_same(fields, storage):
-    fields = {name: {**value} for name, value in fields.items()}
+LATE: dict[str, tuple[bool, dict[str, Any]]] = {
+    "sharded, fp32": (True, {}),
+    "sharded, bf16": (True, BF16),
+    "replicated, bf16": (False, BF16),
+    **{
+        f"momentum in {dtype}": (True, {"config": {"muon_momentum_dtype": dtype}})
+        for dtype in ("bf16", "int8")
+    },
+    "off-loaded": (
+        True,
+        {"config": {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LATE)
+def test_a_host_that_reads_the_norm_a_step_later_sees_the_same(case):
+    storage, fields = LATE[case]
     early = run_ranks(2, read_late, False, fields, storage)
     for expected, found in zip(early, run_ranks(2, read_late, True, fields, storage), strict=True):
         assert found["kept"]
