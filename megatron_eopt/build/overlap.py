@@ -164,6 +164,10 @@ class Overlap:
 
     def step(self) -> None:
         """Step all parameters, and begin to gather each bucket as soon as it is complete."""
+        for group in self._groups:
+            if group.param_gather_handle is not None:
+                # no forward pass has waited for what the last step began
+                group.finish_param_sync(skip_next_bucket_dispatch=True)
         with ExitStack() as stack:
             for storage in self._storages:
                 stack.enter_context(storage.handing_out())

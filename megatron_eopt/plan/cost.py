@@ -8,7 +8,9 @@
   Computers have consecutive ranks.
 * A wave's matrices come in while the wave before is computed, and leave while the next one is. What
   teams say between their products nothing hides.
-* Gathering parameters is counted apart: Adam has it, too, and the forward pass can hide it.
+* Gathering parameters is counted apart: Adam has it, too, and the forward pass can hide it. Where
+  buckets are gathered while others are stepped, one of the two hides the other, window by window;
+  that updates may have been computed during the backward pass does not count.
 """
 
 import itertools
@@ -36,6 +38,7 @@ class Times:
         exposed: Of that, what no product hides.
         teams: Of what ranks that share a matrix say to each other.
         gather: Of collecting the parameters.
+        tail: From the end of the backward pass until all parameters are collected.
     """
 
     products: float
@@ -44,6 +47,7 @@ class Times:
     exposed: float
     teams: float
     gather: float
+    tail: float
 
     @property
     def step(self) -> float:
@@ -51,8 +55,8 @@ class Times:
         return self.products + self.elements + self.exposed + self.teams
 
 
-def times(report: Report, machine: Machine) -> Times:
-    """Predict a rank's step."""
+def times(report: Report, machine: Machine, *, overlaps: bool = False) -> Times:
+    """Predict a rank's step; with ``overlaps`` each bucket is gathered when it is stepped."""
     products = report.total.flops / (machine.flops * machine.efficiency)
     ways = [_ways(schedule, machine) for _, schedule in report.schedules]
     work = [_by_wave(schedule) for _, schedule in report.schedules]
@@ -66,14 +70,26 @@ def times(report: Report, machine: Machine) -> Times:
             gather += seconds
         elif call.name != "alltoall_base":
             teams += seconds
+    elements = report.total.bytes / machine.memory
+    parts = [math.fsum(flops for flops in waves) for waves in work] if overlaps else [1.0]
     return Times(
         products=products,
-        elements=report.total.bytes / machine.memory,
+        elements=elements,
         travel=math.fsum(seconds for way in ways for seconds in itertools.chain(*way)),
         exposed=exposed,
         teams=teams,
         gather=gather,
+        tail=_tail(products + elements + exposed + teams, parts, gather),
     )
+
+
+def _tail(step: float, parts: Sequence[float], gather: float) -> float:
+    """Return the seconds of a step in some parts, each of which is gathered during the next."""
+    done = gathered = 0.0
+    for part in parts:
+        done += step * part / math.fsum(parts)
+        gathered = max(gathered, done) + gather / len(parts)
+    return gathered
 
 
 def bytes_sent(call: Collective) -> float:

@@ -102,7 +102,9 @@ def stage_kinds(architecture: Architecture, layout: Layout) -> list[tuple[int, .
     return [tuple(ranks) for ranks in kinds.values()]
 
 
-def build_stage(architecture: Architecture, layout: Layout) -> DistributedDataParallel:
+def build_stage(
+    architecture: Architecture, layout: Layout, *, overlaps: bool = False
+) -> DistributedDataParallel:
     """Make megatron-core's process groups, and build this rank's pipeline stage of a model.
 
     It is made of megatron-core's own layers in bf16, its gradients in fp32, with a weight for each
@@ -112,6 +114,7 @@ def build_stage(architecture: Architecture, layout: Layout) -> DistributedDataPa
     Args:
         architecture: What to build.
         layout: Of as many ranks as the world that this process is in.
+        overlaps: Whether gradients are reduced, and parameters gathered, bucket by bucket.
 
     Returns:
         The one model chunk of this rank.
@@ -120,7 +123,7 @@ def build_stage(architecture: Architecture, layout: Layout) -> DistributedDataPa
         ConfigurationError: If megatron-core cannot cut the architecture so.
     """
     try:
-        return _built(architecture, layout)
+        return _built(architecture, layout, overlaps)
     except (AssertionError, RuntimeError, ValueError) as error:
         if isinstance(error, ConfigurationError):
             raise
@@ -129,7 +132,7 @@ def build_stage(architecture: Architecture, layout: Layout) -> DistributedDataPa
         raise ConfigurationError("layout", layout, rule, "Choose other sizes") from error
 
 
-def _built(architecture: Architecture, layout: Layout) -> DistributedDataParallel:
+def _built(architecture: Architecture, layout: Layout, overlaps: bool) -> DistributedDataParallel:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
@@ -160,6 +163,8 @@ def _built(architecture: Architecture, layout: Layout) -> DistributedDataParalle
     ddp = DistributedDataParallelConfig(
         use_distributed_optimizer=True,
         grad_reduce_in_fp32=True,
+        overlap_grad_reduce=overlaps,
+        overlap_param_gather=overlaps,
         num_distributed_optimizer_instances=layout.instances,
     )
     return DistributedDataParallel(config, ddp, model)

@@ -61,7 +61,7 @@ class Plan:
         rank: The rank that is busiest of all.
         report: What its step does.
         times: How long that takes.
-        adam_seconds: How long Adam's step on the same weights takes, without gathering parameters.
+        adam: How long Adam's step on the same weights takes.
         train_step: Seconds that forward and backward pass take.
     """
 
@@ -71,7 +71,7 @@ class Plan:
     rank: int
     report: Report
     times: Times
-    adam_seconds: float
+    adam: Times
     train_step: float
 
     @property
@@ -105,9 +105,11 @@ def plan(
     worst = max(stages, key=lambda stage: stage.loads.max())
     with dry_world(worst.busiest, layout.world_size):
         report = report_of(_built(architecture, layout, config), lambda: None)
-        predicted = times(report, machine)
+        predicted = times(report, machine, overlaps=config.muon_overlap_step)
+    changes: dict[str, Any] = {"optimizer": "adam", "muon_overlap_step": False}
+    other = replace(config, **changes)
     with dry_world(worst.busiest, layout.world_size):
-        adam = report_of(_built(architecture, layout, config, optimizer="adam"), lambda: None)
+        adam = report_of(_built(architecture, layout, other), lambda: None)
         operations = train_flops(architecture, tokens)
     return Plan(
         architecture,
@@ -116,13 +118,14 @@ def plan(
         worst.busiest,
         report,
         predicted,
-        times(adam, machine).step,
+        times(adam, machine),
         operations / (layout.world_size * machine.flops * _UTILIZATION),
     )
 
 
-def _built(architecture: Architecture, layout: Layout, config: Any, **changes: str) -> Any:
-    return get_megatron_optimizer(replace(config, **changes), [build_stage(architecture, layout)])
+def _built(architecture: Architecture, layout: Layout, config: EmergingOptimizerConfig) -> Any:
+    stage = build_stage(architecture, layout, overlaps=config.muon_overlap_step)
+    return get_megatron_optimizer(config, [stage])
 
 
 def _stage(

@@ -46,7 +46,9 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         },
         "seconds": {**asdict(plan.times), "step": plan.times.step, "train_step": plan.train_step},
         "share_of_iteration": plan.share,
-        "adam_seconds": plan.adam_seconds,
+        "iteration_seconds": plan.train_step + plan.times.tail,
+        "adam_seconds": plan.adam.step,
+        "adam_iteration_seconds": plan.train_step + plan.adam.tail,
     }
 
 
@@ -90,7 +92,7 @@ def show_plan(plan: Plan, gpu: str, console: Console) -> None:
     rows = [(name, _ms(seconds)) for name, seconds in asdict(times).items()]
     rows += [("step, without gather", _ms(times.step))]
     rows += [("share of an iteration", f"{plan.share:.2%}")]
-    rows += [("Adam's step", _ms(plan.adam_seconds))]
+    rows += [("Adam's step", _ms(plan.adam.step)), ("Adam's tail", _ms(plan.adam.tail))]
     _print(console, f"Predicted for {gpu}", ("", "ms"), rows)
 
 

@@ -127,3 +127,14 @@ def test_a_machine_needs_positive_numbers():
     for name, value in {"link": 0.0, "memory": -1.0, "efficiency": 1.5}.items():
         with pytest.raises(ConfigurationError, match=rf"machine\.{name}={value}"):
             replace(MACHINES["H100"], **{name: value})
+
+
+def test_a_step_beside_communication_ends_with_adams():
+    llama = PUBLISHED["Llama-3-8B"]
+    short = replace(llama, fields={**llama.fields, "num_layers": 8})
+    apart = in_a_process(short, Layout(data=16))
+    beside = in_a_process(short, Layout(data=16), muon_overlap_step=True)
+    adams = beside["adam_iteration_seconds"] - beside["seconds"]["train_step"]
+    assert apart["seconds"]["tail"] > 1.1 * adams
+    assert beside["seconds"]["gather"] < beside["seconds"]["tail"] < 1.03 * adams
+    assert apart["adam_seconds"] == beside["adam_seconds"]
