@@ -9,11 +9,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import distributed
 
-from megatron_eopt import (
-    ConfigurationError,
-    EmergingOptimizerConfig,
-    get_megatron_optimizer,
-)
+from megatron_eopt import ConfigurationError, EmergingOptimizerConfig, get_megatron_optimizer
 from megatron_eopt.extending import LayerWiseDistributedOptimizer
 from megatron_eopt.matrices import gated
 from tests.harness import run_ranks
