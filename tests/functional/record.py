@@ -7,11 +7,7 @@ from typing import get_args
 
 from tests.functional import golden
 from tests.functional.case_files import Case, Environment, load_cases
-from tests.functional.comparer import (
-    spread_of,
-    tolerances_of,
-    values_compared,
-)
+from tests.functional.comparer import spread_of, tolerances_of, values_compared
 from tests.functional.runner import run_measured
 from tests.harness import close_pools
 

@@ -61,6 +61,5 @@ def differing(first: Path, second: Path) -> list[str]:
 
 def _same(first: Tensor, second: Tensor) -> bool:
     """Whether all bits are the same."""
-    return first.dtype == second.dtype and torch.equal(
-        first.view(torch.uint8), second.view(torch.uint8)
-    )
+    bits, others = (tensor.reshape(-1).view(torch.uint8) for tensor in (first, second))
+    return (first.dtype, first.shape) == (second.dtype, second.shape) and torch.equal(bits, others)

@@ -9,12 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.functional.doc_commands import (
-    ROOT,
-    Command,
-    all_commands,
-    rule_of,
-)
+from tests.functional.doc_commands import ROOT, Command, all_commands, rule_of
 
 COMMANDS = all_commands()
 

@@ -1,9 +1,11 @@
 """The training script with ``--use-megatron-fsdp`` on CPU processes, and its checkpoints."""
 
+from pathlib import Path
+
 import pytest
 import torch
-from torch.distributed import checkpoint
 
+from tests.functional import saved_states
 from tests.functional.script import losses, train
 from tests.harness import RankError
 
@@ -30,25 +32,13 @@ def numbers(output):
     return [float(loss) for loss in losses(output)]
 
 
-def tensors(folder, iteration):
-    """Return every tensor of a checkpoint, whole."""
-    reader = checkpoint.FileSystemReader(f"{folder}/iter_{iteration:07d}")
-    found = reader.read_metadata().state_dict_metadata
-    state = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in found.items()
-        if hasattr(entry, "size")
-    }
-    checkpoint.load(state, storage_reader=reader, no_dist=True)
-    return state
-
-
-def differing(first, second, iteration=4):
+def differing(*folders):
     """Return which weights and state two runs have saved differently."""
-    ours, theirs = tensors(first, iteration), tensors(second, iteration)
-    ours = {name: value for name, value in ours.items() if not name.startswith("rng_state")}
-    assert any(name.startswith("optimizer.state") for name in ours)
-    return [name for name, value in ours.items() if not torch.equal(value, theirs[name])]
+    first, second = (Path(folder, "iter_0000004") for folder in folders)
+    names = saved_states.tensors_in(first)
+    assert any(name.startswith("optimizer.state") for name in names)
+    found = saved_states.differing(first, second)
+    return [name for name in found if not name.startswith("rng_state")]
 
 
 CASES = [
@@ -91,7 +81,7 @@ def test_state_of_a_split_weight_is_saved_as_of_any_other(tmp_path, flags):
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
     flags = [*sharded("optim_grads_params"), *flags, "--swiglu"]
     train(*flags, "--save", first)
-    state = tensors(first, 4)
+    state = saved_states.tensors_in(Path(first, "iter_0000004"))
     assert {v.dtype for k, v in state.items() if k.endswith("momentum_buffer")} <= {torch.float32}
     train(*flags, "--load", first, "--ckpt-step", "2", "--save", second)
     assert not differing(first, second)

@@ -24,15 +24,7 @@ from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.scene import forget_wrapped_models
 from tests.unit.fsdp2 import model as fsdp2
-from tests.unit.storage.full_state import (
-    Case,
-    build,
-    differences,
-    full_state,
-    resume,
-    steps,
-    write,
-)
+from tests.unit.storage.full_state import Case, build, differences, full_state, resume, steps, write
 
 Storage = Literal["replicated", "sharded", "FSDP2"]
 STORAGES: tuple[Storage, ...] = ("replicated", "sharded", "FSDP2")

@@ -13,14 +13,7 @@ import pytest
 
 from tests.functional.saved_states import differing
 from tests.functional.script import ROOT, TINY
-from tests.functional.slurm_cluster import (
-    NODES,
-    cluster,
-    idle_nodes,
-    missing,
-    slurm,
-    wait_until,
-)
+from tests.functional.slurm_cluster import NODES, cluster, idle_nodes, missing, slurm, wait_until
 
 pytestmark = [
     pytest.mark.long,

@@ -44,48 +44,45 @@ class Batch:
     positions: torch.Tensor
 
 
+SIZES: dict[str, tuple[str, Any]] = {
+    "layers": ("num_layers", 2),
+    "hidden": ("hidden_size", 32),
+    "heads": ("num_attention_heads", 4),
+    "query_groups": ("num_query_groups", None),
+    "experts": ("num_moe_experts", None),
+    "gated": ("gated_linear_unit", False),
+    "bias": ("add_bias_linear", False),
+}
+"""Short names of fields of ``TransformerConfig``, and what they are unless given."""
+
+
 def tiny_gpt(
     *,
-    layers: int = 2,
-    hidden: int = 32,
-    heads: int = 4,
-    query_groups: int | None = None,
-    gated: bool = False,
-    experts: int | None = None,
     vocabulary: int = VOCABULARY,
-    sequence: int = SEQUENCE_LENGTH,
     position_embedding: Literal["learned_absolute", "rope"] = "learned_absolute",
     untied: bool = True,
-    bias: bool = False,
     dtype: torch.dtype = torch.float32,
     virtual_stage: int | None = None,
     latent: bool = False,
     hybrid: bool = False,
-    **overrides: Any,
+    **sizes: Any,
 ) -> torch.nn.Module:
     """Build this rank's part of a GPT on its device, in fp32 or wrapped for a 16-bit ``dtype``.
 
     Args:
-        layers: Transformer layers of the whole model.
-        hidden: Hidden size; the feed-forward size is four times that.
-        heads: Attention heads.
-        query_groups: Groups of grouped-query attention; one per head if None.
-        gated: Whether the MLP is gated (SwiGLU).
-        experts: Number of experts of the MoE layers; a dense MLP if None.
         vocabulary: Rows of the embedding.
-        sequence: Length of the longest sequences.
         position_embedding: Kind of position embedding.
         untied: Whether the output layer has a weight of its own.
-        bias: Whether linear layers have biases.
         dtype: Data type of the parameters.
         virtual_stage: Index of the model chunk with an interleaved pipeline.
         latent: Whether attention is multi-latent.
         hybrid: Whether to build a HybridModel, whose attention and MLPs are layers of their own.
-        overrides: Further fields of ``TransformerConfig``.
+        sizes: Those of :data:`SIZES`, and further fields of ``TransformerConfig``.
     """
     if latent:
-        overrides = {"multi_latent_attention": True} | LATENT | overrides
-    config = _config(layers, hidden, heads, query_groups, gated, experts, bias, dtype, overrides)
+        sizes = {"multi_latent_attention": True} | LATENT | sizes
+    config = _config(sizes, dtype)
+    layers, experts = config.num_layers, config.num_moe_experts
     first, last = (
         is_stage(ignore_virtual=False, vp_stage=virtual_stage)
         for is_stage in (
@@ -95,7 +92,7 @@ def tiny_gpt(
     )
     fields: dict[str, Any] = {
         "vocab_size": vocabulary,
-        "max_sequence_length": sequence,
+        "max_sequence_length": SEQUENCE_LENGTH,
         "pre_process": first,
         "post_process": last,
         "share_embeddings_and_output_weights": not untied,
@@ -122,26 +119,12 @@ def tiny_gpt(
     return model
 
 
-def _config(
-    layers: int,
-    hidden: int,
-    heads: int,
-    query_groups: int | None,
-    gated: bool,
-    experts: int | None,
-    bias: bool,
-    dtype: torch.dtype,
-    overrides: dict[str, Any],
-) -> TransformerConfig:
+def _config(sizes: dict[str, Any], dtype: torch.dtype) -> TransformerConfig:
+    given = {name: sizes.pop(short, default) for short, (name, default) in SIZES.items()} | sizes
+    functions = torch.nn.functional
     fields: dict[str, Any] = {
-        "num_layers": layers,
-        "hidden_size": hidden,
-        "ffn_hidden_size": 4 * hidden,
-        "num_attention_heads": heads,
-        "num_query_groups": query_groups,
-        "add_bias_linear": bias,
-        "gated_linear_unit": gated,
-        "activation_func": torch.nn.functional.silu if gated else torch.nn.functional.gelu,
+        "ffn_hidden_size": 4 * given["hidden_size"],
+        "activation_func": functions.silu if given["gated_linear_unit"] else functions.gelu,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "gradient_accumulation_fusion": False,
@@ -156,9 +139,8 @@ def _config(
             parallel_state.get_virtual_pipeline_model_parallel_world_size()
         ),
     }
-    if experts is not None:
+    if given["num_moe_experts"] is not None:
         fields |= {
-            "num_moe_experts": experts,
             "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
             "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
             "moe_token_dispatcher_type": "alltoall",
@@ -167,8 +149,8 @@ def _config(
             # without it Megatron does not train experts under tensor parallelism
             "sequence_parallel": fields["tensor_model_parallel_size"] > 1,
         }
-    cls = MLATransformerConfig if "multi_latent_attention" in overrides else TransformerConfig
-    return cls(**(fields | overrides))
+    cls = MLATransformerConfig if "multi_latent_attention" in given else TransformerConfig
+    return cls(**(fields | given))
 
 
 def wrap_ddp(model: torch.nn.Module, **flags: Any) -> DistributedDataParallel:
@@ -240,6 +222,18 @@ def forward_backward(
     if not reports:
         return None
     return sum(float(report["loss"]) for report in reports) / len(reports)
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Compare tensors bit by bit."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def copies_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return copies of all weights by name."""
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 
 def train_step(

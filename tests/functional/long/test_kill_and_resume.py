@@ -11,7 +11,6 @@ import contextlib
 import os
 import random
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.functional.saved_states import differing
@@ -146,13 +146,13 @@ class Start:
             time.sleep(0.004)
         time.sleep(kill.delay)
         # the rank itself; what it has started is not its torchrun's child
-        ranks = (pid for pid in self.processes() if parent_of(pid) == self._process.pid)
-        end([pid for pid in ranks if self._is_rank(pid, kill.rank)])
+        children = psutil.Process(self._process.pid).children()
+        end([process for process in children if is_rank(process, kill.rank)])
 
     def _moment(self, kill: Kill) -> Callable[[], bool]:
         """Return what tells whether it is time for ``kill``."""
         if kill.kind == "start":
-            return lambda: any(self._is_rank(pid, kill.rank) for pid in self.processes())
+            return lambda: any(is_rank(process, kill.rank) for process in self.processes())
         if kill.kind == "step":
             return lambda: len(re.findall(r"lm loss: ", self.output())) > kill.after
         before = unfinished(self.folder).items()
@@ -165,35 +165,26 @@ class Start:
 
         return saving
 
-    @staticmethod
-    def _is_rank(pid: int, rank: int) -> bool:
-        return f"RANK={rank}".encode() in environment_of(pid)
-
-    def processes(self) -> list[int]:
+    def processes(self) -> list[psutil.Process]:
         """Return what runs of this start, torchrun and what ranks have started among it."""
-        mark = f"{MARK}={self._name}".encode()
-        there = (int(name) for name in os.listdir("/proc") if name.isdigit())
-        return [pid for pid in there if mark in environment_of(pid)]
+        return [p for p in psutil.process_iter() if environment_of(p).get(MARK) == self._name]
 
 
-def environment_of(pid: int) -> list[bytes]:
+def environment_of(process: psutil.Process) -> dict[str, str]:
     try:
-        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return []
+        return process.environ()
+    except psutil.Error:
+        return {}
 
 
-def parent_of(pid: int) -> int | None:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return None
+def is_rank(process: psutil.Process, rank: int) -> bool:
+    return environment_of(process).get("RANK") == str(rank)
 
 
-def end(processes: list[int]) -> None:
-    for pid in processes:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+def end(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def unfinished(folder: Path) -> dict[str, int]:

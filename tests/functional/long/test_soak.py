@@ -8,7 +8,7 @@ import pytest
 
 from tests.harness import run_ranks
 from tests.harness.models import forward_backward, synthetic_batch
-from tests.unit.storage.runs import Run, make_chunk, make_config, make_optimizer, set_lr
+from tests.unit.storage.runs import Run, make_chunk, make_optimizer
 
 pytestmark = pytest.mark.long
 
@@ -37,7 +37,6 @@ def soak(run: Run) -> dict[int, tuple[float, int]]:
     """Train, and return what is held after some of the steps."""
     chunk = make_chunk(run)
     optimizer = make_optimizer(run, chunk)
-    set_lr(optimizer, make_config(run))
     held = {}
     for step in range(1, run.steps + 1):
         optimizer.zero_grad()

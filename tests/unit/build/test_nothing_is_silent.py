@@ -9,18 +9,13 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import distributed
 
-from megatron_eopt import (
-    ConfigurationError,
-    EmergingOptimizerConfig,
-    get_megatron_optimizer,
-)
-from megatron_eopt.extending import LayerWiseDistributedOptimizer
+from megatron_eopt import ConfigurationError, EmergingOptimizerConfig, get_megatron_optimizer
 from megatron_eopt.matrices import gated
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
-from tests.unit.storage import runs
+from tests.harness.models import assert_same
 from tests.unit.storage.full_state import Case, build
-from tests.unit.storage.runs import Run, inject, make_chunk
+from tests.unit.storage.runs import Run, inject, make_chunk, train
 
 STORAGES = {
     "replicated": {"use_distributed_optimizer": False},
@@ -98,30 +93,14 @@ def test_process_groups_that_lack_the_tensor_parallel_one():
         assert "pg_collection.tp=None: must be given where dp is another group" in error
 
 
-def overlapped(how: str) -> list[torch.Tensor]:
-    """Train on a DDP that all-reduces, whose hooks gather parameters."""
-    overlap = (
-        {} if how == "without" else {"overlap_param_gather": True, "overlap_grad_reduce": True}
-    )
-    if how == "buckets":
-        overlap["bucket_size"] = 3000
-    run = Run(ddp={"use_distributed_optimizer": False, **overlap})
-    chunk = make_chunk(run)
-    config = runs.make_config(Run(config={"overlap_param_gather": how != "without"}))
-    matrices, others = runs.param_groups(run, config, chunk)
-    bases = [runs.muon_over(matrices, config, chunk), runs.adam_over(others, config)]
-    optimizer = LayerWiseDistributedOptimizer(bases, config, None, None, [chunk])
-    runs.set_lr(optimizer, config)
-    for step in range(3):
-        inject(run, chunk, step)
-        optimizer.step()
-    if how != "without":
-        chunk.disable_forward_pre_hook()
-    return [param.detach().clone() for param in chunk.parameters()]
+OVERLAP = {"overlap_param_gather": True, "overlap_grad_reduce": True}
 
 
-@pytest.mark.parametrize("how", ["hooks", "buckets"])
-def test_parameters_are_gathered_by_a_ddp_that_all_reduces(how):
-    plain = run_ranks(2, overlapped, "without")
-    for one, other in zip(plain, run_ranks(2, overlapped, how), strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+@pytest.mark.parametrize("buckets", [{}, {"bucket_size": 3000}], ids=["hooks", "buckets"])
+def test_parameters_are_gathered_by_a_ddp_that_all_reduces(buckets):
+    all_reduces = {"use_distributed_optimizer": False}
+    gathers = {"overlap_param_gather": True}
+    plain = run_ranks(2, train, Run(ddp=all_reduces))
+    overlapped = run_ranks(2, train, Run(ddp={**all_reduces, **OVERLAP, **buckets}, config=gathers))
+    for one, other in zip(plain, overlapped, strict=True):
+        assert_same(other.tensors, one.tensors)

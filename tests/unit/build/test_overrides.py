@@ -7,10 +7,7 @@ import torch
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig, ParamKey, ParamPredicate
 
-from megatron_eopt import (
-    EmergingOptimizerConfig,
-    get_megatron_optimizer,
-)
+from megatron_eopt import EmergingOptimizerConfig, get_megatron_optimizer
 from megatron_eopt.base.names import GLOBAL_NAME_ATTRIBUTE
 from megatron_eopt.routing.model import route_model
 from megatron_eopt.settings.settings import resolve

@@ -6,6 +6,13 @@ from tests.harness import run_ranks
 from tests.unit.build.factories import both, losses
 
 ROPE = {"position_embedding": "rope"}
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+OVERLAPPED = {"use_distributed_optimizer": True, "overlap_param_gather": True}
+RECOMPUTED = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
 
 # Twenty steps let differences of rounding grow; the same arithmetic in the same order has none.
 EXACT = 1e-6
@@ -29,7 +36,7 @@ CASES = {
         1e-5,
     ),
     "muon, two tensor-parallel ranks, blockwise": (
-        {"config": {"optimizer": "muon"}, "model": ROPE, "parallel": {"tp": 2}},
+        {"config": {"optimizer": "muon"}, "model": {**ROPE, **DROPOUT}, "parallel": {"tp": 2}},
         1e-5,
     ),
     "muon, experts on two ranks, lion": (
@@ -47,7 +54,7 @@ CASES = {
     "adam with experts, biases": (
         {
             "config": {"optimizer": "adam", "adam_beta2": 0.95},
-            "model": {"experts": 4, "bias": True},
+            "model": {"experts": 4, "bias": True, **RECOMPUTED},
             "parallel": {"ep": 2},
         },
         EXACT,
@@ -55,9 +62,9 @@ CASES = {
     "sgd": ({"config": {"optimizer": "sgd"}}, EXACT),
     "adam, distributed, bf16": (
         {
-            "config": {"optimizer": "adam", "use_distributed_optimizer": True, "bf16": True},
+            "config": {"optimizer": "adam", "bf16": True, **OVERLAPPED},
             "model": {"dtype": "bfloat16", "experts": 4},
-            "ddp": {"use_distributed_optimizer": True, "overlap_grad_reduce": True},
+            "ddp": {**OVERLAPPED, "overlap_grad_reduce": True, "bucket_size": 5000},
         },
         EXACT,
     ),

@@ -10,11 +10,7 @@ from megatron.core import dist_checkpointing
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
 
-from megatron_eopt import (
-    EmergingOptimizerConfig,
-    checkpoints,
-    get_megatron_optimizer,
-)
+from megatron_eopt import EmergingOptimizerConfig, checkpoints, get_megatron_optimizer
 from tests.harness import run_ranks
 from tests.harness.models import wrap_ddp
 from tests.harness.scene import forget_megatron

@@ -6,7 +6,6 @@ import pytest
 import torch
 from megatron.core.optimizer import OptimizerConfig, ParamKey, ParamPredicate
 from megatron.core.optimizer import emerging_optimizers as upstream
-from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import distributed
 
 from megatron_eopt import ConfigurationError, TensorParallelMuon
@@ -107,23 +106,10 @@ def _wrapped(run, cls):
     chunk = make_chunk(run)
     config = runs.make_config(run)
     qkv = named(chunk, "linear_qkv.weight")
-    qkv.is_qkv = True
+    qkv.test_is_qkv = True
     matrices, others = runs.param_groups(run, config, chunk)
-    matrices = [group for group in matrices if group["params"]]
-    model = chunk.config
-    head = model.kv_channels
-    queries = model.num_attention_heads // model.num_query_groups * head
-    muon = cls(
-        matrices,
-        lr=config.lr,
-        weight_decay=0.0,
-        fp32_matmul_prec="highest",
-        split_qkv=True,
-        is_qkv_fn=lambda param: getattr(param, "is_qkv", False),
-        qkv_split_shapes=[queries, head, head],
-        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
-    )
-    bases = [muon, runs.adam_over([group for group in others if group["params"]], config)]
+    matrices, others = ([g for g in groups if g["params"]] for groups in (matrices, others))
+    bases = [runs.muon_over(matrices, config, chunk, cls), runs.adam_over(others, config)]
     return chunk, qkv, bases, LayerWiseDistributedOptimizer(bases, config, None, None, [chunk])
 
 

@@ -10,23 +10,21 @@ from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.unit.fsdp2.model import config, make_model
 
-FIELDS = [
-    ({"fp16": True}, r"fp16=True: needs a loss scale"),
-    ({"muon_tp_mode": "blockwise"}, r"muon_tp_mode='blockwise': would orthogonalize"),
-    ({"muon_exempt_from_clipping": True}, r"muon_exempt_from_clipping=True: is not supported"),
-    ({"grad_norm_skip_threshold": 0.0}, r"skip_threshold=0.0: works with get_meg"),
+REFUSED = [
+    # fields of the configuration, arguments, where the model is, and what is said
+    ({"fp16": True}, {}, "cpu", r"fp16=True: needs a loss scale"),
+    ({"muon_tp_mode": "blockwise"}, {}, "cpu", r"muon_tp_mode='blockwise': would orthogonalize"),
+    ({"muon_exempt_from_clipping": True}, {}, "cpu", r"from_clipping=True: is not supported"),
+    ({"grad_norm_skip_threshold": 0.0}, {}, "cpu", r"skip_threshold=0.0: works with get_meg"),
+    ({}, {}, "meta", r"has no storage yet. Call model.to_empty"),
+    ({}, {"output_layers": ["classifier"]}, "cpu", r"none of these patterns matches"),
 ]
 
 
-@pytest.mark.parametrize(("fields", "message"), FIELDS)
-def test_fields_without_a_meaning_here(fields, message):
+@pytest.mark.parametrize(("fields", "arguments", "device", "message"), REFUSED)
+def test_what_has_no_meaning_here(fields, arguments, device, message):
     with pytest.raises(ConfigurationError, match=message):
-        build_optimizer(make_model(), config(**fields))
-
-
-def test_a_model_on_the_meta_device():
-    with pytest.raises(ConfigurationError, match=r"has no storage yet. Call model.to_empty"):
-        build_optimizer(make_model().to("meta"), config())
+        build_optimizer(make_model().to(device), config(**fields), **arguments)
 
 
 def test_frozen_parameters_are_left_out():
@@ -36,11 +34,6 @@ def test_frozen_parameters_are_left_out():
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
     assert id(model.tiny.weight) not in held
     assert id(model.up.weight) in held
-
-
-def test_patterns_that_name_nothing():
-    with pytest.raises(ConfigurationError, match=r"none of these patterns matches"):
-        build_optimizer(make_model(), config(), output_layers=["classifier"])
 
 
 def refused(model, settings):

@@ -40,20 +40,6 @@ def test_fragments_are_slices_of_the_flattened_slab(data, shape):
         assert torch.equal(store(fragment, full, 1)[0], whole[holder][start:stop])
 
 
-def test_fused_rows():
-    # one group: two rows of Q, one of K, one of V; two groups; two ranks with one group each
-    parent = Layout.slabs((8, 3), 0, [0, 1])
-    q = parent.select_rows([0, 4], [2, 2])
-    k = parent.select_rows([2, 6], [1, 1])
-    assert q.shape == (4, 3)
-    assert k.shape == (2, 3)
-    full = full_matrix((8, 3))
-    assert torch.equal(store(q, full[[0, 1, 4, 5]], 2)[1], full[4:6].flatten())
-    assert store(k, full[[2, 6]], 2)[1][-3:].tolist() == full[6].tolist()
-    same = Layout.row_runs((4, 3), rank=[0, 1], local=0, logical=[0, 2], length=2)
-    assert same.boxes.table.tolist() == q.boxes.table.tolist()
-
-
 def test_compact_stores_each_piece_by_itself():
     k = Layout.slabs((8, 3), 0, [0, 1]).select_rows([2, 6], [1, 1])
     assert k.compact().local_shape(0) == (1, 3)

@@ -23,38 +23,6 @@ def test_batches_are_stacks_of_equal_shapes():
     assert second.offset >= 2 * 48
 
 
-def test_bytes_of_uneven_pieces_are_those_of_their_boxes():
-    shape = (7, 3)
-    matrices = [
-        # 12, 3 and 6 elements, to rank 1
-        Matrix("rows", Layout.slabs(shape, 0, [0, 1, 2], [4, 1, 2]), Layout.whole(shape, 1)),
-        # 5, none and 16 of them, to rank 2, where they stay
-        Matrix(
-            "flat",
-            Layout.whole(shape, 0).fragments([0, 1, 2], 0, [0, 5, 5], [5, 5, 21]),
-            Layout.whole(shape, 2),
-            returns=False,
-        ),
-        # 7 elements, and 14 that ranks 1 and 2 both have, to rank 0
-        Matrix("copies", Layout.slabs(shape, 1, [0, [1, 2]], [1, 2]), Layout.whole(shape, 0)),
-    ]
-    # from each rank, in each wave, in and out
-    sent = {
-        0: [(0, 12, 0), (0, 0, 0), (0, 0, 5), (0, 0, 0), (0, 0, 0), (0, 14, 14)],
-        1: [(0, 0, 0), (12, 0, 6), (0, 0, 0), (0, 0, 0), (14, 0, 0), (0, 0, 0)],
-        2: [(0, 6, 0), (0, 0, 0), (0, 0, 0), (0, 0, 0), (0, 0, 0), (0, 0, 0)],
-    }
-    for rank in range(3):
-        plan = build_plan(matrices, [[0], [1], [2]], rank=rank, world_size=3, element_size=2)
-        ways = [way for wave in plan.waves for way in (wave.inward, wave.outward)]
-        assert [way.send_sizes for way in ways] == sent[rank]
-        received = [tuple(sent[other][n][rank] for other in range(3)) for n in range(6)]
-        assert [way.recv_sizes for way in ways] == received
-        assert plan.calls == 5
-        assert plan.bytes_sent == 2 * {0: 45, 1: 32, 2: 6}[rank]
-        assert plan.bytes_received == 2 * {0: 26, 1: 32, 2: 25}[rank]
-
-
 def test_digest_notices_every_difference():
     def digest(matrix, waves=((0,),), rank=0, element_size=4):
         plan = build_plan([matrix], waves, rank=rank, world_size=2, element_size=element_size)

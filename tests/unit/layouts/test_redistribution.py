@@ -8,13 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.layouts import (
-    Layout,
-    Matrix,
-    Redistribution,
-    assign_owners,
-    plan_waves,
-)
+from megatron_eopt.layouts import Layout, Matrix, Redistribution, assign_owners, plan_waves
 from megatron_eopt.math import standard_flops
 from tests.harness import run_ranks
 from tests.unit.layouts.strategies import full_matrix, store

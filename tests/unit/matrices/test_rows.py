@@ -6,13 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.matrices import (
-    Split,
-    gated,
-    matrix_rows,
-    qkv,
-    whole,
-)
+from megatron_eopt.matrices import Split, gated, matrix_rows, qkv, whole
 from tests.unit.matrices.oracle import rows_of_rank
 from tests.unit.matrices.strategies import randomly, splits
 

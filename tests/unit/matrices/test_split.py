@@ -1,15 +1,7 @@
 import pytest
 
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.matrices import (
-    LogicalMatrix,
-    Part,
-    gated,
-    periodic,
-    qkv,
-    side_by_side,
-    whole,
-)
+from megatron_eopt.matrices import LogicalMatrix, Part, gated, periodic, qkv, side_by_side, whole
 
 
 def test_grouped_queries() -> None:

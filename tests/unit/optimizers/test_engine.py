@@ -1,17 +1,14 @@
 """The engine on its own: any storage, any mode, and what it refuses."""
 
-import itertools
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.math import orthogonalize
-from megatron_eopt.matrices import gated, qkv, whole
+from megatron_eopt.matrices import qkv, whole
 from megatron_eopt.optimizers.engine import MatrixEngine, Means
 from megatron_eopt.storage.replicated import tensor_parallel_cut
 from megatron_eopt.storage.shard import Fragment
@@ -21,94 +18,9 @@ from tests.harness.shards import StoredParameter
 EXACT = ("duplicated", "exchange", "distributed", "auto")
 
 
-def identity(stack, matrices, reduce, shape):
-    """Touch everything without changing it."""
-    stack.mul_(1.0)
-
-
 def newton_schulz(stack, matrices, reduce, shape):
     whole_shape = None if reduce is None else shape
     stack.copy_(orthogonalize(stack, reduce=reduce, whole_shape=whole_shape))
-
-
-@st.composite
-def stored_parameters(draw, ranks):
-    """Random parameters: fused or not, cut by tensor parallelism, then by flat fragments."""
-    parameters = []
-    for number in range(draw(st.integers(1, 4))):
-        tp = draw(st.sampled_from([1, 2]))
-        split, dim = draw(
-            st.sampled_from(
-                [
-                    (whole((8, 6)), 0),
-                    (whole((6, 8)), 1),
-                    (whole((6, 6)), 1),
-                    (qkv((16, 4), (4, 2, 2)), 0),
-                    (gated((8, 6)), 0),
-                    (gated((2, 8, 6)), 0),
-                ]
-            )
-        )
-        numel = torch.Size(split.shape).numel() // tp
-        per = ranks // tp
-        fragments = []
-        for coordinate in range(tp):
-            if draw(st.booleans()):  # replicas
-                fragments += [Fragment(coordinate, 0, numel)] * per
-                continue
-            cuts = draw(st.lists(st.integers(0, numel), min_size=per - 1, max_size=per - 1))
-            bounds = [0, *sorted(cuts), numel]
-            fragments += [Fragment(coordinate, bounds[i], bounds[i + 1]) for i in range(per)]
-        dim = dim if tp > 1 else -1
-        parameters.append(StoredParameter(f"w{number}", split, dim, tp, tuple(fragments)))
-    return parameters
-
-
-WAYS = list(itertools.product(EXACT, [300, 1 << 20]))
-"""Modes with several waves and with one."""
-
-
-def collect_cases(ranks, count):
-    """Let hypothesis draw here; the workers get all cases in one job."""
-    cases = []
-
-    @settings(max_examples=count, deadline=None, database=None)
-    @given(stored_parameters(ranks))
-    def draw(parameters):
-        mode, wave_bytes = WAYS[len(cases) % len(WAYS)]
-        cases.append((parameters, mode, wave_bytes))
-
-    draw()
-    return cases
-
-
-def come_back(cases):
-    """Return the cases in which something other than the input came back."""
-    rank, wrong = dist.get_rank(), []
-    for number, (parameters, mode, wave_bytes) in enumerate(cases):
-        shards = [parameter.shard(dist.group.WORLD) for parameter in parameters]
-        engine = MatrixEngine(shards, identity, Means(mode=mode, wave_mb=wave_bytes / 2**20))
-        directions = []
-        for index, parameter in enumerate(parameters):
-            fragment = parameter.fragments[rank]
-            # every rank with the same coordinate has the same slab
-            generator = torch.Generator().manual_seed(1000 * index + fragment.tensor_rank)
-            slab = torch.randn(parameter.numel, generator=generator)
-            directions.append(slab[fragment.start : fragment.stop].clone())
-        before = [direction.clone() for direction in directions]
-        for update, direction, old in zip(
-            engine.updates(directions), directions, before, strict=True
-        ):
-            if not (torch.equal(update, old) and torch.equal(direction, old)):
-                wrong.append((number, mode, parameters))
-    return wrong
-
-
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 4])
-def test_what_goes_out_comes_back_bit_equal(ranks):
-    cases = collect_cases(ranks, 32)
-    assert len(cases) >= 24
-    assert run_ranks(ranks, come_back, cases) == [[]] * ranks
 
 
 UNEVEN = {
@@ -153,31 +65,6 @@ def test_uneven_shards(batched):
             assert error < 2e-6, (mode, name)
             if not batched and mode in ("duplicated", "exchange"):
                 assert equal, (mode, name)
-
-
-def blockwise(shape):
-    rank = dist.get_rank()
-    fragments = tuple(Fragment(r, 0, 16 * 24) for r in range(2))
-    stored = StoredParameter("w", whole((32, 24)), 0, 2, fragments).shard(dist.group.WORLD)
-    shapes = []
-
-    def update(stack, matrices, reduce, shape):
-        shapes.append((tuple(stack.shape), shape, reduce))
-        newton_schulz(stack, matrices, reduce, shape)
-
-    engine = MatrixEngine([stored], update, Means(mode="blockwise"))
-    piece = torch.randn(16, 24, generator=torch.Generator().manual_seed(rank))
-    (got,) = engine.updates([piece])
-    want = piece.unsqueeze(0).clone()
-    newton_schulz(want, (0,), None, (16, 24))
-    return shapes, torch.equal(got, want[0]), engine.redistribution.plan.calls
-
-
-def test_blockwise_computes_each_piece_by_itself_with_its_own_shape():
-    for shapes, equal, calls in run_ranks(2, blockwise, None):
-        assert shapes == [((1, 16, 24), (16, 24), None)]
-        assert equal
-        assert calls == 0
 
 
 def parameter(**attributes):

@@ -20,32 +20,7 @@ from tests.harness import run_ranks
 from tests.harness.shards import StoredParameter
 from tests.unit.optimizers.parameters import parameter
 
-WIDE, FUSED = whole((6, 100)), qkv((32, 40), (8, 4, 4))
-
-# blocks are 32 columns: nearly every cut here passes inside of some
-CUTS = {
-    "fragments": (WIDE, -1, 1, ((0, 0, 131), (0, 131, 300), (0, 0, 0), (0, 300, 600))),
-    "columns": (WIDE, 1, 4, tuple((rank, 0, 150) for rank in range(4))),
-    "fragments of columns": (WIDE, 1, 2, ((0, 0, 77), (1, 0, 149), (0, 77, 300), (1, 149, 300))),
-    "fragments of rows": (FUSED, 0, 2, ((0, 0, 33), (1, 0, 600), (0, 33, 640), (1, 600, 640))),
-    "copies": (WIDE, 1, 2, ((0, 0, 300), (0, 0, 300), (1, 0, 300), (1, 0, 300))),
-}
-
-
-def stored(name, *, is_cut):
-    split, dim, size, places = CUTS[name]
-    if not is_cut:
-        dim, size, places = -1, 1, ((0, 0, torch.Size(split.shape).numel()),)
-    return StoredParameter(name, split, dim, size, tuple(Fragment(*place) for place in places))
-
-
-def views(shard, flat, matrices):
-    """Yield what a rank stores of each matrix, in its tensor and in the matrix."""
-    for matrix, layout in zip(matrices, shard.layouts, strict=True):
-        boxes = layout.piece(shard.ranks.rank)
-        for row, column, height, width, offset, stride in boxes.table[:, 1:7].tolist():
-            own = flat.as_strided((height, width), (stride, 1), offset)
-            yield own, matrix[row : row + height, column : column + width]
+FUSED = qkv((32, 40), (8, 4, 4))
 
 
 def kept(shard, flat, dtype, steps=3):
@@ -58,35 +33,6 @@ def kept(shard, flat, dtype, steps=3):
         momentum.write([0], {0: (state, momentum.read(0, state).lerp(flat, 0.3))})
     assert state["momentum_buffer"].dtype == FORMATS[dtype].dtype
     return momentum.read(0, state)
-
-
-def keep_on_ranks():
-    """Return whose numbers differ from those of the whole parameter on one rank."""
-    differing = []
-    for name in CUTS:
-        for kind in FORMATS:
-            lone = stored(name, is_cut=False).shard()
-            generator = torch.Generator().manual_seed(3)
-            values = torch.randn(lone.shape, generator=generator).exp().sub_(1)
-            matrices, expected = (
-                [torch.empty(layout.shape) for layout in lone.layouts] for _ in range(2)
-            )
-            for own, there in views(lone, values, matrices):
-                there.copy_(own)
-            for own, there in views(lone, kept(lone, values, kind), expected):
-                there.copy_(own)
-            shard = stored(name, is_cut=True).shard(dist.group.WORLD)
-            mine, wanted = torch.empty(shard.shape), torch.empty(shard.shape)
-            for source, into in ((matrices, mine), (expected, wanted)):
-                for own, there in views(shard, into, source):
-                    own.copy_(there)
-            if not torch.equal(kept(shard, mine, kind), wanted):
-                differing.append((name, kind, dist.get_rank()))
-    return differing
-
-
-def test_what_is_kept_is_the_same_however_blocks_are_cut():
-    assert run_ranks(4, keep_on_ranks) == [[]] * 4
 
 
 def step_in_waves(dtype, cuts):

@@ -7,11 +7,7 @@ import torch
 from emerging_optimizers import registry as emerging_registry
 from megatron.core.optimizer import OptimizerConfig
 
-from megatron_eopt import (
-    ConfigurationError,
-    EmergingOptimizerEntry,
-    get_megatron_optimizer,
-)
+from megatron_eopt import ConfigurationError, EmergingOptimizerEntry, get_megatron_optimizer
 from megatron_eopt.settings import registry
 from megatron_eopt.settings.registry import optimizer_names
 from tests.harness import run_ranks

@@ -13,12 +13,12 @@ TOLERANCE = 2e-6
 STEPS = (1, 5)
 
 
-def errors_of_modes(modes, batched):
+def errors_of_modes(modes, settings):
     """Return {(mode, steps): {case: (relative error, bit-equal)}} against one process."""
     size, rank = dist.get_world_size(), dist.get_rank()
-    alone = muon(1, 0, "duplicated", batched=batched)
+    alone = muon(1, 0, "duplicated", **settings)
     group = dist.group.WORLD
-    together = {mode: muon(size, rank, mode, group, batched=batched) for mode in modes}
+    together = {mode: muon(size, rank, mode, group, **settings) for mode in modes}
     result = {}
     for number in range(1, max(STEPS) + 1):
         step(alone, number, 1, 0)
@@ -38,18 +38,35 @@ def compare(ours, alone, size, rank):
     return compared
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_every_exact_mode_gives_what_one_process_gives(size):
+NORMUON, NAMO, ADAMUON = (
+    {"moment2_method": name, "bias_correction": True} for name in ("normuon", "namo", "adamuon")
+)
+
+
+@pytest.mark.parametrize(
+    ("size", "settings", "tolerance"),
+    [
+        (2, {}, TOLERANCE),
+        pytest.param(4, {}, TOLERANCE, marks=pytest.mark.long),
+        (2, NORMUON, TOLERANCE),
+        (2, {**NORMUON, "wave_mb": 1e-3}, TOLERANCE),  # one matrix a wave
+        (2, NAMO, TOLERANCE),
+        # the smallest entries of its updates have the length of all others: 4e-6 are seen
+        (2, ADAMUON, 1e-5),
+    ],
+    ids=["2", "4", "NorMuon", "NorMuon in waves", "NAMO", "AdaMuon"],
+)
+def test_every_exact_mode_gives_what_one_process_gives(size, settings, tolerance):
     modes = ["duplicated", "exchange", "distributed", "auto"]
-    for by_mode in run_ranks(size, errors_of_modes, modes, True):
+    for by_mode in run_ranks(size, errors_of_modes, modes, settings):
         for (mode, number), compared in by_mode.items():
             for case, (error, _) in compared.items():
-                assert error < TOLERANCE, (mode, number, case)
+                assert error < tolerance, (mode, number, case)
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_whole_matrices_are_bit_equal_without_batching(size):
-    for by_mode in run_ranks(size, errors_of_modes, ["duplicated", "exchange"], False):
+    for by_mode in run_ranks(size, errors_of_modes, ["duplicated", "exchange"], {"batched": False}):
         for (mode, number), compared in by_mode.items():
             for case, (_, equal) in compared.items():
                 assert equal, (mode, number, case)

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_eopt.matrices import Split, gated, qkv, whole
+from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
 from megatron_eopt.optimizers.muon import TensorParallelMuon
 
 
@@ -32,6 +33,8 @@ CASES = {
     "qkv, output gate": Case(qkv((192, 48), (16, 16, 8, 8)), 0),
     # with four ranks, two of them begin inside a query group
     "qkv, two query groups": Case(qkv((96, 48), (32, 8, 8)), 0),
+    # with two ranks the first has all of Q, and the second K and V
+    "qkv, one query group": Case(qkv((64, 48), (32, 16, 16)), 0),
     "qkv per head": Case(qkv((128, 48), (16, 8, 8), head_dim=8), 0),
     "gated fc1": Case(gated((128, 32)), 0),
     "gated fc1, interleaved": Case(gated((128, 32), interleave=16), 0),
@@ -61,7 +64,10 @@ def full_gradients(step: int) -> list[torch.Tensor]:
 def muon(
     size: int, rank: int, mode: str, group: dist.ProcessGroup | None = None, **settings: Any
 ) -> TensorParallelMuon:
-    """Return Muon over this rank's slabs of all cases, all weights zero; whole without a group."""
+    """Return Muon over this rank's slabs of all cases, all weights zero; whole without a group.
+
+    With a method of second moments it is adaptive Muon.
+    """
     params = []
     for name, case in CASES.items():
         param = torch.nn.Parameter(cut(torch.zeros(case.split.shape), case, size, rank))
@@ -69,7 +75,8 @@ def muon(
         param.tensor_model_parallel = case.dim != -1
         param.allreduce = not case.expert
         params.append((name, param))
-    return TensorParallelMuon(
+    cls = TensorParallelAdaptiveMuon if "moment2_method" in settings else TensorParallelMuon
+    return cls(
         params,
         lr=0.1,
         fp32_matmul_prec="highest",

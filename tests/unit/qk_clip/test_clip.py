@@ -1,6 +1,6 @@
 """Clipped, stepped, clipped: the same weights in every layout and storage."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,9 +12,10 @@ from megatron_eopt.qk_clip import clip_qk
 from megatron_eopt.qk_clip.attention import attentions
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
+from tests.harness.models import assert_same, copies_of
 from tests.unit.storage import runs
 from tests.unit.storage.full_state import Case, build, optimizer_over, steps, unwrapped
-from tests.unit.storage.runs import Run, make_chunk
+from tests.unit.storage.runs import Result, Run, make_chunk
 
 GROUPED = {"layers": 2, "hidden": 32, "heads": 4, "query_groups": 2, "bias": True}
 LATENT = {"layers": 2, "hidden": 32, "heads": 4, "latent": True, "position_embedding": "rope"}
@@ -26,15 +27,6 @@ MAXIMA = (
     ((5.0, 20.0, 9.0, 10.0), (-3.0, 0.0, 40.0, 12.0)),
     ((11.0, 5.0, 30.0, 2.0), (1.0, 2.0, 3.0, 4.0)),
 )
-
-
-@dataclass(frozen=True)
-class Clipped:
-    """What a rank has after clips and steps."""
-
-    weights: dict[str, Any]
-    returned: list[float]
-    is_rounding: bool  # whether all model weights are those that the main ones round to
 
 
 def case_of(model: dict[str, Any], **fields: Any) -> Case:
@@ -59,7 +51,7 @@ def put(chunks: list[Any], maxima: Any) -> None:
             )
 
 
-def clipped(case: Case, clip: Any = clip_qk, gathers_first: bool = True) -> Clipped:
+def clipped(case: Case, clip: Any = clip_qk, gathers_first: bool = True) -> Result:
     """Do a step and a clip, twice."""
     chunk, optimizer = build(case)
     return stepped_and_clipped([(case.run, chunk)], optimizer, clip, gathers_first)
@@ -67,7 +59,8 @@ def clipped(case: Case, clip: Any = clip_qk, gathers_first: bool = True) -> Clip
 
 def stepped_and_clipped(
     parts: list[tuple[Run, Any]], optimizer: Any, clip: Any = clip_qk, gathers_first: bool = True
-) -> Clipped:
+) -> Result:
+    """Return what clips returned as steps, and whether main weights round to all model weights."""
     chunks = [chunk for _, chunk in parts]
     returned = []
     for step, maxima in enumerate(MAXIMA):
@@ -92,19 +85,13 @@ def stepped_and_clipped(
     weights: dict[str, Any] = {}
     for run, chunk in parts:
         weights |= runs.weights(run, chunk)
-    return Clipped(weights, returned, all(exact))
+    return Result(weights, returned, all(exact))
 
 
 def deviation(results: list[Any], expected: Any) -> float:
     """Return the largest relative deviation of a weight; all ranks together have every weight."""
     assert {name for result in results for name in result.weights} == expected.weights.keys()
     return runs.deviation(results, expected)
-
-
-def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found.keys() == expected.keys()
-    for name, (_, weight) in expected.items():
-        assert torch.equal(found[name][1], weight), name
 
 
 SHARDED = {"use_distributed_optimizer": True}
@@ -146,12 +133,12 @@ def test_every_layout_clips_as_one_process_does(model, layout):
         case = case_of(with_dtype(model, dtype))
         alone = replace(case, ddp=PLAIN, config=PLAIN)
         expected = run_ranks(1, clipped, alone)[0]
-        assert expected.returned == [40.0, 30.0]
+        assert expected.steps == [40.0, 30.0]
         for ddp in (SHARDED, PLAIN):
             here = replace(case, parallel=parallel, ddp=ddp, config=ddp)
             results = run_ranks(world, clipped, here)
-            assert {tuple(result.returned) for result in results} == {(40.0, 30.0)}
-            assert all(result.is_rounding for result in results)
+            assert {tuple(result.steps) for result in results} == {(40.0, 30.0)}
+            assert all(result.extra for result in results)
             assert deviation(results, expected) < bound
 
 
@@ -162,12 +149,12 @@ def test_off_loaded_weights_are_clipped_as_resident_ones():
         case = case_of(with_dtype(GROUPED, torch.bfloat16))
         found.append(run_ranks(2, clipped, replace(case, ddp=SHARDED, config=SHARDED | off_load)))
     for resident, off_loaded in zip(*found, strict=True):
-        assert off_loaded.is_rounding
-        assert off_loaded.returned == resident.returned
-        assert_same(off_loaded.weights, resident.weights)
+        assert off_loaded.extra
+        assert off_loaded.steps == resident.steps
+        assert_same(off_loaded.tensors, resident.tensors)
 
 
-def interleaved() -> Clipped:
+def interleaved() -> Result:
     """Step and clip two model chunks on each of two pipeline stages."""
     initialize_megatron(pp=2, virtual_pp=2)
     parts = []
@@ -184,7 +171,7 @@ def test_an_interleaved_pipeline_clips_as_one_process_does():
     case = case_of({**GROUPED, "layers": 4}, ddp=PLAIN, config=PLAIN)
     expected = run_ranks(1, clipped, case)[0]
     results = run_ranks(2, interleaved)
-    assert {tuple(result.returned) for result in results} == {(40.0, 30.0)}
+    assert {tuple(result.steps) for result in results} == {(40.0, 30.0)}
     assert deviation(results, expected) < 2e-6
 
 
@@ -204,7 +191,7 @@ def test_beside_experts_and_with_several_instances(model, world, parallel, ddp):
     expected = run_ranks(1, clipped, replace(case, ddp=PLAIN, config=PLAIN))[0]
     here = replace(case, parallel=parallel, ddp=ddp, config=SHARDED)
     results = run_ranks(world, clipped, here)
-    assert all(result.is_rounding for result in results)
+    assert all(result.extra for result in results)
     assert deviation(results, expected) < 2e-2
 
 
@@ -217,8 +204,8 @@ def test_parameters_may_be_gathered_before_or_after(dtype, gathers_first):
     expected = run_ranks(2, clipped, case)
     found = run_ranks(2, clipped, replace(case, ddp=OVERLAPPED), clip_qk, gathers_first)
     for mine, other in zip(found, expected, strict=True):
-        assert_same(mine.weights, other.weights)
-    assert all(result.is_rounding for result in found)
+        assert_same(mine.tensors, other.tensors)
+    assert all(result.extra for result in found)
 
 
 @pytest.mark.parametrize("model", [GROUPED, LATENT], ids=["GQA", "MLA"])
@@ -240,7 +227,7 @@ def side_by_side(case: Case, maxima: Any) -> Any:
             steps(case, chunk, optimizer, step, step + 1)
             put([chunk], some)
             assert clip([chunk]) == max(map(max, some))
-        found.append(runs.weights(case.run, chunk))
+        found.append(copies_of(chunk))
     return found
 
 
@@ -259,7 +246,7 @@ def what_stays() -> list[Any]:
     case = case_of(GROUPED, ddp=SHARDED)
     chunk, optimizer = build(case)
     steps(case, chunk, optimizer, 0, 1)
-    before = {name: param.detach().clone() for name, param in chunk.named_parameters()}
+    before = copies_of(chunk)
     found = [clip_qk([chunk])]
     first = next(attentions(chunk))
     for logits in ([-1.0, 0.0, -torch.inf, torch.nan], [torch.inf, 3.0, 2.0, 1.0]):
@@ -268,15 +255,13 @@ def what_stays() -> list[Any]:
         assert first.core_attention.current_max_attn_logits is None
     first.core_attention.current_max_attn_logits = torch.full((4,), 50.0)
     found.append(clip_qk([chunk], log_max_only=True))
-    for name, param in chunk.named_parameters():
-        assert torch.equal(param, before[name]), name
+    assert_same(copies_of(chunk), before)
 
     chunk, _ = build(case_of(LATENT, ddp=PLAIN, config=PLAIN, frozen="self_attention"))
-    before = {name: param.detach().clone() for name, param in chunk.named_parameters()}
+    before = copies_of(chunk)
     put([chunk], MAXIMA[0])
     assert clip_qk([chunk]) == max(map(max, MAXIMA[0]))
-    for name, param in chunk.named_parameters():
-        assert torch.equal(param, before[name]), name
+    assert_same(copies_of(chunk), before)
     return found
 
 

@@ -9,10 +9,7 @@ import torch
 from megatron.core import parallel_state
 from torch import nn
 
-from megatron_eopt.matrices import (
-    Split,
-    matrix_rows,
-)
+from megatron_eopt.matrices import Split, matrix_rows
 from megatron_eopt.routing.splits import find_splits
 from tests.harness import run_ranks
 from tests.reference.parts import merge_local, split_local

@@ -8,6 +8,7 @@ import zlib
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core import parallel_state
@@ -21,6 +22,14 @@ from tests.harness.models import tiny_gpt, wrap_ddp
 
 DENSE = {"query_groups": 2, "gated": True, "heads": 4, "bias": True}
 MOE = {"query_groups": 4, "heads": 4, "experts": 4, "moe_grouped_gemm": False}
+BF16 = {"model": DENSE | {"dtype": torch.bfloat16}, "config": {"bf16": True}}
+FP16 = {
+    "fp16": True,
+    "initial_loss_scale": 1024.0,
+    "min_loss_scale": 1.0,
+    "loss_scale_window": 2,
+    "hysteresis": 1,
+}
 
 ZERO_EVERY = 5
 
@@ -75,6 +84,10 @@ class Result:
     weights: dict[str, tuple[Slab, torch.Tensor]]
     steps: list[tuple[bool, float | None, float | None]]
     extra: Any = None
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {name: weight for name, (_, weight) in self.weights.items()}
 
 
 def slab_of(name: str, param: Any, gated: bool) -> Slab:
@@ -155,12 +168,12 @@ def make_config(run: Run) -> OptimizerConfig:
     return OptimizerConfig(**(fields | run.config))
 
 
-def param_groups(run: Run, config: Any, chunk: Any) -> tuple[list[Any], list[Any]]:
+def param_groups(run: Run, config: Any, *chunks: Any) -> tuple[list[Any], list[Any]]:
     """Return megatron-core's groups, split into those of matrices and the others."""
     overrides = get_standard_config_overrides(config)
     matrices, others = [], []
-    names = {param: name for name, param in chunk.named_parameters()}
-    for group in megatron_optimizer._get_param_groups([chunk], config, overrides):
+    names = {param: name for chunk in chunks for name, param in chunk.named_parameters()}
+    for group in megatron_optimizer._get_param_groups(list(chunks), config, overrides):
         mine, rest = [], []
         for param in group["params"]:
             embedding = getattr(param, "is_embedding_or_output_parameter", False)
@@ -178,11 +191,11 @@ def adam_over(groups: list[Any], config: Any) -> torch.optim.AdamW:
     )
 
 
-def muon_over(groups: list[Any], config: Any, chunk: Any) -> TensorParallelMuon:
+def muon_over(groups: list[Any], config: Any, chunk: Any, cls: Any = TensorParallelMuon) -> Any:
     model = chunk.config
     head = model.kv_channels
     queries = model.num_attention_heads // model.num_query_groups * head
-    return TensorParallelMuon(
+    return cls(
         groups,
         lr=config.lr,
         momentum=config.muon_momentum,
@@ -197,15 +210,26 @@ def muon_over(groups: list[Any], config: Any, chunk: Any) -> TensorParallelMuon:
     )
 
 
-def make_optimizer(run: Run, chunk: Any) -> Any:
-    config = make_config(run)
+def make_optimizer(run: Run, *chunks: Any, config: Any = None, collection: Any = None) -> Any:
+    """Return an optimizer that steps at its configuration's rate.
+
+    Args:
+        run: What it is for.
+        chunks: The model's.
+        config: Another configuration than the run's.
+        collection: Process groups other than Megatron's own.
+    """
+    config = config or make_config(run)
     if run.optimizer == "stock":
-        return megatron_optimizer.get_megatron_optimizer(config, [chunk])
-    for name, param in chunk.named_parameters():
-        param.test_is_qkv = name.endswith("linear_qkv.weight")
-    matrices, others = param_groups(run, config, chunk)
-    bases = [muon_over(matrices, config, chunk), adam_over(others, config)]
-    return LayerWiseDistributedOptimizer(bases, config, None, None, [chunk])
+        optimizer = megatron_optimizer.get_megatron_optimizer(config, list(chunks))
+    else:
+        for name, param in (item for chunk in chunks for item in chunk.named_parameters()):
+            param.test_is_qkv = name.endswith("linear_qkv.weight")
+        matrices, others = param_groups(run, config, *chunks)
+        bases = [muon_over(matrices, config, chunks[0]), adam_over(others, config)]
+        optimizer = LayerWiseDistributedOptimizer(bases, config, collection, None, list(chunks))
+    set_lr(optimizer, config)
+    return optimizer
 
 
 def inject(run: Run, chunk: Any, step: int) -> None:
@@ -245,24 +269,30 @@ def set_lr(optimizer: Any, config: Any) -> None:
         group["lr"] = config.lr
 
 
-def train(run: Run, *, gathered: bool = False) -> Result:
-    """Build, step, and return this rank's weights.
-
-    Args:
-        run: What to run.
-        gathered: Gather parameters at the end whose gather waits for a forward pass.
-    """
+def train(run: Run, **kwargs: Any) -> Result:
+    """Build, with arguments of ``make_optimizer``, step, and return this rank's weights."""
     chunk = make_chunk(run)
-    optimizer = make_optimizer(run, chunk)
-    set_lr(optimizer, make_config(run))
+    optimizer = make_optimizer(run, chunk, **kwargs)
     steps = []
     for step in range(run.steps):
         optimizer.zero_grad()
         inject(run, chunk, step)
         steps.append(optimizer.step())
-    if gathered and chunk.ddp_config.overlap_param_gather:
+    if chunk.ddp_config.overlap_param_gather:
+        # a gather that waits for a forward pass
         chunk.disable_forward_pre_hook()
     return Result(weights(run, chunk), steps)
+
+
+def check_steps(results: list[Result], expected: Result, *, has_copies: bool = False) -> None:
+    """Compare norms and counts of zeros; megatron-core counts tensor-parallel copies, too."""
+    for result in results:
+        pairs = zip(result.steps, expected.steps, strict=True)
+        for (done, norm, zeros), (_, expected_norm, expected_zeros) in pairs:
+            assert done
+            # sums of squares in another order
+            assert norm == pytest.approx(expected_norm, rel=1e-6)
+            assert zeros == expected_zeros > 1000 or has_copies
 
 
 def deviation(results: list[Result], reference: Result) -> float:

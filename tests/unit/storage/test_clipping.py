@@ -9,8 +9,7 @@ from megatron_eopt import get_megatron_optimizer
 from megatron_eopt.settings.config import EmergingOptimizerConfig
 from megatron_eopt.storage.interface import named_gradients
 from tests.harness import run_ranks
-from tests.unit.storage import runs
-from tests.unit.storage.runs import Run, inject, make_chunk
+from tests.unit.storage.runs import Run, inject, make_chunk, make_optimizer
 
 
 def gradients(exempt: bool, by_hand: bool = False) -> dict[str, Any]:
@@ -20,9 +19,7 @@ def gradients(exempt: bool, by_hand: bool = False) -> dict[str, Any]:
     config = EmergingOptimizerConfig(
         optimizer="muon", lr=0.01, clip_grad=1.0, muon_exempt_from_clipping=exempt
     )
-    matrices, others = runs.param_groups(run, config, chunk)
-    bases = [runs.muon_over(matrices, config, chunk), runs.adam_over(others, config)]
-    optimizer = runs.LayerWiseDistributedOptimizer(bases, config, None, None, [chunk])
+    optimizer = make_optimizer(run, chunk, config=config)
     inject(run, chunk, 0)
     if by_hand:
         optimizer.prepare_grads()

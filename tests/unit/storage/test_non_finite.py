@@ -11,7 +11,9 @@ from megatron_eopt.base.errors import NonFiniteError
 from megatron_eopt.settings.config import EmergingOptimizerConfig
 from tests.harness import run_ranks
 from tests.unit.storage.runs import (
+    BF16,
     DENSE,
+    FP16,
     MOE,
     Run,
     inject,
@@ -21,25 +23,23 @@ from tests.unit.storage.runs import (
     set_lr,
 )
 
-BF16 = {"model": DENSE | {"dtype": torch.bfloat16}, "config": {"bf16": True}}
-FP16 = {
-    "model": DENSE | {"dtype": torch.float16},
-    "config": {"fp16": True, "initial_loss_scale": 1024.0, "min_loss_scale": 1.0, "hysteresis": 1},
-}
 FIRST, SECOND = "decoder.layers.0.mlp.linear_fc2.weight", "decoder.layers.1.mlp.linear_fc2.weight"
 BAD = (math.nan, math.inf, -math.inf)
 NORM = "decoder.final_layernorm.weight"
 
 
-def build(run: Run, storage: str) -> tuple[Any, Any]:
-    """Return model and optimizer, "layer_wise" or "plain", whose state is whole."""
+PLAIN = "stock"
+"""The same DDP as for megatron-core's own, here with our optimizer, whose state is whole."""
+
+STORAGES = pytest.mark.parametrize("storage", ["layer_wise", PLAIN])
+
+
+def build(run: Run) -> tuple[Any, Any]:
     chunk = make_chunk(run)
-    config = make_config(run)
-    if storage == "layer_wise":
-        optimizer = make_optimizer(run, chunk)
-    else:
-        optimizer = megatron_eopt.get_megatron_optimizer(config, [chunk])
-    set_lr(optimizer, config)
+    if run.optimizer != PLAIN:
+        return chunk, make_optimizer(run, chunk)
+    optimizer = megatron_eopt.get_megatron_optimizer(make_config(run), [chunk])
+    set_lr(optimizer, optimizer.config)
     return chunk, optimizer
 
 
@@ -76,10 +76,10 @@ def gradients(run: Run, chunk: Any, optimizer: Any, step: int) -> None:
 
 
 def refused(
-    run: Run, storage: str, local: str, ranks: list[int], values: tuple[float, ...] = (math.nan,)
+    run: Run, local: str, ranks: list[int], values: tuple[float, ...] = (math.nan,)
 ) -> list[dict[str, Any]]:
     """For each value do a good step, a bad one and a good one; return what this rank saw."""
-    chunk, optimizer = build(run, storage)
+    chunk, optimizer = build(run)
     results = []
     for number, value in enumerate(values):
         gradients(run, chunk, optimizer, 2 * number)
@@ -112,7 +112,7 @@ def check_refused(ranks: list[list[dict[str, Any]]], name: str, what: str = "gra
 # the norm's weight lies in the first half of the buffer, the embedding in the second
 @pytest.mark.parametrize("name", [NORM, "embedding.word_embeddings.weight"])
 def test_a_fragment_of_one_data_parallel_rank(fields, name):
-    results = run_ranks(2, refused, Run(**fields), "layer_wise", name, [0, 1], BAD)
+    results = run_ranks(2, refused, Run(**fields), name, [0, 1], BAD)
     check_refused(results, name)
 
 
@@ -131,18 +131,17 @@ CUTS = {
 }
 
 
-@pytest.mark.parametrize("storage", ["layer_wise", "plain"])
+@STORAGES
 @pytest.mark.parametrize("case", CUTS)
 def test_one_rank_of_a_model_that_is_cut(storage, case):
     parallel, model, local, ranks, name = CUTS[case]
-    optimizer = "stock" if storage == "plain" else "layer_wise"
-    run = Run(optimizer=optimizer, model=model, parallel=parallel)
-    check_refused(run_ranks(2, refused, run, storage, local, ranks), name)
+    run = Run(storage, model, parallel)
+    check_refused(run_ranks(2, refused, run, local, ranks), name)
 
 
-def skipped(run: Run, storage: str, values: tuple[float, ...]) -> list[dict[str, Any]]:
+def skipped(run: Run, values: tuple[float, ...]) -> list[dict[str, Any]]:
     """Do a good step, and a bad one for each value; return what this rank saw of the bad ones."""
-    chunk, optimizer = build(run, storage)
+    chunk, optimizer = build(run)
     gradients(run, chunk, optimizer, 0)
     assert optimizer.step()[0]
     results = []
@@ -158,29 +157,20 @@ def skipped(run: Run, storage: str, values: tuple[float, ...]) -> list[dict[str,
     return results
 
 
-@pytest.mark.parametrize("storage", ["layer_wise", "plain"])
+@STORAGES
 def test_a_norm_above_the_threshold_skips_the_step(storage):
-    run = Run(
-        optimizer="stock" if storage == "plain" else "layer_wise",
-        parallel={"tp": 2},
-        config={"grad_norm_skip_threshold": 1e3},
-    )
-    for results in run_ranks(2, skipped, run, storage, (1e4, math.inf)):
+    run = Run(storage, parallel={"tp": 2}, config={"grad_norm_skip_threshold": 1e3})
+    for results in run_ranks(2, skipped, run, (1e4, math.inf)):
         for result in results:
             assert not result["done"]
             assert result["norm"] > 1e3
             assert result["unchanged"]
 
 
-@pytest.mark.parametrize("storage", ["layer_wise", "plain"])
+@STORAGES
 def test_with_a_loss_scale_all_ranks_skip_and_change_the_scale_alone(storage):
-    run = Run(
-        optimizer="stock" if storage == "plain" else "layer_wise",
-        model=FP16["model"],
-        config={**FP16["config"], "loss_scale_window": 2},
-        parallel={"tp": 2},
-    )
-    for results in run_ranks(2, skipped, run, storage, BAD):
+    run = Run(storage, DENSE | {"dtype": torch.float16}, {"tp": 2}, config=FP16)
+    for results in run_ranks(2, skipped, run, BAD):
         assert [result["scale"] for result in results] == [512, 256, 128]
         for result in results:
             assert not result["done"]

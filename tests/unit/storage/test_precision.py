@@ -8,34 +8,25 @@ import torch
 
 from tests.harness import run_ranks
 from tests.unit.storage.runs import (
+    BF16,
     DENSE,
+    FP16,
     MOE,
     Run,
     deviation,
     inject,
     make_chunk,
-    make_config,
     make_optimizer,
-    set_lr,
     train,
     weights,
 )
-
-FP16 = {
-    "fp16": True,
-    "initial_loss_scale": 1024.0,
-    "min_loss_scale": 1.0,
-    "loss_scale_window": 2,
-    "hysteresis": 1,
-}
 
 
 @pytest.mark.parametrize("grad_reduce_in_fp32", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_bf16_equals_one_stock_process(grad_reduce_in_fp32):
     ddp = {"grad_reduce_in_fp32": grad_reduce_in_fp32}
-    run = {"model": DENSE | {"dtype": torch.bfloat16}, "config": {"bf16": True}}
-    expected = run_ranks(1, train, Run(optimizer="stock", ddp=ddp, **run))[0]
-    results = run_ranks(2, train, Run(ddp=ddp, **run))
+    expected = run_ranks(1, train, Run(optimizer="stock", ddp=ddp, **BF16))[0]
+    results = run_ranks(2, train, Run(ddp=ddp, **BF16))
     # main weights agree to 1e-7; where one lies on the edge between two bf16 numbers the model's
     # weight may differ by 2^-8, which is 1e-4 of a matrix if one element in a thousand does
     assert deviation(results, expected) < 1e-4
@@ -46,7 +37,6 @@ def scaled_run(plan: list[tuple[int, int | None]]) -> dict[str, Any]:
     run = Run(model=MOE | {"dtype": torch.float16}, config=FP16, parallel={"ep": 2})
     chunk = make_chunk(run)
     optimizer = make_optimizer(run, chunk)
-    set_lr(optimizer, make_config(run))
     told = []
     for step, overflow in plan:
         optimizer.zero_grad()
@@ -101,6 +91,6 @@ def constant_scale() -> float:
 
 
 def test_a_constant_loss_scale_is_taken_out_of_all_gradients():
-    plain = run_ranks(2, train, Run(model=DENSE | {"dtype": torch.bfloat16}, config={"bf16": True}))
+    plain = run_ranks(2, train, Run(**BF16))
     scaled = run_ranks(2, constant_scale)
     assert scaled == pytest.approx([result.steps[0][1] for result in plain], rel=1e-6)

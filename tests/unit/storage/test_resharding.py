@@ -6,14 +6,7 @@ import pytest
 import torch
 
 from tests.harness import run_ranks
-from tests.unit.storage.full_state import (
-    Case,
-    differences,
-    interrupted,
-    load,
-    load_matched,
-    save,
-)
+from tests.unit.storage.full_state import Case, differences, interrupted, load, load_matched, save
 from tests.unit.storage.runs import DENSE, MOE
 
 BF16 = {**DENSE, "query_groups": 4, "dtype": torch.bfloat16}

@@ -6,31 +6,17 @@ from typing import Any
 import pytest
 import torch
 from megatron.core import parallel_state
-from megatron.core.optimizer import get_megatron_optimizer
 
-from megatron_eopt.extending import LayerWiseDistributedOptimizer
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
-from tests.harness.models import forward_backward, synthetic_batch
-from tests.unit.storage.runs import (
-    DENSE,
-    MOE,
-    Run,
-    adam_over,
-    make_chunk,
-    make_config,
-    make_optimizer,
-    muon_over,
-    param_groups,
-    set_lr,
-)
+from tests.harness.models import assert_same, copies_of, forward_backward, synthetic_batch
+from tests.unit.storage.runs import DENSE, MOE, Run, make_chunk, make_optimizer
 
 
 def train_for_real(run: Run) -> dict[str, torch.Tensor]:
     """Train with the same batches at any data-parallel size; return all weights."""
     chunk = make_chunk(run)
     optimizer = make_optimizer(run, chunk)
-    set_lr(optimizer, make_config(run))
     rank = parallel_state.get_data_parallel_rank()
     size = parallel_state.get_data_parallel_world_size()
     for step in range(run.steps):
@@ -40,7 +26,7 @@ def train_for_real(run: Run) -> dict[str, torch.Tensor]:
         assert done
     if chunk.ddp_config.overlap_param_gather:
         chunk.disable_forward_pre_hook()
-    return {name: param.detach().clone() for name, param in chunk.named_parameters()}
+    return copies_of(chunk)
 
 
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 3000}
@@ -54,8 +40,7 @@ def test_overlap_is_bit_equal(model):
     plain = run_ranks(2, train_for_real, run)
     overlapped = run_ranks(2, train_for_real, replace(run, ddp=OVERLAP))
     for a, b in zip(plain, overlapped, strict=True):
-        for name, weight in a.items():
-            assert torch.equal(weight, b[name]), name
+        assert_same(b, a)
 
 
 # no biases: the gradient of a key's bias is zero but for rounding, which Adam blows up
@@ -81,10 +66,16 @@ def test_training_equals_stock_in_the_same_layout(case):
     stock = run_ranks(2, train_for_real, replace(run, optimizer="stock"))
     ours = run_ranks(2, train_for_real, run)
     for expected, result in zip(stock, ours, strict=True):
-        for name, weight in result.items():
-            # the second gradient comes from weights that differ by 1e-7, which the model
-            # and Newton-Schulz in float32 amplify
-            assert (weight - expected[name]).norm() < 2e-5 * expected[name].norm(), name
+        assert_near(result, expected)
+
+
+def assert_near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """The second gradient comes from weights that differ by 1e-7, which the model amplifies.
+
+    Newton-Schulz in float32 does, too.
+    """
+    for name, weight in found.items():
+        assert (weight - expected[name]).norm() < 2e-5 * expected[name].norm(), name
 
 
 def train_interleaved(kind: str, overlap: bool) -> list[dict[str, torch.Tensor]]:
@@ -97,16 +88,7 @@ def train_interleaved(kind: str, overlap: bool) -> list[dict[str, torch.Tensor]]
         parallel_state.set_virtual_pipeline_model_parallel_rank(stage)
         model = NO_BIAS | {"layers": 4, "virtual_stage": stage}
         chunks.append(make_chunk(replace(run, model=model)))
-    config = make_config(replace(run, config={"muon_split_qkv": False}))
-    if kind == "stock":
-        optimizer = get_megatron_optimizer(config, chunks)
-    else:
-        groups = [param_groups(run, config, chunk) for chunk in chunks]
-        matrices = [group for pair in groups for group in pair[0]]
-        others = [group for pair in groups for group in pair[1]]
-        bases = [muon_over(matrices, config, chunks[0]), adam_over(others, config)]
-        optimizer = LayerWiseDistributedOptimizer(bases, config, None, None, chunks)
-    set_lr(optimizer, config)
+    optimizer = make_optimizer(replace(run, config={"muon_split_qkv": False}), *chunks)
     for step in range(2):
         optimizer.zero_grad()
         forward_backward(chunks, [synthetic_batch(4 * step + i) for i in range(4)])
@@ -115,7 +97,7 @@ def train_interleaved(kind: str, overlap: bool) -> list[dict[str, torch.Tensor]]
     for chunk in chunks:
         if overlap:
             chunk.disable_forward_pre_hook()
-    return [{n: p.detach().clone() for n, p in chunk.named_parameters()} for chunk in chunks]
+    return list(map(copies_of, chunks))
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -124,5 +106,4 @@ def test_an_interleaved_pipeline_equals_stock(overlap):
     ours = run_ranks(2, train_interleaved, "layer_wise", overlap)
     for rank in range(2):
         for expected, result in zip(stock[rank], ours[rank], strict=True):
-            for name, weight in result.items():
-                assert (weight - expected[name]).norm() < 2e-5 * expected[name].norm(), name
+            assert_near(result, expected)
