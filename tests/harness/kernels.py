@@ -11,19 +11,21 @@ from unittest import mock
 import numpy as np
 import torch
 import triton.language as tl
+from triton.runtime.jit import JITFunction
 
 from megatron_eopt.base import gpu
 
-NAME = "megatron_eopt.math.triton_passes"
+NAMES = ("megatron_eopt.math.triton_passes", "megatron_eopt.math.triton_normalize")
 
 
 @contextmanager
-def interpreted_kernels() -> Iterator[Any]:
+def interpreted_kernels() -> Iterator[None]:
     """Let kernels serve all tensors in the block, by the interpreter."""
     # only what is imported now is interpreted, and forgotten afterwards
-    sys.modules.pop(NAME, None)
+    for name in NAMES:
+        sys.modules.pop(name, None)
     with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
-        kernels = importlib.import_module(NAME)
+        list(map(importlib.import_module, NAMES))
     interpreter = importlib.import_module("triton.runtime.interpreter")
     convert = interpreter._convert_float
 
@@ -35,6 +37,13 @@ def interpreted_kernels() -> Iterator[Any]:
         return flat.view(torch.int16).numpy().view(np.uint16)
 
     served = mock.patch.object(gpu, "runs_kernels", return_value=True)
-    with mock.patch.object(interpreter, "_convert_float", to_nearest), served:
-        yield kernels
-    del sys.modules[NAME]
+
+    def call(function: Any, *args: Any) -> Any:
+        # what kernels call of Triton's own has been imported already
+        return interpreter.InterpretedFunction(function.fn)(*args)
+
+    called = mock.patch.object(JITFunction, "__call__", call)
+    with mock.patch.object(interpreter, "_convert_float", to_nearest), served, called:
+        yield
+    for name in NAMES:
+        del sys.modules[name]
