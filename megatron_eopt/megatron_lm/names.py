@@ -79,9 +79,8 @@ def rebindings() -> Rebindings:
         needed(name)
         result.append((owner_of(name), name, replacement))
     layouts = dict.fromkeys(filter(_lays_out, _WRAPPING), in_the_usual_layout)
-    log = TrainingLog()
-    logged = {"train_step": log.around_step, "training_log": log.around_log}
-    result += [*wrapped({**WRAPPED, **layouts, **logged}), *trainer_rebindings()]
+    log = TrainingLog().wrappers
+    result += [*wrapped({**WRAPPED, **layouts, **log}), *trainer_rebindings()]
     if (helpers := dataset_helpers_to_skip()) is not None:
         result.append((helpers, "compile_helpers", lambda: None))
     return result
