@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from megatron_eopt.routing.overrides import USUAL_VALUES
-from megatron_eopt.routing.routes import Route
+from megatron_eopt.routing.routes import USUAL_VALUES, Route
 
 GROUP_ID = "group_id"
 """Key of a parameter group that holds its identity."""
