@@ -27,9 +27,19 @@ from megatron_eopt.settings.registry import (
 )
 
 __all__ = [
+    "_EMERGING_OPTIMIZERS",
     "EmergingOptimizerEntry",
     "TensorParallelAdaptiveMuon",
     "TensorParallelMuon",
+    "_adaptive_muon_config_to_kwargs",
+    "_create_emerging_optimizer",
+    "_default_adam_based_eopt_config_to_kwargs",
+    "_default_param_overrides_factory",
+    "_eopt_init_state_fn",
+    "_get_qkv_split_shapes",
+    "_is_nonlinear_or_embedding",
+    "_kwargs_from_config",
+    "_muon_config_to_kwargs",
     "get_supported_coefficient_types",
     "register_optimizer",
     "validate_coefficient_type",

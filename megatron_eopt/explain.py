@@ -77,29 +77,18 @@ class Amount:
 
 @dataclass
 class Contents:
-    """What a checkpoint holds.
+    """What a checkpoint holds, as far as it is recorded."""
 
-    Attributes:
-        folder: The folder that was read.
-        format: The trainer's name of its format.
-        iteration: None where it is not recorded.
-        optimizers: Names of the optimizers, as far as they are recorded.
-        step: Number of optimizer steps, 0 where it is not recorded.
-        parallelism: Sizes of the run that wrote it, as far as they are recorded.
-        model: The model's tensors.
-        state: The optimizer's tensors by kind; ``param`` and ``fp32_param`` are main weights.
-        loads: Where it can be loaded, and how.
-    """
-
-    folder: str
-    format: str
-    iteration: int | None = None
-    optimizers: list[str] = field(default_factory=list)
-    step: int = 0
-    parallelism: dict[str, int] = field(default_factory=dict)
-    model: Amount = field(default_factory=Amount)
+    folder: str  # the folder that was read
+    format: str  # the trainer's name of its format
+    iteration: int | None = None  # None where it is not recorded
+    optimizers: list[str] = field(default_factory=list)  # names of the optimizers
+    step: int = 0  # number of optimizer steps, 0 where it is not recorded
+    parallelism: dict[str, int] = field(default_factory=dict)  # sizes of the run that wrote it
+    model: Amount = field(default_factory=Amount)  # the model's tensors
+    # the optimizer's tensors by kind; ``param`` and ``fp32_param`` are main weights
     state: dict[str, Amount] = field(default_factory=dict)
-    loads: list[str] = field(default_factory=list)
+    loads: list[str] = field(default_factory=list)  # where it can be loaded, and how
 
 
 def explain(path: str | Path) -> Contents:

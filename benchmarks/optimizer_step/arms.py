@@ -21,27 +21,19 @@ type StorageT = Literal["whole", "fragments", "padded"]
 
 @dataclass(frozen=True)
 class Arm:
-    """One contestant.
+    """One contestant."""
 
-    Attributes:
-        name: In tables.
-        factory: Whose ``get_megatron_optimizer``.
-        config: Class of its configuration; megatron-core's own one asks us for its iteration, to
-            the bit, ours for the fastest one of equal accuracy.
-        tp_mode: Its ``muon_tp_mode``.
-        storage: Everything on every rank, as the distributed optimizer does for Adam, or
-            megatron-core's layer-wise optimizer with its padded layout.
-        optimizer: "muon" or "adam".
-        backend: Whose kernels ours uses; None for the default.
-    """
-
-    name: str
-    factory: Literal["megatron-core", "megatron-eopt"]
+    name: str  # in tables
+    factory: Literal["megatron-core", "megatron-eopt"]  # whose ``get_megatron_optimizer``
+    # class of its configuration; megatron-core's own one asks us for its iteration, to the bit,
+    # ours for the fastest one of equal accuracy
     config: type[OptimizerConfig]
-    tp_mode: str
+    tp_mode: str  # its ``muon_tp_mode``
+    # everything on every rank, as the distributed optimizer does for Adam, or megatron-core's
+    # layer-wise optimizer with its padded layout
     storage: StorageT = "whole"
-    optimizer: str = "muon"
-    backend: str | None = None
+    optimizer: str = "muon"  # or "adam"
+    backend: str | None = None  # whose kernels ours uses; None for the default
 
     def optimizer_of(self, chunk: Any, **fields: Any) -> Any:
         """Return its optimizer of a wrapped model, with further fields of the configuration."""
@@ -62,21 +54,13 @@ class Arm:
 
 @dataclass(frozen=True)
 class Section:
-    """Contestants that share a parallel layout.
+    """Contestants that share a parallel layout."""
 
-    Attributes:
-        name: In tables.
-        tp: Tensor-parallel size.
-        ranks: Processes.
-        arms: The first is ours.
-        experts: Of every layer; None for a dense model.
-    """
-
-    name: str
-    tp: int
-    ranks: int
-    arms: tuple[Arm, ...]
-    experts: int | None = None
+    name: str  # in tables
+    tp: int  # tensor-parallel size
+    ranks: int  # processes
+    arms: tuple[Arm, ...]  # the first is ours
+    experts: int | None = None  # of every layer; None for a dense model
 
 
 OURS: Literal["megatron-eopt"] = "megatron-eopt"

@@ -15,23 +15,14 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Counted:
-    """One contestant's step on the rank that has most to do.
+    """One contestant's step on the rank that has most to do."""
 
-    Attributes:
-        section: Its layout.
-        name: Its name.
-        gigaflops: Operations of matrix products, in 10^9.
-        megabytes: Bytes that are sent, in 10^6.
-        calls: Collectives.
-        apart: Largest distance of a parameter from ours after three steps, as a part of its way.
-    """
-
-    section: str
+    section: str  # its layout
     name: str
-    gigaflops: float
-    megabytes: float
-    calls: int
-    apart: float
+    gigaflops: float  # operations of matrix products, in 10^9
+    megabytes: float  # bytes that are sent, in 10^6
+    calls: int  # collectives
+    apart: float  # largest distance of a parameter from ours after three steps, of its way
 
 
 def measure(section: Section, timeout: float) -> list[Counted]:

@@ -2,6 +2,7 @@
 
 import difflib
 import functools
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.base.names import SCALAR_OPTIMIZERS
-from megatron_eopt.optimizers.draws import draw_alike
+from megatron_eopt.base.names import SCALAR_OPTIMIZERS, STEP
 from megatron_eopt.optimizers.driver import Driver, InitState, ParamGroup
 from megatron_eopt.optimizers.engine import Means
 from megatron_eopt.optimizers.owner_driver import OwnerDriver
@@ -110,7 +110,7 @@ def bases_of(
             construct = functools.partial(entry.optimizer_cls, **kwargs)
             optimizer, init_fn = _made(name, construct, made_over), entry.init_state_fn
             if entry.draws:
-                draw_alike(optimizer)
+                _draw_alike(optimizer)
         _check_names(optimizer, {key for group in mine for key, _ in group.key.values})
         if settings.lr is None and "max_lr" not in settings.own_rates(name):
             # groups without a learning rate wait for a scheduler or a checkpoint to write it
@@ -124,6 +124,43 @@ def bases_of(
         is_clipped = not (settings.exempt_from_clipping and name == main)
         bases.append(Base(optimizer, init_fn, complete, is_clipped, construct, name, is_expert))
     return bases or [Base(None, None, [], name=main)]
+
+
+def _draw_alike(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer step one parameter after another, drawing by its shape and count of steps.
+
+    Copies have those in common on all ranks, at any layout, and in a run that goes on from a
+    checkpoint; parameters of one shape draw the same. Nobody else's random numbers change. Steps
+    are counted here if the class does not (PSGD's stay 0 in emerging-optimizers 0.3).
+    """
+    step = optimizer.step
+
+    def step_one(param: Tensor) -> None:
+        state: dict[str, Any] = optimizer.state[param]
+        steps = int(state.get(STEP, 0))
+        torch.manual_seed(zlib.crc32(repr((steps, tuple(param.shape))).encode()))
+        step()
+        if state.setdefault(STEP, 0) == steps:
+            state[STEP] += 1
+
+    def step_all() -> None:
+        groups = list(optimizer.param_groups)
+        gpus = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        with torch.random.fork_rng(gpus):
+            try:
+                for group in groups:
+                    stepped: dict[str, Any] = {}
+                    for param in group["params"]:
+                        if param.grad is not None:
+                            stepped = {**group, "params": [param]}
+                            optimizer.param_groups = [stepped]
+                            step_one(param)
+                    # what a step writes to its group, a count of steps, it writes once
+                    group |= {**stepped, "params": group["params"]}
+            finally:
+                optimizer.param_groups = groups
+
+    optimizer.step = step_all  # type: ignore[assignment, method-assign]
 
 
 def _check_names(optimizer: torch.optim.Optimizer, names: set[str]) -> None:

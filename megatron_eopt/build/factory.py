@@ -1,7 +1,8 @@
 """From a configuration and a wrapped model to one optimizer: this package's front door."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from megatron.core.optimizer import get_megatron_optimizer as megatrons_own_factory
@@ -16,7 +17,6 @@ from megatron_eopt.build.bases import Base, bases_of
 from megatron_eopt.build.builders import BUILDERS, Wanted, register_storage
 from megatron_eopt.build.chain import OptimizerChain
 from megatron_eopt.build.ddp import check_chunks, check_ddp, is_megatron_fsdp
-from megatron_eopt.build.differences import log_differences
 from megatron_eopt.build.dtensors import (
     chain_of_dtensors,
     is_torch_fsdp2,
@@ -39,16 +39,14 @@ from megatron_eopt.routing.groups import Group
 from megatron_eopt.routing.model import Routing, format_routing, overrides_for, route_model
 from megatron_eopt.settings.arguments import arguments_of
 from megatron_eopt.settings.checks import check_alike, refuse_for_matrices
-from megatron_eopt.settings.registry import Overrides
+from megatron_eopt.settings.registry import Overrides, state_layout_of
 from megatron_eopt.settings.settings import Settings, resolve
-from megatron_eopt.storage.buffers import (
-    buffer_sets,
-    check_model_chunks,
-    check_wrapped,
-    has_resting,
-)
+from megatron_eopt.storage.buffers import buffer_sets, check_model_chunks, has_resting
 
 logger = logging.getLogger(__name__)
+
+_said: set[str] = set()
+"""What configurations were warned of."""
 
 
 def get_megatron_optimizer(
@@ -142,10 +140,9 @@ def _sharded(wanted: Wanted) -> OptimizerChain | None:
     collection = wanted.collection
 
     def checked() -> list[Base]:
-        check_wrapped(model_chunks)
+        check_model_chunks(model_chunks, mixed=mixed)
         if mixed:
             refuse_for_matrices(settings.config)
-            check_model_chunks(model_chunks)
         return bases_of(settings, routing, model_chunks, collection, stand_ins=True)
 
     bases = agreed(checked)
@@ -169,10 +166,65 @@ def _report(
 ) -> None:
     emerging = sorted(routing.optimizers - set(STANDARD_OPTIMIZERS))
     arguments = {n: arguments_of(n, settings, model_chunks, collection) for n in emerging}
-    log_differences(settings, arguments, get_pg_size(getattr(collection, "tp", None)))
+    _log_differences(settings, arguments, get_pg_size(getattr(collection, "tp", None)))
     if settings.prints_routing:
         table = format_routing(settings, routing)
         log_single_rank(logger, logging.WARNING, f"optimizer routing\n{table}")
+
+
+def _log_differences(
+    settings: Settings, arguments: Mapping[str, Mapping[str, Any]], tensor_parallel_size: int
+) -> None:
+    """Warn once, on one rank, of what this configuration trains unlike what one may expect.
+
+    ``arguments`` are those of the emerging optimizers' constructors.
+    """
+    for name, own in arguments.items():
+        for sentence in _warnings(name, settings, own, tensor_parallel_size):
+            if sentence not in _said:
+                _said.add(sentence)
+                log_single_rank(logger, logging.WARNING, sentence)
+
+
+def _warnings(
+    optimizer: str, settings: Settings, arguments: Mapping[str, Any], tensor_parallel_size: int
+) -> Iterator[str]:
+    scale = arguments.get("scale_mode")
+    if arguments.get("moment2_method") == "adamuon" and scale in ("spectral", "adamw_rms"):
+        yield (
+            f"muon_scale_mode={scale!r} with adaptive_muon_moment2_method='adamuon': AdaMuon "
+            "brings entries to about 1 by itself, so this scale makes them as large as the root "
+            "of the matrix's larger side; 'shape_scaling' with muon_extra_scale_factor=0.2 does not"
+        )
+    if optimizer == "scion" and settings.weight_decay != 1:
+        yield (
+            f"weight_decay={settings.weight_decay} takes the place of Scion's own, which is "
+            "1: its step is meant to keep weights in a ball, and does so with weight_decay=1 alone"
+        )
+    splits, owners_split = (
+        item.splits_weights_of(optimizer)
+        for item in (settings, replace(settings, storage="sharded"))
+    )
+    if settings.splits and owners_split and not splits:
+        yield (
+            f"optimizer={optimizer!r} updates a fused weight (Q, K and V; gate and up) as "
+            "one matrix without use_distributed_optimizer; with it, each of them by itself"
+        )
+    if tensor_parallel_size == 1:
+        return
+    if arguments.get("tp_mode") == "blockwise":
+        yield (
+            "muon_tp_mode='blockwise' orthogonalizes each tensor-parallel rank's piece by "
+            "itself, so the result depends on the number of ranks; 'duplicated' and 'auto' are "
+            "exact"
+        )
+    replicated = settings.storage == "replicated" and state_layout_of(optimizer) != "element_wise"
+    if "tp_mode" not in arguments and replicated:
+        yield (
+            f"optimizer={optimizer!r} updates each tensor-parallel rank's piece of a "
+            "matrix by itself, so the result depends on the number of ranks; with "
+            "use_distributed_optimizer=True it gets whole matrices"
+        )
 
 
 def _dump(groups: Sequence[Group], model_chunks: list[Any], folder: str) -> None:

@@ -21,9 +21,8 @@ from megatron_eopt.optimizers.host_memory import HostPlace, on_device
 from megatron_eopt.optimizers.muon import declared_split
 from megatron_eopt.optimizers.stepper import Stepper
 from megatron_eopt.settings.settings import RunSettings
-from megatron_eopt.storage.buffers import BufferSet, check_buffers
+from megatron_eopt.storage.buffers import BufferSet, check_buffers, data_parallel_only
 from megatron_eopt.storage.interface import Storage
-from megatron_eopt.storage.rank_grid import data_parallel_only
 from megatron_eopt.storage.sharded import (
     BufferRange,
     FragmentsOptimizer,

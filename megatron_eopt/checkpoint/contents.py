@@ -24,18 +24,13 @@ def key_of(piece: Piece) -> str:
 
 
 class Contents:
-    """What optimizer state a checkpoint has.
-
-    Attributes:
-        shapes: Global shapes by key.
-        kinds: The kinds of state that are cut like it, by parameter.
-        in_buckets: The kinds of state in buckets of many parameters.
-    """
+    """What optimizer state a checkpoint has."""
 
     def __init__(self, shapes: Shapes) -> None:
-        self.shapes = shapes
+        self.shapes = shapes  # global ones, by key
+        # the kinds of state that are cut like it, by parameter
         self.kinds: dict[str, set[str]] = defaultdict(set)
-        self.in_buckets: set[str] = set()
+        self.in_buckets: set[str] = set()  # the kinds of state in buckets of many parameters
         self._keys: dict[str, str] = {}  # by what they are outside of a chain
         for key in shapes:
             parts = split_key(key)

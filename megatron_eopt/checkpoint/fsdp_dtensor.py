@@ -67,7 +67,8 @@ def load(stepper: Stepper, loaded: Mapping[str, Any]) -> None:
                 # nobody counted this parameter's steps
                 found[STEP] = torch.full_like(kept[STEP], steps)
             # what is cut like the parameter has been read in place
-            states[param] = {**found, **_cut_like(kept)}
+            cut = {kind: value for kind, value in kept.items() if isinstance(value, DTensor)}
+            states[param] = {**found, **cut}
         adopt(group, [loaded[GROUPS].get(name, {}) for name in names])
     hand_over(optimizer, states)
     storage.steps = steps
@@ -113,11 +114,6 @@ def match(
     ]
 
 
-def _cut_like(state: Mapping[str, Any]) -> dict[str, DTensor]:
-    """Return what is cut like a parameter of all state that is kept of it."""
-    return {kind: value for kind, value in state.items() if isinstance(value, DTensor)}
-
-
 @torch.no_grad()
 def _in_parts(storage: Any, param: Tensor, values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return one parameter's state by name, in two parts where the parameter is saved in two."""
@@ -128,7 +124,8 @@ def _in_parts(storage: Any, param: Tensor, values: Mapping[str, Any]) -> dict[st
     inside = needed("expert_param_local_key")(name, chunk.config.num_moe_experts)
     inside = inside.removeprefix("module.module.")
     # as they are saved: what is kept between steps may be 8 bits of them
-    cut = {k: values[k] for k in _cut_like(storage.optimizer.state[param]) if k in values}
+    kept = storage.optimizer.state[param]
+    cut = {k: values[k] for k, v in kept.items() if isinstance(v, DTensor) and k in values}
     # what stands around it for the trainer expects the trainer's model
     splitting = inspect.unwrap(owner_of("expert_param_local_key").handle_swiglu_in_state_dict)
     names, _ = splitting(chunk.module, {inside: param.detach()}, None)

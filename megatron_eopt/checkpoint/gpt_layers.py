@@ -5,8 +5,6 @@ grid that it could rename, so the model's entries are renamed before the optimiz
 Megatron then finds nothing left to do.
 """
 
-import functools
-from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
@@ -16,21 +14,18 @@ from megatron.core.dist_checkpointing.gpt_checkpoint_interop import (
 )
 
 from megatron_eopt.base.agreement import CheckpointError
+from megatron_eopt.base.wrapping import Function, around
 
 _layers: ContextVar[GPTCompatLayerMaps | None] = ContextVar("_layers", default=None)
 """Of the load in progress: which layers of the GPTModel the HybridModel's are."""
 
 
-def noting_layers(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def noting_layers(original: Function, *values: Any, **kwargs: Any) -> Any:
     """Wrap what the trainer matches the layers with, once for every load."""
-
-    @functools.wraps(original)
-    def _maybe_setup_gpt_to_hybrid_load(*values: Any, **kwargs: Any) -> Any:
-        layers, loads_state = original(*values, **kwargs)
-        _layers.set(layers if loads_state else None)
-        return layers, loads_state
-
-    return _maybe_setup_gpt_to_hybrid_load
+    layers, loads_state = original(*values, **kwargs)
+    _layers.set(layers if loads_state else None)
+    return layers, loads_state
 
 
 def forget_layers() -> None:
@@ -50,7 +45,6 @@ def name_as_in_checkpoint(model_state: Any) -> None:
     if layers.fresh_init:
         numbers = ", ".join(map(str, sorted(layers.fresh_init)))
         rule = f"has no optimizer state of layers {numbers}, which no GPTModel has"
-        raise CheckpointError(
-            "checkpoint", "of a GPTModel", rule, "Load the weights alone (--no-load-optim)"
-        )
+        way_out = "Load the weights alone (--no-load-optim)"
+        raise CheckpointError("checkpoint", "of a GPTModel", rule, way_out)
     retarget_sharded_state_dict_to_gpt_checkpoint(model_state, layers)

@@ -75,12 +75,11 @@ def match_all(saved: Groups, present: Groups) -> list[int]:
         return found
     lacking = [_name(group) for group, place in zip(present, twins, strict=True) if place is None]
     others = [_name(group) for place, group in enumerate(saved) if place not in found]
-    raise ConfigurationError(
-        "state_dict",
-        [_name(group) for group in saved],
-        f"must have the parameter groups of this run; it lacks {lacking} and has {others} besides",
-        "Resume with the optimizers and overrides of the run that wrote the checkpoint",
+    rule = (
+        f"must have the parameter groups of this run; it lacks {lacking} and has {others} besides"
     )
+    way_out = "Resume with the optimizers and overrides of the run that wrote the checkpoint"
+    raise ConfigurationError("state_dict", [_name(group) for group in saved], rule, way_out)
 
 
 def optimizers_of(groups: Groups) -> set[str | None]:

@@ -35,21 +35,13 @@ _KEY = re.compile(
 
 
 class StateKey(NamedTuple):
-    """An optimizer's key, taken apart.
+    """An optimizer's key, taken apart."""
 
-    Attributes:
-        chain: What names a place in a chain; empty where nothing does.
-        kind: The kind of state; None for buckets of many parameters, and for settings.
-        name: The parameter, with its places in a stack.
-        of_matrix: Whether it is state of a whole matrix.
-        slabs: How many tensor-parallel slabs there are of which it belongs to one; 0 for none.
-    """
-
-    chain: str
-    kind: str | None
-    name: str
-    of_matrix: bool
-    slabs: int
+    chain: str  # what names a place in a chain; empty where nothing does
+    kind: str | None  # the kind of state; None for buckets of many parameters, and for settings
+    name: str  # the parameter, with its places in a stack
+    of_matrix: bool  # whether it is state of a whole matrix
+    slabs: int  # how many tensor-parallel slabs there are of which it belongs to one; 0 for none
 
 
 def split_key(key: str) -> StateKey | None:

@@ -24,21 +24,13 @@ type _Cut = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Box(NamedTuple):
-    """Part of a stored tensor, or of a whole local parameter, that is a box of a checkpoint's.
+    """Part of a stored tensor, or of a whole local parameter, that is a box of a checkpoint's."""
 
-    Attributes:
-        piece: What the model saves it as part of.
-        shape: The box's, with a dimension for each of the checkpoint's tensor.
-        offset: Its first element in that tensor.
-        start: The first element, in the flattened stored tensor.
-        strides: Elements of it between neighbours, for each dimension of the box.
-    """
-
-    piece: ShardedTensor
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    start: int
-    strides: tuple[int, ...]
+    piece: ShardedTensor  # what the model saves it as part of
+    shape: tuple[int, ...]  # the box's, with a dimension for each of the checkpoint's tensor
+    offset: tuple[int, ...]  # its first element in that tensor
+    start: int  # the first element, in the flattened stored tensor
+    strides: tuple[int, ...]  # elements of it between neighbours, for each dimension of the box
 
     def holding(self, flat: Tensor, key: str, replica: tuple[int, ...]) -> ShardedTensor:
         """Return the box of a stored tensor, which is flat, without copying it."""
@@ -63,24 +55,19 @@ class ParameterSpace:
         key: What the model saves it as.
         held: What this rank stores of it.
         pieces: The parts of it that the model saves.
-
-    Attributes:
-        sharded: One of these parts, which has what all have in common: whole shape, replica.
-        keys: Names of the checkpoint's tensors that it is part of, without optimizer prefixes.
-        places: Its places in the leading dimensions that number layers or experts.
-        name: Its own name, unique in the model.
-        prepended: Leading dimensions of the checkpoint's tensor that number layers or experts.
     """
 
     def __init__(self, key: str, held: Tensor, pieces: Sequence[ShardedTensor]) -> None:
         self._pieces = pieces
         self._first = held.storage_offset()
-        self.sharded = pieces[0]
+        self.sharded = pieces[0]  # has what all have in common: whole shape, replica
+        # names of the checkpoint's tensors that it is part of, without optimizer prefixes
         self.keys = tuple(dict.fromkeys(piece.key for piece in pieces))
+        # leading dimensions of the checkpoint's tensor that number layers or experts, which may
+        # share a key: its places there tell them apart
         self.prepended = pieces[0].prepend_axis_num
-        # layers or experts may share a key; the places of leading dimensions tell them apart
         self.places = tuple(pieces[0].global_offset[: self.prepended])
-        self.name = key_apart(key, self.places)
+        self.name = key_apart(key, self.places)  # unique in the model
 
     def boxes(self, start: int, stop: int) -> Iterator[Box]:
         """Yield the boxes of the elements ``start`` to ``stop`` of the flattened parameter."""

@@ -44,7 +44,13 @@ def save_rank_file(filename: str, steppers: Sequence[Stepper], names: Mapping[Te
             key_of(piece): tuple(piece.global_shape) if isinstance(piece, ShardedTensor) else None
             for piece in pieces
         },
-        "pieces": {_place(piece): _to_host(piece.data) for piece in pieces},
+        # as tensors of nothing else
+        "pieces": {
+            _place(piece): piece.data.detach().to("cpu", copy=True)
+            if isinstance(piece.data, Tensor)
+            else piece.data
+            for piece in pieces
+        },
     }
     # a run that is killed while it writes leaves no broken file of this name
     unfinished = path.with_name(f"{path.name}.unfinished")
@@ -112,8 +118,3 @@ def own_path(filename: str) -> Path:
     if of_every_rank(str(path)).count(str(path)) == 1:
         return path
     return path.with_name(f"{path.stem}_rank{distributed.get_rank():05d}{path.suffix}")
-
-
-def _to_host(value: Any) -> Any:
-    """Return a tensor copied to the host, as a tensor of nothing else."""
-    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value

@@ -39,36 +39,23 @@ MAINS = frozenset({MAIN_OF_SHARDED, MAIN_OF_REPLICATED})
 
 
 class Source(NamedTuple):
-    """Where a value is written, or read.
+    """Where a value is written, or read."""
 
-    Attributes:
-        pieces: Each with its origin, or destination, as data.
-        from_adam: Whether Adam's first moment stands in for a momentum.
-        bucket: Prefix of the keys, where it is read out of a bucket.
-    """
-
-    pieces: Pieces
-    from_adam: bool = False
-    bucket: str | None = None
+    pieces: Pieces  # each with its origin, or destination, as data
+    from_adam: bool = False  # whether Adam's first moment stands in for a momentum
+    bucket: str | None = None  # prefix of the keys, where it is read out of a bucket
 
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """Where the values of one parameter are, on this rank and in checkpoints.
+    """Where the values of one parameter are, on this rank and in checkpoints."""
 
-    Attributes:
-        space: Where its elements lie in checkpoints.
-        replica: Which copy this rank has; zeros for the one that is written.
-        state: What the optimizer keeps of it on this rank, where steps are counted.
-        stored: What this rank stores of it; None for a whole matrix at its owner.
-        buckets: Where it lies in checkpoints by bucket, if it may.
-    """
-
-    space: ParameterSpace
-    replica: tuple[int, ...]
+    space: ParameterSpace  # where its elements lie in checkpoints
+    replica: tuple[int, ...]  # which copy this rank has; zeros for the one that is written
+    # what the optimizer keeps of it on this rank, where steps are counted
     state: dict[str, Any] | None = None
-    stored: Stored | None = None
-    buckets: BucketSpace | None = None
+    stored: Stored | None = None  # what this rank stores; None for a whole matrix at its owner
+    buckets: BucketSpace | None = None  # where it lies in checkpoints by bucket, if it may
 
     @cached_property
     def boxes(self) -> list[Box]:
@@ -84,23 +71,14 @@ class Whereabouts:
 
 @dataclass(frozen=True)
 class Value:
-    """One value of state that this rank holds.
+    """One value of state that this rank holds."""
 
-    Attributes:
-        where: What it belongs to.
-        kind: Kind of state.
-        pieces: How it is written.
-        stacked: Leading dimensions of the pieces' tensors that number layers or experts.
-        flat: All of it that this rank stores, if it is cut like its parameter.
-        kept: Where it goes, if it is not.
-    """
-
-    where: Whereabouts
-    kind: str
-    pieces: Pieces
-    stacked: int = 0
-    flat: Tensor | None = None
-    kept: Kept | None = None
+    where: Whereabouts  # what it belongs to
+    kind: str  # kind of state
+    pieces: Pieces  # how it is written
+    stacked: int = 0  # leading dimensions of the pieces' tensors that number layers or experts
+    flat: Tensor | None = None  # all of it that this rank stores, if it is cut like its parameter
+    kept: Kept | None = None  # where it goes, if it is not
 
     @property
     def is_count(self) -> bool:
@@ -191,23 +169,14 @@ def kept_value(kept: Kept, where: Whereabouts, count: int) -> Value:
         key = matrix_state_key(kind, where.space.name, (kept.matrix, count), kept.slab)
         prepended, value, offset = 0, kept.value, ()
     replica = (*where.replica, int(not kept.writes))
-    piece = _piece(key, value, replica, base.global_shape if prepended else None, offset)
+    piece: Piece = ShardedObject(key, value, (1,), (0,), replica_id=replica)
+    if isinstance(value, Tensor):
+        # a tensor in a checkpoint has at least one dimension
+        data = value.detach().view(value.shape or (1,))
+        shape, offset = tuple(data.shape), offset or (0,) * data.dim()
+        whole = base.global_shape if prepended else shape
+        piece = ShardedTensor(key, data, data.dtype, shape, whole, offset, None, replica)
     return Value(where, kind, (piece,), prepended, kept=kept)
-
-
-def _piece(
-    key: str,
-    value: Any,
-    replica: tuple[int, ...],
-    whole: tuple[int, ...] | None,
-    offset: tuple[int, ...],
-) -> Piece:
-    if not isinstance(value, Tensor):
-        return ShardedObject(key, value, (1,), (0,), replica_id=replica)
-    # a tensor in a checkpoint has at least one dimension
-    data = value.detach().view(value.shape or (1,))
-    shape, offset = tuple(data.shape), offset or (0,) * data.dim()
-    return ShardedTensor(key, data, data.dtype, shape, whole or shape, offset, None, replica)
 
 
 def cut_like_weights(

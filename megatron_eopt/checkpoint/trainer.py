@@ -3,7 +3,6 @@
 Before the trainer reads a distributed checkpoint, what it asks for is matched with what is there.
 """
 
-import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +20,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from megatron_eopt.base.agreement import CheckpointError, from_rank_0
 from megatron_eopt.base.upstream import needed, owner_of
+from megatron_eopt.base.wrapping import Function, around
 from megatron_eopt.checkpoint import fsdp_dtensor
 from megatron_eopt.checkpoint.gpt_layers import forget_layers, noting_layers
 from megatron_eopt.checkpoint.matching import match
@@ -28,7 +28,6 @@ from megatron_eopt.checkpoint.migration import Policy
 
 logger = logging.getLogger(__name__)
 
-type Function = Callable[..., Any]
 type Rebindings = list[tuple[ModuleType, str, Any]]
 """Which names of Megatron's modules to replace: (module, name, replacement)."""
 
@@ -55,17 +54,19 @@ def wrapped(wrappers: Mapping[str, Callable[[Function], Function]]) -> Rebinding
     return [(owner_of(name), name, wrapper(needed(name))) for name, wrapper in wrappers.items()]
 
 
-def _handing_over(original: Function) -> Function:
-    @functools.wraps(original)
-    def load_checkpoint(
-        ddp_model: Any, optimizer: Any, opt_param_scheduler: Any, *rest: Any, **kwargs: Any
-    ) -> Any:
-        if getattr(optimizer, "loads_itself", False):
-            kwargs["skip_load_to_model_and_opt"] = False
-        with _loading(optimizer), _rates_kept(optimizer, opt_param_scheduler):
-            return original(ddp_model, optimizer, opt_param_scheduler, *rest, **kwargs)
-
-    return load_checkpoint
+@around
+def _handing_over(
+    original: Function,
+    ddp_model: Any,
+    optimizer: Any,
+    opt_param_scheduler: Any,
+    *rest: Any,
+    **kwargs: Any,
+) -> Any:
+    if getattr(optimizer, "loads_itself", False):
+        kwargs["skip_load_to_model_and_opt"] = False
+    with _loading(optimizer), _rates_kept(optimizer, opt_param_scheduler):
+        return original(ddp_model, optimizer, opt_param_scheduler, *rest, **kwargs)
 
 
 _optimizer: ContextVar[Any] = ContextVar("_optimizer", default=None)
@@ -94,40 +95,32 @@ def _loading(optimizer: Any) -> Iterator[None]:
 _SET_MEANWHILE = ("ckpt_format", "no_save_optim", "no_save_rng")
 
 
-def _at_the_step_asked_for(original: Function) -> Function:
+@around
+def _at_the_step_asked_for(original: Function, tracker_filename: str) -> tuple[int, bool]:
     """Let ``--ckpt-step`` count wherever the tracker file is read.
 
     For distributed Adam's files the trainer reads it a second time without looking at the flag. It
     would go on from the optimizer state of another iteration.
     """
-
-    @functools.wraps(original)
-    def read_metadata(tracker_filename: str) -> tuple[int, bool]:
-        iteration, release = original(tracker_filename)
-        if _optimizer.get() is None:
-            return iteration, release
-        step = getattr(owner_of("load_checkpoint").get_args(), "ckpt_step", None)
-        return (step, False) if step and not release else (iteration, release)
-
-    return read_metadata
+    iteration, release = original(tracker_filename)
+    if _optimizer.get() is None:
+        return iteration, release
+    step = getattr(owner_of("load_checkpoint").get_args(), "ckpt_step", None)
+    return (step, False) if step and not release else (iteration, release)
 
 
-def _taking_the_format(original: Function) -> Function:
+@around
+def _taking_the_format(original: Function, checkpoint_name: Any, args: Any) -> Any:
     """Let the trainer load by the format that a checkpoint has.
 
     It reads a layer-wise optimizer's state by the format of the run, and would find none.
     """
-
-    @functools.wraps(original)
-    def _get_checkpoint_format(checkpoint_name: Any, args: Any) -> Any:
-        form = original(checkpoint_name, args)
-        if _optimizer.get() is not None:
-            _refuse_form(str(checkpoint_name), form, args.ckpt_format)
-            if {form, args.ckpt_format} == {"torch", "torch_dist"}:
-                args.ckpt_format = form
-        return form
-
-    return _get_checkpoint_format
+    form = original(checkpoint_name, args)
+    if _optimizer.get() is not None:
+        _refuse_form(str(checkpoint_name), form, args.ckpt_format)
+        if {form, args.ckpt_format} == {"torch", "torch_dist"}:
+            args.ckpt_format = form
+    return form
 
 
 def _refuse_form(folder: str, form: str, wanted: str) -> None:
@@ -169,31 +162,25 @@ def _rates_kept(optimizer: Any, scheduler: Any) -> Iterator[None]:
         scheduler.step(0)
 
 
-def _matching(original: Function) -> Function:
-    @functools.wraps(original)
-    def _load_global_dist_base_checkpoint(*values: Any, **kwargs: Any) -> Any:
-        asked = inspect.signature(original).bind(*values, **kwargs).arguments
-        wanted = asked["sharded_state_dict"]
-        if not asked["rank0"] and wanted is not None and not MultiStorageClientFeature.is_enabled():
-            place = asked["load_dir"], asked["iteration"], asked["release"]
-            folder = Path(needed("get_checkpoint_name")(*place, return_base_dir=True))
-            match(wanted, folder, Policy())
-        return original(*values, **kwargs)
-
-    return _load_global_dist_base_checkpoint
+@around
+def _matching(original: Function, *values: Any, **kwargs: Any) -> Any:
+    asked = inspect.signature(original).bind(*values, **kwargs).arguments
+    wanted = asked["sharded_state_dict"]
+    if not asked["rank0"] and wanted is not None and not MultiStorageClientFeature.is_enabled():
+        place = asked["load_dir"], asked["iteration"], asked["release"]
+        folder = Path(needed("get_checkpoint_name")(*place, return_base_dir=True))
+        match(wanted, folder, Policy())
+    return original(*values, **kwargs)
 
 
-def _refusing_gaps(original: Function) -> Function:
-    @functools.wraps(original)
-    def _load_base_checkpoint(*values: Any, **kwargs: Any) -> Any:
-        asked = inspect.signature(original).bind(*values, **kwargs).arguments
-        args, wanted = asked["args"], asked.get("sharded_state_dict") or {}
-        # what only arguments are read from is asked for nothing
-        if args.ckpt_format == fsdp_dtensor.FORMAT and "optimizer" in wanted:
-            _match_megatron_fsdp(args, wanted["optimizer"])
-        return original(*values, **kwargs)
-
-    return _load_base_checkpoint
+@around
+def _refusing_gaps(original: Function, *values: Any, **kwargs: Any) -> Any:
+    asked = inspect.signature(original).bind(*values, **kwargs).arguments
+    args, wanted = asked["args"], asked.get("sharded_state_dict") or {}
+    # what only arguments are read from is asked for nothing
+    if args.ckpt_format == fsdp_dtensor.FORMAT and "optimizer" in wanted:
+        _match_megatron_fsdp(args, wanted["optimizer"])
+    return original(*values, **kwargs)
 
 
 def _match_megatron_fsdp(args: Any, state: Mapping[str, Any]) -> None:
@@ -217,14 +204,11 @@ def _keys_in(folder: str) -> frozenset[str] | None:
     return frozenset(FileSystemReader(folder).read_metadata().state_dict_metadata)
 
 
-def _under_a_wrapper(original: Function) -> Function:
-    @functools.wraps(original)
-    def handle_swiglu_in_state_dict(model: Any, *rest: Any, **kwargs: Any) -> Any:
-        if not isinstance(model.module, Float16Module):
-            # it looks for parameters where they are in the wrapper of 16-bit models
-            wrapper = nn.Module()
-            wrapper.module = model
-            model = wrapper
-        return original(model, *rest, **kwargs)
-
-    return handle_swiglu_in_state_dict
+@around
+def _under_a_wrapper(original: Function, model: Any, *rest: Any, **kwargs: Any) -> Any:
+    if not isinstance(model.module, Float16Module):
+        # it looks for parameters where they are in the wrapper of 16-bit models
+        wrapper = nn.Module()
+        wrapper.module = model
+        model = wrapper
+    return original(model, *rest, **kwargs)

@@ -6,8 +6,15 @@ computes in program order), and a second generator of random numbers keeps the h
 from the GPU's (see :mod:`megatron_eopt.cpu.generators`). :func:`disable` takes everything back.
 """
 
-from megatron_eopt.cpu.backend import disable, enable, enabled, is_enabled
-from megatron_eopt.cpu.choice import Device, choose_device, enable_if_chosen
+from megatron_eopt.cpu.backend import (
+    Device,
+    choose_device,
+    disable,
+    enable,
+    enable_if_chosen,
+    enabled,
+    is_enabled,
+)
 from megatron_eopt.cpu.flags import check_supported, set_defaults
 
 __all__ = [

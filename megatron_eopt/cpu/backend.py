@@ -1,12 +1,16 @@
-"""Turning the CPU back end on and off."""
+"""Turning the CPU back end on and off, and whether a script runs on it or on GPUs."""
 
 import contextlib
+import logging
+import os
 import threading
 from collections.abc import Iterator
+from typing import Literal, get_args
 
 import torch
 from torch._dynamo import trace_rules
 
+from megatron_eopt.base.errors import check_choice
 from megatron_eopt.cpu.cuda_standins import cuda_patches
 from megatron_eopt.cpu.generators import Generators
 from megatron_eopt.cpu.gloo import gloo_patches
@@ -14,6 +18,15 @@ from megatron_eopt.cpu.hybrid import hybrid_patches
 from megatron_eopt.cpu.megatron_parts import megatron_patches
 from megatron_eopt.cpu.mode import CudaIsCpu, mode_patches, put_on_stack, take_off_stack
 from megatron_eopt.cpu.patches import patched
+
+logger = logging.getLogger(__name__)
+
+type Device = Literal["cpu", "cuda"]
+
+VARIABLE = "MEGATRON_EOPT_DEVICE"
+
+# kept before enable() puts an answer of its own there
+_gpu_is_available = torch.cuda.is_available
 
 _LOCK = threading.RLock()
 _GENERATORS = Generators()
@@ -69,3 +82,28 @@ def enabled() -> Iterator[None]:
     finally:
         if not before:
             disable()
+
+
+def choose_device() -> Device:
+    """Return the device that the environment variable MEGATRON_EOPT_DEVICE names.
+
+    Without it, ``"cpu"`` exactly when this machine has no usable GPU, also after
+    :func:`megatron_eopt.cpu.enable`.
+
+    Raises:
+        ConfigurationError: If the variable has another value than ``cpu`` or ``cuda``.
+    """
+    value = os.environ.get(VARIABLE)
+    if value is None:
+        return "cuda" if _gpu_is_available() else "cpu"
+    check_choice(VARIABLE, value, get_args(Device.__value__))
+    return "cpu" if value == "cpu" else "cuda"
+
+
+def enable_if_chosen() -> Device:
+    """Enable the CPU back end if :func:`choose_device` says ``"cpu"``; return what it says."""
+    device = choose_device()
+    if device == "cpu":
+        enable()
+        logger.info("running on the CPU with gloo (set %s=cuda to use GPUs)", VARIABLE)
+    return device

@@ -29,21 +29,13 @@ def set_defaults(parser: argparse.ArgumentParser) -> None:
 
 
 class Refusal(NamedTuple):
-    """A value of the trainer's flags that cannot work on a CPU.
+    """A value of the trainer's flags that cannot work on a CPU."""
 
-    Attributes:
-        dest: Name in the namespace of Megatron's parser.
-        rule: Why it cannot work.
-        way_out: What to do instead.
-        values: Which values cannot; without any, all that turn something on.
-        flag: Name on the command line, where it is not that of ``dest``.
-    """
-
-    dest: str
-    rule: str
-    way_out: str = "Leave the flag out"
-    values: tuple[object, ...] = ()
-    flag: str | None = None
+    dest: str  # name in the namespace of Megatron's parser
+    rule: str  # why it cannot work
+    way_out: str = "Leave the flag out"  # what to do instead
+    values: tuple[object, ...] = ()  # which values cannot; without any, all that turn something on
+    flag: str | None = None  # name on the command line, where it is not that of ``dest``
 
     def check(self, value: Any) -> None:
         """Raise a ConfigurationError for a value that cannot work."""
@@ -128,44 +120,30 @@ def check_supported(args: argparse.Namespace) -> None:
     check_pattern(getattr(args, "hybrid_layer_pattern", None) or "")
     _check_parallel_sizes(args)
     if getattr(args, "optimizer_cpu_offload", False) and args.optimizer in ("adam", "sgd"):
-        raise ConfigurationError(
-            "--optimizer-cpu-offload",
-            True,
-            f"megatron-core's optimizer that off-loads {args.optimizer} needs a GPU",
-            "Leave the flag out, or try it with another --optimizer",
-        )
+        rule = f"megatron-core's optimizer that off-loads {args.optimizer} needs a GPU"
+        way_out = "Leave the flag out, or try it with another --optimizer"
+        raise ConfigurationError("--optimizer-cpu-offload", True, rule, way_out)
     fused = getattr(args, "apply_rope_fusion", None)
     if fused and getattr(args, "position_embedding_type", None) == "rope":
-        raise ConfigurationError(
-            "apply_rope_fusion",
-            fused,
-            "this fused kernel is Transformer Engine's, which needs a GPU",
-            "Pass --no-rope-fusion",
-        )
+        rule = "this fused kernel is Transformer Engine's, which needs a GPU"
+        raise ConfigurationError("apply_rope_fusion", fused, rule, "Pass --no-rope-fusion")
 
 
 def _check_parallel_sizes(args: argparse.Namespace) -> None:
     if (size := getattr(args, "context_parallel_size", None) or 1) > 1:
-        raise ConfigurationError(
-            "--context-parallel-size",
-            size,
-            "context parallelism is done by Transformer Engine's attention, which needs a GPU",
-            "Pass --context-parallel-size 1 or use GPUs",
-        )
+        rule = "context parallelism is done by Transformer Engine's attention, which needs a GPU"
+        way_out = "Pass --context-parallel-size 1 or use GPUs"
+        raise ConfigurationError("--context-parallel-size", size, rule, way_out)
     if (size := getattr(args, "tensor_model_parallel_size", None) or 1) == 1:
         return
     if getattr(args, "num_experts", None) and not getattr(args, "sequence_parallel", False):
-        raise ConfigurationError(
-            "--tensor-model-parallel-size",
-            size,
-            "Megatron trains experts with tensor parallelism only under sequence parallelism",
-            "Pass --sequence-parallel, or --tensor-model-parallel-size 1",
-        )
+        rule = "Megatron trains experts with tensor parallelism only under sequence parallelism"
+        way_out = "Pass --sequence-parallel, or --tensor-model-parallel-size 1"
+        raise ConfigurationError("--tensor-model-parallel-size", size, rule, way_out)
     if getattr(args, "multi_latent_attention", False):
-        raise ConfigurationError(
-            "--tensor-model-parallel-size",
-            size,
+        rule = (
             "the gradient of multi-latent attention's rotary key is not summed over the ranks by "
-            "Megatron's local layers",
-            "Pass --tensor-model-parallel-size 1",
+            "Megatron's local layers"
         )
+        way_out = "Pass --tensor-model-parallel-size 1"
+        raise ConfigurationError("--tensor-model-parallel-size", size, rule, way_out)

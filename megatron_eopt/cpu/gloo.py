@@ -2,7 +2,6 @@
 
 import functools
 import os
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from megatron_eopt.base.wrapping import Function, around
 from megatron_eopt.cpu.patches import Patch
 
 
@@ -17,52 +17,46 @@ def _as_list(sizes: Any) -> Any:
     return sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes
 
 
-def _all_to_all_with_tensor_sizes(plain: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def _all_to_all_with_tensor_sizes(
+    plain: Function,
+    output: torch.Tensor,
+    input: torch.Tensor,
+    output_split_sizes: Any = None,
+    input_split_sizes: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """``all_to_all_single`` that also takes its split sizes as tensors.
 
     Megatron's MoE dispatcher passes them so unless they are on a GPU.
     """
-
-    @functools.wraps(plain)
-    def all_to_all_single(
-        output: torch.Tensor,
-        input: torch.Tensor,
-        output_split_sizes: Any = None,
-        input_split_sizes: Any = None,
-        group: dist.ProcessGroup | None = None,
-        async_op: bool = False,
-    ) -> Any:
-        sizes = _as_list(output_split_sizes), _as_list(input_split_sizes)
-        return plain(output, input, *sizes, group=group, async_op=async_op)
-
-    return all_to_all_single
+    sizes = _as_list(output_split_sizes), _as_list(input_split_sizes)
+    return plain(output, input, *sizes, *args, **kwargs)
 
 
-def _all_gather_of_any_sizes(plain: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def _all_gather_of_any_sizes(
+    plain: Function,
+    tensor_list: list[torch.Tensor],
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Any:
     """``all_gather`` that also takes tensors of another shape from every rank.
 
     As with NCCL, the list has the shapes of the ranks' tensors, the same list on every rank.
     """
-
-    @functools.wraps(plain)
-    def all_gather(
-        tensor_list: list[torch.Tensor],
-        tensor: torch.Tensor,
-        group: dist.ProcessGroup | None = None,
-        async_op: bool = False,
-    ) -> Any:
-        rank = dist.get_rank(group)
-        if rank < 0 or len({entry.shape for entry in tensor_list}) <= 1:
-            return plain(tensor_list, tensor, group=group, async_op=async_op)
-        with torch.no_grad():
-            tensor_list[rank].copy_(tensor)
-        work = None
-        for source, entry in enumerate(tensor_list):
-            if entry.numel():
-                work = dist.broadcast(entry, group_src=source, group=group, async_op=async_op)
-        return work  # a group of gloo works in order, so that the last one ends last
-
-    return all_gather
+    rank = dist.get_rank(group)
+    if rank < 0 or len({entry.shape for entry in tensor_list}) <= 1:
+        return plain(tensor_list, tensor, group=group, async_op=async_op)
+    with torch.no_grad():
+        tensor_list[rank].copy_(tensor)
+    work = None
+    for source, entry in enumerate(tensor_list):
+        if entry.numel():
+            work = dist.broadcast(entry, group_src=source, group=group, async_op=async_op)
+    return work  # a group of gloo works in order, so that the last one ends last
 
 
 def gloo_patches() -> list[Patch]:
@@ -123,11 +117,7 @@ def group_patches() -> list[Patch]:
     return patches
 
 
-def _on_cpu(plain: Callable[..., DeviceMesh]) -> Callable[..., DeviceMesh]:
+@around
+def _on_cpu(plain: Function, group: Any, device_type: str, *args: Any, **kwargs: Any) -> Any:
     """``DeviceMesh.from_group`` that builds meshes of GPUs on the CPU."""
-
-    @functools.wraps(plain)
-    def from_group(group: Any, device_type: str, *args: Any, **kwargs: Any) -> DeviceMesh:
-        return plain(group, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
-
-    return from_group
+    return plain(group, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)

@@ -62,12 +62,9 @@ def check_pattern(pattern: str) -> None:
 
 def _refusal(symbol: str, pattern: str) -> ConfigurationError:
     layer, package = GPU_LAYERS[symbol]
-    return ConfigurationError(
-        "--hybrid-layer-pattern",
-        pattern,
-        f"{layer} layers ({symbol}) are kernels of {package}, which need a GPU",
-        "Use attention (*), MLP (-) and MoE (E) layers here, or a GPU with this package",
-    )
+    rule = f"{layer} layers ({symbol}) are kernels of {package}, which need a GPU"
+    way_out = "Use attention (*), MLP (-) and MoE (E) layers here, or a GPU with this package"
+    return ConfigurationError("--hybrid-layer-pattern", pattern, rule, way_out)
 
 
 class _OnGpusOnly(torch.nn.Module):
@@ -81,38 +78,35 @@ class _OnGpusOnly(torch.nn.Module):
 _LOCAL = LocalSpecProvider()
 _COLUMN, _ROW = _LOCAL.column_parallel_linear(), _LOCAL.row_parallel_linear()
 _NORM = WrappedTorchNorm  # LayerNorm or RMSNorm, as the model's configuration says
-_CAUSAL = {"attn_mask_type": AttnMaskType.causal}
 
-_ATTENTION = TransformerLayerSubmodules(
-    input_layernorm=_NORM,
-    self_attention=ModuleSpec(
-        module=SelfAttention,
-        params=_CAUSAL,
-        submodules=SelfAttentionSubmodules(
-            linear_qkv=_COLUMN, core_attention=_LOCAL.core_attention(), linear_proj=_ROW
-        ),
+
+def _attention(module: type, submodules: Any, **names: Any) -> TransformerLayerSubmodules:
+    attention = ModuleSpec(module, {"attn_mask_type": AttnMaskType.causal}, submodules)
+    return TransformerLayerSubmodules(
+        _NORM, self_attention=attention, self_attn_bda=get_bias_dropout_add, **names
+    )
+
+
+_ATTENTION = _attention(
+    SelfAttention,
+    SelfAttentionSubmodules(
+        linear_qkv=_COLUMN, core_attention=_LOCAL.core_attention(), linear_proj=_ROW
     ),
-    self_attn_bda=get_bias_dropout_add,
     sharded_state_dict_keys_map={"input_layernorm.": "self_attention.linear_qkv.layer_norm_"},
 )
-_LATENT_ATTENTION = TransformerLayerSubmodules(
-    input_layernorm=_NORM,
-    self_attention=ModuleSpec(
-        module=MLASelfAttention,
-        params=_CAUSAL,
-        submodules=MLASelfAttentionSubmodules(
-            linear_q_proj=_COLUMN,
-            linear_q_down_proj=_COLUMN,
-            linear_q_up_proj=_COLUMN,
-            linear_kv_down_proj=_COLUMN,
-            linear_kv_up_proj=_COLUMN,
-            core_attention=_LOCAL.core_attention(),
-            linear_proj=_ROW,
-            q_layernorm=IdentityOp,
-            kv_layernorm=IdentityOp,
-        ),
+_LATENT_ATTENTION = _attention(
+    MLASelfAttention,
+    MLASelfAttentionSubmodules(
+        linear_q_proj=_COLUMN,
+        linear_q_down_proj=_COLUMN,
+        linear_q_up_proj=_COLUMN,
+        linear_kv_down_proj=_COLUMN,
+        linear_kv_up_proj=_COLUMN,
+        core_attention=_LOCAL.core_attention(),
+        linear_proj=_ROW,
+        q_layernorm=IdentityOp,
+        kv_layernorm=IdentityOp,
     ),
-    self_attn_bda=get_bias_dropout_add,
 )
 _MLP = TransformerLayerSubmodules(
     pre_mlp_layernorm=_NORM,

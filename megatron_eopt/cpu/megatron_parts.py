@@ -25,6 +25,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch.utils._pytree import tree_map_only
 
 from megatron_eopt.base.upstream import dataset_helpers_to_skip
+from megatron_eopt.base.wrapping import Function, around
 from megatron_eopt.cpu.patches import Patch
 
 
@@ -50,42 +51,35 @@ def megatron_patches() -> list[Patch]:
     return patches
 
 
-def _with_widths(plain: Any) -> Any:
-    @functools.wraps(plain)
-    def init(
-        self: Any,
-        *args: Any,
-        k_channels: int | None = None,
-        v_channels: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        plain(self, *args, **kwargs)
-        if v_channels is not None:
-            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
-
-    return init
+@around
+def _with_widths(
+    plain: Function,
+    self: Any,
+    *args: Any,
+    k_channels: int | None = None,
+    v_channels: int | None = None,
+    **kwargs: Any,
+) -> None:
+    plain(self, *args, **kwargs)
+    if v_channels is not None:
+        self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
 
 
-def _marking(plain: Any) -> Any:
-    def make(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
-        if not config.sequence_parallel:
-            return plain(cls, config, *args, **kwargs)
-        alone = copy.copy(config)
-        alone.sequence_parallel = False
-        norm: torch.nn.Module = plain(cls, alone, *args, **kwargs)
-        for parameter in norm.parameters():
-            parameter.sequence_parallel = True  # type: ignore[attr-defined]
-        return norm
-
-    return make
+@around
+def _marking(plain: Function, cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
+    if not config.sequence_parallel:
+        return plain(cls, config, *args, **kwargs)
+    alone = copy.copy(config)
+    alone.sequence_parallel = False
+    norm: torch.nn.Module = plain(cls, alone, *args, **kwargs)
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = True  # type: ignore[attr-defined]
+    return norm
 
 
-def _handing_over_copies(plain: Any) -> Any:
-    @functools.wraps(plain)
-    def schedule_async_call(self: Any, async_req: Any) -> None:
-        plain(self, with_copies(async_req))
-
-    return schedule_async_call
+@around
+def _handing_over_copies(plain: Function, self: Any, async_req: Any) -> None:
+    plain(self, with_copies(async_req))
 
 
 def with_copies(request: Any) -> Any:
@@ -102,11 +96,8 @@ def with_copies(request: Any) -> Any:
     return request._replace(async_fn_args=copies(request.async_fn_args), preload_fn=stage)
 
 
-def _multiplying_first(plain: Any) -> Any:
-    @functools.wraps(plain)
-    def gradient_reduce_preprocessing(grad_data: Any, factor: Any, ddp_config: Any) -> Any:
-        unfused = copy.copy(ddp_config)
-        unfused.gradient_reduce_div_fusion = False
-        return plain(grad_data, factor, unfused)
-
-    return gradient_reduce_preprocessing
+@around
+def _multiplying_first(plain: Function, grad_data: Any, factor: Any, ddp_config: Any) -> Any:
+    unfused = copy.copy(ddp_config)
+    unfused.gradient_reduce_div_fusion = False
+    return plain(grad_data, factor, unfused)

@@ -1,6 +1,5 @@
 """What the trainer's log has besides: the optimizer's scalars, and a progress bar."""
 
-import functools
 import inspect
 import sys
 from collections.abc import Mapping
@@ -8,8 +7,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from megatron_eopt.base.wrapping import Function, around
 from megatron_eopt.build.chain import OptimizerChain
-from megatron_eopt.checkpoint.trainer import Function
 
 
 class TrainingLog:
@@ -25,36 +24,26 @@ class TrainingLog:
         self._measured: OptimizerChain | None = None
         self._bar: tqdm[Any] | None = None
 
-    def around_step(self, original: Function) -> Function:
-        """Return ``train_step`` with the optimizer measured if its iteration is logged."""
-        signature = inspect.signature(original)
+        self.wrappers = {"train_step": around(self._step), "training_log": around(self._log)}
 
-        @functools.wraps(original)
-        def train_step(*values: Any, **kwargs: Any) -> Any:
-            optimizer = signature.bind(*values, **kwargs).arguments["optimizer"]
-            if isinstance(optimizer, OptimizerChain):
-                self._measure(optimizer)
-            return original(*values, **kwargs)
+    def _step(self, original: Function, *values: Any, **kwargs: Any) -> Any:
+        """Do a step, in which the optimizer is measured if its iteration is logged."""
+        optimizer = inspect.signature(original).bind(*values, **kwargs).arguments["optimizer"]
+        if isinstance(optimizer, OptimizerChain):
+            self._measure(optimizer)
+        return original(*values, **kwargs)
 
-        return train_step
-
-    def around_log(self, original: Function) -> Function:
-        """Return ``training_log`` which writes the scalars too; collective if there are some."""
-        signature = inspect.signature(original)
-
-        @functools.wraps(original)
-        def training_log(*values: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*values, **kwargs).arguments
-            if self._bar is not None:
-                self._bar.clear()  # for the lines that come
-            result = original(*values, **kwargs)
-            if self._measured is not None:
-                write_scalars(self._measured.stats(), given["iteration"])
-                self._measured = None
-            self._show(given)
-            return result
-
-        return training_log
+    def _log(self, original: Function, *values: Any, **kwargs: Any) -> Any:
+        """Log, and write the scalars too; collective if there are some."""
+        given = inspect.signature(original).bind(*values, **kwargs).arguments
+        if self._bar is not None:
+            self._bar.clear()  # for the lines that come
+        result = original(*values, **kwargs)
+        if self._measured is not None:
+            write_scalars(self._measured.stats(), given["iteration"])
+            self._measured = None
+        self._show(given)
+        return result
 
     def _measure(self, optimizer: OptimizerChain) -> None:
         # these load what must not be loaded before the device is chosen

@@ -23,25 +23,6 @@ from megatron_eopt.qk_clip import clip_qk
 
 logger = logging.getLogger(__name__)
 
-EMERGING_OPTIMIZERS = (
-    "EmergingOptimizerEntry",
-    "TensorParallelAdaptiveMuon",
-    "TensorParallelMuon",
-    "_EMERGING_OPTIMIZERS",
-    "_adaptive_muon_config_to_kwargs",
-    "_create_emerging_optimizer",
-    "_default_adam_based_eopt_config_to_kwargs",
-    "_default_param_overrides_factory",
-    "_eopt_init_state_fn",
-    "_get_qkv_split_shapes",
-    "_is_nonlinear_or_embedding",
-    "_kwargs_from_config",
-    "_muon_config_to_kwargs",
-    "get_supported_coefficient_types",
-    "validate_coefficient_type",
-)
-"""Names of Megatron's module ``emerging_optimizers`` that are ours in our module of that name."""
-
 NEEDED: dict[str, Any] = {
     "get_megatron_optimizer": get_megatron_optimizer,
     "LayerWiseDistributedOptimizer": LayerWiseDistributedOptimizer,
@@ -52,7 +33,7 @@ NEEDED: dict[str, Any] = {
 
 PUBLISHED: dict[str, dict[str, Any]] = {
     "megatron.core.optimizer.emerging_optimizers": {
-        name: getattr(emerging_optimizers, name) for name in EMERGING_OPTIMIZERS
+        name: getattr(emerging_optimizers, name) for name in emerging_optimizers.__all__
     },
     "megatron.core.optimizer.muon": {
         "get_megatron_muon_optimizer": muon.get_megatron_muon_optimizer
@@ -79,9 +60,8 @@ def rebindings() -> Rebindings:
         needed(name)
         result.append((owner_of(name), name, replacement))
     layouts = dict.fromkeys(filter(_lays_out, _WRAPPING), in_the_usual_layout)
-    log = TrainingLog()
-    logged = {"train_step": log.around_step, "training_log": log.around_log}
-    result += [*wrapped({**WRAPPED, **layouts, **logged}), *trainer_rebindings()]
+    log = TrainingLog().wrappers
+    result += [*wrapped({**WRAPPED, **layouts, **log}), *trainer_rebindings()]
     if (helpers := dataset_helpers_to_skip()) is not None:
         result.append((helpers, "compile_helpers", lambda: None))
     return result

@@ -2,9 +2,8 @@
 
 import argparse
 import dataclasses
-import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from megatron.core.distributed import DistributedDataParallel
@@ -13,6 +12,7 @@ from megatron_eopt import cpu
 from megatron_eopt.arguments import add_arguments as _extend_parser
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import STANDARD_OPTIMIZERS
+from megatron_eopt.base.wrapping import Function, around
 
 ProviderT = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 
@@ -42,37 +42,39 @@ def _extended(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-def with_our_flags(original: Callable[..., argparse.Namespace]) -> Callable[..., Any]:
+@around
+def with_our_flags(
+    original: Function,
+    extra_args_provider: ProviderT | None = None,
+    ignore_unknown_args: bool = False,
+) -> argparse.Namespace:
     """Let the trainer's parser know our flags, whatever else a script adds to it.
 
     A script that does not know us expects Megatron's values of flags that are not given, so these
     are the defaults then. On the CPU back end, what was parsed is checked for what needs a GPU.
     """
 
-    @functools.wraps(original)
-    def parse_args(
-        extra_args_provider: ProviderT | None = None, ignore_unknown_args: bool = False
-    ) -> argparse.Namespace:
-        def provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-            if cpu.is_enabled():
-                cpu.set_defaults(parser)  # before those of the script
-            if extra_args_provider is not None:
-                parser = extra_args_provider(parser)
-            knows_us = any(action.dest == "optimizer_defaults" for action in parser._actions)
-            _extended(parser)
-            if not knows_us:
-                parser.set_defaults(optimizer_defaults="megatron")
-            return parser
-
-        args = original(provider, ignore_unknown_args)
+    def provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         if cpu.is_enabled():
-            cpu.check_supported(args)
-        return args
+            cpu.set_defaults(parser)  # before those of the script
+        if extra_args_provider is not None:
+            parser = extra_args_provider(parser)
+        knows_us = any(action.dest == "optimizer_defaults" for action in parser._actions)
+        _extended(parser)
+        if not knows_us:
+            parser.set_defaults(optimizer_defaults="megatron")
+        return parser
 
-    return parse_args
+    args: argparse.Namespace = original(provider, ignore_unknown_args)
+    if cpu.is_enabled():
+        cpu.check_supported(args)
+    return args
 
 
-def checking_what_it_knows(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def checking_what_it_knows(
+    original: Function, args: argparse.Namespace, defaults: Any = None
+) -> Any:
     """Let Megatron check flags without those that it refuses and we serve.
 
     It refuses ``--use-torch-fsdp2`` and ``--use-megatron-fsdp`` with any optimizer but its own,
@@ -80,30 +82,25 @@ def checking_what_it_knows(original: Callable[..., Any]) -> Callable[..., Any]:
     Engine's attention, where we record the logits of the local one. Whatever else it requires of
     either FSDP is checked as for Adam.
     """
-
-    @functools.wraps(original)
-    def validate_args(args: argparse.Namespace, defaults: Any = None) -> Any:
-        pretended: dict[str, Any] = {}
-        is_ours = args.optimizer not in STANDARD_OPTIMIZERS
-        if getattr(args, "use_megatron_fsdp", False):
-            _check_megatron_fsdp(args)
-            pretended |= {"optimizer": "adam"} if is_ours else {}
-        if getattr(args, "use_torch_fsdp2", False):
-            (_check_torch_fsdp2 if is_ours else _check_saving)(args)
-            pretended |= {"optimizer": "adam"} if is_ours else {}
-        if is_ours:
-            _check_persistent_worker(args)
-            pretended["optimizer_cpu_offload"] = False
-        if args.transformer_impl == "local":
-            pretended |= {"qk_clip": False, "log_max_attention_logit": False}
-        asked = {name: getattr(args, name) for name in pretended}
-        vars(args).update(pretended)
-        try:
-            return original(args, {} if defaults is None else defaults)
-        finally:
-            vars(args).update(asked)
-
-    return validate_args
+    pretended: dict[str, Any] = {}
+    is_ours = args.optimizer not in STANDARD_OPTIMIZERS
+    if getattr(args, "use_megatron_fsdp", False):
+        _check_megatron_fsdp(args)
+        pretended |= {"optimizer": "adam"} if is_ours else {}
+    if getattr(args, "use_torch_fsdp2", False):
+        (_check_torch_fsdp2 if is_ours else _check_saving)(args)
+        pretended |= {"optimizer": "adam"} if is_ours else {}
+    if is_ours:
+        _check_persistent_worker(args)
+        pretended["optimizer_cpu_offload"] = False
+    if args.transformer_impl == "local":
+        pretended |= {"qk_clip": False, "log_max_attention_logit": False}
+    asked = {name: getattr(args, name) for name in pretended}
+    vars(args).update(pretended)
+    try:
+        return original(args, {} if defaults is None else defaults)
+    finally:
+        vars(args).update(asked)
 
 
 def _check_persistent_worker(args: argparse.Namespace) -> None:
@@ -146,9 +143,8 @@ def _check_saving(args: argparse.Namespace) -> None:
     if args.save and args.ckpt_format == "torch_dist" and not args.no_save_optim:
         rule = f"has no form for the state that Megatron's {args.optimizer} keeps of DTensors"
         way_out = "Pass --ckpt-format torch_dcp or --no-save-optim, or train with another optimizer"
-        raise ConfigurationError(
-            "--ckpt-format", args.ckpt_format, f"{rule} (--use-torch-fsdp2)", way_out
-        )
+        rule += " (--use-torch-fsdp2)"
+        raise ConfigurationError("--ckpt-format", args.ckpt_format, rule, way_out)
 
 
 def _check_megatron_fsdp(args: argparse.Namespace) -> None:
@@ -160,57 +156,39 @@ def _check_megatron_fsdp(args: argparse.Namespace) -> None:
     asynchronous = args.async_save and args.use_persistent_ckpt_worker
     if asynchronous and args.async_strategy == "mcore":
         rule = "fails at the first save: Megatron asks of its writer what that cannot do"
+        rule += " (--use-megatron-fsdp)"
         way_out = "Leave out --async-save, and save synchronously"
-        raise ConfigurationError(
-            "--async-strategy", "mcore", f"{rule} (--use-megatron-fsdp)", way_out
-        )
+        raise ConfigurationError("--async-strategy", "mcore", rule, way_out)
 
 
-def sharding_ddp_config(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+@around
+def sharding_ddp_config(original: Function, args: Any) -> Any:
     """Let Megatron's DDP reduce-scatter gradients for layer-wise optimizers as it does for Adam.
 
     The trainer's argument check has turned ``use_distributed_optimizer`` off for them.
     """
-
-    @functools.wraps(original)
-    def get_megatron_ddp_config(args: Any) -> Any:
-        ddp_config = original(args)
-        if getattr(args, "use_layer_wise_distributed_optimizer", False):
-            ddp_config = dataclasses.replace(ddp_config, use_distributed_optimizer=True)
-        return ddp_config
-
-    return get_megatron_ddp_config
+    ddp_config = original(args)
+    if getattr(args, "use_layer_wise_distributed_optimizer", False):
+        ddp_config = dataclasses.replace(ddp_config, use_distributed_optimizer=True)
+    return ddp_config
 
 
-def in_the_usual_layout(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def in_the_usual_layout(original: Function, *args: Any, **kwargs: Any) -> Any:
     """Lay parameters out in one buffer without padding, whatever the optimizer.
 
     Where a caller asks for layer-wise storage gradients are reduce-scattered, as Megatron's own
     function promises: it turns that on in the configuration that it is given.
     """
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def wrap(*args: Any, **kwargs: Any) -> Any:
-        call = signature.bind(*args, **kwargs)
-        call.apply_defaults()
-        wanted = call.arguments
-        layer_wise = wanted["use_layer_wise_distributed_optimizer"]
-        if layer_wise and _in_buffers(wanted) and _scatters(wanted):
-            wanted["ddp_config"].use_distributed_optimizer = True
-        wanted["use_layer_wise_distributed_optimizer"] = False
-        return original(*call.args, **call.kwargs)
-
-    return wrap
-
-
-def _in_buffers(wanted: Mapping[str, Any]) -> bool:
-    """Whether the wrapper that is asked for is Megatron's DDP, by its class or by other flags."""
-    is_another = wanted.get("use_megatron_fsdp") or wanted.get("use_torch_fsdp2")
-    return not is_another and wanted.get("DP", DistributedDataParallel) is DistributedDataParallel
-
-
-def _scatters(wanted: Mapping[str, Any]) -> bool:
-    """Whether the layout that is asked for, which we do without, goes with scattered gradients."""
-    name = wanted.get("layer_wise_param_layout", "padded")
-    return name != "legacy" and bool(wanted.get("use_layer_wise_param_layout", True))
+    call = inspect.signature(original).bind(*args, **kwargs)
+    call.apply_defaults()
+    wanted = call.arguments
+    # the next release's function is asked for a wrapper by flags, and for no layout
+    is_fsdp = wanted.get("use_megatron_fsdp") or wanted.get("use_torch_fsdp2")
+    is_ddp = wanted.get("DP", DistributedDataParallel) is DistributedDataParallel and not is_fsdp
+    layer_wise = wanted["use_layer_wise_distributed_optimizer"]
+    if layer_wise and is_ddp and wanted.get("use_layer_wise_param_layout", True):
+        # gradients are scattered where the layout that we do without goes with it
+        wanted["ddp_config"].use_distributed_optimizer = True
+    wanted["use_layer_wise_distributed_optimizer"] = False
+    return original(*call.args, **call.kwargs)

@@ -58,6 +58,13 @@ class AdaptiveDriver(MuonDriver):
         ]
         if optimizer.bias_correction:
             self.dispensable -= {STEP}
+        # where statistics, or scales, of what is stored or computed are
+        self._lasting: list[Tensor] = []
+
+    def buffers(self) -> Iterator[Tensor]:
+        """Yield what lives on between steps."""
+        yield from super().buffers()
+        yield from self._lasting
 
     def init(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Make momenta, statistics and counters exist."""
@@ -72,6 +79,9 @@ class AdaptiveDriver(MuonDriver):
     @property
     def _counts_steps(self) -> bool:
         return self.optimizer.bias_correction or super()._counts_steps
+
+    def _inputs(self, wave: int, stepped: Mapping[int, Stepped]) -> Mapping[int, Tensor]:
+        return self._directions(wave, stepped)
 
     def _update(
         self, stack: Tensor, matrices: Sequence[int], reduce: ReduceT | None, shape: tuple[int, int]
@@ -94,12 +104,7 @@ class AdaMuonDriver(AdaptiveDriver):
             for number, scales in enumerate(self._scales)
             if len(set(scales)) > 1
         }
-
-    def buffers(self) -> Iterator[Tensor]:
-        """Yield what lives on between steps: also where scales change."""
-        yield from super().buffers()
-        for stored in self._stored.values():
-            yield from stored.tensors
+        self._lasting = [tensor for one in self._stored.values() for tensor in one.tensors]
 
     def is_cut_like_weights(self, kind: str, value: Any) -> bool:
         """Whether a state has a number for each of the parameter's."""
@@ -107,9 +112,6 @@ class AdaMuonDriver(AdaptiveDriver):
 
     def _empty_statistics(self, param: Tensor, number: int) -> Tensor:
         return torch.zeros_like(param, requires_grad=False)
-
-    def _inputs(self, wave: int, stepped: Mapping[int, Stepped]) -> Mapping[int, Tensor]:
-        return self._directions(wave, stepped)
 
     def _apply(self, stepped: Sequence[Stepped], updates: Mapping[int, Tensor]) -> None:
         """Divide by the roots of the second moments, then scale each matrix by its shape."""
@@ -226,7 +228,7 @@ class NorMuonDriver(MatrixMomentDriver):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         # where in the flat statistics those of this rank's rows, or columns, of each matrix are
-        self._places = []
+        self._places = self._lasting
         start, works = 0, iter(self.engine.work.matrices)
         for shape, work in zip((s for some in self._statistics for s in some), works, strict=True):
             if self.engine.blockwise:
@@ -237,17 +239,9 @@ class NorMuonDriver(MatrixMomentDriver):
             start += math.prod(shape)
         self._new = torch.empty(0)
 
-    def buffers(self) -> Iterator[Tensor]:
-        """Yield what lives on between steps: also where the statistics of computed rows are."""
-        yield from super().buffers()
-        yield from self._places
-
     def _begin(self, groups: Sequence[ParamGroup], stepped: Mapping[int, Stepped]) -> None:
         super()._begin(groups, stepped)
         self._new = torch.zeros_like(self._flat)
-
-    def _inputs(self, wave: int, stepped: Mapping[int, Stepped]) -> Mapping[int, Tensor]:
-        return self._directions(wave, stepped)
 
     def _update(
         self, stack: Tensor, matrices: Sequence[int], reduce: ReduceT | None, shape: tuple[int, int]
@@ -280,17 +274,12 @@ class NamoDriver(MatrixMomentDriver):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._stored = [StoredMatrices(shard, self.engine.device) for shard in self.shards]
+        self._lasting = [tensor for stored in self._stored for tensor in stored.tensors]
         self._factors: dict[int, Tensor] = {}
-
-    def buffers(self) -> Iterator[Tensor]:
-        """Yield what lives on between steps: also where the matrices of what is stored are."""
-        yield from super().buffers()
-        for stored in self._stored:
-            yield from stored.tensors
 
     def _inputs(self, wave: int, stepped: Mapping[int, Stepped]) -> Mapping[int, Tensor]:
         """Also compute the factors of the matrices of the wave, the same on all ranks."""
-        found = self._directions(wave, stepped)
+        found = super()._inputs(wave, stepped)
         arrived = self.engine.arrivals[wave]
         if not arrived:
             return found

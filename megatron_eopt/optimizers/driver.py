@@ -142,8 +142,8 @@ class Driver:
 
     def set_steps(self, groups: Sequence[ParamGroup], state: State, steps: int) -> None:
         """Continue after ``steps`` steps that another run did."""
-        for _, param, _ in self.numbered(groups):
-            set_step(state[param], steps)
+        for values in self.counting(groups, state):
+            set_step(values, steps)
 
     def step(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Update the parameters of ``groups``; all ranks of a group call this together."""

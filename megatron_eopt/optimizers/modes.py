@@ -87,23 +87,14 @@ class Work:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What one group of ranks does together: work, and what travels for it.
+    """What one group of ranks does together: work, and what travels for it."""
 
-    Attributes:
-        ranks: The group.
-        names: Name of every matrix.
-        storage: Where each is stored.
-        work: Where each is computed.
-        plan: What travels in a step, as this rank sees it.
-        tensors: How many tensors of each matrix the plan numbers, one after another.
-    """
-
-    ranks: Ranks
-    names: Sequence[str]
-    storage: Sequence[Layout]
-    work: Work
-    plan: Plan
-    tensors: int = 1
+    ranks: Ranks  # the group
+    names: Sequence[str]  # name of every matrix
+    storage: Sequence[Layout]  # where each is stored
+    work: Work  # where each is computed
+    plan: Plan  # what travels in a step, as this rank sees it
+    tensors: int = 1  # how many tensors of each matrix the plan numbers, one after another
 
     def computed(self, wave: WavePlan) -> list[int]:
         """Return the numbers of the matrices that this rank computes in a wave."""

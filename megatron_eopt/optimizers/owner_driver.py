@@ -26,7 +26,6 @@ from megatron_eopt.optimizers.driver import (
     State,
     bound,
     dry_step,
-    set_step,
 )
 from megatron_eopt.optimizers.engine import Means
 from megatron_eopt.optimizers.host_memory import HostMemory, HostPlace
@@ -135,14 +134,6 @@ class OwnerDriver(Driver):
         """Yield the states of owned matrices, and the groups, in which steps are counted."""
         yield from (own for own in self._own_groups if STEP in own)
         yield from (values for values in self.owned_state.values() if STEP in values)
-
-    def set_steps(self, groups: Sequence[ParamGroup], state: State, steps: int) -> None:
-        """Set counters in states and in groups."""
-        for own in self._own_groups:
-            if STEP in own:
-                own[STEP] = steps
-        for values in self.owned_state.values():
-            set_step(values, steps)
 
     def step(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Update the parameters of ``groups``; all ranks of the group call this together.

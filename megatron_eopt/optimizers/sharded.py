@@ -43,10 +43,7 @@ class ShardedOptimizer(CompositeOptimizer):
         groups: Parameter groups.
         served: For each driver which of the groups it steps, and which of their parameters, in the
             order of its shards.
-        names: Names of the parameters.
-
-    Attributes:
-        names: Names of the parameters.
+        names: Names of the parameters, an attribute too.
     """
 
     def __init__(

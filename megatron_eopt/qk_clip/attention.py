@@ -18,23 +18,18 @@ from megatron.core.transformer.utils import (
 from torch import Tensor, nn
 
 from megatron_eopt.base.errors import ConfigurationError, check_number
+from megatron_eopt.settings.arguments import qkv_split_shapes
 
 _WAY_OUT = "use megatron-core's SelfAttention or MLASelfAttention with its DotProductAttention"
 
 
 @dataclass(frozen=True, eq=False)
 class Projection:
-    """A weight with rows that make queries or keys.
+    """A weight with rows that make queries or keys."""
 
-    Attributes:
-        weight: The local weight; tensor parallelism cuts rows of the whole.
-        blocks: Heads, or query groups, of the whole weight.
-        parts: Rows of a block that follow one another, and the power of the head's factor that
-            scales them.
-    """
-
-    weight: Tensor
-    blocks: int
+    weight: Tensor  # the local weight; tensor parallelism cuts rows of the whole
+    blocks: int  # heads, or query groups, of the whole weight
+    # rows of a block that follow one another, and the power of the head's factor that scales them
     parts: tuple[tuple[int, float], ...]
 
     def factors(self, of_heads: Tensor, rank: int) -> Tensor:
@@ -68,11 +63,10 @@ def projections(attention: Any) -> list[Projection]:
     alpha = config.qk_clip_alpha
     heads = config.num_attention_heads
     if isinstance(attention, SelfAttention):
-        size, groups = config.kv_channels, config.num_query_groups
-        queries = heads // groups * size
-        gates = ((queries, 0.0),) if getattr(config, "attention_output_gate", False) else ()
-        parts = ((queries, alpha), *gates, (size, 1 - alpha), (size, 0.0))
-        return [Projection(_weight(attention, "linear_qkv"), groups, parts)]
+        queries, *gate, keys, values = qkv_split_shapes(config)
+        gates = [(rows, 0.0) for rows in gate]
+        parts = ((queries, alpha), *gates, (keys, 1 - alpha), (values, 0.0))
+        return [Projection(_weight(attention, "linear_qkv"), config.num_query_groups, parts)]
     nope = config.qk_head_dim
     low_rank = config.q_lora_rank is not None
     # all heads have one rotary key, so the queries alone bring its part of the logits down

@@ -6,6 +6,7 @@ Each function below answers for one family of modules; the orders are those in w
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from megatron.core.ssm.mamba_mixer import MambaMixer
@@ -16,7 +17,8 @@ from megatron.core.transformer.multi_latent_attention import MultiLatentAttentio
 from torch import nn
 
 from megatron_eopt.base.upstream import found
-from megatron_eopt.matrices import Field, Section, Split, SplitT, gated, periodic, side_by_side
+from megatron_eopt.matrices import Field, Section, Split, SplitT, gated, periodic, qkv, side_by_side
+from megatron_eopt.settings.arguments import qkv_split_shapes
 
 type _Lengths = Mapping[str, int]
 
@@ -27,9 +29,9 @@ class FusedWeight:
 
     kind: SplitT  # the option that turns its split on
     rows: int | None  # rows of the unsharded weight; ``None`` where any number that divides will do
-    build: Callable[[tuple[int, ...]], Split]  # makes the split from the unsharded shape
-    # the same with one matrix per head, where the weight has heads
-    build_per_head: Callable[[tuple[int, ...]], Split] | None = None
+    build: Callable[..., Split]  # makes the split from the unsharded shape
+    # what it takes besides to make one matrix per head, where the weight has heads
+    per_head: Mapping[str, Any]
 
 
 def fused_weight(owner: nn.Module, child: str, linear: nn.Module) -> FusedWeight | None:
@@ -39,7 +41,7 @@ def fused_weight(owner: nn.Module, child: str, linear: nn.Module) -> FusedWeight
     ``owner.child`` may be an adapter around it.
     """
     if isinstance(owner, SelfAttention) and child == "linear_qkv":
-        return _grouped_query(owner)
+        return _grouped_query(owner.config)
     if isinstance(owner, CrossAttention) and child == "linear_kv":
         lengths = dict.fromkeys(("k", "v"), owner.config.kv_channels)
         return _repeated("qkv", lengths, owner.config.num_attention_heads, lengths)
@@ -52,16 +54,15 @@ def fused_weight(owner: nn.Module, child: str, linear: nn.Module) -> FusedWeight
     return None
 
 
-def _grouped_query(owner: Any) -> FusedWeight:
+def _grouped_query(config: Any) -> FusedWeight:
     """Each query group: its heads' queries, (its heads' gates,) one key, one value."""
-    config = owner.config
-    heads = config.num_attention_heads // config.num_query_groups
-    lengths = {"q": heads * config.kv_channels}
-    if getattr(config, "attention_output_gate", False):
-        lengths["gate"] = heads * config.kv_channels
-    lengths |= {"k": config.kv_channels, "v": config.kv_channels}
-    units = dict.fromkeys(lengths, config.kv_channels)
-    return _repeated("qkv", lengths, config.num_query_groups, units)
+    rows = qkv_split_shapes(config)
+    return FusedWeight(
+        "qkv",
+        config.num_query_groups * sum(rows),
+        partial(qkv, lengths=rows),
+        {"head_dim": config.kv_channels},
+    )
 
 
 def _latent_attention(config: Any, child: str) -> FusedWeight | None:
@@ -83,7 +84,7 @@ def _latent_attention(config: Any, child: str) -> FusedWeight | None:
             keys = tuple(Field(name, rows) for name, rows in latent.items())
             sections = (Section((Field("q", config.q_lora_rank),)), Section(keys))
             rows = sum(section.rows for section in sections)
-            return FusedWeight("mla", rows, lambda shape: Split("mla", shape, sections))
+            return FusedWeight("mla", rows, partial(Split, "mla", sections=sections), {})
     return None
 
 
@@ -93,7 +94,7 @@ def _gated_linear_unit(owner: Any) -> FusedWeight | None:
         return None
     grouped = isinstance(owner, TEGroupedMLP)
     interleave = owner.config.moe_mlp_glu_interleave_size if grouped else None
-    return FusedWeight("gated", None, lambda shape: gated(shape, interleave=interleave))
+    return FusedWeight("gated", None, partial(gated, interleave=interleave), {})
 
 
 def _linear_attention(owner: Any, linear: Any) -> FusedWeight | None:
@@ -112,20 +113,12 @@ def _linear_attention(owner: Any, linear: Any) -> FusedWeight | None:
     ranks = owner.pg_collection.tp.size()
     lengths = {name: ranks * size for name, size in zip(names, sizes, strict=True)}
     units = {name: unit for name, unit in heads.items() if name in lengths}
-    return FusedWeight(
-        "linear_attention",
-        sum(lengths.values()),
-        lambda shape: side_by_side("linear_attention", shape, lengths),
-        lambda shape: side_by_side("linear_attention", shape, lengths, units=units),
-    )
+    build = partial(side_by_side, "linear_attention", lengths=lengths)
+    return FusedWeight("linear_attention", sum(lengths.values()), build, {"units": units})
 
 
 def _repeated(
     kind: SplitT, lengths: _Lengths, blocks: int, units: _Lengths | None = None
 ) -> FusedWeight:
-    return FusedWeight(
-        kind,
-        blocks * sum(lengths.values()),
-        lambda shape: periodic(kind, shape, lengths),
-        None if units is None else lambda shape: periodic(kind, shape, lengths, units=units),
-    )
+    build = partial(periodic, kind, lengths=lengths)
+    return FusedWeight(kind, blocks * sum(lengths.values()), build, {"units": units})

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from megatron_eopt.routing.overrides import USUAL_VALUES
-from megatron_eopt.routing.routes import Route
+from megatron_eopt.routing.routes import USUAL_VALUES, Route
 
 GROUP_ID = "group_id"
 """Key of a parameter group that holds its identity."""
@@ -33,13 +32,8 @@ class GroupKey:
         return f"{self.optimizer}/{'expert' if self.is_expert else 'dense'}/{names}"
 
 
-@dataclass(frozen=True)
-class GroupSummary:
-    """What the other ranks need to know about one group of one rank."""
-
-    key: GroupKey
-    labels: frozenset[str]  # the overrides its settings come from
-    chunks: frozenset[int]  # the model chunks its parameters are in
+type Summary = tuple[GroupKey, frozenset[str]]
+"""What other ranks need to know of a group: its key, and the overrides its settings come from."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +43,6 @@ class Group:
     key: GroupKey  # what its parameters have in common
     identity: str  # what resuming matches it by, unique among the groups
     routes: tuple[Route, ...]  # this rank's parameters
-    chunks: frozenset[int]  # the model chunks that hold some on any rank
 
 
 def key_of(route: Route) -> GroupKey:
@@ -57,14 +50,10 @@ def key_of(route: Route) -> GroupKey:
     return GroupKey(route.optimizer, route.parameter.is_expert, tuple(sorted(route.values.items())))
 
 
-def summarize(routes: Iterable[Route]) -> list[GroupSummary]:
+def summarize(routes: Iterable[Route]) -> list[Summary]:
     """Return what other ranks need to know about this rank's groups."""
     return [
-        GroupSummary(
-            key,
-            frozenset(label for route in alike for label in route.labels),
-            frozenset(route.parameter.chunk for route in alike),
-        )
+        (key, frozenset(label for route in alike for label in route.labels))
         for key, alike in _by_key(routes).items()
     ]
 
@@ -76,27 +65,16 @@ def _by_key(routes: Iterable[Route]) -> dict[GroupKey, list[Route]]:
     return by_key
 
 
-def build_groups(routes: Sequence[Route], everyones: Iterable[GroupSummary]) -> list[Group]:
+def build_groups(routes: Sequence[Route], everyones: Iterable[Summary]) -> list[Group]:
     """Return this rank's groups in an order, and with identities, that all ranks agree on.
 
     ``everyones`` are the summaries of all ranks' groups.
     """
-    merged = _merged(everyones)
+    labels: dict[GroupKey, frozenset[str]] = {}
+    for key, its in everyones:
+        labels[key] = labels.get(key, frozenset()) | its
     mine = _by_key(routes)
-    return [
-        Group(key, identity, tuple(mine.get(key, ())), merged[key].chunks)
-        for key, identity in _identities({key: one.labels for key, one in merged.items()})
-    ]
-
-
-def _merged(summaries: Iterable[GroupSummary]) -> dict[GroupKey, GroupSummary]:
-    """Merge the summaries of each key, in the order of first appearance."""
-    merged: dict[GroupKey, GroupSummary] = {}
-    for one in summaries:
-        other = merged.get(one.key, one)
-        both = (one.labels | other.labels, one.chunks | other.chunks)
-        merged[one.key] = GroupSummary(one.key, *both)
-    return merged
+    return [Group(key, name, tuple(mine.get(key, ()))) for key, name in _identities(labels)]
 
 
 def param_group(

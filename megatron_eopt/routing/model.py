@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from megatron.core import optimizer as megatron_optimizer
@@ -14,9 +13,14 @@ from megatron_eopt.base.names import STANDARD_OPTIMIZERS
 from megatron_eopt.matrices import Split
 from megatron_eopt.routing.global_names import counted_names, name_parameters
 from megatron_eopt.routing.groups import Group, GroupKey, build_groups, key_of, summarize
-from megatron_eopt.routing.overrides import check_overrides, unmatched, with_callers_grouping
 from megatron_eopt.routing.parameters import ModelParameter, trainable_parameters
-from megatron_eopt.routing.routes import Route, route_all
+from megatron_eopt.routing.routes import (
+    Route,
+    check_overrides,
+    route_all,
+    unmatched,
+    with_callers_grouping,
+)
 from megatron_eopt.routing.splits import QKV_TAG, declared_qkv, find_splits
 from megatron_eopt.settings.arguments import qkv_split_shapes
 from megatron_eopt.settings.checks import check_values, warn_of_unused
@@ -205,19 +209,16 @@ def routing_table(
 def format_routing(settings: RunSettings, routing: Routing) -> str:
     """Return a Markdown table of this rank's parameters, in model order."""
     rows = []
-    for group in routing.groups:
-        values: dict[str, Any] = dict(group.key.values)
+    for route in routing.routes:
+        item, values = route.parameter, route.values
         decay = settings.weight_decay * values.get("wd_mult", 1.0)
         rate = values.get("max_lr", settings.lr)
         rates = ("" if rate is None else f"{rate:g}", f"{decay:g}")
-        for route in group.routes:
-            item = route.parameter
-            shape = " x ".join(map(str, item.shape)) + (" (expert)" if item.is_expert else "")
-            cells = (item.name, shape, route.optimizer, _describe(routing.splits.get(item.param)))
-            rows.append((item.order, (*cells, *rates, route.why)))
-    cells_of = [row for _, row in sorted(rows)]
-    widths = [max(map(len, column)) for column in zip(_COLUMNS, *cells_of, strict=True)]
-    lines = [_COLUMNS, ["-" * width for width in widths], *cells_of]
+        shape = " x ".join(map(str, item.shape)) + (" (expert)" if item.is_expert else "")
+        cells = (item.name, shape, route.optimizer, _describe(routing.splits.get(item.param)))
+        rows.append((*cells, *rates, route.why))
+    widths = [max(map(len, column)) for column in zip(_COLUMNS, *rows, strict=True)]
+    lines = [_COLUMNS, ["-" * width for width in widths], *rows]
     padded = (map(str.ljust, line, widths) for line in lines)
     return "\n".join(f"| {' | '.join(cells)} |" for cells in padded)
 

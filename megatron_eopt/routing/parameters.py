@@ -17,7 +17,6 @@ class ModelParameter:
     name: str  # its name in its model chunk, as ``named_parameters`` gives it
     matched_name: str  # the same with layers and experts counted over all ranks
     chunk: int  # index of that chunk
-    order: int  # its place among this rank's parameters
     param: torch.nn.Parameter  # the parameter
     is_expert: bool  # whether its gradient is reduced over expert data parallelism
     # whether it is the weight of an embedding table (words, positions, token types) or of the
@@ -77,7 +76,6 @@ def trainable_parameters(model_chunks: Sequence[torch.nn.Module]) -> list[ModelP
                 name=name,
                 matched_name=counted[name],
                 chunk=chunk,
-                order=len(found) + 1,
                 param=param,
                 is_expert=not getattr(param, "allreduce", True),
                 is_embedding=id(param) in embeddings

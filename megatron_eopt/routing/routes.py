@@ -1,12 +1,23 @@
-"""The rules that say which parameter gets which optimizer, and why."""
+"""The rules that say which parameter gets which optimizer, and why: a user's overrides first.
+
+Overrides are settings of the parameters that a key matches.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_eopt.base.errors import ConfigurationError, check_choice
+import torch
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
+
+from megatron_eopt.base.errors import (
+    ConfigurationError,
+    ConfigurationTypeError,
+    check_choice,
+    check_number,
+)
 from megatron_eopt.base.names import NO_MUON_ATTRIBUTE
-from megatron_eopt.routing.overrides import merge
+from megatron_eopt.base.upstream import found
 from megatron_eopt.routing.parameters import ModelParameter
 from megatron_eopt.settings.registry import (
     Overrides,
@@ -15,6 +26,114 @@ from megatron_eopt.settings.registry import (
     state_layout_of,
 )
 from megatron_eopt.settings.settings import Settings
+
+_NOT_NEGATIVE = frozenset(
+    {"max_lr", "min_lr", "start_wd", "end_wd", "wd_mult", "lr_mult", "lr", "weight_decay"}
+)
+
+USUAL_VALUES = {"wd_mult": 1.0, "lr_mult": 1.0, "is_decoupled_lr": False}
+"""What megatron-core's groups have where nothing else was asked for."""
+
+_NO_SETTINGS = frozenset({"params", "is_expert_parallel", "default_config"})
+"""Of groups that a caller's function makes."""
+
+
+def describe(key: ParamKey) -> str:
+    """Return a readable description of a key that is the same in every process."""
+    parts = []
+    for kind in ("name", "attr", "predicate", "with_name_predicate"):
+        given = getattr(key, kind)
+        items = given if isinstance(given, tuple) else (given,)
+        parts += [f"{kind}={getattr(item, 'name', item)}" for item in items]
+    return ", ".join(sorted(parts)) or "matches nothing"
+
+
+def check_overrides(overrides: Overrides) -> None:
+    """Raise a ConfigurationError or ConfigurationTypeError for what no parameter group can hold."""
+    for key, values in overrides.items():
+        if not isinstance(key, ParamKey):
+            rule, way_out = "each key must be a ParamKey", "Wrap the name in ParamKey"
+            raise ConfigurationTypeError("config_overrides", key, rule, way_out)
+        where = f"config_overrides[{describe(key)}]"
+        for name, value in values.items():
+            argument = f"{where}[{name!r}]"
+            if isinstance(value, float) or name in _NOT_NEGATIVE:
+                bounds = {"at_least": 0.0} if name in _NOT_NEGATIVE else {}
+                check_number(argument, value, **bounds)
+            try:
+                hash(value)
+            except TypeError as error:
+                rule, way_out = "must be hashable", "Use a tuple, not a list"
+                raise ConfigurationTypeError(argument, value, rule, way_out) from error
+
+
+def merge(
+    parameter: ModelParameter, overrides: Overrides
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the union of all overrides that match ``parameter``, which may not disagree.
+
+    With it come descriptions of the keys that it was merged from, sorted.
+    """
+    said: dict[str, tuple[Any, str]] = {}  # values with the labels of their keys
+    labels: set[str] = set()
+    for key, override in overrides.items():
+        if not key.matches(parameter.param, parameter.matched_name):
+            continue
+        label = describe(key)
+        labels.add(label)
+        for name, value in override.items():
+            other, by = said.setdefault(name, (value, label))
+            if other != value:
+                rule = f"{parameter.matched_name} matches {by!r}, which says {other!r}, and "
+                rule += f"{label!r}, which says {value!r}"
+                way_out = "Let the two keys match different parameters"
+                raise ConfigurationError(f"config_overrides[...][{name!r}]", value, rule, way_out)
+    return {name: value for name, (value, _) in said.items()}, tuple(sorted(labels))
+
+
+def unmatched(parameters: Sequence[ModelParameter], overrides: Overrides) -> list[str]:
+    """Return descriptions of the keys that match no parameter of this rank."""
+    return [
+        describe(key)
+        for key in overrides
+        if not any(key.matches(item.param, item.matched_name) for item in parameters)
+    ]
+
+
+def with_callers_grouping(
+    settings: Settings, model_chunks: Sequence[torch.nn.Module], overrides: Overrides
+) -> Overrides:
+    """Return the overrides that a caller's own grouping function, called with these, amounts to.
+
+    ms-swift, for one, replaces ``megatron.core.optimizer._get_param_groups`` to give parts of a
+    model learning rates of their own. What its groups say becomes an override for each; which
+    optimizer a parameter gets, and what identifies a group, is decided as always. Where
+    megatron-core's own function is in place they are ``overrides``.
+    """
+    grouping = found("_get_param_groups")
+    home = getattr(grouping, "__globals__", {}).get("__name__", "")
+    if grouping is None or home.startswith("megatron.core."):
+        return overrides
+    usual = {**USUAL_VALUES, "max_lr": settings.lr, "min_lr": settings.min_lr}
+    result = {}
+    for group in grouping(model_chunks, settings.config, overrides):
+        values = {
+            name: value
+            for name, value in group.items()
+            if name not in _NO_SETTINGS and not (name in usual and value == usual[name])
+        }
+        if values:
+            result[_key(values, group["params"])] = values
+    return result
+
+
+def _key(values: Mapping[str, Any], params: Sequence[torch.Tensor]) -> ParamKey:
+    """Return what matches ``params`` alone, with a name that is the same on every rank."""
+    known = {id(param) for param in params}
+    name = ", ".join(f"{key}={value}" for key, value in sorted(values.items()))
+    label = f"the caller's group with {name}"
+    predicate = ParamWithNamePredicate(name=label, fn=lambda param, _: id(param) in known)
+    return ParamKey(with_name_predicate=predicate)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ A user declares a weight's split on the parameter, where it wins over everything
   rows of one query group: megatron-core's own spelling, used if ``"qkv"`` is on.
 """
 
+import functools
 import logging
 import re
 from collections.abc import Callable, Collection, Container, Iterable, Iterator
@@ -138,8 +139,8 @@ def _split_of(weight: _Weight, which: Collection[SplitT], unknown: list[str]) ->
             return _fitted(weight, lambda shape: qkv(shape, lengths)) if "qkv" in which else None
         fused = fused_weight(weight.owner, weight.child, weight.linear)
         if fused is not None and fused.kind in which:
-            build = fused.build_per_head if "per_head" in which else None
-            return _fitted(weight, build or fused.build, fused.rows)
+            more = fused.per_head if "per_head" in which else {}
+            return _fitted(weight, functools.partial(fused.build, **more), fused.rows)
         if fused is None and _looks_fused(weight):
             unknown.append(weight.name)
     # other three-dimensional weights, those of convolutions, are no stacks of matrices

@@ -151,7 +151,13 @@ def entries() -> dict[str, EmergingOptimizerEntry]:
     """Return all entries by name; what packages contribute is loaded at the first call."""
     for name, entry in _entries.items():
         if not isinstance(entry, EmergingOptimizerEntry):
-            _entries[name] = _adopted(entry)
+            # of megatron-core's class: a caller has put it among ours
+            _entries[name] = EmergingOptimizerEntry(
+                entry.optimizer_cls,
+                entry.init_state_fn,
+                entry.config_to_kwargs,
+                entry.default_param_overrides,
+            )
     while points := _entry_points():
         point = points.pop(0)
         try:
@@ -161,16 +167,6 @@ def entries() -> dict[str, EmergingOptimizerEntry]:
             text = "optimizer %r cannot be had from %r of an installed package: %s: %s"
             logger.warning(text, point.name, point.value, type(error).__name__, error)
     return _entries
-
-
-def _adopted(entry: Any) -> EmergingOptimizerEntry:
-    """Return an entry of megatron-core's class, which a caller has put among ours, as ours."""
-    return EmergingOptimizerEntry(
-        entry.optimizer_cls,
-        entry.init_state_fn,
-        entry.config_to_kwargs,
-        entry.default_param_overrides,
-    )
 
 
 @functools.cache

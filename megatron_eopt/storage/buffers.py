@@ -1,4 +1,9 @@
-"""Dense and experts' buffers of Megatron's DDP with the groups of ranks that share them."""
+"""Dense and experts' buffers of Megatron's DDP with the groups of ranks that share them.
+
+Whole matrices are stored by tensor parallel x data parallel ranks. Megatron has such a group for
+dense parameters and one instance of the distributed optimizer; for experts whose own tensor
+parallelism is on, and for several instances, all ranks create it.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,12 +14,57 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_pg_rank, get_pg_size
 from torch import Tensor, distributed
 
-from megatron_eopt.base.agreement import any_rank
+from megatron_eopt.base.agreement import any_rank, group_ranks_in, ranks_of
 from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
 from megatron_eopt.storage.all_reduced import AllReducedBuffer
-from megatron_eopt.storage.rank_grid import RankGrid, redistribution_grids
+from megatron_eopt.storage.shard import Ranks
 
 _REUSE = "reuse_grad_buf_for_mxfp8_param_ag"
+
+
+class RankGrid(NamedTuple):
+    """A group, and the tensor-parallel coordinate and fragment of each member, in its order."""
+
+    ranks: Ranks
+    tensor_ranks: tuple[int, ...]
+    data_ranks: tuple[int, ...]
+    tensor_size: int
+
+
+def data_parallel_only(grid: RankGrid, group: Any) -> RankGrid:
+    """Return the ranks, a data-parallel group, that hold fragments of one tensor-parallel slab."""
+    size = distributed.get_world_size(group)
+    mine = grid.tensor_ranks[grid.ranks.rank]
+    return RankGrid(Ranks.of(group), (mine,) * size, tuple(range(size)), grid.tensor_size)
+
+
+def redistribution_grids(groups: Sequence[tuple[Any, Any, Any]]) -> list[RankGrid]:
+    """Return the grids that are spanned by groups; all ranks of the world call this together.
+
+    Args:
+        groups: For each grid the tensor-parallel group, the one over which buffers are cut into
+            fragments, and one of Megatron's that may be the grid already. Any may be None.
+    """
+    places = group_ranks_in([group for tensor, data, _ in groups for group in (tensor, data)])
+    grids = []
+    for (_, data_group, existing), tensor, data in zip(
+        groups, places[::2], places[1::2], strict=True
+    ):
+        classes: dict[int, list[int]] = {}
+        for rank, place in enumerate(tensor):
+            # the first rank of a tensor-parallel group stands for all of it
+            classes.setdefault(data[place.first].first, []).append(rank)
+        mine = next(ranks for ranks in classes.values() if distributed.get_rank() in ranks)
+        known = (group for group in (data_group, existing) if group is not None)
+        group = next((group for group in known if sorted(ranks_of(group)) == mine), None)
+        if any_rank(group is None and len(mine) > 1):
+            made = [distributed.new_group(ranks) for ranks in classes.values()]
+            group = made[list(classes.values()).index(mine)] if len(mine) > 1 else None
+        # fragments are numbered by the rank in the group, whatever its global rank
+        tensor_ranks = tuple(tensor[rank].number for rank in ranks_of(group))
+        data_ranks = tuple(data[rank].number for rank in ranks_of(group))
+        grids.append(RankGrid(Ranks.of(group), tensor_ranks, data_ranks, max(tensor_ranks) + 1))
+    return grids
 
 
 class BufferSet(NamedTuple):
@@ -104,26 +154,22 @@ def buffer_sets(
     ]
 
 
-def check_wrapped(model_chunks: Sequence[Any]) -> None:
-    """Raise a ConfigurationTypeError unless Megatron's DDP wraps a model."""
+def check_model_chunks(model_chunks: Sequence[Any], *, mixed: bool = True) -> None:
+    """Raise unless the model is wrapped in Megatron's DDP in a mode that can be served.
+
+    ``mixed`` says whether several optimizers step what is in its buffers.
+
+    Raises:
+        ConfigurationTypeError: If it is not wrapped.
+        ConfigurationError: If it is wrapped in another mode.
+    """
     for chunk in model_chunks:
         # what is not wrapped has torch's method of this name
         if not (hasattr(chunk, "ddp_config") and isinstance(chunk.buffers, list)):
             rule = "must be wrapped in megatron.core.distributed.DistributedDataParallel"
             way_out = "Wrap it, with use_distributed_optimizer=True"
             raise ConfigurationTypeError("model_chunks", chunk, rule, way_out)
-
-
-def check_model_chunks(model_chunks: Sequence[Any]) -> None:
-    """Raise unless the model is wrapped in Megatron's DDP in a mode that can be served.
-
-    Raises:
-        ConfigurationTypeError: If it is not wrapped.
-        ConfigurationError: If it is wrapped in another mode.
-    """
-    check_wrapped(model_chunks)
-    for chunk in model_chunks:
-        if getattr(chunk.ddp_config, _REUSE, False):
+        if mixed and getattr(chunk.ddp_config, _REUSE, False):
             rule = "overwrites gradients before all optimizers have stepped"
             name = f"DistributedDataParallelConfig.{_REUSE}"
             raise ConfigurationError(name, True, rule, f"Set {_REUSE}=False")
@@ -152,12 +198,10 @@ def check_buffers(
         for param in buffer.params:
             count = owners[param]
             if count > 1 or (count == 0 and param.requires_grad):
-                raise ConfigurationError(
-                    "optimizers",
-                    names.get(param, f"a parameter of shape {tuple(param.shape)}"),
-                    f"must be in exactly one parameter group, and is in {count}",
-                    "Give every trainable parameter to one optimizer, or freeze it",
-                )
+                value = names.get(param, f"a parameter of shape {tuple(param.shape)}")
+                rule = f"must be in exactly one parameter group, and is in {count}"
+                way_out = "Give every trainable parameter to one optimizer, or freeze it"
+                raise ConfigurationError("optimizers", value, rule, way_out)
 
 
 def _buffers(chunk: Any, attribute: str) -> list[Any]:

@@ -57,12 +57,9 @@ def refuse_rematerialized(name: str, param: Tensor, group: dist.ProcessGroup | N
     """
     cuts = group is None or dist.get_world_size(group) > 1
     if cuts and getattr(param, "is_gtp_weight_remat", False):
-        raise ConfigurationError(
-            "is_gtp_weight_remat",
-            True,
-            f"the rows of {name} must not be cut once more",
-            "Turn weight rematerialization off for the matrices that Muon gets",
-        )
+        rule = f"the rows of {name} must not be cut once more"
+        way_out = "Turn weight rematerialization off for the matrices that Muon gets"
+        raise ConfigurationError("is_gtp_weight_remat", True, rule, way_out)
 
 
 def slab(

@@ -64,14 +64,13 @@ class Shard:
     def __post_init__(self) -> None:
         held = int(self.pieces.area.sum())
         if held != self.numel:
-            raise ConfigurationError(
-                "layout of",
-                self.name,
+            rule = (
                 f"rank {self.ranks.rank} stores {self.numel} elements of it, of which the "
                 f"{self.split.kind} split {self.split.describe()} covers {held}; "
-                "each must be covered once",
-                "Correct partition_dim, tensor_model_parallel or the split of this parameter",
+                "each must be covered once"
             )
+            way_out = "Correct partition_dim, tensor_model_parallel or the split of this parameter"
+            raise ConfigurationError("layout of", self.name, rule, way_out)
 
     @property
     def numel(self) -> int:

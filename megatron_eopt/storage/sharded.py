@@ -15,9 +15,8 @@ from megatron_eopt.base.names import MOMENTUM, STEP
 from megatron_eopt.matrices import Split
 from megatron_eopt.routing.parameters import cut_dimension
 from megatron_eopt.storage.all_reduced import AllReducedBuffer
-from megatron_eopt.storage.buffers import BufferSet
+from megatron_eopt.storage.buffers import BufferSet, RankGrid
 from megatron_eopt.storage.interface import Storage, Stored, gather_buckets
-from megatron_eopt.storage.rank_grid import RankGrid
 from megatron_eopt.storage.replicated import SplitOf, refuse_rematerialized
 from megatron_eopt.storage.shard import Fragment, Shard, fragment_layouts, global_name
 
@@ -97,12 +96,9 @@ def _slab_of(split: Split, size: int, dim: int, name: str) -> Split:
             field = replace(section.fields[0], rows=section.rows // size)
             sections.append(replace(section, fields=(field,), blocks=1))
         else:
-            raise ConfigurationError(
-                "tp_mode",
-                "blockwise",
-                f"cuts {name} ({split.describe()}) inside a block, so a slab has no whole parts",
-                "Choose another tp_mode, or do not split this weight",
-            )
+            rule = f"cuts {name} ({split.describe()}) inside a block, so a slab has no whole parts"
+            way_out = "Choose another tp_mode, or do not split this weight"
+            raise ConfigurationError("tp_mode", "blockwise", rule, way_out)
     shape = (*split.shape[:-2], split.rows // size, split.cols)
     return replace(split, shape=shape, sections=tuple(sections))
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-from megatron_eopt.build import differences
+from megatron_eopt.build import factory
 from tests.harness import run_ranks
 from tests.harness.scene import forget_megatron
 from tests.unit.storage.full_state import Case, build
@@ -12,8 +12,8 @@ from tests.unit.storage.full_state import Case, build
 
 def heard(case: Case) -> list[str]:
     """Return what is said while a case is built."""
-    differences._said.clear()  # each is said once in a process
-    with mock.patch.object(differences, "log_single_rank") as logged:
+    factory._said.clear()  # each is said once in a process
+    with mock.patch.object(factory, "log_single_rank") as logged:
         build(case)
     return [call.args[2] for call in logged.call_args_list]
 

@@ -68,7 +68,7 @@ def shown(is_terminal: bool, prints: bool) -> tuple[list[int], str]:
         mock.patch.object(utils, "is_last_rank", return_value=prints),
         mock.patch.object(sys, "stderr", Terminal(is_terminal)) as terminal,
     ):
-        logged = TrainingLog().around_log(training_log)
+        logged = TrainingLog().wrappers["training_log"](training_log)
         loss = {"lm loss": torch.tensor([2.5])}
         # a run that goes on after its second iteration
         return [logged(loss, iteration=number) for number in (3, 4)], terminal.getvalue()
