@@ -52,6 +52,8 @@ class Case:
         why: Why it does not.
         notices: Flags of a run that is a little wrong and must not pass (golden only).
         resumed_flags: Flags of the second half of the steps, if it is to run otherwise.
+        formats: Of the checkpoint, and of those that each run is to write that goes on from it
+            (resume only); further flags may follow.
         variants: The runs of a parity case by name; the first is what the others must equal.
     """
 
@@ -65,6 +67,7 @@ class Case:
     why: str = ""
     notices: tuple[str, ...] = ()
     resumed_flags: tuple[str, ...] = ()
+    formats: tuple[str, ...] = ("torch_dist", "torch_dist")
     variants: Mapping[str, Variant] = field(default_factory=dict)
 
     @property
@@ -96,8 +99,8 @@ def load_cases(folder: Path = FOLDER) -> dict[str, Case]:
 def _case(name: str, record: dict[str, Any]) -> Case:
     texts = {key: _words(record[key]) for key in _FLAGS & record.keys()}
     runs = {key: _variant(**run) for key, run in record.get("variants", {}).items()}
-    environments = tuple(record.get("environments", ("cpu_gloo",)))
-    return Case(name, **{**record, **texts, "variants": runs, "environments": environments})
+    lists = {key: tuple(record[key]) for key in ("environments", "formats") if key in record}
+    return Case(name, **{**record, **texts, **lists, "variants": runs})
 
 
 def _variant(flags: str = "", trainer: Trainer = "ours") -> Variant:

@@ -51,19 +51,22 @@ def run_measured(case: Case, environment: Environment, seed: int | None) -> Metr
     return run_variant(case, first, environment, seed)
 
 
-def run_resume(case: Case, folder: Path) -> tuple[Metrics, Metrics]:
-    """Return the second half of a run in one go, and of one that went on from a checkpoint.
+def run_resume(case: Case, folder: Path) -> tuple[Metrics, list[Metrics]]:
+    """Return the second half of a run in one go, and of those that went on from its checkpoint.
 
     Args:
         case: The case.
         folder: Empty folder for the checkpoints.
     """
     half = STEPS // 2
-    saving = f"--save {folder} --save-interval {half} --ckpt-format torch_dist".split()
-    going_on = f"--load {folder} --ckpt-step {half} --ckpt-format torch_dist".split()
+    written, *wanted = case.formats
+    saving = f"--save {folder} --save-interval {half} --ckpt-format {written}".split()
     whole = run_variant(case, Variant(tuple(saving)))
-    rest = run_variant(case, Variant((*going_on, *case.resumed_flags)))
-    return last_steps(whole, STEPS - half), rest
+    rests = []
+    for form in wanted:
+        going_on = f"--load {folder} --ckpt-step {half} --ckpt-format {form}".split()
+        rests.append(run_variant(case, Variant((*going_on, *case.resumed_flags))))
+    return last_steps(whole, STEPS - half), rests
 
 
 def run_variant(

@@ -21,23 +21,5 @@ def test_a_run_asks_for_the_rates_of_the_checkpoint(tmp_path, storage):
     assert min(rates(own)) > 0.02
 
 
-ADAM_BY_PARAMETER = ["--optimizer", "adam", "--dist-ckpt-optim-fully-reshardable", "--bf16"]
-MUON = ["--optimizer", "muon"]
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [ADAM_BY_PARAMETER, pytest.param(MUON, marks=pytest.mark.long)],
-    ids=lambda flags: flags[1],
-)
-def test_a_run_that_will_save_no_state_loads_all_of_it(tmp_path, flags):
-    flags = [*flags, "--use-distributed-optimizer"]
-    first = train(*flags, "--save", str(tmp_path), "--save-interval", "3")
-    resume = ["--load", str(tmp_path), "--ckpt-step", "3", "--no-save-optim", "--no-save-rng"]
-    again = train(*flags, *resume)
-    # the trainer prints the mean of a run's first two losses for the second
-    assert losses(again)[0::2] == losses(first)[3::2]
-
-
 def rates(output):
     return [float(rate) for rate in re.findall(r"learning rate: (\S+)", output)]

@@ -4,9 +4,9 @@
 |---|---|
 | torch_dist asserts that state has its parameter's shape: no SOAP, no NorMuon | tests/unit/storage/test_resharding.py::test_dense, tests/unit/build/test_plain_checkpoint.py::test_every_optimizer_continues, ::test_other_layouts_load_it |
 | layer-wise checkpoints load at one data-parallel size only | tests/unit/storage/test_resharding.py::test_dense, ::test_experts |
-| format torch: files of context-parallel ranks overwrite each other | tests/functional/test_files_of_ranks.py::test_ranks_that_are_given_one_file_name_keep_their_own_files, tests/functional/test_files_of_ranks.py::test_files_of_ranks_resume_a_run |
-| format torch, distributed Adam or SGD over torch's own: KeyError, or a leaf is written to, after loading; a run of format torch_dist loads no layer-wise state from it, without a word | tests/functional/test_files_of_ranks.py::test_files_of_ranks_resume_a_run |
-| format torch with --auto-detect-ckpt-format: KeyError for a torch_dist checkpoint | tests/functional/test_files_of_ranks.py::test_a_run_that_writes_files_of_ranks_resumes_from_a_distributed_checkpoint |
+| format torch: files of context-parallel ranks overwrite each other | tests/functional/test_cases.py::test_resume[resume-torch-...] |
+| format torch, distributed Adam or SGD over torch's own: KeyError, or a leaf is written to, after loading; a run of format torch_dist loads no layer-wise state from it, without a word | tests/functional/test_cases.py::test_resume[resume-torch-...] |
+| format torch with --auto-detect-ckpt-format: KeyError for a torch_dist checkpoint | tests/functional/test_cases.py::test_resume[resume-torch-from-distributed] |
 | a group's identity contains the learning rate | test_another_schedule_resumes, tests/unit/build/test_resume.py |
 | muon with the distributed optimizer goes on from other weights | tests/unit/checkpoint/test_state.py::test_all_ranks_compute_with_the_parameters_of_the_checkpoint |
 | fully_reshardable saves shifted tensors where a bucket is padded; empty buckets are refused | tests/unit/storage/test_resharding.py::test_padded_buckets |

@@ -12,7 +12,14 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from megatron_eopt import get_megatron_optimizer
 from tests.harness.megatron import initialize_megatron
-from tests.harness.models import forward_backward, synthetic_batch, tiny_gpt, wrap_ddp
+from tests.harness.models import (
+    assert_same,
+    copies_of,
+    forward_backward,
+    synthetic_batch,
+    tiny_gpt,
+    wrap_ddp,
+)
 
 Between = Callable[[Any, Any], None]
 """Called with the optimizer and the wrapped model."""
@@ -96,9 +103,7 @@ class Outcome:
 
     def assert_equals(self, other: "Outcome") -> None:
         assert self.steps == other.steps
-        assert self.weights.keys() == other.weights.keys()
-        for name, weight in self.weights.items():
-            assert torch.equal(weight, other.weights[name]), name
+        assert_same(other.weights, self.weights)
 
 
 def train(
@@ -122,8 +127,7 @@ def train(
         told.append((*optimizer.step(), float(optimizer.get_loss_scale())))
         if after_step is not None:
             after_step(optimizer, chunk)
-    weights = {name: p.detach().float().clone() for name, p in chunk.named_parameters()}
-    return Outcome(weights, told)
+    return Outcome(copies_of(chunk), told)
 
 
 def state_tensors(optimizer: Any) -> Iterator[tuple[dict[str, Any], str]]:

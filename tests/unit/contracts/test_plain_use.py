@@ -15,7 +15,14 @@ from megatron_eopt import ConfigurationError
 from megatron_eopt.build.factory import get_megatron_optimizer
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
-from tests.harness.models import synthetic_batch, tiny_gpt, train_step, wrap_ddp
+from tests.harness.models import (
+    assert_same,
+    copies_of,
+    synthetic_batch,
+    tiny_gpt,
+    train_step,
+    wrap_ddp,
+)
 from tests.harness.scene import forget_megatron
 
 LIGHT = {"num_attention_heads": 1, "num_layers": 1}
@@ -64,10 +71,6 @@ def backward(chunk, seed=0):
     chunk.finish_grad_sync()
 
 
-def weights_of(chunk):
-    return {name: param.detach().clone() for name, param in chunk.named_parameters()}
-
-
 def _steps_without_attention(optimizer, sharded):
     initialize_megatron()
     torch.manual_seed(0)
@@ -76,10 +79,10 @@ def _steps_without_attention(optimizer, sharded):
     if optimizer == "normuon":
         config.optimizer, config.adaptive_muon_moment2_method = "adaptive_muon", optimizer
     chain = get_megatron_optimizer(config, [chunk])
-    before = weights_of(chunk)
+    before = copies_of(chunk)
     backward(chunk)
     assert chain.step()[0]
-    after = weights_of(chunk)
+    after = copies_of(chunk)
     for name, weight in after.items():
         assert not torch.equal(weight, before[name])
         assert weight.isfinite().all()
@@ -122,10 +125,9 @@ def _rate_from_a_scheduler(optimizer, sharded):
             chain.step()
             chain.zero_grad()
         chains.append(chain)
-        chunks.append(weights_of(chunk))
+        chunks.append(copies_of(chunk))
     assert [g["lr"] for g in chains[0].param_groups] == [g["lr"] for g in chains[1].param_groups]
-    for name, weight in chunks[0].items():
-        assert torch.equal(weight, chunks[1][name]), name
+    assert_same(*chunks)
 
 
 def test_a_rate_may_be_written_after_the_optimizer_is_built():
@@ -148,12 +150,11 @@ def _no_matrix(optimizer, sharded):
         for seed in range(2):
             backward(chunk, seed)
             assert chain.step()[0]
-        trained.append(weights_of(chunk))
+        trained.append(copies_of(chunk))
     logging.getLogger("megatron_eopt").removeHandler(handler)
     warned = [text for text in records if "steps nothing" in text]
     assert len(warned) == (torch.distributed.get_rank() == 0)
-    for name, weight in trained[0].items():
-        assert torch.equal(weight, trained[1][name]), name
+    assert_same(*trained)
 
 
 def test_a_model_without_matrices_is_trained_by_the_scalar_optimizer():
@@ -204,9 +205,7 @@ def _parts(optimizer, sharded, half, ddp):
         for model in (whole, chunk):
             model.start_param_sync(force_sync=True)
             train_forward(model)
-    found = weights_of(chunk)
-    for name, weight in weights_of(whole).items():
-        assert torch.equal(weight, found[name]), name
+    assert_same(copies_of(chunk), copies_of(whole))
 
 
 def train_forward(model):

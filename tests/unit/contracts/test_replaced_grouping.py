@@ -5,12 +5,12 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core.optimizer import ParamKey, get_standard_config_overrides
 
 from megatron_eopt import get_megatron_optimizer
 from tests.harness import run_ranks
+from tests.harness.models import assert_same, copies_of
 from tests.unit.contracts.callers import STORAGES, build, gradients
 
 ORIGINAL = megatron_optimizer._get_param_groups
@@ -55,13 +55,11 @@ def _means_the_same_as_overrides(storage: str) -> None:
             {name: value for name, value in group.items() if name not in ("params", "group_id")}
             for group in optimizer.param_groups
         ]
-        weights = {name: param.detach().clone() for name, param in chunk.named_parameters()}
-        outcomes.append((settings, weights))
+        outcomes.append((settings, copies_of(chunk)))
     (groups, weights), (expected_groups, expected_weights) = outcomes
     assert groups == expected_groups
     assert {group["max_lr"] for group in groups} == {0.01, 0.5}
-    for name, weight in weights.items():
-        assert torch.equal(weight, expected_weights[name]), name
+    assert_same(weights, expected_weights)
 
 
 @pytest.mark.parametrize("storage", ["replicated-muon", "layer-wise-muon"])

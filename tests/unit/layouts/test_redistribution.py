@@ -1,8 +1,5 @@
 """Redistributions over real processes: results, and counts of calls and bytes."""
 
-from collections import Counter
-from contextlib import contextmanager
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +8,7 @@ from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.layouts import Layout, Matrix, Redistribution, assign_owners, plan_waves
 from megatron_eopt.math import standard_flops
 from tests.harness import run_ranks
+from tests.harness.collectives import counted
 from tests.unit.layouts.strategies import full_matrix, store
 
 SHAPES = [(12, 8), (12, 8), (4, 8), (4, 8), (8, 12), (8, 12), (12, 8), (6, 7), (7, 6), (12, 8)]
@@ -61,24 +59,6 @@ def matrices_of(storage, ranks):
     return matrices, owners, plan_waves(owners, costs, sizes, max_bytes=1 << 20, at_least=3)
 
 
-@contextmanager
-def counted(counts):
-    """Count collectives and the bytes that leave this rank."""
-    original = dist.all_to_all_single
-
-    def counting(output, tensor, output_sizes, input_sizes, **more):
-        own = input_sizes[dist.get_rank()]
-        counts["calls"] += 1
-        counts["bytes"] += (tensor.numel() - own) * tensor.element_size()
-        return original(output, tensor, output_sizes, input_sizes, **more)
-
-    dist.all_to_all_single = counting
-    try:
-        yield
-    finally:
-        dist.all_to_all_single = original
-
-
 def double_and_record(seen):
     def compute(batch):
         assert batch.tensor.is_contiguous()
@@ -104,8 +84,8 @@ def run_all_storages():
         for step in range(3):
             full = [full_matrix(shape, 10 * step + i) for i, shape in enumerate(SHAPES)]
             stored = [store(m.storage, f, ranks)[rank] for m, f in zip(matrices, full, strict=True)]
-            seen, counts = {}, Counter()
-            with counted(counts):
+            seen = {}
+            with counted() as calls:
                 outputs = run(
                     engine,
                     {m.name: t for m, t in zip(matrices, stored, strict=True)},
@@ -117,8 +97,8 @@ def run_all_storages():
                 if tensor.numel():
                     assert torch.equal(outputs[matrix.name], 2 * tensor)
             per_wave = 1 if storage is replicated_layout else 2
-            assert counts["calls"] == engine.plan.calls == per_wave * len(waves)
-            assert counts["bytes"] == engine.plan.bytes_sent
+            assert len(calls) == engine.plan.calls == per_wave * len(waves)
+            assert sum(nbytes for _, nbytes, _ in calls) == engine.plan.bytes_sent
             if not step:
                 held = [tensor.data_ptr() for tensor in engine.buffers.values()]
         after = [tensor.data_ptr() for tensor in engine.buffers.values()]

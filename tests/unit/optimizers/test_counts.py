@@ -1,7 +1,5 @@
 """What each mode sends, counted at torch.distributed's own functions."""
 
-import contextlib
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,39 +9,8 @@ from megatron_eopt.matrices import qkv, whole
 from megatron_eopt.optimizers.engine import MatrixEngine, Means
 from megatron_eopt.storage.shard import Fragment
 from tests.harness import run_ranks
+from tests.harness.collectives import counted
 from tests.harness.shards import StoredParameter
-
-COLLECTIVES = (
-    "all_to_all_single",
-    "all_reduce",
-    "all_gather_into_tensor",
-    "reduce_scatter_tensor",
-    "broadcast",
-)
-
-
-@contextlib.contextmanager
-def counted():
-    """Yield a list of (name, bytes that this rank hands over, dtype), filled while inside."""
-    calls = []
-    originals = {name: getattr(dist, name) for name in COLLECTIVES}
-
-    def recorder(name):
-        def call(*args, **kwargs):
-            # the input comes second in functions with a separate output
-            tensor = args[0] if name in ("all_reduce", "broadcast") else args[1]
-            calls.append((name, tensor.nbytes, tensor.dtype))
-            return originals[name](*args, **kwargs)
-
-        return call
-
-    for name in COLLECTIVES:
-        setattr(dist, name, recorder(name))
-    try:
-        yield calls
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
 
 
 def stored(name, split, dim, size):

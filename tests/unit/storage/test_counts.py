@@ -1,28 +1,16 @@
 """What the storage costs: buffer elements, bytes of state, collectives."""
 
-import contextlib
 from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from tests.harness import run_ranks
-from tests.unit.storage.runs import (
-    DENSE,
-    MOE,
-    Run,
-    inject,
-    make_chunk,
-    make_config,
-    make_optimizer,
-    set_lr,
-)
-
-BF16 = {"model": DENSE | {"dtype": torch.bfloat16}, "config": {"bf16": True}}
+from tests.harness.collectives import counted
+from tests.unit.storage.runs import BF16, MOE, Run, inject, make_chunk, make_optimizer
 
 
 def elements(driver: Any) -> int:
@@ -69,17 +57,10 @@ def test_buffers_are_stocks_and_muon_costs_eight_bytes_an_element(world, distrib
 def count_calls(run: Run) -> dict[str, int]:
     chunk = make_chunk(run)
     optimizer = make_optimizer(run, chunk)
-    set_lr(optimizer, make_config(run))
     inject(run, chunk, 0)
-    calls: dict[str, Any] = {}
-    with contextlib.ExitStack() as stack:
-        for module, name in (
-            (torch.distributed, "all_to_all_single"),
-            (param_and_grad_buffer, "dist_all_gather_func"),
-        ):
-            original = getattr(module, name)
-            counted = stack.enter_context(mock.patch.object(module, name, wraps=original))
-            calls[name] = counted
+    original = param_and_grad_buffer.dist_all_gather_func
+    patch = mock.patch.object(param_and_grad_buffer, "dist_all_gather_func", wraps=original)
+    with counted() as calls, patch as gathers:
         optimizer.step()
     muons = [child.optimizer.drivers[0] for child in optimizer.chained_optimizers]
     plans = [item.plan for muon in muons for item in muon.schedules]
@@ -87,8 +68,8 @@ def count_calls(run: Run) -> dict[str, int]:
     return {
         "waves": sum(len(plan.waves) for plan in plans),
         "planned": sum(plan.calls for plan in plans),
-        "all-to-alls": calls["all_to_all_single"].call_count,
-        "all-gathers": calls["dist_all_gather_func"].call_count,
+        "all-to-alls": sum(name == "all_to_all_single" for name, *_ in calls),
+        "all-gathers": gathers.call_count,
         "bucket groups": len(groups),
         "bytes": max(sum(plan.bytes_sent for plan in plans), sum(p.bytes_received for p in plans)),
         "matrices": sum(map(elements, muons)),
