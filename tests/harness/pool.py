@@ -16,11 +16,12 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from tests.harness.worker import FORGET, PRELOADED, Job, Reply, serve
 
@@ -65,18 +66,6 @@ class _Worker:
         return text.strip() or "no stack: the process did not answer"
 
 
-@contextlib.contextmanager
-def _environment(**variables: str) -> Iterator[None]:
-    """Give processes that are started in this block these environment variables."""
-    before = dict(os.environ)
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
 class Pool:
     """``world_size`` worker processes; see :meth:`run`."""
 
@@ -102,7 +91,7 @@ class Pool:
         process = context.Process(
             target=serve, args=(rank, world_size, theirs, their_life, stacks), daemon=False
         )
-        with _environment(OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore"):
+        with mock.patch.dict(os.environ, OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore"):
             process.start()
         theirs.close()
         their_life.close()

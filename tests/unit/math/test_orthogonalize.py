@@ -2,15 +2,8 @@ from math import sqrt
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from megatron_eopt.math.algorithm import AlgorithmT, PrecisionT
-from megatron_eopt.math.coefficients import (
-    coefficient_names,
-    resolve_coefficients,
-    table,
-)
+from megatron_eopt.math.coefficients import coefficient_names, resolve_coefficients, table
 from megatron_eopt.math.orthogonalize import (
     SMALLEST_EPS,
     Orthogonalization,
@@ -22,10 +15,8 @@ from tests.unit.math.spectra import NAMED, gaussian, oracle, relative_error
 
 @pytest.mark.parametrize("name", coefficient_names())
 @pytest.mark.parametrize("algorithm", ["standard", "gram"])
-@pytest.mark.parametrize("shape", [(16, 48), (48, 16), (24, 24)])
-def test_float64_equals_the_svd_oracle(
-    name: str, algorithm: AlgorithmT, shape: tuple[int, int]
-) -> None:
+@pytest.mark.parametrize("shape", [(16, 48), (48, 16), (24, 24), (7, 5), (3, 40), (9, 1)])
+def test_float64_equals_the_svd_oracle(name, algorithm, shape):
     triples = resolve_coefficients(name, len(table(name)))
     for draw in NAMED.values():
         x = draw(*shape).double()
@@ -36,7 +27,7 @@ def test_float64_equals_the_svd_oracle(
 
 @pytest.mark.parametrize("algorithm", ["standard", "gram"])
 @pytest.mark.parametrize("shape", [(6, 16, 40), (2, 3, 40, 16), (150, 64, 128)])
-def test_a_batch_equals_a_loop(shape: tuple[int, ...], algorithm: AlgorithmT) -> None:
+def test_a_batch_equals_a_loop(shape, algorithm):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     result = orthogonalize(x, algorithm=algorithm)
     loop = [orthogonalize(one, algorithm=algorithm) for one in x.flatten(0, -3)]
@@ -47,12 +38,10 @@ def test_a_batch_equals_a_loop(shape: tuple[int, ...], algorithm: AlgorithmT) ->
 @pytest.mark.parametrize("algorithm", ["standard", "gram"])
 @pytest.mark.parametrize("precision", ["highest", "medium"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_shape_dtype_and_input_are_kept(
-    algorithm: AlgorithmT, precision: str, dtype: torch.dtype
-) -> None:
+def test_shape_dtype_and_input_are_kept(algorithm, precision, dtype):
     x = gaussian(24, 8).to(dtype)
     before = x.clone()
-    result = orthogonalize(x, algorithm=algorithm, precision=precision)  # type: ignore[arg-type]
+    result = orthogonalize(x, algorithm=algorithm, precision=precision)
     assert result.shape == x.shape
     assert result.dtype == dtype
     assert torch.equal(x, before)
@@ -75,23 +64,16 @@ EDGES = {
 @pytest.mark.parametrize("algorithm", ["standard", "gram"])
 @pytest.mark.parametrize("precision", ["highest", "medium"])
 @pytest.mark.parametrize("edge", EDGES)
-def test_edge_cases_stay_finite(edge: str, precision: str, algorithm: AlgorithmT) -> None:
+def test_edge_cases_stay_finite(edge, precision, algorithm):
     for eps in (1e-7, SMALLEST_EPS):
-        result = orthogonalize(
-            EDGES[edge],
-            algorithm=algorithm,
-            precision=precision,  # type: ignore[arg-type]
-            eps=eps,
-        )
+        result = orthogonalize(EDGES[edge], algorithm=algorithm, precision=precision, eps=eps)
         assert result.isfinite().all()
         # quintic's largest value is 1.14; 16-bit rounding adds a little
         assert torch.linalg.matrix_norm(result, 2) < 1.25
 
 
 @pytest.mark.parametrize(("coefficients", "steps"), [("deepseekv4", 10), ("polar_express", 8)])
-def test_the_gram_form_of_small_matrices_stays_accurate_in_16_bits(
-    coefficients: str, steps: int
-) -> None:
+def test_the_gram_form_of_small_matrices_stays_accurate_in_16_bits(coefficients, steps):
     for m, n in [(4, 4), (4, 64), (16, 64), (128, 512)]:
         # singular values from 1 to 1e-3
         u, _, vh = torch.linalg.svd(gaussian(m, n), full_matrices=False)
@@ -103,7 +85,7 @@ def test_the_gram_form_of_small_matrices_stays_accurate_in_16_bits(
         assert relative_error(result, exact) < 1e-3
 
 
-def test_the_scale_of_the_input_does_not_matter() -> None:
+def test_the_scale_of_the_input_does_not_matter():
     x = gaussian(8, 24)
     reference = orthogonalize(x)
     for scale in (1e-5, 1e-12, 1e12):
@@ -113,7 +95,7 @@ def test_the_scale_of_the_input_does_not_matter() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("factor", [1e-9, 1e-3, 1.0, 1e3, 1e7])
-def test_no_factor_leaves_the_range_of_16_bits(factor: float, dtype: torch.dtype) -> None:
+def test_no_factor_leaves_the_range_of_16_bits(factor, dtype):
     x = gaussian(256, 1024).to(dtype)
     for in_place in (False, True):
         compute = Orthogonalization(precision="medium")
@@ -124,7 +106,7 @@ def test_no_factor_leaves_the_range_of_16_bits(factor: float, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("shape", [(8, 24), (24, 8)])
-def test_strides_do_not_matter(shape: tuple[int, int]) -> None:
+def test_strides_do_not_matter(shape):
     x = gaussian(*shape)
     for strided in (
         x.T.contiguous().T,
@@ -135,18 +117,8 @@ def test_strides_do_not_matter(shape: tuple[int, int]) -> None:
         assert relative_error(orthogonalize(strided), orthogonalize(x)) < 5e-6
 
 
-@settings(max_examples=25, deadline=None)
-@given(st.integers(1, 20), st.integers(1, 40), st.integers(0, 99))
-def test_transposing_and_rotating_commute_with_it(m: int, n: int, seed: int) -> None:
-    x = gaussian(m, n, seed).double()
-    result = orthogonalize(x)
-    assert relative_error(orthogonalize(x.T), result.T) < 1e-9
-    turn = torch.linalg.qr(gaussian(m, m, seed + 1).double())[0]
-    assert relative_error(orthogonalize(turn @ x), turn @ result) < 1e-9
-
-
-def test_matrices_travel_as_the_products_take_them() -> None:
-    def dtype(backend: str, precision: PrecisionT) -> torch.dtype:
+def test_matrices_travel_as_the_products_take_them():
+    def dtype(backend, precision):
         return Orthogonalization(backend=backend, precision=precision).stack_dtype
 
     assert dtype("torch", "highest") == dtype("torch", "high") == torch.float32
@@ -164,7 +136,7 @@ def test_matrices_travel_as_the_products_take_them() -> None:
         ("adamw_rms", 0.2 * sqrt(32), 0.2 * sqrt(32)),
     ],
 )
-def test_factors_of_shapes(mode: str, wide: float, tall: float) -> None:
-    assert scale_factor(8, 32, mode) == pytest.approx(wide)  # type: ignore[arg-type]
-    assert scale_factor(32, 8, mode) == pytest.approx(tall)  # type: ignore[arg-type]
-    assert scale_factor(32, 8, mode, 0.5) == pytest.approx(tall / 2)  # type: ignore[arg-type]
+def test_factors_of_shapes(mode, wide, tall):
+    assert scale_factor(8, 32, mode) == pytest.approx(wide)
+    assert scale_factor(32, 8, mode) == pytest.approx(tall)
+    assert scale_factor(32, 8, mode, 0.5) == pytest.approx(tall / 2)

@@ -28,33 +28,27 @@ def replaced() -> list[tuple[str, str, Any, Any]]:
 VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def _hands_over(expected: list[tuple[str, Any]], own: list[inspect.Parameter]) -> bool:
-    """Whether a wrapper takes all that is ``expected``, the rest of it unnamed."""
-    named = [(p.name, p.kind) for p in own if p.kind not in VARIABLE]
-    rest = {kind for _, kind in expected[len(named) :]}
-    takes_positions = VARIABLE[0] in [p.kind for p in own]
-    return named == expected[: len(named)] and (
-        takes_positions or rest <= {inspect.Parameter.KEYWORD_ONLY}
-    )
-
-
 def signature_problem(name: str, theirs: Callable[..., Any], ours: Callable[..., Any]) -> str:
     """Say what of a call to ``theirs`` that is documented ``ours`` would not take as meant."""
-    expected = [
-        (p.name, p.kind)
-        for p in inspect.signature(theirs).parameters.values()
-        if p.kind not in VARIABLE
+    documented = [
+        p for p in inspect.signature(theirs).parameters.values() if p.kind not in VARIABLE
     ]
     if name in DOCUMENTED:
-        expected = [(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in DOCUMENTED[name]]
-    own = list(inspect.signature(ours, follow_wrapped=False).parameters.values())
-    if getattr(ours, "__wrapped__", None) is theirs and own[-1].kind is VARIABLE[1]:
-        return "" if _hands_over(expected, own) else f"{name}: {expected} became {own}"
-    first, rest = own[: len(expected)], own[len(expected) :]
-    if [(p.name, p.kind) for p in first] != expected:
-        return f"{name}: {[n for n, _ in expected]} became {[p.name for p in own]}"
-    without = [p.name for p in rest if p.default is p.empty and p.kind not in VARIABLE]
-    return f"{name}: {without} have no default" if without else ""
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        documented = [inspect.Parameter(n, kind) for n in DOCUMENTED[name]]
+    named = {p.name: p.name for p in documented if p.kind is inspect.Parameter.KEYWORD_ONLY}
+    by_place = [p.name for p in documented if p.name not in named]
+    own = inspect.signature(ours, follow_wrapped=False)
+    try:
+        taken = own.bind(*by_place, **named).arguments
+        own.bind(**{p.name: p.name for p in documented})
+    except TypeError as error:
+        return f"{name}: {error}"
+    meant = {n: n for n in taken if own.parameters[n].kind not in VARIABLE}
+    # a wrapper hands over the rest as it comes
+    if meant == taken or (inspect.unwrap(ours) is theirs and meant.items() <= taken.items()):
+        return ""
+    return f"{name}: {[p.name for p in documented]} became {taken}"
 
 
 def _signature_problems() -> tuple[int, list[str]]:

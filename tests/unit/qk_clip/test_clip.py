@@ -1,6 +1,6 @@
 """Clipped, stepped, clipped: the same weights in every layout and storage."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -12,10 +12,9 @@ from megatron_eopt.qk_clip import clip_qk
 from megatron_eopt.qk_clip.attention import attentions
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
-from tests.harness.models import assert_same, copies_of
 from tests.unit.storage import runs
 from tests.unit.storage.full_state import Case, build, optimizer_over, steps, unwrapped
-from tests.unit.storage.runs import Result, Run, make_chunk
+from tests.unit.storage.runs import Run, make_chunk
 
 GROUPED = {"layers": 2, "hidden": 32, "heads": 4, "query_groups": 2, "bias": True}
 LATENT = {"layers": 2, "hidden": 32, "heads": 4, "latent": True, "position_embedding": "rope"}
@@ -29,16 +28,23 @@ MAXIMA = (
 )
 
 
+@dataclass(frozen=True)
+class Clipped:
+    """What a rank has after clips and steps."""
+
+    weights: dict[str, Any]
+    returned: list[float]
+    is_rounding: bool  # whether all model weights are those that the main ones round to
+
+
 def case_of(model: dict[str, Any], **fields: Any) -> Case:
     return Case("muon", {**model, **MODEL}, **fields)
 
 
 def put(chunks: list[Any], maxima: Any) -> None:
     """Let attention have recorded its heads' maxima, smaller ones on other data-parallel ranks."""
-    rank, size = (
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_tensor_model_parallel_world_size(),
-    )
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    size = parallel_state.get_tensor_model_parallel_world_size()
     data = parallel_state.get_data_parallel_rank()
     for chunk in chunks:
         for attention in attentions(chunk):
@@ -51,16 +57,13 @@ def put(chunks: list[Any], maxima: Any) -> None:
             )
 
 
-def clipped(case: Case, clip: Any = clip_qk, gathers_first: bool = True) -> Result:
-    """Do a step and a clip, twice."""
+def clipped(case: Case, gathers_first: bool = True) -> Clipped:
     chunk, optimizer = build(case)
-    return stepped_and_clipped([(case.run, chunk)], optimizer, clip, gathers_first)
+    return stepped_and_clipped([(case.run, chunk)], optimizer, gathers_first)
 
 
-def stepped_and_clipped(
-    parts: list[tuple[Run, Any]], optimizer: Any, clip: Any = clip_qk, gathers_first: bool = True
-) -> Result:
-    """Return what clips returned as steps, and whether main weights round to all model weights."""
+def stepped_and_clipped(parts: Any, optimizer: Any, gathers_first: bool = True) -> Clipped:
+    """Do a step and a clip, twice."""
     chunks = [chunk for _, chunk in parts]
     returned = []
     for step, maxima in enumerate(MAXIMA):
@@ -72,7 +75,7 @@ def stepped_and_clipped(
             if chunk.ddp_config.overlap_param_gather and gathers_first:
                 chunk.start_param_sync(force_sync=True)
         put(chunks, maxima)
-        returned.append(clip(chunks))
+        returned.append(clip_qk(chunks))
         optimizer.gather_params(now=True)
     mains = {item.param: item for member in optimizer.steppers for item in member.storage.stored()}
     exact = [
@@ -85,7 +88,7 @@ def stepped_and_clipped(
     weights: dict[str, Any] = {}
     for run, chunk in parts:
         weights |= runs.weights(run, chunk)
-    return Result(weights, returned, all(exact))
+    return Clipped(weights, returned, all(exact))
 
 
 def deviation(results: list[Any], expected: Any) -> float:
@@ -94,52 +97,60 @@ def deviation(results: list[Any], expected: Any) -> float:
     return runs.deviation(results, expected)
 
 
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for name, (_, weight) in expected.items():
+        assert torch.equal(found[name][1], weight), name
+
+
 SHARDED = {"use_distributed_optimizer": True}
 PLAIN = {"use_distributed_optimizer": False}
 OVERLAPPED = {**SHARDED, "overlap_param_gather": True, "overlap_grad_reduce": True}
+INSTANCES = {**SHARDED, "num_distributed_optimizer_instances": 2}
+EXPERTS = {**GROUPED, "experts": 4, "moe_grouped_gemm": False, "bias": False}
 LAYOUTS = {
-    "DP 2": (2, {}),
-    "TP 2": (2, {"tp": 2}),
-    "PP 2": (2, {"pp": 2}),
-    "TP 2 x DP 2": (4, {"tp": 2}),
-    # tensor parallelism cuts query groups apart
-    "TP 4": (4, {"tp": 4}),
+    "GQA DP 2": (GROUPED, 2, {}),
+    "GQA TP 2": (GROUPED, 2, {"tp": 2}),
+    "GQA PP 2": (GROUPED, 2, {"pp": 2}),
+    "GQA TP 2 x DP 2": (GROUPED, 4, {"tp": 2}),
+    "MLA DP 2": (LATENT, 2, {}),
+    "MLA TP 2": (LATENT, 2, {"tp": 2}),
+    "MLA PP 2": (LATENT, 2, {"pp": 2}),
+    "MLA TP 2 x DP 2": (LATENT, 4, {"tp": 2}),
+    # tensor parallelism cuts query groups apart; for GQA the local attention wants them whole
+    "MLA TP 4": (LATENT, 4, {"tp": 4}),
+    "experts": (EXPERTS, 2, {"ep": 2}),
+    "instances": (GROUPED, 4, {"optimizer_instances": 2}),
 }
+# the layout that cuts in both ways and the harder attention, and what they do not have
+USUAL = ("MLA TP 2 x DP 2", "experts", "instances")
 
 
 def with_dtype(model: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     return {**model, "dtype": dtype}
 
 
+def assert_as_alone(case: Case, results: list[Clipped], bound: float) -> None:
+    """Compare what ranks have with what one process has."""
+    alone = replace(case, parallel={}, ddp=PLAIN, config=PLAIN)
+    expected = run_ranks(1, clipped, alone)[0]
+    for result in (expected, *results):
+        assert result.returned == [40.0, 30.0]
+        assert result.is_rounding
+    assert deviation(results, expected) < bound
+
+
 @pytest.mark.parametrize(
-    ("model", "layout"),
-    [
-        pytest.param(
-            model,
-            layout,
-            id=f"{name} {layout}",
-            # the usual tests have the layout that cuts in both ways, and the harder attention
-            marks=[] if (name, layout) == ("MLA", "TP 2 x DP 2") else pytest.mark.long,
-        )
-        for name, model in (("GQA", GROUPED), ("MLA", LATENT))
-        for layout in LAYOUTS
-        # the local attention wants a whole query group on each rank
-        if (name, layout) != ("GQA", "TP 4")
-    ],
+    "name",
+    [name if name in USUAL else pytest.param(name, marks=pytest.mark.long) for name in LAYOUTS],
 )
-def test_every_layout_clips_as_one_process_does(model, layout):
-    world, parallel = LAYOUTS[layout]
+def test_every_layout_clips_as_one_process_does(name):
+    model, world, parallel = LAYOUTS[name]
     for dtype, bound in ((torch.float32, 2e-6), (torch.bfloat16, 2e-2)):
-        case = case_of(with_dtype(model, dtype))
-        alone = replace(case, ddp=PLAIN, config=PLAIN)
-        expected = run_ranks(1, clipped, alone)[0]
-        assert expected.steps == [40.0, 30.0]
-        for ddp in (SHARDED, PLAIN):
-            here = replace(case, parallel=parallel, ddp=ddp, config=ddp)
-            results = run_ranks(world, clipped, here)
-            assert {tuple(result.steps) for result in results} == {(40.0, 30.0)}
-            assert all(result.extra for result in results)
-            assert deviation(results, expected) < bound
+        for ddp in (INSTANCES,) if name == "instances" else (SHARDED, PLAIN):
+            config = {"use_distributed_optimizer": ddp["use_distributed_optimizer"]}
+            case = case_of(with_dtype(model, dtype), parallel=parallel, ddp=ddp, config=config)
+            assert_as_alone(case, run_ranks(world, clipped, case), bound)
 
 
 def test_off_loaded_weights_are_clipped_as_resident_ones():
@@ -149,12 +160,12 @@ def test_off_loaded_weights_are_clipped_as_resident_ones():
         case = case_of(with_dtype(GROUPED, torch.bfloat16))
         found.append(run_ranks(2, clipped, replace(case, ddp=SHARDED, config=SHARDED | off_load)))
     for resident, off_loaded in zip(*found, strict=True):
-        assert off_loaded.extra
-        assert off_loaded.steps == resident.steps
-        assert_same(off_loaded.tensors, resident.tensors)
+        assert off_loaded.is_rounding
+        assert off_loaded.returned == resident.returned
+        assert_same(off_loaded.weights, resident.weights)
 
 
-def interleaved() -> Result:
+def interleaved() -> Clipped:
     """Step and clip two model chunks on each of two pipeline stages."""
     initialize_megatron(pp=2, virtual_pp=2)
     parts = []
@@ -168,31 +179,8 @@ def interleaved() -> Result:
 
 
 def test_an_interleaved_pipeline_clips_as_one_process_does():
-    case = case_of({**GROUPED, "layers": 4}, ddp=PLAIN, config=PLAIN)
-    expected = run_ranks(1, clipped, case)[0]
-    results = run_ranks(2, interleaved)
-    assert {tuple(result.steps) for result in results} == {(40.0, 30.0)}
-    assert deviation(results, expected) < 2e-6
-
-
-EXPERTS = {"layers": 1, "heads": 4, "query_groups": 2, "experts": 4, "moe_grouped_gemm": False}
-INSTANCES = {**SHARDED, "num_distributed_optimizer_instances": 2}
-
-
-@pytest.mark.parametrize(
-    ("model", "world", "parallel", "ddp"),
-    [
-        pytest.param(EXPERTS, 2, {"ep": 2}, SHARDED, id="experts"),
-        pytest.param(GROUPED, 4, {"optimizer_instances": 2}, INSTANCES, id="instances"),
-    ],
-)
-def test_beside_experts_and_with_several_instances(model, world, parallel, ddp):
-    case = case_of(with_dtype(model, torch.bfloat16))
-    expected = run_ranks(1, clipped, replace(case, ddp=PLAIN, config=PLAIN))[0]
-    here = replace(case, parallel=parallel, ddp=ddp, config=SHARDED)
-    results = run_ranks(world, clipped, here)
-    assert all(result.extra for result in results)
-    assert deviation(results, expected) < 2e-2
+    case = case_of({**GROUPED, "layers": 4})
+    assert_as_alone(case, run_ranks(2, interleaved), 2e-6)
 
 
 @pytest.mark.parametrize("gathers_first", [True, False])
@@ -202,10 +190,10 @@ def test_beside_experts_and_with_several_instances(model, world, parallel, ddp):
 def test_parameters_may_be_gathered_before_or_after(dtype, gathers_first):
     case = case_of(with_dtype(GROUPED, dtype), ddp=SHARDED)
     expected = run_ranks(2, clipped, case)
-    found = run_ranks(2, clipped, replace(case, ddp=OVERLAPPED), clip_qk, gathers_first)
+    found = run_ranks(2, clipped, replace(case, ddp=OVERLAPPED), gathers_first)
     for mine, other in zip(found, expected, strict=True):
-        assert_same(mine.tensors, other.tensors)
-    assert all(result.extra for result in found)
+        assert_same(mine.weights, other.weights)
+    assert all(result.is_rounding for result in found)
 
 
 @pytest.mark.parametrize("model", [GROUPED, LATENT], ids=["GQA", "MLA"])
@@ -227,7 +215,7 @@ def side_by_side(case: Case, maxima: Any) -> Any:
             steps(case, chunk, optimizer, step, step + 1)
             put([chunk], some)
             assert clip([chunk]) == max(map(max, some))
-        found.append(copies_of(chunk))
+        found.append(runs.weights(case.run, chunk))
     return found
 
 
@@ -246,7 +234,7 @@ def what_stays() -> list[Any]:
     case = case_of(GROUPED, ddp=SHARDED)
     chunk, optimizer = build(case)
     steps(case, chunk, optimizer, 0, 1)
-    before = copies_of(chunk)
+    before = [param.detach().clone() for param in chunk.parameters()]
     found = [clip_qk([chunk])]
     first = next(attentions(chunk))
     for logits in ([-1.0, 0.0, -torch.inf, torch.nan], [torch.inf, 3.0, 2.0, 1.0]):
@@ -255,13 +243,13 @@ def what_stays() -> list[Any]:
         assert first.core_attention.current_max_attn_logits is None
     first.core_attention.current_max_attn_logits = torch.full((4,), 50.0)
     found.append(clip_qk([chunk], log_max_only=True))
-    assert_same(copies_of(chunk), before)
+    assert all(map(torch.equal, chunk.parameters(), before))
 
     chunk, _ = build(case_of(LATENT, ddp=PLAIN, config=PLAIN, frozen="self_attention"))
-    before = copies_of(chunk)
+    before = [param.detach().clone() for param in chunk.parameters()]
     put([chunk], MAXIMA[0])
     assert clip_qk([chunk]) == max(map(max, MAXIMA[0]))
-    assert_same(copies_of(chunk), before)
+    assert all(map(torch.equal, chunk.parameters(), before))
     return found
 
 
