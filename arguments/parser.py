@@ -11,10 +11,10 @@ from typing import Any
 
 from megatron.core import optimizer as megatron_optimizer
 
-from megatron_eopt.arguments.flags import GROUPS, choices_of_trainer_flags, has_meaning, options
+from megatron_eopt.arguments.flags import choices_of_trainer_flags, groups, options
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.settings.config import EmergingOptimizerConfig, default_values
-from megatron_eopt.settings.config_file import allowed_keys, read_optimizer_file
+from megatron_eopt.settings.config_file import ALLOWED, read_optimizer_file
 
 logger = logging.getLogger(__name__)
 
@@ -38,10 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     for dest, choices in choices_of_trainer_flags().items():
         if dest in known:
             known[dest].choices = choices
-    for title, flags in GROUPS.items():
+    for title, flags in groups().items():
         group = parser.add_argument_group(title=f"{title} (megatron-eopt)")
         for name, text in flags.items():
-            if name.replace("-", "_") not in known and has_meaning(name):
+            if name.replace("-", "_") not in known:
                 group.add_argument(f"--{name}", help=text, **options(name))
     _fill_after_parsing(parser)
     return parser
@@ -89,9 +89,8 @@ def _given_flags(parse: Callable[..., Any], argv: Sequence[str] | None) -> dict[
     ``parse`` is the parser's own ``parse_known_args``, ``argv`` the command line (None: the
     process's).
     """
-    names = allowed_keys()
-    parsed, _ = parse(argv, argparse.Namespace(**dict.fromkeys(names, _ABSENT)))
-    return {name: value for name in names if (value := getattr(parsed, name)) is not _ABSENT}
+    parsed, _ = parse(argv, argparse.Namespace(**dict.fromkeys(ALLOWED, _ABSENT)))
+    return {name: value for name in ALLOWED if (value := getattr(parsed, name)) is not _ABSENT}
 
 
 def _merge_file(args: argparse.Namespace, given: Mapping[str, Any]) -> None:

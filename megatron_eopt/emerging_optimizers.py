@@ -13,18 +13,10 @@ from megatron_eopt.math import coefficient_names
 from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
 from megatron_eopt.optimizers.muon import TensorParallelMuon
+from megatron_eopt.settings import registry
 from megatron_eopt.settings.arguments import emerging_kwargs, entry_kwargs, qkv_split_shapes
 from megatron_eopt.settings.fields import kwargs_from_config
-from megatron_eopt.settings.registry import (
-    EmergingOptimizerEntry,
-    default_param_overrides,
-    entries,
-    entry_of,
-    init_state,
-    is_nonlinear_or_embedding,
-    prefixes_of,
-    register_optimizer,
-)
+from megatron_eopt.settings.registry import EmergingOptimizerEntry, register_optimizer
 
 __all__ = [
     "_EMERGING_OPTIMIZERS",
@@ -45,7 +37,7 @@ __all__ = [
     "validate_coefficient_type",
 ]
 
-_EMERGING_OPTIMIZERS = entries()
+_EMERGING_OPTIMIZERS = registry.entries()
 
 
 def get_supported_coefficient_types() -> tuple[str, ...]:
@@ -58,14 +50,14 @@ def validate_coefficient_type(coefficient_type: str) -> None:
     check_choice("coefficient_type", coefficient_type, coefficient_names())
 
 
-_default_param_overrides_factory = default_param_overrides
-_eopt_init_state_fn = init_state
-_is_nonlinear_or_embedding = is_nonlinear_or_embedding
+_default_param_overrides_factory = registry.default_param_overrides
+_eopt_init_state_fn = registry.init_state
+_is_nonlinear_or_embedding = registry.is_nonlinear_or_embedding
 _get_qkv_split_shapes = qkv_split_shapes
 _kwargs_from_config = kwargs_from_config
 # what our entries have, whichever is in the registry now
-_muon_config_to_kwargs = entry_of("muon").config_to_kwargs
-_adaptive_muon_config_to_kwargs = entry_of("adaptive_muon").config_to_kwargs
+_muon_config_to_kwargs = registry.entry_of("muon").config_to_kwargs
+_adaptive_muon_config_to_kwargs = registry.entry_of("adaptive_muon").config_to_kwargs
 
 
 def _create_emerging_optimizer(
@@ -75,7 +67,7 @@ def _create_emerging_optimizer(
     model_chunks: Sequence[Any],
     pg_collection: Any,
 ) -> tuple[torch.optim.Optimizer, Any]:
-    entry = entry_of(eopt_name)
+    entry = registry.entry_of(eopt_name)
     kwargs = entry_kwargs(eopt_name, config, model_chunks, pg_collection)
     return entry.optimizer_cls(param_groups, **kwargs), entry.init_state_fn
 
@@ -83,5 +75,7 @@ def _create_emerging_optimizer(
 def _default_adam_based_eopt_config_to_kwargs(
     eopt_name: str, config: Any, model_chunks: Sequence[Any], pg_collection: Any
 ) -> dict[str, Any]:
-    entry = entry_of(eopt_name)
-    return emerging_kwargs(entry.optimizer_cls, prefixes_of(eopt_name), config, pg_collection)
+    entry = registry.entry_of(eopt_name)
+    return emerging_kwargs(
+        entry.optimizer_cls, registry.prefixes_of(eopt_name), config, pg_collection
+    )

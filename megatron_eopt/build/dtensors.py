@@ -29,16 +29,7 @@ from megatron_eopt.optimizers.stepper import Stepper
 from megatron_eopt.routing.model import Routing
 from megatron_eopt.settings.checks import refuse_for_dtensors
 from megatron_eopt.settings.settings import Settings, resolve
-from megatron_eopt.storage.dtensors import (
-    Float32Shards,
-    Groups,
-    MainShards,
-    check_parameters,
-    dtensor_shards,
-    is_sharded,
-    local_of,
-    mesh_group,
-)
+from megatron_eopt.storage import dtensors
 from megatron_eopt.storage.interface import Storage
 
 
@@ -74,7 +65,7 @@ def build_routed(
     """
     groups: list[ParamGroup] = []
     served: list[tuple[Driver, slice, list[Tensor]]] = []
-    made: Groups = {}
+    made: dtensors.Groups = {}
     order = {param: number for number, param in enumerate(routing.names)}
     # sizes of fused weights come with the parameters here, not with the model's configuration
     chunks = [SimpleNamespace(config=None)]
@@ -92,7 +83,9 @@ def build_routed(
         # those that the same ranks store, cut ones and replicated ones apart
         together: dict[tuple[Any, bool], list[Tensor]] = {}
         for param in params:
-            together.setdefault((mesh_group(param, made), is_sharded(param)), []).append(param)
+            together.setdefault(
+                (dtensors.mesh_group(param, made), dtensors.is_sharded(param)), []
+            ).append(param)
         for (group, is_cut), members in together.items():
             driver = _matrix_driver(base, settings, routing, members, group, is_cut)
             served.append((driver, places, members))
@@ -120,7 +113,7 @@ def _matrix_driver(
     if base.layout == "matrix_state" or (mode == "auto" and is_cut):
         # what is cut has to travel, and at one owner the work is done once
         mode = "exchange"
-    means = Means(mode, wave_mb=settings.wave_mb, device=local_of(params[0]).device)
+    means = Means(mode, wave_mb=settings.wave_mb, device=dtensors.local_of(params[0]).device)
     size = 1 if group is None else group.size()
 
     def computed_by(layouts: Sequence[Layout]) -> list[int]:
@@ -129,7 +122,7 @@ def _matrix_driver(
 
     named = {routing.names[param]: param for param in params}
     splits = [routing.matrices[param] or whole(tuple(param.shape)) for param in params]
-    found = agreed_in(group, lambda: dtensor_shards(named, splits, group, computed_by))
+    found = agreed_in(group, lambda: dtensors.dtensor_shards(named, splits, group, computed_by))
     return driver_over(
         base, base.groups, dict(zip(params, found, strict=True)), means, settings.config
     )
@@ -149,14 +142,14 @@ def chain_of_dtensors(wanted: Wanted) -> OptimizerChain | None:
     settings, routing = wanted.settings, wanted.routing
     if settings.is_standard or not is_torch_fsdp2(wanted.model_chunks):
         return None
-    check_parameters([route.parameter for route in routing.routes])
+    dtensors.check_parameters([route.parameter for route in routing.routes])
     inner = build_routed(settings, routing)
     storage: Storage
     if settings.half:
-        storage = MainShards(inner, settings.config, None, state_exists)
+        storage = dtensors.MainShards(inner, settings.config, None, state_exists)
         inner.follow({item.param: item.main for item in storage.stored()})
     else:
-        storage = Float32Shards(inner, settings.config, state_exists)
+        storage = dtensors.Float32Shards(inner, settings.config, state_exists)
     storage.count_in(wanted.collection.mp, wanted.collection)
     chain = chain_over(storage, wanted)
     # the trainer's loader hands a loaded state dict over: not all of it was read into tensors

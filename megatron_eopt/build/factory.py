@@ -13,23 +13,19 @@ from megatron_eopt import qk_clip
 from megatron_eopt.base.agreement import agreed, any_rank
 from megatron_eopt.base.names import STANDARD_OPTIMIZERS
 from megatron_eopt.base.upstream import found, needed
+from megatron_eopt.build import dtensors, megatron_fsdp
 from megatron_eopt.build.bases import Base, bases_of
-from megatron_eopt.build.builders import BUILDERS, Wanted, register_storage
-from megatron_eopt.build.chain import OptimizerChain
-from megatron_eopt.build.ddp import check_chunks, check_ddp, is_megatron_fsdp
-from megatron_eopt.build.dtensors import (
-    chain_of_dtensors,
-    is_torch_fsdp2,
-    resolve_for_dtensors,
+from megatron_eopt.build.builders import (
+    BUILDERS,
+    Wanted,
+    check_chunks,
+    check_ddp,
+    is_megatron_fsdp,
+    register_storage,
 )
+from megatron_eopt.build.chain import OptimizerChain
 from megatron_eopt.build.gradients import make_scaler
 from megatron_eopt.build.layer_wise import LayerWiseDistributedOptimizer
-from megatron_eopt.build.megatron_fsdp import (
-    chain_under_megatron_fsdp,
-    faults,
-    fsdp_modules,
-    whole_parameters,
-)
 from megatron_eopt.build.ownership import take_over
 from megatron_eopt.build.replicated import chain_of_slabs
 from megatron_eopt.build.sharded import Sharding, unmixed_steppers
@@ -85,10 +81,10 @@ def get_megatron_optimizer(
     agreed(lambda: check_chunks(model_chunks))
     if isinstance(model_chunks[0], found("MimoModel") or ()):
         return megatrons_own_factory(config, model_chunks)
-    of_dtensors = is_torch_fsdp2(model_chunks) or is_megatron_fsdp(model_chunks)
+    of_dtensors = dtensors.is_torch_fsdp2(model_chunks) or is_megatron_fsdp(model_chunks)
     settings = agreed(lambda: _settings(config, model_chunks, of_dtensors=of_dtensors))
     check_alike(config)
-    with whole_parameters(model_chunks):
+    with megatron_fsdp.whole_parameters(model_chunks):
         routing = route_model(settings, model_chunks, config_overrides)
     if _is_megatron_cores(settings, routing, model_chunks):
         return megatrons_own_factory(
@@ -107,7 +103,7 @@ def get_megatron_optimizer(
     optimizer = agreed(lambda: next(chains))
     take_over(optimizer, routing.names)
     if folder is not None:
-        with whole_parameters(model_chunks):
+        with megatron_fsdp.whole_parameters(model_chunks):
             _dump(routing.groups, model_chunks, str(folder))
     return optimizer
 
@@ -115,7 +111,7 @@ def get_megatron_optimizer(
 def _settings(config: Any, model_chunks: Sequence[Any], *, of_dtensors: bool) -> Settings:
     settings = resolve(config)
     if of_dtensors and not settings.is_standard:
-        settings = resolve_for_dtensors(config)
+        settings = dtensors.resolve_for_dtensors(config)
     check_ddp(settings, model_chunks)
     qk_clip.prepare(model_chunks)
     return settings
@@ -125,8 +121,8 @@ def _is_megatron_cores(settings: Settings, routing: Routing, model_chunks: Seque
     """Whether Adam or SGD alone runs in a mode that megatron-core's own optimizer has."""
     if not settings.is_standard or routing.optimizers - {settings.optimizer}:
         return False
-    modules = fsdp_modules(model_chunks)
-    is_refused = bool(modules) and (settings.half == "fp16" or any(faults(modules)))
+    modules = megatron_fsdp.fsdp_modules(model_chunks)
+    is_refused = bool(modules) and (settings.half == "fp16" or any(megatron_fsdp.faults(modules)))
     return bool(settings.upstream_modes) or is_refused
 
 
@@ -157,7 +153,12 @@ def _sharded(wanted: Wanted) -> OptimizerChain | None:
     return OptimizerChain(unmixed_steppers(sharding, bases), settings, scaler, model_chunks)
 
 
-for _builder in (chain_of_slabs, _sharded, chain_of_dtensors, chain_under_megatron_fsdp):
+for _builder in (
+    chain_of_slabs,
+    _sharded,
+    dtensors.chain_of_dtensors,
+    megatron_fsdp.chain_under_megatron_fsdp,
+):
     register_storage(_builder)
 
 

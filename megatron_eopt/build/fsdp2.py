@@ -1,26 +1,25 @@
-"""The optimizer of a plain PyTorch model, sharded or not, for a training loop of one's own."""
+"""The optimizer of a plain PyTorch model, sharded or not, for a training loop of one's own.
+
+It can go on with a run of ``torch.optim.Muon``.
+"""
 
 import fnmatch
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from megatron_eopt.base.agreement import agreed
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.base.names import STACK_ATTRIBUTE
+from megatron_eopt.base.names import MOMENTUM, STACK_ATTRIBUTE
+from megatron_eopt.build import megatron_fsdp
 from megatron_eopt.build.dtensors import build_routed, resolve_for_dtensors
-from megatron_eopt.build.megatron_fsdp import (
-    MegatronFSDPOptimizer,
-    faults,
-    fsdp_modules,
-    shards_of_parameters,
-    whole_parameters,
-)
 from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
 from megatron_eopt.optimizers.sharded import ShardedOptimizer
 from megatron_eopt.routing.model import overrides_for, route_parameters, with_splits
@@ -28,7 +27,7 @@ from megatron_eopt.routing.parameters import trainable_parameters
 from megatron_eopt.settings.checks import check_alike, check_config
 from megatron_eopt.settings.registry import Overrides
 from megatron_eopt.settings.settings import Settings
-from megatron_eopt.storage.dtensors import check_parameters
+from megatron_eopt.storage.dtensors import check_parameters, local_of
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +69,7 @@ def build_optimizer(
     def checked() -> tuple[Settings, Overrides]:
         check_config(config)
         settings = resolve_for_dtensors(config, own_loop=True)
-        for error in faults(managing, own_loop=True):
+        for error in megatron_fsdp.faults(managing, own_loop=True):
             raise error
         if not managing:
             check_parameters(trainable_parameters([model]))
@@ -81,10 +80,10 @@ def build_optimizer(
         if isinstance(module, FSDPModule):
             module.reshard()  # after a forward pass the root still has whole parameters
     model = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
-    managing = fsdp_modules([model])
+    managing = megatron_fsdp.fsdp_modules([model])
     # names are those that users gave
     named: Any = model.module if model in managing else model
-    with whole_parameters([model]):
+    with megatron_fsdp.whole_parameters([model]):
         settings, overrides = agreed(checked)
         check_alike(config)
         routing = route_parameters(settings, trainable_parameters([named]), overrides)
@@ -93,8 +92,8 @@ def build_optimizer(
         clip = "optimizer.clip_grad_norm" if managing else "torch.nn.utils.clip_grad_norm_"
         logger.info("clip_grad is for the training loop: %s", clip)
     if managing:
-        routing = routing.over(shards_of_parameters([model]))
-    cls = partial(MegatronFSDPOptimizer, managing) if managing else ShardedOptimizer
+        routing = routing.over(megatron_fsdp.shards_of_parameters([model]))
+    cls = partial(megatron_fsdp.MegatronFSDPOptimizer, managing) if managing else ShardedOptimizer
     return agreed(lambda: build_routed(settings, routing, cls))
 
 
@@ -135,3 +134,70 @@ def _warn_of_output_layers(model: nn.Module) -> None:
                 "output layer, pass output_layers=[%r]."
             )
             logger.warning(text, path, path)
+
+
+@torch.no_grad()
+def import_torch_muon(
+    optimizer: ShardedOptimizer,
+    state_dict: Mapping[str, Any],
+    params: Sequence[str] | None = None,
+) -> None:
+    """Take the momenta out of a ``torch.optim.Muon`` state dict; collective.
+
+    Both keep the same moving average, so that nothing has to be converted. Settings are not taken
+    over: they come from the configuration.
+
+    Args:
+        optimizer: Where the momenta go.
+        state_dict: What ``torch.optim.Muon.state_dict()`` returned, or torch's
+            ``get_optimizer_state_dict``. Momenta are whole tensors or DTensors.
+        params: Names of the parameters in the order in which ``torch.optim.Muon`` got them, where
+            the state dict has neither names nor ``param_names``.
+
+    Raises:
+        ConfigurationError: If names are unknown, a momentum is missing or has another shape.
+    """
+    momenta = _momenta_by_name(state_dict, params)
+    optimizer.unpack()
+    targets = {
+        name: (param, optimizer.state[param][MOMENTUM])
+        for param, name in optimizer.names.items()
+        if MOMENTUM in optimizer.state[param] and param.dim() > 1
+    }
+    if odd := sorted(momenta.keys() - targets.keys()):
+        rule = "are no parameters with a momentum of this optimizer"
+        raise ConfigurationError("state_dict", odd[:8], rule, "Route them to Muon here too")
+    if missing := sorted(targets.keys() - momenta.keys()):
+        rule = "have no momentum in it"
+        raise ConfigurationError("state_dict", missing[:8], rule, "Route them elsewhere here too")
+    for name, (param, target) in targets.items():
+        value = momenta[name]
+        if value.shape != param.shape:
+            rule = f"must have the shape {tuple(param.shape)}"
+            raise ConfigurationError(name, tuple(value.shape), rule, "Load a fitting one")
+        if isinstance(value, DTensor):
+            value = value.full_tensor()
+        if isinstance(param, DTensor):
+            # every rank has the whole tensor and cuts it for itself
+            mesh, placements = param.device_mesh, param.placements
+            value = distribute_tensor(value, mesh, placements, src_data_rank=None)
+        local_of(target).copy_(local_of(value))
+    optimizer.pack()
+
+
+def _momenta_by_name(
+    state_dict: Mapping[str, Any], params: Sequence[str] | None
+) -> dict[str, Tensor]:
+    groups = state_dict["param_groups"]
+    order = [key for group in groups for key in group["params"]]
+    own = [name for group in groups for name in group.get("param_names", ())]
+    names = params or own or order
+    if len(names) != len(order) or not all(isinstance(name, str) for name in names):
+        rule = f"must name the {len(order)} parameters of the state dict, in their order"
+        raise ConfigurationError("params", params, rule, "Pass the names torch.optim.Muon got")
+    state = state_dict["state"]
+    return {
+        name: state[key][MOMENTUM]
+        for name, key in zip(names, order, strict=True)
+        if MOMENTUM in state.get(key, ())
+    }

@@ -12,8 +12,8 @@ from megatron_eopt import qk_clip
 from megatron_eopt.base.agreement import agreed
 from megatron_eopt.base.errors import ConfigurationTypeError
 from megatron_eopt.build.bases import Base
+from megatron_eopt.build.builders import check_chunks
 from megatron_eopt.build.chain import OptimizerChain
-from megatron_eopt.build.ddp import check_chunks
 from megatron_eopt.build.gradients import make_scaler
 from megatron_eopt.build.sharded import Sharding, sharded_steppers
 from megatron_eopt.optimizers.driver import refuse_group, refuse_state
@@ -116,10 +116,9 @@ def _bases(
             way_out = "Pass the torch optimizer inside it"
             raise ConfigurationTypeError(f"optimizers[{number}]", optimizer, rule, way_out)
     # what orthogonalizes does not depend on the size of gradients
-    free = [exempt and isinstance(item, OrthogonalizedOptimizer) for item in optimizers]
+    free = OrthogonalizedOptimizer if exempt else ()
+    functions = init_state_fns or [None] * len(optimizers)
     return [
-        Base(optimizer, function, optimizer.param_groups, is_clipped=not is_free)
-        for optimizer, function, is_free in zip(
-            optimizers, init_state_fns or [None] * len(optimizers), free, strict=True
-        )
+        Base(item, function, item.param_groups, is_clipped=not isinstance(item, free))
+        for item, function in zip(optimizers, functions, strict=True)
     ]

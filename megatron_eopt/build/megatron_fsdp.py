@@ -19,9 +19,8 @@ from megatron_eopt.base.agreement import agreed
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import GLOBAL_NAME_ATTRIBUTE
 from megatron_eopt.base.upstream import found, needed
-from megatron_eopt.build.builders import Wanted
+from megatron_eopt.build.builders import OF_DDP, Wanted, is_megatron_fsdp
 from megatron_eopt.build.chain import OptimizerChain
-from megatron_eopt.build.ddp import is_megatron_fsdp
 from megatron_eopt.build.dtensors import build_routed, chain_over, state_exists
 from megatron_eopt.checkpoint import fsdp_dtensor, optimizer_state
 from megatron_eopt.optimizers.sharded import ShardedOptimizer
@@ -34,7 +33,6 @@ _OF_USERS = "eopt_"
 
 # What would let an optimizer step without gradients, or with wrong ones, and nobody say so
 
-_OF_DDP = "DistributedDataParallelConfig."
 _MODES = {
     "megatron_fsdp_cuda_graph_mode": "leaves gradients where zero_grad drops them",
     "megatron_fsdp_use_decoupled_grad": "hands gradients to Transformer Engine's Adam alone",
@@ -46,12 +44,12 @@ def faults(modules: Iterable[Any], *, own_loop: bool = False) -> Iterator[Config
     for module in modules:
         for name, rule in _MODES.items():
             if value := getattr(module.ddp_config, name, False):
-                yield ConfigurationError(_OF_DDP + name, value, rule, f"Set {name}=False")
+                yield ConfigurationError(OF_DDP + name, value, rule, f"Set {name}=False")
         outer = module.ddp_config.outer_dp_sharding_strategy
         if outer != "no_shard":
             rule = "does not divide gradients by the number of ranks in megatron-core"
             way_out = "Set it to 'no_shard', which keeps a copy on each of the outer ranks"
-            yield ConfigurationError(_OF_DDP + "outer_dp_sharding_strategy", outer, rule, way_out)
+            yield ConfigurationError(OF_DDP + "outer_dp_sharding_strategy", outer, rule, way_out)
         for name, shard in module.param_and_grad_buffer.optimizer_named_parameters:
             if needed("is_float8tensor")(shard.orig_param):
                 rule = "is stored in 8 bits, which are cut and rounded in ways of their own"

@@ -21,12 +21,8 @@ from megatron_eopt.routing.model import Routing
 from megatron_eopt.settings.fields import constructor_arguments
 from megatron_eopt.settings.registry import entry_of
 from megatron_eopt.settings.settings import Settings
+from megatron_eopt.storage import replicated
 from megatron_eopt.storage.interface import Storage
-from megatron_eopt.storage.replicated import (
-    Float32Optimizer,
-    MainParamsOptimizer,
-    tensor_parallel_cut,
-)
 from megatron_eopt.storage.shard import Ranks
 
 
@@ -46,10 +42,10 @@ def chain_of_slabs(
     scaler = make_scaler(settings.loss_scale) if settings.half else None
     if storage_of is None:
         if settings.half:
-            storage_of = functools.partial(MainParamsOptimizer, grad_scaler=scaler)
+            storage_of = functools.partial(replicated.MainParamsOptimizer, grad_scaler=scaler)
         else:
             _check_dtypes(wanted.routing)
-            storage_of = Float32Optimizer
+            storage_of = replicated.Float32Optimizer
     bases = bases_of(settings, wanted.routing, chunks, wanted.collection)
     steppers = [_stepper(base, wanted, storage_of) for base in bases]
     return OptimizerChain(steppers, settings, scaler, chunks)
@@ -115,7 +111,7 @@ def _drivers(
     if base.layout == "element_wise":
         driver = ElementWiseDriver(optimizer, init_state_fn, settings.config)
     else:
-        ranks = [Ranks.of(tensor_parallel_cut(param, collection)[1]) for param in params]
+        ranks = [Ranks.of(replicated.tensor_parallel_cut(param, collection)[1]) for param in params]
         driver = SlabDriver(optimizer, init_state_fn, settings.config, ranks=ranks)
     count = itertools.count()
     driver.attach([[next(count) for _ in group["params"]] for group in optimizer.param_groups])

@@ -21,14 +21,9 @@ from megatron_eopt.optimizers.host_memory import HostPlace, on_device
 from megatron_eopt.optimizers.muon import declared_split
 from megatron_eopt.optimizers.stepper import Stepper
 from megatron_eopt.settings.settings import RunSettings
+from megatron_eopt.storage import sharded
 from megatron_eopt.storage.buffers import BufferSet, check_buffers, data_parallel_only
 from megatron_eopt.storage.interface import Storage
-from megatron_eopt.storage.sharded import (
-    BufferRange,
-    FragmentsOptimizer,
-    fragment_of,
-    ranges_in,
-)
 
 
 @dataclass(frozen=True)
@@ -43,9 +38,9 @@ class Sharding:
     # the logical matrices of parameters, None for one; empty if optimizers say it
     splits: Mapping[Tensor, Split | None]
 
-    def storage(self, optimizer: Any, buffers: BufferSet) -> FragmentsOptimizer:
+    def storage(self, optimizer: Any, buffers: BufferSet) -> sharded.FragmentsOptimizer:
         """Return Megatron's distributed optimizer over some buffers."""
-        storage = FragmentsOptimizer(
+        storage = sharded.FragmentsOptimizer(
             optimizer,
             self.settings.config,
             self.scaler,
@@ -119,7 +114,7 @@ def _stepper(
     live: Sequence[list[ParamGroup]],
 ) -> Stepper:
     """Return the stepper of one set of buffers; ``live`` gets the groups of each base's."""
-    places = ranges_in(buffers, sharding.names)
+    places = sharded.ranges_in(buffers, sharding.names)
     groups: list[ParamGroup] = []
     served: list[tuple[Driver, slice]] = []
     params: dict[Driver, list[Tensor]] = {}
@@ -170,7 +165,7 @@ def _driver(
     sharding: Sharding,
     base: Base,
     groups: Sequence[ParamGroup],
-    places: Mapping[Tensor, BufferRange],
+    places: Mapping[Tensor, sharded.BufferRange],
     buffers: BufferSet,
 ) -> Driver:
     """Return what steps an optimizer's parameters, which lie at ``places``."""
@@ -188,7 +183,7 @@ def _driver(
     shards = agreed_in(
         grid.ranks.group,
         lambda: {
-            param: fragment_of(param, place, split_of, members, slabs=slabs)
+            param: sharded.fragment_of(param, place, split_of, members, slabs=slabs)
             for param, place in places.items()
         },
     )

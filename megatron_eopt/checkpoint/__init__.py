@@ -5,7 +5,7 @@ names of ``keys``. ``requests`` holds those of a chain; ``optimizer_state`` adds
 
 =============================  =====================================================================
 ``torch_dist``, by parameter   ``requests``; a load is matched first: ``matching``, ``migration``
-``torch_dist``, by bucket      megatron-core writes it of Adam; read by ``requests`` and ``buckets``
+``torch_dist``, by bucket      megatron-core writes it of Adam; read by ``requests``
 ``torch``                      fragments: ``rank_files``; whole parameters: ``local_state``
 ``fsdp_dtensor``               ``fsdp_dtensor``
 =============================  =====================================================================

@@ -51,7 +51,13 @@ def requested(
         lambda: StateRequests(steppers, model_state, counts, policy, by_bucket=by_bucket)
     )
     requests.separate()
-    result = _common_state(steppers, main, counts or {})
+    # what is the same on all ranks: groups, steps by driver, and loss scale
+    states: list[dict[Any, Any]] = []
+    for stepper in steppers:
+        steps = [(counts or {}).get(d, -1) for d in stepper.drivers for _ in stepper.groups_of(d)]
+        stub = stepper.storage.is_stub_optimizer
+        states.append({} if stub else stepper.storage.common_state(steps, main))
+    result = states[0] if len(states) == 1 else dict(enumerate(states))
     result[PARAM_STATE] = requests.param_state
     if is_loading:
         result[REQUESTS] = LocalNonpersistentObject(requests)
@@ -90,18 +96,6 @@ def _counts_of(steppers: Sequence[Stepper]) -> dict[Driver, int]:
     # a rank may have none of a driver's states, or not even the driver
     known = of_every_rank(mine)
     return {driver: max(counts.get(key, -1) for counts in known) for driver, key in keys.items()}
-
-
-def _common_state(
-    steppers: Sequence[Stepper], main: str | None, counts: Mapping[Driver, int]
-) -> dict[Any, Any]:
-    """Return what is the same on all ranks: groups, steps by driver, and loss scale."""
-    states: list[dict[Any, Any]] = []
-    for stepper in steppers:
-        steps = [counts.get(d, -1) for d in stepper.drivers for _ in stepper.groups_of(d)]
-        stub = stepper.storage.is_stub_optimizer
-        states.append({} if stub else stepper.storage.common_state(steps, main))
-    return states[0] if len(states) == 1 else dict(enumerate(states))
 
 
 def load(steppers: Sequence[Stepper], state: Mapping[Any, Any]) -> None:

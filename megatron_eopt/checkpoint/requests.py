@@ -9,21 +9,11 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, is_main_repl
 
 from megatron_eopt.base.agreement import everyones, totals
 from megatron_eopt.base.names import STEP
-from megatron_eopt.checkpoint.buckets import BucketSpace
+from megatron_eopt.checkpoint import saved_state
 from megatron_eopt.checkpoint.contents import Contents, apart
 from megatron_eopt.checkpoint.keys import matrix_state_key
 from megatron_eopt.checkpoint.migration import MAXIMA, Policy, Reading, missing_state
 from megatron_eopt.checkpoint.parameter_space import parameter_spaces
-from megatron_eopt.checkpoint.saved_state import (
-    MAINS,
-    Source,
-    Value,
-    Whereabouts,
-    cut_like_weights,
-    cut_value,
-    kept_of,
-    kept_value,
-)
 from megatron_eopt.optimizers.driver import OF_GROUPS, Driver, set_step
 from megatron_eopt.optimizers.stepper import Stepper
 from megatron_eopt.storage.sharded import FragmentsOptimizer
@@ -62,7 +52,8 @@ class StateRequests:
             for value in self._values_of(stepper, model_state, self._buckets.get(number))
         ]
         self._chosen = {
-            place: (by_bucket and value.source_in_bucket(value.kind)) or Source(value.pieces)
+            place: (by_bucket and value.source_in_bucket(value.kind))
+            or saved_state.Source(value.pieces)
             for place, value in enumerate(self._values)
             if not (value.is_count and counts is None)
         }
@@ -87,7 +78,7 @@ class StateRequests:
         for place, source in stacked.items():
             if any(piece.key in parts for piece in source.pieces):
                 own = apart(source.pieces, self._values[place].stacked)
-                self._chosen[place] = Source(own)
+                self._chosen[place] = saved_state.Source(own)
         self._ask()
 
     def adapt(self, contents: Contents, policy: Policy) -> list[str]:
@@ -103,7 +94,7 @@ class StateRequests:
             ConfigurationError: If state is missing, with the parameters and what they lack.
         """
         reading = Reading(policy, contents, has_stepped=self._has_stepped)
-        by_parameter: dict[str, dict[int, Value]] = {}
+        by_parameter: dict[str, dict[int, saved_state.Value]] = {}
         for place, value in enumerate(self._values):
             by_parameter.setdefault(value.where.space.name, {})[place] = value
         for values in by_parameter.values():
@@ -127,7 +118,7 @@ class StateRequests:
         found = {place: list(values.get(str(place), {}).values()) for place in self._chosen}
         there = {p for p, source in self._chosen.items() if len(found[p]) == len(source.pieces)}
         absent = [self._values[place] for place in self._chosen.keys() - there]
-        may_lack = self.policy.fresh | MAINS
+        may_lack = self.policy.fresh | saved_state.MAINS
         missing = [f"{v.where.space.name}: {v.kind}" for v in absent if v.kind not in may_lack]
         if missing:
             raise missing_state(sorted(missing))
@@ -136,7 +127,7 @@ class StateRequests:
                 continue
             if place in there:
                 value.take(found[place], self._chosen[place])
-            elif value.kind in MAINS:
+            elif value.kind in saved_state.MAINS:
                 # the checkpoint has none: it is what the model was loaded with
                 value.take_from_model()
             elif value.where.state is not None and value.kind not in MAXIMA:
@@ -163,8 +154,11 @@ class StateRequests:
             self.param_state["buckets"] = buckets
 
     def _values_of(
-        self, stepper: Stepper, model_state: Mapping[str, Any], buckets: BucketSpace | None
-    ) -> Iterator[Value]:
+        self,
+        stepper: Stepper,
+        model_state: Mapping[str, Any],
+        buckets: saved_state.BucketSpace | None,
+    ) -> Iterator[saved_state.Value]:
         """Yield all values of state that one optimizer of the chain holds on this rank."""
         storage = stepper.storage
         stored = list(storage.stored())
@@ -173,17 +167,17 @@ class StateRequests:
             (driver, number): storage.optimizer.state[main]
             for driver, number, main in stepper.stepped()
         }
-        kept = list(kept_of(stepper))
+        kept = list(saved_state.kept_of(stepper))
         params = dict.fromkeys([item.param for item in stored] + [param for _, param, _ in kept])
         spaces = parameter_spaces(model_state, params)
         for item in stored:
             driver, number = stepped[id(item.main)]
-            tensors = cut_like_weights(stepper, item, driver, number)
+            tensors = saved_state.cut_like_weights(stepper, item, driver, number)
             space = spaces[item.param]
             replica = storage.replica_of(space.sharded.replica_id)
-            where = Whereabouts(space, replica, states[driver, number], item, buckets)
+            where = saved_state.Whereabouts(space, replica, states[driver, number], item, buckets)
             for kind, tensor in tensors.items():
-                yield cut_value(kind, tensor, where)
+                yield saved_state.cut_value(kind, tensor, where)
             yield from self._count(driver, where, (0, 1), writes=where.holds_first)
         counted = {id(state) for state in states.values()}
         for driver, param, its in kept:
@@ -194,8 +188,8 @@ class StateRequests:
                 state = None
             replica = storage.replica_of_matrix(spaces[param].sharded.replica_id)
             count = len(driver.shards[its.shard].layouts) if driver.shards else 1
-            where = Whereabouts(spaces[param], replica, state)
-            yield kept_value(its, where, count)
+            where = saved_state.Whereabouts(spaces[param], replica, state)
+            yield saved_state.kept_value(its, where, count)
             if id(state) not in counted:
                 counted.add(id(state))
                 if driver.counts_matrices:
@@ -206,8 +200,13 @@ class StateRequests:
                     yield from self._count(driver, where, (0, 1), writes=False)
 
     def _count(
-        self, driver: Driver, where: Whereabouts, matrix: tuple[int, int], *, writes: bool
-    ) -> Iterator[Value]:
+        self,
+        driver: Driver,
+        where: saved_state.Whereabouts,
+        matrix: tuple[int, int],
+        *,
+        writes: bool,
+    ) -> Iterator[saved_state.Value]:
         """Yield a matrix's count of steps, on saving if it is another than most of the driver's.
 
         That of a parameter has matrix 0 of 1.
@@ -218,10 +217,10 @@ class StateRequests:
             key = matrix_state_key(STEP, where.space.name, matrix)
             replica = (*where.replica, int(not writes))
             count = ShardedObject(key, int(steps), (1,), (0,), replica_id=replica)
-            yield Value(where, STEP, (count,))
+            yield saved_state.Value(where, STEP, (count,))
 
 
-def _bucket_spaces(steppers: Sequence[Stepper]) -> dict[int, BucketSpace]:
+def _bucket_spaces(steppers: Sequence[Stepper]) -> dict[int, saved_state.BucketSpace]:
     """Return where the optimizers of a chain that keep fragments may lie, by their places in it."""
     spaces = {}
     for number, stepper in enumerate(steppers):
@@ -231,5 +230,7 @@ def _bucket_spaces(steppers: Sequence[Stepper]) -> dict[int, BucketSpace]:
         ):
             chained = f"chained_{number}."
             likely = (chained, "") if len(steppers) > 1 else ("", chained)
-            spaces[number] = BucketSpace(stepper.storage, likely[: 2 if number == 0 else 1])
+            spaces[number] = saved_state.BucketSpace(
+                stepper.storage, likely[: 2 if number == 0 else 1]
+            )
     return spaces

@@ -5,10 +5,10 @@ Note [Saved state]
     of a tensor of a matrix's own. A fragment, a slab, a whole parameter, a DTensor's shard and a
     matrix at its owner differ only in which boxes. Each piece says whether this rank, of those that
     hold the same numbers, writes it. A value is read from where it is written, or from what may
-    serve in its place: another kind of state, or a bucket of megatron-core's (``buckets``).
+    serve in its place: another kind of state, or a bucket of megatron-core's.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -25,7 +25,6 @@ from megatron_eopt.base.names import (
     MOMENTUM,
     STEP,
 )
-from megatron_eopt.checkpoint.buckets import BucketSpace
 from megatron_eopt.checkpoint.contents import Contents, Piece, Pieces, Shapes, apart
 from megatron_eopt.checkpoint.keys import kind_of, matrix_state_key, state_key
 from megatron_eopt.checkpoint.parameter_space import Box, ParameterSpace
@@ -44,6 +43,53 @@ class Source(NamedTuple):
     pieces: Pieces  # each with its origin, or destination, as data
     from_adam: bool = False  # whether Adam's first moment stands in for a momentum
     bucket: str | None = None  # prefix of the keys, where it is read out of a bucket
+
+
+class BucketSpace:
+    """Where the fragments of one distributed optimizer lie in a checkpoint that is by bucket.
+
+    So Megatron may write Adam (``dp_reshardable``): a kind of state is one flat tensor for each
+    bucket of DDP's buffers. It can be read by any optimizer over the same buffers, at any
+    data-parallel size.
+
+    Args:
+        optimizer: Megatron's distributed optimizer.
+        prefixes: What its keys may start with, in a chain or outside of one; the likely one first.
+    """
+
+    def __init__(self, optimizer: Any, prefixes: tuple[str, ...]) -> None:
+        name = f"optimizer.distributed.dp_group_idx_{optimizer.data_parallel_group_idx}."
+        self.prefixes = tuple(prefix + name for prefix in prefixes)
+        self._optimizer = optimizer
+        # the bucket's name and size, and the fragment's first element there
+        self._places: dict[Tensor, tuple[str, int, int]] = {}
+        for index, ranges in enumerate(optimizer.gbuf_ranges):
+            for dtype, buckets in ranges.items():
+                for number, bucket in enumerate(buckets):
+                    name = f"gbuf_idx_{index}.dtype_{dtype}.bucket_idx_{number}"
+                    size = optimizer.buffers[index].buckets[number].numel_unpadded
+                    for param, held in bucket["param_map"].items():
+                        self._places[param] = name, size, held["gbuf_world_in_bucket"].start
+
+    def piece(self, param: Tensor, kind: str, flat: Tensor, prefix: str) -> ShardedTensor:
+        """Return where such a checkpoint has a kind of state of a fragment."""
+        name, size, start = self._places[param]
+        key = f"{prefix}{name}.{kind}"
+        shape = tuple(flat.shape)
+        return ShardedTensor(key, flat, flat.dtype, shape, (size,), (start,), None)
+
+    def common(self, prefix: str) -> Mapping[str, ShardedObject]:
+        """Return what such a checkpoint keeps with the buckets: groups and the loss scale."""
+        replica = (
+            self._optimizer.distributed_optimizer_instance_id,
+            0,
+            self._optimizer.data_parallel_group.rank(),
+        )
+        names = ("optimizer", *(("grad_scaler",) if self._optimizer.grad_scaler else ()))
+        return {
+            name: ShardedObject(f"{prefix}{name}", None, (1,), (0,), replica_id=replica)
+            for name in names
+        }
 
 
 @dataclass(frozen=True)

@@ -31,14 +31,7 @@ from megatron_eopt.cpu.patches import Patch, patched
 _GPUS = torch.default_generator
 
 MAY_DRAW_FOR_HOST = frozenset(
-    {
-        torch.rand,
-        torch.randn,
-        torch.randint,
-        torch.randperm,
-        torch.normal,
-        torch.Tensor.random_,
-    }
+    {torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal, torch.Tensor.random_}
 )
 """Functions of torch some of whose calls draw from the host's generator."""
 

@@ -5,8 +5,7 @@ ordinary ``torch.optim.Optimizer``. DTensor shards are one more storage; which r
 which matrix, and how it travels there and back, is decided by the same code.
 """
 
-from megatron_eopt.build.fsdp2 import OUTPUT_LAYERS, build_optimizer
-from megatron_eopt.build.torch_muon import import_torch_muon
+from megatron_eopt.build.fsdp2 import OUTPUT_LAYERS, build_optimizer, import_torch_muon
 from megatron_eopt.optimizers.sharded import ShardedOptimizer
 
 __all__ = ["OUTPUT_LAYERS", "ShardedOptimizer", "build_optimizer", "import_torch_muon"]

@@ -12,13 +12,8 @@ from megatron_eopt.base.upstream import dataset_helpers_to_skip, found, needed, 
 from megatron_eopt.build.factory import get_megatron_optimizer
 from megatron_eopt.build.layer_wise import LayerWiseDistributedOptimizer
 from megatron_eopt.checkpoint.trainer import Rebindings, trainer_rebindings, wrapped
+from megatron_eopt.megatron_lm import trainer
 from megatron_eopt.megatron_lm.log import TrainingLog
-from megatron_eopt.megatron_lm.trainer import (
-    checking_what_it_knows,
-    in_the_usual_layout,
-    sharding_ddp_config,
-    with_our_flags,
-)
 from megatron_eopt.qk_clip import clip_qk
 
 logger = logging.getLogger(__name__)
@@ -42,9 +37,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 """The same of names that scripts may import, by module: those that there are."""
 
 WRAPPED: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
-    "parse_args": with_our_flags,
-    "validate_args": checking_what_it_knows,
-    "get_megatron_ddp_config": sharding_ddp_config,
+    "parse_args": trainer.with_our_flags,
+    "validate_args": trainer.checking_what_it_knows,
+    "get_megatron_ddp_config": trainer.sharding_ddp_config,
 }
 """Functions of Megatron that still run, inside ours."""
 
@@ -59,7 +54,7 @@ def rebindings() -> Rebindings:
     for name, replacement in NEEDED.items():
         needed(name)
         result.append((owner_of(name), name, replacement))
-    layouts = dict.fromkeys(filter(_lays_out, _WRAPPING), in_the_usual_layout)
+    layouts = dict.fromkeys(filter(_lays_out, _WRAPPING), trainer.in_the_usual_layout)
     log = TrainingLog().wrappers
     result += [*wrapped({**WRAPPED, **layouts, **log}), *trainer_rebindings()]
     if (helpers := dataset_helpers_to_skip()) is not None:

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from emerging_optimizers import (
@@ -14,6 +14,7 @@ from emerging_optimizers import (
 from emerging_optimizers import registry as emerging_registry
 from emerging_optimizers.orthogonalized_optimizers import Muon
 
+from megatron_eopt.matrices import SplitT
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
 from megatron_eopt.optimizers.driver import empty_states, zeros
 from megatron_eopt.optimizers.muon import TensorParallelMuon
@@ -28,19 +29,9 @@ _ELEMENT_WISE = frozenset({"lion", "laprop"})
 _DRAWS = frozenset({"psgd_pro"})
 
 _FACTORY_FIELDS = frozenset(
-    {
-        "muon_scalar_optimizer",
-        "muon_lr",
-        "muon_min_lr",
-        "muon_exempt_from_clipping",
-        "muon_orthogonalize_router",
-        "muon_orthogonalize_excluded",
-        "muon_split_qkv",
-        "muon_split_gated",
-        "muon_split_mla",
-        "muon_split_linear_attention",
-        "muon_split_per_head",
-    }
+    {"muon_scalar_optimizer", "muon_lr", "muon_min_lr", "muon_exempt_from_clipping"}
+    | {"muon_orthogonalize_router", "muon_orthogonalize_excluded"}
+    | {f"muon_split_{kind}" for kind in get_args(SplitT.__value__)}
 )
 """Fields of Muon that something else than a constructor uses."""
 

@@ -19,12 +19,7 @@ from megatron_eopt.base.errors import (
 from megatron_eopt.base.names import NO_MUON_ATTRIBUTE
 from megatron_eopt.base.upstream import found
 from megatron_eopt.routing.parameters import ModelParameter
-from megatron_eopt.settings.registry import (
-    Overrides,
-    is_our_rule,
-    optimizer_names,
-    state_layout_of,
-)
+from megatron_eopt.settings import registry
 from megatron_eopt.settings.settings import Settings
 
 _NOT_NEGATIVE = frozenset(
@@ -48,7 +43,7 @@ def describe(key: ParamKey) -> str:
     return ", ".join(sorted(parts)) or "matches nothing"
 
 
-def check_overrides(overrides: Overrides) -> None:
+def check_overrides(overrides: registry.Overrides) -> None:
     """Raise a ConfigurationError or ConfigurationTypeError for what no parameter group can hold."""
     for key, values in overrides.items():
         if not isinstance(key, ParamKey):
@@ -68,7 +63,7 @@ def check_overrides(overrides: Overrides) -> None:
 
 
 def merge(
-    parameter: ModelParameter, overrides: Overrides
+    parameter: ModelParameter, overrides: registry.Overrides
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the union of all overrides that match ``parameter``, which may not disagree.
 
@@ -91,7 +86,7 @@ def merge(
     return {name: value for name, (value, _) in said.items()}, tuple(sorted(labels))
 
 
-def unmatched(parameters: Sequence[ModelParameter], overrides: Overrides) -> list[str]:
+def unmatched(parameters: Sequence[ModelParameter], overrides: registry.Overrides) -> list[str]:
     """Return descriptions of the keys that match no parameter of this rank."""
     return [
         describe(key)
@@ -101,8 +96,8 @@ def unmatched(parameters: Sequence[ModelParameter], overrides: Overrides) -> lis
 
 
 def with_callers_grouping(
-    settings: Settings, model_chunks: Sequence[torch.nn.Module], overrides: Overrides
-) -> Overrides:
+    settings: Settings, model_chunks: Sequence[torch.nn.Module], overrides: registry.Overrides
+) -> registry.Overrides:
     """Return the overrides that a caller's own grouping function, called with these, amounts to.
 
     ms-swift, for one, replaces ``megatron.core.optimizer._get_param_groups`` to give parts of a
@@ -148,7 +143,7 @@ class Route:
 
 
 def route_all(
-    parameters: Sequence[ModelParameter], overrides: Overrides, settings: Settings
+    parameters: Sequence[ModelParameter], overrides: registry.Overrides, settings: Settings
 ) -> list[Route]:
     """Return the route of every parameter, in their order.
 
@@ -162,7 +157,10 @@ def route_all(
 
 
 def _route(
-    parameter: ModelParameter, overrides: Overrides, defaults: Overrides, settings: Settings
+    parameter: ModelParameter,
+    overrides: registry.Overrides,
+    defaults: registry.Overrides,
+    settings: Settings,
 ) -> Route:
     wanted, labels = merge(parameter, overrides)
     default, reasons = _by_default(parameter, defaults, settings)
@@ -179,12 +177,12 @@ def _route(
 
 
 def _by_default(
-    parameter: ModelParameter, defaults: Overrides, settings: Settings
+    parameter: ModelParameter, defaults: registry.Overrides, settings: Settings
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return a parameter's settings where no override of the user's matches, and why."""
     excluded = parameter.is_excluded and not settings.takes_excluded
     reason = f"{NO_MUON_ATTRIBUTE}=False" if excluded else parameter.why_not_matrix
-    rule = next(filter(is_our_rule, defaults), None)
+    rule = next(filter(registry.is_our_rule, defaults), None)
     values, labels = merge(parameter, {k: v for k, v in defaults.items() if k is not rule})
     if rule is not None and reason:
         # the parameter knows more than the key's predicate can see
@@ -195,8 +193,8 @@ def _by_default(
 
 
 def _check_wish(parameter: ModelParameter, optimizer: str) -> None:
-    check_choice("config_overrides[...]['optimizer']", optimizer, optimizer_names())
-    if state_layout_of(optimizer) == "element_wise":
+    check_choice("config_overrides[...]['optimizer']", optimizer, registry.optimizer_names())
+    if registry.state_layout_of(optimizer) == "element_wise":
         return
     if not parameter.has_matrix_shape:
         rule = f"takes matrices only, and {parameter.name} has the shape {parameter.shape}"

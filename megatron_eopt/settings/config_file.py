@@ -36,15 +36,16 @@ _RUNS_OWN = frozenset(
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.uint8}
 """Data types by the names that the trainer's flags have for them."""
 
-_ALLOWED: dict[str, FieldType] = {
+ALLOWED: dict[str, FieldType] = {
     name: FieldType(str, tuple(_DTYPES), kind.optional) if kind.type is torch.dtype else kind
     for name, kind in field_types(EmergingOptimizerConfig).items()
     if name not in _RUNS_OWN
 } | {DEFAULTS_KEY: type_of(OptimizerDefaultsT)}
+"""What a file may give, by names with underscores."""
 
 _SCHEMA = make_dataclass(
     "OptimizerDescription",
-    [(name, kind.type | None if kind.optional else kind.type) for name, kind in _ALLOWED.items()],
+    [(name, kind.type | None if kind.optional else kind.type) for name, kind in ALLOWED.items()],
 )
 """What OmegaConf converts values by."""
 
@@ -59,7 +60,7 @@ class OptimizerFile(NamedTuple):
         """Return the configuration, checked as far as that is possible without a model."""
         given = dict(self.values)
         for name in given:
-            if _ALLOWED[name].choices == tuple(_DTYPES):
+            if ALLOWED[name].choices == tuple(_DTYPES):
                 given[name] = _DTYPES[given[name]]
         values = default_values(given.pop(DEFAULTS_KEY, "recommended")) | given
         try:
@@ -110,23 +111,18 @@ def read_optimizer_file(path: str | os.PathLike[str]) -> OptimizerFile:
     except OmegaConfBaseException as error:
         raise _unusable(path, f"holds a wrong value: {error}") from error
     for name, value in values.items():
-        if (choices := _ALLOWED[name].choices) and value is not None:
+        if (choices := ALLOWED[name].choices) and value is not None:
             check_choice(f"{path}: {name.replace('_', '-')}", value, choices)
     if "optimizer" not in values:
         raise _unusable(path, "does not say which optimizer: add a line like 'optimizer: muon'")
     return OptimizerFile(path, values)
 
 
-def allowed_keys() -> tuple[str, ...]:
-    """Return the names that a file may give, with underscores."""
-    return tuple(_ALLOWED)
-
-
 def _check_name(path: Path, name: str, value: object) -> None:
-    if name in _ALLOWED:
+    if name in ALLOWED:
         return
     rule, flag = "is no setting of an optimizer", name.replace("_", "-")
-    near = difflib.get_close_matches(name, _ALLOWED, n=3)
+    near = difflib.get_close_matches(name, ALLOWED, n=3)
     way_out = "Keys are the names of the optimizers' flags"
     if near:
         way_out = f"Did you mean {' or '.join(item.replace('_', '-') for item in near)}"

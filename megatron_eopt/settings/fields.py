@@ -5,10 +5,12 @@ are looked up in this order. A field with a prefix in use that was changed and t
 named in a warning.
 """
 
+import ast
 import dataclasses
 import inspect
 from collections.abc import Iterable, Sequence
 from dataclasses import MISSING
+from itertools import pairwise
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
@@ -36,6 +38,18 @@ def field_types(config_cls: type) -> dict[str, FieldType]:
     """Return what each field of a dataclass takes."""
     hints = get_type_hints(config_cls)
     return {item.name: type_of(hints[item.name]) for item in dataclasses.fields(config_cls)}
+
+
+def field_docs(config_cls: type) -> dict[str, str]:
+    """Return what a dataclass and its bases say below each field, as plain text."""
+    docs: dict[str, str] = {}
+    for cls in filter(dataclasses.is_dataclass, reversed(config_cls.__mro__)):
+        (source,) = ast.parse(inspect.getsource(cls)).body
+        for field, doc in pairwise(ast.iter_child_nodes(source)):
+            if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr):
+                text = ast.literal_eval(doc.value).replace("``", "")
+                docs[ast.unparse(field.target)] = " ".join(text.split())
+    return docs
 
 
 def constructor_arguments(optimizer_cls: type) -> list[str]:

@@ -4,7 +4,7 @@ import copy
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from megatron_eopt.base.errors import check_choice
 from megatron_eopt.base.names import (
@@ -16,22 +16,9 @@ from megatron_eopt.base.names import (
 )
 from megatron_eopt.base.upstream import warn_of_untested_releases
 from megatron_eopt.matrices import SplitT
-from megatron_eopt.settings.checks import (
-    check_config,
-    check_values,
-    refuse_for_matrices,
-    refuse_for_overlap,
-)
+from megatron_eopt.settings import checks, registry
 from megatron_eopt.settings.config import EmergingOptimizerConfig
 from megatron_eopt.settings.fields import first_field
-from megatron_eopt.settings.registry import (
-    Overrides,
-    entry_of,
-    is_muon,
-    optimizer_names,
-    prefixes_of,
-    state_layout_of,
-)
 
 StorageT = Literal["replicated", "sharded"]
 """Where main weights and state live: whole on every data-parallel rank, or in ZeRO-1 fragments."""
@@ -45,8 +32,6 @@ _UPSTREAM = (
     "overlap_param_gather_with_optimizer_step",
 )
 """Modes that Adam and SGD have in megatron-core's own optimizer alone."""
-
-_SPLITS: tuple[SplitT, ...] = ("qkv", "gated", "mla", "linear_attention", "per_head")
 
 
 @dataclass(frozen=True)
@@ -129,24 +114,24 @@ class Settings(RunSettings):
         megatron-core splits them for Muon's family alone. With recommended defaults those who own
         matrices do so too, for optimizers whose state is that of whole matrices (SOAP).
         """
-        layout = state_layout_of(optimizer)
+        layout = registry.state_layout_of(optimizer)
         by_owners = self.recommended and (self.of_dtensors or self.storage == "sharded")
-        return is_muon(optimizer) or (layout == "matrix_state" and by_owners)
+        return registry.is_muon(optimizer) or (layout == "matrix_state" and by_owners)
 
     def own_rates(self, optimizer: str) -> dict[str, float]:
         """Return an optimizer's ``max_lr`` and ``min_lr`` where they are its own."""
         if optimizer in STANDARD_OPTIMIZERS:
             return {}
-        prefixes = prefixes_of(optimizer)
+        prefixes = registry.prefixes_of(optimizer)
         rates = {f: first_field(self.config, r, prefixes) for f, r in _OWN_RATES.items()}
         return {name: rate for name, rate in rates.items() if rate is not None}
 
     @property
-    def default_overrides(self) -> Overrides:
+    def default_overrides(self) -> registry.Overrides:
         """The overrides that come with the main optimizer; a user's go before."""
         if self.is_standard:
             return {}
-        defaults = copy.deepcopy(entry_of(self.optimizer).default_param_overrides)
+        defaults = copy.deepcopy(registry.entry_of(self.optimizer).default_param_overrides)
         for values in defaults.values():
             if values.get("optimizer") == "adam":
                 values["optimizer"] = self.scalar
@@ -161,20 +146,21 @@ def resolve(config: Any) -> Settings:
             is out of bounds or a field has no effect.
         ConfigurationTypeError: If something is of the wrong type.
     """
-    check_config(config)
+    checks.check_config(config)
     name, storage = _name_and_storage(config)
     standard: dict[str, Any] = {"scalar": name, "prefixes": (name,)}
     standard["upstream_modes"] = tuple(mode for mode in _UPSTREAM if getattr(config, mode))
     chosen = standard if name in STANDARD_OPTIMIZERS else _of_emerging(name, config)
-    check_values(config, {name, chosen["scalar"]})
+    checks.check_values(config, {name, chosen["scalar"]})
     if getattr(config, "muon_overlap_step", False):
-        refuse_for_overlap(config, is_served=(name, storage) == ("muon", "sharded"))
+        checks.refuse_for_overlap(config, is_served=(name, storage) == ("muon", "sharded"))
+    splits: tuple[SplitT, ...] = get_args(SplitT.__value__)
     return Settings(
         **_of_the_run(config) | chosen,
         optimizer=name,
         storage=storage,
         recommended=isinstance(config, EmergingOptimizerConfig),
-        splits=frozenset(s for s in _SPLITS if getattr(config, f"muon_split_{s}", False)),
+        splits=frozenset(s for s in splits if getattr(config, f"muon_split_{s}", False)),
     )
 
 
@@ -187,16 +173,16 @@ def resolve_run(config: Any) -> RunSettings:
         ConfigurationError: If a value is out of bounds, or flags contradict each other.
         ConfigurationTypeError: If something is of the wrong type.
     """
-    check_config(config)
-    check_values(config, ())
-    refuse_for_matrices(config)
+    checks.check_config(config)
+    checks.check_values(config, ())
+    checks.refuse_for_matrices(config)
     exempt = bool(getattr(config, "muon_exempt_from_clipping", False))
     return RunSettings(**_of_the_run(config) | {"exempt_from_clipping": exempt})
 
 
 def _of_emerging(name: str, config: Any) -> dict[str, Any]:
-    entry = entry_of(name)
-    prefixes = prefixes_of(name)
+    entry = registry.entry_of(name)
+    prefixes = registry.prefixes_of(name)
     scalar = "adam"
     if "muon_scalar_optimizer" in entry.consumes:
         scalar = config.muon_scalar_optimizer
@@ -256,7 +242,7 @@ def _name_and_storage(config: Any) -> tuple[str, StorageT]:
     name = str(config.optimizer)
     layer_wise = bool(getattr(config, "use_layer_wise_distributed_optimizer", False))
     bare = name.removeprefix("dist_")
-    if bare != name and name not in optimizer_names():
+    if bare != name and name not in registry.optimizer_names():
         warnings.warn(
             f"optimizer={name!r} is deprecated; use optimizer={bare!r} with "
             "use_distributed_optimizer=True",
@@ -264,6 +250,6 @@ def _name_and_storage(config: Any) -> tuple[str, StorageT]:
             stacklevel=4,
         )
         name, layer_wise = bare, True
-    check_choice("optimizer", name, optimizer_names())
+    check_choice("optimizer", name, registry.optimizer_names())
     layer_wise = layer_wise and name not in STANDARD_OPTIMIZERS
     return name, "sharded" if layer_wise or config.use_distributed_optimizer else "replicated"

@@ -11,7 +11,7 @@ from megatron.training.arguments import add_megatron_arguments
 
 from megatron_eopt import ConfigurationError, EmergingOptimizerConfig, load_optimizer_config
 from megatron_eopt.arguments import add_arguments, config_from_args
-from megatron_eopt.settings.config_file import DEFAULTS_KEY, allowed_keys
+from megatron_eopt.settings.config_file import ALLOWED, DEFAULTS_KEY
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 
@@ -158,7 +158,7 @@ def test_data_types_have_the_flags_names(written):
 
 
 def test_every_key_is_a_field_and_nearly_every_one_a_flag():
-    names = set(allowed_keys()) - {DEFAULTS_KEY}
+    names = set(ALLOWED) - {DEFAULTS_KEY}
     assert names <= {item.name for item in dataclasses.fields(EmergingOptimizerConfig)}
     without = names - set(vars(parse()))
     assert without == {

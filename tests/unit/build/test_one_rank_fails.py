@@ -27,7 +27,7 @@ BUILDING = [
     "megatron_eopt.storage.shard.Shard.__post_init__",
 ]
 OF_REPLICATED = ["megatron_eopt.build.replicated.bases_of"]
-OF_SHARDED = ["megatron_eopt.build.factory.bases_of", "megatron_eopt.build.sharded.fragment_of"]
+OF_SHARDED = ["megatron_eopt.build.factory.bases_of", "megatron_eopt.storage.sharded.fragment_of"]
 
 
 @contextmanager
