@@ -7,7 +7,6 @@ import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
@@ -24,6 +23,7 @@ from tests.harness.models import (
     wrap_ddp,
 )
 from tests.harness.scene import forget_megatron
+from tests.unit.contracts.callers import scheduler_of
 
 LIGHT = {"num_attention_heads": 1, "num_layers": 1}
 
@@ -116,10 +116,7 @@ def _rate_from_a_scheduler(optimizer, sharded):
             with pytest.raises(ConfigurationError, match=r"lr=None: must be written before a step"):
                 chain.step()
             chain.zero_grad()
-        constant = {"init_lr": 0.01, "max_lr": 0.01, "min_lr": 0.0, "lr_decay_style": "constant"}
-        steps = {"lr_warmup_steps": 0, "lr_decay_steps": 10}
-        decay = {"start_wd": 0.1, "end_wd": 0.1, "wd_incr_steps": 10}
-        OptimizerParamScheduler(chain, **constant, **steps, **decay, wd_incr_style="constant")
+        scheduler_of(chain).step(2)
         for seed in range(2):
             backward(chunk, seed)
             chain.step()
