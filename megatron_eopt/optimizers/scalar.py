@@ -43,7 +43,7 @@ def build_scalar_optimizer(
     if plain:
         kwargs.pop("capturable", None)
     is_fused = not (plain or megatron_optimizer.USING_PYTORCH_OPTIMIZER)
-    is_ours = name == "adam" and settings.recommended and not is_fused
+    is_ours = name == "adam" and settings.fuses_adam and not is_fused
     if is_ours:
         kwargs["fused"] = True
     elif detect_fake_mode() is not None and not (is_fused or plain):

@@ -22,6 +22,7 @@ from megatron_eopt.plan.cost import Times, times
 from megatron_eopt.plan.machine import Machine
 from megatron_eopt.plan.model import Layout, build_stage, stage_kinds, train_flops
 from megatron_eopt.settings.config import EmergingOptimizerConfig
+from megatron_eopt.settings.settings import resolve
 
 _AS_BUSY = 0.999
 """Share of the busiest rank's operations from which on a rank is as busy."""
@@ -105,7 +106,7 @@ def plan(
     worst = max(stages, key=lambda stage: stage.loads.max())
     with dry_world(worst.busiest, layout.world_size):
         report = report_of(_built(architecture, layout, config), lambda: None)
-        predicted = times(report, machine, overlaps=config.muon_overlap_step)
+        predicted = times(report, machine, overlaps=resolve(config).overlaps_step)
     changes: dict[str, Any] = {"optimizer": "adam", "muon_overlap_step": False}
     other = replace(config, **changes)
     with dry_world(worst.busiest, layout.world_size):
@@ -124,7 +125,7 @@ def plan(
 
 
 def _built(architecture: Architecture, layout: Layout, config: EmergingOptimizerConfig) -> Any:
-    stage = build_stage(architecture, layout, overlaps=config.muon_overlap_step)
+    stage = build_stage(architecture, layout, overlaps=resolve(config).overlaps_step)
     return get_megatron_optimizer(config, [stage])
 
 

@@ -96,7 +96,8 @@ class EmergingOptimizerConfig(OptimizerConfig):
 
     muon_backend: str = "auto"
     """Whose kernels run the iteration: our own on torch's products ("torch"), another package's, or
-    the fastest that is installed and serves the GPU ("auto")."""
+    the fastest that is installed and serves the GPU ("auto"). With "emerging_optimizers" all bits
+    are megatron-core's, those of Adam included."""
 
     adaptive_muon_bias_correction: bool = False
     """Whether second moments are divided by ``1 - beta2^step``, so that the first steps of AdaMuon

@@ -108,6 +108,12 @@ class Settings(RunSettings):
         """Whether the main optimizer is Adam or SGD."""
         return self.optimizer in STANDARD_OPTIMIZERS
 
+    @property
+    def fuses_adam(self) -> bool:
+        """Whether torch's Adam may round otherwise than megatron-core's."""
+        backend = getattr(self.config, "muon_backend", "emerging_optimizers")
+        return self.recommended and backend != "emerging_optimizers"
+
     def splits_weights_of(self, optimizer: str) -> bool:
         """Return whether an optimizer gets the matrices of fused weights one by one.
 

@@ -50,6 +50,7 @@ RULES = (
     Rule(r"\./scripts/pretrain_gpu\.sh .*(--help|--dry-run)\b.*", "run"),
     Rule(r"\./scripts/pretrain_gpu\.sh .*", "help", "there is no GPU"),
     Rule(r"\./scripts/gpu_check\.sh\b.*", "help", "there is no GPU"),
+    Rule(r"\./scripts/transformer_engine\.sh .*", "help", "there is no GPU"),
     Rule(r"python -m pip wheel .*", "parse", "it would download packages"),
     Rule(r"docker (build|run) .*", "parse", "there is no container engine"),
     Rule(r"RUN_DIR=\S+ sbatch .*", "parse", "there is no cluster"),

@@ -25,10 +25,6 @@ _BASIS = [*SHARED, f"{SEEDS} {LARGEST_MOVE} {MOVED_OF_16_BITS}"]
 """What all records depend on: the flags of all cases, and how a spread is measured."""
 
 
-class GoldenError(ValueError):
-    """A recorded file that is absent or stale; the message says how to record it."""
-
-
 def place_of(environment: Environment) -> str:
     """Return the name of the folder of an environment; each model of GPU has one of its own."""
     if environment == "cpu_gloo":
@@ -83,15 +79,15 @@ def read(case: Case, environment: Environment, folder: Path = FOLDER) -> dict[st
     """Return what was recorded for a case.
 
     Raises:
-        GoldenError: If nothing was, or if it was for other flags.
+        ValueError: If nothing was, or if it was for other flags.
     """
     path = path_of(case.name, environment, folder)
     again = f"python -m tests.functional.record --environment {environment} {case.name}"
     if not path.exists():
-        raise GoldenError(f"{case.name} is not recorded in {environment}: {again}")
+        raise ValueError(f"{case.name} is not recorded in {environment}: {again}")
     record: dict[str, Any] = json.loads(path.read_text())
     if record["case"] != case.name or record["fingerprint"] != case.fingerprint(_BASIS):
-        raise GoldenError(f"{path} is stale, what it depends on was changed since: {again}")
+        raise ValueError(f"{path} is stale, what it depends on was changed since: {again}")
     return record
 
 

@@ -7,31 +7,6 @@ import torch
 from megatron_eopt.matrices import RowRuns, Split, local_shape, matrix_rows
 
 
-def part_views(tensor: torch.Tensor, split: Split) -> list[torch.Tensor]:
-    """Return the parts of an unsharded weight in place, for copying into and out of own buffers."""
-    assert tuple(tensor.shape) == split.shape
-    stacked = tensor if tensor.dim() == 3 else tensor.unsqueeze(0)
-    views = []
-    base = 0
-    for section in split.sections:
-        held = stacked[:, base : base + section.rows]
-        blocks = held.view(split.experts, section.blocks, section.period, split.cols)
-        offset = 0
-        for field in section.fields:
-            views.append(blocks[:, :, offset : offset + field.rows])
-            offset += field.rows
-        base += section.rows
-    return views
-
-
-def split_parts(tensor: torch.Tensor, split: Split) -> list[torch.Tensor]:
-    """Take an unsharded weight apart."""
-    return [
-        view.reshape(part.count, *part.shape)
-        for view, part in zip(part_views(tensor, split), split.parts, strict=True)
-    ]
-
-
 def split_local(
     tensor: torch.Tensor,
     split: Split,
@@ -51,12 +26,9 @@ def merge_local(
     tp_size: int = 1,
     tp_rank: int = 0,
     partition_dim: int = -1,
-    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Put one rank's weight together, the inverse of :func:`split_local`."""
-    if out is None:
-        out = pieces[0].new_empty(local_shape(split, tp_size, partition_dim))
-    assert tuple(out.shape) == local_shape(split, tp_size, partition_dim)
+    out = pieces[0].new_empty(local_shape(split, tp_size, partition_dim))
     rows = out.view(-1, out.shape[-1])
     table = matrix_rows(split, tp_size, tp_rank, partition_dim)
     for piece, runs in zip(pieces, table, strict=True):

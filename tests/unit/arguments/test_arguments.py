@@ -20,7 +20,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parse(*argv: str) -> argparse.Namespace:
-    args = parser().parse_args([*argv, "--lr", "0.1"])
+    return parsed(*argv, "--lr", "0.1")
+
+
+def parsed(*argv: str) -> argparse.Namespace:
+    args = parser().parse_args([*argv])
     for name in ("main_grads", "main_params", "exp_avg", "exp_avg_sq"):
         delattr(args, f"{name}_dtype")  # validate_args turns these into dtypes
     return args

@@ -12,6 +12,7 @@ from megatron_eopt.base.names import GLOBAL_NAME_ATTRIBUTE
 from megatron_eopt.routing.model import route_model
 from megatron_eopt.settings.settings import resolve
 from tests.harness import run_ranks
+from tests.harness.models import copies_of
 from tests.unit.storage.full_state import Case
 from tests.unit.storage.runs import MOE, inject, make_chunk
 
@@ -39,8 +40,9 @@ def stepped(case: Case, to: str, fields: dict[str, Any]) -> tuple[dict[str, Any]
         optimizer.zero_grad()
         inject(case.run, chunk, step)
         optimizer.step()
-    weights = {name: param.detach().clone() for name, param in chunk.named_parameters()}
-    return weights, {(group["optimizer"], group["max_lr"]) for group in optimizer.param_groups}
+    return copies_of(chunk), {
+        (group["optimizer"], group["max_lr"]) for group in optimizer.param_groups
+    }
 
 
 @pytest.mark.parametrize(("sharded", "tp"), [(False, 2), (True, 1)], ids=["whole", "fragments"])

@@ -2,7 +2,6 @@
 
 import argparse
 import re
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -12,33 +11,24 @@ from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer.module import Float16Module
 
-from megatron_eopt import EmergingOptimizerConfig, get_megatron_optimizer
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.cpu import check_supported
 from megatron_eopt.qk_clip import clip_qk
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
-from tests.harness.models import synthetic_batch, tiny_gpt, train_step, wrap_ddp
-
-
-@dataclass(frozen=True)
-class Case:
-    ranks: int
-    layout: dict[str, Any] = field(default_factory=dict)
-    model: dict[str, Any] = field(default_factory=dict)
-    optimizer: dict[str, Any] = field(default_factory=dict)
-
+from tests.harness.models import assert_same, synthetic_batch, tiny_gpt, train_step, wrap_ddp
+from tests.unit.storage.full_state import Case, optimizer_over
 
 ROPE = {"gated": True, "query_groups": 2, "position_embedding": "rope"}
 CASES = {
     "gated, groups, QK-clip, TP 2": Case(
-        2, {"tp": 2}, ROPE | {"qk_clip": True, "qk_clip_threshold": 0.01}
+        "muon", ROPE | {"qk_clip": True, "qk_clip_threshold": 0.01}, {"tp": 2}
     ),
     "experts, EP 2, bf16": Case(
-        2, {"ep": 2}, {"experts": 4, "gated": True, "dtype": torch.bfloat16}
+        "muon", {"experts": 4, "gated": True, "dtype": torch.bfloat16}, {"ep": 2}
     ),
-    "latent attention, DP 2": Case(2, {}, {"latent": True}, {"optimizer": "soap"}),
-    "tied, PP 2": Case(2, {"pp": 2}, ROPE | {"untied": False, "layers": 4}),
+    "latent attention, DP 2": Case("soap", {"latent": True}),
+    "tied, PP 2": Case("muon", ROPE | {"untied": False, "layers": 4}, {"pp": 2}),
 }
 
 
@@ -50,7 +40,7 @@ def in_blocks(name: str) -> str:
 
 def _trained(case: Case, weights: dict[str, torch.Tensor] | None = None) -> Any:
     """Return losses and weights by their names in a GPTModel; with its weights a HybridModel's."""
-    initialize_megatron(**case.layout)
+    initialize_megatron(**case.parallel)
     model = tiny_gpt(hybrid=weights is not None, **case.model)
     bare = model.module if isinstance(model, Float16Module) else model
     hybrid = weights is not None
@@ -63,13 +53,7 @@ def _trained(case: Case, weights: dict[str, torch.Tensor] | None = None) -> Any:
         for name, param in named.items():
             param.data.copy_(weights[name])
     wrapped = wrap_ddp(model, use_distributed_optimizer=True)
-    dtype = case.model.get("dtype", torch.float32)
-    config = EmergingOptimizerConfig(
-        **({"optimizer": "muon", "lr": 1e-2, "bf16": dtype == torch.bfloat16} | case.optimizer),
-        use_distributed_optimizer=True,
-        params_dtype=dtype,
-    )
-    optimizer = get_megatron_optimizer(config, [wrapped])
+    optimizer = optimizer_over(case, [wrapped])
     losses = []
     for step in range(3):
         rank = parallel_state.get_data_parallel_rank()
@@ -84,14 +68,14 @@ def _both(case: Case) -> None:
     parallel_state.destroy_model_parallel()
     _, same_losses, same_weights = _trained(case, start)
     assert losses == same_losses
+    assert_same(same_weights, weights)
     for name, weight in weights.items():
-        assert torch.equal(weight, same_weights[name]), name
         assert not torch.equal(weight, start[name]) or name.endswith("bias"), name
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_it_trains_as_the_gpt_model_does(name):
-    run_ranks(CASES[name].ranks, _both, CASES[name])
+    run_ranks(2, _both, CASES[name])
 
 
 def _refuse(pattern: str, message: str) -> None:

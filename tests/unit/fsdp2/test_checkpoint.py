@@ -29,19 +29,16 @@ from tests.unit.fsdp2.model import (
     weights,
     whole,
 )
+from tests.unit.fsdp2.test_layouts import VARIANTS as ALL_VARIANTS
 
-VARIANTS = {
-    "muon": config(),
-    "normuon": config("adaptive_muon", adaptive_muon_moment2_method="normuon"),
-    "soap": config("soap"),
-    "adamuon": config("adaptive_muon", adaptive_muon_moment2_method="adamuon"),
+VARIANTS = ALL_VARIANTS | {
     "int8": config(muon_momentum_dtype="int8"),
     "fp8": config("adaptive_muon", muon_momentum_dtype="fp8"),
 }
 
 
 def variants_of(layout):
-    return list(VARIANTS)[: 3 if is_managed(layout) else None]
+    return ("muon", "normuon", "soap", *(() if is_managed(layout) else ("adamuon", "int8", "fp8")))
 
 
 def whole_state(model, optimizer):

@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
 from megatron.core.distributed import TorchFullyShardedDataParallel
 from megatron.core.distributed.torch_fully_sharded_data_parallel_config import (
     TorchFullyShardedDataParallelConfig,
@@ -15,7 +14,7 @@ from megatron_eopt.base.errors import NonFiniteError
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import tiny_gpt
-from tests.unit.fsdp2.model import config, eager, shard
+from tests.unit.fsdp2.model import config, shard
 
 
 def build(**fields):
@@ -73,51 +72,3 @@ def test_it_behaves_like_megatrons_own():
         assert "embedding" in refusals["nan"]
         # main copies require no gradients, and are not frozen
         assert "lacks momentum_buffer" in refusals["gone"]
-
-
-SAVED = {
-    "muon": {},
-    "normuon": {"optimizer": "adaptive_muon", "adaptive_muon_moment2_method": "normuon"},
-    "soap": {"optimizer": "soap"},
-}
-
-
-@eager
-def stopped_and_gone_on(folder, fields):
-    """Return the names of weights that are not those of a run in one go."""
-    initialize_megatron()
-    model, optimizer = build(**fields)
-    steps(model, optimizer, 0, 2)
-    state = {"model": model.module.sharded_state_dict()}
-    state["optimizer"] = optimizer.sharded_state_dict(model.module.sharded_state_dict())
-    dist_checkpointing.save(state, folder)
-    steps(model, optimizer, 2, 4)
-    again, resumed = build(**fields)
-    for param in again.parameters():
-        param.data.zero_()
-    wanted = {"model": again.module.sharded_state_dict()}
-    wanted["optimizer"] = resumed.sharded_state_dict(
-        again.module.sharded_state_dict(), is_loading=True
-    )
-    # the model's shards are read in place
-    loaded = dist_checkpointing.load(wanted, folder)
-    resumed.load_state_dict(loaded["optimizer"])
-    steps(again, resumed, 2, 4)
-    return [
-        name
-        for (name, one), other in zip(model.named_parameters(), again.parameters(), strict=True)
-        if not torch.equal(one.to_local(), other.to_local())
-    ]
-
-
-def steps(model, optimizer, first, end):
-    for step in range(first, end):
-        for number, param in enumerate(model.parameters()):
-            generator = torch.Generator().manual_seed(100 * number + step)
-            param.grad = shard(torch.randn(param.shape, generator=generator), param)
-        optimizer.step()
-
-
-@pytest.mark.parametrize("name", ["muon", pytest.param("normuon", marks=pytest.mark.long), "soap"])
-def test_a_run_goes_on_as_in_one_go(tmp_path, name):
-    assert run_ranks(2, stopped_and_gone_on, str(tmp_path), SAVED[name], timeout=120) == [[], []]

@@ -6,13 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 from megatron.core.utils import get_model_config
 
 from megatron_eopt import get_megatron_optimizer
-from tests.harness.models import tiny_gpt
 from tests.harness.scene import forget_megatron
 from tests.unit.fsdp2.model import config as emerging
 from tests.unit.fsdp2.model import eager, shard, whole
@@ -24,7 +22,6 @@ from tests.unit.storage.runs import (
     Slab,
     global_name,
     global_values,
-    initialize_megatron,
     make_config,
     slab_of,
 )
@@ -34,7 +31,6 @@ def wrap(model: torch.nn.Module, **flags: Any) -> FullyShardedDataParallel:
     config = get_model_config(model)
     fields = {
         "use_megatron_fsdp": True,
-        "use_distributed_optimizer": True,
         "data_parallel_sharding_strategy": "optim_grads_params",
         "gradient_reduce_div_fusion": False,
         "bucket_size": 5000,
@@ -47,15 +43,7 @@ def wrap(model: torch.nn.Module, **flags: Any) -> FullyShardedDataParallel:
 
 
 def make_chunk(run: Run) -> Any:
-    """Return a wrapped model whose weights depend on their global names alone."""
-    if not parallel_state.model_parallel_is_initialized():
-        initialize_megatron(**run.parallel)
-    model = tiny_gpt(**run.model)
-    for name, param in model.named_parameters():
-        slab = slab_of(name, param, run.model.get("gated", False))
-        whole = global_values(global_name(name, run.model), slab, param.shape, 0)
-        param.data.copy_(slab.of(whole))
-    return wrap(model, **run.ddp)
+    return runs.make_chunk(run, wrap)
 
 
 def make_optimizer(run: Run, chunk: Any) -> Any:
@@ -98,7 +86,9 @@ def weights(run: Run, chunk: Any) -> dict[str, tuple[Slab, torch.Tensor]]:
     return found
 
 
-def stepped(run: Run, chunk: Any, optimizer: Any, first: int, end: int) -> list[Any]:
+def stepped(
+    run: Run, chunk: Any, optimizer: Any, first: int, end: int, inject: Any = inject
+) -> list[Any]:
     """Do some steps and return what each returned."""
     returned = []
     for step in range(first, end):
@@ -112,11 +102,7 @@ def train_in_ddp(run: Run) -> Result:
     """Do the same in one process in a model that Megatron's DDP wraps; return main weights."""
     chunk = runs.make_chunk(run)
     optimizer = make_optimizer(run, chunk)
-    steps = []
-    for step in range(run.steps):
-        optimizer.zero_grad()
-        runs.inject(run, chunk, step)
-        steps.append(optimizer.step())
+    steps = stepped(run, chunk, optimizer, 0, run.steps, runs.inject)
     mains = {i.param: i.main for m in optimizer.steppers for i in m.storage.stored()}
     found = {
         global_name(name, run.model): (

@@ -33,6 +33,7 @@ OPTIM = {"data_parallel_sharding_strategy": "optim"}
 
 def state_of(chunk: Any, optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
     """Return what the trainer saves or loads in place, without its split of the model's gates."""
+    chunk.module._replace_param_with_distributed_if_needed()
     state = {"model": chunk.state_dict()}
     state["optimizer"] = optimizer.sharded_state_dict(
         state["model"], is_loading=is_loading, metadata=FORM
@@ -42,35 +43,24 @@ def state_of(chunk: Any, optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
 
 
 @eager
-def save_all(folder: str) -> dict[str, Result]:
-    """Save each run after half of its steps; return the weights after all of them."""
+def second_halves(folder: str, ddp: dict[str, Any] | None = None) -> dict[str, Result]:
+    """Return the weights of each run after all of its steps.
+
+    After half of them it is saved, or, in a DDP that is given, loaded into a model that has taken
+    another step.
+    """
     results = {}
     for name, run in RUNS.items():
+        run = replace(run, ddp=ddp or {})
         chunk = make_chunk(run)
         optimizer = make_optimizer(run, chunk)
-        stepped(run, chunk, optimizer, 0, 2)
-        chunk.module._replace_param_with_distributed_if_needed()
-        state = state_of(chunk, optimizer, is_loading=False)
-        checkpoint.save(state, checkpoint_id=f"{folder}/{name}")
-        stepped(run, chunk, optimizer, 2, 4)
-        results[name] = Result(weights(run, chunk), [])
-        forget_megatron()
-    return results
-
-
-@eager
-def load_all(folder: str, ddp: dict[str, Any]) -> dict[str, Result]:
-    """Load each into a model that has taken another step, and go on."""
-    results = {}
-    for name, run in RUNS.items():
-        run = replace(run, ddp=ddp)
-        chunk = make_chunk(run)
-        optimizer = make_optimizer(run, chunk)
-        stepped(run, chunk, optimizer, 7, 8)
-        chunk.module._replace_param_with_distributed_if_needed()
-        state = state_of(chunk, optimizer, is_loading=True)
-        checkpoint.load(state, checkpoint_id=f"{folder}/{name}")
-        optimizer.load_state_dict(state["optimizer"])
+        stepped(run, chunk, optimizer, *((0, 2) if ddp is None else (7, 8)))
+        state = state_of(chunk, optimizer, is_loading=ddp is not None)
+        if ddp is None:
+            checkpoint.save(state, checkpoint_id=f"{folder}/{name}")
+        else:
+            checkpoint.load(state, checkpoint_id=f"{folder}/{name}")
+            optimizer.load_state_dict(state["optimizer"])
         assert optimizer.steppers[0].storage.steps == 2
         stepped(run, chunk, optimizer, 2, 4)
         results[name] = Result(weights(run, chunk), [])
@@ -81,21 +71,18 @@ def load_all(folder: str, ddp: dict[str, Any]) -> dict[str, Result]:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("checkpoint"))
-    return folder, run_ranks(2, save_all, folder, timeout=120)
+    return folder, run_ranks(2, second_halves, folder, timeout=120)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("world", "ddp", "tolerance"),
-    [
-        pytest.param(2, {}, 0.0, marks=pytest.mark.long),
-        pytest.param(2, OPTIM, 1e-6, marks=pytest.mark.long),
-        pytest.param(4, {}, 1e-6, marks=pytest.mark.long),
-    ],
+    [(2, {}, 0.0), (2, OPTIM, 1e-6), (4, {}, 1e-6)],
     ids=["the same", "another strategy", "other ranks"],
 )
 def test_a_run_goes_on(saved, world, ddp, tolerance):
     folder, expected = saved
-    results = run_ranks(world, load_all, folder, ddp, timeout=280)
+    results = run_ranks(world, second_halves, folder, ddp, timeout=280)
     for name in RUNS:
         found = deviation([result[name] for result in results], expected[0][name])
         assert found <= tolerance, (name, found)

@@ -1,18 +1,15 @@
 """Adaptive Muon against float64, emerging-optimizers' class, and itself over two ranks."""
 
 import copy
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from emerging_optimizers.orthogonalized_optimizers import AdaptiveMuon
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.matrices import gated
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
-from tests.harness import run_ranks
 from tests.reference.adaptive_muon import AdaptiveReference
 
 METHODS = ["adamuon", "normuon", "namo"]
@@ -80,30 +77,6 @@ def test_five_steps_equal_the_float64_reference(method, bias_correction):
         error = np.linalg.norm(after - reference.weight) / np.linalg.norm(reference.weight - start)
         # relative to the way gone; float32 iterations amplify rounding in small singular values
         assert error < 2e-5, name
-
-
-def blockwise_run(method):
-    rank, size = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(0)
-    whole = torch.randn(24, 16)
-    sharded, alone = (torch.nn.Parameter(whole.chunk(size)[rank].clone()) for _ in range(2))
-    sharded.partition_dim = 0
-    for param, group in ((sharded, dist.group.WORLD), (alone, None)):
-        optimizer = TensorParallelAdaptiveMuon(
-            [param],
-            pg_collection=SimpleNamespace(tp=group),
-            tp_mode="blockwise",
-            moment2_method=method,
-        )
-        for _ in range(2):
-            param.grad = whole.chunk(size)[rank] + 1
-            optimizer.step()
-    return torch.equal(sharded, alone)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_blockwise_treats_each_slab_as_a_matrix(method):
-    assert run_ranks(2, blockwise_run, method) == [True, True]
 
 
 @pytest.mark.parametrize("shape", [(32, 128), (128, 32), (32, 32)])

@@ -1,6 +1,5 @@
 """The keyword contract between configuration fields and constructor arguments."""
 
-import inspect
 from types import SimpleNamespace
 
 import pytest
@@ -53,36 +52,6 @@ def test_changed_fields_that_nobody_takes_are_found():
     assert unconsumed(config, ("muon",), set()) == ["muon_momentum"]
     config.muon_unheard_of = 1
     assert unconsumed(config, ("muon",), {"muon_momentum"}) == ["muon_unheard_of"]
-
-
-# What the API page of megatron.core.optimizer.emerging_optimizers lists.
-NAMES = [
-    "EmergingOptimizerEntry",
-    "_EMERGING_OPTIMIZERS",
-    "_adaptive_muon_config_to_kwargs",
-    "_create_emerging_optimizer",
-    "_default_adam_based_eopt_config_to_kwargs",
-    "_default_param_overrides_factory",
-    "_eopt_init_state_fn",
-    "_get_qkv_split_shapes",
-    "_is_nonlinear_or_embedding",
-    "_kwargs_from_config",
-    "_muon_config_to_kwargs",
-    "get_supported_coefficient_types",
-    "validate_coefficient_type",
-]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_megatrons_names_exist_with_their_signatures(name):
-    ours, stock = getattr(compat, name), getattr(theirs, name)
-    if inspect.isfunction(stock):
-        assert list(inspect.signature(ours).parameters) == list(inspect.signature(stock).parameters)
-    elif name == "EmergingOptimizerEntry":
-        fields = list(inspect.signature(stock).parameters)
-        assert list(inspect.signature(ours).parameters)[: len(fields)] == fields
-    else:
-        assert set(stock) - {"adaptive_muon"} <= set(ours)
 
 
 def test_megatrons_helpers_give_what_megatrons_give():

@@ -5,6 +5,7 @@ So runs in any parallel layout do the same work as one process, up to rounding i
 
 import math
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -135,7 +136,7 @@ def global_values(name: str, slab: Slab, shape: torch.Size, salt: int) -> torch.
     return torch.randn(sizes, generator=generator) / math.sqrt(sizes[-1])
 
 
-def make_chunk(run: Run) -> Any:
+def make_chunk(run: Run, wrap: Callable[..., Any] = wrap_ddp) -> Any:
     """Return a wrapped model whose weights depend on their global names alone."""
     if not parallel_state.model_parallel_is_initialized():
         initialize_megatron(**run.parallel)
@@ -149,7 +150,7 @@ def make_chunk(run: Run) -> Any:
         slab = slab_of(name, param, gated)
         whole = global_values(global_name(name, run.model), slab, param.shape, 0)
         param.data.copy_(slab.of(whole))
-    return wrap_ddp(model, **({"use_distributed_optimizer": run.optimizer != "stock"} | run.ddp))
+    return wrap(model, **({"use_distributed_optimizer": run.optimizer != "stock"} | run.ddp))
 
 
 def make_config(run: Run) -> OptimizerConfig:
@@ -210,7 +211,9 @@ def muon_over(groups: list[Any], config: Any, chunk: Any, cls: Any = TensorParal
     )
 
 
-def make_optimizer(run: Run, *chunks: Any, config: Any = None, collection: Any = None) -> Any:
+def make_optimizer(
+    run: Run, *chunks: Any, config: Any = None, collection: Any = None, bases: Any = None
+) -> Any:
     """Return an optimizer that steps at its configuration's rate.
 
     Args:
@@ -218,6 +221,7 @@ def make_optimizer(run: Run, *chunks: Any, config: Any = None, collection: Any =
         chunks: The model's.
         config: Another configuration than the run's.
         collection: Process groups other than Megatron's own.
+        bases: What is wrapped, if it is not Muon and Adam.
     """
     config = config or make_config(run)
     if run.optimizer == "stock":
@@ -226,7 +230,7 @@ def make_optimizer(run: Run, *chunks: Any, config: Any = None, collection: Any =
         for name, param in (item for chunk in chunks for item in chunk.named_parameters()):
             param.test_is_qkv = name.endswith("linear_qkv.weight")
         matrices, others = param_groups(run, config, *chunks)
-        bases = [muon_over(matrices, config, chunks[0]), adam_over(others, config)]
+        bases = bases or [muon_over(matrices, config, chunks[0]), adam_over(others, config)]
         optimizer = LayerWiseDistributedOptimizer(bases, config, collection, None, list(chunks))
     set_lr(optimizer, config)
     return optimizer
@@ -256,6 +260,14 @@ def inject(run: Run, chunk: Any, step: int) -> None:
                     shard.fill_(math.nan)
 
 
+def gradients(run: Run, chunk: Any, optimizer: Any, step: int) -> None:
+    """Set gradients of a loss that was multiplied by the optimizer's scale."""
+    optimizer.zero_grad()
+    inject(run, chunk, step)
+    for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+        buffer.grad_data.mul_(float(optimizer.get_loss_scale()))
+
+
 def weights(run: Run, chunk: Any) -> dict[str, tuple[Slab, torch.Tensor]]:
     gated = run.model.get("gated", False)
     return {
@@ -275,8 +287,7 @@ def train(run: Run, **kwargs: Any) -> Result:
     optimizer = make_optimizer(run, chunk, **kwargs)
     steps = []
     for step in range(run.steps):
-        optimizer.zero_grad()
-        inject(run, chunk, step)
+        gradients(run, chunk, optimizer, step)
         steps.append(optimizer.step())
     if chunk.ddp_config.overlap_param_gather:
         # a gather that waits for a forward pass

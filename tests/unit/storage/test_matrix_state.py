@@ -8,9 +8,9 @@ import pytest
 import torch
 from megatron.core.optimizer import OptimizerConfig
 
-from megatron_eopt.extending import LayerWiseDistributedOptimizer
 from megatron_eopt.optimizers.owner_driver import OwnerDriver
 from tests.harness import run_ranks
+from tests.harness.models import assert_same, copies_of
 from tests.unit.build.factories import FACTORIES
 from tests.unit.storage import runs
 from tests.unit.storage.full_state import Case, steps
@@ -50,10 +50,8 @@ def bases_over(run: Run, config: Any, chunk: Any, build: BuildT, everything: boo
 
 def step_with(run: Run, build: BuildT, everything: bool) -> Result:
     chunk = make_chunk(run)
-    config = runs.make_config(run)
-    bases = bases_over(run, config, chunk, build, everything)
-    optimizer = LayerWiseDistributedOptimizer(bases, config, None, None, [chunk])
-    runs.set_lr(optimizer, config)
+    bases = bases_over(run, runs.make_config(run), chunk, build, everything)
+    optimizer = runs.make_optimizer(run, chunk, bases=bases)
     steps = []
     for step in range(run.steps):
         inject(run, chunk, step)
@@ -113,8 +111,7 @@ def factorys(case: Case, factory: str) -> dict[str, torch.Tensor]:
     optimizer = FACTORIES[factory](config, [chunk])
     runs.set_lr(optimizer, config)
     steps(case, chunk, optimizer, 0, 2)
-    weights = {name: param.detach().clone() for name, param in chunk.named_parameters()}
-    return {name: weight for name, weight in weights.items() if "layers" in name}
+    return {name: weight for name, weight in copies_of(chunk).items() if "layers" in name}
 
 
 def test_soap_updates_fused_weights_as_megatron_core_does():
@@ -124,6 +121,5 @@ def test_soap_updates_fused_weights_as_megatron_core_does():
     assert any("linear_qkv.weight" in name for name in expected)
     for world, case in ((1, plain), (1, Case("soap", model)), (2, Case("soap", model))):
         for found in run_ranks(world, factorys, case, "ours"):
-            for name, weight in expected.items():
-                # without clipping, gradients arrive in every bit as they are in one process
-                assert torch.equal(found[name], weight), (name, world, case)
+            # without clipping, gradients arrive in every bit as they are in one process
+            assert_same(found, expected)

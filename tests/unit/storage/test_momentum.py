@@ -97,22 +97,6 @@ def test_momentum_of_experts_is_the_same_to_the_bit():
     check_same(found, run_ranks(1, train, cases(MOE, dtypes=("int8",)), 3)[0])
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("momentum"))
-    return folder, run_ranks(4, save, cases(tp=2), folder, timeout=300)[0]
-
-
-@pytest.mark.long  # test_resharding.py has momentum in 8 bits at one other layout
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_a_checkpoint_loads_bit_equal_and_goes_on_so_at_other_layouts(saved, ranks):
-    folder, before = saved
-    after = run_ranks(ranks, load, cases(), folder, timeout=300)[0]
-    for state, other in zip(before, after, strict=True):
-        assert not differences(state, other)
-    check_same(run_ranks(ranks, load, cases(), folder, 1, timeout=300)[0], one_process(3))
-
-
 @pytest.mark.parametrize(
     "storage",
     [True, pytest.param(False, marks=pytest.mark.long)],

@@ -16,7 +16,7 @@ from tests.unit.storage.runs import (
     FP16,
     MOE,
     Run,
-    inject,
+    gradients,
     make_chunk,
     make_config,
     make_optimizer,
@@ -66,13 +66,6 @@ def poison(chunk: Any, optimizer: Any, name: str, value: float) -> None:
             for item in child.stored():
                 if item.param is param and item.start < item.stop:
                     param.main_grad.view(-1)[item.stop - 1] = value
-
-
-def gradients(run: Run, chunk: Any, optimizer: Any, step: int) -> None:
-    optimizer.zero_grad()
-    inject(run, chunk, step)
-    for buffer in chunk.buffers + chunk.expert_parallel_buffers:
-        buffer.grad_data.mul_(float(optimizer.get_loss_scale()))
 
 
 def refused(
@@ -139,7 +132,7 @@ def test_one_rank_of_a_model_that_is_cut(storage, case):
     check_refused(run_ranks(2, refused, run, local, ranks), name)
 
 
-def skipped(run: Run, values: tuple[float, ...]) -> list[dict[str, Any]]:
+def skipped(run: Run, values: tuple[float, ...], name: str = SECOND) -> list[dict[str, Any]]:
     """Do a good step, and a bad one for each value; return what this rank saw of the bad ones."""
     chunk, optimizer = build(run)
     gradients(run, chunk, optimizer, 0)
@@ -148,7 +141,7 @@ def skipped(run: Run, values: tuple[float, ...]) -> list[dict[str, Any]]:
     for value in values:
         gradients(run, chunk, optimizer, 1)
         if torch.distributed.get_rank() == 1:
-            poison(chunk, optimizer, SECOND, value)
+            poison(chunk, optimizer, name, value)
         before = snapshot(chunk, optimizer)
         done, norm, _ = optimizer.step()
         unchanged = equal(before, snapshot(chunk, optimizer))
@@ -168,9 +161,12 @@ def test_a_norm_above_the_threshold_skips_the_step(storage):
 
 
 @STORAGES
-def test_with_a_loss_scale_all_ranks_skip_and_change_the_scale_alone(storage):
-    run = Run(storage, DENSE | {"dtype": torch.float16}, {"tp": 2}, config=FP16)
-    for results in run_ranks(2, skipped, run, BAD):
+@pytest.mark.parametrize("cut", ["one tensor-parallel rank", "an expert"])
+def test_with_a_loss_scale_all_ranks_skip_and_change_the_scale_alone(storage, cut):
+    parallel, model, name, *_ = CUTS[cut]
+    run = Run(storage, model | {"dtype": torch.float16}, parallel, config=FP16)
+    for results in run_ranks(2, skipped, run, BAD, name):
+        # halved once, although dense and experts' parameters have it together
         assert [result["scale"] for result in results] == [512, 256, 128]
         for result in results:
             assert not result["done"]

@@ -40,26 +40,35 @@ def check(saved: list, loaded: list, cases: list[Case]) -> None:
         assert not differences(before, after), case
 
 
+EXPERTS = [Case("muon", MOE), Case("adam", MOE)]
+SAVED = {"dense": (OPTIMIZERS, {"tp": 2}), "experts": (EXPERTS, {"ep": 2})}
+
+
 @pytest.fixture(scope="module")
-def dense(tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("dense"))
-    return folder, run_ranks(4, save, at(OPTIMIZERS, tp=2), folder, timeout=300)[0]
+def saved(tmp_path_factory):
+    found = {}
+    for name, (cases, layout) in SAVED.items():
+        folder = str(tmp_path_factory.mktemp(name))
+        states = run_ranks(4, save, at(cases, **layout), folder, timeout=300)[0]
+        found[name] = folder, states
+    return found
 
 
 @pytest.mark.parametrize(
-    ("world", "parallel"),
+    ("name", "world", "parallel"),
     [
-        (4, {}),
-        pytest.param(4, {"tp": 4}, marks=pytest.mark.long),
-        pytest.param(4, {"tp": 2, "pp": 2}, marks=pytest.mark.long),
-        pytest.param(1, {}, marks=pytest.mark.long),
+        ("dense", 4, {}),
+        pytest.param("dense", 4, {"tp": 4}, marks=pytest.mark.long),
+        pytest.param("dense", 4, {"tp": 2, "pp": 2}, marks=pytest.mark.long),
+        pytest.param("dense", 1, {}, marks=pytest.mark.long),
+        ("experts", 4, {"ep": 4}),
+        pytest.param("experts", 1, {}, marks=pytest.mark.long),
     ],
-    ids=["DP 4", "TP 4", "TP 2 x PP 2", "DP 1"],
 )
-def test_dense(dense, world, parallel):
-    folder, saved = dense
-    cases = at(OPTIMIZERS, **parallel)
-    check(saved, run_ranks(world, load, cases, folder, timeout=300)[0], cases)
+def test_other_layouts_load_it(saved, name, world, parallel):
+    folder, states = saved[name]
+    cases = at(SAVED[name][0], **parallel)
+    check(states, run_ranks(world, load, cases, folder, timeout=300)[0], cases)
 
 
 def test_layers_apart(tmp_path):
@@ -67,26 +76,6 @@ def test_layers_apart(tmp_path):
     saved = run_ranks(2, save, APART, folder)[0]
     check(saved, run_ranks(1, load_matched, APART, folder)[0], APART)
     check(saved, run_ranks(2, load_matched, at(APART, tp=2), folder)[0], APART)
-
-
-EXPERTS = [Case("muon", MOE), Case("adam", MOE)]
-
-
-@pytest.fixture(scope="module")
-def experts(tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("experts"))
-    return folder, run_ranks(4, save, at(EXPERTS, ep=2), folder, timeout=300)[0]
-
-
-@pytest.mark.parametrize(
-    ("world", "parallel"),
-    [(4, {"ep": 4}), pytest.param(1, {}, marks=pytest.mark.long)],
-    ids=["EP 4", "EP 1"],
-)
-def test_experts(experts, world, parallel):
-    folder, saved = experts
-    cases = at(EXPERTS, **parallel)
-    check(saved, run_ranks(world, load, cases, folder, timeout=300)[0], cases)
 
 
 @pytest.mark.parametrize(
@@ -136,25 +125,25 @@ def test_padded_buckets(tmp_path, ranks):
     check(saved, run_ranks(ranks, load, cases, str(tmp_path), timeout=300)[0], cases)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_resuming_equals_not_stopping(tmp_path, dtype):
-    model = {**DENSE, "dtype": dtype}
-    cases = [
-        replace(OPTIMIZERS[-1], model=model),
+def whole_and_resumed(model: dict) -> list[Case]:
+    return [
+        *(replace(case, model=model) for case in OPTIMIZERS),
         Case("adam", model, form="dp_reshardable"),
         Case("muon", model, form="dp_reshardable"),
         # fragments of gradients that DDP all-reduces
         Case("muon", model, ddp=PLAIN),
     ]
-    if dtype == torch.float32:
-        cases += [replace(case, model=model) for case in OPTIMIZERS[:-1]]
-    whole, resumed = run_ranks(2, interrupted, cases, str(tmp_path), timeout=300)[0]
-    check(whole, resumed, cases)
+
+
+RESUMED = {
+    "fp32": whole_and_resumed(DENSE),
+    "bf16": whole_and_resumed({**DENSE, "dtype": torch.bfloat16}),
+    "layers apart": [*APART, replace(APART[0], ddp=PLAIN, config=PLAIN)],
+}
 
 
 @pytest.mark.long
-def test_layers_apart_go_on_as_in_one_go(tmp_path):
-    cases = [*APART, replace(APART[0], ddp=PLAIN, config=PLAIN)]
-    whole, resumed = run_ranks(2, interrupted, cases, str(tmp_path), timeout=300)[0]
-    check(whole, resumed, cases)
+@pytest.mark.parametrize("name", RESUMED)
+def test_resuming_equals_not_stopping(tmp_path, name):
+    whole, resumed = run_ranks(2, interrupted, RESUMED[name], str(tmp_path), timeout=300)[0]
+    check(whole, resumed, RESUMED[name])

@@ -1,4 +1,4 @@
-"""The training script with ``--use-megatron-fsdp`` on CPU processes, and its checkpoints."""
+"""The training script with Megatron-FSDP and torch's FSDP2 on CPU processes."""
 
 from pathlib import Path
 
@@ -12,19 +12,22 @@ from tests.harness import RankError
 # without dropout, so that losses hang on the weights alone
 COMMON = """
     --untie-embeddings-and-output-weights --clip-grad 0.5 --hidden-dropout 0 --attention-dropout 0
-    --train-iters 4
+    --train-iters 4 --save-interval 2
 """.split()
 MANAGED = [
     *COMMON,
-    *"""
-    --use-megatron-fsdp --use-distributed-optimizer --ckpt-format fsdp_dtensor --save-interval 2
-    --no-gradient-accumulation-fusion
-""".split(),
+    *"--use-megatron-fsdp --use-distributed-optimizer --ckpt-format fsdp_dtensor".split(),
+    "--no-gradient-accumulation-fusion",
 ]
+TORCH = [*COMMON, "--use-torch-fsdp2", "--no-gradient-accumulation-fusion"]
 MUON = ["--optimizer", "muon", "--muon-fp32-matmul-prec", "highest"]
+NORMUON = "--optimizer adaptive_muon --adaptive-muon-moment2-method normuon".split()
 
 
 def sharded(strategy):
+    """Return the flags of torch's FSDP2, or of a strategy of Megatron-FSDP."""
+    if strategy == "torch":
+        return TORCH
     return [*MANAGED, "--data-parallel-sharding-strategy", strategy]
 
 
@@ -32,9 +35,10 @@ def numbers(output):
     return [float(loss) for loss in losses(output)]
 
 
-def differing(*folders):
+def differing(*folders, iterations=(4, 4)):
     """Return which weights and state two runs have saved differently."""
-    first, second = (Path(folder, "iter_0000004") for folder in folders)
+    pairs = zip(folders, iterations, strict=True)
+    first, second = (Path(folder, f"iter_{iteration:07d}") for folder, iteration in pairs)
     names = saved_states.tensors_in(first)
     assert any(name.startswith("optimizer.state") for name in names)
     found = saved_states.differing(first, second)
@@ -51,15 +55,22 @@ CASES = [
     pytest.param(
         "optim_grads_params", ["--optimizer", "soap"], 0.1, id="soap", marks=pytest.mark.long
     ),
+    pytest.param("torch", [*MUON, "--swiglu"], 1e-5, id="torch, muon"),
+    pytest.param("torch", [*MUON, "--bf16"], 1e-2, id="torch, bf16", marks=pytest.mark.long),
+    pytest.param("torch", [*MUON, *NORMUON], 1e-5, id="torch, normuon", marks=pytest.mark.long),
+    pytest.param("torch", ["--optimizer", "soap"], 0.1, id="torch, soap"),
 ]
 
 
 @pytest.mark.parametrize(("strategy", "flags", "tolerance"), CASES)
 def test_training_is_training_with_ddp_and_goes_on_bit_equal(tmp_path, strategy, flags, tolerance):
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
-    replicated = numbers(train(*COMMON, *flags, "--use-distributed-optimizer"))
+    storage = [] if strategy == "torch" else ["--use-distributed-optimizer"]
+    replicated = numbers(train(*COMMON, *flags, *storage))
     # as runs begin that will go on by themselves
     straight = train(*sharded(strategy), *flags, "--save", first, "--load", first)
+    assert len(numbers(straight)) == 4
+    assert len(differing(first, first, iterations=(2, 4))) > 20
     assert numbers(straight) == pytest.approx(replicated, rel=tolerance)
     again = ["--load", first, "--ckpt-step", "2", "--save", second]
     resumed = train(*sharded(strategy), *flags, *again)
