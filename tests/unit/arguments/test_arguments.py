@@ -19,8 +19,8 @@ def parser() -> argparse.ArgumentParser:
     return add_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
 
 
-def parse(*argv: str) -> argparse.Namespace:
-    args = parser().parse_args([*argv, "--lr", "0.1"])
+def without_dtypes(*argv: str) -> argparse.Namespace:
+    args = parser().parse_args(argv)
     for name in ("main_grads", "main_params", "exp_avg", "exp_avg_sq"):
         delattr(args, f"{name}_dtype")  # validate_args turns these into dtypes
     return args
@@ -56,7 +56,7 @@ def test_every_field_of_an_optimizer_has_a_flag():
 
 
 def test_recommended_defaults_are_the_own_class():
-    config, overrides = config_from_args(parse("--optimizer", "muon"))
+    config, overrides = config_from_args(without_dtypes("--lr", "0.1", "--optimizer", "muon"))
     expected = EmergingOptimizerConfig(optimizer="muon", lr=0.1)
     for item in dataclasses.fields(config):
         if item.name.startswith(PREFIXES):
@@ -65,7 +65,7 @@ def test_recommended_defaults_are_the_own_class():
 
 
 def test_megatrons_defaults_are_the_trainers():
-    config, _ = config_from_args(parse("--optimizer-defaults", "megatron"))
+    config, _ = config_from_args(without_dtypes("--lr", "0.1", "--optimizer-defaults", "megatron"))
     trainer = add_megatron_arguments(argparse.ArgumentParser()).parse_args(["--lr", "0.1"])
     for item in dataclasses.fields(OptimizerConfig):
         if item.name.startswith(PREFIXES):
@@ -77,7 +77,7 @@ def test_megatrons_defaults_are_the_trainers():
 @pytest.mark.parametrize("defaults", ["megatron", "recommended"])
 def test_given_flags_win(defaults):
     flags = "--muon-momentum 0.8 --no-muon-split-mla --muon-no-split-qkv --soap-shampoo-beta 0.5"
-    config, _ = config_from_args(parse("--optimizer-defaults", defaults, *flags.split()))
+    config, _ = config_from_args(without_dtypes("--optimizer-defaults", defaults, *flags.split()))
     assert (config.muon_momentum, config.soap_shampoo_beta) == (0.8, 0.5)
     assert not config.muon_split_mla
     assert not config.muon_split_qkv

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from megatron.core.optimizer import OptimizerConfig as MegatronConfig
-from megatron.training.arguments import add_megatron_arguments
 
 from megatron_eopt import ConfigurationError, EmergingOptimizerConfig, load_optimizer_config
-from megatron_eopt.arguments import add_arguments, config_from_args
+from megatron_eopt.arguments import config_from_args
 from megatron_eopt.settings.config_file import DEFAULTS_KEY, allowed_keys
+from tests.unit.arguments.test_arguments import parser, without_dtypes
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 
@@ -28,16 +28,12 @@ def written(tmp_path):
     return write
 
 
-def parse(*argv: str, namespace: argparse.Namespace | None = None) -> argparse.Namespace:
-    parser = add_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
-    return parser.parse_args([*argv], namespace)
+def parse(*argv: str) -> argparse.Namespace:
+    return parser().parse_args(argv)
 
 
 def from_flags(*argv: str) -> EmergingOptimizerConfig:
-    args = parse(*argv)
-    for name in ("main_grads", "main_params", "exp_avg", "exp_avg_sq"):
-        delattr(args, f"{name}_dtype")  # validate_args turns these into dtypes
-    return config_from_args(args)[0]
+    return config_from_args(without_dtypes(*argv))[0]
 
 
 def test_values_are_what_was_written(written):

@@ -2,7 +2,6 @@
 
 import argparse
 import re
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -19,15 +18,7 @@ from megatron_eopt.qk_clip import clip_qk
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import synthetic_batch, tiny_gpt, train_step, wrap_ddp
-
-
-@dataclass(frozen=True)
-class Case:
-    ranks: int
-    layout: dict[str, Any] = field(default_factory=dict)
-    model: dict[str, Any] = field(default_factory=dict)
-    optimizer: dict[str, Any] = field(default_factory=dict)
-
+from tests.unit.cpu.test_megatron_on_cpu import Case
 
 ROPE = {"gated": True, "query_groups": 2, "position_embedding": "rope"}
 CASES = {
@@ -37,7 +28,7 @@ CASES = {
     "experts, EP 2, bf16": Case(
         2, {"ep": 2}, {"experts": 4, "gated": True, "dtype": torch.bfloat16}
     ),
-    "latent attention, DP 2": Case(2, {}, {"latent": True}, {"optimizer": "soap"}),
+    "latent attention, DP 2": Case(2, {}, {"latent": True}, optimizer={"optimizer": "soap"}),
     "tied, PP 2": Case(2, {"pp": 2}, ROPE | {"untied": False, "layers": 4}),
 }
 
@@ -51,17 +42,14 @@ def in_blocks(name: str) -> str:
 def _trained(case: Case, weights: dict[str, torch.Tensor] | None = None) -> Any:
     """Return losses and weights by their names in a GPTModel; with its weights a HybridModel's."""
     initialize_megatron(**case.layout)
-    model = tiny_gpt(hybrid=weights is not None, **case.model)
-    bare = model.module if isinstance(model, Float16Module) else model
     hybrid = weights is not None
+    model = tiny_gpt(hybrid=hybrid, **case.model)
+    bare = model.module if isinstance(model, Float16Module) else model
     named = {in_blocks(name) if hybrid else name: param for name, param in bare.named_parameters()}
-    if weights is None:
-        start = {name: param.detach().clone() for name, param in named.items()}
-    else:
-        start = weights
-        assert set(named) == set(weights)
-        for name, param in named.items():
-            param.data.copy_(weights[name])
+    start = weights or {name: param.detach().clone() for name, param in named.items()}
+    assert set(named) == set(start)
+    for name, param in named.items():
+        param.data.copy_(start[name])
     wrapped = wrap_ddp(model, use_distributed_optimizer=True)
     dtype = case.model.get("dtype", torch.float32)
     config = EmergingOptimizerConfig(
