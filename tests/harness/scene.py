@@ -38,11 +38,9 @@ def set_scene(
 ) -> None:
     """Connect the ranks over gloo."""
     os.environ.clear()
-    os.environ.update(environment)
-    os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1"
-    )
-    os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
+    ranks = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+    sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size))
+    os.environ.update({**environment, **ranks, **sizes, "MASTER_ADDR": "127.0.0.1"})
     torch.set_num_threads(1)
     torch.manual_seed(0)
     if on_cpu:

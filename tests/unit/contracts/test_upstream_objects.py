@@ -1,6 +1,6 @@
 """What callers do to megatron-core's objects, done to ours."""
 
-from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 import torch
@@ -34,16 +34,9 @@ def named(chunk, part):
     return next(p for name, p in chunk.named_parameters() if part in name)
 
 
-@contextmanager
 def registered(name, entry):
     """Put an entry among ours as a caller of megatron-core's module does."""
-    before = dict(ours._EMERGING_OPTIMIZERS)
-    ours._EMERGING_OPTIMIZERS[name] = entry
-    try:
-        yield
-    finally:
-        ours._EMERGING_OPTIMIZERS.clear()
-        ours._EMERGING_OPTIMIZERS.update(before)
+    return mock.patch.dict(ours._EMERGING_OPTIMIZERS, {name: entry})
 
 
 def entry_over(cls, **fields):

@@ -66,12 +66,9 @@ def test_enable_and_disable_are_idempotent() -> None:
     before = _snapshot()
     cpu.enable()
     once = _snapshot()
-    cpu.enable()
-    assert _snapshot() == once
-    cpu.disable()
-    assert _snapshot() == before
-    cpu.disable()
-    assert _snapshot() == before
+    for change, expected in ((cpu.enable, once), (cpu.disable, before), (cpu.disable, before)):
+        change()
+        assert _snapshot() == expected
 
 
 @pytest.mark.parametrize(

@@ -58,12 +58,10 @@ def two() -> None:
 
 def _moved(draw: Callable[[], Any]) -> tuple[bool, bool]:
     """Return whether the host's and the GPU's generator have moved."""
-    states = torch.get_rng_state(), torch.cuda.get_rng_state()
+    host, gpu = torch.get_rng_state(), torch.cuda.get_rng_state()
     draw()
-    host, gpu = states
-    return not torch.equal(host, torch.get_rng_state()), not torch.equal(
-        gpu, torch.cuda.get_rng_state()
-    )
+    moved = not torch.equal(host, torch.get_rng_state())
+    return moved, not torch.equal(gpu, torch.cuda.get_rng_state())
 
 
 @pytest.mark.usefixtures("two")

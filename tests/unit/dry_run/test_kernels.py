@@ -27,7 +27,7 @@ def of(count: int, size: int | tuple[int, ...] = 1, dtype: torch.dtype = torch.f
 
 
 A, B, C, BF16 = *of(3, 10), torch.ones(10, dtype=torch.bfloat16)
-SQUARE = torch.ones(4, 4)
+SQUARE, NUMBER = torch.ones(4, 4), torch.ones(())
 
 SINGLE: dict[str, tuple[Callable[[], Any], int, int]] = {
     "views": (lambda: SQUARE.t()[1:].flatten(0).view(12)[::2].unsqueeze(0).detach(), 1, 2 * 48),
@@ -66,20 +66,27 @@ def strided(count: int) -> list[Tensor]:
     return [tensor[:, ::2] for tensor in of(count, (2, 4))]
 
 
-LISTS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], int]] = {
+MOST: list[tuple[Callable[..., Any], int, int]] = [
     # in place over one list; torch._foreach_mul makes the second, lerp_ has two, lerp makes three
-    "depth 1, full": (torch._foreach_mul_, (of(110), 2.0), 1),
-    "depth 1, one more": (torch._foreach_mul_, (of(111), 2.0), 2),
-    "depth 1 with numbers, full": (torch._foreach_mul_, (of(96), [2.0] * 96), 1),
-    "depth 1 with numbers, one more": (torch._foreach_mul_, (of(97), [2.0] * 97), 2),
-    "depth 1, a tensor's factor": (torch._foreach_mul_, (of(110), torch.ones(())), 1),
-    "depth 2, full": (torch._foreach_mul, (of(64), 2.0), 1),
-    "depth 2, one more": (torch._foreach_lerp_, (of(65), of(65), 0.5), 2),
-    "depth 3, full": (torch._foreach_lerp, (of(48), of(48), 0.5), 1),
-    "depth 3, one more": (torch._foreach_addcmul_, (of(49), of(49), of(49)), 2),
-    "depth 3 with numbers": (torch._foreach_addcdiv_, (of(48), of(48), of(48), [1.0] * 48), 1),
-    "depth 4, full": (torch._foreach_addcmul, (of(36), of(36), of(36)), 1),
-    "depth 4, one more": (torch._foreach_addcmul, (of(37), of(37), of(37)), 2),
+    (lambda a: torch._foreach_mul_(a, 2.0), 1, 110),
+    (lambda a: torch._foreach_mul_(a, NUMBER), 1, 110),
+    (lambda a: torch._foreach_mul_(a, [2.0] * len(a)), 1, 96),
+    (lambda a: torch._foreach_mul(a, 2.0), 1, 64),
+    (lambda a, b: torch._foreach_lerp_(a, b, 0.5), 2, 64),
+    (lambda a, b: torch._foreach_lerp(a, b, 0.5), 2, 48),
+    (torch._foreach_addcmul_, 3, 48),
+    (lambda a, b, c: torch._foreach_addcdiv_(a, b, c, [1.0] * len(a)), 3, 48),
+    (torch._foreach_addcmul, 3, 36),
+]
+
+
+@pytest.mark.parametrize(("function", "lists", "most"), MOST)
+def test_a_launch_takes_fewer_tensors_the_more_lists_there_are(function, lists, most):
+    for count, kernels in ((most, 1), (most + 1, 2)):
+        assert counted(function, *[of(count) for _ in range(lists)]).kernels == kernels
+
+
+LISTS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], int]] = {
     "none is empty": (torch._foreach_mul_, (of(110) + of(5, 0), 2.0), 1),
     "all are empty": (torch._foreach_mul_, (of(5, 0), 2.0), 0),
     "two dtypes": (torch._foreach_add_, (of(5), of(5, dtype=torch.bfloat16)), 5),

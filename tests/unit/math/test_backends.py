@@ -1,11 +1,9 @@
 import importlib.util
 import logging
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_eopt import EmergingOptimizerConfig
 from megatron_eopt.base import gpu
@@ -14,7 +12,6 @@ from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.math import backends
 from megatron_eopt.math.algorithm import Plan
 from megatron_eopt.math.backends import Backend, register_backend
-from megatron_eopt.math.coefficients import Triple
 from megatron_eopt.math.orthogonalize import Orthogonalization, orthogonalize
 from megatron_eopt.settings.checks import check_alike
 from tests.unit.math.spectra import gaussian
@@ -27,17 +24,16 @@ PACKAGES = {
 
 
 @pytest.mark.parametrize("name", PACKAGES)
-def test_an_absent_package_is_named_with_its_install_command(name: str) -> None:
+def test_an_absent_package_is_named_with_its_install_command(name):
     if importlib.util.find_spec(name) is not None:
         pytest.skip(f"{name} is installed")
-    with pytest.raises(
-        ConfigurationError, match=rf"backend='{name}'.*pip install.*{PACKAGES[name]}"
-    ):
+    named = rf"backend='{name}'.*pip install.*{PACKAGES[name]}"
+    with pytest.raises(ConfigurationError, match=named):
         orthogonalize(gaussian(4, 6), backend=name)
 
 
 @pytest.mark.skipif(NO_GPU, reason="needs a GPU")
-def test_syrk_equals_torch() -> None:
+def test_syrk_equals_torch():
     x = gaussian(256, 512).cuda()
     expected = orthogonalize(x, precision="medium", algorithm="standard")
     result = orthogonalize(x, precision="medium", backend="syrk")
@@ -45,13 +41,13 @@ def test_syrk_equals_torch() -> None:
     assert (result - expected).norm() < 1.7e-2 * expected.norm()
 
 
-def _sign(wide: Tensor, schedule: tuple[Triple, ...], plan: Plan, eps: float) -> Tensor:
+def _sign(wide, schedule, plan, eps):
     assert wide.shape[-2] <= wide.shape[-1]
     assert (len(schedule), plan.algorithm, eps) == (5, "standard", 1e-6)
     return wide.sign()
 
 
-def test_a_backend_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_of_ones_own(monkeypatch):
     monkeypatch.setattr(backends, "_LOADED", {})
     register_backend("sign", Backend(_sign))
     x = gaussian(6, 4)
@@ -80,13 +76,8 @@ INSTALLED = {"gram_newton_schulz", "quack"}
     ],
 )
 def test_auto_takes_what_serves_the_machine_and_says_so_once(
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    installed: set[str],
-    capability: tuple[int, int] | None,
-    taken: str,
-    why: str,
-) -> None:
+    monkeypatch, caplog, installed, capability, taken, why
+):
     """Neither GPUs nor packages for them are where this runs."""
     monkeypatch.setattr(backends, "find_spec", lambda name: name in installed or None)
     monkeypatch.setattr(gpu, "is_there", lambda: capability is not None)
@@ -102,12 +93,10 @@ def test_auto_takes_what_serves_the_machine_and_says_so_once(
     assert why in line
 
 
-def test_auto_leaves_to_our_own_iteration_what_the_package_is_not_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    plans: list[Plan] = []
+def test_auto_leaves_to_our_own_iteration_what_the_package_is_not_for(monkeypatch):
+    plans = []
 
-    def sign(wide: Tensor, schedule: tuple[Triple, ...], plan: Plan, eps: float) -> Tensor:
+    def sign(wide, schedule, plan, eps):
         plans.append(plan)
         return wide.sign()
 
@@ -116,7 +105,7 @@ def test_auto_leaves_to_our_own_iteration_what_the_package_is_not_for(
     register_backend("gram_newton_schulz", Backend(sign, ("gram", "standard"), half=True))
     x = gaussian(256, 260)
 
-    def is_own(x: Tensor, more: Any = None, **settings: Any) -> bool:
+    def is_own(x, more=None, **settings):
         compute = Orthogonalization(**{"backend": "auto", "precision": "medium"} | settings)
         # so that the same matrices travel and the same ranks share them as with torch
         assert not compute.whole_only
@@ -133,8 +122,8 @@ def test_auto_leaves_to_our_own_iteration_what_the_package_is_not_for(
     assert is_own(x, coefficients="cans")
 
 
-def test_ranks_whose_hosts_have_other_packages_are_told_so() -> None:
-    def others(value: Any, group: object) -> list[Any]:
+def test_ranks_whose_hosts_have_other_packages_are_told_so():
+    def others(value, group):
         return [value, {**value, "muon_backend": "gram_newton_schulz"}]
 
     config = EmergingOptimizerConfig()

@@ -3,11 +3,7 @@ import torch
 from emerging_optimizers.orthogonalized_optimizers import muon_utils
 
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.math.coefficients import (
-    coefficient_names,
-    resolve_coefficients,
-    table,
-)
+from megatron_eopt.math.coefficients import coefficient_names, resolve_coefficients, table
 from megatron_eopt.math.orthogonalize import orthogonalize
 from tests.unit.math.spectra import relative_error
 

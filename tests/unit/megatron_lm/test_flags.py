@@ -33,14 +33,9 @@ def scripts_own(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-def _values(flags: list[str], whose: str | None, names: list[str]) -> dict[str, Any]:
-    provider = {"script": scripts_own, "ours": megatron_lm.add_arguments, None: None}[whose]
-    args = parsed(flags, provider)
-    return {name: getattr(args, name) for name in names}
-
-
-def values(flags: list[str], whose: str | None, **expected: Any) -> None:
-    assert run_ranks(1, _values, flags, whose, [*expected]) == [expected]
+def defaults(provider: Any) -> tuple[str, str, float]:
+    args = parsed([], provider)
+    return args.optimizer_defaults, args.muon_tp_mode, args.muon_momentum
 
 
 def trainers_help() -> str:
@@ -62,11 +57,11 @@ def test_the_trainers_help_is_printed_with_its_percent_signs():
 
 @pytest.mark.tested_release
 def test_a_script_that_does_not_know_us_gets_upstreams_defaults():
-    values([], None, optimizer_defaults="megatron", muon_tp_mode="blockwise", muon_momentum=0.9)
+    assert run_ranks(1, defaults, None) == [("megatron", "blockwise", 0.9)]
 
 
 def test_a_script_that_adds_our_flags_keeps_our_defaults():
-    values([], "ours", optimizer_defaults="recommended", muon_tp_mode="auto")
+    assert run_ranks(1, defaults, megatron_lm.add_arguments) == [("recommended", "auto", 0.95)]
 
 
 def _with_the_scripts_provider() -> None:

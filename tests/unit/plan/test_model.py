@@ -66,8 +66,10 @@ CASES = {
 
 def elements(model: torch.nn.Module) -> int:
     """Return how many elements this rank holds of which no rank before it has copies."""
-    tensor, data = parallel_state.get_tensor_model_parallel_rank(), _data(expert=False)
-    expert_data, last = _data(expert=True), parallel_state.is_pipeline_last_stage()
+    tensor = parallel_state.get_tensor_model_parallel_rank()
+    data = parallel_state.get_data_parallel_rank()
+    expert_data = parallel_state.get_expert_data_parallel_rank()
+    last = parallel_state.is_pipeline_last_stage()
     found = 0
     for name, param in model.named_parameters():
         assert param.dtype == torch.bfloat16
@@ -80,26 +82,17 @@ def elements(model: torch.nn.Module) -> int:
     return found
 
 
-def _data(*, expert: bool) -> int:
-    if expert:
-        return int(parallel_state.get_expert_data_parallel_rank())
-    return int(parallel_state.get_data_parallel_rank())
-
-
 def built(architecture: Architecture, *layouts: Layout) -> list[list[tuple[int, list[str]]]]:
     """Return what each rank of each layout counts, and the kinds of its layers."""
     dist.destroy_process_group()
-    return [_ranks(architecture, layout) for layout in layouts]
-
-
-def _ranks(architecture: Architecture, layout: Layout) -> list[tuple[int, list[str]]]:
-    found = []
-    for rank in range(layout.world_size):
-        with dry_world(rank, layout.world_size):
-            model = build_stage(architecture, layout)
-            kinds = [type(layer.mlp).__name__ for layer in model.module.decoder.layers]
-            found.append((elements(model), kinds))
-            assert torch.get_default_dtype() == torch.float32
+    found: Any = [[] for _ in layouts]
+    for layout, ranks in zip(layouts, found, strict=True):
+        for rank in range(layout.world_size):
+            with dry_world(rank, layout.world_size):
+                model = build_stage(architecture, layout)
+                kinds = [type(layer.mlp).__name__ for layer in model.module.decoder.layers]
+                ranks.append((elements(model), kinds))
+                assert torch.get_default_dtype() == torch.float32
     return found
 
 

@@ -13,7 +13,7 @@ from megatron_eopt.plan.architectures import PUBLISHED, Architecture
 from megatron_eopt.plan.cost import _exposed, collective_seconds
 from megatron_eopt.plan.machine import MACHINES
 from megatron_eopt.plan.model import Layout
-from megatron_eopt.plan.planning import Plan, plan
+from megatron_eopt.plan.planning import plan
 from megatron_eopt.plan.tables import as_dict
 from tests.harness import run_ranks
 from tests.unit.plan.test_model import DENSE, MIXED
@@ -21,19 +21,15 @@ from tests.unit.plan.test_model import DENSE, MIXED
 CUT = Layout(tensor=2, pipeline=2, data=4)
 
 
-def planned(architecture: Architecture, layout: Layout, **fields: Any) -> Plan:
+def planned(architecture: Architecture, layout: Layout, fields: Any) -> dict[str, Any]:
     dist.destroy_process_group()
     given = {"optimizer": "muon", "lr": 0.01, "bf16": True, "use_distributed_optimizer": True}
     config = EmergingOptimizerConfig(**(given | fields))
-    return plan(architecture, layout, MACHINES["H100"], config, tokens=2**22)
+    return as_dict(plan(architecture, layout, MACHINES["H100"], config, tokens=2**22))
 
 
-def in_a_process(*args: Any, **fields: Any) -> dict[str, Any]:
-    return run_ranks(1, _as_dict, args, fields, cpu=False)[0]
-
-
-def _as_dict(args: Any, fields: Any) -> dict[str, Any]:
-    return as_dict(planned(*args, **fields))
+def in_a_process(architecture: Architecture, layout: Layout, **fields: Any) -> dict[str, Any]:
+    return run_ranks(1, planned, architecture, layout, fields, cpu=False)[0]
 
 
 @pytest.mark.parametrize("optimizer", ["soap", "scion", "adaptive_muon", "adam"])
