@@ -2,7 +2,8 @@
 
 A pass takes lists of tensors. On a GPU it is one kernel for all of a list that have the same
 dtypes, which reads and writes each number once; elsewhere it is what torch has for it. Either way
-the numbers are the same to the bit, but for Adam's, where two units in the last place may differ.
+the numbers are the same to the bit, but for Adam's, whose sums torch itself rounds in
+one way on a GPU and in another on a CPU.
 
 Note [Coefficients]
     A pass multiplies gradients by a coefficient, a float32 tensor without dimensions, as if that
@@ -154,7 +155,8 @@ def adam_(
         done = one if coefficient is None else (coefficient == coefficient).float()
         torch._foreach_add_(part[-1], [done] * len(part[-1]))
         decays = (0.0 - lr * decay, 0.0) if group["decoupled_weight_decay"] else (0.0, decay)
-        numbers = (lr, *decays, beta1, beta2, _log2(beta1), _log2(beta2), group["eps"])
+        mixing = (1 - beta1, 1 - beta2, _log2(beta1), _log2(beta2))
+        numbers = (lr, *decays, *mixing, group["eps"])
         torch.ops.megatron_eopt.adam(*part, coefficient, numbers)
 
 

@@ -100,7 +100,7 @@ def test_a_list_may_have_several_dtypes():
     assert all(map(torch.equal, *by_both(mixed_dtypes)))
 
 
-SETTINGS = {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+SETTINGS = {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 FLAGS = {"amsgrad": False, "maximize": False}
 
 

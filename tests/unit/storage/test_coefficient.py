@@ -1,0 +1,97 @@
+"""What gradients are multiplied by as they are read: as if it were before; nan changes nothing."""
+
+import math
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from megatron_eopt.base import gpu
+from megatron_eopt.math import passes
+from megatron_eopt.storage.interface import Storage
+from tests.harness import run_ranks
+from tests.harness.kernels import interpreted_kernels
+from tests.harness.scene import forget_megatron
+from tests.unit.storage.full_state import Case, build, differences, full_state, steps
+from tests.unit.storage.runs import inject
+
+MODEL = {"layers": 2, "hidden": 32, "heads": 4, "query_groups": 2, "dtype": torch.bfloat16}
+SHARDED, PLAIN = {"use_distributed_optimizer": True}, {"use_distributed_optimizer": False}
+OFF_LOADED = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
+L2 = {"decoupled_weight_decay": False}
+CASES = {
+    "fragments": Case("muon", MODEL, ddp=SHARDED),
+    "l2": Case("muon", MODEL, ddp=SHARDED, config=L2 | {"muon_nesterov": False}),
+    "bf16 momentum": Case("muon", MODEL, ddp=SHARDED, config={"muon_momentum_dtype": "bf16"}),
+    "8-bit momentum": Case("muon", MODEL, ddp=SHARDED, config={"muon_momentum_dtype": "int8"}),
+    "off-loaded": Case("muon", MODEL, ddp=SHARDED, config=OFF_LOADED | {"muon_wave_mb": 1 / 128}),
+    "plain": Case("muon", MODEL, ddp=PLAIN, config=PLAIN),
+    "adam": Case("adam", MODEL, ddp=SHARDED),
+}
+FOLDED, BEFORE, KERNELS, SKIPPED, NONE = range(5)
+
+
+@contextmanager
+def interpreted_passes() -> Iterator[None]:
+    served = patch.object(passes, "_is_served", return_value=True)
+    others = patch.object(gpu, "runs_kernels", return_value=False)
+    with interpreted_kernels(), served, others:
+        yield
+
+
+def stepped(case: Case, way: int) -> dict[str, Any]:
+    """Return all there is after two steps, and a third one in a way."""
+    chunk, optimizer = build(case)
+    steps(case, chunk, optimizer, 0, 2)
+    inject(case.run, chunk, 2)
+    optimizer.prepare_grads()
+    factor = torch.tensor(math.nan if way == SKIPPED else 0.3)
+    for stepper in optimizer.steppers:
+        for driver, _, main in stepper.stepped():
+            assert driver.folds_clipping
+            if way == BEFORE:
+                main.grad.mul_(factor)
+            else:
+                driver.coefficient = factor
+    # drivers write the model's weights as well: nobody has to copy them
+    copied = patch.object(Storage, "copy_mains", lambda *_: None)
+    with interpreted_passes() if way == KERNELS else nullcontext(), copied:
+        if way != NONE:
+            optimizer.step_with_ready_grads()
+    found = full_state(case, chunk, optimizer)
+    weights = dict(chunk.named_parameters())
+    mains = {
+        name: item.main.detach().bfloat16()
+        for stepper in optimizer.steppers
+        for item in stepper.storage.stored()
+        for name, param in weights.items()
+        if param is item.param
+    }
+    assert all(torch.equal(weights[name].view(-1), mains[name].view(-1)) for name in weights)
+    return {**found, **{name: weight.detach().clone() for name, weight in weights.items()}}
+
+
+def in_all_ways(name: str) -> list[dict[str, Any]]:
+    found = []
+    for way in range(5):
+        found.append(stepped(CASES[name], way))
+        forget_megatron()
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_coefficient_is_what_gradients_were_multiplied_by(name):
+    folded, before, kernels, skipped, none = run_ranks(1, in_all_ways, name)[0]
+    assert differences(folded, before) == []
+    assert len(differences(folded, skipped)) > 10
+    assert differences(skipped, none) == []
+    assert folded.keys() == kernels.keys()
+    for key in differences(folded, kernels):
+        # Muon's have the same bits; torch's Adam on a CPU rounds other sums than kernels do
+        assert name == "adam" or not re.search(r"linear_\w+\.weight$", key)
+        rtol = 2**-7 if folded[key].dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(kernels[key], folded[key], rtol=rtol, atol=1e-8)
