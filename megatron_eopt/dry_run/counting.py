@@ -63,21 +63,13 @@ READ: Any = torch.ops.aten._local_scalar_dense.default
 
 
 class Collective(NamedTuple):
-    """One kind of call.
+    """One kind of call."""
 
-    Attributes:
-        name: As torch's dispatcher has it, without underscores at its ends.
-        ranks: Of its group.
-        sent: Bytes that this rank hands over.
-        first: Lowest global rank of its group.
-        last: Highest one.
-    """
-
-    name: str
-    ranks: int
-    sent: int
-    first: int
-    last: int
+    name: str  # as torch's dispatcher has it, without underscores at its ends
+    ranks: int  # of its group
+    sent: int  # bytes that this rank hands over
+    first: int  # lowest global rank of its group
+    last: int  # highest one
 
 
 class Phase(NamedTuple):
@@ -89,21 +81,13 @@ class Phase(NamedTuple):
 
 @dataclass(frozen=True)
 class Amount:
-    """What the device does.
+    """What the device does."""
 
-    Attributes:
-        kernels: Outside of matrix products.
-        bytes: That these read and write.
-        flops: Of matrix products, by torch's formulas.
-        kernels_in_all: With one for each product, whose bytes are counted nowhere.
-        host_waits: How often the host waits for a value.
-    """
-
-    kernels: int = 0
-    bytes: int = 0
-    flops: int = 0
-    kernels_in_all: int = 0
-    host_waits: int = 0
+    kernels: int = 0  # outside of matrix products
+    bytes: int = 0  # that these read and write
+    flops: int = 0  # of matrix products, by torch's formulas
+    kernels_in_all: int = 0  # with one for each product, whose bytes are counted nowhere
+    host_waits: int = 0  # how often the host waits for a value
 
     def __add__(self, other: "Amount") -> "Amount":
         return Amount(*map(operator.add, vars(self).values(), vars(other).values()))
@@ -196,23 +180,15 @@ def who_reads() -> str | None:
 
 @dataclass(frozen=True)
 class Report:
-    """One rank's step.
+    """One rank's step."""
 
-    Attributes:
-        elements: How many weights each optimizer steps on this rank.
-        schedules: Who computes which matrices, by optimizer.
-        collectives: How often each is called.
-        phases: What the device does in each phase, in the order in which they begin.
-        host_reads: How often the host waits for a value of the device, by who asks.
-        memory: What this rank holds.
-    """
-
-    elements: dict[str, int]
-    schedules: list[tuple[str, Schedule]]
-    collectives: Counter[Collective]
+    elements: dict[str, int]  # how many weights each optimizer steps on this rank
+    schedules: list[tuple[str, Schedule]]  # who computes which matrices, by optimizer
+    collectives: Counter[Collective]  # how often each is called
+    # what the device does in each phase, in the order in which they begin
     phases: dict[Phase, Amount]
-    host_reads: Counter[str]
-    memory: Memory
+    host_reads: Counter[str]  # how often the host waits for a value of the device, by who asks
+    memory: Memory  # what this rank holds
 
     @property
     def total(self) -> Amount:

@@ -35,12 +35,9 @@ class Boxes:
     storage tensor of ``rank``. ``source`` is 1 where that rank's copy is the one that is sent, 0
     where it only receives. Where boxes of several layouts lie in one table, ``matrix`` says which
     one is meant, and ``tensor`` in which of the rank's storage tensors its offset is counted.
-
-    Attributes:
-        table: int64 ``(n, 10)``; the columns are the attributes below, in their order.
     """
 
-    table: Int64Array
+    table: Int64Array  # int64 ``(n, 10)``; the columns are the attributes below, in their order
 
     rank = _Column(RANK)
     row = _Column(ROW)

@@ -22,22 +22,15 @@ SEQ_LENGTH = 4096
 
 @dataclass(frozen=True)
 class Architecture:
-    """A decoder-only language model.
+    """A decoder-only language model."""
 
-    Attributes:
-        name: For people.
-        vocab_size: Rows of the embedding, padding included.
-        fields: Its layers, as fields of Megatron's ``TransformerConfig``; of its
-            ``MLATransformerConfig`` if ``kv_lora_rank`` is among them.
-        untied: Whether the output layer has a weight of its own.
-        seq_length: Tokens of a sequence in training. No weight depends on it.
-    """
-
-    name: str
-    vocab_size: int
+    name: str  # for people
+    vocab_size: int  # rows of the embedding, padding included
+    # its layers, as fields of Megatron's ``TransformerConfig``; of its ``MLATransformerConfig`` if
+    # ``kv_lora_rank`` is among them
     fields: Mapping[str, Any]
-    untied: bool = True
-    seq_length: int = SEQ_LENGTH
+    untied: bool = True  # whether the output layer has a weight of its own
+    seq_length: int = SEQ_LENGTH  # tokens of a sequence in training. No weight depends on it
 
     @property
     def moe_layers(self) -> tuple[bool, ...]:

@@ -29,25 +29,15 @@ from megatron_eopt.plan.machine import Machine
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of one rank's step.
+    """Seconds of one rank's step."""
 
-    Attributes:
-        products: Of matrix products.
-        elements: Of what is done outside of products, which is all that Adam does.
-        travel: Of matrices on their way, hidden or not.
-        exposed: Of that, what no product hides.
-        teams: Of what ranks that share a matrix say to each other.
-        gather: Of collecting the parameters.
-        tail: From the end of the backward pass until all parameters are collected.
-    """
-
-    products: float
-    elements: float
-    travel: float
-    exposed: float
-    teams: float
-    gather: float
-    tail: float
+    products: float  # of matrix products
+    elements: float  # of what is done outside of products, which is all that Adam does
+    travel: float  # of matrices on their way, hidden or not
+    exposed: float  # of that, what no product hides
+    teams: float  # of what ranks that share a matrix say to each other
+    gather: float  # of collecting the parameters
+    tail: float  # from the end of the backward pass until all parameters are collected
 
     @property
     def step(self) -> float:

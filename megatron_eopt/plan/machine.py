@@ -10,26 +10,17 @@ from megatron_eopt.base.errors import check_number
 class Machine:
     """A GPU and its links. Own numbers: :func:`dataclasses.replace`.
 
-    Attributes:
-        flops: Dense bfloat16 operations a second, at most.
-        memory: Bytes a second between its memory and its cores.
-        link: Bytes a second that it sends to GPUs of its computer.
-        network: Bytes a second that it sends to other computers.
-        gpus: GPUs of a computer.
-        efficiency: Share of ``flops`` that matrix products reach, at most 1.
-        latency: Seconds until a collective begins to move data.
-
     Raises:
         ConfigurationError: If a number is not positive, or the efficiency above 1.
     """
 
-    flops: float
-    memory: float
-    link: float
-    network: float
-    gpus: int = 8
-    efficiency: float = 0.6
-    latency: float = 1e-5
+    flops: float  # dense bfloat16 operations a second, at most
+    memory: float  # bytes a second between its memory and its cores
+    link: float  # bytes a second that it sends to GPUs of its computer
+    network: float  # bytes a second that it sends to other computers
+    gpus: int = 8  # GPUs of a computer
+    efficiency: float = 0.6  # share of ``flops`` that matrix products reach, at most 1
+    latency: float = 1e-5  # seconds until a collective begins to move data
 
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():

@@ -21,24 +21,17 @@ from megatron_eopt.plan.architectures import Architecture
 class Layout:
     """How ranks share the work, each size a number of ranks.
 
-    Attributes:
-        tensor: Tensor-parallel size.
-        pipeline: Pipeline stages.
-        data: Data-parallel size of what is no expert's.
-        expert: Expert-parallel size.
-        expert_tensor: Tensor-parallel size of the experts; ``tensor`` if None, as Megatron has it.
-        instances: Of the distributed optimizer: each has all of its state.
-
     Raises:
         ConfigurationError: If a size is below 1.
     """
 
-    tensor: int = 1
-    pipeline: int = 1
-    data: int = 1
-    expert: int = 1
+    tensor: int = 1  # tensor-parallel size
+    pipeline: int = 1  # pipeline stages
+    data: int = 1  # data-parallel size of what is no expert's
+    expert: int = 1  # expert-parallel size
+    # tensor-parallel size of the experts; ``tensor`` if None, as Megatron has it
     expert_tensor: int | None = None
-    instances: int = 1
+    instances: int = 1  # of the distributed optimizer: each has all of its state
 
     def __post_init__(self) -> None:
         if self.expert_tensor is None:

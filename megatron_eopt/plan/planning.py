@@ -33,17 +33,11 @@ _UTILIZATION = 0.4
 
 @dataclass(frozen=True)
 class Stage:
-    """Pipeline stages of one kind.
+    """Pipeline stages of one kind."""
 
-    Attributes:
-        stages: Their numbers.
-        busiest: Global rank of the first of them with the most to compute.
-        loads: Estimated operations of each rank of the first of them.
-    """
-
-    stages: tuple[int, ...]
-    busiest: int
-    loads: Float64Array
+    stages: tuple[int, ...]  # their numbers
+    busiest: int  # global rank of the first of them with the most to compute
+    loads: Float64Array  # estimated operations of each rank of the first of them
 
     @property
     def imbalance(self) -> float:
@@ -53,27 +47,16 @@ class Stage:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a step does at one layout.
+    """What a step does at one layout."""
 
-    Attributes:
-        architecture: The model.
-        layout: Its cuts.
-        stages: Kinds of pipeline stages.
-        rank: The rank that is busiest of all.
-        report: What its step does.
-        times: How long that takes.
-        adam: How long Adam's step on the same weights takes.
-        train_step: Seconds that forward and backward pass take.
-    """
-
-    architecture: Architecture
-    layout: Layout
-    stages: tuple[Stage, ...]
-    rank: int
-    report: Report
-    times: Times
-    adam: Times
-    train_step: float
+    architecture: Architecture  # the model
+    layout: Layout  # its cuts
+    stages: tuple[Stage, ...]  # kinds of pipeline stages
+    rank: int  # the rank that is busiest of all
+    report: Report  # what its step does
+    times: Times  # how long that takes
+    adam: Times  # how long Adam's step on the same weights takes
+    train_step: float  # seconds that forward and backward pass take
 
     @property
     def share(self) -> float:

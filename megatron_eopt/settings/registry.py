@@ -78,30 +78,25 @@ def default_param_overrides() -> dict[ParamKey, dict[str, Any]]:
 
 @dataclass
 class EmergingOptimizerEntry:
-    """Everything needed to make one optimizer.
+    """Everything needed to make one optimizer."""
 
-    Attributes:
-        optimizer_cls: A torch optimizer class.
-        init_state_fn: Called as ``(optimizer, config)``; makes every parameter's state exist.
-        config_to_kwargs: Called as ``(config, model_chunks, pg_collection)``; returns the class's
-            arguments. None means the keyword contract of :mod:`megatron_eopt.settings.fields`.
-        default_param_overrides: Overrides that hold unless the user's say otherwise.
-        state_layout: What of the optimizer needs whole matrices.
-        prefixes: Prefixes of configuration fields, the own one first, then those it falls back to.
-            Empty means the registered name.
-        consumes: Further fields that this optimizer or the factory uses on its behalf.
-        draws: Whether it draws random numbers in a step; ranks with copies then draw the same.
-    """
-
-    optimizer_cls: type
+    optimizer_cls: type  # A torch optimizer class
+    # called as ``(optimizer, config)``; makes every parameter's state exist
     init_state_fn: Callable[..., None] = init_state
+    # called as ``(config, model_chunks, pg_collection)``; returns the class's arguments. None means
+    # the keyword contract of :mod:`megatron_eopt.settings.fields`
     config_to_kwargs: Callable[..., dict[str, Any]] | None = None
+    # overrides that hold unless the user's say otherwise
     default_param_overrides: dict[ParamKey, dict[str, Any]] = field(
         default_factory=default_param_overrides
     )
-    state_layout: StateLayoutT = "matrix_state"
+    state_layout: StateLayoutT = "matrix_state"  # what of the optimizer needs whole matrices
+    # prefixes of configuration fields, the own one first, then those it falls back to. Empty means
+    # the registered name
     prefixes: tuple[str, ...] = ()
+    # further fields that this optimizer or the factory uses on its behalf
     consumes: frozenset[str] = frozenset()
+    # whether it draws random numbers in a step; ranks with copies then draw the same
     draws: bool = False
 
 
