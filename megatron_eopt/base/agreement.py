@@ -7,14 +7,18 @@ another. What may be long travels once: nothing is padded to the largest rank's 
 
 import hashlib
 import pickle
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn, Protocol, cast
 
 import torch
 from torch import distributed
+from torch.distributed.distributed_c10d import _get_default_group, _get_default_timeout, _world
 
 from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
+
+_made: Counter[tuple[int, ...]] = Counter()  # groups of these ranks, see group_of_members
 
 
 class CheckpointError(ConfigurationError):
@@ -205,3 +209,28 @@ def _raise(rank: int, report: Any, own: Exception | None) -> NoReturn:
     error = kind.__new__(kind, text)
     error.args, error.argument, error.value = (text,), argument, value
     raise error from own
+
+
+def group_of_members(ranks: Sequence[int]) -> Any:
+    """Return a new group of some global ranks; they alone call this together.
+
+    Torch names groups by how many a rank has made, this kind with its ranks. Members of different
+    teams have made different numbers, and could make no more groups together: here the ranks' own
+    number takes its place, negative so that no other group has the name, and the count stays.
+
+    NCCL splits a world that was initialized with a ``device_id``, and all of its ranks would have
+    to take part in that; there the group is connected by its first collective call instead.
+    """
+    options: Any = None
+    bound = _get_default_group().bound_device_id
+    if bound is not None and "nccl" in distributed.get_backend_config():
+        options = distributed.ProcessGroupNCCL.Options()
+        options.lazy_init = True
+        options._timeout = _get_default_timeout(distributed.Backend("nccl"))
+    members, made = tuple(ranks), _world.group_count
+    _made[members] += 1
+    _world.group_count = -_made[members]
+    try:
+        return distributed.new_group(members, use_local_synchronization=True, pg_options=options)
+    finally:
+        _world.group_count = made

@@ -77,7 +77,7 @@ class OptimizerChain(ChainedOptimizer):
         self._stats = Stats(self.steppers)
         self.skipped_steps = 0
         self.is_sharded = any(isinstance(item, FragmentsOptimizer) for item in storages)
-        self.number, self.superseded = -1, False  # see megatron_eopt.build.ownership
+        self.number, self.superseded = -1, False  # see megatron_eopt.build.factory
         # whether the host reads norms a step later; see Note [No waits]
         self.reads_norms_late = gpu.runs_kernels(torch.empty(0, device="cuda"))
         self._overlap: Overlap | None = None

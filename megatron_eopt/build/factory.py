@@ -1,16 +1,20 @@
 """From a configuration and a wrapped model to one optimizer: this package's front door."""
 
+import itertools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 from megatron.core.optimizer import get_megatron_optimizer as megatrons_own_factory
 from megatron.core.utils import get_pg_size, log_single_rank
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_eopt import qk_clip
-from megatron_eopt.base.agreement import agreed, any_rank
+from megatron_eopt.base.agreement import agreed, any_rank, everyones
 from megatron_eopt.base.names import STANDARD_OPTIMIZERS
 from megatron_eopt.base.upstream import found, needed
 from megatron_eopt.build import dtensors, megatron_fsdp
@@ -26,7 +30,6 @@ from megatron_eopt.build.builders import (
 from megatron_eopt.build.chain import OptimizerChain
 from megatron_eopt.build.gradients import make_scaler
 from megatron_eopt.build.layer_wise import LayerWiseDistributedOptimizer
-from megatron_eopt.build.ownership import take_over
 from megatron_eopt.build.replicated import chain_of_slabs
 from megatron_eopt.build.sharded import Sharding, unmixed_steppers
 from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
@@ -40,6 +43,10 @@ from megatron_eopt.settings.settings import Settings, resolve
 from megatron_eopt.storage.buffers import buffer_sets, check_model_chunks, has_resting
 
 logger = logging.getLogger(__name__)
+
+_numbers = itertools.count()
+_owners = WeakIdKeyDictionary()  # the number of the optimizer that owns a parameter
+_optimizers: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 _said: set[str] = set()
 """What configurations were warned of."""
@@ -101,11 +108,28 @@ def get_megatron_optimizer(
     chains = (chain for build in reversed(BUILDERS) if (chain := build(wanted)) is not None)
     # what one pipeline stage refuses, the others would not know
     optimizer = agreed(lambda: next(chains))
-    take_over(optimizer, routing.names)
+    _take_over(optimizer, routing.names)
     if folder is not None:
         with megatron_fsdp.whole_parameters(model_chunks):
             _dump(routing.groups, model_chunks, str(folder))
     return optimizer
+
+
+def _take_over(optimizer: Any, params: Iterable[Tensor]) -> None:
+    """Let an optimizer own parameters from now on; collective over the world.
+
+    It gets a ``number``, by which later ones sort. Who owned any of them is ``superseded``, and may
+    not step again. The others rest: they are what requires no gradients when it is built.
+    """
+    number, mine = next(_numbers), list(params)
+    before = {_owners[param] for param in mine if param in _owners}
+    for param in mine:
+        _owners[param] = number
+    for earlier in everyones(sorted(before)):
+        if earlier in _optimizers:
+            _optimizers[earlier].superseded = True
+    _optimizers[number] = optimizer
+    optimizer.number = number
 
 
 def _settings(config: Any, model_chunks: Sequence[Any], *, of_dtensors: bool) -> Settings:

@@ -17,7 +17,7 @@ from torch import Tensor, distributed
 
 from megatron_eopt.base import gpu
 from megatron_eopt.base.agreement import of_every_rank
-from megatron_eopt.base.host_copy import HostCopy
+from megatron_eopt.base.gpu import HostCopy
 from megatron_eopt.base.upstream import needed
 from megatron_eopt.optimizers.stepper import Stepper
 from megatron_eopt.settings.settings import LossScale

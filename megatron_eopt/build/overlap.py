@@ -45,21 +45,25 @@ def windows_of(params: Sequence[Tensor], model_chunks: Sequence[Any]) -> tuple[i
     return tuple(sorted(set(places)).index(place) for place in places)
 
 
+_NEEDED = {
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+    "fp8_param_gather": False,
+    "fp4_param_gather": False,
+    "num_distributed_optimizer_instances": 1,
+    "calculate_per_token_loss": False,
+}
+"""What DDP's and the model's configurations must say for buckets to be stepped one by one."""
+
+
 def check_overlap(model_chunks: Sequence[Any]) -> None:
     """Raise a ConfigurationError unless buckets are reduced and gathered one by one."""
     for chunk in model_chunks:
-        wrapped, rule = chunk.ddp_config, ""
-        if not (wrapped.overlap_grad_reduce and wrapped.overlap_param_gather):
-            rule = "needs overlap_grad_reduce and overlap_param_gather"
-        elif wrapped.fp8_param_gather or wrapped.fp4_param_gather:
-            rule = "cannot gather weights of 8 or 4 bits"
-        elif wrapped.num_distributed_optimizer_instances > 1:
-            rule = "needs num_distributed_optimizer_instances=1"
-        elif getattr(chunk.config, "calculate_per_token_loss", False):
-            rule = "cannot look at gradients that are divided by the number of tokens at the end"
-        if rule:
-            way_out = "Change that, or leave muon_overlap_step out"
-            raise ConfigurationError("muon_overlap_step", True, rule, way_out)
+        for name, value in _NEEDED.items():
+            given = (getattr(it, name, value) for it in (chunk.ddp_config, chunk.config))
+            if any(found != value for found in given):
+                rule, way_out = f"needs {name}={value}", "Change that, or leave it out"
+                raise ConfigurationError("muon_overlap_step", True, rule, way_out)
 
 
 @dataclass(eq=False)

@@ -27,7 +27,7 @@ from megatron_eopt.optimizers.modes import Schedule
 _WITH_OUTPUT = ("gather", "scatter", "alltoall")
 """In the names of collectives that have what arrives first, and then what is handed over."""
 
-_WAIT_FOR_NOBODY = ("torch.optim", "megatron_eopt.base.host_copy")
+_WAIT_FOR_NOBODY = ("torch.optim", "megatron_eopt.base.gpu")
 """Modules that read what lies in the host's memory, or came there long ago."""
 
 _MACHINERY = (

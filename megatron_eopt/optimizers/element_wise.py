@@ -1,13 +1,13 @@
 """The driver of optimizers that update each number by itself, or each tensor as they get it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_eopt.base.names import ELEMENT_WISE_STATE, FIRST_MOMENT, MOMENTUM, STEP
-from megatron_eopt.optimizers.adam import Adam, AdamW
+from megatron_eopt.math.passes import adam_
 from megatron_eopt.optimizers.driver import (
     Driver,
     InitState,
@@ -16,13 +16,41 @@ from megatron_eopt.optimizers.driver import (
     State,
     bound,
     dry_step,
+    loss_of,
     set_step,
 )
 from megatron_eopt.optimizers.host_memory import HostMemory
 from megatron_eopt.optimizers.nested_state import by_rows, leaves
+from megatron_eopt.storage.interface import handed_out
 from megatron_eopt.storage.shard import Ranks
 
 _COUNT_IN_GROUPS = ("transformer_engine", "apex")
+
+
+class _InOnePass(torch.optim.Adam):
+    """Steps as torch's class does with ``fused=True``; see Note [Coefficients]."""
+
+    coefficient: Tensor | None = None
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Do one step."""
+        loss = loss_of(closure)
+        for group in self.param_groups:
+            found: list[list[Tensor]] = [[] for _ in range(6)]
+            self._init_group(group, *found)  # type: ignore[no-untyped-call]
+            params, grads, firsts, seconds, largest, steps = found
+            lists = (params, firsts, seconds, list(map(handed_out, params)), grads, steps)
+            adam_(lists, largest, self.coefficient, group)
+        return loss
+
+
+class Adam(_InOnePass):
+    """For weight decay by way of gradients."""
+
+
+class AdamW(_InOnePass, torch.optim.AdamW):
+    """For weights that decay themselves."""
 
 
 class ElementWiseDriver(Driver):

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_eopt.base.agreement import group_of_members
 from megatron_eopt.base.names import DEFAULT_WAVE_MB, TpModeT
-from megatron_eopt.base.subgroups import group_of_members
 from megatron_eopt.layouts import Matrix, Redistribution, WaveBatch
 from megatron_eopt.layouts.assignment import Float64Array, first_uses
 from megatron_eopt.layouts.redistribution import LoadT, StoreT

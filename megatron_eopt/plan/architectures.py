@@ -150,11 +150,7 @@ _NAMES = (*_FLAGS, *_SWITCHES, "moe-layer-freq")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add Megatron's flags of an architecture to a parser, in a group of their own.
-
-    Args:
-        parser: Gets them; what it parses, as a mapping, is what :func:`from_flags` takes.
-    """
+    """Add Megatron's flags of an architecture to a parser; :func:`from_flags` takes the values."""
     group = parser.add_argument_group("architecture, in Megatron's flags")
     for name, text in _FLAGS.items():
         group.add_argument(f"--{name}", type=int, metavar="N", help=text)

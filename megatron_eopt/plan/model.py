@@ -59,10 +59,6 @@ def stages(architecture: Architecture, layout: Layout) -> list[range]:
 
     Where layers do not divide by stages, the last one has what is left by the others.
 
-    Args:
-        architecture: Whose layers.
-        layout: Its number of stages.
-
     Raises:
         ConfigurationError: If a stage would have no layer.
     """
@@ -79,10 +75,6 @@ def stage_kinds(architecture: Architecture, layout: Layout) -> list[tuple[int, .
 
     Stages are equal if they have equal kinds of layers in one order, and the same of embedding and
     output layer.
-
-    Args:
-        architecture: What is cut into stages.
-        layout: By which stages.
 
     Raises:
         ConfigurationError: If a stage would have no layer.
@@ -193,12 +185,7 @@ def transformer_config(architecture: Architecture, layout: Layout) -> Transforme
 
 
 def train_flops(architecture: Architecture, tokens: int) -> float:
-    """Return the operations of forward and backward pass over so many tokens, as the trainer does.
-
-    Args:
-        architecture: What is trained.
-        tokens: Of all sequences together.
-    """
+    """Return the operations of forward and backward pass over so many tokens."""
     # this loads what must not be loaded before the device is chosen
     from megatron.training.training import num_floating_point_operations
 

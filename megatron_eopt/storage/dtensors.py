@@ -16,9 +16,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 
-from megatron_eopt.base.agreement import of_every_rank
+from megatron_eopt.base.agreement import group_of_members, of_every_rank
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.base.subgroups import group_of_members
 from megatron_eopt.layouts import Layout, dtensor_layout
 from megatron_eopt.matrices import Split, matrix_rows
 from megatron_eopt.routing.parameters import ModelParameter

@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from megatron_eopt.base.host_copy import HostCopy
+from megatron_eopt.base.gpu import HostCopy
 from megatron_eopt.cpu.cuda_standins import cuda_patches
 from megatron_eopt.cpu.generators import Generators
 from megatron_eopt.cpu.patches import Patch, patched

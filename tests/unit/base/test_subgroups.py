@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from megatron_eopt.base.subgroups import group_of_members
+from megatron_eopt.base.agreement import group_of_members
 from tests.harness import run_ranks
 
 TEAMS = ((0, 1), (1, 2), (0, 1), (1, 2, 3))

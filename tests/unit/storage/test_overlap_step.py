@@ -172,4 +172,4 @@ def refused() -> str:
 
 def test_what_gathers_at_once_is_refused():
     message = run_ranks(1, refused)[0]
-    assert "needs overlap_grad_reduce and overlap_param_gather" in message
+    assert "needs overlap_param_gather=True" in message
