@@ -32,7 +32,8 @@ from megatron.core.transformer.identity_op import IdentityOp
 
 from megatron_eopt import EmergingOptimizerConfig
 from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
-from megatron_eopt.routing.model import routing_table
+from megatron_eopt.routing.model import format_routing, route_model
+from megatron_eopt.settings.settings import resolve
 
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "routing.md"
 
@@ -132,7 +133,8 @@ def table_of(title: str) -> str:
         **options,
     )
     config = EmergingOptimizerConfig(optimizer="muon", lr=0.001, weight_decay=0.1)
-    return routing_table(config, [model])
+    settings = resolve(config)
+    return format_routing(settings, route_model(settings, [model], None))
 
 
 def shortened(tables: Iterable[str]) -> Iterator[str]:

@@ -17,14 +17,11 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows every storage for as long as anything refers to it.
 
     What kernels allocate inside of one operation is not seen.
-
-    Attributes:
-        peak: The most bytes by which living storages exceeded those at the beginning.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.peak = 0
+        self.peak = 0  # most bytes by which living storages exceeded those at the beginning
         self._noted = 0  # bytes of what is followed, gone or not
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
         # what goes during the block without having been of use would hide what comes

@@ -10,16 +10,12 @@ import torch
 
 
 class Meter:
-    """Notes when named blocks begin and end; on a GPU in the stream, by events.
-
-    Attributes:
-        sent: Bytes that were sent to other ranks.
-    """
+    """Notes when named blocks begin and end; on a GPU in the stream, by events."""
 
     def __init__(self, device: torch.device | str) -> None:
         self._on_gpu = torch.device(device).type == "cuda"
         self._spans: dict[str, list[tuple[Any, Any]]] = defaultdict(list)
-        self.sent = 0
+        self.sent = 0  # bytes that were sent to other ranks
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:

@@ -22,7 +22,7 @@ from megatron_eopt.base.agreement import agreed
 from megatron_eopt.base.errors import ConfigurationError, NonFiniteError, check_number
 from megatron_eopt.base.live_bytes import LiveBytes
 from megatron_eopt.base.upstream import needed
-from megatron_eopt.build.gradients import GradNorm, clip, non_finite, unscale_
+from megatron_eopt.build.gradients import GradNorm, clipped, folds_clipping, non_finite, unscale_
 from megatron_eopt.build.memory import Memory, memory_of
 from megatron_eopt.build.overlap import Overlap
 from megatron_eopt.build.stats import Stats
@@ -34,7 +34,7 @@ from megatron_eopt.optimizers.stepper import Stepper
 from megatron_eopt.qk_clip import remember
 from megatron_eopt.routing.global_names import names_in
 from megatron_eopt.settings.settings import RunSettings, Settings
-from megatron_eopt.storage.interface import gather_buckets, named_gradients
+from megatron_eopt.storage.interface import finish_gathers, gather_buckets, named_gradients
 from megatron_eopt.storage.sharded import FragmentsOptimizer
 
 logger = logging.getLogger(__name__)
@@ -151,9 +151,8 @@ class OptimizerChain(ChainedOptimizer):
         return result
 
     def _step(self) -> tuple[bool, Any, float | None]:
-        if self._unread:
-            self._read_late()
         overflowed = self.prepare_grads()
+        self._read_late()
         self._found_inf = None
         if overflowed:
             self.skipped_steps += 1
@@ -163,12 +162,12 @@ class OptimizerChain(ChainedOptimizer):
         found: Any = norms[None].value if late else self._read(norms)
         if self._overlap is not None and (bool(norms[None].flag) or not self._keeps(found)):
             self._overlap.forget()
-        clip(self.steppers, self.settings.clip_grad, norms, fold=len(norms) == 1)
-        zeros = self.count_zeros() if self.settings.counts_zeros else None
-        if not late and self.is_above_skip_threshold(found):
-            self.skipped_steps += 1
-            return False, found, zeros
-        done = self.step_with_ready_grads()
+        with clipped(self.steppers, self.settings.clip_grad, norms, fold=len(norms) == 1):
+            zeros = self.count_zeros() if self.settings.counts_zeros else None
+            if not late and self.is_above_skip_threshold(found):
+                self.skipped_steps += 1
+                return False, found, zeros
+            done = self.step_with_ready_grads()
         if late:
             norms[None].send()
             self._unread = norms
@@ -177,7 +176,8 @@ class OptimizerChain(ChainedOptimizer):
     def _read_late(self) -> None:
         """Read the norms of the last step, which has done nothing if one is not finite."""
         try:
-            self._read(self._unread)
+            if self._unread:
+                self._read(self._unread)
         except NonFiniteError:
             for stepper in self.steppers:
                 stepper.storage.steps -= 1
@@ -185,17 +185,13 @@ class OptimizerChain(ChainedOptimizer):
 
     def _may_read_late(self, norms: Mapping[str | None, GradNorm]) -> bool:
         """Return whether nothing that a step does depends on what the host knows of its norms."""
-        if not self.reads_norms_late or len(norms) > 1 or math.isfinite(self._threshold):
-            return False
-        return all(
-            stepper.storage.is_stub_optimizer
-            or (stepper.drivers and all(driver.folds_clipping for driver in stepper.drivers))
-            for stepper in self.steppers
-        )
+        reads = len(norms) > 1 or math.isfinite(self.settings.skip_threshold)
+        return self.reads_norms_late and not reads and all(map(folds_clipping, self.steppers))
 
     def _expects_no_clipping(self, margin: float) -> bool:
         """Return whether gradients will probably step as they are; the same on all ranks."""
-        return not self.collects_stats and self._keeps(self._last_norm / margin)
+        is_open = not (self.collects_stats or self.superseded)
+        return is_open and self._keeps(self._last_norm / margin)
 
     def _keeps(self, norm: float) -> bool:
         """Return whether a step with gradients of this norm uses them as they are."""
@@ -228,6 +224,7 @@ class OptimizerChain(ChainedOptimizer):
 
         The trainer of megatron-core 0.20 asks for it after every load.
         """
+        finish_gathers(self.model_chunks)
         for child in self.chained_optimizers:
             child.quantize_and_sync_model_params_from_main_params()
 
@@ -244,25 +241,24 @@ class OptimizerChain(ChainedOptimizer):
             NonFiniteError: If it is inf or nan, or the norm of a group that has its own, unless the
                 configuration skips steps with such a norm. The names are the same on every rank.
         """
+        self._read_late()
         return self._read(self._norms())
 
     @torch.no_grad()
     def clip_grad_norm(self, clip_grad: float) -> float:
         """Clip as a step does, to another norm, and return the norm before; collective."""
         check_number("clip_grad", clip_grad, above=0)
+        self._read_late()
         norms = self._norms()
         found = self._read(norms)
-        clip(self.steppers, clip_grad, norms, fold=False)
+        with clipped(self.steppers, clip_grad, norms, fold=False):
+            pass
         return found
 
     def _norms(self, flag: Tensor | None = None) -> dict[str | None, GradNorm]:
-        names = [
-            name for name in needed("SEPARATE_GRAD_NORM_GROUPS") if self.has_grad_norm_group(name)
-        ]
-        return {
-            name: GradNorm(self.chained_optimizers, name, None if name else flag)
-            for name in (None, *names)
-        }
+        names = (None, *filter(self.has_grad_norm_group, needed("SEPARATE_GRAD_NORM_GROUPS")))
+        parts = self.chained_optimizers
+        return {name: GradNorm(parts, name, None if name else flag) for name in names}
 
     def _read(self, norms: dict[str | None, GradNorm]) -> float:
         """Return the norm of what has none of its own, once all are known to be finite."""
@@ -276,13 +272,9 @@ class OptimizerChain(ChainedOptimizer):
         self._last_norm = found.get(None, math.inf)
         return found.get(None, 0.0)
 
-    @property
-    def _threshold(self) -> float:
-        return self.settings.skip_threshold
-
     def is_above_skip_threshold(self, norm: float) -> bool:
         """Return whether the configuration skips steps with this gradient norm; never with nan."""
-        return math.isfinite(self._threshold) and norm > self._threshold
+        return norm > self.settings.skip_threshold
 
     def state_dict(self) -> Any:
         """Return this rank's state; that of fragments is in ``sharded_state_dict`` alone."""
@@ -326,6 +318,10 @@ class OptimizerChain(ChainedOptimizer):
         Raises:
             ConfigurationError: If it is not of these optimizers, or lacks state of theirs.
         """
+        self._unread = {}
+        if self._overlap is not None:
+            self._overlap.forget()
+        finish_gathers(self.model_chunks)
         agreed(lambda: self._take_over(state_dict))
         optimizer_state.settle(self.steppers)
         if self.is_sharded and self.settings.half is None:

@@ -9,6 +9,7 @@ Note [No waits]
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -55,11 +56,6 @@ class GradNorm:
     """The norm over all ranks of the gradients that Megatron counts.
 
     Making one is collective, and the host waits for nothing; :meth:`read` does.
-
-    Attributes:
-        value: float64, of shape (), on the device.
-        groups: Over whose ranks it is summed.
-        flag: The sum of all ranks' flags.
     """
 
     def __init__(
@@ -67,16 +63,17 @@ class GradNorm:
     ) -> None:
         """Compute it of all gradients, or of those whose parameters have a norm called ``name``.
 
-        A ``flag`` is a number of this rank's, of shape (), which is summed with the squares.
+        A ``flag`` is this rank's number, of shape (), and then the sum of all ranks'.
         """
         self.flag = torch.zeros((), device="cuda") if flag is None else flag
-        self._of_each: list[tuple[list[Tensor], Tensor]] = []
-        self.groups: list[distributed.ProcessGroup] = []
+        self._of_each: list[tuple[list[Any], Tensor]] = []  # gradients, or addresses, and norms
+        self.groups: list[distributed.ProcessGroup] = []  # over whose ranks it is summed
         groups = [optimizer.get_grad_stats_parallel_group() for optimizer in optimizers]
         grads = [optimizer.get_grads_for_grad_norm(name) for optimizer in optimizers]
         if len(set(groups)) == 1:
             groups, grads = groups[:1], [[grad for some in grads for grad in some]]
         norms = [self._norm(some, group) for some, group in zip(grads, groups, strict=True)]
+        # float64, of shape (), on the device
         self.value = norms[0] if len(norms) == 1 else torch.stack(norms).norm()
         self._sent: HostCopy | None = None
 
@@ -99,8 +96,10 @@ class GradNorm:
         return norm
 
     def send(self) -> None:
-        """Begin to copy the norm to the host, where :meth:`read` finds it."""
+        """Begin to copy the norm to the host, where :meth:`read` finds it; let gradients go."""
         self._sent = HostCopy(self.value)
+        if self.value.is_cuda:
+            self._of_each = [([g.data_ptr() for g in grads], n) for grads, n in self._of_each]
 
     def read(self) -> float:
         """Return the norm; the host waits for it."""
@@ -109,7 +108,7 @@ class GradNorm:
     def non_finite(self) -> set[int]:
         """Return the addresses of this rank's gradients whose own norms are not finite."""
         return {
-            grad.data_ptr()
+            grad.data_ptr() if isinstance(grad, Tensor) else grad
             for grads, norms in self._of_each
             for grad, norm in zip(grads, norms.tolist(), strict=True)
             if not math.isfinite(norm)
@@ -147,10 +146,18 @@ def non_finite(
     return found
 
 
-def clip(
+def folds_clipping(stepper: Stepper) -> bool:
+    """Return whether all that a stepper does to gradients multiplies them by a coefficient."""
+    drivers = stepper.drivers
+    is_done = bool(drivers) and all(driver.folds_clipping for driver in drivers)
+    return stepper.storage.is_stub_optimizer or is_done
+
+
+@contextmanager
+def clipped(
     steppers: Sequence[Stepper], most: float, norms: Mapping[str | None, GradNorm], *, fold: bool
-) -> None:
-    """Scale gradients whose norm exceeds ``most`` down to it.
+) -> Iterator[None]:
+    """Scale gradients whose norm exceeds ``most`` down to it, for the steps in a block.
 
     Args:
         steppers: What steps the parameters.
@@ -174,6 +181,11 @@ def clip(
         if _counts(factors[name]):
             # a tensor of shape () given to torch's function would be read by the host
             torch.ops.aten._foreach_mul_.Tensor(grads, factors[name])
+    try:
+        yield
+    finally:
+        for driver in (driver for stepper in steppers for driver in stepper.drivers):
+            driver.coefficient = None
 
 
 def _counts(factor: Tensor) -> bool:

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.base import gpu
-from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.optimizers.stepper import Stepper
 from megatron_eopt.optimizers.windows import WindowedMuonDriver
-from megatron_eopt.storage.interface import Stored
+from megatron_eopt.storage.interface import Stored, finish_gathers
 from megatron_eopt.storage.sharded import FragmentsOptimizer
 
 _MARGIN = 0.9
@@ -45,27 +44,6 @@ def windows_of(params: Sequence[Tensor], model_chunks: Sequence[Any]) -> tuple[i
     return tuple(sorted(set(places)).index(place) for place in places)
 
 
-_NEEDED = {
-    "overlap_grad_reduce": True,
-    "overlap_param_gather": True,
-    "fp8_param_gather": False,
-    "fp4_param_gather": False,
-    "num_distributed_optimizer_instances": 1,
-    "calculate_per_token_loss": False,
-}
-"""What DDP's and the model's configurations must say for buckets to be stepped one by one."""
-
-
-def check_overlap(model_chunks: Sequence[Any]) -> None:
-    """Raise a ConfigurationError unless buckets are reduced and gathered one by one."""
-    for chunk in model_chunks:
-        for name, value in _NEEDED.items():
-            given = (getattr(it, name, value) for it in (chunk.ddp_config, chunk.config))
-            if any(found != value for found in given):
-                rule, way_out = f"needs {name}={value}", "Change that, or leave it out"
-                raise ConfigurationError("muon_overlap_step", True, rule, way_out)
-
-
 @dataclass(eq=False)
 class _Window:
     """One bucket group's matrices."""
@@ -88,7 +66,7 @@ class Overlap:
         self, steppers: Sequence[Stepper], chunks: Sequence[Any], may_look: Callable[[float], bool]
     ) -> None:
         self._steppers, self._may_look = list(steppers), may_look
-        self._groups = bucket_groups(chunks)
+        self._groups, self._chunks = bucket_groups(chunks), chunks
         self._windows = list(self._found())
         self._others = [
             (stepper, driver)
@@ -137,7 +115,10 @@ class Overlap:
     def _look_at(self, group: Any) -> None:
         if not self._may_look(_MARGIN):
             return
+        # its stream follows what the last step reads, and gradients that were waited for already
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            if self._stream is not None:
+                self._stream.wait_stream(torch.cuda.default_stream())
             if group.grad_reduce_handle is not None:
                 group.grad_reduce_handle.wait()
             for window in self._windows:
@@ -168,10 +149,8 @@ class Overlap:
 
     def step(self) -> None:
         """Step all parameters, and begin to gather each bucket as soon as it is complete."""
-        for group in self._groups:
-            if group.param_gather_handle is not None:
-                # no forward pass has waited for what the last step began
-                group.finish_param_sync(skip_next_bucket_dispatch=True)
+        # maybe no forward pass has waited for what the last step began
+        finish_gathers(self._chunks)
         with ExitStack() as stack:
             for storage in self._storages:
                 stack.enter_context(storage.handing_out())

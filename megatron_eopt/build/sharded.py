@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_eopt.base.address import address_of
 from megatron_eopt.base.agreement import agreed, agreed_in
 from megatron_eopt.build.bases import Base, driver_over
-from megatron_eopt.build.overlap import check_overlap, windows_of
+from megatron_eopt.build.overlap import windows_of
 from megatron_eopt.matrices import Split, whole
 from megatron_eopt.optimizers.driver import CompositeOptimizer, Driver, ParamGroup, bind
 from megatron_eopt.optimizers.element_wise import ElementWiseDriver
@@ -20,6 +20,7 @@ from megatron_eopt.optimizers.engine import Means
 from megatron_eopt.optimizers.host_memory import HostPlace, on_device
 from megatron_eopt.optimizers.muon import declared_split
 from megatron_eopt.optimizers.stepper import Stepper
+from megatron_eopt.settings.checks import refuse_for_overlap
 from megatron_eopt.settings.settings import RunSettings
 from megatron_eopt.storage import sharded
 from megatron_eopt.storage.buffers import BufferSet, check_buffers, data_parallel_only
@@ -93,7 +94,8 @@ def sharded_steppers(sharding: Sharding, bases: Sequence[Base]) -> list[Stepper]
             served.
     """
     if sharding.settings.overlaps_step:
-        agreed(lambda: check_overlap(sharding.chunks))
+        parts = [part for chunk in sharding.chunks for part in (chunk.ddp_config, chunk.config)]
+        agreed(lambda: refuse_for_overlap(sharding.settings.config, parts))
     buffers = [buffer for item in sharding.sets for buffer in item.all_buffers]
     groups = [group for base in bases for group in base.groups]
     agreed(lambda: check_buffers(buffers, groups, sharding.names))

@@ -58,6 +58,8 @@ def adopt(group: dict[str, Any], saved: Groups) -> None:
     another program wrote it, keeps all its settings.
     """
     keep = {"params", STEP, "default_config", GROUP_ID, "max_lr", "min_lr", *_identifiers()}
+    # how torch computes, and where it counts steps, is this run's
+    keep |= {"fused", "foreach", "capturable"}
     place = _find(group, saved)
     twin = {} if place is None else saved[place]
     group.update({key: value for key, value in twin.items() if key not in keep})

@@ -94,19 +94,15 @@ class Amount:
 
 
 class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts while it is entered.
-
-    Attributes:
-        collectives: How often each was called; their kernels are counted nowhere.
-        phases: What was done in each phase, in the order in which they began.
-        host_reads: How often the host waited for a value of the device, by who asked for it.
-    """
+    """Counts while it is entered."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        # how often each was called; their kernels are counted nowhere
         self.collectives: Counter[Collective] = Counter()
+        # what was done in each phase, in the order in which they began
         self.phases: defaultdict[Phase, Amount] = defaultdict(Amount)
-        self.host_reads: Counter[str] = Counter()
+        self.host_reads: Counter[str] = Counter()  # how often the host waited, by who asked
 
     @property
     def flops(self) -> int:

@@ -31,7 +31,7 @@ from megatron_eopt.math.newton_schulz import (
 DEFAULT_EPS = 1e-7
 """Smallest Frobenius norm that is divided by: emerging-optimizers', 1e-7 in its release 0.3."""
 
-SMALLEST_EPS = 1e-38
+SMALLEST_EPS = 1e-36
 """The least that it may be: the reciprocals of smaller ones leave float32."""
 
 

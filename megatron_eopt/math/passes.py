@@ -147,7 +147,8 @@ def adam_(
     """
     (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
     is_plain = not (largest or group["maximize"] or isinstance(lr, Tensor))
-    for part in _alike(*lists):
+    parts: Any = [[list(some) for some in lists]] if largest else _alike(*lists)
+    for part in parts:
         if not (is_plain and _is_served(part)):
             _adam(part, largest, coefficient, group)
             continue

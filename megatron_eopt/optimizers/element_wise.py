@@ -40,7 +40,9 @@ class _InOnePass(torch.optim.Adam):
             found: list[list[Tensor]] = [[] for _ in range(6)]
             self._init_group(group, *found)  # type: ignore[no-untyped-call]
             params, grads, firsts, seconds, largest, steps = found
-            lists = (params, firsts, seconds, list(map(handed_out, params)), grads, steps)
+            # AMSGrad is torch's, which knows no copies
+            copies = [] if largest else list(map(handed_out, params))
+            lists = (params, firsts, seconds, copies, grads, steps)
             adam_(lists, largest, self.coefficient, group)
         return loss
 

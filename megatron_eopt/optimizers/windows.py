@@ -35,8 +35,8 @@ class WindowedMuonDriver(MuonDriver):
             for number in sorted(set(windows))
         ]
         super().__init__(optimizer, shards, means)
-        # what looking ahead found: updates of each window, and norms of the gradients it saw
-        self._updates: dict[int, dict[int, Tensor]] = {}
+        # what looking ahead found: updates by which settings, and the gradients' norms
+        self._updates: dict[int, tuple[dict[int, Tensor], list[Any]]] = {}
         self._seen: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
 
     def _engines(self, means: Means) -> list[MatrixEngine]:
@@ -67,7 +67,12 @@ class WindowedMuonDriver(MuonDriver):
             updates.update({self._numbers[name]: update for name, update in results.items()})
 
         self.engine.run(load, store)
-        self._updates[window] = updates
+        self._updates[window] = updates, self._settings(groups)
+
+    def _settings(self, groups: Sequence[ParamGroup]) -> list[Any]:
+        """Return what directions depend on beside gradients and momenta."""
+        is_l2 = self.optimizer.weight_decay_method == "l2"
+        return [(group["momentum"], is_l2 and group["weight_decay"]) for group in groups]
 
     def unchanged(self) -> Tensor | None:
         """Return whether all gradients are those that were looked at, on the device."""
@@ -92,9 +97,9 @@ class WindowedMuonDriver(MuonDriver):
     def step_window(self, window: int, groups: Sequence[ParamGroup], state: State) -> None:
         """Update the parameters of one window, by what was computed ahead if there is such."""
         stepped = self._stepped_in(window, groups, state)
-        updates = self._updates.pop(window, None)
+        updates, settings = self._updates.pop(window, ({}, None))
         self._seen.pop(window, None)
-        if updates is None:
+        if settings != self._settings(groups):
             self._run(stepped, state)
             return
         momenta = {number: item.state[MOMENTUM] for number, item in stepped.items()}

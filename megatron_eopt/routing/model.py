@@ -25,7 +25,7 @@ from megatron_eopt.routing.splits import QKV_TAG, declared_qkv, find_splits
 from megatron_eopt.settings.arguments import qkv_split_shapes
 from megatron_eopt.settings.checks import check_values, warn_of_unused
 from megatron_eopt.settings.registry import Overrides
-from megatron_eopt.settings.settings import RunSettings, Settings, resolve
+from megatron_eopt.settings.settings import RunSettings, Settings
 
 logger = logging.getLogger(__name__)
 
@@ -193,17 +193,6 @@ def _tag_as_megatron_does(
                 param.is_qkv = True  # type: ignore[attr-defined]
                 param.qkv_split_shapes = shapes  # type: ignore[attr-defined]
                 setattr(param, QKV_TAG, shapes)
-
-
-def routing_table(
-    config: object, model_chunks: Sequence[torch.nn.Module], overrides: Overrides | None = None
-) -> str:
-    """Return the table of this rank's parameters that ``--print-optimizer-routing`` logs.
-
-    The arguments are those of ``get_megatron_optimizer``; the model may be wrapped or not.
-    """
-    settings = resolve(config)
-    return format_routing(settings, route_model(settings, model_chunks, overrides))
 
 
 def format_routing(settings: RunSettings, routing: Routing) -> str:

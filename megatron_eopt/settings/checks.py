@@ -88,6 +88,16 @@ _FOR_OVERLAP = {
 }
 """What a step beside communication needs: what changes gradients or momenta is known too late."""
 
+_FOR_BUCKETS = {
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+    "fp8_param_gather": False,
+    "fp4_param_gather": False,
+    "num_distributed_optimizer_instances": 1,
+    "calculate_per_token_loss": False,
+}
+"""What it needs for buckets to be stepped one by one."""
+
 _FOR_DTENSORS = {
     "fp16": "needs a loss scale, which the training loop has: torch.amp.GradScaler",
     "loss_scale": "belongs to the training loop: torch.amp.GradScaler",
@@ -187,14 +197,17 @@ def refuse_for_matrices(config: Any) -> None:
             raise ConfigurationError(name, True, rule, f"Set {name}=False")
 
 
-def refuse_for_overlap(config: Any, *, is_served: bool) -> None:
-    """Raise a ConfigurationError for the first field that a step beside communication lacks."""
-    rule = "" if is_served else "works with optimizer='muon' and use_distributed_optimizer=True"
-    for name, value in _FOR_OVERLAP.items():
-        if not rule and getattr(config, name, value) != value:
-            rule = f"needs {name}={value!r}"
-    if rule:
-        raise ConfigurationError("muon_overlap_step", True, rule, "Leave muon_overlap_step out")
+def refuse_for_overlap(config: Any, parts: Iterable[Any] = (), *, is_served: bool = True) -> None:
+    """Raise a ConfigurationError for the first field that a step beside communication lacks.
+
+    ``parts`` are configurations of DDP and of the model.
+    """
+    rules = [] if is_served else ["works with optimizer='muon' and use_distributed_optimizer=True"]
+    wanted: list[tuple[Any, ...]] = [(config, *item) for item in _FOR_OVERLAP.items()]
+    wanted += [(part, *item) for part in parts for item in _FOR_BUCKETS.items()]
+    rules += [f"needs {n}={value!r}" for it, n, value in wanted if getattr(it, n, value) != value]
+    if rules:
+        raise ConfigurationError("muon_overlap_step", True, rules[0], "Leave muon_overlap_step out")
 
 
 def refuse_for_qk_clip(config: Any, ddp_config: Any, *, hybrid: bool) -> None:

@@ -148,7 +148,17 @@ def gather_buckets(model_chunk: Any, *, now: bool = False) -> None:
     wrapped = model_chunk.ddp_config
     in_buffers = wrapped.use_distributed_optimizer and not wrapped.use_megatron_fsdp
     if in_buffers and (now or not wrapped.overlap_param_gather):
+        # else megatron-core takes what is under way for what is asked for
+        finish_gathers([model_chunk])
         model_chunk.start_param_sync(force_sync=now)
+
+
+def finish_gathers(model_chunks: Iterable[Any]) -> None:
+    """Wait for buckets that are being gathered, before anything else is written to them."""
+    kinds = ("bucket_groups", "expert_parallel_bucket_groups")
+    for group in (g for chunk in model_chunks for kind in kinds for g in getattr(chunk, kind, ())):
+        if group.param_gather_handle is not None:
+            group.finish_param_sync(skip_next_bucket_dispatch=True)
 
 
 def named_gradients(storage: Storage) -> Iterator[tuple[Tensor, Tensor]]:

@@ -1,5 +1,6 @@
 """Gradient clipping: what is scaled, and what is left alone on request."""
 
+from itertools import zip_longest
 from typing import Any
 
 import pytest
@@ -21,17 +22,26 @@ def gradients(exempt: bool, by_hand: bool = False) -> dict[str, Any]:
     )
     optimizer = make_optimizer(run, chunk, config=config)
     inject(run, chunk, 0)
+    composite = optimizer.chained_optimizers[0].optimizer
+    factors: list[Any] = []
     if by_hand:
         optimizer.prepare_grads()
         norm = optimizer.clip_grad_norm(1.0)
     else:
+        # what drivers multiply gradients with while they read them, as long as the step lasts
+        stepped = optimizer.step_with_ready_grads
+
+        def step() -> bool:
+            factors.extend(driver.coefficient for driver in composite.drivers)
+            return stepped()
+
+        optimizer.step_with_ready_grads = step
         _, norm, _ = optimizer.step()
-    composite = optimizer.chained_optimizers[0].optimizer
-    # what a driver multiplies gradients with while it reads them counts as if they had been scaled
+        assert {driver.coefficient for driver in composite.drivers} == {None}
     squares = [
         sum(float(p.grad.square().sum()) for g in composite.groups_of(driver) for p in g["params"])
-        * (1.0 if driver.coefficient is None else float(driver.coefficient) ** 2)
-        for driver in composite.drivers
+        * (1.0 if factor is None else float(factor) ** 2)
+        for driver, factor in zip_longest(composite.drivers, factors)
     ]
     return {"norm": norm, "muon": squares[0], "adam": squares[1]}
 

@@ -198,6 +198,8 @@ def read_late(late: bool, fields: dict[str, Any], storage: bool) -> dict[str, An
                 poison(chunk, optimizer, NORM, math.nan)
                 optimizer.step()
                 found["kept"] = equal(before, values(chunk, optimizer))
+                # a training loop drops gradients and makes others before it steps again
+                gradients(run, chunk, optimizer, step)
                 optimizer.step()
             found["norms"].append(optimizer.step()[1])
         except NonFiniteError as error:

@@ -16,7 +16,7 @@ from tests.harness.models import forward_backward, synthetic_batch, tiny_gpt, wr
 
 DDP = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
 KINDS = ("as it is", "as it is", "clipped", "as it is", "as it is", "not finite")
-KINDS += ("as it is", "as it is", "changed", "as it is")
+KINDS += ("as it is", "as it is", "changed", "as it is", "other momentum")
 """What happens to the gradients of each step, once they have been looked at."""
 
 
@@ -108,6 +108,9 @@ def train(
             grads = chunk.buffers[0].grad_data
             if kind == "changed":
                 grads.mul_(0.5)
+            elif kind == "other momentum":
+                for group in optimizer.param_groups:
+                    group |= {"momentum": 0.5} if "momentum" in group else {}
             elif kind == "not finite" and dist.get_rank() == 0:
                 grads[: grads.numel() // size].fill_(torch.nan)
             try:
@@ -116,6 +119,13 @@ def train(
                 norm = "refused"
             outcomes[f"norm {step}"] = norm
             log.append(list(watch.events))
+        # what is written to main weights comes to the model; in float32 they are the model's
+        if dtype == torch.float32:
+            optimizer.gather_params(now=True)
+        for stepper in optimizer.steppers:
+            for item in stepper.storage.stored():
+                item.main.data.mul_(0.5)
+        optimizer.quantize_and_sync_model_params_from_main_params()
         chunk.disable_forward_pre_hook()
     outcomes |= {name: param.detach().clone() for name, param in chunk.named_parameters()}
     for stepper in optimizer.steppers:
@@ -148,7 +158,7 @@ def test_the_bits_are_those_of_a_step_after_communication(dtype, layout):
             if kind == "as it is" and looked:
                 # the bucket that is reduced last is not complete before the backward pass has ended
                 assert (looked, stepped) == (windows - 1, 1)
-            elif kind in ("clipped", "changed"):
+            elif kind in ("clipped", "changed", "other momentum"):
                 assert (looked, stepped) == (windows - 1, windows)
         check_order(log[0])
         assert sum("ahead" in events for events in log) >= 6
