@@ -67,7 +67,11 @@ class Overlap:
     ) -> None:
         self._steppers, self._may_look = list(steppers), may_look
         self._groups, self._chunks = bucket_groups(chunks), chunks
-        self._windows = list(self._found())
+        found = list(self._found())
+        self._drivers = list({window.driver for window in found})
+        # bucket groups in the order of a step, those without matrices first
+        self._windows = {g: [w for w in found if w.group is g] for g in self._groups}
+        self._order = sorted(self._groups, key=lambda group: bool(self._windows[group]))
         self._others = [
             (stepper, driver)
             for stepper in steppers
@@ -121,8 +125,8 @@ class Overlap:
                 self._stream.wait_stream(torch.cuda.default_stream())
             if group.grad_reduce_handle is not None:
                 group.grad_reduce_handle.wait()
-            for window in self._windows:
-                if window.group is group and window.is_early:
+            for window in self._windows[group]:
+                if window.is_early:
                     assert isinstance(window.stepper.storage, FragmentsOptimizer)
                     window.stepper.storage.take_gradients(window.items)
                     with window.stepper.groups_and_state(window.driver) as (groups, state):
@@ -132,8 +136,8 @@ class Overlap:
         """Drop what was computed ahead."""
         self._begun.clear()
         self._waiting.clear()
-        for window in self._windows:
-            window.driver.forget()
+        for driver in self._drivers:
+            driver.forget()
 
     def join(self) -> Tensor:
         """Return whether a gradient of this rank has changed since it was looked at, 0 or 1."""
@@ -141,7 +145,7 @@ class Overlap:
         self._waiting.clear()
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
-        found = [driver.unchanged() for driver in {window.driver for window in self._windows}]
+        found = [driver.unchanged() for driver in self._drivers]
         same = [flag for flag in found if flag is not None]
         if not same:
             return torch.zeros((), device="cuda")
@@ -162,11 +166,8 @@ class Overlap:
         for stepper, driver in self._others:
             with stepper.groups_and_state(driver) as (groups, state):
                 driver.step(groups, state)
-        windows: dict[Any, list[_Window]] = {window.group: [] for window in self._windows}
-        for window in self._windows:
-            windows[window.group].append(window)
-        for group in sorted(self._groups, key=lambda group: group in windows):
-            for window in windows.get(group, ()):
+        for group in self._order:
+            for window in self._windows[group]:
                 with window.stepper.groups_and_state(window.driver) as (groups, state):
                     window.driver.step_window(window.number, groups, state)
             for storage in self._storages:

@@ -117,7 +117,5 @@ class WindowedMuonDriver(MuonDriver):
 
 def _norms(params: Sequence[Tensor]) -> list[Tensor]:
     """Return the norms of gradients; that of none is nan, which equals nothing."""
-    if not params:
-        return []
-    none = torch.tensor(torch.nan)
-    return list(torch._foreach_norm([none if p.grad is None else p.grad for p in params]))
+    grads = [p.new_full((), torch.nan) if p.grad is None else p.grad for p in params]
+    return list(torch._foreach_norm(grads)) if grads else []
