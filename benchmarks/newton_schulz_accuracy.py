@@ -1,6 +1,6 @@
-"""Measure rounding errors against float64 and write the table of docs/numerics.md.
+"""Measure rounding errors against float64 and write the table of docs/explanation/numerics.md.
 
-    python -m benchmarks.newton_schulz_accuracy [--write docs/numerics.md]
+    python -m benchmarks.newton_schulz_accuracy [--write docs/explanation/numerics.md]
 
 Per schedule and precision, 32 bits or 16 (bfloat16 in the standard iteration, float16 in Gram's):
 the relative error of the standard iteration, that of the Gram form in ``auto``'s table (or of one

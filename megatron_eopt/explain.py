@@ -41,7 +41,7 @@ _LOADS = {
     "torch_dcp": "into torch FSDP2 in a program of your own, on any number of ranks "
     "(set_optimizer_state_dict); not into Megatron's trainer",
 }
-"""Where checkpoints of most formats load; docs/checkpoints.md has the reasons."""
+"""Where checkpoints of most formats load; docs/how_to/checkpoints.md has the reasons."""
 
 _SIZES = {
     "TP": "tensor_model_parallel_size",

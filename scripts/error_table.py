@@ -1,4 +1,4 @@
-"""Write docs/errors.md: every configuration error of the package, taken from its source.
+"""Write docs/reference/errors.md: every configuration error of the package, taken from its source.
 
 python scripts/error_table.py          writes the page
 python scripts/error_table.py --check  exits with 1 if the page is not what the source says
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "errors.md"
+PAGE = ROOT / "docs" / "reference" / "errors.md"
 KINDS = ("ConfigurationError", "ConfigurationTypeError", "CheckpointError")
 HEAD = """# Configuration errors
 

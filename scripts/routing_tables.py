@@ -1,4 +1,4 @@
-"""Write docs/routing.md: the routing tables of two small models, made by the code itself.
+"""Write docs/reference/routing.md: the routing tables of two small models, made by the code itself.
 
     python scripts/routing_tables.py [--check]
 
@@ -35,7 +35,7 @@ from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  regist
 from megatron_eopt.routing.model import format_routing, route_model
 from megatron_eopt.settings.settings import resolve
 
-TARGET = Path(__file__).resolve().parents[1] / "docs" / "routing.md"
+TARGET = Path(__file__).resolve().parents[1] / "docs" / "reference" / "routing.md"
 
 COMMON: dict[str, Any] = {
     "num_layers": 1,

@@ -94,7 +94,9 @@ def prepared_run(arguments: argparse.Namespace, began: float) -> tuple[Run, Docu
     machine = describe_machine(environment)
     if machine["missing"]:
         packages = " ".join(machine["missing"])
-        return f"missing packages: {packages}. Bring them as wheels: docs/gpu_check.md says how"
+        return (
+            f"missing packages: {packages}. Bring them as wheels: docs/how_to/clusters.md says how"
+        )
     gpus = 0 if os.environ.get("MEGATRON_EOPT_DEVICE") == "cpu" else len(machine["gpus"])
     wanted = arguments.gpus or gpus or RANKS_ON_CPU
     if gpus and wanted > gpus:

@@ -1,9 +1,8 @@
 """Which iteration serves a matrix, in which precision: where cost and accuracy decide.
 
-Accuracy comes first. docs/numerics.md holds the study (``benchmarks.newton_schulz_accuracy`` writes
-it): per coefficient schedule and dtype, the error of the standard and of the Gram iteration
-against float64 on named spectra. Its outcome is baked into the two tables below, and a test keeps
-them honest:
+Accuracy comes first. ``benchmarks.newton_schulz_accuracy`` measures, for each coefficient schedule
+and dtype, the error of the standard and of the Gram iteration against float64 on named spectra
+(docs/explanation/numerics.md). The two tables below are its outcome, and a test checks them:
 
 * float32: a Gram form is taken if its error is at most :data:`FLOAT32_TOLERANCE` times the standard
   iteration's; both are rounding noise, about 1e-6 on Gaussian matrices.

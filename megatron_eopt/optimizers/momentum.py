@@ -3,7 +3,7 @@
 Note [Rounded momentum]
     A step decodes the momenta of a wave to float32, and encodes what they have become. 8-bit ones
     are rounded to the nearest number: noise of so few bits, twice the variance, made losses 1 to 2
-    percent larger (docs/storage.md). bfloat16 is rounded at random, with noise that is a hash
+    percent larger (docs: parallelism). bfloat16 is rounded at random, with noise that is a hash
     of the parameter's name in the whole model, its count of steps, and the row and column of its
     logical matrices. So it is the same however the parameter is stored, and in a run that goes on
     from a checkpoint.

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 How = Literal["run", "long", "help", "parse"]
 """Run in the normal tier, run in the long tier, run with ``--help`` instead, or parse alone."""

@@ -150,7 +150,7 @@ VALUES = r"torch\.\w+|gradients|'tp'|tp_mode='blockwise'|qkv"
 
 
 def test_quoted_messages_are_in_the_code():
-    text = (ROOT / "docs" / "troubleshooting.md").read_text()
+    text = (ROOT / "docs/how_to/troubleshooting.md").read_text()
     symptoms = re.findall(r"^\* (.*?):(?: |$)", text, re.M)
     quoted = [fragment for one in symptoms for fragment in re.findall(r"`([^`]+)`", one)]
     assert len(quoted) > 30
@@ -164,7 +164,7 @@ def test_quoted_messages_are_in_the_code():
 
 
 def test_letters_of_the_support_matrix_have_files():
-    text = (ROOT / "docs" / "support_matrix.md").read_text()
+    text = (ROOT / "docs/reference/support.md").read_text()
     above, below = text.split("## Which test")
     listed = re.findall(r"^\* ([a-z]): `", below, re.M)
     used = set(re.findall(r"(?<= )([b-z])(?=[ ,;:.|)])", above)) | {"a"}
@@ -185,7 +185,7 @@ EXAMPLE = ROOT / "examples" / "my_optimizer.py"
 def test_extending_shows_the_example_as_it_is():
     text = EXAMPLE.read_text()
     assert text in (
-        block for _, block in blocks((ROOT / "docs/extending.md").read_text(), "python")
+        block for _, block in blocks((ROOT / "docs/how_to/extending.md").read_text(), "python")
     )
     assert len(text.splitlines()) <= 30
 

@@ -1,6 +1,6 @@
 """Imports go strictly down, each package is in its place, and files stay short.
 
-The order is that of docs/how_it_works.md: what a name stands before may import it.
+The order is that of docs/explanation/how_it_works.md: what a name stands before may import it.
 """
 
 import ast
