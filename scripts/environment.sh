@@ -41,7 +41,7 @@ set_up_environment() {
     fi
     python="$(find_python)"
     echo "Setting up .venv with $("$python" --version) and the exact versions in requirements.lock"
-    echo "(about 5 GB with torch's CUDA build; once per checkout) ..."
+    echo "(about 6 GB with torch's CUDA build; once per checkout) ..."
     [[ -x .venv/bin/python ]] || "$python" -m venv .venv
     install_packages "$root/.venv/bin/python"
     echo "$checksum" >.venv/checksum

@@ -172,11 +172,12 @@ def test_letters_of_the_support_matrix_have_files():
     assert set(listed) <= used
 
 
-def test_the_figure_is_what_the_script_draws(tmp_path):
-    script = ROOT / "scripts" / "draw_redistribution.py"
+@pytest.mark.parametrize("name", ["front", "redistribution"])
+def test_the_figures_are_what_the_scripts_draw(name, tmp_path):
     drawn = tmp_path / "drawn.svg"
+    script = ROOT / "scripts" / f"draw_{name}.py"
     subprocess.run([sys.executable, str(script), str(drawn)], check=True, timeout=240)
-    assert drawn.read_bytes() == (ROOT / "docs" / "figures" / "redistribution.svg").read_bytes()
+    assert drawn.read_bytes() == (ROOT / "docs" / "figures" / f"{name}.svg").read_bytes()
 
 
 EXAMPLE = ROOT / "examples" / "my_optimizer.py"
