@@ -1,6 +1,6 @@
-"""Orthogonalization of matrices in plain torch: no Megatron, tensors and numbers in and out.
+"""Orthogonalization of matrices with the Newton-Schulz iteration, in plain torch without Megatron.
 
-``orthogonalize`` is the entry; the rest is the vocabulary its arguments use.
+:func:`orthogonalize` is the entry point; the other names are what its arguments need.
 """
 
 from megatron_eopt.math.algorithm import (

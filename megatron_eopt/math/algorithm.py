@@ -1,18 +1,18 @@
-"""Which iteration serves a matrix, in which precision: where cost and accuracy decide.
+"""Choose the Newton-Schulz variant and precision for a matrix shape: accuracy first, then cost.
 
-Accuracy comes first. ``benchmarks.newton_schulz_accuracy`` measures, for each coefficient schedule
-and dtype, the error of the standard and of the Gram iteration against float64 on named spectra
-(docs/explanation/numerics.md). The two tables below are its outcome, and a test checks them:
+Accuracy: ``benchmarks.newton_schulz_accuracy`` measures the error of the standard and the Gram
+iteration against float64, for each coefficient schedule and dtype (docs/explanation/numerics.md).
+The table below records the result, and a test checks it:
 
-* float32: a Gram form is taken if its error is at most :data:`FLOAT32_TOLERANCE` times the standard
-  iteration's; both are rounding noise, about 1e-6 on Gaussian matrices.
-* 16 bits: only if it, in float16, is at least as accurate as the standard iteration, in bfloat16,
-  on every named spectrum.
-* Schedules outside the tables stay standard, and so does TF32: with as coarse operands the standard
-  iteration is the more accurate one.
+* float32: a Gram variant is used if its error is at most :data:`FLOAT32_TOLERANCE` times the
+  standard iteration's. Both are rounding noise, about 1e-6 on Gaussian matrices.
+* 16 bits: a Gram variant is used if it is, in float16, at least as accurate as the standard
+  iteration in bfloat16 on every spectrum tested.
+* TF32 and schedules outside the table always use the standard iteration, which is more accurate
+  with TF32 operands.
 
-Cost is FLOPs. With ``m <= n`` and ``S`` steps the standard iteration takes ``S (4 n/m + 2) m^3``,
-Gram's with ``r`` restarts ``(4 (r+1) n/m + 8 S - 6 (r+1)) m^3``.
+Cost in FLOPs, for ``m <= n`` and ``S`` steps: the standard iteration takes ``S (4 n/m + 2) m^3``,
+the Gram iteration with ``r`` restarts ``(4 (r+1) n/m + 8 S - 6 (r+1)) m^3``.
 """
 
 from dataclasses import dataclass, replace
@@ -24,16 +24,17 @@ import torch
 from megatron_eopt.math.coefficients import Triple, resolve_coefficients
 
 AlgorithmT = Literal["auto", "standard", "gram"]
-"""``auto`` takes the Gram iteration where it is cheaper and accurate enough."""
+"""``auto`` uses the Gram iteration where it is cheaper and accurate enough."""
 
 PrecisionT = Literal["highest", "high", "medium"]
-"""``highest``: float32; ``high``: float32 storage with TF32 products where the device has them;
-``medium``: operands of 16 bits with float32 accumulation, bfloat16 in the standard iteration and
-float16 in Gram's, which scales them."""
+"""``highest``: float32. ``high``: float32 with TF32 matrix products where the device has them.
+``medium``: 16-bit operands with float32 accumulation: bfloat16 in the standard iteration, scaled
+float16 in the Gram iteration."""
 
 FLOAT32_TOLERANCE = 2.5
-"""How much larger than the standard iteration's error a float32 Gram form's may be."""
+"""Largest accepted ratio of a float32 Gram variant's error to the standard iteration's."""
 
+# Restarts by coefficient set and number of steps.
 _STUDIED: dict[Literal["float32", "16-bit"], dict[tuple[str, int], tuple[int, ...]]] = {
     "float32": {
         ("simple", 5): (3,),
@@ -44,9 +45,8 @@ _STUDIED: dict[Literal["float32", "16-bit"], dict[tuple[str, int], tuple[int, ..
         ("aol", 5): (3,),
         ("deepseekv4", 10): (3, 5, 7),
     },
-    # In float16. Fewer restarts are faster and were less accurate where one column holds nearly
-    # all, or (deepseekv4) diverged on low rank; so were all forms of polar_express with 5 steps,
-    # cans and aol with 4.
+    # In float16. Fewer restarts are faster but were less accurate where one column dominates, or
+    # (deepseekv4) diverged on low rank. No variant of polar_express(5), cans or aol(4) passed.
     "16-bit": {
         ("simple", 5): (2, 3),
         ("quintic", 5): (2,),
@@ -56,43 +56,40 @@ _STUDIED: dict[Literal["float32", "16-bit"], dict[tuple[str, int], tuple[int, ..
     },
 }
 
-# The 16-bit study covers matrices from this short side on; smaller ones gain little.
-_SMALLEST_16_BIT = 256
-
-# Gram's element-wise passes and smaller products cost time that FLOPs do not show.
-_WORTHWHILE = 0.85
+_SMALLEST_16_BIT = 256  # shortest side in the 16-bit measurements; smaller matrices gain little
+_WORTHWHILE = 0.85  # the FLOPs saved must pay for element-wise passes and small products
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How one shape is computed."""
+    """How matrices of one shape are orthogonalized."""
 
     algorithm: Literal["standard", "gram"]
-    # steps, counted from 0, that start on a fresh Gram matrix; empty for standard
+    # steps, counted from 0, before which the Gram matrix is formed again; empty for standard
     restarts: tuple[int, ...]
     dtype: torch.dtype  # of the matrix products' operands
 
     def products(self, steps: int) -> int:
-        """Return how often the whole matrix is multiplied by a small one in so many steps."""
+        """Return the number of products of the whole matrix with a small one in ``steps`` steps."""
         return len(self.restarts) + 1 if self.algorithm == "gram" else steps
 
     def stable(self, short_side: int) -> "Plan":
-        """Return it with float32 operands where the Gram form was asked for below the study.
+        """Return the plan with float32 operands if it has 16-bit Gram products of a small matrix.
 
-        Rounding of 16 bits made eigenvalues of small matrices negative, and nan of them.
+        Below the measured sizes, 16-bit rounding made eigenvalues negative, which led to nan.
         """
         small = self.algorithm == "gram" and short_side < _SMALLEST_16_BIT
         return replace(self, dtype=torch.float32) if small and self.dtype.itemsize == 2 else self
 
 
 def standard_flops(m: int, n: int, steps: int = 5) -> int:
-    """Return the FLOPs of the standard iteration on an ``m x n`` matrix, either side longer."""
+    """Return the FLOPs of the standard iteration on an ``m x n`` or ``n x m`` matrix."""
     m, n = sorted((m, n))
     return steps * (4 * n * m**2 + 2 * m**3)
 
 
 def gram_flops(m: int, n: int, steps: int, restarts: int) -> int:
-    """Return the FLOPs of the Gram iteration on an ``m x n`` matrix, either side longer."""
+    """Return the FLOPs of the Gram iteration on an ``m x n`` or ``n x m`` matrix."""
     m, n = sorted((m, n))
     segments = restarts + 1
     return 4 * segments * n * m**2 + (8 * steps - 6 * segments) * m**3
@@ -100,12 +97,12 @@ def gram_flops(m: int, n: int, steps: int, restarts: int) -> int:
 
 @lru_cache(maxsize=4)
 def _studied(width: Literal["float32", "16-bit"]) -> dict[tuple[Triple, ...], tuple[int, ...]]:
-    """Key the table by the triples themselves: equal schedules have several names."""
+    """Return the table keyed by coefficient triples, since one schedule can have several names."""
     return {resolve_coefficients(*named): restarts for named, restarts in _STUDIED[width].items()}
 
 
 def is_studied(shape: tuple[int, int], schedule: tuple[Triple, ...]) -> bool:
-    """Return whether 16 bits were found accurate for a schedule on matrices of a size."""
+    """Return whether the 16-bit Gram iteration was found accurate for a shape and schedule."""
     return schedule in _studied("16-bit") and min(shape) >= _SMALLEST_16_BIT
 
 
@@ -117,12 +114,13 @@ def choose_algorithm(
     schedule: tuple[Triple, ...],
     algorithm: AlgorithmT = "auto",
 ) -> Plan:
-    """Decide how whole logical matrices of one shape and dtype are orthogonalized.
+    """Choose the algorithm, restarts and operand dtype for matrices of one shape and input dtype.
 
-    ``standard`` and ``gram`` are taken at their word, even where slower or less accurate.
+    ``algorithm="standard"`` and ``"gram"`` are honoured even where they are slower or less
+    accurate. ``shape`` is that of the whole logical matrix.
     """
     operand = torch.bfloat16 if precision == "medium" else torch.float32
-    # float64 stays what it is whatever the precision, as the reference of the others
+    # float64 is the reference, so no precision setting changes it
     operand = dtype if dtype == torch.float64 else operand
     coarse = precision != "highest"
     restarts = _studied("16-bit" if coarse else "float32").get(schedule)
@@ -131,9 +129,9 @@ def choose_algorithm(
     if algorithm == "standard":
         return standard
     if algorithm == "gram":
-        # outside the study every other step starts anew
+        # a schedule that was not measured restarts at every other step
         return Plan("gram", restarts or tuple(range(2, len(schedule), 2)), operand)
-    # the reference stays with the textbook, and TF32 would be the less accurate for it
+    # the float64 reference stays textbook; with TF32 the Gram iteration is less accurate
     textbook = operand == torch.float64 or precision == "high"
     if restarts is None or textbook or (coarse and min(shape) < _SMALLEST_16_BIT):
         return standard

@@ -1,9 +1,9 @@
-"""Iterations of other packages, by name, in place of our own.
+"""Orthogonalization backends: implementations from other packages, chosen by name.
 
-A back end is a function on *wide* matrices (see :mod:`megatron_eopt.math.newton_schulz`). The names
-``emerging_optimizers``, ``syrk``, ``transformer_engine`` and ``gram_newton_schulz`` are known;
-others can be registered. Asking for one whose package is absent, or for something that it cannot
-do, is an error, never a fall-back. ``auto`` is what serves the machine, see :func:`automatic`.
+A backend works on *wide* matrices, see :mod:`megatron_eopt.math.newton_schulz`. Known names are
+``emerging_optimizers``, ``syrk``, ``transformer_engine`` and ``gram_newton_schulz``; others can be
+registered. A missing package or an unsupported option raises an error; there is no silent fallback.
+``auto`` picks a backend for this machine, see :func:`automatic`.
 """
 
 import logging
@@ -32,30 +32,29 @@ logger = logging.getLogger(__name__)
 type ComputeT = Callable[[Tensor, tuple[Triple, ...], Plan, float], Tensor]
 """Orthogonalizes whole matrices, called as ``(wide, schedule, plan, eps)``.
 
-``wide`` is ``(m, n)`` or ``(batch, m, n)`` with ``m <= n``, of any strides, not normalised and not
-to be modified; the schedule has one coefficient triple per step; the plan says the algorithm, its
-restarts and the operands' dtype; ``eps`` is the smallest norm to divide by. Returns a new tensor
-shaped like ``wide``, of any float dtype.
+``wide`` is ``(m, n)`` or ``(batch, m, n)`` with ``m <= n`` and any strides; it is not normalised
+and must not be modified. ``schedule`` has one coefficient triple per step, and ``eps`` is the
+smallest norm to divide by. Returns a new tensor of the shape of ``wide`` and any float dtype.
 """
 
 
 @dataclass(frozen=True)
 class Backend:
-    """Another iteration."""
+    """An implementation of the orthogonalization."""
 
-    compute: ComputeT  # does the work
-    # what it can be asked for; the first is what ``auto`` means to it
+    compute: ComputeT
+    # supported values of ``algorithm``; the first is used for ``auto``
     algorithms: tuple[AlgorithmT, ...] = ("standard",)
     half: bool = False  # whether it computes in 16 bits only
 
 
 def _require(name: str, package: str, install: str, present: bool) -> None:
-    """Raise a ConfigurationError unless the package is present, and a GPU."""
+    """Raise a ConfigurationError unless the package is installed and a GPU is visible."""
     if not present:
         rule = f"needs the package {package}"
         raise ConfigurationError("backend", name, rule, f"Install it: pip install {install}")
     if not gpu.is_there():
-        rule = "needs an NVIDIA GPU and none is visible"
+        rule = "needs an NVIDIA GPU, but none is visible"
         raise ConfigurationError("backend", name, rule, "Use backend='torch'")
 
 
@@ -66,9 +65,9 @@ def _one_by_one(compute: Callable[[Tensor], Tensor], matrices: Tensor) -> Tensor
 
 
 def _emerging_optimizers() -> Backend:
-    """Return emerging-optimizers' own iteration: bit for bit what Megatron gets.
+    """Return emerging-optimizers' own iteration, for updates equal to Megatron's bit for bit.
 
-    In 16 bits two ways to round drift apart within a few training steps, however exact both are.
+    In 16 bits, any other order of rounding drifts away from it within a few training steps.
     """
 
     def compute(wide: Tensor, schedule: tuple[Triple, ...], plan: Plan, eps: float) -> Tensor:
@@ -89,7 +88,7 @@ def _emerging_optimizers() -> Backend:
 
 def _syrk() -> Backend:
     """Return the standard iteration on Triton kernels that compute half of symmetric products."""
-    # with tensor descriptors
+    # the kernels use tensor descriptors
     _require("syrk", "triton >= 3.4", "'triton>=3.4'", bool(found("HAS_TRITON_340")))
     step = needed("newton_schulz_step_tsyrk")
 
@@ -105,7 +104,7 @@ def _syrk() -> Backend:
 
 
 def _gram_newton_schulz() -> Backend:
-    """Return the package's kernels, in float16 with our restarts; it normalises by itself."""
+    """Return the package's kernels, which normalise by themselves, in float16 with our restarts."""
     present = find_spec("gram_newton_schulz") is not None
     _require("gram_newton_schulz", "gram_newton_schulz", "gram-newton-schulz", present)
 
@@ -119,7 +118,7 @@ def _gram_newton_schulz() -> Backend:
         )
 
     def compute(wide: Tensor, schedule: tuple[Triple, ...], plan: Plan, eps: float) -> Tensor:
-        # the package's graphs reuse their output buffer, hence the copy
+        # the package's CUDA graphs reuse their output buffer, so the result must be copied
         result: Tensor = solver(schedule, plan, eps)(wide.contiguous()).clone()
         return result
 
@@ -127,14 +126,14 @@ def _gram_newton_schulz() -> Backend:
 
 
 def transformer_engine(group: dist.ProcessGroup | None = None) -> Backend:
-    """Return Transformer Engine's ``newton_schulz``: cuSolverMp over an NCCL process group.
+    """Return Transformer Engine's ``newton_schulz``: cuSolverMp on an NCCL process group.
 
     Args:
-        group: The ranks among which the library spreads a matrix; every one of them makes the same
-            calls with the same whole matrices. Default: all ranks.
+        group: Ranks that share the work on each matrix. All of them must make the same calls with
+            the same whole matrices. Default: all ranks.
 
     Raises:
-        ConfigurationError: If Transformer Engine, a GPU or ``torch.distributed`` is absent.
+        ConfigurationError: If Transformer Engine, a GPU or ``torch.distributed`` is missing.
     """
     name, present = "transformer_engine", find_spec("transformer_engine") is not None
     _require(name, name, "--no-build-isolation 'transformer-engine[pytorch]'", present)
@@ -161,17 +160,15 @@ _LOADERS: dict[str, Callable[[], Backend]] = {
 }
 _LOADED: dict[str, Backend] = {}
 
-
-_SERVED = (9, 10)
-"""Major compute capabilities that gram-newton-schulz has symmetric kernels for."""
+_SERVED = (9, 10)  # major compute capabilities with symmetric kernels in gram-newton-schulz
 
 
 @cache
 def automatic() -> str:
-    """Return the back end that ``auto`` means on this machine, and log why on rank 0.
+    """Return the backend that ``auto`` means on this machine, and log the reason on rank 0.
 
-    Measured on an H100, gram-newton-schulz is the fastest. ``syrk`` is faster than torch, too, but
-    first tries hundreds of kernels for each size, which takes minutes: it has to be asked for.
+    gram-newton-schulz was the fastest on an H100. ``syrk`` also beats torch but is never chosen
+    automatically, because it spends minutes tuning hundreds of kernels for each matrix size.
     """
     package = "gram_newton_schulz"
     missing = [name for name in (package, "quack") if find_spec(name) is None]
@@ -183,29 +180,27 @@ def automatic() -> str:
     elif (capability := torch.cuda.get_device_capability())[0] not in _SERVED:
         why = f"{package} has no kernels for compute capability {capability[0]}.{capability[1]}"
     else:
-        name, why = package, "its kernels serve this GPU; other matrices take torch"
+        name, why = package, "its kernels support this GPU; torch computes what they do not"
     if is_rank_0():
-        logger.info("muon_backend='auto' takes %s: %s", name, why)
+        logger.info("muon_backend='auto' uses %s: %s (change with --muon-backend)", name, why)
     return name
 
 
 def backend_names() -> tuple[str, ...]:
-    """Return the names of all back ends, installed or not; the first is our own iteration."""
+    """Return the names of all backends, installed or not; the first is our own iteration."""
     return tuple(dict.fromkeys(("torch", "auto", *_LOADERS, *_LOADED)))
 
 
 def register_backend(name: str, backend: Backend) -> None:
-    """Make a back end of your own available, or replace one (for instance to give it a group)."""
+    """Register a backend under a name, or replace one, for example to give it a process group."""
     _LOADED[name] = backend
 
 
 def get_backend(name: str) -> Backend | None:
-    """Return a back end by name, None for our own iteration.
-
-    What ``auto`` means is loaded, too.
+    """Return a backend by name, or None for our own torch iteration. ``auto`` is resolved first.
 
     Raises:
-        ConfigurationError: If the name is unknown, or its package or device is absent.
+        ConfigurationError: If the name is unknown, or the package or a GPU is missing.
     """
     check_choice("backend", name, backend_names())
     name = automatic() if name == "auto" else name

@@ -1,7 +1,7 @@
 """Coefficient schedules of the quintic Newton-Schulz iteration ``X <- (a I + b A + c A^2) X``.
 
-The names and numbers come from emerging-optimizers, which names their sources; this file only
-decides which triple serves which step. ``A`` is the Gram matrix ``X X^T`` of the current iterate.
+``A = X X^T`` is the Gram matrix of the current iterate. The sets come from emerging-optimizers,
+which cites their sources.
 """
 
 from collections.abc import Sequence
@@ -10,49 +10,48 @@ from megatron_eopt.base.errors import ConfigurationError, check_choice, check_in
 from megatron_eopt.base.upstream import needed
 
 Triple = tuple[float, float, float]
-"""One step's ``(a, b, c)``."""
+"""Coefficients ``(a, b, c)`` of one step."""
 
 CoefficientsLike = str | Sequence[Sequence[float]]
-"""A set by name, or the triples of a set of your own."""
+"""Name of a coefficient set, or your own triples."""
 
-# As decided inside of emerging-optimizers' iteration: the others start again.
+# Sets that emerging-optimizers' iteration extends by their last triple; it cycles the others.
 _REPEAT_LAST = ("polar_express", "cans", "deepseekv4")
 
 DIVERGED = 1e3
-"""Beyond this a singular value in (0, 1] is not being orthogonalized but lost."""
+"""A schedule that takes a singular value from (0, 1] beyond this counts as divergent."""
 
-# A typing error, which would take the memory for as many triples.
-_MOST_STEPS = 1000
+_MOST_STEPS = 1000  # a larger number must be a typing error
 
 
 def coefficient_names() -> tuple[str, ...]:
-    """Return the names of the coefficient sets that emerging-optimizers ships."""
+    """Return the names of emerging-optimizers' coefficient sets."""
     return tuple(needed("_COEFFICIENT_SETS"))
 
 
 def table(name: str) -> tuple[Triple, ...]:
-    """Return the triples of a named set, one period of its schedule."""
+    """Return the triples of a named set, without repetition."""
     rows = needed("_COEFFICIENT_SETS")[name]
     return tuple((float(a), float(b), float(c)) for a, b, c in rows)
 
 
 def check_steps(argument: str, steps: object) -> None:
-    """Raise unless ``steps`` is a number of iterations; ``argument`` is the user's word for it."""
+    """Raise unless ``steps`` is a valid number of iterations; messages call it ``argument``."""
     check_integer(argument, steps, at_most=_MOST_STEPS)
 
 
 def resolve_coefficients(
     coefficients: CoefficientsLike, steps: int, argument: str = "coefficients"
 ) -> tuple[Triple, ...]:
-    """Turn a coefficient set into exactly one triple per step.
+    """Expand a coefficient set to exactly one triple per step.
 
-    Schedules longer than their set repeat the last triple (polar_express, cans, deepseekv4) or
-    start again (most others, and sets of your own), as emerging-optimizers does; shorter ones are
-    cut. ``argument`` is the user's word for the set.
+    A set with too few triples repeats its last one (polar_express, cans, deepseekv4) or starts
+    again (all others, and your own), as in emerging-optimizers. One with too many is cut.
+    ``argument`` is the set's name in error messages.
 
     Raises:
-        ConfigurationError: If the name is unknown, ``steps`` is below 1 or above 1000, or a set of
-            your own diverges on singular values in (0, 1].
+        ConfigurationError: If the name is unknown, ``steps`` is not within 1 to 1000, or your own
+            set diverges on singular values in (0, 1].
         ConfigurationTypeError: If ``steps`` is not an integer.
     """
     check_steps("steps", steps)
@@ -64,9 +63,8 @@ def resolve_coefficients(
     schedule = _schedule(triples, steps, "cycle")
     worst = max(abs(response(schedule, grid / 256)) for grid in range(1, 257))
     if not worst <= DIVERGED:
-        where = f"every singular value in (0, 1] bounded over {steps} steps"
-        rule = f"must keep {where}, and sends one to {worst:.3g}"
-        way_out = "Give fewer steps or other coefficients"
+        rule = f"turns a singular value in (0, 1] into {worst:.3g} in {steps} steps: it diverges"
+        way_out = "Use fewer steps or other coefficients"
         raise ConfigurationError(argument, triples, rule, way_out)
     return schedule
 
@@ -76,11 +74,11 @@ def _schedule(triples: tuple[Triple, ...], steps: int, mode: str) -> tuple[Tripl
 
 
 def response(triples: Sequence[Triple], sigma: float) -> float:
-    """Return where the schedule sends a singular value ``sigma`` (in exact arithmetic)."""
+    """Return what the schedule turns a singular value ``sigma`` into, in exact arithmetic."""
     for a, b, c in triples:
         square = sigma * sigma
         sigma = sigma * (a + square * (b + c * square))
-        # a diverging value would overflow Python's floats
+        # stop before Python's floats overflow
         if not abs(sigma) < 1e100:
             return float("inf")
     return sigma

@@ -1,11 +1,11 @@
-"""Numbers kept in fewer bits than float32, rounded to the nearest or at random.
+"""Rounding of float32 to fewer bits, to the nearest value or stochastically.
 
-8-bit numbers have a scale per block of 32, a power of two in one byte, as in the OCP microscaling
-formats (arXiv:2310.10537). So all that is kept is exact in float32, and what is rounded once stays
-as it is when it is rounded again, also by parts of a block: a part's own scale is as fine or finer.
+The 8-bit formats share one scale per block of 32 values: a power of two in one byte, as in the OCP
+microscaling formats (arXiv:2310.10537). A rounded value is exact in float32, and rounding it again
+does not change it, even in a smaller block, whose scale is as fine or finer.
 
-The noise of rounding is a hash of counters in integer arithmetic: the same on every device, on
-every rank that holds an element, and in a run that goes on from a checkpoint.
+The noise of stochastic rounding is a hash of counters in integer arithmetic. It is the same on
+every device, on every rank that holds an element, and after resuming from a checkpoint.
 """
 
 import math
@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 MomentumDtypeT = Literal["fp32", "bf16", "fp8", "int8"]
-"""How momentum is kept: ``fp8`` is float8_e4m3fn, and it and ``int8`` have a scale per block."""
+"""Storage format of momentum: ``fp8`` (float8_e4m3fn) and ``int8`` have one scale per block."""
 
 MOMENTUM_DTYPES: tuple[MomentumDtypeT, ...] = get_args(MomentumDtypeT)
 
 BLOCK = 32
-"""Neighbours in a row that share a scale."""
+"""Number of neighbouring values of a row that share a scale."""
 
 NEAREST = 1 << 31
-"""The noise with which :func:`rounded` rounds to the nearest number."""
+"""The noise that makes :func:`rounded` round to the nearest value."""
 
 _32_BITS = (1 << 32) - 1
 _INFINITY = 0x7F800000
@@ -34,25 +34,25 @@ _GOLDEN = 0x9E3779B9
 
 @dataclass(frozen=True)
 class NumberFormat:
-    """Numbers that are float32 with fewer bits."""
+    """A format whose values are a subset of float32's."""
 
-    dtype: torch.dtype  # how they are stored
-    dropped: int  # bits of float32's mantissa that they lack
-    fixed_below: float = 0.0  # numbers below this power of two have the spacing of those above it
-    largest: float | None = None  # to which blocks are scaled; None where nothing is
+    dtype: torch.dtype  # of the stored values
+    dropped: int  # bits removed from float32's mantissa
+    fixed_below: float = 0.0  # values below this power of two are spaced like those just above it
+    largest: float | None = None  # largest value, to which blocks are scaled; None without scales
 
 
 FORMATS = {
     "bf16": NumberFormat(torch.bfloat16, 16),
     # subnormal below 2^-6
     "fp8": NumberFormat(torch.float8_e4m3fn, 20, 2.0**-6, 448.0),
-    # above 128 the spacing would be 1 with 16 bits less
+    # with 16 bits dropped the spacing is 1 from 128 on, and smaller values get the same spacing
     "int8": NumberFormat(torch.int8, 16, 128.0, 127.0),
 }
 
 
 def hashed[T: (int, Tensor)](value: T) -> T:
-    """Return 32 bits mixed well, each from all; a tensor, int64 in [0, 2^32), in place.
+    """Return a 32-bit hash of a 32-bit value; hashes an int64 tensor in [0, 2^32) in place.
 
     The constants are those of Chris Wellons' ``lowbias32``.
     """
@@ -60,7 +60,7 @@ def hashed[T: (int, Tensor)](value: T) -> T:
     value *= 0x7FEB352D
     value &= _32_BITS
     value ^= value >> 15
-    # minus 2^32, so that no product leaves 64 bits
+    # 2^32 is subtracted so that products fit into 64 bits
     value *= 0x846CA68B - (1 << 32)
     value &= _32_BITS
     value ^= value >> 16
@@ -68,18 +68,18 @@ def hashed[T: (int, Tensor)](value: T) -> T:
 
 
 def noise_of(row_keys: Tensor, columns: Tensor) -> Tensor:
-    """Return 32 random bits for each element, from a hash of all that its row is and its column."""
+    """Return 32 random bits per element, a hash of the element's row key and column."""
     return hashed((row_keys + columns * _GOLDEN) & _32_BITS)
 
 
 def rounded(values: Tensor, numbers: NumberFormat, noise: Tensor | int) -> Tensor:
-    """Return float32 values rounded to a format, up or down as 32 random bits say, without bias.
+    """Round float32 values to a format, up or down by 32 random bits, without bias.
 
-    A value of the format stays what it is. Magnitudes must not exceed the largest of the format;
-    inf and nan stay.
+    Values of the format, inf and nan do not change. Other magnitudes must not exceed the format's
+    largest value.
     """
     magnitudes = values.abs()
-    # those of a fixed spacing are moved to where float32's, with bits dropped, is the same
+    # values with a fixed spacing are shifted to where float32 without the bits has that spacing
     shift = torch.where(magnitudes < numbers.fixed_below, numbers.fixed_below, 0.0)
     bits = magnitudes.add_(shift).view(torch.int32).clamp_(max=_NAN)
     noise = noise >> (32 - numbers.dropped)
@@ -89,19 +89,19 @@ def rounded(values: Tensor, numbers: NumberFormat, noise: Tensor | int) -> Tenso
 
 
 def magnitude_bits(values: Tensor) -> Tensor:
-    """Return integers, int32, in the order of the values' magnitudes, inf and nan the largest."""
+    """Return int32 values in the order of float32 magnitudes; inf and nan are the largest."""
     return values.view(torch.int32) & 0x7FFFFFFF
 
 
 def scales_for(largest_bits: Tensor, numbers: NumberFormat) -> Tensor:
-    """Return blocks' scales, uint8 exponents of two with an offset of 127; 255 for inf and nan.
+    """Return blocks' scales: uint8 exponents of two with an offset of 127; 255 for inf and nan.
 
-    ``largest_bits`` are :func:`magnitude_bits` of each block's largest value. A scale is the
-    smallest power of two that brings it into the format.
+    ``largest_bits`` has :func:`magnitude_bits` of each block's largest value. Dividing by the
+    scale, the smallest suitable power of two, brings that value into the format.
     """
     assert numbers.largest is not None
     mantissa, exponent = math.frexp(numbers.largest)
-    # carries into the exponent where a mantissa is larger than that of the largest number
+    # adding this carries into the exponent if the mantissa exceeds that of the format's largest
     carry = (1 << 24) - 1 - int(mantissa * (1 << 24))
     found = ((largest_bits.clamp(max=_INFINITY) + carry) >> 23) - (exponent - 1)
     return torch.where(largest_bits < _INFINITY, found.clamp_(min=1), 255).to(torch.uint8)
@@ -110,14 +110,14 @@ def scales_for(largest_bits: Tensor, numbers: NumberFormat) -> Tensor:
 def encoded(
     values: Tensor, numbers: NumberFormat, noise: Tensor | int, scales: Tensor | None = None
 ) -> Tensor:
-    """Return float32 values in a format, with the scale of each, if it has such."""
+    """Return float32 values in a format's dtype, each divided by its scale if there are scales."""
     if scales is not None:
         values = values * _power_of_two(254 - scales.to(torch.int32))
     return rounded(values, numbers, noise).to(numbers.dtype)
 
 
 def decoded(codes: Tensor, scales: Tensor | None = None) -> Tensor:
-    """Return what :func:`encoded` has kept, exactly, in float32."""
+    """Return the exact float32 values of what :func:`encoded` returned."""
     values = codes.to(torch.float32)
     return values if scales is None else values.mul_(_power_of_two(scales.to(torch.int32)))
 

@@ -1,9 +1,9 @@
 """Second moments of orthogonalized updates: AdaMuon, NorMuon and NAMO.
 
-All act on orthogonal factors before the shape's scale factor is applied, so the factor is applied
-once. Statistics start at zero; with bias correction they are divided by ``1 - beta2^step`` as Adam
-does (arXiv:1412.6980), without it the first steps of AdaMuon and NAMO are ``1 / sqrt(1 - beta2)``
-times as long. NorMuon keeps the update's norm, so the correction matters to it only near ``eps``.
+All of them act on the orthogonal factor, before it is scaled by the matrix's shape. Their
+statistics start at zero. With bias correction they are divided by ``1 - beta2^step`` as in Adam
+(arXiv:1412.6980); without it, the first updates of AdaMuon and NAMO are ``1 / sqrt(1 - beta2)``
+times as large. NorMuon restores the update's norm, so the correction matters only near ``eps``.
 """
 
 from typing import Literal, get_args
@@ -15,16 +15,16 @@ from torch.linalg import vector_norm
 from megatron_eopt.math.newton_schulz import ReduceT
 
 Moment2MethodT = Literal["adamuon", "normuon", "namo"]
-"""``adamuon`` (arXiv:2507.11005): every entry by its own second moment. ``normuon``
-(arXiv:2510.05491): every row (of a wide matrix: every column) by its mean square, the Frobenius
-norm kept. ``namo`` (arXiv:2602.17080): the whole matrix by the direction's norm over the running
-norm of the gradient."""
+"""``adamuon`` (arXiv:2507.11005) divides each entry by the root of its second moment. ``normuon``
+(arXiv:2510.05491) divides each row (of a wide matrix: each column) by its root mean square and
+restores the Frobenius norm. ``namo`` (arXiv:2602.17080) multiplies the matrix by the norm of the
+direction over the running norm of the gradient."""
 
 MOMENT2_METHODS: tuple[Moment2MethodT, ...] = get_args(Moment2MethodT)
 
 
 def statistic_shape(method: Moment2MethodT, rows: int, cols: int) -> tuple[int, ...]:
-    """Return the shape of one matrix's running statistic."""
+    """Return the shape of the running statistic of one ``(rows, cols)`` matrix."""
     match method:
         case "adamuon":
             return (rows, cols)
@@ -35,17 +35,17 @@ def statistic_shape(method: Moment2MethodT, rows: int, cols: int) -> tuple[int, 
 
 
 def correction(beta2: float, step: float, bias_correction: bool) -> float:
-    """Return what to divide a statistic by after ``step`` updates."""
+    """Return the divisor of a statistic after ``step`` updates."""
     return 1 - beta2**step if bias_correction else 1.0
 
 
 def adamuon_(
     updates: list[Tensor], moments: list[Tensor], beta2: float, eps: float, divisors: list[float]
 ) -> None:
-    """Divide each entry by the root of its running mean square plus ``eps``; all in place.
+    """Divide each entry by the root of its running mean square plus ``eps``, in place.
 
-    Element-wise: ``updates`` may be any pieces of orthogonal factors, with running mean squares
-    ``moments`` of the same shapes and dtypes and one divisor each, see :func:`correction`.
+    ``updates`` are orthogonal factors or any parts of them. ``moments``, the running mean squares,
+    have the same shapes and dtypes. Each has one divisor, see :func:`correction`.
     """
     if not updates:
         return
@@ -63,16 +63,16 @@ def normuon_(
     moment2: Tensor,  # ``(batch, *statistic_shape)``
     beta2: float,  # decay of the running mean
     eps: float,  # smallest mean square and smallest norm
-    divisor: float | Tensor,  # see :func:`correction`; may be one for each matrix
+    divisor: float | Tensor,  # one, or one per matrix; see :func:`correction`
     *,
     shape: tuple[int, int],  # of the whole matrix
     reduce: ReduceT | None = None,  # sums over the ranks that share the matrix
 ) -> None:
-    """Divide the slices along the long side by their running root mean square; all in place.
+    """Divide each slice along the long side by its running root mean square, in place.
 
-    Both Frobenius norms follow from the slices' square sums, so the update is read once and
-    written once. Both tensors may be slabs cut along the long side (along the columns of a square
-    matrix).
+    Both Frobenius norms follow from the slices' sums of squares, so the update is read once and
+    written once. Both tensors may be this rank's part of matrices cut along the long side (of a
+    square matrix: the columns).
     """
     along = -1 if shape[0] >= shape[1] else -2
     square_sums = vector_norm(update, dim=along, keepdim=True).square_()
@@ -95,10 +95,10 @@ def namo_(
     eps: float,
     divisor: float | Tensor,
 ) -> Tensor:
-    """Update the running squared gradient norms in place; return the factor on each update.
+    """Update the running squared gradient norms in place and return the factor for each update.
 
-    All tensors are ``(matrices,)``; the norms are Frobenius norms, those of the directions are of
-    what is orthogonalized. The factor is ``|direction| / (sqrt(moment2 / divisor) + eps)``.
+    All tensors have shape ``(matrices,)``; the norms are Frobenius norms, of gradients and of
+    directions to orthogonalize. Factor: ``|direction| / (sqrt(moment2 / divisor) + eps)``.
     """
     moment2.lerp_(grad_norm_squared, 1 - beta2)
     return direction_norm_squared.sqrt() / moment2.div(divisor).sqrt_().add_(eps)

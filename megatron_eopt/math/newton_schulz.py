@@ -1,39 +1,37 @@
-"""The Newton-Schulz iteration, by the book and on Gram matrices.
+"""The Newton-Schulz iteration: the standard form, and the form on Gram matrices.
 
-Shapes: a *wide* matrix is ``(m, n)`` or ``(batch, m, n)`` with ``m <= n``; callers transpose first,
-so that the Gram matrix is the small one. A matrix whose memory is tall stays tall (``tall=True``,
-shape ``(n, m)``): the small matrices are symmetric, so only the side they multiply from changes,
-while copying into the other order would cost more than a product in 16 bits. ``reduce`` sums a
-tensor over the ranks that hold the other columns when the long side is cut; ``None`` means that
-this rank holds all of them.
+Shapes: a *wide* matrix is ``(m, n)`` or ``(batch, m, n)`` with ``m <= n``. Callers transpose tall
+matrices, so that the Gram matrix is the small one. A matrix that is tall in memory is passed as
+``(n, m)`` with ``tall=True``: the small matrices are symmetric, so only the side they multiply from
+changes, and a transposed copy would cost more than a 16-bit product. If the long side is cut over
+ranks, ``reduce`` sums a tensor over them; ``None`` means that this rank has all columns.
 
 Note [Gram form]
-    One step maps ``X`` to ``P X`` with ``P = a I + b A + c A^2``, ``A = X X^T``. All these matrices
+    One step maps ``X`` to ``P X`` with ``P = a I + b A + c A^2`` and ``A = X X^T``. These matrices
     are polynomials of the first Gram matrix, so they are symmetric and commute, and the next Gram
-    matrix is ``P A P`` without looking at ``X`` again. Several steps accumulate
-    ``Q = ... P_2 P_1``; then ``Q X`` is one product with the long side. A *restart* applies ``Q``
-    early and forms the Gram matrix anew, because rounding errors in ``A`` grow with the square of
-    the singular values' amplification.
+    matrix is ``P A P``, computed without ``X``. Several steps accumulate ``Q = ... P_2 P_1``; then
+    ``Q X`` is the only product with the long side. Rounding errors in ``A`` grow with the square of
+    the amplification of singular values, so a *restart* applies ``Q`` early and forms ``A`` anew.
 
-    ``a`` is added to the diagonal of the rounded rest, which touches ``m`` numbers, so that no
-    product but that of ``P`` has an addend: libraries copy an addend that must stay.
+    ``a`` is added to the diagonal afterwards. So only the product for ``P`` has an addend, which
+    libraries copy if it must be kept.
 
-Note [Half the range]
-    Products of the Gram form are float16 where 16 bits are asked for: it has three bits more than
-    bfloat16, but a range that products of small numbers leave. So the iterates are scaled
-    (:func:`rescaled`), at first by a power of two. Steps scale further: each makes its ``a`` a
-    power of two. Singular values near zero make ``P`` nearly ``a I``, whose rounding would be the
-    same error in all of them; powers of two, and their products in ``Q``, are exact.
+Note [Float16 range]
+    With 16-bit precision the Gram form uses float16, which has three more mantissa bits than
+    bfloat16 but a range that products of small numbers leave. So iterates are scaled
+    (:func:`rescaled`), first by a power of two, then so that each step's ``a`` is a power of two.
+    Singular values near zero make ``P`` nearly ``a I``, where a rounded ``a`` would be the same
+    error in all of them; powers of two and their products in ``Q`` are exact.
 
 Note [Teams]
-    Ranks that share a matrix may divide the products of small matrices, too: each computes the same
-    number of their rows. A left operand needs these rows alone, so only what stands on the right of
-    a later product is gathered: polynomials, the Gram matrices that follow, and ``Q``.
+    Ranks that share a matrix can also divide the products of small matrices: each computes the same
+    number of rows. A rank needs only its rows of a left operand, so only right operands of later
+    products are gathered: polynomials, the next Gram matrices, and ``Q``.
 
 Note [Widened products]
-    Many CPUs multiply entry by entry in 16 bits. There operands are widened: the product of two
-    bfloat16 numbers is a float32 number, sums are float32 in either case, and the result is rounded
-    once, so only the order of summation differs from other processors'.
+    Many CPUs multiply 16-bit matrices entry by entry. On these, operands are converted to float32.
+    Products of two bfloat16 numbers are exact in float32, sums are float32 either way, and the
+    result is rounded once, so only the order of summation differs from other processors.
 """
 
 import math
@@ -54,19 +52,19 @@ ReduceT = Callable[[Tensor], Tensor]
 
 
 class Team(Protocol):
-    """A sum over ranks that also divide the rows of small matrices; see Note [Teams]."""
+    """Sums a tensor over ranks that also divide the rows of small matrices; see Note [Teams]."""
 
     def __call__(self, tensor: Tensor) -> Tensor:
         """Sum a tensor over the ranks."""
 
     def rows(self, m: int) -> tuple[int, int]:
-        """Return the first row of ``m`` that this rank computes, and one past its last."""
+        """Return the range ``(start, stop)`` of ``m`` rows that this rank computes."""
 
     def gather(self, block: Tensor) -> Tensor:
-        """Return a whole matrix ``(..., m, m)`` of the ranks' rows ``(..., m / ranks, m)``."""
+        """Return the whole matrix ``(..., m, m)`` from all ranks' rows ``(..., m / ranks, m)``."""
 
 
-# Squares of smaller numbers leave float32; above it the clamp hides what underflows.
+# With a smaller ``eps``, float32 squares underflow before the clamp to ``eps`` takes effect.
 _FLOAT32_SAFE_EPS = 1e-15
 
 
@@ -81,7 +79,7 @@ def multiply_add(
 ) -> Tensor:
     """Return ``beta * add + alpha * left @ right`` for 2-D or 3-D operands, written to ``out``.
 
-    Without ``add`` that is nothing. See Note [Widened products].
+    Without ``add`` the first term is zero. See Note [Widened products].
     """
     if is_widened(left):
         wide = None if add is None else add.float()
@@ -97,17 +95,17 @@ def multiply_add(
 
 def is_widened(matrix: Tensor) -> bool:
     """Return whether products with this matrix are computed in float32."""
-    # a tensor of another class only says what a GPU would compute
+    # tensor subclasses stand for a GPU's tensors in a dry run
     return type(matrix) is Tensor and matrix.is_cpu and not _has_instructions(matrix.dtype)
 
 
 @cache
 def _has_instructions(dtype: torch.dtype) -> bool:
-    """Return whether this CPU multiplies matrices of this dtype by instructions for it."""
+    """Return whether this CPU has matrix instructions for a dtype."""
     if dtype.itemsize > 2:
         return True
     kind = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
-    # absent where torch was built without oneDNN
+    # missing if torch was built without oneDNN
     supported: Callable[[], bool] = getattr(
         torch.ops.mkldnn, f"_is_mkldnn_{kind}_supported", lambda: False
     )
@@ -123,16 +121,16 @@ def normalize(
     norm: float = 1.0,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Divide each matrix by its Frobenius norm, or by ``eps`` where that is larger.
+    """Divide each matrix by its Frobenius norm, or by ``eps`` if that is larger.
 
-    Rows, or on a GPU blocks, are summed in float32 and then combined in float64: a flat float32 sum
-    over the millions of entries of a weight loses up to four digits. The norm of a row, or block,
-    beyond 1.8e19 overflows and gives a zero update; float64 input has no such limit.
+    Squares are summed in float32 by row (on a GPU: by block), then in float64, because a single
+    float32 sum over the millions of entries of a weight loses up to four digits. A row or block
+    with a norm beyond 1.8e19 overflows and gives a zero update, except in float64.
 
     Returns:
         A contiguous tensor of this ``dtype``, shaped like ``x``, ``(..., m, n)`` of any float
-        dtype; every spectral norm is at most ``norm``. It is new, or ``out``, which is contiguous,
-        of this dtype, and may be ``x`` or lie exactly there.
+        dtype. Every spectral norm is at most ``norm``. It is ``out``, if given, which is
+        contiguous, of this dtype, and may have exactly the memory of ``x``.
     """
     careful = x.dtype == torch.float64 or eps < _FLOAT32_SAFE_EPS
     if out is None:
@@ -143,7 +141,7 @@ def normalize(
             squares = reduce(squares.sum(-1, keepdim=True, dtype=torch.float64))
         norms.divide(x, squares, eps, norm, out)
         return out
-    # The norm over the contiguous dimension first: it is the fast one.
+    # Reducing the contiguous dimension first is faster.
     rows = torch.linalg.vector_norm(
         x if x.stride(-1) <= x.stride(-2) else x.mT,
         dim=-1,
@@ -168,9 +166,9 @@ def iterate_standard(
 ) -> Tensor:
     """Run ``X <- a X + (b A + c A^2) X`` with ``A = X X^T`` once per triple, and return ``X``.
 
-    ``x`` is normalised and will be overwritten; ``reduce`` is called once per step, with the Gram
-    matrix, and a team gathers once per step. ``len(triples) * (4 n / m + 2) m^3`` FLOPs a matrix.
-    Iterates lie in turn in ``spare``, like ``x`` and by default new, and in ``x``.
+    ``x`` is normalised and is overwritten. ``spare``, a buffer like ``x`` (by default new), holds
+    every other iterate. Each step calls ``reduce`` with the Gram matrix; a team also gathers once
+    per step. It takes ``len(triples) * (4 n / m + 2) m^3`` FLOPs per matrix.
     """
     team = _team(reduce)
     m = x.shape[-1] if tall else x.shape[-2]
@@ -191,19 +189,19 @@ def iterate_standard(
 
 
 FLOAT16_NORM = 64.0
-"""Norm with which float16 iterates begin: Gram matrices' entries stay within its range."""
+"""Initial norm of float16 iterates, which keeps the entries of Gram matrices in range."""
 
 
 def rescaled(triples: Sequence[Triple], scale: float) -> tuple[tuple[Triple, ...], float]:
-    """Return what makes each iterate a known multiple of what it would be, and the last multiple.
+    """Return triples that make iterates known multiples of the originals, and the last multiple.
 
-    The first is ``scale`` times what it would be, the others within a factor of ``sqrt(2)`` of
-    that; see Note [Half the range].
+    The first multiple is ``scale``, the others are within a factor of ``sqrt(2)`` of it; see Note
+    [Float16 range].
     """
     found: list[Triple] = []
     begin = scale
     for a, b, c in triples:
-        # of the powers of two, the one that keeps the multiple nearest to the first
+        # the power of two that keeps the multiple nearest to the first one
         power = math.copysign(2.0 ** round(math.log2(abs(a) * begin / scale)), a) if a else 0.0
         change = power / a if a else 1.0
         found.append((power, change * b / scale**2, change * c / scale**4))
@@ -212,10 +210,10 @@ def rescaled(triples: Sequence[Triple], scale: float) -> tuple[tuple[Triple, ...
 
 
 def accumulate(a: Tensor, triples: Sequence[Triple], team: Team | None = None) -> Tensor:
-    """Return the factor ``Q`` with which several steps multiply ``X``, whose Gram matrix is ``a``.
+    """Return the product ``Q`` of the factors of several steps; ``a`` is the Gram matrix of ``X``.
 
-    ``(8 k - 6) m^3`` FLOPs for ``k`` steps: the first needs no product with ``Q``, the last leaves
-    no Gram matrix behind. A team divides them; each rank computes its rows of every product.
+    ``k`` steps take ``(8 k - 6) m^3`` FLOPs: the first needs no product with ``Q``, the last no new
+    Gram matrix. In a team, each rank computes its rows of every product.
     """
     q: Tensor | None = None
     first_row = 0 if team is None else team.rows(a.shape[-1])[0]
@@ -229,8 +227,8 @@ def accumulate(a: Tensor, triples: Sequence[Triple], team: Team | None = None) -
             whole = _gathered(polynomial, team)
             q = whole if q is None else q
         if not last:
-            # P^2 A diverged on rank one plus noise: rounding an inner factor of P A P keeps
-            # eigenvalues from turning negative, rounding P^2 does not
+            # P^2 A diverged on rank one plus noise: rounding P^2 can make eigenvalues negative,
+            # rounding an inner factor of P A P does not
             a = _gathered(multiply_add(multiply_add(polynomial, a), whole), team)
     assert q is not None, "a segment holds at least one step"
     return q
@@ -256,11 +254,10 @@ def iterate_gram(
     tall: bool = False,
     spare: Tensor | None = None,
 ) -> Tensor:
-    """Run all steps on Gram matrices, forming a fresh one before each of the plan's restarts.
+    """Run all steps on Gram matrices, with a new one at each restart; return the last iterate.
 
-    Returns the last iterate. ``x`` is normalised and will be overwritten; ``reduce`` is called once
-    per segment, with a Gram matrix. A team gathers as Note [Teams] says. Iterates, one a segment,
-    lie in turn in ``spare``, like ``x`` and by default new, and in ``x``.
+    ``x`` and ``spare`` are as in :func:`iterate_standard`. ``reduce`` is called with the Gram
+    matrix once per segment between restarts. A team also gathers, see Note [Teams].
     """
     spare = torch.empty_like(x) if spare is None else spare
     for start, stop in pairwise((0, *plan.restarts, len(triples))):

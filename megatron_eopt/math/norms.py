@@ -1,6 +1,7 @@
-"""Division by norms on a GPU: two kernels, of which one reads and the other reads and writes.
+"""Division by Frobenius norms on a GPU in two kernels: the first reads, the second also writes.
 
-What they do is operators of torch, so that a dry run counts them. Triton is there where GPUs are.
+The kernels are torch operators so that a dry run counts them. Triton is imported when one runs,
+because it is installed only on machines with GPUs.
 """
 
 from importlib import import_module
@@ -11,11 +12,8 @@ from torch import Tensor
 
 from megatron_eopt.base import gpu
 
-_MOST_PARTS = 1024
-"""Partial sums of a matrix, at most: each block of the second kernel adds them up."""
-
-_BLOCK = 4096
-"""Elements that are added at once."""
+_MOST_PARTS = 1024  # partial sums per matrix; each block of the second kernel adds them up
+_BLOCK = 4096  # elements that a program adds at once
 
 _library: Any = torch.library.Library("megatron_eopt", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define("sums_of_squares(Tensor x, int chunk, bool careful) -> Tensor")
@@ -25,14 +23,14 @@ _library.define(
 
 
 def serves(x: Tensor) -> bool:
-    """Return whether the kernels take a tensor."""
+    """Return whether the kernels support a tensor."""
     return gpu.runs_kernels(x) and x.is_contiguous() and x.dtype != torch.float64 and x.numel() > 0
 
 
 def sums_of_squares(x: Tensor, careful: bool) -> Tensor:
-    """Return partial sums ``(..., parts)`` of the squares of matrices ``(..., m, n)``.
+    """Return partial sums of squares ``(..., parts)`` of matrices ``(..., m, n)``.
 
-    They are float32, or where squares may leave it (``careful``) float64.
+    They are float32, or float64 if squares may leave float32's range (``careful``).
     """
     size = x.shape[-2] * x.shape[-1]
     chunk = -(-size // (_MOST_PARTS * _BLOCK)) * _BLOCK
@@ -41,9 +39,9 @@ def sums_of_squares(x: Tensor, careful: bool) -> Tensor:
 
 
 def divide(x: Tensor, squares: Tensor, eps: float, norm: float, out: Tensor) -> None:
-    """Write ``x`` times ``norm``, divided by its norms or by ``eps`` where that is larger.
+    """Write ``norm * x`` divided by the matrices' norms (at least ``eps``) to ``out``.
 
-    The sums of squares ``(..., parts)`` are added in float64.
+    The partial sums of squares ``(..., parts)`` are added in float64.
     """
     torch.ops.megatron_eopt.divide_by_norms(x, squares, eps, norm, out)
 

@@ -1,4 +1,4 @@
-"""The one entry through which every optimizer orthogonalizes."""
+"""The entry point through which every optimizer orthogonalizes its matrices."""
 
 import math
 from dataclasses import dataclass, field
@@ -29,24 +29,22 @@ from megatron_eopt.math.newton_schulz import (
 )
 
 DEFAULT_EPS = 1e-7
-"""Smallest Frobenius norm that is divided by: emerging-optimizers', 1e-7 in its release 0.3."""
+"""Smallest Frobenius norm to divide by, the default of emerging-optimizers 0.3."""
 
 SMALLEST_EPS = 1e-36
-"""The least that it may be: the reciprocals of smaller ones leave float32."""
-
+"""Smallest valid ``eps``: reciprocals of smaller values overflow float32."""
 
 ScaleModeT = Literal["spectral", "unit_rms_norm", "shape_scaling", "adamw_rms"]
-"""How an update is scaled by the shape ``(out, in)`` of its whole logical matrix:
+"""Scale factor of an update, from the shape ``(out, in)`` of the whole logical matrix:
 
 * ``spectral``: ``sqrt(max(out, in))``.
 * ``unit_rms_norm``: ``sqrt(out / in)``.
 * ``shape_scaling``: ``sqrt(max(1, out / in))``.
-* ``adamw_rms``: ``0.2 sqrt(max(out, in))``, the typical size of AdamW's update, so that AdamW's
-  learning rate and weight decay carry over (Moonlight, arXiv:2502.16982, section 2.2).
+* ``adamw_rms``: ``0.2 sqrt(max(out, in))``, which matches the typical RMS of AdamW's updates, so
+  its learning rate and weight decay carry over (Moonlight, arXiv:2502.16982, section 2.2).
 """
 
-_WITHIN_FLOAT16 = (2.0**-10, 2.0**10)
-"""Factors on float16 iterates whose products are float16 numbers, too."""
+_WITHIN_FLOAT16 = (2.0**-10, 2.0**10)  # factors that keep float16 iterates within range
 
 SCALE_MODES: tuple[ScaleModeT, ...] = get_args(ScaleModeT)
 
@@ -54,11 +52,11 @@ SCALE_MODES: tuple[ScaleModeT, ...] = get_args(ScaleModeT)
 def scale_factor(
     rows: int, columns: int, mode: ScaleModeT = "spectral", extra_scale_factor: float = 1.0
 ) -> float:
-    """Return what to multiply an orthogonal update with, by the shape of the whole logical matrix.
+    """Return the factor on an orthogonal update, from the shape of the whole logical matrix.
 
     Raises:
-        ConfigurationError: If the mode is unknown or the factor is not finite.
-        ConfigurationTypeError: If the factor is not a number.
+        ConfigurationError: If ``mode`` is unknown or ``extra_scale_factor`` is not finite.
+        ConfigurationTypeError: If ``extra_scale_factor`` is not a number.
     """
     check_choice("scale_mode", mode, SCALE_MODES)
     check_number("extra_scale_factor", extra_scale_factor)
@@ -76,26 +74,26 @@ def scale_factor(
 
 @dataclass(frozen=True)
 class Orthogonalization:
-    """Replaces matrices by (about) their nearest semi-orthogonal ones, ``U V^T`` of the SVD.
+    """Replaces matrices by (about) the nearest semi-orthogonal ones, ``U V^T`` of the SVD.
 
-    What can be decided before the data is decided when it is made, or once for a shape.
+    Whatever does not depend on the data is decided when the object is made, or once per shape.
 
     Raises:
-        ConfigurationError: If a value is unknown or out of bounds, or the back end is absent or
-            has no such algorithm.
-        ConfigurationTypeError: If a value is of the wrong kind.
+        ConfigurationError: If a value is unknown or out of bounds, or the backend is missing or
+            does not support the algorithm or precision.
+        ConfigurationTypeError: If a value has the wrong type.
     """
 
     coefficients: CoefficientsLike = "quintic"  # a set of emerging-optimizers, or your own triples
     steps: int = 5  # number of iterations, at least 1
-    algorithm: AlgorithmT = "auto"  # decides by cost and measured accuracy
-    precision: PrecisionT = "highest"  # of the products for every input but float64
+    algorithm: AlgorithmT = "auto"  # ``auto`` decides by cost and measured accuracy
+    precision: PrecisionT = "highest"  # of matrix products; float64 input ignores it
     eps: float = DEFAULT_EPS  # smallest norm to divide by, at least SMALLEST_EPS
-    backend: str = "torch"  # who computes; see :mod:`megatron_eopt.math.backends`
-    scale_mode: ScaleModeT = "spectral"  # how an update is scaled by the matrix's shape
-    extra_scale_factor: float = 1.0  # a further factor on it
+    backend: str = "torch"  # see :mod:`megatron_eopt.math.backends`
+    scale_mode: ScaleModeT = "spectral"  # scales updates by the matrix's shape
+    extra_scale_factor: float = 1.0  # a further factor on updates
     _schedule: tuple[Triple, ...] = field(init=False, repr=False)
-    # another package's iteration; None for our own
+    # another package's backend; None for our own iteration
     _other: Backend | None = field(init=False, repr=False)
     _chosen: AlgorithmT = field(init=False, repr=False)
 
@@ -104,17 +102,17 @@ class Orthogonalization:
         check_number("eps", self.eps, at_least=SMALLEST_EPS)
         scale_factor(1, 1, self.scale_mode, self.extra_scale_factor)
         schedule = resolve_coefficients(self.coefficients, self.steps)
-        # other packages that ``auto`` takes compute in 16 bits
+        # the packages that ``auto`` can pick compute in 16 bits only
         is_own = self.backend == "auto" and self.precision != "medium"
         other = None if is_own else get_backend(self.backend)
         offered = get_args(AlgorithmT) if other is None else other.algorithms
         chosen = offered[0] if self.algorithm == "auto" else self.algorithm
         if chosen not in offered:
-            rule = f"back end {self.backend!r} computes {' or '.join(offered)}"
-            way_out = "Choose auto, or backend='torch'"
+            rule = f"backend {self.backend!r} supports only {' or '.join(offered)}"
+            way_out = "Use algorithm='auto' or backend='torch'"
             raise ConfigurationError("algorithm", self.algorithm, rule, way_out)
         if other is not None and other.half and self.precision != "medium":
-            way_out = "Use it with precision='medium'"
+            way_out = "Set precision='medium' or use backend='torch'"
             raise ConfigurationError("backend", self.backend, "computes in 16 bits only", way_out)
         for name, value in (("_schedule", schedule), ("_other", other), ("_chosen", chosen)):
             object.__setattr__(self, name, value)
@@ -129,7 +127,7 @@ class Orthogonalization:
         whole_shape: tuple[int, int] | None = None,
         in_place: bool = False,
     ) -> Tensor:
-        """Return the orthogonal factors of matrices, or ``x``; see :func:`orthogonalize`."""
+        """Return orthogonal factors, in ``x`` itself if ``in_place``; see :func:`orthogonalize`."""
         shape = (x.shape[-2], x.shape[-1]) if whole_shape is None else whole_shape
         other = self._other
         if self.backend == "auto" and (reduce or not is_studied(shape, self._schedule)):
@@ -141,7 +139,7 @@ class Orthogonalization:
         if x.ndim > 3:
             wide = wide.flatten(0, -3)
         factors = scale if isinstance(scale, tuple) else (scale,)
-        # "medium" casts its operands itself; the few products that stay float32 are to be exact
+        # "medium" casts operands explicitly; the few float32 products left must be exact
         with fp32_matmul_precision("high" if self.precision == "high" else "highest"):
             if other is None:
                 out = wide if in_place else None
@@ -150,8 +148,8 @@ class Orthogonalization:
             elif reduce is None:
                 result = other.compute(wide, self._schedule, plan, self.eps)
             else:
-                rule = "computes whole matrices, and this one's long side is cut over ranks"
-                way_out = "Use backend='torch', or another TP mode than distributed"
+                rule = "computes whole matrices only, but the ranks share the long side of this one"
+                way_out = "Use backend='torch' or a TP mode other than 'distributed'"
                 raise ConfigurationError("backend", self.backend, rule, way_out)
         result = result.to(x.dtype)
         result = (result.mT if transposed else result).reshape(x.shape)
@@ -164,16 +162,15 @@ class Orthogonalization:
 
     @property
     def whole_only(self) -> bool:
-        """Whether it cannot compute on pieces of a matrix, whose Gram matrices are summed."""
+        """Whether the backend computes whole matrices only, so that ranks cannot share one."""
         return self._other is not None and self.backend != "auto"
 
     @property
     def stack_dtype(self) -> torch.dtype:
-        """Dtype in which matrices travel and are stacked.
+        """Dtype in which matrices are communicated and stacked.
 
-        Where the products take bfloat16 operands, so do they: half the bytes, the same update at
-        every layout, and no rounding that the iteration had not done already. Other packages'
-        iterations that are asked for by name round by themselves and get float32.
+        With ``precision="medium"`` it is bfloat16: half the bytes, and the same update at every
+        layout. A backend that was chosen by name rounds by itself and gets float32.
         """
         return (
             torch.bfloat16 if self.precision == "medium" and not self.whole_only else torch.float32
@@ -184,7 +181,7 @@ class Orthogonalization:
         return scale_factor(*shape, self.scale_mode, self.extra_scale_factor)
 
     def scales(self, shape: tuple[int, int]) -> tuple[float, float]:
-        """Return its two factors, of which each rounds where the other packages compute."""
+        """Return the two factors of the scale, since other packages round after each of them."""
         return scale_factor(*shape, self.scale_mode), self.extra_scale_factor
 
     def factors_(
@@ -196,8 +193,8 @@ class Orthogonalization:
     ) -> None:
         """Replace a stack ``(batch, rows, cols)`` by orthogonal factors times ``scales``, in place.
 
-        With ``reduce`` the ranks share the long side of matrices of this ``shape``. A batch of one
-        is computed as a plain matrix.
+        With ``reduce``, ranks share the long side of matrices of this ``shape``. A batch of one is
+        computed as a 2-D matrix.
         """
         whole_shape = None if reduce is None else shape
         matrices = stack[0] if len(stack) == 1 else stack
@@ -213,9 +210,9 @@ def _iterate(
     reduce: ReduceT | None,
     out: Tensor | None,
 ) -> Tensor:
-    """Iterate on the ranks' parts of matrices, and multiply the result by a factor.
+    """Orthogonalize this rank's parts of matrices and multiply the result by ``factor``.
 
-    ``out`` is what to write to, if possible, and may be ``wide``.
+    The result is written to ``out``, which may be ``wide``, if its dtype and strides allow it.
     """
     plan = plan.stable(wide.shape[-2])
     tall = wide.stride(-2) < wide.stride(-1)
@@ -225,7 +222,7 @@ def _iterate(
         out = out.mT if tall else out
         if out.dtype.itemsize == plan.dtype.itemsize and out.is_contiguous():
             place = out.view(plan.dtype)
-    # the iterates lie in two places in turn, of which the last one is `place`
+    # iterates alternate between two buffers, and the last one must be in `place`
     first, spare = (None, place) if plan.products(len(schedule)) % 2 else (place, None)
     norm, scale = 1.0, 1.0
     if plan.dtype == torch.float16:
@@ -241,14 +238,14 @@ def _iterate(
     if plan.dtype == torch.float16:
         last: float | Tensor = factor / scale
         if not _WITHIN_FLOAT16[0] <= abs(factor / scale) <= _WITHIN_FLOAT16[1]:
-            # has a dimension, so that the product is float32 before it is rounded
+            # a 1-D factor makes the product float32 before it is rounded
             last = torch.full((1,), factor / scale, dtype=torch.float32, device=x.device)
         x = torch.mul(x, last, out=torch.empty_like(x, dtype=wide.dtype) if place is None else out)
     return x.mT if tall else x
 
 
 def _scaled(schedule: tuple[Triple, ...], factor: float) -> tuple[Triple, ...]:
-    """Return a schedule whose result is that of another one times a factor."""
+    """Return a schedule whose result is ``factor`` times that of ``schedule``."""
     a, b, c = schedule[-1]
     return (*schedule[:-1], (a * factor, b * factor, c * factor))
 
@@ -261,31 +258,30 @@ def orthogonalize(
     whole_shape: tuple[int, int] | None = None,
     **settings: Any,
 ) -> Tensor:
-    """Replace each matrix by (about) its nearest semi-orthogonal one.
+    """Replace each matrix by (about) the nearest semi-orthogonal one.
 
-    A batch of equal shapes is one call. Zero, tiny and rank-deficient matrices give finite results;
-    inf and nan are the caller's to look for, which would synchronize the host here.
+    A batch of matrices of one shape is one call. Zero, tiny and rank-deficient matrices give finite
+    results. Inf and nan are not checked for, since that would synchronize the host.
 
-    With ``reduce`` the matrix is cut along its longer side over several ranks, each calls with its
-    piece, and only Gram matrices and squared norms travel: one sum per step in the standard
-    iteration, one per restart in Gram's, plus one.
+    With ``reduce``, the matrix is cut along its longer side over several ranks, and each rank
+    passes its part. Only squared norms (one sum) and Gram matrices are communicated: one sum per
+    step in the standard iteration, one per segment between restarts in the Gram iteration.
 
     Args:
-        x: ``(m, n)`` or ``(..., m, n)``; float64, float32, bfloat16 or float16; any strides; not
-            modified.
-        scale: A factor on the result, or several one after another. Our own code puts them into the
-            last step's coefficients, where they cost neither a pass over the matrix nor another
-            rounding.
+        x: ``(m, n)`` or ``(..., m, n)``; float64, float32, bfloat16 or float16; any strides. It is
+            not modified.
+        scale: A factor on the result, or several that are applied in turn. Our own iteration folds
+            them into its last coefficients, without another pass or rounding.
         reduce: Sums a contiguous tensor over the ranks that share the matrix; may work in place.
-        whole_shape: ``(rows, columns)`` of the whole matrix; needed with ``reduce``.
+        whole_shape: ``(rows, columns)`` of the whole matrix; required with ``reduce``.
         **settings: Fields of :class:`Orthogonalization`.
 
     Returns:
-        A tensor of the shape and dtype of ``x``, which no gradient flows through.
+        A tensor of the shape and dtype of ``x``, detached from autograd.
 
     Raises:
-        ConfigurationError: If an argument's value is out of bounds.
-        ConfigurationTypeError: If an argument is of the wrong kind.
+        ConfigurationError: If an argument is out of bounds.
+        ConfigurationTypeError: If an argument has the wrong type.
     """
     compute = Orthogonalization(**settings)
     return compute(x, scale=scale, reduce=reduce, whole_shape=whole_shape)

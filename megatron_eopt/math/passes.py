@@ -1,14 +1,13 @@
-"""What a step does to each weight by itself, in few passes over memory.
+"""Element-wise passes of an optimizer step over lists of tensors.
 
-A pass takes lists of tensors. On a GPU it is one kernel for all of a list that have the same
-dtypes, which reads and writes each number once; elsewhere it is what torch has for it. Either way
-the numbers are the same to the bit, but for Adam's, whose sums torch itself rounds in
-one way on a GPU and in another on a CPU.
+On a GPU, a pass is one kernel for all tensors of equal dtypes, which reads and writes each number
+once. Elsewhere it consists of torch functions. Both give the same bits, except for Adam, whose sums
+torch itself rounds differently on GPUs and CPUs.
 
 Note [Coefficients]
-    A pass multiplies gradients by a coefficient, a float32 tensor without dimensions, as if that
-    had been done in place before; gradients themselves stay. If it is nan a pass writes nothing.
-    So a step that must not be done can be on its way before the host knows.
+    A pass multiplies gradients by a coefficient (a 0-D float32 tensor) and rounds as if that had
+    been done in place, but leaves the gradients unchanged. If the coefficient is nan, a pass writes
+    nothing. So a step can be launched before the host knows whether it must be skipped.
 """
 
 import math
@@ -31,12 +30,12 @@ _NAMES = {
         "Tensor[] grads, Tensor[] steps"
     ),
 }
-"""The lists of each kernel; ``outs`` are not read, and lists that are not needed are empty."""
+"""Tensor lists of each kernel. ``outs`` are only written; a list that is not needed is empty."""
 
 
 def _launch(name: str, *arguments: Any) -> None:
     *lists, coefficient, numbers = arguments
-    # Triton is there where GPUs are
+    # imported late, since Triton is installed only on machines with GPUs
     kernels = import_module("megatron_eopt.math.triton_passes")
     kernels.launch(getattr(kernels, name), lists, coefficient, numbers)
 
@@ -54,8 +53,8 @@ for _name in _NAMES:
 class Mixing(NamedTuple):
     """How gradients become directions: ``M <- momentum M + (1 - momentum) G``.
 
-    Nesterov's direction mixes the gradient in once more, ``momentum M + (1 - momentum) G``; without
-    it the direction is the momentum. ``decay`` times the weight is added to the gradient before.
+    With ``nesterov`` the direction is ``momentum M + (1 - momentum) G``, otherwise ``M``. Before,
+    ``decay`` times the weight is added to the gradient.
     """
 
     momentum: float
@@ -71,7 +70,7 @@ def mix_(
     coefficient: Tensor | None,
     how: Mixing,
 ) -> None:
-    """Mix gradients into momenta, and write directions, rounded, where they are wanted."""
+    """Update momenta with gradients, and write rounded directions to ``outs``, if not None."""
     decayed = weights if how.decay else [None] * len(weights)
     for lists in _alike(momenta, outs, grads, decayed):
         if _is_served(lists):
@@ -106,10 +105,10 @@ def update_(
     lr: float,
     decay: float,
 ) -> None:
-    """Do ``p -= decay p``, then ``p -= lr u``, each rounded, and round the result into copies."""
+    """Do ``p -= decay p`` and ``p -= lr u``, each rounded; round the result into ``copies``."""
     for lists in _alike(weights, copies, updates):
         if _is_served(lists):
-            # 0 and not -0 if nothing decays, which leaves zeros their signs
+            # without decay this is +0, which keeps the signs of zeros
             torch.ops.megatron_eopt.update(*lists, coefficient, (0.0 - decay, -lr))
         else:
             _update(lists, coefficient, lr, decay)
@@ -124,7 +123,7 @@ def _update(
     if decay:
         # p - decay * p instead of (1 - decay) * p: rounds as emerging-optimizers does
         torch._foreach_add_(weights, weights, alpha=-decay)
-    # what is narrower than its weight is added as it is, in the same kernel
+    # the addition itself converts updates that are narrower than their weight
     narrow = [
         update if update.dtype.itemsize < weight.dtype.itemsize else update.to(weight.dtype)
         for update, weight in zip(updates, weights, strict=True)
@@ -140,10 +139,10 @@ def adam_(
     coefficient: Tensor | None,
     group: Mapping[str, Any],
 ) -> None:
-    """Step Adam as a parameter group of torch's says.
+    """Run an Adam step with the settings of a torch parameter group.
 
-    Lists are weights, first and second moments, copies, gradients, and counts of steps; of AMSGrad
-    there are the largest second moments too.
+    ``lists`` are weights, first and second moments, copies, gradients and step counts. ``largest``
+    has the largest second moments of AMSGrad.
     """
     (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
     is_plain = not (largest or group["maximize"] or isinstance(lr, Tensor))
@@ -185,7 +184,7 @@ def _log2(number: float) -> float:
 
 
 def _alike(*lists: Sequence[Tensor | None]) -> Iterator[list[list[Tensor]]]:
-    """Yield lists cut so that each has one dtype; one whose tensors are absent is empty."""
+    """Yield the lists cut into parts of equal dtypes; a list of absent tensors becomes empty."""
     found: dict[Any, list[Any]] = {}
     for members in zip(*lists, strict=True):
         key = tuple(None if member is None else member.dtype for member in members)
@@ -196,7 +195,7 @@ def _alike(*lists: Sequence[Tensor | None]) -> Iterator[list[list[Tensor]]]:
 
 
 def _is_served(lists: Sequence[Sequence[Tensor]]) -> bool:
-    """Whether kernels serve tensors: on a GPU, contiguous, and of at most 32 bits."""
+    """Return whether the kernels support tensors: on one GPU, contiguous, of at most 32 bits."""
     first = lists[0][0]
     return gpu.runs_kernels(first) and all(
         tensor.is_contiguous() and tensor.dtype.itemsize <= 4 and tensor.device == first.device

@@ -1,4 +1,4 @@
-"""The kernels of :mod:`megatron_eopt.math.norms`."""
+"""Triton kernels of :mod:`megatron_eopt.math.norms`."""
 
 import triton
 import triton.language as tl
@@ -7,7 +7,7 @@ from torch import Tensor
 
 @triton.jit
 def _sum_squares(x, sums, size, chunk, wide: tl.constexpr, block: tl.constexpr):
-    """Add the squares of one chunk of one matrix."""
+    """Sum the squares of one chunk of one matrix."""
     part, matrix = tl.program_id(0), tl.program_id(1).to(tl.int64)
     begin = part * chunk
     total = tl.zeros((block,), wide)
@@ -20,7 +20,7 @@ def _sum_squares(x, sums, size, chunk, wide: tl.constexpr, block: tl.constexpr):
 
 @triton.jit
 def _divide(x, sums, out, numbers, size, parts, widths: tl.constexpr):
-    """Divide one block of one matrix by the matrix's norm; ``numbers`` are eps and the new one."""
+    """Divide a block of a matrix by the matrix's norm; ``numbers`` are eps and the new norm."""
     matrix = tl.program_id(1).to(tl.int64)
     each = tl.arange(0, widths[0])
     squares = tl.load(sums + matrix * parts + each, mask=each < parts, other=0.0)
@@ -34,7 +34,7 @@ def _divide(x, sums, out, numbers, size, parts, widths: tl.constexpr):
 
 
 def launch_sums(x: Tensor, sums: Tensor, chunk: int, block: int) -> None:
-    """Add squares of matrices, of each in as many chunks as ``sums`` has columns."""
+    """Write the sums of squares of the chunks of matrices; ``sums`` has one column per chunk."""
     size = x.shape[-2] * x.shape[-1]
     parts = sums.shape[-1]
     wide = tl.float64 if sums.itemsize == 8 else tl.float32
@@ -44,7 +44,7 @@ def launch_sums(x: Tensor, sums: Tensor, chunk: int, block: int) -> None:
 def launch_division(
     x: Tensor, sums: Tensor, eps: float, norm: float, out: Tensor, block: int
 ) -> None:
-    """Divide matrices by norms, given sums of squares that are to be added."""
+    """Divide matrices by their norms, given partial sums of squares."""
     size, parts = x.shape[-2] * x.shape[-1], sums.shape[-1]
     widths = (triton.next_power_of_2(parts), 4 * block)
     grid = (triton.cdiv(size, 4 * block), x.numel() // size)

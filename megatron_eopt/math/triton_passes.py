@@ -1,8 +1,8 @@
-"""The kernels of :mod:`megatron_eopt.math.passes`: one launch for all tensors of some lists.
+"""Triton kernels of :mod:`megatron_eopt.math.passes`: one launch for all tensors of some lists.
 
-A kernel gets a table in int64, which says for each of its programs which tensor, and which block of
-it, is its own; then how many elements each tensor has; then the addresses of the tensors, list by
-list. A product is fused with a sum only where it says so, as in torch's kernels.
+A kernel gets an int64 table: for each program the index of its tensor, then of its block in the
+tensor; then the size of each tensor; then the addresses of the tensors, list by list. Products and
+sums are fused only where the code says so, as in torch's kernels.
 """
 
 from collections.abc import Sequence
@@ -16,14 +16,14 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = tl.constexpr(2048)
-"""Elements that one program has."""
+"""Elements per program."""
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @triton.jit
 def _place(table, coefficient, aligned: tl.constexpr):
-    """Return the number of this program's tensor, and which elements of it are to change."""
+    """Return the index of this program's tensor, and the offsets and mask of its elements."""
     number = tl.load(table + tl.program_id(0))
     block = tl.load(table + tl.num_programs(0) + tl.program_id(0))
     size = tl.load(table + 2 * tl.num_programs(0) + number)
@@ -38,7 +38,7 @@ def _place(table, coefficient, aligned: tl.constexpr):
 
 @triton.jit
 def _at(table, row, number, dtype: tl.constexpr, aligned: tl.constexpr):
-    """Return where a tensor of a list begins, whose addresses are a row of the table."""
+    """Return the pointer to a tensor, given the table row with the addresses of its list."""
     begin = tl.load(table + 2 * tl.num_programs(0) + row + number).to(tl.pointer_type(dtype))
     if aligned:
         begin = tl.multiple_of(begin, 16)
@@ -47,7 +47,7 @@ def _at(table, row, number, dtype: tl.constexpr, aligned: tl.constexpr):
 
 @triton.jit
 def _scaled(grads, mask, coefficient, dtype: tl.constexpr):
-    """Return gradients in float32, multiplied and rounded as if it were done in place."""
+    """Return gradients in float32, multiplied and rounded as an in-place product would be."""
     grad = tl.load(grads, mask=mask).to(tl.float32)
     if coefficient is not None:
         grad = (grad * tl.load(coefficient)).to(dtype).to(tl.float32)
@@ -56,7 +56,7 @@ def _scaled(grads, mask, coefficient, dtype: tl.constexpr):
 
 @triton.jit
 def _lerp(start, end, weight):
-    """Mix as ``torch.lerp`` does: from the end that is nearer."""
+    """Interpolate like ``torch.lerp``, from the nearer end."""
     is_small = tl.abs(weight) < 0.5
     return tl.fma(
         tl.where(is_small, weight, weight - 1), end - start, tl.where(is_small, start, end)
@@ -65,7 +65,7 @@ def _lerp(start, end, weight):
 
 @triton.jit
 def mix(table, count, coefficient, numbers, dtypes: tl.constexpr, aligned: tl.constexpr):
-    """Mix gradients into momenta; lists are momenta, directions, gradients and weights."""
+    """Update momenta and write directions; lists: momenta, directions, gradients, weights."""
     number, places, mask = _place(table, coefficient, aligned)
     kept = _at(table, count, number, dtypes[0], aligned) + places
     grads = _at(table, 3 * count, number, dtypes[2], aligned) + places
@@ -85,7 +85,7 @@ def mix(table, count, coefficient, numbers, dtypes: tl.constexpr, aligned: tl.co
 
 @triton.jit
 def update(table, count, coefficient, numbers, dtypes: tl.constexpr, aligned: tl.constexpr):
-    """Shrink weights and add updates; lists are weights, 16-bit weights and updates."""
+    """Decay weights and add updates; lists: weights, 16-bit weights, updates."""
     number, places, mask = _place(table, coefficient, aligned)
     weights = _at(table, count, number, dtypes[0], aligned) + places
     step = tl.load(_at(table, 3 * count, number, dtypes[2], aligned) + places, mask=mask)
@@ -102,7 +102,7 @@ def update(table, count, coefficient, numbers, dtypes: tl.constexpr, aligned: tl
 
 @triton.jit
 def adam(table, count, coefficient, numbers, dtypes: tl.constexpr, aligned: tl.constexpr):
-    """Step Adam; lists are weights, both moments, 16-bit weights, gradients and steps."""
+    """Run an Adam step; lists: weights, both moments, 16-bit weights, gradients, step counts."""
     number, places, mask = _place(table, coefficient, aligned)
     steps = tl.load(_at(table, 6 * count, number, dtypes[5], False)).to(tl.float64)
     weights = _at(table, count, number, dtypes[0], aligned) + places
@@ -115,10 +115,10 @@ def adam(table, count, coefficient, numbers, dtypes: tl.constexpr, aligned: tl.c
     weight = tl.fma(weight, numbers[1], weight)
     first = tl.load(firsts, mask=mask).to(tl.float32)
     second = tl.load(seconds, mask=mask).to(tl.float32)
-    # by what decays lack of 1: a decay of 0.999 in float32 lacks 1.3e-5 of that too much or little
+    # numbers 3 and 4 are 1 - beta; from a float32 0.999 it would have a relative error of 1.3e-5
     first = tl.fma(grad - first, numbers[3], first)
     second = tl.fma(grad * grad - second, numbers[4], second)
-    # powers lose all digits of what is left of 1 if they are no float64
+    # in float32, 1 - beta^steps could lose all its digits
     rate = (numbers[0] / (1 - tl.exp2(steps * numbers[5]))).to(tl.float32)
     root = tl.sqrt(1 - tl.exp2(steps * numbers[6])).to(tl.float32)
     divisor = tl.div_rn(tl.sqrt_rn(second), root) + numbers[7]
@@ -135,7 +135,7 @@ def adam(table, count, coefficient, numbers, dtypes: tl.constexpr, aligned: tl.c
 def _table(
     device: torch.device, sizes: tuple[int, ...], addresses: tuple[int, ...]
 ) -> tuple[Tensor, int]:
-    """Return the table on a device, and the number of programs; it follows from addresses alone."""
+    """Return the table on a device and the number of programs; both follow from addresses."""
     counts = -(-np.array(sizes, np.int64) // BLOCK.value)
     number = np.repeat(np.arange(len(sizes)), counts)
     block = np.arange(len(number)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -151,12 +151,12 @@ def launch(
     coefficient: Tensor | None,
     numbers: Sequence[float],
 ) -> None:
-    """Launch a kernel over lists of tensors, of which some may be empty and the first is not.
+    """Launch a kernel over lists of tensors; all but the first list may be empty.
 
-    Tensors at one place of the lists have one size, and those of a list have one dtype.
+    Tensors at the same index have one size, and those of a list one dtype.
     """
     sizes = tuple(tensor.numel() for tensor in lists[0])
-    # what is absent has no address; a kernel does not look there
+    # a kernel does not read the addresses of an empty list
     addresses = [[t.data_ptr() for t in some] or [0] * len(sizes) for some in lists]
     flat = tuple(address for some in addresses for address in some)
     table, programs = _table(lists[0][0].device, sizes, flat)
@@ -168,7 +168,7 @@ def launch(
         table,
         len(sizes),
         coefficient,
-        tuple(np.array(numbers, np.float32).tolist()),  # as kernels get them
+        tuple(np.array(numbers, np.float32).tolist()),  # kernels take float32
         dtypes,
         aligned,
         num_warps=8,

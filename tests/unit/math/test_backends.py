@@ -52,7 +52,7 @@ def test_a_backend_of_ones_own(monkeypatch):
     register_backend("sign", Backend(_sign))
     x = gaussian(6, 4)
     assert torch.equal(orthogonalize(x, backend="sign", eps=1e-6), x.sign())
-    with pytest.raises(ConfigurationError, match=r"algorithm='gram'.*'sign' computes standard"):
+    with pytest.raises(ConfigurationError, match=r"algorithm='gram'.*supports only standard"):
         orthogonalize(x, backend="sign", algorithm="gram")
     with pytest.raises(ConfigurationError, match=r"backend='sign': computes whole matrices"):
         orthogonalize(x, backend="sign", reduce=torch.clone, whole_shape=(12, 4))
@@ -67,8 +67,8 @@ INSTALLED = {"gram_newton_schulz", "quack"}
 @pytest.mark.parametrize(
     ("installed", "capability", "taken", "why"),
     [
-        (INSTALLED, (9, 0), "gram_newton_schulz", "its kernels serve this GPU"),
-        (INSTALLED, (10, 0), "gram_newton_schulz", "its kernels serve this GPU"),
+        (INSTALLED, (9, 0), "gram_newton_schulz", "its kernels support this GPU"),
+        (INSTALLED, (10, 0), "gram_newton_schulz", "its kernels support this GPU"),
         (INSTALLED, (8, 0), "torch", "no kernels for compute capability 8.0"),
         ({"gram_newton_schulz"}, (9, 0), "torch", "quack is not installed"),
         (set(), (9, 0), "torch", "gram_newton_schulz is not installed"),
@@ -89,7 +89,7 @@ def test_auto_takes_what_serves_the_machine_and_says_so_once(
     finally:
         backends.automatic.cache_clear()
     (line,) = caplog.messages
-    assert f"takes {taken}" in line
+    assert f"uses {taken}" in line
     assert why in line
 
 

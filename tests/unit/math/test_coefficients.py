@@ -27,5 +27,5 @@ def test_a_set_of_ones_own_starts_again_after_its_last_triple() -> None:
 
 def test_a_set_that_diverges_is_refused() -> None:
     for triple in ((30.0, 20.0, 10.0), (1.0, 2.0, float("nan"))):
-        with pytest.raises(ConfigurationError, match=r"coefficients=.*bounded over 5 steps"):
+        with pytest.raises(ConfigurationError, match=r"coefficients=.*in 5 steps: it diverges"):
             resolve_coefficients([triple], 5)
