@@ -1,4 +1,4 @@
-"""Logical matrices: what a fused parameter is made of, and where each rank holds which rows."""
+"""Logical matrices: what a fused parameter consists of, and which rows each rank holds."""
 
 from megatron_eopt.matrices.rows import RowRuns, local_shape, matrix_rows
 from megatron_eopt.matrices.split import (

@@ -1,8 +1,7 @@
-"""Which rows of a rank's storage are which rows of which logical matrix.
+"""Map the rows of a rank's local weight to rows of logical matrices.
 
-Pure functions of (split, tensor-parallel size, rank, cut dimension). Everything here is about the
-parameter's shape: no tensor and no process group is needed, so a plan for 4,096 ranks can be
-computed on one.
+All functions are pure functions of (split, tensor-parallel size, rank, partition dimension). They
+need no tensor and no process group, so one process can plan for thousands of ranks.
 """
 
 from collections.abc import Iterator
@@ -20,19 +19,17 @@ type Int64Array = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class RowRuns:
-    """Runs of consecutive rows that a rank holds of one logical matrix.
+    """Runs of consecutive rows of one logical matrix that a rank holds.
 
-    Runs are ordered by their place in the rank's storage, do not overlap and are as long as they
-    can be; there is none if the rank holds no row.
+    Runs are in the order of the rank's local weight, do not overlap, and are as long as possible.
+    There are no runs if the rank holds no row.
     """
 
-    # first row of each run in the rank's local weight, the experts of a 3-D weight laid below one
-    # another; int64 ``(n,)``, as the next two
-    local: Int64Array
-    logical: Int64Array  # first row of each run in the logical matrix
-    length: Int64Array  # number of rows of each run
-    first_col: int  # the logical column that is the rank's column 0
-    held_cols: int  # columns that the rank holds, the width of its local weight
+    local: Int64Array  # first local row of each run, experts one below another; int64 ``(n,)``
+    logical: Int64Array  # first row of each run in the logical matrix; int64 ``(n,)``
+    length: Int64Array  # number of rows of each run; int64 ``(n,)``
+    first_col: int  # logical column of the local weight's column 0
+    held_cols: int  # columns of the local weight
     cols: int  # columns of the logical matrix
 
     def triples(self) -> Iterator[tuple[int, int, int]]:
@@ -41,20 +38,20 @@ class RowRuns:
 
 
 def local_shape(split: Split, tp_size: int = 1, partition_dim: int = -1) -> tuple[int, ...]:
-    """Return the shape of one rank's weight.
+    """Return the shape of one rank's local weight.
 
-    ``partition_dim`` says what tensor parallelism cuts: 0 the rows, 1 the columns, -1 nothing. The
-    leading dimension of a ``(experts, rows, cols)`` weight does not count.
+    ``partition_dim`` is the dimension that tensor parallelism cuts: 0 for rows, 1 for columns, -1
+    for none. The expert dimension of ``(experts, rows, cols)`` does not count.
 
     Raises:
-        ConfigurationError: If the cut is not even.
+        ConfigurationError: If the dimension cannot be divided evenly.
     """
     if partition_dim == -1:
         return split.shape
     sizes = [split.cols] if partition_dim == 1 else [section.rows for section in split.sections]
     if any(size % tp_size for size in sizes):
-        what = "columns" if partition_dim == 1 else f"rows of every section of {split.describe()}"
-        rule = f"must divide the {what} of {split.shape}"
+        what = "columns" if partition_dim == 1 else f"rows of every section ({split.describe()})"
+        rule = f"must divide the {what} of a weight of shape {split.shape}"
         raise ConfigurationError("tp_size", tp_size, rule, "Choose another tensor-parallel size")
     shape = list(split.shape)
     shape[partition_dim - 2] //= tp_size
@@ -65,24 +62,24 @@ def local_shape(split: Split, tp_size: int = 1, partition_dim: int = -1) -> tupl
 def matrix_rows(
     split: Split, tp_size: int = 1, tp_rank: int = 0, partition_dim: int = -1
 ) -> tuple[RowRuns, ...]:
-    """Return the rows that one rank of a tensor-parallel group holds of each logical matrix.
+    """Return the rows of each logical matrix that one tensor-parallel rank holds.
 
-    ``partition_dim`` as in :func:`local_shape`; where nothing is cut every rank holds all.
+    ``partition_dim`` is that of :func:`local_shape`; with -1, every rank holds all rows.
 
     Returns:
-        One entry per :attr:`Split.matrices`.
+        One entry for each of :attr:`Split.matrices`.
 
     Raises:
-        ConfigurationError: If the cut is not even.
+        ConfigurationError: If the dimension cannot be divided evenly.
     """
     height, width = local_shape(split, tp_size, partition_dim)[-2:]
     pieces, rank = (tp_size, tp_rank) if partition_dim == 0 else (1, 0)
     first_col = tp_rank * width if partition_dim == 1 else 0
     matrices: list[RowRuns] = []
-    base = 0  # where the section begins in an expert's storage
+    base = 0  # first row of the section in an expert's local weight
     for section in split.sections:
         held = section.rows // pieces
-        # in which local row each row of the section lies, for every expert; -1 where it does not
+        # local row of each row of the section, for every expert; -1 for rows of other ranks
         local = np.full((split.experts, section.rows), -1, np.int64)
         slab = base + np.arange(held) + height * np.arange(split.experts)[:, None]
         local[:, rank * held : (rank + 1) * held] = slab
@@ -98,10 +95,10 @@ def matrix_rows(
 
 
 def _runs(local: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """Return runs of the rows that are held: first local rows, first logical rows, lengths."""
+    """Return the runs of the held rows: first local rows, first logical rows, lengths."""
     logical = np.flatnonzero(local >= 0)
     local = local[logical]
-    # -2: the first row never continues a run
+    # with -2 before it, the first row always begins a run
     new = (np.diff(local, prepend=-2) != 1) | (np.diff(logical, prepend=-2) != 1)
     first = np.flatnonzero(new)
     return local[first], logical[first], np.diff(first, append=len(local))

@@ -1,16 +1,16 @@
-"""What one parameter is made of: the logical matrices that a fused weight glues together.
+"""The logical matrices of a parameter, for example Q, K and V of a fused QKV weight.
 
 Note [Sections, fields, parts]
-    Read a weight of shape ``(rows, cols)`` from top to bottom. It is a pile of *sections*.
-    A section is a pattern of *fields* (so many rows for the queries of a group, so many for its
-    key, its value) that repeats ``blocks`` times. All rows of one field, taken from every block in
-    order, make a *part*: Q, K, V, gate, up. A part is one logical matrix, or, where its field names
-    a ``unit``, a stack of equal ones (heads).
+    From top to bottom, a weight of shape ``(rows, cols)`` is a sequence of *sections*. A section is
+    a pattern of *fields* that repeats ``blocks`` times; in a QKV weight, a block is a query group
+    with fields for its queries, its key and its value. All rows of one field, taken from every
+    block in order, form a *part*: Q, K, V, gate, up. A part is one logical matrix or, if its field
+    sets ``unit``, a stack of equal matrices (heads).
 
-    Sections exist because of tensor parallelism: every rank holds an equal slab of *each* section,
-    one slab after the other. A fused QKV is one section, cut wherever its rows happen to
-    end, even inside a query group. Gate and up are two sections, so that each rank holds a piece
-    of both. A weight of shape ``(experts, rows, cols)`` is that many weights, one per expert.
+    Tensor parallelism cuts each section separately: a rank holds an equal slice of *every* section,
+    one after the other. A fused QKV weight is one section, and a cut may fall inside a query group.
+    Gate and up are two sections, so each rank holds a slice of both. A 3-D weight
+    ``(experts, rows, cols)`` has these sections for each expert.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,87 +21,85 @@ from typing import Literal
 from megatron_eopt.base.errors import ConfigurationError
 
 type SplitT = Literal["qkv", "gated", "mla", "linear_attention", "per_head"]
-"""Kinds of fused weights that can be split; ``per_head`` makes every head of the others' attention
-projections a matrix of its own."""
+"""Kinds of fused weights to split; ``per_head`` also splits attention projections into heads."""
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """Rows that belong together inside one block of a section."""
+    """Consecutive rows in each block of a section that belong to one part."""
 
-    name: str  # name of the part that these rows build, for example ``"q"``
-    rows: int  # number of rows in every block
-    unit: int | None = None  # rows of one logical matrix; ``None`` when the whole part is one
+    name: str  # name of the part, for example ``"q"``
+    rows: int  # number of rows per block
+    unit: int | None = None  # rows per logical matrix; ``None`` if the part is one matrix
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A pattern of fields, repeated; see Note [Sections, fields, parts]."""
+    """A repeated pattern of fields; see Note [Sections, fields, parts]."""
 
     fields: tuple[Field, ...]  # the fields of one block, top to bottom
     blocks: int = 1  # how often the pattern repeats
 
     @property
     def period(self) -> int:
-        """Rows of one block."""
+        """Rows per block."""
         return sum(field.rows for field in self.fields)
 
     @property
     def rows(self) -> int:
-        """Rows of the whole section in the unsharded parameter."""
+        """Rows of the section in the unsharded parameter."""
         return self.period * self.blocks
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """All rows of one field: ``count`` logical matrices of equal shape."""
+    """All rows of one field, which form ``count`` logical matrices of equal shape."""
 
     name: str
     count: int  # number of matrices (1, heads, experts, or experts x heads)
-    shape: tuple[int, int]  # ``(rows, cols)`` of each of them; updates are scaled by this shape
+    shape: tuple[int, int]  # ``(rows, cols)`` of each matrix; determines the scale of updates
 
 
 @dataclass(frozen=True, slots=True)
 class LogicalMatrix:
-    """What the optimizer treats as one matrix."""
+    """A matrix that the optimizer orthogonalizes by itself."""
 
-    name: str  # the part's name, with an index where the part is a stack: ``q``, ``gate.17``
+    name: str  # the part's name, with an index if the part is a stack: ``q``, ``gate.17``
     shape: tuple[int, int]  # ``(rows, cols)`` of the unsharded matrix
 
 
 @dataclass(frozen=True)
 class Split:
-    """The logical matrices of one unsharded parameter; hashable, equal on all ranks.
+    """The logical matrices of one unsharded parameter; hashable, and equal on all ranks.
 
     Raises:
         ConfigurationError: If the sections do not add up to the rows of ``shape``, a size is not
             positive, or a unit does not divide its part.
     """
 
-    kind: str  # what was split, for tables and logs: ``"qkv"``, ``"gated"``, ``"mla"``, ...
+    kind: str  # name for tables and logs: ``"qkv"``, ``"gated"``, ``"mla"``, ...
     shape: tuple[int, ...]  # unsharded, ``(rows, cols)`` or ``(experts, rows, cols)``
     sections: tuple[Section, ...]  # top to bottom
 
     def __post_init__(self) -> None:
         if len(self.shape) not in (2, 3) or min(self.shape) < 1:
-            rule = "must be (rows, cols) or (experts, rows, cols) without a size of 0"
-            way_out = "Leave other parameters to an element-wise optimizer"
+            rule = "must be (rows, cols) or (experts, rows, cols) with positive sizes"
+            way_out = "Train other parameters with an element-wise optimizer"
             raise ConfigurationError("shape", self.shape, rule, way_out)
         total = sum(section.rows for section in self.sections)
         if total != self.rows:
-            pattern = f"the {self.kind} split {self.describe()}"
-            rule = f"its {self.rows} rows must be the {total} that {pattern} adds up to"
-            way_out = "Give the unsharded shape, or another split"
+            rule = f"has {self.rows} rows, but its {self.kind} split {self.describe()} has {total}"
+            way_out = "Pass the unsharded shape, or another split"
             raise ConfigurationError("shape", self.shape, rule, way_out)
         for field, blocks, unit in self._fields():
             rows = field.rows * blocks
             if rows < 1 or unit < 1 or rows % unit:
                 sizes = (field.rows, blocks, field.unit)
-                rule = "(rows, blocks, unit) must be positive, and the unit divide rows x blocks"
+                rule = "(rows, blocks, unit) must be positive, and unit must divide rows x blocks"
                 raise ConfigurationError(field.name, sizes, rule, "Choose sizes that fit")
 
     def _fields(self) -> Iterator[tuple[Field, int, int]]:
-        """Yield each field, how often it occurs and the rows of one of its matrices."""
+        """Yield each field, its number of blocks, and the rows of one of its matrices."""
         for section in self.sections:
             for field in section.fields:
                 unit = field.rows * section.blocks if field.unit is None else field.unit
@@ -109,7 +107,7 @@ class Split:
 
     @property
     def experts(self) -> int:
-        """Length of the leading dimension, 1 for a two-dimensional weight."""
+        """Size of the expert dimension, 1 for a 2-D weight."""
         return self.shape[0] if len(self.shape) == 3 else 1
 
     @property
@@ -132,7 +130,7 @@ class Split:
 
     @cached_property
     def matrices(self) -> tuple[LogicalMatrix, ...]:
-        """Every logical matrix: part by part, and inside a part expert by expert, head by head."""
+        """Every logical matrix, ordered by part, then expert, then head."""
         return tuple(
             LogicalMatrix(part.name if part.count == 1 else f"{part.name}.{index}", part.shape)
             for part in self.parts
@@ -163,14 +161,14 @@ def periodic(
     shape: tuple[int, ...],  # ``(rows, cols)`` or ``(experts, rows, cols)``
     lengths: Mapping[str, int],  # rows of each field in one block, top to bottom
     *,
-    units: Mapping[str, int] | None = None,  # rows of one matrix, of fields that are stacks (heads)
+    units: Mapping[str, int] | None = None,  # rows per matrix, for fields that are stacks (heads)
 ) -> Split:
-    """Return one section whose pattern repeats to the end of the weight.
+    """Return a split of one section, whose pattern repeats to the end of the weight.
 
-    Tensor parallelism cuts such a weight into equal slabs, wherever the pattern may be.
+    Tensor parallelism cuts it into equal slices, which may end inside a block.
 
     Raises:
-        ConfigurationError: If the pattern does not divide the rows.
+        ConfigurationError: If the rows are not a multiple of the pattern.
     """
     fields = _fields(lengths, units)
     blocks = max(_rows(shape) // max(sum(lengths.values()), 1), 1)
@@ -184,9 +182,9 @@ def side_by_side(
     *,
     units: Mapping[str, int] | None = None,
 ) -> Split:
-    """Return one section per field: tensor parallelism gives each rank a piece of every field.
+    """Return a split with one section per field, so that each rank holds a slice of every field.
 
-    Arguments as in :func:`periodic`; ``lengths`` are those of the whole unsharded weight.
+    Arguments are those of :func:`periodic`; ``lengths`` are rows of the whole unsharded weight.
 
     Raises:
         ConfigurationError: If the lengths do not add up to the rows.
@@ -196,12 +194,12 @@ def side_by_side(
 
 
 def gated(shape: tuple[int, ...], *, interleave: int | None = None) -> Split:
-    """Return gate and up of a gated MLP's first weight.
+    """Return the split of a gated MLP's first weight into gate and up.
 
     Args:
         shape: ``(2 x ffn, hidden)`` or ``(experts, 2 x ffn, hidden)``.
-        interleave: Where gate and up alternate in blocks, the rows of one block; ``None`` where
-            the upper half is the gate and the lower half is up.
+        interleave: Rows per block if gate and up alternate in blocks; ``None`` if the upper half is
+            the gate and the lower half is up.
 
     Raises:
         ConfigurationError: If the rows are not two equal halves, or not whole pairs of blocks.
@@ -218,10 +216,10 @@ def qkv(
     *,
     head_dim: int | None = None,  # rows of one head, to make every head a matrix of its own
 ) -> Split:
-    """Return Q, K and V of a fused projection in grouped-query order.
+    """Return the split of a fused QKV projection in grouped-query order, as in megatron-core.
 
-    The order is that of megatron-core: group after group, and in each the queries of all its
-    heads, then (where attention has an output gate) their gates, then one key and one value.
+    For each query group the weight has the queries of all its heads, then their gates if attention
+    has an output gate, then one key and one value.
 
     Raises:
         ConfigurationError: If ``lengths`` is not three or four numbers that divide the rows.
@@ -230,7 +228,7 @@ def qkv(
     names = {3: ("q", "k", "v"), 4: ("q", "gate", "k", "v")}.get(len(sizes))
     if names is None:
         rule = "must be the rows of q, k, v or of q, gate, k, v in one query group"
-        raise ConfigurationError("qkv_split_shapes", sizes, rule, "Give three or four numbers")
+        raise ConfigurationError("qkv_split_shapes", sizes, rule, "Pass three or four numbers")
     units = None if head_dim is None else dict.fromkeys(names, head_dim)
     return periodic("qkv", shape, dict(zip(names, sizes, strict=True)), units=units)
 
@@ -240,5 +238,4 @@ def _fields(lengths: Mapping[str, int], units: Mapping[str, int] | None) -> tupl
 
 
 def _rows(shape: tuple[int, ...]) -> int:
-    # 0, which no split accepts, where there are no rows and columns
-    return shape[-2] if len(shape) > 1 else 0
+    return shape[-2] if len(shape) > 1 else 0  # for 0, Split raises

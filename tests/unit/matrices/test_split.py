@@ -45,7 +45,7 @@ def test_whole_weights() -> None:
     [
         (lambda: qkv((25, 4), [4, 1, 1]), ["(25, 4)", "25 rows", "24", "(q 4 | k 1 | v 1) x 4"]),
         (lambda: qkv((24, 4), [4, 2]), ["qkv_split_shapes=(4, 2)", "q, gate, k, v"]),
-        (lambda: gated((7, 4)), ["(7, 4)", "7 rows", "the 6"]),
+        (lambda: gated((7, 4)), ["(7, 4)", "7 rows", "has 6"]),
         (lambda: gated((20, 4), interleave=4), ["(20, 4)", "16"]),
         (lambda: side_by_side("x", (9, 4), {"a": 4, "b": 4}), ["(9, 4)", "8", "a 4 | b 4"]),
         (lambda: whole((4,)), ["(4,)", "(rows, cols)"]),

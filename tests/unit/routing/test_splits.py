@@ -227,7 +227,7 @@ def test_declared_on_the_parameter(caplog: pytest.LogCaptureFixture) -> None:
     ("attributes", "words"),
     [
         ({"eopt_split": gated((14, 4))}, r"\(12, 4\).*gate 7 \| up 7"),
-        ({"is_qkv": True, "qkv_split_shapes": [5, 1, 1]}, "the 7 that"),
+        ({"is_qkv": True, "qkv_split_shapes": [5, 1, 1]}, "has 7"),
     ],
 )
 def test_a_split_that_does_not_fit_is_an_error(attributes: dict[str, Any], words: str) -> None:
