@@ -1,9 +1,9 @@
-"""Where matrices are stored, where they are computed on, and how they travel between the two.
+"""Where matrices are stored, where they are computed, and how they move between the two.
 
-* A **layout** says which **pieces** of a **logical matrix** lie on which rank, and where.
-* An **owner** is the rank that computes on a whole matrix; :func:`assign_owners` chooses it.
-* A **plan** holds the intersections of storage and compute layouts as split sizes and copies.
-* A **wave** is a set of matrices that travel together; :func:`plan_waves` makes them.
+* A **layout** says which rank holds which **piece** of a **logical matrix**, and where.
+* An **owner** is the rank that computes a whole matrix; :func:`assign_owners` chooses it.
+* A **plan** has the split sizes and copies that move matrices to their compute layout and back.
+* A **wave** is a set of matrices that travel together; :func:`plan_waves` forms them.
 * A **redistribution** runs a plan: one all-to-all in and one out per wave.
 """
 

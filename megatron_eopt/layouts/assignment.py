@@ -1,4 +1,4 @@
-"""Which rank computes on which matrix, and when: balanced first, near its storage second."""
+"""Assign matrices to owner ranks and to waves: balanced first, close to their storage second."""
 
 import heapq
 from collections import Counter
@@ -18,19 +18,19 @@ def assign_owners(
     costs: Sequence[float] | Float64Array,  # of every matrix, in any unit
     world_size: int,  # number of ranks
     *,
-    home: Sequence[int] | Int64Array | None = None,  # which rank stores most of it; -1: none
-    share: Sequence[float] | Float64Array | None = None,  # what is saved if it stays at home
-    busy: Float64Array | None = None,  # what each rank has to do already, in the same unit
+    home: Sequence[int] | Int64Array | None = None,  # rank that stores most of each; -1: none
+    share: Sequence[float] | Float64Array | None = None,  # gain if a matrix stays at home
+    busy: Float64Array | None = None,  # previous load of each rank, in the unit of costs
 ) -> Int64Array:
-    """Give every matrix an owner such that the largest sum of costs is small.
+    """Choose an owner rank for every matrix so that the largest load is small.
 
     Longest processing time first, which is at most 4/3 of the optimum (Graham 1969) and near it for
     the shapes of published models. Then owners are exchanged among matrices of equal cost, and
-    matrices moved as far as the maximum allows, so that they lie where most of them is stored.
-    Deterministic and pure: every rank computes the same.
+    matrices are moved as far as the largest load allows, to the ranks that store most of them.
+    Deterministic and pure: every rank computes the same result.
 
     Returns:
-        The owner of every matrix; int64 ``(len(costs),)``.
+        The owner of every matrix, int64 ``(len(costs),)``.
     """
     cost = np.asarray(costs, np.float64)
     before = np.zeros(world_size) if busy is None else busy
@@ -43,7 +43,7 @@ def assign_owners(
     load = before + np.bincount(owners, weights=cost, minlength=world_size)
     limit = load.max()
     moved = True
-    while moved:  # a matrix that moves home makes room where it was; each moves at most once
+    while moved:  # a move makes room for others on the old rank; each matrix moves at most once
         moved = False
         away = np.flatnonzero((owners != home) & (home >= 0))
         away = away[load[home[away]] + cost[away] <= limit]
@@ -57,7 +57,7 @@ def assign_owners(
 
 
 def _longest_first(cost: Float64Array, busy: Float64Array) -> Int64Array:
-    """Give the next largest matrix to the least loaded rank, the lowest one on ties."""
+    """Give the next most expensive matrix to the least loaded rank, on ties to the lowest one."""
     order = np.argsort(-cost, kind="stable")
     heap = [(load, rank) for rank, load in enumerate(busy.tolist())]
     heapq.heapify(heap)
@@ -72,7 +72,7 @@ def _longest_first(cost: Float64Array, busy: Float64Array) -> Int64Array:
 def _exchange_equals(
     owners: Int64Array, cost: Float64Array, home: Int64Array, share: Float64Array
 ) -> None:
-    """Among matrices of equal cost, deal the same owners out again, first to those at home."""
+    """Permute owners among matrices of equal cost so that more matrices are at home."""
     _, kind = np.unique(cost, return_inverse=True)
     places = Counter(zip(kind.tolist(), owners.tolist(), strict=True))
     homes = list(zip(kind.tolist(), home.tolist(), strict=True))
@@ -89,16 +89,16 @@ def _exchange_equals(
 
 @dataclass
 class _Queue:
-    """What one rank computes, wave after wave."""
+    """The work of one rank, wave after wave."""
 
     bytes: int = 0  # of all its matrices
-    cost: float = 0.0
-    wave: int = 0  # the last one so far, and what it holds of that
-    held: int = 0
-    done: float = 0.0  # cost of all that it has in waves
+    cost: float = 0.0  # of all its matrices
+    wave: int = 0  # the latest one
+    held: int = 0  # bytes in the latest wave
+    done: float = 0.0  # cost of the matrices that are already in waves
 
     def due(self, cost: float, size: int, wanted: int, max_bytes: int) -> int:
-        """Return the wave in which the next matrix keeps the rank's progress even."""
+        """Return the wave for the next matrix that keeps the rank's progress even."""
         middle = (self.done + cost / 2) / self.cost if self.cost else 0.0
         due = max(self.wave, min(int(middle * wanted), wanted - 1))
         full = self.held and self.held + size > max_bytes
@@ -111,19 +111,19 @@ class _Queue:
 
 
 def plan_waves(
-    # of every matrix, the same where every rank computes: its owner, or those who share it
+    # owner of every matrix, or the ranks that share it; any constant if all ranks compute all
     owners: Sequence[int | Sequence[int]] | Int64Array,
-    costs: Sequence[float],  # estimated, of every matrix
+    costs: Sequence[float],  # estimated cost of every matrix
     sizes: Sequence[int],  # bytes of every matrix
     *,
-    max_bytes: int,  # that one owner may hold in one wave, or a single matrix
-    at_least: int = 1,  # so many waves, for communication to overlap arithmetic
+    max_bytes: int,  # limit per owner and wave; a single matrix may exceed it
+    at_least: int = 1,  # minimum number of waves, to overlap communication with computation
 ) -> list[list[int]]:
-    """Partition matrices into waves in which every owner has about the same share of its work.
+    """Partition matrices into waves in which every owner does about the same share of its work.
 
     Returns:
-        Indices of matrices, wave by wave, matrices of equal cost side by side; no wave is empty.
-        The same on every rank: a pure function.
+        Indices of matrices, wave by wave, matrices of equal cost side by side. No wave is empty.
+        The result is the same on every rank.
     """
     teams = [list(owner) if isinstance(owner, Sequence) else [int(owner)] for owner in owners]
     queues: dict[int, _Queue] = {rank: _Queue() for team in teams for rank in team}
@@ -144,7 +144,7 @@ def plan_waves(
 
 
 def first_uses[T](waves: Iterable[Iterable[T]]) -> list[list[T]]:
-    """Return of each wave's items those that no earlier wave has."""
+    """Return, for each wave, the items that no earlier wave has."""
     seen: set[T] = set()
     found = []
     for items in waves:

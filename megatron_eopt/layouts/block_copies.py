@@ -1,7 +1,7 @@
-"""The kernel of :func:`megatron_eopt.layouts.redistribution.run_copies`: one launch for all blocks.
+"""The Triton kernel of :func:`megatron_eopt.layouts.redistribution.run_copies`, launched once.
 
-It gets a table in int64, which says for each of its programs which block is its own, and which
-elements of that; then for each block two addresses, three sizes and two strides on either side.
+It gets an int64 table: for each program the index of its block and its part of that block; then for
+each block two addresses, three sizes, and two strides each for source and sink.
 """
 
 from collections.abc import Sequence
@@ -27,14 +27,14 @@ _TYPES = {
 
 @triton.jit
 def _number(table: tl.tensor, place: tl.tensor, aligned: tl.constexpr) -> tl.tensor:
-    """Return a number of the table; where all are multiples of 16 elements, wide loads follow."""
+    """Load a number of the table; multiples of 16 allow wide loads of elements."""
     number = tl.load(table + place)
     return tl.multiple_of(number, 16) if aligned else number
 
 
 @triton.jit
 def _copy(table: tl.tensor, read: tl.constexpr, write: tl.constexpr, aligned: tl.constexpr) -> None:
-    """Copy a program's elements; those next to each other in a row are so on both sides."""
+    """Copy a program's elements; the last dimension is dense on both sides."""
     programs = tl.num_programs(0)
     block = table + 2 * programs + tl.load(table + tl.program_id(0)) * _FIELDS
     first = tl.load(table + programs + tl.program_id(0)).to(tl.int32) * BLOCK
@@ -57,7 +57,7 @@ def _copy(table: tl.tensor, read: tl.constexpr, write: tl.constexpr, aligned: tl
 
 @lru_cache(maxsize=256)
 def _table(device: torch.device, blocks: tuple[tuple[int, ...], ...]) -> tuple[Tensor, int, bool]:
-    """Return the table on a device, how many programs there are, and whether all is aligned."""
+    """Return the table on a device, the number of programs, and whether everything is aligned."""
     values = np.array(blocks, np.int64)
     counts = -(-values[:, 2:5].prod(1) // BLOCK.value)
     number = np.repeat(np.arange(len(values)), counts)
@@ -70,7 +70,7 @@ def _table(device: torch.device, blocks: tuple[tuple[int, ...], ...]) -> tuple[T
 
 
 def launch(outs: Sequence[Tensor], blocks: Sequence[Tensor]) -> None:
-    """Copy blocks of one dtype into those of one, of one to three dimensions, the last dense."""
+    """Copy blocks to ``outs``: 1-D to 3-D, the last dimension dense, one dtype on each side."""
     rows = []
     for out, block in zip(outs, blocks, strict=True):
         ahead = 3 - block.dim()

@@ -1,8 +1,8 @@
-"""Boxes: rectangles of logical matrices and where ranks store them, as one integer table.
+"""Boxes: rectangles of logical matrices and their places in ranks' storage, as an integer table.
 
-A run of rows, a tensor-parallel slab, a slice of a flat buffer (at most three boxes per slab it
-meets) and their intersections are all boxes, so layouts of thousands of ranks stay small and every
-question about them is a few vectorised lines.
+A run of rows, a tensor-parallel shard, a range of a flat buffer (at most three boxes per shard) and
+intersections of these are all boxes. So layouts of thousands of ranks stay small, and operations on
+them are vectorised.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ RANK, ROW, COLUMN, HEIGHT, WIDTH, OFFSET, STRIDE, SOURCE, MATRIX, TENSOR = range
 
 
 class _Column:
-    """A column of the table as an attribute."""
+    """A column of the table, as an attribute."""
 
     def __init__(self, field: int) -> None:
         self._field = field
@@ -32,12 +32,12 @@ class Boxes:
     """Rectangles ``[row, row + height) x [column, column + width)`` of logical matrices.
 
     Element ``(row + i, column + j)`` is element ``offset + i * stride + j`` of the flattened
-    storage tensor of ``rank``. ``source`` is 1 where that rank's copy is the one that is sent, 0
-    where it only receives. Where boxes of several layouts lie in one table, ``matrix`` says which
-    one is meant, and ``tensor`` in which of the rank's storage tensors its offset is counted.
+    storage tensor of ``rank``. ``source`` is 1 if this copy is the one that is sent, 0 if it only
+    receives. In a table of several layouts, ``matrix`` is the index of the matrix and ``tensor``
+    that of the storage tensor.
     """
 
-    table: Int64Array  # int64 ``(n, 10)``; the columns are the attributes below, in their order
+    table: Int64Array  # int64 ``(n, 10)``; its columns are the attributes below, in order
 
     rank = _Column(RANK)
     row = _Column(ROW)
@@ -63,7 +63,7 @@ class Boxes:
     ) -> "Boxes":
         """Broadcast the columns against each other and drop empty boxes.
 
-        ``corner`` is ``(row, column)``, ``size`` is ``(height, width)``.
+        ``corner`` is ``(row, column)`` and ``size`` is ``(height, width)``.
         """
         fields = (rank, *corner, *size, offset, stride, source, 0, 0)
         columns = np.broadcast_arrays(*(np.atleast_1d(np.asarray(f, np.int64)) for f in fields))
@@ -72,24 +72,24 @@ class Boxes:
 
     @classmethod
     def join(cls, parts: list["Boxes"]) -> "Boxes":
-        """Lay tables below one another."""
+        """Concatenate tables."""
         return cls(np.concatenate([np.empty((0, 10), np.int64), *(part.table for part in parts)]))
 
     def __len__(self) -> int:
         return len(self.table)
 
     def take(self, index: Int64Array | Mask) -> "Boxes":
-        """Return the boxes of an index or a mask."""
+        """Return the boxes that an index or mask selects."""
         return Boxes(self.table[index])
 
     def replace(self, field: int, values: IntLike | Mask) -> "Boxes":
-        """Return a copy with one field (RANK ... TENSOR) replaced."""
+        """Return a copy with one column (RANK ... TENSOR) replaced."""
         table = self.table.copy()
         table[:, field] = values
         return Boxes(table)
 
     def clip(self, other: "Boxes") -> "Boxes":
-        """Cut the ``i``-th box down to what it shares with the ``i``-th of another table."""
+        """Intersect the ``i``-th box with the ``i``-th box of another table."""
         row, column = np.maximum(self.row, other.row), np.maximum(self.column, other.column)
         table = self.table.copy()
         table[:, ROW], table[:, COLUMN] = row, column
@@ -99,7 +99,7 @@ class Boxes:
         return Boxes(table)
 
     def held(self, world_size: int) -> Int64Array:
-        """Elements at each rank; int64 ``(world_size,)``."""
+        """Return the number of elements on each rank, int64 ``(world_size,)``."""
         # sums in float64 are exact up to 2^53
         return np.bincount(self.rank, self.area, world_size).astype(np.int64)
 
@@ -120,7 +120,7 @@ class Boxes:
 
     @property
     def extent(self) -> Int64Array:
-        """One past the last storage place."""
+        """One past the last storage offset."""
         return self.offset + (self.height - 1) * self.stride + self.width
 
 

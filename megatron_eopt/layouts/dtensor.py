@@ -1,4 +1,4 @@
-"""Layouts of torch's DTensor shards."""
+"""Layouts of torch DTensors."""
 
 from collections.abc import Sequence
 
@@ -13,27 +13,27 @@ from megatron_eopt.layouts.layout import Layout
 
 def dtensor_layout(
     shape: Sequence[int],  # global shape
-    mesh: npt.NDArray[np.int64],  # the redistribution group's rank at every place of the mesh
+    mesh: npt.NDArray[np.int64],  # rank in the redistribution group, by mesh coordinates
     placements: Sequence[Placement],  # one per mesh dimension
     *,
     name: str = "placements",  # name of the parameter, for messages
 ) -> Layout:
-    """Describe how a DTensor of two or more dimensions lies on a mesh.
+    """Return the layout of a DTensor of two or more dimensions on a device mesh.
 
     Leading dimensions are folded into rows: a ``(experts, rows, cols)`` weight becomes a matrix of
-    ``experts * rows`` rows, out of which :meth:`Layout.select_rows` takes one expert. A rank's
-    storage tensor is its flattened local shard; of replicas the first is the source.
+    ``experts * rows`` rows, from which :meth:`Layout.select_rows` selects one expert. A rank's
+    storage tensor is its flattened local shard. Of replicas, the first is the source.
 
     Raises:
-        ConfigurationError: For a placement that is neither Shard nor Replicate.
+        ConfigurationError: If a placement is neither Shard nor Replicate.
     """
     places = np.stack([axis.ravel() for axis in np.indices(mesh.shape)], axis=1)
     low = np.zeros((len(places), len(shape)), np.int64)
     high = np.tile(np.array(shape, np.int64), (len(places), 1))
     first = np.ones(len(places), bool)
-    # as torch cuts: left to right, strided shards last. `fully_shard` on top of tensor parallelism
-    # cuts the tensor-parallel shard although its mesh dimension comes first; torch marks that with
-    # a strided shard, which is not an instance of Shard in every version, but has its dim
+    # Torch shards left to right, strided shards last: `fully_shard` cuts the tensor-parallel shard
+    # although its mesh dimension comes first, which torch marks with _StridedShard. In some
+    # versions that is no subclass of Shard, but it has `dim`.
     strided = [type(placement).__name__ == "_StridedShard" for placement in placements]
     for axis in sorted(range(mesh.ndim), key=strided.__getitem__):
         placement, place = placements[axis], places[:, axis]
@@ -41,11 +41,11 @@ def dtensor_layout(
             first &= place == 0
             continue
         if not strided[axis] and not isinstance(placement, Shard):
-            rule = "must be Shard or Replicate on every mesh dimension"
-            way_out = "Redistribute the tensor (a Partial one is not reduced yet)"
+            rule = "placements must be Shard or Replicate on every mesh dimension"
+            way_out = "Call redistribute() on the tensor (a Partial one is not reduced yet)"
             raise ConfigurationError(name, tuple(placements), rule, way_out)
         dim = int(getattr(placement, "dim")) % len(shape)  # noqa: B009
-        # as torch.chunk does: all chunks full but the last ones
+        # like torch.chunk: all chunks but the last ones are full
         chunk = -(-(high[:, dim] - low[:, dim]) // mesh.shape[axis])
         low[:, dim] = np.minimum(low[:, dim] + place * chunk, high[:, dim])
         high[:, dim] = np.minimum(low[:, dim] + chunk, high[:, dim])
@@ -55,7 +55,7 @@ def dtensor_layout(
 def _fold(
     shape: Sequence[int], low: Int64Array, high: Int64Array, rank: Int64Array, source: Mask
 ) -> Layout:
-    """Turn blocks of an n-dimensional tensor into boxes of the matrix of its last dimension."""
+    """Convert blocks of an n-D tensor to boxes of a matrix with the same last dimension."""
     *lead, rows, cols = shape
     index = np.array(list(np.ndindex(*lead)), np.int64)
     leading = slice(len(lead))

@@ -1,8 +1,8 @@
-"""One direction of one wave, as one rank sees it: split sizes and copies, computed from layouts.
+"""One direction of one wave on one rank: split sizes and copies, computed from two layouts.
 
-The rule of the road: a piece of the sink layout whose rank holds all of it already is served by
-that rank itself; every other piece comes from the sources of its elements. So an update reaches
-every replica although only one copy was sent, and where nothing has to travel nothing is called.
+A rank that already holds all elements of its piece of the sink layout copies them locally. Every
+other piece comes from the sources of its elements. So only one replica sends its momentum, every
+replica receives the update, and no collective is called if nothing has to travel.
 """
 
 from dataclasses import dataclass
@@ -15,33 +15,32 @@ from megatron_eopt.layouts.boxes import OFFSET, STRIDE, TENSOR, Boxes, Mask, mat
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One strided copy, the same sizes on both sides."""
+    """A strided copy, with the same sizes on both sides."""
 
     source: int  # index of the flat tensor that is read
     sink: int  # index of the flat tensor that is written
     size: tuple[int, ...]  # sizes of the block, one to three dimensions
-    read: tuple[int, ...]  # strides and, last, the offset in the tensor that is read
-    write: tuple[int, ...]  # strides and, last, the offset in the tensor that is written
+    read: tuple[int, ...]  # strides, then the offset, in the tensor that is read
+    write: tuple[int, ...]  # strides, then the offset, in the tensor that is written
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
     """What one rank does in one direction of one wave."""
 
-    # elements for every rank of the group, in the order of the send buffer
-    send_sizes: tuple[int, ...]
-    recv_sizes: tuple[int, ...]  # elements from every rank
+    send_sizes: tuple[int, ...]  # elements for each rank, in the order of the send buffer
+    recv_sizes: tuple[int, ...]  # elements from each rank
     pack: list[Copy]  # copies from tensors to the send buffer
     unpack: list[Copy]  # copies from the receive buffer to tensors
-    keep: list[Copy]  # copies from tensors to tensors on this rank
+    keep: list[Copy]  # copies between tensors on this rank
     collective: bool  # whether any rank of the group sends anything, so that all take part
 
 
 def build_exchange(source: Boxes, sink: Boxes, rank: int, world_size: int) -> Exchange:
-    """Return what ``rank`` does to bring elements from where they are to where they are wanted.
+    """Return what ``rank`` does to move elements from the source boxes to the sink boxes.
 
-    Boxes have one order on all ranks, so both ends of a wire agree on what it carries. The work is
-    linear in what that rank touches.
+    Boxes have the same order on all ranks, so sender and receiver agree on the order of elements.
+    The time is linear in the number of boxes that the rank touches.
     """
     wants = ~_self_served(source, sink, world_size)
     sends = source.source == 1
@@ -50,7 +49,7 @@ def build_exchange(source: Boxes, sink: Boxes, rank: int, world_size: int) -> Ex
     arriving, unpacked = _meet(source.take(sends & ~here), sink.take(wants & there))
     to, from_ = sent.rank.argsort(kind="stable"), arriving.rank.argsort(kind="stable")
     packed, unpacked = packed.take(to), unpacked.take(from_)
-    # where a piece is served by its own rank, replicas serve too
+    # a piece that its rank copies locally may come from a replica that is not the source
     kept = [
         _meet(source.take(here), sink.take(there & ~wants)),
         _meet(source.take(here & sends), sink.take(there & wants)),
@@ -66,7 +65,7 @@ def build_exchange(source: Boxes, sink: Boxes, rank: int, world_size: int) -> Ex
 
 
 def _self_served(source: Boxes, sink: Boxes, world_size: int) -> Mask:
-    """Tell which boxes of the sink lie wholly in what their own rank holds of the source."""
+    """Return which sink boxes are entirely within the source boxes of the same rank."""
     i, j = matching(sink.matrix * world_size + sink.rank, source.matrix * world_size + source.rank)
     held = np.zeros(len(sink), np.int64)
     np.add.at(held, i, sink.take(i).clip(source.take(j)).area)
@@ -74,7 +73,7 @@ def _self_served(source: Boxes, sink: Boxes, world_size: int) -> Mask:
 
 
 def _meet(a: Boxes, b: Boxes) -> tuple[Boxes, Boxes]:
-    """Return what boxes of the same matrix share, as parts of both, in the order of ``a``."""
+    """Return intersections of boxes of the same matrix, as parts of both, in the order of ``a``."""
     i, j = matching(a.matrix, b.matrix)
     a, b = a.take(i), b.take(j)
     a, b = a.clip(b), b.clip(a)
@@ -83,17 +82,16 @@ def _meet(a: Boxes, b: Boxes) -> tuple[Boxes, Boxes]:
 
 
 def _on_wire(boxes: Boxes) -> Boxes:
-    """Return the same boxes one after another in a flat buffer."""
+    """Return the same boxes packed one after another in a flat buffer."""
     flat = boxes.replace(OFFSET, np.cumsum(boxes.area) - boxes.area)
     return flat.replace(STRIDE, boxes.width).replace(TENSOR, 0)
 
 
 def _make_copies(read: Boxes, write: Boxes) -> list[Copy]:
-    """Merge copies of boxes into as few strided ones as possible, in the order of the wire.
+    """Merge copies of boxes into as few strided copies as possible, in the order of the buffer.
 
-    Rows that follow one another on both sides become one run; equal blocks at equal distances
-    (the groups of a fused QKV weight, interleaved gate and up rows) become one block of three
-    dimensions, whatever their number.
+    Consecutive rows on both sides become one run. Equal blocks at equal distances (the groups of a
+    fused QKV weight, interleaved gate and up rows) become one 3-D block.
     """
     if not len(read):
         return []
@@ -112,10 +110,9 @@ def _make_copies(read: Boxes, write: Boxes) -> list[Copy]:
 
 
 def _repeat_blocks(blocks: list[list[int]], places: list[list[int]]) -> list[Copy]:
-    """Turn equal blocks at equal, positive distances into one copy.
+    """Merge equal blocks at equal, positive distances into one copy.
 
-    A block is its two tensors, height and width, and two strides from row to row; a place is where
-    it begins in both tensors.
+    A block is ``[source, sink, height, width, read stride, write stride]``, a place its offsets.
     """
     steps = [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(places)]
     again = [

@@ -23,10 +23,10 @@ from megatron_eopt.layouts.boxes import (
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Where the elements of one logical matrix are, over the ranks of one group.
+    """Where the ranks of a group hold the elements of one logical matrix.
 
-    A **piece** is what one rank holds: boxes that map rectangles of the matrix to places in that
-    rank's flattened storage tensor, which may also hold other matrices (Q, K and V of a fused
+    A **piece** is what one rank holds: boxes that map rectangles of the matrix to offsets in the
+    rank's flattened storage tensor. That tensor may also hold other matrices (Q, K and V of a fused
     weight). Several ranks may hold the same elements; exactly one of them is the source.
     """
 
@@ -35,12 +35,12 @@ class Layout:
 
     @classmethod
     def whole(cls, shape: tuple[int, int], owner: int) -> "Layout":
-        """The whole matrix at one rank."""
+        """Return a layout with the whole matrix on one rank."""
         return _copies(shape, (owner,))
 
     @classmethod
     def replicated(cls, shape: tuple[int, int], ranks: Sequence[int]) -> "Layout":
-        """The whole matrix at every one of ``ranks``; the first is the source."""
+        """Return a layout with the whole matrix on each of ``ranks``; the first is the source."""
         return _copies(shape, tuple(ranks))
 
     @classmethod
@@ -51,10 +51,10 @@ class Layout:
         ranks: Sequence[int | Sequence[int]],
         sizes: Sequence[int] | None = None,
     ) -> "Layout":
-        """Rows (``dim`` 0) or columns (``dim`` 1) cut over ranks.
+        """Return a layout with rows (``dim`` 0) or columns (``dim`` 1) cut over ranks.
 
-        ``ranks`` has for each slab its rank, or all ranks that hold a copy of it, the source first.
-        Slabs are even by default, the first ones larger by one.
+        ``ranks`` has an entry per slab: its rank, or all ranks with a copy of it, the source first.
+        By default slabs are even, and the first ones are larger by one if necessary.
         """
         if sizes is None:
             small, larger = divmod(shape[dim], len(ranks))
@@ -86,9 +86,9 @@ class Layout:
         first_col: IntLike = 0,
         held_cols: IntLike | None = None,
     ) -> "Layout":
-        """Runs of rows of a local tensor, as fused weights have them; see :class:`RowRuns`.
+        """Return a layout of row runs, as ranks hold of fused weights; see :class:`RowRuns`.
 
-        The local tensor may hold only some columns, ``held_cols`` from ``first_col`` on.
+        Local tensors may have only the ``held_cols`` columns from ``first_col`` on.
         """
         width = np.asarray(shape[1] if held_cols is None else held_cols, np.int64)
         boxes = Boxes.make(
@@ -101,9 +101,9 @@ class Layout:
         return cls(shape, boxes)
 
     def select_rows(self, start: IntLike, count: IntLike) -> "Layout":
-        """The matrix that consists of the given runs of rows of this one, in their order.
+        """Return the layout of the matrix that consists of the given runs of rows, in their order.
 
-        Storage stays what it is: this takes Q out of a fused weight, or one expert out of many.
+        Storage does not change. This selects Q from a fused weight, or one of many experts.
         """
         size = (count, self.shape[1])
         runs = Boxes.make(rank=0, corner=(start, 0), size=size, offset=0, stride=0)
@@ -118,10 +118,10 @@ class Layout:
         return Layout((int(runs.height.sum()), self.shape[1]), boxes)
 
     def fragments(self, rank: IntLike, holder: IntLike, start: IntLike, stop: IntLike) -> "Layout":
-        """Cut the storage tensors of this layout into flat ranges that other ranks hold.
+        """Return the layout after storage tensors are cut into flat ranges for other ranks.
 
-        Rank ``rank[i]`` holds elements ``[start[i], stop[i])`` of the flattened storage that
-        ``holder[i]`` has in *this* layout; ``start[i]`` becomes place 0 of its storage.
+        Rank ``rank[i]`` holds elements ``[start[i], stop[i])`` of the flattened storage tensor that
+        ``holder[i]`` has in *this* layout. Its own storage begins at ``start[i]``.
         """
         rank, holder, start, stop = np.broadcast_arrays(
             *(np.atleast_1d(np.asarray(x, np.int64)) for x in (rank, holder, start, stop))
@@ -130,15 +130,15 @@ class Layout:
         return Layout(self.shape, _crop(self.boxes.take(j), start[i], stop[i], rank[i]))
 
     def with_sources(self, ranks: Sequence[int]) -> "Layout":
-        """Let exactly the copies at ``ranks`` be sources."""
+        """Return the layout with exactly the copies on ``ranks`` as sources."""
         chosen = np.isin(self.boxes.rank, np.asarray(ranks, np.int64))
         return Layout(self.shape, self.boxes.replace(SOURCE, chosen))
 
     def compact(self) -> "Layout":
-        """The same pieces, each stored by itself as a dense local matrix: a compute layout.
+        """Return a compute layout: the same pieces, each stored as a dense local matrix of its own.
 
         Raises:
-            ConfigurationError: If a rank's piece is not a set of rows with the same columns.
+            ConfigurationError: If the rows of a rank's piece do not all have the same columns.
         """
         boxes = self.boxes.take(np.lexsort((self.boxes.row, self.boxes.rank)))
         new = np.concatenate([[True], boxes.rank[1:] != boxes.rank[:-1]])[: len(boxes)]
@@ -146,36 +146,36 @@ class Layout:
         odd = ~(same | new[1:])
         if odd.any():
             rank = int(boxes.rank[1:][odd][0])
-            rule = "must hold the same columns in every run of rows to compute on it in place"
-            raise ConfigurationError("rank", rank, rule, "Use mode exchange for such a storage")
+            rule = "must hold the same columns of all its rows of a matrix to compute in place"
+            raise ConfigurationError("rank", rank, rule, "Use tp_mode='exchange'")
         above = np.cumsum(boxes.height) - boxes.height
         above -= np.maximum.accumulate(np.where(new, above, 0))
         boxes = boxes.replace(OFFSET, above * boxes.width).replace(STRIDE, boxes.width)
         return Layout(self.shape, boxes)
 
     def local_shape(self, rank: int) -> tuple[int, int] | None:
-        """Rows and columns of a rank's dense local matrix, None if it holds nothing."""
+        """Return rows and columns of a rank's dense local matrix, or None if it holds nothing."""
         piece = self.piece(rank)
         if not len(piece):
             return None
         width, total = int(piece.width[0]), int(piece.area.sum())
-        assert int(piece.extent.max()) == total, "a compute layout has nothing else between rows"
+        assert int(piece.extent.max()) == total, "a compute layout must be dense"
         return total // width, width
 
     def piece(self, rank: int) -> Boxes:
-        """What ``rank`` holds."""
+        """Return the boxes that ``rank`` holds."""
         return self.boxes.take(self.boxes.rank == rank)
 
 
 @lru_cache(maxsize=1 << 16)
 def _copies(shape: tuple[int, int], ranks: tuple[int, ...]) -> Layout:
-    """Make it once: a model has few shapes, and an owner many matrices of each."""
+    """Return a replicated layout; cached, since a model has few shapes and many matrices."""
     return Layout.slabs(shape, 0, [list(ranks)])
 
 
 def _crop(boxes: Boxes, start: Int64Array, stop: Int64Array, rank: Int64Array) -> Boxes:
-    """Keep of box ``i`` the storage range ``[start, stop)``: a part of a row, rows, a part."""
-    # from column `left` of row `top` to before column `right` of row `bottom`
+    """Restrict box ``i`` to storage range ``[start, stop)``: a partial row, rows, a partial row."""
+    # the range starts at column `left` of row `top` and ends before column `right` of `bottom`
     low = np.maximum(start - boxes.offset, 0)
     high = np.minimum(stop - boxes.offset, boxes.height * boxes.stride)
     top, bottom = low // boxes.stride, high // boxes.stride

@@ -1,4 +1,4 @@
-"""Plans: all waves of a redistribution as pure data, computed alike on every rank."""
+"""Plans: all waves of a redistribution as plain data, which each rank computes for itself."""
 
 import hashlib
 from collections import defaultdict
@@ -14,21 +14,18 @@ from megatron_eopt.layouts.boxes import MATRIX, OFFSET, TENSOR, Boxes, Int64Arra
 from megatron_eopt.layouts.exchange import Copy, Exchange, build_exchange
 from megatron_eopt.layouts.layout import Layout
 
-# Local matrices of other shapes begin at multiples of this many elements: 256 bytes in float32.
-_ALIGNMENT = 64
+_ALIGNMENT = 64  # batches begin at multiples of this many elements: 256 bytes in float32
 
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
-    """One logical matrix on its way."""
+    """A logical matrix to redistribute."""
 
-    name: str  # for messages and tables; unique
+    name: str  # unique; for messages and tables
     storage: Layout  # where it is stored between steps
-    compute: Layout  # where it is computed on; every piece dense (:meth:`Layout.compact`)
-    # Name of the storage tensor that its storage layout refers to; by default its own name. Logical
-    # matrices of one fused parameter share it.
-    tensor: str = ""
-    returns: bool = True  # whether what is computed travels back to the storage
+    compute: Layout  # where it is computed, with dense pieces (:meth:`Layout.compact`)
+    tensor: str = ""  # storage tensor, shared within a fused parameter; default: ``name``
+    returns: bool = True  # whether the result travels back to the storage
     kind: Hashable = None  # matrices of different kinds are never stacked together
 
     @property
@@ -48,11 +45,10 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class WavePlan:
-    """One wave as one rank sees it."""
+    """One wave on one rank."""
 
-    # names of the storage tensors of which this rank holds something in this wave
-    tensors: tuple[str, ...]
-    results: tuple[str, ...]  # those of them that something travels back to
+    tensors: tuple[str, ...]  # storage tensors with matrices of this wave on this rank
+    results: tuple[str, ...]  # those of them that receive results
     batches: tuple[Batch, ...]  # what this rank computes
     compute_elements: int  # size of its compute buffer
     inward: Exchange  # storage to compute layout
@@ -61,32 +57,31 @@ class WavePlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A redistribution as one rank of a group sees it."""
+    """A redistribution on one rank of a group."""
 
     rank: int
-    element_size: int  # bytes of an element on the wire
-    # storage tensor name to (index used by the moves, elements it must have at least)
-    tensors: dict[str, tuple[int, int]]
-    # for each wave the storage tensors that no wave before has needed any part of on any rank, if
-    # this rank has some of them: ranks that share one load it at once, and may agree on it then
+    element_size: int  # bytes per element that is sent
+    tensors: dict[str, tuple[int, int]]  # by name: (index in copies, least number of elements)
+    # for each wave, this rank's storage tensors that no earlier wave needs on any rank; all ranks
+    # that share a tensor load it for the same wave, so loading may be collective
     loads: tuple[tuple[str, ...], ...]
-    waves: tuple[WavePlan, ...]  # the waves, in order
+    waves: tuple[WavePlan, ...]
     digest: str  # hash of everything the plan was computed from; equal on ranks that agree
 
     @property
     def calls(self) -> int:
-        """Collective calls of one run, the same on every rank."""
+        """Collective calls per run, the same on every rank."""
         return sum(w.inward.collective + w.outward.collective for w in self.waves)
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that this rank sends to others in one run."""
+        """Bytes that this rank sends to other ranks per run."""
         sent = sum(sum(w.inward.send_sizes) + sum(w.outward.send_sizes) for w in self.waves)
         return sent * self.element_size
 
     @property
     def bytes_received(self) -> int:
-        """Bytes that this rank receives from others in one run."""
+        """Bytes that this rank receives from other ranks per run."""
         got = sum(sum(w.inward.recv_sizes) + sum(w.outward.recv_sizes) for w in self.waves)
         return got * self.element_size
 
@@ -99,9 +94,9 @@ def build_plan(
     world_size: int,
     element_size: int = 4,
 ) -> Plan:
-    """Compute a plan; a pure function that every rank calls with the same lists.
+    """Compute the plan of one rank; a pure function that every rank calls with the same lists.
 
-    Only the copies of ``rank`` are materialised. ``element_size`` is in bytes, on the wire.
+    Only copies of ``rank`` are computed. ``element_size`` is the number of bytes per element sent.
 
     Raises:
         ConfigurationError: If a layout has gaps or overlaps.
@@ -136,7 +131,7 @@ def build_plan(
 
 
 def _check_cover(names: Sequence[str], shapes: Sequence[tuple[int, int]], boxes: Boxes) -> None:
-    """Raise unless every matrix has as many elements as its sources hold inside of it."""
+    """Raise unless each matrix has as many elements as its sources hold, all of them inside it."""
     rows, cols = np.array(shapes, np.int64).reshape(-1, 2).T
     inside = (boxes.row >= 0) & (boxes.bottom <= rows[boxes.matrix])
     inside &= (boxes.column >= 0) & (boxes.right <= cols[boxes.matrix])
@@ -146,12 +141,12 @@ def _check_cover(names: Sequence[str], shapes: Sequence[tuple[int, int]], boxes:
     wrong[boxes.matrix[~inside]] = True
     if wrong.any():
         bad = int(wrong.argmax())
-        rule = f"must hold each element of the {shapes[bad]} matrix once, and holds {covered[bad]}"
-        raise ConfigurationError("layout of", names[bad], rule, "Store every element somewhere")
+        rule = f"must hold each element of the {shapes[bad]} matrix once, but has {covered[bad]}"
+        raise ConfigurationError("layout", names[bad], rule, "Give every element one source rank")
 
 
 def _stack(layouts: Sequence[Layout], tensor: Int64Array | int) -> Boxes:
-    """Lay layouts below one another; ``tensor`` is the number of each one's storage tensor."""
+    """Concatenate layouts; ``tensor`` is the index of each layout's storage tensor."""
     boxes = Boxes.join([layout.boxes for layout in layouts])
     counts = [len(layout.boxes) for layout in layouts]
     matrix = np.repeat(np.arange(len(layouts), dtype=np.int64), counts)
@@ -163,7 +158,7 @@ def _plan_wave(
     matrices: Sequence[Matrix], wave: Sequence[int], tensor: Int64Array, rank: int, world_size: int
 ) -> WavePlan:
     members = [matrices[i] for i in wave]
-    # equal parameters have one layout
+    # equal parameters share one layout object
     shape_of = cache(lambda layout: layout.local_shape(rank))
     is_stored = cache(lambda layout: len(layout.piece(rank)) > 0)
     batches, places, elements = _make_batches(
@@ -193,7 +188,7 @@ def _plan_wave(
 def _make_batches(
     shapes: dict[int, tuple[tuple[int, int], Hashable]],
 ) -> tuple[tuple[Batch, ...], dict[int, int], int]:
-    """Stack equal shapes and kinds; returns batches, places in the buffer, and its size."""
+    """Group equal shapes and kinds; return batches, offsets in the buffer, and its size."""
     groups: dict[tuple[tuple[int, int], Hashable], list[int]] = {}
     for i, alike in shapes.items():
         groups.setdefault(alike, []).append(i)
@@ -209,9 +204,9 @@ def _make_batches(
 
 
 def places_of(plan: Plan) -> dict[str, tuple[int, int, int]]:
-    """Return the tensors that are copied as they are, to one run of a wave's stack and back.
+    """Return the tensors that are copied unchanged to one run of a wave's stack and back.
 
-    Of each the wave, the first element in its stack, and the number of elements.
+    Values are the wave, the first element in its stack, and the number of elements.
     """
     found = {}
     for number, wave in enumerate(plan.waves):

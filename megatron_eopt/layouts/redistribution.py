@@ -1,10 +1,10 @@
-"""Redistribute, compute on whole matrices, redistribute back: all-to-alls, and waves of them.
+"""Move matrices to where they are computed and back, with all-to-alls in waves.
 
 Note [Places]
-    A tensor whose elements all stay on a rank, in one run, need not be packed: its *place* is that
-    run of the stack, if it is loaded for that wave. What is to be computed on is written there, and
-    the result is read there. The next wave is loaded while one is computed on, so waves take turns
-    with two stacks, and results at a place are stored before the wave after the next is loaded.
+    A tensor whose elements all stay on its rank, in one run, need not be packed. Its *place* is
+    that run of the stack of the wave that loads it: inputs are written there and results are read
+    there. The next wave is loaded while the current one is computed, so waves alternate between two
+    stacks, and results in places are stored before the wave after the next is loaded.
 """
 
 import math
@@ -29,17 +29,17 @@ from megatron_eopt.layouts.exchange import Copy, Exchange
 from megatron_eopt.layouts.plan import Matrix, build_plan, places_of
 
 EXCHANGE = "exchange"
-"""Name of the blocks in which elements are packed, waited for and unpacked."""
+"""Name of the timed spans in which elements are packed, waited for and unpacked."""
 
-_MOST = 2**31 - 4096
+_MOST = 2**31 - 4096  # elements that the kernel can index with 32 bits
 
 type FlatT = Sequence[Tensor] | Mapping[int, Tensor]
-"""Flat contiguous tensors by the index that copies have for them."""
+"""Flat contiguous tensors, by the index that copies use."""
 
 
 @torch.library.custom_op("megatron_eopt::copy_blocks", mutates_args=("outs",))
 def _copy_blocks(outs: Sequence[Tensor], blocks: Sequence[Tensor]) -> None:
-    # Triton is there where GPUs are
+    # imported late, since Triton is installed only on machines with GPUs
     import_module("megatron_eopt.layouts.block_copies").launch(outs, blocks)
 
 
@@ -47,10 +47,9 @@ _copy_blocks.register_fake(lambda outs, blocks: None)
 
 
 def run_copies(copies: Sequence[Copy], sources: FlatT, sinks: FlatT) -> None:
-    """Copy every block between flat contiguous tensors; dtypes may differ.
+    """Copy every block between flat contiguous tensors, whose dtypes may differ.
 
-    On a GPU that is one kernel for all of the same two dtypes, but for blocks of more elements than
-    32 bits can count.
+    On a GPU, blocks of the same two dtypes are one launch, unless they exceed 32-bit indices.
     """
     alike: dict[Any, list[tuple[Tensor, Tensor]]] = defaultdict(list)
     for copy in copies:
@@ -68,61 +67,58 @@ def _block(tensor: Tensor, size: tuple[int, ...], place: tuple[int, ...]) -> Ten
 
 
 def _check_agreement(group: dist.ProcessGroup | None, digest: str, name: str) -> None:
-    """Raise a ConfigurationError on every rank that names those with another plan than most."""
+    """Raise a ConfigurationError on every rank if some ranks have another plan than most."""
     if group is None or dist.get_world_size(group) == 1:
         return
     digests = of_every_rank(digest, group)
     common, _ = Counter(digests).most_common(1)[0]
     odd = [rank for rank, other in enumerate(digests) if other != common]
     if odd:
-        rule = f"group rank {odd} has another plan than most"
-        way_out = "List the same parameters in the same order on every rank"
+        rule = f"group rank {odd} has another redistribution plan than the other ranks"
+        way_out = "Pass the same parameters in the same order on every rank"
         raise ConfigurationError("matrices", name, rule, way_out)
 
 
 @dataclass(frozen=True, slots=True)
 class WaveBatch:
-    """Local matrices of equal shape to compute on, in place."""
+    """Local matrices of equal shape, to be computed in place."""
 
-    matrices: tuple[int, ...]  # indices into the list that the redistribution was built from
-    # ``(len(matrices), rows, cols)``, contiguous; read the momenta, leave the updates
-    tensor: Tensor
+    matrices: tuple[int, ...]  # indices into the redistribution's list of matrices
+    tensor: Tensor  # contiguous ``(len(matrices), rows, cols)``; momenta in, updates out
 
 
 type LoadT = Callable[[int, Sequence[str]], Mapping[str, Tensor]]
-"""Returns storage tensors by name: contiguous shards or fragments of any shape. Called on every
-rank for each wave in turn, with the names of tensors that no wave before has needed on any rank."""
+"""Returns storage tensors by name: contiguous shards or fragments of any shape. Every rank calls it
+for each wave in turn, with the names of tensors that no earlier wave needs on any rank."""
 
 type ComputeT = Callable[[WaveBatch], None]
-"""Computes on a batch in place; must not call collectives of the group unless every rank of the
-group gets the same batches."""
+"""Computes a batch in place; collectives are allowed only if all ranks get the same batches."""
 
 type StoreT = Callable[[Mapping[str, Tensor]], None]
-"""Takes results, each like what was loaded, once the last wave that writes to them is done;
-places that belong to no matrix are left undefined."""
+"""Takes results, each shaped like the loaded tensor, after the last wave that writes to them.
+Elements that belong to no matrix are undefined."""
 
 
 class Redistribution:
-    """Brings matrices from their storage to their compute layout and back, wave by wave.
+    """Moves matrices from their storage layout to their compute layout and back, wave by wave.
 
-    1. The next wave's elements travel in while this wave is computed on.
+    1. The next wave's elements arrive while this wave is computed.
     2. ``compute`` is called once per shape with a contiguous stack of local matrices.
-    3. This wave's results travel out while the next one is computed on.
+    3. This wave's results are sent while the next wave is computed.
 
-    Per wave and direction there is at most one ``all_to_all_single``, and none where no rank of
-    the group has anything to send.
+    A wave needs at most one ``all_to_all_single`` per direction, and none if no rank of the group
+    has anything to send.
 
     Args:
-        matrices: The same list on every rank of the group, and so the next.
-        waves: Indices into ``matrices``, see :func:`plan_waves`.
+        matrices: The matrices, in the same order on every rank of the group.
+        waves: Indices into ``matrices``, equal on every rank; see :func:`plan_waves`.
         group: The ranks of the layouts; None for a single process.
-        dtype: Of the elements on the wire and of the stacks that ``compute`` gets.
-        device: Where tensors live.
-        name: What the group is, for messages.
+        dtype: Dtype of the elements sent and of the stacks that ``compute`` gets.
+        device: Device of all tensors.
+        name: Name of the group in error messages.
 
     Raises:
-        ConfigurationError: See :func:`build_plan`, or if the ranks of the group were given
-            different lists.
+        ConfigurationError: If a layout has gaps or overlaps, or the ranks got different lists.
     """
 
     def __init__(
@@ -137,9 +133,8 @@ class Redistribution:
     ) -> None:
         self._group, self._dtype = group, dtype
         self._device = torch.device(device)
-        # flat, live over steps, one per purpose
-        self.buffers: dict[str, Tensor] = {}
-        self.meter: Meter | None = None  # what to note times and bytes with
+        self.buffers: dict[str, Tensor] = {}  # flat, by purpose, reused by all steps
+        self.meter: Meter | None = None  # records times and bytes
         self.plan = build_plan(
             matrices,
             waves,
@@ -149,30 +144,30 @@ class Redistribution:
         )
         self._places = places_of(self.plan)
         planned, turns = self.plan.waves, 2 if self._places else 1
-        # elements of the largest wave that takes each turn
+        # each stack has the size of the largest wave that uses it
         self._stack_sizes = [
             max((wave.compute_elements for wave in planned[turn::turns]), default=0)
             for turn in range(turns)
         ]
-        # of each wave's names those that no later wave has
+        # for each wave, the names that no later wave has
         self._last = first_uses([wave.tensors for wave in planned[::-1]])[::-1]
         self._last_out = first_uses([wave.results for wave in planned[::-1]])[::-1]
         self._alike: dict[str, tuple[torch.Size, torch.dtype]] = {}
-        # what some wave under way reads and writes, and what lies at its place
+        # tensors that running waves read, tensors that they write, and tensors in their places
         self._sources: dict[str, Tensor] = {}
         self._results: dict[str, Tensor] = {}
         self._placed: dict[str, Tensor] = {}
         _check_agreement(group, self.plan.digest, name)
 
     def arriving(self, wave: int) -> Sequence[str]:
-        """Return the names that ``load`` will be called with for a wave; none past the last."""
+        """Return the names that ``load`` will get for a wave; none after the last wave."""
         return self.plan.loads[wave] if wave < len(self.plan.loads) else ()
 
     def place(self, name: str) -> Tensor | None:
-        """Return where ``load`` may put a tensor, flat, so that it is neither copied nor packed.
+        """Return flat memory where ``load`` may put a tensor, to avoid copying and packing it.
 
-        That is where it is computed on, and where its result will be: its own from when it is
-        loaded until it is stored. None if it has no such place; see Note [Places].
+        It is computed there and its result is stored from there. The memory is the tensor's own
+        from its load to its store. None if the tensor has no place; see Note [Places].
         """
         if name not in self._places:
             return None
@@ -180,10 +175,10 @@ class Redistribution:
         return self._stack(wave).narrow(0, start, size)
 
     def run(self, load: LoadT, compute: ComputeT, store: StoreT) -> None:
-        """Run all waves, asking for tensors when it is their turn; collective over the group.
+        """Run all waves, and load tensors when they are needed; collective over the group.
 
-        What ``load`` returns is let go after its last wave. Results are new tensors like those that
-        were loaded, or lie where these do, if that is their :meth:`place`.
+        Tensors that ``load`` returned are released after their last wave. Results are new tensors,
+        or are in the tensors' :meth:`place` if they were loaded there.
         """
         for tensors in (self._sources, self._results, self._placed):
             tensors.clear()
@@ -215,13 +210,13 @@ class Redistribution:
         return nullcontext() if self.meter is None else self.meter.span(EXCHANGE)
 
     def _stack(self, wave: int) -> Tensor:
-        """Return the flat tensor that a wave is computed on."""
+        """Return the flat tensor in which a wave is computed."""
         turn = wave % len(self._stack_sizes)
         stack = self._buffer(f"compute {turn}", self._stack_sizes[turn])
         return stack[: self.plan.waves[wave].compute_elements]
 
     def _is_placed(self, name: str, tensor: Tensor) -> bool:
-        """Return whether a tensor lies at its place."""
+        """Return whether a tensor is in its place."""
         place = self.place(name)
         if place is None or (place.dtype, place.numel()) != (tensor.dtype, tensor.numel()):
             return False
@@ -285,11 +280,11 @@ class Redistribution:
         return buffer[:elements]
 
     def _flat(self, tensors: Mapping[str, Tensor]) -> dict[int, Tensor]:
-        """Return flat views by the plan's index of tensors."""
+        """Return flat views of tensors, by their index in the plan."""
         flat = {}
         for name, whole in tensors.items():
             index, needed = self.plan.tensors[name]
-            # what is not contiguous has no such view
+            # view() raises if a tensor is not contiguous
             flat[index] = whole.detach().view(-1)
             assert flat[index].numel() >= needed, f"{name} is too small for its layout"
         return flat
@@ -297,12 +292,11 @@ class Redistribution:
 
 @dataclass(frozen=True, slots=True)
 class _Travelling:
-    """A wave under way in one direction."""
+    """A wave in transit in one direction."""
 
     stored: FlatT  # this rank's storage tensors
     recv: Tensor
-    # what to wait for: a CPU does, on a GPU the stream; None if nothing travels in the group
-    work: dist.Work | None
+    work: dist.Work | None  # None if no rank of the group sends anything
 
     def finish(self, exchange: Exchange, sinks: FlatT) -> None:
         if self.work is not None:

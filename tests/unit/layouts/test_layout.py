@@ -20,7 +20,7 @@ def test_random_layouts_are_complete_and_a_missing_box_is_noticed(data, shape, r
     check(layout, 2 * ranks)
     lost = data.draw(st.sampled_from(np.flatnonzero(layout.boxes.source).tolist()))
     rest = Layout(shape, layout.boxes.take(np.arange(len(layout.boxes)) != lost))
-    with pytest.raises(ConfigurationError, match=r"layout of='w \(storage\)'.*hold each element"):
+    with pytest.raises(ConfigurationError, match=r"layout='w \(storage\)'.*hold each element"):
         build_plan([Matrix("w", rest, Layout.whole(shape, 0))], [[0]], rank=0, world_size=2 * ranks)
 
 
