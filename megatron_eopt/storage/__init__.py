@@ -1,5 +1,5 @@
-"""Ways to keep weights: each says which shards this rank has, and hands gradients in, weights out.
+"""Ways to store weights and optimizer state: which shards a rank has, gradients in, weights out.
 
-Over data parallelism weights are whole (``replicated``), in ZeRO-1 fragments of Megatron's buffers
-(``sharded``, also where DDP has all-reduced gradients), or DTensors (``dtensors``).
+A data-parallel rank stores whole weights (``replicated``), ZeRO-1 fragments of Megatron's buffers
+(``sharded``, also if DDP all-reduces gradients), or DTensors (``dtensors``).
 """

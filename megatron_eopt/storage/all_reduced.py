@@ -1,9 +1,9 @@
-"""Fragments where every rank holds all gradients already, since DDP has all-reduced them.
+"""ZeRO-1 fragments for a DDP that all-reduces gradients, so that every rank has all of them.
 
-Such a DDP has buffers for gradients only, and its parameters lie apart. They are moved into one
-flat buffer in the layout of Megatron's distributed optimizer, so that all else, from fragments to
-checkpoints, is as if DDP had been told to use it. Only gradients are not reduced a second time:
-each rank reads its fragment of them where they are.
+Such a DDP has buffers for gradients only. Its parameters are moved into a flat buffer with the
+layout of Megatron's distributed optimizer, so that everything from fragments to checkpoints works
+as if DDP had been told to use it. But gradients are not reduced again: each rank reads its fragment
+of DDP's buffer.
 """
 
 from collections.abc import Sequence
@@ -18,9 +18,9 @@ from torch import Tensor, distributed
 
 
 class AllReducedBuffer:
-    """The trained parameters of one of DDP's gradient buffers, moved into a flat one-bucket buffer.
+    """A flat one-bucket buffer for the trainable parameters of one of DDP's gradient buffers.
 
-    If DDP's ``buffer`` overlaps, hooks of its own buckets gather parameters.
+    If DDP overlaps the parameter gather, the hooks of its own buckets gather parameters.
     """
 
     def __init__(self, buffer: Any) -> None:
@@ -35,20 +35,20 @@ class AllReducedBuffer:
         layout = DistributedOptimizer._compute_per_buffer_param_layout(
             self.params, None, self.data_parallel_world_size, self.ddp_config, self.param_indices
         )
-        # a shared embedding has a bucket of its own there
+        # in that layout, a shared embedding has a bucket of its own
         places = layout.param_index_map
         self.param_index_map = {param: (*places[param][:2], 0) for param in places}
         self.num_optimizer_shards = layout.num_optimizer_shards
         last, size = layout.bucket_indices[-1]
         self.numel_unpadded = last + layout.per_bucket_numel_unpadded[-1]
         self._data = torch.zeros(size, dtype=self.param_dtype, device=self.params[0].device)
-        # what Megatron's distributed optimizer asks of a bucket
+        # the attributes that Megatron's distributed optimizer reads
         bucket = SimpleNamespace(
             params_list=self.params,
             params=set(self.params),
             offset=0,
             numel_unpadded=self.numel_unpadded,
-            # only its size is asked for: gradients lie in DDP's own buffer
+            # only its size is read, since gradients are in DDP's own buffer
             grad_data=torch.empty(self._data.numel(), device="meta"),
             param_data=self._data,
         )
@@ -63,18 +63,18 @@ class AllReducedBuffer:
             self._let_hooks_gather(overlapping)
 
     def gather(self) -> None:
-        """Collect every rank's fragments; collective over the data-parallel ranks."""
+        """All-gather every rank's fragment; collective over the data-parallel ranks."""
         shard = self._data.chunk(self.data_parallel_world_size)[self.data_parallel_group.rank()]
-        # a rank's own shard is read where the result is written
+        # the shard is cloned because it is part of the output
         distributed.all_gather_into_tensor(
             self._data, shard.clone(), group=self.data_parallel_group
         )
 
     def _let_hooks_gather(self, bucket: Any) -> None:
-        """Tell Megatron's hooks what every rank steps of the parameters of one of DDP's buckets.
+        """Give Megatron's hooks the fragments of this buffer's parameters in one of DDP's buckets.
 
-        They gather a list of tensors from each rank, whose sizes may differ. What other optimizers
-        step of the bucket stays in it.
+        The hooks gather a list of tensors from each rank, whose sizes may differ. Fragments of
+        other optimizers in the same bucket are kept.
         """
         shard = self._data.numel() // self.data_parallel_world_size
         known = bucket.__dict__.setdefault("fragments_of", {})
@@ -90,7 +90,7 @@ class AllReducedBuffer:
 
 
 class AllReducedChunk:
-    """What stands for wrapped model chunks where a caller has only all-reduced parameters.
+    """Stands in for wrapped model chunks if a caller has only all-reduced parameters.
 
     Args:
         params: All parameters.
@@ -103,7 +103,7 @@ class AllReducedChunk:
         self.buffers: list[Any] = []
         self.expert_parallel_buffers: list[Any] = []
         for key, (members, indices) in group_params_for_buffers(list(params), True).items():
-            # what is asked of DDP's gradient buffers
+            # the attributes that are read from DDP's gradient buffers
             buffer = SimpleNamespace(
                 params=members,
                 param_indices=indices,
@@ -117,7 +117,7 @@ class AllReducedChunk:
             kind.append(buffer)
 
     def named_parameters(self) -> list[tuple[str, Tensor]]:
-        """Return names by place, which is all there is, with the parameters."""
+        """Return the parameters, named by their index because their names are not known."""
         every = [*self.buffers, *self.expert_parallel_buffers]
         params = (param for buffer in every for param in buffer.params)
         return [(f"parameter {number}", param) for number, param in enumerate(params)]

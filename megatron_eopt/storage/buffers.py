@@ -1,8 +1,8 @@
-"""Dense and experts' buffers of Megatron's DDP with the groups of ranks that share them.
+"""Dense and expert buffers of Megatron's DDP, and the process groups that share them.
 
-Whole matrices are stored by tensor parallel x data parallel ranks. Megatron has such a group for
-dense parameters and one instance of the distributed optimizer; for experts whose own tensor
-parallelism is on, and for several instances, all ranks create it.
+The tensor-parallel x data-parallel ranks together store a whole matrix. Megatron has this group for
+dense parameters and one instance of the distributed optimizer. For several instances, and for
+experts with tensor parallelism, all ranks create it here.
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ _REUSE = "reuse_grad_buf_for_mxfp8_param_ag"
 
 
 class RankGrid(NamedTuple):
-    """A group, and the tensor-parallel coordinate and fragment of each member, in its order."""
+    """A group, with the tensor-parallel rank and fragment index of each member, in group order."""
 
     ranks: Ranks
     tensor_ranks: tuple[int, ...]
@@ -32,18 +32,18 @@ class RankGrid(NamedTuple):
 
 
 def data_parallel_only(grid: RankGrid, group: Any) -> RankGrid:
-    """Return the ranks, a data-parallel group, that hold fragments of one tensor-parallel slab."""
+    """Return the grid of a data-parallel group, whose ranks share one tensor-parallel shard."""
     size = distributed.get_world_size(group)
     mine = grid.tensor_ranks[grid.ranks.rank]
     return RankGrid(Ranks.of(group), (mine,) * size, tuple(range(size)), grid.tensor_size)
 
 
 def redistribution_grids(groups: Sequence[tuple[Any, Any, Any]]) -> list[RankGrid]:
-    """Return the grids that are spanned by groups; all ranks of the world call this together.
+    """Return the grids spanned by the given groups; collective over the world.
 
     Args:
-        groups: For each grid the tensor-parallel group, the one over which buffers are cut into
-            fragments, and one of Megatron's that may be the grid already. Any may be None.
+        groups: For each grid: the tensor-parallel group, the group over which buffers are cut into
+            fragments, and a group of Megatron's that may be the grid already. Any may be None.
     """
     places = group_ranks_in([group for tensor, data, _ in groups for group in (tensor, data)])
     grids = []
@@ -52,7 +52,7 @@ def redistribution_grids(groups: Sequence[tuple[Any, Any, Any]]) -> list[RankGri
     ):
         classes: dict[int, list[int]] = {}
         for rank, place in enumerate(tensor):
-            # the first rank of a tensor-parallel group stands for all of it
+            # all members of a tensor-parallel group use the key of its first rank
             classes.setdefault(data[place.first].first, []).append(rank)
         mine = next(ranks for ranks in classes.values() if distributed.get_rank() in ranks)
         known = (group for group in (data_group, existing) if group is not None)
@@ -60,7 +60,7 @@ def redistribution_grids(groups: Sequence[tuple[Any, Any, Any]]) -> list[RankGri
         if any_rank(group is None and len(mine) > 1):
             made = [distributed.new_group(ranks) for ranks in classes.values()]
             group = made[list(classes.values()).index(mine)] if len(mine) > 1 else None
-        # fragments are numbered by the rank in the group, whatever its global rank
+        # fragments are numbered by the rank in the data-parallel group
         tensor_ranks = tuple(tensor[rank].number for rank in ranks_of(group))
         data_ranks = tuple(data[rank].number for rank in ranks_of(group))
         grids.append(RankGrid(Ranks.of(group), tensor_ranks, data_ranks, max(tensor_ranks) + 1))
@@ -68,21 +68,21 @@ def redistribution_grids(groups: Sequence[tuple[Any, Any, Any]]) -> list[RankGri
 
 
 class BufferSet(NamedTuple):
-    """The buffers of one kind on this rank, and who holds what of them."""
+    """The dense or the expert buffers on this rank, and the groups that share them."""
 
     is_expert: bool
-    buffers: dict[int, list[Any]]  # by model chunk: DDP's, or ours if its parameters lie apart
-    data: Any  # ranks over which the buffers are cut into fragments
-    data_gloo: Any  # the same ranks over gloo, for old checkpoint formats; may be None
-    model_rank: int  # number of this rank's part of the model, for names in checkpoints
-    grid: RankGrid | None  # the redistribution group; None where nothing is redistributed
-    stats: Any  # ranks over which gradient statistics add up
-    instance: int  # number of this rank's instance of the distributed optimizer
+    buffers: dict[int, list[Any]]  # by model chunk: DDP's, or an AllReducedBuffer for each
+    data: Any  # group over which the buffers are cut into fragments
+    data_gloo: Any  # gloo group of the same ranks, for old checkpoint formats; may be None
+    model_rank: int  # index of this rank's part of the model, for names in checkpoints
+    grid: RankGrid | None  # the redistribution group; None if nothing is redistributed
+    stats: Any  # group over which gradient statistics are summed
+    instance: int  # index of this rank's instance of the distributed optimizer
     collection: Any  # the model's process groups
 
     @property
     def all_buffers(self) -> list[Any]:
-        """The buffers of all chunks, in their order."""
+        """The buffers of all chunks, in order."""
         return [buffer for buffers in self.buffers.values() for buffer in buffers]
 
 
@@ -93,19 +93,19 @@ _KINDS = (
 
 
 def process_groups(pg_collection: Any) -> Any:
-    """Return a caller's collection of process groups, or Megatron's own one.
+    """Return the caller's collection of process groups, or Megatron's.
 
-    One without a tensor-parallel group may have groups over the same ranks as Megatron's alone.
+    A collection may lack the tensor-parallel group if all its groups have the ranks of Megatron's.
 
     Raises:
-        ConfigurationError: If it lacks that group, and others are not Megatron's.
+        ConfigurationError: If that group is missing, and another one differs from Megatron's.
     """
     if pg_collection is not None and getattr(pg_collection, "tp", None) is not None:
         return pg_collection
     collection = ProcessGroupCollection.use_mpu_process_groups()
     for name, group in vars(pg_collection or collection).items():
         if _ranks(group) != _ranks(getattr(collection, name, None)):
-            rule = f"must be given where {name} is another group than Megatron's own"
+            rule = f"is required because {name} differs from Megatron's own group"
             way_out = "Add it, or pass pg_collection=None to use Megatron's own groups"
             raise ConfigurationError("pg_collection.tp", None, rule, way_out)
     return collection
@@ -119,10 +119,9 @@ def _ranks(group: Any) -> list[int] | None:
 def buffer_sets(
     model_chunks: Sequence[Any], pg_collection: Any, *, use_gloo: bool, redistributed: bool
 ) -> list[BufferSet]:
-    """Return the dense set and, if any rank of the world has experts, the experts'.
+    """Return the dense buffer set and, if any rank of the world has experts, the expert set.
 
-    All ranks call this together; where matrices are to be ``redistributed``, groups that Megatron
-    does not have are created here.
+    All ranks call this together. If matrices are ``redistributed``, missing groups are created.
     """
     collection = process_groups(pg_collection)
     given = pg_collection if collection is pg_collection else None
@@ -155,19 +154,19 @@ def buffer_sets(
 
 
 def check_model_chunks(model_chunks: Sequence[Any], *, mixed: bool = True) -> None:
-    """Raise unless the model is wrapped in Megatron's DDP in a mode that can be served.
+    """Raise unless the model is wrapped in Megatron's DDP in a supported mode.
 
-    ``mixed`` says whether several optimizers step what is in its buffers.
+    ``mixed`` says whether several optimizers step the parameters of its buffers.
 
     Raises:
         ConfigurationTypeError: If it is not wrapped.
         ConfigurationError: If it is wrapped in another mode.
     """
     for chunk in model_chunks:
-        # what is not wrapped has torch's method of this name
+        # without the wrapper, `buffers` is torch's method
         if not (hasattr(chunk, "ddp_config") and isinstance(chunk.buffers, list)):
             rule = "must be wrapped in megatron.core.distributed.DistributedDataParallel"
-            way_out = "Wrap it, with use_distributed_optimizer=True"
+            way_out = "Wrap it in DDP with use_distributed_optimizer=True"
             raise ConfigurationTypeError("model_chunks", chunk, rule, way_out)
         if mixed and getattr(chunk.ddp_config, _REUSE, False):
             rule = "overwrites gradients before all optimizers have stepped"
@@ -176,9 +175,9 @@ def check_model_chunks(model_chunks: Sequence[Any], *, mixed: bool = True) -> No
 
 
 def has_resting(model_chunk: Any) -> bool:
-    """Return whether the buffers of a wrapped model have parameters that are not trained now."""
+    """Return whether the buffers of a wrapped model have parameters that are frozen now."""
     kinds = (getattr(model_chunk, attribute, ()) for _, attribute, *_ in _KINDS)
-    # what is not wrapped has torch's method of this name
+    # without the wrapper, `buffers` is torch's method
     buffers = [buffer for kind in kinds if isinstance(kind, list) for buffer in kind]
     return any(not param.requires_grad for buffer in buffers for param in buffer.params)
 
@@ -186,12 +185,12 @@ def has_resting(model_chunk: Any) -> bool:
 def check_buffers(
     buffers: Iterable[Any], groups: Iterable[Mapping[str, Any]], names: Mapping[Tensor, str]
 ) -> None:
-    """Raise unless every trained parameter of the buffers is in exactly one group.
+    """Raise unless every trainable parameter of the buffers is in exactly one group.
 
-    Those that require no gradients may be another optimizer's.
+    Frozen parameters may be another optimizer's.
 
     Raises:
-        ConfigurationError: If one is in none or in several.
+        ConfigurationError: If a parameter is in no group or in several.
     """
     owners = Counter(param for group in groups for param in group["params"])
     for buffer in buffers:
@@ -199,7 +198,7 @@ def check_buffers(
             count = owners[param]
             if count > 1 or (count == 0 and param.requires_grad):
                 value = names.get(param, f"a parameter of shape {tuple(param.shape)}")
-                rule = f"must be in exactly one parameter group, and is in {count}"
+                rule = f"must be in exactly one parameter group, but is in {count}"
                 way_out = "Give every trainable parameter to one optimizer, or freeze it"
                 raise ConfigurationError("optimizers", value, rule, way_out)
 
@@ -216,7 +215,7 @@ def _buffers(chunk: Any, attribute: str) -> list[Any]:
 
 
 def _gloo_twin(group: Any, is_expert: bool) -> Any:
-    """Return Megatron's gloo group over the same ranks, None if it did not make one."""
+    """Return Megatron's gloo group of the same ranks, or None if it was not created."""
     try:
         twin = (
             parallel_state.get_expert_data_parallel_group_gloo(partial_expert_data_parallel=True)

@@ -1,8 +1,8 @@
-"""DTensors as storage: which ranks store them, as which shards, and what this rank has of them.
+"""Storage in DTensors: which ranks hold a parameter, as which shards, and what this rank has.
 
-Megatron-FSDP gives each rank rows, of any number, of a tensor-parallel slab. A fused weight's slab
-has a part of every logical matrix, so what a rank holds is a fragment of a slab, as of Megatron's
-flat buffers, and no box of the whole. All other DTensors are boxes, cut as torch cuts.
+Megatron-FSDP gives each rank any number of rows of a tensor-parallel shard. In a fused weight such
+a shard has a part of every logical matrix, so what a rank holds is a flat fragment of it, as in
+Megatron's buffers, not a box of the whole weight. All other DTensors are boxes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,9 +33,9 @@ type Int64Array = npt.NDArray[np.int64]
 def mesh_group(param: Tensor, made: Groups) -> dist.ProcessGroup | None:
     """Return the group of all ranks that store a part of ``param``; None for one rank.
 
-    HSDP and tensor parallelism have meshes of several dimensions, for which torch has a group per
-    dimension only. All ranks of a mesh must ask for its group in the same order; groups are kept in
-    ``made``.
+    Meshes of several dimensions (HSDP, tensor parallelism) have one torch group per dimension only,
+    so the group may be created here. All ranks of a mesh must call this in the same order. ``made``
+    keeps the groups.
     """
     if not isinstance(param, DTensor) or param.device_mesh.size() == 1:
         return None
@@ -47,7 +47,7 @@ def mesh_group(param: Tensor, made: Groups) -> dist.ProcessGroup | None:
 
 
 def is_sharded(param: Tensor) -> bool:
-    """Whether no rank stores the whole parameter."""
+    """Return whether no rank stores the whole parameter."""
     if not isinstance(param, DTensor):
         return False
     extents = zip(param.placements, param.device_mesh.shape, strict=True)
@@ -55,7 +55,7 @@ def is_sharded(param: Tensor) -> bool:
 
 
 def local_of(value: Any) -> Any:
-    """Return a DTensor's local tensor, and anything else as it is."""
+    """Return a DTensor's local tensor, and any other value unchanged."""
     if not isinstance(value, DTensor):
         return value
     with torch.no_grad():
@@ -63,7 +63,7 @@ def local_of(value: Any) -> Any:
 
 
 def shard_like(param: Tensor, local: Tensor) -> Tensor:
-    """Return ``local`` as a tensor that is cut and placed like ``param``."""
+    """Return ``local`` as a tensor that is sharded and placed like ``param``."""
     if not isinstance(param, DTensor):
         return local
     return DTensor.from_local(
@@ -77,18 +77,18 @@ def shard_like(param: Tensor, local: Tensor) -> Tensor:
 
 
 def is_uneven(param: Tensor) -> bool:
-    """Whether Megatron-FSDP has cut a parameter."""
+    """Return whether Megatron-FSDP shards a parameter."""
     return isinstance(param, DTensor) and hasattr(param, "megatron_fsdp_dist_index")
 
 
 def _ranks_in(param: DTensor) -> Int64Array:
-    """Return a mesh's global ranks in its shape; they have values where no other tensor does."""
+    """Return the global ranks of a mesh, in its shape; real values even for fake tensors."""
     with unset_fake_temporarily():
         return param.device_mesh.mesh.numpy()  # type: ignore[no-any-return]
 
 
 def _mesh_in(param: DTensor, group: dist.ProcessGroup) -> Int64Array:
-    """Return a parameter's device mesh with ranks of a group that has all of them."""
+    """Return a parameter's device mesh in ranks of a group that contains it."""
     number = {rank: i for i, rank in enumerate(dist.get_process_group_ranks(group))}
     ranks = _ranks_in(param)
     numbers = [number[rank] for rank in ranks.ravel().tolist()]
@@ -101,10 +101,10 @@ def dtensor_shards(
     group: dist.ProcessGroup | None,
     computed_by: Any,
 ) -> list[Shard]:
-    """Return the shards of some parameters; collective over the group that :func:`mesh_group` has.
+    """Return the shards of some parameters; collective over the group from :func:`mesh_group`.
 
-    Of replicas the one sends to which the matrix's owner belongs, which so has a part already:
-    ``computed_by``, called with all layouts, returns a rank that computes on each matrix.
+    ``computed_by``, called with all layouts, returns a rank that computes each matrix. Of several
+    replicas, the one with that rank is the source, because the rank has a part of it already.
     """
     held = _held_by_all(list(params.values()), group)
     layouts = [
@@ -131,10 +131,10 @@ def dtensor_shards(
 
 
 def _held_by_all(params: Sequence[Tensor], group: dist.ProcessGroup | None) -> Int64Array:
-    """Return how many elements each rank has of each parameter, one row a rank.
+    """Return the number of elements of each parameter on each rank, ``(ranks, parameters)``.
 
-    Ranks ask each other only where Megatron-FSDP has cut a parameter, since layouts of all others
-    follow from their placements.
+    Ranks communicate only if Megatron-FSDP shards a parameter; other layouts follow from
+    placements.
     """
     mine = [local_of(param).numel() for param in params]
     asks = group is not None and any(map(is_uneven, params))
@@ -145,7 +145,7 @@ def _held_by_all(params: Sequence[Tensor], group: dist.ProcessGroup | None) -> I
 def _layouts(
     name: str, param: Tensor, split: Split, group: dist.ProcessGroup | None, held: Int64Array
 ) -> tuple[Layout, ...]:
-    """Return the layouts of one parameter's logical matrices, leading dimensions folded to rows."""
+    """Return the layouts of a parameter's logical matrices, leading dimensions folded to rows."""
     shape = tuple(param.shape)
     if group is None or not isinstance(param, DTensor):
         layout = Layout.whole((int(np.prod(shape[:-1])), shape[-1]), 0)
@@ -163,7 +163,7 @@ def _layouts(
 def _fragments(
     param: DTensor, split: Split, mesh: Int64Array, held: Int64Array
 ) -> tuple[Layout, ...]:
-    """Return the layouts of a parameter of which the ranks of a group hold so many elements."""
+    """Return the layouts of a Megatron-FSDP parameter, given how many elements each rank has."""
     index = param.megatron_fsdp_dist_index  # type: ignore[attr-defined]
     dims = list(param.device_mesh.mesh_dim_names or ())
     of_data, stops = dims.index(index.dp_shard_dim), held[mesh]
@@ -182,7 +182,7 @@ def _fragments(
 
 
 def _replica_of(rank: int, param: Tensor, group: dist.ProcessGroup) -> list[int]:
-    """Return the ranks that hold a whole copy together, ``rank`` among them."""
+    """Return the ranks of the replica, a whole copy, that includes ``rank``."""
     assert isinstance(param, DTensor)
     mesh = _mesh_in(param, group)
     place = np.argwhere(mesh == rank)[0]
@@ -197,7 +197,8 @@ def check_parameters(parameters: Sequence[ModelParameter]) -> None:
     """Raise for the first parameter that ranks would step differently, or not at all.
 
     Raises:
-        ConfigurationError: See the messages.
+        ConfigurationError: If a parameter is on the meta device, a plain tensor among DTensors, or
+            tensor-parallel outside its device mesh.
     """
     sharded = any(isinstance(item.param, DTensor) for item in parameters)
     for name, param in ((item.name, item.param) for item in parameters):
@@ -205,24 +206,21 @@ def check_parameters(parameters: Sequence[ModelParameter]) -> None:
             way_out = "Call model.to_empty(device=...), initialize it, then build the optimizer"
             raise ConfigurationError(name, "meta device", "has no storage yet", way_out)
         if sharded and not isinstance(param, DTensor):
-            rule = "is a plain tensor beside DTensors, so nothing averages its gradient"
+            rule = "is a plain tensor among DTensors, so its gradient is not averaged over ranks"
             way_out = "Let fully_shard manage it, or freeze it"
             raise ConfigurationError(name, tuple(param.shape), rule, way_out)
         ranks, dim = tensor_parallel_cut(param) if sharded else (1, -1)
         if ranks > 1:
-            rule = (
-                f"is cut over {ranks} tensor-parallel ranks along dimension {dim}, for which its "
-                "mesh has no dimension"
-            )
-            way_out = "Cut it with parallelize_module on a mesh that fully_shard's is a part of"
+            rule = f"its mesh lacks the {ranks} tensor-parallel ranks that cut dimension {dim}"
+            way_out = "Call parallelize_module and fully_shard with submeshes of one device mesh"
             raise ConfigurationError(name, tuple(param.shape), rule, way_out)
 
 
 class LocalShards:
-    """Keeps this rank's shards of DTensors; stands before a wrapper of whole parameters."""
+    """Exposes this rank's shards of DTensors; a mixin for wrappers of whole parameters."""
 
     def stored(self) -> Iterator[Stored]:
-        """Yield the parameters, of which this rank has its shards."""
+        """Yield the parameters, with the size of this rank's shard."""
         for item in super().stored():  # type: ignore[misc]
             yield item._replace(stop=local_of(item.main).numel())
 
@@ -232,17 +230,17 @@ class LocalShards:
         return {kind: local_of(value) for kind, value in tensors.items()}
 
     def replica_of_matrix(self, replica: Any) -> tuple[int, ...]:
-        """Return the same on all ranks: they hold no copies of it."""
+        """Return the same on all ranks, because there are no copies of such state."""
         return (0, 0, 0)
 
 
 class Float32Shards(LocalShards, Float32Optimizer):
-    """For float32: steps on the parameters' shards themselves."""
+    """For float32: steps the parameters' shards themselves."""
 
 
 class MainShards(LocalShards, MainParamsOptimizer):
-    """For bf16: steps on float32 copies of the shards."""
+    """For bf16: steps float32 copies of the shards."""
 
     def copies(self) -> list[tuple[Tensor, Tensor]]:
-        """Return this rank's shards of both."""
+        """Return this rank's shards of main weights and parameters."""
         return [(local_of(main), local_of(model)) for main, model in super().copies()]

@@ -1,4 +1,4 @@
-"""Weights and state on every data-parallel rank: tensor-parallel slabs, or all of a weight."""
+"""Storage of whole parameters, or whole tensor-parallel shards, on every data-parallel rank."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,20 +16,20 @@ from megatron_eopt.storage.interface import Storage, Stored
 from megatron_eopt.storage.shard import Fragment, Ranks, Shard, fragment_layouts, global_name
 
 type SplitOf = Callable[[Tensor, tuple[int, ...]], Split]
-"""Returns the logical matrices of a parameter of the given unsharded shape."""
+"""Returns the logical matrices of a parameter, given its unsharded shape."""
 
 
 def tensor_parallel_cut(
     param: Tensor, pg_collection: Any, mode: TpModeT = "blockwise"
 ) -> tuple[int, dist.ProcessGroup | None]:
-    """Return the dimension in which tensor parallelism cuts a parameter, and the slabs' ranks.
+    """Return the dimension in which tensor parallelism cuts a parameter, and the group.
 
-    It is -1, of no ranks, if nothing is cut. ``allreduce = False`` or ``expert_tp`` marks an
-    expert's, whose group is ``expt_tp`` and not ``tp``.
+    Returns ``(-1, None)`` if nothing is cut. Parameters with ``allreduce = False`` or ``expert_tp``
+    belong to experts and use the group ``expt_tp`` instead of ``tp``.
 
     Raises:
-        ConfigurationError: If the parameter is cut and there is no group, or weight
-            rematerialization cuts its rows once more.
+        ConfigurationError: If the parameter is cut and the group is missing, or weight
+            rematerialization cuts its rows again.
     """
     is_expert = getattr(param, "expert_tp", False) or not getattr(param, "allreduce", True)
     remat = getattr(pg_collection, "expt_gtp_remat" if is_expert else "gtp_remat", None)
@@ -41,7 +41,7 @@ def tensor_parallel_cut(
     group = getattr(pg_collection, name, None)
     if group is None and mode != "blockwise":
         shape = tuple(param.shape)
-        rule = f"must have the group {name!r}, since a parameter of shape {shape} is cut"
+        rule = f"must have the group {name!r}, because a parameter of shape {shape} is cut"
         way_out = "Pass the model's process groups, or set partition_dim to -1 if nothing is cut"
         raise ConfigurationError("pg_collection", pg_collection, rule, way_out)
     if group is None or dist.get_world_size(group) == 1:
@@ -50,22 +50,18 @@ def tensor_parallel_cut(
 
 
 def refuse_rematerialized(name: str, param: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Raise if weight rematerialization cuts a matrix's rows once more, over ``group`` if known.
-
-    Raises:
-        ConfigurationError: If it does.
-    """
+    """Raise a ConfigurationError if weight rematerialization cuts rows again (over ``group``)."""
     cuts = group is None or dist.get_world_size(group) > 1
     if cuts and getattr(param, "is_gtp_weight_remat", False):
-        rule = f"the rows of {name} must not be cut once more"
-        way_out = "Turn weight rematerialization off for the matrices that Muon gets"
+        rule = f"cuts the rows of {name} once more, which is not supported"
+        way_out = "Turn weight rematerialization off for the parameters that Muon trains"
         raise ConfigurationError("is_gtp_weight_remat", True, rule, way_out)
 
 
 def slab(
     name: str, param: Tensor, split_of: SplitOf, cut: tuple[int, dist.ProcessGroup | None]
 ) -> Shard:
-    """Return a slab, or a whole parameter, cut as :func:`tensor_parallel_cut` says, as a shard."""
+    """Return the shard of a local parameter, cut as :func:`tensor_parallel_cut` returned."""
     dim, group = cut
     ranks = Ranks.of(group)
     shape = list(param.shape)
@@ -80,15 +76,15 @@ def slab(
 
 
 class Replicated(Storage):
-    """What wrappers of whole parameters have in common; stands before megatron-core's."""
+    """What wrappers of whole parameters have in common; a mixin for megatron-core's."""
 
     def tensors_of(self, item: Stored) -> dict[str, Any]:
-        """Return main weights, where they are not the model's, and state, by kind."""
+        """Return main weights, unless they are the model's, and state, by kind."""
         main = {} if item.main is item.param else {MAIN_OF_REPLICATED: item.main.detach()}
         return {**main, **self.optimizer.state[item.main]}
 
     def common_state(self, steps: Sequence[int], main: str | None) -> dict[str, Any]:
-        """Return what checkpoints have once for all ranks."""
+        """Return what checkpoints store once for all ranks."""
         groups = [
             {k: v for k, v in group.items() if k != "params" and (k, v) != ("optimizer", main)}
             for group in self.optimizer.param_groups
@@ -98,7 +94,7 @@ class Replicated(Storage):
         return {"param_groups": groups, **counted}
 
     def stored(self) -> Iterator[Stored]:
-        """Yield the parameters with what is stepped, in the order of the groups."""
+        """Yield the parameters with the tensors that are stepped, in the order of the groups."""
         if not self.is_stub_optimizer:
             model_of = self._model_of()
             for group in self.optimizer.param_groups:
@@ -106,20 +102,20 @@ class Replicated(Storage):
                     yield Stored(model_of.get(main, main), main, 0, main.numel())
 
     def _model_of(self) -> dict[Tensor, Tensor]:
-        """Return the parameter of each main copy."""
+        """Return the parameter of each main weight."""
         return {}
 
 
 class MainParamsOptimizer(Replicated, Float16OptimizerWithFloat16Params):
-    """For bf16 and fp16: steps on float32 copies of the parameters."""
+    """For bf16 and fp16: steps float32 copies of the parameters."""
 
     def common_state(self, steps: Sequence[int], main: str | None) -> dict[str, Any]:
-        """Return the same in the form of megatron-core's wrapper, and the loss scale."""
+        """Return the same in the format of megatron-core's wrapper, with the loss scale."""
         scale = {"grad_scaler": self.grad_scaler.state_dict()} if self.grad_scaler else {}
         return {"optimizer": super().common_state(steps, main), **scale}
 
     def copies(self) -> list[tuple[Tensor, Tensor]]:
-        """Return all main weights with the parameters."""
+        """Return all main weights with their parameters."""
         return [(main, model.detach()) for main, model in self._model_of().items()]
 
     def _copy_main_params_to_model_params(self) -> None:
@@ -131,8 +127,8 @@ class MainParamsOptimizer(Replicated, Float16OptimizerWithFloat16Params):
 
 
 class Float32Optimizer(Replicated, FP32Optimizer):
-    """For float32: steps on the parameters themselves."""
+    """For float32: steps the parameters themselves."""
 
     def collect_gradients(self) -> None:
-        """Let the parameters have the gradients that DDP keeps for them."""
+        """Hand DDP's gradients to the parameters."""
         self.prepare_grads()

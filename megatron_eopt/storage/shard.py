@@ -1,11 +1,11 @@
 """What a rank stores of one parameter, and where the ranks of its group store the rest.
 
 Note [Shards]
-    However weights are kept, an optimizer sees shards: tensor-parallel slabs, ZeRO-1 fragments of
-    such slabs, pieces of a DTensor, whole parameters. A shard has a layout for each of the
-    parameter's logical matrices, over the ranks of one group; where several ranks hold the same
-    numbers, the layout says which of them sends. The areas that a rank holds of a parameter's
-    matrices add up to its tensor, which is checked when the shard is made.
+    However weights are stored, an optimizer sees shards: tensor-parallel slabs (a rank's part of a
+    tensor-parallel weight), ZeRO-1 fragments of slabs, shards of DTensors, whole parameters. A
+    shard has a layout for each logical matrix of the parameter, over the ranks of one group. If
+    several ranks hold the same elements, the layout says which of them sends. A new shard checks
+    that what this rank holds of all matrices adds up to its tensor.
 """
 
 from collections.abc import Sequence
@@ -24,13 +24,12 @@ from megatron_eopt.layouts import Layout
 from megatron_eopt.layouts.boxes import Boxes
 from megatron_eopt.matrices import Split, matrix_rows
 
-_REMEMBERED = 4096
-"""Layouts that are made once for all parameters of one shape and place."""
+_REMEMBERED = 4096  # cached layouts, each for all parameters of one shape and position
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks that together store some parameters, and this one's place; no group for one."""
+    """The ranks that together store some parameters, and this rank's index in their group."""
 
     group: dist.ProcessGroup | None = None
     rank: int = 0
@@ -38,7 +37,7 @@ class Ranks:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> "Ranks":
-        """The ranks of a process group."""
+        """Return the ranks of a process group."""
         if group is None or dist.get_world_size(group) == 1:
             return cls()
         return cls(group, dist.get_rank(group), dist.get_world_size(group))
@@ -52,53 +51,51 @@ class Shard:
         ConfigurationError: If the pieces that this rank holds do not add up to its tensor.
     """
 
-    name: str  # the parameter's, unique among the shards of an optimizer
+    name: str  # the parameter's name, unique within an optimizer
     split: Split  # its logical matrices
     layouts: tuple[Layout, ...]  # where each of them is stored, in the split's order
-    ranks: Ranks  # who stores it
-    shape: tuple[int, ...]  # of the tensor that this rank stores; any with as many elements
-    # where the split is that of one tensor-parallel slab alone, its rank and their number
-    slab: tuple[int, int] | None = None
-    global_name: str = ""  # the parameter's in the whole model, the same at every layout
+    ranks: Ranks  # the ranks that store it
+    shape: tuple[int, ...]  # of this rank's tensor, or any shape with as many elements
+    slab: tuple[int, int] | None = None  # tensor-parallel rank and size, if split is one slab's
+    global_name: str = ""  # the parameter's name in the whole model, the same at every layout
 
     def __post_init__(self) -> None:
         held = int(self.pieces.area.sum())
         if held != self.numel:
             rule = (
-                f"rank {self.ranks.rank} stores {self.numel} elements of it, of which the "
-                f"{self.split.kind} split {self.split.describe()} covers {held}; "
-                "each must be covered once"
+                f"rank {self.ranks.rank} stores {self.numel} elements, but the {self.split.kind} "
+                f"split {self.split.describe()} covers {held}"
             )
             way_out = "Correct partition_dim, tensor_model_parallel or the split of this parameter"
-            raise ConfigurationError("layout of", self.name, rule, way_out)
+            raise ConfigurationError("layout", self.name, rule, way_out)
 
     @property
     def numel(self) -> int:
-        """Elements that this rank stores."""
+        """Number of elements that this rank stores."""
         return torch.Size(self.shape).numel()
 
     @property
     def pieces(self) -> Boxes:
-        """What this rank stores of all matrices."""
+        """What this rank stores of all logical matrices."""
         return Boxes.join([layout.piece(self.ranks.rank) for layout in self.layouts])
 
     @property
     def matrix_names(self) -> tuple[str, ...]:
-        """Name of each logical matrix: the parameter's, with the matrix's where it has several."""
+        """Names of the logical matrices: the parameter's, and the matrix's if it has several."""
         if len(self.layouts) == 1:
             return (self.name,)
         return tuple(f"{self.name}[{matrix.name}]" for matrix in self.split.matrices)
 
 
 def global_name(param: Tensor, name: str) -> str:
-    """Return a parameter's name in the whole model, or another one if it does not know that."""
+    """Return a parameter's name in the whole model, or ``name`` if it is not known."""
     return getattr(param, GLOBAL_NAME_ATTRIBUTE, name)
 
 
 class Fragment(NamedTuple):
-    """The range ``start`` to ``stop`` of a flattened slab; empty where a rank holds nothing.
+    """The range ``start`` to ``stop`` of a flattened slab; empty if a rank holds nothing.
 
-    Slabs are counted by their tensor-parallel coordinate, 0 where nothing is cut.
+    ``tensor_rank`` is the tensor-parallel rank of the slab, 0 if nothing is cut.
     """
 
     tensor_rank: int
@@ -111,15 +108,15 @@ def fragment_layouts(
 ) -> tuple[Layout, ...]:
     """Return where each logical matrix of a parameter is stored.
 
-    Tensor parallelism cuts first, then flat ranges are taken. A plain tensor-parallel weight has
-    one whole-slab fragment a rank, a ZeRO-1 weight a range of its slab, a replica the same range as
-    another rank; of ranks with the same range the first is the source.
+    Tensor parallelism cuts first, then flat ranges of its slabs are taken. Without ZeRO-1, a rank's
+    fragment is its whole slab; with it, a range of the slab. Of ranks with equal fragments the
+    first is the source.
 
     Args:
         split: The parameter's logical matrices.
-        partition_dim: Dimension cut by tensor parallelism, -1 if none; the size is then 1.
-        tensor_size: Ranks of the tensor-parallel group.
-        fragments: One entry per rank of the redistribution group, in its order of ranks.
+        partition_dim: Dimension that tensor parallelism cuts; -1 if none, with a size of 1.
+        tensor_size: Number of tensor-parallel ranks.
+        fragments: One for each rank of the redistribution group, in order.
     """
     held = [(rank, item) for rank, item in enumerate(fragments) if item.start < item.stop]
     return _layouts_of(split, partition_dim, tensor_size, tuple(held))
@@ -129,7 +126,7 @@ def fragment_layouts(
 def _layouts_of(
     split: Split, partition_dim: int, tensor_size: int, held: tuple[tuple[int, Fragment], ...]
 ) -> tuple[Layout, ...]:
-    """Do it for the fragments that are not empty, each with its rank."""
+    """Return the layouts for the non-empty fragments, each given with its rank."""
     holders: dict[Fragment, list[int]] = {}
     for rank, fragment in held:
         holders.setdefault(fragment, []).append(rank)
@@ -161,7 +158,7 @@ def _layouts_of(
 
 
 def group_by_ranks(shards: Sequence[Shard]) -> list[tuple[Ranks, list[int]]]:
-    """Return the numbers of the shards of each group of ranks, in the order of first appearance."""
+    """Return the indices of the shards of each group of ranks, in order of first appearance."""
     groups: dict[dist.ProcessGroup | None, tuple[Ranks, list[int]]] = {}
     for number, shard in enumerate(shards):
         groups.setdefault(shard.ranks.group, (shard.ranks, []))[1].append(number)

@@ -1,4 +1,4 @@
-"""Weights and state in ZeRO-1 fragments of Megatron's flat buffers."""
+"""Storage of weights and state in ZeRO-1 fragments of Megatron's flat buffers."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ from megatron_eopt.storage.shard import Fragment, Shard, fragment_layouts, globa
 
 
 class BufferRange(NamedTuple):
-    """Where a parameter lies in its bucket, of which each rank holds ``shard`` elements."""
+    """Position of a parameter in its bucket; a rank holds ``shard`` elements of the bucket."""
 
     name: str
     start: int
@@ -30,14 +30,14 @@ class BufferRange(NamedTuple):
     shard: int
 
     def held_by(self, data_rank: int) -> tuple[int, int]:
-        """Return the range of the flattened parameter that a rank holds; empty if start == stop."""
+        """Return the range of the flattened parameter on a rank, or ``(0, 0)``."""
         low = max(self.start, data_rank * self.shard)
         high = min(self.stop, (data_rank + 1) * self.shard)
         return (low - self.start, high - self.start) if low < high else (0, 0)
 
 
 def ranges_in(buffer_set: BufferSet, names: Mapping[Tensor, str]) -> dict[Tensor, BufferRange]:
-    """Return where every parameter of a set lies, in an order that all ranks share."""
+    """Return the position of every parameter of a set, in the same order on all ranks."""
     places = {}
     for buffer in buffer_set.all_buffers:
         for param in buffer.params:
@@ -52,18 +52,18 @@ def ranges_in(buffer_set: BufferSet, names: Mapping[Tensor, str]) -> dict[Tensor
 def fragment_of(
     param: Tensor, place: BufferRange, split_of: SplitOf, grid: RankGrid, *, slabs: bool = False
 ) -> Shard:
-    """Return the fragments of one parameter as a shard.
+    """Return the shard of one parameter that is stored in fragments.
 
-    If each tensor-parallel slab counts as a parameter of its own, ``grid`` is that of one slab.
+    With ``slabs``, each tensor-parallel slab is a parameter of its own, and ``grid`` is its grid.
 
     Raises:
-        ConfigurationError: If weight rematerialization cuts the parameter once more, or a slab
-            does not consist of whole blocks of its split.
+        ConfigurationError: If weight rematerialization cuts the parameter again, or a slab does not
+            consist of whole blocks of its split.
     """
     refuse_rematerialized(place.name, param, None)
     dim = cut_dimension(param)
     size = 1 if dim == -1 else grid.tensor_size
-    # rows and columns of the whole; what has more or fewer dimensions counts as rows
+    # unsharded rows and columns; the trailing dimensions count as columns
     unsharded = [param.shape[0] if param.dim() else 1, math.prod(param.shape[1:])]
     if dim != -1:
         unsharded[dim] *= size
@@ -96,7 +96,7 @@ def _slab_of(split: Split, size: int, dim: int, name: str) -> Split:
             field = replace(section.fields[0], rows=section.rows // size)
             sections.append(replace(section, fields=(field,), blocks=1))
         else:
-            rule = f"cuts {name} ({split.describe()}) inside a block, so a slab has no whole parts"
+            rule = f"needs whole blocks per rank, but {name} ({split.describe()}) is cut inside one"
             way_out = "Choose another tp_mode, or do not split this weight"
             raise ConfigurationError("tp_mode", "blockwise", rule, way_out)
     shape = (*split.shape[:-2], split.rows // size, split.cols)
@@ -104,18 +104,15 @@ def _slab_of(split: Split, size: int, dim: int, name: str) -> Split:
 
 
 class FragmentsOptimizer(Storage, DistributedOptimizer):
-    """Keeps main weights and state of one buffer set in fragments; a torch optimizer steps them.
+    """Stores main weights and state of a buffer set in fragments, which a torch optimizer steps."""
 
-    Arguments are those of ``DistributedOptimizer``.
-    """
-
-    _is_quantized = False  # whether the model's weights have 8 or 4 bits
+    _is_quantized = False  # whether the model's weights are fp8 or fp4
 
     def __init__(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        # megatron-core knows how to make Adam's state alone; ours is made before it asks
+        # megatron-core can create only Adam's state; ours exists before it asks
         kwargs.setdefault("init_state_fn", lambda *_: None)
         super().__init__(optimizer, *args, **kwargs)
-        # parameters are gathered in place, in :meth:`step_with_ready_grads`
+        # :meth:`step_with_ready_grads` gathers parameters instead
         self._defer_param_sync = True
         self.main_of: dict[Tensor, Tensor] = {}
         if self.is_stub_optimizer:
@@ -131,7 +128,7 @@ class FragmentsOptimizer(Storage, DistributedOptimizer):
 
     @classmethod
     def _build_optimizer_group_ranges(cls, param_groups: Any, gbuf_ranges: Any) -> Any:
-        """Leave out what lies in the buffers and is in no group: it may be another optimizer's."""
+        """Skip parameters of the buffers that are in no group; they may be another optimizer's."""
         owned = {param for group in param_groups for param in group["params"]}
         for bucket in (b for by_dtype in gbuf_ranges for kind in by_dtype.values() for b in kind):
             held = bucket["param_map"]
@@ -140,11 +137,11 @@ class FragmentsOptimizer(Storage, DistributedOptimizer):
         return base._build_optimizer_group_ranges(param_groups, gbuf_ranges)
 
     def step_in_chain(self) -> bool:
-        """Step, for a chain that gathers once all its members have."""
+        """Step, for a chain that gathers parameters once all its members have stepped."""
         return super().step_with_ready_grads()
 
     def step_with_ready_grads(self) -> bool:
-        """Step, then gather parameters unless the forward pass will."""
+        """Step, then gather parameters unless the forward pass does."""
         done = self.step_in_chain()
         for chunk in self.model_chunks:  # type: ignore[attr-defined]
             gather_buckets(chunk)
@@ -152,7 +149,7 @@ class FragmentsOptimizer(Storage, DistributedOptimizer):
         return done
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is the same on all ranks: groups, with the steps done, and loss scale."""
+        """Return what all ranks have in common: groups, with the steps done, and loss scale."""
         groups = [
             {key: value for key, value in group.items() if key != "params"} | {STEP: self.steps}
             for group in self.optimizer.param_groups
@@ -163,7 +160,7 @@ class FragmentsOptimizer(Storage, DistributedOptimizer):
         return state
 
     def common_state(self, steps: Sequence[int], main: str | None) -> dict[str, Any]:
-        """Return what checkpoints by parameter have once for all ranks."""
+        """Return what reshardable checkpoints store once for all ranks."""
         state = self.state_dict()
         for group, count in zip(state["optimizer"]["param_groups"], steps, strict=True):
             group[STEP] = count if count >= 0 else self.steps
@@ -183,15 +180,15 @@ class FragmentsOptimizer(Storage, DistributedOptimizer):
         return {kind: value.detach() for kind, value in tensors.items()}
 
     def replica_of(self, replica: Any) -> tuple[int, ...]:
-        """Return the copy's number: of what is cut over data parallelism each rank has its own."""
+        """Return the replica id: only optimizer instances hold copies of a fragment."""
         return (*replica[:-1], self.distributed_optimizer_instance_id)
 
     def replica_of_matrix(self, replica: Any) -> tuple[int, ...]:
-        """Return the copy's number, the same on all ranks of one instance."""
+        """Return the replica id, the same on all ranks of one instance."""
         return (0, 0, self.distributed_optimizer_instance_id)
 
     def gather_params(self, *, now: bool = False) -> None:
-        """Collect parameters where DDP does not, since it all-reduces gradients."""
+        """Gather parameters if DDP does not, because it all-reduces gradients."""
         for buffer in () if self.is_stub_optimizer else self.buffers:
             if isinstance(buffer, AllReducedBuffer) and (now or not buffer.gathered_by_hooks):
                 buffer.gather()
@@ -201,16 +198,16 @@ class FragmentsOptimizer(Storage, DistributedOptimizer):
 
     @torch.no_grad()
     def take_gradients(self, items: Iterable[Stored]) -> None:
-        """Hand gradients of some of what is stored to what is stepped."""
+        """Hand the gradients of some stored items to the tensors that are stepped."""
         for item in items:
-            # without DDP gradients are where torch puts them
+            # without DDP, torch's own attribute has the gradient
             grad: Any = getattr(item.param, "main_grad", None)
             grad = item.param.grad if grad is None else grad
             held = None if grad is None else grad.detach().reshape(-1)[item.start : item.stop]
             item.main.grad = None if held is None else held.float()
 
     def copies(self) -> list[tuple[Tensor, Tensor]]:
-        """Return main weights with the model's, rounded; none where these have 8 or 4 bits."""
+        """Return main weights with the model's; none if the model's are fp8 or fp4."""
         if self._is_quantized:
             return []
         pairs = [(main, self._param_view(param)) for param, main in self.main_of.items()]
@@ -224,7 +221,7 @@ class FragmentsOptimizer(Storage, DistributedOptimizer):
             self.copy_mains()
 
     def hand_out(self, params: Iterable[Tensor]) -> None:
-        """Let the model have the main weights of some parameters that it has not got yet."""
+        """Copy the main weights of some parameters to the model, if this step has not yet."""
         self.copy_mains([self.main_of[param] for param in params if param in self.main_of])
 
     def _param_view(self, param: Tensor) -> Tensor:
@@ -234,10 +231,7 @@ class FragmentsOptimizer(Storage, DistributedOptimizer):
         return data.view(-1)[held.start : held.end]
 
     def get_parameter_state_dp_reshardable(self) -> Any:
-        """Return the fragments bucket by bucket.
-
-        Megatron refuses an empty bucket, which a rank has whose shard is nothing but padding.
-        """
+        """Return the fragments by bucket, padding empty buckets, for which megatron-core raises."""
         state = super().get_parameter_state_dp_reshardable()
         for number in range(len(self.buffers)):
             for buckets in state[number].values():
@@ -254,13 +248,13 @@ class FragmentsOptimizer(Storage, DistributedOptimizer):
     def _set_main_param_and_optimizer_states(
         self, model_param: Tensor, tensors: Mapping[str, Any]
     ) -> None:
-        # a tensor of all state there is must be given, torch's counters of steps included
+        # the base class needs all state tensors, including torch's step counters
         tensors = {**self.optimizer.state[self.main_of[model_param]], **tensors}
         super()._set_main_param_and_optimizer_states(model_param, tensors)
 
     @property
     def optimizer_state_keys(self) -> tuple[str, ...]:
-        """The kinds of state that there is a number of for each of the weights'."""
+        """The kinds of state that have one element for each element of the weight."""
         if isinstance(self.optimizer, torch.optim.SGD):
             has_momentum = any(group["momentum"] for group in self.optimizer.param_groups)
             return (MOMENTUM,) if has_momentum else ()

@@ -90,7 +90,7 @@ def alone(partial: bool) -> str:
 def test_process_groups_that_lack_the_tensor_parallel_one():
     assert run_ranks(2, alone, True) == ["", ""]
     for error in run_ranks(2, alone, False):
-        assert "pg_collection.tp=None: must be given where dp is another group" in error
+        assert "pg_collection.tp=None: is required because dp differs from" in error
 
 
 OVERLAP = {"overlap_param_gather": True, "overlap_grad_reduce": True}

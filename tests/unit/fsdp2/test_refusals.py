@@ -53,7 +53,7 @@ def test_ranks_that_differ_and_parameters_beside_the_mesh():
     for of_ranks, plain in run_ranks(2, refusals, cpu=False):
         assert "lr=" in of_ranks
         assert "is not the same on all ranks" in of_ranks
-        assert plain.startswith("extra.weight=(4, 4): is a plain tensor beside DTensors")
+        assert plain.startswith("extra.weight=(4, 4): is a plain tensor among DTensors")
 
 
 def refusal_of_megatrons_tensor_parallelism():
@@ -66,4 +66,4 @@ def refusal_of_megatrons_tensor_parallelism():
 
 def test_a_mesh_without_the_tensor_parallel_dimension():
     for message in run_ranks(2, refusal_of_megatrons_tensor_parallelism):
-        assert "is cut over 2 tensor-parallel ranks along dimension 0" in message
+        assert "lacks the 2 tensor-parallel ranks that cut dimension 0" in message

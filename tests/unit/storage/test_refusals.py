@@ -36,8 +36,8 @@ def refusals() -> None:
         object.__setattr__(config, mode, True)
         refused(mode, muon, adam)
         object.__setattr__(config, mode, False)
-    refused("exactly one parameter group, and is in 0", muon)
-    refused("exactly one parameter group, and is in 2", muon, adam, runs.adam_over(others, config))
+    refused("exactly one parameter group, but is in 0", muon)
+    refused("exactly one parameter group, but is in 2", muon, adam, runs.adam_over(others, config))
     chunk.ddp_config.reuse_grad_buf_for_mxfp8_param_ag = True
     refused("reuse_grad_buf_for_mxfp8_param_ag", muon, adam)
 
