@@ -1,6 +1,6 @@
-"""QK-clip: query and key weights shrink where attention logits have grown past a threshold.
+"""QK-clip: scales down query and key weights whose attention logits exceed a threshold.
 
-From the report of Kimi K2 (arXiv:2507.20534), with the rules of megatron-core's ``clip_qk``.
+From the Kimi K2 report (arXiv:2507.20534), with the rules of megatron-core's ``clip_qk``.
 """
 
 from megatron_eopt.qk_clip.attention import prepare

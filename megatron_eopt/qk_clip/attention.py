@@ -1,4 +1,4 @@
-"""Which rows of which weights make a head's queries and keys, and how large its logits are."""
+"""The weights behind each head's queries and keys, and the recording of its largest logit."""
 
 import functools
 from collections.abc import Iterable, Iterator
@@ -25,20 +25,19 @@ _WAY_OUT = "use megatron-core's SelfAttention or MLASelfAttention with its DotPr
 
 @dataclass(frozen=True, eq=False)
 class Projection:
-    """A weight with rows that make queries or keys."""
+    """A weight whose rows produce queries or keys."""
 
-    weight: Tensor  # the local weight; tensor parallelism cuts rows of the whole
-    blocks: int  # heads, or query groups, of the whole weight
-    # rows of a block that follow one another, and the power of the head's factor that scales them
+    weight: Tensor  # the local tensor-parallel shard, cut along the rows
+    blocks: int  # heads or query groups of the unsharded weight
+    # consecutive rows of a block, and the power of the head's factor that scales them
     parts: tuple[tuple[int, float], ...]
 
     def factors(self, of_heads: Tensor, rank: int) -> Tensor:
-        """Return what each row of the local weight is multiplied by.
+        """Return the factor for each row of the local weight.
 
         Args:
-            of_heads: Factor of the logits of every head, ``(heads,)``; of the heads of a query
-                group, which have one key, the smallest counts.
-            rank: This rank's place in the tensor-parallel group.
+            of_heads: Factor of each head's logits, ``(heads,)``; a query group takes the smallest.
+            rank: This rank's position in the tensor-parallel group.
         """
         factor = of_heads.view(self.blocks, -1).amin(1, keepdim=True)
         rows = [factor.pow(power).expand(-1, count) for count, power in self.parts]
@@ -47,17 +46,17 @@ class Projection:
 
 
 def attentions(chunk: nn.Module) -> Iterator[Any]:
-    """Yield the self-attention modules of a model's chunk, in their order."""
+    """Yield the self-attention modules of a model chunk, in order."""
     for module in chunk.modules():
         if isinstance(module, SelfAttention | MLASelfAttention):
             yield module
 
 
 def projections(attention: Any) -> list[Projection]:
-    """Return the weights that make a module's queries and keys.
+    """Return the weights that produce a module's queries and keys.
 
     Raises:
-        ConfigurationError: If the module has others.
+        ConfigurationError: If the module does not have the expected weights.
     """
     config = attention.config
     alpha = config.qk_clip_alpha
@@ -69,7 +68,7 @@ def projections(attention: Any) -> list[Projection]:
         return [Projection(_weight(attention, "linear_qkv"), config.num_query_groups, parts)]
     nope = config.qk_head_dim
     low_rank = config.q_lora_rank is not None
-    # all heads have one rotary key, so the queries alone bring its part of the logits down
+    # all heads share the rotary key, so only the queries can reduce its part of the logits
     query = ((nope, alpha), (config.qk_pos_emb_head_dim, 1.0))
     key = ((nope, 1 - alpha), (config.v_head_dim, 0.0))
     return [
@@ -83,21 +82,20 @@ def projections(attention: Any) -> list[Projection]:
 def _weight(attention: Any, name: str) -> Tensor:
     weight = getattr(getattr(attention, name, None), "weight", None)
     if not isinstance(weight, Tensor):
-        rule = f"scales the weight of {name}, and {type(attention).__name__} has none"
+        rule = f"scales the weight of {name}, but {type(attention).__name__} has none"
         raise ConfigurationError("qk_clip", True, rule, f"Set qk_clip=False, or {_WAY_OUT}")
     return weight
 
 
 def prepare(model_chunks: Iterable[nn.Module]) -> None:
-    """Check what QK-clip is asked for, and let attention record its logits where it does not.
+    """Check the QK-clip settings and let Megatron's local attention record its largest logits.
 
-    Transformer Engine's attention records them by itself, Megatron's local one from now on, if the
-    model's configuration asks for QK-clip or for the largest logit in logs.
+    It records if ``qk_clip`` or ``log_max_attention_logit`` is set. Transformer Engine's does so
+    anyway.
 
     Raises:
-        ConfigurationError: If a number is out of bounds, or an attention cannot be clipped or does
-            not record logits.
-        ConfigurationTypeError: If a number is none.
+        ConfigurationError: If a number is out of bounds, or a module cannot clip or record logits.
+        ConfigurationTypeError: If a setting is not a number.
     """
     for chunk in model_chunks:
         for attention in chunk.modules() if isinstance(chunk, nn.Module) else ():
@@ -131,22 +129,20 @@ def _check(attention: Attention) -> None:
     trained = [item.weight.requires_grad for item in projections(attention)]
     if any(trained) and not all(trained):
         layer = attention.layer_number
-        rule = (
-            f"scales weights of queries and of keys together, and of layer {layer} some are frozen"
-        )
-        way_out = "Freeze all of them, which are then left alone, or none; or set qk_clip=False"
+        rule = f"scales query and key weights together, but in layer {layer} some are frozen"
+        way_out = "Freeze all of them (they are then not clipped) or none, or set qk_clip=False"
         raise ConfigurationError("qk_clip", True, rule, way_out)
     norms = [getattr(attention, name, None) for name in ("q_layernorm", "k_layernorm")]
     if isinstance(attention, SelfAttention) and any(
         norm is not None and not isinstance(norm, IdentityOp) for norm in norms
     ):
-        rule = "scales weights before a norm of queries and keys, which takes the scale out again"
+        rule = "scales weights before a norm of queries and keys, which undoes the scaling"
         raise ConfigurationError("qk_clip", True, rule, "Set qk_clip=False, or qk_layernorm=False")
 
 
 @torch.no_grad()
 def _note(core: Any, softmax: Any, inputs: tuple[Any, ...]) -> None:
-    """Note the largest logits of each local head, as softmax is about to see them."""
+    """Record the largest logit of each local head from the scores that enter the softmax."""
     if not core.training:
         return
     scores: Tensor = inputs[0].detach().float()

@@ -1,4 +1,4 @@
-"""Scales query and key weights, the main ones and the model's, by what attention has recorded."""
+"""Scale the main and model weights of queries and keys by the attention logits recorded."""
 
 import math
 from collections.abc import Sequence
@@ -17,25 +17,25 @@ _CHAINS: WeakKeyDictionary[nn.Module, WeakSet[Any]] = WeakKeyDictionary()
 
 
 def remember(model_chunks: Sequence[Any], chain: Any) -> None:
-    """Note whose steppers store the main weights of a model."""
+    """Register the optimizer chain that stores a model's main weights."""
     for chunk in model_chunks:
         if isinstance(chunk, nn.Module):
             _CHAINS.setdefault(chunk, WeakSet()).add(chain)
 
 
 def clip_qk(model: Sequence[Any], log_max_only: bool = False) -> float:
-    """Clip attention logits by way of the weights that make them; collective over the world.
+    """Clip attention logits by scaling query and key weights; collective over the world.
 
-    Of a head whose largest logit is S the logits shrink by ``min(1, qk_clip_threshold / S)``, to
-    which the queries' rows contribute the power ``qk_clip_alpha`` and the keys' the rest; the
-    queries' rotary rows of multi-latent attention, whose keys all heads share, contribute all. Of
-    a query group the largest logit of any head counts. Layers without logits, or with none above
-    zero, stay as they are, as do frozen weights and biases. Main weights and the model's are
-    scaled, and gathered again where the scaled main weights have other 16-bit roundings.
+    The logits of a head with largest logit S shrink by ``r = min(1, qk_clip_threshold / S)``: its
+    query rows are scaled by ``r ** qk_clip_alpha`` and its key rows by
+    ``r ** (1 - qk_clip_alpha)``. In multi-latent attention, all heads share the rotary key, so
+    rotary query rows are scaled by ``r``. A query group uses the largest logit of its heads. Main
+    and model weights are scaled, but not biases or frozen weights; a distributed optimizer then
+    gathers 16-bit weights again.
 
     Args:
-        model: The wrapped chunks, after the optimizer's step.
-        log_max_only: Only to reduce and forget what was recorded.
+        model: The wrapped model chunks, after the optimizer's step.
+        log_max_only: Only reduce and reset the recorded logits.
 
     Returns:
         The largest logit of all layers of the whole model, 0 if none was recorded.
@@ -45,23 +45,23 @@ def clip_qk(model: Sequence[Any], log_max_only: bool = False) -> float:
     if not log_max_only and (factors := _factors(found, maxima)):
         chains = {chain for chunk in model for chain in _CHAINS.get(chunk, ())}
         with torch.no_grad():
-            # the one that was built last owns what several have
+            # if several chains hold a weight, the one that was built last owns it
             _scale(sorted(chains, key=lambda chain: chain.number), factors)
     return _largest(model, maxima)
 
 
 def _factors(found: Sequence[Any], maxima: Sequence[Tensor]) -> dict[Tensor, Tensor]:
-    """Return what each row of each weight to clip is multiplied by."""
+    """Return the factors of the rows of each weight to clip."""
     if not found:
         return {}
     thresholds = [attention.config.qk_clip_threshold for attention in found]
-    # nan and inf are no reason to change a weight
+    # a logit of nan or inf does not change weights
     clipped = [
         torch.isfinite(logits) & (logits > threshold)
         for logits, threshold in zip(maxima, thresholds, strict=True)
     ]
     factors: dict[Tensor, Tensor] = {}
-    # the host waits once, not once for each layer
+    # the host synchronizes once, not once per layer
     is_clipped = torch.stack([heads.any() for heads in clipped]).tolist()
     for place in (place for place, is_one in enumerate(is_clipped) if is_one):
         eta = torch.where(clipped[place], thresholds[place] / maxima[place], 1.0)
@@ -73,7 +73,7 @@ def _factors(found: Sequence[Any], maxima: Sequence[Tensor]) -> dict[Tensor, Ten
 
 
 def _take(attention: Any) -> Tensor:
-    """Return and forget the largest logits of the local heads; -inf where none was recorded."""
+    """Return and reset the largest logits of the local heads; -inf if none was recorded."""
     core = attention.core_attention
     recorded = getattr(core, "current_max_attn_logits", None)
     heads = attention.num_attention_heads_per_partition
@@ -87,7 +87,7 @@ def _take(attention: Any) -> Tensor:
 def _over_all_tokens(
     model: Sequence[Any], found: Sequence[Any], recorded: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Return the largest logits of every head, of all tokens of a step."""
+    """Return the largest logits of all heads over all tokens of a step."""
     if not found:
         return []
     flat = torch.cat(list(recorded))
@@ -142,7 +142,7 @@ def _scale_one(weight: Tensor, rows: Tensor, item: Any) -> None:
         mesh = weight.device_mesh
         column = DTensor.from_local(column, mesh, [Replicate()] * mesh.ndim, run_check=False)
     if item is None or item.main is item.param:
-        # of a fragment elsewhere this is what its rank computes, or what a gather overwrites
+        # other ranks' float32 fragments get the values that these compute; 16-bit ones are gathered
         weight.detach().mul_(column)
         return
     if isinstance(weight, DTensor) or item.stop - item.start == weight.numel():
