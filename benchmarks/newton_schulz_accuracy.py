@@ -1,10 +1,6 @@
-"""Measure rounding errors against float64 and write the table of docs/explanation/numerics.md.
+"""Measure rounding errors of Newton-Schulz against float64, for docs/reference/accuracy.md.
 
-    python -m benchmarks.newton_schulz_accuracy [--write docs/explanation/numerics.md]
-
-Per schedule and precision, 32 bits or 16 (bfloat16 in the standard iteration, float16 in Gram's):
-the relative error of the standard iteration, that of the Gram form in ``auto``'s table (or of one
-with restarts every other step), and what ``auto`` takes.
+``--write docs/reference/accuracy.md`` replaces the table there; the page says what its columns are.
 """
 
 import argparse
@@ -34,7 +30,7 @@ BEGIN, END = "<!-- accuracy table: begin -->", "<!-- accuracy table: end -->"
 
 
 def spectra(m: int, n: int) -> dict[str, Tensor]:
-    """Return the named spectra; the last two are warnings, not criteria."""
+    """Return the matrices to measure, by name."""
     generator = torch.Generator().manual_seed(7)
 
     def normal(*size: int) -> Tensor:

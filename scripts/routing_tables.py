@@ -79,16 +79,25 @@ MODELS: dict[str, tuple[type, dict[str, Any], dict[str, Any], dict[str, Any]]] =
 }
 
 INTRODUCTION = """\
-# Routing: which parameter gets which optimizer
+# Parameter routing
 
-Matrices go to the emerging optimizer (here `muon`), routers of experts included unless
-`--no-muon-orthogonalize-router`. Embedding tables (learned positions too), the output layer, norms,
-biases and parameters with an attribute `use_muon = False` go to the scalar optimizer,
-`muon_scalar_optimizer`. A 3-D weight, as `--moe-single-grouped-weight` makes of all experts of a
-rank, goes there too, as in megatron-core, with a warning; with `param.eopt_split = "whole"`, or a
-`Split` (of gated experts `matrices.gated(param.shape)`), it is a stack of matrices. Optimizers that
-step whole parameters where every rank stores them (`soap`) refuse what is declared so. An override
-sends any parameter to any registered optimizer:
+This page says which parameter gets which optimizer, and how you change that. Add
+`--print-optimizer-routing` to print such a table of your own model.
+
+| parameter | optimizer |
+|---|---|
+| 2-D weights, MoE routers included | the one you chose with `--optimizer`, here `muon` |
+| embeddings (learned positions too), output layer | scalar |
+| 1-D parameters: norms, biases | scalar |
+| parameters with `use_muon = False` | scalar; `--muon-orthogonalize-excluded` changes it |
+| 3-D expert weights (`--moe-single-grouped-weight`) | scalar, with a warning |
+
+The scalar optimizer is `adam`, or what `--muon-scalar-optimizer` says.
+`--no-muon-orthogonalize-router` sends routers there too. To give each expert's matrix of a 3-D
+weight to Muon, set `param.eopt_split = "whole"`, or `megatron_eopt.matrices.gated(param.shape)` if
+gate and up are fused.
+
+An override sends any parameter to any registered optimizer, with its own settings:
 
 ```python
 from megatron.core.optimizer import ParamKey, get_standard_config_overrides
@@ -98,15 +107,14 @@ overrides[ParamKey(name="*.linear_proj.weight")] = {"optimizer": "soap", "max_lr
 optimizer = megatron_eopt.get_megatron_optimizer(config, model_chunks, overrides)
 ```
 
-A setting is one of the optimizer's own (`eps`), or of Megatron's scheduler (`max_lr`, `wd_mult`). A
-misspelled one is refused; one that resembles neither is kept in the group, as for a scheduler of
-yours. Names count layers and experts over the whole model: `*.layers.3.*` is its
-fourth layer at any pipeline size, also where a rank's own module calls it `layers.1`. The copy of a
-tied embedding on the last stage is the embedding, not `output_layer`.
+Settings are arguments of the optimizer (`eps`), or belong to Megatron's scheduler (`max_lr`,
+`wd_mult`). A misspelled one raises `ConfigurationError`. Names count layers and experts over the
+whole model: `*.layers.3.*` is the fourth layer at any pipeline size. The last stage's copy of a
+tied embedding has the name of the embedding.
 
-`--print-optimizer-routing` logs such a table of your model. These are by
-`python scripts/routing_tables.py`, with the recommended defaults and megatron-core's standard
-overrides; the second has what the first does not show.
+The tables below show two small models with the recommended defaults and megatron-core's standard
+overrides. The second lists only kinds of parameters that the first does not have.
+`python scripts/routing_tables.py` writes this page.
 """
 
 

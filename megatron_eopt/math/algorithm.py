@@ -1,7 +1,7 @@
 """Choose the Newton-Schulz variant and precision for a matrix shape: accuracy first, then cost.
 
 Accuracy: ``benchmarks.newton_schulz_accuracy`` measures the error of the standard and the Gram
-iteration against float64, for each coefficient schedule and dtype (docs/explanation/numerics.md).
+iteration against float64, for each coefficient schedule and dtype (docs/reference/accuracy.md).
 The table below records the result, and a test checks it:
 
 * float32: a Gram variant is used if its error is at most :data:`FLOAT32_TOLERANCE` times the
