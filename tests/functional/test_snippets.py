@@ -1,0 +1,108 @@
+"""The Python of the pages runs, block by block, with what a page leaves to the reader's program."""
+
+import dataclasses
+import tempfile
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.functional.doc_commands import PAGES, ROOT, blocks
+from tests.harness import run_ranks
+
+ELSEWHERE = {
+    "@register_optimizer": "tests/functional/test_docs.py trains with this example",
+    "@register_storage": "tests/unit/build/test_own_storage.py",
+    "fully_shard_model(": "tests/unit/megatron_fsdp/test_layouts.py",
+    "pretrain(...)": "scripts/pretrain_gpt.py is this script, whole",
+}
+"""Blocks with such a text are parsed alone, by test_docs.py; here is what runs instead."""
+
+
+def readers_own() -> dict[str, Any]:
+    """Return the names that snippets take from the reader's program."""
+    import torch
+    from torch import nn
+
+    import megatron_eopt
+    from megatron_eopt import EmergingOptimizerConfig, get_megatron_optimizer
+    from megatron_eopt.fsdp2 import build_optimizer
+    from tests.harness.models import synthetic_batch, tiny_gpt, train_step, wrap_ddp
+
+    chunk = wrap_ddp(tiny_gpt(layers=1), use_distributed_optimizer=True)
+    config = EmergingOptimizerConfig(optimizer="muon", lr=2e-3, use_distributed_optimizer=True)
+    optimizer = get_megatron_optimizer(config, [chunk])
+    train_step([chunk], optimizer, [synthetic_batch(0)])
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.gate_up = nn.Linear(8, 24), nn.Linear(8, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.qkv(x)[:, :8] + self.gate_up(x)[:, 8:16]
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks, self.lm_head = nn.ModuleList([Block()]), nn.Linear(8, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.lm_head(self.blocks[0](x))
+
+    model = Model()
+    own = {"EmergingOptimizerConfig": EmergingOptimizerConfig, "model": model, "torch": torch}
+    own |= {"get_megatron_optimizer": get_megatron_optimizer, "megatron_eopt": megatron_eopt}
+    own |= {"build_optimizer": build_optimizer, "dataclasses": dataclasses, "iteration": 100}
+    own |= {"model_chunks": [chunk], "config": config, "dataclass": dataclasses.dataclass}
+    own |= {"q_rows": 8, "k_rows": 8, "v_rows": 8, "world_size": 1, "cfg": SimpleNamespace()}
+    return own | {
+        "batches": [torch.ones(2, 8)],
+        "loss": lambda model, batch: model(batch).square().mean(),
+    }
+
+
+def for_checkpoints(own: dict[str, Any]) -> None:
+    """Provide a wrapped model and its optimizer, saved to ``folder``."""
+    from megatron.core import dist_checkpointing
+
+    (wrapped,) = own["model_chunks"]
+    optimizer, model = own["get_megatron_optimizer"](own["config"], [wrapped]), wrapped.module
+    folder = tempfile.mkdtemp()
+    state = {"model": model.sharded_state_dict()}
+    state["optimizer"] = optimizer.sharded_state_dict(model.sharded_state_dict())
+    dist_checkpointing.save(state, folder)
+    own.update(ddp_model=wrapped, optimizer=optimizer, folder=folder)
+
+
+def run_page(name: str) -> int:
+    """Run a page's blocks in order, in one namespace; return how many have run."""
+    from tests.harness.megatron import initialize_megatron
+
+    initialize_megatron()
+    page = ROOT / name
+    found = blocks(page.read_text(), "python", "py")
+    found = [(line, text) for line, text in found if not any(one in text for one in ELSEWHERE)]
+    own = readers_own()
+    if page.name == "checkpoints.md":
+        for_checkpoints(own)
+    for line, text in found:
+        # a process of the harness has no GPU
+        code = compile("\n" * (line - 1) + text.replace('"cuda"', '"cpu"'), name, "exec")
+        exec(code, own)
+    return len(found)
+
+
+WITH_PYTHON = [
+    page.relative_to(ROOT).as_posix()
+    for page in PAGES
+    if any(
+        not any(one in text for one in ELSEWHERE)
+        for _, text in blocks(page.read_text(), "python", "py")
+    )
+]
+
+
+@pytest.mark.parametrize("name", WITH_PYTHON)
+def test_snippets_run(name):
+    assert run_ranks(1, run_page, name) > [0]
