@@ -113,7 +113,7 @@ def _rate_from_a_scheduler(optimizer, sharded):
         chain = get_megatron_optimizer(config, [chunk])
         if rate is None:
             backward(chunk)
-            with pytest.raises(ConfigurationError, match=r"lr=None: must be written before a step"):
+            with pytest.raises(ConfigurationError, match=r"lr=None: must be set before a step"):
                 chain.step()
             chain.zero_grad()
         scheduler_of(chain).step(2)
