@@ -1,1 +1,1 @@
-"""The optimizers themselves."""
+"""The optimizers: torch classes, and drivers that run them on sharded parameters."""

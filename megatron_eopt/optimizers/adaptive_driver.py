@@ -1,12 +1,12 @@
-"""Adaptive Muon over any storage: orthogonal factors divided by second moments, then scaled.
+"""Adaptive Muon on sharded parameters: AdaMuon, NorMuon and NAMO.
 
 Note [Where statistics live]
-    AdaMuon's are element by element: they are cut like the weights and act on updates that came
-    back. NorMuon's and NAMO's are a few numbers for each matrix, and every rank that stores a part
-    of a parameter has all of its. A step tells them to all ranks of the group, which may compute on
-    any matrix, and NorMuon's new ones to those that store it: one all-reduce each, of maxima, since
-    no statistic is negative and a rank has zeros for what it does not know. NAMO's norms are summed
-    over what the ranks store, in one all-reduce for the matrices of a wave.
+    AdaMuon has one second moment per element, sharded like the weight and applied to updates after
+    they return. NorMuon and NAMO have a few numbers per matrix, and every rank that stores a shard
+    of the parameter keeps all of them. Since any rank may compute any matrix, each step shares them
+    with the whole group, and NorMuon shares the new values again. Each time is one max all-reduce:
+    statistics are not negative, and ranks contribute zeros for what they do not store. NAMO sums
+    squared norms over the ranks, with one all-reduce per wave.
 """
 
 import math
@@ -39,13 +39,13 @@ from megatron_eopt.storage.shard import Shard
 
 
 class AdaptiveDriver(MuonDriver):
-    """Steps adaptive Muon; see Note [Where statistics live]."""
+    """Drives adaptive Muon; see Note [Where statistics live]."""
 
     folds_clipping = False
 
     def __init__(self, optimizer: Any, shards: Sequence[Shard], means: Means) -> None:
         super().__init__(optimizer, shards, means)
-        # of each parameter's matrices; blockwise of this rank's pieces
+        # shapes of each parameter's matrices, or of this rank's pieces in blockwise mode
         self._shapes = [
             [layout.compact().local_shape(shard.ranks.rank) or (0, 0) for layout in shard.layouts]
             if self.engine.blockwise
@@ -58,16 +58,15 @@ class AdaptiveDriver(MuonDriver):
         ]
         if optimizer.bias_correction:
             self.dispensable -= {STEP}
-        # where statistics, or scales, of what is stored or computed are
-        self._lasting: list[Tensor] = []
+        self._lasting: list[Tensor] = []  # index tensors, which live between steps
 
     def buffers(self) -> Iterator[Tensor]:
-        """Yield what lives on between steps."""
+        """Yield the tensors that live between steps besides weights and state."""
         yield from super().buffers()
         yield from self._lasting
 
     def init(self, groups: Sequence[ParamGroup], state: State) -> None:
-        """Make momenta, statistics and counters exist."""
+        """Create momenta, statistics and step counters."""
         super().init(groups, state)
         for _, param, number in self.numbered(groups):
             if MOMENT2 not in state[param]:
@@ -90,7 +89,7 @@ class AdaptiveDriver(MuonDriver):
 
 
 class AdaMuonDriver(AdaptiveDriver):
-    """Divides entries by their own second moments, on stored updates."""
+    """AdaMuon: divides each element of the stored updates by the root of its second moment."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -98,7 +97,7 @@ class AdaMuonDriver(AdaptiveDriver):
         self._scales = [
             [scale(shape) if shape[0] else 0.0 for shape in shapes] for shapes in self._shapes
         ]
-        # of those whose matrices have several
+        # parameters whose matrices have different scales
         self._stored = {
             number: StoredMatrices(self.shards[number], self.engine.device)
             for number, scales in enumerate(self._scales)
@@ -114,12 +113,12 @@ class AdaMuonDriver(AdaptiveDriver):
         return torch.zeros_like(param, requires_grad=False)
 
     def _apply(self, stepped: Sequence[Stepped], updates: Mapping[int, Tensor]) -> None:
-        """Divide by the roots of the second moments, then scale each matrix by its shape."""
+        """Divide by the roots of the second moments, scale by shape, then update the weights."""
         for first, last, (beta2, eps) in _runs(_settings(item.group) for item in stepped):
             run = stepped[first:last]
             moments = [item.state[MOMENT2] for item in run]
             mine = [updates[item.number] for item in run]
-            # in fp16 eps is 0, and so are the squares of small updates
+            # fp16 would round eps and the squares of small updates to 0
             wide = [u.float() if u.dtype.itemsize == 2 else u for u in mine]
             exact = [m.to(u.dtype) for m, u in zip(moments, wide, strict=True)]
             adamuon_(wide, exact, beta2, eps, [self._divisor(item, beta2) for item in run])
@@ -141,15 +140,14 @@ class AdaMuonDriver(AdaptiveDriver):
 
 
 class MatrixMomentDriver(AdaptiveDriver):
-    """What NorMuon and NAMO have in common: in a step every rank has all statistics, flat."""
+    """Base of NorMuon and NAMO: in a step, every rank has all statistics in one flat tensor."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._shard_of = [n for n, shapes in enumerate(self._shapes) for _ in shapes]
         self._sizes = [sum(map(math.prod, shapes)) for shapes in self._statistics]
         self._apart = self.engine.ranks.group is None or self.engine.blockwise
-        # of each parameter: decay and smallest divisor
-        self._coefficients: list[tuple[float, float]] = []
+        self._coefficients: list[tuple[float, float]] = []  # (beta2, eps) of each parameter
         self._flat = torch.empty(0)
         self._divisors: Tensor | None = None
 
@@ -163,7 +161,7 @@ class MatrixMomentDriver(AdaptiveDriver):
         return param.new_zeros(shape, requires_grad=False)
 
     def kept(self, groups: Sequence[ParamGroup], state: State) -> Iterator[Kept]:
-        """Yield the statistics, which all ranks that store a part of a parameter have."""
+        """Yield the statistics; all ranks that store a shard of the parameter have them."""
         for _, param, number in self.numbered(groups):
             shard, moment = self.shards[number], state[param][MOMENT2]
             rank, blockwise = shard.ranks.rank, self.engine.blockwise
@@ -182,7 +180,7 @@ class MatrixMomentDriver(AdaptiveDriver):
                 )
 
     def _begin(self, groups: Sequence[ParamGroup], stepped: Mapping[int, Stepped]) -> None:
-        """Let all ranks have the statistics, and what they are divided by."""
+        """Share all statistics and their bias corrections with all ranks."""
         mine = [groups[self.group_of[number]] for number in range(len(self.shards))]
         self._coefficients = [_settings(group) for group in mine]
         corrected, device = self.optimizer.bias_correction, self.engine.device
@@ -196,19 +194,19 @@ class MatrixMomentDriver(AdaptiveDriver):
         self._agree(everything)
         if corrected:
             decays = torch.tensor([beta2 for beta2, _ in self._coefficients], dtype=torch.float64)
-            # what has no step rests
+            # parameters without a gradient have step 0, and are not updated
             self._divisors = 1 - decays.to(device) ** steps.double().clamp(min=1)
 
     def _end(self, stepped: Mapping[int, Stepped]) -> None:
-        """Write the statistics to the states."""
+        """Write the statistics back to the states."""
         if stepped:
             found, kept = self._pairs(stepped)
-            # inf would stay, and make nan of the next mean
+            # inf would persist, and turn the next mean into nan
             torch._foreach_clamp_max_(found, [torch.finfo(k.dtype).max for k in kept])
             torch._foreach_copy_(kept, found)
 
     def _pairs(self, stepped: Mapping[int, Stepped]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the flat statistics of some parameters, and those in their states."""
+        """Return views of the flat statistics, and the tensors in the parameters' states."""
         parts = torch.split(self._flat, self._sizes)
         kept = [item.state[MOMENT2] for item in stepped.values()]
         return [parts[n].view_as(k) for n, k in zip(stepped, kept, strict=True)], kept
@@ -218,16 +216,16 @@ class MatrixMomentDriver(AdaptiveDriver):
             dist.all_reduce(values, dist.ReduceOp.MAX, group=self.engine.ranks.group)
 
     def _divisors_of(self, numbers: Sequence[int]) -> Tensor | float:
-        """Return what the statistics of some parameters are divided by, float64 ``(n,)``, or 1."""
+        """Return the bias corrections of parameters, float64 ``(n,)``; 1.0 without correction."""
         return 1.0 if self._divisors is None else self._divisors[list(numbers)]
 
 
 class NorMuonDriver(MatrixMomentDriver):
-    """Divides rows or columns by their mean squares, where each matrix is computed."""
+    """NorMuon: divides rows or columns by their root mean squares where a matrix is computed."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        # where in the flat statistics those of this rank's rows, or columns, of each matrix are
+        # for each matrix, the indices of this rank's rows or columns in the flat statistics
         self._places = self._lasting
         start, works = 0, iter(self.engine.work.matrices)
         for shape, work in zip((s for some in self._statistics for s in some), works, strict=True):
@@ -246,7 +244,7 @@ class NorMuonDriver(MatrixMomentDriver):
     def _update(
         self, stack: Tensor, matrices: Sequence[int], reduce: ReduceT | None, shape: tuple[int, int]
     ) -> None:
-        """Normalize the slices of orthogonal factors, then scale."""
+        """Orthogonalize, normalize rows or columns, then scale."""
         super()._update(stack, matrices, reduce, shape)
         per_slice = (-1, 1) if shape[0] >= shape[1] else (1, -1)
         owners = [self._shard_of[matrix] for matrix in matrices]
@@ -262,14 +260,14 @@ class NorMuonDriver(MatrixMomentDriver):
         stack.mul_(self.optimizer.orthogonalization.scale(shape))
 
     def _end(self, stepped: Mapping[int, Stepped]) -> None:
-        """Let all ranks that store a weight have its new statistics."""
+        """Share the new statistics with all ranks, and write them to the states."""
         self._agree(self._new)
         self._flat = self._new
         super()._end(stepped)
 
 
 class NamoDriver(MatrixMomentDriver):
-    """Scales whole matrices by norms that are known before they are orthogonalized."""
+    """NAMO: scales whole matrices by norms that are known before orthogonalization."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -278,7 +276,7 @@ class NamoDriver(MatrixMomentDriver):
         self._factors: dict[int, Tensor] = {}
 
     def _inputs(self, wave: int, stepped: Mapping[int, Stepped]) -> Mapping[int, Tensor]:
-        """Also compute the factors of the matrices of the wave, the same on all ranks."""
+        """Also compute the factor of each matrix in the wave, the same on all ranks."""
         found = super()._inputs(wave, stepped)
         arrived = self.engine.arrivals[wave]
         if not arrived:
@@ -303,7 +301,7 @@ class NamoDriver(MatrixMomentDriver):
     def _update(
         self, stack: Tensor, matrices: Sequence[int], reduce: ReduceT | None, shape: tuple[int, int]
     ) -> None:
-        """Multiply orthogonal factors by factor and scale."""
+        """Orthogonalize, then multiply by factor and scale."""
         super()._update(stack, matrices, reduce, shape)
         owners = [(self._shard_of[matrix], matrix) for matrix in matrices]
         found = [self._factors[n][m - self.engine.first[n]] for n, m in owners]
@@ -323,7 +321,7 @@ def _settings(group: ParamGroup) -> tuple[float, float]:
 
 
 def _held(layout: Layout, rank: int, statistic: tuple[int, ...]) -> Int64Array:
-    """Return the rows, or columns, of a matrix that a rank has, in its order; int64."""
+    """Return the rows (or columns) of a matrix that a rank holds, in local order; int64."""
     dim = 0 if statistic[1] == 1 else 1
     found = np.zeros((layout.local_shape(rank) or (0, 0))[dim], np.int64)
     for row, column, height, width, offset, stride in layout.piece(rank).table[:, 1:7].tolist():
@@ -334,7 +332,7 @@ def _held(layout: Layout, rank: int, statistic: tuple[int, ...]) -> Int64Array:
 
 
 def _runs[T](values: Iterable[T]) -> Iterator[tuple[int, int, T]]:
-    """Yield (first, last + 1, value) of neighbours that are equal."""
+    """Yield ``(first, last + 1, value)`` for each run of equal neighbours."""
     first = 0
     for value, members in groupby(values):
         last = first + sum(1 for _ in members)

@@ -20,36 +20,34 @@ from megatron_eopt.storage.shard import Shard
 
 
 class TensorParallelAdaptiveMuon(TensorParallelMuon, AdaptiveMuon):
-    """Muon whose orthogonal factors are divided by a running second moment before they are scaled.
+    """Muon whose orthogonalized updates are divided by running second moments, then scaled.
 
-    The statistics are those of whole logical matrices, whatever is fused or cut by tensor
-    parallelism; see Note [Where statistics live]. They are kept in the parameter's dtype.
+    Statistics are those of whole logical matrices, however weights are fused or sharded; see Note
+    [Where statistics live]. They are kept in the parameter's dtype.
 
-    State of a parameter: ``momentum_buffer`` in its shape, and ``moment2_buffer``: AdaMuon's in its
-    shape, NorMuon's ``(rows, 1)`` or ``(1, cols)`` of the whole matrix, NAMO's ``(1,)``. The
-    statistics of several logical matrices lie one after another, flat, in the order of their split.
+    The state of a parameter is ``momentum_buffer``, in the parameter's shape, and
+    ``moment2_buffer``. The latter has the parameter's shape for AdaMuon, ``(rows, 1)`` or
+    ``(1, cols)`` of the whole matrix for NorMuon, and ``(1,)`` for NAMO. NorMuon and NAMO store
+    the statistics of several logical matrices in one 1-D tensor, in the order of the split.
 
-    As in emerging-optimizers' class, ``orthogonalize`` returns orthogonal factors neither scaled
-    nor divided by second moments: a step does both. With what a subclass returns it does so as
-    that class does, for parameters as they are stored.
+    As in emerging-optimizers, ``orthogonalize`` returns plain orthogonal factors, and ``step``
+    divides and scales them.
 
     Args:
         moment2_method: "adamuon" (arXiv:2507.11005), "normuon" (arXiv:2510.05491) or "namo"
             (arXiv:2602.17080).
         beta2: Decay of the second moments, in [0, 1); a parameter group may have its own.
-        eps: Added to the divisor (AdaMuon, NAMO) or its smallest square (NorMuon), above 0; a
-            parameter group may have its own.
-        bias_correction: Divide statistics by ``1 - beta2^step``, so that the first steps are not
-            ``1 / sqrt(1 - beta2)`` times as long (AdaMuon, NAMO); each parameter then has a state
-            ``step``.
-        **options: Keyword arguments of :class:`TensorParallelMuon` that come after ``tp_mode``.
+        eps: Added to the divisor (AdaMuon, NAMO), or the smallest mean square (NorMuon); above 0.
+            A parameter group may have its own.
+        bias_correction: Divide statistics by ``1 - beta2^step``. Without it, the first steps of
+            AdaMuon and NAMO are ``1 / sqrt(1 - beta2)`` times as long. Adds a state ``step``.
+        **options: Keyword-only arguments of :class:`TensorParallelMuon`.
 
     All other arguments are those of :class:`TensorParallelMuon`.
 
     Raises:
-        ConfigurationError: If a value is out of bounds, for NAMO with l2 weight decay, which would
-            enter the gradient norms it divides by, or for ``bias_correction`` of a subclass that
-            steps whole parameters.
+        ConfigurationError: If a value is out of bounds, NAMO is used with l2 weight decay, or a
+            subclass that updates whole parameters is used with ``bias_correction``.
     """
 
     def __init__(
@@ -105,7 +103,7 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon, AdaptiveMuon):
             **options,
         )
         if moment2_method == "namo" and self.weight_decay_method == "l2":
-            rule = "does not work with l2 weight decay, which would enter the gradient norms"
+            rule = "does not work with l2 weight decay, which would change the gradient norms"
             way_out = "Use decoupled weight decay"
             raise ConfigurationError("moment2_method", moment2_method, rule, way_out)
         self.defaults |= {"beta2": beta2, "eps": eps}
@@ -114,8 +112,8 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon, AdaptiveMuon):
             group.setdefault("eps", eps)
 
     def driver_over(self, shards: Sequence[Shard], means: Means) -> AdaptiveDriver:
-        """Return what steps other shards with this optimizer's settings, in float32."""
-        # statistics belong to whole matrices
+        """Return a driver for other shards with this optimizer's settings, in float32."""
+        # no teams, because statistics belong to whole matrices
         means = replace(self._means, mode=means.mode, device=means.device)
         return DRIVERS[self.moment2_method](self, shards, means)
 

@@ -1,4 +1,4 @@
-"""The optimizers that this package and emerging-optimizers bring, under their registered names."""
+"""Registers the optimizers of this package and of emerging-optimizers under their names."""
 
 import functools
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 import torch
 from emerging_optimizers import (
-    psgd,  # noqa: F401  packages register their optimizers
+    psgd,  # noqa: F401  importing a package registers its optimizers
     riemannian_optimizers,  # noqa: F401
     scalar_optimizers,  # noqa: F401
     soap,  # noqa: F401
@@ -20,7 +20,7 @@ from megatron_eopt.optimizers.driver import empty_states, zeros
 from megatron_eopt.optimizers.muon import TensorParallelMuon
 from megatron_eopt.settings.arguments import muon_family_kwargs
 from megatron_eopt.settings.config_file import (
-    load_optimizer_config,  # noqa: F401  which needs all optimizers
+    load_optimizer_config,  # noqa: F401  re-exported here, since it needs all optimizers
 )
 from megatron_eopt.settings.registry import init_state, is_registered, register_optimizer
 
@@ -33,7 +33,7 @@ _FACTORY_FIELDS = frozenset(
     | {"muon_orthogonalize_router", "muon_orthogonalize_excluded"}
     | {f"muon_split_{kind}" for kind in get_args(SplitT.__value__)}
 )
-"""Fields of Muon that something else than a constructor uses."""
+"""Fields of Muon that are not arguments of its constructor."""
 
 
 def _psgd_pro(opt: Any, config: Any = None) -> None:
@@ -48,7 +48,7 @@ def _psgd_pro(opt: Any, config: Any = None) -> None:
 
 def _muon_hyperball(opt: Any, config: Any = None) -> None:
     init_state(opt)
-    # from emerging-optimizers 0.4 on the radius is given, and no state
+    # from emerging-optimizers 0.4 on, the radius is an argument, not a state
     for group in opt.param_groups if hasattr(opt, "hyperball_radius") else ():
         for param in group["params"]:
             radius = opt.hyperball_radius
@@ -62,10 +62,10 @@ _INITIALIZERS: dict[str, Callable[..., None]] = {
     "oblique_sgd": zeros("momentum_buffer"),
     "psgd_pro": _psgd_pro,
 }
-"""Functions that make every parameter's state exist before the first step, as loading needs: some
-classes have no complete initializer of their own."""
+"""Functions that create every parameter's state before the first step, which loading needs, for
+classes whose own initializer is missing or incomplete."""
 
-# the statistics of adaptive Muon belong to whole matrices, and are written while it computes
+# adaptive Muon supports neither: its statistics need whole matrices and change while it computes
 _OF_MUON = {"muon": {"muon_team_size", "muon_overlap_step"}, "adaptive_muon": set[str]()}
 for _name, _cls in (("muon", TensorParallelMuon), ("adaptive_muon", TensorParallelAdaptiveMuon)):
     _prefixes = tuple(dict.fromkeys((_name, "muon")))
@@ -85,7 +85,7 @@ for _name in emerging_registry.get_optimizer_name_list():
             _name,
             _cls,
             init_state_fn=_INITIALIZERS.get(_name, init_state),
-            # also those whose update alone needs a whole matrix: they step by themselves
+            # matrix_state also fits optimizers of which only the update needs a whole matrix
             state_layout="element_wise" if _name in _ELEMENT_WISE else "matrix_state",
             prefixes=(_name, "muon") if _is_muon else (_name,),
             consumes=_FACTORY_FIELDS if _is_muon else frozenset(),

@@ -1,14 +1,14 @@
-"""What steps parameter groups: one driver per algorithm, over any storage.
+"""Drivers: each runs one algorithm on parameters, however they are sharded.
 
 Note [Drivers]
-    A driver knows the shards it steps, in an order that all ranks of a group share. In a step it
-    gets parameter groups whose parameters are this rank's tensors (fragments, slabs, local parts of
-    DTensors), with their gradients and state, and :attr:`Driver.shard_numbers` tells which shard
-    each of them is. Parameters without a gradient rest: neither they nor their state change, though
-    the ranks exchange as always.
+    A driver lists its shards in an order that all ranks of a group share. In a step it gets
+    parameter groups whose parameters are this rank's tensors (ZeRO-1 fragments, tensor-parallel
+    slabs, local parts of DTensors), with gradients and state. :attr:`Driver.shard_numbers` gives
+    the shard of each. Parameters without a gradient, and their state, do not change, although their
+    ranks still communicate.
 
-    State with a number for each of a tensor's is cut like the tensor. All other state a driver
-    describes by :class:`Kept`, whose values are live, so that checkpoints read and write in place.
+    State with one element per element of a parameter is sharded like the parameter. All other state
+    is described by :class:`Kept`, so that checkpoints can read and write it in place.
 """
 
 from collections import defaultdict
@@ -31,7 +31,7 @@ from megatron_eopt.optimizers.step_stats import StepStats
 from megatron_eopt.storage.shard import Shard
 
 OF_GROUPS = "group"
-"""First name of the path to what an optimizer counts in its groups."""
+"""First name of the path to a counter that an optimizer keeps in a parameter group."""
 
 type ParamGroup = dict[str, Any]
 type State = defaultdict[Tensor, dict[str, Any]]
@@ -40,19 +40,19 @@ type InitState = Callable[..., None] | None
 
 @dataclass(frozen=True)
 class Kept:
-    """One value of state that is not cut like its parameter."""
+    """One state value that is not sharded like its parameter."""
 
-    shard: int  # number of the shard
-    matrix: int  # the logical matrix in its split; 0 where the parameter counts as one
-    path: tuple[str, ...]  # what leads to the value, the kind of state first
+    shard: int  # index of the parameter's shard
+    matrix: int  # index of the logical matrix in the split; 0 if the parameter counts as one
+    path: tuple[str, ...]  # keys that lead to the value; the first is the kind of state
     value: Any  # a tensor or a plain value
-    writes: bool = True  # whether this rank, of those that hold the same numbers, writes them
-    slab: tuple[int, int] | None = None  # (rank, size), if it is of one tensor-parallel slab alone
-    per_element: bool = False  # whether it has a number for each of a whole matrix's elements
-    container: Any = None  # where a plain value is put back
+    writes: bool = True  # whether this rank saves it, if several ranks hold the same value
+    slab: tuple[int, int] | None = None  # (rank, size), if it belongs to one tensor-parallel slab
+    per_element: bool = False  # whether it has one element per element of the whole matrix
+    container: Any = None  # where a plain value is written back
 
     def replace(self, value: Any) -> None:
-        """Take over a loaded value."""
+        """Overwrite the value with a loaded one."""
         if isinstance(self.value, Tensor):
             self.value.copy_(torch.as_tensor(value).view(self.value.shape))
         else:
@@ -60,62 +60,56 @@ class Kept:
 
 
 class Driver:
-    """Steps some parameter groups; see Note [Drivers]."""
+    """Updates some parameter groups; see Note [Drivers]."""
 
-    tells_updates = False  # whether its statistics are told its updates
-    counts_matrices = False  # whether each matrix has a count of steps, or each parameter
-    is_clipped = True  # whether its gradients are scaled down with all others'
-    folds_clipping = False  # whether it does that itself, by :attr:`coefficient`
-    # what gradients are multiplied with, on their device; nan if nothing may change; None for 1
-    coefficient: Tensor | None = None
-    # kinds of state that need not be in what is loaded
-    dispensable: frozenset[str] = frozenset()
+    tells_updates = False  # whether it reports its updates to step statistics
+    counts_matrices = False  # whether steps are counted per matrix, not per parameter
+    is_clipped = True  # whether gradient clipping applies to its gradients
+    folds_clipping = False  # whether it applies clipping itself, by :attr:`coefficient`
+    coefficient: Tensor | None = None  # factor on gradients; nan skips the step, None is 1
+    dispensable: frozenset[str] = frozenset()  # kinds of state that a checkpoint may lack
 
     def __init__(self, name: str, shards: Sequence[Shard]) -> None:
         self.name = name  # class of the optimizer, for messages
         self.shards = list(shards)
-        # for each parameter group the number of the shard of each of its parameters, None for those
-        # of another driver
+        # for each group, the shard of each parameter; None for parameters of other drivers
         self.shard_numbers: list[list[int | None]] = []
-        # the parameter group of each shard, as far as it is known
-        self.group_of: dict[int, int] = {}
-        # what brings matrices to where they are computed, and back
+        self.group_of: dict[int, int] = {}  # the parameter group of each shard, where known
+        # sends matrices to the ranks that compute them, and back
         self.redistribution: Redistribution | None = None
-        # what keeps a part of its weights and state off the device
-        self.host: HostMemory | None = None
-        # weights that the optimizer cannot start from, with the reason
-        self.faults: list[tuple[str, str]] = []
+        self.host: HostMemory | None = None  # keeps some weights and state in host memory
+        self.faults: list[tuple[str, str]] = []  # weights that it cannot start from, and why
 
     @property
     def schedules(self) -> list[Schedule]:
-        """Who computes which matrices, and what travels, for each group of ranks."""
+        """Which rank computes which matrices, and what is sent, for each group of ranks."""
         return []
 
     def measure(self, stats: StepStats | None) -> None:
-        """Let steps be measured from now on, or no longer."""
+        """Measure the following steps with ``stats``; None stops measuring."""
         if self.redistribution is not None:
             self.redistribution.meter = None if stats is None else stats.meter
 
     def buffers(self) -> Iterator[Tensor]:
-        """Yield what lives on between steps apart from weights and state."""
+        """Yield the tensors that live between steps besides weights and state."""
         if self.redistribution is not None:
             yield from self.redistribution.buffers.values()
 
     def attach(self, places: Sequence[Sequence[int | None]]) -> None:
-        """Learn which shard each parameter of each group is."""
+        """Set the shard of each parameter of each group."""
         self.shard_numbers = [list(numbers) for numbers in places]
         placed = enumerate(self.shard_numbers)
         self.assign({n: group for group, numbers in placed for n in numbers if n is not None})
 
     def assign(self, group_of: Mapping[int, int]) -> None:
-        """Learn the parameter groups of shards of which this rank may hold nothing."""
+        """Set the parameter groups of shards, including shards that are empty on this rank."""
         self.group_of.update(group_of)
 
     def init(self, groups: Sequence[ParamGroup], state: State) -> None:
-        """Make the state of every parameter exist, as far as it can be without a step."""
+        """Create the state of every parameter, as far as possible without a step."""
 
     def off_load(self, groups: Sequence[ParamGroup], state: State, place: HostPlace) -> None:
-        """Keep a fraction of weights and state in the host's memory from now on."""
+        """Keep a fraction of weights and state in host memory from now on."""
         sizes = {param: param.numel() for _, param, _ in self.numbered(groups)}
         params = place.chosen(sizes)
         weights = place.movable.intersection(params)
@@ -124,29 +118,29 @@ class Driver:
         self.host.settle()
 
     def expect(self, groups: Sequence[ParamGroup], state: State) -> None:
-        """Make all state exist that is about to be loaded, as checkpoints have it."""
+        """Create all state that is about to be loaded, in the form that checkpoints have."""
         self.init(groups, state)
 
     def saved_form(self, number: int, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the state of the shard ``number`` as checkpoints have it."""
+        """Return the state of shard ``number`` in the form that checkpoints have."""
         return values
 
     def pack(self, groups: Sequence[ParamGroup], state: State) -> None:
-        """Keep state that was loaded in the form that :meth:`init` gives it; collective."""
+        """Convert loaded state to the form that :meth:`init` creates; collective."""
 
     def counting(self, groups: Sequence[ParamGroup], state: State) -> Iterator[dict[str, Any]]:
-        """Yield the states, and groups, in which steps are counted."""
+        """Yield the dictionaries (states or groups) that hold step counters."""
         for _, param, _ in self.numbered(groups):
             if STEP in state[param]:
                 yield state[param]
 
     def set_steps(self, groups: Sequence[ParamGroup], state: State, steps: int) -> None:
-        """Continue after ``steps`` steps that another run did."""
+        """Set all step counters to ``steps``, to continue another run."""
         for values in self.counting(groups, state):
             set_step(values, steps)
 
     def step(self, groups: Sequence[ParamGroup], state: State) -> None:
-        """Update the parameters of ``groups``; all ranks of a group call this together."""
+        """Update the parameters of ``groups``; collective."""
         raise NotImplementedError
 
     def _run_waves(
@@ -157,22 +151,22 @@ class Driver:
         params_of: Callable[[Iterable[str]], list[Tensor]],
         state: State,
     ) -> None:
-        """Run all waves, with what each needs on the device; see :meth:`HostMemory.run`."""
+        """Run all waves, each with its tensors on the device; see :meth:`HostMemory.run`."""
         if self.host is None or self.redistribution is None:
             run(load, store)
         else:
             self.host.run(run, load, store, params_of, self.redistribution.arriving, state)
 
     def is_cut_like_weights(self, kind: str, value: Any) -> bool:
-        """Whether a value in a parameter's state has a number for each of the parameter's."""
+        """Whether a state value has one element per element of the parameter."""
         return isinstance(value, Tensor) and value.dim() > 0
 
     def kept(self, groups: Sequence[ParamGroup], state: State) -> Iterator[Kept]:
-        """Yield all state that is not cut like its parameter, step counters apart."""
+        """Yield all state that is not sharded like its parameter, except step counters."""
         return iter(())
 
     def numbered(self, groups: Sequence[ParamGroup]) -> Iterator[tuple[ParamGroup, Tensor, int]]:
-        """Yield every parameter that it steps with its group and the number of its shard."""
+        """Yield every parameter of this driver, with its group and the index of its shard."""
         for group, numbers in zip(groups, self.shard_numbers, strict=True):
             for param, number in zip(group["params"], numbers, strict=True):
                 if number is not None:
@@ -180,17 +174,16 @@ class Driver:
 
 
 class CompositeOptimizer(torch.optim.Optimizer):
-    """One torch optimizer made of several drivers: what Megatron's distributed optimizer wraps.
+    """One torch optimizer made of several drivers, which Megatron's distributed optimizer wraps.
 
-    It holds the parameter groups and the state, as every consumer of an optimizer expects. Drivers
-    step with the numbers (lr, weight decay) that a scheduler wrote there. :meth:`init_state` starts
-    them once they know their places.
+    Parameter groups and state are those of any torch optimizer, and drivers use the values (lr,
+    weight decay) that they find there. Call :meth:`init_state` once drivers are attached.
     """
 
     def __init__(
         self, groups: Sequence[ParamGroup], served: Sequence[tuple[Driver, slice]]
     ) -> None:
-        # torch refuses an optimizer without groups; a pipeline stage without experts has none
+        # torch needs a group, but a pipeline stage without experts may have none
         self._complete = False
         super().__init__([{"params": []}], {})
         self.param_groups = list(groups)
@@ -200,38 +193,38 @@ class CompositeOptimizer(torch.optim.Optimizer):
         self._complete = True
 
     def init_state(self) -> None:
-        """Make the state of every parameter exist, so that it can be saved and loaded."""
+        """Create the state of every parameter, so that it can be saved and loaded."""
         for driver in self.drivers:
             with self.groups_and_state(driver) as (groups, state):
                 driver.init(groups, state)
-            # state of whole matrices too, for those who move all of it to another device
+            # include state of whole matrices, for code that moves all state to another device
             self.state.update(getattr(driver, "owned_state", {}))
 
     def refuse_faults(self) -> None:
-        """Raise a ConfigurationError if an optimizer cannot start from weights of this rank."""
+        """Raise a ConfigurationError if an optimizer cannot start from this rank's weights."""
         for driver in self.drivers:
             for weight, reason in driver.faults:
                 rule = f"cannot start from {weight}: {reason}"
-                way_out = "Initialize this weight as the optimizer asks for before it is built"
+                way_out = "Initialize this weight accordingly before building the optimizer"
                 raise ConfigurationError("optimizer", driver.name, rule, way_out)
 
     def groups_of(self, driver: Driver) -> list[ParamGroup]:
-        """Return the parameter groups that ``driver`` steps."""
+        """Return the parameter groups that ``driver`` updates."""
         return self.param_groups[self._served[driver]]
 
     @contextmanager
     def groups_and_state(self, driver: Driver) -> Iterator[tuple[list[ParamGroup], State]]:
-        """Give what ``driver`` works on: groups of this rank's tensors, and their state."""
+        """Provide what ``driver`` works on: groups of this rank's tensors, and their state."""
         yield self.groups_of(driver), self.state
 
     def add_param_group(self, param_group: ParamGroup) -> None:
-        """Refuse, after construction: who computes what is decided when the optimizer is built."""
+        """Add a group during construction; raise a ConfigurationError afterwards."""
         if self._complete:
             refuse_group(param_group)
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return groups and state of what is stepped; that of whole matrices is in no group."""
+        """Return groups and state, without the state of whole matrices, which is in no group."""
         members = {id(param) for group in self.param_groups for param in group["params"]}
         owned = [key for key in self.state if id(key) not in members]
         hidden = {key: self.state.pop(key) for key in owned}
@@ -242,15 +235,15 @@ class CompositeOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update all parameters; without a closure."""
+        """Update all parameters; raise a ValueError if a closure is given."""
         if closure is not None:
-            raise ValueError("closure is not supported")
+            raise ValueError("closure is not supported: compute gradients before calling step()")
         self._step()
 
     def _step(self) -> None:
-        """Update all parameters, without the hooks that torch puts around the ``step`` of a class.
+        """Update all parameters, without torch's step hooks.
 
-        A ``step`` that called its base's would run them twice.
+        An override of ``step`` calls this, because ``super().step`` would run the hooks twice.
         """
         if len(self.param_groups) != self._count:
             raise _fixed("param_groups", f"{len(self.param_groups)} groups")
@@ -260,49 +253,46 @@ class CompositeOptimizer(torch.optim.Optimizer):
 
 
 def check_may_step(optimizer: Any) -> None:
-    """Raise a ConfigurationError if a group has no learning rate yet, or another owner by now."""
+    """Raise a ConfigurationError if the optimizer is superseded or a group has no learning rate."""
     if getattr(optimizer, "superseded", False):
-        rule = "an optimizer that was built later owns some of its parameters, and both would step"
-        way_out = "Step the later one, or freeze what the other owns while each is built"
+        rule = "an optimizer that was built later owns some of its parameters"
+        way_out = "Use the later one, or freeze the other's parameters while each is built"
         raise ConfigurationError("optimizer.step", type(optimizer).__name__, rule, way_out)
     for group in optimizer.param_groups:
         if group.get("lr", 0.0) is None:
-            rule = f"must be written before a step, and group {group.get('group_id')!r} has none"
-            way_out = "Give the configuration a learning rate, or step a scheduler first"
+            rule = f"must be set before a step, but group {group.get('group_id')!r} has none"
+            way_out = "Set a learning rate in the configuration, or step a scheduler first"
             raise ConfigurationError("lr", None, rule, way_out)
 
 
 def refuse_group(param_group: ParamGroup) -> None:
-    """Raise, in place of ``add_param_group``: what is planned is planned for the whole model."""
+    """Raise a ConfigurationError in place of ``add_param_group``."""
     raise _fixed("add_param_group", f"{len(list(param_group.get('params', ())))} parameters")
 
 
 def _fixed(argument: str, value: str) -> ConfigurationError:
-    rule = "the plan of who computes what is made once, for the whole model"
+    rule = "groups are fixed, because work is assigned to ranks when the optimizer is built"
     return ConfigurationError(argument, value, rule, "Build the optimizer again")
 
 
 def refuse_state(*_: Any) -> None:
-    """Raise, in place of ``state_dict`` of an optimizer that another one has taken over."""
-    raise ConfigurationError(
-        "state_dict",
-        "an optimizer that another one steps with",
-        "has no state of its own, which lies in fragments and at owners",
-        "Use sharded_state_dict, or save_state_dict_to_file, of the one that steps",
-    )
+    """Raise a ConfigurationError in place of ``state_dict`` of a wrapped optimizer."""
+    rule = "has no state of its own, because the wrapping optimizer shards it over ranks"
+    way_out = "Use sharded_state_dict or save_state_dict_to_file of the wrapping optimizer"
+    raise ConfigurationError("state_dict", "a wrapped optimizer", rule, way_out)
 
 
 def set_step(state: dict[str, Any], steps: int) -> None:
-    """Set the counter of steps in one state, if there is one, as what it is."""
+    """Set the step counter of one state, if it has one, keeping its type."""
     if isinstance(state.get(STEP), Tensor):
-        # a tensor for each: torch counts in place
+        # a separate tensor for each state, because torch counts in place
         state[STEP] = torch.full_like(state[STEP], steps)
     elif STEP in state:
         state[STEP] = steps
 
 
 def loss_of(closure: Callable[[], float] | None) -> float | None:
-    """Return what a closure computes with gradients enabled; None without one."""
+    """Return the loss of ``closure``, called with gradients enabled; None without a closure."""
     if closure is None:
         return None
     with torch.enable_grad():
@@ -312,7 +302,7 @@ def loss_of(closure: Callable[[], float] | None) -> float | None:
 def bind(
     optimizer: torch.optim.Optimizer, groups: Iterable[ParamGroup], state: State
 ) -> torch.optim.Optimizer:
-    """Let ``optimizer`` work on these from now on."""
+    """Make ``optimizer`` use these groups and this state from now on, and return it."""
     optimizer.param_groups = list(groups)
     optimizer.state = state
     return optimizer
@@ -322,10 +312,7 @@ def bind(
 def bound[T: torch.optim.Optimizer](
     optimizer: T, groups: Iterable[ParamGroup], state: State
 ) -> Iterator[T]:
-    """Let ``optimizer``, which may serve several buffer sets, work on these in a block.
-
-    Outside of it, it has what its user reads and writes.
-    """
+    """Make ``optimizer`` use these groups and this state in a block, and its own afterwards."""
     before = optimizer.param_groups, optimizer.state
     bind(optimizer, groups, state)
     try:
@@ -335,13 +322,13 @@ def bound[T: torch.optim.Optimizer](
 
 
 def empty_states(optimizer: Any) -> list[tuple[dict[str, Any], Tensor]]:
-    """Return the states that are to be made, each with its parameter."""
+    """Return ``(state, parameter)`` for every parameter whose state is empty."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     return [(optimizer.state[param], param) for param in params if not optimizer.state[param]]
 
 
 def zeros(*names: str, **counters: int) -> Callable[..., None]:
-    """Return what gives every parameter without state counters, and zeros of its shape."""
+    """Return an ``init_state_fn`` that creates counters, and zeros in the parameter's shape."""
 
     def init_state(optimizer: Any, config: Any = None) -> None:
         for state, param in empty_states(optimizer):
@@ -352,13 +339,12 @@ def zeros(*names: str, **counters: int) -> Callable[..., None]:
 
 @torch.no_grad()
 def dry_step(optimizer: Any) -> None:
-    """Let every parameter without state have one of the right shape, whose values do not matter.
+    """Create missing state of the right shape, to load into, by a step with zero gradients.
 
-    Loading needs places to load to. The optimizer steps with zero gradients; parameters, gradients
-    and groups are put back.
+    Parameters, gradients and groups are restored afterwards; the values of the state are arbitrary.
 
     Raises:
-        ConfigurationError: If it cannot step with zero gradients.
+        ConfigurationError: If the optimizer cannot step with zero gradients.
     """
     everything = [param for group in optimizer.param_groups for param in group["params"]]
     bare = [param for _, param in empty_states(optimizer)]
@@ -376,12 +362,10 @@ def dry_step(optimizer: Any) -> None:
     try:
         optimizer.step()
     except Exception as error:
-        raise ConfigurationError(
-            "optimizers",
-            type(optimizer).__name__,
-            f"makes its state in its first step, which failed with zero gradients: {error}",
-            "Give it a function that makes its state exist (init_state_fn)",
-        ) from error
+        name = type(optimizer).__name__
+        rule = f"creates its state in its first step, which failed with zero gradients: {error}"
+        way_out = "Provide an init_state_fn that creates its state"
+        raise ConfigurationError("optimizers", name, rule, way_out) from error
     finally:
         for param, value in zip(bare, values, strict=True):
             param.detach().copy_(value)

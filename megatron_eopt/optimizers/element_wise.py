@@ -1,4 +1,4 @@
-"""The driver of optimizers that update each number by itself, or each tensor as they get it."""
+"""Drivers of optimizers that update each element, or each tensor they get, independently."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -28,19 +28,19 @@ _COUNT_IN_GROUPS = ("transformer_engine", "apex")
 
 
 class _InOnePass(torch.optim.Adam):
-    """Steps as torch's class does with ``fused=True``; see Note [Coefficients]."""
+    """Works as torch's Adam with ``fused=True``; can scale gradients, see Note [Coefficients]."""
 
     coefficient: Tensor | None = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Do one step."""
+        """Update all parameters; return the closure's loss."""
         loss = loss_of(closure)
         for group in self.param_groups:
             found: list[list[Tensor]] = [[] for _ in range(6)]
             self._init_group(group, *found)  # type: ignore[no-untyped-call]
             params, grads, firsts, seconds, largest, steps = found
-            # AMSGrad is torch's, which knows no copies
+            # AMSGrad uses torch's kernel, which cannot write the model's copies
             copies = [] if largest else list(map(handed_out, params))
             lists = (params, firsts, seconds, copies, grads, steps)
             adam_(lists, largest, self.coefficient, group)
@@ -48,17 +48,17 @@ class _InOnePass(torch.optim.Adam):
 
 
 class Adam(_InOnePass):
-    """For weight decay by way of gradients."""
+    """Adam that adds weight decay to gradients (L2)."""
 
 
 class AdamW(_InOnePass, torch.optim.AdamW):
-    """For weights that decay themselves."""
+    """Adam with decoupled weight decay."""
 
 
 class ElementWiseDriver(Driver):
-    """Steps Adam, SGD, Lion and their like on any part of the parameters.
+    """Drives Adam, SGD, Lion and similar optimizers on any shards of the parameters.
 
-    ``init_state_fn`` makes their state exist, called as ``(optimizer, config)``; it may be None.
+    ``init_state_fn(optimizer, config)`` creates their state; it may be None.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class ElementWiseDriver(Driver):
 
     @property
     def coefficient(self) -> Tensor | None:
-        """What gradients are multiplied with, also where the optimizer steps without its driver."""
+        """Factor on gradients; the optimizer has it too, since it may step without its driver."""
         return self._coefficient
 
     @coefficient.setter
@@ -83,7 +83,7 @@ class ElementWiseDriver(Driver):
             self._optimizer.coefficient = value
 
     def init(self, groups: Sequence[ParamGroup], state: State) -> None:
-        """Make the state of every tensor exist, with step counters of their own."""
+        """Create the state of every tensor, each with its own step counter."""
         with bound(self._optimizer, groups, state) as optimizer:
             if self._init_state_fn is not None:
                 self._init_state_fn(optimizer, self._config)
@@ -92,18 +92,18 @@ class ElementWiseDriver(Driver):
                     _complete(optimizer, group, optimizer.state[param], param)
 
     def expect(self, groups: Sequence[ParamGroup], state: State) -> None:
-        """Make all state exist that is about to be loaded."""
+        """Create all state that is about to be loaded."""
         self.init(groups, state)
         with bound(self._optimizer, groups, state) as optimizer:
             dry_step(optimizer)
 
     def counting(self, groups: Sequence[ParamGroup], state: State) -> Iterator[dict[str, Any]]:
-        """Yield the states, and groups, in which steps are counted."""
+        """Yield the dictionaries (states or groups) that hold step counters."""
         yield from (group for group in groups if group["params"] and STEP in group)
         yield from super().counting(groups, state)
 
     def set_steps(self, groups: Sequence[ParamGroup], state: State, steps: int) -> None:
-        """Set the counters where the optimizer keeps them: in states, or in groups."""
+        """Set the step counters where the optimizer keeps them: in states or in groups."""
         for group in groups:
             group.pop(STEP, None)
             if type(self._optimizer).__module__.startswith(_COUNT_IN_GROUPS):
@@ -112,7 +112,7 @@ class ElementWiseDriver(Driver):
                 set_step(state[param], steps)
 
     def step(self, groups: Sequence[ParamGroup], state: State) -> None:
-        """Let the optimizer step, on what is off-loaded chunk by chunk."""
+        """Update the parameters; off-loaded ones chunk by chunk."""
         if self.host is not None:
             self._step_in_chunks(self.host, groups, state)
         else:
@@ -120,12 +120,12 @@ class ElementWiseDriver(Driver):
 
     def _step(self, groups: Sequence[ParamGroup], state: State) -> None:
         with bound(self._optimizer, groups, state) as optimizer:
-            # one optimizer may have several drivers
+            # several drivers may share one optimizer
             self.coefficient = self._coefficient
             optimizer.step()
 
     def _step_in_chunks(self, host: HostMemory, groups: Sequence[ParamGroup], state: State) -> None:
-        # what is counted in groups is counted once a step: every chunk begins as the first
+        # groups may count steps, so every chunk starts from the same groups
         settings = [dict(group) for group in groups]
 
         def step(chunk: list[Tensor]) -> None:
@@ -142,9 +142,9 @@ class ElementWiseDriver(Driver):
 
 
 class SlabDriver(ElementWiseDriver):
-    """Steps any other optimizer on whole parameters, or on each tensor-parallel slab by itself.
+    """Drives any other optimizer on whole parameters, or on each tensor-parallel slab separately.
 
-    It knows for each parameter which ranks have its slabs.
+    ``ranks`` has, for each parameter, the ranks that store its slabs.
     """
 
     def __init__(self, *args: Any, ranks: Sequence[Ranks]) -> None:
@@ -152,17 +152,17 @@ class SlabDriver(ElementWiseDriver):
         self._ranks = ranks
 
     def is_cut_like_weights(self, kind: str, value: Any) -> bool:
-        """Whether a state is one of those that have a number for each of a parameter's."""
+        """Whether a state value is known to have one element per element of the parameter."""
         return kind in ELEMENT_WISE_STATE and super().is_cut_like_weights(kind, value)
 
     def step(self, groups: Sequence[ParamGroup], state: State) -> None:
-        """Let the optimizer step."""
+        """Update the parameters."""
         super().step(groups, state)
         for _, param, _ in self.numbered(groups):
             by_rows(state[param])
 
     def kept(self, groups: Sequence[ParamGroup], state: State) -> Iterator[Kept]:
-        """Yield all other state: its shape has a meaning for the optimizer alone."""
+        """Yield all other state, whose shape only the optimizer understands."""
         for _, param, number in self.numbered(groups):
             ranks = self._ranks[number]
             slab = (ranks.rank, ranks.size) if ranks.size > 1 else None
@@ -180,7 +180,7 @@ def _complete(
     if isinstance(optimizer, torch.optim.Adam):
         names = (FIRST_MOMENT, "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
         device = param.device if group["capturable"] or group["fused"] else "cpu"
-        # a tensor for each: torch counts in place
+        # a separate tensor for each state, because torch counts in place
         count = state.setdefault(STEP, torch.zeros((), dtype=torch.float32, device=device))
         state[STEP] = torch.as_tensor(count, device=device)
     elif isinstance(optimizer, torch.optim.SGD) and group["momentum"]:

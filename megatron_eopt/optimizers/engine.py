@@ -1,4 +1,4 @@
-"""Computes on matrices wherever they are stored: redistribute, compute, redistribute back."""
+"""Computes on whole matrices that are stored in shards: redistribute, compute, send back."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -21,61 +21,58 @@ from megatron_eopt.optimizers.teams import Team
 from megatron_eopt.storage.shard import Ranks, Shard
 
 UpdateT = Callable[[Tensor, Sequence[int], ReduceT | None, tuple[int, int]], None]
-"""Replaces directions by updates in place.
+"""Replaces directions by updates, in place.
 
-Called with a stack ``(batch, rows, cols)`` of equal-shaped matrices, the index of each in
-:attr:`MatrixEngine.names`, how to sum over the ranks that share them (None if each is whole) and
-the shape of the whole matrix.
+Arguments: a stack ``(batch, rows, cols)``, the index of each matrix in :attr:`MatrixEngine.names`,
+a sum over the ranks that share the matrices (None if they are whole), the shape of a whole matrix.
 """
 
 
 @dataclass(frozen=True)
 class Means:
-    """How an engine works."""
+    """Settings of an engine."""
 
-    mode: TpModeT = "auto"  # where the work happens
-    wave_mb: float = DEFAULT_WAVE_MB  # upper bound of what one owner holds of a wave, in MiB
-    batched: bool = True  # whether equal shapes share a call; else every matrix has its own
-    whole_only: bool = False  # whether the arithmetic is none for slabs of a matrix
-    # of the stacks and of what travels; directions are rounded to it at every layout
+    mode: TpModeT = "auto"  # where matrices are computed
+    wave_mb: float = DEFAULT_WAVE_MB  # most MiB of a wave that one owner holds
+    batched: bool = True  # whether matrices of equal shape are computed in one call
+    whole_only: bool = False  # whether the algorithm cannot compute slabs of a matrix
+    # dtype of stacks and of communication, to which directions are rounded at every layout
     dtype: torch.dtype = torch.float32
-    device: torch.device | str = "cpu"  # where the tensors live
-    team_size: int = 1  # most ranks that share a matrix in exchange; 1 for none
-    windows: tuple[int, ...] = ()  # which of several engines computes each shard; () for one
+    device: torch.device | str = "cpu"  # device of the tensors
+    team_size: int = 1  # most ranks that share a matrix in exchange mode; 1 to share none
+    windows: tuple[int, ...] = ()  # index of the engine that computes each shard; () for one
 
     @property
     def wave_bytes(self) -> int:
-        """The bound of a wave in bytes."""
+        """``wave_mb`` in bytes."""
         return int(self.wave_mb * 2**20)
 
 
 class MatrixEngine:
-    """Turns stored directions into stored updates, matrix by matrix, batched by shape.
+    """Turns sharded directions into sharded updates, matrix by matrix, batched by shape.
 
     Note [Phases of a step]
-        1. Every rank packs its pieces of a wave's matrices for the ranks that compute on them;
-           one all-to-all moves them.
-        2. Matrices of equal shape form one stack, and ``update`` works on it in place.
-        3. One all-to-all brings the results to every rank that stores a piece.
-        Phase 1 of the next wave and phase 3 of the last one run while a wave is computed.
-        "duplicated" has no phase 3, "distributed" and "blockwise" have neither 1 nor 3 where the
-        storage is already cut the way they compute.
+        1. One all-to-all sends the shards of a wave's matrices to the ranks that compute them.
+        2. Matrices of equal shape form one stack, which ``update`` changes in place.
+        3. One all-to-all sends the results to every rank that stores a shard.
+        Phase 1 of the next wave and phase 3 of the last one overlap with phase 2. "duplicated" has
+        no phase 3. "distributed" and "blockwise" have neither 1 nor 3 if the storage is already
+        sharded the way they compute.
 
-    The same ranks store all shards, which are listed in the same order on each. An engine that runs
-    after another one, given as ``before``, balances the work of both and shares its buffers.
+    All ranks of a group store all shards and list them in the same order. An engine that runs after
+    another one, ``before``, balances the work of both and shares its buffers.
 
     Attributes:
         names: Name of every logical matrix.
-        first: Index of each shard's first matrix, and one past the last of all.
+        first: Index of each shard's first matrix, then the number of matrices.
         work: Where each matrix is computed.
-        redistribution: What brings matrices to where they are computed, and back.
-        busy: Operations of each rank, those of engines before included.
-        arrivals: For each wave the shards that no wave before has needed, the same on all ranks.
+        redistribution: Sends matrices to the ranks that compute them, and back.
+        busy: FLOPs of each rank, including engines before this one; float64 ``(ranks,)``.
+        arrivals: For each wave, the shards that it is the first to need; the same on all ranks.
         blockwise: Whether each rank's piece counts as a matrix of its own.
 
     Raises:
-        ConfigurationError: If the shards' pieces do not add up to their matrices, or the ranks
-            disagree about them.
+        ConfigurationError: If shards do not add up to their matrices, or ranks disagree on them.
     """
 
     def __init__(
@@ -135,23 +132,23 @@ class MatrixEngine:
 
     @property
     def schedule(self) -> Schedule:
-        """Who computes which matrices, and what travels."""
+        """Which rank computes which matrices, and what is sent."""
         storage = [layout for shard in self._shards for layout in shard.layouts]
         return Schedule(self.ranks, self.names, storage, self.work, self.redistribution.plan)
 
     @torch.no_grad()
     def run(self, load: LoadT, store: StoreT) -> None:
-        """Update matrices wave by wave; collective over the group.
+        """Compute all matrices wave by wave; collective over the group.
 
-        ``load`` returns what to orthogonalize by the shards' names, contiguous; ``store`` takes
-        updates, in the shapes and dtypes of that.
+        ``load`` returns contiguous directions by shard name. ``store`` takes their updates, in the
+        same shapes and dtypes.
         """
         self.redistribution.run(load, self._compute, store)
 
     def updates(self, directions: Sequence[Tensor]) -> list[Tensor]:
         """Return every shard's update, float32 in the shape of its direction; collective.
 
-        Directions may have any shape with as many elements as this rank holds of the shard.
+        Directions may have any shape, with as many elements as this rank's shard.
         """
         names = [shard.name for shard in self._shards]
         inputs = {n: d.float().contiguous() for n, d in zip(names, directions, strict=True)}
@@ -166,7 +163,7 @@ class MatrixEngine:
         first = batch.matrices[0]
         reduce = self._reduce_of[first]
         rows, cols = batch.tensor.shape[-2:]
-        # blockwise a piece is scaled as a matrix of its own
+        # in blockwise mode, a piece is scaled as a matrix of its own
         shape = (rows, cols) if self.blockwise else self._shapes[first]
         if self._batched or len(batch.matrices) == 1:
             self._update(batch.tensor, batch.matrices, reduce, shape)
@@ -176,7 +173,7 @@ class MatrixEngine:
 
 
 class _Sum:
-    """Sums over the ranks of a group, in place."""
+    """Sums tensors over the ranks of a group, in place."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
@@ -188,19 +185,19 @@ class _Sum:
 
 
 class _Team(_Sum):
-    """Ranks that also divide the rows of small matrices."""
+    """Also divides the rows of small matrices over the ranks of a team."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
 
     def rows(self, m: int) -> tuple[int, int]:
-        """Return the first row that this rank computes, and one past its last."""
+        """Return the first of ``m`` rows that this rank computes, and one past its last."""
         height = m // self._size
         return self._rank * height, (self._rank + 1) * height
 
     def gather(self, block: Tensor) -> Tensor:
-        """Return whole matrices of the ranks' rows."""
+        """Return whole matrices, gathered from all ranks' rows."""
         rows = block.new_empty(self._size * block.numel())
         dist.all_gather_into_tensor(rows, block.flatten(), group=self._group)
         by_rank = rows.view(self._size, *block.shape)
@@ -208,12 +205,12 @@ class _Team(_Sum):
 
 
 def _sums_of(teams: Collection[Team], ranks: Ranks) -> dict[Team, _Sum]:
-    """Return how to sum over the ranks of each team that this one is in, and over all (no team)."""
+    """Return sums over each team of this rank and, under ``()``, over the whole group."""
     if ranks.group is None:
         return {}
     members = dist.get_process_group_ranks(ranks.group)
     mine = [team for team in teams if ranks.rank in team]
-    # a rank is in one team of each size, so all of a team's make it at the same turn
+    # a rank has at most one team of each size, so members create each group at the same time
     groups: dict[Team, Any] = {
         team: group_of_members([members[rank] for rank in team]) for team in sorted(mine, key=len)
     }

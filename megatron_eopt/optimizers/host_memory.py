@@ -1,11 +1,10 @@
-"""Main weights and state that live in the host's memory and come to the device wave by wave.
+"""Keeps main weights and state in host memory, and copies them to the device wave by wave.
 
 Note [Off-loading by waves]
-    Between steps the memory of chosen tensors, and of their state, is the host's: whoever reads or
-    writes them, as checkpoints do, sees what a device would hold. In a step a driver fetches what a
-    wave needs, announces what the next one will, and writes back what a wave has changed. On a GPU
-    each direction has a stream and memory is pinned; the host waits once, at the end of a step, so
-    that everybody may read.
+    Between steps, chosen tensors and their state are in host memory, where checkpoints and other
+    code read and write them as usual. In a step, a driver fetches what a wave needs, prefetches
+    what the next one needs, and writes back what a wave has changed. On a GPU, host memory is
+    pinned and each direction has a stream. The host waits once, at the end of a step.
 """
 
 from collections import defaultdict
@@ -26,15 +25,15 @@ type _Path = tuple[str, ...]
 
 @dataclass(frozen=True)
 class HostPlace:
-    """How much is kept on the host, and how it comes to the device."""
+    """How much is kept in host memory, and how it is copied to the device."""
 
     fraction: float = 0.0  # of all elements, in [0, 1]
-    movable: frozenset[Tensor] = frozenset()  # weights that are nobody else's memory
-    device: torch.device | str = "cpu"  # where everything is stepped
-    chunk_bytes: int = 0  # how much of it comes at a time, where there are no waves
+    movable: frozenset[Tensor] = frozenset()  # weights that share memory with nothing else
+    device: torch.device | str = "cpu"  # where everything is updated
+    chunk_bytes: int = 0  # bytes copied at a time by drivers without waves
 
     def chosen[T: Tensor](self, sizes: Mapping[T, int]) -> list[T]:
-        """Return tensors with at most the fraction of all elements, and with most of it."""
+        """Return tensors, the largest first, with at most the fraction of all elements."""
         room = self.fraction * sum(sizes.values())
         found = []
         for param in sorted(sizes, key=sizes.__getitem__, reverse=True):
@@ -45,13 +44,13 @@ class HostPlace:
 
 
 class HostMemory:
-    """What of one driver's tensors is kept in the host's memory; see Note [Off-loading by waves].
+    """Keeps tensors of one driver in host memory; see Note [Off-loading by waves].
 
     Args:
-        params: The tensors whose state is kept there.
-        weights: Those of them that are kept there themselves.
-        place: How they come to the device.
-        is_kept: Which tensors of their state are kept there, by kind; by default all.
+        params: Tensors whose state is kept there.
+        weights: Those of ``params`` that are kept there themselves.
+        place: How they are copied to the device.
+        is_kept: Whether a state value ``(kind, value)`` is kept there; by default all are.
     """
 
     def __init__(
@@ -70,8 +69,7 @@ class HostMemory:
         self._pinned = self._device.type == "cuda"
         self._inward, self._outward = _stream(self._device), _stream(self._device)
         self._coming: dict[Tensor, dict[_Path, Tensor]] = {}
-        # the host's tensors of what is on the device now
-        self._homes: dict[Tensor, dict[_Path, Tensor]] = {}
+        self._homes: dict[Tensor, dict[_Path, Tensor]] = {}  # host tensors of what is on the device
 
     def run(
         self,
@@ -82,14 +80,14 @@ class HostMemory:
         arriving: Callable[[int], Sequence[str]],
         state: Any,
     ) -> None:
-        """Run waves, with what a wave needs on the device, and what it has changed on the host.
+        """Run all waves; fetch what each needs, and write back what it changes.
 
         Args:
-            run: Runs all waves with what loads and what stores.
+            run: Runs all waves, given functions to load and store.
             load: See :data:`LoadT`.
             store: See :data:`StoreT`.
-            params_of: Returns the tensors with some names.
-            arriving: Returns the names that a wave is the first to need; none past the last.
+            params_of: Returns the tensors with the given names.
+            arriving: Returns the names that a wave is the first to need; none past the last wave.
             state: The state of the tensors.
         """
 
@@ -102,13 +100,13 @@ class HostMemory:
             store(results)
             self.write_back(params_of(results), state)
 
-        # what a step that ended in an error had announced may have changed since
+        # a step that failed may have left outdated prefetches
         self._coming.clear()
         run(fetch_and_load, store_and_write_back)
         self.settle()
 
     def announce(self, params: Iterable[Tensor], state: Any) -> None:
-        """Begin to copy what will be fetched."""
+        """Start to copy what will be fetched (prefetch)."""
         for param in self.params.intersection(params):
             if param not in self._coming and param not in self._homes:
                 with torch.cuda.stream(self._inward):
@@ -120,7 +118,7 @@ class HostMemory:
                     }
 
     def fetch(self, params: Iterable[Tensor], state: Any) -> None:
-        """Let weights and state be on the device; what is there already stays."""
+        """Put weights and state on the device; what is already there stays."""
         params = list(params)
         self.announce(params, state)
         if self._inward is not None:
@@ -133,7 +131,7 @@ class HostMemory:
                 _put(param, path, copy, state)
 
     def write_back(self, params: Iterable[Tensor], state: Any) -> None:
-        """Let weights and state be on the host again, and state that is new for the first time."""
+        """Move weights and state back to the host, including state that is new."""
         if self._outward is not None:
             self._outward.wait_stream(torch.cuda.current_stream(self._device))
         for param in self.params.intersection(params):
@@ -149,13 +147,13 @@ class HostMemory:
                 _put(param, path, home, state)
 
     def settle(self) -> None:
-        """Wait until the host may read what was written back."""
+        """Wait until the host can read what was written back."""
         if self._outward is not None:
             self._outward.synchronize()
 
     @contextmanager
     def stood_in_for(self) -> Iterator[None]:
-        """Let weights look as on the device, without numbers: only so can they get gradients."""
+        """Replace host weights by empty device tensors in a block, so that they get gradients."""
         homes = {param: param.data for param in self._weights}
         for param, home in homes.items():
             param.data = torch.empty((), dtype=home.dtype, device=self._device).expand(home.shape)
@@ -168,7 +166,7 @@ class HostMemory:
     def step_in_chunks(
         self, params: Iterable[Tensor], step: Callable[[list[Tensor]], None], state: Any
     ) -> None:
-        """Step first all that is on the device, then some at a time of what comes there."""
+        """Call ``step`` on tensors that stay on the device, then on chunks of off-loaded ones."""
         self._coming.clear()
         chunks = self._chunks(params)
         for chunk, following in zip(chunks, [*chunks[1:], []], strict=True):
@@ -192,7 +190,7 @@ class HostMemory:
         return [chunk for chunk in chunks if chunk]
 
     def tensors(self, state: Any) -> Iterator[Tensor]:
-        """Yield weights and state that are kept on the host."""
+        """Yield the weights and state that are kept on the host."""
         for param in self.params:
             yield from (value for _, value in self._tensors(param, state))
 
@@ -200,7 +198,7 @@ class HostMemory:
         if param in self._weights:
             yield (), param.data
         for path, value in leaves(state.get(param, {})):
-            # what has no dimensions counts steps
+            # tensors without dimensions are step counters
             if isinstance(value, Tensor) and value.dim() and self._is_kept(path[0], value):
                 yield path, value
 
@@ -210,7 +208,7 @@ class HostMemory:
 
 
 def on_device(memories: Iterable[HostMemory | None], collect: Callable[[], None]) -> None:
-    """Collect gradients, which only weights on the device can get."""
+    """Call ``collect`` while off-loaded weights can get gradients on the device."""
     with ExitStack() as stack:
         for memory in memories:
             if memory is not None:

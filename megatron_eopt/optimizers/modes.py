@@ -1,18 +1,17 @@
-"""Where the work on each matrix happens: the compute layout that a mode means, and its waves.
+"""Decides where each matrix is computed: the compute layouts of each mode, and the waves.
 
 =============  ==========================================  =====================================
-mode           compute layout                              what it costs besides its arithmetic
+mode           compute layout                              communication
 =============  ==========================================  =====================================
-blockwise      each rank's piece by itself                 nothing; it is another update
+blockwise      each rank's piece as its own matrix         none; the update is a different one
 duplicated     whole on every rank                         one all-to-all in
-exchange       whole at one owner, or in slabs at a few    one all-to-all in, one out; a team's
-               ranks where there are more than matrices    sums and gatherings of small matrices
-distributed    the long side cut over the ranks            Gram all-reduces; two all-to-alls
-                                                           where the storage is cut otherwise
-auto           what keeps the busiest rank busy least      that of these
-               long: distributed for the most expensive
-               matrices and exchange for the others, or
-               duplicated for all
+exchange       whole on one owner rank, or in slabs on a   one all-to-all in, one out; teams sum
+               team of ranks if that is faster             and gather small matrices
+distributed    the long side sharded over all ranks        Gram all-reduces; two all-to-alls if
+                                                           the storage is sharded differently
+auto           distributed for the most expensive          as these modes
+               matrices and exchange for the rest, or
+               duplicated if that is faster
 =============  ==========================================  =====================================
 """
 
@@ -34,30 +33,30 @@ from megatron_eopt.storage.shard import Ranks
 
 type _Mode = Literal["blockwise", "duplicated", "exchange", "distributed"]
 
-# a rank may store this many times its fair share of a matrix and still compute on what it stores
+# a rank may store this many times its fair share of a matrix and still compute it in place
 _IMBALANCE = 1.25
 
 _FLOAT32 = 4
-"""Bytes of an element."""
+"""Bytes per element."""
 
 _STEPS = 5
 
 
 @dataclass(frozen=True, eq=False)
 class MatrixWork:
-    """How one matrix is computed: the row of the table above, and the layout."""
+    """Where one matrix is computed."""
 
     mode: _Mode
     compute: Layout
-    team: Team = ()  # the ranks that share it, if some do; see :mod:`optimizers.teams`
+    team: Team = ()  # the ranks that share it, if several do; see :mod:`optimizers.teams`
 
     @property
     def kind(self) -> Hashable:
-        """What slabs of a team must have in common to be computed in one stack."""
+        """What slabs of a team must share to be computed in one stack."""
         return (self.team, self.compute.shape) if self.team else None
 
     def load_of(self, rank: int, world_size: int) -> float:
-        """Estimate the floating-point operations of one of the ranks that compute it."""
+        """Estimate the FLOPs of one of the ranks that compute it."""
         if self.shared:
             short, long = sorted(map(float, self.compute.shape))
             return _cost_of_slab(short, long, world_size)
@@ -68,12 +67,12 @@ class MatrixWork:
 
     @cached_property
     def share(self) -> float:
-        """One over the ranks that compute it, or pieces of it."""
+        """One over the number of ranks that compute it or a piece of it."""
         return 1 / max(1, len(np.unique(self.compute.boxes.rank)))
 
     @property
     def shared(self) -> bool:
-        """Whether all ranks of the group compute on slabs of it together."""
+        """Whether all ranks of the group compute it together, in slabs."""
         return self.mode == "distributed"
 
 
@@ -82,28 +81,28 @@ class Work:
     """The work of one engine."""
 
     matrices: tuple[MatrixWork, ...]
-    waves: tuple[tuple[int, ...], ...]  # indices of matrices that travel together
+    waves: tuple[tuple[int, ...], ...]  # indices of matrices that are sent together
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What one group of ranks does together: work, and what travels for it."""
+    """What one group of ranks computes and sends in a step."""
 
     ranks: Ranks  # the group
     names: Sequence[str]  # name of every matrix
     storage: Sequence[Layout]  # where each is stored
     work: Work  # where each is computed
-    plan: Plan  # what travels in a step, as this rank sees it
-    tensors: int = 1  # how many tensors of each matrix the plan numbers, one after another
+    plan: Plan  # what this rank sends and receives in a step
+    tensors: int = 1  # consecutive indices of the plan per matrix (2 for gradient and weight)
 
     def computed(self, wave: WavePlan) -> list[int]:
-        """Return the numbers of the matrices that this rank computes in a wave."""
+        """Return the indices of the matrices that this rank computes in a wave."""
         indices = (index for batch in wave.batches for index in batch.matrices)
         return list(dict.fromkeys(index // self.tensors for index in indices))
 
     @property
     def loads(self) -> list[float]:
-        """Estimated floating-point operations of each rank of the group."""
+        """Estimated FLOPs of each rank of the group."""
         loads = np.zeros(self.ranks.size)
         for work in self.work.matrices:
             for rank in np.unique(work.compute.boxes.rank):
@@ -111,11 +110,11 @@ class Schedule:
         return loads.tolist()  # type: ignore[no-any-return]
 
     def arrivals(self, places: Sequence[int]) -> list[float]:
-        """Return the elements that come to each rank of the group from elsewhere.
+        """Return how many elements each rank receives from other places.
 
         Args:
-            places: Number of the place, such as a computer, in which each rank is. Slabs are taken
-                to have of every place what the whole matrix has of it.
+            places: Index of each rank's place, such as its computer. A slab is assumed to come from
+                each place in the same proportion as the whole matrix.
         """
         coming = np.zeros(self.ranks.size)
         for stored, work in zip(self.storage, self.work.matrices, strict=True):
@@ -137,9 +136,9 @@ def plan_work(
 ) -> Work:
     """Decide where each matrix is computed; a pure function, the same on every rank.
 
-    With ``whole_only`` nobody can compute on slabs, so that ``auto`` shares no matrix. Up to
-    ``team_size`` ranks share one in ``exchange`` where that is faster. ``ranks`` is their number,
-    or the operations that each has to do besides.
+    ``ranks`` is their number, or the FLOPs that each has to do anyway. An owner has at most
+    ``wave_bytes`` of matrices in a wave. With ``whole_only``, slabs cannot be computed, so ``auto``
+    shares no matrix. In ``exchange``, up to ``team_size`` ranks share one if that is faster.
     """
     busy = np.zeros(ranks) if isinstance(ranks, int) else ranks
     world_size = len(busy)
@@ -206,10 +205,10 @@ def _choose_modes(
 def _most_expensive(
     storage: Sequence[Layout], costs: Float64Array, world_size: int, eligible: set[int]
 ) -> set[int] | None:
-    """Return which matrices to share; None if every rank had better compute all of them.
+    """Return which matrices to share; None if it is faster that every rank computes all.
 
-    The most expensive ones, as many as keep the busiest rank busy least long, with a constant for
-    every collective; of large numbers every factor of about 1.3 is tried.
+    These are the most expensive ones, as many as minimize the busiest rank's estimated time. Counts
+    that grow by a factor of about 1.3 are tried.
     """
     short, long = np.sort([layout.shape for layout in storage], axis=1).T.astype(np.float64)
     in_slabs = _cost_of_slab(short, long, world_size)
@@ -228,19 +227,19 @@ def _most_expensive(
 
 
 def _cost_of_slab[T: (float, Float64Array)](short: T, long: T, ranks: int) -> T:
-    """Return what each of W ranks computes of a shared matrix: ``S (4 n m^2 / W + 2 m^3)``."""
+    """Return the FLOPs of each of W ranks that share a matrix: ``S (4 n m^2 / W + 2 m^3)``."""
     return _STEPS * (4 * long * short**2 / ranks + 2 * short**3)
 
 
 def _slabs(storage: Layout, world_size: int) -> Layout:
-    """Cut the long side over the ranks: as stored, if that is balanced, else evenly."""
+    """Shard the long side over the ranks: as stored, if that is balanced, else evenly."""
     if _stored_in_slabs(storage, world_size):
         return storage.compact()
     return Layout.slabs(storage.shape, _long_side(storage), range(world_size))
 
 
 def _stored_in_slabs(storage: Layout, world_size: int) -> bool:
-    """Tell whether a matrix is cut along its long side alone, about evenly over all ranks."""
+    """Whether only the long side is sharded in storage, about evenly over all ranks."""
     boxes, long = storage.boxes, _long_side(storage)
     across = boxes.width if long == 0 else boxes.height
     size = math.prod(storage.shape)
@@ -252,14 +251,14 @@ def _stored_in_slabs(storage: Layout, world_size: int) -> bool:
 
 @lru_cache(maxsize=1 << 16)
 def home(layout: Layout) -> tuple[int, int]:
-    """Return the rank that holds most of a matrix, the lowest one on ties, and how much that is."""
+    """Return the rank (the lowest on ties) that stores most of a matrix, and its elements."""
     ranks, piece = np.unique(layout.boxes.rank, return_inverse=True)
     held = np.bincount(piece, weights=layout.boxes.area)
     return int(ranks[held.argmax()]), int(held.max())
 
 
 def _long_side(storage: Layout) -> Literal[0, 1]:
-    """Return the dimension to cut; of a square matrix the columns, as the iteration expects."""
+    """Return the dimension to shard; 1 for square matrices, as the iteration expects."""
     return 0 if storage.shape[0] > storage.shape[1] else 1
 
 
@@ -270,9 +269,9 @@ def _waves(
     most: int,
     world_size: int,
 ) -> tuple[tuple[int, ...], ...]:
-    """Make waves of one kind of work, of at most so many elements where one rank computes.
+    """Make waves of one kind of work, with at most ``most`` elements per computing rank.
 
-    Slabs have equal cuts, so that all ranks stack them alike.
+    Slabs in a wave are cut the same way, so that all ranks stack them the same way.
     """
     kinds: dict[tuple[object, ...], list[int]] = {}
     for i, work in enumerate(matrices):

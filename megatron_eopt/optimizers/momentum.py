@@ -1,17 +1,15 @@
-"""Momentum that is kept in fewer bits between steps.
+"""Stores momentum in fewer bits between steps.
 
 Note [Rounded momentum]
-    A step decodes the momenta of a wave to float32, and encodes what they have become. 8-bit ones
-    are rounded to the nearest number: noise of so few bits, twice the variance, made losses 1 to 2
-    percent larger (docs: parallelism). bfloat16 is rounded at random, with noise that is a hash
-    of the parameter's name in the whole model, its count of steps, and the row and column of its
-    logical matrices. So it is the same however the parameter is stored, and in a run that goes on
-    from a checkpoint.
+    A step decodes the momenta of a wave to float32, and encodes their new values. 8-bit values are
+    rounded to nearest, because stochastic rounding to so few bits made losses 1 to 2 percent larger
+    (docs: parallelism). bfloat16 is rounded stochastically. Its noise is a hash of the parameter's
+    name in the whole model, its step count, and the row and column in its logical matrix. So it is
+    the same at every parallel layout and after a resume.
 
-    Blocks that share a scale are 32 columns of a row, from column 0 on. Where the parts of several
-    ranks meet inside of blocks, these ranks agree on the largest magnitudes there: a fragment has
-    two such blocks at most, and a slab of columns none if its width divides by 32. In a checkpoint
-    momentum is float32, whatever it is kept in.
+    Each block of 32 columns of a row, from column 0 on, shares a scale. Ranks that store parts of
+    one block agree on its largest magnitude. A fragment has at most two such blocks, and a slab of
+    columns has none if its width is a multiple of 32. Checkpoints store momentum in float32.
 """
 
 import zlib
@@ -42,14 +40,14 @@ from megatron_eopt.optimizers.stored_matrices import runs_of
 from megatron_eopt.storage.shard import Shard
 
 ROUNDED_AT_ONCE = 1 << 20
-"""Elements, give or take a row: rounding them takes some 50 bytes each."""
+"""Elements rounded at a time, to within a row; each takes about 50 bytes meanwhile."""
 
 type Values = dict[str, Any]
 """State of one parameter."""
 
 
 class RoundedMomentum:
-    """Keeps momenta in fewer bits; see Note [Rounded momentum]."""
+    """Stores momenta in fewer bits; see Note [Rounded momentum]."""
 
     def __init__(
         self, dtype: MomentumDtypeT, shards: Sequence[Shard], device: torch.device | str
@@ -60,27 +58,27 @@ class RoundedMomentum:
         self._rows = [_Rows(shard, torch.device(device)) for shard in shards]
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield where blocks and rows of all shards are."""
+        """Yield the index tensors of all shards, which live between steps."""
         return (value for rows in self._rows for value in rows.tensors)
 
     def make(self, number: int, values: Values, like: Tensor) -> None:
-        """Let the state of a shard have a momentum of zeros, and scales."""
+        """Create the momentum of a shard, and its scales, as zeros."""
         dtype, rows = self._format.dtype, self._rows[number]
         values[MOMENTUM] = torch.zeros(like.shape, dtype=dtype, device=like.device)
         if self._has_scales:
             values[MOMENTUM_SCALE] = torch.zeros(rows.blocks, dtype=torch.uint8, device=rows.device)
 
     def is_kept(self, values: Mapping[str, Any]) -> bool:
-        """Whether a state has its momentum as it is kept, and not as it was loaded."""
+        """Whether a state has its momentum in the stored dtype, not in float32 as loaded."""
         return bool(values[MOMENTUM].dtype == self._format.dtype)
 
     def read(self, number: int, values: Mapping[str, Any]) -> Tensor:
-        """Return a shard's momentum in float32: a new tensor, unless that is what there is."""
+        """Return a shard's momentum in float32; a new tensor, unless it is float32 already."""
         codes: Tensor = values[MOMENTUM]
         if not (self._has_scales and self.is_kept(values)):
             return codes.to(torch.float32)
         rows = self._rows[number]
-        # what is off-loaded stays on the host between steps
+        # off-loaded momentum may be on the host
         momentum = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
         flat, kept = momentum.view(-1), codes.view(-1)
         for elements, _, _, blocks in rows.parts():
@@ -95,10 +93,12 @@ class RoundedMomentum:
         *,
         nearest: bool = False,
     ) -> None:
-        """Round new momenta of shards, and keep them in their states.
+        """Round new momenta of shards and store them; collective over ranks that share blocks.
 
-        ``numbers`` are all shards that may have a new one on any rank, and ranks that share blocks
-        call this together. With ``nearest`` nothing is rounded at random.
+        Args:
+            numbers: All shards that may have a new momentum on any rank.
+            new: State and new float32 momentum of each shard on this rank.
+            nearest: Never round stochastically.
         """
         flat = {n: momentum.reshape(-1) for n, (_, momentum) in new.items()}
         scales: dict[int, Tensor] = {}
@@ -133,7 +133,7 @@ class RoundedMomentum:
             into[elements] = encoded(exact, self._format, noise, mine)
 
     def _agree(self, numbers: Sequence[int], largest: Mapping[int, Tensor]) -> None:
-        """Let the parts of a block have the largest magnitude of all of it, as bits; in place."""
+        """Replace magnitudes of shared blocks by the largest on any rank, as bits; in place."""
         counts = [self._rows[n].shared for n in numbers]
         if not sum(counts):
             return
@@ -148,16 +148,14 @@ class RoundedMomentum:
 
 
 class _Rows:
-    """What a rank stores of a shard: runs without gaps, each inside one row of one matrix.
-
-    Blocks are counted over the runs.
+    """A rank's shard as contiguous runs of elements, each within one row; blocks count over runs.
 
     Attributes:
         row: The row of each run, see :func:`runs_of`; int32 ``(runs,)``.
-        blocks: Number of blocks of which this rank has a part.
-        shared: Number of blocks, on all ranks, of which several ranks have a part each.
-        shared_blocks: Those of this rank; int64 ``(n,)``.
-        shared_places: The number of each among all shared ones; int64 ``(n,)``.
+        blocks: Number of blocks that this rank stores a part of.
+        shared: Number of blocks in the group that several ranks store parts of.
+        shared_blocks: This rank's shared blocks; int64 ``(n,)``.
+        shared_places: The index of each among all shared blocks; int64 ``(n,)``.
     """
 
     def __init__(self, shard: Shard, device: torch.device) -> None:
@@ -178,7 +176,7 @@ class _Rows:
             above += layout.shape[0]
         shared = np.unique(np.concatenate(cut))
         self.shared = len(shared) if shard.ranks.size > 1 else 0
-        # only the first and the last block of a run can be cut
+        # only the first and the last block of a run can be shared
         names = np.concatenate([row * per_row + low, row * per_row + high])
         mine = np.isin(names, shared)
         local = np.concatenate([before, before + high - low])
@@ -189,12 +187,12 @@ class _Rows:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that it keeps."""
+        """All tensors of this object."""
         of_runs = [self.row, self._length, self._column, self._block]
         return [*of_runs, self.shared_blocks, self.shared_places]
 
     def parts(self) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-        """Yield which elements some are, and the run, column and block of each of them; int64."""
+        """Yield slices of elements, and the run, column and block of each element; int64."""
         for runs, elements in self._parts:
             count = elements.stop - elements.start
             numbers = torch.arange(runs.start, runs.stop, device=self.device)
@@ -213,7 +211,7 @@ class _Rows:
 
 
 def _cut_blocks(boxes: Boxes, above: int, cols: int) -> Int64Array:
-    """Return the blocks that a box ends inside of, numbered row by row."""
+    """Return the blocks that an edge of a box cuts, numbered row by row; int64."""
     left = boxes.take(boxes.column % BLOCK != 0)
     ends = boxes.column + boxes.width
     right = boxes.take((ends % BLOCK != 0) & (ends != cols))
@@ -225,7 +223,7 @@ def _cut_blocks(boxes: Boxes, above: int, cols: int) -> Int64Array:
 
 
 def _parts(start: Int64Array, length: Int64Array) -> Iterator[tuple[slice, slice]]:
-    """Yield some runs, and their elements."""
+    """Yield slices of runs, and of their elements, for about ``ROUNDED_AT_ONCE`` elements each."""
     at_once = start // ROUNDED_AT_ONCE
     bounds = [*np.flatnonzero(np.diff(at_once, prepend=-1)).tolist(), len(start)]
     for first, end in pairwise(bounds):

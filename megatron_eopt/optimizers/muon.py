@@ -1,4 +1,4 @@
-"""Muon for parameters that tensor parallelism may have cut, as a torch optimizer."""
+"""Muon as a torch optimizer, for parameters that tensor parallelism may shard."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -20,72 +20,67 @@ from megatron_eopt.math.orthogonalize import DEFAULT_EPS, Orthogonalization
 from megatron_eopt.matrices import Split, qkv, whole
 from megatron_eopt.optimizers.driver import loss_of
 from megatron_eopt.optimizers.engine import MatrixEngine, Means
-from megatron_eopt.optimizers.muon_driver import (
-    WEIGHT_DECAY_METHODS,
-    MuonDriver,
-    WeightDecayT,
-)
+from megatron_eopt.optimizers.muon_driver import WEIGHT_DECAY_METHODS, MuonDriver, WeightDecayT
 from megatron_eopt.optimizers.windows import WindowedMuonDriver
 from megatron_eopt.storage.replicated import slab, tensor_parallel_cut
 from megatron_eopt.storage.shard import Shard, group_by_ranks
 
 
 class TensorParallelMuon(OrthogonalizedOptimizer):
-    """Muon: momentum whose singular values are brought close to one, matrix by matrix.
+    """Muon: momentum that is orthogonalized matrix by matrix with a Newton-Schulz iteration.
 
     The method is Keller Jordan's (https://kellerjordan.github.io/posts/muon/). A parameter of shape
-    (out, in) may be one rank's slab of a larger matrix; its attribute ``partition_dim`` then says
-    which dimension the tensor-parallel group cuts (-1 or absent: none). Weight decay, momentum and
-    the update itself are fused over all parameters of a group, and matrices of equal shape share
-    one batched orthogonalization.
+    (out, in) may be a tensor-parallel shard of a larger matrix. Its attribute ``partition_dim``
+    then gives the sharded dimension (-1 or absent: none). Matrices of equal shape are computed in
+    one batch.
 
-    A step plans who computes what if parameters or groups are not those of the last step. It is
-    collective over the groups that cut parameters. All else is as in other torch optimizers:
-    nothing but ``state`` and ``param_groups`` holds state. A subclass that overrides what a step
-    calls for a whole parameter steps one after another, as emerging-optimizers' class does.
+    A step is collective over the groups that shard parameters, and makes a new plan if parameters
+    or groups have changed. As in other torch optimizers, all state is in ``state`` and
+    ``param_groups``. If a subclass overrides methods that get whole parameters, parameters are
+    updated one by one, as in emerging-optimizers.
 
     Args:
         params: Parameters of shape (out, in) or (experts, out, in), groups of them, or pairs
             (name, parameter); names appear in messages.
         lr: Learning rate.
         momentum: Decay of the moving average of gradients, in [0, 1).
-        nesterov: Orthogonalize gradient and momentum mixed instead of the momentum alone.
+        nesterov: Orthogonalize a mix of gradient and momentum, not the momentum alone.
         weight_decay: Weight decay, at least 0.
-        use_decoupled_weight_decay: Decay weights, as AdamW does, and not by way of gradients.
-        split_qkv: Orthogonalize the Q, K and V parts of fused weights each by itself.
-        is_qkv_fn: Tells which parameters are; by default those with a true attribute ``is_qkv``.
-        qkv_split_shapes: Rows of Q, K and V in one query group; a parameter's own attribute
-            ``qkv_split_shapes`` goes before.
+        use_decoupled_weight_decay: Decay weights, as AdamW does; False adds it to gradients (L2).
+        split_qkv: Orthogonalize the Q, K and V parts of fused weights separately.
+        is_qkv_fn: Returns whether a parameter is a fused QKV weight; by default its attribute
+            ``is_qkv``.
+        qkv_split_shapes: Rows of Q, K and V in one query group, for parameters without an
+            attribute ``qkv_split_shapes``.
         fp32_matmul_prec: "highest" (float32), "high" (TF32) or "medium" (16-bit products).
-        coefficient_type: Name of the iteration's coefficient set, or triples of your own.
+        coefficient_type: Name of the iteration's coefficient set, or your own triples.
         num_ns_steps: Steps of the Newton-Schulz iteration, at least 1.
         scale_mode: How the update is scaled to the shape of the whole matrix.
         extra_scale_factor: A further factor on the update, above 0.
         pg_collection: Process groups; ``tp`` and, for experts, ``expt_tp`` are used.
-        tp_mode: Where a cut matrix is computed, see :data:`megatron_eopt.base.names.TpModeT`.
-        weight_decay_method: "decoupled", "l2" or "independent"; goes before that switch.
+        tp_mode: Where sharded matrices are computed: :data:`megatron_eopt.base.names.TpModeT`.
+        weight_decay_method: "decoupled", "l2" or "independent"; overrides
+            ``use_decoupled_weight_decay``.
         algorithm: Which iteration: "auto", "standard" or "gram".
-        backend: Whose kernels compute it.
+        backend: Whose kernels compute it, such as "torch" or "auto".
         ns_eps: Smallest norm that a matrix is divided by, at least 1e-38.
-        splits: Logical matrices of parameters, by unsharded shape, None for a single one; goes
-            before ``split_qkv``.
-        batched: Whether equal shapes share a call.
-        wave_mb: MiB of whole matrices that one rank brings together at a time, at least
-            0.001.
-        momentum_dtype: How momentum is kept between steps: "fp32" (as the parameters are), "bf16",
-            "fp8" or "int8", to which it is rounded. State dicts have it in float32.
+        splits: Logical matrices of each parameter, for its unsharded shape; None for a single
+            one. Overrides ``split_qkv``.
+        batched: Compute matrices of equal shape in one call.
+        wave_mb: Most MiB of whole matrices that one rank gathers at a time, at least 0.001.
+        momentum_dtype: How momentum is stored between steps: "fp32" (the parameters' dtype),
+            "bf16", "fp8" or "int8". State dicts have the last three in float32.
 
     Raises:
-        ConfigurationError: If a value is unknown or out of bounds, or for a ``momentum_dtype`` of a
-            subclass that steps whole parameters.
+        ConfigurationError: If a value is unknown or out of bounds, or a subclass that updates
+            whole parameters is used with ``momentum_dtype``.
     """
 
-    # the parameters that are planned, what steps them, and what computes one of them by itself
+    # ids of planned parameters, their drivers, and engines for single parameters
     _planned: list[list[int]] | None = None
     _drivers: list[MuonDriver]
     _alone: dict[Tensor, MatrixEngine]
-    # what main copies that are stepped stand for
-    _model_of: Mapping[Tensor, Tensor] = {}
+    _model_of: Mapping[Tensor, Tensor] = {}  # the model's parameter of each main copy
 
     def __init__(
         self,
@@ -142,7 +137,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         self.splits = dict(splits or {})
         self.momentum_dtype: MomentumDtypeT = momentum_dtype
         self.batched, self.wave_mb = batched, wave_mb
-        # Not super(): further bases of a subclass have other arguments.
+        # not super(), because other bases of a subclass have other arguments
         OrthogonalizedOptimizer.__init__(
             self,
             params,
@@ -156,16 +151,16 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         )
 
     def _refuse_own_way(self, argument: str, value: object) -> None:
-        """Raise a ConfigurationError if a subclass steps whole parameters, which know no such."""
+        """Raise a ConfigurationError for an option that a subclass's own step would not use."""
         if not self.steps_in_pieces():
             name = type(self).__name__
-            rule = f"does not work with {name}, which has a way of its own to step whole parameters"
-            way_out = "Leave it out, or override nothing that a step calls"
+            rule = f"does not work with {name}, which overrides how parameters are updated"
+            way_out = "Leave it out, or do not override methods that a step calls"
             raise ConfigurationError(argument, value, rule, way_out)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Do one step; collective over the groups that cut parameters.
+        """Update all parameters; collective over the groups that shard them.
 
         Args:
             closure: Computes the loss again, with gradients enabled.
@@ -183,7 +178,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         return loss
 
     def plan(self) -> list[MuonDriver]:
-        """Return what steps the groups as they are now; collective if they were others before."""
+        """Return the drivers of the current groups; collective if the parameters have changed."""
         planned = [[id(param) for param in group["params"]] for group in self.param_groups]
         if self._planned == planned:
             return self._drivers
@@ -214,16 +209,16 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         return shards
 
     def follow(self, model_of: Mapping[Tensor, Tensor]) -> None:
-        """Take what is known of parameters for their main copies, which are stepped from now on."""
+        """Treat main copies, which are updated from now on, as their parameters ``model_of``."""
         self._model_of, self._planned = dict(model_of), None
 
     def orthogonalize(self, p: Tensor, grad: Tensor, **kwargs: Any) -> Tensor:
-        """Return the scaled update of one parameter; collective over the group that cuts it.
+        """Return the scaled update of one parameter; collective over the group that shards it.
 
         Args:
-            p: The parameter; its attributes say how it is cut and fused.
-            grad: What to orthogonalize, of the same shape.
-            **kwargs: Settings of its parameter group; none is needed.
+            p: The parameter; its attributes say how it is sharded and fused.
+            grad: The direction to orthogonalize, of the same shape.
+            **kwargs: Settings of its parameter group, which are ignored.
         """
         self.plan()
         if p not in self._alone:
@@ -242,14 +237,14 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             name: Its name, for messages.
 
         Raises:
-            ConfigurationError: If it is fused and how it is put together is not known.
+            ConfigurationError: If it is fused, but its layout is unknown.
         """
         if param in self.splits:
             return self.splits[param] or whole(shape)
         return declared_split(self, param, shape, name)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return groups and state, with momenta that any ``momentum_dtype`` can load."""
+        """Return groups and state, with momentum that every ``momentum_dtype`` can load."""
         result: dict[str, Any] = super().state_dict()
         state = result["state"]
         if state and self.momentum_dtype != "fp32":
@@ -263,14 +258,14 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over groups and state; collective where momenta are rounded in blocks."""
+        """Load groups and state; collective if momentum is stored in 8 bits."""
         super().load_state_dict(state_dict)
         if self.state and self.momentum_dtype != "fp32":
             for driver in self.plan():
                 driver.pack(self.param_groups, self.state)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return all that is copied: neither the plan nor, as in all optimizers of torch, hooks."""
+        """Return what copies contain: no plan and, as in all torch optimizers, no hooks."""
         own = {k: v for k, v in vars(self).items() if not k.startswith("_optimizer_")}
         plan = ("_planned", "_drivers", "_alone", "_model_of", "step")
         return {k: v for k, v in own.items() if k not in plan}
@@ -282,17 +277,17 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     @classmethod
     def steps_in_pieces(cls) -> bool:
-        """Whether nothing that a subclass defines needs the whole parameter."""
+        """Whether no method that a subclass overrides needs whole parameters."""
         hooks = ("pre_weight_update_fn_inplace", "post_weight_update_fn_inplace")
         own = ("step", "orthogonalize", "_init_group", *hooks)
         return all(_unhooked(cls, name) is _unhooked(TensorParallelMuon, name) for name in own)
 
     def driver_over(self, shards: Sequence[Shard], means: Means) -> MuonDriver:
-        """Return what steps other shards with this optimizer's settings.
+        """Return a driver for other shards with this optimizer's settings.
 
         Args:
             shards: The shards.
-            means: The mode, the device and the size of teams there; all else is as here.
+            means: Gives the mode, device, team size and windows; the rest is as in this optimizer.
         """
         windows = means.windows
         means = replace(
@@ -313,13 +308,13 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         return self.orthogonalization.stack_dtype
 
     def shard(self, name: str, param: Tensor) -> Shard:
-        """Return what this rank stores of a parameter, and how it is put together."""
+        """Return this rank's shard of a parameter, with its logical matrices."""
         model = self._model_of.get(param, param)
         cut = tensor_parallel_cut(model, self.pg_collection, self.tp_mode)
         return slab(name, model, functools.partial(self.split_of, name=name), cut)
 
     def _init_group(self, group: dict[str, Any], skip_non_grad_params: bool = True) -> None:
-        """Make the state of all parameters exist, as loading needs; the group does not matter."""
+        """Create the state of all parameters, which loading needs."""
         if self.steps_in_pieces():
             for driver in self.plan():
                 driver.init(self.param_groups, self.state)
@@ -327,19 +322,19 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             super()._init_group(group, skip_non_grad_params)
 
     def _orthogonalize_whole(self, matrix: Tensor) -> Tensor:
-        """Return the update of one whole matrix; a step takes many together, and not this way."""
+        """Return the update of one whole matrix, for subclasses that update whole parameters."""
         scales = self.orthogonalization.scales((matrix.shape[0], matrix.shape[1]))
         return self.orthogonalization(matrix.detach(), scale=scales)
 
 
 def declared_split(optimizer: Any, param: Tensor, shape: tuple[int, ...], name: str = "") -> Split:
-    """Return the logical matrices of a parameter, as it and the optimizer that steps it say.
+    """Return the logical matrices that a parameter and its optimizer declare.
 
-    An optimizer says it as Muon does here and in megatron-core: ``split_qkv``, ``is_qkv_fn`` and
-    ``qkv_split_shapes``. One without these says nothing.
+    An optimizer declares them as megatron-core's Muon does: by ``split_qkv``, ``is_qkv_fn`` and
+    ``qkv_split_shapes``.
 
     Raises:
-        ConfigurationError: If it is fused and how it is put together is not known.
+        ConfigurationError: If the parameter is fused, but its layout is unknown.
     """
     declared = getattr(param, "eopt_split", None)
     if isinstance(declared, Split):
@@ -349,8 +344,8 @@ def declared_split(optimizer: Any, param: Tensor, shape: tuple[int, ...], name: 
         return whole(shape)
     rows = getattr(param, "qkv_split_shapes", None) or optimizer.qkv_split_shapes
     if not rows:
-        rule = f"must say how the fused weight {name!r} of shape {shape} is put together"
-        way_out = "Give the rows of Q, K and V in one query group"
+        rule = f"must give the layout of the fused weight {name!r} of shape {shape}"
+        way_out = "Pass the rows of Q, K and V in one query group"
         raise ConfigurationError("qkv_split_shapes", rows, rule, way_out)
     return qkv(shape, rows)
 
@@ -360,6 +355,6 @@ def _is_qkv(param: Tensor) -> bool:
 
 
 def _unhooked(cls: type, name: str) -> Any:
-    """Return a method of a class without what torch puts around the first instance's ``step``."""
+    """Return a method of a class, without the wrapper that torch puts around ``step``."""
     method = getattr(cls, name)
     return method.__wrapped__ if getattr(method, "hooked", False) else method

@@ -1,7 +1,7 @@
-"""Muon over any storage: momentum where the weights are, matrices whole while they are computed.
+"""Muon on sharded parameters: matrices are whole only while they are orthogonalized.
 
-Weight decay, momentum and the update itself are element by element and do not care how a matrix is
-stored, so they act on what a rank stores. Only directions travel, and come back as updates.
+Weight decay, momentum and the weight update are element-wise, so each rank applies them to its own
+shards. Only directions are sent to other ranks, and updates are sent back.
 """
 
 import functools
@@ -26,7 +26,7 @@ from megatron_eopt.storage.shard import Shard
 
 WeightDecayT = Literal["decoupled", "l2", "independent"]
 """How weight decay acts: ``decoupled`` shrinks weights by ``lr * weight_decay`` (AdamW,
-arXiv:1711.05101), ``independent`` by ``weight_decay`` whatever the learning rate, ``l2`` adds
+arXiv:1711.05101), ``independent`` by ``weight_decay`` at any learning rate, and ``l2`` adds
 ``weight_decay * weight`` to the gradient."""
 
 WEIGHT_DECAY_METHODS: tuple[WeightDecayT, ...] = get_args(WeightDecayT)
@@ -36,17 +36,17 @@ WEIGHT_DECAY_METHODS: tuple[WeightDecayT, ...] = get_args(WeightDecayT)
 class Stepped:
     """A parameter that has a gradient in this step."""
 
-    number: int  # of its shard
+    number: int  # index of its shard
     group: ParamGroup
     param: Tensor
     state: dict[str, Any]
 
 
 class MuonDriver(Driver):
-    """Steps Muon; see Note [Phases of a step].
+    """Drives Muon; see Note [Phases of a step] of engine.py.
 
     One group of ranks stores all shards. ``optimizer`` is a TensorParallelMuon, whose settings are
-    read when they are needed. The dtype of ``means`` is the arithmetic's.
+    read at each use. Matrices are computed in ``means.dtype``.
     """
 
     tells_updates = True
@@ -61,8 +61,7 @@ class MuonDriver(Driver):
         self.engines = self._engines(means)
         self.engine = self.engines[0]
         self.redistribution = self.engine.redistribution
-        # what keeps momentum in fewer bits between steps
-        self.rounding: RoundedMomentum | None = None
+        self.rounding: RoundedMomentum | None = None  # stores momentum in fewer bits
         if optimizer.momentum_dtype != "fp32":
             self.rounding = RoundedMomentum(optimizer.momentum_dtype, shards, means.device)
             self.dispensable = frozenset({MOMENTUM_SCALE, STEP})
@@ -70,33 +69,33 @@ class MuonDriver(Driver):
 
     @property
     def schedules(self) -> list[Schedule]:
-        """Who computes which matrices, and what travels."""
+        """Which rank computes which matrices, and what is sent."""
         return [engine.schedule for engine in self.engines]
 
     def _engines(self, means: Means) -> list[MatrixEngine]:
-        """Return what computes the shards' matrices."""
+        """Return the engines that compute the shards' matrices."""
         return [MatrixEngine(self.shards, self._update, means)]
 
     def buffers(self) -> Iterator[Tensor]:
-        """Yield what lives on between steps: what matrices travel through, and where rows are."""
+        """Yield communication buffers and index tensors, which live between steps."""
         yield from super().buffers()
         if self.rounding is not None:
             yield from self.rounding.tensors()
 
     def measure(self, stats: StepStats | None) -> None:
-        """Let steps be measured from now on, or no longer."""
+        """Measure the following steps with ``stats``; None stops measuring."""
         super().measure(stats)
         self._stats = stats
 
     def init(self, groups: Sequence[ParamGroup], state: State) -> None:
-        """Make every momentum exist, and where steps count a counter."""
+        """Create every momentum and, where steps are counted, step counters."""
         for _, param, number in self.numbered(groups):
             if MOMENTUM not in state[param] and self.rounding is not None:
                 self.rounding.make(number, state[param], param)
             elif MOMENTUM not in state[param]:
                 state[param][MOMENTUM] = torch.zeros_like(param, requires_grad=False)
             if self._counts_steps:
-                # on the host where it is read there, so that nobody waits
+                # drivers that read it on the host keep it there, to avoid a synchronization
                 device = self.engine.device if self.folds_clipping else "cpu"
                 zero = torch.zeros((), dtype=torch.float32, device=device)
                 state[param][STEP] = state[param].setdefault(STEP, zero).to(device)
@@ -107,7 +106,7 @@ class MuonDriver(Driver):
         return self.rounding is not None
 
     def expect(self, groups: Sequence[ParamGroup], state: State) -> None:
-        """Make all state exist that is about to be loaded, as checkpoints have it."""
+        """Create all state that is about to be loaded, in the form that checkpoints have."""
         self.init(groups, state)
         for _, param, number in self.numbered(groups):
             state[param].update(self.saved_form(number, state[param]))
@@ -121,7 +120,7 @@ class MuonDriver(Driver):
 
     @torch.no_grad()
     def pack(self, groups: Sequence[ParamGroup], state: State) -> None:
-        """Keep momenta that were loaded in few bits again, if they are; collective."""
+        """Round loaded momenta to the stored format, if there is one; collective."""
         if self.rounding is None:
             return
         self.init(groups, state)
@@ -133,11 +132,11 @@ class MuonDriver(Driver):
         self.rounding.write(range(len(self.shards)), loaded, nearest=True)
 
     def is_cut_like_weights(self, kind: str, value: Any) -> bool:
-        """Whether a value in a parameter's state has a number for each of the parameter's."""
+        """Whether a state value has one element per element of the parameter."""
         return kind != MOMENTUM_SCALE and super().is_cut_like_weights(kind, value)
 
     def step(self, groups: Sequence[ParamGroup], state: State) -> None:
-        """Update the parameters of ``groups``; all ranks of the group call this together."""
+        """Update the parameters of ``groups``; collective."""
         stepped = self._stepped(groups, state)
         if self.engine.ranks.group is None and not stepped:
             return
@@ -159,7 +158,7 @@ class MuonDriver(Driver):
         }
 
     def _run(self, stepped: Mapping[int, Stepped], state: State) -> None:
-        """Step parameters of which the present engine computes the matrices."""
+        """Update the parameters whose matrices the current engine computes."""
 
         def params(names: Iterable[str]) -> list[Tensor]:
             numbers = (self._numbers[name] for name in names)
@@ -179,18 +178,18 @@ class MuonDriver(Driver):
     def _input(self, number: int, inputs: Mapping[int, Tensor]) -> Tensor:
         if number in inputs:
             return inputs[number].contiguous()
-        # in place of one that rests, but is in the plan
+        # for a planned parameter without a gradient
         shape, device = self.shards[number].shape, self.engine.device
         return torch.zeros(shape, dtype=torch.float32, device=device)
 
     def _begin(self, groups: Sequence[ParamGroup], stepped: Mapping[int, Stepped]) -> None:
-        """Begin a step."""
+        """Prepare a step; a hook for subclasses."""
 
     def _end(self, stepped: Mapping[int, Stepped]) -> None:
-        """End a step."""
+        """Finish a step; a hook for subclasses."""
 
     def _inputs(self, wave: int, stepped: Mapping[int, Stepped]) -> Mapping[int, Tensor]:
-        """Return what to orthogonalize of the parameters that a wave is the first to need."""
+        """Return the directions of the parameters that a wave is the first to need."""
         place_of = self.engine.redistribution.place
         places = {n: place_of(self.shards[n].name) for n in stepped}
         return self._directions(wave, stepped, self._dtype, places)
@@ -202,10 +201,7 @@ class MuonDriver(Driver):
         dtype: torch.dtype | None = None,
         places: Mapping[int, Tensor | None] | None = None,
     ) -> dict[int, Tensor]:
-        """Update momenta and return what to orthogonalize.
-
-        Directions may be rounded to ``dtype`` and lie at ``places``.
-        """
+        """Update momenta; return directions, possibly rounded to ``dtype`` and at ``places``."""
         if self.rounding is None:
             momenta = {n: item.state[MOMENTUM] for n, item in stepped.items()}
         else:
@@ -224,7 +220,7 @@ class MuonDriver(Driver):
         dtype: torch.dtype | None = None,
         places: Mapping[int, Tensor | None] | None = None,
     ) -> dict[int, Tensor]:
-        """Mix gradients into momenta, and return directions."""
+        """Mix gradients into ``momenta``, and return directions."""
         found: dict[int, Tensor] = {}
         is_l2 = self.optimizer.weight_decay_method == "l2"
         for group, members in _by_group(stepped.values()):
@@ -242,7 +238,7 @@ class MuonDriver(Driver):
         return found
 
     def _apply(self, stepped: Sequence[Stepped], updates: Mapping[int, Tensor]) -> None:
-        """Shrink weights, and subtract updates that came back."""
+        """Apply weight decay, and subtract the updates."""
         if self._stats is not None:
             numbers = [item.number for item in stepped]
             self._stats.count_updates(numbers, [updates[number] for number in numbers])
@@ -293,10 +289,10 @@ def _by_group(stepped: Iterable[Stepped]) -> list[tuple[ParamGroup, list[Stepped
 def _out(
     kept: Tensor, place: Tensor | None, dtype: torch.dtype | None, nesterov: bool
 ) -> Tensor | None:
-    """Return where a direction is written: at its place, a flat tensor, if it fits there.
+    """Return the tensor to write a direction to: its place in a stack, if dtype and size fit.
 
-    It is rounded to ``dtype`` if that is narrower than the momentum's. Without Nesterov a momentum
-    that has no place is the direction itself, and nothing is written.
+    The direction is rounded to ``dtype`` if that is narrower than the momentum's. None means that
+    the momentum itself is the direction (without Nesterov and without a place).
     """
     narrower = dtype is not None and dtype.itemsize < kept.dtype.itemsize
     wanted = dtype if narrower else kept.dtype

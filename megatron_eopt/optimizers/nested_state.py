@@ -1,4 +1,4 @@
-"""State as optimizers nest it: dictionaries, lists and tuples with tensors at their ends."""
+"""Nested optimizer state: dictionaries, lists and tuples with tensors as leaves."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -7,10 +7,9 @@ from torch import Tensor
 
 
 def by_rows(state: dict[str, Any]) -> None:
-    """Let all tensors of a state be contiguous, as those that are loaded are.
+    """Make all tensors of a state contiguous, as loaded ones are, so that resuming is bit-equal.
 
-    The factors that LAPACK returns lie by columns, and products of equal numbers that lie otherwise
-    may differ in the last bit.
+    LAPACK returns column-major factors, and memory order can change the last bit of a product.
     """
     for path, value in list(leaves(state)):
         if isinstance(value, Tensor) and not value.is_contiguous():
@@ -18,7 +17,7 @@ def by_rows(state: dict[str, Any]) -> None:
 
 
 def leaves(state: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield every leaf of nested dictionaries, lists and tuples with the path to it."""
+    """Yield ``(path, leaf)`` for every leaf of nested dictionaries, lists and tuples."""
     if isinstance(state, Mapping):
         items = [(str(key), item) for key, item in state.items()]
     elif isinstance(state, list | tuple):
@@ -31,7 +30,7 @@ def leaves(state: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
 
 
 def put(state: Any, path: Sequence[str], value: Any) -> None:
-    """Write a leaf to where :func:`leaves` found it; what leads there must exist."""
+    """Write a leaf to a path of :func:`leaves`, whose containers must exist."""
     *way, last = path
     for step in way:
         state = state[_key(state, step)]

@@ -1,8 +1,8 @@
-"""The driver of optimizers whose state needs whole matrices: SOAP, and any other.
+"""Driver of optimizers whose state needs whole matrices, such as SOAP.
 
-Each logical matrix has an owner, which alone keeps its state and steps the optimizer on it.
-Gradient and weight travel in, the weight travels back, wave by wave, in float32; between steps an
-owner keeps no weight. Matrices of equal shape in a wave are stepped together.
+Each logical matrix has an owner rank, the only one that keeps its state and runs the optimizer on
+it. Wave by wave, gradients and weights are sent to owners in float32, and weights are sent back.
+Owners keep no weights between steps. Matrices of equal shape in a wave are updated together.
 """
 
 import math
@@ -33,18 +33,18 @@ from megatron_eopt.optimizers.modes import Schedule, plan_work
 from megatron_eopt.optimizers.nested_state import by_rows, leaves
 from megatron_eopt.storage.shard import Shard
 
-# how much of the state there is: the same on all ranks, since making it is collective
+# how much state exists: the same on all ranks, because creating it is collective
 _AS_INITIALIZED, _COMPLETELY = 1, 2
 
 _GRAD, _WEIGHT = "grad of ", "weight of "
 
 
 class OwnerDriver(Driver):
-    """Steps a torch optimizer on whole matrices, each at its owner.
+    """Runs a torch optimizer on whole matrices, each on its owner rank.
 
-    One group of ranks stores all shards. ``shapes`` are those of whole parameters, if they have
-    other dimensions than their one matrix; ``fault_in`` says why the optimizer cannot start from
-    some whole weights.
+    One group of ranks stores all shards. ``init_state_fn`` creates the state of the optimizer's
+    parameters. ``shapes`` has the shape of each whole parameter, for those that are one matrix.
+    ``fault_in`` returns why the optimizer cannot start from whole weights, or None if it can.
     """
 
     counts_matrices = True
@@ -75,7 +75,7 @@ class OwnerDriver(Driver):
         ]
         self.redistribution = self._plan(means)
         plan = self.redistribution.plan
-        # the matrices that this rank owns, by number; empty but while they are stepped
+        # this rank's matrices by index; they hold data only while they are updated
         self.owned: dict[int, nn.Parameter] = {
             index // 2: nn.Parameter(torch.empty(0, device=self._device))
             for wave in plan.waves
@@ -93,27 +93,27 @@ class OwnerDriver(Driver):
 
     @property
     def schedules(self) -> list[Schedule]:
-        """Who steps which matrices, and what travels."""
+        """Which rank updates which matrices, and what is sent."""
         storage = [layout for shard in self.shards for layout in shard.layouts]
         plan = self.redistribution.plan
         return [Schedule(self._ranks, self._names, storage, self._work, plan, tensors=2)]
 
     def attach(self, places: Sequence[Sequence[int | None]]) -> None:
-        """Learn which shard each parameter of each group is."""
+        """Set the shard of each parameter of each group."""
         super().attach(places)
         self._own_groups = [{"params": []} for _ in places]
 
     def init(self, groups: Sequence[ParamGroup], state: State) -> None:
-        """Make the state of every owned matrix exist, as far as the optimizer has a way to."""
+        """Create the state of owned matrices, as far as possible without a step."""
         self._update_settings(groups)
         has_a_beginning = self._init_state_fn is not None or self._fault_in is not None
         if has_a_beginning and self._exists < _AS_INITIALIZED:
             self._run(groups, self._begin, with_grads=False)
             self._exists = _AS_INITIALIZED
-            self._fault_in = None  # its time is the construction
+            self._fault_in = None  # weights are checked only once, at construction
 
     def _begin(self) -> None:
-        """Check the weights of a batch, and make its state exist."""
+        """Check the weights of a batch, and create its state."""
         params = [param for group in self._optimizer.param_groups for param in group["params"]]
         if self._fault_in is not None and self._fault_in(params) is not None:
             index_of = {param: index for index, param in self.owned.items()}
@@ -124,19 +124,19 @@ class OwnerDriver(Driver):
             self._init_state_fn()
 
     def expect(self, groups: Sequence[ParamGroup], state: State) -> None:
-        """Make the state exist of every owned matrix that has none before its first step."""
+        """Create all state of owned matrices, including what a first step would create."""
         self.init(groups, state)
         if self._exists < _COMPLETELY:
             self._run(groups, lambda: dry_step(self._optimizer), with_grads=False)
             self._exists = _COMPLETELY
 
     def counting(self, groups: Sequence[ParamGroup], state: State) -> Iterator[dict[str, Any]]:
-        """Yield the states of owned matrices, and the groups, in which steps are counted."""
+        """Yield the dictionaries (groups, states of owned matrices) that hold step counters."""
         yield from (own for own in self._own_groups if STEP in own)
         yield from (values for values in self.owned_state.values() if STEP in values)
 
     def step(self, groups: Sequence[ParamGroup], state: State) -> None:
-        """Update the parameters of ``groups``; all ranks of the group call this together.
+        """Update the parameters of ``groups``; collective.
 
         Raises:
             ConfigurationError: If a parameter has no gradient.
@@ -163,7 +163,7 @@ class OwnerDriver(Driver):
                 yield Kept(number, matrix, (OF_GROUPS, *path), value, container=place)
 
     def off_load(self, groups: Sequence[ParamGroup], state: State, place: HostPlace) -> None:
-        """Keep weights and the state of owned matrices, a fraction of each, on the host."""
+        """Keep a fraction of weights, and of the state of owned matrices, in host memory."""
         weights = place.chosen({param: param.numel() for _, param, _ in self.numbered(groups)})
         sizes = {param: math.prod(self._shapes[index]) for index, param in self.owned.items()}
         owned = place.chosen(sizes)
@@ -172,7 +172,7 @@ class OwnerDriver(Driver):
         self.host.settle()
 
     def counts(self) -> Iterator[Kept]:
-        """Yield the counts of steps of the matrices that this rank owns."""
+        """Yield the step counters of the matrices that this rank owns."""
         for index, param in self.owned.items():
             state = self.owned_state[param]
             if STEP in state:
@@ -183,13 +183,14 @@ class OwnerDriver(Driver):
             self.shards[n].name for _, param, n in self.numbered(groups) if param.grad is None
         ]
         if missing:
-            rule = f"{self.name} steps all matrices together, and these have no gradient"
-            raise ConfigurationError("grad", missing[:8], rule, "Freeze them before building")
+            rule = f"{self.name} updates all matrices in each step, but these have no gradient"
+            way_out = "Set requires_grad=False on them before building the optimizer"
+            raise ConfigurationError("grad", missing[:8], rule, way_out)
 
     def _plan(self, means: Means) -> Redistribution:
-        """Plan the travels of gradient ``2 i`` and weight ``2 i + 1`` of each matrix ``i``."""
+        """Plan how gradient ``2 i`` and weight ``2 i + 1`` of each matrix ``i`` are sent."""
         layouts = [layout for shard in self.shards for layout in shard.layouts]
-        # gradient and weight together
+        # a wave holds gradient and weight of each matrix
         work = plan_work(layouts, self._ranks.size, "exchange", means.wave_bytes // 2)
         self._work = work
         stored_in = [shard.name for shard in self.shards for _ in shard.layouts]
@@ -205,7 +206,7 @@ class OwnerDriver(Driver):
         )
 
     def _run(self, groups: Sequence[ParamGroup], act: Any, *, with_grads: bool) -> None:
-        """Bring matrices to their owners, let the optimizer act on them, and bring them back."""
+        """Send matrices to their owners, call ``act`` on them there, and send them back."""
         params = {self.shards[n].name: param for _, param, n in self.numbered(groups)}
         counters = [dict(own) for own in self._own_groups]
         following = iter([*self._batches[1:], []])
@@ -231,14 +232,14 @@ class OwnerDriver(Driver):
             if self.host is not None:
                 self.host.fetch(owned, self.owned_state)
                 self.host.announce(next(following), self.owned_state)
-            # what is counted in groups is counted once a step: every batch begins as the first
+            # groups may count steps, so every batch starts from the same groups
             groups = [{**own, "params": []} for own in counters]
             for index, (param, _) in members.items():
                 groups[self.group_of[self._of_matrix[index][0]]]["params"].append(param)
             with bound(self._optimizer, groups, self.owned_state) as optimizer:
                 act()
                 for number, group in enumerate(optimizer.param_groups):
-                    # a group that is not in the batch may not have counted
+                    # only groups with parameters in the batch have counted this step
                     if group["params"]:
                         self._own_groups[number] = {**group, "params": []}
             for param, place in members.values():
@@ -250,7 +251,7 @@ class OwnerDriver(Driver):
                 self.host.write_back(owned, self.owned_state)
 
         def store(results: Mapping[str, Tensor]) -> None:
-            # gradients do not return
+            # gradients are not sent back
             own = weights(results)
             if with_grads and own:
                 new = [value.view_as(p) for value, p in zip(results.values(), own, strict=True)]
@@ -262,7 +263,7 @@ class OwnerDriver(Driver):
         self._run_waves(run, load, store, weights, self.owned_state)
 
     def _lay_out(self, batch: WaveBatch) -> dict[int, tuple[nn.Parameter, Tensor]]:
-        """Let the owned parameters be the matrices of a batch; return them with their places."""
+        """Make owned parameters use the matrices of a batch; return both by matrix index."""
         places = dict(zip(batch.matrices, batch.tensor, strict=True))
         members = {}
         for index in sorted({i // 2 for i in places}):
@@ -274,6 +275,6 @@ class OwnerDriver(Driver):
         return members
 
     def _update_settings(self, groups: Sequence[ParamGroup]) -> None:
-        """Take over the schedule's present numbers."""
+        """Copy current settings, such as scheduled learning rates, from ``groups``."""
         for own, group in zip(self._own_groups, groups, strict=True):
             own.update({key: value for key, value in group.items() if key != "params"})

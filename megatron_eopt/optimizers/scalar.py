@@ -1,7 +1,7 @@
-"""Adam, SGD and Lion: the optimizers for everything that is no matrix.
+"""Builds the optimizers of parameters that are not matrices: Adam, SGD or Lion.
 
-Transformer Engine's fused ones are used where they are installed, else NVIDIA Apex's, else torch's.
-megatron-core makes the same choice, so the classes are taken from it.
+As in megatron-core, Transformer Engine's fused classes are used if they are installed, else NVIDIA
+Apex's, else torch's.
 """
 
 from typing import Any
@@ -19,21 +19,21 @@ from megatron_eopt.settings.registry import init_state
 from megatron_eopt.settings.settings import Settings
 
 _FUSED = {megatron_optimizer.Adam, megatron_optimizer.SGD}
-"""Where Transformer Engine or Apex is installed, else torch's."""
+"""Classes of Transformer Engine or Apex if one is installed, else torch's."""
 
 ELEMENT_WISE_CLASSES = _FUSED | {
     *(torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD),
     *(Adam, AdamW),
 }
-"""Classes that update each number by itself."""
+"""Classes that update each element independently."""
 
 
 def build_scalar_optimizer(
     name: str, groups: list[dict[str, Any]], settings: Settings, *, plain: bool
 ) -> tuple[torch.optim.Optimizer, InitState]:
-    """Return Adam, SGD or Lion, and the function that makes its state where no driver does.
+    """Return Adam, SGD or Lion, and the function that creates its state, if a driver does not.
 
-    Plain ones are torch's own in place of fused ones, for tensors that no kernel knows.
+    ``plain`` asks for torch's classes, for tensors that fused kernels do not support.
     """
     kwargs = scalar_arguments(name, settings)
     decoupled = settings.decoupled_weight_decay
@@ -47,7 +47,7 @@ def build_scalar_optimizer(
     if is_ours:
         kwargs["fused"] = True
     elif detect_fake_mode() is not None and not (is_fused or plain):
-        # of tensors on a GPU torch finds out by itself that it takes all at once
+        # on GPU tensors torch chooses this by itself, but not on fake ones
         kwargs["foreach"] = True
     optimizer: torch.optim.Optimizer
     init_state_fn: InitState = None
@@ -60,7 +60,7 @@ def build_scalar_optimizer(
     elif is_ours:
         optimizer = (AdamW if decoupled else Adam)(groups, **kwargs)
     else:
-        # to the bit what megatron-core's configuration gets from megatron-core
+        # bit-equal to megatron-core with the same configuration
         optimizer = (torch.optim.AdamW if decoupled else torch.optim.Adam)(groups, **kwargs)
     return optimizer, init_state_fn
 

@@ -1,8 +1,8 @@
-"""One torch optimizer over DTensors, whose drivers step plain tensors: this rank's shards.
+"""A torch optimizer over DTensors, whose drivers update this rank's shards as plain tensors.
 
-Parameter groups and state hold DTensors and are alive: schedulers, checkpoints, hooks and whoever
-writes into them are seen by the next step. In a step every driver gets the shards of its
-parameters, in float32, with their gradients and their state.
+Parameter groups and state hold DTensors. Schedulers, checkpoints and hooks may change them at any
+time, and the next step uses the new values. In a step, every driver gets the shards of its
+parameters, in float32, with gradients and state.
 """
 
 from collections import defaultdict
@@ -36,18 +36,18 @@ from megatron_eopt.storage.dtensors import local_of, shard_like
 
 @dataclass(frozen=True)
 class _Entry:
-    """One value of state of one matrix, as all ranks know it."""
+    """One state value of one matrix, as all ranks know it."""
 
-    shard: int  # number of the parameter's shard
+    shard: int  # index of the parameter's shard
     name: str  # its key in the state dict
     owner: int  # the rank that holds it
     shape: tuple[int, ...] | None  # None for a number
     number: Any
-    problem: str  # why it could not be restored; empty if it could
+    problem: str  # the type that cannot be restored; empty if it can
 
 
 class OwnerState:
-    """Publishes and adopts the state that one driver's owners keep."""
+    """Publishes and loads the state that one driver's owner ranks keep."""
 
     def __init__(self, driver: OwnerDriver, device: torch.device) -> None:
         self._driver = driver
@@ -57,7 +57,7 @@ class OwnerState:
         self._mesh = None if group is None else DeviceMesh.from_group(group, device.type)
 
     def names(self, groups: Sequence[ParamGroup], state: State) -> list[list[str]]:
-        """Return the names of what owners keep of every parameter so far; collective."""
+        """Return the names of every parameter's state that owners have so far; collective."""
         found: list[list[str]] = [[] for _ in self._driver.shards]
         for entry in self._survey(groups, state)[1]:
             found[entry.shard].append(entry.name)
@@ -67,13 +67,12 @@ class OwnerState:
         """Return the state of every parameter, in the order of shards; collective over the group.
 
         Raises:
-            ConfigurationError: On all ranks, if an owner keeps something that could not be
-                restored.
+            ConfigurationError: On all ranks, if an owner's state cannot be restored.
         """
         kept, entries = self._survey(groups, state)
         if problems := [entry for entry in entries if entry.problem]:
             argument = f"state {problems[0].name!r} of {self._driver.name}"
-            rule = "can be saved only as float32 tensors and numbers"
+            rule = "only float32 tensors and numbers can be saved"
             way_out = "Use another optimizer, or run without checkpoints"
             raise ConfigurationError(argument, problems[0].problem, rule, way_out)
         states: list[dict[str, Any]] = [{} for _ in self._driver.shards]
@@ -88,7 +87,7 @@ class OwnerState:
     def adopt(
         self, groups: Sequence[ParamGroup], state: State, saved: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Take over what :meth:`publish` returned, at any number of ranks; collective."""
+        """Load what :meth:`publish` returned on any number of ranks; collective."""
         kept, entries = self._survey(groups, state)
         for entry in entries:
             value = saved[entry.shard][entry.name]
@@ -100,7 +99,7 @@ class OwnerState:
     def _survey(
         self, groups: Sequence[ParamGroup], state: State
     ) -> tuple[dict[tuple[int, str], Kept], list[_Entry]]:
-        """Return what this rank keeps, and what all owners do."""
+        """Return the state that this rank keeps, and entries of all ranks; collective."""
         found = (*self._driver.kept(groups, state), *self._driver.counts())
         kept = {(item.shard, self._name(item)): item for item in found}
         mine = [
@@ -116,7 +115,7 @@ class OwnerState:
         return "/".join((*prefix, *item.path))
 
     def _cut(self, entry: _Entry, whole: Tensor) -> Tensor:
-        """Return this rank's rows of a tensor that its owner alone passes; collective."""
+        """Return this rank's rows of a tensor that only its owner passes; collective."""
         if self._mesh is None:
             return whole.clone()
         if entry.owner != self._ranks.rank:
@@ -137,18 +136,17 @@ def _describe(shard: int, name: str, owner: int, value: Any) -> _Entry:
 
 
 class ShardedOptimizer(CompositeOptimizer):
-    """Steps the parameters of a sharded model; see :func:`megatron_eopt.fsdp2.build_optimizer`.
+    """Updates the parameters of a sharded model; see :func:`megatron_eopt.fsdp2.build_optimizer`.
 
-    State of a parameter: ``momentum_buffer`` and the like are DTensors with its placements, in
-    float32; statistics of whole matrices are plain tensors, the same on all ranks. State that
-    optimizers such as SOAP keep of whole matrices stays at their owners and appears in
-    :meth:`state_dict` only, as DTensors cut along their rows.
+    ``momentum_buffer`` and similar state are float32 DTensors with the parameter's placements.
+    Statistics of whole matrices are plain tensors, the same on all ranks. State of whole matrices
+    (SOAP) stays on owner ranks; only :meth:`state_dict` has it, as DTensors sharded by rows.
 
     Args:
         groups: Parameter groups.
-        served: For each driver which of the groups it steps, and which of their parameters, in the
-            order of its shards.
-        names: Names of the parameters, an attribute too.
+        served: Each driver with the slice of groups and the parameters that it updates; the
+            parameters are in the order of its shards.
+        names: Name of each parameter; also an attribute.
     """
 
     def __init__(
@@ -174,20 +172,20 @@ class ShardedOptimizer(CompositeOptimizer):
 
     @property
     def plans(self) -> list[Plan]:
-        """What travels in a step, one plan for each set of ranks that shares matrices."""
+        """What is sent in a step: one plan for each set of ranks that shares matrices."""
         return [item.plan for driver in self.drivers for item in driver.schedules]
 
     def params_of(self, driver: Driver) -> list[Tensor]:
-        """Return the parameters that a driver steps, in the order of its shards."""
+        """Return the parameters that a driver updates, in the order of its shards."""
         return self._params[driver]
 
     def follow(self, replaced: Mapping[Tensor, Tensor]) -> None:
-        """Step other tensors from now on, such as float32 copies of 16-bit parameters.
+        """Update other tensors from now on, such as float32 copies of 16-bit parameters.
 
-        Whoever put them into ``param_groups`` and ``state`` calls this.
+        The caller must have put them into ``param_groups`` and ``state``.
 
         Args:
-            replaced: Former to present tensor, cut and placed alike.
+            replaced: The new tensor for each old one, with the same shape and placements.
         """
         self.names = {replaced.get(param, param): name for param, name in self.names.items()}
         self._params = {
@@ -196,7 +194,7 @@ class ShardedOptimizer(CompositeOptimizer):
         }
 
     def groups_of(self, driver: Driver) -> list[ParamGroup]:
-        """Return the groups that ``driver`` steps, with its own parameters alone."""
+        """Return the groups that ``driver`` updates, with only its own parameters."""
         mine = set(self._params[driver])
         return [
             {**group, "params": [param for param in group["params"] if param in mine]}
@@ -205,8 +203,8 @@ class ShardedOptimizer(CompositeOptimizer):
 
     @contextmanager
     def groups_and_state(self, driver: Driver) -> Iterator[tuple[list[ParamGroup], State]]:
-        """Give a driver this rank's shards, and take over what it makes of their state."""
-        # the storage itself, or a copy of a 16-bit one
+        """Provide a driver with this rank's shards and state, and store its results."""
+        # the local tensor itself, or a float32 copy of a 16-bit one
         shards = {p: local_of(p).detach().to(torch.float32) for p in self._params[driver]}
         state: State = defaultdict(dict)
         for param, shard in shards.items():
@@ -228,9 +226,9 @@ class ShardedOptimizer(CompositeOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Do one step; collective over the ranks that store the parameters.
+        """Update all parameters; collective over the ranks that store them.
 
-        Parameters without a gradient rest.
+        Parameters without a gradient do not change.
 
         Args:
             closure: Computes the loss again, with gradients enabled.
@@ -252,7 +250,7 @@ class ShardedOptimizer(CompositeOptimizer):
         """Return groups and state; collective, so all ranks must call it together.
 
         Raises:
-            ConfigurationError: On all ranks, if an owner keeps what could not be restored.
+            ConfigurationError: On all ranks, if an owner's state cannot be restored.
         """
         published: dict[OwnerDriver, list[dict[str, Any]]] = {}
         for driver, owned in self._owned.items():
@@ -265,17 +263,17 @@ class ShardedOptimizer(CompositeOptimizer):
         result = super().state_dict()
         self.state.update(kept)
         for driver, found in published.items():
-            # the owners hold it; what was returned keeps the present dictionary
+            # only owners keep the values, and the result keeps the dictionaries replaced here
             self._stand_for(driver, found)
         return result
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over groups and state; collective.
+        """Load groups and state; collective.
 
         Raises:
-            ConfigurationError: On all ranks, if state of a parameter is missing; no number has
-                changed then.
+            ConfigurationError: On all ranks and before any change, if a parameter's state is
+                missing.
         """
         for driver, owned in self._owned.items():
             with self.groups_and_state(driver) as (groups, state):
@@ -293,17 +291,17 @@ class ShardedOptimizer(CompositeOptimizer):
                 owned.adopt(groups, state, saved)
 
     def unpack(self) -> None:
-        """Let all state be as state dicts have it."""
+        """Convert all state to the form that state dicts have."""
         self._show_as_saved()
 
     def pack(self) -> None:
-        """Keep all state as it is kept between steps; collective."""
+        """Convert all state to the form that it has between steps; collective."""
         for driver in self.drivers:
             with self.groups_and_state(driver) as (groups, state):
                 driver.pack(groups, state)
 
     def _attach(self) -> None:
-        """Let drivers know where their parameters are now."""
+        """Tell drivers which of their shards the parameters of the groups are."""
         for driver in self.drivers:
             number_of = {param: number for number, param in enumerate(self._params[driver])}
             places = [[number_of[p] for p in group["params"]] for group in self.groups_of(driver)]
@@ -311,29 +309,29 @@ class ShardedOptimizer(CompositeOptimizer):
                 driver.attach(places)
 
     def _stand_for(self, driver: Driver, kinds: Sequence[Iterable[str]]) -> None:
-        """Let names alone stand for what owners keep: torch asks which state there is."""
+        """Set keys without values for state that owners keep, because torch reads the keys."""
         for param, names in zip(self._params[driver], kinds, strict=True):
             self.state[param] = dict.fromkeys(names)
 
     def _refuse_gaps(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise unless a state dict has all state that a step needs."""
+        """Raise a ConfigurationError if a state dict lacks state that a step needs."""
         loaded = {p: state_dict["state"].get(key, {}) for key, p in self._saved_under(state_dict)}
         for driver in self.drivers:
             for param in self._params[driver]:
                 kept = self.state[param].keys() - driver.dispensable
                 if missing := sorted(kept - loaded[param].keys()):
                     rule = f"lacks {', '.join(missing)} of {self.names[param]}"
-                    way_out = "Load what this optimizer saved, or import_torch_muon"
+                    way_out = "Load what this optimizer saved, or use fsdp2.import_torch_muon"
                     raise ConfigurationError("state_dict", "incomplete", rule, way_out)
 
     def _saved_under(self, state_dict: Mapping[str, Any]) -> Iterator[tuple[Any, Tensor]]:
-        """Yield the key of each parameter's state in a state dict."""
+        """Yield each parameter's key in the state dict, with the parameter."""
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         params = chain.from_iterable(group["params"] for group in self.param_groups)
         return zip(saved, params, strict=True)
 
     def _show_as_saved(self) -> dict[Tensor, dict[str, Any]]:
-        """Let state be as state dicts have it, and return what was another."""
+        """Convert state to the form of state dicts, and return the state that it replaced."""
         kept = {}
         for driver in self.drivers:
             for _, param, number in driver.numbered(self.groups_of(driver)):
@@ -346,7 +344,7 @@ class ShardedOptimizer(CompositeOptimizer):
         return kept
 
     def _keep(self, driver: Driver, param: Tensor, state: Mapping[str, Any]) -> None:
-        """Take over new state."""
+        """Store new state, as DTensors where it is sharded like the parameter."""
         kept = self.state[param]
         for key, value in state.items():
             if not (key in kept and local_of(kept[key]) is value):
@@ -354,7 +352,7 @@ class ShardedOptimizer(CompositeOptimizer):
                 kept[key] = shard_like(param, value) if cut else value
 
     def _restore_dtypes(self, state_dict: dict[str, Any]) -> None:
-        """Undo torch's conversion of state, steps apart, to the dtype of 16-bit parameters."""
+        """Undo torch's conversion of state (except steps) to the dtype of 16-bit parameters."""
         for number, param in self._saved_under(state_dict):
             if param.dtype == torch.float32:
                 continue

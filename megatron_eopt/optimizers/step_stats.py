@@ -1,7 +1,7 @@
-"""What is measured of a driver's step: updates, orthogonality, and time.
+"""Measures a driver's step: size of updates, orthogonality, and time.
 
-Nothing here waits for a device or for other ranks, but that the ranks which share a matrix sum its
-Gram matrix; numbers stay where they are computed until somebody reads them.
+Nothing here waits for a device. Ranks communicate only to sum the Gram matrix of a matrix that they
+share. Results stay on the device until they are read.
 """
 
 import math
@@ -17,30 +17,29 @@ from megatron_eopt.math.newton_schulz import ReduceT
 from megatron_eopt.optimizers.engine import MatrixEngine
 
 SAMPLES = 4
-"""Most matrices of a group of ranks whose orthogonality is looked at."""
+"""Most matrices of a group of ranks whose orthogonality is measured."""
 
 ORTHOGONALIZATION = "orthogonalization"
-"""Name of the blocks in which matrices are orthogonalized."""
+"""Name of the timed spans in which matrices are orthogonalized."""
 
 
 class StepStats:
-    """What one driver did in one step, as far as this rank knows.
+    """Statistics of one driver's step, as far as this rank knows them.
 
-    Each shard of this rank counts its share, by its number: one over the copies that there are.
+    ``shares`` has the weight of each of this rank's shards in sums: one over its number of copies.
     """
 
     def __init__(self, device: torch.device | str, shares: Mapping[int, float]) -> None:
         self.meter = Meter(device)
         self._shares = shares
-        # of updates, which the learning rate is not in yet; a float64 scalar
+        # sum of squares of updates before the learning rate; a float64 scalar
         self.squares = torch.zeros((), dtype=torch.float64, device=device)
         self.elements = 0.0
-        # of the sampled matrices, times their shares; float32 scalars
-        self.residuals: list[Tensor] = []
+        self.residuals: list[Tensor] = []  # of sampled matrices times their shares; float32 scalars
         self.samples = 0.0
 
     def count_updates(self, numbers: Sequence[int], updates: Sequence[Tensor]) -> None:
-        """Count the updates of shards."""
+        """Add the updates of shards to the sums."""
         shares = [self._shares.get(number, 0.0) for number in numbers]
         self.squares += sum_of_squares(updates, shares, self.squares.device)
         self.elements += sum(s * u.numel() for s, u in zip(shares, updates, strict=True))
@@ -54,11 +53,11 @@ class StepStats:
         shape: tuple[int, int],
         scale: float,
     ) -> None:
-        """Look at those of an engine's ``matrices`` in a stack that are in the sample.
+        """Measure the orthogonality of those matrices in a stack that are in the sample.
 
-        The stack ``(batch, rows, cols)`` has orthogonal factors times ``scale``, of matrices of
-        this ``shape``; with ``reduce`` this rank's pieces of them. A matrix counts its share here,
-        one over the ranks that compute it.
+        The stack ``(batch, rows, cols)`` holds orthogonal factors times ``scale``, of matrices of
+        the given ``shape``; with ``reduce``, this rank's slabs of them. The share of a matrix is
+        one over the number of ranks that compute it.
         """
         sample = sample_of(len(engine.names))
         share = engine.work.matrices[matrices[0]].share
@@ -70,9 +69,9 @@ class StepStats:
 
 
 def residual(factor: Tensor, reduce: ReduceT | None, shape: tuple[int, int]) -> Tensor:
-    """Return ``||U U^T - I||_F / sqrt(m)`` of a matrix of this shape whose short side is ``m``.
+    """Return ``||U U^T - I||_F / sqrt(m)`` of a matrix of this shape, with short side ``m``.
 
-    With ``reduce`` the ranks share the long side, and ``factor`` is this one's piece.
+    With ``reduce``, ranks share the long side, and ``factor`` is this rank's slab.
     """
     wide = factor.mT if shape[0] > shape[1] else factor
     gram = wide @ wide.mT
@@ -85,9 +84,9 @@ def residual(factor: Tensor, reduce: ReduceT | None, shape: tuple[int, int]) -> 
 
 @cache
 def sample_of(matrices: int) -> frozenset[int]:
-    """Return a few numbers below the number of matrices, evenly spaced.
+    """Return up to ``SAMPLES`` evenly spaced indices of matrices.
 
-    All storages list matrices in the model's order, so these are the same ones in each.
+    All storages list matrices in model order, so they sample the same ones.
     """
     count = min(SAMPLES, matrices)
     return frozenset(place * matrices // count for place in range(count))
@@ -96,7 +95,7 @@ def sample_of(matrices: int) -> frozenset[int]:
 def sum_of_squares(
     tensors: Sequence[Tensor], shares: Sequence[float], device: torch.device | str
 ) -> Tensor:
-    """Return the sum of all squares, each tensor's times its share; a float64 scalar."""
+    """Return the sum of squares of all tensors, each times its share; a float64 scalar."""
     alike: dict[tuple[float, torch.device], list[Tensor]] = defaultdict(list)
     for tensor, share in zip(tensors, shares, strict=True):
         if share and tensor.numel():

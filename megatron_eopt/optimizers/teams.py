@@ -1,13 +1,13 @@
-"""More ranks than work: which matrices several ranks compute together, and which ranks.
+"""Assigns teams of ranks to matrices, for groups that have more ranks than work.
 
 A team is a block of consecutive ranks of a group, ``[a k, (a + 1) k)`` for a power of two ``k``, so
-that its members are near each other. Each computes a slab of the long side and the same number of
-rows of every small product, see Note [Teams] of :mod:`megatron_eopt.math.newton_schulz`.
+that its members are close to each other. Each computes a slab of the long side and an equal part of
+the rows of every small product; see Note [Teams] of :mod:`megatron_eopt.math.newton_schulz`.
 
 Note [What a team costs]
-    Of a matrix with sides m <= n a member of k computes ``1 / k``, calls :data:`CALLS` collectives,
-    and moves :data:`MOVED` small matrices of m x m, of which it has ``1 / k`` itself. Both are
-    counted in the operations that a rank could do meanwhile.
+    For a matrix with sides m <= n, each of k members computes ``1 / k`` of the FLOPs, calls
+    :data:`CALLS` collectives, and transfers :data:`MOVED` m x m matrices, of which it already has
+    ``1 / k``. Communication is converted to the FLOPs that take the same time.
 """
 
 from collections.abc import Sequence
@@ -20,21 +20,20 @@ from megatron_eopt.layouts.boxes import Int64Array
 from megatron_eopt.math import standard_flops
 
 COLLECTIVE = 1e9
-"""What a rank could compute in the time of one collective: FLOPs of a GPU in microseconds, and of a
-CPU that talks over loopback."""
+"""FLOPs that take as long as one collective, on a GPU or on a CPU over loopback."""
 
 BYTE = 2e3
-"""What a rank could compute while a byte travels: 6e14 a second on 3e11 bytes a second."""
+"""FLOPs that take as long as sending a byte: 6e14 FLOP/s over 3e11 bytes/s."""
 
 CALLS = 11
-"""Collectives of five steps: a sum of norms, and one sum and one gathering a step or, in Gram's
-form, three sums and seven gatherings."""
+"""Collectives of five steps: one sum of norms, then one sum and one gather per step or, in Gram
+form, three sums and seven gathers in all."""
 
 MOVED = 10
-"""Small matrices that these sum or gather."""
+"""Small matrices that these collectives sum or gather."""
 
 _WORTHWHILE = 0.9
-"""Share of the busiest rank's time from which on teams are left alone, since they need groups."""
+"""Teams must cut the busiest rank's time below this fraction, because they need process groups."""
 
 type Team = tuple[int, ...]
 
@@ -46,21 +45,21 @@ def assign_teams(
     element_size: int,
     homes: Int64Array,
 ) -> list[Team] | None:
-    """Return who computes each matrix, if that is faster than whole matrices at owners.
+    """Return the ranks that compute each matrix, if teams are faster than single owners.
 
-    A target for the busiest rank decides the size of every team, the smallest that meets it; then
-    the longest work goes to the least busy block. Of all targets the best outcome is taken.
+    For a target time of the busiest rank, every matrix gets the smallest team that meets it, and
+    the longest work goes to the least busy block. The best result over all targets is returned.
 
     Args:
-        shapes: Of the matrices.
-        world_size: Ranks of the group.
-        largest: Most ranks of a team: those of one computer.
-        element_size: Bytes of an element of small matrices.
-        homes: Which rank stores most of each matrix; of blocks that are equally busy one in the
-            same computer takes it, and the nearest.
+        shapes: Shape of each matrix.
+        world_size: Number of ranks in the group.
+        largest: Most ranks in a team: those of one computer.
+        element_size: Bytes per element of small matrices.
+        homes: The rank that stores most of each matrix. Among equally busy blocks, the matrix goes
+            to the nearest one, in the same computer if possible.
 
     Returns:
-        The ranks of each matrix, the same on every rank: a pure function. None for whole matrices.
+        The ranks of each matrix (a pure function, the same on every rank), or None for no teams.
     """
     sizes = [size for size in (1 << np.arange(12)).tolist() if size <= min(largest, world_size)]
     if len(sizes) < 2 or not shapes:
@@ -72,7 +71,7 @@ def assign_teams(
     alone = np.bincount(owners, weights=costs[:, 0], minlength=world_size).max()
     mean = costs[:, 0].sum() / world_size
     best, teams = float(_WORTHWHILE * alone), None
-    # below that matrices would be cut where nobody waits for them
+    # lower targets would split matrices for which no rank waits
     for target in np.unique(table[(table >= mean / 4) & (table < best)]):
         chosen = np.where((costs <= target).any(1), (costs <= target).argmax(1), costs.argmin(1))
         busiest, found = _assign(costs, chosen, sizes, world_size, homes, largest)
@@ -99,7 +98,7 @@ def _assign(
     homes: Int64Array,
     computer: int,
 ) -> tuple[float, list[Team]]:
-    """Return the busiest rank's time, and the teams."""
+    """Return the busiest rank's time, and the team of each matrix."""
     loads = np.zeros(world_size)
     teams: list[Team] = [()] * len(costs)
     own = costs[np.arange(len(costs)), chosen]

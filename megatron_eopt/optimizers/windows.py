@@ -1,11 +1,10 @@
-"""Muon in windows of layers, which may be computed before a step is known to happen.
+"""Muon by windows of layers, whose updates can be computed before the gradient norm is known.
 
 Note [Look ahead, then commit]
-    What is expensive, Newton-Schulz, needs a window's gradients and momenta and nothing else, and
-    writes to new tensors. So it may run while other gradients are still reduced, before the norm of
-    all of them is known. What is cheap, momenta and weights, is written once it is known, in the
-    bits of a step that had not looked ahead. Where gradients turn out to be clipped, or to have
-    changed meanwhile, the updates are dropped and computed again; nothing has to be taken back.
+    Newton-Schulz, the expensive part, needs only a window's gradients and momenta, and writes to
+    new tensors. So it can run while other gradients are still being reduced. Momenta and weights
+    are written once the gradient norm is known, bit-equal to a step that did not look ahead. If
+    gradients are clipped or have changed meanwhile, the updates are dropped and computed again.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,9 +21,9 @@ from megatron_eopt.storage.shard import Shard
 
 
 class WindowedMuonDriver(MuonDriver):
-    """Steps Muon window by window; see Note [Look ahead, then commit].
+    """Drives Muon window by window; see Note [Look ahead, then commit].
 
-    ``windows`` has the number of each shard's window, from 0 on in the order of steps.
+    ``windows`` has the window index of each shard; window 0 is updated first.
     """
 
     def __init__(
@@ -35,7 +34,7 @@ class WindowedMuonDriver(MuonDriver):
             for number in sorted(set(windows))
         ]
         super().__init__(optimizer, shards, means)
-        # what looking ahead found: updates by which settings, and the gradients' norms
+        # by window: updates and settings they depend on; parameters and their gradients' norms
         self._updates: dict[int, tuple[dict[int, Tensor], list[Any]]] = {}
         self._seen: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
 
@@ -49,7 +48,7 @@ class WindowedMuonDriver(MuonDriver):
 
     @torch.no_grad()
     def look_ahead(self, window: int, groups: Sequence[ParamGroup], state: State) -> None:
-        """Compute a window's updates from the gradients there are; collective, writes nothing."""
+        """Compute a window's updates from its gradients, without applying them; collective."""
         self.coefficient = None
         stepped = self._stepped_in(window, groups, state)
         params = [item.param for item in stepped.values()]
@@ -70,12 +69,12 @@ class WindowedMuonDriver(MuonDriver):
         self._updates[window] = updates, self._settings(groups)
 
     def _settings(self, groups: Sequence[ParamGroup]) -> list[Any]:
-        """Return what directions depend on beside gradients and momenta."""
+        """Return the settings that directions depend on."""
         is_l2 = self.optimizer.weight_decay_method == "l2"
         return [(group["momentum"], is_l2 and group["weight_decay"]) for group in groups]
 
     def unchanged(self) -> Tensor | None:
-        """Return whether all gradients are those that were looked at, on the device."""
+        """Return, on the device, whether gradients equal those seen ahead; None if none were."""
         same = [
             torch.stack(_norms(params)) == torch.stack(norms)
             for params, norms in self._seen.values()
@@ -84,7 +83,7 @@ class WindowedMuonDriver(MuonDriver):
         return torch.cat(same).all() if same else None
 
     def forget(self) -> None:
-        """Drop what was computed ahead."""
+        """Drop the updates that were computed ahead."""
         self._updates.clear()
         self._seen.clear()
 
@@ -95,7 +94,7 @@ class WindowedMuonDriver(MuonDriver):
 
     @torch.no_grad()
     def step_window(self, window: int, groups: Sequence[ParamGroup], state: State) -> None:
-        """Update the parameters of one window, by what was computed ahead if there is such."""
+        """Update the parameters of one window, with updates computed ahead if they are valid."""
         stepped = self._stepped_in(window, groups, state)
         updates, settings = self._updates.pop(window, ({}, None))
         self._seen.pop(window, None)
@@ -109,13 +108,13 @@ class WindowedMuonDriver(MuonDriver):
     def _stepped_in(
         self, window: int, groups: Sequence[ParamGroup], state: State
     ) -> dict[int, Stepped]:
-        """Return what of a window steps, and let its engine be the present one."""
+        """Return the parameters of a window with gradients; make its engine the current one."""
         self.engine = self.engines[window]
         found = self._stepped(groups, state)
         return {number: found[number] for number in self.members[window] if number in found}
 
 
 def _norms(params: Sequence[Tensor]) -> list[Tensor]:
-    """Return the norms of gradients; that of none is nan, which equals nothing."""
+    """Return the norms of gradients; nan, which equals nothing, for a missing gradient."""
     grads = [p.new_full((), torch.nan) if p.grad is None else p.grad for p in params]
     return list(torch._foreach_norm(grads)) if grads else []

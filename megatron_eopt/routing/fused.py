@@ -1,7 +1,7 @@
-"""What megatron-core's own modules fuse, and in which order of rows.
+"""Layouts of the fused weights of megatron-core's own modules.
 
-Each function below answers for one family of modules; the orders are those in which the modules'
-``forward`` slices their activations (megatron-core 0.19).
+Each function below describes one family of modules. The order of rows is the order in which the
+module's ``forward`` slices its activations (megatron-core 0.19).
 """
 
 from collections.abc import Callable, Mapping
@@ -25,20 +25,18 @@ type _Lengths = Mapping[str, int]
 
 @dataclass(frozen=True)
 class FusedWeight:
-    """How the weight of one linear module is fused."""
+    """How the rows of one fused weight are laid out."""
 
-    kind: SplitT  # the option that turns its split on
-    rows: int | None  # rows of the unsharded weight; ``None`` where any number that divides will do
-    build: Callable[..., Split]  # makes the split from the unsharded shape
-    # what it takes besides to make one matrix per head, where the weight has heads
-    per_head: Mapping[str, Any]
+    kind: SplitT  # kind of split, which an option turns on
+    rows: int | None  # rows of the unsharded weight; ``None`` if the module does not fix them
+    build: Callable[..., Split]  # returns the split for an unsharded shape
+    per_head: Mapping[str, Any]  # arguments of ``build`` that make one matrix per attention head
 
 
 def fused_weight(owner: nn.Module, child: str, linear: nn.Module) -> FusedWeight | None:
-    """Say how the linear module ``owner.child`` is fused; ``None`` if it is one matrix or unknown.
+    """Return how the weight of ``owner.child`` is fused; ``None`` if it is one matrix or unknown.
 
-    The owner's type decides, never the linear's class, of which there is one per back end.
-    ``owner.child`` may be an adapter around it.
+    Only the owner's type decides: linear classes differ by back end, and adapters may wrap them.
     """
     if isinstance(owner, SelfAttention) and child == "linear_qkv":
         return _grouped_query(owner.config)
@@ -55,7 +53,7 @@ def fused_weight(owner: nn.Module, child: str, linear: nn.Module) -> FusedWeight
 
 
 def _grouped_query(config: Any) -> FusedWeight:
-    """Each query group: its heads' queries, (its heads' gates,) one key, one value."""
+    """Attention: each query group has its queries, (its gates,) one key and one value."""
     rows = qkv_split_shapes(config)
     return FusedWeight(
         "qkv",
@@ -66,7 +64,7 @@ def _grouped_query(config: Any) -> FusedWeight:
 
 
 def _latent_attention(config: Any, child: str) -> FusedWeight | None:
-    """Per head in the up projections; compressed part, then shared rotary part, in the down."""
+    """MLA: up projections repeat per head; down projections have a latent and a rotary part."""
     nope, rotary, value = config.qk_head_dim, config.qk_pos_emb_head_dim, config.v_head_dim
     heads = config.num_attention_heads
     latent = {"kv": config.kv_lora_rank, "k_pos": rotary}
@@ -80,7 +78,7 @@ def _latent_attention(config: Any, child: str) -> FusedWeight | None:
         case "linear_kv_down_proj":
             return _repeated("mla", latent, 1)
         case "linear_qkv_down_proj":
-            # queries beside keys and values; each rank holds a slab of the one and of the other
+            # two sections, because tensor parallelism shards queries and keys separately
             keys = tuple(Field(name, rows) for name, rows in latent.items())
             sections = (Section((Field("q", config.q_lora_rank),)), Section(keys))
             rows = sum(section.rows for section in sections)
@@ -89,7 +87,7 @@ def _latent_attention(config: Any, child: str) -> FusedWeight | None:
 
 
 def _gated_linear_unit(owner: Any) -> FusedWeight | None:
-    """Gate over up on every rank; grouped experts may alternate them in blocks instead."""
+    """Gated MLP: gate rows, then up rows, on every rank; grouped experts may interleave them."""
     if not owner.config.gated_linear_unit:
         return None
     grouped = isinstance(owner, TEGroupedMLP)
@@ -98,13 +96,13 @@ def _gated_linear_unit(owner: Any) -> FusedWeight | None:
 
 
 def _linear_attention(owner: Any, linear: Any) -> FusedWeight | None:
-    """Projections beside one another, each cut over the tensor-parallel ranks by itself."""
+    """Mamba and gated delta net: stacked projections, each sharded separately."""
     if isinstance(owner, MambaMixer):
         names, sizes = ("z", "x", "B", "C", "dt"), linear.weight.partition_sizes
         head, state = owner.headdim, owner.d_state
         heads = {"z": head, "x": head, "B": state, "C": state}
     elif hasattr(owner, "in_proj_split_sections") and hasattr(owner, "in_proj_split_names"):
-        # the gated-delta-net family publishes its own table
+        # gated-delta-net modules list their own names and sizes
         names, sizes = owner.in_proj_split_names, owner.in_proj_split_sections
         key, value = owner.key_head_dim, owner.value_head_dim
         heads = {"query": key, "key": key, "value": value, "z": value}

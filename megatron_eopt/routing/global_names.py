@@ -15,10 +15,7 @@ _EXPERT = re.compile(r"(?<=\blocal_experts\.)\d+|(?<=\.weight)\d+$|(?<=\.bias)\d
 
 
 def name_parameters(model_chunks: Sequence[Any]) -> None:
-    """Let every parameter of a model know its name in the whole model.
-
-    Layers are counted over all pipeline stages and experts over all ranks, and no wrapper shows.
-    """
+    """Store on every parameter its name in the whole model, without prefixes of wrappers."""
     for model in model_chunks:
         if isinstance(model, torch.nn.Module):
             counted = counted_names(model)
@@ -28,10 +25,10 @@ def name_parameters(model_chunks: Sequence[Any]) -> None:
 
 
 def counted_names(model: torch.nn.Module) -> dict[str, str]:
-    """Return each parameter's name, and the same as it would be on a rank with the whole model.
+    """Return ``{name in this chunk: name in the whole model}`` for every parameter.
 
-    Layers and experts are counted, a tied embedding's copy in an output layer is the embedding, and
-    what torch.compile adds is left out.
+    Layers are numbered over all pipeline stages and experts over all ranks. ``_orig_mod`` of
+    torch.compile is removed. An output layer that copies a tied embedding has the embedding's name.
     """
     layers, experts = {}, {}
     for path, module in model.named_modules():
@@ -61,7 +58,7 @@ def _counted(name: str, layers: Mapping[str, int], experts: Mapping[str, Sequenc
 
 
 def names_in(model_chunks: Sequence[Any]) -> dict[Tensor, str]:
-    """Return the names of all parameters of a model's chunks, unique on this rank."""
+    """Return the name of every parameter of a model's chunks, unique on this rank."""
     prefix = "chunk {}: {}" if len(model_chunks) > 1 else "{1}"
     return {
         param: prefix.format(number, name)

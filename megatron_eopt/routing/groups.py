@@ -1,8 +1,8 @@
-"""Parameter groups: a partition of the routed parameters that is the same on every rank.
+"""Parameter groups, which are the same on every rank.
 
-A group's *identity* is what resuming matches it by. It is made of the optimizer, whether the
-parameters are experts', and the names of the settings that differ from the run's, never of their
-numbers, so that a run can be resumed with another learning rate.
+A checkpoint matches groups by their *identity*: the optimizer, whether they hold experts, and the
+names of settings that differ from the run's. Values are left out, so that a run can resume with
+another learning rate.
 """
 
 from collections import defaultdict
@@ -14,34 +14,34 @@ from typing import Any
 from megatron_eopt.routing.routes import USUAL_VALUES, Route
 
 GROUP_ID = "group_id"
-"""Key of a parameter group that holds its identity."""
+"""Key under which a parameter group holds its identity."""
 
 
 @dataclass(frozen=True)
 class GroupKey:
-    """What all parameters of a group have in common."""
+    """What all parameters of a group share."""
 
     optimizer: str  # name of their optimizer
-    is_expert: bool  # whether they are experts' parameters
+    is_expert: bool  # whether they belong to experts
     values: tuple[tuple[str, Any], ...]  # settings that differ from the run's, sorted by name
 
     @property
     def kind(self) -> str:
-        """The identity as far as the key alone determines it."""
+        """The identity, unless several groups have the same; see :func:`_identities`."""
         names = "+".join(name for name, _ in self.values)
         return f"{self.optimizer}/{'expert' if self.is_expert else 'dense'}/{names}"
 
 
 type Summary = tuple[GroupKey, frozenset[str]]
-"""What other ranks need to know of a group: its key, and the overrides its settings come from."""
+"""What other ranks need to know about a group: its key and descriptions of its overrides."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """One parameter group as this rank sees it; it may have no parameter here."""
+    """One parameter group, which may have no parameter on this rank."""
 
-    key: GroupKey  # what its parameters have in common
-    identity: str  # what resuming matches it by, unique among the groups
+    key: GroupKey  # what its parameters share
+    identity: str  # how checkpoints match it; unique among the groups
     routes: tuple[Route, ...]  # this rank's parameters
 
 
@@ -66,10 +66,7 @@ def _by_key(routes: Iterable[Route]) -> dict[GroupKey, list[Route]]:
 
 
 def build_groups(routes: Sequence[Route], everyones: Iterable[Summary]) -> list[Group]:
-    """Return this rank's groups in an order, and with identities, that all ranks agree on.
-
-    ``everyones`` are the summaries of all ranks' groups.
-    """
+    """Return this rank's groups, ordered and named by ``everyones``, all ranks' summaries."""
     labels: dict[GroupKey, frozenset[str]] = {}
     for key, its in everyones:
         labels[key] = labels.get(key, frozenset()) | its
@@ -80,18 +77,18 @@ def build_groups(routes: Sequence[Route], everyones: Iterable[Summary]) -> list[
 def param_group(
     group: Group, params: Sequence[Any], *, lr: float | None, min_lr: float | None
 ) -> dict[str, Any]:
-    """Return the dictionary that torch's optimizer and Megatron's scheduler work with.
+    """Return a group as the dictionary that torch optimizers and Megatron's scheduler expect.
 
-    ``params`` are those of the group that the optimizer holds, ``lr`` and ``min_lr`` the run's,
-    which the group's own settings override.
+    ``params`` are the tensors that the optimizer holds for the group. Rates that the group sets
+    override the run's ``lr`` and ``min_lr``.
     """
     values = dict(group.key.values)
-    # megatron-core's scheduler has its own rates where a group names none
+    # without these keys, megatron-core's scheduler uses its own rates
     rates = {name: rate for name, rate in (("max_lr", lr), ("min_lr", min_lr)) if rate is not None}
     return {
         "params": list(params),
         "is_expert_parallel": group.key.is_expert,
-        # Megatron's log shows the learning rate of the groups that follow the run's schedule.
+        # Megatron logs the learning rate of groups that follow the run's schedule
         "default_config": not any("lr" in name for name in values),
         **USUAL_VALUES,
         **rates,
@@ -102,7 +99,7 @@ def param_group(
 
 
 def _identities(labels: Mapping[GroupKey, frozenset[str]]) -> list[tuple[GroupKey, str]]:
-    """Number groups apart where kind, and then the overrides' descriptions, do not suffice."""
+    """Make kinds unique by descriptions of the overrides and, if needed, by numbers."""
     result = []
     for kind, keys in groupby(sorted(labels, key=_order), key=lambda key: key.kind):
         same_kind = list(keys)
@@ -118,7 +115,7 @@ def _identities(labels: Mapping[GroupKey, frozenset[str]]) -> list[tuple[GroupKe
 
 
 def _order(key: GroupKey) -> tuple[Any, ...]:
-    """Sort by kind first, so that no number decides the order while names can."""
+    """Return a sort key: the kind first, then names and values of settings."""
     values = tuple(
         (name, 0, float(value), "")
         if isinstance(value, int | float)

@@ -1,4 +1,4 @@
-"""The routing of a whole model, agreed by all ranks; shared by optimizers and printed tables."""
+"""Routes a whole model, the same on all ranks, for optimizers and for printed tables."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -34,15 +34,15 @@ _COLUMNS = ("parameter", "shape", "optimizer", "split", "lr", "weight decay", "w
 
 @dataclass(frozen=True)
 class Routing:
-    """Where everything goes."""
+    """The optimizer, group and split of every parameter."""
 
     routes: Sequence[Route]  # this rank's parameters, in model order
-    groups: Sequence[Group]  # the groups, the same on every rank apart from their parameters
+    groups: Sequence[Group]  # the same on every rank, except for their parameters
     splits: Mapping[torch.nn.Parameter, Split]  # the logical matrices of fused parameters
 
     @property
     def optimizers(self) -> frozenset[str]:
-        """Names of the optimizers of all ranks' parameters."""
+        """Names of the optimizers that any rank uses."""
         return frozenset(group.key.optimizer for group in self.groups)
 
     @property
@@ -51,7 +51,7 @@ class Routing:
         return {route.parameter.param: route.parameter.name for route in self.routes}
 
     def over(self, shards: Mapping[torch.Tensor, torch.nn.Parameter]) -> "Routing":
-        """Return it with other tensors in the parameters' places."""
+        """Return this routing with each parameter replaced by its tensor in ``shards``."""
 
         def moved(route: Route) -> Route:
             parameter = route.parameter
@@ -65,12 +65,12 @@ class Routing:
 
     @property
     def matrices(self) -> dict[torch.Tensor, Split | None]:
-        """Of every parameter its logical matrices, None where it is one."""
+        """The split of every parameter; None if it is one matrix."""
         return {r.parameter.param: self.splits.get(r.parameter.param) for r in self.routes}
 
 
 def overrides_for(settings: Settings, overrides: Overrides | None) -> Overrides:
-    """Return a caller's overrides, or megatron-core's standard ones for None."""
+    """Return the given overrides, or megatron-core's standard ones if they are None."""
     if overrides is not None:
         return overrides
     standard: Overrides = megatron_optimizer.get_standard_config_overrides(settings.config)
@@ -80,16 +80,18 @@ def overrides_for(settings: Settings, overrides: Overrides | None) -> Overrides:
 def route_model(
     settings: Settings, model_chunks: Sequence[torch.nn.Module], overrides: Overrides | None
 ) -> Routing:
-    """Route every trainable parameter; collective over the world.
+    """Route every trainable parameter; collective over all ranks.
 
-    An override, a caller's grouping or a routing that cannot be honoured is a ConfigurationError.
+    Raises:
+        ConfigurationError: On all ranks, if an override or a setting is invalid, or if pipeline
+            stages would update a shared embedding differently.
     """
     known = agreed(
         lambda: with_callers_grouping(settings, model_chunks, overrides_for(settings, overrides))
     )
     parameters = trainable_parameters(model_chunks)
     if not settings.is_standard:
-        # as there, overrides may read it
+        # overrides may match these attributes, as in megatron-core
         _tag_as_megatron_does(parameters, model_chunks)
     routing = route_parameters(settings, parameters, known)
     _check_shared_embeddings(model_chunks, routing)
@@ -105,10 +107,7 @@ def route_model(
 def route_parameters(
     settings: Settings, parameters: Sequence[ModelParameter], overrides: Overrides
 ) -> Routing:
-    """Route given parameters, each of them one matrix; collective over the world.
-
-    Parameters, but none anywhere for the main optimizer, are a ConfigurationError.
-    """
+    """Route the given parameters, without splits; collective over all ranks."""
 
     def routed() -> list[Route]:
         check_overrides(overrides)
@@ -126,9 +125,9 @@ def route_parameters(
     names = routing.optimizers
     steps_nothing = groups and not settings.is_standard and settings.optimizer not in names
     if steps_nothing and is_rank_0():
-        text = "optimizer=%r steps nothing: no trainable parameter is a matrix, so %s steps all"
+        text = "optimizer=%r is not used: no trainable parameter is a matrix, so all use %s. "
+        text += "--print-optimizer-routing shows the reason for each"
         logger.warning(text, settings.optimizer, " and ".join(sorted(names)))
-
     agreed(lambda: check_values(settings.config, names))
     warn_of_unused(settings.config, settings.optimizer, names | {settings.scalar})
     return routing
@@ -137,7 +136,7 @@ def route_parameters(
 def with_splits(
     routing: Routing, settings: Settings, model_chunks: Sequence[torch.nn.Module]
 ) -> Routing:
-    """Return a routing with the logical matrices of fused weights; collective over the world."""
+    """Return the routing with the splits of fused weights; collective over all ranks."""
     unsplit = {
         route.parameter.param
         for route in routing.routes
@@ -147,19 +146,19 @@ def with_splits(
     stacks = [route for route in routing.routes if route.why.startswith("3-D")]
     if names := [r.parameter.name for r in stacks if r.parameter.param in splits]:
         logger.warning(
-            "These weights hold a matrix for every expert and are 3-D, for which megatron-core has "
-            "its scalar optimizer: %s. Set param.eopt_split = 'whole', or a Split such as "
-            "matrices.gated(param.shape) of gate and up, to have each matrix stepped as one.",
+            "These 3-D weights hold one matrix per expert, but get the scalar optimizer, as in "
+            "megatron-core: %s. To update them as matrices, set param.eopt_split to 'whole', or to "
+            "a Split such as matrices.gated(param.shape) for gate and up projections.",
             ", ".join(names),
         )
     return replace(routing, splits=splits)
 
 
 def _check_shared_embeddings(model_chunks: Sequence[torch.nn.Module], routing: Routing) -> None:
-    """Raise on every rank if an embedding is not stepped alike on the stages that share it.
+    """Raise on every rank if pipeline stages would update a shared embedding differently.
 
-    Pipeline stages sum its gradients: those where it is trained would wait for others, and copies
-    in unlike groups would become unlike.
+    The stages sum its gradients, so a stage that freezes it would leave the others waiting, and
+    copies with different settings would diverge.
     """
     routes = {route.parameter.param: route for route in routing.routes}
     mine: set[tuple[str, GroupKey | None]] = set()
@@ -173,8 +172,8 @@ def _check_shared_embeddings(model_chunks: Sequence[torch.nn.Module], routing: R
     for name, found in keys.items():
         if len(found) > 1:
             kinds = (f"{key.optimizer} {dict(key.values)}" if key else "frozen" for key in found)
-            rule = f"the pipeline stages that share {name} must step their copies alike"
-            way_out = "Freeze both or none, and let keys of overrides match by this name"
+            rule = f"pipeline stages that share {name} must update it with the same settings"
+            way_out = "Freeze all copies or none, and let override keys match this name"
             value = " and ".join(sorted(kinds))
             raise ConfigurationError("config_overrides, requires_grad", value, rule, way_out)
 
@@ -182,7 +181,7 @@ def _check_shared_embeddings(model_chunks: Sequence[torch.nn.Module], routing: R
 def _tag_as_megatron_does(
     parameters: Sequence[ModelParameter], model_chunks: Sequence[torch.nn.Module]
 ) -> None:
-    """Set what megatron-core sets on parameters, for optimizers that were written for it."""
+    """Set the parameter attributes that megatron-core sets, which its optimizers may read."""
     for parameter in parameters:
         param, name = parameter.param, parameter.name
         if "experts" in name and "shared" not in name:

@@ -1,4 +1,4 @@
-"""What a model's parameters are, as far as routing cares."""
+"""The trainable parameters of a model, with the facts that routing depends on."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,36 +14,34 @@ from megatron_eopt.routing.global_names import counted_names
 class ModelParameter:
     """One trainable parameter of this rank."""
 
-    name: str  # its name in its model chunk, as ``named_parameters`` gives it
-    matched_name: str  # the same with layers and experts counted over all ranks
-    chunk: int  # index of that chunk
-    param: torch.nn.Parameter  # the parameter
-    is_expert: bool  # whether its gradient is reduced over expert data parallelism
-    # whether it is the weight of an embedding table (words, positions, token types) or of the
-    # output layer
-    is_embedding: bool
-    is_router: bool  # whether it is the weight of a mixture-of-experts router
+    name: str  # as ``named_parameters`` of its model chunk gives it
+    matched_name: str  # the same with global layer and expert numbers, which overrides match
+    chunk: int  # index of its model chunk
+    param: torch.nn.Parameter
+    is_expert: bool  # whether its gradient is reduced over the expert data-parallel group
+    is_embedding: bool  # whether it belongs to an embedding table or the output layer
+    is_router: bool  # whether it belongs to a mixture-of-experts router
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of this rank's part."""
+        """Shape of this rank's shard."""
         return tuple(self.param.shape)
 
     @property
     def has_matrix_shape(self) -> bool:
-        """Whether it is a matrix, or marked or declared as a stack of matrices, by its shape."""
+        """Whether it is 2-D, or 3-D and marked or declared as a stack of matrices."""
         declared = getattr(self.param, "eopt_split", None) is not None
         stack = declared or bool(getattr(self.param, STACK_ATTRIBUTE, False))
         return len(self.shape) == 2 or (len(self.shape) == 3 and stack)
 
     @property
     def is_excluded(self) -> bool:
-        """Whether its module, or the user, has marked it as none for an emerging optimizer."""
+        """Whether ``use_muon = False`` on the parameter asks for the scalar optimizer."""
         return getattr(self.param, NO_MUON_ATTRIBUTE, None) is False
 
     @property
     def why_not_matrix(self) -> str | None:
-        """Why this parameter is no matrix that an emerging optimizer could take; None if it is."""
+        """Why an emerging optimizer cannot update this parameter; None if it can."""
         if self.is_embedding:
             return "embedding or output layer"
         if not self.has_matrix_shape:
@@ -52,10 +50,10 @@ class ModelParameter:
 
 
 def cut_dimension(param: torch.Tensor) -> int:
-    """Return which dimension tensor parallelism cuts: 0 the rows, 1 the columns, -1 none.
+    """Return the dimension that tensor parallelism shards: 0 rows, 1 columns, -1 none.
 
-    ``partition_dim`` says so. Where ``tensor_model_parallel`` is False nothing is cut all the same:
-    Transformer Engine sets the dimension on duplicated weights, too.
+    This is ``partition_dim``, or -1 if ``tensor_model_parallel`` is False, because Transformer
+    Engine sets ``partition_dim`` on duplicated weights too.
     """
     dim = getattr(param, "partition_dim", -1)
     is_cut = dim in (0, 1) and getattr(param, "tensor_model_parallel", True) is not False
@@ -63,7 +61,7 @@ def cut_dimension(param: torch.Tensor) -> int:
 
 
 def trainable_parameters(model_chunks: Sequence[torch.nn.Module]) -> list[ModelParameter]:
-    """Return every trainable parameter once, in model order; tied ones under their first name."""
+    """Return every trainable parameter once, in model order; a tied one has its first name."""
     found: dict[int, ModelParameter] = {}
     for chunk, model in enumerate(model_chunks):
         tables = (torch.nn.Embedding, needed("VocabParallelEmbedding"))
@@ -86,7 +84,7 @@ def trainable_parameters(model_chunks: Sequence[torch.nn.Module]) -> list[ModelP
 
 
 def _weights_of(model: torch.nn.Module, *kinds: tuple[type, ...]) -> list[set[int]]:
-    """Return the parameters of modules of each kind, from one pass over the model."""
+    """Return the ids of the parameters of each kind of module, in one pass over the model."""
     found: list[set[int]] = [set() for _ in kinds]
     for module in model.modules():
         for types, params in zip(kinds, found, strict=True):

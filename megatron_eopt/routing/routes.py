@@ -1,6 +1,6 @@
-"""The rules that say which parameter gets which optimizer, and why: a user's overrides first.
+"""Rules that decide which optimizer each parameter gets: the user's overrides, then defaults.
 
-Overrides are settings of the parameters that a key matches.
+An override maps a ``ParamKey`` to settings for the parameters that the key matches.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,14 +27,14 @@ _NOT_NEGATIVE = frozenset(
 )
 
 USUAL_VALUES = {"wd_mult": 1.0, "lr_mult": 1.0, "is_decoupled_lr": False}
-"""What megatron-core's groups have where nothing else was asked for."""
+"""Default values in megatron-core's parameter groups."""
 
 _NO_SETTINGS = frozenset({"params", "is_expert_parallel", "default_config"})
-"""Of groups that a caller's function makes."""
+"""Keys of a parameter group that are not settings."""
 
 
 def describe(key: ParamKey) -> str:
-    """Return a readable description of a key that is the same in every process."""
+    """Return a readable description of a key, the same in every process."""
     parts = []
     for kind in ("name", "attr", "predicate", "with_name_predicate"):
         given = getattr(key, kind)
@@ -44,10 +44,10 @@ def describe(key: ParamKey) -> str:
 
 
 def check_overrides(overrides: registry.Overrides) -> None:
-    """Raise a ConfigurationError or ConfigurationTypeError for what no parameter group can hold."""
+    """Raise a ConfigurationError or ConfigurationTypeError for an invalid key or value."""
     for key, values in overrides.items():
         if not isinstance(key, ParamKey):
-            rule, way_out = "each key must be a ParamKey", "Wrap the name in ParamKey"
+            rule, way_out = "keys must be ParamKeys", "Wrap the name in ParamKey"
             raise ConfigurationTypeError("config_overrides", key, rule, way_out)
         where = f"config_overrides[{describe(key)}]"
         for name, value in values.items():
@@ -65,11 +65,12 @@ def check_overrides(overrides: registry.Overrides) -> None:
 def merge(
     parameter: ModelParameter, overrides: registry.Overrides
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the union of all overrides that match ``parameter``, which may not disagree.
+    """Return the settings of all overrides that match ``parameter``, and the keys' descriptions.
 
-    With it come descriptions of the keys that it was merged from, sorted.
+    Raises:
+        ConfigurationError: If two overrides give a setting different values.
     """
-    said: dict[str, tuple[Any, str]] = {}  # values with the labels of their keys
+    said: dict[str, tuple[Any, str]] = {}  # each setting's value, and the label of its key
     labels: set[str] = set()
     for key, override in overrides.items():
         if not key.matches(parameter.param, parameter.matched_name):
@@ -79,15 +80,15 @@ def merge(
         for name, value in override.items():
             other, by = said.setdefault(name, (value, label))
             if other != value:
-                rule = f"{parameter.matched_name} matches {by!r}, which says {other!r}, and "
-                rule += f"{label!r}, which says {value!r}"
-                way_out = "Let the two keys match different parameters"
+                rule = f"{parameter.matched_name} matches {by!r}, which sets {other!r}, and "
+                rule += f"{label!r}, which sets {value!r}"
+                way_out = "Give both the same value, or let the keys match different parameters"
                 raise ConfigurationError(f"config_overrides[...][{name!r}]", value, rule, way_out)
     return {name: value for name, (value, _) in said.items()}, tuple(sorted(labels))
 
 
 def unmatched(parameters: Sequence[ModelParameter], overrides: registry.Overrides) -> list[str]:
-    """Return descriptions of the keys that match no parameter of this rank."""
+    """Return descriptions of the keys that match no parameter on this rank."""
     return [
         describe(key)
         for key in overrides
@@ -98,12 +99,11 @@ def unmatched(parameters: Sequence[ModelParameter], overrides: registry.Override
 def with_callers_grouping(
     settings: Settings, model_chunks: Sequence[torch.nn.Module], overrides: registry.Overrides
 ) -> registry.Overrides:
-    """Return the overrides that a caller's own grouping function, called with these, amounts to.
+    """Return overrides that reproduce the groups of a replaced ``_get_param_groups``.
 
-    ms-swift, for one, replaces ``megatron.core.optimizer._get_param_groups`` to give parts of a
-    model learning rates of their own. What its groups say becomes an override for each; which
-    optimizer a parameter gets, and what identifies a group, is decided as always. Where
-    megatron-core's own function is in place they are ``overrides``.
+    Some trainers (ms-swift) replace ``megatron.core.optimizer._get_param_groups`` to give parts of
+    a model their own learning rates. The settings of each group become one override, and routing
+    still chooses the optimizers. With megatron-core's own function, returns ``overrides``.
     """
     grouping = found("_get_param_groups")
     home = getattr(grouping, "__globals__", {}).get("__name__", "")
@@ -123,7 +123,7 @@ def with_callers_grouping(
 
 
 def _key(values: Mapping[str, Any], params: Sequence[torch.Tensor]) -> ParamKey:
-    """Return what matches ``params`` alone, with a name that is the same on every rank."""
+    """Return a key that matches exactly ``params``; its name is the same on every rank."""
     known = {id(param) for param in params}
     name = ", ".join(f"{key}={value}" for key, value in sorted(values.items()))
     label = f"the caller's group with {name}"
@@ -133,22 +133,22 @@ def _key(values: Mapping[str, Any], params: Sequence[torch.Tensor]) -> ParamKey:
 
 @dataclass(frozen=True)
 class Route:
-    """Where one parameter goes."""
+    """The optimizer and settings of one parameter."""
 
     parameter: ModelParameter
     optimizer: str  # name of its optimizer
     values: Mapping[str, Any]  # settings of its group that differ from the run's
-    labels: tuple[str, ...]  # the overrides that these settings come from
-    why: str  # why it goes there
+    labels: tuple[str, ...]  # descriptions of the overrides that these settings come from
+    why: str  # the reason, as the routing table shows it
 
 
 def route_all(
     parameters: Sequence[ModelParameter], overrides: registry.Overrides, settings: Settings
 ) -> list[Route]:
-    """Return the route of every parameter, in their order.
+    """Return the route of every parameter, in the same order.
 
-    Overrides that disagree, or name an optimizer that is unknown or cannot take a parameter, are a
-    ConfigurationError.
+    Raises:
+        ConfigurationError: If overrides disagree, or name an unknown or unsuitable optimizer.
     """
     defaults = settings.default_overrides
     routes = [_route(parameter, overrides, defaults, settings) for parameter in parameters]
@@ -179,13 +179,13 @@ def _route(
 def _by_default(
     parameter: ModelParameter, defaults: registry.Overrides, settings: Settings
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return a parameter's settings where no override of the user's matches, and why."""
+    """Return a parameter's settings without the user's overrides, and the reasons for them."""
     excluded = parameter.is_excluded and not settings.takes_excluded
     reason = f"{NO_MUON_ATTRIBUTE}=False" if excluded else parameter.why_not_matrix
     rule = next(filter(registry.is_our_rule, defaults), None)
     values, labels = merge(parameter, {k: v for k, v in defaults.items() if k is not rule})
     if rule is not None and reason:
-        # the parameter knows more than the key's predicate can see
+        # the parameter's reason also covers cases that the rule's predicate cannot recognize
         return {**values, **defaults[rule]}, (reason, *labels)
     if settings.router_to_scalar and parameter.is_router and defaults:
         return {**values, "optimizer": settings.scalar}, ("router", *labels)
@@ -197,6 +197,6 @@ def _check_wish(parameter: ModelParameter, optimizer: str) -> None:
     if registry.state_layout_of(optimizer) == "element_wise":
         return
     if not parameter.has_matrix_shape:
-        rule = f"takes matrices only, and {parameter.name} has the shape {parameter.shape}"
-        way_out = "Let the key match 2-D parameters only, or set param.eopt_split of a stack"
+        rule = f"updates only matrices, but {parameter.name} has the shape {parameter.shape}"
+        way_out = "Let the key match only 2-D parameters, or set param.eopt_split on 3-D stacks"
         raise ConfigurationError("config_overrides[...]['optimizer']", optimizer, rule, way_out)

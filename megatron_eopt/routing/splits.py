@@ -1,11 +1,11 @@
-"""Finding the fused weights of a model: from what the user declared, else from the module types.
+"""Finds a model's fused weights, which hold several matrices each, and how to split them.
 
-A user declares a weight's split on the parameter, where it wins over everything else:
+Without one of these attributes on the parameter, the module's type decides:
 
-* ``param.eopt_split = Split(...)``, with the unsharded shape: these parts;
-* ``param.eopt_split = "whole"``: one matrix (per expert), whatever its module;
+* ``param.eopt_split = Split(...)``, for the unsharded shape: these parts;
+* ``param.eopt_split = "whole"``: one matrix (per expert);
 * ``param.is_qkv = True`` with ``param.qkv_split_shapes = [q, k, v]`` (or ``[q, gate, k, v]``), the
-  rows of one query group: megatron-core's own spelling, used if ``"qkv"`` is on.
+  rows of one query group: megatron-core's convention, used if ``"qkv"`` is on.
 """
 
 import functools
@@ -27,19 +27,19 @@ from megatron_eopt.routing.parameters import cut_dimension
 logger = logging.getLogger(__name__)
 
 QKV_TAG = "_tagged_qkv_split_shapes"
-"""The attribute of a parameter with the ``qkv_split_shapes`` that no user has set, but routing."""
+"""Attribute that holds a parameter's ``qkv_split_shapes`` if routing set them, not the user."""
 
-# What adapters (LoRA) of Megatron-Bridge and PEFT call the module in whose place they stand.
+# Names under which LoRA adapters (Megatron-Bridge, PEFT) hold the module that they wrap.
 _ADAPTED = re.compile(r"\.(to_wrap|base_layer)$")
 
-# Names that fused projections go by, in megatron-core and in models ported to it.
+# Names of fused projections in megatron-core and in models ported to it.
 _FUSED_NAME = re.compile(
     r"(linear_)?(qkv|kv|wqkv)(_down)?(_proj)?|in_proj(_\w+)?|gate_up_proj|w13|c_attn|query_key_value"
 )
 
 
 class _Weight(NamedTuple):
-    """One trainable weight and where it was found."""
+    """One trainable weight with its modules."""
 
     name: str
     param: nn.Parameter
@@ -54,16 +54,19 @@ def find_splits(
     which: Collection[SplitT],
     unsplit: Container[nn.Parameter] = (),
 ) -> dict[nn.Parameter, Split]:
-    """Return the splits, of *unsharded* shapes, of fused trainable weights whose kind is on.
+    """Return the splits of fused trainable weights, and warn of unknown layouts.
 
-    A weight that is not in the result is one matrix: use ``whole(shape)`` for it. Three-dimensional
-    expert weights are always in it: no option makes one matrix of several experts. Those that are
-    ``unsplit`` are split only if they declare it. A weight that looks fused but is of no known kind
-    is named in one warning.
+    Args:
+        model_chunks: The model's chunks.
+        which: Kinds of splits that are turned on.
+        unsplit: Weights that are split only if they declare it.
+
+    Returns:
+        Splits of *unsharded* shapes, always with 3-D expert weights. All others are one matrix.
 
     Raises:
-        ConfigurationError: If a split does not fit its weight, or a fused weight is cut by weight
-            rematerialization.
+        ConfigurationError: If a weight and its split do not fit, or weight rematerialization
+            shards a fused weight.
     """
     unknown: list[str] = []
     found = {
@@ -72,15 +75,15 @@ def find_splits(
     }
     if unknown:
         logger.warning(
-            "These weights look fused but how is not known, so each is treated as one matrix: %s. "
-            "Set param.eopt_split to a megatron_eopt.matrices.Split, or to 'whole' if it is one.",
+            "These weights look fused, but their layout is unknown, so each is updated as one "
+            "matrix: %s. Set param.eopt_split to a megatron_eopt.matrices.Split or to 'whole'.",
             ", ".join(unknown),
         )
     return {param: split for param, split in found.items() if split is not None}
 
 
 def declared_qkv(param: nn.Parameter) -> list[int] | None:
-    """Return the rows of Q, K and V that a user has declared, or None."""
+    """Return the rows of Q, K and V that the user declared on a parameter, or None."""
     rows: list[int] | None = getattr(param, "qkv_split_shapes", None)
     is_declared = getattr(param, "is_qkv", False) and rows is not getattr(param, QKV_TAG, None)
     return rows if is_declared else None
@@ -89,7 +92,7 @@ def declared_qkv(param: nn.Parameter) -> list[int] | None:
 def tensor_parallel_cut(param: nn.Parameter, *modules: nn.Module) -> tuple[int, int]:
     """Return ``(tp_size, partition_dim)`` of a weight, ``(1, -1)`` if it is not sharded.
 
-    Its linear module and the ``modules`` around it are asked in turn for their group.
+    The group is that of the first of ``modules`` that has one, else megatron-core's global group.
     """
     dim = cut_dimension(param)
     if dim == -1:
@@ -99,7 +102,7 @@ def tensor_parallel_cut(param: nn.Parameter, *modules: nn.Module) -> tuple[int, 
         if group is not None:
             return get_pg_size(group), dim
     if not parallel_state.model_parallel_is_initialized():
-        rule = "says that the weight is sharded, but no tensor-parallel group is known"
+        rule = "the weight is sharded, but its tensor-parallel group is unknown"
         way_out = "Initialize megatron.core.parallel_state or give the module a tp_group"
         raise ConfigurationError("partition_dim", dim, rule, way_out)
     if getattr(param, "allreduce", True):
@@ -113,7 +116,7 @@ def _weights(model_chunks: Iterable[nn.Module]) -> Iterator[_Weight]:
     for chunk in model_chunks:
         modules = dict(chunk.named_modules())
         for path, linear in modules.items():
-            # the chunk itself has no owner but itself
+            # the chunk is its own owner
             owner, child = _ADAPTED.sub("", path).rpartition(".")[::2]
             for leaf, param in linear._parameters.items():
                 if param is None or not param.requires_grad or param.dim() not in (2, 3):
@@ -125,14 +128,14 @@ def _weights(model_chunks: Iterable[nn.Module]) -> Iterator[_Weight]:
 
 
 def _split_of(weight: _Weight, which: Collection[SplitT], unknown: list[str]) -> Split | None:
-    """Return one weight's split; ``None`` if it is one matrix. Adds to ``unknown``."""
+    """Return one weight's split, None for one matrix; add unknown layouts to ``unknown``."""
     declared = getattr(weight.param, "eopt_split", None)
     if isinstance(declared, Split):
         return _fitted(weight, lambda _: declared)
     if declared not in (None, "whole"):
         rule = "must be a megatron_eopt.matrices.Split or 'whole'"
         argument = f"{weight.name}.eopt_split"
-        raise ConfigurationError(argument, declared, rule, "Declare one of these")
+        raise ConfigurationError(argument, declared, rule, "Set one of these")
     if declared is None:
         lengths = declared_qkv(weight.param)
         if lengths is not None:
@@ -143,7 +146,7 @@ def _split_of(weight: _Weight, which: Collection[SplitT], unknown: list[str]) ->
             return _fitted(weight, functools.partial(fused.build, **more), fused.rows)
         if fused is None and _looks_fused(weight):
             unknown.append(weight.name)
-    # other three-dimensional weights, those of convolutions, are no stacks of matrices
+    # other 3-D weights, such as those of convolutions, are not stacks of matrices
     grouped = declared == "whole" or isinstance(weight.owner, TEGroupedMLP)
     return _fitted(weight, whole) if grouped and weight.param.dim() == 3 else None
 
@@ -151,14 +154,11 @@ def _split_of(weight: _Weight, which: Collection[SplitT], unknown: list[str]) ->
 def _fitted(
     weight: _Weight, build: Callable[[tuple[int, ...]], Split], rows: int | None = None
 ) -> Split:
-    """Build a split from the unsharded shape and compare it with what this rank holds.
-
-    ``rows`` are the unsharded ones where the module's config tells them.
-    """
+    """Build a split for the unsharded shape (``rows`` rows, if given); check this rank's shard."""
     local = tuple(weight.param.shape)
     if getattr(weight.param, "is_gtp_weight_remat", False):
-        rule = "a fused weight that weight rematerialization cuts once more cannot be split"
-        way_out = "Turn weight rematerialization off, or this kind of split"
+        rule = "cannot be split, because weight rematerialization also shards it"
+        way_out = "Turn off weight rematerialization, or this kind of split"
         raise ConfigurationError(weight.name, local, rule, way_out)
     size, dim = tensor_parallel_cut(weight.param, weight.linear, weight.owner)
     shape = list(local)
@@ -171,17 +171,17 @@ def _fitted(
         expected = local_shape(split, size, dim)
     except ConfigurationError as error:
         rule = f"cannot be split, because {str(error).rstrip('.')}"
-        way_out = "Correct what is declared for this weight, or leave this kind of split off"
+        way_out = "Correct the declared split of this weight, or turn off this kind of split"
         raise ConfigurationError(weight.name, local, rule, way_out) from error
     if local != expected:
         rule = f"must have the shape {expected} of the {split.kind} split {split.describe()}"
-        way_out = "Declare this weight's own split, or leave this kind of split off"
+        way_out = "Declare a split for this weight, or turn off this kind of split"
         raise ConfigurationError(weight.name, local, rule, way_out)
     return split
 
 
 def _looks_fused(weight: _Weight) -> bool:
-    """Tell by name, or by megatron-core's own marks, that a weight holds several matrices."""
+    """Tell by names and megatron-core's partition attributes whether a weight looks fused."""
     names = (weight.child, weight.name.rpartition(".")[2].removesuffix("_weight"))
     return weight.param.dim() == 2 and (
         any(map(_FUSED_NAME.fullmatch, names))
