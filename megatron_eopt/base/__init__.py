@@ -1,1 +1,1 @@
-"""Errors, names and what is needed of upstream, for everything else."""
+"""Errors, shared names, rank agreement and upstream lookups that all other packages use."""

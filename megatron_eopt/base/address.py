@@ -1,9 +1,9 @@
-"""Where tensors begin in memory; tensors without data have no address to tell it."""
+"""Identifies where a tensor begins in memory, also for fake tensors, which have no address."""
 
 from torch import Tensor
 
 
 def address_of(tensor: Tensor) -> tuple[int, int]:
-    """Return the number of a tensor's storage, unique among those that live, and a byte offset."""
+    """Return an id of a tensor's storage, unique among live ones, and the tensor's byte offset."""
     storage = tensor.untyped_storage()._cdata
     return storage, int(tensor.storage_offset()) * tensor.element_size()

@@ -1,8 +1,7 @@
-"""One outcome on all ranks: what one rank refuses, every rank refuses with the same words.
+"""Makes all ranks reach the same outcome: if one rank raises an error, every rank raises it.
 
-Without that, the rank that raises leaves the others waiting in their next collective call. All
-functions here are called by all ranks of the default process group together, unless they name
-another. What may be long travels once: nothing is padded to the largest rank's size.
+Otherwise the rank that raises leaves the others waiting in their next collective. Functions here
+are collective over the default process group unless they take another group.
 """
 
 import hashlib
@@ -18,39 +17,39 @@ from torch.distributed.distributed_c10d import _get_default_group, _get_default_
 
 from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
 
-_made: Counter[tuple[int, ...]] = Counter()  # groups of these ranks, see group_of_members
+_made: Counter[tuple[int, ...]] = Counter()  # how many groups of these ranks exist
 
 
 class CheckpointError(ConfigurationError):
-    """A checkpoint that cannot be loaded as it is; the same on every rank."""
+    """The checkpoint cannot be loaded into this run; raised on every rank."""
 
 
 class GroupRank(NamedTuple):
-    """Where a rank stands in its group of one kind."""
+    """A rank's position in one of its process groups."""
 
-    first: int  # the group's lowest global rank
-    number: int  # the rank's number in the group
+    first: int  # lowest global rank of the group
+    number: int  # the rank's index in the group
 
 
 class Answers(Protocol):
-    """What peers would say that are not there; they agree with whatever this rank decides."""
+    """Answers on behalf of ranks that do not exist, as in a dry run."""
 
     def of_every_rank[T](self, value: T, group: distributed.ProcessGroup | None) -> list[T]:
-        """Return the values of all ranks of a group (None: the world)."""
+        """Return one value for each rank of a group (None: the world)."""
         ...
 
     def group_ranks(self, group: distributed.ProcessGroup | None) -> list[GroupRank]:
-        """Return every rank's place in its group of this one's kind (None: itself alone)."""
+        """Return every rank's position in its own group of this kind (None: a group of one)."""
         ...
 
 
 _answers: list[Answers] = []
-"""Who answers for the peers, the innermost last; empty where they speak for themselves."""
+"""Stand-ins for the other ranks, the innermost last; empty if the other ranks exist."""
 
 
 @contextmanager
 def answered_by(answers: Answers) -> Iterator[None]:
-    """Ask no rank but this one in a block: ``answers`` speaks for the others."""
+    """Let ``answers`` stand in for all other ranks inside a ``with`` block."""
     _answers.append(answers)
     try:
         yield
@@ -68,15 +67,16 @@ def is_rank_0() -> bool:
 
 
 def device_of_collectives() -> torch.device:
-    """Return where tensors must lie that the default process group moves."""
+    """Return the device that the default process group's collectives need tensors on."""
     on_gpu = distributed.is_initialized() and "nccl" in distributed.get_backend()
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
 def from_rank_0[T](function: Callable[[], T]) -> T:
-    """Call ``function`` on rank 0 alone; return its result, or raise its error, on every rank.
+    """Call ``function`` on rank 0 only; return its result, or raise its error, on every rank.
 
-    Errors but ConfigurationErrors, and results that cannot be pickled, are a RuntimeError.
+    Errors other than configuration errors become a RuntimeError, as do results that cannot be
+    pickled.
     """
     if _is_alone():
         return function()
@@ -84,7 +84,7 @@ def from_rank_0[T](function: Callable[[], T]) -> T:
     if is_rank_0():
         try:
             result = function()
-            # the others wait, so that a result which cannot be sent is an error like any other
+            # pickled here so that a failure is reported to the waiting ranks
             data = pickle.dumps(result)
         except Exception as caught:
             error = caught
@@ -95,13 +95,13 @@ def from_rank_0[T](function: Callable[[], T]) -> T:
 
 
 def agreed[T](function: Callable[[], T], group: distributed.ProcessGroup | None = None) -> T:
-    """Call ``function`` on every rank; raise everywhere what the first rank that failed raised.
+    """Call ``function`` on every rank; if any rank raises, raise the lowest one's error on all.
 
-    If none has failed, that takes one number of each rank. A function may communicate only where no
-    rank can fail alone meanwhile. Errors that are not ours become a RuntimeError.
+    Success costs one all-reduce of an integer. Errors other than configuration errors become a
+    RuntimeError.
 
     Args:
-        function: What to call.
+        function: May use collectives only where no rank can raise before its peers join.
         group: The ranks that call this together; None for the world.
     """
     if _is_alone() or (world := distributed.get_world_size(group)) == 1:
@@ -120,15 +120,14 @@ def agreed[T](function: Callable[[], T], group: distributed.ProcessGroup | None 
 
 
 def agreed_in[T](group: distributed.ProcessGroup | None, function: Callable[[], T]) -> T:
-    """Do the same as :func:`agreed` over a group, which is this rank alone if it is None."""
+    """Do the same as :func:`agreed` over a group; None means this rank alone."""
     return function() if group is None else agreed(function, group)
 
 
 def everyones[T](items: Iterable[T]) -> list[T]:
-    """Return the items of all ranks, in their order, without duplicates.
+    """Return the items of all ranks in rank order, without duplicates.
 
-    Lists that several ranks have travel once, and empty ones, as lists of faults mostly are, not
-    at all.
+    Equal lists are sent once and empty ones not at all.
     """
     mine = list(items)
     if _is_alone():
@@ -142,7 +141,7 @@ def everyones[T](items: Iterable[T]) -> list[T]:
 
 
 def of_every_rank[T](value: T, group: distributed.ProcessGroup | None = None) -> list[T]:
-    """Return the small values of all ranks of a group (None: the world), in their order."""
+    """Return the value of every rank of a group (None: the world), in rank order."""
     if _answers:
         return _answers[-1].of_every_rank(value, group)
     if not distributed.is_initialized():
@@ -158,7 +157,7 @@ def any_rank(flag: bool) -> bool:
 
 
 def totals(mine: Sequence[int]) -> list[int]:
-    """Return the sums over all ranks of equally many integers of each."""
+    """Return the element-wise sums of the ranks' integer lists, which have equal lengths."""
     if _is_alone():
         return list(mine)
     found = torch.tensor(list(mine), dtype=torch.int64, device=device_of_collectives())
@@ -168,9 +167,9 @@ def totals(mine: Sequence[int]) -> list[int]:
 
 
 def group_ranks_in(groups: Sequence[distributed.ProcessGroup | None]) -> list[list[GroupRank]]:
-    """Return, for each of this rank's groups, every rank's place in its own group of that kind.
+    """Return, for each of this rank's groups, every rank's position in its group of that kind.
 
-    All ranks list groups of the same kinds. None is a group of this rank alone.
+    All ranks pass groups of the same kinds in the same order; None is a group of one rank.
     """
     if _answers:
         return [_answers[-1].group_ranks(group) for group in groups]
@@ -179,14 +178,14 @@ def group_ranks_in(groups: Sequence[distributed.ProcessGroup | None]) -> list[li
 
 
 def group_rank_in(ranks: Sequence[int], rank: int | None = None) -> GroupRank:
-    """Return the place of a rank, by default this one, among the global ranks of its group."""
+    """Return a rank's position (default: this rank's) among the global ranks of its group."""
     return GroupRank(
         min(ranks), list(ranks).index(distributed.get_rank() if rank is None else rank)
     )
 
 
 def ranks_of(group: distributed.ProcessGroup | None) -> list[int]:
-    """Return the global ranks of a group, this one alone if it is None."""
+    """Return the global ranks of a group; only this rank if the group is None."""
     return [distributed.get_rank()] if group is None else distributed.get_process_group_ranks(group)
 
 
@@ -212,14 +211,14 @@ def _raise(rank: int, report: Any, own: Exception | None) -> NoReturn:
 
 
 def group_of_members(ranks: Sequence[int]) -> Any:
-    """Return a new group of some global ranks; they alone call this together.
+    """Create a process group of some global ranks; only these ranks call this.
 
-    Torch names groups by how many a rank has made, this kind with its ranks. Members of different
-    teams have made different numbers, and could make no more groups together: here the ranks' own
-    number takes its place, negative so that no other group has the name, and the count stays.
+    Torch derives a group's name from the number of groups that a rank has created, which may
+    differ between members. This counts the groups of these ranks instead, as a negative number that
+    no other group's name has.
 
-    NCCL splits a world that was initialized with a ``device_id``, and all of its ranks would have
-    to take part in that; there the group is connected by its first collective call instead.
+    If the world was initialized with a ``device_id``, NCCL would split its communicator, which all
+    ranks must join. The group then connects at its first collective.
     """
     options: Any = None
     bound = _get_default_group().bound_device_id

@@ -1,8 +1,4 @@
-"""What every refused configuration looks like.
-
-A message names the argument, its value, the rule it breaks and the way out, so that whoever reads
-it in a cluster's log can mend the run without reading our source.
-"""
+"""Error classes and value checks whose messages name the argument, its value and the fix."""
 
 import difflib
 import math
@@ -11,13 +7,15 @@ from operator import ge, gt, le, lt
 
 
 class ConfigurationError(ValueError):
-    """A value, or a combination of values, that cannot be honoured.
+    """A setting, or a combination of settings, is not supported.
+
+    The message reads ``argument=value: rule. way_out.``
 
     Args:
-        argument: Name of the option as the user wrote it (a flag, a field or a parameter).
-        value: What the user gave.
-        rule: What must hold, a clause without a full stop.
-        way_out: What to do instead, likewise.
+        argument: Name of the flag, field or parameter as the user wrote it.
+        value: The value given.
+        rule: What is wrong, without a full stop.
+        way_out: What to do about it, without a full stop.
     """
 
     def __init__(self, argument: str, value: object, rule: str, way_out: str) -> None:
@@ -27,7 +25,7 @@ class ConfigurationError(ValueError):
 
 
 class ConfigurationTypeError(TypeError):
-    """Like :class:`ConfigurationError`, for a value of the wrong kind."""
+    """A setting has the wrong type; the same arguments as :class:`ConfigurationError`."""
 
     def __init__(self, argument: str, value: object, rule: str, way_out: str) -> None:
         kind = type(value).__name__
@@ -37,37 +35,32 @@ class ConfigurationTypeError(TypeError):
 
 
 class NonFiniteError(FloatingPointError):
-    """A tensor holds inf or nan.
-
-    Attributes:
-        names: The tensors concerned.
-    """
+    """A gradient or the gradient norm is inf or nan; ``names`` lists the parameters."""
 
     def __init__(self, what: str, names: list[str]) -> None:
         shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
         super().__init__(
-            f"non-finite {what} of {shown}: a step would let one inf or nan stay in the weights, "
-            "and an orthogonalization spread it over the whole matrix. No weight and no state has "
-            "changed. Lower the learning rate, clip gradients, or find the layer that overflows; "
-            "with loss scaling such a step is skipped before it comes here."
+            f"non-finite {what} of {shown}. No weight or optimizer state has changed. Lower the "
+            "learning rate, clip gradients, or find the layer that overflows. "
+            "With loss scaling, a step like this is skipped."
         )
         self.names = names
 
 
 def check_choice(argument: str, value: object, choices: Iterable[str]) -> None:
-    """Raise a ConfigurationError unless ``value`` is one of ``choices``; offers the nearest."""
+    """Raise a ConfigurationError unless ``value`` is one of ``choices``; suggest near matches."""
     names = list(choices)
     if value in names:
         return
     near = difflib.get_close_matches(str(value), names, n=3)
-    hint = f"Did you mean {' or '.join(map(repr, near))}" if near else "Choose one of these"
+    hint = f"Did you mean {' or '.join(map(repr, near))}" if near else "Choose one of them"
     raise ConfigurationError(argument, value, f"must be one of {', '.join(names)}", hint)
 
 
 def check_integer(
     argument: str, value: object, *, at_least: int = 1, at_most: int = 2**63 - 1
 ) -> None:
-    """Raise unless ``value`` is an integer within the given bounds.
+    """Raise an error unless ``value`` is an integer within the (inclusive) bounds.
 
     Raises:
         ConfigurationTypeError: If ``value`` is not an integer.
@@ -77,7 +70,7 @@ def check_integer(
         raise ConfigurationTypeError(argument, value, "must be an integer", "Give a whole number")
     if not at_least <= value <= at_most:
         rule = f"must be an integer of at least {at_least} and at most {at_most}"
-        raise ConfigurationError(argument, value, rule, "Choose one inside these bounds")
+        raise ConfigurationError(argument, value, rule, "Choose one within these bounds")
 
 
 def check_number(
@@ -89,7 +82,7 @@ def check_number(
     below: float | None = None,
     at_most: float | None = None,
 ) -> None:
-    """Raise unless ``value`` is a finite number within the given bounds.
+    """Raise an error unless ``value`` is a finite number within the given bounds.
 
     Raises:
         ConfigurationTypeError: If ``value`` is not a number.
@@ -107,4 +100,4 @@ def check_number(
     if not (math.isfinite(value) and all(holds(value, bound) for _, bound, holds in bounds)):
         words = " and ".join(f"{word} {bound:g}" for word, bound, _ in bounds)
         rule = f"must be a finite number {words}".rstrip()
-        raise ConfigurationError(argument, value, rule, "Choose a value inside these bounds")
+        raise ConfigurationError(argument, value, rule, "Choose a value within these bounds")

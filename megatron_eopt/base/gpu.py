@@ -1,4 +1,4 @@
-"""Whether there is a GPU, which code serves a tensor, and how a value of it comes to the host."""
+"""Detects GPUs and tensors that GPU kernels can process, and copies values to the host."""
 
 import torch
 from torch import Tensor
@@ -6,20 +6,17 @@ from torch._subclasses.fake_tensor import is_fake
 
 
 def is_there() -> bool:
-    """Return whether ``cuda`` is a GPU: a back end may let it mean the CPU."""
+    """Return whether ``cuda`` is a real GPU; the CPU back end maps ``cuda`` to the CPU."""
     return torch.cuda.is_available() and torch.empty(0, device="cuda").is_cuda
 
 
 def runs_kernels(tensor: Tensor) -> bool:
-    """Return whether a GPU's code serves a tensor: it is on one, or has no data.
-
-    A dry run plans for GPUs, so its tensors take the same way.
-    """
+    """Return whether GPU code handles a tensor: one on a GPU, or a dry run's fake tensor."""
     return tensor.is_cuda or is_fake(tensor)
 
 
 class HostCopy:
-    """Copies a value of the device without waiting; whoever reads it later waits for it alone."""
+    """Copies a scalar from the device to the host without blocking; only ``read`` waits."""
 
     def __init__(self, value: Tensor) -> None:
         self._arrival: torch.cuda.Event | None = None
@@ -31,7 +28,7 @@ class HostCopy:
             self._arrival.record()
 
     def read(self) -> float:
-        """Return the value."""
+        """Wait for the copy and return the value."""
         if self._arrival is not None:
             self._arrival.synchronize()
         return float(self._copy)

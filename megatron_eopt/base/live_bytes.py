@@ -1,4 +1,4 @@
-"""How many more bytes of tensors live at once during a block than before it."""
+"""Measures by how many bytes the live tensors grow during a block."""
 
 import gc
 from collections.abc import Mapping
@@ -14,17 +14,14 @@ _FOLLOWED = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows every storage for as long as anything refers to it.
-
-    What kernels allocate inside of one operation is not seen.
-    """
+    """Tracks every live storage; does not see memory allocated inside one operator."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.peak = 0  # most bytes by which living storages exceeded those at the beginning
-        self._noted = 0  # bytes of what is followed, gone or not
+        self.peak = 0  # largest growth so far, in bytes
+        self._noted = 0  # bytes of all tracked storages, freed ones included
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
-        # what goes during the block without having been of use would hide what comes
+        # garbage that is freed during the block would hide new allocations
         gc.collect()
         for item in gc.get_objects():
             if issubclass(type(item), torch.Tensor):
@@ -33,25 +30,25 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def grown(self) -> int:
-        """Bytes by which living storages exceed those at the beginning now."""
+        """Bytes of live storages now, less those at the start."""
         return self._bytes() - self._before
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        # of what is only now seen to have been there nothing is new, but for torch.tensor's
+        # a storage first seen as an argument is older than the block, unless torch.tensor made it
         if func is not torch.ops.aten.lift_fresh.default:
             for item in tree_iter((args, kwargs)):
                 self._before += self._note(item)
         result = func(*args, **(kwargs or {}))
-        # what has been let go is looked for when the peak may have been passed alone
+        # looking for freed storages is slow, so do it only for a possible new peak
         fresh = sum(self._note(item) for item in tree_iter(result))
         if fresh and self._noted - self._before > self.peak:
             self.peak = max(self.peak, self.grown)
         return result
 
     def _note(self, item: Any) -> int:
-        """Follow a tensor's storage, and return its size if that is new."""
+        """Track a tensor's storage; return its bytes if it is new, else 0."""
         if type(item) not in _FOLLOWED or item.device.type == "meta":
             return 0
         storage = item.untyped_storage()

@@ -1,4 +1,4 @@
-"""How long blocks take and how many bytes they send, without the host waiting for a GPU."""
+"""Measures how long named blocks take and what they send, without waiting for the GPU."""
 
 import time
 from collections import defaultdict
@@ -10,22 +10,22 @@ import torch
 
 
 class Meter:
-    """Notes when named blocks begin and end; on a GPU in the stream, by events."""
+    """Records when named blocks begin and end: CUDA events on a GPU, else the host's clock."""
 
     def __init__(self, device: torch.device | str) -> None:
         self._on_gpu = torch.device(device).type == "cuda"
         self._spans: dict[str, list[tuple[Any, Any]]] = defaultdict(list)
-        self.sent = 0  # bytes that were sent to other ranks
+        self.sent = 0  # bytes sent to other ranks
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Note one block."""
+        """Record one block."""
         begin = self._now()
         yield
         self._spans[name].append((begin, self._now()))
 
     def seconds(self, name: str) -> float | None:
-        """Return how long all blocks of a name took, None if there was none; waits for them."""
+        """Return the total seconds of the blocks of a name, after waiting; None without any."""
         if name not in self._spans:
             return None
         spans = self._spans[name]

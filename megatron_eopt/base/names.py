@@ -1,33 +1,33 @@
-"""Names that several layers share: the choices a user can make, and older spellings of them."""
+"""Constants that several packages share: choices, defaults, attribute names and state keys."""
 
 from typing import Literal
 
 TpModeT = Literal["blockwise", "duplicated", "distributed", "exchange", "auto"]
-"""Where the orthogonalization of a tensor-parallel matrix happens.
+"""How a tensor-parallel matrix is orthogonalized.
 
-``blockwise`` orthogonalizes each rank's piece by itself, which is a different update;
-``duplicated`` gathers the matrix on every rank; ``distributed`` keeps the pieces and reduces Gram
-matrices; ``exchange`` brings each matrix to one owner; ``auto`` picks the cheapest exact one.
+``blockwise`` orthogonalizes each rank's shard separately, which is a different update.
+``duplicated`` gathers the matrix on every rank. ``distributed`` keeps the shards and all-reduces
+Gram matrices. ``exchange`` sends each matrix to one owner rank. ``auto`` picks the cheapest exact
+mode.
 """
 
 DEFAULT_WAVE_MB = 64.0
-"""MiB of whole matrices that one rank brings together at a time: enough to fill a GPU, and little
-beside the weights."""
+"""MiB of full matrices that a rank assembles at a time: fills a GPU, small next to the weights."""
 
 SMALLEST_WAVE_MB = 0.001
-"""Less holds no matrix worth bringing together."""
+"""Smallest allowed wave in MiB."""
 
 DEFAULT_TEAM_SIZE = 8
-"""Most ranks that compute a matrix together: as many as a computer with fast links has GPUs."""
+"""Most ranks that compute one matrix together: the usual number of GPUs in a node."""
 
 OptimizerDefaultsT = Literal["megatron", "recommended"]
-"""Whose default values a command line means."""
+"""Whose default values the flags take: megatron-core's or this package's."""
 
 STANDARD_OPTIMIZERS = ("adam", "sgd")
 """Element-wise optimizers that megatron-core builds without emerging-optimizers."""
 
 SCALAR_OPTIMIZERS = ("adam", "lion", "sgd")
-"""Element-wise optimizers for what is no matrix."""
+"""Element-wise optimizers for parameters that are not matrices."""
 
 NO_MUON_ATTRIBUTE = "use_muon"
 """A parameter with this attribute set to ``False`` goes to the scalar optimizer."""
@@ -36,22 +36,22 @@ STACK_ATTRIBUTE = "eopt_matrix_stack"
 """A 3-D parameter with this attribute set to ``True`` is a stack of matrices (experts)."""
 
 GLOBAL_NAME_ATTRIBUTE = "eopt_global_name"
-"""Where a parameter keeps its name in the whole model, of all pipeline stages and experts."""
+"""Attribute with a parameter's name in the full model, over all pipeline stages and experts."""
 
 COPY_ATTRIBUTE = "eopt_copy"
-"""Where a main weight has, during a step, the model's tensor that gets it rounded."""
+"""Attribute of a main weight: the model tensor that receives its rounded value in this step."""
 
-# keys of optimizer state
+# keys of the optimizer state
 MOMENTUM = "momentum_buffer"  # of Muon, Lion and SGD
-MOMENTUM_SCALE = "momentum_scale"  # of its blocks, where it is kept in 8 bits
+MOMENTUM_SCALE = "momentum_scale"  # block scales of 8-bit momentum
 MOMENT2 = "moment2_buffer"  # adaptive Muon's second moments
 FIRST_MOMENT = "exp_avg"  # Adam's
 STEP = "step"  # a counter of steps
 
 ELEMENT_WISE_STATE = frozenset({FIRST_MOMENT, "exp_avg_sq", "max_exp_avg_sq", MOMENTUM})
-"""Kinds of optimizer state that have one number for each of the parameter. Of other kinds the shape
-does not tell: the Kronecker factors of a square matrix look like one."""
+"""Keys of state with one value per weight. A shape alone cannot tell: the Kronecker factors of a
+square matrix have the matrix's shape."""
 
 # kinds of main weights in checkpoints
-MAIN_OF_SHARDED = "param"  # of ZeRO-1 fragments
-MAIN_OF_REPLICATED = "fp32_param"  # of optimizers that keep whole parameters
+MAIN_OF_SHARDED = "param"  # ZeRO-1 shards
+MAIN_OF_REPLICATED = "fp32_param"  # full copies

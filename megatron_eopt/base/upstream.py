@@ -1,7 +1,6 @@
-"""The one place that knows which private names of megatron-core and emerging-optimizers are used.
+"""Lists the unstable names of megatron-core and emerging-optimizers that this package uses.
 
-Neither has a stable interface for optimizers. Names that have moved from release to release stand
-here once and are looked for when they are used: what is missing is an error that names it.
+They are looked up when used, so that a missing one raises an error that names it.
 """
 
 import importlib
@@ -16,7 +15,7 @@ from megatron_eopt.base.agreement import is_rank_0
 logger = logging.getLogger(__name__)
 
 TESTED = {"megatron-core": "0.19.2", "emerging-optimizers": "0.3.0"}
-"""The releases that this package is tested with."""
+"""The upstream releases that this package is tested with."""
 
 _PACKAGES = {"megatron-core": "megatron.core", "emerging-optimizers": "emerging_optimizers"}
 
@@ -54,15 +53,15 @@ _NAMES: dict[str, str] = {
 }
 
 MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
-"""The module that defines each of the names that are used."""
+"""The module that defines each name."""
 
 
 class UpstreamError(ImportError):
-    """A name that megatron-core or emerging-optimizers lacks."""
+    """The installed megatron-core or emerging-optimizers lacks a name that is needed."""
 
 
 def needed(name: str) -> Any:
-    """Return the object of one of :data:`MODULE_OF`; an UpstreamError if there is none."""
+    """Return the object with a name of :data:`MODULE_OF`; raise UpstreamError if it is missing."""
     try:
         return getattr(owner_of(name), name)
     except (ImportError, AttributeError) as error:
@@ -70,12 +69,12 @@ def needed(name: str) -> Any:
         package = "megatron-core" if module.startswith("megatron.") else "emerging-optimizers"
         raise UpstreamError(
             f"{package} {version_of(package)} has no {module}.{name}, which megatron-eopt needs; "
-            f"install {package} {TESTED[package]}, which it is tested with"
+            f"install {package} {TESTED[package]}, the tested release"
         ) from error
 
 
 def found(name: str) -> Any:
-    """Return the same if it is there, else None."""
+    """Return the object with a name of :data:`MODULE_OF`, or None if it is missing."""
     try:
         return needed(name)
     except UpstreamError:
@@ -83,14 +82,14 @@ def found(name: str) -> Any:
 
 
 def owner_of(name: str) -> ModuleType:
-    """Return the module that has one of :data:`MODULE_OF`; an ImportError if there is none."""
+    """Return the module of a name of :data:`MODULE_OF`; raise ImportError if it is missing."""
     return importlib.import_module(MODULE_OF[name])
 
 
 def dataset_helpers_to_skip() -> ModuleType | None:
-    """Return megatron-core's module whose ``compile_helpers`` cannot work, None if it can.
+    """Return the module whose ``compile_helpers`` to skip; None if the helpers can be built.
 
-    The wheel brings the dataset helpers compiled, and no Makefile to compile them with.
+    The megatron-core wheel has compiled dataset helpers, but no Makefile to build them again.
     """
     module = importlib.import_module("megatron.core.datasets.utils")
     makefile = Path(module.__file__ or "").with_name("Makefile")
@@ -98,21 +97,21 @@ def dataset_helpers_to_skip() -> ModuleType | None:
 
 
 def version_of(package: str) -> str:
-    """Return the release of a package that is imported, an installed one or a checkout."""
+    """Return the version of the imported package, whether installed or a source checkout."""
     version = importlib.import_module(_PACKAGES[package]).__version__
-    # megatron-core appends the commit of any repository that it happens to lie in
+    # megatron-core appends the commit of whatever repository contains it
     return str(version).partition("+")[0]
 
 
 def untested_releases() -> list[str]:
-    """Return those of the two packages that are imported in another release than the tested one."""
+    """Return name and version of each upstream package whose release is not the tested one."""
     versions = {package: version_of(package) for package in TESTED}
     return [f"{name} {version}" for name, version in versions.items() if version != TESTED[name]]
 
 
 @cache
 def warn_of_untested_releases() -> None:
-    """Warn once, on one rank, of releases that nobody tested."""
+    """Warn once, on rank 0, if an upstream package is not the tested release."""
     untested = " and ".join(untested_releases())
     if untested and is_rank_0():
         tested = " and ".join(" ".join(item) for item in TESTED.items())

@@ -1,4 +1,4 @@
-"""Functions that take the places of others, and call these."""
+"""Wraps functions in others that receive the original as their first argument."""
 
 import functools
 from collections.abc import Callable
@@ -8,10 +8,7 @@ type Function = Callable[..., Any]
 
 
 def around(body: Function) -> Callable[[Function], Function]:
-    """Let a function, which gets the original one before its arguments, be a wrapper of others.
-
-    What it returns takes an original and returns what stands in for it, by the same name.
-    """
+    """Turn ``body(original, *args, **kwargs)`` into a decorator for the original function."""
 
     def wrapper(original: Function) -> Function:
         @functools.wraps(original)
