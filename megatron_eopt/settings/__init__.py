@@ -1,4 +1,4 @@
-"""What a run asked for: configurations, the optimizers there are, and all checks of a value.
+"""Configuration classes, the registry of optimizers, and the checks of every setting.
 
-A configuration is resolved once, into :class:`Settings`; nothing above reads one.
+A configuration is resolved once into ``Settings``; other packages read only these.
 """

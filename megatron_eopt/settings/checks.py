@@ -1,4 +1,4 @@
-"""Checks of a configuration's values, all at build time."""
+"""Checks of a configuration's values, made when an optimizer is built."""
 
 import logging
 import math
@@ -49,7 +49,7 @@ _BOUNDS: dict[str, dict[str, float]] = {
     "muon_wave_mb": {"at_least": SMALLEST_WAVE_MB},
     "muon_team_size": {"at_least": 1.0},
 }
-"""Bounds of numeric fields; those with an optimizer's prefix count only while it is in use."""
+"""Bounds of numeric fields; a field with an optimizer's prefix is checked if that one is used."""
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "muon_tp_mode": get_args(TpModeT),
@@ -63,21 +63,20 @@ CHOICES: dict[str, tuple[str, ...]] = {
 _OPTIMIZER_PREFIXES = ("muon", "adaptive_muon", "lion", "soap", "adam", "sgd")
 
 _FOR_MATRICES = {
-    "use_precision_aware_optimizer": "keeps main parameters inside Transformer Engine's Adam, "
-    "where matrices cannot be redistributed from",
+    "use_precision_aware_optimizer": "keeps main weights inside Transformer Engine's Adam",
     "reuse_grad_buf_for_mxfp8_param_ag": "overwrites gradients before all optimizers have stepped",
-    "optimizer_cuda_graph": "cannot capture the collectives that bring matrices together",
-    "overlap_param_gather_with_optimizer_step": "gathers parameters before all have been stepped",
+    "optimizer_cuda_graph": "cannot capture the collectives that assemble matrices",
+    "overlap_param_gather_with_optimizer_step": "gathers parameters before all are updated",
 }
 
 _FOR_QK_CLIP = {
     "optimizer_cpu_offload": "keeps main weights inside megatron-core's hybrid optimizer",
     "use_precision_aware_optimizer": "keeps main weights inside Transformer Engine's Adam",
-    "fp8_param_gather": "gathers weights of 8 bits",
-    "fp4_param_gather": "gathers weights of 4 bits",
-    "use_megatron_fsdp": "cuts the rows that it would scale",
-    "overlap_param_gather_with_optimizer_step": "gathers them before they are scaled",
-    "muon_overlap_step": "gathers them before they are scaled",
+    "fp8_param_gather": "gathers 8-bit weights",
+    "fp4_param_gather": "gathers 4-bit weights",
+    "use_megatron_fsdp": "shards the rows to be scaled",
+    "overlap_param_gather_with_optimizer_step": "gathers weights before they are scaled",
+    "muon_overlap_step": "gathers weights before they are scaled",
 }
 
 _FOR_OVERLAP = {
@@ -86,7 +85,7 @@ _FOR_OVERLAP = {
     "optimizer_cpu_offload": False,
     "muon_momentum_dtype": "fp32",
 }
-"""What a step beside communication needs: what changes gradients or momenta is known too late."""
+"""Values that ``muon_overlap_step`` needs, since it computes updates before the norm is known."""
 
 _FOR_BUCKETS = {
     "overlap_grad_reduce": True,
@@ -96,31 +95,31 @@ _FOR_BUCKETS = {
     "num_distributed_optimizer_instances": 1,
     "calculate_per_token_loss": False,
 }
-"""What it needs for buckets to be stepped one by one."""
+"""Values of the DDP and model configurations that ``muon_overlap_step`` needs."""
 
 _FOR_DTENSORS = {
-    "fp16": "needs a loss scale, which the training loop has: torch.amp.GradScaler",
-    "loss_scale": "belongs to the training loop: torch.amp.GradScaler",
-    "use_precision_aware_optimizer": "keeps main weights in Megatron's buffers",
-    "optimizer_cpu_offload": "is not supported for DTensors",
-    "optimizer_cuda_graph": "is not supported for DTensors",
-    "overlap_param_gather_with_optimizer_step": "is about Megatron's buffers",
+    "fp16": "needs a loss scale, which with FSDP your training loop has (torch.amp.GradScaler)",
+    "loss_scale": "with FSDP, your training loop has the loss scale (torch.amp.GradScaler)",
+    "use_precision_aware_optimizer": "is not supported with FSDP",
+    "optimizer_cpu_offload": "is not supported with FSDP",
+    "optimizer_cuda_graph": "is not supported with FSDP",
+    "overlap_param_gather_with_optimizer_step": "is not supported with FSDP",
 }
 
-_FOR_OWN_LOOPS = {"grad_norm_skip_threshold": "works with get_megatron_optimizer"}
+_FOR_OWN_LOOPS = {"grad_norm_skip_threshold": "works with get_megatron_optimizer only"}
 
 _OF_THE_MAIN_MUON = {
     "muon_exempt_from_clipping": False,
     "muon_momentum_dtype": "fp32",
     "muon_scalar_optimizer": "adam",
 }
-"""What counts only where Muon, or one of its family, is the main optimizer, and its default."""
+"""Defaults of fields that have an effect only if a Muon variant is the main optimizer."""
 
 _OF_ANY_MUON = {"muon_lr": None, "muon_min_lr": None}
 
 
 def check_values(config: Any, optimizers: Iterable[str]) -> None:
-    """Raise if a field that one of these optimizers, or any, reads is out of bounds or unfit."""
+    """Raise an error if a field that applies to these optimizers has an unsupported value."""
     prefixes = {prefix for name in optimizers for prefix in prefixes_of(name)}
     for name in (*_BOUNDS, *CHOICES):
         owners = {prefix for prefix in _OPTIMIZER_PREFIXES if name.startswith(f"{prefix}_")}
@@ -133,8 +132,8 @@ def check_values(config: Any, optimizers: Iterable[str]) -> None:
         elif name != "grad_norm_skip_threshold" or value != math.inf:
             check_number(name, value, **_BOUNDS[name])
     if config.fp16 and config.bf16:
-        rule = "cannot hold together with bf16=True: weights have one type"
-        raise ConfigurationError("fp16", True, rule, "Leave one of them off")
+        rule = "cannot be combined with bf16=True"
+        raise ConfigurationError("fp16", True, rule, "Turn one of them off")
     if "muon" in prefixes:
         steps, coefficients = config.muon_num_ns_steps, config.muon_coefficient_type
         check_steps("muon_num_ns_steps", steps)
@@ -145,16 +144,16 @@ def check_values(config: Any, optimizers: Iterable[str]) -> None:
 
 
 def warn_of_unused(config: Any, main: str, optimizers: Collection[str]) -> None:
-    """Name the settings that no optimizer in use takes in one warning.
+    """Log one warning that names the changed settings that no optimizer uses.
 
-    ``optimizers`` are all of them, of which ``main`` is the one that the configuration names.
+    ``optimizers`` are the names in use; ``main`` is the configuration's.
     """
     emerging = sorted(set(optimizers) - set(STANDARD_OPTIMIZERS))
     prefixes = tuple(dict.fromkeys(prefix for name in emerging for prefix in prefixes_of(name)))
     consumed: set[str] = set()
     for name in emerging:
         entry = entry_of(name)
-        # what one takes is not taken under another's prefix
+        # an optimizer reads fields with its own prefixes only
         consumed |= consumed_fields(entry.optimizer_cls, prefixes_of(name)) | entry.consumes
     unused = set(unconsumed(config, prefixes, consumed))
     for family, defaults in ((prefixes_of(main), _OF_THE_MAIN_MUON), (prefixes, _OF_ANY_MUON)):
@@ -163,69 +162,70 @@ def warn_of_unused(config: Any, main: str, optimizers: Collection[str]) -> None:
     if unused and is_rank_0():
         values = ", ".join(f"{name}={getattr(config, name)!r}" for name in sorted(unused))
         names = " and ".join(sorted(optimizers))
-        logger.warning("these settings have no effect with %s: %s", names, values)
+        logger.warning("these settings have no effect with %s, remove them: %s", names, values)
 
 
 def check_config(config: Any) -> None:
-    """Raise a ConfigurationTypeError unless it is a configuration of megatron-core's or ours."""
+    """Raise a ConfigurationTypeError unless ``config`` is an ``OptimizerConfig``."""
     if not isinstance(config, OptimizerConfig):
         rule = "must be an OptimizerConfig"
         raise ConfigurationTypeError("config", config, rule, "Pass an EmergingOptimizerConfig")
 
 
 def check_alike(config: Any) -> None:
-    """Raise a ConfigurationError on every rank if the ranks' configurations differ; collective."""
+    """Raise a ConfigurationError on all ranks if their configurations differ; collective."""
     told = int | float | str | None
     mine = {n: v for n, v in sorted(vars(config).items()) if isinstance(v, told)}
     if mine.get("muon_backend") == "auto":
-        # hosts may have other packages
+        # the choice depends on the packages installed on a host
         mine["muon_backend"] = automatic()
     everyones = of_every_rank(mine)
     for name in dict.fromkeys(name for its in everyones for name in its):
         values = {repr(its.get(name)) for its in everyones}
         if len(values) > 1:
-            rule = f"is not the same on all ranks, which have {sorted(values)}"
-            way_out = "Give every rank the same configuration, and every host the same packages"
+            rule = f"is not the same on all ranks: they have {sorted(values)}"
+            way_out = "Use the same configuration on all ranks and the same packages on all hosts"
             raise ConfigurationError(name, mine.get(name), rule, way_out)
 
 
 def refuse_for_matrices(config: Any) -> None:
-    """Raise a ConfigurationError for the first mode that keeps matrices from being whole."""
+    """Raise a ConfigurationError for the first mode that optimizers of matrices do not support."""
     for name, reason in _FOR_MATRICES.items():
         if getattr(config, name, False):
-            rule = f"{reason}, so layer-wise storage refuses it"
+            rule = f"is not supported with this optimizer because it {reason}"
             raise ConfigurationError(name, True, rule, f"Set {name}=False")
 
 
 def refuse_for_overlap(config: Any, parts: Iterable[Any] = (), *, is_served: bool = True) -> None:
-    """Raise a ConfigurationError for the first field that a step beside communication lacks.
+    """Raise a ConfigurationError for the first setting that ``muon_overlap_step`` does not support.
 
-    ``parts`` are configurations of DDP and of the model.
+    ``parts`` are the configurations of DDP and of the model.
     """
-    rules = [] if is_served else ["works with optimizer='muon' and use_distributed_optimizer=True"]
+    rules = [] if is_served else ["needs optimizer='muon' and use_distributed_optimizer=True"]
     wanted: list[tuple[Any, ...]] = [(config, *item) for item in _FOR_OVERLAP.items()]
     wanted += [(part, *item) for part in parts for item in _FOR_BUCKETS.items()]
     rules += [f"needs {n}={value!r}" for it, n, value in wanted if getattr(it, n, value) != value]
     if rules:
-        raise ConfigurationError("muon_overlap_step", True, rules[0], "Leave muon_overlap_step out")
+        way_out = "Change that setting, or turn muon_overlap_step off"
+        raise ConfigurationError("muon_overlap_step", True, rules[0], way_out)
 
 
 def refuse_for_qk_clip(config: Any, ddp_config: Any, *, hybrid: bool) -> None:
-    """Raise a ConfigurationError for the first mode that keeps weights from being scaled.
+    """Raise a ConfigurationError for the first mode that QK-clip does not support.
 
-    With ``hybrid`` megatron-core's own optimizer off-loads.
+    ``hybrid`` says whether megatron-core's hybrid optimizer would do the off-loading.
     """
     for name, reason in _FOR_QK_CLIP.items():
         is_on = getattr(config, name, False) or getattr(ddp_config, name, False)
         if is_on and (hybrid or name != "optimizer_cpu_offload"):
-            rule = f"scales main weights and the model's in place, and {name} {reason}"
+            rule = f"scales main and model weights in place, but {name} {reason}"
             raise ConfigurationError("qk_clip", True, rule, f"Set qk_clip=False or {name}=False")
 
 
 def refuse_for_dtensors(config: Any, *, own_loop: bool) -> None:
-    """Raise for the first field that has no meaning for DTensors, or without Megatron's loop."""
+    """Raise a ConfigurationError for the first field that FSDP or your own loop cannot support."""
     for name, rule in (_FOR_DTENSORS | (_FOR_OWN_LOOPS if own_loop else {})).items():
         value = getattr(config, name, None)
-        # each step is skipped above a threshold of 0
+        # a threshold of 0 is set: it skips every step
         if value not in (None, math.inf) if name == "grad_norm_skip_threshold" else value:
-            raise ConfigurationError(name, value, f"{rule}, not here", f"Leave {name} unset")
+            raise ConfigurationError(name, value, rule, f"Leave {name} unset")

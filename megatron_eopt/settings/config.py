@@ -1,8 +1,7 @@
-"""Configuration classes.
+"""Configuration classes, which differ in their defaults.
 
-The class decides what a configuration means: megatron-core's own ``OptimizerConfig`` means exactly
-what it means to megatron-core, and :class:`EmergingOptimizerConfig` has the defaults recommended
-here.
+megatron-core's ``OptimizerConfig`` keeps megatron-core's defaults; :class:`EmergingOptimizerConfig`
+has the recommended ones.
 """
 
 import copy
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.optimizer.optimizer_config import (
-    AdamOptimizerConfig,  # noqa: F401  a name of the package's
+    AdamOptimizerConfig,  # noqa: F401  re-exported
     OptimizerConfig,
     SGDOptimizerConfig,  # noqa: F401
 )
@@ -33,95 +32,98 @@ _LIKE_MEGATRON: dict[str, object] = {
     "muon_split_mla": False,
     "muon_split_linear_attention": False,
 }
-"""What fields that megatron-core lacks must be to do what it does."""
+"""Values that make the fields that megatron-core lacks reproduce its behaviour."""
 
 
 @dataclass
 class EmergingOptimizerConfig(OptimizerConfig):
-    """An ``OptimizerConfig`` with recommended defaults and the further choices made here."""
+    """``OptimizerConfig`` with recommended defaults and more fields; each is also a flag."""
 
     muon_tp_mode: TpModeT = "auto"
-    """Where a tensor-parallel matrix is orthogonalized; "auto" picks the cheapest exact way."""
+    """How to orthogonalize a tensor-parallel matrix: "auto" picks the cheapest of "duplicated",
+    "distributed" and "exchange", which give the unsharded matrix's update. "blockwise" treats each
+    shard as a matrix, which changes the update."""
 
     muon_lr: float | None = None
-    """Largest learning rate of the emerging optimizer; None means ``lr``."""
+    """Peak learning rate of Muon and its variants; by default ``lr``, which Adam also uses."""
 
     muon_min_lr: float | None = None
-    """Smallest learning rate of the emerging optimizer's schedule; None means ``min_lr``."""
+    """Lowest learning rate in the schedule of Muon and its variants; by default ``min_lr``."""
 
     muon_exempt_from_clipping: bool = False
-    """Leave the emerging optimizer's gradients out when gradients are clipped. Its update does not
-    depend on their size, and clipping can push them down to its eps floor."""
+    """Do not scale Muon's gradients when clipping; they still count in the gradient norm. Use it if
+    clipping makes gradients so small that the eps of the orthogonalization affects the update."""
 
     muon_orthogonalize_router: bool = True
-    """Whether the weights of mixture-of-experts routers are matrices (megatron-core says yes) or go
-    to the scalar optimizer."""
+    """Update mixture-of-experts router weights with Muon, as megatron-core does; if off, with the
+    scalar optimizer (Adam)."""
 
     muon_orthogonalize_excluded: bool = False
-    """Whether matrices that modules mark with ``use_muon = False`` are matrices all the same.
-    megatron-core 0.20 marks some that 0.19 gave to Muon, whose momentum a resumed run has."""
+    """Update matrices with Muon even if their module sets ``use_muon = False``. Use it to resume a
+    run of megatron-core 0.19 with 0.20, which excludes more matrices."""
 
     muon_split_gated: bool = True
-    """Whether gate and up projection of a fused gated MLP are two matrices."""
+    """Split a fused gated MLP weight into gate and up matrices; megatron-core treats it as one."""
 
     muon_split_mla: bool = True
-    """Whether the fused projections of multi-latent attention are split into their matrices."""
+    """Split multi-latent attention's fused weights into matrices, unlike megatron-core."""
 
     muon_split_linear_attention: bool = True
-    """Whether the input projection of linear attention layers is split into its matrices."""
+    """Split a linear-attention layer's fused input weight into matrices, unlike megatron-core."""
 
     muon_split_per_head: bool = False
-    """Whether each head's rows of an attention projection are a matrix of their own."""
+    """Split attention projections into one matrix per head; off by default, as in megatron-core."""
 
     muon_algorithm: AlgorithmT = "auto"
-    """Newton-Schulz by the book ("standard"), on the Gram matrix ("gram"), or whichever is cheaper
-    among those that are accurate enough ("auto")."""
+    """Newton-Schulz iteration: "standard", "gram" (on the Gram matrix, cheaper for elongated
+    matrices), or "auto", the cheaper one that is accurate enough."""
 
     muon_wave_mb: float = DEFAULT_WAVE_MB
-    """MiB of whole matrices that one rank brings together at a time, for SOAP and its like too. A
-    step's working memory depends on it, and on the largest matrix, but not on the model."""
+    """MiB of full matrices that a rank assembles at a time, for Muon and for optimizers with
+    full-matrix state such as SOAP. Lower it if a step runs out of memory."""
 
     muon_team_size: int = DEFAULT_TEAM_SIZE
-    """Most ranks that compute one matrix together where there are more ranks than work, in sharded
-    storage; 1 for none. By default as many as a computer has GPUs."""
+    """Most ranks that orthogonalize one matrix together if there are more ranks than work, with the
+    distributed optimizer. Use the number of GPUs in a node; 1 turns this off."""
 
     muon_overlap_step: bool = False
-    """Whether Muon's updates are computed while gradients are still reduced, and each bucket of
-    parameters is gathered as soon as it is stepped. The weights are those of a step without it. It
-    needs overlap_grad_reduce and overlap_param_gather."""
+    """Overlap Muon's step with gradient reduction and parameter gathering; results do not change.
+    Needs ``overlap_grad_reduce``, ``overlap_param_gather`` and 2 more bytes per weight."""
 
     muon_momentum_dtype: MomentumDtypeT = "fp32"
-    """How the momentum of Muon and adaptive Muon is kept between steps: in float32, or rounded to
-    "bf16" at random, or to "fp8" or "int8" with a scale for each block of 32."""
+    """How Muon and adaptive Muon store momentum: "fp32", "bf16" (2 bytes, stochastic rounding), or
+    "fp8" and "int8" (about 1 byte, one scale per 32 values). Fewer bits save memory."""
 
     muon_backend: str = "auto"
-    """Whose kernels run the iteration: our own on torch's products ("torch"), another package's, or
-    the fastest that is installed and serves the GPU ("auto"). With "emerging_optimizers" all bits
-    are megatron-core's, those of Adam included."""
+    """Kernels for the orthogonalization: "torch", a package's, or "auto" (gram-newton-schulz if
+    installed and supported by the GPU, else "torch"). "emerging_optimizers" reproduces
+    megatron-core's results bit for bit, also for Adam."""
 
     adaptive_muon_bias_correction: bool = False
-    """Whether second moments are divided by ``1 - beta2^step``, so that the first steps of AdaMuon
-    and NAMO are no longer than later ones."""
+    """Divide second moments by ``1 - beta2^step``, so that the first steps of AdaMuon and NAMO are
+    not longer than later ones."""
 
     checkpoint_fresh_state: tuple[str, ...] = ()
-    """Names of optimizer states that may be missing in a checkpoint and then start anew."""
+    """Names of optimizer state, such as ``momentum_buffer``, that a checkpoint may lack; the state
+    then starts fresh. Use it to resume with another optimizer."""
 
     checkpoint_momentum_from_adam: bool = False
-    """Whether momentum that a checkpoint of Adam lacks starts as Adam's first moment."""
+    """Start Muon's momentum from Adam's first moment if the checkpoint has no momentum. Use it to
+    switch a run from Adam to Muon."""
 
     print_optimizer_routing: bool = False
-    """Log a table of every parameter's optimizer, split, learning rate, weight decay and why."""
+    """Log a table of each parameter's optimizer, split, learning rate, weight decay and reason."""
 
     log_optimizer_memory: bool = False
-    """Watch what the second step allocates, and log what each kind of tensor takes."""
+    """Log the MiB of weights, gradients, state and buffers, and the second step's peak."""
 
     log_optimizer_stats: bool = False
-    """Measure steps: the sizes of weights and updates, orthogonality, and where the time goes. The
-    trainer writes that to TensorBoard and W&B; other callers read ``optimizer.stats()``."""
+    """Measure weight and update sizes, orthogonality and times of steps. The trainer writes them to
+    TensorBoard and W&B; in your own loop read ``optimizer.stats()``."""
 
 
 def default_values(whose: OptimizerDefaultsT) -> dict[str, Any]:
-    """Return the recommended default of every field, or megatron-core's where it has the field."""
+    """Return every field's default: the recommended ones, or those that act like megatron-core."""
     recommended = dataclasses.asdict(EmergingOptimizerConfig())
     if whose == "recommended":
         return recommended
@@ -129,12 +131,12 @@ def default_values(whose: OptimizerDefaultsT) -> dict[str, Any]:
 
 
 def as_muon(config: Any, *, layer_wise: bool) -> Any:
-    """Return a copy of a configuration, which means Muon where it names Adam or SGD.
+    """Return a copy of a configuration with Muon in place of Adam or SGD.
 
-    With ``layer_wise`` the state is kept in fragments, whatever the configuration says.
+    ``layer_wise`` also turns on sharded state.
     """
     if not isinstance(config, OptimizerConfig):
-        return config  # which is refused as anywhere
+        return config  # resolving it raises the error
     config = copy.copy(config)
     if config.optimizer in STANDARD_OPTIMIZERS:
         config.optimizer = "muon"

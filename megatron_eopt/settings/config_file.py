@@ -1,8 +1,7 @@
-"""An optimizer described by a YAML file, which OmegaConf reads.
+"""Reads an optimizer's settings from a YAML file.
 
-A key is the name of a field of :class:`~megatron_eopt.EmergingOptimizerConfig`, which is the name
-of its flag too, or ``optimizer-defaults``. What a run decides for the model as well (precision,
-overlap, logging) is no part of an optimizer's description and raises an error.
+A key is a field of :class:`~megatron_eopt.EmergingOptimizerConfig` or ``optimizer-defaults``, with
+dashes or underscores. Settings of the whole run (precision, overlap, logging) raise an error.
 """
 
 import difflib
@@ -31,33 +30,33 @@ _RUNS_OWN = frozenset(
     | {"log_num_zeros_in_grad", "barrier_with_L1_time", "timers", "config_logger_dir"}
     | {"use_layer_wise_distributed_optimizer", "checkpoint_fresh_state"}
 )
-"""Fields that follow from what a run decides for the model too, or from other fields."""
+"""Fields that belong to the whole run, or follow from other fields."""
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.uint8}
-"""Data types by the names that the trainer's flags have for them."""
+"""Data types by their names in the trainer's flags."""
 
 ALLOWED: dict[str, FieldType] = {
     name: FieldType(str, tuple(_DTYPES), kind.optional) if kind.type is torch.dtype else kind
     for name, kind in field_types(EmergingOptimizerConfig).items()
     if name not in _RUNS_OWN
 } | {DEFAULTS_KEY: type_of(OptimizerDefaultsT)}
-"""What a file may give, by names with underscores."""
+"""The values that a file may set, by names with underscores."""
 
 _SCHEMA = make_dataclass(
     "OptimizerDescription",
     [(name, kind.type | None if kind.optional else kind.type) for name, kind in ALLOWED.items()],
 )
-"""What OmegaConf converts values by."""
+"""Schema by which OmegaConf converts values to their types."""
 
 
 class OptimizerFile(NamedTuple):
-    """What a file says."""
+    """The contents of an optimizer file."""
 
     path: Path
-    values: Mapping[str, Any]  # by key; data types by the names of the trainer's flags
+    values: Mapping[str, Any]  # by field; data types by name
 
     def config(self) -> EmergingOptimizerConfig:
-        """Return the configuration, checked as far as that is possible without a model."""
+        """Return the configuration, with all checks that need no model."""
         given = dict(self.values)
         for name in given:
             if ALLOWED[name].choices == tuple(_DTYPES):
@@ -70,28 +69,28 @@ class OptimizerFile(NamedTuple):
             error.args = (f"{self.path}: {error}",)
             raise
         except (AssertionError, RuntimeError, ValueError) as error:
-            raise _unusable(self.path, f"megatron-core refuses it: {error}") from error
+            raise _unusable(self.path, f"megatron-core raised an error: {error}") from error
         return config
 
 
 def load_optimizer_config(path: str | os.PathLike[str]) -> EmergingOptimizerConfig:
     """Return the configuration that a YAML file describes.
 
-    What the run decides (``bf16``, ...) is set afterwards, with ``dataclasses.replace``.
+    Set the run's own fields, such as ``bf16``, afterwards with ``dataclasses.replace``.
 
     Args:
-        path: A file with one ``name: value`` a line; dashes and underscores are equal.
+        path: A file with one ``name: value`` per line; names may have dashes or underscores.
 
     Raises:
-        ConfigurationError: If a key is unknown or no optimizer's, ``optimizer`` is
-            missing, a value is of the wrong kind or out of bounds, or it is not such a file.
-        ConfigurationTypeError: If a value is of a kind that the optimizer cannot use.
+        ConfigurationError: If the file cannot be read, a key is not an optimizer setting,
+            ``optimizer`` is missing, or a value is wrong.
+        ConfigurationTypeError: If a value has a type that the optimizer cannot use.
     """
     return read_optimizer_file(path).config()
 
 
 def read_optimizer_file(path: str | os.PathLike[str]) -> OptimizerFile:
-    """Return what a file says, each value of its field's type; raises all but errors of bounds."""
+    """Return a file's settings, converted to their fields' types; bounds are not checked."""
     path = Path(path)
     try:
         read = OmegaConf.load(path)
@@ -109,29 +108,29 @@ def read_optimizer_file(path: str | os.PathLike[str]) -> OptimizerFile:
         typed: Any = OmegaConf.merge(OmegaConf.structured(_SCHEMA), values)
         values = {name: typed[name] for name in values}
     except OmegaConfBaseException as error:
-        raise _unusable(path, f"holds a wrong value: {error}") from error
+        raise _unusable(path, f"has a wrong value: {error}") from error
     for name, value in values.items():
         if (choices := ALLOWED[name].choices) and value is not None:
             check_choice(f"{path}: {name.replace('_', '-')}", value, choices)
     if "optimizer" not in values:
-        raise _unusable(path, "does not say which optimizer: add a line like 'optimizer: muon'")
+        raise _unusable(path, "does not say which optimizer: add a line such as 'optimizer: muon'")
     return OptimizerFile(path, values)
 
 
 def _check_name(path: Path, name: str, value: object) -> None:
     if name in ALLOWED:
         return
-    rule, flag = "is no setting of an optimizer", name.replace("_", "-")
+    rule, flag = "is not an optimizer setting", name.replace("_", "-")
     near = difflib.get_close_matches(name, ALLOWED, n=3)
-    way_out = "Keys are the names of the optimizers' flags"
+    way_out = "Use the name of an optimizer flag without its leading dashes"
     if near:
         way_out = f"Did you mean {' or '.join(item.replace('_', '-') for item in near)}"
     if name in _RUNS_OWN:
-        rule = "is the run's own, no part of an optimizer's description"
-        way_out = f"Give the flag --{flag}, or set the configuration's field"
+        rule = "belongs to the run, not to the optimizer file"
+        way_out = f"Pass --{flag}, or set the field in Python"
     raise ConfigurationError(f"{path}: {flag}", value, rule, way_out)
 
 
 def _unusable(path: Path, rule: str) -> ConfigurationError:
-    way_out = "Give a YAML file with one 'name: value' a line"
+    way_out = "Write a YAML file with one 'name: value' per line"
     return ConfigurationError("optimizer_config", str(path), rule, way_out)

@@ -1,8 +1,7 @@
-"""The keyword contract: how constructor arguments follow from a configuration's fields.
+"""The keyword contract: takes an optimizer's constructor arguments from configuration fields.
 
-For a constructor argument ``x`` the fields ``<own prefix>_x``, ``<parent's prefix>_x`` and ``x``
-are looked up in this order. A field with a prefix in use that was changed and that nobody takes is
-named in a warning.
+Argument ``x`` comes from the first field among ``<own prefix>_x``, ``<parent's prefix>_x`` and
+``x``. A warning names changed fields with these prefixes that no constructor takes.
 """
 
 import ast
@@ -18,15 +17,15 @@ _MISSING: Any = object()
 
 
 class FieldType(NamedTuple):
-    """What a field takes: values of a type, of which ``choices`` may be all; perhaps None too."""
+    """The values that a field accepts."""
 
     type: Any
-    choices: tuple[str, ...] = ()
-    optional: bool = False
+    choices: tuple[str, ...] = ()  # the allowed values; empty for any value of the type
+    optional: bool = False  # whether None is allowed
 
 
 def type_of(hint: Any) -> FieldType:
-    """Return what a field with this type hint takes."""
+    """Return the values that a field with this type hint accepts."""
     if optional := get_origin(hint) in (Union, UnionType):
         (hint,) = (item for item in get_args(hint) if item is not NoneType)
     if get_origin(hint) is Literal:
@@ -35,13 +34,13 @@ def type_of(hint: Any) -> FieldType:
 
 
 def field_types(config_cls: type) -> dict[str, FieldType]:
-    """Return what each field of a dataclass takes."""
+    """Return the values that each field of a dataclass accepts, by name."""
     hints = get_type_hints(config_cls)
     return {item.name: type_of(hints[item.name]) for item in dataclasses.fields(config_cls)}
 
 
 def field_docs(config_cls: type) -> dict[str, str]:
-    """Return what a dataclass and its bases say below each field, as plain text."""
+    """Return the docstrings of a dataclass's fields, base classes included, as plain text."""
     docs: dict[str, str] = {}
     for cls in filter(dataclasses.is_dataclass, reversed(config_cls.__mro__)):
         (source,) = ast.parse(inspect.getsource(cls)).body
@@ -67,9 +66,9 @@ def constructor_arguments(optimizer_cls: type) -> list[str]:
 def kwargs_from_config(
     optimizer_cls: type, prefix: str | Sequence[str], config: object
 ) -> dict[str, Any]:
-    """Return the constructor arguments that ``config``, or its like, has a value for.
+    """Return the constructor arguments for which ``config`` has a field.
 
-    Of several prefixes the most specific comes first.
+    Of several prefixes, the most specific comes first.
     """
     prefixes = (prefix,) if isinstance(prefix, str) else tuple(prefix)
     names = constructor_arguments(optimizer_cls)
@@ -84,7 +83,7 @@ def first_field(config: object, name: str, prefixes: Sequence[str], default: Any
 
 
 def unconsumed(config: object, prefixes: Sequence[str], consumed: Iterable[str]) -> list[str]:
-    """Return the changed fields of ``prefixes`` that are not ``consumed``."""
+    """Return the fields with these prefixes that differ from their defaults and are unused."""
     consumed, in_use = set(consumed), tuple(f"{prefix}_" for prefix in prefixes)
     defaults = field_defaults(config)
     return [
@@ -97,7 +96,7 @@ def unconsumed(config: object, prefixes: Sequence[str], consumed: Iterable[str])
 
 
 def consumed_fields(optimizer_cls: type, prefixes: Sequence[str]) -> set[str]:
-    """Return the prefixed field names that the constructor's arguments are looked up under."""
+    """Return the prefixed field names from which a constructor's arguments may come."""
     names = constructor_arguments(optimizer_cls)
     if "betas" in names:
         names += ["beta1", "beta2"]
@@ -105,7 +104,7 @@ def consumed_fields(optimizer_cls: type, prefixes: Sequence[str]) -> set[str]:
 
 
 def field_defaults(config: object) -> dict[str, Any]:
-    """Return the default values of a dataclass's fields, as far as they have one."""
+    """Return the defaults of a dataclass's fields; an empty dict for other objects."""
     items = dataclasses.fields(config) if dataclasses.is_dataclass(config) else ()
     return {
         item.name: item.default if item.default_factory is MISSING else item.default_factory()

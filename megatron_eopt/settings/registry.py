@@ -1,7 +1,7 @@
-"""Which optimizers there are beyond Adam and SGD, and how each is made from a configuration.
+"""Registry of the optimizers other than Adam and SGD, and how each is built.
 
-Optimizers come from three places: this package's own, everything emerging-optimizers registers, and
-packages that declare an entry point in the group ``megatron_eopt.optimizers``.
+They come from this package, from emerging-optimizers, and from packages with an entry point in the
+group ``megatron_eopt.optimizers``.
 """
 
 import functools
@@ -21,109 +21,108 @@ from megatron_eopt.base.upstream import found
 logger = logging.getLogger(__name__)
 
 Overrides = Mapping[ParamKey, Mapping[str, Any]]
-"""Settings of some of the parameters, by what matches these."""
+"""Settings for the parameters that each key matches."""
 
 ENTRY_POINTS = "megatron_eopt.optimizers"
 """Entry-point group through which an installed package adds optimizers."""
 
 StateLayoutT = Literal["element_wise", "matrix_update", "matrix_state"]
-"""What of an optimizer needs whole matrices.
+"""Which part of an optimizer needs full matrices.
 
-``element_wise``: nothing, each number is updated by itself, so any shape and any cut will do.
-``matrix_update``: the update; the state has the parameter's shape and may be cut anywhere (Muon).
-``matrix_state``: the state too (SOAP).
+``element_wise``: none, so parameters of any shape can be sharded anywhere (Adam, Lion).
+``matrix_update``: the update; the state has the parameter's shape and can be sharded (Muon).
+``matrix_state``: the update and the state (SOAP).
 """
 
 _entries: dict[str, "EmergingOptimizerEntry"] = {}
 
 
 def is_nonlinear_or_embedding(param: torch.Tensor) -> bool:
-    """Whether a parameter's own attributes say that it is no matrix for an emerging optimizer."""
+    """Whether a parameter is not 2-D, or is marked as an embedding or output layer."""
     return bool(getattr(param, "is_embedding_or_output_parameter", False)) or param.dim() != 2
 
 
 NOT_A_MATRIX = ParamKey(
     predicate=ParamPredicate(name="nonlinear_or_embedding", fn=is_nonlinear_or_embedding)
 )
-"""Stands for all that routing takes for no matrix, embedding tables of any kind included."""
+"""Matches every parameter that routing does not treat as a matrix, such as embeddings."""
 
 
 def is_our_rule(key: ParamKey) -> bool:
-    """Whether a key is :data:`NOT_A_MATRIX`, or megatron-core's of the same meaning.
+    """Whether a key is :data:`NOT_A_MATRIX` or megatron-core's equivalent.
 
-    Predicates are compared by name, and another function may have ours.
+    Keys compare predicates by name only, so the function is compared too.
     """
     rules = (is_nonlinear_or_embedding, found("_is_nonlinear_or_embedding"))
     return key == NOT_A_MATRIX and getattr(key.predicate, "fn", None) in rules
 
 
 def init_state(opt: Any, config: Any = None) -> None:
-    """Make every parameter's state exist before the first step, as loading needs it.
+    """Create every parameter's state before the first step, so that a checkpoint can be loaded.
 
     Raises:
-        ConfigurationError: If the optimizer has no method for it.
+        ConfigurationError: If the optimizer has no method ``_init_group``.
     """
     if not hasattr(opt, "_init_group"):
-        rule = "must make the state exist before the first step, and the class has no _init_group"
-        way_out = "Register the optimizer with an init_state_fn of its own"
+        rule = "cannot create the state before the first step: the class has no _init_group"
+        way_out = "Register the optimizer with its own init_state_fn"
         raise ConfigurationError("init_state_fn", type(opt).__name__, rule, way_out)
     for group in opt.param_groups:
         opt._init_group(group, skip_non_grad_params=False)
 
 
 def default_param_overrides() -> dict[ParamKey, dict[str, Any]]:
-    """Return the overrides that send to Adam what is no matrix."""
+    """Return the overrides that assign parameters that are not matrices to Adam."""
     return {NOT_A_MATRIX: {"optimizer": "adam"}}
 
 
 @dataclass
 class EmergingOptimizerEntry:
-    """Everything needed to make one optimizer."""
+    """How to build and route one optimizer."""
 
-    optimizer_cls: type  # A torch optimizer class
-    # called as ``(optimizer, config)``; makes every parameter's state exist
+    optimizer_cls: type  # a ``torch.optim.Optimizer``
+    # called as ``(optimizer, config)``; creates every parameter's state
     init_state_fn: Callable[..., None] = init_state
-    # called as ``(config, model_chunks, pg_collection)``; returns the class's arguments. None means
-    # the keyword contract of :mod:`megatron_eopt.settings.fields`
+    # called as ``(config, model_chunks, pg_collection)``; returns the constructor's arguments. None
+    # takes them from fields with the prefixes below
     config_to_kwargs: Callable[..., dict[str, Any]] | None = None
-    # overrides that hold unless the user's say otherwise
+    # a user's overrides take precedence
     default_param_overrides: dict[ParamKey, dict[str, Any]] = field(
         default_factory=default_param_overrides
     )
-    state_layout: StateLayoutT = "matrix_state"  # what of the optimizer needs whole matrices
-    # prefixes of configuration fields, the own one first, then those it falls back to. Empty means
-    # the registered name
+    state_layout: StateLayoutT = "matrix_state"  # which part needs full matrices
+    # prefixes of its configuration fields, most specific first; empty means the registered name
     prefixes: tuple[str, ...] = ()
-    # further fields that this optimizer or the factory uses on its behalf
+    # further fields that have an effect with this optimizer
     consumes: frozenset[str] = frozenset()
-    # whether it draws random numbers in a step; ranks with copies then draw the same
+    # whether a step draws random numbers; ranks with copies of a weight then draw the same ones
     draws: bool = False
 
 
 def register_optimizer(
     name: str, entry: EmergingOptimizerEntry | type | None = None, **fields: Any
 ) -> Any:
-    """Make an optimizer reachable as ``OptimizerConfig(optimizer=name)`` and in overrides.
+    """Register an optimizer for ``OptimizerConfig(optimizer=name)`` and for overrides.
 
-    Works as a call, with an entry or an optimizer class, and as a decorator of a class::
+    Call it with an entry or an optimizer class, or use it as a class decorator::
 
         @register_optimizer("mine", state_layout="element_wise")
         class Mine(torch.optim.Optimizer): ...
 
     Args:
         name: Name of the optimizer.
-        entry: Its entry, or its class.
-        **fields: Fields of :class:`EmergingOptimizerEntry`, where ``entry`` is no entry.
+        entry: Its entry or its class; None returns a decorator.
+        **fields: Fields of :class:`EmergingOptimizerEntry`, unless ``entry`` is an entry.
 
     Returns:
         The class, or a decorator.
 
     Raises:
-        ConfigurationError: If the name is taken.
+        ConfigurationError: If the name is already registered.
         ConfigurationTypeError: If ``entry`` is neither an entry nor a class.
     """
     if name in STANDARD_OPTIMIZERS or name in _entries:
-        rule = "there is already an optimizer of this name"
+        rule = "is already registered"
         raise ConfigurationError("register_optimizer(name)", name, rule, "Choose another name")
     if entry is None:
         return lambda optimizer_cls: register_optimizer(name, optimizer_cls, **fields)
@@ -138,15 +137,15 @@ def register_optimizer(
 
 
 def is_registered(name: str) -> bool:
-    """Whether ``name`` is taken; loads nothing."""
+    """Whether ``name`` is registered, without loading entry points."""
     return name in _entries
 
 
 def entries() -> dict[str, EmergingOptimizerEntry]:
-    """Return all entries by name; what packages contribute is loaded at the first call."""
+    """Return all entries by name; the first call loads the entry points of packages."""
     for name, entry in _entries.items():
         if not isinstance(entry, EmergingOptimizerEntry):
-            # of megatron-core's class: a caller has put it among ours
+            # a caller added an entry of megatron-core's class
             _entries[name] = EmergingOptimizerEntry(
                 entry.optimizer_cls,
                 entry.init_state_fn,
@@ -158,32 +157,32 @@ def entries() -> dict[str, EmergingOptimizerEntry]:
         try:
             register_optimizer(point.name, point.load())
         except Exception as error:
-            # no reason why a run with another optimizer should not start
-            text = "optimizer %r cannot be had from %r of an installed package: %s: %s"
+            # a run with another optimizer can still start
+            text = "optimizer %r is not available: its entry point %r raised %s: %s"
             logger.warning(text, point.name, point.value, type(error).__name__, error)
     return _entries
 
 
 @functools.cache
 def _entry_points() -> list[importlib.metadata.EntryPoint]:
-    """Return those that have not been loaded."""
+    """Return the entry points that have not been loaded."""
     return list(importlib.metadata.entry_points(group=ENTRY_POINTS))
 
 
 def entry_of(name: str) -> EmergingOptimizerEntry:
-    """Return the entry of ``name``; a ConfigurationError offers the nearest names otherwise."""
+    """Return the entry of ``name``, or raise a ConfigurationError that suggests near names."""
     known = entries()
     check_choice("optimizer", name, sorted({*known, *STANDARD_OPTIMIZERS}))
     return known[name]
 
 
 def prefixes_of(name: str) -> tuple[str, ...]:
-    """Return the prefixes of configuration fields of the optimizer ``name``, the own one first."""
+    """Return the field prefixes of the optimizer ``name``, most specific first."""
     return (name,) if name in STANDARD_OPTIMIZERS else entry_of(name).prefixes or (name,)
 
 
 def state_layout_of(name: str) -> StateLayoutT:
-    """Return what of the optimizer ``name`` needs whole matrices; of Adam and SGD nothing does."""
+    """Return which part of the optimizer ``name`` needs full matrices."""
     if name in STANDARD_OPTIMIZERS:
         return "element_wise"
     entry = entry_of(name)
@@ -191,14 +190,14 @@ def state_layout_of(name: str) -> StateLayoutT:
 
 
 def is_muon(name: str) -> bool:
-    """Whether the optimizer ``name`` is our Muon, or a subclass of it."""
+    """Whether the optimizer ``name`` is ``TensorParallelMuon`` or a subclass."""
     return name not in STANDARD_OPTIMIZERS and hasattr(
         entry_of(name).optimizer_cls, "steps_in_pieces"
     )
 
 
 def steps_in_pieces(cls: type) -> bool:
-    """Whether a class steps any pieces of parameters, as our Muon does, and says so."""
+    """Whether a class declares that it can update shards of parameters, as our Muon does."""
     in_pieces = getattr(cls, "steps_in_pieces", None)
     return in_pieces is not None and in_pieces()
 

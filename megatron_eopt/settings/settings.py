@@ -1,4 +1,4 @@
-"""What a configuration means, resolved and checked once; nothing else reads a configuration."""
+"""Resolves a configuration into checked ``Settings``, the only form that other code reads."""
 
 import copy
 import warnings
@@ -21,87 +21,84 @@ from megatron_eopt.settings.config import EmergingOptimizerConfig
 from megatron_eopt.settings.fields import first_field
 
 StorageT = Literal["replicated", "sharded"]
-"""Where main weights and state live: whole on every data-parallel rank, or in ZeRO-1 fragments."""
+"""Main weights and state are copied to every data-parallel rank, or sharded (ZeRO-1)."""
 
 _OWN_RATES = {"max_lr": "lr", "min_lr": "min_lr"}
-"""Keys of parameter groups, and how the fields end that hold an optimizer's own values."""
+"""Keys of parameter groups, and the field that sets each after an optimizer's prefix."""
 
 _UPSTREAM = (
     "use_precision_aware_optimizer",
     "optimizer_cpu_offload",
     "overlap_param_gather_with_optimizer_step",
 )
-"""Modes that Adam and SGD have in megatron-core's own optimizer alone."""
+"""Modes that only megatron-core's own optimizer supports, with Adam and SGD."""
 
 
 @dataclass(frozen=True)
 class LossScale:
-    """The loss scale that was asked for."""
+    """The requested loss scale."""
 
-    constant: float | None  # a fixed scale; None for a dynamic one
+    constant: float | None  # None for a dynamic scale
     dynamic: Mapping[str, Any]  # arguments of megatron-core's ``DynamicGradScaler``
 
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What holds for a run whatever its optimizers are."""
+    """Settings of a run that do not depend on its optimizers."""
 
-    # the caller's configuration, for megatron-core's own classes alone
+    # the caller's configuration, passed on to megatron-core's classes
     config: Any = field(repr=False, compare=False)
-    lr: float | None  # the largest learning rate; None if something else will write it
-    min_lr: float | None  # the smallest one
+    lr: float | None  # peak learning rate; None if a scheduler sets it later
+    min_lr: float | None
     weight_decay: float
-    decoupled_weight_decay: bool  # whether weights themselves decay, as AdamW's do
+    decoupled_weight_decay: bool  # True as in AdamW, False for L2 regularization
     # the 16-bit type of weights, which then have float32 main copies; None for float32
     half: Literal["bf16", "fp16"] | None
-    loss_scale: LossScale | None  # None without
-    upstream_modes: tuple[str, ...]  # those that are on; see _UPSTREAM
-    # how much of main weights and state is kept on the host and comes in waves
-    offload_fraction: float
-    # kinds of state that may start anew where a checkpoint lacks them
-    fresh_state: frozenset[str]
-    momentum_from_adam: bool  # whether momentum it lacks begins as Adam's first moment
-    prints_routing: bool  # whether a table of all routes is logged
-    logs_memory: bool  # whether a step is measured, and what memory is used for is logged
-    logs_stats: bool  # whether steps are measured unless a caller says otherwise
-    wave_mb: float  # MiB of whole matrices that one rank brings together at a time
-    team_size: int  # most ranks that compute a matrix together in sharded storage
-    overlaps_step: bool  # whether Muon steps while gradients are reduced and parameters gathered
-    # whether gradients of optimizers that need matrices are never clipped
-    exempt_from_clipping: bool
+    loss_scale: LossScale | None
+    upstream_modes: tuple[str, ...]  # the modes of _UPSTREAM that are on
+    offload_fraction: float  # share of main weights and state kept in host memory
+    fresh_state: frozenset[str]  # kinds of state that a checkpoint may lack
+    momentum_from_adam: bool  # whether missing momentum starts from Adam's first moment
+    prints_routing: bool  # whether to log the routing table
+    logs_memory: bool  # whether to log memory use
+    logs_stats: bool  # whether steps are measured unless a caller changes it
+    wave_mb: float  # MiB of full matrices that a rank assembles at a time
+    team_size: int  # most ranks that share a matrix in sharded storage
+    overlaps_step: bool  # whether Muon's step overlaps communication
+    exempt_from_clipping: bool  # whether Muon's gradients are never clipped
 
-    # as megatron-core does, steps look at what the caller's configuration says then
+    # like megatron-core's, steps read the configuration's present values of these
 
     @property
     def clip_grad(self) -> float:
-        """Largest gradient norm; 0 for any."""
+        """Largest gradient norm after clipping; 0 turns clipping off."""
         return float(self.config.clip_grad)
 
     @property
     def skip_threshold(self) -> float:
-        """Steps with a larger gradient norm are skipped."""
+        """Gradient norm above which a step is skipped."""
         return float(self.config.grad_norm_skip_threshold)
 
     @property
     def counts_zeros(self) -> bool:
-        """Whether zeros in gradients are counted."""
+        """Whether to count the zeros in gradients."""
         return bool(self.config.log_num_zeros_in_grad)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(RunSettings):
-    """One configuration, resolved."""
+    """A resolved and checked configuration."""
 
     optimizer: str  # name of the main optimizer, without ``dist_``
-    storage: StorageT  # where main weights and state live
-    recommended: bool  # whether defaults are the ones recommended here, not megatron-core's
-    scalar: str  # the optimizer of what the main one does not take
+    storage: StorageT
+    recommended: bool  # whether the configuration is an ``EmergingOptimizerConfig``
+    scalar: str  # name of the optimizer of parameters that the main one does not take
     splits: frozenset[SplitT] = frozenset()  # kinds of fused weights to split
-    router_to_scalar: bool = False  # whether routers' weights go to the scalar optimizer
-    takes_excluded: bool = False  # whether matrices that modules exclude go to the main one
-    prefixes: tuple[str, ...] = ()  # prefixes of the configuration's fields in use
-    tp_mode: TpModeT = "auto"  # where tensor-parallel matrices are computed
-    of_dtensors: bool = False  # whether FSDP keeps the weights
+    router_to_scalar: bool = False  # whether router weights use the scalar optimizer
+    takes_excluded: bool = False  # whether ``use_muon = False`` on a parameter is ignored
+    prefixes: tuple[str, ...] = ()  # prefixes of the configuration fields in use
+    tp_mode: TpModeT = "auto"  # how tensor-parallel matrices are computed
+    of_dtensors: bool = False  # whether the weights are FSDP's DTensors
 
     @property
     def is_standard(self) -> bool:
@@ -110,22 +107,22 @@ class Settings(RunSettings):
 
     @property
     def fuses_adam(self) -> bool:
-        """Whether torch's Adam may round otherwise than megatron-core's."""
+        """Whether Adam may use torch's fused kernel, which rounds unlike megatron-core's."""
         backend = getattr(self.config, "muon_backend", "emerging_optimizers")
         return self.recommended and backend != "emerging_optimizers"
 
     def splits_weights_of(self, optimizer: str) -> bool:
-        """Return whether an optimizer gets the matrices of fused weights one by one.
+        """Return whether an optimizer updates the matrices in a fused weight separately.
 
-        megatron-core splits them for Muon's family alone. With recommended defaults those who own
-        matrices do so too, for optimizers whose state is that of whole matrices (SOAP).
+        megatron-core does so for Muon only. With recommended defaults and sharded storage,
+        optimizers with full-matrix state (SOAP) do too.
         """
         layout = registry.state_layout_of(optimizer)
         by_owners = self.recommended and (self.of_dtensors or self.storage == "sharded")
         return registry.is_muon(optimizer) or (layout == "matrix_state" and by_owners)
 
     def own_rates(self, optimizer: str) -> dict[str, float]:
-        """Return an optimizer's ``max_lr`` and ``min_lr`` where they are its own."""
+        """Return the ``max_lr`` and ``min_lr`` that are set for this optimizer only."""
         if optimizer in STANDARD_OPTIMIZERS:
             return {}
         prefixes = registry.prefixes_of(optimizer)
@@ -134,7 +131,7 @@ class Settings(RunSettings):
 
     @property
     def default_overrides(self) -> registry.Overrides:
-        """The overrides that come with the main optimizer; a user's go before."""
+        """The main optimizer's default overrides; a user's overrides take precedence."""
         if self.is_standard:
             return {}
         defaults = copy.deepcopy(registry.entry_of(self.optimizer).default_param_overrides)
@@ -145,12 +142,12 @@ class Settings(RunSettings):
 
 
 def resolve(config: Any) -> Settings:
-    """Return what an ``OptimizerConfig`` means, having checked every value in use.
+    """Return the settings of an ``OptimizerConfig``, after checking every value in use.
 
     Raises:
-        ConfigurationError: If the optimizer's name is unknown, flags contradict each other, a value
-            is out of bounds or a field has no effect.
-        ConfigurationTypeError: If something is of the wrong type.
+        ConfigurationError: If the optimizer's name is unknown, flags contradict each other or a
+            value is out of bounds.
+        ConfigurationTypeError: If a value has the wrong type.
     """
     checks.check_config(config)
     name, storage = _name_and_storage(config)
@@ -171,13 +168,12 @@ def resolve(config: Any) -> Settings:
 
 
 def resolve_run(config: Any) -> RunSettings:
-    """Return what ``config`` says apart from optimizers, which a caller has built by itself.
-
-    What needs megatron-core's own Adam is refused.
+    """Return a run's settings for optimizers that the caller has built.
 
     Raises:
-        ConfigurationError: If a value is out of bounds, or flags contradict each other.
-        ConfigurationTypeError: If something is of the wrong type.
+        ConfigurationError: If a value is out of bounds, flags contradict each other, or a mode
+            needs megatron-core's own Adam.
+        ConfigurationTypeError: If a value has the wrong type.
     """
     checks.check_config(config)
     checks.check_values(config, ())
@@ -221,7 +217,7 @@ def _of_the_run(config: Any) -> dict[str, Any]:
         "logs_memory": bool(getattr(config, "log_optimizer_memory", False)),
         "logs_stats": bool(getattr(config, "log_optimizer_stats", False)),
         "exempt_from_clipping": False,
-        # optimizers other than Muon work in waves, too
+        # other optimizers also work in waves
         "wave_mb": getattr(config, "muon_wave_mb", DEFAULT_WAVE_MB),
         "team_size": getattr(config, "muon_team_size", DEFAULT_TEAM_SIZE),
         "overlaps_step": bool(getattr(config, "muon_overlap_step", False)),

@@ -107,8 +107,8 @@ def test_a_flag_that_says_something_else_is_an_error(written, flags, line, named
     ("text", "named"),
     [
         ("muon-momentumm: 0.9", "optimizer.yaml: muon-momentumm=0.9: .*mean muon-momentum"),
-        ("qqqqqq: 1", "no setting of an optimizer. Keys are the names"),
-        ("bf16: true", "bf16=True: is the run's own.*--bf16"),
+        ("qqqqqq: 1", "not an optimizer setting. Use the name of"),
+        ("bf16: true", "bf16=True: belongs to the run.*--bf16"),
         ("lr: 0.1\nlr: 0.1", "duplicate key lr"),
         ("lr: fast", "'fast'.*could not be converted to Float"),
         ("lr: ${nowhere}", "'nowhere' not found"),
@@ -136,7 +136,7 @@ def test_lines_that_raise_an_error(written, text, named):
     [
         ("", "does not say which optimizer"),
         ("- optimizer: muon\n", "must be a mapping"),
-        ("muon\n", "muon=None: is no setting"),
+        ("muon\n", "muon=None: is not an optimizer setting"),
         ("optimizer: muonn\n", "optimizer='muonn'.*Did you mean 'muon'"),
         (b"optimizer: muon # \xe9\n", "cannot be read"),
     ],
