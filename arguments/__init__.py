@@ -1,8 +1,7 @@
-"""Command line of the optimizer layer, installed as ``megatron_eopt.arguments``.
+"""Command-line flags of the optimizers, installed as ``megatron_eopt.arguments``.
 
-:func:`add_arguments` extends the trainer's parser (it is an ``extra_args_provider``), and
-:func:`config_from_args` turns the parsed flags into the configuration that the trainer's optimizer
-is built from.
+:func:`add_arguments` adds them to the trainer's parser as an ``extra_args_provider``, and
+:func:`config_from_args` turns the parsed flags into the optimizer's configuration.
 """
 
 from megatron_eopt.arguments.parser import add_arguments, config_from_args

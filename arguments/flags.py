@@ -1,4 +1,4 @@
-"""The flags, as data: one group per optimizer."""
+"""The flags and their help texts, which come from the configuration's fields."""
 
 import argparse
 from typing import Any, get_args
@@ -15,7 +15,7 @@ from megatron_eopt.settings.registry import optimizer_names
 
 
 def choices_of_trainer_flags() -> dict[str, tuple[str, ...]]:
-    """Return, by parsed name, the choices of flags that the trainer's parser may have already."""
+    """Return our choices for flags that the trainer's parser may already have, by parsed name."""
     names = optimizer_names()
     old = tuple(f"dist_{name}" for name in names if name not in STANDARD_OPTIMIZERS)
     coefficients, scalars = coefficient_names(), SCALAR_OPTIMIZERS
@@ -24,12 +24,10 @@ def choices_of_trainer_flags() -> dict[str, tuple[str, ...]]:
 
 
 _OF_NO_FIELD = {
-    "optimizer-defaults": "Whose default values the flags have: megatron's own, or the recommended "
-    "ones.",
-    "optimizer-config": "YAML file that describes the optimizer; its keys are named like these "
-    "flags.",
+    "optimizer-defaults": "Default values of the flags: the recommended ones, or Megatron's.",
+    "optimizer-config": "YAML file with optimizer settings; its keys are the names of flags.",
 }
-"""What ``--help`` says about the flags that stand for no field of a configuration."""
+"""Help texts of flags that are not fields of the configuration."""
 
 _GROUPS = {
     "optimizer layer": ("optimizer-", "print-", "log-"),
@@ -38,14 +36,13 @@ _GROUPS = {
     "adaptive muon": ("adaptive-muon-",),
     "soap": ("soap-",),
 }
-"""How the names of each group's flags begin."""
+"""Name prefixes of the flags in each group."""
 
 
 def groups() -> dict[str, dict[str, str]]:
-    """Return what ``--help`` says about the flags to add, by group and name.
+    """Return the help texts of the flags to add, by group and name.
 
-    They are the fields that are ours, and megatron-core's of optimizers for which the trainer may
-    have no flags.
+    The flags are our own fields, and the megatron-core fields for which the trainer may lack flags.
     """
     megatrons, docs = field_types(OptimizerConfig), field_docs(EmergingOptimizerConfig)
     names = [n for n in _FIELDS if n not in megatrons or n.startswith(("adaptive_muon_", "soap_"))]
@@ -69,13 +66,13 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "muon-backend": {"choices": backend_names()},
     "adaptive-muon-moment2-method": {"choices": CHOICES["adaptive_muon_moment2_method"]},
 }
-"""Arguments of ``add_argument`` that do not follow from the type of the configuration's field."""
+"""Arguments of ``add_argument`` that do not follow from the field's type."""
 
 _FIELDS = field_types(EmergingOptimizerConfig)
 
 
 def options(name: str) -> dict[str, Any]:
-    """Return the arguments of ``add_argument`` for a flag; the default is the configuration's."""
+    """Return the arguments of ``add_argument`` for a flag."""
     if name in _OPTIONS:
         return _OPTIONS[name]
     field = _FIELDS[name.replace("-", "_")]

@@ -1,6 +1,7 @@
-"""Extends the trainer's parser, and turns what it parsed into a configuration.
+"""Adds the flags to the trainer's parser and builds the configuration from the parsed values.
 
-A flag's value comes from the command line, else from a file, else from whose defaults it says.
+A value comes from the command line, else from the file of ``--optimizer-config``, else from the
+defaults that ``--optimizer-defaults`` names.
 """
 
 import argparse
@@ -19,18 +20,17 @@ from megatron_eopt.settings.config_file import ALLOWED, read_optimizer_file
 logger = logging.getLogger(__name__)
 
 _PREFIXES = ("muon_", "adaptive_muon_", "soap_")
-"""Of the flags whose defaults are filled in here."""
+"""Prefixes of the flags whose defaults are set after parsing."""
 
 _ABSENT = object()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add our flags to the trainer's, or any, parser and return it; a second call changes nothing.
+    """Add the optimizer flags to a parser and return it; a second call changes nothing.
 
-    Works as the ``extra_args_provider`` of ``megatron.training``. Flags that the trainer has keep
-    their place and get our choices. Flags that were not given get their defaults when the command
-    line has been parsed, since these follow from ``--optimizer-defaults`` and
-    ``--optimizer-config``.
+    Use it as the ``extra_args_provider`` of ``megatron.training``. Flags that the trainer already
+    has get our choices. Defaults are set after parsing, because they depend on
+    ``--optimizer-defaults`` and ``--optimizer-config``.
     """
     known = {action.dest: action for action in parser._actions}
     if "optimizer_defaults" in known:
@@ -48,23 +48,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def config_from_args(args: argparse.Namespace) -> tuple[EmergingOptimizerConfig, dict[Any, Any]]:
-    """Return the configuration and the overrides that the trainer's flags stand for.
+    """Return the optimizer's configuration and its overrides for the parsed flags.
 
-    Takes the place of ``megatron.training.training.get_megatron_optimizer_config``. The class is
-    always ours; with ``--optimizer-defaults megatron`` its fields hold megatron-core's defaults.
-    What was parsed comes from a parser that :func:`add_arguments` extended; if it asks for what the
-    optimizer cannot do, that is a ConfigurationError.
+    It replaces ``megatron.training.training.get_megatron_optimizer_config``.
+
+    Args:
+        args: Values from a parser that :func:`add_arguments` extended.
     """
     names = [item.name for item in dataclasses.fields(EmergingOptimizerConfig)]
     values = {name: getattr(args, name) for name in names if hasattr(args, name)}
-    # argparse makes lists
+    # argparse returns a list
     values["checkpoint_fresh_state"] = tuple(values.get("checkpoint_fresh_state", ()))
     config = EmergingOptimizerConfig(**values)
     return config, megatron_optimizer.get_standard_config_overrides(config)
 
 
 def _fill_after_parsing(parser: argparse.ArgumentParser) -> None:
-    """Let ``parser`` tell given flags from defaults, which are filled in at the end."""
+    """Make ``parser`` set the defaults of flags that were not given after parsing."""
     actions = [action for action in parser._actions if action.dest.startswith(_PREFIXES)]
     trainers = {a.dest: a.default for a in actions if a.default is not None}
     for action in actions:
@@ -84,24 +84,23 @@ def _fill_after_parsing(parser: argparse.ArgumentParser) -> None:
 
 
 def _given_flags(parse: Callable[..., Any], argv: Sequence[str] | None) -> dict[str, Any]:
-    """Return the optimizers' flags that were given, by parsed name, defaults left out.
+    """Return the values of the optimizer flags that were given on the command line, by parsed name.
 
-    ``parse`` is the parser's own ``parse_known_args``, ``argv`` the command line (None: the
-    process's).
+    ``parse`` is the parser's ``parse_known_args``; ``argv`` is None for ``sys.argv``.
     """
     parsed, _ = parse(argv, argparse.Namespace(**dict.fromkeys(ALLOWED, _ABSENT)))
     return {name: value for name in ALLOWED if (value := getattr(parsed, name)) is not _ABSENT}
 
 
 def _merge_file(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
-    """Set in ``args`` what the file of ``--optimizer-config`` says.
+    """Set the values of the ``--optimizer-config`` file in ``args``.
 
-    That a flag of ``given``, those of ``args`` that were not left out, says something else is a
-    ConfigurationError.
+    Raises:
+        ConfigurationError: If a flag in ``given`` has another value than the file.
     """
     if getattr(args, "yaml_cfg", None) is not None:
         rule = "has no effect with --yaml-cfg, which replaces all flags"
-        way_out = "Give one of them"
+        way_out = "Pass only one of them"
         raise ConfigurationError("--optimizer-config", args.optimizer_config, rule, way_out)
     file = read_optimizer_file(args.optimizer_config)
     file.config()
@@ -115,10 +114,7 @@ def _merge_file(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
 
 
 def _fill(args: argparse.Namespace, trainers: Mapping[str, Any]) -> None:
-    """Give every optimizer flag of ``args`` that is still None its default.
-
-    ``trainers`` are the trainer's defaults.
-    """
+    """Set the default of every optimizer flag that is None; ``trainers`` has the trainer's."""
     defaults = default_values(args.optimizer_defaults)
     if args.optimizer_defaults == "megatron":
         defaults |= trainers
@@ -126,7 +122,5 @@ def _fill(args: argparse.Namespace, trainers: Mapping[str, Any]) -> None:
         if dest.startswith(_PREFIXES) and getattr(args, dest, None) is None:
             setattr(args, dest, default)
     if not getattr(args, "use_layer_wise_param_layout", True):
-        text = (
-            "--no-use-layer-wise-param-layout has no effect: matrices need no layout of their own"
-        )
+        text = "--no-use-layer-wise-param-layout has no effect: all optimizers share one layout"
         logger.info(text)
