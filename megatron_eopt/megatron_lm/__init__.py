@@ -1,8 +1,8 @@
-"""Megatron-LM's trainer with our optimizers: names that it publishes and uses are rebound to ours.
+"""Makes Megatron-LM's trainer use this package's optimizers.
 
-``megatron.core`` and ``megatron.training`` have no hook for optimizers; modules import what builds
-them by name. So these names are replaced, wherever Megatron's modules hold them, and put back
-afterwards. ``python -m megatron_eopt.launch`` does this for a script that knows nothing of it.
+Megatron has no hook for optimizers, so :func:`install` replaces the functions that build them in
+every Megatron module that imported them, and :func:`uninstall` restores them. ``python -m
+megatron_eopt.launch`` does this for an unmodified script.
 """
 
 import sys
@@ -17,21 +17,20 @@ from megatron_eopt.megatron_lm.trainer import add_arguments
 __all__ = ["add_arguments", "install", "installed", "is_installed", "uninstall"]
 
 _replaced: list[tuple[Any, Any]] = []
-"""Megatron's objects, and those that took their places."""
+"""Pairs of Megatron's object and its replacement."""
 
 
 def install() -> ExitStack:
-    """Let Megatron's modules build their optimizers with us; a second call changes nothing.
+    """Make Megatron's modules build this package's optimizers; a second call changes nothing.
 
-    Names that other modules imported from Megatron before keep Megatron's objects.
+    Names that your own modules imported from Megatron earlier keep Megatron's objects.
 
     Returns:
-        A context manager that does :func:`uninstall` at the end of a ``with`` block, if this call
-        was the one that installed. Outside of ``with`` it does nothing.
+        A context manager for an optional ``with`` block, at whose end it calls :func:`uninstall`
+        if this call was the one that installed.
 
     Raises:
-        ImportError: If this megatron-core lacks a name that would be replaced, or the name is not
-            what is needed. Nothing has been replaced then.
+        ImportError: If this megatron-core lacks a name to replace. Nothing has been replaced then.
     """
     undo = ExitStack()
     if not is_installed():
@@ -43,7 +42,7 @@ def install() -> ExitStack:
 
 
 installed = install
-"""For ``with installed():``."""
+"""Alias of :func:`install` that reads well as ``with installed():``."""
 
 
 def is_installed() -> bool:
@@ -52,17 +51,13 @@ def is_installed() -> bool:
 
 
 def uninstall() -> None:
-    """Put everything back; without :func:`install` it changes nothing."""
+    """Restore Megatron's own objects; does nothing if they are not replaced."""
     _exchange((ours, original) for original, ours in _replaced)
     _replaced.clear()
 
 
 def _exchange(pairs: Iterable[tuple[Any, Any]]) -> None:
-    """Swap objects in every module of Megatron that holds them, under whatever name.
-
-    Modules import functions and classes from each other by name, so that one object is bound in
-    many places, and more are bound when a module is imported later.
-    """
+    """Swap objects in every loaded Megatron module, because many import them by name."""
     by_id = {id(old): new for old, new in pairs}
     for path, module in list(sys.modules.items()):
         if path.split(".")[0] != "megatron" or not isinstance(module, ModuleType):

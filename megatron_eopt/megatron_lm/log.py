@@ -1,4 +1,4 @@
-"""What the trainer's log has besides: the optimizer's scalars, and a progress bar."""
+"""Adds the optimizer's scalars and a progress bar to the trainer's log."""
 
 import inspect
 import sys
@@ -12,12 +12,11 @@ from megatron_eopt.build.chain import OptimizerChain
 
 
 class TrainingLog:
-    """Watches the optimizer's steps in logged iterations, and writes what it did there.
+    """Measures the optimizer's step in logged iterations and writes the scalars.
 
-    With ``--log-optimizer-stats`` these are the iterations that are multiples of
-    ``--log-interval`` and of ``--tensorboard-log-interval``, on all ranks alike. Where standard
-    error is a terminal, a bar shows iterations done, time left and the losses. It is on the rank
-    that prints the trainer's lines, the last one.
+    With ``--log-optimizer-stats``, all ranks measure iterations that are multiples of both
+    ``--log-interval`` and ``--tensorboard-log-interval``. If standard error is a terminal, the last
+    rank shows a progress bar with the losses.
     """
 
     def __init__(self) -> None:
@@ -27,17 +26,17 @@ class TrainingLog:
         self.wrappers = {"train_step": around(self._step), "training_log": around(self._log)}
 
     def _step(self, original: Function, *values: Any, **kwargs: Any) -> Any:
-        """Do a step, in which the optimizer is measured if its iteration is logged."""
+        """Run Megatron's ``train_step``, measuring the optimizer if the iteration is logged."""
         optimizer = inspect.signature(original).bind(*values, **kwargs).arguments["optimizer"]
         if isinstance(optimizer, OptimizerChain):
             self._measure(optimizer)
         return original(*values, **kwargs)
 
     def _log(self, original: Function, *values: Any, **kwargs: Any) -> Any:
-        """Log, and write the scalars too; collective if there are some."""
+        """Run Megatron's ``training_log``, then write the scalars; collective if measured."""
         given = inspect.signature(original).bind(*values, **kwargs).arguments
         if self._bar is not None:
-            self._bar.clear()  # for the lines that come
+            self._bar.clear()  # so that the trainer's lines do not mix with the bar
         result = original(*values, **kwargs)
         if self._measured is not None:
             write_scalars(self._measured.stats(), given["iteration"])
@@ -46,7 +45,7 @@ class TrainingLog:
         return result
 
     def _measure(self, optimizer: OptimizerChain) -> None:
-        # these load what must not be loaded before the device is chosen
+        # imported late, because they must not load before the device is chosen
         from megatron.training.global_vars import get_args
 
         args = get_args()
@@ -67,7 +66,7 @@ class TrainingLog:
         total = args.train_iters
         bar = self._bar or tqdm(None, "Training", total, initial=iteration - 1)
         if iteration % args.log_interval == 0:
-            # the trainer has waited for the device
+            # the trainer has just synchronized with the device, so reading losses costs nothing
             losses = {name: float(loss.float().mean()) for name, loss in given["loss_dict"].items()}
             bar.set_postfix(losses, refresh=False)
         bar.update(iteration - bar.n)
@@ -78,7 +77,7 @@ class TrainingLog:
 
 
 def write_scalars(scalars: dict[str, float], iteration: int) -> None:
-    """Write scalars as the trainer writes its own, on the rank that has writers."""
+    """Write scalars to TensorBoard and W&B as the trainer does, on the rank with writers."""
     from megatron.training import global_vars
 
     samples = global_vars.get_args().consumed_train_samples

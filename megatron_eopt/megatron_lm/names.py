@@ -1,4 +1,4 @@
-"""Which of Megatron's names are replaced, and by what."""
+"""Lists the Megatron names to replace and their replacements."""
 
 import importlib
 import inspect
@@ -24,7 +24,7 @@ NEEDED: dict[str, Any] = {
     "clip_qk": clip_qk,
     "get_megatron_optimizer_config": config_from_args,
 }
-"""Objects that take the place of Megatron's, by name: without one it would build by itself."""
+"""Replacements by name; each is needed, or Megatron would build its own optimizers."""
 
 PUBLISHED: dict[str, dict[str, Any]] = {
     "megatron.core.optimizer.emerging_optimizers": {
@@ -34,22 +34,22 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "get_megatron_muon_optimizer": muon.get_megatron_muon_optimizer
     },
 }
-"""The same of names that scripts may import, by module: those that there are."""
+"""Replacements by module of names that scripts may import; missing ones are skipped."""
 
 WRAPPED: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "parse_args": trainer.with_our_flags,
     "validate_args": trainer.checking_what_it_knows,
     "get_megatron_ddp_config": trainer.sharding_ddp_config,
 }
-"""Functions of Megatron that still run, inside ours."""
+"""Wrappers around Megatron functions, by name."""
 
 _WRAPPING = ("wrap_model_chunks_with_ddp", "_ddp_wrap")
-"""Functions that may lay parameters out for layer-wise storage: the first up to megatron-core 0.19,
-the second from 0.20 on, which has the argument that asks for it."""
+"""Functions that may use the layer-wise parameter layout: the first up to megatron-core 0.19, the
+second from 0.20 on."""
 
 
 def rebindings() -> Rebindings:
-    """Return everything to replace; an ImportError if Megatron lacks what is needed."""
+    """Return everything to replace; raise ImportError if Megatron lacks a needed name."""
     result = _published()
     for name, replacement in NEEDED.items():
         needed(name)
@@ -82,5 +82,5 @@ def _published() -> Rebindings:
             else:
                 absent.append(f"{path}.{name}")
     if absent:
-        logger.info("this megatron-core has no %s, which are not replaced", ", ".join(absent))
+        logger.info("this megatron-core has no %s, so they are not replaced", ", ".join(absent))
     return result

@@ -1,4 +1,4 @@
-"""What of the trainer's functions has to run differently for our optimizers."""
+"""Wrappers around the trainer's functions for flags, their checks and the DDP configuration."""
 
 import argparse
 import dataclasses
@@ -18,9 +18,9 @@ ProviderT = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add our flags to the trainer's parser and return it: an ``extra_args_provider``.
+    """Add the optimizer flags to the trainer's parser and return it: an ``extra_args_provider``.
 
-    On the CPU back end, flags that were not given get defaults that work there.
+    On the CPU back end, flags get defaults that work there.
     """
     if cpu.is_enabled():
         cpu.set_defaults(parser)
@@ -28,9 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def _extended(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add our flags, and let ``--help`` print texts with a percent sign that is no format.
+    """Add our flags, and escape percent signs in help texts that would make ``--help`` fail.
 
-    megatron-core 0.19.2 has one, at ``--moe-paged-stash-buffer-size-factor-cuda``.
+    megatron-core 0.19.2 has one in ``--moe-paged-stash-buffer-size-factor-cuda``.
     """
     for action in _extend_parser(parser)._actions:
         if action.help is None or action.help is argparse.SUPPRESS:
@@ -48,15 +48,15 @@ def with_our_flags(
     extra_args_provider: ProviderT | None = None,
     ignore_unknown_args: bool = False,
 ) -> argparse.Namespace:
-    """Let the trainer's parser know our flags, whatever else a script adds to it.
+    """Parse with our flags in addition to those that a script adds.
 
-    A script that does not know us expects Megatron's values of flags that are not given, so these
-    are the defaults then. On the CPU back end, what was parsed is checked for what needs a GPU.
+    If the script does not add our flags itself, ``--optimizer-defaults`` is ``megatron``. On the
+    CPU back end, flags that need a GPU raise an error.
     """
 
     def provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         if cpu.is_enabled():
-            cpu.set_defaults(parser)  # before those of the script
+            cpu.set_defaults(parser)  # first, so that the script's defaults take precedence
         if extra_args_provider is not None:
             parser = extra_args_provider(parser)
         knows_us = any(action.dest == "optimizer_defaults" for action in parser._actions)
@@ -75,12 +75,10 @@ def with_our_flags(
 def checking_what_it_knows(
     original: Function, args: argparse.Namespace, defaults: Any = None
 ) -> Any:
-    """Let Megatron check flags without those that it refuses and we serve.
+    """Hide flags from Megatron's check that it does not support but this package does.
 
-    It refuses ``--use-torch-fsdp2`` and ``--use-megatron-fsdp`` with any optimizer but its own,
-    off-loading without the Adam that does it there, and the flags of QK-clip without Transformer
-    Engine's attention, where we record the logits of the local one. Whatever else it requires of
-    either FSDP is checked as for Adam.
+    These are both FSDPs and off-loading with optimizers other than Adam and SGD (FSDP is checked as
+    for Adam), and QK-clip with local attention, whose logits we record.
     """
     pretended: dict[str, Any] = {}
     is_ours = args.optimizer not in STANDARD_OPTIMIZERS
@@ -104,16 +102,16 @@ def checking_what_it_knows(
 
 
 def _check_persistent_worker(args: argparse.Namespace) -> None:
-    """Raise if a process that lives on would write state that training goes on to change.
+    """Raise an error if a persistent checkpoint worker would save off-loaded state.
 
-    It is handed tensors of the host by their memory, and only those of a GPU are copied.
+    The worker copies GPU tensors only; training would change CPU tensors while it writes them.
     """
     persistent = getattr(args, "use_persistent_ckpt_worker", False)
-    # on a CPU everything is copied
+    # the CPU back end copies everything
     on_gpu = not cpu.is_enabled()
     if on_gpu and args.optimizer_cpu_offload and getattr(args, "async_save", False) and persistent:
         rule = "would write off-loaded state while training changes it (--async-save)"
-        way_out = "Leave out --async-save, and save synchronously"
+        way_out = "Leave out --async-save to save synchronously"
         raise ConfigurationError("--use-persistent-ckpt-worker", True, rule, way_out)
 
 
@@ -124,14 +122,14 @@ def _check_torch_fsdp2(args: argparse.Namespace) -> None:
 
     name = args.optimizer
     if name.startswith("dist_"):
-        rule = "cuts Megatron's buffers, and torch FSDP2 cuts state already"
+        rule = "shards Megatron's buffers, but torch FSDP2 already shards the state"
         refuse("optimizer", rule, f"Pass --optimizer {name.removeprefix('dist_')}")
     if args.ckpt_format != "torch_dist":
-        rule = f"does not hold the state of {name}"
+        rule = f"cannot store the state of {name}"
         refuse("ckpt_format", rule, "Pass --ckpt-format torch_dist")
     if args.tensor_model_parallel_size > 1:
         rule = "Megatron's mesh has no dimension for tensor-parallel ranks"
-        way_out = "Pass 1, or use --use-distributed-optimizer"
+        way_out = "Pass 1, or use --use-distributed-optimizer instead"
         refuse("tensor_model_parallel_size", rule, way_out)
     if args.calculate_per_token_loss:
         rule = "Megatron does not divide gradients of torch FSDP2 by the number of tokens"
@@ -139,9 +137,9 @@ def _check_torch_fsdp2(args: argparse.Namespace) -> None:
 
 
 def _check_saving(args: argparse.Namespace) -> None:
-    """Raise if Megatron's own optimizer of DTensors would fail at the first save, hours later."""
+    """Raise an error if saving Megatron's own FSDP2 optimizer would fail, perhaps hours later."""
     if args.save and args.ckpt_format == "torch_dist" and not args.no_save_optim:
-        rule = f"has no form for the state that Megatron's {args.optimizer} keeps of DTensors"
+        rule = f"cannot store the state that Megatron's {args.optimizer} keeps for DTensors"
         way_out = "Pass --ckpt-format torch_dcp or --no-save-optim, or train with another optimizer"
         rule += " (--use-torch-fsdp2)"
         raise ConfigurationError("--ckpt-format", args.ckpt_format, rule, way_out)
@@ -150,20 +148,19 @@ def _check_saving(args: argparse.Namespace) -> None:
 def _check_megatron_fsdp(args: argparse.Namespace) -> None:
     name = args.optimizer
     if name.startswith("dist_"):
-        rule = "cuts Megatron's buffers, and Megatron-FSDP cuts state already"
+        rule = "shards Megatron's buffers, but Megatron-FSDP already shards the state"
         way_out = f"Pass --optimizer {name.removeprefix('dist_')}"
         raise ConfigurationError("--optimizer", name, f"{rule} (--use-megatron-fsdp)", way_out)
     asynchronous = args.async_save and args.use_persistent_ckpt_worker
     if asynchronous and args.async_strategy == "mcore":
-        rule = "fails at the first save: Megatron asks of its writer what that cannot do"
-        rule += " (--use-megatron-fsdp)"
-        way_out = "Leave out --async-save, and save synchronously"
+        rule = "fails at the first save, in Megatron's own writer (--use-megatron-fsdp)"
+        way_out = "Leave out --async-save to save synchronously"
         raise ConfigurationError("--async-strategy", "mcore", rule, way_out)
 
 
 @around
 def sharding_ddp_config(original: Function, args: Any) -> Any:
-    """Let Megatron's DDP reduce-scatter gradients for layer-wise optimizers as it does for Adam.
+    """Make Megatron's DDP reduce-scatter gradients for layer-wise optimizers, as for Adam.
 
     The trainer's argument check has turned ``use_distributed_optimizer`` off for them.
     """
@@ -175,20 +172,20 @@ def sharding_ddp_config(original: Function, args: Any) -> Any:
 
 @around
 def in_the_usual_layout(original: Function, *args: Any, **kwargs: Any) -> Any:
-    """Lay parameters out in one buffer without padding, whatever the optimizer.
+    """Wrap the model with Megatron's usual parameter layout, whatever the optimizer.
 
-    Where a caller asks for layer-wise storage gradients are reduce-scattered, as Megatron's own
-    function promises: it turns that on in the configuration that it is given.
+    For layer-wise storage this turns reduce-scatter on in the caller's ``ddp_config``, as Megatron
+    does.
     """
     call = inspect.signature(original).bind(*args, **kwargs)
     call.apply_defaults()
     wanted = call.arguments
-    # the next release's function is asked for a wrapper by flags, and for no layout
+    # megatron-core 0.20 selects the wrapper by flags and has no argument for the layout
     is_fsdp = wanted.get("use_megatron_fsdp") or wanted.get("use_torch_fsdp2")
     is_ddp = wanted.get("DP", DistributedDataParallel) is DistributedDataParallel and not is_fsdp
     layer_wise = wanted["use_layer_wise_distributed_optimizer"]
     if layer_wise and is_ddp and wanted.get("use_layer_wise_param_layout", True):
-        # gradients are scattered where the layout that we do without goes with it
+        # Megatron does this together with its layer-wise layout, which is not used here
         wanted["ddp_config"].use_distributed_optimizer = True
     wanted["use_layer_wise_distributed_optimizer"] = False
     return original(*call.args, **call.kwargs)
