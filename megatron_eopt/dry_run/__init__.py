@@ -1,4 +1,4 @@
-"""Runs the real optimizer as any one rank of many, in one process and on tensors without data."""
+"""Runs the real optimizer as one rank of a large job, in one process and on fake tensors."""
 
 from megatron_eopt.dry_run.counting import Collective, Counts, Report, report_of, schedules_of
 from megatron_eopt.dry_run.world import dry_world

@@ -1,6 +1,6 @@
-"""Counts what a step does: kernels and bytes by phase, collectives, operations, host's readings.
+"""Counts a step's kernels, bytes, FLOPs, collectives and host reads.
 
-It sees what torch dispatches, so that it counts real runs and dry runs alike.
+It observes what torch dispatches, so it works for real runs and for dry runs.
 """
 
 import operator
@@ -25,10 +25,10 @@ from megatron_eopt.optimizers.driver import Driver
 from megatron_eopt.optimizers.modes import Schedule
 
 _WITH_OUTPUT = ("gather", "scatter", "alltoall")
-"""In the names of collectives that have what arrives first, and then what is handed over."""
+"""Name parts of collectives whose first argument is the output and whose second is the input."""
 
 _WAIT_FOR_NOBODY = ("torch.optim", "megatron_eopt.base.gpu")
-"""Modules that read what lies in the host's memory, or came there long ago."""
+"""Modules whose reads do not wait, because the value is already in host memory."""
 
 _MACHINERY = (
     "torch",
@@ -56,24 +56,24 @@ _PHASES = {
     "torch.optim": "update",
     "megatron_eopt.storage": "copies to the model",
 }
-"""By the first function, from the one that calls torch outwards, whose name begins so."""
+"""Phase by the prefix of a function's full name; the innermost matching function decides."""
 
 READ: Any = torch.ops.aten._local_scalar_dense.default
-"""What brings a value to the host."""
+"""The operator that copies a value to the host."""
 
 
 class Collective(NamedTuple):
-    """One kind of call."""
+    """One kind of collective call."""
 
-    name: str  # as torch's dispatcher has it, without underscores at its ends
-    ranks: int  # of its group
-    sent: int  # bytes that this rank hands over
-    first: int  # lowest global rank of its group
-    last: int  # highest one
+    name: str  # torch's operator name, without outer underscores
+    ranks: int  # number of ranks in the group
+    sent: int  # bytes of this rank's input
+    first: int  # lowest global rank of the group
+    last: int  # highest global rank of the group
 
 
 class Phase(NamedTuple):
-    """Whose step something belongs to, None if it is done for all optimizers, and what it is."""
+    """The optimizer (None: all of them) and the part of its step to which work belongs."""
 
     optimizer: str | None
     name: str
@@ -81,12 +81,12 @@ class Phase(NamedTuple):
 
 @dataclass(frozen=True)
 class Amount:
-    """What the device does."""
+    """Work of the device."""
 
-    kernels: int = 0  # outside of matrix products
-    bytes: int = 0  # that these read and write
+    kernels: int = 0  # except matrix products
+    bytes: int = 0  # read and written by these kernels
     flops: int = 0  # of matrix products, by torch's formulas
-    kernels_in_all: int = 0  # with one for each product, whose bytes are counted nowhere
+    kernels_in_all: int = 0  # including one per matrix product, whose bytes are not counted
     host_waits: int = 0  # how often the host waits for a value
 
     def __add__(self, other: "Amount") -> "Amount":
@@ -94,15 +94,14 @@ class Amount:
 
 
 class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts while it is entered."""
+    """Counts the work done inside its ``with`` block."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        # how often each was called; their kernels are counted nowhere
-        self.collectives: Counter[Collective] = Counter()
-        # what was done in each phase, in the order in which they began
+        self.collectives: Counter[Collective] = Counter()  # calls; kernels are not counted
+        # in the order in which the phases began
         self.phases: defaultdict[Phase, Amount] = defaultdict(Amount)
-        self.host_reads: Counter[str] = Counter()  # how often the host waited, by who asked
+        self.host_reads: Counter[str] = Counter()  # waits of the host, by the calling function
 
     @property
     def flops(self) -> int:
@@ -146,12 +145,12 @@ def _groups(args: Any) -> Iterator[Any]:
 
 
 def _phase() -> Phase:
-    """Return who asks for what is done."""
+    """Return the phase that the current call stack belongs to."""
     name = optimizer = None
     for frame, _ in walk_stack(sys._getframe(2)):
         module, function = frame.f_globals.get("__name__", ""), frame.f_code.co_name
         name = name or _phase_of(f"{module}.{function}")
-        # to look at variables keeps them alive, so those of no other function are looked at
+        # f_locals keeps variables alive, so read those of step functions only
         steps = function.startswith(("step", "look_ahead")) and "eopt.optimizers." in module
         if steps and isinstance(driver := frame.f_locals.get("self"), Driver):
             optimizer = driver.name
@@ -164,7 +163,7 @@ def _phase_of(function: str) -> str | None:
 
 
 def who_reads() -> str | None:
-    """Return module and function that wait for a value; None if it is the host's own."""
+    """Return the module and function that wait for a value; None if the read does not wait."""
     for frame, _ in walk_stack(sys._getframe(2)):
         module = frame.f_globals.get("__name__", "")
         if module.startswith(_WAIT_FOR_NOBODY):
@@ -176,24 +175,23 @@ def who_reads() -> str | None:
 
 @dataclass(frozen=True)
 class Report:
-    """One rank's step."""
+    """What one rank does in a step."""
 
-    elements: dict[str, int]  # how many weights each optimizer steps on this rank
-    schedules: list[tuple[str, Schedule]]  # who computes which matrices, by optimizer
-    collectives: Counter[Collective]  # how often each is called
-    # what the device does in each phase, in the order in which they begin
-    phases: dict[Phase, Amount]
-    host_reads: Counter[str]  # how often the host waits for a value of the device, by who asks
-    memory: Memory  # what this rank holds
+    elements: dict[str, int]  # number of weights that each optimizer updates on this rank
+    schedules: list[tuple[str, Schedule]]  # which rank computes which matrices, by optimizer
+    collectives: Counter[Collective]  # number of calls
+    phases: dict[Phase, Amount]  # in the order in which they begin
+    host_reads: Counter[str]  # waits of the host for the device, by the calling function
+    memory: Memory  # bytes of this rank
 
     @property
     def total(self) -> Amount:
-        """What the device does in all."""
+        """The device's work in all phases."""
         return sum(self.phases.values(), Amount())
 
     @property
     def bytes_per_element(self) -> dict[str, float]:
-        """Bytes outside of products for each weight of an optimizer, what all share included."""
+        """Bytes moved outside matrix products per weight, by optimizer, with shared work."""
         moved: Counter[str | None] = Counter()
         for phase, amount in self.phases.items():
             moved[phase.optimizer] += amount.bytes
@@ -202,7 +200,7 @@ class Report:
 
 
 def schedules_of(optimizer: Any) -> list[tuple[str, Schedule]]:
-    """Return who computes which matrices, with the name of the optimizer that steps them."""
+    """Return which rank computes which matrices, each with its optimizer's name."""
     return [
         (driver.name, schedule)
         for stepper in optimizer.steppers
@@ -212,13 +210,11 @@ def schedules_of(optimizer: Any) -> list[tuple[str, Schedule]]:
 
 
 def report_of(optimizer: Any, give_gradients: Callable[[], None]) -> Report:
-    """Let an optimizer step twice, and report what the second step does.
-
-    State and buffers exist from the first step on. All ranks call this together.
+    """Run two optimizer steps and report on the second, when state and buffers exist; collective.
 
     Args:
-        optimizer: What ``get_megatron_optimizer`` returned.
-        give_gradients: Sets gradients, before either step.
+        optimizer: The result of ``get_megatron_optimizer``.
+        give_gradients: Sets the gradients; called before each step.
     """
     give_gradients()
     optimizer.step()

@@ -1,14 +1,14 @@
-"""How many kernels torch launches on a GPU for one operator, and how many bytes they move.
+"""Counts the kernels that torch launches on a GPU for an operator, and the bytes they move.
 
-These are torch's own rules, so that tensors without data, or on a CPU, are counted as on a GPU:
+It follows torch's rules, so that fake and CPU tensors are counted as on a GPU:
 
-* Views, allocations and values that the host reads take no kernel, nor does what has no elements.
-* An operator takes one kernel. Lists of tensors (``_foreach``, ``_fused``) are cut into launches as
-  torch's ``MultiTensorApply`` does. Where it cannot, as their dtypes or strides differ, each tensor
-  has a kernel.
-* Each distinct tensor is read once, and each output is written. What is overwritten is not read.
+* Views, allocations, host reads and operators on empty tensors launch no kernel.
+* Any other operator launches one. Operators on lists (``_foreach``, ``_fused``) are divided into
+  launches as in torch's ``MultiTensorApply``, or launch one kernel per tensor if dtypes or strides
+  differ.
+* Each distinct input is read once and each output written once; overwritten tensors are not read.
 
-What one operator's kernels write for each other is not counted.
+Traffic between the kernels of one operator is not counted.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,10 +20,10 @@ from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch.utils._pytree import tree_iter
 
 CHUNK, BLOCKS = 65_536, 320
-"""Elements of one tensor that a block of a launch works on, and most blocks of a launch."""
+"""Elements of a tensor per block, and most blocks per launch."""
 
 TENSORS = (110, 64, 48, 36, 30)
-"""Most tensors of a launch, if it goes over one list, two, ... five."""
+"""Most tensors per launch for one to five tensor lists."""
 
 _NOTHING = {"_unsafe_view", "detach_", "resize_", "set_", "squeeze_", "t_", "unsqueeze_"}
 _OVERWRITING = {"copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_"}
@@ -34,9 +34,9 @@ _REDUCING = {"_foreach_norm", "_foreach_max"}
 def moved_by(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 ) -> tuple[int, int]:
-    """Return the kernels, and the bytes they move, of an operator that is no matrix product.
+    """Return the number of kernels and the bytes they move for an operator except matrix products.
 
-    Schemas tell what it writes. Of this package's custom operators each is one kernel.
+    The operator's schema says what it writes. A custom operator of this package is one kernel.
     """
     name, schema = func.overloadpacket.__name__, func._schema
     aliases = [value.alias_info for value in schema.returns if value.alias_info is not None]
@@ -49,14 +49,14 @@ def moved_by(
     for argument in schema.arguments:
         tensors = _tensors(given.get(argument.name))
         is_written = argument.alias_info is not None and argument.alias_info.is_write
-        # fused optimizers write gradients only if they unscale them
+        # fused optimizers write gradients only when they unscale them
         if is_written and (argument.name != "grads" or given.get("grad_scale") is not None):
             written += tensors
         if not (is_written and (argument.name.startswith("out") or name in _OVERWRITING)):
             read += tensors
     if name.endswith("_like") or name.startswith("new_"):
         read = []
-    # torch adds a tensor to counts of steps that are the host's, and a number to a device's
+    # step counters on the host are incremented by a tensor, those on a device by a number
     on_host = func is _COUNTS and not any(tensor.dim() for tensor in written)
     if on_host or not any(tensor.numel() for tensor in written):
         return 0, 0
@@ -73,7 +73,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _kernels(func: Any, given: Mapping[str, Any], result: Any) -> int:
-    """Return the kernels of an operator on lists of tensors."""
+    """Return the number of kernels of an operator on lists of tensors."""
     name = func.overloadpacket.__name__
     values = [value for key, value in given.items() if key != "state_steps"]
     if result and name not in _REDUCING:
@@ -84,13 +84,13 @@ def _kernels(func: Any, given: Mapping[str, Any], result: Any) -> int:
         return sum(size > 0 for size in sizes)
     most = TENSORS[len(lists) - 1]
     if func._overloadname == "ScalarList":
-        most = min(most, 96)  # each launch has a number for each of its tensors
-    # partial results are zeroed first, and combined last
+        most = min(most, 96)  # a launch also carries one scalar per tensor
+    # reductions first zero partial results and finally combine them
     return launches(sizes, most) + 2 * (name in _REDUCING)
 
 
 def _is_together(lists: Sequence[Sequence[Tensor]], name: str) -> bool:
-    """Return whether one kernel can work on several tensors of these lists."""
+    """Return whether one kernel can process several tensors of these lists."""
     dtypes = [{tensor.dtype for tensor in tensors} for tensors in lists]
     groups = dtypes if name == "_foreach_copy_" else [set().union(*dtypes)]
     return all(len(group) == 1 for group in groups) and all(
@@ -101,10 +101,10 @@ def _is_together(lists: Sequence[Sequence[Tensor]], name: str) -> bool:
 
 
 def launches(sizes: Iterable[int], most: int) -> int:
-    """Return into how many launches, of ``most`` tensors at most, lists of such sizes are cut."""
+    """Return the number of launches of at most ``most`` tensors each for tensors of these sizes."""
     count = tensors = blocks = 0
     for size in filter(None, sizes):
-        # a launch goes out when its blocks are all used; the rest of the tensor begins the next
+        # a launch is full when its blocks are used up; the rest of the tensor starts the next
         full, left = divmod(blocks + -(-size // CHUNK), BLOCKS)
         tensors = (left > 0) if full else tensors + 1
         count, blocks = count + full, left

@@ -1,4 +1,4 @@
-"""One process that is any rank of many: process groups without peers, tensors without data."""
+"""Lets one process act as any rank of a job: fake process groups and fake tensors."""
 
 import functools
 import os
@@ -24,7 +24,7 @@ from megatron_eopt.cpu.patches import Patch, patched
 from megatron_eopt.dry_run.counting import READ
 
 _COALESCED = ("allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_")
-"""Collectives that torch does not know how to call with fake tensors."""
+"""Collectives for which torch has no implementation with fake tensors."""
 
 _library: Any = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
 for _name in _COALESCED:
@@ -35,37 +35,36 @@ for _name in _COALESCED:
 def dry_world(
     rank: int, world_size: int, *, cuda: AbstractContextManager[None] | None = None
 ) -> Iterator[None]:
-    """Be one rank of a world that is not there; nothing of it is left afterwards.
+    """Act as one rank of a simulated job inside a ``with`` block, and clean up afterwards.
 
-    In the block tensors are fake, and what other ranks would say follows from the process groups
-    that Megatron makes. Megatron must make no groups of gloo.
+    In the block tensors are fake, and answers of other ranks are derived from the process groups
+    that Megatron creates. Megatron must not create gloo groups.
 
     Args:
-        rank: Which rank to be.
+        rank: The rank to act as.
         world_size: Number of ranks.
-        cuda: What stands in for GPUs in the block; by default ``cuda`` means the CPU.
+        cuda: Context that stands in for GPUs; by default the CPU back end.
 
     Raises:
-        ConfigurationError: If the rank is none of the world's, or this process is connected to
-            real ones.
+        ConfigurationError: If the rank is out of range, or ``torch.distributed`` is initialized.
     """
     check_integer("world_size", world_size)
     if not 0 <= rank < world_size:
         rule = f"must be one of the {world_size} ranks"
         raise ConfigurationError("rank", rank, rule, f"Give 0 to {world_size - 1}")
     if distributed.is_initialized():
-        rule = "must have no process group: a dry run makes its own"
+        rule = "must not have a process group, because a dry run creates its own"
         raise ConfigurationError("this process", "initialized", rule, "Run it in another process")
     peers = _Peers(rank, world_size)
-    environment = dict(os.environ)  # in which models note their kind of attention
+    environment = dict(os.environ)  # models change it when they choose an attention kernel
     distributed.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     patches = [
         *(Patch(owner, "new_group", peers.new_group) for owner in (distributed, distributed_c10d)),
-        # ranks are numbers, whatever computes with them
+        # device meshes read rank numbers, so their tensors must be real
         Patch(DeviceMesh, "from_group", staticmethod(_with_values(DeviceMesh.from_group))),
         Patch(DeviceMesh, "__init__", _with_values(DeviceMesh.__init__)),
     ]
-    # what is made before, or outside of torch, has values
+    # real tensors from before the block, or from outside torch, may occur
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         with patched(patches), cuda or cpu.enabled(), answered_by(peers), fake, _Values():  # type: ignore[no-untyped-call]
@@ -78,7 +77,7 @@ def dry_world(
 
 
 class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets the host read something of tensors without values: False, 0 or 1.0."""
+    """Returns False, 0 or 1.0 when the host reads a value of a fake tensor."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -90,7 +89,7 @@ class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _with_values[**P, T](function: Callable[P, T]) -> Callable[P, T]:
-    """Let tensors have values in a function."""
+    """Run a function with real instead of fake tensors."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -101,7 +100,7 @@ def _with_values[**P, T](function: Callable[P, T]) -> Callable[P, T]:
 
 
 class _Peers:
-    """Knows all groups that are made, and what they say of where the other ranks stand."""
+    """Records the process groups that are created and derives the other ranks' answers."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank, self._size = rank, world_size
@@ -109,7 +108,7 @@ class _Peers:
         self._make = distributed.new_group
 
     def new_group(self, ranks: Sequence[int] | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Make a group if this rank is in it; of others only their ranks are noted."""
+        """Create a fake group if this rank is a member, else only record the group's ranks."""
         members = list(range(self._size) if ranks is None else ranks)
         self._groups[kwargs.get("group_desc") or "undefined"].append(members)
         if self._rank not in members:
@@ -118,14 +117,11 @@ class _Peers:
         return self._make(members, *args, **kwargs)
 
     def of_every_rank[T](self, value: T, group: distributed.ProcessGroup | None) -> list[T]:
-        """Return the same for all: ranks of equal role say the same."""
+        """Return this rank's value for every rank."""
         return [value] * distributed.get_world_size(group)
 
     def group_ranks(self, group: distributed.ProcessGroup | None) -> list[GroupRank]:
-        """Return every rank's place in its group of one kind.
-
-        Groups are of one kind if they have one description and one size.
-        """
+        """Return every rank's position in its group with the same description and size."""
         if group is None:
             return [GroupRank(rank, 0) for rank in range(self._size)]
         mine = distributed.get_process_group_ranks(group)
