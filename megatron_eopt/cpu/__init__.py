@@ -1,9 +1,8 @@
-"""Runs unmodified megatron-core and megatron.training on CPU processes with gloo.
+"""CPU back end: runs unmodified megatron-core and megatron.training on CPU processes with gloo.
 
-Megatron names the device ``cuda`` in hundreds of places. :func:`enable` lets those places mean the
-CPU: tensors asked for on a GPU are made on the CPU, streams and events become no-ops (a CPU
-computes in program order), and a second generator of random numbers keeps the host's draws apart
-from the GPU's (see :mod:`megatron_eopt.cpu.generators`). :func:`disable` takes everything back.
+Megatron names the device ``cuda`` in hundreds of places. :func:`enable` makes it mean the CPU:
+tensors are created on the CPU, streams and events do nothing, and host and "GPU" have separate
+random number generators (:mod:`megatron_eopt.cpu.generators`). :func:`disable` undoes this.
 """
 
 from megatron_eopt.cpu.backend import (

@@ -1,4 +1,4 @@
-"""Turning the CPU back end on and off, and whether a script runs on it or on GPUs."""
+"""Turns the CPU back end on and off, and chooses between it and GPUs."""
 
 import contextlib
 import logging
@@ -25,7 +25,7 @@ type Device = Literal["cpu", "cuda"]
 
 VARIABLE = "MEGATRON_EOPT_DEVICE"
 
-# kept before enable() puts an answer of its own there
+# the real function, which enable() replaces
 _gpu_is_available = torch.cuda.is_available
 
 _LOCK = threading.RLock()
@@ -35,13 +35,13 @@ _UNDO = contextlib.ExitStack()
 
 
 def enable() -> None:
-    """Let ``cuda`` mean the CPU in this process; does nothing if it does already.
+    """Make ``cuda`` mean the CPU in this process; a second call changes nothing.
 
-    Threads started from now on follow. A thread that ran before needs a call of its own.
+    Call it before ``init_process_group``. Threads started earlier each need their own call.
     """
     with _LOCK:
         if not _MODE.on:
-            # Dynamo keeps a table of torch's functions, later perhaps with stand-ins in it
+            # Dynamo caches torch's functions, perhaps including patched ones
             _UNDO.callback(trace_rules.clear_lru_cache)
             patches = [
                 *cuda_patches(),
@@ -52,7 +52,7 @@ def enable() -> None:
                 *mode_patches(_MODE),
             ]
             _UNDO.enter_context(patched(patches))
-            # Dynamo cannot trace calls under a function mode of Python code like this one
+            # Dynamo cannot trace calls under a function mode in Python
             _UNDO.enter_context(torch.compiler.set_stance("force_eager"))
             _UNDO.callback(_GENERATORS.unite)
             _MODE.on = True
@@ -60,7 +60,7 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Take back everything that :func:`enable` did; does nothing if it is off."""
+    """Undo :func:`enable`; does nothing if the back end is off."""
     with _LOCK:
         take_off_stack(_MODE)
         _MODE.on = False
@@ -74,7 +74,7 @@ def is_enabled() -> bool:
 
 @contextlib.contextmanager
 def enabled() -> Iterator[None]:
-    """Enable the back end for a block; it stays on afterwards if it was on before."""
+    """Enable the CPU back end for a ``with`` block; it stays on if it was on before."""
     before = is_enabled()
     enable()
     try:
@@ -85,13 +85,10 @@ def enabled() -> Iterator[None]:
 
 
 def choose_device() -> Device:
-    """Return the device that the environment variable MEGATRON_EOPT_DEVICE names.
-
-    Without it, ``"cpu"`` exactly when this machine has no usable GPU, also after
-    :func:`megatron_eopt.cpu.enable`.
+    """Return MEGATRON_EOPT_DEVICE if it is set, else ``"cuda"`` with a usable GPU or ``"cpu"``.
 
     Raises:
-        ConfigurationError: If the variable has another value than ``cpu`` or ``cuda``.
+        ConfigurationError: If the variable is neither ``cpu`` nor ``cuda``.
     """
     value = os.environ.get(VARIABLE)
     if value is None:
@@ -101,7 +98,7 @@ def choose_device() -> Device:
 
 
 def enable_if_chosen() -> Device:
-    """Enable the CPU back end if :func:`choose_device` says ``"cpu"``; return what it says."""
+    """Enable the CPU back end if :func:`choose_device` returns ``"cpu"``; return the device."""
     device = choose_device()
     if device == "cpu":
         enable()

@@ -1,6 +1,6 @@
-"""What ``torch.cuda`` and ``torch.accelerator`` offer while the CPU plays the GPU.
+"""CPU replacements for functions of ``torch.cuda`` and ``torch.accelerator``.
 
-A CPU computes in program order, so a stream is always idle and an event has always happened.
+A CPU computes in program order, so streams are always idle and events complete at once.
 """
 
 import collections
@@ -15,18 +15,18 @@ import torch
 
 from megatron_eopt.cpu.patches import Patch
 
-# below 10, Megatron asks for CUDA_DEVICE_MAX_CONNECTIONS=1, which means nothing on a CPU
+# below 10, Megatron requires CUDA_DEVICE_MAX_CONNECTIONS=1, which has no meaning on a CPU
 COMPUTE_CAPABILITY = (10, 0)
 
 
 class Event(torch.cpu.Event):
-    """An event of a stream that is always idle: it has happened as soon as it is recorded."""
+    """An event that completes as soon as it is recorded."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._recorded_s = 0.0
 
     def record(self, stream: Any = None) -> None:
-        """Note the time, for :meth:`elapsed_time`."""
+        """Save the time for :meth:`elapsed_time`."""
         self._recorded_s = time.perf_counter()
 
     def elapsed_time(self, other: "Event") -> float:
@@ -52,7 +52,7 @@ class Stream(torch.cpu.Stream):
 
 
 def _returns(value: Any = None) -> Callable[..., Any]:
-    """Return a function of its own: Dynamo refuses one function under two names."""
+    """Return a new function, because Dynamo rejects one function under two names."""
     return lambda *args, **kwargs: value
 
 
@@ -70,11 +70,11 @@ def _cuda_values() -> dict[str, Any]:
     stream = Stream()
     return {
         "is_available": _returns(True),
-        # makes torch run what it otherwise puts off until the first use of a GPU
+        # makes torch run work that it otherwise defers until the first use of a GPU
         "is_initialized": _returns(True),
         "is_bf16_supported": _returns(True),
         "is_current_stream_capturing": _returns(False),
-        # as many devices as the launcher started processes on this machine
+        # one device for each process that the launcher started on this machine
         "device_count": lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         "current_device": _returns(0),
         "get_device_properties": _returns(properties),
@@ -94,7 +94,7 @@ def _cuda_values() -> dict[str, Any]:
 
 
 def _accelerator_values() -> dict[str, Any]:
-    """No accelerator: torch's own libraries (the data loader) must not look for one."""
+    """Report no accelerator, so that torch's own code (the data loader) does not use one."""
     return {
         "is_available": _returns(False),
         "device_count": _returns(0),
@@ -105,7 +105,7 @@ def _accelerator_values() -> dict[str, Any]:
 
 
 def cuda_patches() -> list[Patch]:
-    """Return the replacements for the parts of ``torch.cuda`` and ``torch.accelerator`` in use."""
+    """Return the patches of ``torch.cuda`` and ``torch.accelerator``."""
     return [
         *(Patch(torch.cuda, name, value) for name, value in _cuda_values().items()),
         *(Patch(torch.accelerator, name, value) for name, value in _accelerator_values().items()),

@@ -1,22 +1,19 @@
-"""Two generators of random numbers, as on a machine with a GPU.
+"""Two random number generators, one for the host and one for the "GPU".
 
-There, code on the host (data loaders, samplers) has a generator of its own, and what it draws does
-not change the dropout masks of the model. A run that goes on from a checkpoint relies on that: it
-makes its data loaders after it has restored the GPU's generator, the run in one go made them long
-before. Here all tensors are on the CPU, so the kind of a draw must tell whose it is:
+With a GPU, host code (data loaders, samplers) has its own generator, so its draws do not change the
+model's dropout masks. Resuming depends on that, because a resumed run creates its data loaders
+after it has restored the GPU's generator. Here all tensors are on the CPU, so the call decides:
 
-* New tensors for which no device is named (``rand``, ``randn``, ``randint``, ``randperm``,
-  ``normal``), and ``Tensor.random_``, which is how seeds are drawn, come from the host's generator.
-* Everything else is drawn for tensors that a model computes with (dropout, ``bernoulli``,
-  ``rand_like``, initial weights) and comes from the GPU's. So do new tensors on a device that is
-  given as a ``torch.device``: model code writes ``device=x.device``, which says ``cpu`` here.
+* The host's generator serves new tensors without a device (``rand``, ``randn``, ``randint``,
+  ``randperm``, ``normal``) and ``Tensor.random_``, which draws seeds.
+* The GPU's generator serves everything else: dropout, ``bernoulli``, ``rand_like``, initial
+  weights, and new tensors on a ``torch.device``, as in ``device=x.device`` of model code.
 
-Torch's functions reach its default generator in C++, and some take no other. So that one plays the
-GPU's. The host's is a second one, which ``torch.get_rng_state``, ``torch.manual_seed`` and their
-like get to see in its place.
+Some torch functions can only use the default generator, so that one is the GPU's. A second one is
+the host's; ``torch.get_rng_state``, ``torch.manual_seed`` and similar functions use it.
 
-There are two from the first call of ``torch.cuda.manual_seed`` on, which Megatron makes while it
-starts. A program that never seeds the GPU by itself has one generator, as on any CPU.
+Separation starts with the first ``torch.cuda.manual_seed``, which Megatron calls at startup. Until
+then there is one generator, as on any CPU.
 """
 
 import contextlib
@@ -33,11 +30,11 @@ _GPUS = torch.default_generator
 MAY_DRAW_FOR_HOST = frozenset(
     {torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal, torch.Tensor.random_}
 )
-"""Functions of torch some of whose calls draw from the host's generator."""
+"""Torch functions that may draw from the host's generator."""
 
 
 def _is_hosts(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of one of them does."""
+    """Whether a call of such a function draws from the host's generator."""
     if func is torch.Tensor.random_:
         return True
     if func is torch.normal and len(args) < 3 and "size" not in kwargs:
@@ -54,7 +51,7 @@ def _seed(seed: int) -> None:
 
 
 class Generators:
-    """Knows whether the host has a generator of its own."""
+    """Separates and reunites the host's and the GPU's generator."""
 
     def __init__(self) -> None:
         self._hosts: torch.Generator | None = None
@@ -63,10 +60,9 @@ class Generators:
     def arguments(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return a call's keyword arguments, the host's generator among them if it draws from it.
+        """Return the call's keyword arguments, with the host's generator if it draws from that.
 
-        Is for functions of ``MAY_DRAW_FOR_HOST`` alone, and must see the devices that the call
-        names before they are changed.
+        ``func`` is in ``MAY_DRAW_FOR_HOST``; devices in ``kwargs`` are not replaced yet.
         """
         if self._hosts is None or not _is_hosts(func, args, kwargs):
             return kwargs
@@ -75,7 +71,7 @@ class Generators:
         return {**kwargs, "generator": self._hosts}
 
     def separate(self) -> None:
-        """Give the host a generator of its own, which goes on where the common one stood."""
+        """Give the host its own generator, with the state of the common one."""
         if self._hosts is None:
             self._hosts = torch.Generator()
             self._hosts.set_state(_GPUS.get_state())
@@ -85,22 +81,22 @@ class Generators:
             self._shown.enter_context(patched(shown))
 
     def unite(self) -> None:
-        """Leave one generator, torch's default one, which goes on where the host's stood."""
+        """Return to torch's default generator alone, with the state of the host's."""
         if self._hosts is not None:
             _GPUS.set_state(self._hosts.get_state())
             self._shown.close()
             self._hosts = None
 
     def patches(self) -> list[Patch]:
-        """Return the stand-ins for what ``torch.cuda`` offers for generators."""
+        """Return the patches of ``torch.cuda``'s random number functions."""
         return [
             *self._of(torch.cuda),
             *self._of(torch.cuda.random),
             Patch(torch.cuda, "default_generators", (_GPUS,)),
-            # torch.manual_seed passes over the GPUs of a process that was forked
+            # torch.manual_seed would skip the GPUs of a forked process
             Patch(torch.cuda, "_is_in_bad_fork", lambda: False),
-            # torch's own recomputation restores the generators of devices that it finds among its
-            # arguments, which are on the CPU here
+            # activation checkpointing restores generators by the devices of its arguments, which
+            # are on the CPU here
             Patch(checkpoint.DefaultDeviceType, "_default_device_type", "cuda"),
             Patch(checkpoint, "get_device_states", lambda *args: ([0], [_GPUS.get_state()])),
             Patch(torch.cuda, "_initialized", True),
@@ -113,7 +109,7 @@ class Generators:
 
         return [
             Patch(owner, "manual_seed", manual_seed),
-            # part of torch.manual_seed, so it tells nothing about what a program does with GPUs
+            # torch.manual_seed calls this too, so it does not show that a program seeds GPUs
             Patch(owner, "manual_seed_all", lambda seed: _seed(seed)),
             Patch(owner, "initial_seed", lambda: _GPUS.initial_seed()),
             Patch(owner, "get_rng_state", lambda device=None: _GPUS.get_state()),

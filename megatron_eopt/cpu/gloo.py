@@ -1,4 +1,4 @@
-"""Collectives that NCCL has and gloo lacks, and groups and meshes of CPU processes."""
+"""Collectives that gloo lacks compared with NCCL, and process groups and meshes on CPUs."""
 
 import functools
 import os
@@ -27,10 +27,7 @@ def _all_to_all_with_tensor_sizes(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """``all_to_all_single`` that also takes its split sizes as tensors.
-
-    Megatron's MoE dispatcher passes them so unless they are on a GPU.
-    """
+    """``all_to_all_single`` that accepts split sizes as tensors, which Megatron's MoE passes."""
     sizes = _as_list(output_split_sizes), _as_list(input_split_sizes)
     return plain(output, input, *sizes, *args, **kwargs)
 
@@ -43,10 +40,7 @@ def _all_gather_of_any_sizes(
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Any:
-    """``all_gather`` that also takes tensors of another shape from every rank.
-
-    As with NCCL, the list has the shapes of the ranks' tensors, the same list on every rank.
-    """
+    """``all_gather`` that accepts a different shape from each rank, as NCCL does."""
     rank = dist.get_rank(group)
     if rank < 0 or len({entry.shape for entry in tensor_list}) <= 1:
         return plain(tensor_list, tensor, group=group, async_op=async_op)
@@ -56,11 +50,11 @@ def _all_gather_of_any_sizes(
     for source, entry in enumerate(tensor_list):
         if entry.numel():
             work = dist.broadcast(entry, group_src=source, group=group, async_op=async_op)
-    return work  # a group of gloo works in order, so that the last one ends last
+    return work  # a gloo group works in order, so the last broadcast ends last
 
 
 def gloo_patches() -> list[Patch]:
-    """Return the replacements, each collective's under both names that torch gives it."""
+    """Return the patches; each collective has two names in torch."""
     functions = (
         _all_to_all_with_tensor_sizes(distributed_c10d.all_to_all_single),
         _all_gather_of_any_sizes(distributed_c10d.all_gather),
@@ -75,17 +69,16 @@ def gloo_patches() -> list[Patch]:
 
 
 def group_patches() -> list[Patch]:
-    """Return the replacement that makes groups with a worker thread each, and one network thread.
+    """Return patches that create gloo groups with one worker thread and a shared network thread.
 
-    Their network is the interfaces of GLOO_SOCKET_IFNAME, divided by commas, as of torch's groups.
-    Each group has a network thread of its own otherwise, which wakes up a hundred times a second,
-    and Megatron makes dozens of groups. Releases of torch without the function to replace stay as
-    they are.
+    Otherwise each of Megatron's dozens of groups has a network thread that wakes up a hundred times
+    a second. GLOO_SOCKET_IFNAME selects network interfaces (comma-separated), as in torch. Torch
+    releases without the patched function keep their own groups.
 
-    Note [One worker thread a group]: torch gives a group two, and both write the name of the work
-    they have ended into one string of the group, without a lock (``ProcessGroupGloo::runLoop`` of
-    2.15.0). Names of more than 15 letters, as ``ALLGATHER_COALESCED`` of Megatron-FSDP, are on the
-    heap: freed twice, the process ends with ``malloc(): unaligned tcache chunk detected``.
+    Note [One worker thread a group]: torch gives a group two, which write the name of finished work
+    to one string without a lock (``ProcessGroupGloo::runLoop`` in 2.15.0). Long names, such as
+    Megatron-FSDP's ``ALLGATHER_COALESCED``, are on the heap and may be freed twice, which ends the
+    process with ``malloc(): unaligned tcache chunk detected``.
     """
     if not hasattr(distributed_c10d, "_create_gloo_process_group"):
         return []
@@ -111,7 +104,7 @@ def group_patches() -> list[Patch]:
     patches = [Patch(distributed_c10d, "_create_gloo_process_group", create_gloo_process_group)]
     backend: Any = distributed_c10d.Backend
     if "GLOO" in backend._plugins:
-        # once the first group exists torch has looked the function up
+        # torch looks the function up before it creates the first group
         ours = backend._BackendPlugin(create_gloo_process_group, True)
         patches.append(Patch(backend, "_plugins", {**backend._plugins, "GLOO": ours}))
     return patches
@@ -119,5 +112,5 @@ def group_patches() -> list[Patch]:
 
 @around
 def _on_cpu(plain: Function, group: Any, device_type: str, *args: Any, **kwargs: Any) -> Any:
-    """``DeviceMesh.from_group`` that builds meshes of GPUs on the CPU."""
+    """``DeviceMesh.from_group`` that builds GPU meshes on the CPU."""
     return plain(group, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)

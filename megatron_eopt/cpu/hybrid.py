@@ -1,8 +1,8 @@
-"""HybridModel of Megatron's local modules; its own layers are Transformer Engine's.
+"""Builds Megatron's HybridModel from local modules instead of Transformer Engine's.
 
-Attention, multi-latent attention, MLPs and experts are built as in GPTModel's local layers, with
-layer norms of their own that checkpoints know by the names of the fused ones. Mamba, gated delta
-nets and sparse attention are GPU kernels.
+Attention, multi-latent attention, MLPs and experts are built like GPTModel's local layers.
+Checkpoints store their separate layer norms under the names of the fused ones. Mamba, gated delta
+nets and sparse attention need GPU kernels and raise an error.
 """
 
 from functools import partial
@@ -46,15 +46,11 @@ GPU_LAYERS = {
     Symbols.GDN: ("gated delta net", "flash-linear-attention"),
     Symbols.DS_ATTENTION: ("sparse attention", "fast-hadamard-transform"),
 }
-"""What layers of a pattern are called, and the package with their kernels."""
+"""Names of GPU-only layers, and the package with their kernels."""
 
 
 def check_pattern(pattern: str) -> None:
-    """Raise for the first layer of a pattern that a CPU cannot have.
-
-    Raises:
-        ConfigurationError: Naming the layer and the package that it needs.
-    """
+    """Raise a ConfigurationError for the first layer of a pattern that needs a GPU."""
     for symbol in pattern:
         if symbol in GPU_LAYERS:
             raise _refusal(symbol, pattern)
@@ -62,16 +58,16 @@ def check_pattern(pattern: str) -> None:
 
 def _refusal(symbol: str, pattern: str) -> ConfigurationError:
     layer, package = GPU_LAYERS[symbol]
-    rule = f"{layer} layers ({symbol}) are kernels of {package}, which need a GPU"
-    way_out = "Use attention (*), MLP (-) and MoE (E) layers here, or a GPU with this package"
+    rule = f"{layer} layers ({symbol}) use kernels of {package}, which need a GPU"
+    way_out = "Use attention (*), MLP (-) and MoE (E) layers, or run on a GPU with this package"
     return ConfigurationError("--hybrid-layer-pattern", pattern, rule, way_out)
 
 
 class _OnGpusOnly(torch.nn.Module):
-    """Stands in the layers' table for one that cannot be built here."""
+    """Takes the place of a layer that needs a GPU, and raises an error when it is built."""
 
     def __init__(self, *_args: Any, symbol: str, **_kwargs: Any) -> None:
-        # megatron-core adds to the message of what is raised here, in an error of the same class
+        # megatron-core raises the error's class again with a longer message
         raise ValueError(str(_refusal(symbol, symbol)))
 
 
@@ -118,7 +114,7 @@ _MLP = TransformerLayerSubmodules(
 )
 _EXPERTS = TransformerLayerSubmodules(
     pre_mlp_layernorm=_NORM,
-    # how many there are is read from the model's configuration
+    # the real number comes from the model's configuration
     mlp=get_moe_module_spec_for_backend(_LOCAL, num_experts=8),
     mlp_bda=get_bias_dropout_add,
 )
@@ -147,11 +143,11 @@ LOCAL_LAYERS = HybridStackSubmodules(
         submodules=MultiTokenPredictionBlockSubmodules(layer_specs=[_MULTI_TOKEN_PREDICTION]),
     ),
 )
-"""The layers of a stack, each as in megatron-core's table but of local modules."""
+"""megatron-core's table of hybrid layers, with local modules."""
 
 
 def hybrid_patches() -> list[Patch]:
-    """Return the replacements that put local layers into megatron-core's stack."""
+    """Return the patches that put local layers into megatron-core's hybrid stack."""
     return [
         Patch(hybrid_layer_specs.hybrid_stack_spec, "submodules", LOCAL_LAYERS),
         Patch(hybrid_block, "TENorm", WrappedTorchNorm),

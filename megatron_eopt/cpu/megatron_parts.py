@@ -1,16 +1,14 @@
-"""Parts of Megatron that lack on a CPU only what is said or copied here.
+"""Small patches that make parts of Megatron work on a CPU.
 
-* Multi-latent attention has values of another width than keys. Megatron's local attention computes
-  with any widths, but takes them as arguments in Transformer Engine's class only; the local one
-  flattens heads as if values were as wide as ``kv_channels``.
-* Without Transformer Engine and Apex, layers get ``WrappedTorchNorm``, which makes torch's
-  LayerNorm or RMSNorm and refuses sequence parallelism. All that is missing there is a mark: a
-  norm that sees a part of the sequence has a part of its gradient, and Megatron adds these parts up
-  over tensor parallelism for parameters whose attribute ``sequence_parallel`` is true.
-* The persistent worker of asynchronous checkpoints gets tensors by their memory. Those of a GPU are
-  copied to the host before training goes on; those of a CPU would be written as training changes
-  them meanwhile.
-* Megatron-FSDP lets NCCL multiply gradients while it sums them.
+* Attention: in multi-latent attention, values and keys have different widths. Megatron's local
+  attention assumes that values are ``kv_channels`` wide; the patch passes it the real width.
+* Norms: without Transformer Engine and Apex, layers use ``WrappedTorchNorm``, which raises an error
+  with sequence parallelism. The patch sets the attribute ``sequence_parallel`` on its parameters,
+  so that Megatron sums their gradients over tensor-parallel ranks.
+* Asynchronous checkpoints: the persistent worker shares CPU tensors' memory, so training would
+  change them while it writes. The patch hands it copies.
+* Megatron-FSDP: NCCL can scale gradients while it sums them, but gloo cannot. The patch scales them
+  first.
 """
 
 import copy
@@ -30,7 +28,7 @@ from megatron_eopt.cpu.patches import Patch
 
 
 def megatron_patches() -> list[Patch]:
-    """Return the replacements of these parts, and of the data set helpers' compilation."""
+    """Return these patches, and one that skips compiling the dataset helpers."""
     patches = [
         Patch(DotProductAttention, "__init__", _with_widths(DotProductAttention.__init__)),
         Patch(WrappedTorchNorm, "__new__", staticmethod(_marking(WrappedTorchNorm.__new__))),
@@ -45,7 +43,7 @@ def megatron_patches() -> list[Patch]:
             _multiplying_first(param_and_grad_buffer.gradient_reduce_preprocessing),
         ),
     ]
-    # where they cannot be built and are not needed
+    # skipped if they cannot be built, because they come compiled
     if (helpers := dataset_helpers_to_skip()) is not None:
         patches.append(Patch(helpers, "compile_helpers", lambda: None))
     return patches
@@ -83,8 +81,8 @@ def _handing_over_copies(plain: Function, self: Any, async_req: Any) -> None:
 
 
 def with_copies(request: Any) -> Any:
-    """Return an asynchronous request to save whose tensors are copies."""
-    # the arguments and what stages them hold the same
+    """Return an asynchronous save request with copies of its tensors."""
+    # cached, because the arguments and the preload function share tensors
     copied = functools.cache(lambda tensor: tensor.detach().clone())
 
     def copies(arguments: Any) -> Any:

@@ -1,16 +1,14 @@
-"""The function mode that reads ``cuda`` as ``cpu``, and its place on each thread's mode stack.
+"""A torch function mode that treats ``cuda`` as ``cpu``, and its place on the mode stacks.
 
-Torch keeps one stack of function modes per thread, hands a call to the topmost mode first, and
-takes a mode off the stack while it handles a call. Hence three rules here:
+Torch has a stack of function modes per thread. It passes a call to the topmost mode first and
+removes a mode from the stack while that mode handles the call. Hence three rules:
 
-* The mode stands at the bottom of the stack, because a mode that leaves takes the topmost one off,
-  whichever that is. So modes entered earlier or later leave without taking this one along. Only
-  the context of ``torch.set_default_device``, which insists on the bottom, goes below it.
-* ``Tensor.backward`` and its like run Python code (recomputation, the MoE all-to-all) inside one
-  call. The autograd engine therefore gets the mode back while it runs, and threads (data loaders,
-  asynchronous saves) get it when they begin, see :func:`mode_patches`.
-* A mode can only be taken off the stack of the running thread. Whether it acts is therefore an
-  attribute, which all threads share.
+* The mode is at the bottom of the stack, because a mode that exits pops the topmost one, whichever
+  it is. Only the mode of ``torch.set_default_device``, which requires the bottom, is below it.
+* ``Tensor.backward`` runs Python code (recomputation, the MoE all-to-all) inside one call, so the
+  autograd engine gets the mode back while it runs. New threads (data loaders, asynchronous saves)
+  get it when they start; see :func:`mode_patches`.
+* A thread can only change its own stack, so the switch ``on`` is an attribute that threads share.
 """
 
 import threading
@@ -45,7 +43,7 @@ def names_a_gpu(device: object) -> bool:
 
 
 def _on_cpu(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments with the GPU read as the CPU, and without page-locked memory."""
+    """Replace a GPU device in keyword arguments by the CPU, and drop ``pin_memory``."""
     return {
         name: CPU if name == "device" and names_a_gpu(value) else value
         for name, value in kwargs.items()
@@ -83,7 +81,7 @@ _HANDLERS: dict[Any, Handler] = {
 
 
 def _default_is_a_gpu(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether ``func`` makes a tensor on torch's default device, and that is a GPU."""
+    """Whether ``func`` creates a tensor on torch's default device and that is a GPU."""
     default = default_device.CURRENT_DEVICE
     if default is None or not names_a_gpu(default):
         return False
@@ -91,9 +89,9 @@ def _default_is_a_gpu(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bo
 
 
 class CudaIsCpu(TorchFunctionMode):
-    """Reads every mention of a GPU in a torch call as the CPU while ``on``.
+    """Replaces GPU devices in torch calls by the CPU while ``on`` is true.
 
-    Calls that draw random numbers get the one of ``generators`` that is theirs.
+    Calls that draw random numbers get the host's or the GPU's generator from ``generators``.
     """
 
     def __init__(self, generators: Generators) -> None:
@@ -108,16 +106,16 @@ class CudaIsCpu(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Call ``func`` with the CPU wherever its arguments name a GPU."""
+        """Call ``func`` with the CPU in place of every GPU in its arguments."""
         kwargs = kwargs or {}
         if not self.on:
             return func(*args, **kwargs)
         handler = _HANDLERS.get(func)
         if handler is not None:
             return handler(args, kwargs)
-        # every call of torch passes here, so that most must get by with few of Python's
+        # every torch call passes here, so the common path must be short
         if _default_is_a_gpu(func, kwargs):
-            # as torch.set_default_device, whose context is below this mode, would fill it in
+            # torch.set_default_device, whose mode is below this one, would set it only later
             kwargs = {**kwargs, "device": default_device.CURRENT_DEVICE}
         if func in MAY_DRAW_FOR_HOST:
             kwargs = self._generators.arguments(func, args, kwargs)
@@ -125,18 +123,18 @@ class CudaIsCpu(TorchFunctionMode):
 
 
 def stack_of_modes() -> list[Any]:
-    """Return the function modes of the running thread, the bottom one first."""
+    """Return the current thread's function modes, the bottom one first."""
     depth = _len_torch_function_stack()
     return [_get_function_stack_at(level) for level in range(depth)]
 
 
 def _take_stack() -> list[Any]:
-    """Empty this thread's mode stack; the bottom mode comes first in the list."""
+    """Remove and return the current thread's function modes, the bottom one first."""
     return [_pop_torch_function_stack() for _ in range(_len_torch_function_stack())][::-1]
 
 
 def put_on_stack(mode: CudaIsCpu) -> None:
-    """Put ``mode`` on the running thread's stack, unless it is there."""
+    """Put ``mode`` on the current thread's stack unless it is already on it."""
     stack = _take_stack()
     if mode not in stack:
         default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
@@ -147,14 +145,14 @@ def put_on_stack(mode: CudaIsCpu) -> None:
 
 
 def take_off_stack(mode: CudaIsCpu) -> None:
-    """Take ``mode`` off the running thread's stack and leave the other modes as they are."""
+    """Remove ``mode`` from the current thread's stack and keep the other modes."""
     for entry in _take_stack():
         if entry is not mode:
             _push_on_torch_function_stack(entry)
 
 
 def mode_patches(mode: CudaIsCpu) -> list[Patch]:
-    """Return replacements that let torch's autograd engine and new threads run under ``mode``."""
+    """Return patches that make the autograd engine and new threads run under ``mode``."""
     plain = torch.autograd.graph._engine_run_backward
     plain_bootstrap: Any = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
 
@@ -168,7 +166,7 @@ def mode_patches(mode: CudaIsCpu) -> list[Patch]:
             _pop_torch_function_stack()
 
     def bootstrap(thread: threading.Thread) -> None:
-        # a thread's mode stack is its own and goes away with it
+        # no cleanup is needed, because the thread's mode stack ends with it
         put_on_stack(mode)
         plain_bootstrap(thread)
 

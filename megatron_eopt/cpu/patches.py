@@ -1,4 +1,4 @@
-"""Attribute replacements that are taken back."""
+"""Temporary replacements of attributes."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 
 class Patch(NamedTuple):
-    """One attribute of a module or class, and the value that it shall have for a while."""
+    """An attribute of a module or class, and its temporary value."""
 
     owner: Any
     name: str
@@ -15,15 +15,14 @@ class Patch(NamedTuple):
 
 @contextlib.contextmanager
 def patched(patches: Iterable[Patch]) -> Iterator[None]:
-    """Set attributes in order for a block, and restore the former values in the opposite order.
+    """Set attributes for the duration of a block, and restore them in the opposite order.
 
     Raises:
-        AttributeError: If an owner has no attribute of that name. A stand-in for something that
-            is not there would hide that torch or Megatron has changed.
+        AttributeError: If an owner has no such attribute, because torch or Megatron has changed.
     """
     with contextlib.ExitStack() as undo:
         for owner, name, value in patches:
-            # vars() and not getattr(): a class hands out its static methods unwrapped
+            # vars() because getattr() would unwrap a class's static methods
             if name not in vars(owner):
                 raise AttributeError(f"{owner!r} has no attribute {name!r}")
             undo.callback(setattr, owner, name, vars(owner)[name])
