@@ -40,7 +40,7 @@ class NonFiniteError(FloatingPointError):
     def __init__(self, what: str, names: list[str]) -> None:
         shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
         super().__init__(
-            f"non-finite {what} of {shown}. No weight or optimizer state has changed. Lower the "
+            f"non-finite {what} of {shown}: no weight or optimizer state has changed. Lower the "
             "learning rate, clip gradients, or find the layer that overflows. "
             "With loss scaling, a step like this is skipped."
         )

@@ -85,7 +85,7 @@ def enabled() -> Iterator[None]:
 
 
 def choose_device() -> Device:
-    """Return MEGATRON_EOPT_DEVICE if it is set, else ``"cuda"`` with a usable GPU or ``"cpu"``.
+    """Return MEGATRON_EOPT_DEVICE if it is set, else ``"cuda"`` if a GPU is usable, or ``"cpu"``.
 
     Raises:
         ConfigurationError: If the variable is neither ``cpu`` nor ``cuda``.

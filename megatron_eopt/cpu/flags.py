@@ -99,8 +99,8 @@ REFUSALS = (
     Refusal("nccl_ub", "NCCL's buffers are on GPUs", flag="--use-nccl-ub"),
     Refusal("use_sharp", "SHARP works with NCCL, which connects GPUs"),
     Refusal("fine_grained_activation_offloading", "the activations are already on the CPU"),
-    Refusal("profile", "records GPU kernels"),
-    Refusal("record_memory_history", "records the GPU memory allocator"),
+    Refusal("profile", "records GPU kernels only"),
+    Refusal("record_memory_history", "records the GPU memory allocator only"),
 )
 
 

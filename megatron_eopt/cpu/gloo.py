@@ -104,7 +104,7 @@ def group_patches() -> list[Patch]:
     patches = [Patch(distributed_c10d, "_create_gloo_process_group", create_gloo_process_group)]
     backend: Any = distributed_c10d.Backend
     if "GLOO" in backend._plugins:
-        # torch looks the function up before it creates the first group
+        # after the first group, torch keeps the original function in this table
         ours = backend._BackendPlugin(create_gloo_process_group, True)
         patches.append(Patch(backend, "_plugins", {**backend._plugins, "GLOO": ours}))
     return patches

@@ -67,7 +67,7 @@ class _OnGpusOnly(torch.nn.Module):
     """Takes the place of a layer that needs a GPU, and raises an error when it is built."""
 
     def __init__(self, *_args: Any, symbol: str, **_kwargs: Any) -> None:
-        # megatron-core raises the error's class again with a longer message
+        # megatron-core constructs the same class again with a longer message as its one argument
         raise ValueError(str(_refusal(symbol, symbol)))
 
 

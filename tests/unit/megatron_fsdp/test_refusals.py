@@ -22,7 +22,7 @@ CASES = [
     ({}, {"megatron_fsdp_cuda_graph_mode": True}, "leaves gradients"),
     ({}, {"megatron_fsdp_use_decoupled_grad": True}, "Transformer Engine's Adam alone"),
     ({"config": {"fp16": True}}, {}, "fp16=True: needs a loss scale"),
-    ({"model": {**SMALL.model, "qk_clip": True}}, {}, "use_megatron_fsdp cuts the rows"),
+    ({"model": {**SMALL.model, "qk_clip": True}}, {}, "use_megatron_fsdp shards the rows"),
 ]
 
 
