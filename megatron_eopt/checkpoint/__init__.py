@@ -1,14 +1,14 @@
-"""Optimizer state in checkpoints: one form for every storage, in which no layout shows.
+"""Optimizer state in checkpoints, in a form that does not depend on storage or parallel layout.
 
-Values of state (``saved_state``) have boxes of the unsharded parameter (``parameter_space``), under
-names of ``keys``. ``requests`` holds those of a chain; ``optimizer_state`` adds groups and steps.
+Each state tensor (``saved_state``) is saved as boxes of the unsharded parameter
+(``parameter_space``), under ``keys``. ``optimizer_state`` adds groups and step counts.
 
 =============================  =====================================================================
-``torch_dist``, by parameter   ``requests``; a load is matched first: ``matching``, ``migration``
-``torch_dist``, by bucket      megatron-core writes it of Adam; read by ``requests``
-``torch``                      fragments: ``rank_files``; whole parameters: ``local_state``
+``torch_dist``, by parameter   ``requests``; loads are matched first by ``matching``, ``migration``
+``torch_dist``, by bucket      written by megatron-core for Adam; read by ``requests``
+``torch``                      ZeRO-1 fragments: ``rank_files``; whole parameters: ``local_state``
 ``fsdp_dtensor``               ``fsdp_dtensor``
 =============================  =====================================================================
 
-``trainer`` is what Megatron-LM's trainer needs for all of that.
+``trainer`` adapts the loading functions of Megatron-LM's trainer.
 """

@@ -1,4 +1,4 @@
-"""What optimizer state a checkpoint has, by its metadata."""
+"""The optimizer state that a checkpoint has, according to its metadata."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -13,25 +13,25 @@ type Shapes = Mapping[str, tuple[int, ...] | None]
 """Global shapes of a checkpoint's tensors by key; None for objects."""
 
 type Piece = ShardedTensor | ShardedObject
-"""A box of a checkpoint's tensor, or a whole object, with what it is written from or read into."""
+"""A box of a checkpoint's tensor, or an object, with the data to write from or to read into."""
 
 type Pieces = tuple[Piece, ...]
 
 
 def key_of(piece: Piece) -> str:
-    """Return the name under which a checkpoint has a piece's tensor, or the object."""
+    """Return the checkpoint key of a piece."""
     return str(piece.key if isinstance(piece, ShardedTensor) else piece.unique_key)
 
 
 class Contents:
-    """What optimizer state a checkpoint has."""
+    """The optimizer state that a checkpoint has."""
 
     def __init__(self, shapes: Shapes) -> None:
-        self.shapes = shapes  # global ones, by key
-        # the kinds of state that are cut like it, by parameter
+        self.shapes = shapes
+        # kinds of state in the shape of the parameter, by parameter
         self.kinds: dict[str, set[str]] = defaultdict(set)
-        self.in_buckets: set[str] = set()  # the kinds of state in buckets of many parameters
-        self._keys: dict[str, str] = {}  # by what they are outside of a chain
+        self.in_buckets: set[str] = set()  # kinds of state in buckets of many parameters
+        self._keys: dict[str, str] = {}  # full key by key without the place in a chain
         for key in shapes:
             parts = split_key(key)
             if parts is None:
@@ -44,15 +44,15 @@ class Contents:
                 self.kinds[parts.name].add(parts.kind)
 
     def kinds_of(self, stacks: Sequence[str], places: Sequence[int]) -> set[str]:
-        """Return the kinds of state of a parameter, which may lie in stacks or apart from them."""
+        """Return the kinds of state of a parameter, in stacked tensors or in tensors of its own."""
         return set.intersection(
             *(self.kinds[stack] | self.kinds[key_apart(stack, places)] for stack in stacks)
         )
 
     def find(self, pieces: Pieces) -> Pieces | None:
-        """Return pieces by the names that a checkpoint has for them; None if it lacks any.
+        """Return the pieces under the checkpoint's keys; None if it lacks any.
 
-        A vocabulary, which is padded by the size of tensor parallelism, may have another size.
+        A vocabulary may have another size, because padding depends on tensor parallelism.
         """
         found = []
         for piece in pieces:
@@ -67,11 +67,9 @@ class Contents:
 
 
 def apart(pieces: Pieces, stacked: int) -> Pieces:
-    """Return pieces of stacked tensors as tensors of their own layer or expert; see Note [Keys].
+    """Return pieces of stacked tensors as tensors per layer or expert; see Note [Keys].
 
-    Args:
-        pieces: With ``stacked`` leading dimensions that number layers or experts.
-        stacked: How many.
+    ``stacked`` is the number of leading dimensions that index layers or experts.
     """
     ones, zeros = (1,) * stacked, (0,) * stacked
     return tuple(

@@ -1,9 +1,9 @@
-"""State in checkpoints of format ``fsdp_dtensor``: DTensors by parameter, as megatron-core has it.
+"""State in checkpoints of format ``fsdp_dtensor``: DTensors by parameter, as in megatron-core.
 
-``optimizer.state.{parameter}.{kind}``; state of whole matrices lies there too, cut by rows. The
-trainer splits gate and up of a SwiGLU's first weight, ``{parameter}_w`` and ``{parameter}_v``, so
-that both load under another tensor parallelism; what is cut like that weight is split like it.
-Every rank has the same keys, whatever it holds, since finding out who holds what is collective.
+Keys are ``optimizer.state.{parameter}.{kind}``. State of whole matrices is sharded by rows. The
+trainer splits the first weight of a SwiGLU into ``{parameter}_w`` and ``{parameter}_v`` (gate and
+up), so that it loads with another tensor-parallel size; state of its shape is split in the same
+way. All ranks have the same keys, because the layout of each DTensor is exchanged collectively.
 """
 
 import inspect
@@ -24,10 +24,10 @@ from megatron_eopt.checkpoint.saved_state import MAINS
 from megatron_eopt.optimizers.stepper import Stepper
 
 FORMAT = "fsdp_dtensor"
-"""The trainer's name of the format."""
+"""The trainer's name for the format."""
 
 GROUPS = "param_to_group_meta"
-"""Key of the settings of every parameter's group."""
+"""Key of the group settings by parameter."""
 
 _FIRST_HALF = "_w"
 _STATE = "optimizer.state."
@@ -44,12 +44,12 @@ def requested(stepper: Stepper, *, is_loading: bool) -> dict[str, Any]:
             state |= _in_parts(storage, param, packed["state"].get(number, {}))
     groups = [{**group, STEP: storage.steps} for group in storage.optimizer.param_groups]
     metas = storage._param_groups_to_param2group_meta(groups)
-    # parameters of one group may be read from several
+    # a copy for each parameter, because parameters of one group may be read from several groups
     return {"state": state, GROUPS: {name: dict(meta) for name, meta in metas.items()}}
 
 
 def load(stepper: Stepper, loaded: Mapping[str, Any]) -> None:
-    """Take over what was loaded into :func:`requested`; collective.
+    """Pass what was loaded into :func:`requested` to the optimizer; collective.
 
     Raises:
         ConfigurationError: If state is missing.
@@ -64,9 +64,9 @@ def load(stepper: Stepper, loaded: Mapping[str, Any]) -> None:
             kept = optimizer.state[param]
             found = {**state.get(name + _FIRST_HALF, {}), **state.get(name, {})}
             if STEP in kept and STEP not in found and MOMENTUM in found:
-                # nobody counted this parameter's steps
+                # the checkpoint has no step count for this parameter
                 found[STEP] = torch.full_like(kept[STEP], steps)
-            # what is cut like the parameter has been read in place
+            # DTensors were loaded in place
             cut = {kind: value for kind, value in kept.items() if isinstance(value, DTensor)}
             states[param] = {**found, **cut}
         adopt(group, [loaded[GROUPS].get(name, {}) for name in names])
@@ -80,17 +80,16 @@ def match(
     fresh: Container[str],
     spare: frozenset[str],
 ) -> list[str]:
-    """Raise unless a checkpoint, which has ``keys``, has all state of :func:`requested`.
+    """Match ``wanted``, from :func:`requested`, with a checkpoint that has ``keys``.
 
-    State of the kinds ``fresh`` may be missing, and is no longer asked for then, nor is what it
-    goes with. Settings of groups that it lacks are no longer asked for either, nor are kinds to
-    ``spare``. What it has besides is left out.
+    Removes what the checkpoint lacks: kinds of state in ``fresh``, with the kinds that depend on
+    them, kinds in ``spare``, and group settings. Other state of the checkpoint is ignored.
 
     Returns:
-        What starts fresh, a line for each kind.
+        A line for each kind of state that starts fresh.
 
     Raises:
-        ConfigurationError: If state is missing, with the parameters and what they lack.
+        ConfigurationError: If other state is missing; names the parameters and kinds.
     """
     missing: list[str] = []
     names_of: dict[str, list[str]] = {}
@@ -116,17 +115,17 @@ def match(
 
 @torch.no_grad()
 def _in_parts(storage: Any, param: Tensor, values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return one parameter's state by name, in two parts where the parameter is saved in two."""
+    """Return a parameter's state by name; two entries if the parameter is saved in two parts."""
     name, chunk = storage._param_name(param), storage.model_chunks[0]
     if not chunk.config.gated_linear_unit:
         return {name: dict(values)}
-    # megatron-core splits weights of the model inside, by their names; state has the same shapes
+    # megatron-core splits weights by their names in the inner model; state has the same shapes
     inside = needed("expert_param_local_key")(name, chunk.config.num_moe_experts)
     inside = inside.removeprefix("module.module.")
-    # as they are saved: what is kept between steps may be 8 bits of them
+    # values in the form to save; the optimizer may keep 8-bit values between steps
     kept = storage.optimizer.state[param]
     cut = {k: values[k] for k, v in kept.items() if isinstance(v, DTensor) and k in values}
-    # what stands around it for the trainer expects the trainer's model
+    # without the wrapper of megatron_eopt.checkpoint.trainer, which expects the trainer's model
     splitting = inspect.unwrap(owner_of("expert_param_local_key").handle_swiglu_in_state_dict)
     names, _ = splitting(chunk.module, {inside: param.detach()}, None)
     parts: dict[str, dict[str, Any]] = {name + part.removeprefix(inside): {} for part in names}

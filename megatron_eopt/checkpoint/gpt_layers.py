@@ -1,8 +1,7 @@
-"""Loading a GPTModel's checkpoint into a HybridModel, whose layers Megatron matches with GPT's.
+"""Load a GPTModel's checkpoint into a HybridModel, whose layers Megatron matches with GPT's.
 
-The trainer renames what it asks for once everything has been asked for. Boxes of fragments have no
-grid that it could rename, so the model's entries are renamed before the optimizer looks at them;
-Megatron then finds nothing left to do.
+The trainer renames model and optimizer entries together, but cannot rename boxes of fragments,
+which form no regular grid. So the model's entries are renamed first, and the optimizer's follow.
 """
 
 from contextvars import ContextVar
@@ -17,34 +16,34 @@ from megatron_eopt.base.agreement import CheckpointError
 from megatron_eopt.base.wrapping import Function, around
 
 _layers: ContextVar[GPTCompatLayerMaps | None] = ContextVar("_layers", default=None)
-"""Of the load in progress: which layers of the GPTModel the HybridModel's are."""
+"""For the load in progress: the GPTModel layer of each HybridModel layer."""
 
 
 @around
 def noting_layers(original: Function, *values: Any, **kwargs: Any) -> Any:
-    """Wrap what the trainer matches the layers with, once for every load."""
+    """Wrap the trainer's function that matches layers, and store its result for this load."""
     layers, loads_state = original(*values, **kwargs)
     _layers.set(layers if loads_state else None)
     return layers, loads_state
 
 
 def forget_layers() -> None:
-    """Let the next load be of any checkpoint."""
+    """Clear the layer map after a load."""
     _layers.set(None)
 
 
 def name_as_in_checkpoint(model_state: Any) -> None:
-    """Give the entries of a model's sharded state dict the names that the checkpoint has, in place.
+    """Rename the entries of a model's sharded state dict to the checkpoint's names, in place.
 
     Raises:
-        CheckpointError: If the model has layers that no GPTModel has.
+        CheckpointError: If the model has layers that a GPTModel cannot have.
     """
     layers = _layers.get()
     if layers is None:
         return
     if layers.fresh_init:
         numbers = ", ".join(map(str, sorted(layers.fresh_init)))
-        rule = f"has no optimizer state of layers {numbers}, which no GPTModel has"
-        way_out = "Load the weights alone (--no-load-optim)"
+        rule = f"has no optimizer state for layers {numbers}, which a GPTModel cannot have"
+        way_out = "Load only the weights (--no-load-optim)"
         raise CheckpointError("checkpoint", "of a GPTModel", rule, way_out)
     retarget_sharded_state_dict_to_gpt_checkpoint(model_state, layers)

@@ -1,4 +1,4 @@
-"""Parameter groups, step counts and loss scales of checkpoints, whoever wrote them."""
+"""Parameter groups and step counts in checkpoints of this package, megatron-core and NeMo."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ type Groups = Sequence[Mapping[str, Any]]
 
 
 def children_of(state: Any) -> list[Mapping[Any, Any]]:
-    """Return the state of each optimizer of a chain, in their order."""
+    """Return the state of each optimizer of a chain, in order."""
     if isinstance(state, list | tuple):
         return list(state)
     if {"optimizer", "param_groups"} & state.keys():
@@ -21,12 +21,12 @@ def children_of(state: Any) -> list[Mapping[Any, Any]]:
 
 
 def inner_of(child: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the state of the torch optimizer inside of megatron-core's wrapper."""
+    """Return the state of the torch optimizer inside megatron-core's wrapper."""
     return child.get("optimizer", child)  # type: ignore[no-any-return]
 
 
 def saved_groups(state: Any) -> list[Mapping[str, Any]]:
-    """Return all parameter groups in ``state``, with their steps where anything says them."""
+    """Return all parameter groups in ``state``, with their step count if it is known."""
     found: list[Mapping[str, Any]] = []
     for inner in map(inner_of, children_of(state)):
         common = inner.get("state", {}).get("common_step")
@@ -36,7 +36,7 @@ def saved_groups(state: Any) -> list[Mapping[str, Any]]:
 
 
 def saved_steps(state: Any) -> int:
-    """Return the number of steps done: the same for all optimizers, and kept in several places."""
+    """Return the step count, which is the same for all optimizers, from wherever it is stored."""
     found = [group.get(STEP) for group in saved_groups(state)]
     for inner in map(inner_of, children_of(state)):
         states = inner.get("state", {})
@@ -46,19 +46,18 @@ def saved_steps(state: Any) -> int:
 
 
 def steps_of(groups: Groups, saved: Groups, otherwise: int) -> int:
-    """Return the steps that the same groups of a checkpoint have done, if it has them."""
+    """Return the step count of the matching groups of a checkpoint, else ``otherwise``."""
     twins = [saved[place] for group in groups if (place := _find(group, saved)) is not None]
     return max((int(g[STEP]) for g in twins if g.get(STEP) is not None), default=otherwise)
 
 
 def adopt(group: dict[str, Any], saved: Groups) -> None:
-    """Take over what a checkpoint has in the same group, but not the numbers of its schedule.
+    """Load the settings of the matching group of a checkpoint, except those of the schedule.
 
-    A group that the checkpoint does not have, because its parameters had another optimizer or
-    another program wrote it, keeps all its settings.
+    A group without a match keeps its settings; its parameters may have had another optimizer.
     """
     keep = {"params", STEP, "default_config", GROUP_ID, "max_lr", "min_lr", *_identifiers()}
-    # how torch computes, and where it counts steps, is this run's
+    # this run chooses torch's implementation and where it counts steps
     keep |= {"fused", "foreach", "capturable"}
     place = _find(group, saved)
     twin = {} if place is None else saved[place]
@@ -66,10 +65,10 @@ def adopt(group: dict[str, Any], saved: Groups) -> None:
 
 
 def match_all(saved: Groups, present: Groups) -> list[int]:
-    """Return for each present group the place of its twin among the saved ones.
+    """Return, for each present group, the index of the matching saved group.
 
     Raises:
-        ConfigurationError: If a group has no twin or two have the same, with all that differs.
+        ConfigurationError: If the groups do not match one to one; names the groups that differ.
     """
     twins = [_find(group, saved) for group in present]
     found = [place for place in twins if place is not None]
@@ -77,15 +76,13 @@ def match_all(saved: Groups, present: Groups) -> list[int]:
         return found
     lacking = [_name(group) for group, place in zip(present, twins, strict=True) if place is None]
     others = [_name(group) for place, group in enumerate(saved) if place not in found]
-    rule = (
-        f"must have the parameter groups of this run; it lacks {lacking} and has {others} besides"
-    )
+    rule = f"must have the parameter groups of this run, but it lacks {lacking} and has {others}"
     way_out = "Resume with the optimizers and overrides of the run that wrote the checkpoint"
     raise ConfigurationError("state_dict", [_name(group) for group in saved], rule, way_out)
 
 
 def optimizers_of(groups: Groups) -> set[str | None]:
-    """Return the names of the optimizers of some groups, None for one that nothing names."""
+    """Return the optimizer names of some groups; None for a group that names none."""
     return {
         group.get("optimizer") or str(group.get(GROUP_ID, "")).partition("/")[0] or None
         for group in groups
@@ -93,7 +90,7 @@ def optimizers_of(groups: Groups) -> set[str | None]:
 
 
 def _find(group: Mapping[str, Any], saved: Groups) -> int | None:
-    """Find a group by identity; one without, of megatron-core's own, by megatron-core's keys."""
+    """Find a group by its identity, or by megatron-core's keys if megatron-core wrote it."""
     for place, candidate in enumerate(saved):
         if GROUP_ID in group and GROUP_ID in candidate:
             if group[GROUP_ID] == candidate[GROUP_ID]:
@@ -108,8 +105,8 @@ def _identifiers() -> tuple[str, ...]:
 
 
 def _keys(group: Mapping[str, Any], present: Mapping[str, Any]) -> list[Any]:
-    """Return what megatron-core matches a group by; what names no optimizer fits any."""
-    # NeMo's spelling has a prefix
+    """Return megatron-core's keys of a group; a group without an optimizer's name fits any."""
+    # NeMo writes these names with a prefix
     values = {key: group.get(key, group.get(f"pre_{key}")) for key in _identifiers()}
     if values["optimizer"] is None:
         values["optimizer"] = present.get("optimizer")

@@ -1,21 +1,21 @@
-"""The names under which a checkpoint holds optimizer state.
+"""The keys of optimizer state in checkpoints.
 
 Note [Keys]
-    ``optimizer.state.{kind}.{parameter}`` is state with a number for each of a parameter's, in the
-    parameter's unsharded shape, as megatron-core has it. Everything else belongs to a whole matrix:
-    ``optimizer.matrix_state.{kind}.{parameter}[.{place} ...].{matrix}of{count}``, where places are
-    those of leading dimensions such as the layer's, and ``matrix`` is its number of all in the
-    parameter's split. Where an optimizer works on each tensor-parallel slab by itself
-    ``.tp{rank}of{size}`` follows: such state has no meaning at another size.
+    ``optimizer.state.{kind}.{parameter}`` is state in the parameter's unsharded shape, as in
+    megatron-core. All other state belongs to one logical matrix:
+    ``optimizer.matrix_state.{kind}.{parameter}[.{place} ...].{matrix}of{count}``. Places are
+    indices in leading dimensions, such as the layer, and ``matrix`` is the index in the parameter's
+    split. If an optimizer updates each tensor-parallel shard separately, ``.tp{rank}of{size}``
+    follows, because this state is not valid for another size.
 
-    Megatron stacks the layers, or experts, of a model in one tensor. State that only some of them
-    have, since others are frozen or have another optimizer, is no whole tensor: each has its own,
-    ``optimizer.state.{kind}.{parameter}.{place}``, whose leading dimensions are 1.
+    Megatron stacks the layers, or experts, of a model in one tensor. If only some of them have a
+    kind of state, because others are frozen or have another optimizer, each gets its own tensor
+    ``optimizer.state.{kind}.{parameter}.{place}``, with leading dimensions of size 1.
 
-    A kind has no dots: nested state has its path there,
-    with slashes between the names, and dots, slashes and percent signs inside of a name escaped.
+    A kind has no dots. For nested state it is the path, joined by slashes; dots, slashes and
+    percent signs in names are escaped.
 
-    megatron-core may put ``chained_{number}.``, an optimizer's place in its chain, before all that.
+    megatron-core may prepend ``chained_{number}.``, the index of an optimizer in its chain.
 """
 
 import re
@@ -35,17 +35,17 @@ _KEY = re.compile(
 
 
 class StateKey(NamedTuple):
-    """An optimizer's key, taken apart."""
+    """The parts of an optimizer's key."""
 
-    chain: str  # what names a place in a chain; empty where nothing does
-    kind: str | None  # the kind of state; None for buckets of many parameters, and for settings
+    chain: str  # prefix with the index in a chain; may be empty
+    kind: str | None  # kind of state; None for buckets of many parameters, and for settings
     name: str  # the parameter, with its places in a stack
-    of_matrix: bool  # whether it is state of a whole matrix
-    slabs: int  # how many tensor-parallel slabs there are of which it belongs to one; 0 for none
+    of_matrix: bool  # whether it is state of a logical matrix
+    slabs: int  # tensor-parallel size if it belongs to one shard; else 0
 
 
 def split_key(key: str) -> StateKey | None:
-    """Take the key of a tensor or object apart; None if it is none of an optimizer."""
+    """Split the key of a tensor or object; return None if it is not an optimizer's."""
     match = _KEY.fullmatch(key)
     if match is None:
         return None
@@ -55,31 +55,31 @@ def split_key(key: str) -> StateKey | None:
 
 
 def kind_of(path: Sequence[str]) -> str:
-    """Return the kind of a value that ``path`` leads to; different paths give different kinds."""
+    """Return the kind of the value at ``path``; different paths give different kinds."""
     escape = str.maketrans({"%": "%25", "/": "%2F", ".": "%2E"})
     return "/".join(name.translate(escape) for name in path)
 
 
 def key_apart(key: str, places: Sequence[int]) -> str:
-    """Return the key of what is at some places of the leading dimensions of a stacked tensor."""
+    """Return the key of the entry at ``places`` of a stacked tensor's leading dimensions."""
     return ".".join([key, *map(str, places)])
 
 
 def state_key(kind: str, parameter: str) -> str:
-    """Return the key of state with a number for each of a parameter's."""
+    """Return the key of state in the parameter's shape."""
     return f"optimizer.state.{kind}.{parameter}"
 
 
 def matrix_state_key(
     kind: str, parameter: str, matrix: tuple[int, int], slab: tuple[int, int] | None = None
 ) -> str:
-    """Return the key of other state of a matrix: (number, count), or of a slab: (rank, size)."""
+    """Return the key of other state of a matrix (index, count), maybe of a shard (rank, size)."""
     place = "{}of{}".format(*matrix) + ("" if slab is None else ".tp{}of{}".format(*slab))
     return f"optimizer.matrix_state.{kind}.{parameter}.{place}"
 
 
 def tensors(sharded_state_dict: Any) -> Iterator[ShardedTensor]:
-    """Yield this rank's sharded tensors, those that factories make included."""
+    """Yield this rank's sharded tensors, including those that factories build."""
     for value in nested_values(sharded_state_dict):
         if isinstance(value, ShardedTensor):
             yield value

@@ -1,4 +1,4 @@
-"""This rank's state as torch has it, by number: for the same optimizers at the same layout."""
+"""This rank's state dict in torch's form; loads with the same optimizers at the same layout."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,10 +22,10 @@ MAINS = "fp32_from_fp16_params"
 
 
 def save(stepper: Stepper, main: str | None) -> dict[str, Any]:
-    """Return the state of one optimizer of a chain: tensors, numbers, lists and dictionaries alone.
+    """Return the state of one optimizer of a chain, of tensors and plain Python values only.
 
-    That of fragments has groups, steps and loss scale only. As in megatron-core the main optimizer
-    is the one that groups do not name.
+    For ZeRO-1 fragments it has groups, steps and loss scale only. As in megatron-core, groups do
+    not name the main optimizer.
     """
     storage: Any = stepper.storage
     if storage.is_stub_optimizer:
@@ -37,19 +37,18 @@ def save(stepper: Stepper, main: str | None) -> dict[str, Any]:
         if group.get("optimizer") == main:
             group.pop("optimizer", None)
     if MAINS in result:
-        # aliases without the attributes, which may be objects of our classes
+        # aliases without attributes, which torch.load with weights_only=True could not read
         result[MAINS] = [[item.detach() for item in group] for group in result[MAINS]]
     return result
 
 
 def load(steppers: Sequence[Stepper], state: Any, fresh: frozenset[str]) -> None:
-    """Take over what :func:`save` returned for each optimizer of a chain.
+    """Load what :func:`save` returned for each optimizer of a chain.
 
-    Groups match by identity and keep the present run's schedule; state of the kinds ``fresh`` may
-    be missing.
+    Groups keep this run's schedule. State of the kinds ``fresh`` may be missing.
 
     Raises:
-        ConfigurationError: If it has other optimizers or groups, or lacks state.
+        ConfigurationError: If optimizers or groups differ, or state is missing.
     """
     parts = children_of(state) or [{} for _ in steppers]
     if len(parts) != len(steppers):
@@ -103,7 +102,7 @@ def _load(stepper: Stepper, part: Mapping[str, Any], fresh: frozenset[str]) -> N
 
 
 def hand_over(optimizer: ShardedOptimizer, states: Mapping[Tensor, Mapping[str, Any]]) -> None:
-    """Let an optimizer take over state of shards, and of whole matrices; collective."""
+    """Load state of shards and of whole matrices into an optimizer; collective."""
     loaded = {id(param): {**optimizer.state[param], **states[param]} for param in states}
     groups = [{**g, "params": [id(param) for param in g["params"]]} for g in optimizer.param_groups]
     optimizer.load_state_dict({"state": loaded, "param_groups": groups})
@@ -113,17 +112,17 @@ def _another(found: str, wanted: int) -> ConfigurationError:
     return ConfigurationError(
         "state_dict",
         found,
-        f"this rank has {wanted} of them, in shapes that must be the same",
+        f"does not match this rank, which needs {wanted} of them, with equal shapes",
         "Resume with the model, precision, optimizers and parallel layout of the run that wrote "
         "it, or from a torch_dist checkpoint",
     )
 
 
 def _copy(value: Any, own: dict[str, Any], kind: str) -> None:
-    """Write a value of state, which may be nested, to where it is kept.
+    """Copy a state value, which may be nested, into ``own``.
 
     Raises:
-        ConfigurationError: If it has another shape.
+        ConfigurationError: If the shapes differ.
     """
     saved = dict(leaves(value, (kind,)))
     for path, mine in list(leaves(own[kind], (kind,))):
@@ -133,9 +132,9 @@ def _copy(value: Any, own: dict[str, Any], kind: str) -> None:
             raise ConfigurationError(
                 "state_dict",
                 f"{kind} of shape {tuple(its.shape)}",
-                f"must be of shape {tuple(shape)}",
-                "Resume with the settings and the tensor-parallel size of the run that wrote the "
-                "checkpoint, or start this state anew with checkpoint_fresh_state",
+                f"must have shape {tuple(shape)}",
+                "Resume with the settings and tensor-parallel size of the run that wrote the "
+                "checkpoint, or load no optimizer state (--no-load-optim)",
             )
         if isinstance(mine, Tensor):
             mine.copy_(its.reshape(shape))

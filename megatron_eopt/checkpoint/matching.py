@@ -1,8 +1,8 @@
-"""What optimizers ask for against what a checkpoint has, agreed over all ranks before it is read.
+"""Match the state that optimizers request with a checkpoint, on all ranks, before it is read.
 
-An optimizer asks for state by requests that can be adapted: to another optimizer's checkpoint, or
-to state that may start fresh. What remains unmatched is an error that lists parameters. State that
-no optimizer asks for, of parameters that are frozen now or have another optimizer, is left out.
+Requests can be adapted to another optimizer's checkpoint, or to state that may start fresh. If
+requested state is still missing, an error lists the parameters. State that no optimizer requests,
+of parameters that are frozen now or have another optimizer, is ignored.
 """
 
 import functools
@@ -32,10 +32,10 @@ logger = logging.getLogger(__name__)
 
 
 def match(sharded_state_dict: Any, folder: Path, policy: Policy) -> None:
-    """Adapt optimizers' requests to the checkpoint that they are about to be loaded from, in place.
+    """Adapt the optimizers' requests to the checkpoint in ``folder`` (torch_dist), in place.
 
-    All ranks call this together, and all raise the same error or nothing. ``folder`` holds the
-    checkpoint, in the format torch_dist. Whether the model's tensors fit is megatron-core's to say.
+    Collective over the world; all ranks raise the same error. megatron-core checks the model's
+    tensors.
     """
     requests = list(_requests(sharded_state_dict))
     if not any_rank(bool(requests)):
@@ -49,7 +49,7 @@ def match(sharded_state_dict: Any, folder: Path, policy: Policy) -> None:
 
 def _shapes(folder: Path) -> Shapes:
     try:
-        # whatever megatron-core is going to read the checkpoint with
+        # the reader that megatron-core uses for the load
         metadata = needed("FileSystemReader")(folder).read_metadata().state_dict_metadata
     except Exception as error:
         rule = f"its metadata cannot be read ({type(error).__name__}: {error})"
@@ -62,7 +62,7 @@ def _shapes(folder: Path) -> Shapes:
 
 
 def _requests(state: Any) -> Iterator[StateRequests]:
-    # nested_values of megatron-core would look into the requests' own containers
+    # megatron-core's nested_values would also descend into the requests
     if isinstance(state, Mapping):
         state = list(state.values())
     if isinstance(state, list | tuple):

@@ -1,4 +1,4 @@
-"""Which source each value of state is read from, and what happens to those a checkpoint lacks."""
+"""Choose the source of each state value, and decide what happens if a checkpoint lacks it."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -11,37 +11,37 @@ from megatron_eopt.checkpoint.saved_state import MAINS, Source, Value
 _SHOWN = 12
 
 MAXIMA = frozenset({"max_exp_avg_sq"})
-"""Kinds of state that may begin later than what they are maxima of."""
+"""Running maxima, which may start later than the moment that they are maxima of."""
 
 _MAY_BE_YOUNGER = MAXIMA | {MOMENT2}
-"""The same with that which counts its own steps."""
+"""Kinds that may start fresh alone: maxima, and the second moment that counts its own steps."""
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What may differ: kinds that start fresh if missing, and momentum from Adam's first moment."""
+    """What may differ: ``fresh`` kinds may be missing; momentum may be Adam's first moment."""
 
     fresh: frozenset[str] = frozenset()
     momentum_from_adam: bool = False
 
     def __or__(self, other: "Policy") -> "Policy":
-        """Return what one of the two allows."""
+        """Return a policy that allows what either of the two allows."""
         meant = self.momentum_from_adam or other.momentum_from_adam
         return Policy(self.fresh | other.fresh, meant)
 
 
 def begin_together(kinds: Collection[str], lacking: Collection[str]) -> set[str]:
-    """Return which kinds of a parameter's state begin anew where a checkpoint lacks some of them.
+    """Return the kinds of a parameter's state that start fresh if a checkpoint lacks some of them.
 
-    All of them: moments mean nothing without each other, or with another count of steps.
+    That is all of them, because moments belong together and to one step count.
     """
     return set(lacking if set(lacking) <= _MAY_BE_YOUNGER else kinds)
 
 
 class Reading:
-    """Chooses a source for every value, by its place in what is asked for.
+    """Chooses a source for each requested value, by its index among the requests.
 
-    It collects state that nobody said may be missing, as "parameter: kind", and what else to say.
+    Collects the state that is missing, as "parameter: kind", and lines for the log.
     """
 
     def __init__(self, policy: Policy, contents: Contents, *, has_stepped: bool) -> None:
@@ -54,21 +54,21 @@ class Reading:
         self._notes: dict[str, list[str]] = {}
 
     def choose(self, values: Mapping[int, Value]) -> None:
-        """Choose for all values of a parameter."""
+        """Choose the sources of all values of one parameter."""
         meant = self._policy.momentum_from_adam
         chosen = {
             place: source
             for place, value in values.items()
             if (source := value.source_in(self._contents, momentum_from_adam=meant)) is not None
         }
-        # steps are also counted for all parameters together
+        # step counts may be missing, because the checkpoint also has one for all parameters
         wanted = {value.kind for value in values.values()} - MAINS - {STEP}
         there = set(self._kinds_there(values, chosen)) - MAINS - {STEP}
         found = {values[place].kind for place in chosen}
         lacking = {value.kind for place, value in values.items() if place not in chosen} & wanted
         fresh: set[str] = set()
         if there and not (there | found) & wanted:
-            fresh = lacking  # another optimizer's
+            fresh = lacking  # the parameter had another optimizer
         elif lacking <= self._policy.fresh:
             fresh = begin_together(wanted, lacking)
         has = ", ".join(sorted(there)) or "none"
@@ -80,36 +80,36 @@ class Reading:
             elif source is not None:
                 self.chosen[place] = source
                 if source.from_adam:
-                    self._note(f"{MOMENTUM} is taken from {FIRST_MOMENT}", value)
+                    self._note(f"{MOMENTUM} starts as Adam's {FIRST_MOMENT}", value)
             elif value.kind in MAINS:
-                self._note("main weights are those of the model", value)
+                self._note("main weights are copied from the model's weights", value)
             elif not value.is_count:
                 self._missing.append(f"{value.where.space.name}: {value.kind}")
 
     def lines(self) -> list[str]:
-        """Return what differs from the checkpoint, a line for each difference."""
+        """Return a line for each difference from the checkpoint."""
         return [
             f"{note}: {len(names)} parameter(s): {shortened(names)}"
             for note, names in self._notes.items()
         ]
 
     def refuse(self) -> None:
-        """Raise a ConfigurationError if state is missing, or would go on where it starts fresh."""
+        """Raise a ConfigurationError if state is missing, or should start fresh after a step."""
         if self._missing:
             raise missing_state(self._missing, by_bucket=bool(self._contents.in_buckets))
         if self._fresh and self._has_stepped:
-            rule = "has none of this state, and the optimizer has stepped: its own would go on"
+            rule = "is missing, but the optimizer has stepped and would not start fresh"
             way_out = "Build the optimizer again before the load"
             raise ConfigurationError("checkpoint", shortened(self._fresh), rule, way_out)
 
     def _kinds_there(
         self, values: Mapping[int, Value], chosen: Mapping[int, Source]
     ) -> Collection[str]:
-        """Return the kinds of state that a checkpoint has of a parameter."""
+        """Return the kinds of state that a checkpoint has for a parameter."""
         where = next(iter(values.values())).where
         if self._contents.kinds:
             return self._contents.kinds_of(where.space.keys, where.space.places)
-        # who has a whole matrix alone does not know in which bucket it is
+        # a rank that owns a matrix but stores no part of it does not know the bucket
         is_known = any(source.bucket is not None for source in chosen.values())
         is_known |= all(value.where.stored is None for value in values.values())
         return self._contents.in_buckets if is_known else set()
@@ -121,29 +121,29 @@ class Reading:
 
 
 def missing_state(missing: list[str], *, by_bucket: bool = False) -> ConfigurationError:
-    """Return the error for state, as "parameter: kind", that a checkpoint lacks.
+    """Return the error for ``missing`` state, each as "parameter: kind".
 
-    It may have state ``by_bucket``.
+    ``by_bucket``: whether the checkpoint has state by bucket.
     """
     kinds = sorted({item.rpartition(": ")[2] for item in missing})
-    rule = "must hold this state of the optimizer, and does not"
+    rule = "must hold this state of the optimizer, but does not"
     if by_bucket:
         rule += (
-            "; what it has by bucket (dp_reshardable) loads at its tensor and pipeline parallelism "
-            "and into the same buckets alone, and can be saved by parameter there "
+            "; its state by bucket (dp_reshardable) loads only with the same tensor and pipeline "
+            "parallelism and the same buckets. With these, load it and save it by parameter "
             "(--dist-ckpt-optim-fully-reshardable)"
         )
     return ConfigurationError(
         "checkpoint",
         shortened(list(dict.fromkeys(missing))),
         rule,
-        "Load a checkpoint of this optimizer (where it belongs to tensor-parallel slabs, one of as "
-        "many), load no optimizer state (--no-load-optim), or say what may start fresh: "
-        f"--checkpoint-fresh-state {' '.join(kinds)} (checkpoint_fresh_state={kinds})",
+        "Load a checkpoint of this optimizer (with the same tensor-parallel size if its keys end "
+        "in .tp...of...), load no optimizer state (--no-load-optim), or let this state start "
+        f"fresh: --checkpoint-fresh-state {' '.join(kinds)} (checkpoint_fresh_state={kinds})",
     )
 
 
 def shortened(names: list[str]) -> str:
-    """Return the first of many names."""
+    """Join names, at most 12 of them."""
     more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more

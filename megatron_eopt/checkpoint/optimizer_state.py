@@ -1,4 +1,4 @@
-"""The state of a chain of optimizers as dist_checkpointing saves and loads it."""
+"""The state of a chain of optimizers, as ``dist_checkpointing`` saves and loads it."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -23,10 +23,10 @@ from megatron_eopt.optimizers.driver import Driver, ParamGroup, State
 from megatron_eopt.optimizers.stepper import Stepper
 
 REQUESTS = "requests"
-"""Key of the requests in a sharded state dict that is about to be loaded."""
+"""Key of the :class:`StateRequests` in a sharded state dict for loading."""
 
 PARAM_STATE = "param_state"
-"""Key of what is read or written there."""
+"""Key of the pieces to read or write."""
 
 
 def requested(
@@ -38,9 +38,9 @@ def requested(
     policy: Policy,
     by_bucket: bool = False,
 ) -> dict[Any, Any]:
-    """Return what ``dist_checkpointing`` saves or loads of a chain; collective.
+    """Return what ``dist_checkpointing`` saves or loads for a chain; collective.
 
-    ``main`` is the name of the main optimizer in groups; all else is as for
+    ``main`` is the main optimizer's name in groups; for other arguments, see
     :class:`~megatron_eopt.checkpoint.requests.StateRequests`.
     """
     prepare(steppers, is_loading=is_loading)
@@ -51,7 +51,7 @@ def requested(
         lambda: StateRequests(steppers, model_state, counts, policy, by_bucket=by_bucket)
     )
     requests.separate()
-    # what is the same on all ranks: groups, steps by driver, and loss scale
+    # equal on all ranks: groups, step counts by driver, and loss scale
     states: list[dict[Any, Any]] = []
     for stepper in steppers:
         steps = [(counts or {}).get(d, -1) for d in stepper.drivers for _ in stepper.groups_of(d)]
@@ -65,13 +65,13 @@ def requested(
 
 
 def prepare(steppers: Sequence[Stepper], *, is_loading: bool) -> None:
-    """Make all state exist that can be saved, or is about to be loaded."""
+    """Create all state that can be saved or loaded."""
     for driver, work in _scenes(steppers):
         (driver.expect if is_loading else driver.init)(*work)
 
 
 def settle(steppers: Sequence[Stepper]) -> None:
-    """Let all state that was loaded be as it is kept between steps; collective."""
+    """Convert loaded state to the form in which it is kept between steps; collective."""
     for driver, work in _scenes(steppers):
         driver.pack(*work)
 
@@ -84,7 +84,7 @@ def _scenes(steppers: Sequence[Stepper]) -> Iterator[tuple[Driver, tuple[list[Pa
 
 
 def _counts_of(steppers: Sequence[Stepper]) -> dict[Driver, int]:
-    """Return the steps that each driver's states count, -1 for one that counts none; collective."""
+    """Return the step count of each driver's state, -1 if it has none; collective."""
     mine: dict[tuple[int, str], int] = {}
     keys = {}
     for number, stepper in enumerate(steppers):
@@ -93,50 +93,49 @@ def _counts_of(steppers: Sequence[Stepper]) -> dict[Driver, int]:
             with stepper.groups_and_state(driver) as (groups, state):
                 steps = [int(found[STEP]) for found in driver.counting(groups, state)]
             mine[keys[driver]] = max([*steps, mine.get(keys[driver], -1)])
-    # a rank may have none of a driver's states, or not even the driver
+    # a rank may lack a driver's state, or the driver
     known = of_every_rank(mine)
     return {driver: max(counts.get(key, -1) for counts in known) for driver, key in keys.items()}
 
 
 def load(steppers: Sequence[Stepper], state: Mapping[Any, Any]) -> None:
-    """Take over what was loaded for :func:`requested`.
+    """Write what was loaded for :func:`requested` into the optimizers.
 
-    Groups match by identity, and keep the present run's settings of their schedule. Main weights
-    that the checkpoint does not have are taken from the model, which must be loaded before.
+    Groups keep this run's schedule. Main weights that the checkpoint lacks are copied from the
+    model, which must be loaded first.
 
     Raises:
         ConfigurationError: If state is missing.
     """
-    # nothing is there where this rank has no state
+    # missing if this rank has no state
     loaded = state.get(PARAM_STATE, {})
-    # groups and scale that lie with buckets count as one more optimizer's each
+    # groups and loss scale that are stored with buckets are treated as other optimizers' state
     adopt_common(steppers, [*children_of(state), *loaded.get("buckets", {}).values()])
     state[REQUESTS].take(loaded)
 
 
 def load_groups(steppers: Sequence[Stepper], state: Any, *, is_enough: bool) -> None:
-    """Take over what a chain of fragments has in its ``state_dict()``: groups alone.
+    """Load the ``state_dict()`` of a chain with ZeRO-1 fragments, which has groups only.
 
     Raises:
-        ConfigurationError: If that is not enough, since nothing else will load the state, or if it
-            has state of whole parameters.
+        ConfigurationError: If nothing else loads the rest (not ``is_enough``), or if it has state.
     """
     if not is_enough or any(inner_of(child).get("state") for child in children_of(state)):
-        rule = "has no fragments of state and main weights, of which each rank keeps its own"
+        rule = "has no fragments of state and main weights, which every rank needs"
         way_out = (
             "Load what sharded_state_dict(..., is_loading=True) returned, or use "
             "save_state_dict_to_file and load_state_dict_from_file"
         )
         raise ConfigurationError("state_dict", "groups, or whole parameters", rule, way_out)
-    # counters of steps can only be set once they exist
+    # step counts can only be set once they exist
     prepare(steppers, is_loading=True)
     adopt_common(steppers, state)
 
 
 def adopt_common(steppers: Sequence[Stepper], state: Any) -> None:
-    """Take over groups, steps and loss scale, wherever another chain of optimizers has put them.
+    """Load groups, step counts and loss scale, also from another chain of optimizers.
 
-    Every counter of steps then says what the same groups of the checkpoint have done.
+    Each step count becomes that of the matching groups in the checkpoint.
     """
     saved, steps = saved_groups(state), saved_steps(state)
     scalers = [child["grad_scaler"] for child in children_of(state) if child.get("grad_scaler")]

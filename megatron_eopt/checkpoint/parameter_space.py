@@ -1,9 +1,9 @@
-"""Where a parameter's elements lie in a checkpoint, and which boxes a flat fragment covers there.
+"""Map the elements of a parameter to a checkpoint, and flat fragments to boxes.
 
-A checkpoint holds a tensor of the unsharded parameter's shape for every kind of state. A fragment
-of a flattened parameter is no box of that tensor, but a few boxes together: the rest of a first
-row, whole rows, the start of a last one. Each is saved, and read, by itself. So nothing is gathered
-to be saved, nothing superfluous is read, and the layout of the run does not show in the checkpoint.
+A checkpoint has a tensor in the unsharded parameter's shape for every kind of state. A fragment of
+a flattened parameter covers a few boxes of it: the rest of a first row, whole rows, the start of a
+last row. Each box is saved and read separately. So saving gathers nothing, loading reads only what
+it needs, and checkpoints do not depend on the layout of the run.
 """
 
 import math
@@ -24,16 +24,16 @@ type _Cut = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Box(NamedTuple):
-    """Part of a stored tensor, or of a whole local parameter, that is a box of a checkpoint's."""
+    """Part of a stored tensor that is a box of a checkpoint's tensor."""
 
-    piece: ShardedTensor  # what the model saves it as part of
-    shape: tuple[int, ...]  # the box's, with a dimension for each of the checkpoint's tensor
-    offset: tuple[int, ...]  # its first element in that tensor
-    start: int  # the first element, in the flattened stored tensor
-    strides: tuple[int, ...]  # elements of it between neighbours, for each dimension of the box
+    piece: ShardedTensor  # the model's entry that contains it
+    shape: tuple[int, ...]  # size in each dimension of the checkpoint's tensor
+    offset: tuple[int, ...]  # index of its first element in the checkpoint's tensor
+    start: int  # index of its first element in the flat stored tensor
+    strides: tuple[int, ...]  # strides in the flat stored tensor, for each dimension
 
     def holding(self, flat: Tensor, key: str, replica: tuple[int, ...]) -> ShardedTensor:
-        """Return the box of a stored tensor, which is flat, without copying it."""
+        """Return this box of a flat stored tensor, as a view."""
         return ShardedTensor(
             key,
             flat.as_strided(self.shape, self.strides, flat.storage_offset() + self.start),
@@ -41,7 +41,7 @@ class Box(NamedTuple):
             self.shape,
             self.piece.global_shape,
             self.offset,
-            # a fragment's boxes are no regular grid
+            # boxes of fragments form no regular grid
             None,
             replica,
             allow_shape_mismatch=self.piece.allow_shape_mismatch,
@@ -49,22 +49,21 @@ class Box(NamedTuple):
 
 
 class ParameterSpace:
-    """Where the elements of a parameter lie.
+    """The place of a parameter's elements in checkpoints.
 
     Args:
-        key: What the model saves it as.
-        held: What this rank stores of it.
-        pieces: The parts of it that the model saves.
+        key: The model's key for the parameter.
+        held: The local parameter.
+        pieces: The entries under which the model saves it.
     """
 
     def __init__(self, key: str, held: Tensor, pieces: Sequence[ShardedTensor]) -> None:
         self._pieces = pieces
         self._first = held.storage_offset()
-        self.sharded = pieces[0]  # has what all have in common: whole shape, replica
-        # names of the checkpoint's tensors that it is part of, without optimizer prefixes
+        self.sharded = pieces[0]  # global shape and replica id are the same for all pieces
+        # keys of the model's tensors that contain it
         self.keys = tuple(dict.fromkeys(piece.key for piece in pieces))
-        # leading dimensions of the checkpoint's tensor that number layers or experts, which may
-        # share a key: its places there tell them apart
+        # number of leading dimensions that index layers or experts, and the indices there
         self.prepended = pieces[0].prepend_axis_num
         self.places = tuple(pieces[0].global_offset[: self.prepended])
         self.name = key_apart(key, self.places)  # unique in the model
@@ -83,37 +82,36 @@ class ParameterSpace:
 def parameter_spaces(
     model_state: Mapping[str, Any], params: Iterable[Tensor]
 ) -> dict[Tensor, ParameterSpace]:
-    """Return where each of the model's parameters lies in a checkpoint.
+    """Return the place of each model parameter in checkpoints.
 
-    megatron-core saves some in parts, and fused down projections by the names that they have where
-    they are apart.
+    megatron-core saves some parameters in parts, and fused down projections under the names of the
+    separate projections.
 
     Raises:
-        ConfigurationError: If a parameter is not in the model's state, or is saved as something
-            else than its own elements.
+        ConfigurationError: If a parameter is not in the model's state, or is saved in another form.
     """
     parts: dict[int, list[tuple[str, ShardedTensor]]] = {}
     for item in nested_values(model_state):
         if isinstance(item, ShardedTensorFactory):
             parts[id(item.data)] = [(item.key, part) for part in tensors({"built": item.build()})]
         elif isinstance(item, ShardedTensor) and item.data is not None:
-            # of a view the whole that it is a part of
+            # a view also belongs to its base tensor
             for owner in (item.data, *([item.data._base] if item.data._is_view() else ())):
                 parts.setdefault(id(owner), []).append((item.key, item))
     spaces = {}
     for param in params:
-        # of a DTensor the entry holds this tensor; to_local() returns another one
+        # a DTensor's entry has this tensor as data; to_local() returns another object
         held = param._local_tensor if isinstance(param, DTensor) else param
         found = sorted(parts.get(id(held), ()), key=lambda part: part[1].data.storage_offset())
-        # tied weights are there by two names
+        # tied weights are saved under two names
         found = [part for part in found if part[1].data.numel() == held.numel()][-1:] or found
         if not found:
             raise ConfigurationError(
                 "model_sharded_state_dict",
                 f"a parameter of shape {tuple(param.shape)}",
-                "is stepped by the optimizer and is not in the model's state",
-                "Build it from the wrapped model with sharded_state_dict(), which keeps the "
-                "parameters themselves (keep_vars=True)",
+                "is stepped by the optimizer, but is not in the model's state",
+                "Pass the wrapped model's sharded_state_dict(), which has the parameters "
+                "themselves as data (keep_vars=True)",
             )
         key, pieces = found[0][0], [piece for _, piece in found]
         if sum(piece.data.numel() for piece in pieces) != held.numel() or not all(
@@ -124,8 +122,8 @@ def parameter_spaces(
             raise ConfigurationError(
                 "model_sharded_state_dict",
                 key,
-                "must be saved as the parameter's own elements, in their order, so that its state "
-                "can be saved alike",
+                "must be saved as views of the parameter, in order, so that optimizer state can be "
+                "saved in the same form",
                 "Save without optimizer state (--no-save-optim)",
             )
         spaces[param] = ParameterSpace(key, held, pieces)
@@ -133,13 +131,10 @@ def parameter_spaces(
 
 
 def cut(sizes: Sequence[int], strides: Sequence[int], start: int, stop: int) -> Iterator[_Cut]:
-    """Yield the boxes ``(offset, lengths)`` of a strided view's elements in a range.
+    """Yield the boxes ``(offset, lengths)`` of a strided view that cover a range of its storage.
 
-    Args:
-        sizes: Of the view's dimensions.
-        strides: Of the same; descending, each at least the extent of all that follow.
-        start: First element, counted as the strides count.
-        stop: One past the last.
+    ``strides`` are descending, each at least the extent of all following dimensions. ``start`` and
+    ``stop`` count storage elements, as strides do.
     """
     if 0 in sizes or not (start < stop and stop > 0):
         return

@@ -1,6 +1,6 @@
-"""One file a rank, for checkpoints of format ``torch``: loads at the layout that wrote it.
+"""One file per rank, for checkpoints of format ``torch``; loads only at the same parallel layout.
 
-It holds what a distributed checkpoint would, of a model in which this rank's parameters are whole.
+It has the content of a distributed checkpoint in which this rank's parameters are unsharded.
 """
 
 import os
@@ -29,7 +29,7 @@ from megatron_eopt.optimizers.stepper import Stepper
 def save_rank_file(filename: str, steppers: Sequence[Stepper], names: Mapping[Tensor, str]) -> None:
     """Write this rank's state; collective over the world.
 
-    Ranks that were given the same file name write files of their own beside it.
+    If ranks pass the same file name, each adds its rank to the name.
     """
     path = own_path(filename)
     state = requested(steppers, _model_of(names), is_loading=False, policy=Policy())
@@ -44,7 +44,7 @@ def save_rank_file(filename: str, steppers: Sequence[Stepper], names: Mapping[Te
             key_of(piece): tuple(piece.global_shape) if isinstance(piece, ShardedTensor) else None
             for piece in pieces
         },
-        # as tensors of nothing else
+        # copies, because torch.save would write the whole storage of a view
         "pieces": {
             _place(piece): piece.data.detach().to("cpu", copy=True)
             if isinstance(piece.data, Tensor)
@@ -52,18 +52,17 @@ def save_rank_file(filename: str, steppers: Sequence[Stepper], names: Mapping[Te
             for piece in pieces
         },
     }
-    # a run that is killed while it writes leaves no broken file of this name
+    # a run that is killed while it writes must not leave a broken file under this name
     unfinished = path.with_name(f"{path.name}.unfinished")
     torch.save(content, unfinished)
     os.replace(unfinished, path)
 
 
 def load_rank_file(filename: str, steppers: Sequence[Stepper], names: Mapping[Tensor, str]) -> None:
-    """Read what :func:`save_rank_file` wrote of this rank's state; collective over the world.
+    """Load this rank's file of :func:`save_rank_file`; collective over the world.
 
     Raises:
-        ConfigurationError: On every rank, if any rank's file is missing, broken or of another
-            layout.
+        ConfigurationError: On every rank, if a file is missing, broken or of another layout.
     """
     path = own_path(filename)
     state = requested(steppers, _model_of(names), is_loading=True, policy=Policy())
@@ -74,7 +73,7 @@ def load_rank_file(filename: str, steppers: Sequence[Stepper], names: Mapping[Te
 
 
 def _read(path: Path, state: Mapping[str, Any]) -> dict[Any, Any]:
-    """Return what a file has of what is asked for."""
+    """Return the requested state from a file."""
     try:
         content = torch.load(path, weights_only=True, map_location="cpu")
         state[REQUESTS].adapt(Contents(content["shapes"]), Policy())
@@ -83,22 +82,22 @@ def _read(path: Path, state: Mapping[str, Any]) -> dict[Any, Any]:
             place: {number: there.pop(_place(piece)) for number, piece in pieces.items()}
             for place, pieces in wanted.items()
         }
-        problem = f"has what this rank does not ask for: {next(iter(there), '')}" if there else ""
-    except Exception as error:  # whatever a broken file makes the reader raise
+        problem = f"has state that this rank does not need: {next(iter(there))}" if there else ""
+    except Exception as error:  # a broken file can raise anything
         problem = f"cannot be read: {error!r}"
     if problem:
         raise ConfigurationError(
             "load",
             f"{path} {problem}",
             "the file must be what this rank wrote at this layout, of the same model and optimizer",
-            "Resume at the layout that wrote it, use checkpoints of format torch_dist, which load "
-            "at any layout, or load no optimizer state (--no-load-optim)",
+            "Resume at the layout that wrote it, use --ckpt-format torch_dist, which loads at any "
+            "layout, or load no optimizer state (--no-load-optim)",
         )
     return {**content["common"], REQUESTS: state[REQUESTS], PARAM_STATE: {"values": values}}
 
 
 def _model_of(names: Mapping[Tensor, str]) -> dict[str, ShardedTensor]:
-    """Return the state of a model in which this rank's parameters are whole."""
+    """Return a model state in which this rank's parameters are unsharded."""
     return {
         name: ShardedTensor.from_rank_offsets(name, param, replica_id=(0, 0, 0))
         for param, name in names.items()
@@ -106,14 +105,14 @@ def _model_of(names: Mapping[Tensor, str]) -> dict[str, ShardedTensor]:
 
 
 def _place(piece: Piece) -> str:
-    """Return the name of a box of a tensor, or of an object."""
+    """Return the name of a piece in the file."""
     if isinstance(piece, ShardedTensor):
         return f"{piece.key} {tuple(piece.local_shape)} from {tuple(piece.global_offset)}"
     return key_of(piece)
 
 
 def own_path(filename: str) -> Path:
-    """Return a path that no other rank has."""
+    """Return a path that no other rank uses."""
     path = Path(filename).absolute()
     if of_every_rank(str(path)).count(str(path)) == 1:
         return path

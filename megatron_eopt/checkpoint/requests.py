@@ -1,4 +1,4 @@
-"""What a chain of optimizers asks of ``dist_checkpointing`` for the state of its parameters."""
+"""The state that a chain of optimizers saves or loads with ``dist_checkpointing``."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,14 +20,14 @@ from megatron_eopt.storage.sharded import FragmentsOptimizer
 
 
 class StateRequests:
-    """The part of a sharded state dict that holds the parameters' state: ``param_state``.
+    """The ``param_state`` part of a sharded state dict: the state of all parameters.
 
     Args:
         steppers: The optimizers of the chain.
         model_state: The model's ``sharded_state_dict``, with the parameters themselves as data.
-        counts: On saving the steps that each driver's states count; None on loading.
-        policy: What may differ, besides what the caller of a load says.
-        by_bucket: Whether buckets are to be expected, until a checkpoint turns out to be another.
+        counts: For saving, the step count of each driver's state; None for loading.
+        policy: What may differ from the checkpoint, according to the configuration.
+        by_bucket: Whether to request state by bucket, until :meth:`adapt` knows the checkpoint.
 
     Raises:
         ConfigurationError: If a parameter is not in the model's state.
@@ -60,7 +60,7 @@ class StateRequests:
         self.param_state: dict[str, Any] = {}
 
     def separate(self) -> None:
-        """Write, or read, apart what not all layers or experts of a stack have; collective."""
+        """Unstack state that only some layers or experts of a stack have; collective."""
         written: dict[str, int] = {}
         whole: dict[str, int] = {}
         stacked = {
@@ -82,16 +82,15 @@ class StateRequests:
         self._ask()
 
     def adapt(self, contents: Contents, policy: Policy) -> list[str]:
-        """Ask only for what a checkpoint has, as far as the difference is meant.
+        """Request only what a checkpoint has, if the policy allows the difference.
 
-        State of another optimizer is left alone, and this one's starts fresh. Call it before
-        loading; without it a key that is missing makes ``dist_checkpointing.load`` fail.
+        Call it before loading, because ``dist_checkpointing.load`` fails if a key is missing.
 
         Returns:
-            What starts fresh or is taken from elsewhere, a line each.
+            A line for each kind of state that starts fresh or is read from another source.
 
         Raises:
-            ConfigurationError: If state is missing, with the parameters and what they lack.
+            ConfigurationError: If state is missing; names the parameters and kinds.
         """
         reading = Reading(policy, contents, has_stepped=self._has_stepped)
         by_parameter: dict[str, dict[int, saved_state.Value]] = {}
@@ -106,13 +105,13 @@ class StateRequests:
 
     @torch.no_grad()
     def take(self, loaded: Mapping[str, Any]) -> None:
-        """Write what was loaded into ``param_state`` to where it belongs.
+        """Write the loaded ``param_state`` into the optimizers' state.
 
-        States count the steps that all have done, but for those of which the checkpoint has
-        another count, and those that begin now.
+        Step counts of single parameters in the checkpoint override the common one, and state that
+        starts fresh counts from 0.
 
         Raises:
-            ConfigurationError: If it was loaded without what must be there.
+            ConfigurationError: If requested state was not loaded.
         """
         values = loaded.get("values", {})
         found = {place: list(values.get(str(place), {}).values()) for place in self._chosen}
@@ -128,7 +127,7 @@ class StateRequests:
             if place in there:
                 value.take(found[place], self._chosen[place])
             elif value.kind in saved_state.MAINS:
-                # the checkpoint has none: it is what the model was loaded with
+                # the checkpoint has no main weights, so the loaded model's weights are used
                 value.take_from_model()
             elif value.where.state is not None and value.kind not in MAXIMA:
                 set_step(value.where.state, 0)
@@ -159,7 +158,7 @@ class StateRequests:
         model_state: Mapping[str, Any],
         buckets: saved_state.BucketSpace | None,
     ) -> Iterator[saved_state.Value]:
-        """Yield all values of state that one optimizer of the chain holds on this rank."""
+        """Yield all state values of one optimizer on this rank."""
         storage = stepper.storage
         stored = list(storage.stored())
         stepped = {id(main): (driver, number) for driver, number, main in stepper.stepped()}
@@ -196,7 +195,7 @@ class StateRequests:
                     matrix = its.matrix, count
                     yield from self._count(driver, where, matrix, writes=its.writes)
                 else:
-                    # one of a parameter is written by who stores its beginning
+                    # a parameter's count is written by the rank that stores its first element
                     yield from self._count(driver, where, (0, 1), writes=False)
 
     def _count(
@@ -207,12 +206,12 @@ class StateRequests:
         *,
         writes: bool,
     ) -> Iterator[saved_state.Value]:
-        """Yield a matrix's count of steps, on saving if it is another than most of the driver's.
+        """Yield the step count of a matrix; for saving, only if it differs from the driver's.
 
-        That of a parameter has matrix 0 of 1.
+        A parameter's count is that of matrix 0 of 1.
         """
         steps = None if where.state is None else where.state.get(STEP)
-        # None stands for a count that an owner keeps, too
+        # also None if another rank, the owner, has the count
         if steps is not None and (self._counts is None or int(steps) != self._counts[driver]):
             key = matrix_state_key(STEP, where.space.name, matrix)
             replica = (*where.replica, int(not writes))
@@ -221,7 +220,7 @@ class StateRequests:
 
 
 def _bucket_spaces(steppers: Sequence[Stepper]) -> dict[int, saved_state.BucketSpace]:
-    """Return where the optimizers of a chain that keep fragments may lie, by their places in it."""
+    """Return the bucket spaces of a chain's optimizers with ZeRO-1 fragments, by their index."""
     spaces = {}
     for number, stepper in enumerate(steppers):
         if (

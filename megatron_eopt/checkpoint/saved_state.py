@@ -1,11 +1,11 @@
-"""What an optimizer saves, and what it asks a checkpoint for.
+"""The state values that an optimizer saves and loads, as pieces of a checkpoint.
 
 Note [Saved state]
-    Every value of state, wherever it lives, is a few pieces: boxes of the unsharded parameter, or
-    of a tensor of a matrix's own. A fragment, a slab, a whole parameter, a DTensor's shard and a
-    matrix at its owner differ only in which boxes. Each piece says whether this rank, of those that
-    hold the same numbers, writes it. A value is read from where it is written, or from what may
-    serve in its place: another kind of state, or a bucket of megatron-core's.
+    In every storage, a state value consists of pieces: boxes of the unsharded parameter, or of a
+    tensor for a logical matrix. ZeRO-1 fragments, tensor-parallel shards, whole parameters, DTensor
+    shards and matrices on owner ranks differ only in their boxes. The replica id of a piece says
+    which of the ranks with copies writes it. A value is read from its own keys, or from a
+    substitute: another kind of state, or a bucket of megatron-core.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,30 +38,31 @@ MAINS = frozenset({MAIN_OF_SHARDED, MAIN_OF_REPLICATED})
 
 
 class Source(NamedTuple):
-    """Where a value is written, or read."""
+    """The place in a checkpoint from which a value is read, or to which it is written."""
 
-    pieces: Pieces  # each with its origin, or destination, as data
-    from_adam: bool = False  # whether Adam's first moment stands in for a momentum
-    bucket: str | None = None  # prefix of the keys, where it is read out of a bucket
+    pieces: Pieces  # the data of each is the tensor to write, or to read into
+    from_adam: bool = False  # whether a momentum is read from Adam's first moment
+    bucket: str | None = None  # prefix of the keys if it is read from a bucket
 
 
 class BucketSpace:
-    """Where the fragments of one distributed optimizer lie in a checkpoint that is by bucket.
+    """The places of one optimizer's fragments in a checkpoint by bucket.
 
-    So Megatron may write Adam (``dp_reshardable``): a kind of state is one flat tensor for each
-    bucket of DDP's buffers. It can be read by any optimizer over the same buffers, at any
+    Megatron writes Adam's state in this form (``dp_reshardable``): one flat tensor for each kind of
+    state and bucket of DDP's buffers. Any optimizer over the same buffers can read it, at any
     data-parallel size.
 
     Args:
         optimizer: Megatron's distributed optimizer.
-        prefixes: What its keys may start with, in a chain or outside of one; the likely one first.
+        prefixes: Possible prefixes of its keys, with and without the index in a chain; the likely
+            one first.
     """
 
     def __init__(self, optimizer: Any, prefixes: tuple[str, ...]) -> None:
         name = f"optimizer.distributed.dp_group_idx_{optimizer.data_parallel_group_idx}."
         self.prefixes = tuple(prefix + name for prefix in prefixes)
         self._optimizer = optimizer
-        # the bucket's name and size, and the fragment's first element there
+        # name and size of the bucket, and index of the fragment's first element
         self._places: dict[Tensor, tuple[str, int, int]] = {}
         for index, ranges in enumerate(optimizer.gbuf_ranges):
             for dtype, buckets in ranges.items():
@@ -72,14 +73,14 @@ class BucketSpace:
                         self._places[param] = name, size, held["gbuf_world_in_bucket"].start
 
     def piece(self, param: Tensor, kind: str, flat: Tensor, prefix: str) -> ShardedTensor:
-        """Return where such a checkpoint has a kind of state of a fragment."""
+        """Return the piece for one kind of state of a fragment."""
         name, size, start = self._places[param]
         key = f"{prefix}{name}.{kind}"
         shape = tuple(flat.shape)
         return ShardedTensor(key, flat, flat.dtype, shape, (size,), (start,), None)
 
     def common(self, prefix: str) -> Mapping[str, ShardedObject]:
-        """Return what such a checkpoint keeps with the buckets: groups and the loss scale."""
+        """Return the objects that are stored with the buckets: groups and loss scale."""
         replica = (
             self._optimizer.distributed_optimizer_instance_id,
             0,
@@ -94,14 +95,14 @@ class BucketSpace:
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """Where the values of one parameter are, on this rank and in checkpoints."""
+    """The places of one parameter's values, on this rank and in checkpoints."""
 
-    space: ParameterSpace  # where its elements lie in checkpoints
-    replica: tuple[int, ...]  # which copy this rank has; zeros for the one that is written
-    # what the optimizer keeps of it on this rank, where steps are counted
+    space: ParameterSpace  # the place of its elements in checkpoints
+    replica: tuple[int, ...]  # replica id; zeros for the copy that is written
+    # the optimizer's state on this rank, with the step count
     state: dict[str, Any] | None = None
-    stored: Stored | None = None  # what this rank stores; None for a whole matrix at its owner
-    buckets: BucketSpace | None = None  # where it lies in checkpoints by bucket, if it may
+    stored: Stored | None = None  # what this rank stores; None for a matrix on its owner rank
+    buckets: BucketSpace | None = None  # its place in checkpoints by bucket, if any
 
     @cached_property
     def boxes(self) -> list[Box]:
@@ -117,22 +118,22 @@ class Whereabouts:
 
 @dataclass(frozen=True)
 class Value:
-    """One value of state that this rank holds."""
+    """One state value on this rank."""
 
-    where: Whereabouts  # what it belongs to
+    where: Whereabouts  # the parameter
     kind: str  # kind of state
-    pieces: Pieces  # how it is written
-    stacked: int = 0  # leading dimensions of the pieces' tensors that number layers or experts
-    flat: Tensor | None = None  # all of it that this rank stores, if it is cut like its parameter
-    kept: Kept | None = None  # where it goes, if it is not
+    pieces: Pieces  # the form in which it is written
+    stacked: int = 0  # leading dimensions of the pieces' tensors that index layers or experts
+    flat: Tensor | None = None  # the flat local value, if it is sharded like its parameter
+    kept: Kept | None = None  # the value, if it is not sharded like its parameter
 
     @property
     def is_count(self) -> bool:
-        """Whether it is a count of steps that may differ from what is common to all."""
+        """Whether it is a step count that may differ from the common one."""
         return self.flat is None and self.kept is None
 
     def forms(self, kind: str) -> Iterator[Pieces]:
-        """Yield it, as this kind of state, as part of stacked tensors and apart from them."""
+        """Yield the pieces under the keys of ``kind``: in stacked tensors, then unstacked."""
         own, other = state_key(self.kind, ""), state_key(kind, "")
         pieces = tuple(replace(p, key=p.key.replace(own, other, 1)) for p in self.pieces)
         yield pieces
@@ -140,7 +141,7 @@ class Value:
             yield apart(pieces, self.stacked)
 
     def source_in(self, contents: Contents, *, momentum_from_adam: bool) -> Source | None:
-        """Return what a checkpoint has of it, or what may serve in its place; None without."""
+        """Return the checkpoint's source of this value, or a substitute; None without."""
         kinds = [self.kind]
         if self.kind in MAINS:
             kinds += sorted(MAINS - {self.kind})
@@ -155,9 +156,9 @@ class Value:
         return None
 
     def source_in_bucket(self, kind: str, shapes: Shapes | None = None) -> Source | None:
-        """Return where a kind of state is in a bucket; None if it is in none.
+        """Return the source of a kind of state in a bucket; None if there is none.
 
-        Where nobody knows the checkpoint yet, it is where megatron-core would read it.
+        Without ``shapes``, it is the source that megatron-core would use.
         """
         stored, buckets = self.where.stored, self.where.buckets
         if buckets is None or stored is None or self.flat is None:
@@ -169,7 +170,7 @@ class Value:
         return None
 
     def take(self, loaded: Sequence[Any], source: Source) -> None:
-        """Write what was loaded from a source to where it belongs, unless it is there already."""
+        """Write what was loaded from a source into the state, unless it was loaded in place."""
         for piece, value in zip(source.pieces, loaded, strict=True):
             if isinstance(piece, ShardedObject):
                 assert self.kept is not None
@@ -178,7 +179,7 @@ class Value:
                 piece.data.copy_(value.view(piece.data.shape))
 
     def take_from_model(self) -> None:
-        """Let main weights be what the model has."""
+        """Copy the model's weights to the main weights."""
         item = self.where.stored
         assert item is not None
         assert self.flat is not None
@@ -186,7 +187,7 @@ class Value:
 
 
 def cut_value(kind: str, value: Tensor, where: Whereabouts) -> Value:
-    """Return main weights or state that are cut like what this rank stores of a parameter."""
+    """Return the value of main weights or state that are sharded like the parameter."""
     flat = value.detach().reshape(-1)
     pieces = tuple(
         box.holding(flat, state_key(kind, box.piece.key), where.replica) for box in where.boxes
@@ -195,19 +196,16 @@ def cut_value(kind: str, value: Tensor, where: Whereabouts) -> Value:
 
 
 def kept_value(kept: Kept, where: Whereabouts, count: int) -> Value:
-    """Return what a checkpoint holds of a value that is not cut like its parameter.
+    """Return the value of state that is not sharded like its parameter.
 
-    Args:
-        kept: The value.
-        where: What it belongs to.
-        count: How many matrices its parameter is split into.
+    ``count`` is the number of logical matrices of the parameter.
     """
     kind = kind_of(kept.path)
     base, prepended = where.space.sharded, where.space.prepended
     whole = tuple(base.global_shape[prepended:])
     is_parameters = kept.per_element and count == len(where.space.keys) == 1
     if is_parameters and tuple(kept.value.shape) == whole:
-        # as those keep it that do not bring matrices together
+        # the same form as in storages that do not redistribute matrices
         key = state_key(kind, base.key)
         value = kept.value.view((*(1,) * prepended, *whole))
         offset = (*where.space.places, *(0 for _ in whole))
@@ -217,7 +215,7 @@ def kept_value(kept: Kept, where: Whereabouts, count: int) -> Value:
     replica = (*where.replica, int(not kept.writes))
     piece: Piece = ShardedObject(key, value, (1,), (0,), replica_id=replica)
     if isinstance(value, Tensor):
-        # a tensor in a checkpoint has at least one dimension
+        # tensors in checkpoints need at least one dimension
         data = value.detach().view(value.shape or (1,))
         shape, offset = tuple(data.shape), offset or (0,) * data.dim()
         whole = base.global_shape if prepended else shape
@@ -228,7 +226,7 @@ def kept_value(kept: Kept, where: Whereabouts, count: int) -> Value:
 def cut_like_weights(
     stepper: Stepper, item: Stored, driver: Driver, number: int
 ) -> dict[str, Tensor]:
-    """Return main weights and state with a number for each that this rank stores of a parameter."""
+    """Return main weights and state that are sharded like the parameter, by kind."""
     tensors = driver.saved_form(number, stepper.storage.tensors_of(item))
     return {
         kind: value
@@ -238,7 +236,7 @@ def cut_like_weights(
 
 
 def kept_of(stepper: Stepper) -> Iterator[tuple[Driver, Tensor, Kept]]:
-    """Yield what is not cut like a parameter, with its driver and the model's parameter."""
+    """Yield state that is not sharded like its parameter, with its driver and parameter."""
     for driver, params in zip(stepper.drivers, stepper.params, strict=True):
         with stepper.groups_and_state(driver) as (groups, state):
             for item in driver.kept(groups, state):

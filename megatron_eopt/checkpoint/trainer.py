@@ -1,7 +1,4 @@
-"""State in checkpoints of Megatron-LM's trainer: some of its functions, wrapped.
-
-Before the trainer reads a distributed checkpoint, what it asks for is matched with what is there.
-"""
+"""Wrappers of Megatron-LM's loading functions, which match optimizer state with checkpoints."""
 
 import inspect
 import logging
@@ -33,9 +30,9 @@ type Rebindings = list[tuple[ModuleType, str, Any]]
 
 
 def trainer_rebindings() -> Rebindings:
-    """Return what our optimizers need of the trainer's loading.
+    """Return the replacements for the trainer's loading functions.
 
-    An object has to be replaced in every module that imported it.
+    The caller must replace an object in every module that imported it.
     """
     wrappers = {
         "load_checkpoint": _handing_over,
@@ -50,7 +47,7 @@ def trainer_rebindings() -> Rebindings:
 
 
 def wrapped(wrappers: Mapping[str, Callable[[Function], Function]]) -> Rebindings:
-    """Return what puts wrappers around functions; an ImportError if one is not as is needed."""
+    """Return the rebindings that wrap functions; raises ImportError if a function is missing."""
     return [(owner_of(name), name, wrapper(needed(name))) for name, wrapper in wrappers.items()]
 
 
@@ -70,15 +67,15 @@ def _handing_over(
 
 
 _optimizer: ContextVar[Any] = ContextVar("_optimizer", default=None)
-"""What is loaded now."""
+"""The optimizer of the load in progress."""
 
 
 @contextmanager
 def _loading(optimizer: Any) -> Iterator[None]:
-    """Note what is loaded, and let the trainer ask for all of it, whatever this run will save.
+    """In a block, store the optimizer, and let the trainer load all state.
 
-    It asks for what a save of the run would hold, and then loads what it has not asked for: under
-    ``--no-save-optim`` a sharded Adam went on from the weights that it was built with.
+    By itself, the trainer loads only what the run would save. With ``--no-save-optim``, a sharded
+    Adam then continued from its initial weights.
     """
     args = owner_of("load_checkpoint").get_args()
     own = {name: value for name, value in vars(args).items() if name in _SET_MEANWHILE}
@@ -97,10 +94,10 @@ _SET_MEANWHILE = ("ckpt_format", "no_save_optim", "no_save_rng")
 
 @around
 def _at_the_step_asked_for(original: Function, tracker_filename: str) -> tuple[int, bool]:
-    """Let ``--ckpt-step`` count wherever the tracker file is read.
+    """Respect ``--ckpt-step`` whenever the tracker file is read.
 
-    For distributed Adam's files the trainer reads it a second time without looking at the flag. It
-    would go on from the optimizer state of another iteration.
+    For distributed Adam's files, the trainer reads it again and ignores the flag. It would load the
+    optimizer state of another iteration.
     """
     iteration, release = original(tracker_filename)
     if _optimizer.get() is None:
@@ -111,10 +108,7 @@ def _at_the_step_asked_for(original: Function, tracker_filename: str) -> tuple[i
 
 @around
 def _taking_the_format(original: Function, checkpoint_name: Any, args: Any) -> Any:
-    """Let the trainer load by the format that a checkpoint has.
-
-    It reads a layer-wise optimizer's state by the format of the run, and would find none.
-    """
+    """Load in the checkpoint's format, because in the run's format the trainer finds no state."""
     form = original(checkpoint_name, args)
     if _optimizer.get() is not None:
         _refuse_form(str(checkpoint_name), form, args.ckpt_format)
@@ -124,29 +118,28 @@ def _taking_the_format(original: Function, checkpoint_name: Any, args: Any) -> A
 
 
 def _refuse_form(folder: str, form: str, wanted: str) -> None:
-    """Raise if Megatron-FSDP wrote a checkpoint and is not to read it, or the other way about."""
+    """Raise unless both the checkpoint and the run are of an FSDP format, or neither is."""
     of_fsdp = fsdp_dtensor.FORMAT, "torch_dcp"
     if (form in of_fsdp) != (wanted in of_fsdp):
         rule = f"is of format {form}, and a run with --ckpt-format {wanted} cannot read it"
         way_out = (
-            "Load it as it was written, with or without --use-megatron-fsdp, or convert it with "
-            "Megatron's tools"
+            "Load it with the FSDP flags of the run that wrote it, or convert it with Megatron's "
+            "tools"
         )
         raise CheckpointError("checkpoint", folder, rule, way_out)
 
 
 _RATES = ("max_lr", "min_lr")
-"""Of parameter groups, and of megatron-core's scheduler."""
+"""Settings of parameter groups, and attributes of megatron-core's scheduler."""
 
 
 @contextmanager
 def _rates_kept(optimizer: Any, scheduler: Any) -> Iterator[None]:
-    """Give every parameter group the learning rates that it should have.
+    """Keep each parameter group's own learning rates during a load.
 
-    They are this run's already, and megatron-core 0.20 writes those of ``--lr`` and ``--min-lr``
-    into all groups where ``--override-opt-param-scheduler`` asks for this run's. Where
-    ``--use-checkpoint-opt_param-scheduler`` asks for the checkpoint's, which megatron-core's
-    scheduler takes over for itself alone, groups that follow the run's follow those.
+    With ``--override-opt-param-scheduler``, megatron-core 0.20 would write ``--lr`` and
+    ``--min-lr`` into all groups. With ``--use-checkpoint-opt_param-scheduler``, groups with the
+    run's rates get those that the scheduler has loaded.
     """
     groups = optimizer.param_groups if getattr(optimizer, "keeps_rates", False) else []
     own = [{key: group[key] for key in _RATES if key in group} for group in groups]
@@ -158,7 +151,7 @@ def _rates_kept(optimizer: Any, scheduler: Any) -> Iterator[None]:
     for group, rates in zip(optimizer.param_groups if own else (), own, strict=True):
         group.update(rates)
     if own and scheduler is not None:
-        # computes the present rates
+        # sets the current learning rates
         scheduler.step(0)
 
 
@@ -177,14 +170,14 @@ def _matching(original: Function, *values: Any, **kwargs: Any) -> Any:
 def _refusing_gaps(original: Function, *values: Any, **kwargs: Any) -> Any:
     asked = inspect.signature(original).bind(*values, **kwargs).arguments
     args, wanted = asked["args"], asked.get("sharded_state_dict") or {}
-    # what only arguments are read from is asked for nothing
+    # without "optimizer", the trainer reads only the arguments
     if args.ckpt_format == fsdp_dtensor.FORMAT and "optimizer" in wanted:
         _match_megatron_fsdp(args, wanted["optimizer"])
     return original(*values, **kwargs)
 
 
 def _match_megatron_fsdp(args: Any, state: Mapping[str, Any]) -> None:
-    """Match what is asked of a checkpoint of Megatron-FSDP with it, if there is one; collective."""
+    """Match requested state with a checkpoint of Megatron-FSDP, if one exists; collective."""
     # all ranks read the tracker file
     folder = needed("get_load_checkpoint_path_by_args")(args)
     keys = from_rank_0(lambda: _keys_in(folder))
@@ -198,7 +191,7 @@ def _match_megatron_fsdp(args: Any, state: Mapping[str, Any]) -> None:
 
 
 def _keys_in(folder: str) -> frozenset[str] | None:
-    """Return all keys of a checkpoint; None without one."""
+    """Return all keys of a checkpoint; None if there is none."""
     if not Path(folder, ".metadata").exists():
         return None
     return frozenset(FileSystemReader(folder).read_metadata().state_dict_metadata)
@@ -207,7 +200,7 @@ def _keys_in(folder: str) -> frozenset[str] | None:
 @around
 def _under_a_wrapper(original: Function, model: Any, *rest: Any, **kwargs: Any) -> Any:
     if not isinstance(model.module, Float16Module):
-        # it looks for parameters where they are in the wrapper of 16-bit models
+        # the function expects the wrapper of 16-bit models around the module
         wrapper = nn.Module()
         wrapper.module = model
         model = wrapper

@@ -79,7 +79,7 @@ def refused_after_steps(folder: str, ddp: dict[str, bool]) -> None:
     chunk, optimizer = build(case)
     steps(case, chunk, optimizer, 0, 1)
     wanted = sharded(case, chunk, optimizer, is_loading=True)
-    with pytest.raises(ConfigurationError, match="optimizer has stepped: its own would go on"):
+    with pytest.raises(ConfigurationError, match="optimizer has stepped and would not start fresh"):
         checkpoints.load(wanted, folder)
 
 
