@@ -1,1 +1,1 @@
-"""From a configuration and a model to an optimizer: resolve, route, store, build."""
+"""Build an optimizer from a configuration and a model: resolve, route, choose storage, build."""

@@ -1,4 +1,4 @@
-"""The torch optimizers that a configuration asks for, and the drivers that step with them."""
+"""Create the torch optimizers of a configuration, and the drivers that step them."""
 
 import difflib
 import functools
@@ -31,26 +31,26 @@ type Construct = Callable[[Sequence[ParamGroup]], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Base:
-    """A torch optimizer as a user passes one, or as a configuration asks for one."""
+    """A torch optimizer from a user or a configuration, with the parameters that it steps."""
 
-    optimizer: Any  # the torch optimizer, maybe over stand-ins; None if nothing is stepped
-    init_state_fn: InitState  # makes its state exist, called as ``(optimizer, config)``
-    groups: Sequence[ParamGroup]  # of the model's parameters
+    optimizer: Any  # the torch optimizer, maybe over placeholder parameters; None if none is needed
+    init_state_fn: InitState  # creates its state, called as ``(optimizer, config)``
+    groups: Sequence[ParamGroup]  # parameter groups of the model's parameters
     is_clipped: bool = True  # whether its gradients are clipped
-    construct: Construct | None = None  # makes an optimizer like it over other groups
-    name: str = ""  # what a configuration calls it
-    is_expert: bool = False  # whether it steps experts' parameters
+    construct: Construct | None = None  # creates the same optimizer over other groups
+    name: str = ""  # its name in the configuration
+    is_expert: bool = False  # whether it steps expert parameters
 
     @property
     def layout(self) -> StateLayoutT:
-        """What of it needs whole matrices; everything, if its class is not known."""
+        """Whether its update or state needs whole matrices; both, if its class is not known."""
         cls = type(self.optimizer)
         if steps_in_pieces(cls):
             return "matrix_update"
         registered = entries().values()
         known = {item.optimizer_cls for item in registered if item.state_layout == "element_wise"}
         if getattr(self.optimizer, "frob_normalize", False):
-            # LaProp then scales by norms of whole parameters
+            # with this option, LaProp scales by norms of whole parameters
             return "matrix_state"
         return "element_wise" if cls in known | ELEMENT_WISE_CLASSES else "matrix_state"
 
@@ -64,21 +64,18 @@ def bases_of(
     stand_ins: bool = False,
     plain: bool = False,
 ) -> list[Base]:
-    """Return what the optimizers of a chain step: the main one first, dense before experts.
+    """Create the optimizers of a chain: the main one first, dense parameters before experts.
 
-    Order and number are part of checkpoint formats, so they follow from what all ranks know.
+    Checkpoint formats depend on order and number, so both are the same on all ranks.
 
     Args:
         settings: The configuration.
         routing: Which optimizer each parameter gets.
         model_chunks: The model.
         pg_collection: Process groups.
-        stand_ins: Whether optimizers of matrices are made over stand-ins for the parameters, since
-            a storage will step other tensors, and knows their logical matrices.
-        plain: Whether Adam and SGD are torch's own.
-
-    Raises:
-        ConfigurationError: If a setting of an optimizer or of a group cannot be honoured.
+        stand_ins: Whether matrix optimizers get placeholders of shape (1, 1) for the parameters,
+            because the storage steps other tensors and knows their logical matrices.
+        plain: Whether to use torch's Adam and SGD.
     """
     main = settings.optimizer
     kinds = {(group.key.optimizer, group.key.is_expert) for group in routing.groups}
@@ -113,7 +110,7 @@ def bases_of(
                 _draw_alike(optimizer)
         _check_names(optimizer, {key for group in mine for key, _ in group.key.values})
         if settings.lr is None and "max_lr" not in settings.own_rates(name):
-            # groups without a learning rate wait for a scheduler or a checkpoint to write it
+            # a scheduler or a checkpoint must set the learning rate before the first step
             optimizer.defaults["lr"] = None
             for made, group in zip(optimizer.param_groups, mine, strict=True):
                 made["lr"] = dict(group.key.values).get("lr")
@@ -127,11 +124,11 @@ def bases_of(
 
 
 def _draw_alike(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer step one parameter after another, drawing by its shape and count of steps.
+    """Make an optimizer that draws random numbers step its parameters one by one, each seeded.
 
-    Copies have those in common on all ranks, at any layout, and in a run that goes on from a
-    checkpoint; parameters of one shape draw the same. Nobody else's random numbers change. Steps
-    are counted here if the class does not (PSGD's stay 0 in emerging-optimizers 0.3).
+    The seed depends on shape and step count only. So copies of a parameter draw equal numbers on
+    all ranks, at any layout, and in resumed runs. Other random states do not change. This counts
+    steps if the class does not (PSGD's count stays 0 in emerging-optimizers 0.3).
     """
     step = optimizer.step
 
@@ -155,7 +152,7 @@ def _draw_alike(optimizer: torch.optim.Optimizer) -> None:
                             stepped = {**group, "params": [param]}
                             optimizer.param_groups = [stepped]
                             step_one(param)
-                    # what a step writes to its group, a count of steps, it writes once
+                    # keep what a step writes to its group, such as a step count
                     group |= {**stepped, "params": group["params"]}
             finally:
                 optimizer.param_groups = groups
@@ -164,12 +161,12 @@ def _draw_alike(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _check_names(optimizer: torch.optim.Optimizer, names: set[str]) -> None:
-    """Raise a ConfigurationError if a group's setting has a misspelled name."""
+    """Raise a ConfigurationError if the name of a group's setting looks misspelled."""
     read = {*param_group_identifier_keys, "lr", "weight_decay", "default_config"}
     known = read | optimizer.defaults.keys()
     for name in sorted(names - known):
         if near := difflib.get_close_matches(name, known, cutoff=0.75):
-            rule = f"{type(optimizer).__name__} and Megatron's scheduler read no such setting"
+            rule = f"{type(optimizer).__name__} and Megatron's scheduler have no such setting"
             way_out = f"Did you mean {' or '.join(map(repr, near))}?"
             raise ConfigurationError("config_overrides", name, rule, way_out)
 
@@ -181,12 +178,12 @@ def _made(name: str, construct: Construct, groups: Sequence[ParamGroup]) -> torc
         raise
     except ValueError as error:
         rule = f"cannot start: {error}".rstrip(".")
-        way_out = "Set its fields, and initialize weights, as it asks for before it is built"
+        way_out = "Change its settings, or the initial weights, as this message says"
         raise ConfigurationError("optimizer", name, rule, way_out) from error
 
 
 def fault_in(construct: Construct, weights: Sequence[Tensor]) -> str | None:
-    """Return why no optimizer can be made over whole weights; None if one can, or in a dry run."""
+    """Return why an optimizer cannot start from whole weights; None if it can, or in a dry run."""
     if any(map(is_fake, weights)):
         return None
     copies = [nn.Parameter(weight.detach().clone()) for weight in weights]
@@ -196,7 +193,7 @@ def fault_in(construct: Construct, weights: Sequence[Tensor]) -> str | None:
         return str(error).rstrip(".")
     pairs = zip(copies, weights, strict=True)
     kept = all(copy.allclose(weight, 0, 0, equal_nan=True) for copy, weight in pairs)
-    return None if kept else "it would be changed, and what is stored of it would not"
+    return None if kept else "its constructor changes the weight, but cannot change stored shards"
 
 
 def driver_over(
@@ -206,9 +203,9 @@ def driver_over(
     means: Means,
     config: Any,
 ) -> Driver:
-    """Return the driver of an optimizer that needs matrices; collective over the shards' ranks.
+    """Create the driver of an optimizer that needs matrices; collective over the shards' ranks.
 
-    ``groups`` and ``shards`` are those of the model's parameters.
+    ``groups`` and ``shards`` refer to the model's parameters.
     """
     driver: Driver
     if base.layout == "matrix_update":
@@ -217,12 +214,12 @@ def driver_over(
         raise ConfigurationError(
             "optimizer",
             type(base.optimizer).__name__,
-            "overrides what a step of TensorParallelMuon calls with whole parameters, and this "
-            "storage has parts of them",
-            "Train without use_distributed_optimizer and FSDP, or override nothing of a step",
+            "overrides a method that a step of TensorParallelMuon calls with whole parameters, but "
+            "this storage shards them",
+            "Train without use_distributed_optimizer and FSDP, or do not override these methods",
         )
     else:
-        # what has other dimensions travels as a matrix, and steps in its own
+        # 3-D parameters and others are sent as matrices, then stepped in their own shape
         shapes = [
             shard.layouts[0].shape
             if param.dim() == 2

@@ -1,4 +1,4 @@
-"""Which storage serves a wrapped model: whoever was registered last is asked first."""
+"""Choose the storage for a wrapped model: builders are tried from the last registered one."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,39 +19,43 @@ OF_DDP = "DistributedDataParallelConfig."
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is settled before a storage is chosen."""
+    """The model and the resolved configuration that a builder gets."""
 
-    settings: Settings  # the configuration, resolved
-    routing: Routing  # which optimizer each parameter gets, agreed by all ranks
+    settings: Settings  # the resolved configuration
+    routing: Routing  # which optimizer each parameter gets, the same on all ranks
     model_chunks: list[Any]  # the wrapped model
-    pg_collection: Any = None  # the caller's process groups, if there are any
-    use_gloo: bool = True  # whether gloo groups may serve old checkpoint formats
+    pg_collection: Any = None  # the caller's process groups, if any
+    use_gloo: bool = True  # whether gloo groups may be used for old checkpoint formats
 
     @cached_property
     def collection(self) -> Any:
-        """Process groups: the caller's, or Megatron's own."""
+        """The caller's process groups, or Megatron's global ones."""
         return process_groups(self.pg_collection)
 
 
 type BuilderT = Callable[[Wanted], OptimizerChain | None]
-"""Returns the chain of a model that its storage serves, None for any other; collective."""
+"""Returns the chain of a model if its storage supports it, else None; collective."""
 
 BUILDERS: list[BuilderT] = []
-"""All of them, the one that is asked first last."""
+"""All builders; the last one is tried first."""
 
 
 def register_storage(builder: BuilderT) -> BuilderT:
-    """Let ``get_megatron_optimizer`` ask a builder first; works as a decorator, too."""
+    """Register a builder, which ``get_megatron_optimizer`` then tries before all others.
+
+    Args:
+        builder: Called on all ranks with a :class:`Wanted`. Returns the optimizer chain, or None
+            if its storage does not support the model or the configuration.
+
+    Returns:
+        The builder, so that this works as a decorator.
+    """
     BUILDERS.append(builder)
     return builder
 
 
 def check_chunks(model_chunks: Any) -> None:
-    """Raise unless these are the modules of a model.
-
-    Raises:
-        ConfigurationTypeError: If it is no list of modules, or empty.
-    """
+    """Raise a ConfigurationTypeError unless this is a list of modules that is not empty."""
     way_out = "Pass the list of this rank's wrapped model chunks"
     is_list = isinstance(model_chunks, Sequence | ModuleList)
     is_chunks = is_list and all(isinstance(chunk, Module) for chunk in model_chunks)
@@ -60,17 +64,13 @@ def check_chunks(model_chunks: Any) -> None:
 
 
 def is_megatron_fsdp(model_chunks: Sequence[Any]) -> bool:
-    """Whether Megatron's own FSDP manages the model."""
+    """Return whether Megatron-FSDP manages the model."""
     wrapped = getattr(model_chunks[0], "ddp_config", None)
     return bool(getattr(wrapped, "use_megatron_fsdp", False))
 
 
 def check_ddp(settings: Settings, model_chunks: Sequence[Any]) -> None:
-    """Raise if the wrapped model reduces gradients in a way that the optimizer does not expect.
-
-    Raises:
-        ConfigurationError: If training would go wrong; the message says which flag to change.
-    """
+    """Raise a ConfigurationError if DDP's gradient reduction does not fit the optimizer."""
     is_sharded = settings.storage == "sharded"
     for chunk in model_chunks:
         ddp_config = getattr(chunk, "ddp_config", None)
@@ -81,12 +81,12 @@ def check_ddp(settings: Settings, model_chunks: Sequence[Any]) -> None:
         scattered = ddp_config.use_distributed_optimizer
         if scattered and not is_sharded:
             rule = (
-                "each rank would get only its own part of the gradients, but the optimizer is "
-                f"configured to hold all of {settings.optimizer}'s state on every rank"
+                "each rank would get only its own part of the gradients, but the optimizer keeps "
+                f"all of {settings.optimizer}'s state on every rank"
             )
             way_out = "Set it to False, or the optimizer's use_distributed_optimizer to True"
             raise ConfigurationError(OF_DDP + "use_distributed_optimizer", True, rule, way_out)
         if is_sharded and not scattered and settings.is_standard:
             rule = "the model was wrapped without it"
-            way_out = f"Set {OF_DDP}use_distributed_optimizer=True too"
+            way_out = f"Also set {OF_DDP}use_distributed_optimizer=True"
             raise ConfigurationError("use_distributed_optimizer", True, rule, way_out)

@@ -1,9 +1,9 @@
-"""Several optimizers that step as one.
+"""Several optimizers that step as one, in four phases.
 
-1. Gradients are handed to what is stepped, and unscaled.
-2. Their norm is computed, which tells whether all are finite, and they are clipped.
-3. Every stepper steps; matrices travel to where they are computed, and back.
-4. When all have stepped, parameters are gathered, once.
+1. Gradients are passed to the stepped tensors and divided by the loss scale.
+2. The gradient norm is computed. It shows whether all gradients are finite, and they are clipped.
+3. Every optimizer steps: matrices are sent to their owner ranks, and updates are sent back.
+4. Parameters are gathered once, after all optimizers have stepped.
 """
 
 import logging
@@ -40,18 +40,18 @@ from megatron_eopt.storage.sharded import FragmentsOptimizer
 logger = logging.getLogger(__name__)
 
 _BY_BUCKET = "dp_reshardable"
-"""Megatron's name for state bucket by bucket."""
+"""Megatron's name for checkpoints with optimizer state by bucket."""
 
 
 class OptimizerChain(ChainedOptimizer):
-    """megatron-core's chain, with one loss scale and one decision a step for all its steppers.
+    """megatron-core's chain, with one loss scale and one gradient norm for all its optimizers.
 
-    They step and are saved in their order. The whole model names the parameters in messages.
+    ``steppers`` step and are saved in order. ``model_chunks`` names parameters in messages.
     """
 
-    # a loaded checkpoint leaves learning rates alone, and so does the trainer that loads it
+    # loading a checkpoint does not change learning rates, and the trainer must not do so either
     keeps_rates = True
-    loads_itself = False  # whether a loaded state dict has to be handed over
+    loads_itself = False  # whether the trainer must pass a loaded state dict to load_state_dict
 
     def __init__(
         self,
@@ -65,35 +65,35 @@ class OptimizerChain(ChainedOptimizer):
         self.steppers = list(steppers)
         self.settings = settings
         self.config = settings.config
-        # name of the main optimizer, where a configuration says it
+        # name of the main optimizer, if a configuration gives it
         self._main = settings.optimizer if isinstance(settings, Settings) else None
         self._scaler = scaler
         self._named_chunks = list(model_chunks)
-        # whether the present gradients, once unscaled, had overflowed; None before
+        # whether the current gradients have overflowed; None until they are unscaled
         self._found_inf: bool | None = None
         self._transient: int | None = None
-        # whether the next steps are measured, the same on all ranks; a caller may change it
+        # whether to measure the next steps; callers may set it, to the same value on all ranks
         self.collects_stats = settings.logs_stats
         self._stats = Stats(self.steppers)
         self.skipped_steps = 0
         self.is_sharded = any(isinstance(item, FragmentsOptimizer) for item in storages)
         self.number, self.superseded = -1, False  # see megatron_eopt.build.factory
-        # whether the host reads norms a step later; see Note [No waits]
+        # whether the host reads norms one step later; see Note [No waits]
         self.reads_norms_late = gpu.runs_kernels(torch.empty(0, device="cuda"))
         self._overlap: Overlap | None = None
         if settings.overlaps_step:
             self._overlap = Overlap(self.steppers, self._named_chunks, self._expects_no_clipping)
         self._last_norm = math.inf
-        # norms of the last step that the host has not read yet
+        # norms of the last step, until the host reads them
         self._unread: dict[str | None, GradNorm] = {}
         remember(model_chunks, self)
 
     @torch.no_grad()
     def prepare_grads(self) -> bool:
-        """Hand all gradients to what is stepped and unscale them, once until a step or a zeroing.
+        """Pass gradients to the stepped tensors and unscale them, once per step or ``zero_grad``.
 
         Returns:
-            Whether any gradient on any rank overflowed; the loss scale has then been told.
+            Whether a gradient on any rank has overflowed. The loss scale is already updated.
         """
         if self._found_inf is not None:
             return self._found_inf
@@ -111,15 +111,15 @@ class OptimizerChain(ChainedOptimizer):
         return found_inf
 
     def memory(self) -> Memory:
-        """Return what this rank's memory is used for, in bytes."""
+        """Return this rank's memory in bytes, by use."""
         return memory_of(self.steppers, self._named_chunks, self._transient)
 
     def stats(self) -> dict[str, float]:
-        """Return what was measured in the last step that was measured, by name; collective."""
+        """Return the statistics of the last measured step by name; collective."""
         return self._stats.values() | {"optimizer/skipped-steps": float(self.skipped_steps)}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients."""
+        """Clear the gradients."""
         self._found_inf = None
         super().zero_grad(set_to_none)
 
@@ -128,25 +128,25 @@ class OptimizerChain(ChainedOptimizer):
         """Update all parameters.
 
         Returns:
-            Whether they were updated, the gradient norm before clipping, and the number of zeros in
-            the gradients if the configuration asks for it. On a GPU the norm is a tensor of shape
-            () that the host has not waited for.
+            Whether parameters were updated, the gradient norm before clipping, and the number of
+            zeros in the gradients if the configuration sets ``log_num_zeros_in_grad``. On a GPU the
+            norm may be a tensor of shape (), so that the host does not wait for it.
 
         Raises:
-            NonFiniteError: If a gradient is inf or nan and no loss scale lets the step be skipped;
-                on every rank, with the same names, before anything has changed. Where the norm is a
-                tensor nothing changes either, and the next step raises.
+            NonFiniteError: If a gradient is inf or nan and no loss scale skips the step; on every
+                rank with the same names, and no weight or state has changed. If the norm is a
+                tensor, the next step raises the error.
         """
         with self._stats.collecting() if self.collects_stats else nullcontext():
             if not self.settings.logs_memory or self._transient is not None:
                 return self._step()
-            # the first step makes what lives on; what follows does not depend on the step
+            # the first step also allocates what remains, so a later one is measured
             exists = any(stepper.storage.steps for stepper in self.steppers)
             with LiveBytes() as seen:
                 result = self._step()
         if exists:
             self._transient = seen.peak
-            # the trainer shows warnings alone, unless it is told otherwise
+            # by default the trainer shows warnings only
             log_single_rank(logger, logging.WARNING, str(self.memory()))
         return result
 
@@ -174,7 +174,7 @@ class OptimizerChain(ChainedOptimizer):
         return done, found, zeros
 
     def _read_late(self) -> None:
-        """Read the norms of the last step, which has done nothing if one is not finite."""
+        """Read the norms of the last step, which changed nothing if one is not finite."""
         try:
             if self._unread:
                 self._read(self._unread)
@@ -184,23 +184,23 @@ class OptimizerChain(ChainedOptimizer):
             raise
 
     def _may_read_late(self, norms: Mapping[str | None, GradNorm]) -> bool:
-        """Return whether nothing that a step does depends on what the host knows of its norms."""
+        """Return whether a step can run before the host knows its norms."""
         reads = len(norms) > 1 or math.isfinite(self.settings.skip_threshold)
         return self.reads_norms_late and not reads and all(map(folds_clipping, self.steppers))
 
     def _expects_no_clipping(self, margin: float) -> bool:
-        """Return whether gradients will probably step as they are; the same on all ranks."""
+        """Return whether gradients will probably not be clipped; the same on all ranks."""
         is_open = not (self.collects_stats or self.superseded)
         return is_open and self._keeps(self._last_norm / margin)
 
     def _keeps(self, norm: float) -> bool:
-        """Return whether a step with gradients of this norm uses them as they are."""
+        """Return whether gradients of this norm are neither clipped nor skipped."""
         most = self.settings.clip_grad
         return norm + 1e-6 <= (most or math.inf) and not self.is_above_skip_threshold(norm)
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
-        """Step all steppers, then gather parameters unless the forward pass will."""
+        """Step all optimizers, then gather parameters unless the forward pass does."""
         check_may_step(self)
         self._found_inf = None
         if self._overlap is not None:
@@ -212,7 +212,7 @@ class OptimizerChain(ChainedOptimizer):
         return True
 
     def gather_params(self, *, now: bool = False) -> None:
-        """Bring the stepped weights to all ranks, ``now`` also where hooks would; collective."""
+        """Gather stepped weights to all ranks, ``now`` even if hooks would do so; collective."""
         for chunk in self.model_chunks:
             gather_buckets(chunk, now=now)
         for stepper in self.steppers:
@@ -220,33 +220,33 @@ class OptimizerChain(ChainedOptimizer):
 
     @torch.no_grad()
     def quantize_and_sync_model_params_from_main_params(self) -> None:
-        """Let the model have the main weights, on all ranks; collective.
+        """Copy main weights to the model's weights on all ranks; collective.
 
-        The trainer of megatron-core 0.20 asks for it after every load.
+        The trainer of megatron-core 0.20 calls this after every load.
         """
         finish_gathers(self.model_chunks)
         for child in self.chained_optimizers:
             child.quantize_and_sync_model_params_from_main_params()
 
     def _stage_model_params_from_main_params(self) -> None:
-        """Do the same on this rank alone."""
+        """Do so on this rank only."""
         for child in self.chained_optimizers:
             child._stage_model_params_from_main_params()
 
     @torch.no_grad()
     def get_grad_norm(self) -> float:
-        """Return the norm over all ranks of what Megatron counts in it; collective.
+        """Return the norm over all ranks of the gradients that Megatron counts; collective.
 
         Raises:
-            NonFiniteError: If it is inf or nan, or the norm of a group that has its own, unless the
-                configuration skips steps with such a norm. The names are the same on every rank.
+            NonFiniteError: If the norm, or that of a group with a norm of its own, is inf or nan,
+                unless the configuration skips steps with this norm; same names on every rank.
         """
         self._read_late()
         return self._read(self._norms())
 
     @torch.no_grad()
     def clip_grad_norm(self, clip_grad: float) -> float:
-        """Clip as a step does, to another norm, and return the norm before; collective."""
+        """Clip gradients to a norm of ``clip_grad``; return the norm before; collective."""
         check_number("clip_grad", clip_grad, above=0)
         self._read_late()
         norms = self._norms()
@@ -261,7 +261,7 @@ class OptimizerChain(ChainedOptimizer):
         return {name: GradNorm(parts, name, None if name else flag) for name in names}
 
     def _read(self, norms: dict[str | None, GradNorm]) -> float:
-        """Return the norm of what has none of its own, once all are known to be finite."""
+        """Return the norm of gradients outside norm groups; raises if any norm is not finite."""
         self._unread = {}
         self._last_norm = math.inf
         found = {name: norm.read() for name, norm in norms.items()}
@@ -273,11 +273,11 @@ class OptimizerChain(ChainedOptimizer):
         return found.get(None, 0.0)
 
     def is_above_skip_threshold(self, norm: float) -> bool:
-        """Return whether the configuration skips steps with this gradient norm; never with nan."""
+        """Return whether steps with this gradient norm are skipped; False for nan."""
         return norm > self.settings.skip_threshold
 
     def state_dict(self) -> Any:
-        """Return this rank's state; that of fragments is in ``sharded_state_dict`` alone."""
+        """Return this rank's state; only ``sharded_state_dict`` has state of ZeRO-1 fragments."""
         states = [local_state.save(stepper, self._main) for stepper in self.steppers]
         return states[0] if len(states) == 1 else states
 
@@ -289,11 +289,11 @@ class OptimizerChain(ChainedOptimizer):
     ) -> Any:
         """Return what ``dist_checkpointing`` saves or loads; collective.
 
-        State is saved by parameter, so it loads at any layout, but for Adam alone in the form that
-        Megatron calls ``dp_reshardable``.
+        State is saved by parameter, so it loads at any layout. The exception is Adam alone in
+        Megatron's form ``dp_reshardable``, which saves it by bucket.
 
         Raises:
-            ConfigurationError: If a parameter is not in the model's state.
+            ConfigurationError: If a parameter is not in ``model_sharded_state_dict``.
         """
         metadata = kwargs.get("metadata") or {}
         form = kwargs.get("sharding_type") or metadata.get("distrib_optim_sharding_type")
@@ -316,7 +316,7 @@ class OptimizerChain(ChainedOptimizer):
         """Load what :meth:`sharded_state_dict` or :meth:`state_dict` returned; collective.
 
         Raises:
-            ConfigurationError: If it is not of these optimizers, or lacks state of theirs.
+            ConfigurationError: If it is of other optimizers, or state is missing.
         """
         self._unread = {}
         if self._overlap is not None:
@@ -325,7 +325,7 @@ class OptimizerChain(ChainedOptimizer):
         agreed(lambda: self._take_over(state_dict))
         optimizer_state.settle(self.steppers)
         if self.is_sharded and self.settings.half is None:
-            # each rank has read its part of the model's weights
+            # without main weights, each rank has loaded its part of the model's weights only
             self.gather_params(now=True)
 
     def _take_over(self, state: Any) -> None:
@@ -337,11 +337,11 @@ class OptimizerChain(ChainedOptimizer):
             local_state.load(self.steppers, state, self.settings.fresh_state)
 
     def save_state_dict_to_file(self, filename: str) -> None:
-        """Write this rank's state, for checkpoints of format ``torch``."""
+        """Write this rank's state to a file, for checkpoints of format ``torch``."""
         save_rank_file(filename, self.steppers, names_in(self._named_chunks))
 
     def load_state_dict_from_file(self, filename: str) -> None:
-        """Read what :meth:`save_state_dict_to_file` wrote at the same layout.
+        """Load a file of :meth:`save_state_dict_to_file`, written at the same parallel layout.
 
         Raises:
             ConfigurationError: On every rank, if a file is missing, broken or of another layout.
@@ -349,10 +349,10 @@ class OptimizerChain(ChainedOptimizer):
         load_rank_file(filename, self.steppers, names_in(self._named_chunks))
 
     def save_parameter_state(self, filename: str) -> None:
-        """Write the state in fragments of Adam's, as megatron-core's distributed optimizer does.
+        """Write Adam's sharded state in the format of megatron-core's distributed optimizer.
 
         Raises:
-            ConfigurationError: If it is another optimizer, or its state is not in fragments.
+            ConfigurationError: If the optimizer is not Adam alone, or its state is not sharded.
         """
         self._refuse_but_fragments_of_adam("save_parameter_state")
         optimizer_state.prepare(self.steppers, is_loading=False)
@@ -360,12 +360,10 @@ class OptimizerChain(ChainedOptimizer):
 
     @torch.no_grad()
     def load_parameter_state(self, filename: str, *, update_legacy_format: bool = False) -> None:
-        """Read what ``save_parameter_state`` wrote, for checkpoints of Adam's in format ``torch``.
-
-        megatron-core fills what state there is, and main weights in float32 are part of leaves.
+        """Load what ``save_parameter_state`` wrote; megatron-core fills state that exists.
 
         Raises:
-            ConfigurationError: If it is another optimizer, or its state is not in fragments.
+            ConfigurationError: If the optimizer is not Adam alone, or its state is not sharded.
         """
         self._refuse_but_fragments_of_adam("load_parameter_state")
         optimizer_state.prepare(self.steppers, is_loading=True)
@@ -374,13 +372,13 @@ class OptimizerChain(ChainedOptimizer):
 
     def _refuse_but_fragments_of_adam(self, method: str) -> None:
         if not self._is_unmixed:
-            rule = "knows fragments of the state of Adam alone"
+            rule = "supports only the sharded state of Adam without other optimizers"
             way_out = "Use sharded_state_dict, or save_state_dict_to_file and its counterpart"
             raise ConfigurationError(method, type(self).__name__, rule, way_out)
 
     @property
     def _is_unmixed(self) -> bool:
-        """Whether megatron-core's own optimizers could read what this one writes by bucket."""
+        """Whether state can be saved by bucket, as megatron-core's distributed optimizer does."""
         return all(
             isinstance(item, FragmentsOptimizer)
             and not isinstance(item.optimizer, CompositeOptimizer)
@@ -392,5 +390,5 @@ class OptimizerChain(ChainedOptimizer):
         if self._overlap is not None:
             self._overlap.forget()
         found = non_finite(self.chained_optimizers, names_in(self._named_chunks), norms)
-        # each may be finite, and float32 have no room for the sum of their squares
+        # all gradients can be finite while the sum of their squares overflows float32
         raise NonFiniteError("gradients" if found else "norm", sorted(found) or ["all gradients"])

@@ -1,7 +1,7 @@
-"""From a configuration and routed DTensors to one torch optimizer, whichever framework cut them.
+"""Build one torch optimizer for DTensors of any framework (``fully_shard``, Megatron-FSDP).
 
-In Megatron's training loop that optimizer sits in one of megatron-core's wrappers and in a chain,
-so that gradients are prepared, clipped and counted as always.
+For Megatron's training loop, it is put into one of megatron-core's wrappers and into a chain, which
+prepares and clips gradients.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,20 +34,18 @@ from megatron_eopt.storage.interface import Storage
 
 
 def resolve_for_dtensors(config: Any, *, own_loop: bool = False) -> Settings:
-    """Return what a configuration means for DTensors, in Megatron's training loop or another.
+    """Return the settings of a configuration for DTensors; raises if a value is not supported.
 
-    Raises:
-        ConfigurationError: If a field has no meaning for them, or as for any configuration.
-        ConfigurationTypeError: If a value has the wrong type.
+    ``own_loop`` says that the caller has its own training loop instead of Megatron's.
     """
     refuse_for_dtensors(config, own_loop=own_loop)
     settings = replace(resolve(config), of_dtensors=True)
     if settings.exempt_from_clipping:
         rule = "is not supported: all sharded parameters are in one optimizer"
-        way_out = "Leave it off, or clip the other parameters' gradients only, in your own loop"
+        way_out = "Set it to False, or clip only the other parameters' gradients in your own loop"
         raise ConfigurationError("muon_exempt_from_clipping", True, rule, way_out)
     if "muon" in settings.prefixes and settings.tp_mode == "blockwise":
-        rule = "would orthogonalize each rank's rows by themselves, which is another update"
+        rule = "would orthogonalize the rows of each rank separately, which changes the update"
         way_out = "Use 'auto', the default of EmergingOptimizerConfig"
         raise ConfigurationError("muon_tp_mode", settings.tp_mode, rule, way_out)
     return settings
@@ -58,18 +56,14 @@ def build_routed(
     routing: Routing,
     cls: Callable[..., ShardedOptimizer] = ShardedOptimizer,
 ) -> ShardedOptimizer:
-    """Return the optimizer, of a class, of parameters whose routes are known; collective.
-
-    Raises:
-        ConfigurationError: If a setting of the optimizer or of a group cannot be honoured.
-    """
+    """Build the optimizer, an instance of ``cls``, of routed parameters; collective."""
     groups: list[ParamGroup] = []
     served: list[tuple[Driver, slice, list[Tensor]]] = []
     made: dtensors.Groups = {}
     order = {param: number for number, param in enumerate(routing.names)}
-    # sizes of fused weights come with the parameters here, not with the model's configuration
+    # here the parameters, not the model's configuration, say how fused weights are split
     chunks = [SimpleNamespace(config=None)]
-    # what one rank refuses, the others would go on to exchange
+    # all ranks raise together; otherwise the others would wait in a collective
     bases = agreed(lambda: bases_of(settings, routing, chunks, None, stand_ins=True, plain=True))
     for base in bases:
         places = slice(len(groups), len(groups) + len(base.groups))
@@ -80,7 +74,7 @@ def build_routed(
             single = ElementWiseDriver(base.optimizer, base.init_state_fn, settings.config)
             served.append((single, places, params))
             continue
-        # those that the same ranks store, cut ones and replicated ones apart
+        # one driver per process group, with sharded and replicated parameters apart
         together: dict[tuple[Any, bool], list[Tensor]] = {}
         for param in params:
             together.setdefault(
@@ -93,7 +87,7 @@ def build_routed(
 
 
 def _rates(settings: Settings, group: ParamGroup) -> ParamGroup:
-    """Return a group's learning rate and weight decay, which no scheduler may ever write."""
+    """Return the initial learning rate and weight decay, in case no scheduler sets them."""
     largest = settings.lr if group.get("max_lr") is None else group["max_lr"]
     return {
         "lr": None if largest is None else largest * group.get("lr_mult", 1.0),
@@ -111,7 +105,7 @@ def _matrix_driver(
 ) -> Driver:
     mode: TpModeT = settings.tp_mode
     if base.layout == "matrix_state" or (mode == "auto" and is_cut):
-        # what is cut has to travel, and at one owner the work is done once
+        # sharded matrices must be sent anyway, and one owner does the work only once
         mode = "exchange"
     means = Means(mode, wave_mb=settings.wave_mb, device=dtensors.local_of(params[0]).device)
     size = 1 if group is None else group.size()
@@ -129,16 +123,12 @@ def _matrix_driver(
 
 
 def is_torch_fsdp2(model_chunks: Sequence[Any]) -> bool:
-    """Whether torch's ``fully_shard`` manages the model, in megatron-core's wrapper."""
+    """Return whether megatron-core's wrapper of torch's ``fully_shard`` manages the model."""
     return any(isinstance(chunk, TorchFullyShardedDataParallel) for chunk in model_chunks)
 
 
 def chain_of_dtensors(wanted: Wanted) -> OptimizerChain | None:
-    """Return the chain whose one optimizer steps all DTensors of a ``fully_shard`` model.
-
-    Raises:
-        ConfigurationError: If a field or a parameter cannot be honoured.
-    """
+    """Return the chain for a ``fully_shard`` model; its one optimizer steps all DTensors."""
     settings, routing = wanted.settings, wanted.routing
     if settings.is_standard or not is_torch_fsdp2(wanted.model_chunks):
         return None
@@ -152,7 +142,7 @@ def chain_of_dtensors(wanted: Wanted) -> OptimizerChain | None:
         storage = dtensors.Float32Shards(inner, settings.config, state_exists)
     storage.count_in(wanted.collection.mp, wanted.collection)
     chain = chain_over(storage, wanted)
-    # the trainer's loader hands a loaded state dict over: not all of it was read into tensors
+    # not all state is loaded in place, so the trainer must call load_state_dict
     chain.loads_itself = True
     return chain
 
@@ -160,7 +150,7 @@ def chain_of_dtensors(wanted: Wanted) -> OptimizerChain | None:
 def chain_over(
     storage: Storage, wanted: Wanted, cls: type[OptimizerChain] = OptimizerChain
 ) -> OptimizerChain:
-    """Return the chain, of a class, of a storage whose optimizer :func:`build_routed` made."""
+    """Return the chain, an instance of ``cls``, of a storage over :func:`build_routed`'s result."""
     inner = storage.optimizer
     params = [inner.params_of(driver) for driver in inner.drivers]
     stepper = Stepper(storage, inner.drivers, params)
@@ -168,4 +158,4 @@ def chain_over(
 
 
 def state_exists(*_: Any) -> None:
-    """Do nothing: a ``ShardedOptimizer`` makes its state when it is built."""
+    """Do nothing, because a ``ShardedOptimizer`` creates its state in the constructor."""

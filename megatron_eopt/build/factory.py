@@ -1,4 +1,4 @@
-"""From a configuration and a wrapped model to one optimizer: this package's front door."""
+"""Build the optimizer of a wrapped model from a configuration: the main entry point."""
 
 import itertools
 import logging
@@ -45,11 +45,11 @@ from megatron_eopt.storage.buffers import buffer_sets, check_model_chunks, has_r
 logger = logging.getLogger(__name__)
 
 _numbers = itertools.count()
-_owners = WeakIdKeyDictionary()  # the number of the optimizer that owns a parameter
+_owners = WeakIdKeyDictionary()  # parameter -> number of the optimizer that owns it
 _optimizers: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 _said: set[str] = set()
-"""What configurations were warned of."""
+"""Warnings that this process has logged."""
 
 
 def get_megatron_optimizer(
@@ -60,28 +60,31 @@ def get_megatron_optimizer(
     pg_collection: Any = None,
     dump_param_to_param_group_map: str | None = None,
 ) -> Any:
-    """Return the optimizer of a wrapped model, with megatron-core's parameters in its order.
+    """Build the optimizer of a wrapped model; replaces megatron-core's function of this name.
 
-    Nothing that is passed in is changed, apart from attributes that optimizers read from
-    parameters, and where parameters lie that DDP has not put into buffers. All ranks must call this
-    together.
+    All ranks must call this together, and errors are raised on every rank. An optimizer that was
+    built earlier for some of these parameters can no longer step. Arguments do not change, except
+    that parameters get attributes that optimizers read, and the data of parameters outside DDP's
+    buffers may move to new memory.
 
     Args:
-        config: An ``OptimizerConfig``, whose fields then mean what they mean to megatron-core, or
-            an ``EmergingOptimizerConfig`` with the defaults recommended here.
-        model_chunks: The model's chunks on this rank, wrapped in Megatron's DDP.
-        config_overrides: Settings for some of the parameters; the key ``optimizer`` routes them.
-            None means megatron-core's standard overrides, an empty dictionary none.
-        use_gloo_process_groups: Whether gloo groups may be used where a checkpoint format asks for
-            them.
-        pg_collection: Process groups; None means Megatron's global ones.
-        dump_param_to_param_group_map: Folder to write the number of each parameter's group to.
+        config: An ``EmergingOptimizerConfig``, which has the recommended defaults, or an
+            ``OptimizerConfig``, whose fields have the same meaning as in megatron-core.
+        model_chunks: This rank's model chunks, wrapped in Megatron's DDP or FSDP. Parameters are
+            float32, bfloat16 or float16.
+        config_overrides: Settings for some parameters, by ``ParamKey``; the setting ``optimizer``
+            chooses their optimizer. None means megatron-core's standard overrides, ``{}`` none.
+        use_gloo_process_groups: Whether checkpoint formats may use gloo groups if they need them.
+        pg_collection: The process groups; None means Megatron's global ones.
+        dump_param_to_param_group_map: Folder to which each parameter's group number is written.
 
     Returns:
-        A ``ChainedOptimizer`` of megatron-core.
+        A ``ChainedOptimizer`` of megatron-core. ``step()`` returns whether parameters were updated,
+        the gradient norm, and the number of zeros in the gradients if it is counted. For Adam or
+        SGD in a mode that only megatron-core supports, this is megatron-core's own optimizer.
 
     Raises:
-        ConfigurationError: If a value, or a combination, cannot be honoured.
+        ConfigurationError: If a value is invalid, or a combination is not supported.
         ConfigurationTypeError: If a value has the wrong type.
     """
     folder = dump_param_to_param_group_map
@@ -104,9 +107,9 @@ def get_megatron_optimizer(
         )
     wanted = Wanted(settings, routing, model_chunks, pg_collection, use_gloo_process_groups)
     _report(settings, routing, model_chunks, wanted.collection)
-    # one of our own builders serves what a configuration may ask for
+    # the built-in builders support every configuration that gets here
     chains = (chain for build in reversed(BUILDERS) if (chain := build(wanted)) is not None)
-    # what one pipeline stage refuses, the others would not know
+    # all ranks raise together, even if only one pipeline stage has an error
     optimizer = agreed(lambda: next(chains))
     _take_over(optimizer, routing.names)
     if folder is not None:
@@ -116,10 +119,10 @@ def get_megatron_optimizer(
 
 
 def _take_over(optimizer: Any, params: Iterable[Tensor]) -> None:
-    """Let an optimizer own parameters from now on; collective over the world.
+    """Register an optimizer as the owner of its parameters; collective over the world.
 
-    It gets a ``number``, by which later ones sort. Who owned any of them is ``superseded``, and may
-    not step again. The others rest: they are what requires no gradients when it is built.
+    It gets a ``number``, in the order of creation. Earlier owners of any of these parameters become
+    ``superseded``: they raise if they step again. Optimizers of other parameters are not affected.
     """
     number, mine = next(_numbers), list(params)
     before = {_owners[param] for param in mine if param in _owners}
@@ -142,7 +145,7 @@ def _settings(config: Any, model_chunks: Sequence[Any], *, of_dtensors: bool) ->
 
 
 def _is_megatron_cores(settings: Settings, routing: Routing, model_chunks: Sequence[Any]) -> bool:
-    """Whether Adam or SGD alone runs in a mode that megatron-core's own optimizer has."""
+    """Return whether Adam or SGD alone uses a mode that only megatron-core's optimizer supports."""
     if not settings.is_standard or routing.optimizers - {settings.optimizer}:
         return False
     modules = megatron_fsdp.fsdp_modules(model_chunks)
@@ -155,7 +158,7 @@ def _sharded(wanted: Wanted) -> OptimizerChain | None:
     if settings.storage != "sharded":
         return None
     mixed = not settings.is_standard or bool(routing.optimizers - {settings.optimizer})
-    # megatron-core's optimizer steps all that is in its buffers
+    # megatron-core's own optimizer would also step the frozen parameters of its buffers
     mixed = any_rank(any(map(has_resting, model_chunks))) or mixed
     collection = wanted.collection
 
@@ -200,9 +203,9 @@ def _report(
 def _log_differences(
     settings: Settings, arguments: Mapping[str, Mapping[str, Any]], tensor_parallel_size: int
 ) -> None:
-    """Warn once, on one rank, of what this configuration trains unlike what one may expect.
+    """Warn once, on one rank, if this configuration trains in a way that users may not expect.
 
-    ``arguments`` are those of the emerging optimizers' constructors.
+    ``arguments`` are the constructor arguments of each emerging optimizer.
     """
     for name, own in arguments.items():
         for sentence in _warnings(name, settings, own, tensor_parallel_size):
@@ -217,14 +220,14 @@ def _warnings(
     scale = arguments.get("scale_mode")
     if arguments.get("moment2_method") == "adamuon" and scale in ("spectral", "adamw_rms"):
         yield (
-            f"muon_scale_mode={scale!r} with adaptive_muon_moment2_method='adamuon': AdaMuon "
-            "brings entries to about 1 by itself, so this scale makes them as large as the root "
-            "of the matrix's larger side; 'shape_scaling' with muon_extra_scale_factor=0.2 does not"
+            f"muon_scale_mode={scale!r} with adaptive_muon_moment2_method='adamuon' makes updates "
+            "too large: their entries are about 1 already, and this scale grows with the matrix. "
+            "Pass muon_scale_mode='shape_scaling' and muon_extra_scale_factor=0.2."
         )
     if optimizer == "scion" and settings.weight_decay != 1:
         yield (
-            f"weight_decay={settings.weight_decay} takes the place of Scion's own, which is "
-            "1: its step is meant to keep weights in a ball, and does so with weight_decay=1 alone"
+            f"weight_decay={settings.weight_decay} takes the place of Scion's own, which is 1. "
+            "Scion keeps weights inside a norm ball only with weight_decay=1."
         )
     splits, owners_split = (
         item.splits_weights_of(optimizer)
@@ -233,22 +236,22 @@ def _warnings(
     if settings.splits and owners_split and not splits:
         yield (
             f"optimizer={optimizer!r} updates a fused weight (Q, K and V; gate and up) as "
-            "one matrix without use_distributed_optimizer; with it, each of them by itself"
+            "one matrix without use_distributed_optimizer. Set it to True to update Q, K, V, "
+            "gate and up as separate matrices."
         )
     if tensor_parallel_size == 1:
         return
     if arguments.get("tp_mode") == "blockwise":
         yield (
-            "muon_tp_mode='blockwise' orthogonalizes each tensor-parallel rank's piece by "
-            "itself, so the result depends on the number of ranks; 'duplicated' and 'auto' are "
-            "exact"
+            "muon_tp_mode='blockwise' orthogonalizes each tensor-parallel shard separately, so "
+            "the result depends on the number of ranks. With 'duplicated' or 'auto' it does not."
         )
     replicated = settings.storage == "replicated" and state_layout_of(optimizer) != "element_wise"
     if "tp_mode" not in arguments and replicated:
         yield (
-            f"optimizer={optimizer!r} updates each tensor-parallel rank's piece of a "
-            "matrix by itself, so the result depends on the number of ranks; with "
-            "use_distributed_optimizer=True it gets whole matrices"
+            f"optimizer={optimizer!r} updates each tensor-parallel shard of a matrix separately, "
+            "so the result depends on the number of ranks. Set use_distributed_optimizer=True to "
+            "update whole matrices."
         )
 
 

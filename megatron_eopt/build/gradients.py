@@ -1,10 +1,10 @@
-"""What is done to all gradients at once: a loss scale is taken out, and they are clipped.
+"""Operations on all gradients at once: unscale, compute the norm, clip.
 
 Note [No waits]
-    The norm, and the factor that gradients are multiplied by, stay on the device. Drivers that fold
-    the factor into their own pass read it there, and a factor of NaN lets them write nothing. So a
-    step with non-finite gradients changes nothing although the host does not know yet: it reads the
-    norm when the next step begins, from a copy that has long arrived.
+    The gradient norm and the clipping factor stay on the device. Drivers that fold the factor into
+    their own kernels read it there, and write nothing if it is NaN. So a step with non-finite
+    gradients changes nothing, although the host does not know it yet: it reads the norm when the
+    next step begins, from a copy that has arrived by then.
 """
 
 import math
@@ -27,11 +27,11 @@ from megatron_eopt.storage.interface import named_gradients
 from megatron_eopt.storage.shard import global_name
 
 _MARGIN = 1e-6
-"""What megatron-core adds to a norm before it divides by it."""
+"""Added to the norm in the denominator of the clipping factor, as in megatron-core."""
 
 
 def make_scaler(wanted: LossScale | None) -> Any:
-    """Return megatron-core's gradient scaler, constant or dynamic; None without."""
+    """Return megatron-core's gradient scaler, constant or dynamic; None without a loss scale."""
     if wanted is None:
         return None
     if wanted.constant is not None:
@@ -43,7 +43,7 @@ def unscale_(grads: list[Tensor], inv_scale: Tensor, group: Any) -> bool:
     """Multiply float32 gradients by ``inv_scale``, of shape (1,), in place; collective.
 
     Returns:
-        Whether any rank of ``group`` had infinities or nans among them.
+        Whether the gradients of any rank of ``group`` had infs or nans.
     """
     found = torch.zeros_like(inv_scale)
     if grads:
@@ -55,25 +55,25 @@ def unscale_(grads: list[Tensor], inv_scale: Tensor, group: Any) -> bool:
 class GradNorm:
     """The norm over all ranks of the gradients that Megatron counts.
 
-    Making one is collective, and the host waits for nothing; :meth:`read` does.
+    The constructor is collective and does not block the host; :meth:`read` does.
     """
 
     def __init__(
         self, optimizers: Sequence[Any], name: str | None = None, flag: Tensor | None = None
     ) -> None:
-        """Compute it of all gradients, or of those whose parameters have a norm called ``name``.
+        """Compute the norm of all gradients, or of the parameters in the norm group ``name``.
 
-        A ``flag`` is this rank's number, of shape (), and then the sum of all ranks'.
+        ``flag`` is a tensor of shape (); :attr:`flag` becomes its sum over the ranks.
         """
         self.flag = torch.zeros((), device="cuda") if flag is None else flag
-        self._of_each: list[tuple[list[Any], Tensor]] = []  # gradients, or addresses, and norms
-        self.groups: list[distributed.ProcessGroup] = []  # over whose ranks it is summed
+        self._of_each: list[tuple[list[Any], Tensor]] = []  # gradients or addresses, their norms
+        self.groups: list[distributed.ProcessGroup] = []  # groups over which it is summed
         groups = [optimizer.get_grad_stats_parallel_group() for optimizer in optimizers]
         grads = [optimizer.get_grads_for_grad_norm(name) for optimizer in optimizers]
         if len(set(groups)) == 1:
             groups, grads = groups[:1], [[grad for some in grads for grad in some]]
         norms = [self._norm(some, group) for some, group in zip(grads, groups, strict=True)]
-        # float64, of shape (), on the device
+        # float64, shape (), on the device
         self.value = norms[0] if len(norms) == 1 else torch.stack(norms).norm()
         self._sent: HostCopy | None = None
 
@@ -96,17 +96,17 @@ class GradNorm:
         return norm
 
     def send(self) -> None:
-        """Begin to copy the norm to the host, where :meth:`read` finds it; let gradients go."""
+        """Start to copy the norm to the host for :meth:`read`, and release the gradients."""
         self._sent = HostCopy(self.value)
         if self.value.is_cuda:
             self._of_each = [([g.data_ptr() for g in grads], n) for grads, n in self._of_each]
 
     def read(self) -> float:
-        """Return the norm; the host waits for it."""
+        """Return the norm; blocks the host."""
         return float(self.value) if self._sent is None else self._sent.read()
 
     def non_finite(self) -> set[int]:
-        """Return the addresses of this rank's gradients whose own norms are not finite."""
+        """Return the addresses of this rank's gradients whose norms are not finite."""
         return {
             grad.data_ptr() if isinstance(grad, Tensor) else grad
             for grads, norms in self._of_each
@@ -115,24 +115,20 @@ class GradNorm:
         }
 
     def factor(self, most: float) -> Tensor:
-        """Return what scales the norm down to ``most``, at most 1; NaN if the norm is not finite.
+        """Return ``min(1, most / (norm + 1e-6))``, float32 of shape () on the device.
 
-        Returns:
-            float32, of shape (), on the device. It is 1 where ``most`` is 0.
+        It is 1 if ``most`` is 0, and NaN if the norm is not finite.
         """
         limit = torch.full_like(self.value, most or math.inf)
         scale = torch.div(limit, self.value + _MARGIN).clamp_(max=1.0)
-        # what is not finite less itself is nan
+        # inf - inf and nan - nan are nan
         return (scale + (self.value - self.value)).float()
 
 
 def non_finite(
     optimizers: Sequence[Any], names: Mapping[Tensor, str], norms: Sequence[GradNorm]
 ) -> set[str]:
-    """Return the parameters, by their names in the whole model, whose gradients are not finite.
-
-    It is collective, and the same on all ranks.
-    """
+    """Return the global names of parameters with non-finite gradients; collective, on all ranks."""
     faulty = set[int]().union(*(norm.non_finite() for norm in norms))
     found = {
         global_name(param, names.get(param, "a parameter"))
@@ -140,14 +136,14 @@ def non_finite(
         for param, grad in named_gradients(optimizer)
         if local_of(grad).data_ptr() in faulty
     }
-    # a name travels on from one group to the next
+    # each group passes the names on to the next, so that they get to all ranks
     for group in dict.fromkeys(group for norm in norms for group in norm.groups):
         found = found.union(*of_every_rank(found, group))
     return found
 
 
 def folds_clipping(stepper: Stepper) -> bool:
-    """Return whether all that a stepper does to gradients multiplies them by a coefficient."""
+    """Return whether all drivers of a stepper fold clipping into their own pass."""
     drivers = stepper.drivers
     is_done = bool(drivers) and all(driver.folds_clipping for driver in drivers)
     return stepper.storage.is_stub_optimizer or is_done
@@ -157,13 +153,13 @@ def folds_clipping(stepper: Stepper) -> bool:
 def clipped(
     steppers: Sequence[Stepper], most: float, norms: Mapping[str | None, GradNorm], *, fold: bool
 ) -> Iterator[None]:
-    """Scale gradients whose norm exceeds ``most`` down to it, for the steps in a block.
+    """In a block, clip gradients to a norm of ``most``.
 
     Args:
-        steppers: What steps the parameters.
-        most: Largest norm; 0 scales nothing.
-        norms: Of the gradients that have a norm of their own, by its name, and of all others.
-        fold: Whether drivers that can do it scale gradients while they read them.
+        steppers: The optimizers of the chain.
+        most: Largest norm; 0 turns clipping off.
+        norms: The norm of each special group by its name, and of all other gradients by None.
+        fold: Whether drivers that support it clip while they read gradients.
     """
     factors = {name: norm.factor(most) for name, norm in norms.items()}
     for driver in (driver for stepper in steppers for driver in stepper.drivers):
@@ -179,7 +175,7 @@ def clipped(
             by_norm.setdefault(name, []).append(local_of(param.grad).detach())
     for name, grads in by_norm.items():
         if _counts(factors[name]):
-            # a tensor of shape () given to torch's function would be read by the host
+            # torch._foreach_mul_ would make the host wait for the tensor of shape ()
             torch.ops.aten._foreach_mul_.Tensor(grads, factors[name])
     try:
         yield
@@ -189,7 +185,7 @@ def clipped(
 
 
 def _counts(factor: Tensor) -> bool:
-    """Return whether to multiply by a factor; one that the host knows to be 1 need not be."""
+    """Return whether to multiply by a factor; a factor on the CPU is skipped if it is 1."""
     return gpu.runs_kernels(factor) or float(factor) != 1.0
 
 

@@ -1,4 +1,4 @@
-"""megatron-core's layer-wise optimizer by its name and arguments: state in fragments."""
+"""megatron-core's layer-wise optimizer, by its name and arguments, with sharded state."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Self
@@ -25,29 +25,29 @@ from megatron_eopt.storage.buffers import buffer_sets, check_model_chunks, proce
 
 
 class LayerWiseDistributedOptimizer(OptimizerChain):
-    """Keeps every optimizer's state in fragments of Megatron's buffers, or whole at an owner.
+    """Shards the state of torch optimizers over data-parallel ranks.
 
-    Takes base torch optimizers and wraps them itself: those that update each number by itself step
-    on fragments, Muon keeps momentum in fragments and brings matrices to their owners, all others
-    get whole matrices. Works on any model that is wrapped in Megatron's DDP, best with
-    ``use_distributed_optimizer=True``. All ranks must construct it together.
+    Element-wise optimizers (Adam, SGD, Lion) step ZeRO-1 fragments of Megatron's buffers. Muon
+    stores momentum in fragments and computes each matrix on an owner rank. All other optimizers get
+    whole matrices, with their state, on owner ranks. The model must be wrapped in Megatron's DDP,
+    best with ``use_distributed_optimizer=True``. All ranks must construct this together.
 
     Args:
-        optimizers: Base torch optimizers over the model's parameters; every trainable parameter in
-            exactly one of them.
+        optimizers: Torch optimizers over the model's parameters, without megatron-core's wrappers.
+            Each trainable parameter must be in exactly one of them.
         config: An ``OptimizerConfig``.
-        pg_collection: Process groups; None means Megatron's global ones.
-        init_state_fn_list: For each optimizer a function ``(optimizer, config)`` that makes its
-            state exist, or None.
-        model_chunks: The wrapped model chunks of this rank. Without them all that is known are the
-            parameters in ``optimizers``, whose gradients must be all-reduced already.
+        pg_collection: The process groups; None means Megatron's global ones.
+        init_state_fn_list: For each optimizer, a function ``(optimizer, config)`` that creates its
+            state, or None.
+        model_chunks: This rank's wrapped model chunks. If None, only the parameters in
+            ``optimizers`` are known, and their gradients must be all-reduced before a step.
 
     Raises:
-        ConfigurationTypeError: If an optimizer is wrapped already, or the model is not.
-        ConfigurationError: If a mode, a group or a parameter cannot be served.
+        ConfigurationTypeError: If an optimizer has a wrapper, or a model chunk has none.
+        ConfigurationError: If a mode, a group or a parameter is not supported.
     """
 
-    # Callers ask this class how DDP is to lay parameters out: as for Adam, without padding.
+    # callers ask this class for DDP's parameter layout; it is that of Adam, without padding
     compute_full_param_layout = staticmethod(DistributedOptimizer.compute_full_param_layout)
 
     def __init__(
@@ -86,7 +86,7 @@ class LayerWiseDistributedOptimizer(OptimizerChain):
 
     @classmethod
     def of_bases(cls, bases: Sequence[Base], sharding: Sharding, pg_collection: Any) -> Self:
-        """Return the optimizer of what is resolved and routed already."""
+        """Build the optimizer of a configuration that is already resolved and routed."""
         chain = cls.__new__(cls)
         chain._build(bases, sharding, pg_collection)
         return chain
@@ -96,15 +96,15 @@ class LayerWiseDistributedOptimizer(OptimizerChain):
         chunks = sharding.chunks
         OptimizerChain.__init__(self, steppers, sharding.settings, sharding.scaler, chunks)
         self.pg_collection = pg_collection
-        # whether hooks of the model's forward pass gather parameters
+        # whether forward hooks gather parameters
         self.overlap_param_gather = any(chunk.ddp_config.overlap_param_gather for chunk in chunks)
 
     @torch.no_grad()
     def allgather_params(self) -> None:
-        """Bring the stepped weights to all ranks now; collective."""
+        """Gather the stepped weights to all ranks now; collective."""
         self.gather_params(now=True)
 
-    broadcast_params = allgather_params  # another of megatron-core's names
+    broadcast_params = allgather_params  # megatron-core also uses this name
 
 
 def _bases(
@@ -112,10 +112,10 @@ def _bases(
 ) -> list[Base]:
     for number, optimizer in enumerate(optimizers):
         if isinstance(optimizer, MegatronOptimizer):
-            rule = "is wrapped already, and layer-wise storage wraps base torch optimizers itself"
+            rule = "has a megatron-core wrapper, but this class wraps torch optimizers itself"
             way_out = "Pass the torch optimizer inside it"
             raise ConfigurationTypeError(f"optimizers[{number}]", optimizer, rule, way_out)
-    # what orthogonalizes does not depend on the size of gradients
+    # orthogonalized updates do not depend on the size of gradients
     free = OrthogonalizedOptimizer if exempt else ()
     functions = init_state_fns or [None] * len(optimizers)
     return [

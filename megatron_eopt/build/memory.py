@@ -1,4 +1,4 @@
-"""What one rank's memory is used for: counted tensors, and the peak of a step that was measured."""
+"""Count the memory of one rank by use, with the peak of a measured step."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -18,26 +18,26 @@ _MIB = 2**20
 class Memory:
     """Bytes of one rank."""
 
-    weights: int  # of the model's parameters, with the buffers that they lie in
-    gradients: int  # of what gradients are accumulated in
-    main_weights: int  # of what is stepped, where it is not the model's, on the device
-    state: int  # of the optimizers' state on the device
-    buffers: int  # of what the optimizers keep to move and to compute matrices
-    host: int  # of main weights and state that are off-loaded to the host's memory
-    # the most by which a whole step exceeds all of this; None until one was measured
+    weights: int  # model parameters, with DDP's parameter buffers
+    gradients: int  # tensors in which gradients are accumulated
+    main_weights: int  # main weights on the device, unless they are the model's
+    state: int  # optimizer state on the device
+    buffers: int  # buffers to send and compute matrices, kept between steps
+    host: int  # main weights and state off-loaded to host memory
+    # peak of a step above all of this; None until a step was measured
     transient: int | None = None
 
     def __str__(self) -> str:
         """Return one line in MiB."""
         found = [(field.name, getattr(self, field.name)) for field in fields(self)]
         shown = [f"{name} {size / _MIB:.1f}" for name, size in found if size is not None]
-        return f"MiB of a rank: {', '.join(shown)}"
+        return f"optimizer memory of this rank in MiB: {', '.join(shown)}"
 
 
 def memory_of(
     steppers: Sequence[Stepper], model_chunks: Sequence[Any], transient: int | None
 ) -> Memory:
-    """Count what a chain's tensors take; every byte once, where it belongs first."""
+    """Count the bytes of a chain's tensors; shared memory counts in the first category only."""
     params = [param for chunk in model_chunks for param in chunk.parameters()]
     gradients = (getattr(param, "main_grad", None) for param in params)
     mains = (item.main for stepper in steppers for item in stepper.storage.stored())
@@ -46,7 +46,7 @@ def memory_of(
     return Memory(
         weights=_bytes(params, seen),
         gradients=_bytes((grad for grad in gradients if grad is not None), seen),
-        # what is off-loaded comes before what is not
+        # before the device, so that off-loaded tensors count here
         host=_bytes(_on_host(steppers), seen),
         main_weights=_bytes(mains, seen),
         state=_bytes(_states(steppers), seen),

@@ -1,9 +1,9 @@
-"""Muon's step behind the communication of gradients and parameters that Adam has as well.
+"""Overlap Muon's step with the communication of gradients and parameters.
 
-When a bucket's gradients have been reduced, the updates of its matrices are computed while the
-backward pass goes on with other layers. When all are in and the norm is known, buckets are stepped
-in the order in which the forward pass needs them, and each is gathered at once, while the next one
-is stepped. See Note [Look ahead, then commit] of :mod:`megatron_eopt.optimizers.windows`.
+When a bucket's gradients are reduced, the updates of its matrices are computed while the backward
+pass continues. Once the gradient norm is known, buckets are stepped in the order in which the
+forward pass needs them, and each is gathered while the next one is stepped. See Note [Look ahead,
+then commit] of :mod:`megatron_eopt.optimizers.windows`.
 """
 
 import functools
@@ -22,14 +22,14 @@ from megatron_eopt.storage.interface import Stored, finish_gathers
 from megatron_eopt.storage.sharded import FragmentsOptimizer
 
 _MARGIN = 0.9
-"""Nothing is computed ahead after a norm beyond this share of the limit: it may be clipped."""
+"""Look ahead only if the last norm was below this share of the limit, so that clipping is rare."""
 
 _CHANGED_LATER = ("sequence_parallel", "average_gradients_across_tp_domain", "pipeline_parallel")
-"""What megatron-core marks parameters with whose gradients it sums once more after buckets."""
+"""Attributes of parameters whose gradients megatron-core sums again after the bucket reduction."""
 
 
 def bucket_groups(model_chunks: Sequence[Any]) -> list[Any]:
-    """Return all groups of buckets, in the order in which a forward pass needs them."""
+    """Return all bucket groups, in the order in which a forward pass needs them."""
     return [
         group
         for chunk in model_chunks
@@ -38,7 +38,7 @@ def bucket_groups(model_chunks: Sequence[Any]) -> list[Any]:
 
 
 def windows_of(params: Sequence[Tensor], model_chunks: Sequence[Any]) -> tuple[int, ...]:
-    """Return the number of each parameter's window: its bucket group, among those that have any."""
+    """Return each parameter's window: its bucket group's index among those with parameters."""
     groups = bucket_groups(model_chunks)
     places = [next(n for n, group in enumerate(groups) if p in group.params) for p in params]
     return tuple(sorted(set(places)).index(place) for place in places)
@@ -46,20 +46,20 @@ def windows_of(params: Sequence[Tensor], model_chunks: Sequence[Any]) -> tuple[i
 
 @dataclass(eq=False)
 class _Window:
-    """One bucket group's matrices."""
+    """The matrices of one driver in one bucket group."""
 
     stepper: Stepper
     driver: WindowedMuonDriver
     number: int
     items: list[Stored]
     group: Any
-    is_early: bool  # whether nothing changes its gradients once they are reduced
+    is_early: bool  # whether its gradients are final once they are reduced
 
 
 class Overlap:
-    """Looks ahead while gradients are reduced, and steps window by window.
+    """Computes updates while gradients are reduced, and steps window by window.
 
-    ``may_look`` says whether updates should be computed ahead in this step; the same on all ranks.
+    ``may_look`` decides whether to compute ahead in this step, with the same result on all ranks.
     """
 
     def __init__(
@@ -69,8 +69,8 @@ class Overlap:
         self._groups, self._chunks = bucket_groups(chunks), chunks
         found = list(self._found())
         self._drivers = list({window.driver for window in found})
-        # bucket groups in the order of a step, those without matrices first
         self._windows = {g: [w for w in found if w.group is g] for g in self._groups}
+        # bucket groups in the order of a step, those without matrices first
         self._order = sorted(self._groups, key=lambda group: bool(self._windows[group]))
         self._others = [
             (stepper, driver)
@@ -81,10 +81,10 @@ class Overlap:
         storages = (stepper.storage for stepper in steppers)
         self._storages = [item for item in storages if isinstance(item, FragmentsOptimizer)]
         self._begun: set[Any] = set()  # bucket groups whose reduction has begun
-        self._waiting: list[Any] = []  # those of them that were not looked at yet
+        self._waiting: list[Any] = []  # those of them whose updates are not computed yet
         self._stream = torch.cuda.Stream() if gpu.is_there() else None  # type: ignore[no-untyped-call]
         for chunk in chunks:
-            # buckets are gathered when they are stepped, and by nobody else
+            # so that megatron-core leaves the gather of buckets to this class
             chunk.overlap_param_gather_with_optimizer_step = True
         for group in self._groups:
             group.start_grad_sync = functools.partial(self._started, group, group.start_grad_sync)
@@ -106,9 +106,9 @@ class Overlap:
                             yield _Window(stepper, driver, number, held, group, not late)
 
     def _started(self, group: Any, start: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """Begin to reduce a bucket group, and look at those that began before."""
+        """Begin to reduce a bucket group, and compute the updates of the one before."""
         if group in self._begun:
-            # another backward pass, and no step between them
+            # another backward pass without a step in between
             self.forget()
         start(*args, **kwargs)
         ready, self._waiting = self._waiting, [group]
@@ -119,7 +119,7 @@ class Overlap:
     def _look_at(self, group: Any) -> None:
         if not self._may_look(_MARGIN):
             return
-        # its stream follows what the last step reads, and gradients that were waited for already
+        # the stream waits for the last step, and for gradients that are already reduced
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             if self._stream is not None:
                 self._stream.wait_stream(torch.cuda.default_stream())
@@ -133,14 +133,14 @@ class Overlap:
                         window.driver.look_ahead(window.number, groups, state)
 
     def forget(self) -> None:
-        """Drop what was computed ahead."""
+        """Discard all updates computed ahead."""
         self._begun.clear()
         self._waiting.clear()
         for driver in self._drivers:
             driver.forget()
 
     def join(self) -> Tensor:
-        """Return whether a gradient of this rank has changed since it was looked at, 0 or 1."""
+        """Return 1 if a gradient of this rank has changed since its update was computed, else 0."""
         self._begun.clear()
         self._waiting.clear()
         if self._stream is not None:
@@ -152,8 +152,8 @@ class Overlap:
         return 1.0 - torch.stack(same).all().float()
 
     def step(self) -> None:
-        """Step all parameters, and begin to gather each bucket as soon as it is complete."""
-        # maybe no forward pass has waited for what the last step began
+        """Step all parameters, and start to gather each bucket as soon as it is complete."""
+        # gathers of the last step may still run if there was no forward pass
         finish_gathers(self._chunks)
         with ExitStack() as stack:
             for storage in self._storages:

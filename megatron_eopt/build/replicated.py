@@ -1,4 +1,4 @@
-"""Optimizers of whole parameters, or of each tensor-parallel slab: one stepper of a chain."""
+"""Build the chain in which every data-parallel rank steps whole parameters or tensor shards."""
 
 import functools
 import itertools
@@ -29,12 +29,13 @@ from megatron_eopt.storage.shard import Ranks
 def chain_of_slabs(
     wanted: Wanted, storage_of: Callable[..., Storage] | None = None
 ) -> OptimizerChain | None:
-    """Return the chain that steps whole parameters, or each tensor-parallel slab.
+    """Return the chain that steps whole parameters, or whole tensor-parallel shards.
 
     Args:
-        wanted: What to serve.
-        storage_of: Called as ``(optimizer, config, init_state_fn=...)`` in place of our own
-            storages; the model is then served whatever the configuration says.
+        wanted: Settings, routing and model. Without ``storage_of``, the result is None unless the
+            settings ask for this storage.
+        storage_of: Storage class to use instead of the built-in ones; called as
+            ``(optimizer, config, init_state_fn=...)``.
     """
     settings, chunks = wanted.settings, wanted.model_chunks
     if storage_of is None and settings.storage != "replicated":
@@ -55,12 +56,12 @@ def _check_dtypes(routing: Routing) -> None:
     for param, name in routing.names.items():
         if param.dtype in (torch.bfloat16, torch.float16):
             field = "bf16" if param.dtype == torch.bfloat16 else "fp16"
-            rule = f"{name} is {param.dtype}, and there would be no float32 weights to step"
+            rule = f"{name} is {param.dtype}, so the optimizer needs float32 main weights"
             raise ConfigurationError(field, False, rule, f"Set {field}=True")
 
 
 def _check_whole(base: Base, routing: Routing) -> None:
-    """Raise if a parameter declares matrices that its optimizer steps as one."""
+    """Raise if a parameter declares several matrices but its optimizer would step it as one."""
     if "splits" in constructor_arguments(entry_of(base.name).optimizer_cls):
         return
     for item in (route.parameter for route in routing.routes if route.optimizer == base.name):
@@ -68,8 +69,8 @@ def _check_whole(base: Base, routing: Routing) -> None:
         split = routing.splits.get(item.param)
         several = split is not None and sum(part.count for part in split.parts) > 1
         if declared is not None and several:
-            rule = f"{base.name} steps whole parameters where every rank stores them"
-            way_out = "Set use_distributed_optimizer=True, or leave eopt_split out"
+            rule = f"{base.name} does not split parameters without use_distributed_optimizer"
+            way_out = "Set use_distributed_optimizer=True, or remove eopt_split"
             raise ConfigurationError(f"{item.name}.eopt_split", declared, rule, way_out)
 
 
@@ -77,7 +78,7 @@ def _stepper(base: Base, wanted: Wanted, storage_of: Callable[..., Storage]) -> 
     settings, collection, optimizer = wanted.settings, wanted.collection, base.optimizer
     made_early = optimizer is not None and bool(optimizer.state)
     if made_early:
-        # made for the model's parameters, which the wrapper may replace by main ones
+        # this state is for the model's parameters, which the wrapper may replace by main weights
         optimizer.state.clear()
     storage = storage_of(optimizer, settings.config, init_state_fn=base.init_state_fn)
     name = "tp_ep_pp" if base.is_expert else "mp"

@@ -1,4 +1,4 @@
-"""Optimizers of ZeRO-1 fragments: one stepper of a chain for each set of Megatron's buffers."""
+"""Build the optimizers of ZeRO-1 fragments, one stepper per set of Megatron's buffers."""
 
 import functools
 from collections import defaultdict
@@ -34,9 +34,9 @@ class Sharding:
     settings: RunSettings
     chunks: Sequence[Any]  # the wrapped model
     sets: Sequence[BufferSet]  # its buffers
-    names: Mapping[Tensor, str]  # of the parameters
-    scaler: Any  # the loss scale; None without
-    # the logical matrices of parameters, None for one; empty if optimizers say it
+    names: Mapping[Tensor, str]  # names of the parameters
+    scaler: Any  # gradient scaler, if any
+    # logical matrices by parameter, None for a single one; empty if the optimizers know them
     splits: Mapping[Tensor, Split | None]
 
     def storage(self, optimizer: Any, buffers: BufferSet) -> sharded.FragmentsOptimizer:
@@ -62,14 +62,14 @@ class Sharding:
         if hasattr(optimizer, "split_of"):
             own: Split = optimizer.split_of(param, shape)
             return own
-        # megatron-core's Muon tells by parameters, and at owners there are none of the model
+        # megatron-core's Muon finds the split by the model's parameter, which owners do not have
         return declared_split(optimizer, param, shape)
 
 
 def unmixed_steppers(sharding: Sharding, bases: Sequence[Base]) -> list[Stepper]:
-    """Return steppers that megatron-core's own could be: Adam, or one like it, and nothing else.
+    """Return steppers with one element-wise optimizer, such as Adam, as in megatron-core.
 
-    State appears with the first step, as megatron-core's does, or when it is saved.
+    State is created by the first step, as in megatron-core, or when it is saved.
     """
     by_kind = {item.is_expert: item for item in sharding.sets}
     steppers = []
@@ -85,13 +85,9 @@ def unmixed_steppers(sharding: Sharding, bases: Sequence[Base]) -> list[Stepper]
 
 
 def sharded_steppers(sharding: Sharding, bases: Sequence[Base]) -> list[Stepper]:
-    """Return one stepper for each set of buffers, in which every optimizer steps its parameters.
+    """Return one stepper per set of buffers, with all optimizers; collective.
 
-    All ranks call this together.
-
-    Raises:
-        ConfigurationError: If a parameter is in no parameter group or in several, or cannot be
-            served.
+    Raises a ConfigurationError if a parameter is not in exactly one group, or is not supported.
     """
     if sharding.settings.overlaps_step:
         parts = [part for chunk in sharding.chunks for part in (chunk.ddp_config, chunk.config)]
@@ -103,8 +99,7 @@ def sharded_steppers(sharding: Sharding, bases: Sequence[Base]) -> list[Stepper]
     steppers = [_stepper(sharding, bases, item, live) for item in sharding.sets]
     agreed(lambda: [stepper.storage.optimizer.refuse_faults() for stepper in steppers])
     for base, groups in zip(bases, live, strict=True):
-        # what a caller writes to its groups counts; state that was made for the model's parameters
-        # would only take memory
+        # callers may edit the groups of their optimizer; state of the model's parameters is freed
         bind(base.optimizer, groups, defaultdict(dict))
     return steppers
 
@@ -115,7 +110,7 @@ def _stepper(
     buffers: BufferSet,
     live: Sequence[list[ParamGroup]],
 ) -> Stepper:
-    """Return the stepper of one set of buffers; ``live`` gets the groups of each base's."""
+    """Return the stepper of one set of buffers; its groups are appended to ``live``, by base."""
     places = sharded.ranges_in(buffers, sharding.names)
     groups: list[ParamGroup] = []
     served: list[tuple[Driver, slice]] = []
@@ -146,12 +141,12 @@ def _stepper(
 
 
 def _off_load(composite: CompositeOptimizer, storage: Storage, settings: RunSettings) -> None:
-    """Let a fraction of main weights and state live in the host's memory."""
+    """Off-load a fraction of main weights and state to host memory."""
     items = list(storage.stored())
     own = [i.main for i in items if address_of(i.main)[0] != address_of(i.param)[0]]
     place = HostPlace(
         settings.offload_fraction,
-        frozenset(own),  # in float32 the stepped weights are the model's
+        frozenset(own),  # not the model's own weights, which float32 training steps
         items[0].main.device if items else "cpu",
         int(settings.wave_mb * 2**20),
     )
@@ -170,7 +165,7 @@ def _driver(
     places: Mapping[Tensor, sharded.BufferRange],
     buffers: BufferSet,
 ) -> Driver:
-    """Return what steps an optimizer's parameters, which lie at ``places``."""
+    """Return the driver of an optimizer's parameters at ``places`` of the buffers."""
     config = sharding.settings.config
     # a pipeline stage may have no matrices
     if base.layout == "element_wise" or not places:
@@ -189,7 +184,7 @@ def _driver(
             for param, place in places.items()
         },
     )
-    # at one owner each rank sends and receives its share twice, at any number of ranks
+    # with owners, a rank sends and receives its share of a matrix twice, however many ranks
     settings = sharding.settings
     overlaps = settings.overlaps_step and base.name == "muon"
     means = Means(
@@ -203,10 +198,10 @@ def _driver(
 
 
 def _numbered(stepper: Stepper, params: Mapping[Driver, Sequence[Tensor]]) -> Stepper:
-    """Return a stepper whose drivers know which shard each of their fragments is.
+    """Return a stepper whose drivers know the shard number of each fragment.
 
-    ``params`` has the parameters of each driver that has shards, in their order; the other drivers
-    number their fragments as they come.
+    ``params`` has the parameters of drivers with shards, in order of the shards. Other drivers
+    number their fragments in order of the groups.
     """
     model_of = {id(item.main): item.param for item in stepper.storage.stored()}
     found = []
@@ -220,9 +215,9 @@ def _numbered(stepper: Stepper, params: Mapping[Driver, Sequence[Tensor]]) -> St
 
 
 def _groups_in(base: Base, places: Mapping[Tensor, Any], *, is_expert: bool) -> list[ParamGroup]:
-    """Return an optimizer's groups, cut down to the parameters of one set of buffers.
+    """Return an optimizer's groups with the parameters of one set of buffers.
 
-    Groups without members here stay, since other pipeline stages may have some.
+    Empty groups are kept, because other pipeline stages may have parameters in them.
     """
     groups = []
     for group in base.groups:

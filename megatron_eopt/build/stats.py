@@ -1,7 +1,7 @@
-"""Statistics of steps that are measured, of all ranks, for each class of optimizer.
+"""Statistics of measured steps over all ranks, for each optimizer class.
 
-A measured step leaves sums where they are computed. Whoever reads them brings the sums of all ranks
-together in one all-reduce, and only then the host waits for the device.
+A measured step leaves sums on the device. Only :meth:`Stats.values` all-reduces them, once, and
+blocks the host.
 """
 
 import math
@@ -27,10 +27,10 @@ _COLUMNS = (
     *("elements", "rates", "squares", "updated", "squares of updates", "samples", "residuals"),
     *("seconds of exchange", "bytes", "seconds of orthogonalization"),
 )
-"""What is summed over the ranks for each class of optimizer: numbers, or scalars on the device."""
+"""The sums over ranks for each optimizer class: Python numbers, or scalars on the device."""
 
 SAMPLED = 1 << 14
-"""Of a larger stored weight about so many numbers, at least half, are looked at for changes."""
+"""About so many elements of a larger weight, at least half, are compared to measure updates."""
 
 
 class _Weight(NamedTuple):
@@ -39,11 +39,11 @@ class _Weight(NamedTuple):
     group: ParamGroup
     data: Tensor
     share: float  # see _share
-    number: int  # of its shard
+    number: int  # number of its shard
 
 
 class _Part:
-    """What one driver, or an optimizer of megatron-core's own, steps of a storage in one step."""
+    """The weights that one driver, or one of megatron-core's optimizers, steps in a step."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class _Part:
             self.step_stats = StepStats(device, {one.number: one.share for one in weights})
             driver.measure(self.step_stats)
         tells_updates = driver is not None and driver.tells_updates
-        # where nobody tells updates, weights are compared with what they were
+        # if the driver does not report updates, weights are compared before and after the step
         self._before = [
             (one, float(one.group["lr"]), _sample(one.data).clone())
             for one in (() if tells_updates else weights)
@@ -70,7 +70,7 @@ class _Part:
         ]
 
     def row(self) -> dict[str, Any]:
-        """Return what is summed, but for bytes and times."""
+        """Return the sums of this rank, without bytes and times."""
         tensors = [one.data for one in self._weights]
         shares = [one.share for one in self._weights]
         sizes = [share * data.numel() for data, share in zip(tensors, shares, strict=True)]
@@ -85,7 +85,7 @@ class _Part:
             row |= {"samples": step_stats.samples, "residuals": sum(step_stats.residuals)}
         if self._before and self._storage.steps > self._steps:
             changes = [_sample(one.data).float() - old.float() for one, _, old in self._before]
-            # those that were looked at stand for all
+            # scaled from the sampled elements to all elements
             weights = [
                 one.share * one.data.numel() / old.numel() / rate**2
                 for one, rate, old in self._before
@@ -96,7 +96,7 @@ class _Part:
 
 
 def _sample(weight: Tensor) -> Tensor:
-    """Return some numbers of a weight, evenly spaced; odd steps come by all of its columns."""
+    """Return evenly spaced elements of a weight; the stride is odd, to sample all columns."""
     numbers = weight.reshape(-1)
     return numbers[:: numbers.numel() // SAMPLED | 1]
 
@@ -111,7 +111,7 @@ class Stats:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Measure the step that is done in a block, in place of what was measured before."""
+        """Measure the step in a block; replaces earlier measurements."""
         parts = [part for stepper in self._steppers for part in _parts(stepper)]
         try:
             yield
@@ -122,7 +122,7 @@ class Stats:
         self._values = None
 
     def values(self) -> dict[str, float]:
-        """Return the statistics of the step that was measured last; collective, once for each."""
+        """Return the statistics of the last measured step; collective, on the first call for it."""
         if self._values is not None:
             return self._values
         names = sorted(everyones(name for name, *_ in self._rows))
@@ -131,7 +131,7 @@ class Stats:
         )
         for name, row, step_stats in self._rows:
             if step_stats is not None:
-                # for which the host waits
+                # the host waits for these
                 row |= {
                     "seconds of exchange": step_stats.meter.seconds(EXCHANGE) or 0.0,
                     "bytes": step_stats.meter.sent,
@@ -150,12 +150,12 @@ class Stats:
 
 
 def _parts(stepper: Stepper) -> Iterator[_Part]:
-    """Yield what each driver of a stepper steps, or the stepper's optimizer without one."""
+    """Yield one part per driver of a stepper, or one for its optimizer if it has no driver."""
     storage = stepper.storage
     if storage.is_stub_optimizer:
         return
     stored = {item.main: item for item in storage.stored()}
-    # a rank that stores nothing may compute all the same
+    # a rank without stored weights may still compute matrices
     devices = (item.param.device for item in stored.values())
     device = next(devices, device_of_collectives())
     found: list[tuple[str, Driver | None, Iterable[tuple[ParamGroup, Tensor, int]]]] = [
@@ -175,10 +175,10 @@ def _parts(stepper: Stepper) -> Iterator[_Part]:
 
 
 def _share(storage: Storage, item: Stored) -> float:
-    """Return how much a weight counts here so that all ranks together count each number once.
+    """Return the weight of this rank's copy, so that all ranks count each element once in total.
 
-    Its gradient is counted once by the ranks over which the gradient norm is summed; what their
-    sets have alike, such as replicas, is divided by the number of sets.
+    The ranks over which the gradient norm is summed count each element once. If several sets of
+    these ranks have replicas, each counts by its share.
     """
     groups = {name: getattr(storage, name, None) for name in ("tp_group", "expert_tp_group")}
     is_first = param_is_not_tensor_parallel_duplicate(item.param, **groups)
@@ -186,7 +186,7 @@ def _share(storage: Storage, item: Stored) -> float:
         return 0.0
     stats: Any = storage
     counted = distributed.get_world_size(stats.get_grad_stats_parallel_group())
-    # of these, megatron-core sums gradients over the ranks of a mesh by itself
+    # for these DTensors, megatron-core also sums the gradient norm over the mesh
     if isinstance(item.main, DTensor) and not is_uneven(item.main):
         mesh, placements = item.main.device_mesh, item.main.placements
         extents = zip(mesh.shape, placements, strict=True)
@@ -195,7 +195,7 @@ def _share(storage: Storage, item: Stored) -> float:
 
 
 def _values(row: Mapping[str, float]) -> dict[str, float]:
-    """Return what the sums of one class of optimizer mean, without what nobody measured."""
+    """Return the statistics of one optimizer class from its sums, without unmeasured ones."""
     found: dict[str, float] = {}
     if elements := row["elements"]:
         found["learning-rate"] = row["rates"] / elements

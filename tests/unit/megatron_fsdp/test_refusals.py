@@ -20,7 +20,7 @@ HYBRID = {
 CASES = [
     (HYBRID, {}, "outer_dp_sharding_strategy='optim': does not divide gradients"),
     ({}, {"megatron_fsdp_cuda_graph_mode": True}, "leaves gradients"),
-    ({}, {"megatron_fsdp_use_decoupled_grad": True}, "Transformer Engine's Adam alone"),
+    ({}, {"megatron_fsdp_use_decoupled_grad": True}, "Transformer Engine's Adam only"),
     ({"config": {"fp16": True}}, {}, "fp16=True: needs a loss scale"),
     ({"model": {**SMALL.model, "qk_clip": True}}, {}, "use_megatron_fsdp shards the rows"),
 ]
