@@ -1,7 +1,7 @@
-"""Muon and its family as the optimizer layer of Megatron-Core trainers.
+"""Muon and similar optimizers for Megatron-Core trainers.
 
-The names below are imported when they are first used, so that ``import megatron_eopt`` is cheap and
-works before and after megatron-core is imported.
+Public names are imported on first use. So ``import megatron_eopt`` is cheap and works before or
+after megatron-core is imported.
 """
 
 import importlib

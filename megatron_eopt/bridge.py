@@ -1,8 +1,7 @@
-"""Megatron-Bridge with our optimizers: one configuration class, nothing else to set.
+"""Use megatron-eopt in Megatron-Bridge: one configuration class, no other change.
 
-Megatron-Bridge (0.4 and later) asks an optimizer configuration that has a method ``provide`` for
-the optimizer, and calls ``finalize`` when all fields have their last values. Neither needs
-Megatron-Bridge to be installed.
+Megatron-Bridge (0.4 or later) calls ``finalize`` on the optimizer configuration once all fields are
+set, then ``provide`` to build the optimizer. This module does not import Megatron-Bridge.
 """
 
 import contextlib
@@ -21,23 +20,22 @@ __all__ = ["BridgeOptimizerConfig"]
 class BridgeOptimizerConfig(EmergingOptimizerConfig):
     """An :class:`EmergingOptimizerConfig` for ``ConfigContainer.optimizer`` of Megatron-Bridge.
 
-    Recipes, precision settings, communication overlap and the command line write to its fields
-    after it was made, so nothing is checked before :meth:`finalize`. It can be written to
-    ``run_config.yaml`` and read back, once this module has been imported.
+    Megatron-Bridge changes fields after construction (recipe, precision, communication overlap,
+    command line). So the constructor checks nothing; :meth:`finalize` does. Import this module
+    before you read a saved ``run_config.yaml`` that contains this class.
     """
 
     def __post_init__(self) -> None:
-        """Check nothing yet: fields may still change."""
+        """Skip the checks, because fields may still change."""
 
     def finalize(self) -> None:
-        """Check the fields and compute those that follow from others; may be called repeatedly.
+        """Check all fields and set those that depend on others; you can call it repeatedly.
 
-        Layer-wise storage that was asked for by another flag than ``use_distributed_optimizer``
-        turns that on too, which is what Megatron-Bridge reads when it wraps the model and names
-        the checkpoint's format.
+        Sets ``use_distributed_optimizer=True`` if another field selects layer-wise storage, because
+        Megatron-Bridge reads that field to wrap the model and to choose the checkpoint format.
 
         Raises:
-            ConfigurationError: If a value, or a combination, cannot be honoured.
+            ConfigurationError: If a value is invalid, or a combination is not supported.
             ConfigurationTypeError: If a value has the wrong type.
         """
         settings = resolve(self)
@@ -53,10 +51,10 @@ class BridgeOptimizerConfig(EmergingOptimizerConfig):
         use_gloo_process_groups: bool = False,
         pg_collection: Any = None,
     ) -> Any:
-        """Return the optimizer of a wrapped model; Megatron-Bridge calls this.
+        """Build the optimizer of a wrapped model; Megatron-Bridge calls this.
 
-        The arguments, the result and the errors are those of
-        :func:`megatron_eopt.get_megatron_optimizer`, but that one chunk needs no list.
+        Arguments, result and errors are those of :func:`megatron_eopt.get_megatron_optimizer`.
+        ``model_chunks`` may also be a single chunk without a list.
         """
         self.finalize()
         return get_megatron_optimizer(
@@ -68,7 +66,7 @@ class BridgeOptimizerConfig(EmergingOptimizerConfig):
         )
 
 
-# the trainers' configuration files may name the class above, where they check names
+# Megatron's trainer only instantiates classes on this list from configuration files
 with contextlib.suppress(ImportError):
     from megatron.training.config.instantiate_utils import target_allowlist
 

@@ -1,4 +1,4 @@
-"""State in checkpoints: loaded at any layout, and into other optimizers than wrote it."""
+"""Load optimizer state at any parallel layout, also if another optimizer wrote the checkpoint."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,24 +21,27 @@ def load(
     momentum_from_adam: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Load a checkpoint as ``dist_checkpointing.load`` does, once it is matched with what is asked.
+    """Load a checkpoint; replaces ``dist_checkpointing.load``.
 
-    All ranks call this together; nothing is read into the state before all have agreed.
+    Optimizer state is first matched with the checkpoint, by parameter and kind of state. All ranks
+    must call this together, and errors are raised on every rank before any state is read.
 
     Args:
-        sharded_state_dict: What is asked for; optimizers' requests in it are adapted in place.
-        folder: Holds the checkpoint.
-        fresh: Kinds of optimizer state that start fresh where the checkpoint lacks them.
-        momentum_from_adam: Whether Muon's momentum is read from Adam's first moment where the
-            checkpoint has no momentum. Both are added to what the optimizers' configuration says.
-        kwargs: Further arguments of ``dist_checkpointing.load``.
+        sharded_state_dict: What to load. For the optimizer, pass the result of its
+            ``sharded_state_dict(model_state, is_loading=True)``. It is changed in place.
+        folder: Folder of one iteration, in the format ``torch_dist``.
+        fresh: Kinds of optimizer state, such as ``"exp_avg"``, that start fresh if the checkpoint
+            lacks them; in addition to the configuration's ``checkpoint_fresh_state``.
+        momentum_from_adam: Whether Muon's momentum starts as Adam's first moment if the checkpoint
+            has no momentum; also on if the configuration sets ``checkpoint_momentum_from_adam``.
+        kwargs: Other arguments of ``dist_checkpointing.load``.
 
     Returns:
-        What ``dist_checkpointing.load`` returns.
+        What ``dist_checkpointing.load`` returns: the state dict to pass to ``load_state_dict``.
 
     Raises:
-        CheckpointError: On every rank, if the checkpoint's metadata cannot be read.
-        ConfigurationError: On every rank, if an optimizer's state is missing.
+        CheckpointError: If the metadata of the checkpoint cannot be read.
+        ConfigurationError: If state is missing, or starts fresh in an optimizer that has stepped.
     """
     match(sharded_state_dict, Path(folder), Policy(frozenset(fresh), momentum_from_adam))
     return serialization.load(sharded_state_dict, str(folder), **kwargs)

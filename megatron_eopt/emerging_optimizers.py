@@ -1,7 +1,4 @@
-"""The names of ``megatron.core.optimizer.emerging_optimizers``, with its signatures.
-
-Scripts written for megatron-core's module work with this one after changing the import.
-"""
+"""Drop-in replacement for ``megatron.core.optimizer.emerging_optimizers``, with its signatures."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -41,7 +38,7 @@ _EMERGING_OPTIMIZERS = registry.entries()
 
 
 def get_supported_coefficient_types() -> tuple[str, ...]:
-    """Return the names of the coefficient sets of the Newton-Schulz iteration."""
+    """Return the names of the coefficient sets for the Newton-Schulz iteration."""
     return coefficient_names()
 
 
@@ -55,7 +52,7 @@ _eopt_init_state_fn = registry.init_state
 _is_nonlinear_or_embedding = registry.is_nonlinear_or_embedding
 _get_qkv_split_shapes = qkv_split_shapes
 _kwargs_from_config = kwargs_from_config
-# what our entries have, whichever is in the registry now
+# from the entries at import time: later registrations do not change these names
 _muon_config_to_kwargs = registry.entry_of("muon").config_to_kwargs
 _adaptive_muon_config_to_kwargs = registry.entry_of("adaptive_muon").config_to_kwargs
 

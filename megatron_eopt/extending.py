@@ -1,4 +1,4 @@
-"""Storages under their public names: the layer-wise distributed optimizer, and ways to add one."""
+"""Public names to add a storage, and the layer-wise distributed optimizer."""
 
 from megatron_eopt.build.builders import Wanted, register_storage
 from megatron_eopt.build.layer_wise import LayerWiseDistributedOptimizer

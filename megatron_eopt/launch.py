@@ -3,11 +3,11 @@
     torchrun --nproc-per-node 8 -m megatron_eopt.launch pretrain_gpt.py ARGUMENTS...
     torchrun --nproc-per-node 8 -m megatron_eopt.launch -m package.pretrain ARGUMENTS...
 
-The script runs as if Python had started it: with its arguments, its folder on the module path, as
-the main module. Its trainer takes the flags of megatron-eopt besides its own, and without a GPU
-the processes run on the CPU and talk over gloo (MEGATRON_EOPT_DEVICE=cpu|cuda chooses by hand).
-Flags that are not given mean what they mean to Megatron-LM; --optimizer-defaults recommended
-asks for the values that are recommended here.
+The script runs as if Python had started it: as the main module, with its arguments and its folder
+on the module path. Its trainer also accepts the flags of megatron-eopt. Without a GPU, the
+processes run on the CPU and communicate over gloo (MEGATRON_EOPT_DEVICE=cpu|cuda overrides this).
+Flags that you leave out keep Megatron-LM's defaults; --optimizer-defaults recommended selects the
+defaults that megatron-eopt recommends.
 """
 
 import argparse
@@ -23,15 +23,13 @@ from typing import Any, NamedTuple
 _PROGRAM = "python -m megatron_eopt.launch"
 
 _TARGET = "MEGATRON_EOPT_LAUNCHED"
-"""Environment variable that tells child processes what was launched: script:PATH or module:NAME."""
+"""Environment variable that names the program for child processes: script:PATH or module:NAME."""
 
 
 class _MainSpec(ModuleSpec):
-    """Says that the main module is imported by importing this launcher.
+    """The main module's ``__spec__``, which names this launcher instead of the launched script.
 
-    Processes that multiprocessing starts afresh import their parent's main module first, by the
-    name that its ``__spec__`` has. The script must not be imported there before Megatron's modules
-    have been prepared.
+    A child process of multiprocessing imports it first, which also prepares Megatron's modules.
     """
 
     def __init__(self, package: str) -> None:
@@ -45,7 +43,7 @@ class _MainSpec(ModuleSpec):
 
 
 class _Program(NamedTuple):
-    """Code to run as the main module, and what the module's namespace has from the start."""
+    """Code to run as the main module, with the values that its namespace starts with."""
 
     code: CodeType
     file: str
@@ -60,11 +58,11 @@ class _Program(NamedTuple):
             __package__=self.package,
             __spec__=_MainSpec(self.package or ""),
         )
-        exec(self.code, namespace)  # what python itself does with a script
+        exec(self.code, namespace)  # as Python runs a script
 
 
 def _module(name: str) -> _Program:
-    """Return the program of a module, for a package that of its ``__main__``."""
+    """Return the program of a module; for a package, that of its ``__main__``."""
     try:
         spec = importlib.util.find_spec(name)
     except ModuleNotFoundError as error:
@@ -76,13 +74,13 @@ def _module(name: str) -> _Program:
     loader: Any = None if spec is None else spec.loader
     code = None if loader is None else loader.get_code(name)
     if spec is None or code is None:
-        raise ImportError(f"{_PROGRAM} -m {name}: there is no Python module of this name")
+        raise ImportError(f"{_PROGRAM} -m {name}: found no Python module of this name")
     return _Program(code, spec.origin or name, loader, spec.parent or "")
 
 
 def _prepare(target: str) -> _Program:
-    """Return the program that ``target`` names, once Megatron's modules are ready for it."""
-    # Not before now: the module path decides which Megatron is imported.
+    """Prepare Megatron's modules, then return the program that ``target`` names."""
+    # imported late, because the module path decides which Megatron these find
     from megatron_eopt import cpu, megatron_lm
 
     cpu.enable_if_chosen()
@@ -95,7 +93,7 @@ def _prepare(target: str) -> _Program:
 
 
 def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the launcher's own arguments and those of what it launches."""
+    """Split the command line into the launcher's arguments and those of the program."""
     parser = argparse.ArgumentParser(
         prog=_PROGRAM,
         usage=f"{_PROGRAM} [-h] (SCRIPT | -m MODULE) [ARGUMENTS...]",
@@ -105,24 +103,24 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument("script", nargs="?", metavar="SCRIPT", help="path of a Python file")
-    module_help = "run a module of this name instead"
+    module_help = "name of a module to run instead"
     target.add_argument("-m", dest="module", metavar="MODULE", help=module_help)
     own = 2 if arguments[:1] == ["-m"] else 1
     options = parser.parse_args(arguments[:own])
     if options.script is not None and not Path(options.script).is_file():
         parser.error(
-            f"there is no script {options.script!r} (in the folder {os.getcwd()}); give the path "
+            f"found no script {options.script!r} (current folder: {os.getcwd()}); pass the path "
             "of a Python file, or -m and the name of a module"
         )
     return options, list(arguments[own:])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run what the command line (None: the process's) names, as the main module of this process.
+    """Run the program that ``arguments`` (default: ``sys.argv``) name as the main module.
 
     Raises:
-        SystemExit: If the command line names nothing that could be run.
-        ImportError: If megatron-core lacks a name that would be replaced.
+        SystemExit: If the arguments name no script or module.
+        ImportError: If the module is not found, or megatron-core lacks a name to replace.
     """
     options, rest = _parse(sys.argv[1:] if arguments is None else arguments)
     sys.argv[:] = [options.script or options.module, *rest]
@@ -131,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         target = f"script:{os.path.abspath(options.script)}"
         if not sys.flags.safe_path:
             sys.path[0] = str(Path(options.script).resolve().parent)
-    # for the processes that this one starts, see _MainSpec
+    # child processes read it, see _MainSpec
     os.environ[_TARGET] = target
     program = _prepare(target)
     if options.module is not None:
@@ -143,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 if __name__ == "__main__":
     main()
 elif __name__ == "__mp_main__":
-    # a child process imports what its parent runs, as multiprocessing asks for
+    # multiprocessing imports the main module under this name in a child process
     _program = _prepare(os.environ[_TARGET])
     sys.argv[0] = _program.file
     _program.run(globals())

@@ -1,4 +1,4 @@
-"""The entry point of megatron-core's older releases."""
+"""The entry point for Muon in older releases of megatron-core."""
 
 import warnings
 from typing import Any
@@ -19,11 +19,11 @@ def get_megatron_muon_optimizer(
     *,
     layer_wise_distributed_optimizer: bool = False,
 ) -> Any:
-    """Return Muon for matrices and Adam for the rest; deprecated.
+    """Build Muon for matrices and Adam for all other parameters; deprecated.
 
-    Use :func:`megatron_eopt.get_megatron_optimizer` with ``optimizer="muon"``; arguments and errors
-    are the same. Here a config whose optimizer is adam or sgd means Muon, too, and
-    ``layer_wise_distributed_optimizer`` keeps the state in fragments.
+    Use :func:`megatron_eopt.get_megatron_optimizer` with ``optimizer="muon"`` instead. Arguments
+    and errors are the same, but this function uses Muon even if the configuration says adam or sgd.
+    ``layer_wise_distributed_optimizer`` shards the state over data-parallel ranks.
     """
     way_out = "call get_megatron_optimizer with optimizer='muon'"
     text = f"get_megatron_muon_optimizer is deprecated; {way_out}"

@@ -1,8 +1,7 @@
-"""The same optimizers for models that torch's ``fully_shard`` has sharded.
+"""The optimizers for any PyTorch model, with or without torch's ``fully_shard``.
 
-:func:`build_optimizer` takes the configuration that ``get_megatron_optimizer`` takes and returns an
-ordinary ``torch.optim.Optimizer``. DTensor shards are one more storage; which rank computes on
-which matrix, and how it travels there and back, is decided by the same code.
+:func:`build_optimizer` takes the configuration of ``get_megatron_optimizer`` and returns a
+``torch.optim.Optimizer`` for your own training loop.
 """
 
 from megatron_eopt.build.fsdp2 import OUTPUT_LAYERS, build_optimizer, import_torch_muon
