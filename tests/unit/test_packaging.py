@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_eopt.recipe import NAMES
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -42,6 +44,8 @@ def test_one_top_level_package(wheel_names):
 def test_arguments_are_installed_inside_the_package(wheel_names):
     assert "megatron_eopt/arguments/__init__.py" in wheel_names
     assert "megatron_eopt/py.typed" in wheel_names
+    recipes = {f"megatron_eopt/recipes/{name}.yaml" for name in (*NAMES, "_small")}
+    assert recipes <= set(wheel_names)
 
 
 def test_every_module_is_installed(wheel_names):
