@@ -74,8 +74,8 @@ Flags of kernels and memory depend on your GPUs and are left to you: `--moe-grou
   train with AdamW.
 * A learning rate belongs to the batch beside it.
 * A plan is of the busiest of as many H100, without activations. Its seconds are
-  [predicted](../how_to/planning.md#how-seconds-are-predicted). "Sent" is what that GPU sends in a step of
-  the optimizer, gathering parameters included. Adam gathers them, too.
+  [predicted](../how_to/planning.md#how-seconds-are-predicted). "Sent" is what that GPU sends in a
+  step of the optimizer, gathering parameters included. Adam gathers them, too.
 
 Every recipe passes Megatron's own checks of arguments at its layout. It has the published number of
 parameters within 2 %, and its small model trains on a CPU (`tests/functional/test_recipes.py`). No
