@@ -2,8 +2,8 @@
 
 * Attention: in multi-latent attention, values and keys have different widths. Megatron's local
   attention assumes that values are ``kv_channels`` wide; the patch passes it the real width.
-* Latent keys with a norm beside queries of full rank, as in Moonlight: Megatron's local layers put a
-  norm on the queries too, and then raise an error for it. The patch leaves the queries' norm out.
+* Latent keys with a norm beside queries of full rank, as in Moonlight: Megatron's local layers ask
+  for a norm of the queries too, which raises an error. The patch leaves the queries' norm out.
 * Norms: without Transformer Engine and Apex, layers use ``WrappedTorchNorm``, which raises an error
   with sequence parallelism. The patch sets the attribute ``sequence_parallel`` on its parameters,
   so that Megatron sums their gradients over tensor-parallel ranks.
