@@ -58,8 +58,7 @@ CASES = {
     "fewer groups than ranks": (changed(DENSE, num_query_groups=1), CUT),
     "experts that are not cut": (MIXED, replace(CUT, expert=2, expert_tensor=1)),
     "latent": (changed(MIXED, **LATENT, qk_layernorm=True), replace(CUT, expert=2)),
-    "latent, queries at once": (changed(DENSE, **{**LATENT, "q_lora_rank": None}), CUT),
-    "and a norm": (changed(DENSE, **{**LATENT, "q_lora_rank": None}, qk_layernorm=True), CUT),
+    "full queries": (changed(DENSE, **{**LATENT, "q_lora_rank": None}, qk_layernorm=True), CUT),
     "instances": (DENSE, replace(CUT, instances=2)),
 }
 

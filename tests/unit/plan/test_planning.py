@@ -81,9 +81,8 @@ def test_a_plan_is_of_the_busiest_rank(architecture, layout):
 )
 @pytest.mark.long
 def test_where_ranks_outnumber_matrices_teams_have_less_to_do(name, layout, record_property):
-    whole, teams = (
-        in_a_process(recipe(name).architecture(), layout, muon_team_size=k) for k in (1, 8)
-    )
+    shape = recipe(name).architecture()
+    whole, teams = (in_a_process(shape, layout, muon_team_size=k) for k in (1, 8))
     counted = whole["counted"]["in_all"]["flops"] / teams["counted"]["in_all"]["flops"]
     record_property("counted FLOPs", f"{counted:.2f} times less")
     predicted = whole["seconds"]["step"] / teams["seconds"]["step"]
