@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
 from megatron_eopt import EmergingOptimizerConfig
 from megatron_eopt.base.errors import ConfigurationError
@@ -236,3 +237,17 @@ def test_a_split_that_does_not_fit_is_an_error(attributes: dict[str, Any], words
         setattr(model.qkv_proj.weight, name, value)
     with pytest.raises(ConfigurationError, match=words):
         find_splits([model], which=ALL)
+
+
+def test_what_packed_tensor_parallelism_cuts_is_not_split() -> None:
+    model: Any = nn.Module()
+    model.gate_up_proj, model.down_proj = (nn.Linear(4, 12), nn.Linear(6, 4))
+    weight = model.gate_up_proj.weight
+    both = (_StridedShard(0, split_factor=2), Shard(0))
+    weight.placements = both  # as FSDP cuts what tensor parallelism did
+    assert table(model) == {"gate_up_proj.weight": ("gated", (12, 4), "gate 6 | up 6")}
+    weight.placements = both[:1]
+    assert table(model) == {}
+    weight.eopt_split = gated((12, 4))
+    with pytest.raises(ConfigurationError, match="packed tensor parallelism"):
+        table(model)
