@@ -133,8 +133,8 @@ def _split_of(weight: _Weight, which: Collection[SplitT], unknown: list[str]) ->
     declared = getattr(weight.param, "eopt_split", None)
     if isinstance(declared, Split):
         if _is_packed(weight.param):
-            rule = "is cut by packed tensor parallelism, so that its rows are in another order"
-            raise ConfigurationError(weight.name, declared, rule, "Declare no split here")
+            rule = "packed tensor parallelism shards this weight and reorders its rows"
+            raise ConfigurationError(weight.name, declared, rule, "Remove the declared split")
         return _fitted(weight, lambda _: declared)
     if declared not in (None, "whole"):
         rule = "must be a megatron_eopt.matrices.Split or 'whole'"
