@@ -1,6 +1,10 @@
 """Examples of other trainers run over the real packages, and the page shows them as they are."""
 
+import argparse
 import importlib.util
+import re
+import sysconfig
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +28,24 @@ def test_the_page_shows_the_examples_as_they_are():
     for name in names.split():
         text = (ROOT / "examples" / f"{name}.py").read_text()
         assert len([block for _, block in page if block in text]) == 1
+
+
+def fsdp2_pretrain(lines):
+    sizes = {"steps": 20, "layers": 1, "hidden": 48, "heads": 4, "seq_length": 32, "batch_size": 8}
+    text = {"text": Path(sysconfig.get_paths()["stdlib"]), "suffix": ".py", "tokens": 20000}
+    module = example("fsdp2_pretrain")
+    module.print = lambda line, **_: lines.append(line)
+    args = argparse.Namespace(config=ROOT / "examples/muon_on_fsdp2.yaml", **sizes, **text)
+    module.train(args, torch.device("cpu"))
+    return [float(re.search(r"loss (\S+)", line)[1]) for line in lines]
+
+
+def test_the_plain_loop_trains():
+    losses, _ = run_ranks(2, fsdp2_pretrain, [], cpu=False)
+    assert 5.4 < losses[0] < 5.7  # ln 257 at the start
+    assert losses[-1] < losses[0] - 1
+    text = (ROOT / "examples" / "fsdp2_pretrain.py").read_text()
+    assert not re.search(r"(?m)^(from|import) megatron[. ]", text)
 
 
 def hugging_face(folder, batch, **options):

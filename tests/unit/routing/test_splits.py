@@ -237,13 +237,11 @@ def test_a_split_that_does_not_fit_is_an_error(attributes: dict[str, Any], words
 
 
 def test_what_packed_tensor_parallelism_cuts_is_not_split() -> None:
-    model: Any = nn.Module()
-    model.gate_up_proj, model.down_proj = (nn.Linear(4, 12), nn.Linear(6, 4))
-    weight = model.gate_up_proj.weight
-    both = (_StridedShard(0, split_factor=2), Shard(0))
-    weight.placements = both  # as FSDP cuts what tensor parallelism did
+    model: Any = nn.ModuleDict({"gate_up_proj": nn.Linear(4, 12), "down_proj": nn.Linear(6, 4)})
+    weight, packed = model.gate_up_proj.weight, _StridedShard(0, split_factor=2)
+    weight.placements = (packed, Shard(0))  # FSDP2 over tensor parallelism
     assert table(model) == {"gate_up_proj.weight": ("gated", (12, 4), "gate 6 | up 6")}
-    weight.placements = both[:1]
+    weight.placements = (packed,)
     assert table(model) == {}
     weight.eopt_split = gated((12, 4))
     with pytest.raises(ConfigurationError, match="packed tensor parallelism"):
