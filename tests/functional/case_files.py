@@ -24,15 +24,10 @@ _FLAGS = frozenset(["flags", "notices", "resumed_flags"])
 
 @dataclass(frozen=True)
 class Variant:
-    """One of the runs that a parity case compares.
+    """One of the runs that a parity case compares."""
 
-    Attributes:
-        flags: Further flags of the training script.
-        trainer: With this package's optimizers, or as megatron-core comes.
-    """
-
-    flags: tuple[str, ...] = ()
-    trainer: Trainer = "ours"
+    flags: tuple[str, ...] = ()  # further flags of the training script
+    trainer: Trainer = "ours"  # with this package's optimizers, or as megatron-core comes
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,7 @@ CASES = {
     "adam": Case("adam", MODEL),
     "replicated": Case("muon", MODEL),
     "off-loaded": Case(
-        "muon",
-        MODEL,
-        config={"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5},
+        "muon", MODEL, config={"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}
     ),
 }
 

@@ -44,9 +44,7 @@ IN_BF16 = [
 IN_FLOAT32 = [plain(name) for name in optimizer_names()]
 # only the last pipeline stage has a parameter of Adam
 LAST = replace(
-    plain("lion", {**SMALL, "layers": 2}),
-    overrides={"*output_layer*": "adam"},
-    parallel={"pp": 2},
+    plain("lion", {**SMALL, "layers": 2}), overrides={"*output_layer*": "adam"}, parallel={"pp": 2}
 )
 
 

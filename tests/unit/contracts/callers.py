@@ -27,17 +27,11 @@ Between = Callable[[Any, Any], None]
 
 @dataclass(frozen=True)
 class Storage:
-    """One way to keep an optimizer's state.
+    """One way to keep an optimizer's state."""
 
-    Attributes:
-        config: Fields of ``OptimizerConfig``.
-        ddp: Fields of ``DistributedDataParallelConfig``.
-        world: Number of processes.
-    """
-
-    config: dict[str, Any]
-    ddp: dict[str, Any] = field(default_factory=dict)
-    world: int = 2
+    config: dict[str, Any]  # fields of ``OptimizerConfig``
+    ddp: dict[str, Any] = field(default_factory=dict)  # of ``DistributedDataParallelConfig``
+    world: int = 2  # number of processes
 
 
 SHARDED = {"use_distributed_optimizer": True}

@@ -21,31 +21,19 @@ from tests.unit.storage.runs import DENSE, Run, inject, make_chunk, set_lr
 
 @dataclass(frozen=True)
 class Case:
-    """A run through the factory.
+    """A run through the factory."""
 
-    Attributes:
-        optimizer: Name of the optimizer.
-        model: Arguments of ``tiny_gpt``.
-        parallel: Arguments of ``initialize_megatron``.
-        ddp: Fields of ``DistributedDataParallelConfig``.
-        config: Fields of ``EmergingOptimizerConfig``.
-        form: Megatron's form of checkpoint.
-        frozen: Part of the names of parameters that are frozen.
-        overrides: The optimizers of parameters whose names match a pattern.
-        float32: Part of the names of parameters of a 16-bit model that are float32.
-        stock: Whether megatron-core's own factory builds the optimizer.
-    """
-
-    optimizer: str = "muon"
-    model: dict[str, Any] = field(default_factory=lambda: {**DENSE})
-    parallel: dict[str, Any] = field(default_factory=dict)
-    ddp: dict[str, Any] = field(default_factory=dict)
-    config: dict[str, Any] = field(default_factory=dict)
-    form: str = "fully_reshardable"
-    frozen: str | None = None
+    optimizer: str = "muon"  # name of the optimizer
+    model: dict[str, Any] = field(default_factory=lambda: {**DENSE})  # arguments of ``tiny_gpt``
+    parallel: dict[str, Any] = field(default_factory=dict)  # arguments of ``initialize_megatron``
+    ddp: dict[str, Any] = field(default_factory=dict)  # fields of ``DistributedDataParallelConfig``
+    config: dict[str, Any] = field(default_factory=dict)  # fields of ``EmergingOptimizerConfig``
+    form: str = "fully_reshardable"  # Megatron's form of checkpoint
+    frozen: str | None = None  # part of the names of parameters that are frozen
+    # the optimizers of parameters whose names match a pattern
     overrides: dict[str, str] = field(default_factory=dict)
-    float32: str | None = None
-    stock: bool = False
+    float32: str | None = None  # part of the names of parameters of a 16-bit model that are float32
+    stock: bool = False  # whether megatron-core's own factory builds the optimizer
 
     @property
     def run(self) -> Run:

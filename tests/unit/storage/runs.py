@@ -37,29 +37,18 @@ ZERO_EVERY = 5
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a few steps.
+    """One run of a few steps."""
 
-    Attributes:
-        optimizer: "stock" for megatron-core's plain Muon, else one of :data:`BUILDERS`.
-        model: Arguments of ``tiny_gpt``.
-        parallel: Arguments of ``initialize_megatron``.
-        ddp: Fields of ``DistributedDataParallelConfig``.
-        config: Fields of ``OptimizerConfig``.
-        steps: Number of steps.
-        muon: Part of the names of the matrices that Muon gets.
-        frozen: Part of the names of parameters that are frozen.
-        float32: Part of the names of parameters of a 16-bit model that are float32.
-    """
-
+    # "stock" for megatron-core's plain Muon, else one of :data:`BUILDERS`
     optimizer: str = "layer_wise"
-    model: dict[str, Any] = field(default_factory=lambda: {**DENSE})
-    parallel: dict[str, Any] = field(default_factory=dict)
-    ddp: dict[str, Any] = field(default_factory=dict)
-    config: dict[str, Any] = field(default_factory=dict)
-    steps: int = 3
-    muon: str = ""
-    frozen: str | None = None
-    float32: str | None = None
+    model: dict[str, Any] = field(default_factory=lambda: {**DENSE})  # arguments of ``tiny_gpt``
+    parallel: dict[str, Any] = field(default_factory=dict)  # arguments of ``initialize_megatron``
+    ddp: dict[str, Any] = field(default_factory=dict)  # fields of ``DistributedDataParallelConfig``
+    config: dict[str, Any] = field(default_factory=dict)  # fields of ``OptimizerConfig``
+    steps: int = 3  # number of steps
+    muon: str = ""  # part of the names of the matrices that Muon gets
+    frozen: str | None = None  # part of the names of parameters that are frozen
+    float32: str | None = None  # part of the names of parameters of a 16-bit model that are float32
 
 
 @dataclass(frozen=True)

@@ -98,9 +98,7 @@ def test_momentum_of_experts_is_the_same_to_the_bit():
 
 
 @pytest.mark.parametrize(
-    "storage",
-    [True, pytest.param(False, marks=pytest.mark.long)],
-    ids=["sharded", "plain"],
+    "storage", [True, pytest.param(False, marks=pytest.mark.long)], ids=["sharded", "plain"]
 )
 @pytest.mark.parametrize("dtype", ["int8", pytest.param("bf16", marks=pytest.mark.long)])
 def test_a_checkpoint_loads_into_another_dtype(tmp_path, storage, dtype):

@@ -47,10 +47,7 @@ def test_overlap_is_bit_equal(model):
 NO_BIAS = DENSE | {"bias": False}
 
 CASES: dict[str, dict[str, Any]] = {
-    "tied embeddings, two stages": {
-        "model": NO_BIAS | {"untied": False},
-        "parallel": {"pp": 2},
-    },
+    "tied embeddings, two stages": {"model": NO_BIAS | {"untied": False}, "parallel": {"pp": 2}},
     "tied embeddings, two stages, ddp that all-reduces": {
         "model": NO_BIAS | {"untied": False},
         "parallel": {"pp": 2},
