@@ -30,19 +30,18 @@ from tests.unit.storage.full_state import (
     save_one,
     steps,
 )
-from tests.unit.storage.runs import DENSE
+from tests.unit.storage.runs import DENSE, NORMUON, PLAIN
 
 # without learned position embeddings, which megatron-core's Muon orthogonalizes
 BF16 = {**DENSE, "query_groups": 4, "position_embedding": "rope", "dtype": torch.bfloat16}
 # as many matrices as parameters, which both storages then know alike
 UNFUSED = {**BF16, "gated": False}
 WHOLE = {"muon_split_qkv": False, "muon_split_gated": False}
-REPLICATED = {"use_distributed_optimizer": False}
 
 
 def plain(case: Case) -> Case:
     """Return the same run with whole parameters on every data-parallel rank."""
-    return replace(case, ddp=REPLICATED, config={**case.config, **REPLICATED})
+    return replace(case, ddp=PLAIN, config={**case.config, **PLAIN})
 
 
 def scheduled(case: Case, folder: str) -> tuple[list[float], list[float], list[str]]:
@@ -94,7 +93,6 @@ def load_at(cases: list[Case], folder: str) -> list[dict[str, Any]]:
     return states if torch.distributed.get_rank() == 0 else []
 
 
-NORMUON = {"adaptive_muon_moment2_method": "normuon"}
 BOTH = [
     Case("muon", BF16),
     pytest.param(Case("adaptive_muon", BF16, config=NORMUON), marks=pytest.mark.long),

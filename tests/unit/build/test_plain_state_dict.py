@@ -12,10 +12,9 @@ from tests.harness import run_ranks
 from tests.harness.scene import forget_megatron
 from tests.unit.build.test_plain_checkpoint import IN_BF16, plain
 from tests.unit.storage.full_state import Case, build, differences, full_state, steps
-from tests.unit.storage.runs import DENSE
+from tests.unit.storage.runs import DENSE, PLAIN, SHARDED
 
 MODEL = {**DENSE, "hidden": 48}
-SHARDED = {"use_distributed_optimizer": True}
 
 
 def in_few_bits(storage: dict[str, bool], *dtypes: str) -> list[Case]:
@@ -31,19 +30,12 @@ CASES = {
     "two ranks": (
         2,
         [
-            *in_few_bits({"use_distributed_optimizer": False}, "fp8", "bf16"),
+            *in_few_bits(PLAIN, "fp8", "bf16"),
             *in_few_bits(SHARDED, "int8", "bf16"),
             Case("soap", MODEL, {}, SHARDED, SHARDED),
         ],
     ),
 }
-
-
-def read_back(optimizer: Any, state: Any) -> None:
-    if isinstance(state, str):
-        optimizer.load_state_dict_from_file(state)
-    else:
-        optimizer.load_state_dict(state)
 
 
 def gone_on(cases: list[Case], folder: str) -> None:
@@ -68,7 +60,8 @@ def gone_on(cases: list[Case], folder: str) -> None:
             chunk, optimizer = build(case)
             for param, weight in zip(chunk.parameters(), weights, strict=True):
                 param.data.copy_(weight)
-            read_back(optimizer, state)
+            from_file = isinstance(state, str)
+            (optimizer.load_state_dict_from_file if from_file else optimizer.load_state_dict)(state)
             steps(case, chunk, optimizer, 2, 4)
             found = full_state(case, chunk, optimizer)
             assert not differences(whole, found), (case, type(state))

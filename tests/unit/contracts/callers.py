@@ -20,6 +20,7 @@ from tests.harness.models import (
     tiny_gpt,
     wrap_ddp,
 )
+from tests.unit.storage.runs import SHARDED
 
 Between = Callable[[Any, Any], None]
 """Called with the optimizer and the wrapped model."""
@@ -27,20 +28,12 @@ Between = Callable[[Any, Any], None]
 
 @dataclass(frozen=True)
 class Storage:
-    """One way to keep an optimizer's state.
+    """One way to keep an optimizer's state."""
 
-    Attributes:
-        config: Fields of ``OptimizerConfig``.
-        ddp: Fields of ``DistributedDataParallelConfig``.
-        world: Number of processes.
-    """
-
-    config: dict[str, Any]
-    ddp: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any]  # fields of OptimizerConfig
+    ddp: dict[str, Any] = field(default_factory=dict)  # of DistributedDataParallelConfig
     world: int = 2
 
-
-SHARDED = {"use_distributed_optimizer": True}
 
 STORAGES = {
     "replicated-adam": Storage({"optimizer": "adam"}, world=1),

@@ -18,7 +18,7 @@ from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import synthetic_batch, tiny_gpt, train_step
 from tests.unit.fsdp2.model import eager, shard, whole
-from tests.unit.qk_clip.test_clip import GROUPED, LATENT, MODEL, SHARDED, deviation
+from tests.unit.qk_clip.test_clip import GROUPED, LATENT, MODEL, deviation
 from tests.unit.storage.full_state import Case, build
 from tests.unit.storage.runs import Result, Slab, make_chunk
 
@@ -26,7 +26,7 @@ from tests.unit.storage.runs import Result, Slab, make_chunk
 def refusals() -> dict[str, str]:
     found = {}
     offloaded = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
-    case = Case("adam", {**GROUPED, **MODEL}, ddp=SHARDED, config=SHARDED | offloaded)
+    case = Case("adam", {**GROUPED, **MODEL}, config=offloaded)
     with pytest.raises(ConfigurationError) as error:
         build(case)
     found["offload"] = str(error.value)
