@@ -11,21 +11,13 @@ from megatron_eopt.storage.shard import Fragment, Ranks, Shard, fragment_layouts
 
 @dataclass(frozen=True)
 class StoredParameter:
-    """Which fragment of which tensor-parallel slab each rank of a group has.
-
-    Attributes:
-        name: Its name.
-        split: Its logical matrices.
-        partition_dim: Dimension cut by tensor parallelism, -1 if none.
-        tensor_size: Number of slabs.
-        fragments: One for each rank.
-    """
+    """Which fragment of which tensor-parallel slab each rank of a group has."""
 
     name: str
     split: Split
-    partition_dim: int
+    partition_dim: int  # cut by tensor parallelism, -1 if none
     tensor_size: int
-    fragments: tuple[Fragment, ...]
+    fragments: tuple[Fragment, ...]  # one for each rank
 
     @property
     def numel(self) -> int:

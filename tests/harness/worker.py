@@ -28,34 +28,21 @@ FORGET = b""
 
 @dataclass(frozen=True)
 class Job:
-    """A call to make.
+    """A call to make."""
 
-    Attributes:
-        store: File for the rendezvous, new for every job.
-        path: The parent's ``sys.path``, so that the test module can be found.
-        cpu: Whether to enable the CPU back end.
-        payload: The pickled function and its arguments.
-    """
-
-    store: Path
-    path: tuple[str, ...]
-    cpu: bool
-    payload: bytes
+    store: Path  # file for the rendezvous, new for every job
+    path: tuple[str, ...]  # the parent's sys.path, so that the test module can be found
+    cpu: bool  # whether to enable the CPU back end
+    payload: bytes  # the pickled function and its arguments
 
 
 @dataclass(frozen=True)
 class Reply:
-    """A pickled result, or an error's text.
-
-    Attributes:
-        result: What the function returned, pickled.
-        error: Text of the error.
-        connected: Whether the function was called, or the error came before.
-    """
+    """A pickled result, or an error's text."""
 
     result: bytes = b""
     error: str | None = None
-    connected: bool = True
+    connected: bool = True  # whether the function was called, or the error came before
 
 
 def serve(

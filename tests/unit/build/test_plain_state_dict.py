@@ -1,6 +1,7 @@
 """State as a plain file: ``state_dict``, as ``--ckpt-format torch`` keeps it, and ranks' files."""
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.settings.registry import optimizer_names
 from tests.harness import run_ranks
 from tests.harness.scene import forget_megatron
-from tests.unit.build.test_plain_checkpoint import IN_BF16, plain
+from tests.unit.build.test_plain_checkpoint import IN_BF16, SMALL, plain
 from tests.unit.storage.full_state import Case, build, differences, full_state, steps
 from tests.unit.storage.runs import DENSE, PLAIN, SHARDED
 
@@ -98,3 +99,32 @@ def _refusals() -> None:
 
 def test_state_that_does_not_fit_is_refused():
     run_ranks(1, _refusals)
+
+
+def _other_rates() -> None:
+    """Groups keep their identity over a resume, also with another learning rate."""
+    dtypes = (torch.float32, torch.bfloat16)
+    cases = [
+        plain(name, {**SMALL, "dtype": dtype}, decoupled_lr=0.02)
+        for dtype in dtypes
+        for name in ("adam", "muon")
+    ]
+    for case in (*cases, replace(cases[0], stock=True)):
+        chunk, saved = build(case)
+        for group in saved.param_groups:
+            group["lr"] = group["max_lr"]
+        steps(case, chunk, saved, 0, 1)
+        state = copy.deepcopy(saved.state_dict())
+        before = str(state)
+        lr = 0.01 if case.stock else 0.05
+        config = {**case.config, "lr": lr, "decoupled_lr": 2 * lr}
+        _, resumed = build(replace(case, stock=False, config=config))
+        resumed.load_state_dict(state)
+        assert str(state) == before
+        assert {group["max_lr"] for group in resumed.param_groups} == {lr, 2 * lr}
+        assert {group["lr"] for group in resumed.param_groups} == {0.01, 0.02}
+        forget_megatron()
+
+
+def test_resume_with_another_learning_rate():
+    run_ranks(1, _other_rates)
