@@ -1,4 +1,4 @@
-"""The command ``megatron-eopt``: plan a training, sweep over layouts, explain a checkpoint."""
+"""The command ``megatron-eopt``: print recipes, plan trainings, explain checkpoints."""
 
 import argparse
 import dataclasses
@@ -15,21 +15,14 @@ from tqdm import tqdm
 
 from megatron_eopt.arguments import add_arguments, config_from_args
 from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError, check_integer
-from megatron_eopt.explain import explain, show, to_json
-from megatron_eopt.plan.architectures import PUBLISHED, add_flags, from_flags, refuse_flags
+from megatron_eopt.explain import explain, show
+from megatron_eopt.plan.architectures import add_flags, from_flags
 from megatron_eopt.plan.machine import MACHINES
-from megatron_eopt.plan.model import Layout
+from megatron_eopt.plan.model import SIZES, Layout
 from megatron_eopt.plan.planning import Plan, plan
 from megatron_eopt.plan.tables import as_dict, show_plan, show_sweep
+from megatron_eopt.recipe import NAMES, recipe
 
-_SIZES = {
-    "tp": ("tensor-model-parallel-size", "ranks that tensor parallelism cuts weights over"),
-    "pp": ("pipeline-model-parallel-size", "pipeline stages"),
-    "dp": ("data-parallel-size", "ranks that have copies of the model"),
-    "ep": ("expert-model-parallel-size", "ranks that experts are dealt out to"),
-    "etp": ("expert-tensor-parallel-size", "ranks that an expert's weights are cut over"),
-    "instances": ("num-distributed-optimizer-instances", "of the distributed optimizer"),
-}
 _NUMBERS = {
     "flops": (float, "dense bfloat16 operations a second"),
     "memory": (float, "bytes a second of its memory"),
@@ -62,24 +55,21 @@ def command_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megatron-eopt",
         description="See what an optimizer does before and after it runs.",
-        epilog="megatron-eopt plan --model Llama-3-8B --dp 256",
+        epilog="megatron-eopt plan --model llama-3-8b --dp 256",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     text = "what a step will send, hold and take at one layout"
     one = commands.add_parser("plan", help=text, description=f"Show {text}. {_HOW}")
     _add_common(one)
-    for short, (flag, meaning) in _SIZES.items():
-        default = None if short == "etp" else 1
-        one.add_argument(
-            f"--{short}", f"--{flag}", type=int, default=default, metavar="N", help=meaning
-        )
+    for field, (short, flag, meaning) in SIZES.items():
+        names = (f"--{short}", f"--{flag}")
+        one.add_argument(*names, dest=field, type=int, metavar="N", help=meaning)
     one.set_defaults(run=_plan)
     text = "the same over layouts of as many ranks"
     many = commands.add_parser("sweep", help=text, description=f"Show {text}. {_HOW}")
     _add_common(many)
     many.add_argument("--ranks", type=int, required=True, metavar="N", help="ranks in all")
-    for short in ("tp", "pp", "ep"):
-        meaning = _SIZES[short][1]
+    for short, _, meaning in (SIZES[field] for field in ("tensor", "pipeline", "expert")):
         many.add_argument(f"--{short}", type=int, nargs="+", default=[1], help=meaning)
     many.set_defaults(run=_sweep)
     text = "what a checkpoint holds, and where it loads"
@@ -87,17 +77,24 @@ def command_parser() -> argparse.ArgumentParser:
     shown.add_argument("checkpoint", type=Path, help="folder of a run, or of one iteration")
     shown.add_argument("--json", action="store_true", help="print JSON")
     shown.set_defaults(run=_explain)
+    text = "Megatron's flags for a published model, or which models there are"
+    made = commands.add_parser("recipe", help=text, description=f"Print {text}.")
+    made.add_argument("name", nargs="?", type=str.lower, choices=NAMES, metavar="NAME")
+    text = "print those of a small model of this kind, which a CPU trains in seconds"
+    made.add_argument("--small", action="store_true", help=text)
+    made.set_defaults(run=_recipe)
     return parser
 
 
 _HOW = (
     "The real optimizer runs as the busiest rank, on tensors without data; seconds are predicted "
-    "from the GPU's data sheet. The model is a published one, or Megatron's flags."
+    "from the GPU's data sheet. The model is a recipe's (at its layout, if no size is given), "
+    "Megatron's flags, or both: a flag changes the recipe."
 )
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", choices=PUBLISHED, help="a published architecture")
+    parser.add_argument("--model", type=str.lower, choices=NAMES, help="a recipe's architecture")
     add_flags(parser)
     gpus = parser.add_argument_group("machine")
     gpus.add_argument("--gpu", choices=MACHINES, default="H100", help="whose data sheet to take")
@@ -114,12 +111,11 @@ def _planner(arguments: argparse.Namespace) -> Callable[[Layout], Plan]:
     """Return what plans a layout, once the arguments are known to say what."""
     check_integer("--tokens", arguments.tokens)
     flags = vars(arguments)
-    if arguments.model:
-        refuse_flags(flags, "--model")
-    architecture = PUBLISHED[arguments.model] if arguments.model else from_flags(flags)
-    numbers = {name: flags[f"gpu_{name}"] for name in _NUMBERS}
-    given = {name: number for name, number in numbers.items() if number is not None}
-    machine = dataclasses.replace(MACHINES[arguments.gpu], **given)
+    given = {name: value for name, value in flags.items() if value is not None}
+    published = arguments.model and recipe(arguments.model)
+    architecture = published.architecture(**given) if published else from_flags(given)
+    numbers = {name: given[f"gpu_{name}"] for name in _NUMBERS if f"gpu_{name}" in given}
+    machine = dataclasses.replace(MACHINES[arguments.gpu], **numbers)
     if not flags.get("use_distributed_optimizer", True):
         rule = "is not what is planned: sharded storage"
         way_out = "Leave it out of the file for a plan"
@@ -131,7 +127,9 @@ def _planner(arguments: argparse.Namespace) -> Callable[[Layout], Plan]:
 
 
 def _plan(arguments: argparse.Namespace, console: Console) -> None:
-    found = _planner(arguments)(Layout(*(getattr(arguments, short) for short in _SIZES)))
+    given = {field: size for field in SIZES if (size := vars(arguments)[field]) is not None}
+    layout = Layout(**given) if given or not arguments.model else recipe(arguments.model).planned()
+    found = _planner(arguments)(layout)
     if arguments.json:
         console.print_json(json.dumps(as_dict(found)))
     else:
@@ -160,9 +158,20 @@ def _sweep(arguments: argparse.Namespace, console: Console) -> None:
         show_sweep(found, arguments.gpu, console)
 
 
+def _recipe(arguments: argparse.Namespace, _: Console) -> None:
+    if arguments.name is None:
+        for name in NAMES:
+            one = recipe(name)
+            paper = one.sources["paper"]
+            sys.stdout.write(f"{name:17}{one.title:18}{one.optimizer:31}{paper}\n")
+    else:
+        words = " ".join(recipe(arguments.name).words(small=arguments.small))
+        sys.stdout.write(words.replace(" --", "\n--") + "\n")
+
+
 def _explain(arguments: argparse.Namespace, console: Console) -> None:
     contents = explain(arguments.checkpoint)
     if arguments.json:
-        console.print_json(to_json(contents))
+        console.print_json(json.dumps(dataclasses.asdict(contents)))
     else:
         show(contents, console)

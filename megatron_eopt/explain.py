@@ -5,9 +5,8 @@ Megatron's checkpoints have; torch itself unpickles .metadata.
 """
 
 import io
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,6 @@ from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import MOMENT2
 from megatron_eopt.checkpoint.groups import optimizers_of, saved_groups, saved_steps
 from megatron_eopt.checkpoint.keys import split_key
-
-__all__ = ["Amount", "Contents", "explain", "show", "to_json"]
 
 TRACKER = "latest_checkpointed_iteration.txt"
 """Megatron's file that says which iteration to load; it is written last."""
@@ -241,8 +238,3 @@ def show(contents: Contents, console: Console) -> None:
     for text in contents.loads:
         table.add_row("loads", Text(text))
     console.print(table)
-
-
-def to_json(contents: Contents) -> str:
-    """Return what a checkpoint holds as JSON, for programs."""
-    return json.dumps(asdict(contents), indent=1)

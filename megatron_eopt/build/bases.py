@@ -79,20 +79,12 @@ def bases_of(
     """
     main = settings.optimizer
     kinds = {(group.key.optimizer, group.key.is_expert) for group in routing.groups}
+    rates = {"lr": settings.lr, "min_lr": settings.min_lr}
     bases = []
-    for name, is_expert in sorted(kinds, key=lambda kind: (kind[0] != main, kind)):
-        mine = [
-            g for g in routing.groups if (g.key.optimizer, g.key.is_expert) == (name, is_expert)
-        ]
-        groups = [
-            param_group(
-                group,
-                [route.parameter.param for route in group.routes],
-                lr=settings.lr,
-                min_lr=settings.min_lr,
-            )
-            for group in mine
-        ]
+    for kind in sorted(kinds, key=lambda kind: (kind[0] != main, kind)):
+        name, is_expert = kind
+        mine = [g for g in routing.groups if (g.key.optimizer, g.key.is_expert) == kind]
+        groups = [param_group(g, [r.parameter.param for r in g.routes], **rates) for g in mine]
         made_over = groups
         if plain or (stand_ins and name not in SCALAR_OPTIMIZERS):
             made_over = [{**g, "params": [nn.Parameter(torch.ones(1, 1))]} for g in groups]

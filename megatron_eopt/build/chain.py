@@ -282,10 +282,7 @@ class OptimizerChain(ChainedOptimizer):
         return states[0] if len(states) == 1 else states
 
     def sharded_state_dict(
-        self,
-        model_sharded_state_dict: Mapping[str, Any],
-        is_loading: bool = False,
-        **kwargs: Any,
+        self, model_sharded_state_dict: Mapping[str, Any], is_loading: bool = False, **kwargs: Any
     ) -> Any:
         """Return what ``dist_checkpointing`` saves or loads; collective.
 

@@ -52,9 +52,7 @@ def resolve_for_dtensors(config: Any, *, own_loop: bool = False) -> Settings:
 
 
 def build_routed(
-    settings: Settings,
-    routing: Routing,
-    cls: Callable[..., ShardedOptimizer] = ShardedOptimizer,
+    settings: Settings, routing: Routing, cls: Callable[..., ShardedOptimizer] = ShardedOptimizer
 ) -> ShardedOptimizer:
     """Build the optimizer, an instance of ``cls``, of routed parameters; collective."""
     groups: list[ParamGroup] = []

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from megatron_eopt.base.agreement import agreed
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.base.names import MOMENTUM, STACK_ATTRIBUTE
+from megatron_eopt.base.names import MOMENTUM, NO_MUON_ATTRIBUTE, STACK_ATTRIBUTE
 from megatron_eopt.build import megatron_fsdp
 from megatron_eopt.build.dtensors import build_routed, resolve_for_dtensors
 from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
@@ -98,10 +98,10 @@ def build_optimizer(
 
 
 def mark_parameters(model: nn.Module, output_layers: Sequence[str]) -> None:
-    """Mark the weights of output layers, and 3-D weights that are stacks of matrices.
+    """Mark the weights of output layers, 3-D weights of experts as stacks, and 2-D biases.
 
-    A 3-D weight is a stack where a part of its path is ``experts``. All others, such as those of
-    convolutions, are no matrices unless the user declares ``eopt_split``.
+    Other 3-D weights, such as those of convolutions, are no matrices unless the user declares
+    ``eopt_split``. Biases of all experts of a layer can be in one 2-D parameter.
 
     Raises:
         ConfigurationError: If patterns other than the default ones match no module.
@@ -118,8 +118,10 @@ def mark_parameters(model: nn.Module, output_layers: Sequence[str]) -> None:
     if not found:
         _warn_of_output_layers(model)
     for name, param in model.named_parameters():
-        if param.dim() == 3 and "experts" in name.split("."):
+        if param.dim() == 3 and "experts." in name:
             setattr(param, STACK_ATTRIBUTE, True)
+        elif param.dim() == 2 and "bias" in name.rpartition(".")[2]:
+            setattr(param, NO_MUON_ATTRIBUTE, False)
 
 
 def _warn_of_output_layers(model: nn.Module) -> None:
@@ -138,9 +140,7 @@ def _warn_of_output_layers(model: nn.Module) -> None:
 
 @torch.no_grad()
 def import_torch_muon(
-    optimizer: ShardedOptimizer,
-    state_dict: Mapping[str, Any],
-    params: Sequence[str] | None = None,
+    optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], params: Sequence[str] | None = None
 ) -> None:
     """Take the momenta out of a ``torch.optim.Muon`` state dict; collective.
 

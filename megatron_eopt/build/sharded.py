@@ -105,10 +105,7 @@ def sharded_steppers(sharding: Sharding, bases: Sequence[Base]) -> list[Stepper]
 
 
 def _stepper(
-    sharding: Sharding,
-    bases: Sequence[Base],
-    buffers: BufferSet,
-    live: Sequence[list[ParamGroup]],
+    sharding: Sharding, bases: Sequence[Base], buffers: BufferSet, live: Sequence[list[ParamGroup]]
 ) -> Stepper:
     """Return the stepper of one set of buffers; its groups are appended to ``live``, by base."""
     places = sharded.ranges_in(buffers, sharding.names)

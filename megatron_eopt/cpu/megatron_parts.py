@@ -2,6 +2,8 @@
 
 * Attention: in multi-latent attention, values and keys have different widths. Megatron's local
   attention assumes that values are ``kv_channels`` wide; the patch passes it the real width.
+* Latent keys with a norm beside queries of full rank, as in Moonlight: Megatron's local layers ask
+  for a norm of the queries too, which raises an error. The patch leaves the queries' norm out.
 * Norms: without Transformer Engine and Apex, layers use ``WrappedTorchNorm``, which raises an error
   with sequence parallelism. The patch sets the attribute ``sequence_parallel`` on its parameters,
   so that Megatron sums their gradients over tensor-parallel ranks.
@@ -19,6 +21,8 @@ import torch
 from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
 from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch.utils._pytree import tree_map_only
 
@@ -31,6 +35,7 @@ def megatron_patches() -> list[Patch]:
     """Return these patches, and one that skips compiling the dataset helpers."""
     patches = [
         Patch(DotProductAttention, "__init__", _with_widths(DotProductAttention.__init__)),
+        Patch(QKNormConfigResolver, "resolve", _with_full_queries(QKNormConfigResolver.resolve)),
         Patch(WrappedTorchNorm, "__new__", staticmethod(_marking(WrappedTorchNorm.__new__))),
         Patch(
             PersistentAsyncCaller,
@@ -61,6 +66,15 @@ def _with_widths(
     plain(self, *args, **kwargs)
     if v_channels is not None:
         self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+
+@around
+def _with_full_queries(plain: Function, self: Any) -> Any:
+    if self.has_q_lora or not self.config.qk_layernorm:
+        return plain(self)
+    names = ("linear_q_proj", "linear_kv_up_proj", "kv_layernorm")
+    given = {name: getattr(self.submodules, name) for name in names}
+    return self._result(**given, q_layernorm=IdentityOp, linear_q_up_proj=IdentityOp)
 
 
 @around

@@ -1,4 +1,4 @@
-"""Shapes of decoder-only language models: published ones, and those of Megatron's flags.
+"""Shapes of decoder-only language models, from Megatron's flags.
 
 All that decides weights is here, with these choices made: norms are RMSNorm, positions are rotary,
 and no linear layer has a bias except, if asked for, that of Q, K and V. Layers that predict further
@@ -7,7 +7,7 @@ tokens are left out.
 
 import argparse
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,81 +43,6 @@ class Architecture:
             return tuple(layer % every == 0 for layer in range(layers))
         return tuple(map(bool, every))
 
-
-def _published(
-    name: str, vocabulary: int, seq_length: int = SEQ_LENGTH, **fields: Any
-) -> Architecture:
-    fields |= {"gated_linear_unit": True, "kv_channels": 128}
-    return Architecture(name, vocabulary, fields, True, seq_length)
-
-
-def _llama(name: str, layers: int, hidden: int, inner: int, heads: int) -> Architecture:
-    return _published(
-        name,
-        128256,
-        8192,
-        num_layers=layers,
-        hidden_size=hidden,
-        ffn_hidden_size=inner,
-        num_attention_heads=heads,
-        num_query_groups=8,
-    )
-
-
-def _qwen3(name: str, layers: int, hidden: int, heads: int, expert: int) -> Architecture:
-    return _published(
-        name,
-        151936,
-        num_layers=layers,
-        hidden_size=hidden,
-        ffn_hidden_size=3 * hidden,
-        num_attention_heads=heads,
-        num_query_groups=4,
-        qk_layernorm=True,
-        num_moe_experts=128,
-        moe_ffn_hidden_size=expert,
-        moe_router_topk=8,
-    )
-
-
-def _deepseek(name: str, heads: int, vocabulary: int, experts: int, dense: int) -> Architecture:
-    """Return a model whose first layers are ``dense``."""
-    return _published(
-        name,
-        vocabulary,
-        num_layers=61,
-        hidden_size=7168,
-        ffn_hidden_size=18432,
-        num_attention_heads=heads,
-        qk_layernorm=True,
-        q_lora_rank=1536,
-        kv_lora_rank=512,
-        qk_head_dim=128,
-        qk_pos_emb_head_dim=64,
-        v_head_dim=128,
-        num_moe_experts=experts,
-        moe_ffn_hidden_size=2048,
-        moe_router_topk=8,
-        moe_shared_expert_intermediate_size=2048,
-        moe_layer_freq=[0] * dense + [1] * (61 - dense),
-    )
-
-
-PUBLISHED: dict[str, Architecture] = {
-    architecture.name: architecture
-    for architecture in (
-        _llama("Llama-3-8B", 32, 4096, 14336, 32),
-        _llama("Llama-3-70B", 80, 8192, 28672, 64),
-        _llama("Llama-3-405B", 126, 16384, 53248, 128),
-        _qwen3("Qwen3-30B-A3B", 48, 2048, 32, 768),
-        _qwen3("Qwen3-235B-A22B", 94, 4096, 64, 1536),
-        _deepseek("DeepSeek-V3", 128, 129280, 256, 3),
-        _deepseek("Kimi-K2", 64, 163840, 384, 1),
-    )
-}
-"""Models by name, as in config.json of meta-llama/Meta-Llama-3-8B and -70B,
-meta-llama/Llama-3.1-405B, Qwen/Qwen3-30B-A3B and Qwen3-235B-A22B, deepseek-ai/DeepSeek-V3 and
-moonshotai/Kimi-K2-Base; sequences as long as in pre-training before contexts are extended."""
 
 _FLAGS = {
     "num-layers": "transformer layers",
@@ -160,33 +85,30 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--moe-layer-freq", type=moe_freq_type, metavar="N", help=text)
 
 
-def refuse_flags(flags: Mapping[str, Any], source: str) -> None:
-    """Refuse flags of :func:`add_flags` beside another source of an architecture.
-
-    Raises:
-        ConfigurationError: If one of them was given.
-    """
-    for name in _NAMES:
-        if (value := flags.get(name.replace("-", "_"))) is not None:
-            rule = f"has no meaning beside {source}, which says all of the architecture"
-            raise ConfigurationError(f"--{name}", value, rule, "Leave one of the two out")
+def flags_among(words: Sequence[str]) -> dict[str, Any]:
+    """Return the flags of an architecture among a command line's, by Megatron's names."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_flags(parser)
+    found = vars(parser.parse_known_args(words)[0])
+    return {name: value for name, value in found.items() if value is not None}
 
 
-def from_flags(flags: Mapping[str, Any]) -> Architecture:
+def from_flags(flags: Mapping[str, Any], name: str = "flags") -> Architecture:
     """Return the architecture that Megatron's trainer builds from its flags.
 
     Args:
         flags: Values by Megatron's names, with underscores. What is missing or None has Megatron's
             default; others' flags may be among them.
+        name: Of the architecture, for people.
 
     Raises:
         ConfigurationError: If a flag is missing.
     """
-    offered = [name.replace("-", "_") for name in _NAMES]
-    given = {name: flags[name] for name in offered if flags.get(name) is not None}
-    for name in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size"):
-        if name not in given:
-            flag = "--" + name.replace("_", "-")
+    offered = [flag.replace("-", "_") for flag in _NAMES]
+    given = {flag: flags[flag] for flag in offered if flags.get(flag) is not None}
+    for needed in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size"):
+        if needed not in given:
+            flag = "--" + needed.replace("_", "-")
             raise ConfigurationError(flag, None, "is missing", "Pass it, or --model")
     hidden, gated = given["hidden_size"], given.get("swiglu", False)
     # gated MLPs have three matrices, about as large as the two of others; a multiple of 64
@@ -198,11 +120,11 @@ def from_flags(flags: Mapping[str, Any]) -> Architecture:
         fields |= {"q_lora_rank": None, "kv_lora_rank": 32}
         kind = MLATransformerConfig
     named = {field.name for field in dataclasses.fields(kind)} - {"num_query_groups"}
-    fields |= {name: value for name, value in given.items() if name in named}
+    fields |= {field: value for field, value in given.items() if field in named}
     if given.get("group_query_attention"):
         fields["num_query_groups"] = given.get("num_query_groups", 1)
     if "num_experts" in given:
         fields["num_moe_experts"] = given["num_experts"]
     untied = given.get("untie_embeddings_and_output_weights", False)
     seq_length = given.get("seq_length", SEQ_LENGTH)
-    return Architecture("flags", given["vocab_size"], fields, untied, seq_length)
+    return Architecture(name, given["vocab_size"], fields, untied, seq_length)

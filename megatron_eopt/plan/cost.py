@@ -1,16 +1,14 @@
 """From what a step does to how long it takes on a machine: a roofline, nothing fitted.
 
-* Products take their operations over the rate that products reach.
-* All other kernels take the bytes that they read and write, as they are counted, over the memory's
-  rate. What it takes to launch them is left out: launches run ahead of the device.
+* Products take their operations over the rate that products reach, other kernels the bytes that
+  they read and write over the memory's rate. Launching them is left out: it runs ahead.
 * A collective takes its latency, and the bytes that a rank sends (or receives, if those are more):
   matrices directly, inside a computer and outside at once; all else in a ring on the slowest link.
   Computers have consecutive ranks.
 * A wave's matrices come in while the wave before is computed, and leave while the next one is. What
   teams say between their products nothing hides.
-* Gathering parameters is counted apart: Adam has it, too, and the forward pass can hide it. Where
-  buckets are gathered while others are stepped, one of the two hides the other, window by window;
-  that updates may have been computed during the backward pass does not count.
+* Gathering parameters is counted apart: Adam has it, too. Where buckets are gathered while others
+  are stepped, one of the two hides the other, window by window.
 """
 
 import itertools
@@ -62,15 +60,9 @@ def times(report: Report, machine: Machine, *, overlaps: bool = False) -> Times:
             teams += seconds
     elements = report.total.bytes / machine.memory
     parts = [math.fsum(flops for flops in waves) for waves in work] if overlaps else [1.0]
-    return Times(
-        products=products,
-        elements=elements,
-        travel=math.fsum(seconds for way in ways for seconds in itertools.chain(*way)),
-        exposed=exposed,
-        teams=teams,
-        gather=gather,
-        tail=_tail(products + elements + exposed + teams, parts, gather),
-    )
+    travel = math.fsum(seconds for way in ways for seconds in itertools.chain(*way))
+    tail = _tail(products + elements + exposed + teams, parts, gather)
+    return Times(products, elements, travel, exposed, teams, gather, tail)
 
 
 def _tail(step: float, parts: Sequence[float], gather: float) -> float:

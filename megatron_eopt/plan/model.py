@@ -16,6 +16,16 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron_eopt.base.errors import ConfigurationError, check_integer
 from megatron_eopt.plan.architectures import Architecture
 
+SIZES = {
+    "tensor": ("tp", "tensor-model-parallel-size", "ranks that split each weight"),
+    "pipeline": ("pp", "pipeline-model-parallel-size", "pipeline stages"),
+    "data": ("dp", "data-parallel-size", "ranks that have copies of the model"),
+    "expert": ("ep", "expert-model-parallel-size", "ranks that experts are dealt out to"),
+    "expert_tensor": ("etp", "expert-tensor-parallel-size", "ranks that split an expert's weight"),
+    "instances": ("instances", "num-distributed-optimizer-instances", "copies of the state"),
+}
+"""Short name, Megatron's flag and meaning of each field of a :class:`Layout`."""
+
 
 @dataclass(frozen=True)
 class Layout:

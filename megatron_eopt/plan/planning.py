@@ -85,7 +85,7 @@ def plan(
         ConfigurationError: If the architecture does not fit the layout, or the optimizer refuses.
     """
     kinds = stage_kinds(architecture, layout)
-    stages = [_stage(architecture, layout, config, kind, machine.gpus) for kind in kinds]
+    stages = tuple(_stage(architecture, layout, config, kind, machine.gpus) for kind in kinds)
     worst = max(stages, key=lambda stage: stage.loads.max())
     with dry_world(worst.busiest, layout.world_size):
         report = report_of(_built(architecture, layout, config), lambda: None)
@@ -95,16 +95,9 @@ def plan(
     with dry_world(worst.busiest, layout.world_size):
         adam = report_of(_built(architecture, layout, other), lambda: None)
         operations = train_flops(architecture, tokens)
-    return Plan(
-        architecture,
-        layout,
-        tuple(stages),
-        worst.busiest,
-        report,
-        predicted,
-        times(adam, machine),
-        operations / (layout.world_size * machine.flops * _UTILIZATION),
-    )
+    adams, rate = times(adam, machine), layout.world_size * machine.flops * _UTILIZATION
+    train = operations / rate
+    return Plan(architecture, layout, stages, worst.busiest, report, predicted, adams, train)
 
 
 def _built(architecture: Architecture, layout: Layout, config: EmergingOptimizerConfig) -> Any:

@@ -1,7 +1,7 @@
-"""Layouts of the fused weights of megatron-core's own modules.
+"""Layouts of the fused weights of megatron-core's own modules, and of transformers'.
 
 Each function below describes one family of modules. The order of rows is the order in which the
-module's ``forward`` slices its activations (megatron-core 0.19).
+module's ``forward`` slices its activations (megatron-core 0.19, transformers 5).
 """
 
 from collections.abc import Callable, Mapping
@@ -19,6 +19,9 @@ from torch import nn
 from megatron_eopt.base.upstream import found
 from megatron_eopt.matrices import Field, Section, Split, SplitT, gated, periodic, qkv, side_by_side
 from megatron_eopt.settings.arguments import qkv_split_shapes
+
+GATE_UP = "gate_up_proj"
+"""What transformers calls a linear module, or a parameter of all experts, that has gate and up."""
 
 type _Lengths = Mapping[str, int]
 
@@ -49,6 +52,8 @@ def fused_weight(owner: nn.Module, child: str, linear: nn.Module) -> FusedWeight
         return _gated_linear_unit(owner)
     if child == "in_proj":
         return _linear_attention(owner, linear)
+    if child == GATE_UP:
+        return _gate_over_up(owner)
     return None
 
 
@@ -93,6 +98,14 @@ def _gated_linear_unit(owner: Any) -> FusedWeight | None:
     grouped = isinstance(owner, TEGroupedMLP)
     interleave = owner.config.moe_mlp_glu_interleave_size if grouped else None
     return FusedWeight("gated", None, partial(gated, interleave=interleave), {})
+
+
+def _gate_over_up(owner: Any) -> FusedWeight | None:
+    """transformers: gate above up. A transposed weight, by ``down_proj``'s shape, is not split."""
+    named = (getattr(owner, name, None) for name in (GATE_UP, "down_proj"))
+    fused, down = (getattr(getattr(item, "weight", item), "shape", (1, 0)) for item in named)
+    is_pile = fused[-2] == 2 * down[-1] and getattr(owner, "is_concatenated", True)
+    return FusedWeight("gated", None, gated, {}) if is_pile else None
 
 
 def _linear_attention(owner: Any, linear: Any) -> FusedWeight | None:

@@ -21,7 +21,7 @@ from torch import nn
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.matrices import Split, SplitT, local_shape, qkv, whole
-from megatron_eopt.routing.fused import fused_weight
+from megatron_eopt.routing.fused import GATE_UP, fused_weight
 from megatron_eopt.routing.parameters import cut_dimension
 
 logger = logging.getLogger(__name__)
@@ -124,13 +124,17 @@ def _weights(model_chunks: Iterable[nn.Module]) -> Iterator[_Weight]:
                 if id(param) not in seen:
                     seen.add(id(param))
                     name = f"{path}.{leaf}" if path else leaf
-                    yield _Weight(name, param, modules[owner], child, linear)
+                    home, called = (linear, leaf) if leaf == GATE_UP else (modules[owner], child)
+                    yield _Weight(name, param, home, called, linear)
 
 
 def _split_of(weight: _Weight, which: Collection[SplitT], unknown: list[str]) -> Split | None:
     """Return one weight's split, None for one matrix; add unknown layouts to ``unknown``."""
     declared = getattr(weight.param, "eopt_split", None)
     if isinstance(declared, Split):
+        if _is_packed(weight.param):
+            rule = "packed tensor parallelism shards this weight and reorders its rows"
+            raise ConfigurationError(weight.name, declared, rule, "Remove the declared split")
         return _fitted(weight, lambda _: declared)
     if declared not in (None, "whole"):
         rule = "must be a megatron_eopt.matrices.Split or 'whole'"
@@ -141,7 +145,7 @@ def _split_of(weight: _Weight, which: Collection[SplitT], unknown: list[str]) ->
         if lengths is not None:
             return _fitted(weight, lambda shape: qkv(shape, lengths)) if "qkv" in which else None
         fused = fused_weight(weight.owner, weight.child, weight.linear)
-        if fused is not None and fused.kind in which:
+        if fused is not None and fused.kind in which and not _is_packed(weight.param):
             more = fused.per_head if "per_head" in which else {}
             return _fitted(weight, functools.partial(fused.build, **more), fused.rows)
         if fused is None and _looks_fused(weight):
@@ -178,6 +182,14 @@ def _fitted(
         way_out = "Declare a split for this weight, or turn off this kind of split"
         raise ConfigurationError(weight.name, local, rule, way_out)
     return split
+
+
+def _is_packed(param: nn.Parameter) -> bool:
+    """Whether each rank holds rows of several parts, as ``packed_colwise`` of transformers cuts."""
+    placements = getattr(param, "placements", ())
+    cuts = [(type(cut).__name__, getattr(cut, "dim", 0)) for cut in placements]
+    # where FSDP has cut what tensor parallelism did, a plain shard is beside the strided one
+    return any(kind == "_StridedShard" and ("Shard", dim) not in cuts for kind, dim in cuts)
 
 
 def _looks_fused(weight: _Weight) -> bool:

@@ -24,10 +24,10 @@ _FLAGS = frozenset(["flags", "notices", "resumed_flags"])
 
 @dataclass(frozen=True)
 class Variant:
-    """One of the runs that a parity case compares: further flags, and whose optimizers it has."""
+    """One of the runs that a parity case compares."""
 
-    flags: tuple[str, ...] = ()
-    trainer: Trainer = "ours"
+    flags: tuple[str, ...] = ()  # further flags of the training script
+    trainer: Trainer = "ours"  # with this package's optimizers, or as megatron-core comes
 
 
 @dataclass(frozen=True)

@@ -14,17 +14,11 @@ How = Literal["run", "long", "help", "parse"]
 
 @dataclass(frozen=True)
 class Rule:
-    """What is done with the commands that match.
+    """What is done with the commands that match."""
 
-    Attributes:
-        pattern: Of the whole command, its lines joined.
-        how: What is done.
-        why: Why no more, where the command itself is not run.
-    """
-
-    pattern: str
-    how: How
-    why: str = ""
+    pattern: str  # of the whole command, its lines joined
+    how: How  # what is done
+    why: str = ""  # why no more, where the command itself is not run
 
 
 RULES = (

@@ -37,8 +37,7 @@ def test_golden_on_cpus(case):
 
 @pytest.mark.tested_release
 @pytest.mark.parametrize(
-    "case",
-    params("golden", lambda case: case.notices, lambda case: case.name != "layer-wise"),
+    "case", params("golden", lambda case: case.notices, lambda case: case.name != "layer-wise")
 )
 def test_recorded_values_tell_a_wrong_setting(case):
     wrong = run_variant(case, Variant(case.notices))

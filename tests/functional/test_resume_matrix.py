@@ -44,13 +44,13 @@ MODEL = {"layers": 1, "hidden": 16, "heads": 4, "query_groups": 2, "gated": True
 
 @dataclass(frozen=True, order=True)
 class Cell:
-    """One way of running an optimizer, at a tensor-parallel and a data-parallel size."""
+    """One way of running an optimizer."""
 
-    optimizer: str
-    storage: Storage
-    tensor: int
-    data: int
-    dtype: str
+    optimizer: str  # one of :data:`OPTIMIZERS`
+    storage: Storage  # how weights are kept
+    tensor: int  # tensor-parallel size
+    data: int  # data-parallel size
+    dtype: str  # of the model's weights
 
     @property
     def fields(self) -> dict[str, Any]:

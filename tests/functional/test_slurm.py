@@ -15,10 +15,7 @@ from tests.functional.saved_states import differing
 from tests.functional.script import ROOT, TINY
 from tests.functional.slurm_cluster import NODES, cluster, idle_nodes, missing, slurm, wait_until
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(missing() is not None, reason=missing() or ""),
-]
+pytestmark = [pytest.mark.long, pytest.mark.skipif(missing() is not None, reason=missing() or "")]
 
 JOB = str(ROOT / "scripts" / "slurm" / "pretrain.sbatch")
 STEPS, INTERVAL = 400, 50

@@ -15,6 +15,9 @@ ELSEWHERE = {
     "@register_storage": "tests/unit/build/test_own_storage.py",
     "fully_shard_model(": "tests/unit/megatron_fsdp/test_layouts.py",
     "pretrain(...)": "scripts/pretrain_gpt.py is this script, whole",
+    "transformers": "tests/functional/test_other_trainers.py",
+    "lightning.": "tests/functional/test_other_trainers.py",
+    "torchtitan": "tests/functional/test_other_trainers.py",
 }
 """Blocks with such a text are parsed alone, by test_docs.py; here is what runs instead."""
 

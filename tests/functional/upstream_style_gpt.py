@@ -84,8 +84,7 @@ def forward_step(data_iterator, model):
 
 def main():
     args = parse_and_validate_args(
-        extra_args_provider=add_script_arguments,
-        args_defaults={"tokenizer_type": "NullTokenizer"},
+        extra_args_provider=add_script_arguments, args_defaults={"tokenizer_type": "NullTokenizer"}
     )
     assert not parallel_state.is_initialized()
     from_config = args.model_from == "config"

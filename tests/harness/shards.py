@@ -13,10 +13,10 @@ from megatron_eopt.storage.shard import Fragment, Ranks, Shard, fragment_layouts
 class StoredParameter:
     """Which fragment of which tensor-parallel slab each rank of a group has."""
 
-    name: str
-    split: Split
-    partition_dim: int  # cut by tensor parallelism, -1 if none
-    tensor_size: int
+    name: str  # its name
+    split: Split  # its logical matrices
+    partition_dim: int  # dimension cut by tensor parallelism, -1 if none
+    tensor_size: int  # number of slabs
     fragments: tuple[Fragment, ...]  # one for each rank
 
     @property

@@ -31,7 +31,7 @@ class Job:
     """A call to make."""
 
     store: Path  # file for the rendezvous, new for every job
-    path: tuple[str, ...]  # the parent's sys.path, so that the test module can be found
+    path: tuple[str, ...]  # the parent's ``sys.path``, so that the test module can be found
     cpu: bool  # whether to enable the CPU back end
     payload: bytes  # the pickled function and its arguments
 
@@ -40,7 +40,7 @@ class Job:
 class Reply:
     """A pickled result, or an error's text."""
 
-    result: bytes = b""
+    result: bytes = b""  # what the function returned, pickled
     error: str | None = None
     connected: bool = True  # whether the function was called, or the error came before
 

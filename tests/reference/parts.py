@@ -8,11 +8,7 @@ from megatron_eopt.matrices import RowRuns, Split, local_shape, matrix_rows
 
 
 def split_local(
-    tensor: torch.Tensor,
-    split: Split,
-    tp_size: int = 1,
-    tp_rank: int = 0,
-    partition_dim: int = -1,
+    tensor: torch.Tensor, split: Split, tp_size: int = 1, tp_rank: int = 0, partition_dim: int = -1
 ) -> list[torch.Tensor]:
     """Take one rank's weight apart into its pieces of the logical matrices."""
     assert tuple(tensor.shape) == local_shape(split, tp_size, partition_dim)

@@ -20,7 +20,7 @@ def test_help_says_what_there_is(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     text = capsys.readouterr().out
-    for word in ("plan", "sweep", "explain"):
+    for word in ("plan", "sweep", "explain", "recipe"):
         assert word in text
 
 
@@ -88,7 +88,7 @@ def test_what_a_step_does_is_counted():
     [
         ("plan --hidden-size 64", "--num-layers"),
         ("plan --model Llama-3-8B --tp 3", "num_attention_heads (32) must be a multiple"),
-        ("plan --model Llama-3-8B --num-layers 2", "no meaning beside --model"),
+        ("plan --model Moonlight --num-layers 2", "layer pattern"),
         ("plan --model Llama-3-8B --tokens -5", "--tokens"),
         ("plan --model Llama-3-8B --optimizer-config nowhere", "nowhere"),
         ("plan --model Llama-3-8B --data-parallel-size 0", "data=0: must be"),

@@ -27,6 +27,7 @@ ORDER = (
     "__init__",
     "bridge",
     "explain",
+    "recipe",
     "checkpoints",
     "plan",
     "dry_run",

@@ -42,6 +42,7 @@ def test_one_top_level_package(wheel_names):
 def test_arguments_are_installed_inside_the_package(wheel_names):
     assert "megatron_eopt/arguments/__init__.py" in wheel_names
     assert "megatron_eopt/py.typed" in wheel_names
+    assert sum(name.startswith("megatron_eopt/recipes/") for name in wheel_names) == 11
 
 
 def test_every_module_is_installed(wheel_names):

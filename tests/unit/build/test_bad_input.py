@@ -124,10 +124,7 @@ OVERRIDES = [
     ({ParamKey(name="*.bias"): {"optimizer": "muon"}}, "matrices only"),
     ({"linear.*": {"wd_mult": 0.0}}, "ParamKey"),
     (
-        {
-            ParamKey(name="*.weight"): {"wd_mult": 0.5},
-            ParamKey(name="linear.*"): {"wd_mult": 0.25},
-        },
+        {ParamKey(name="*.weight"): {"wd_mult": 0.5}, ParamKey(name="linear.*"): {"wd_mult": 0.25}},
         "linear.weight",
     ),
 ]

@@ -30,9 +30,9 @@ Between = Callable[[Any, Any], None]
 class Storage:
     """One way to keep an optimizer's state."""
 
-    config: dict[str, Any]  # fields of OptimizerConfig
-    ddp: dict[str, Any] = field(default_factory=dict)  # of DistributedDataParallelConfig
-    world: int = 2
+    config: dict[str, Any]  # fields of ``OptimizerConfig``
+    ddp: dict[str, Any] = field(default_factory=dict)  # of ``DistributedDataParallelConfig``
+    world: int = 2  # number of processes
 
 
 STORAGES = {

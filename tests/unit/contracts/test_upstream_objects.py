@@ -65,8 +65,7 @@ def _split_like_muon(run, cls, factor):
 
 
 @pytest.mark.parametrize(
-    ("run", "cls", "factor"),
-    [(SHARDED, TensorParallelMuon, 1), (PLAIN, Halved, 0.5)],
+    ("run", "cls", "factor"), [(SHARDED, TensorParallelMuon, 1), (PLAIN, Halved, 0.5)]
 )
 def test_a_muon_of_the_callers_splits_fused_weights_as_ours_does(run, cls, factor):
     run_ranks(1, _split_like_muon, run, cls, factor)

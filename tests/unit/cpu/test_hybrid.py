@@ -19,11 +19,10 @@ from tests.harness.megatron import initialize_megatron
 from tests.harness.models import assert_same, synthetic_batch, tiny_gpt, train_step, wrap_ddp
 from tests.unit.storage.full_state import Case, optimizer_over
 
+CLIP = {"qk_clip": True, "qk_clip_threshold": 0.01}
 ROPE = {"gated": True, "query_groups": 2, "position_embedding": "rope"}
 CASES = {
-    "gated, groups, QK-clip, TP 2": Case(
-        "muon", ROPE | {"qk_clip": True, "qk_clip_threshold": 0.01}, {"tp": 2}
-    ),
+    "gated, groups, QK-clip, TP 2": Case("muon", ROPE | CLIP, {"tp": 2}),
     "experts, EP 2, bf16": Case(
         "muon", {"experts": 4, "gated": True, "dtype": torch.bfloat16}, {"ep": 2}
     ),
@@ -45,13 +44,10 @@ def _trained(case: Case, weights: dict[str, torch.Tensor] | None = None) -> Any:
     bare = model.module if isinstance(model, Float16Module) else model
     hybrid = weights is not None
     named = {in_blocks(name) if hybrid else name: param for name, param in bare.named_parameters()}
-    if weights is None:
-        start = {name: param.detach().clone() for name, param in named.items()}
-    else:
-        start = weights
-        assert set(named) == set(weights)
-        for name, param in named.items():
-            param.data.copy_(weights[name])
+    start = weights or {name: param.detach().clone() for name, param in named.items()}
+    assert set(named) == set(start)
+    for name, param in named.items():
+        param.data.copy_(start[name])
     wrapped = wrap_ddp(model, use_distributed_optimizer=True)
     optimizer = optimizer_over(case, [wrapped])
     losses = []

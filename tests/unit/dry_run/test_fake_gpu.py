@@ -20,10 +20,7 @@ MODES = ("blockwise", "duplicated", "distributed", "exchange", "auto")
 CASES = {
     **{f"{name}, fragments": (2, Case(name, GATED)) for name in OPTIMIZERS},
     **{f"{name}, plain": (2, Case(name, GATED, {"tp": 2}, config=PLAIN)) for name in OPTIMIZERS},
-    **{
-        f"{mode}": (4, Case("muon", GATED, {"tp": 2}, config={"muon_tp_mode": mode}))
-        for mode in MODES
-    },
+    **{mode: (4, Case("muon", GATED, {"tp": 2}, config={"muon_tp_mode": mode})) for mode in MODES},
     **{
         f"momentum in {dtype}": (2, Case("muon", GATED, config={"muon_momentum_dtype": dtype}))
         for dtype in ("bf16", "int8", "fp8")
@@ -37,17 +34,9 @@ CASES = {
     **{f"{name}, FSDP2": (2, replace(FSDP2, optimizer=name)) for name in OPTIMIZERS[:4]},
 }
 USUAL = (
-    "muon, fragments",
-    "adaptive_muon, fragments",
-    "soap, fragments",
-    "muon, plain",
-    "distributed",
-    "momentum in int8",
-    "experts",
-    "watched",
-    "teams",
-    "soap, FSDP2",
-)
+    "muon, fragments; adaptive_muon, fragments; soap, fragments; muon, plain; distributed; "
+    "momentum in int8; experts; watched; teams; soap, FSDP2"
+).split("; ")
 """Of every way to store, compute and keep state one; the others are for the long tier."""
 
 NORM = {"megatron_eopt.build.gradients.read"}

@@ -3,6 +3,7 @@
 import io
 import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from rich.console import Console
 from torch import distributed
 
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.explain import TRACKER, explain, show, to_json
+from megatron_eopt.explain import TRACKER, explain, show
 from tests.functional.script import train
 from tests.harness import run_ranks
 from tests.unit.explain.written import CASES, write, write_fsdp2
@@ -107,7 +108,7 @@ def test_all_is_shown(explained, name):
     for words in (*contents.state, *contents.loads):
         assert words in text.getvalue()
     assert "not recorded" in text.getvalue()
-    as_data = json.loads(to_json(contents))
+    as_data = json.loads(json.dumps(asdict(contents)))
     assert (as_data["step"], as_data["loads"]) == (2, contents.loads)
 
 

@@ -91,9 +91,7 @@ def manage(model, layout, **options):
     strategy, _, replicas = layout.partition(" x ")
     outer = int(replicas or 1)
     mesh = init_device_mesh(
-        "cpu",
-        (outer, dist.get_world_size() // outer, 1),
-        mesh_dim_names=("outer", "fsdp", "tp"),
+        "cpu", (outer, dist.get_world_size() // outer, 1), mesh_dim_names=("outer", "fsdp", "tp")
     )
     if outer > 1:
         both = mesh["outer", "fsdp"]._flatten("both")

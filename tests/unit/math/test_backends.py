@@ -17,10 +17,7 @@ from megatron_eopt.settings.checks import check_alike
 from tests.unit.math.spectra import gaussian
 
 NO_GPU = not torch.cuda.is_available()
-PACKAGES = {
-    "transformer_engine": "transformer-engine",
-    "gram_newton_schulz": "gram-newton-schulz",
-}
+PACKAGES = {"transformer_engine": "transformer-engine", "gram_newton_schulz": "gram-newton-schulz"}
 
 
 @pytest.mark.parametrize("name", PACKAGES)

@@ -15,10 +15,7 @@ STEPS = 10
 TOLERANCE = 1e-6
 
 OPTIM, GRADS = ({"data_parallel_sharding_strategy": name} for name in ("optim", "optim_grads"))
-HSDP = {
-    "parallel": {"optimizer_instances": 2},
-    "ddp": {"num_distributed_optimizer_instances": 2},
-}
+HSDP = {"parallel": {"optimizer_instances": 2}, "ddp": {"num_distributed_optimizer_instances": 2}}
 LAYOUTS = {
     "optim, dp 2": (2, Run(ddp=OPTIM)),
     "optim_grads, dp 2": (2, Run(ddp=GRADS)),

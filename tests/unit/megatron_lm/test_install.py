@@ -145,10 +145,7 @@ def _without(module: str, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("module", "name"),
-    [
-        ("megatron.core.optimizer.qk_clip", "clip_qk"),
-        ("megatron.training.arguments", "parse_args"),
-    ],
+    [("megatron.core.optimizer.qk_clip", "clip_qk"), ("megatron.training.arguments", "parse_args")],
 )
 def test_a_name_that_is_needed_and_missing_is_refused(module, name):
     run_ranks(1, _without, module, name)

@@ -9,12 +9,13 @@ import torch.distributed as dist
 
 from megatron_eopt import ConfigurationError, EmergingOptimizerConfig
 from megatron_eopt.dry_run import Collective
-from megatron_eopt.plan.architectures import PUBLISHED, Architecture
+from megatron_eopt.plan.architectures import Architecture
 from megatron_eopt.plan.cost import _exposed, collective_seconds
 from megatron_eopt.plan.machine import MACHINES
 from megatron_eopt.plan.model import Layout
 from megatron_eopt.plan.planning import plan
 from megatron_eopt.plan.tables import as_dict
+from megatron_eopt.recipe import recipe
 from tests.harness import run_ranks
 from tests.unit.plan.test_model import DENSE, MIXED
 
@@ -72,15 +73,16 @@ def test_a_plan_is_of_the_busiest_rank(architecture, layout):
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        ("Llama-3-8B", Layout(data=256)),
-        ("Llama-3-8B", Layout(data=1024)),
-        ("DeepSeek-V3", Layout(pipeline=16, data=128, expert=64, expert_tensor=1)),
+        ("llama-3-8b", Layout(data=256)),
+        ("llama-3-8b", Layout(data=1024)),
+        ("deepseek-v3", Layout(pipeline=16, data=128, expert=64, expert_tensor=1)),
     ],
     ids=["Llama-3-8B, 256 ranks", "Llama-3-8B, 1024 ranks", "DeepSeek-V3, 128 ranks a stage"],
 )
 @pytest.mark.long
 def test_where_ranks_outnumber_matrices_teams_have_less_to_do(name, layout, record_property):
-    whole, teams = (in_a_process(PUBLISHED[name], layout, muon_team_size=k) for k in (1, 8))
+    shape = recipe(name).architecture()
+    whole, teams = (in_a_process(shape, layout, muon_team_size=k) for k in (1, 8))
     counted = whole["counted"]["in_all"]["flops"] / teams["counted"]["in_all"]["flops"]
     record_property("counted FLOPs", f"{counted:.2f} times less")
     predicted = whole["seconds"]["step"] / teams["seconds"]["step"]
@@ -126,8 +128,7 @@ def test_a_machine_needs_positive_numbers():
 
 
 def test_a_step_beside_communication_ends_with_adams():
-    llama = PUBLISHED["Llama-3-8B"]
-    short = replace(llama, fields={**llama.fields, "num_layers": 8})
+    short = recipe("llama-3-8b").architecture(num_layers=8)
     apart = in_a_process(short, Layout(data=16))
     beside = in_a_process(short, Layout(data=16), muon_overlap_step=True)
     adams = beside["adam_iteration_seconds"] - beside["seconds"]["train_step"]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
 from megatron_eopt import EmergingOptimizerConfig
 from megatron_eopt.base.errors import ConfigurationError
@@ -142,10 +143,7 @@ HEADS = [
         {"q": (4, (6, 24)), "k": (2, (6, 24)), "v": (2, (6, 24))},
     ),
     (latent, {"q_nope": (4, (6, 8)), "v": (4, (4, 6)), "kv": (1, (6, 24))}),
-    (
-        modules.gated_delta_net,
-        {"query": (2, (3, 24)), "value": (4, (5, 24)), "beta": (1, (4, 24))},
-    ),
+    (modules.gated_delta_net, {"query": (2, (3, 24)), "value": (4, (5, 24)), "beta": (1, (4, 24))}),
 ]
 
 
@@ -236,3 +234,15 @@ def test_a_split_that_does_not_fit_is_an_error(attributes: dict[str, Any], words
         setattr(model.qkv_proj.weight, name, value)
     with pytest.raises(ConfigurationError, match=words):
         find_splits([model], which=ALL)
+
+
+def test_what_packed_tensor_parallelism_cuts_is_not_split() -> None:
+    model: Any = nn.ModuleDict({"gate_up_proj": nn.Linear(4, 12), "down_proj": nn.Linear(6, 4)})
+    weight, packed = model.gate_up_proj.weight, _StridedShard(0, split_factor=2)
+    weight.placements = (packed, Shard(0))  # FSDP2 over tensor parallelism
+    assert table(model) == {"gate_up_proj.weight": ("gated", (12, 4), "gate 6 | up 6")}
+    weight.placements = (packed,)
+    assert table(model) == {}
+    weight.eopt_split = gated((12, 4))
+    with pytest.raises(ConfigurationError, match="packed tensor parallelism"):
+        table(model)

@@ -1,10 +1,12 @@
 """The pages that scripts write are what the code says. If one is not, run its script."""
 
+import importlib
 import sys
 
+import pytest
 import torch.distributed as dist
 
-from scripts import error_table, routing_tables
+from scripts import error_table, recipe_pages
 from tests.harness import run_ranks
 
 
@@ -12,11 +14,20 @@ def test_errors():
     assert error_table.PAGE.read_text() == error_table.page()
 
 
-def check_routing() -> int:
+def checked(name: str) -> int:
     dist.destroy_process_group()
-    sys.argv = ["routing_tables.py", "--check"]
-    return routing_tables.main()
+    sys.argv = [f"{name}.py", "--check"]
+    status: int = importlib.import_module(f"scripts.{name}").main()
+    return status
 
 
-def test_routing():
-    assert run_ranks(1, check_routing) == [0]
+@pytest.mark.parametrize(
+    "name", ["routing_tables", pytest.param("recipe_pages", marks=pytest.mark.long)]
+)
+def test_pages_of_scripts(name):
+    assert run_ranks(1, checked, name) == [0]
+
+
+def test_recipes_but_for_their_plans():
+    page = recipe_pages.page(recipe_pages.rows_of_page().__getitem__)
+    assert recipe_pages.PAGE.read_text() == page

@@ -66,8 +66,7 @@ def at_all_fractions(case: Case, dtype: torch.dtype) -> list[tuple[list[str], An
     ids=["fp32", "bf16"],
 )
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in CASES],
+    "name", [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in CASES]
 )
 def test_ten_steps_equal_those_of_a_resident_run(name, dtype):
     for found in run_ranks(2, at_all_fractions, CASES[name], dtype, timeout=300):

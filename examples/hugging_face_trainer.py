@@ -1,0 +1,89 @@
+"""Train a small Llama or Qwen3-MoE by the Trainer of transformers, with Muon.
+
+    python examples/hugging_face_trainer.py --model qwen3_moe
+    torchrun --nproc-per-node 8 examples/hugging_face_trainer.py --fsdp
+
+The model is made from a configuration and its data from a formula, so that nothing is downloaded.
+"""
+
+import argparse
+
+import torch
+import transformers
+
+from megatron_eopt import EmergingOptimizerConfig
+from megatron_eopt.fsdp2 import build_optimizer
+
+
+class MuonTrainer(transformers.Trainer):
+    """A Trainer whose optimizer is built on the sharded model."""
+
+    def create_optimizer(self, model=None):
+        """Return an empty optimizer: accelerate asks for one when it shards the model."""
+        self.optimizer = self.optimizer or torch.optim.SGD([{"params": []}])
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps, optimizer=None):
+        """Replace it, since the model has its shards now."""
+        config = EmergingOptimizerConfig(
+            optimizer="muon",
+            muon_scale_mode="adamw_rms",
+            lr=self.args.learning_rate,
+            weight_decay=self.args.weight_decay,
+        )
+        self.accelerator._optimizers.clear()
+        self.optimizer = self.accelerator.prepare_optimizer(build_optimizer(self.model, config))
+        return super().create_scheduler(num_training_steps, self.optimizer)
+
+
+def make_model(kind: str) -> torch.nn.Module:
+    """Return a model of two layers with random weights."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    if kind == "llama":
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    config = transformers.Qwen3MoeConfig(**sizes, **experts, head_dim=8)
+    return transformers.Qwen3MoeForCausalLM(config)
+
+
+def make_data(samples: int = 64, length: int = 16) -> list[dict[str, torch.Tensor]]:
+    """Return sequences that count up by one to five."""
+    tokens = (torch.arange(length) * (number % 5 + 1) % 128 for number in range(samples))
+    return [{"input_ids": item, "labels": item} for item in tokens]
+
+
+def train(model: torch.nn.Module, folder: str, resume: str | None = None, **options) -> list[float]:
+    """Return the losses of the run, those before a resumed checkpoint included."""
+    arguments = transformers.TrainingArguments(
+        folder,
+        learning_rate=3e-3,
+        weight_decay=0.1,
+        max_steps=8,
+        save_steps=4,
+        logging_steps=1,
+        report_to=[],
+        **options,
+    )
+    trainer = MuonTrainer(model, arguments, train_dataset=make_data())
+    trainer.train(resume_from_checkpoint=resume)
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def main() -> None:
+    """Parse flags and train."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", choices=["llama", "qwen3_moe"], default="llama")
+    parser.add_argument("--output", default="runs/hugging_face_trainer", help="for checkpoints")
+    parser.add_argument("--fsdp", action="store_true", help="shard the model over GPUs")
+    args = parser.parse_args()
+    options = {"fsdp": True, "fsdp_config": {"version": 2}} if args.fsdp else {}
+    losses = train(make_model(args.model), args.output, **options)
+    print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""Examples of other trainers run over the real packages, and the page shows them as they are."""
+
+import argparse
+import importlib.util
+import re
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_eopt.fsdp2 import build_optimizer
+from tests.functional.doc_commands import ROOT, blocks
+from tests.harness import run_ranks
+from tests.unit.fsdp2.model import config, eager
+
+
+def example(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+    return module
+
+
+def test_the_page_shows_the_examples_as_they_are():
+    page = blocks((ROOT / "docs/how_to/other_trainers.md").read_text(), "python")
+    names = "hugging_face_trainer accelerate_loop lightning_module torchtitan_optimizer"
+    for name in names.split():
+        text = (ROOT / "examples" / f"{name}.py").read_text()
+        assert len([block for _, block in page if block in text]) == 1
+
+
+def fsdp2_pretrain(lines):
+    sizes = {"steps": 20, "layers": 1, "hidden": 48, "heads": 4, "seq_length": 32, "batch_size": 8}
+    text = {"text": Path(sysconfig.get_paths()["stdlib"]), "suffix": ".py", "tokens": 20000}
+    module = example("fsdp2_pretrain")
+    module.print = lambda line, **_: lines.append(line)
+    args = argparse.Namespace(config=ROOT / "examples/muon_on_fsdp2.yaml", **sizes, **text)
+    module.train(args, torch.device("cpu"))
+    return [float(re.search(r"loss (\S+)", line)[1]) for line in lines]
+
+
+def test_the_plain_loop_trains():
+    losses, _ = run_ranks(2, fsdp2_pretrain, [], cpu=False)
+    assert 5.4 < losses[0] < 5.7  # ln 257 at the start
+    assert losses[-1] < losses[0] - 1
+    text = (ROOT / "examples" / "fsdp2_pretrain.py").read_text()
+    assert not re.search(r"(?m)^(from|import) megatron[. ]", text)
+
+
+def hugging_face(folder, batch, **options):
+    """Return losses of Llama and Qwen3-MoE, which are those of a run that resumes, too."""
+    trainer, found = example("hugging_face_trainer"), []
+    options |= {"disable_tqdm": True, "per_device_train_batch_size": batch}
+    for kind in ("llama", "qwen3_moe"):
+        found.append(trainer.train(trainer.make_model(kind), f"{folder}/{kind}", **options))
+        model, checkpoint = trainer.make_model(kind), f"{folder}/{kind}/checkpoint-4"
+        if "fsdp" not in options:  # then the Trainer by itself does not read experts
+            model = type(model).from_pretrained(checkpoint, dtype=torch.float32)
+        assert trainer.train(model, f"{folder}/{kind}", checkpoint, **options) == found[-1]
+    return found
+
+
+def lightning(folder, devices):
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    found = []
+    for resume in (None, f"{folder}/step=4.ckpt"):
+        saved = ModelCheckpoint(folder, "{step}", every_n_train_steps=4, save_top_k=-1)
+        options = {"callbacks": [saved], "enable_progress_bar": False, "accelerator": "cpu"}
+        found.append(example("lightning_module").train(devices, resume, **options))
+    assert found[1] == found[0][4:]
+    return found[0]
+
+
+def sharded(folder):
+    """Return losses of two processes, for which accelerate shards as it does on GPUs alone."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState, utils
+
+    PartialState._prepare_backend = lambda *_: ("gloo", utils.DistributedType.MULTI_GPU)
+    PartialState.set_device = lambda self: setattr(self, "device", torch.device("cpu"))
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    accelerator = Accelerator(gradient_accumulation_steps=2, fsdp_plugin=plugin)
+    loop = list(example("accelerate_loop").train(accelerator))
+    accelerator.save_state(f"{folder}/state")
+    accelerator.load_state(f"{folder}/state")
+    trained = hugging_face(folder, 4, fsdp=True, fsdp_config={"version": 2})
+    return [*trained, loop, lightning(f"{folder}/lightning", 2)]
+
+
+def test_examples_train_and_resume_alone_and_sharded(tmp_path):
+    from accelerate import Accelerator
+
+    alone = hugging_face(tmp_path / "alone", 8, use_cpu=True)
+    together = run_ranks(2, sharded, str(tmp_path), timeout=300, cpu=False)
+    assert all(ours[:2] == [pytest.approx(one, rel=1e-3) for one in alone] for ours in together)
+    alone.append(list(example("accelerate_loop").train(Accelerator())))
+    for losses in (*alone, lightning(tmp_path / "one", 1), *together[0]):
+        assert losses[-1] < losses[0] - 0.2
+
+
+def test_torchtitan_trains():
+    pytest.importorskip("torchtitan")
+    model, losses = nn.Sequential(nn.Embedding(64, 32), nn.Linear(32, 32), nn.Linear(32, 64)), []
+    settings = example("torchtitan_optimizer").MuonOptimizers.Config
+    chosen = settings(file=f"{ROOT}/examples/muon_on_fsdp2.yaml")
+    optimizers = chosen.build(model_parts=[model])
+    for _ in range(8):
+        optimizers.load_state_dict(optimizers.state_dict())
+        losses.append(nn.functional.cross_entropy(model(torch.arange(64)), torch.arange(64)))
+        losses[-1].backward()
+        optimizers.step()
+        optimizers.zero_grad()
+    assert losses[-1] < losses[0] - 0.02
+
+
+@eager
+@pytest.mark.parametrize("split", [True, False])
+def test_gate_and_up_of_transformers_step_as_separate_matrices(split):
+    from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
+    from transformers.models.phi3 import modeling_phi3 as phi3
+
+    def parts(name, weight):
+        halves = split and "gate_up" in name and "whole" not in name
+        pieces = weight.chunk(2, dim=-2) if halves else [weight]
+        return [part for piece in pieces for part in (piece if piece.dim() == 3 else [piece])]
+
+    experts = example("hugging_face_trainer").make_model("qwen3_moe").model.layers[0].mlp.experts
+    sizes = {"hidden_size": 8, "intermediate_size": 12}
+    # transposed, gate and up in turn, and with biases of all experts in one parameter
+    whole = gpt_oss.GptOssExperts(gpt_oss.GptOssConfig(**sizes, num_local_experts=3))
+    dense = phi3.Phi3MLP(phi3.Phi3Config(**sizes))
+    model = nn.ModuleDict({"inner_experts": experts, "dense": dense, "whole_experts": whole})
+    fused = {name: p for name, p in model.named_parameters() if "bias" not in name}
+    for param in fused.values():
+        param.data, param.grad = torch.randn_like(param), torch.randn_like(param)
+    apart = nn.ParameterList(m.detach().clone() for item in fused.items() for m in parts(*item))
+    grads = (m.clone() for name, param in fused.items() for m in parts(name, param.grad))
+    for param, grad in zip(apart, grads, strict=True):
+        param.grad = grad
+    optimizer = build_optimizer(model, config(muon_split_gated=split))
+    assert [len(group["params"]) for group in optimizer.param_groups] == [6, 2]
+    optimizer.step()
+    build_optimizer(apart, config()).step()
+    for ours, theirs in zip((m for i in fused.items() for m in parts(*i)), apart, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
