@@ -121,7 +121,7 @@ OVERRIDES = [
     ({ParamKey(name="*"): {"max_lr": float("nan")}}, "max_lr"),
     ({ParamKey(name="*"): {"wd_mult": -1.0}}, "wd_mult"),
     ({ParamKey(name="*"): {"optimizer": "mon"}}, "mon"),
-    ({ParamKey(name="*.bias"): {"optimizer": "muon"}}, "matrices only"),
+    ({ParamKey(name="*.bias"): {"optimizer": "muon"}}, "updates only matrices"),
     ({"linear.*": {"wd_mult": 0.0}}, "ParamKey"),
     (
         {ParamKey(name="*.weight"): {"wd_mult": 0.5}, ParamKey(name="linear.*"): {"wd_mult": 0.25}},
