@@ -70,7 +70,7 @@ def stages(architecture: Architecture, layout: Layout) -> list[range]:
     layers, count = architecture.fields["num_layers"], layout.pipeline
     each = -(-layers // count)
     if each * (count - 1) >= layers:
-        rule = f"must leave a layer for the last stage, but {layers} layers are {each} per stage"
+        rule = f"must leave a layer for each stage, but {layers} layers are split {each} per stage"
         raise ConfigurationError("pipeline", count, rule, "Choose fewer stages")
     return [range(first, min(first + each, layers)) for first in range(0, layers, each)]
 
