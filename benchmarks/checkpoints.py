@@ -30,23 +30,14 @@ WARM_UP = 1
 
 @dataclass(frozen=True)
 class Figures:
-    """One contestant's figures.
-
-    Attributes:
-        name: The contestant.
-        save: Seconds of each round, the slowest rank's.
-        load: The same of loading.
-        save_ratio: Quartiles of these over ours, round by round.
-        load_ratio: The same of loading.
-        bytes: Of the files.
-    """
+    """One contestant's figures."""
 
     name: str
-    save: list[float]
+    save: list[float]  # seconds of each round on the slowest rank
     load: list[float]
-    save_ratio: list[float]
+    save_ratio: list[float]  # quartiles over ours, round by round
     load_ratio: list[float]
-    bytes: int
+    bytes: int  # size of the files
 
 
 def measure(rounds: int, timeout: float) -> list[Figures]:
@@ -121,15 +112,22 @@ def main() -> None:
         parser.error("--rounds must be at least 2")
     before = about()
     figures = measure(args.rounds, args.timeout)
-    publish({"arms": [asdict(one) for one in figures]}, before, args.json)
+    publish({"arms": (arms := [asdict(one) for one in figures])}, before, args.json)
+    print(shown(arms))
+
+
+def shown(arms: list[dict[str, Any]]) -> str:
+    """Return the table of all figures."""
     rows = []
-    for one in figures:
-        row = [one.name, f"{one.bytes / 1e6:.0f}"]
-        for times, over in ((one.save, one.save_ratio), (one.load, one.load_ratio)):
-            low, middle, high = over
-            row += [f"{statistics.median(times):.2f}", f"{middle:.2f} ({low:.2f} .. {high:.2f})"]
+    for one in arms:
+        row = [one["name"], f"{one['bytes'] / 1e6:.0f}"]
+        for kind in ("save", "load"):
+            low, middle, high = one[f"{kind}_ratio"]
+            median = statistics.median(one[kind])
+            over = f"{middle:.2f} ({low:.2f} .. {high:.2f})" if low < high else "1"
+            row += [f"{median:.2f}", over]
         rows.append(row)
-    print(table("optimizer | MB: | save s: | x ours: | load s: | x ours:", rows))
+    return table("optimizer | MB: | save, s: | x ours: | load, s: | x ours:", rows)
 
 
 if __name__ == "__main__":

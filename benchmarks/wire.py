@@ -185,15 +185,19 @@ def main() -> None:
             for name in tqdm((*ARMS, FSDP2), desc=rate, unit="contestant"):
                 figures.setdefault(name, {})[rate] = on_two_hosts(name)
     publish({"steps": figures}, before, args.json)
+    print(shown(figures))
+
+
+def shown(figures: dict[str, dict[str, dict[str, float]]]) -> str:
+    """Return the table of all figures, by contestant and rate."""
     rows = []
     for name, found in figures.items():
         slow, fast = (found[rate] for rate in RATES)
         cells = [name, *(f"{slow[kind] / 1e6:.2f}" for kind in ("planned", "by gloo", "wire"))]
         cells += [f"{slow['wire'] / slow['by gloo'] - 1:+.1%}"]
         rows.append([*cells, f"{slow['ms']:.0f}", f"{fast['ms']:.0f}"])
-    head = "training step | planned, MB: | over gloo, MB: | on the wire, MB: | apart: "
-    head += "| ms at 1 Gbit/s: | ms at 10 Gbit/s:"
-    print(table(head, rows))
+    head = "training step | planned, MB: | gloo sends, MB: | measured, MB: | difference: "
+    return table(f"{head}| ms at 1 Gbit/s: | ms at 10 Gbit/s:", rows)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Entry: ``python -m megatron_eopt``, the same as the command ``megatron-eopt``."""
 
 import importlib
+import logging
 import sys
 import warnings
 
@@ -9,6 +10,7 @@ def main() -> int:
     """Run the command; see :func:`megatron_eopt.command.main`."""
     # what packages say while they are imported concerns trainings
     warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
     status: int = importlib.import_module("megatron_eopt.command").main()
     return status
 

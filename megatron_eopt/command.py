@@ -6,7 +6,6 @@ import itertools
 import json
 import logging
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -38,7 +37,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = argparse.Namespace()
     # building the optimizer logs its settings, which are not part of the answer
     logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
     try:
         command_parser().parse_args(argv, arguments)
         arguments.run(arguments, Console())

@@ -5,8 +5,9 @@ python scripts/error_table.py --check  exits with 1 if the page is not what the 
 """
 
 import ast
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -14,19 +15,41 @@ PAGE = ROOT / "docs" / "reference" / "errors.md"
 KINDS = ("ConfigurationError", "ConfigurationTypeError", "CheckpointError")
 HEAD = """# Configuration errors
 
-Each of these errors stands for a run that would train something other than its settings say, or
-that would lose state. They are raised on every rank, with the argument, its value, what is wrong
-and what to do. Parts in braces depend on the run. `python scripts/error_table.py` writes this page.
+An error on this page means that the run would train something else than its settings say, or would
+lose state. Every rank raises it with the setting, its value, what is wrong and what to do. Most are
+raised when the optimizer is built, and a few when a checkpoint is saved or loaded.
 
-| Where | Argument | What is wrong | What to do |
-|---|---|---|---|
+Search this page for the name of the setting in your message. A word in braces stands for a value of
+your run. [Fix an error](../how_to/troubleshooting.md) explains the frequent ones. Values out of
+bounds and names that do not exist raise errors as well, with the bounds or the nearest names.
+
+{count} errors. `python scripts/error_table.py` writes this page from the code.
 """
+AREAS = {
+    "Flags and settings": ("arguments/", "settings/"),
+    "Megatron's trainer": ("megatron_lm/",),
+    "torch FSDP2 and Megatron-FSDP": (
+        *("build/dtensors.py", "build/fsdp2.py", "build/megatron_fsdp.py"),
+        *("layouts/dtensor.py", "storage/dtensors.py"),
+    ),
+    "Parameters, overrides and splits": ("routing/", "matrices/"),
+    "Building and stepping the optimizer": ("build/", "optimizers/", "storage/", "layouts/"),
+    "Orthogonalization and its kernels": ("math/",),
+    "QK-clip": ("qk_clip/",),
+    "Checkpoints": ("checkpoint/", "checkpoints.py", "explain.py"),
+    "Running on a CPU": ("cpu/",),
+    "The command megatron-eopt": ("command.py", "recipe", "plan/", "dry_run/"),
+}
+"""Headings, and how the names of files begin whose errors come below them; the first one counts."""
+
+ELSEWHERE = "Others"
+COLUMNS = "| Setting | What is wrong | What to do |\n|---|---|---|"
 
 
 def text_of(node: ast.expr, known: dict[str, ast.expr]) -> str:
     """Return what an expression says, with the parts that depend on a run in braces."""
     if isinstance(node, ast.Name) and node.id in known:
-        return text_of(known[node.id], {})
+        return text_of(known[node.id], {name: known[name] for name in known if name.isupper()})
     if isinstance(node, ast.Constant):
         return str(node.value)
     if isinstance(node, ast.JoinedStr):
@@ -34,6 +57,9 @@ def text_of(node: ast.expr, known: dict[str, ast.expr]) -> str:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return text_of(node.left, known) + text_of(node.right, known)
     if isinstance(node, ast.FormattedValue):
+        name = getattr(node.value, "attr", getattr(node.value, "id", ""))
+        if name.isupper() and name in known:
+            return text_of(known[name], known)
         node = node.value
     names = [item for item in ast.walk(node) if isinstance(item, ast.Name | ast.Attribute)]
     last = names[0] if names else None
@@ -55,7 +81,19 @@ def assignments(function: ast.AST, line: int) -> dict[str, ast.expr]:
     return found
 
 
-def errors(path: Path) -> Iterator[tuple[str, str, str]]:
+def constants(files: Iterable[Path]) -> dict[str, ast.expr]:
+    """Return the texts that are constants of some module, by their names."""
+    nodes = (node for path in files for node in ast.parse(path.read_text()).body)
+    return {
+        node.targets[0].id: node.value
+        for node in nodes
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Name)
+        and isinstance(node.value, ast.Constant | ast.JoinedStr)
+    }
+
+
+def errors(path: Path, texts: dict[str, ast.expr]) -> Iterator[tuple[str, str, str]]:
     """Yield argument, rule and way out of each error that a file makes."""
     tree = ast.parse(path.read_text())
     functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
@@ -66,26 +104,33 @@ def errors(path: Path) -> Iterator[tuple[str, str, str]]:
             continue
         inside = [f for f in functions if f.lineno <= node.lineno <= (f.end_lineno or f.lineno)]
         known = assignments(max(inside, key=lambda f: f.lineno), node.lineno) if inside else {}
-        argument, _, rule, way_out = (text_of(item, known) for item in node.args)
-        yield argument, rule, way_out
+        argument, _, rule, way_out = (text_of(item, texts | known) for item in node.args)
+        if not re.fullmatch(r"\{\w+\}", way_out):  # else all of it depends on the run
+            yield argument, rule, way_out
+
+
+def area_of(place: str) -> str:
+    """Return the heading below which errors of a file are listed."""
+    found = (area for area, prefixes in AREAS.items() if place.startswith(prefixes))
+    return next(found, ELSEWHERE)
 
 
 def page() -> str:
     """Return the whole page."""
-    files = sorted((ROOT / "megatron_eopt").rglob("*.py")) + sorted(
-        (ROOT / "arguments").glob("*.py")
-    )
-    lines = []
+    rows: dict[str, set[str]] = {area: set() for area in (*AREAS, ELSEWHERE)}
+    files = [*(ROOT / "megatron_eopt").rglob("*.py"), *(ROOT / "arguments").glob("*.py")]
+    files = [path for path in files if not path.parent.is_symlink() and path.name != "errors.py"]
+    texts = constants(files)
     for path in files:
         place = path.relative_to(ROOT).as_posix().removeprefix("megatron_eopt/")
-        if path.parent.is_symlink() or place == "base/errors.py":
-            continue
-        for cells in errors(path):
-            texts = [cell.replace("|", "\\|").replace("\n", " ") for cell in cells]
-            lines.append(f"| {place} | `{texts[0]}` | {texts[1]} | {texts[2]} |")
-    lines = sorted(set(lines))
-    bounds = "Bounds of numbers and choices of names are checked besides, for values in use.\n"
-    return HEAD + "\n".join(lines) + f"\n\n{len(lines)} errors. {bounds}"
+        for error in errors(path, texts):
+            cells = [cell.replace("|", "\\|").replace("\n", " ") for cell in error]
+            rows[area_of(place)].add(f"| `{cells[0]}` | {cells[1]} | {cells[2]} |")
+    parts = [HEAD.replace("{count}", str(sum(map(len, rows.values()))))]
+    for area, found in rows.items():
+        if found:
+            parts.append("\n".join([f"## {area}", "", COLUMNS, *sorted(found), ""]))
+    return "\n".join(parts)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import time
 from pathlib import Path
 
 import psutil
@@ -26,10 +27,13 @@ PROCESSES = 2
 
 SCRIPTS = Path(__file__).resolve().parent
 ITERATION = re.compile(r"iteration\s+(\d+)/\s*(\d+) .*?lm loss: (\S+)")
+HELD_OUT = re.compile(r"validation loss at iteration (\d+) \| lm loss value: (\S+)")
+CHECKPOINT = re.compile(r"successfully (saved|loaded) checkpoint from .*?iteration\s+(\d+)")
 # of an exception without a message the name is all of the line
 ERROR = re.compile(r"\b(\w*Error|error): |^(\[\w+\]: )?[\w.]*(Error|StopIteration)$")
 SHOWN = 40
-REPORTED = re.compile(r"lm loss|saving checkpoint|successfully (saved|loaded)|^\w*Error: ")
+STEPS_A_LINE = 20
+"""How many steps each line reports where there is no terminal for a bar."""
 
 OWN_START = frozenset({"--load", "--ckpt-step", "--finetune", "--train-iters"})
 """Flags with which a run begins, or ends, elsewhere than the quickstart would have it."""
@@ -88,8 +92,9 @@ def prepare_corpus(corpus: Path) -> None:
     skipped = ("test", "tests", "site-packages", "idlelib", "__pycache__")
     command = [sys.executable, str(SCRIPTS / "prepare_corpus.py"), library, "--suffix", ".py"]
     command += ["--out", str(corpus), "--exclude", *skipped]
-    environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
-    subprocess.run(command, check=True, env=environment)
+    # packages that look for a GPU while they are imported tell a newcomer nothing
+    quiet = {"TORCH_LOGS": "-torch.utils.cpp_extension", "PYTHONWARNINGS": "ignore"}
+    subprocess.run(command, check=True, env=quiet | os.environ)
 
 
 def chosen_device() -> str | None:
@@ -132,16 +137,67 @@ def stop_at_once(launcher: subprocess.Popen[str]) -> None:
             one.kill()
 
 
+class Progress:
+    """Shows how far a training is: a bar on a terminal, else a line every 20 steps.
+
+    Args:
+        quiet: Show the bar alone, and nothing where there is no terminal.
+    """
+
+    def __init__(self, quiet: bool = False) -> None:
+        self._quiet = quiet
+        self._bar: tqdm[None] | None = None
+
+    def read(self, line: str) -> None:
+        """Take in one line of the trainer's log."""
+        if match := ITERATION.search(line):
+            self._step(int(match[1]), int(match[2]), float(match[3]))
+        elif self._quiet:
+            return
+        elif match := HELD_OUT.search(line):
+            self.say(f"step {match[1]}: held-out loss {float(match[2]):.3f}")
+        elif match := CHECKPOINT.search(line):
+            self.say(f"step {match[2]}: checkpoint {match[1]}")
+
+    def say(self, text: str) -> None:
+        """Print a line, above the bar if there is one."""
+        tqdm.write(text, file=sys.stdout)
+        sys.stdout.flush()
+
+    def close(self) -> None:
+        """Leave the bar as it is."""
+        if self._bar is not None:
+            self._bar.close()
+
+    def _step(self, step: int, steps: int, loss: float) -> None:
+        on_terminal = sys.stdout.isatty()
+        if self._bar is None:
+            # begins with the first step, so that the time left has no start-up in it
+            size = shutil.get_terminal_size()  # a usual one where the terminal knows none
+            place = {"file": sys.stdout, "ncols": size.columns, "nrows": size.lines}
+            shown = {"disable": not on_terminal, "leave": not self._quiet}
+            self._bar = tqdm(None, "Training", steps, initial=step, unit="step", **place, **shown)
+            self._began = time.monotonic(), step
+        self._bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
+        self._bar.update(step - self._bar.n)
+        is_told = not (on_terminal or self._quiet)
+        if is_told and (step % STEPS_A_LINE == 0 or step == steps):
+            since, first = self._began
+            each = (time.monotonic() - since) / max(1, step - first)
+            left = tqdm.format_interval(each * (steps - step))
+            self.say(f"step {step} of {steps}: loss {loss:.3f}, {left} left")
+
+
 def train(
     flags: list[str], log: Path, *, processes: int = PROCESSES, quiet: bool = False
 ) -> tuple[int, bool]:
-    """Run the training job and show what it prints, with a progress bar on a terminal.
+    """Run the training job and show how far it is.
 
     Args:
         flags: Of the trainer.
         log: What all that the job prints is added to.
         processes: How many the job has.
-        quiet: Show the bar alone.
+        quiet: Show the bar alone, and that on a terminal.
 
     Returns:
         The launcher's exit code and whether the user interrupted the run.
@@ -169,15 +225,15 @@ def train(
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )
-    bar = tqdm(desc="Training", unit="step", disable=None, leave=not quiet)
-    with log.open("a") as file, bar:
+    progress = Progress(quiet)
+    with log.open("a") as file, contextlib.closing(progress):
         while True:
             try:
                 line = launcher.stdout.readline()
                 if not line:
                     break
                 file.write(line)
-                show(line, bar, quiet)
+                progress.read(line)
             except KeyboardInterrupt:
                 # it may have ended meanwhile
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -185,18 +241,9 @@ def train(
                         stop_at_once(launcher)
                         continue
                     interrupted = True
-                    bar.write("Interrupted: saving a checkpoint (once more to stop at once)")
+                    progress.say("Interrupted: saving a checkpoint (once more to stop at once)")
                     stop_gently(launcher)
     return launcher.wait(), interrupted
-
-
-def show(line: str, bar: "tqdm[None]", quiet: bool) -> None:
-    """Move the bar, and unless quiet pass on the lines that report on training."""
-    if match := ITERATION.search(line):
-        bar.total, bar.n = int(match[2]), int(match[1])
-        bar.set_postfix_str(f"loss {float(match[3]):.3f}")
-    if not quiet and REPORTED.search(line):
-        bar.write(line.rstrip())
 
 
 def reasons(lines: list[str]) -> list[str]:
@@ -295,7 +342,8 @@ def main() -> int:
         parser.error(f"--out {args.out}: cannot be written ({place}). Name another folder.")
     except subprocess.CalledProcessError as error:
         return error.returncode  # its own lines say why
-    print(f"Training {args.steps} steps on {args.processes} processes; everything lands in {out}")
+    print(f"Training {args.steps} steps on {args.processes} processes. Output folder: {out}")
+    print(f"The trainer's whole log: {log}", flush=True)
     own = training_flags(args.steps, args.processes, out, corpus)
     code, interrupted = train([*model_flags(), *own, *flags], log, processes=args.processes)
     if interrupted:
@@ -304,7 +352,7 @@ def main() -> int:
     if code:
         lines = log.read_text().splitlines()
         print(*reasons(lines[:-SHOWN]), *lines[-SHOWN:], sep="\n")
-        print(f"Training failed (exit code {code}); the whole output is in {log}")
+        print(f"Training failed (exit code {code}). The lines above are the end of {log}")
         return code
     report(out)
     return 0

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from benchmarks.about import about, publish, table
+from benchmarks.about import about, publish
 from benchmarks.optimizer_step.arms import HIDDEN, LAYERS, SECTIONS
-from benchmarks.optimizer_step.measure import measure
+from benchmarks.optimizer_step.measure import measure, shown
 
 
 def main() -> None:
@@ -29,15 +29,8 @@ def main() -> None:
     sections = [section for section in SECTIONS if args.only in (None, section.name)]
     before = about()
     found = [one for each in tqdm(sections, unit="layout") for one in measure(each, args.timeout)]
-    publish({"steps": [asdict(one) for one in found]}, before, args.json)
-    rows = [
-        [
-            *(one.section, one.name, f"{one.gigaflops:.1f}", f"{one.megabytes:.1f}"),
-            *(str(one.calls), f"{one.apart:.0e}" if one.apart else ""),
-        ]
-        for one in found
-    ]
-    print(table("layout | optimizer | GFLOP: | MB sent: | calls: | apart:", rows))
+    publish({"steps": (steps := [asdict(one) for one in found])}, before, args.json)
+    print(shown(steps))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """Counts what the contestants of a section do, in the same processes, on the same gradients."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from benchmarks.about import table
 from benchmarks.optimizer_step.arms import SECTIONS, Contestant, Section
 from megatron_eopt.dry_run import Counts
 from megatron_eopt.plan.cost import bytes_sent
@@ -33,6 +35,18 @@ def measure(section: Section, timeout: float) -> list[Counted]:
         most = [max(each) for each in zip(*(rank[arm.name] for rank in ranks), strict=True)]
         found.append(Counted(section.name, arm.name, *most))
     return found
+
+
+def shown(steps: list[dict[str, Any]]) -> str:
+    """Return the table of all contestants."""
+    rows = [
+        [
+            *(one["section"], one["name"], f"{one['gigaflops']:.1f}", f"{one['megabytes']:.1f}"),
+            *(str(one["calls"]), f"{one['apart']:.0e}" if one["apart"] else ""),
+        ]
+        for one in steps
+    ]
+    return table("layout | optimizer | GFLOP: | MB sent: | calls: | difference:", rows)
 
 
 def _on_rank(number: int) -> dict[str, tuple[float, float, int, float]]:

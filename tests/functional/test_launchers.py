@@ -2,11 +2,10 @@
 
 import os
 import shlex
-import subprocess
 
 import pytest
 
-from tests.functional.test_commands import ROOT, shell
+from tests.functional.test_commands import shell
 
 GPU = "./scripts/pretrain_gpu.sh"
 
@@ -53,8 +52,6 @@ def test_without_a_gpu_it_names_the_quickstart(tmp_path, visible):
 
 
 def test_a_slurm_job_without_a_folder_says_so():
-    environment = {name: value for name, value in os.environ.items() if name != "RUN_DIR"}
-    job = ["bash", "scripts/slurm/pretrain.sbatch"]
-    done = subprocess.run(job, env=environment, cwd=ROOT, capture_output=True, text=True)
+    done = shell("env -u RUN_DIR bash scripts/slurm/pretrain.sbatch")
     assert done.returncode != 0
     assert "set RUN_DIR to a folder" in done.stderr

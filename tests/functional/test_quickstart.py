@@ -2,7 +2,6 @@
 
 import os
 import re
-import runpy
 import signal
 import subprocess
 import sys
@@ -10,7 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from scripts import quickstart
+
 ROOT = Path(__file__).resolve().parents[2]
+EXPECTED = "(Preparing|Using) the corpus|Wrote |Training|The trainer's|step|Interrupted|Stopped"
+"""How the lines begin that a newcomer sees."""
 SMALL = ["--num-layers", "1", "--hidden-size", "64", "--ffn-hidden-size", "128"]
 
 
@@ -26,9 +29,6 @@ def run(out: Path, steps: int, environment: dict[str, str]) -> subprocess.Comple
     )
 
 
-LISTING = "GPU 0: one\nGPU 1: another\n"
-
-
 @pytest.mark.parametrize(
     ("chosen", "processes", "expected"),
     [(None, 1, True), (None, 2, True), (None, 3, False), ("cpu", 1, False), ("cuda", 3, True)],
@@ -36,23 +36,18 @@ LISTING = "GPU 0: one\nGPU 1: another\n"
 def test_gpus_are_used_where_each_process_has_one(
     chosen, processes, expected, tmp_path, monkeypatch
 ):
-    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\nprintf '{LISTING}'\n")
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nprintf 'GPU 0: one\\nGPU 1: another\\n'\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.delenv("MEGATRON_EOPT_DEVICE", raising=False)
     if chosen is not None:
         monkeypatch.setenv("MEGATRON_EOPT_DEVICE", chosen)
-    script = runpy.run_path(str(ROOT / "scripts" / "quickstart.py"))
-    assert script["on_gpu"](processes) is expected
-
-
-@pytest.fixture
-def environment(tmp_path) -> dict[str, str]:
-    return {**os.environ, "MEGATRON_EOPT_DEVICE": "cpu", "PYTHONWARNINGS": "ignore"}
+    assert quickstart.on_gpu(processes) is expected
 
 
 @pytest.mark.long
-def test_interrupted_and_gone_on_with(tmp_path, environment):
+def test_interrupted_and_gone_on_with(tmp_path):
+    environment = {**os.environ, "MEGATRON_EOPT_DEVICE": "cpu", "PYTHONWARNINGS": "ignore"}
     out = tmp_path / "run"
     # Many steps, so that the interruption falls into training.
     started = subprocess.Popen(
@@ -61,26 +56,29 @@ def test_interrupted_and_gone_on_with(tmp_path, environment):
     )  # fmt: skip
     lines = []
     for line in started.stdout:
-        lines.append(line)
-        if re.search(r"iteration +5/", line):
+        lines.append(line.rstrip())
+        if line.startswith("step 20 of 2000: loss "):
             started.send_signal(signal.SIGINT)
     assert started.wait(timeout=60) == 130
-    output = "".join(lines)
-    assert "successfully saved checkpoint" in output
-    assert "Traceback" not in output
+    assert not [line for line in lines if not re.match(EXPECTED, line)]
+    assert any(re.fullmatch(r"step \d+: checkpoint saved", line) for line in lines)
     saved = int((out / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
 
     steps = saved + 4
+    log = out / "training.log"
+    before = len(log.read_text())
     done = run(out, steps, environment)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    iterations = [int(i) for i in re.findall(r"iteration +(\d+)/", done.stdout)]
+    iterations = [int(i) for i in re.findall(r"iteration +(\d+)/", log.read_text()[before:])]
     assert min(iterations) == saved + 1
     assert max(iterations) == steps
+    assert f"step {saved}: checkpoint loaded" in done.stdout
+    assert f"step {steps} of {steps}: loss " in done.stdout
     assert re.search(r"Held-out loss: \d+\.\d+", done.stdout)
     assert (out / "loss.png").stat().st_size > 10_000
 
     # evaluates again, and trains no more
     done = run(out, steps, environment)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert not re.search(r"iteration +\d+/", done.stdout)
+    assert not re.search(rf" of {steps}: loss", done.stdout)
     assert re.search(rf"Held-out loss: \d+\.\d+ .*step {steps}\)", done.stdout)

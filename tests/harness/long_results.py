@@ -39,9 +39,10 @@ class LongResults:
 
     def pytest_sessionfinish(self) -> None:
         lines = [
-            "# Results of the long tier",
+            "# Results of the long tests",
             "",
-            "Written by `./scripts/test.sh --all`: soaks, kills and layout matrices, in one run.",
+            "Long trainings, kills during a save, and every optimizer in every layout.",
+            "`./scripts/test.sh --all` runs these tests and writes this page.",
             "",
             f"Commit `{_commit()}`, torch {torch.__version__}, Python "
             f"{platform.python_version()}, {os.cpu_count()} cores.",

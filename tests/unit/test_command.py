@@ -16,14 +16,6 @@ SMALL = (
 ).split()
 
 
-def test_help_says_what_there_is(capsys):
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    text = capsys.readouterr().out
-    for word in ("plan", "sweep", "explain", "recipe"):
-        assert word in text
-
-
 def printed(*commands: list[str]) -> list[tuple[int, str, str]]:
     """Return the status and both outputs of commands, in a process without process groups."""
     dist.destroy_process_group()

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-from pathlib import Path
 
 import pytest
 from megatron.core.optimizer import OptimizerConfig
@@ -11,7 +10,6 @@ from megatron.training.arguments import add_megatron_arguments
 from megatron_eopt import EmergingOptimizerConfig
 from megatron_eopt.arguments import add_arguments, config_from_args
 
-FROZEN = Path(__file__).with_name("surface.txt")
 PREFIXES = ("muon_", "adaptive_muon_", "soap_", "lion_")
 
 
@@ -28,35 +26,6 @@ def parsed(*argv: str) -> argparse.Namespace:
     for name in ("main_grads", "main_params", "exp_avg", "exp_avg_sq"):
         delattr(args, f"{name}_dtype")  # validate_args turns these into dtypes
     return args
-
-
-def surface() -> str:
-    """Every flag that this package adds or extends, with its choices."""
-    stock = {a.dest: a for a in add_megatron_arguments(argparse.ArgumentParser())._actions}
-    lines = []
-    for action in parser()._actions:
-        changed = action.dest not in stock or action.choices != stock[action.dest].choices
-        if changed:
-            choices = " ".join(map(str, action.choices or ()))
-            lines.append(f"{' '.join(action.option_strings)}: {choices}".rstrip())
-    return "\n".join(sorted(lines)) + "\n"
-
-
-@pytest.mark.tested_release
-def test_the_surface_is_frozen():
-    assert surface() == FROZEN.read_text()
-
-
-def test_adding_twice_changes_nothing():
-    once = parser()
-    assert len(add_arguments(once)._actions) == len(parser()._actions)
-
-
-def test_every_field_of_an_optimizer_has_a_flag():
-    dests = {action.dest for action in parser()._actions}
-    fields = {f.name for f in dataclasses.fields(EmergingOptimizerConfig)}
-    assert {name for name in fields if name.startswith(PREFIXES)} <= dests
-    assert "print_optimizer_routing" in dests
 
 
 def test_recommended_defaults_are_the_own_class():

@@ -93,10 +93,16 @@ MUON = {"optimizer": "muon", "transformer_impl": "local", "qk_clip": False}
             ("use_megatron_fsdp", "async_save", "async_strategy"),
             "--async-strategy='mcore': fails at the",
         ),
+        (
+            {**MUON, "use_torch_fsdp2": True, "ckpt_format": "torch_dist"}
+            | {"tensor_model_parallel_size": 2, "calculate_per_token_loss": False},
+            (),
+            "--tensor-model-parallel-size=2: ",
+        ),
     ],
-    ids=["off-loaded state", "Megatron-FSDP"],
+    ids=["off-loaded state", "Megatron-FSDP", "torch FSDP2"],
 )
-def test_saves_that_would_fail_or_write_what_changes_are_refused(given, needed, message):
+def test_saves_and_layouts_that_would_fail_are_refused(given, needed, message):
     check = checking_what_it_knows(lambda args, defaults: args)
     with pytest.raises(ConfigurationError, match=message):
         check(argparse.Namespace(**given, **SAVES))
@@ -107,13 +113,8 @@ def test_saves_that_would_fail_or_write_what_changes_are_refused(given, needed, 
 
 def test_what_megatron_would_refuse_it_is_not_shown_but_keeps():
     """Also if its check fails of something else."""
-    asked = {
-        "optimizer": "soap",
-        "use_torch_fsdp2": True,
-        "optimizer_cpu_offload": True,
-        "qk_clip": True,
-        "log_max_attention_logit": True,
-    }
+    hidden = ("optimizer_cpu_offload", "qk_clip", "log_max_attention_logit")
+    asked = {"optimizer": "soap", "use_torch_fsdp2": True, **dict.fromkeys(hidden, True)}
     args = argparse.Namespace(
         **asked,
         transformer_impl="local",
@@ -129,11 +130,6 @@ def test_what_megatron_would_refuse_it_is_not_shown_but_keeps():
 
     with pytest.raises(ValueError, match="something else"):
         checking_what_it_knows(fails)(args)
-    assert {name: shown[name] for name in asked} == {
-        "optimizer": "adam",
-        "use_torch_fsdp2": True,
-        "optimizer_cpu_offload": False,
-        "qk_clip": False,
-        "log_max_attention_logit": False,
-    }
+    expected = {**asked, "optimizer": "adam", **dict.fromkeys(hidden, False)}
+    assert {name: shown[name] for name in asked} == expected
     assert {name: getattr(args, name) for name in asked} == asked

@@ -43,17 +43,6 @@ def test_both_writers_get_what_megatron_would_write():
     assert run == [({"Adam/weight-rms": 0.5}, 10)]
 
 
-class Terminal(io.StringIO):
-    """Standard error as a terminal, or redirected."""
-
-    def __init__(self, is_terminal: bool) -> None:
-        super().__init__()
-        self.is_terminal = is_terminal
-
-    def isatty(self) -> bool:
-        return self.is_terminal
-
-
 def shown(is_terminal: bool, prints: bool) -> tuple[list[int], str]:
     """Return what was logged, and what came to standard error."""
     import torch
@@ -62,11 +51,12 @@ def shown(is_terminal: bool, prints: bool) -> tuple[list[int], str]:
     def training_log(loss_dict: Any, iteration: int) -> int:
         return iteration
 
-    args = SimpleNamespace(train_iters=4, log_interval=2)
+    args, terminal = SimpleNamespace(train_iters=4, log_interval=2), io.StringIO()
+    terminal.isatty = lambda: is_terminal  # type: ignore[method-assign]
     with (
         mock.patch.object(global_vars, "get_args", return_value=args),
         mock.patch.object(utils, "is_last_rank", return_value=prints),
-        mock.patch.object(sys, "stderr", Terminal(is_terminal)) as terminal,
+        mock.patch.object(sys, "stderr", terminal),
     ):
         logged = TrainingLog().wrappers["training_log"](training_log)
         loss = {"lm loss": torch.tensor([2.5])}

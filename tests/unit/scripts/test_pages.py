@@ -6,12 +6,18 @@ import sys
 import pytest
 import torch.distributed as dist
 
-from scripts import error_table, recipe_pages
+from scripts import error_table, recipe_pages, reference_pages
 from tests.harness import run_ranks
 
 
 def test_errors():
     assert error_table.PAGE.read_text() == error_table.page()
+
+
+@pytest.mark.tested_release
+@pytest.mark.parametrize("name", reference_pages.PAGES)
+def test_reference(name):
+    assert (reference_pages.FOLDER / name).read_text() == reference_pages.PAGES[name]()
 
 
 def checked(name: str) -> int:

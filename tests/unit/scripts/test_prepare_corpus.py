@@ -1,6 +1,5 @@
 """From a folder of text files to Megatron's indexed data sets."""
 
-import runpy
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,14 +9,13 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "prepare_corpus.py"
+from scripts import prepare_corpus
 
 
 def prepare(capsys, *arguments: object) -> tuple[int, str]:
-    """Call the script's ``main`` as its last line does; return its exit code and its errors."""
-    main = runpy.run_path(str(SCRIPT))["main"]
+    """Call the script's ``main``; return its exit code and its errors."""
     try:
-        code = main([str(argument) for argument in arguments])
+        code = prepare_corpus.main([str(argument) for argument in arguments])
     except SystemExit as error:
         code = error.code
     return code, capsys.readouterr().err

@@ -1,5 +1,6 @@
-"""What the quickstart refuses before it trains, and says at its end."""
+"""What the quickstart shows of a training, and checks before it."""
 
+import io
 import subprocess
 import sys
 
@@ -24,6 +25,38 @@ def test_the_validation_set_is_held_out_and_not_the_test_set(tmp_path, capsys):
 def test_reasons_are_found_before_the_launchers_report():
     lines = ["usage: ...", "pretrain_gpt.py: error: invalid choice: 'muonn'"] * 2 + ["..."] * 30
     assert quickstart.reasons(lines) == ["pretrain_gpt.py: error: invalid choice: 'muonn'"]
+
+
+LOG = """\
+optimizer.py:29: UserWarning: Apex is not installed.
+{steps} validation loss at iteration 20 | lm loss value: 2.602319E+00 | lm loss PPL: 1.3E+01 |
+  [2026-01-01] successfully saved checkpoint from iteration      20 to /runs/a [ t 1/1, p 1/1 ]
+"""
+STEP = " [2026-01-01] iteration {:8d}/      45 | samples: 16 | lm loss: 2.5E+00 | nan: 0 |\n"
+
+
+def shown(monkeypatch, *, terminal: bool, quiet: bool = False) -> str:
+    """Return what is shown of the log above."""
+    out = io.StringIO()
+    out.isatty = lambda: terminal
+    monkeypatch.setattr(sys, "stdout", out)
+    progress = quickstart.Progress(quiet)
+    for line in LOG.format(steps="".join(map(STEP.format, range(1, 46)))).splitlines():
+        progress.read(line)
+    progress.close()
+    return out.getvalue()
+
+
+def test_a_file_gets_a_line_every_20_steps_and_a_terminal_a_bar(monkeypatch):
+    steps = "".join(f"step {n} of 45: loss 2.500, 00:00 left\n" for n in (20, 40, 45))
+    events = "step 20: held-out loss 2.602\nstep 20: checkpoint saved\n"
+    assert shown(monkeypatch, terminal=False) == steps + events
+    assert not shown(monkeypatch, terminal=False, quiet=True)
+    screen = shown(monkeypatch, terminal=True)
+    assert "Training: 100%" in screen
+    assert "45/45" in screen
+    assert "step 20: checkpoint saved\n" in screen
+    assert "of 45" not in screen + shown(monkeypatch, terminal=True, quiet=True)
 
 
 def call(monkeypatch, capfd, *arguments: object) -> tuple[int, str]:

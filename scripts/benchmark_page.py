@@ -1,0 +1,299 @@
+"""Makes docs/reference/benchmarks.md from the figures in docs/benchmarks/*.json.
+
+``python -m scripts.reference_pages`` writes the page. ``python -m scripts.benchmark_page`` counts
+the models of the page's section "Counted" again and writes docs/benchmarks/counted.json.
+"""
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks import checkpoints, wire
+from benchmarks.about import table
+from benchmarks.machine import commit
+from benchmarks.optimizer_step import measure
+
+FIGURES = Path(__file__).resolve().parents[1] / "docs" / "benchmarks"
+OF_FLAGS = "--vocab-size 32768 --untie-embeddings-and-output-weights --seq-length 1024 --dp 1"
+COUNTED = {
+    "gpt": (
+        "GPT, 8 layers, hidden size 2048, 1 rank",
+        "--num-layers 8 --hidden-size 2048 --ffn-hidden-size 8192 --num-attention-heads 16 "
+        + OF_FLAGS,
+    ),
+    "small layers": (
+        "GPT, 333 layers, hidden size 32 (1,998 matrices), 1 rank",
+        "--num-layers 333 --hidden-size 32 --ffn-hidden-size 128 --num-attention-heads 4 "
+        + OF_FLAGS,
+    ),
+    "llama": ("Llama-3-8B, TP 8 x DP 64, busiest rank", "--model llama-3-8b --tp 8 --dp 64"),
+}
+"""Titles of the models that a dry run counts, and the arguments of ``megatron-eopt plan``."""
+
+KINDS = {
+    "kernels": "kernels besides matrix products",
+    "all_kernels": "all kernels",
+    "muon_bytes": "bytes read and written per parameter of Muon",
+    "adam_bytes": "bytes read and written per parameter of Adam",
+    "tflop": "TFLOP of matrix products",
+    "host_waits": "times that the host waits for the GPU",
+}
+SHOWN = {"gpt": ("kernels", "muon_bytes", "adam_bytes", "tflop", "host_waits")}
+"""Which of these the page has; of the other models only all kernels."""
+
+PAGE = """\
+# Benchmarks
+
+What an optimizer step costs, and the commands that measure it. [Raw figures](../benchmarks) are
+JSON files. [Newton-Schulz accuracy](accuracy.md) comes from
+`python -m benchmarks.newton_schulz_accuracy`.
+
+* "Ours" is this package. "Stock" is Megatron-Core 0.19.2 with emerging-optimizers, whose
+  Newton-Schulz iteration "stock's iteration" is.
+* "Fragments" shards optimizer state (`--use-distributed-optimizer`), "padded layer-wise" is
+  Megatron-Core's `dist_muon`, "plain" replicates state.
+* "x ours" divides a time by ours: medians and quartiles of alternating runs.
+
+## On a GPU
+
+`./scripts/gpu_check.sh` ([explained here](../how_to/clusters.md)) on {gpu}:
+
+{gpu_sections}
+
+One step of a GPT with 0.5 billion parameters (8 layers, hidden size 2048, bfloat16), without
+Transformer Engine and Apex:
+
+{gpu_steps}
+
+Five Newton-Schulz iterations in 16 bits. TFLOP/s always count the operations of the standard form.
+The deviation is relative to float32.
+
+{gpu_iterations}
+
+## Counted
+
+`megatron-eopt plan` [counts](../how_to/planning.md) one step, clipping included.
+
+{counted}
+
+"Before" is commit {before}, "now" is {now}. The GPU times above are older. The commands, each with
+`--json`:
+
+```bash
+{counted_commands}
+```
+
+## On a wire
+
+`python -m benchmarks.wire --json docs/benchmarks/wire.json`, as root on Linux: two ranks share only
+a network link that has byte counters and a set rate. One training step of a GPT (4 layers, hidden
+size 512, bfloat16, FSDP2 in float32) on {wire}. "Planned" is what NCCL's rings would send. gloo
+sends a reduce-scatter twice, and "difference" compares the counters with that.
+
+{wire_steps}
+
+## One optimizer step, counted
+
+`python -m benchmarks.optimizer_step --json FILE`: the same model and equal gradients for all, on
+the rank with the most work. "Difference" is the distance of the weights from ours after three
+steps, relative to how far they moved. On {steps}.
+
+{counted_steps}
+
+## Muon and Adam on the quickstart's model
+
+```bash
+./scripts/compare_optimizers.sh --lr adam=3e-4,1e-3,3e-3 muon=1e-3,3e-3,1e-2 --seeds 1 2 3 \\
+    --steps 120 --processes 1 --muon-fp32-matmul-prec highest
+```
+
+This trains the quickstart's byte-level GPT (4 million parameters, 2,048 bytes a step, weight decay
+0.1, cosine schedule to a tenth of the learning rate), one run per core beside other work, on
+{compare}.
+
+![Held-out losses against steps and time](../benchmarks/compare_optimizers.png)
+
+{compared}
+
+* **Learning rates**: both grids began as 1e-3, 3e-3, 1e-2. Adam's moved down by one: its first
+  seed was worse at 3e-3 than at 1e-3, and worse still at 1e-2 (stopped at step 98). Nothing else
+  was tuned. Bold rates have the best median.
+* **Seeds**: with equal seeds and batches, Muon ends 0.13 to 0.16 lower. Each evaluation takes 160
+  other sequences, hence most bands and zigzags.
+* **Time**: steps times seconds per step, the least of nine runs' medians. Other work made runs up
+  to three times as long. With 2,048 bytes, Muon's share of a step is large.
+* **Limits**: 120 steps are early in a training.
+
+## Checkpoints
+
+`python -m benchmarks.checkpoints --json FILE`: saving and loading the same GPT (DP 2) and its
+optimizer with `dist_checkpointing`, on {checkpoints}.
+
+{saved}
+
+`sharded_state_dict` alone, for a bfloat16 GPT of 1,200 matrices (300 layers, hidden size 32) with
+AdamW for the rest, in one gloo process: process seconds, medians of {rounds} alternating rounds,
+commit {state_dicts}. Stock's Adam is the distributed one.
+
+{state_dict_table}
+
+Stock gathers for `fully_reshardable` only. With `dp_reshardable`, the trainer's default, Muon is
+still saved by parameter. GPU calls were not emulated there.
+"""
+
+
+def read(name: str) -> Any:
+    """Return the figures of a file."""
+    return json.loads((FIGURES / f"{name}.json").read_text())
+
+
+def page() -> str:
+    """Return the whole page."""
+    gpu, counted = read("gpu_check"), read("counted")
+    over_wire, compared, saved = read("wire"), read("compare_optimizers"), read("checkpoints")
+    steps, state_dicts = read("optimizer_step"), read("state_dicts")
+    sections = gpu["sections"]
+    return PAGE.format(
+        gpu=of_gpu(gpu["machine"]),
+        gpu_sections=of_sections(sections),
+        gpu_steps=of_steps(sections["step"]["figures"]),
+        gpu_iterations=of_iterations(sections["newton_schulz"]["figures"]["rows"]),
+        counted=of_counts(counted),
+        before=counted["before"]["commit"],
+        now=counted["commit"],
+        counted_commands="\n".join(map(shown_command, COUNTED)),
+        wire=machine(over_wire),
+        wire_steps=wire.shown(over_wire["steps"]),
+        steps=machine(steps),
+        counted_steps=measure.shown(steps["steps"]),
+        compare=machine(compared),
+        compared=of_comparison(compared),
+        checkpoints=machine(saved),
+        saved=checkpoints.shown(saved["arms"]),
+        rounds=state_dicts["about"]["rounds"],
+        state_dicts=state_dicts["about"]["commit"],
+        state_dict_table=of_state_dicts(state_dicts["arms"]),
+    )
+
+
+def machine(figures: dict[str, Any]) -> str:
+    """Return in words what figures were measured on."""
+    about = figures["about"]
+    packages = ("torch", "megatron-core", "emerging-optimizers")
+    versions = ", ".join(f"{name} {about[name]}" for name in packages)
+    load = f", load average {about['load']} before" if "load" in about else ""
+    at = f", commit {about['commit'][:7]}" if about.get("commit") else ""
+    return f"{about['cores']} CPU cores ({about['machine']}{load}; {versions}{at})"
+
+
+def of_gpu(about: dict[str, Any]) -> str:
+    """Return the same of a machine with GPUs."""
+    gpus = about["gpus"]
+    versions = ", ".join(f"{name} {version}" for name, version in about["packages"].items())
+    driver = f"driver {about['driver']}; {versions}; commit {about['commit']}"
+    return f"{len(gpus)} {gpus[0]['name']} ({driver})"
+
+
+def spread(quartiles: list[float]) -> str:
+    """Return a median and the quartiles around it."""
+    low, median, high = quartiles
+    return f"{median:.2f} ({low:.2f} .. {high:.2f})"
+
+
+def of_sections(sections: dict[str, Any]) -> str:
+    rows = [
+        [name, found["status"], *(found["problems"] or [found["headline"]])]
+        for name, found in sections.items()
+    ]
+    return table("check | result | found", rows)
+
+
+def of_steps(figures: dict[str, Any]) -> str:
+    rows = [
+        [name, f"{ms:.1f}", spread(figures["of ours"][name]) if name in figures["of ours"] else "1"]
+        for name, ms in figures["milliseconds"].items()
+    ]
+    return table("optimizer | median, ms: | x ours:", rows)
+
+
+def of_iterations(rows: list[dict[str, Any]]) -> str:
+    timed = [row for row in rows if "milliseconds" in row]
+    timed.sort(key=lambda row: (row["matrices"], row["milliseconds"]))
+    cells = [
+        [
+            *(row["backend"], row["algorithm"], row["matrices"], f"{row['milliseconds']:.3g}"),
+            *(f"{row['tflops']:.0f}", f"{row['deviation']:.1e}"),
+        ]
+        for row in timed
+    ]
+    return table("back end | form | matrices | ms: | TFLOP/s: | deviation:", cells)
+
+
+def of_counts(figures: dict[str, Any]) -> str:
+    rows = []
+    for key, (title, _) in COUNTED.items():
+        before, now = figures["before"][key], figures["models"][key]
+        for kind in SHOWN.get(key, ("all_kernels",)):
+            rows.append([title, KINDS[kind], f"{before[kind]:,}", f"{now[kind]:,}"])
+    return table("model | | before: | now:", rows)
+
+
+def of_comparison(figures: dict[str, Any]) -> str:
+    rows = []
+    for name, found in figures["optimizers"].items():
+        for rate, median in found["median_of_grid"].items():
+            row = [name, rate, f"{median:.4f}"]
+            if float(rate) == found["lr"]:
+                low, high = found["held_out_range"]
+                row = [name, f"**{rate}**", f"{median:.4f}", f"{low:.4f} .. {high:.4f}"]
+                row += [f"{found['seconds_per_step']:.2f}", f"{found['steps_to_common_loss']:.0f}"]
+                row += [f"{found['seconds_to_common_loss']:.0f}"]
+            rows.append(row + [""] * (7 - len(row)))
+    loss = f"{figures['common_loss']:.4f}"
+    head = "optimizer | learning rate: | median held-out loss: | range of seeds: "
+    head += f"| seconds a step: | steps to {loss}: | seconds to {loss}:"
+    return table(head, rows)
+
+
+def of_state_dicts(arms: list[dict[str, Any]]) -> str:
+    rows = []
+    for arm in arms:
+        row = [f"`{arm['form']}`", arm["optimizer"]]
+        for kind in ("save", "load"):
+            row += [f"{arm[kind]:.2f}", spread(arm[f"{kind}_ratio"])]
+        rows.append(row)
+    head = "sharding | optimizer | save, s: | x stock's Adam: | load, s: | x stock's Adam:"
+    return table(head, rows)
+
+
+def shown_command(key: str) -> str:
+    """Return the command that counts a model."""
+    words = COUNTED[key][1].replace(" --num-attention", " \\\n    --num-attention")
+    return f"megatron-eopt plan {words}"
+
+
+def count() -> None:
+    """Count the models again."""
+    figures = read("counted")
+    for key, (_, arguments) in COUNTED.items():
+        command = [sys.executable, "-m", "megatron_eopt", "plan", *shlex.split(arguments), "--json"]
+        printed = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
+        counted = json.loads(printed)["counted"]
+        in_all, moved = counted["in_all"], counted["bytes_per_element"]
+        figures["models"][key] = {
+            "kernels": in_all["kernels"],
+            "all_kernels": in_all["kernels_in_all"],
+            "muon_bytes": round(moved["TensorParallelMuon"]),
+            "adam_bytes": round(moved["AdamW"]),
+            "tflop": round(in_all["flops"] / 1e12, 1),
+            "host_waits": in_all["host_waits"],
+        }
+    figures["commit"] = commit()[:7]
+    (FIGURES / "counted.json").write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    count()
