@@ -157,11 +157,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--config", required=True, type=Path, help="YAML file with the optimizer's settings")
+    parser.add_argument(
+        "--config", required=True, type=Path, help="YAML file with the optimizer's settings"
+    )
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--text", type=Path, default=Path(sysconfig.get_paths()["stdlib"]))
     parser.add_argument("--suffix", default=".py", help="suffix of the files to read")
-    parser.add_argument("--tokens", type=int, default=2_000_000, help="maximum number of bytes to read")
+    parser.add_argument(
+        "--tokens", type=int, default=2_000_000, help="maximum number of bytes to read"
+    )
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--heads", type=int, default=8)

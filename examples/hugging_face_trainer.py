@@ -77,7 +77,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", choices=["llama", "qwen3_moe"], default="llama")
-    parser.add_argument("--output", default="runs/hugging_face_trainer", help="folder for checkpoints")
+    parser.add_argument(
+        "--output", default="runs/hugging_face_trainer", help="folder for checkpoints"
+    )
     parser.add_argument("--fsdp", action="store_true", help="shard the model over GPUs")
     args = parser.parse_args()
     options = {"fsdp": True, "fsdp_config": {"version": 2}} if args.fsdp else {}

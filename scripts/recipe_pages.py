@@ -1,7 +1,7 @@
-"""Write docs/reference/recipes.md: every recipe, its sources, and what a plan says of it.
+"""Write docs/reference/recipes.md: every recipe with its sources and its plan.
 
 python scripts/recipe_pages.py          writes the page
-python scripts/recipe_pages.py --check  exits with 1 if the page is not what recipes and planner say
+python scripts/recipe_pages.py --check  prints differences and exits with 1 if the page is outdated
 """
 
 import itertools
@@ -23,9 +23,9 @@ FILES = "../../megatron_eopt/recipes"
 
 HEAD = """# Recipes
 
-For anyone who trains one of these models, or one like it, with Megatron. A recipe has the flags of
-its architecture, optimizer and schedule, and says where each was published. This page is written by
-`python scripts/recipe_pages.py` from the YAML files in
+This page is for you if you train one of these models, or a similar one, with Megatron. A recipe
+contains Megatron's flags for the architecture, optimizer and schedule, with the source of each.
+`python scripts/recipe_pages.py` writes this page from the YAML files in
 [megatron_eopt/recipes](../../megatron_eopt/recipes).
 
 | Recipe | Model | Parameters | Published optimizer |
@@ -36,19 +36,19 @@ USE = """
 ## Use a recipe
 
 ```bash
-megatron-eopt recipe                      # which recipes there are
-megatron-eopt recipe moonlight            # the flags of one
-megatron-eopt plan --model moonlight      # memory, traffic and time of its optimizer
+megatron-eopt recipe                      # list the recipes
+megatron-eopt recipe moonlight            # print the flags of one
+megatron-eopt plan --model moonlight      # predict memory, communication and time of its optimizer
 ```
 
-Try it first. This trains a small model of the same kind on random data for ten steps, in seconds
-and on a CPU. Latent attention, experts and QK-clip stay, and only the sizes are small:
+Try a recipe on a CPU first. This trains a small model of the same kind on random data for ten
+steps, in seconds. It keeps latent attention, experts and QK-clip:
 
 ```bash
 torchrun --nproc-per-node 2 scripts/pretrain_gpt.py $(megatron-eopt recipe kimi-k2 --small)
 ```
 
-For the whole model, start as many processes as the recipe's layout has GPUs, and add your data and
+For the full model, start one process for each GPU of the recipe's layout, and add your data and
 tokenizer:
 
 ```bash
@@ -60,9 +60,9 @@ torchrun --nnodes 8 --nproc-per-node 8 -m megatron_eopt.launch pretrain_gpt.py \
 
 A flag after the recipe replaces the recipe's: `--global-batch-size 512`, `--train-iters 20000`, or
 the sizes of another layout. A plan takes the same changes: `megatron-eopt plan --model qwen3-8b
---num-layers 12 --dp 16`. If you give a plan any size of a layout, it uses yours alone.
+--num-layers 12 --dp 16`. If you pass any layout size, the plan ignores the recipe's layout.
 
-Flags of kernels and memory depend on your GPUs and are left to you: `--moe-grouped-gemm`,
+Add flags for kernels and memory yourself, since they depend on your GPUs: `--moe-grouped-gemm`,
 `--fp8-format`, `--recompute-granularity`, `--overlap-grad-reduce`, `--overlap-param-gather`.
 
 ## How to read them
@@ -72,14 +72,14 @@ Flags of kernels and memory depend on your GPUs and are left to you: `--moe-grou
   updates are as large as AdamW's (`--muon-scale-mode adamw_rms`: 0.2 times the root of the larger
   dimension), so that AdamW's learning rate and weight decay carry over. Add `--optimizer adam` to
   train with AdamW.
-* A learning rate belongs to the batch beside it.
-* A plan is of the busiest of as many H100, without activations. Its seconds are
-  [predicted](../how_to/planning.md#how-seconds-are-predicted). "Sent" is what that GPU sends in a
-  step of the optimizer, gathering parameters included. Adam gathers them, too.
+* A learning rate is meant for the batch size of the same recipe.
+* A plan shows the busiest GPU of that many H100, without activations. Times are
+  [predicted](../how_to/planning.md#how-seconds-are-predicted). "Sent" is what this GPU sends in one
+  optimizer step, including the all-gather of parameters, which Adam needs too.
 
-Every recipe passes Megatron's own checks of arguments at its layout. It has the published number of
-parameters within 2 %, and its small model trains on a CPU (`tests/functional/test_recipes.py`). No
-whole model was trained with these flags here.
+Every recipe passes Megatron's argument checks at its layout. Its number of parameters is within 2%
+of the published one, and its small model trains on a CPU (`tests/functional/test_recipes.py`). The
+full models have not been trained with these flags.
 """
 
 COLUMNS = (
@@ -89,7 +89,7 @@ COLUMNS = (
 
 
 def numbers(name: str) -> str:
-    """Return the row of a table that says what the optimizer takes at a recipe's layout."""
+    """Return a table row: memory, communication and time of a recipe's optimizer at its layout."""
     one, machine = recipe(name), MACHINES["H100"]
     config = EmergingOptimizerConfig(
         optimizer="muon", lr=1e-3, bf16=True, use_distributed_optimizer=True
@@ -105,15 +105,15 @@ def numbers(name: str) -> str:
 
 
 def flags(group: Mapping[str, Any]) -> str:
-    """Return the flags of a group as the trainer takes them."""
+    """Return a group's flags as the trainer takes them."""
     pairs = {flag: value for flag, value in group["flags"].items() if flag != "data-parallel-size"}
     texts = (f"--{flag}" if value is True else f"--{flag} {value}" for flag, value in pairs.items())
     return " ".join(f"`{text}`" for text in texts)
 
 
 def settings(one: Recipe) -> Iterable[str]:
-    """Yield the lines of a table of all flags with their sources."""
-    yield "| Where it stands | Flags |"
+    """Yield the lines of a table of all flags and their sources."""
+    yield "| Source | Flags |"
     yield "|---|---|"
     for group in one.published:
         name, comma, place = group["at"].partition(",")
@@ -124,7 +124,7 @@ def settings(one: Recipe) -> Iterable[str]:
 
 
 def section(name: str, row: str) -> str:
-    """Return what the page says of one recipe."""
+    """Return the page's section on one recipe."""
     one, ranks = recipe(name), recipe(name).planned().world_size
     lines = [f"## {one.title}", "", f"{one.summary} Published optimizer: {one.optimizer}.", ""]
     launch = f"torchrun --nnodes {ranks // 8} --nproc-per-node 8 -m megatron_eopt.launch"
@@ -140,7 +140,7 @@ def section(name: str, row: str) -> str:
 
 
 def page(row_of: Callable[[str], str]) -> str:
-    """Return the whole page, with the plans' rows that a function gives for names."""
+    """Return the page; ``row_of`` gives the plan's table row of a recipe's name."""
     rows = []
     for name, one in ((name, recipe(name)) for name in NAMES):
         size = f"{one.parameters / 1e9:,.4g} billion"
@@ -151,7 +151,7 @@ def page(row_of: Callable[[str], str]) -> str:
 
 
 def rows_of_page() -> dict[str, str]:
-    """Return the plans' rows on the page as it is, by recipe."""
+    """Return the plans' rows on the current page, by recipe."""
     lines = PAGE.read_text().splitlines()
     places = [number for number, line in enumerate(lines) if line == COLUMNS[1]]
     whole = (name for name in NAMES if recipe(name).base is None)

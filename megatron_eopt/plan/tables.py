@@ -84,8 +84,8 @@ def show_plan(plan: Plan, gpu: str, console: Console) -> None:
         (name, f"{n.kernels:,}", f"{n.bytes / 1e9:,.3f}", _flops(n.flops), f"{n.host_waits}")
         for name, n in {**phases, "total": report.total}.items()
     ]
-    columns = ("phase", "kernels", "GB", "TFLOP", "host waits")
-    _print(console, "Phases (kernels and GB: without matrix products)", columns, rows)
+    columns = ("phase", "kernels", "GB", "TFLOP", "waits")
+    _print(console, "Kernels and GB except matrix products, and waits of the host", columns, rows)
     memory = asdict(report.memory)
     rows = [(name, f"{size / _GIB:.2f}") for name, size in memory.items() if size is not None]
     _print(console, "Memory", ("kind", "GiB"), rows)
