@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/fsdp2_pretrain.py --config examples/muon_on_fsdp2.yaml
 
-The text is by default the source code of Python's standard library, as in the quickstart. It runs on
-GPUs if there is one for each process, and otherwise on the CPU.
+By default it reads the source code of Python's standard library, as the quickstart does. It runs on
+GPUs if each process finds one, and otherwise on the CPU.
 """
 
 import argparse
