@@ -16,9 +16,9 @@ def main() -> None:
         prog="python -m benchmarks.optimizer_step",
         description=(
             f"Count what one optimizer step of a GPT ({LAYERS} layers, hidden {HIDDEN}, bf16) "
-            "computes and sends. This package is compared with megatron-core and emerging-optimizers "
-            "in the same gloo processes, on the same gradients. The weights are compared at the "
-            "end. To measure times on GPUs, use ./scripts/gpu_check.sh."
+            "computes and sends. This package is compared with megatron-core in the same gloo "
+            "processes, on the same gradients. The weights are compared at the end. To measure "
+            "times on GPUs, use ./scripts/gpu_check.sh."
         ),
     )
     names = [section.name for section in SECTIONS]

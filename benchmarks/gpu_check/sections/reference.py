@@ -15,8 +15,9 @@ LR, MOMENTUM, WEIGHT_DECAY, BETAS, EPS = 0.02, 0.95, 0.1, (0.9, 0.95), 1e-8
 HEADS, GROUPS, HIDDEN = 8, 4, 64
 
 TOLERANCES = {"fp32": 3e-5, "bf16": 0.25}
-"""Largest deviation of a weight, relative to its step. Five iterations amplify rounding errors by up
-to 1e3 at small singular values, which gradients of few tokens have many of. CPUs show 6e-6 and 0.13. A matrix that is split, scaled or transposed wrongly deviates by about 1."""
+"""Largest deviation of a weight, relative to its step. Five iterations amplify rounding errors, by
+up to 1e3 at small singular values, which gradients of few tokens have many of. CPUs show 6e-6 and
+0.13. A matrix that is split, scaled or transposed wrongly deviates by about 1."""
 
 PRECISION = {"fp32": "highest", "bf16": "medium"}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
