@@ -132,7 +132,8 @@ def _owned(plan: Plan) -> dict[str, str]:
         numbers = [n for wave in schedule.plan.waves for n in schedule.computed(wave)]
         shared = sum(bool(schedule.work.matrices[number].team) for number in numbers)
         total = f"{len(numbers)} of {len(schedule.names)} matrices, {shared} in teams"
-        found[f"{name} (group size {schedule.ranks.size})"] = total
+        ranks = schedule.ranks.size
+        found[f"{name}, {ranks} rank{'s' if ranks > 1 else ''}"] = total
     return found
 
 
