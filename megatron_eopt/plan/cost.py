@@ -4,8 +4,8 @@
   Kernel launches are left out, since the host runs ahead of the GPU.
 * A collective takes latency + bytes / bandwidth. All-to-alls use NVLink and the network at once.
   The others are rings, as fast as their slowest link. The ranks of a node are consecutive.
-* Waves (batches of matrices) travel while other waves are computed. Collectives of ranks that share
-  one matrix are not hidden.
+* Waves (batches of matrices) travel while other waves are computed. The gradient norm's collectives
+  and those of ranks that share a matrix are not hidden.
 * The all-gather of parameters is separate, since Adam needs it too. If buckets are gathered one by
   one, gathering a bucket overlaps with updating the next.
 """
@@ -32,7 +32,7 @@ class Times:
     elements: float  # all other kernels, such as Adam's
     travel: float  # sending matrices and updates between ranks, hidden or not
     exposed: float  # the part of ``travel`` that no product hides
-    teams: float  # collectives of ranks that share a matrix
+    teams: float  # other collectives: gradient norm, and ranks that share a matrix
     gather: float  # all-gather of the updated parameters
     tail: float  # from the end of the backward pass until all parameters are gathered
 
