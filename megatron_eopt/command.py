@@ -89,9 +89,9 @@ def command_parser() -> argparse.ArgumentParser:
 
 def _about(text: str) -> str:
     return (
-        f"{text.capitalize()}. It runs the real optimizer on tensors without data, as the busiest "
-        "rank, and predicts its time from the GPU's data sheet. Choose a recipe with --model, give "
-        "the model in Megatron's flags, or combine both: flags change the recipe."
+        f"{text[0].upper()}{text[1:]}. It runs the real optimizer on tensors without data, as "
+        "the busiest rank, and predicts its time from the GPU's data sheet. Choose a recipe with "
+        "--model, give the model in Megatron's flags, or combine both: flags change the recipe."
     )
 
 
