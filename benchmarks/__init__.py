@@ -1,1 +1,1 @@
-"""Measurements: each module is run with python -m and writes a table, a plot and JSON."""
+"""Benchmarks. Run a module with ``python -m``; it prints a table and writes JSON or plots."""

@@ -1,4 +1,4 @@
-"""What figures are of: the machine, its packages, the commit; and how they are published."""
+"""Write a benchmark's figures together with the machine, packages and commit that produced them."""
 
 import json
 import os
@@ -14,7 +14,7 @@ PACKAGES = ("torch", "megatron-core", "emerging-optimizers", "transformer-engine
 
 
 def about() -> dict[str, Any]:
-    """Return what a reader of figures has to know to compare them with others."""
+    """Return what is needed to compare figures: the machine, its load, packages and commit."""
     found: dict[str, Any] = {
         "machine": processor(),
         "cores": os.cpu_count(),
@@ -28,12 +28,12 @@ def about() -> dict[str, Any]:
 
 
 def publish(figures: Mapping[str, Any], before: Mapping[str, Any], path: Path | None) -> None:
-    """Write figures with what they are of.
+    """Write figures as JSON, together with where they were measured.
 
     Args:
-        figures: All that was measured.
-        before: :func:`about` from before measuring.
-        path: JSON file; None writes none.
+        figures: The measured values.
+        before: The result of :func:`about` before the measurement.
+        path: JSON file; None writes nothing.
     """
     if path is not None:
         text = json.dumps({"about": dict(before), **figures}, indent=2, allow_nan=False)
@@ -41,7 +41,7 @@ def publish(figures: Mapping[str, Any], before: Mapping[str, Any], path: Path | 
 
 
 def table(head: str, rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table; a column whose name ends in ``:`` has numbers."""
+    """Return a Markdown table; columns whose name ends in ``:`` are aligned to the right."""
     names = [name.strip() for name in head.split("|")]
     rule = ["---:" if name.endswith(":") else "---" for name in names]
     lines = [[name.rstrip(":") for name in names], rule, *rows]

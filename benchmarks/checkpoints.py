@@ -1,7 +1,7 @@
-"""Saving and loading a training's state: ours in ZeRO-1 fragments against stock's layer-wise Muon.
+"""Time saving and loading: this package's sharded Muon against megatron-core's layer-wise Muon.
 
-Run as ``python -m benchmarks.checkpoints``: in the same two processes the contestants save and load
-in turn with megatron-core's dist_checkpointing, each its own optimizer's state and the model's.
+Run it as ``python -m benchmarks.checkpoints``. In the same two processes, both contestants save and
+load the model and their optimizer state in turn, with megatron-core's dist_checkpointing.
 """
 
 import argparse
@@ -41,7 +41,7 @@ class Figures:
 
 
 def measure(rounds: int, timeout: float) -> list[Figures]:
-    """Time both."""
+    """Time both contestants."""
     with tempfile.TemporaryDirectory() as folder:
         ranks = run_ranks(SECTION.ranks, _on_rank, rounds, Path(folder), timeout=timeout, cpu=True)
 
@@ -104,8 +104,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.checkpoints", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument("--rounds", type=int, default=8, help="times that each saves and loads")
-    parser.add_argument("--timeout", type=float, default=400.0, help="seconds for all of it")
+    parser.add_argument("--rounds", type=int, default=8, help="number of saves and loads of each")
+    parser.add_argument("--timeout", type=float, default=400.0, help="time limit in seconds")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
     args = parser.parse_args()
     if args.rounds < 2:

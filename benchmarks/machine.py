@@ -1,4 +1,4 @@
-"""The machine that figures are of, as far as Python's standard library can tell."""
+"""Describe this machine, with Python's standard library only."""
 
 import platform
 import re
@@ -19,7 +19,7 @@ def processor() -> str:
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
-    """Return the versions of those that are installed."""
+    """Return the versions of those packages that are installed."""
     found = {}
     for package in packages:
         try:
@@ -30,9 +30,9 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
 
 
 def commit() -> str:
-    """Return the commit of the sources, ``-dirty`` if they differ; empty outside of git.
+    """Return the commit, with ``-dirty`` if tracked files differ; empty outside of git.
 
-    Figures under ``docs`` are no sources: one benchmark's do not make the next one's commit dirty.
+    Changes below ``docs`` are ignored, since benchmarks write their figures to it.
     """
     git = ("git", "-C", str(ROOT))
     name = first_line(*git, "describe", "--always", "--abbrev=12")
@@ -41,7 +41,7 @@ def commit() -> str:
 
 
 def first_line(*command: str) -> str:
-    """Return the first line that a program prints, or nothing."""
+    """Return the first line that a program prints, or an empty string if it fails."""
     if shutil.which(command[0]) is None:
         return ""
     try:

@@ -1,6 +1,6 @@
-"""Measure rounding errors of Newton-Schulz against float64, for docs/reference/accuracy.md.
+"""Measure the rounding error of Newton-Schulz against float64, for docs/reference/accuracy.md.
 
-``--write docs/reference/accuracy.md`` replaces the table there; the page says what its columns are.
+``--write docs/reference/accuracy.md`` replaces the table of that page, which explains its columns.
 """
 
 import argparse
@@ -30,7 +30,7 @@ BEGIN, END = "<!-- accuracy table: begin -->", "<!-- accuracy table: end -->"
 
 
 def spectra(m: int, n: int) -> dict[str, Tensor]:
-    """Return the matrices to measure, by name."""
+    """Return test matrices with different spectra, by name."""
     generator = torch.Generator().manual_seed(7)
 
     def normal(*size: int) -> Tensor:

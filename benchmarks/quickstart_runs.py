@@ -1,7 +1,6 @@
-"""Runs of the quickstart with other flags, for benchmarks that compare what they end with.
+"""Run the quickstart with other flags, for benchmarks that compare the resulting losses.
 
-A run has a folder of its own. Its log grows where it is interrupted and gone on with, so that the
-log has all of a run.
+Each run has its own folder. A resumed run appends to its log, so the log covers the whole run.
 """
 
 import re
@@ -20,25 +19,25 @@ type Curve = dict[int, float]
 
 
 class RunError(RuntimeError):
-    """A run that ended before its last step; the message has the end of its log."""
+    """A run failed before its last step; the message contains the end of its log."""
 
 
 def train(
     folder: Path, steps: int, flags: Sequence[str], processes: int = quickstart.PROCESSES
 ) -> None:
-    """Train the quickstart in ``folder``, or go on with it from its checkpoint.
+    """Train the quickstart in ``folder``, or resume it from its checkpoint.
 
-    The corpus is beside the folder, where all runs find it.
+    The corpus is in the parent folder, which all runs share.
 
     Args:
-        folder: For all that the run writes.
-        steps: How many the run has.
-        flags: Of the trainer, after the quickstart's own, so they win.
-        processes: How many train together.
+        folder: Folder for the checkpoints and logs of the run.
+        steps: Number of training steps.
+        flags: Trainer flags that override the quickstart's.
+        processes: Number of ranks.
 
     Raises:
-        KeyboardInterrupt: If the user interrupted the run, which has saved then.
-        RunError: If it failed.
+        KeyboardInterrupt: If the user interrupted the run, after it has saved a checkpoint.
+        RunError: If the run failed.
     """
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
@@ -58,13 +57,13 @@ def train(
 
 
 def held_out_losses(folder: Path) -> Curve:
-    """Return the held-out losses of a run by step; none if it has not begun."""
+    """Return the held-out losses of a run by step; empty if it has not started."""
     found = HELD_OUT.findall(_log(folder))
     return dict(sorted((int(step), float(loss)) for step, loss in dict(found).items()))
 
 
 def seconds_per_step(folder: Path) -> float:
-    """Return the median over the steps of a run, without the first, which sets up."""
+    """Return the median seconds of a step, without the first step, which includes setup."""
     found = [float(ms) / 1000 for step, ms in STEP_TIME.findall(_log(folder)) if int(step) > 1]
     return statistics.median(found) if found else float("nan")
 

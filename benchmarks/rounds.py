@@ -1,6 +1,6 @@
-"""Measuring in turn: ours and its peers in the same processes, in every round in another order.
+"""Time contestants in turn, in the same processes, in a different order in each round.
 
-So all of them see the same disturbances of a shared machine, and ratios are taken within a round.
+So a disturbance of the machine affects all of them. Ratios are computed within a round.
 """
 
 import statistics
@@ -14,7 +14,7 @@ import torch.distributed as dist
 def measured[T](
     contestants: Mapping[str, Callable[[int], T]], rounds: int, warm_up: int
 ) -> dict[str, list[T]]:
-    """Return what each contestant finds, called with the round, in all but the first rounds."""
+    """Call each contestant with the round's number; return their results without warm-up rounds."""
     found: dict[str, list[T]] = {name: [] for name in contestants}
     for round_, name in _in_turn(list(contestants), warm_up + rounds):
         one = contestants[name](round_)
@@ -24,7 +24,7 @@ def measured[T](
 
 
 def _in_turn[T](contestants: Sequence[T], rounds: int) -> Iterator[tuple[int, T]]:
-    """Yield round and contestant; who goes first changes from round to round."""
+    """Yield (round, contestant) pairs; each round begins with another contestant."""
     for round_ in range(rounds):
         turn = round_ % len(contestants)
         for contestant in (*contestants[turn:], *contestants[:turn]):
@@ -32,7 +32,7 @@ def _in_turn[T](contestants: Sequence[T], rounds: int) -> Iterator[tuple[int, T]
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Return how long some work takes, begun together on all ranks and done on the GPU."""
+    """Return the seconds of ``work``, from a barrier of all ranks until the GPU has finished."""
     if dist.is_initialized():
         dist.barrier()
     _wait_for_gpu()
@@ -43,17 +43,17 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def milliseconds(work: Callable[[], object]) -> float:
-    """Return the same in milliseconds."""
+    """Return the milliseconds of ``work``; see :func:`seconds`."""
     return 1e3 * seconds(work)
 
 
 def slowest(by_rank: Sequence[Sequence[float]]) -> list[float]:
-    """Return the longest time of all ranks, round by round."""
+    """Return the longest time of all ranks, for each round."""
     return [max(times) for times in zip(*by_rank, strict=True)]
 
 
 def ratios(theirs: Sequence[float], ours: Sequence[float]) -> list[float]:
-    """Return quartiles of the ratio, round by round."""
+    """Return the quartiles over the rounds of theirs / ours."""
     pairs = [a / b for a, b in zip(theirs, ours, strict=True)]
     return statistics.quantiles(pairs, n=4) if pairs else []
 

@@ -1,10 +1,10 @@
-"""What a training step puts on a real wire: ``python -m benchmarks.wire``, as root on Linux.
+"""Measure what a training step sends: ``python -m benchmarks.wire``, as root on Linux.
 
-Two network namespaces are two hosts with one rank each; the link between them is all that they
-share. Its counters say what travels, and its rate is set as that of a network.
+Two network namespaces act as two hosts with one rank each. A virtual link connects them. Its
+counters measure the bytes, and its rate is limited to that of a network.
 
-What a step plans to send is counted from its collectives. gloo reduces and scatters by reducing on
-all ranks, which sends twice the bytes that NCCL would; the counters are compared with that.
+The planned bytes are counted from the step's collectives. gloo implements reduce-scatter by an
+all-reduce, which sends twice the bytes of NCCL; the counters are compared with that.
 """
 
 import argparse
@@ -65,7 +65,7 @@ def command(*words: str) -> None:
 
 @contextlib.contextmanager
 def two_hosts() -> Iterator[None]:
-    """Let there be two namespaces that a link joins."""
+    """Create two network namespaces and a link between them; delete them afterwards."""
     made = []
     try:
         for host in HOSTS:
@@ -85,14 +85,14 @@ def two_hosts() -> Iterator[None]:
 
 
 def limit(rate: str) -> None:
-    """Let both ends of the link send at most at this rate."""
+    """Limit the rate at which both ends of the link send."""
     for host, link in zip(HOSTS, LINKS, strict=True):
         shape = ("root", "tbf", "rate", rate, "burst", "1mb", "latency", "50ms")
         command("ip", "netns", "exec", host, "tc", "qdisc", "replace", "dev", link, *shape)
 
 
 def on_two_hosts(name: str) -> dict[str, float]:
-    """Run one contestant with a rank on each host; return what the first one found."""
+    """Run a contestant with a rank on each host; return the figures of rank 0."""
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder) / "found.json"
         ranks = []
@@ -117,13 +117,13 @@ def on_two_hosts(name: str) -> dict[str, float]:
 
 
 def step_of(name: str) -> Callable[[int], object]:
-    """Return what does one training step of a contestant."""
+    """Return a function that runs one training step of a contestant."""
     batches = [synthetic_batch(seed, vocabulary=VOCABULARY) for seed in range(WARM_UP + STEPS)]
     if name != FSDP2:
         section, arm = ARMS[name]
         initialize_megatron(tp=section.tp)
         one = Contestant(section, arm)
-        # the wrapper of layer-wise storage leaves it to the trainer
+        # the trainer sets this function for the layer-wise optimizer
         get_model_config(one.model).finalize_model_grads_func = finalize_model_grads
         data = parallel_state.get_data_parallel_rank()
         return lambda step: train_step([one.model], one.optimizer, [batches[step - data]])
@@ -143,7 +143,7 @@ def step_of(name: str) -> Callable[[int], object]:
 
 
 def on_rank(name: str, path: Path) -> None:
-    """Count and time a contestant's steps on this rank; the first one writes what it found."""
+    """Count and time a contestant's steps on this rank; rank 0 writes the figures."""
     cpu.enable()
     dist.init_process_group("gloo")
     step, rank = step_of(name), dist.get_rank()

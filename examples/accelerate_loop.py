@@ -1,8 +1,8 @@
-"""Train a small Llama in a loop of one's own with accelerate and Muon.
+"""Train a small Llama with Muon in your own training loop with accelerate.
 
     accelerate launch examples/accelerate_loop.py
 
-``accelerate config`` says whether the model is replicated, or sharded by FSDP2.
+Choose with ``accelerate config`` whether the model is replicated or sharded by FSDP2.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ def prepare(accelerator, model, loader):
     config = EmergingOptimizerConfig(
         optimizer="muon", muon_scale_mode="adamw_rms", lr=3e-3, weight_decay=0.1
     )
-    # FSDP2 wants an optimizer when it shards the model: this one is empty
+    # accelerate needs an optimizer when it shards the model with FSDP2, so pass an empty one
     empty = torch.optim.SGD([{"params": []}])
     model, _, loader = accelerator.prepare(model, empty, loader)
     accelerator._optimizers.clear()
@@ -44,7 +44,7 @@ def make_data(samples: int = 64, length: int = 16) -> list[torch.Tensor]:
 
 
 def train(accelerator: Accelerator) -> Iterator[float]:
-    """Yield the loss of each batch; two batches make a step."""
+    """Yield the loss of each batch; gradients of two batches are accumulated for a step."""
     loader = torch.utils.data.DataLoader(make_data(), batch_size=4)
     model, optimizer, scheduler, loader = prepare(accelerator, make_model(), loader)
     for batch in loader:
@@ -60,7 +60,7 @@ def train(accelerator: Accelerator) -> Iterator[float]:
 
 
 def main() -> None:
-    """Train and print."""
+    """Train and print the losses."""
     accelerator = Accelerator(gradient_accumulation_steps=2)
     for number, loss in enumerate(train(accelerator)):
         accelerator.print(f"batch {number}: loss {loss:.4f}")

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/fsdp2_pretrain.py --config examples/muon_on_fsdp2.yaml
 
-Reads the bytes of text files, by default the source of Python's standard library, which is what the
-quickstart trains on. Runs on GPUs where every process finds one, else on the CPU.
+By default it reads the source code of Python's standard library, as the quickstart does. It runs on
+GPUs if each process finds one, and otherwise on the CPU.
 """
 
 import argparse
@@ -28,10 +28,10 @@ END_OF_FILE = 256
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward network, each behind a norm.
+    """Attention and a feed-forward network, each after a norm.
 
     Args:
-        hidden: Width.
+        hidden: Hidden size.
         heads: Number of attention heads.
     """
 
@@ -61,13 +61,13 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder with learned positions.
+    """A decoder with learned position embeddings.
 
     Args:
         layers: Number of blocks.
-        hidden: Width.
+        hidden: Hidden size.
         heads: Number of attention heads.
-        length: Longest sequence.
+        length: Maximum sequence length.
     """
 
     def __init__(self, layers: int, hidden: int, heads: int, length: int) -> None:
@@ -82,7 +82,7 @@ class GPT(nn.Module):
                 nn.init.normal_(weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Map tokens of shape (batch, sequence) to logits of (batch, sequence, vocabulary)."""
+        """Map tokens (batch, sequence) to logits (batch, sequence, vocabulary)."""
         x = self.embedding(tokens) + self.positions.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
@@ -91,7 +91,7 @@ class GPT(nn.Module):
 
 
 def read_tokens(folder: Path, suffix: str, most: int) -> Tensor:
-    """Return the bytes of text files with a token behind each, at most ``most`` of them."""
+    """Return the files' bytes, with END_OF_FILE after each file; at most ``most`` tokens."""
     pieces: list[Tensor] = []
     for path in sorted(folder.glob(f"*{suffix}")):
         if data := path.read_bytes():
@@ -99,12 +99,12 @@ def read_tokens(folder: Path, suffix: str, most: int) -> Tensor:
         if sum(map(len, pieces)) > most:
             break
     if not pieces:
-        raise SystemExit(f"{folder} has no files that end in {suffix}")
+        raise SystemExit(f"--text {folder}: contains no file that ends in {suffix}.")
     return torch.cat(pieces)[:most]
 
 
 def batches(tokens: Tensor, size: int, length: int, rank: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (inputs, labels) of shape (size, length), others on every rank, without end."""
+    """Yield (inputs, labels) of shape (size, length) without end, different ones on each rank."""
     generator = torch.Generator().manual_seed(1234 + rank)
     while True:
         starts = torch.randint(len(tokens) - length - 1, (size,), generator=generator)
@@ -113,7 +113,7 @@ def batches(tokens: Tensor, size: int, length: int, rank: int) -> Iterator[tuple
 
 
 def schedule(step: int, steps: int) -> float:
-    """Return the factor on the learning rate: a short warm-up, then a cosine down to a tenth."""
+    """Return the learning rate's factor: a short warm-up, then a cosine down to 0.1."""
     warm_up = max(1, steps // 10)
     if step < warm_up:
         return (step + 1) / warm_up
@@ -121,7 +121,7 @@ def schedule(step: int, steps: int) -> float:
 
 
 def train(args: argparse.Namespace, device: torch.device) -> None:
-    """Build everything and train."""
+    """Build the sharded model and its optimizer, and train."""
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(1234)
     model = GPT(args.layers, args.hidden, args.heads, args.seq_length).to(device)
@@ -157,16 +157,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--config", required=True, type=Path, help="the optimizer's YAML file")
+    parser.add_argument(
+        "--config", required=True, type=Path, help="YAML file with the optimizer's settings"
+    )
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--text", type=Path, default=Path(sysconfig.get_paths()["stdlib"]))
-    parser.add_argument("--suffix", default=".py", help="which files to read")
-    parser.add_argument("--tokens", type=int, default=2_000_000, help="read at most so many bytes")
+    parser.add_argument("--suffix", default=".py", help="suffix of the files to read")
+    parser.add_argument(
+        "--tokens", type=int, default=2_000_000, help="maximum number of bytes to read"
+    )
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--seq-length", type=int, default=128)
-    parser.add_argument("--batch-size", type=int, default=8, help="sequences of each process")
+    parser.add_argument("--batch-size", type=int, default=8, help="sequences per process")
     args = parser.parse_args()
     local_rank, local_world = (int(os.environ[f"LOCAL_{name}"]) for name in ("RANK", "WORLD_SIZE"))
     on_gpu = torch.cuda.device_count() >= local_world

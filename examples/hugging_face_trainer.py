@@ -1,9 +1,9 @@
-"""Train a small Llama or Qwen3-MoE by the Trainer of transformers, with Muon.
+"""Train a small Llama or Qwen3-MoE with Muon and the Trainer of transformers.
 
     python examples/hugging_face_trainer.py --model qwen3_moe
     torchrun --nproc-per-node 8 examples/hugging_face_trainer.py --fsdp
 
-The model is made from a configuration and its data from a formula, so that nothing is downloaded.
+The model has random weights and the data is generated, so nothing is downloaded.
 """
 
 import argparse
@@ -19,12 +19,12 @@ class MuonTrainer(transformers.Trainer):
     """A Trainer whose optimizer is built on the sharded model."""
 
     def create_optimizer(self, model=None):
-        """Return an empty optimizer: accelerate asks for one when it shards the model."""
+        """Return an empty optimizer, because accelerate needs one when it shards the model."""
         self.optimizer = self.optimizer or torch.optim.SGD([{"params": []}])
         return self.optimizer
 
     def create_scheduler(self, num_training_steps, optimizer=None):
-        """Replace it, since the model has its shards now."""
+        """Replace the empty optimizer, now that the model is sharded."""
         config = EmergingOptimizerConfig(
             optimizer="muon",
             muon_scale_mode="adamw_rms",
@@ -55,7 +55,7 @@ def make_data(samples: int = 64, length: int = 16) -> list[dict[str, torch.Tenso
 
 
 def train(model: torch.nn.Module, folder: str, resume: str | None = None, **options) -> list[float]:
-    """Return the losses of the run, those before a resumed checkpoint included."""
+    """Return the loss of each step, including the steps before a resumed checkpoint."""
     arguments = transformers.TrainingArguments(
         folder,
         learning_rate=3e-3,
@@ -77,7 +77,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", choices=["llama", "qwen3_moe"], default="llama")
-    parser.add_argument("--output", default="runs/hugging_face_trainer", help="for checkpoints")
+    parser.add_argument(
+        "--output", default="runs/hugging_face_trainer", help="folder for checkpoints"
+    )
     parser.add_argument("--fsdp", action="store_true", help="shard the model over GPUs")
     args = parser.parse_args()
     options = {"fsdp": True, "fsdp_config": {"version": 2}} if args.fsdp else {}

@@ -1,4 +1,4 @@
-"""Train a small Llama by PyTorch Lightning with Muon, on one device or sharded over several.
+"""Train a small Llama with Muon and PyTorch Lightning, on one device or sharded over several.
 
 python examples/lightning_module.py
 torchrun --nproc-per-node 2 examples/lightning_module.py --devices 2
@@ -18,10 +18,10 @@ from megatron_eopt.fsdp2 import build_optimizer
 
 
 class WithMuon(lightning.LightningModule):
-    """A module whose ``self.model`` Muon trains, sharded where the strategy has a mesh for it."""
+    """A module that trains ``self.model`` with Muon, sharded if the strategy has a device mesh."""
 
     def configure_model(self):
-        """Shard the model."""
+        """Shard the model's layers, then the rest of it."""
         if self.device_mesh is not None:
             mesh = self.device_mesh["data_parallel"]
             for layer in self.model.model.layers:
@@ -29,7 +29,7 @@ class WithMuon(lightning.LightningModule):
             fully_shard(self.model, mesh=mesh)
 
     def configure_optimizers(self):
-        """Build the optimizer, which Lightning asks for afterwards."""
+        """Build the optimizer; Lightning calls this after ``configure_model``."""
         config = EmergingOptimizerConfig(
             optimizer="muon", muon_scale_mode="adamw_rms", lr=3e-3, weight_decay=0.1
         )
@@ -63,7 +63,7 @@ class LanguageModel(WithMuon):
 
 
 def train(devices: int = 1, resume: str | None = None, **options) -> list[float]:
-    """Return this process's losses, from a checkpoint on where one is resumed."""
+    """Return this process's losses, starting at the checkpoint if one is resumed."""
     if devices > 1:
         options["strategy"] = ModelParallelStrategy(devices, tensor_parallel_size=1)
     trainer = lightning.Trainer(

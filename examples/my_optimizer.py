@@ -1,4 +1,4 @@
-"""An optimizer in 30 lines: the sign of momentum, as large as a share of the matrix itself."""
+"""An optimizer in 30 lines: the sign of the momentum, times the matrix's root mean square."""
 
 import torch
 

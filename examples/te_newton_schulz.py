@@ -1,11 +1,11 @@
-"""Muon's orthogonalization on Transformer Engine's newton_schulz (cuSolverMp).
+"""Orthogonalize a matrix with Transformer Engine's newton_schulz (cuSolverMp), as Muon's back end.
 
-Run on a machine with NVIDIA GPUs and Transformer Engine:
+Run it on a machine with NVIDIA GPUs and Transformer Engine:
 
     torchrun --nproc-per-node 1 examples/te_newton_schulz.py
 
-With more processes the library spreads every matrix over all of them; its longer side must then be
-divisible by their number.
+With several processes, the library distributes each matrix over all of them. The longer side of a
+matrix must then be divisible by the number of processes.
 """
 
 import os
@@ -20,7 +20,7 @@ from megatron_eopt.math.backends import transformer_engine
 def main() -> None:
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group("nccl")
-    # The name works without this line too, over all ranks; register it to choose a group yourself.
+    # Without this line, the back end uses all ranks. Register it to choose another process group.
     register_backend("transformer_engine", transformer_engine(dist.group.WORLD))
 
     gradient = torch.randn(2048, 8192, device="cuda", generator=_seeded())
@@ -33,11 +33,11 @@ def main() -> None:
 
 
 def _seeded() -> torch.Generator:
-    """Return the same generator on every rank: all of them must hold the same matrix."""
+    """Return a generator with the same seed on every rank, since all ranks need the same matrix."""
     return torch.Generator("cuda").manual_seed(0)
 
 
 if __name__ == "__main__":
     if not torch.cuda.is_available():
-        raise SystemExit("this example needs an NVIDIA GPU and Transformer Engine")
+        raise SystemExit("This example needs an NVIDIA GPU and Transformer Engine.")
     main()

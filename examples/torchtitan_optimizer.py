@@ -1,4 +1,4 @@
-"""Muon in torchtitan: a container of optimizers that its configuration can name.
+"""Muon in torchtitan, as an optimizer container that torchtitan's configuration can choose.
 
 export PYTHONPATH=examples
 torchrun -m torchtitan.train --module torchtitan_optimizer --config llama3_muon ...
@@ -18,7 +18,7 @@ class MuonOptimizers(OptimizersContainer):
 
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):
-        """Where the optimizer's settings are."""
+        """The YAML file with the optimizer's settings."""
 
         file: str = "examples/muon_on_fsdp2.yaml"
 
@@ -28,7 +28,7 @@ class MuonOptimizers(OptimizersContainer):
         self.optimizers = [build_optimizer(part, settings) for part in model_parts]
         groups = [(item, group) for item in self.optimizers for group in item.param_groups]
         for optimizer, group in groups:
-            # torchtitan saves state by these names
+            # torchtitan saves optimizer state under these names
             group["param_names"] = [canonical_fqn(optimizer.names[p]) for p in group["params"]]
         self._post_init([param for _, group in groups for param in group["params"]])
 

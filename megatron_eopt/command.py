@@ -1,4 +1,4 @@
-"""The command ``megatron-eopt``: print recipes, plan trainings, explain checkpoints."""
+"""The command ``megatron-eopt``: plan training runs, explain checkpoints, print recipes."""
 
 import argparse
 import dataclasses
@@ -23,19 +23,19 @@ from megatron_eopt.plan.tables import as_dict, show_plan, show_sweep
 from megatron_eopt.recipe import NAMES, recipe
 
 _NUMBERS = {
-    "flops": (float, "dense bfloat16 operations a second"),
-    "memory": (float, "bytes a second of its memory"),
-    "link": (float, "bytes a second that it sends inside a computer"),
-    "network": (float, "bytes a second that it sends to other computers"),
-    "gpus": (int, "GPUs of a computer"),
-    "efficiency": (float, "share of its rate that matrix products reach"),
+    "flops": (float, "peak FLOP/s, dense bfloat16"),
+    "memory": (float, "memory bandwidth in bytes/s"),
+    "link": (float, "bytes/s that it sends inside a node"),
+    "network": (float, "bytes/s that it sends to other nodes"),
+    "gpus": (int, "GPUs per node (default: 8)"),
+    "efficiency": (float, "share of the peak that matrix products use (default: 0.6)"),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command with these arguments (None: the process's); returns its exit status."""
+    """Run the command and return its exit status; ``argv`` defaults to the process's arguments."""
     arguments = argparse.Namespace()
-    # what the parts that are built say of themselves
+    # building the optimizer logs its settings, which are not part of the answer
     logging.disable(logging.WARNING)
     try:
         command_parser().parse_args(argv, arguments)
@@ -52,61 +52,66 @@ def command_parser() -> argparse.ArgumentParser:
     """Return the parser of the command's arguments."""
     parser = argparse.ArgumentParser(
         prog="megatron-eopt",
-        description="See what an optimizer does before and after it runs.",
-        epilog="megatron-eopt plan --model llama-3-8b --dp 256",
+        description="Plan training runs, inspect checkpoints and print recipes, without GPUs.",
+        epilog="Example: megatron-eopt plan --model llama-3-8b --tp 4 --dp 16",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    text = "what a step will send, hold and take at one layout"
-    one = commands.add_parser("plan", help=text, description=f"Show {text}. {_HOW}")
+    text = "predict memory, communication and time of one optimizer step"
+    usage = "megatron-eopt plan [--model NAME] [--tp N] [--pp N] [--dp N] [--ep N] [FLAG ...]"
+    one = commands.add_parser("plan", usage=usage, help=text, description=_about(text))
+    sizes = one.add_argument_group("layout (sizes default to 1; without any, the recipe's)")
+    for field, (short, flag, text) in SIZES.items():
+        sizes.add_argument(f"--{short}", f"--{flag}", dest=field, type=int, metavar="N", help=text)
     _add_common(one)
-    for field, (short, flag, meaning) in SIZES.items():
-        names = (f"--{short}", f"--{flag}")
-        one.add_argument(*names, dest=field, type=int, metavar="N", help=meaning)
     one.set_defaults(run=_plan)
-    text = "the same over layouts of as many ranks"
-    many = commands.add_parser("sweep", help=text, description=f"Show {text}. {_HOW}")
+    text = "compare layouts of the same number of GPUs"
+    usage = "megatron-eopt sweep --ranks N [--model NAME] [--tp N ...] [--pp N ...] [FLAG ...]"
+    many = commands.add_parser("sweep", usage=usage, help=text, description=_about(text))
+    sizes = many.add_argument_group("layouts (every combination of the sizes is planned)")
+    sizes.add_argument("--ranks", type=int, required=True, metavar="N", help="number of GPUs")
+    for short, _, text in (SIZES[field] for field in ("tensor", "pipeline", "expert")):
+        sizes.add_argument(f"--{short}", type=int, nargs="+", default=[1], metavar="N", help=text)
     _add_common(many)
-    many.add_argument("--ranks", type=int, required=True, metavar="N", help="ranks in all")
-    for short, _, meaning in (SIZES[field] for field in ("tensor", "pipeline", "expert")):
-        many.add_argument(f"--{short}", type=int, nargs="+", default=[1], help=meaning)
     many.set_defaults(run=_sweep)
-    text = "what a checkpoint holds, and where it loads"
-    shown = commands.add_parser("explain", help=text, description=f"Show {text}.")
-    shown.add_argument("checkpoint", type=Path, help="folder of a run, or of one iteration")
-    shown.add_argument("--json", action="store_true", help="print JSON")
+    text = "show what a checkpoint contains and where it can be loaded"
+    shown = commands.add_parser("explain", help=text, description=f"{text.capitalize()}.")
+    shown.add_argument("checkpoint", type=Path, help="folder of a run (--save) or an iteration")
+    shown.add_argument("--json", action="store_true", help="print JSON instead of a table")
     shown.set_defaults(run=_explain)
-    text = "Megatron's flags for a published model, or which models there are"
-    made = commands.add_parser("recipe", help=text, description=f"Print {text}.")
-    made.add_argument("name", nargs="?", type=str.lower, choices=NAMES, metavar="NAME")
-    text = "print those of a small model of this kind, which a CPU trains in seconds"
-    made.add_argument("--small", action="store_true", help=text)
+    text = "print the training flags of a published model, or list the models"
+    made = commands.add_parser("recipe", help=text, description=f"{text.capitalize()}.")
+    text = f"one of {', '.join(NAMES)}; leave it out to list them"
+    made.add_argument("name", nargs="?", type=str.lower, choices=NAMES, metavar="NAME", help=text)
+    made.add_argument("--small", action="store_true", help="shrink the model for a test on a CPU")
     made.set_defaults(run=_recipe)
     return parser
 
 
-_HOW = (
-    "The real optimizer runs as the busiest rank, on tensors without data; seconds are predicted "
-    "from the GPU's data sheet. The model is a recipe's (at its layout, if no size is given), "
-    "Megatron's flags, or both: a flag changes the recipe."
-)
+def _about(text: str) -> str:
+    return (
+        f"{text[0].upper()}{text[1:]}. It runs the real optimizer on tensors without data, as "
+        "the busiest rank, and predicts its time from the GPU's data sheet. Choose a recipe with "
+        "--model, give the model in Megatron's flags, or combine both: flags change the recipe."
+    )
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", type=str.lower, choices=NAMES, help="a recipe's architecture")
+    text = f"recipe to take the model from: {', '.join(NAMES)}"
+    parser.add_argument("--model", type=str.lower, choices=NAMES, metavar="NAME", help=text)
     add_flags(parser)
-    gpus = parser.add_argument_group("machine")
-    gpus.add_argument("--gpu", choices=MACHINES, default="H100", help="whose data sheet to take")
+    gpus = parser.add_argument_group("GPU (defaults: its data sheet)")
+    gpus.add_argument("--gpu", choices=MACHINES, default="H100", help="(default: H100)")
     for name, (kind, text) in _NUMBERS.items():
         gpus.add_argument(f"--gpu-{name}", type=kind, metavar="X", help=text)
-    text = "tokens of a global batch, for the time of a whole iteration"
+    text = "tokens per global batch (default: 4194304), for the time of an iteration"
     parser.add_argument("--tokens", type=int, default=2**22, metavar="N", help=text)
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--optimizer", default="muon", help="as for the trainer")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument("--optimizer", default="muon", help="matrix optimizer (default: muon)")
     add_arguments(parser)
 
 
 def _planner(arguments: argparse.Namespace) -> Callable[[Layout], Plan]:
-    """Return what plans a layout, once the arguments are known to say what."""
+    """Check the arguments and return a function that plans a layout."""
     check_integer("--tokens", arguments.tokens)
     flags = vars(arguments)
     given = {name: value for name, value in flags.items() if value is not None}
@@ -115,10 +120,10 @@ def _planner(arguments: argparse.Namespace) -> Callable[[Layout], Plan]:
     numbers = {name: given[f"gpu_{name}"] for name in _NUMBERS if f"gpu_{name}" in given}
     machine = dataclasses.replace(MACHINES[arguments.gpu], **numbers)
     if not flags.get("use_distributed_optimizer", True):
-        rule = "is not what is planned: sharded storage"
-        way_out = "Leave it out of the file for a plan"
+        rule = "is not supported by plans, which assume sharded optimizer state"
+        way_out = "Remove it from the --optimizer-config file"
         raise ConfigurationError("use_distributed_optimizer", False, rule, way_out)
-    # what a step does depends on no learning rate
+    # a step's cost does not depend on the learning rate
     needed = {"lr": 1e-3, "bf16": True, "use_distributed_optimizer": True}
     config, _ = config_from_args(argparse.Namespace(**flags | needed))
     return lambda layout: plan(architecture, layout, machine, config, tokens=arguments.tokens)
@@ -141,7 +146,7 @@ def _sweep(arguments: argparse.Namespace, console: Console) -> None:
         try:
             check_integer("--tp x --pp", tp * pp)
             if arguments.ranks % (tp * pp):
-                rule = f"must be divided by tp x pp, here {tp} x {pp}"
+                rule = f"must be a multiple of tp x pp, here {tp} x {pp}"
                 raise ConfigurationError("--ranks", arguments.ranks, rule, "Choose other sizes")
             found.append(planned(Layout(tp, pp, arguments.ranks // (tp * pp), ep)))
         except ConfigurationError as error:

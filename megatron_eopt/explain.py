@@ -1,7 +1,6 @@
-"""What a checkpoint holds, and where it can be loaded, from its metadata.
+"""Read from a checkpoint's metadata what it contains and where it can be loaded.
 
-No tensor is read, and no process group is needed. Objects are read as data, of the classes that
-Megatron's checkpoints have; torch itself unpickles .metadata.
+No tensor is read. torch unpickles ``.metadata`` unchecked, so the checkpoint must be trusted.
 """
 
 import io
@@ -25,20 +24,20 @@ from megatron_eopt.checkpoint.groups import optimizers_of, saved_groups, saved_s
 from megatron_eopt.checkpoint.keys import split_key
 
 TRACKER = "latest_checkpointed_iteration.txt"
-"""Megatron's file that says which iteration to load; it is written last."""
+"""Megatron's file with the iteration to load, which is written after the checkpoint."""
 
 _METADATA = ".metadata"
 _RANK_FILE = "model_optim_rng.pt"
 
 _LOADS = {
-    "torch": "at the layout and into the optimizers that wrote it (--ckpt-format torch); elsewhere "
-    "once it is loaded there and saved with --ckpt-format torch_dist",
+    "torch": "at the same layout with the same optimizers (--ckpt-format torch); to change them, "
+    "load it there first and save it with --ckpt-format torch_dist",
     "fsdp_dtensor": "into Megatron-FSDP on any number of ranks (--use-megatron-fsdp --ckpt-format "
     "fsdp_dtensor); not into DDP or torch FSDP2",
-    "torch_dcp": "into torch FSDP2 in a program of your own, on any number of ranks "
+    "torch_dcp": "into torch FSDP2 in your own training loop, on any number of ranks "
     "(set_optimizer_state_dict); not into Megatron's trainer",
 }
-"""Where checkpoints of most formats load; docs/how_to/checkpoints.md has the reasons."""
+"""Where checkpoints load, by format, except ``torch_dist``; see docs/how_to/checkpoints.md."""
 
 _SIZES = {
     "TP": "tensor_model_parallel_size",
@@ -52,7 +51,7 @@ _SIZES = {
 
 @dataclass
 class Amount:
-    """How much there is of the model, or of one kind of optimizer state."""
+    """Size of the model, or of one kind of optimizer state."""
 
     dtypes: list[str] = field(default_factory=list)
     tensors: int = 0
@@ -60,7 +59,7 @@ class Amount:
     bytes: int = 0
 
     def add(self, item: TensorStorageMetadata) -> None:
-        """Count one more tensor."""
+        """Count a tensor."""
         dtype = item.properties.dtype
         self.dtypes = sorted({*self.dtypes, str(dtype).removeprefix("torch.")})
         self.tensors += 1
@@ -74,29 +73,29 @@ class Amount:
 
 @dataclass
 class Contents:
-    """What a checkpoint holds, as far as it is recorded."""
+    """What a checkpoint contains, as far as its metadata says."""
 
     folder: str  # the folder that was read
-    format: str  # the trainer's name of its format
-    iteration: int | None = None  # None where it is not recorded
+    format: str  # the value of ``--ckpt-format``, or ``torch_dcp`` for your own training loop
+    iteration: int | None = None  # None if it is not recorded
     optimizers: list[str] = field(default_factory=list)  # names of the optimizers
-    step: int = 0  # number of optimizer steps, 0 where it is not recorded
-    parallelism: dict[str, int] = field(default_factory=dict)  # sizes of the run that wrote it
+    step: int = 0  # number of optimizer steps, 0 if it is not recorded
+    parallelism: dict[str, int] = field(default_factory=dict)  # parallel sizes, as {"TP": 2, ...}
     model: Amount = field(default_factory=Amount)  # the model's tensors
     # the optimizer's tensors by kind; ``param`` and ``fp32_param`` are main weights
     state: dict[str, Amount] = field(default_factory=dict)
-    loads: list[str] = field(default_factory=list)  # where it can be loaded, and how
+    loads: list[str] = field(default_factory=list)  # where it can be loaded, one sentence each
 
 
 def explain(path: str | Path) -> Contents:
-    """Return what a checkpoint holds.
+    """Return what a checkpoint contains and where it can be loaded.
 
     Args:
-        path: Folder of a run, of which the checkpoint is explained that would be loaded; of one
-            iteration; or whatever ``dist_checkpointing.save`` has written.
+        path: A run's folder (its latest checkpoint is read), the folder of one iteration, or one
+            that ``dist_checkpointing.save`` or ``torch.distributed.checkpoint`` has written.
 
     Raises:
-        ConfigurationError: If it holds no checkpoint, or a broken one.
+        ConfigurationError: If the folder has no complete checkpoint.
     """
     folder = _folder_in(Path(path))
     contents = Contents(str(folder), "torch_dist")
@@ -109,7 +108,7 @@ def explain(path: str | Path) -> Contents:
         common = torch.load(places[0], map_location="cpu", weights_only=True, mmap=True)
         _note_optimizer(contents, common.get("optimizer") or {})
     else:
-        rule = f"is no finished checkpoint: it has neither {_METADATA} nor mp_rank_*/{_RANK_FILE}"
+        rule = f"is no complete checkpoint: it has neither {_METADATA} nor mp_rank_*/{_RANK_FILE}"
         raise _broken(folder, rule)
     args = common.get("args")
     iteration = common.get("iteration")
@@ -124,14 +123,14 @@ def explain(path: str | Path) -> Contents:
 
 
 def _broken(folder: Path, rule: str) -> ConfigurationError:
-    way_out = "Name the folder of a run (--save), or of one of its iterations"
+    way_out = "Pass the folder of a run (its --save), or of one of its iterations"
     return ConfigurationError("checkpoint", str(folder), rule, way_out)
 
 
 def _folder_in(path: Path) -> Path:
-    """Return the folder of the checkpoint that ``path`` means."""
+    """Return the checkpoint's folder: ``path``, or its latest iteration."""
     if not path.is_dir():
-        raise _broken(path, "is no folder")
+        raise _broken(path, "is not a folder")
     if (tracker := path / TRACKER).exists():
         text = tracker.read_text(errors="replace").strip()
         name = f"iter_{int(text):07d}" if text.isdecimal() else text
@@ -139,27 +138,27 @@ def _folder_in(path: Path) -> Path:
             raise _broken(path, f"its {TRACKER} names {name!r}, which does not exist")
         return path / name
     if any(path.glob("iter_*")):
-        raise _broken(path, f"lacks {TRACKER}: no save has ever finished there")
+        raise _broken(path, f"lacks {TRACKER}, so no save to this folder has finished")
     return path
 
 
 def _metadata(folder: Path) -> Metadata:
     try:
         return FileSystemReader(folder).read_metadata()
-    except Exception as error:  # whatever a broken file makes the reader raise
+    except Exception as error:  # a damaged file can raise anything
         rule = f"its {_METADATA} cannot be read ({type(error).__name__}: {error})"
         raise _broken(folder, rule) from error
 
 
 def _note_optimizer(contents: Contents, state: Any) -> None:
-    """Note the optimizers and steps of a chain's state, or of one group."""
+    """Add the optimizers and step count of a saved optimizer state."""
     names = optimizers_of(saved_groups(state)) - {None}
     contents.optimizers = sorted({*contents.optimizers, *map(str, names)})
     contents.step = max(contents.step, saved_steps(state))
 
 
 def _read_keys(contents: Contents, metadata: Metadata) -> Mapping[str, Any]:
-    """Read the format ``torch_dist`` of megatron-core; return the trainer's common state."""
+    """Read a ``torch_dist`` checkpoint; return the trainer's common state."""
     of_matrices, slabs, by_bucket = set(), 0, False
     for key, item in metadata.state_dict_metadata.items():
         parts = split_key(key)
@@ -182,25 +181,26 @@ def _read_keys(contents: Contents, metadata: Metadata) -> Mapping[str, Any]:
 
 def _where_it_loads(of_matrices: Sequence[str], slabs: int, *, by_bucket: bool) -> Iterator[str]:
     if by_bucket:
-        yield (
-            "at any data parallelism (--use-distributed-optimizer), into any optimizer; at another "
-            "TP, PP or EP, or into plain storage, the model alone (--no-load-optim)"
-        )
+        same = "at the same TP, PP and EP, any data parallelism and --use-distributed-optimizer"
+        yield f"{same}; elsewhere, only the model (--no-load-optim)"
         return
     yield "at any tensor, pipeline, expert and data parallelism; not into Megatron-FSDP"
-    unless = f"unless it starts fresh: --checkpoint-fresh-state {' '.join(of_matrices)}"
+    kinds = " ".join(of_matrices)
+    way_out = f"unless you reset them: --checkpoint-fresh-state {kinds}"
     if slabs:
-        yield f"but what belongs to {slabs} slabs at this tensor parallelism alone, {unless}"
-    # Muon's statistics are put together for any storage
+        yield f"but {kinds} of tensor-parallel weights only at TP {slabs}, {way_out}"
+    # adaptive Muon's second moments load with either setting
     if set(of_matrices) - {MOMENT2}:
-        yield f"but what belongs to whole matrices into this storage alone, {unless}"
+        yield f"but {kinds} only with the same --use-distributed-optimizer setting, {way_out}"
 
 
 def _read_paths(contents: Contents, metadata: Metadata) -> Mapping[str, Any]:
-    """Read what torch itself has saved: ``fsdp_dtensor`` of the trainer, or ``torch_dcp``."""
+    """Read an ``fsdp_dtensor`` checkpoint of the trainer, or a ``torch_dcp`` checkpoint."""
     paths = {key: tuple(map(str, path)) for key, path in (metadata.planner_data or {}).items()}
     if not paths:
-        raise _broken(Path(contents.folder), "lacks the file metadata.json: it was not finished")
+        raise _broken(
+            Path(contents.folder), "lacks the file metadata.json: its save did not finish"
+        )
     for key, path in paths.items():
         item = metadata.state_dict_metadata.get(key)
         if isinstance(item, TensorStorageMetadata):
@@ -220,7 +220,7 @@ def _read_paths(contents: Contents, metadata: Metadata) -> Mapping[str, Any]:
 
 
 def show(contents: Contents, console: Console) -> None:
-    """Print a table of what a checkpoint holds."""
+    """Print a checkpoint's contents as a table."""
     sizes = ", ".join(f"{name} {size}" for name, size in contents.parallelism.items())
     rows = {
         "format": contents.format,

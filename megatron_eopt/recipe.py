@@ -1,6 +1,6 @@
-"""Recipes: Megatron's flags for published models, and where each of them was published.
+"""Recipes: Megatron's flags for published models, each with its source.
 
-Each is a YAML file in the folder ``recipes``; docs/reference/recipes.md shows them all.
+Each recipe is a YAML file in the folder ``recipes``; docs/reference/recipes.md shows them all.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from megatron_eopt.plan.model import SIZES, Layout
 _FOLDER = Path(__file__).with_name("recipes")
 
 NAMES = sorted(path.stem for path in _FOLDER.glob("[a-z]*.yaml"))
-"""Of all recipes."""
+"""Names of all recipes."""
 
 
 @dataclass(frozen=True)
@@ -25,18 +25,18 @@ class Recipe:
 
     title: str  # the model's name
     summary: str  # what kind of model it is
-    optimizer: str  # which one its authors published, and which one the flags name
-    parameters: float  # as its authors count them
-    sources: Mapping[str, str]  # addresses by name, the paper first
-    published: Sequence[Mapping[str, Any]]  # groups of "flags", and "at" which place they stand
-    ours: Sequence[Mapping[str, Any]]  # groups of "flags" that were not published, and "why" these
-    layout: Mapping[str, Any]  # "flags" of one layout to plan with, and "why" this one
-    small: dict[str, Any]  # changes to a model that a CPU trains in seconds; None drops a flag
-    notes: Sequence[str]  # what the flags leave out
-    base: str | None = None  # the recipe that this one changes
+    optimizer: str  # the one that the authors published, and the one that the flags choose
+    parameters: float  # number of parameters, as published
+    sources: Mapping[str, str]  # URLs by name, the paper first
+    published: Sequence[Mapping[str, Any]]  # groups of "flags", with their place in a source, "at"
+    ours: Sequence[Mapping[str, Any]]  # groups of "flags" that are not published, with a reason
+    layout: Mapping[str, Any]  # "flags" of one layout to plan with, and "why" it was chosen
+    small: dict[str, Any]  # changes for a model that trains on a CPU in seconds; None drops a flag
+    notes: Sequence[str]  # what the flags do not cover
+    base: str | None = None  # name of the recipe whose fields this one changes
 
     def words(self, *, small: bool = False) -> list[str]:
-        """Return the command line that trains the model, or a small one of its kind on a CPU."""
+        """Return the trainer's flags for the model, or for a ``small`` one of its kind."""
         flags: dict[str, Any] = {}
         for group in (*self.published, *self.ours):
             flags |= group["flags"]
@@ -47,17 +47,17 @@ class Recipe:
         return [word for pair in pairs for word in pair]
 
     def architecture(self, **changes: Any) -> Architecture:
-        """Return the model's shape, with other values of flags by Megatron's names."""
+        """Return the model; ``changes`` replace flags, by Megatron's names with underscores."""
         return from_flags(flags_among(self.words()) | changes, self.title)
 
     def planned(self) -> Layout:
-        """Return the layout to plan with."""
+        """Return the layout that ``megatron-eopt plan`` uses by default."""
         sizes = self.layout["flags"]
         return Layout(**{f: sizes[flag] for f, (_, flag, _) in SIZES.items() if flag in sizes})
 
 
 def recipe(name: str) -> Recipe:
-    """Return the recipe of one of :data:`NAMES`."""
+    """Read the recipe with a name of :data:`NAMES`."""
     own = _read(name)
     if "base" in own:
         base = _read(own["base"])

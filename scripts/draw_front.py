@@ -12,7 +12,7 @@ from typing import Any
 import matplotlib as mpl
 
 mpl.use("svg")
-# text stays text, and the same data gives the same file
+# keep text as text, and make the file reproducible
 mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "front", "font.size": 11})
 
 import matplotlib.pyplot as plt  # noqa: E402
@@ -45,7 +45,7 @@ def draw_losses(axes: Axes) -> None:
 
 
 def draw_bars(axes: Axes, title: str, unit: str, bars: dict[str, tuple[float, str]]) -> None:
-    """Draw one labelled bar for each name; its value is given with its color."""
+    """Draw a labelled bar for each name; ``bars`` has its value and color."""
     values = [value for value, _ in bars.values()]
     drawn = axes.barh(list(bars), values, color=[color for _, color in bars.values()], height=0.6)
     axes.bar_label(drawn, [f"{value:.2g} {unit}" for value in values], padding=3)

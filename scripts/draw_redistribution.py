@@ -1,4 +1,4 @@
-"""Draw docs/figures/redistribution.svg: how matrices travel in one step on four ranks.
+"""Draw docs/figures/redistribution.svg: how one step redistributes matrices over four ranks.
 
 python scripts/draw_redistribution.py [FILE]
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 import matplotlib as mpl
 
 mpl.use("svg")
-# text stays text, and the same drawing gives the same file
+# keep text as text, and make the file reproducible
 mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "redistribution", "font.size": 8})
 
 import matplotlib.pyplot as plt  # noqa: E402
@@ -23,7 +23,7 @@ ROWS = {"Q": 10, "K": 3, "V": 3, "up": 10, "gate": 10}
 OWNERS = {"Q": 0, "K": 1, "V": 1, "up": 2, "gate": 3}
 RANKS = 4
 PER_RANK = sum(ROWS.values()) / RANKS
-"""Rows of a rank's fragment; all rows count alike."""
+"""Rows in each rank's shard; all rows have the same length in this figure."""
 
 COLUMNS = {"stored": 0.0, "owners": 5.0, "stored again": 10.0}
 TITLES = {
@@ -35,7 +35,7 @@ WIDTH, HEIGHT = 2.4, 1.0
 
 
 def fragments() -> list[list[tuple[str, float]]]:
-    """Return (matrix, rows) of every rank's fragment: matrices one after another, cut evenly."""
+    """Return each rank's shard as (matrix, rows) pairs: matrices in order, split evenly."""
     ranks: list[list[tuple[str, float]]] = [[] for _ in range(RANKS)]
     start = 0.0
     for name, rows in ROWS.items():
@@ -53,7 +53,7 @@ def top(rank: int) -> float:
 
 
 def draw_stack(axes: Axes, x: float, rank: int, parts: list[tuple[str, float]]) -> None:
-    """Draw parts side by side in the box of a rank, as wide as they have rows."""
+    """Draw a rank's parts side by side, with widths proportional to their rows."""
     total = sum(rows for _, rows in parts)
     left = x
     for name, rows in parts:
@@ -68,7 +68,7 @@ def draw_stack(axes: Axes, x: float, rank: int, parts: list[tuple[str, float]]) 
 
 
 def draw_arrows(axes: Axes) -> None:
-    """Draw who sends what to whom, there and back."""
+    """Draw an arrow for each message, to the owner rank and back."""
     for rank, parts in enumerate(fragments()):
         for name, _ in parts:
             owner = OWNERS[name]

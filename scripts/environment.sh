@@ -1,5 +1,5 @@
-# Sets up the environment in .venv at the repository's root: sourced by the other scripts.
-# The second time it only compares a checksum.
+# Sets up the Python environment .venv at the repository's root. The other scripts source this file.
+# If .venv is up to date, it only compares a checksum.
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$root"
@@ -12,14 +12,14 @@ find_python() {
             return
         fi
     done
-    echo "Python 3.12 or later is needed (with pyenv: pyenv install 3.12)." >&2
+    echo "Python 3.12 or later was not found. Install it, for example with: pyenv install 3.12" >&2
     return 1
 }
 
 install_packages() {
     local python="$1" index
     "$python" -m pip install --quiet --disable-pip-version-check uv
-    # uv does not read pip's settings: hand it the index that pip is set to use, if any
+    # uv does not read pip's settings, so pass it the index that pip uses
     index="${PIP_INDEX_URL:-$("$python" -m pip config get global.index-url 2>/dev/null || true)}"
     if [[ -n "$index" && -z "${UV_DEFAULT_INDEX:-}" ]]; then
         export UV_DEFAULT_INDEX="$index"
@@ -27,7 +27,7 @@ install_packages() {
     "$python" -m uv pip install --quiet --python "$python" --requirement requirements.lock ||
         "$python" -m pip install --disable-pip-version-check --requirement requirements.lock
     "$python" -m uv pip install --quiet --python "$python" --no-deps --editable .
-    # else every process would compile the 3,000 modules that it imports, for 15 seconds
+    # otherwise every process spends 15 seconds compiling the 3,000 modules that it imports
     if [[ -n "${PYTHONDONTWRITEBYTECODE:-}" ]]; then
         "$python" -m compileall -qq -j 0 .venv/lib/python3*/site-packages || true
     fi
@@ -50,5 +50,5 @@ set_up_environment() {
 
 set_up_environment
 export PATH="$root/.venv/bin:$PATH"
-# megatron-core warns once per import about the GPU packages it does without
+# at each import, megatron-core warns about GPU packages that are not installed
 export PYTHONWARNINGS="${PYTHONWARNINGS:-ignore}"

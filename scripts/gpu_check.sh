@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Checks and measures everything on the GPUs of this machine: see ./scripts/gpu_check.sh --help
-# PYTHON names the interpreter (default: .venv/bin/python where it is, else python3).
+# Tests and benchmarks this package on the GPUs of this machine. See ./scripts/gpu_check.sh --help
+# PYTHON chooses the interpreter (default: .venv/bin/python if it exists, else python3).
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 python="${PYTHON:-$root/.venv/bin/python}"

@@ -1,8 +1,8 @@
 """Turn folders of text files into byte-level training data in Megatron's indexed format.
 
 Every file becomes one document: its bytes (token ids 0 to 255) and an end-of-document token (256).
-Files are dealt to train, valid and test by a hash of their path, so the split never depends on the
-order of a directory listing and adding files moves none of the others.
+A hash of a file's path assigns it to train, valid or test. So the split does not depend on the
+order of the files, and files that you add later do not move the others.
 """
 
 import argparse
@@ -23,21 +23,21 @@ END_OF_DOCUMENT = 256
 VOCABULARY_SIZE = 257
 SPLITS = ("train", "valid", "test")
 FILES = tuple(f"{split}.{kind}" for split in SPLITS for kind in ("bin", "idx"))
-"""What a corpus consists of. With the last one it is whole."""
+"""The files of a corpus. The last one is written last, so it marks a complete corpus."""
 
 PARTIAL = ".partial-"
 INDEX_FOLDERS = ("cache", *SPLITS)
 INDEX = re.compile(r"[0-9a-f]{32}-\w+-\w+-\w+\.(npy|txt)")
-"""Megatron's index of a data set, below the folder ``cache`` that our documents name or ``train``,
-its own choice. It goes by the data set's path, and is wrong once there are other data."""
+"""Megatron's index files, in ``cache`` (if passed as --data-cache-path) or in Megatron's default
+folders. Their names depend on the path of the data set only, so new data makes them wrong."""
 
 
 class CorpusError(ValueError):
-    """A folder from which no corpus can be made."""
+    """The corpus cannot be made; the message names the folder or file and the fix."""
 
 
 def find_files(folders: list[Path], suffix: str, exclude: set[str]) -> Iterator[tuple[str, Path]]:
-    """Yield (path relative to its folder, path) of the text files below ``folders``, in order."""
+    """Yield (path relative to its folder, path) of each text file below ``folders``, sorted."""
     for folder in folders:
         if not folder.is_dir():
             raise CorpusError(f"{folder}: is not a folder. Name a folder of text files.")
@@ -50,7 +50,7 @@ def find_files(folders: list[Path], suffix: str, exclude: set[str]) -> Iterator[
 
 
 def split_of(name: str, valid_percent: int, test_percent: int) -> str:
-    """Return the split of the file ``name``; the shares hold on average over many files."""
+    """Return the split of the file ``name``; the percentages hold on average over many files."""
     percent = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4]) % 100
     if percent < valid_percent:
         return "valid"
@@ -58,7 +58,7 @@ def split_of(name: str, valid_percent: int, test_percent: int) -> str:
 
 
 def deal(names: list[str], valid_percent: int, test_percent: int) -> dict[str, str]:
-    """Deal every file to a split; with few files, each split still gets at least one."""
+    """Assign every file to a split; each split gets at least one file."""
     splits = {name: split_of(name, valid_percent, test_percent) for name in names}
     for index, split in enumerate(SPLITS):
         if split not in splits.values():
@@ -67,33 +67,33 @@ def deal(names: list[str], valid_percent: int, test_percent: int) -> dict[str, s
 
 
 def check_out(out: Path, folders: list[Path], files: list[Path]) -> None:
-    """Refuse an output folder that has more than a corpus, or whose files are input themselves."""
+    """Raise CorpusError if ``out`` contains anything but a corpus, or overlaps with the input."""
     for folder in folders:
         if folder.resolve().is_relative_to(out):
             raise CorpusError(f"--out {out}: is or holds the input {folder}. Name another folder.")
     if not out.exists():
         return
     if not out.is_dir():
-        raise CorpusError(f"--out {out}: is not a folder. Name one, or one to be made.")
+        raise CorpusError(f"--out {out}: is not a folder. Name a new or existing folder.")
     names = {path.name for path in out.iterdir() if not path.name.startswith(PARTIAL)}
     if others := sorted(names.difference(FILES, INDEX_FOLDERS)):
         raise CorpusError(
-            f"--out {out}: holds {others[0]!r}, which is no part of a corpus. Name another folder."
+            f"--out {out}: holds {others[0]!r}, which is not part of a corpus. Name another folder."
         )
     if own := [path for path in files if path.resolve().is_relative_to(out)]:
         raise CorpusError(
-            f"--out {out}: {own[0].name} in it would be read as text. Name a folder outside of the "
-            "input, or leave this one out with --exclude."
+            f"--out {out}: contains the input file {own[0].name}. Name a folder outside of the "
+            "input, or skip this one with --exclude."
         )
 
 
 @contextlib.contextmanager
 def appearing_whole(folder: Path) -> Iterator[Path]:
-    """Yield a folder to write a corpus to, whose files ``folder`` gets if nothing goes wrong."""
+    """Yield a temporary folder; its files are moved to ``folder`` if the block succeeds."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=PARTIAL, dir=folder) as partial:
         yield Path(partial)
-        # first, so that whoever looks for it never finds old and new files mixed
+        # without its last file a corpus is incomplete, so nobody reads old and new files mixed
         (folder / FILES[-1]).unlink(missing_ok=True)
         for name in INDEX_FOLDERS:
             for path in (folder / name).rglob("*"):
@@ -106,7 +106,7 @@ def appearing_whole(folder: Path) -> Iterator[Path]:
 def write_corpus(
     files: list[tuple[str, Path]], out: Path, splits: dict[str, str]
 ) -> dict[str, int]:
-    """Write ``out/{train,valid,test}.{bin,idx}`` and return the number of tokens of each."""
+    """Write ``out/{train,valid,test}.{bin,idx}`` and return the number of tokens per split."""
     prefixes = {split: str(out / split) for split in SPLITS}
     builders = {
         split: IndexedDatasetBuilder(get_bin_path(prefix), dtype=np.uint16)
@@ -125,21 +125,21 @@ def write_corpus(
         tokens[splits[name]] += len(document)
     for split, builder in builders.items():
         if not tokens[split]:
-            raise CorpusError(f"nothing to read for the {split} split; give more text.")
+            raise CorpusError(f"The {split} split is empty. Add more text files.")
         builder.finalize(get_idx_path(prefixes[split]))
     return tokens
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folders", nargs="+", type=Path, help="folders of text files, read deeply")
+    parser.add_argument("folders", nargs="+", type=Path, help="folders of text files (recursive)")
     text = (
-        "folder for the three data sets; those in it are replaced, Megatron's indices of them are "
-        "removed, and one that holds anything else is refused"
+        "folder for the three data sets; it may be new, empty or contain an earlier corpus, which "
+        "is replaced together with Megatron's index files"
     )
     parser.add_argument("--out", required=True, type=Path, help=text)
-    parser.add_argument("--suffix", default=".txt", help="which files to read (default: .txt)")
-    parser.add_argument("--exclude", nargs="*", default=[], help="folder names to leave out")
+    parser.add_argument("--suffix", default=".txt", help="suffix of files to read (default: .txt)")
+    parser.add_argument("--exclude", nargs="*", default=[], help="names of folders to skip")
     parser.add_argument("--valid-percent", type=int, default=5, help="share of files (default: 5)")
     parser.add_argument("--test-percent", type=int, default=5, help="share of files (default: 5)")
     args = parser.parse_args(arguments)
@@ -153,8 +153,8 @@ def main(arguments: list[str] | None = None) -> int:
         if len(files) < len(SPLITS):
             where = ", ".join(map(str, args.folders))
             raise CorpusError(
-                f"{where}: {len(files)} files end in {args.suffix!r}, at least {len(SPLITS)} are "
-                "needed (one for each split). Name another folder or another --suffix."
+                f"{where}: only {len(files)} files end in {args.suffix!r}, and each of the "
+                f"{len(SPLITS)} splits needs one. Name another folder or another --suffix."
             )
         splits = deal([name for name, _ in files], *shares)
         with appearing_whole(out) as folder:

@@ -1,12 +1,12 @@
 """Pretrain a GPT with Megatron's trainer and the optimizers of megatron-eopt.
 
-Takes every flag of Megatron-LM's own script of this name, and with --hybrid-layer-pattern those of
-its pretrain_hybrid.py, whose HybridModel it trains then. Start it with torchrun:
+It takes all flags of Megatron-LM's pretrain_gpt.py. With --hybrid-layer-pattern it trains a
+HybridModel and takes the flags of Megatron-LM's pretrain_hybrid.py. Start it with torchrun:
 
     torchrun --nproc-per-node 2 scripts/pretrain_gpt.py --num-layers 4 ... --optimizer muon
 
-Without a GPU the processes run on the CPU and talk over gloo (MEGATRON_EOPT_DEVICE=cpu|cuda
-chooses by hand).
+Without a GPU, the processes run on the CPU and communicate with gloo. MEGATRON_EOPT_DEVICE=cpu or
+cuda overrides this choice.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ import torch
 
 from megatron_eopt import cpu, megatron_lm
 
-# Before megatron.training is imported: it asks for the GPU while it loads.
+# This must come before megatron.training is imported, which queries the GPU on import.
 cpu.enable_if_chosen()
 
 from megatron.core import parallel_state
@@ -36,11 +36,11 @@ from megatron.training.utils import get_blend_and_blend_per_split
 
 
 def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tuple[Any, ...]:
-    """Return the train, valid and test data sets that the flags ask for.
+    """Return the train, valid and test data sets that the flags choose.
 
     Args:
-        num_samples: Samples to draw for each of the three.
-        vp_stage: Which virtual pipeline stage asks; each of them reads the same data.
+        num_samples: Number of samples of each data set.
+        vp_stage: The virtual pipeline stage; unused, since all stages read the same data.
     """
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
@@ -63,12 +63,12 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tu
     return tuple(BlendedMegatronDatasetBuilder(dataset, num_samples, lambda: True, config).build())
 
 
-# Each rank reads the samples it needs itself instead of receiving them from tensor-parallel rank 0.
+# Each rank reads its own samples instead of receiving them from tensor-parallel rank 0.
 datasets_provider.is_distributed = True  # type: ignore[attr-defined]
 
 
 def next_batch(iterator: Iterator[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor | None]:
-    """Return the next micro-batch: tokens, labels, ... of shape (micro batch, sequence)."""
+    """Return the next micro-batch; tokens, labels, ... have the shape (micro-batch, sequence)."""
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     first = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
@@ -81,10 +81,10 @@ def next_batch(iterator: Iterator[dict[str, torch.Tensor]]) -> dict[str, torch.T
 def masked_loss(
     loss_mask: torch.Tensor, per_token: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Return (summed loss, number of tokens, what to report) of one micro-batch.
+    """Return (summed loss, number of tokens, values to log) of one micro-batch.
 
     Args:
-        loss_mask: 1 where a token counts, of shape (micro batch, sequence).
+        loss_mask: 1 for each token that counts, of shape (micro-batch, sequence).
         per_token: Cross entropy in nats, of the same shape.
     """
     mask = loss_mask.reshape(-1).float()
@@ -102,7 +102,7 @@ def masked_loss(
 def forward_step(
     iterator: Iterator[dict[str, torch.Tensor]], model: torch.nn.Module
 ) -> tuple[torch.Tensor, Any]:
-    """Run one micro-batch through ``model``, as Megatron's schedules expect it."""
+    """Run the forward pass of one micro-batch, for Megatron's schedules."""
     batch = next_batch(iterator)
     output = model(
         batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"]
@@ -112,7 +112,7 @@ def forward_step(
 
 def main() -> None:
     if cpu.is_enabled():
-        # Before the trainer's own checks, which do not know about CPUs.
+        # Check CPU support first, since the trainer's own checks assume a GPU.
         cpu.check_supported(parse_args(megatron_lm.add_arguments))
     with megatron_lm.installed():
         args = parse_and_validate_args(megatron_lm.add_arguments)

@@ -4,28 +4,28 @@ usage() {
     cat <<'TEXT'
 usage: scripts/pretrain_gpu.sh [--out DIR] [--dry-run] [FLAG ...]
 
-Trains a GPT in bfloat16 with Muon on all GPUs of this machine. Saves to DIR/checkpoints, and goes
-on from what it finds there. Every other FLAG goes to scripts/pretrain_gpt.py, after the flags set
-here, so it wins: the model's size, --train-data-path, --optimizer, ...
+Trains a GPT in bfloat16 with Muon on all GPUs of this machine. It saves to DIR/checkpoints and
+resumes from there. Every other FLAG is passed to scripts/pretrain_gpt.py and overrides the defaults:
+the model's size, --train-data-path, --optimizer, ...
 
-  --out DIR    folder for all that is written (default: runs/gpu)
+  --out DIR    folder for checkpoints and logs (default: runs/gpu)
   --dry-run    print the command instead of running it
 
-By default: 24 layers, hidden size 1024, sequences of 2048 tokens, made-up data (without
---data-path, --train-data-path, --data-args-path or --per-split-data-args-path), one learning rate
-for Muon and AdamW (--muon-scale-mode adamw_rms). Transformer Engine's layers are used where it is
+Defaults: 24 layers, hidden size 1024, sequences of 2048 tokens, one learning rate for Muon and AdamW
+(--muon-scale-mode adamw_rms). The data is random unless you pass --data-path, --train-data-path,
+--data-args-path or --per-split-data-args-path. Transformer Engine's layers are used if it is
 installed.
 
-Variables: GPUS (number of processes; default: every GPU that is visible), OMP_NUM_THREADS,
-CUDA_DEVICE_MAX_CONNECTIONS. Run it in an environment that has this package: .venv/bin first in
-PATH, or the container of docker/Dockerfile.
+Environment variables: GPUS (number of processes; default: all visible GPUs), OMP_NUM_THREADS,
+CUDA_DEVICE_MAX_CONNECTIONS. Run it in an environment with this package installed: put .venv/bin first
+in PATH, or use the container of docker/Dockerfile.
 TEXT
 }
 set -euo pipefail
 
 visible_gpus() {
     if [[ -n "${CUDA_VISIBLE_DEVICES+set}" ]]; then
-        # CUDA leaves out the first that names no GPU, such as -1, and all after it
+        # CUDA ignores the first entry that is not a GPU, such as -1, and all entries after it
         tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | sed -nE '/^ *([0-9]|GPU-|MIG-)/!q;p' | grep -c . || true
     elif command -v nvidia-smi >/dev/null; then
         nvidia-smi -L | grep -c '^GPU ' || true
@@ -43,19 +43,19 @@ while [[ $# -gt 0 ]]; do
         --dry-run) dry_run=1; shift ;;
         --out=*) set -- --out "${1#*=}" "${@:2}" ;;
         --out)
-            [[ -n "${2-}" ]] || { echo "--out: name a folder" >&2; exit 2; }
+            [[ -n "${2-}" ]] || { echo "--out: pass a folder" >&2; exit 2; }
             out="$2"; shift 2 ;;
         *) passed+=("$1"); shift ;;
     esac
 done
 
 if [[ -n "${GPUS-}" && ! "$GPUS" =~ ^[1-9][0-9]*$ ]]; then
-    echo "GPUS=$GPUS: must be a whole number of at least 1. Leave it out for every visible GPU." >&2
+    echo "GPUS=$GPUS: must be a whole number of at least 1. Unset it to use all visible GPUs." >&2
     exit 2
 fi
 gpus="${GPUS:-$(visible_gpus)}"
 if [[ "$gpus" -lt 1 ]]; then
-    echo "No GPU is visible (to nvidia-smi, in CUDA_VISIBLE_DEVICES). On a CPU use ./scripts/quickstart.sh." >&2
+    echo "No GPU found (nvidia-smi, CUDA_VISIBLE_DEVICES). On a CPU, use ./scripts/quickstart.sh." >&2
     exit 1
 fi
 
@@ -69,7 +69,7 @@ model=(
 if python -c 'import transformer_engine.pytorch' 2>/dev/null; then
     layers=(--transformer-impl transformer_engine)
 else
-    echo "Transformer Engine is not installed: plain layers, which are slower." >&2
+    echo "Transformer Engine is not installed, so slower layers of megatron-core are used." >&2
     layers=(
         --transformer-impl local --attention-backend unfused --no-masked-softmax-fusion
         --no-rope-fusion --no-persist-layer-norm --no-gradient-accumulation-fusion

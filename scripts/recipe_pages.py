@@ -1,7 +1,7 @@
-"""Write docs/reference/recipes.md: every recipe, its sources, and what a plan says of it.
+"""Write docs/reference/recipes.md: every recipe with its sources and its plan.
 
 python scripts/recipe_pages.py          writes the page
-python scripts/recipe_pages.py --check  exits with 1 if the page is not what recipes and planner say
+python scripts/recipe_pages.py --check  prints differences and exits with 1 if the page is outdated
 """
 
 import itertools
@@ -93,7 +93,7 @@ COLUMNS = (
 
 
 def numbers(name: str) -> str:
-    """Return the row of a table that says what the optimizer takes at a recipe's layout."""
+    """Return a table row: memory, communication and time of a recipe's optimizer at its layout."""
     one, machine = recipe(name), MACHINES["H100"]
     config = EmergingOptimizerConfig(
         optimizer="muon", lr=1e-3, bf16=True, use_distributed_optimizer=True
@@ -109,7 +109,7 @@ def numbers(name: str) -> str:
 
 
 def flags(group: Mapping[str, Any]) -> str:
-    """Return the flags of a group as the trainer takes them."""
+    """Return a group's flags as the trainer takes them."""
     pairs = {flag: value for flag, value in group["flags"].items() if flag != "data-parallel-size"}
     texts = (f"--{flag}" if value is True else f"--{flag} {value}" for flag, value in pairs.items())
     return " ".join(f"`{text}`" for text in texts)
@@ -128,7 +128,7 @@ def settings(one: Recipe) -> Iterable[str]:
 
 
 def section(name: str, row: str) -> str:
-    """Return what the page says of one recipe."""
+    """Return the page's section on one recipe."""
     one, ranks = recipe(name), recipe(name).planned().world_size
     lines = [f"## {one.title}", "", f"{one.summary} Published optimizer: {one.optimizer}.", ""]
     launch = f"torchrun --nnodes {ranks // 8} --nproc-per-node 8 -m megatron_eopt.launch"
@@ -144,7 +144,7 @@ def section(name: str, row: str) -> str:
 
 
 def page(row_of: Callable[[str], str]) -> str:
-    """Return the whole page, with the plans' rows that a function gives for names."""
+    """Return the page; ``row_of`` gives the plan's table row of a recipe's name."""
     rows = []
     for name, one in ((name, recipe(name)) for name in NAMES):
         size = f"{one.parameters / 1e9:,.4g} billion"
@@ -155,7 +155,7 @@ def page(row_of: Callable[[str], str]) -> str:
 
 
 def rows_of_page() -> dict[str, str]:
-    """Return the plans' rows on the page as it is, by recipe."""
+    """Return the plans' rows on the current page, by recipe."""
     lines = PAGE.read_text().splitlines()
     places = [number for number, line in enumerate(lines) if line == COLUMNS[1]]
     whole = (name for name in NAMES if recipe(name).base is None)

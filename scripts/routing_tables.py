@@ -1,9 +1,8 @@
-"""Write docs/reference/routing.md: the routing tables of two small models, made by the code itself.
+"""Write docs/reference/routing.md with the routing tables of two small models.
 
     python scripts/routing_tables.py [--check]
 
-With ``--check`` the file is compared instead: what would change is printed, and the exit code is 1
-if anything would.
+``--check`` writes nothing: it prints what would change, and exits with 1 if anything would.
 """
 
 import argparse
@@ -119,7 +118,7 @@ overrides. The second lists only kinds of parameters that the first does not hav
 
 
 def initialize() -> None:
-    """Make one process a Megatron world of its own."""
+    """Initialize torch.distributed and Megatron with this process as the only rank."""
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{tempfile.mkdtemp()}/store", rank=0, world_size=1
     )
@@ -131,7 +130,7 @@ def table_of(title: str) -> str:
     """Return the Markdown table of one of :data:`MODELS`."""
     config_cls, fields, spec, options = MODELS[title]
     layer = get_gpt_layer_local_spec(**spec)
-    # Attention proper has no parameters, and multi-latent attention's needs Transformer Engine.
+    # Core attention has no parameters, and that of multi-latent attention needs Transformer Engine.
     layer.submodules.self_attention.submodules.core_attention = IdentityOp
     model = GPTModel(
         config=config_cls(**(COMMON | fields)),
@@ -146,7 +145,7 @@ def table_of(title: str) -> str:
 
 
 def shortened(tables: Iterable[str]) -> Iterator[str]:
-    """Yield tables without parameters whose names differ in numbers alone from one shown before."""
+    """Yield the tables without parameters that only differ in their layer or expert number."""
     shown: set[str] = set()
     for table in tables:
         head, rule, *rows = table.splitlines()
@@ -161,7 +160,7 @@ def shortened(tables: Iterable[str]) -> Iterator[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="Compare instead of writing.")
+    parser.add_argument("--check", action="store_true", help="compare instead of writing")
     args = parser.parse_args()
     initialize()
     tables = zip(MODELS, shortened(table_of(title) for title in MODELS), strict=True)

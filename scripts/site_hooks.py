@@ -1,4 +1,4 @@
-"""Hooks of mkdocs.yml: pages at the repository's root, and links to files that are not pages."""
+"""mkdocs hooks: add pages from the repository's root, and fix links to files that are not pages."""
 
 import os
 import re
@@ -14,20 +14,20 @@ FROM_ROOT = {
     "contributing.md": "CONTRIBUTING.md",
     "changelog.md": "CHANGELOG.md",
 }
-"""Pages of the site that are files at the repository's root."""
+"""Site pages that are files at the repository's root."""
 
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages that are at the repository's root."""
+    """Add the pages from the repository's root."""
     for name, source in FROM_ROOT.items():
         files.append(File.generated(config, name, content=(ROOT / source).read_text()))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Make links work inside of the site; a file that is not in it is named, without a link."""
+    """Adapt links to the site; a link to a file outside of it becomes the file's name."""
     name = page.file.src_uri
     folder = ROOT if name in FROM_ROOT else (DOCS / name).parent
     pages = {ROOT / source: DOCS / target for target, source in FROM_ROOT.items()}

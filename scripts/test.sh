@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Sets up everything and runs format, lint, types, the documentation and tests.
+# Sets up the environment, then checks format, lint, types and documentation, and runs the tests.
 #
-#   ./scripts/test.sh         the checks of every change (about 6 minutes on two idle cores)
-#   ./scripts/test.sh --all   adds the long tier: soaks, kills, layout matrices; without further
-#                             arguments its results are written to docs/reference/long_tier.md
+#   ./scripts/test.sh         the checks for every change (about 6 minutes on two idle cores)
+#   ./scripts/test.sh --all   also runs the long tests: soaks, kills, many layouts. Without further
+#                             arguments, it writes the results to docs/reference/long_tier.md
 #
-# Further arguments go to pytest. TEST_WORKERS=0 runs all tests in one process, in order.
+# Further arguments are passed to pytest. TEST_WORKERS=0 runs all tests in one process, in order.
 #
-#   UPSTREAM=PATH[:PATH] ./scripts/test.sh   the same against checkouts of megatron-core and of
-#                             emerging-optimizers, after a table of what they have otherwise
+#   UPSTREAM=PATH[:PATH] ./scripts/test.sh   tests with checkouts of megatron-core and
+#                             emerging-optimizers, after a table of their differences
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
@@ -17,13 +17,13 @@ tier=(-m "not long")
 if [[ "${1:-}" == "--all" ]]; then
     shift
     tier=()
-    # part of the tests would make results that look complete
+    # with further arguments, the results would look complete although only some tests ran
     [[ $# -gt 0 ]] || tier=("--write-results=docs/reference/long_tier.md")
 fi
 
 step() { echo "== $*"; "$@"; }
 if [[ -n "${UPSTREAM:-}" ]]; then
-    # the tests say themselves what is missing
+    # continue if names are missing, because the tests then show what fails
     step python scripts/upstream_table.py "$UPSTREAM" || true
     export PYTHONPATH="$UPSTREAM${PYTHONPATH:+:$PYTHONPATH}"
 fi
@@ -31,7 +31,7 @@ step ruff format --check .
 step ruff check .
 step mypy megatron_eopt
 NO_MKDOCS_2_WARNING=1 step mkdocs build --strict --quiet
-# a file's tests share what they set up, so a file stays with one worker; in the order they were
-# found, in which the longest come first
+# one worker runs all tests of a file, because they share their setup; files with the longest tests
+# come first, so keep this order
 workers=(-n "${TEST_WORKERS:-2}" --dist loadfile --no-loadscope-reorder)
 step python -m pytest "${workers[@]}" "${tier[@]}" "$@"

@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# Brings Transformer Engine to a GPU machine without network, builds it there, and runs with it.
+# Installs Transformer Engine on a GPU machine without network access, and tests this package with it.
 usage() {
     cat <<'TEXT'
 usage: scripts/transformer_engine.sh fetch DIR | build DIR | run OUT
 
-  fetch DIR   on a machine with a package index: download the packages, in pieces of 60 MB
-  build DIR   on the GPU machine: join the pieces, install them, and compile the part that depends
-              on its torch (needs nvcc and a C++ compiler; several minutes)
-  run OUT     on the GPU machine: Transformer Engine's newton_schulz, training with its layers and
-              its Adam, the same in fp8, and the sections of gpu_check that it changes
+  fetch DIR   on a machine with network access: download the packages, in pieces of 60 MB
+  build DIR   on the GPU machine: join the pieces, install the packages, and compile the part that
+              depends on torch (needs nvcc and a C++ compiler, takes several minutes)
+  run OUT     on the GPU machine: run Transformer Engine's newton_schulz, train with its layers and
+              its Adam in bfloat16 and fp8, and run the sections of gpu_check that use it
 
-Variables: TE_VERSION (default 2.20.2), CUDA_MAJOR (default: of torch), PYTHON (default python),
-MAX_JOBS (compilers at a time).
+Environment variables: TE_VERSION (default 2.20.2), CUDA_MAJOR (default: that of torch), PYTHON
+(default python), MAX_JOBS (number of compilers that run in parallel).
 TEXT
 }
 set -euo pipefail
@@ -25,7 +25,7 @@ fetch() {
     mkdir -p "$1"
     "${get[@]}" "transformer-engine-cu$major==$version"
     "${get[@]}" --no-build-isolation "transformer-engine-torch==$version"
-    # what it imports at run time beside torch
+    # its dependencies at run time, except torch
     "${get[@]}" onnxscript onnx onnx-ir ml-dtypes pydantic pydantic-core annotated-types \
         typing-inspection nvdlfw-inspect nvidia-cudnn-frontend importlib-metadata zipp
     for large in $(find "$1" -type f -size +60M); do

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""What another megatron-core or emerging-optimizers has otherwise than the tested releases.
+"""Compare another version of megatron-core or emerging-optimizers with the tested releases.
 
     python scripts/upstream_table.py PATH[:PATH ...]
 
-Every path is a checkout: the folder that has `megatron` or `emerging_optimizers` in it. The table
-compares what megatron-eopt looks for (`megatron_eopt/base/upstream.py`), the fields of the
-configuration, coefficient sets and optimizers. It ends with 1 if what is needed is missing.
+Each PATH is a checkout: the folder that contains `megatron` or `emerging_optimizers`. The table
+shows differences in the names that megatron-eopt uses (`megatron_eopt/base/upstream.py`), the
+fields of the configuration, coefficient sets and optimizers. Exits with 1 if a name is missing.
 """
 
 import argparse
@@ -22,7 +22,7 @@ MISSING = "missing"
 
 
 def described() -> dict[str, str]:
-    """Return what this process's module path leads to, by what it is of."""
+    """Return a description of each name in the packages that this process imports."""
     from megatron.core.optimizer import OptimizerConfig
 
     from megatron_eopt.base import upstream
@@ -48,7 +48,7 @@ def described() -> dict[str, str]:
 
 def _signature(item: Any) -> str:
     if not callable(item):
-        return "there"
+        return "present"
     return ", ".join(str(p).partition(":")[0] + _default(p) for p in _parameters(item))
 
 
@@ -65,7 +65,7 @@ def _default(parameter: inspect.Parameter) -> str:
 
 
 def described_with(path: str) -> dict[str, str]:
-    """Return the same in a process whose module path begins with ``path``."""
+    """Return :func:`described` of a new process whose PYTHONPATH begins with ``path``."""
     before = os.environ.get("PYTHONPATH", "")
     variables = {"PYTHONPATH": os.pathsep.join(filter(None, (path, before)))}
     done = subprocess.run(
@@ -80,8 +80,8 @@ def described_with(path: str) -> dict[str, str]:
 
 
 def table(tested: dict[str, str], other: dict[str, str]) -> list[str]:
-    """Return the lines of a table of all that differs."""
-    lines = ["| what | tested | there |", "|---|---|---|"]
+    """Return the lines of a Markdown table of the differences."""
+    lines = ["| name | tested | checkout |", "|---|---|---|"]
     for key in dict.fromkeys((*tested, *other)):
         one, two = tested.get(key, "-"), other.get(key, "-")
         if one != two:
@@ -90,21 +90,21 @@ def table(tested: dict[str, str], other: dict[str, str]) -> list[str]:
 
 
 def _apart(mine: str, others: str) -> str:
-    """Return what of a list is not in the other."""
+    """Return the items of one list that the other lacks."""
     known = others.split(", ")
     return ", ".join(part for part in mine.split(", ") if part not in known) or "-"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("path", nargs="?", help="folders that go first on the module path")
+    parser.add_argument("path", nargs="?", help="checkouts, separated by colons")
     parser.add_argument("--describe", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.describe:
         print(json.dumps(described()))
         return
     if args.path is None:
-        parser.error("give the path of a checkout")
+        parser.error("PATH is missing: pass the path of a checkout")
     tested, other = described_with(""), described_with(args.path)
     print("\n".join(table(tested, other)))
     lost = [key for key, value in other.items() if value.startswith(MISSING) and key in tested]

@@ -1,1 +1,1 @@
-"""Held-out losses of the quickstart with several optimizers, learning rates and seeds."""
+"""Compare the quickstart's held-out losses between optimizers, learning rates and seeds."""

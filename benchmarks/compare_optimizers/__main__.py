@@ -1,7 +1,7 @@
-"""Train the quickstart's model with several optimizers and draw their held-out losses.
+"""Train the quickstart's model with several optimizers and plot their held-out losses.
 
-Every optimizer is trained with each learning rate of its grid and each seed. Drawn is its learning
-rate with the best median held-out loss; the table has all. Other flags go to Megatron's trainer.
+Each optimizer is trained with each learning rate of its grid and each seed. The plot shows the
+learning rate with the best median loss, the table all of them. Other flags go to the trainer.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
         nargs="*",
         default=["adam", "muon"],
         metavar="NAME",
-        help="what is compared (default: adam muon)",
+        help="optimizers to compare (default: adam muon)",
     )
     made.add_argument(
         "--lr",
@@ -47,31 +47,29 @@ def parser() -> argparse.ArgumentParser:
         action="extend",
         default=[],
         metavar="NAME=a,b,c",
-        help=f"an optimizer's grid of learning rates at their peak (default: {DEFAULT_GRID})",
+        help=f"peak learning rates to try for an optimizer (default: {DEFAULT_GRID})",
     )
+    made.add_argument("--seeds", nargs="*", type=int, default=[1, 2, 3], help="(default: 1 2 3)")
+    made.add_argument("--steps", type=int, default=360, help="steps per run (default: %(default)s)")
     made.add_argument(
-        "--seeds", nargs="*", type=int, default=[1, 2, 3], help="default: %(default)s"
-    )
-    made.add_argument("--steps", type=int, default=360, help="of each run (default: %(default)s)")
-    made.add_argument(
-        "--processes", type=int, default=2, help="that train one model (default: %(default)s)"
+        "--processes", type=int, default=2, help="ranks per run (default: %(default)s)"
     )
     made.add_argument(
         "--out",
         type=Path,
         default=Path("runs/compare"),
-        help="folder of all runs; those that are done are not trained again (default: %(default)s)",
+        help="folder for all runs; finished runs are kept (default: %(default)s)",
     )
     made.add_argument(
         "--json", type=Path, help="file for all figures (default: comparison.json in --out)"
     )
-    made.add_argument("--png", type=Path, help="the figure (default: comparison.png in --out)")
+    made.add_argument("--png", type=Path, help="file for plots (default: comparison.png in --out)")
     return made
 
 
 def checked(arguments: argparse.Namespace, flags: list[str]) -> tuple[Grid, Settings]:
-    """Return what to train, or raise an InputError before anything is."""
-    # these import torch, which --help does without
+    """Return what to train; raise InputError for invalid arguments before training starts."""
+    # imported late because they import torch, which makes --help slow
     from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
     from megatron_eopt.settings.registry import optimizer_names
 
@@ -105,7 +103,7 @@ def main(given: list[str] | None = None) -> int:
         before = about()
         results = train_all(arguments.out, settings, list(runs_of(grid, arguments.seeds)))
     except KeyboardInterrupt:
-        print("Stopped. The same command goes on from here.")
+        print("Stopped. Run the same command again to resume.")
         return 130
     except RunError as error:
         print(error, file=sys.stderr)
@@ -114,17 +112,17 @@ def main(given: list[str] | None = None) -> int:
     Console().print(table(found))
     print(*notes(found), sep="\n")
     figures = arguments.json or arguments.out / "comparison.json"
-    # those that were trained before, of another commit
+    # runs of earlier calls can be from other commits
     before["commit"] = ", ".join(sorted({result.commit or "unknown" for result in results}))
     publish(document(settings, found, results), before, figures)
     png = arguments.png or arguments.out / "comparison.png"
     draw(settings, found).savefig(png, dpi=120)
-    print(f"Figure: {png}    All figures: {figures}")
+    print(f"Plot: {png}    All figures: {figures}")
     return 0
 
 
 if __name__ == "__main__":
-    # as in the quickstart, also for a scheduler's SIGTERM
+    # stop gently as the quickstart does, also when a scheduler sends SIGTERM
     for stop in (signal.SIGINT, signal.SIGTERM):
         signal.signal(stop, signal.default_int_handler)
     sys.exit(main())

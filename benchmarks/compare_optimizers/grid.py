@@ -1,32 +1,32 @@
-"""What is trained: optimizers, a grid of learning rates for each, and seeds; checked beforehand."""
+"""Check which optimizers, learning rates and seeds to train, and list the runs."""
 
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 LEARNING_RATES = (3e-4, 1e-3, 3e-3, 1e-2)
-"""The grid of every optimizer that is given none: the best ones of Adam and Muon are inside."""
+"""Default grid of each optimizer; the best rates of Adam and Muon are inside of it."""
 
 FINAL_SHARE = 0.1
-"""Of its learning rate at the peak, what a run ends with."""
+"""Final learning rate of a run, as a share of its peak."""
 
 RESERVED = (
     *("--optimizer", "--seed", "--train-iters", "--save", "--load", "--min-lr"),
     *("--eval-iters", "--eval-interval"),
 )
-"""Flags of the trainer that the comparison sets by itself."""
+"""Trainer flags that the comparison sets itself."""
 
 type Grid = dict[str, tuple[float, ...]]
 """The learning rates of every optimizer, ascending."""
 
 
 class InputError(ValueError):
-    """An argument that cannot be honoured; the message names it and its valid values."""
+    """An argument is invalid; the message names it and its valid values."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training: an optimizer, the peak of its learning rate, a seed."""
+    """One training run: an optimizer, its peak learning rate and a seed."""
 
     optimizer: str
     lr: float
@@ -34,11 +34,11 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The name of its folder."""
+        """The name of the run's folder."""
         return f"{self.optimizer}-{self.lr:g}-{self.seed}"
 
     def flags(self) -> list[str]:
-        """Return the trainer's flags of this run alone."""
+        """Return the trainer flags in which this run differs from others."""
         rates = ["--lr", f"{self.lr:g}", "--min-lr", f"{FINAL_SHARE * self.lr:g}"]
         return ["--optimizer", self.optimizer, *rates, "--seed", str(self.seed)]
 
@@ -46,25 +46,25 @@ class Run:
 def check(
     optimizers: Sequence[str], seeds: Sequence[int], flags: Sequence[str], known: Collection[str]
 ) -> None:
-    """Raise an InputError where something is unknown, twice, missing or not to be chosen."""
+    """Raise InputError for unknown, repeated or missing values, and for reserved flags."""
     names = ", ".join(sorted(known))
     if not optimizers:
-        raise InputError(f"--optimizers: name at least one of {names}")
+        raise InputError(f"--optimizers: pass at least one of {names}")
     for name in optimizers:
         if name not in known:
             raise InputError(f"--optimizers {name}: must be one of {names}")
     if not seeds:
-        raise InputError("--seeds: give at least one whole number from 1 on")
+        raise InputError("--seeds: pass at least one whole number above 0")
     for seed in seeds:
         if seed < 1:
-            raise InputError(f"--seeds {seed}: must be at least 1, as Megatron asks")
+            raise InputError(f"--seeds {seed}: must be at least 1, as Megatron requires")
     for argument, values in (("--optimizers", optimizers), ("--seeds", seeds)):
         if len(set(values)) < len(values):
-            raise InputError(f"{argument} {' '.join(map(str, values))}: name each of them once")
+            raise InputError(f"{argument} {' '.join(map(str, values))}: pass each value only once")
     for flag in flags:
         if (name := flag.partition("=")[0]) in RESERVED:
             raise InputError(
-                f"{name}: is set for each run; choose with --optimizers, --lr, --seeds, --steps"
+                f"{name}: the comparison sets it; use --optimizers, --lr, --seeds or --steps"
             )
 
 
@@ -72,11 +72,11 @@ def grid_of(optimizers: Sequence[str], given: Sequence[str]) -> Grid:
     """Return the learning rates of every optimizer.
 
     Args:
-        optimizers: Their names.
-        given: ``OPTIMIZER=a,b,c`` for those that do not take the default grid.
+        optimizers: Names of the optimizers.
+        given: ``OPTIMIZER=a,b,c`` for each optimizer that does not use the default grid.
 
     Raises:
-        InputError: If one is malformed, or is no optimizer's of these.
+        InputError: If an entry is malformed, or names another optimizer.
     """
     grid: Grid = dict.fromkeys(optimizers, LEARNING_RATES)
     chosen: set[str] = set()
@@ -87,7 +87,7 @@ def grid_of(optimizers: Sequence[str], given: Sequence[str]) -> Grid:
         if name not in grid:
             raise InputError(f"--lr {text}: must name one of --optimizers {' '.join(optimizers)}")
         if name in chosen:
-            raise InputError(f"--lr {text}: {name} has learning rates already; give all in one")
+            raise InputError(f"--lr {text}: {name} is given twice; list all its rates in one value")
         chosen.add(name)
         grid[name] = _rates(text, rates)
     return grid
@@ -102,12 +102,12 @@ def _rates(text: str, listed: str) -> tuple[float, ...]:
     if not all(math.isfinite(rate) and rate > 0 for rate in rates):
         raise InputError(f"--lr {text}: learning rates must be finite and above 0")
     if len(set(rates)) < len(rates):
-        raise InputError(f"--lr {text}: name each learning rate once")
+        raise InputError(f"--lr {text}: pass each learning rate only once")
     return tuple(sorted(rates))
 
 
 def runs_of(grid: Grid, seeds: Sequence[int]) -> Iterator[Run]:
-    """Yield all runs: optimizers in turn, so that they share what the machine does meanwhile."""
+    """Yield all runs, alternating optimizers, so that disturbances of the machine affect all."""
     for seed in seeds:
         for number in range(max(map(len, grid.values()))):
             for name, rates in grid.items():

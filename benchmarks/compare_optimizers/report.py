@@ -1,4 +1,4 @@
-"""What is told of a comparison: a table, a JSON document, a figure."""
+"""Report a comparison as a table, a JSON document and a plot."""
 
 import math
 from collections.abc import Sequence
@@ -11,22 +11,20 @@ from rich.table import Table
 from benchmarks.compare_optimizers.summary import Arm, Summary, common_loss
 from benchmarks.compare_optimizers.trainings import Result, Settings
 
-CHOICE = "Drawn is, of each optimizer's grid, the learning rate with the best median held-out loss."
-TIMES = (
-    "Time is steps times seconds a step: medians of runs, of which the least disturbed is taken."
-)
+CHOICE = "The plot shows each optimizer's learning rate with the best median held-out loss."
+TIMES = "Time is steps times seconds per step. Seconds per step are the fastest run's median."
 
 
 def table(found: dict[str, Summary]) -> Table:
-    """Return a table of the whole grid; a star marks what is drawn."""
+    """Return a table of the whole grid; a star marks the best learning rates."""
     common = common_loss(found)
-    made = Table(title="Held-out loss at the end (nats per byte); * is drawn", box=box.SIMPLE)
+    made = Table(title="Final held-out loss (nats per byte); * marks the best lr", box=box.SIMPLE)
     made.pad_edge = False
     for heading in ("optimizer", "lr", "median", "range"):
         made.add_column(heading, no_wrap=True)
     for heading in ("s/step", "steps", "s"):
         made.add_column(heading, no_wrap=True, justify="right")
-    made.caption = f"steps, s: until the median is {common:.4f}, which all that are drawn reach"
+    made.caption = f"steps, s: until the median loss is {common:.4f}, which all best lr reach"
     for name, summary in found.items():
         for arm in summary.arms:
             best = arm is summary.best
@@ -40,9 +38,9 @@ def table(found: dict[str, Summary]) -> Table:
 
 
 def notes(found: dict[str, Summary]) -> list[str]:
-    """Return what a reader of the table has to know beside it."""
+    """Return remarks to print below the table."""
     edges = [
-        f"{name}: {summary.best.lr:g} is at the edge of its grid, and a better one may be beyond."
+        f"{name}: {summary.best.lr:g} is at the edge of its grid; try learning rates beyond it."
         for name, summary in found.items()
         if summary.at_edge
     ]
@@ -58,7 +56,7 @@ def notes(found: dict[str, Summary]) -> list[str]:
 def document(
     settings: Settings, found: dict[str, Summary], results: Sequence[Result]
 ) -> dict[str, Any]:
-    """Return all figures of a comparison, for a JSON file; what is infinite or unknown is null."""
+    """Return all figures of a comparison for JSON; infinite and unknown values are null."""
     common = common_loss(found)
     return {
         "steps": settings.steps,
@@ -99,7 +97,7 @@ def _entry(summary: Summary, common: float) -> dict[str, Any]:
 
 
 def draw(settings: Settings, found: dict[str, Summary]) -> Figure:
-    """Draw held-out losses against steps and against time: medians, and bands of all seeds."""
+    """Plot held-out losses by step and by time: the median of seeds, and a band for their range."""
     figure = Figure(figsize=(9, 4), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
     for number, summary in enumerate(found.values()):
@@ -112,7 +110,7 @@ def draw(settings: Settings, found: dict[str, Summary]) -> Figure:
             panel.plot(x, median, "o-", lw=1.5, ms=3, color=f"C{number}", label=label(summary))
             panel.fill_between(x, low, high, color=f"C{number}", alpha=0.25, lw=0)
     axes[0].set(xlabel="step", ylabel="held-out loss (nats per byte)")
-    axes[1].set(xlabel="seconds of training (steps x seconds a step)")
+    axes[1].set(xlabel="seconds of training (steps x seconds per step)")
     for panel in axes:
         panel.grid(alpha=0.3)
     if axes[0].lines:
@@ -122,13 +120,13 @@ def draw(settings: Settings, found: dict[str, Summary]) -> Figure:
 
 
 def label(summary: Summary) -> str:
-    """Return an optimizer's name in the legend, with what its learning rate was chosen from."""
+    """Return an optimizer's legend entry: its learning rate and the grid that was searched."""
     grid = ", ".join(f"{arm.lr:g}" for arm in summary.arms)
     return f"{summary.best.optimizer}, lr {summary.best.lr:g} of {grid}"
 
 
 def caption(settings: Settings, found: dict[str, Summary]) -> str:
-    """Return the title of the figure: what was trained and what lines and bands are."""
+    """Return the plot's title: what was trained, and what lines and bands mean."""
     runs = next(iter(found.values())).best.results
     seeds = ", ".join(str(result.run.seed) for result in runs)
     where = f"{settings.steps} steps on {settings.processes} processes"

@@ -1,4 +1,4 @@
-"""From the results of all runs to one learning rate of each optimizer, and how fast it trains."""
+"""Choose each optimizer's best learning rate from all runs, and measure how fast it trains."""
 
 import math
 import statistics
@@ -13,7 +13,7 @@ from benchmarks.compare_optimizers.trainings import Result
 
 @dataclass(frozen=True)
 class Arm:
-    """An optimizer with one learning rate: all its seeds."""
+    """All seeds of an optimizer with one learning rate."""
 
     optimizer: str
     lr: float
@@ -21,18 +21,18 @@ class Arm:
 
     @property
     def median(self) -> float:
-        """Median of the held-out losses at the end; infinite where too many runs diverged."""
+        """Median final held-out loss; infinite if half of the runs diverged."""
         return statistics.median(result.last for result in self.results)
 
     @property
     def range(self) -> tuple[float, float]:
-        """Least and largest held-out loss at the end."""
+        """Smallest and largest final held-out loss."""
         last = [result.last for result in self.results]
         return min(last), max(last)
 
     @cached_property
     def curve(self) -> dict[int, tuple[float, float, float]]:
-        """Least, median and largest held-out loss of the seeds that did not diverge, by step."""
+        """By step, the smallest, median and largest held-out loss of seeds that did not diverge."""
         curves = [result.held_out for result in self.results if not result.diverged]
         steps = sorted(set[int]().union(*curves).intersection(*curves))
         found = {step: [curve[step] for curve in curves] for step in steps}
@@ -42,9 +42,9 @@ class Arm:
         }
 
     def steps_to(self, loss: float) -> float:
-        """Return after how many steps the median is at ``loss``; infinite if it never is.
+        """Return the number of steps until the median reaches ``loss``; infinite if it never does.
 
-        Between evaluations it is taken to be straight, before the first one to be that one's.
+        Losses between two evaluations are interpolated linearly.
         """
         medians = [(step, median) for step, (_, median, _) in self.curve.items()]
         if medians and medians[0][1] <= loss:
@@ -57,14 +57,14 @@ class Arm:
 
 @dataclass(frozen=True)
 class Summary:
-    """What is drawn and told of one optimizer.
+    """The result of one optimizer.
 
     Attributes:
         arms: All learning rates of its grid, ascending.
-        best: The one with the least median.
-        step_seconds: Least of all its runs' medians. A step takes the same at any learning rate,
-            and what else the machine does meanwhile only adds.
-        step_range: Least and largest of these medians.
+        best: The learning rate with the smallest median loss.
+        step_seconds: Smallest median of all its runs, since the learning rate does not change a
+            step's time, and other load on the machine only adds to it.
+        step_range: Smallest and largest of these medians.
     """
 
     arms: tuple[Arm, ...]
@@ -74,7 +74,7 @@ class Summary:
 
     @property
     def at_edge(self) -> bool:
-        """Whether a wider grid might have a better learning rate."""
+        """Whether the best learning rate is the smallest or largest of several."""
         return len(self.arms) > 1 and self.best in (self.arms[0], self.arms[-1])
 
 
@@ -87,12 +87,12 @@ def _summary(name: str, rates: Sequence[float], results: Sequence[Result]) -> Su
     own = [result for result in results if result.run.optimizer == name]
     arms = tuple(Arm(name, lr, tuple(r for r in own if r.run.lr == lr)) for lr in rates)
     best = min(arms, key=lambda arm: arm.median)
-    # a run that diverged in its second step has no time
+    # a run that diverged in its second step has no step time
     seconds = [r.step_seconds for r in own if math.isfinite(r.step_seconds)] or [math.nan]
     return Summary(arms, best, min(seconds), (min(seconds), max(seconds)))
 
 
 def common_loss(found: dict[str, Summary]) -> float:
-    """Return the least loss that every optimizer's best median reaches, diverged ones aside."""
+    """Return the smallest loss that the best median of every optimizer reaches, if it converged."""
     finite = [s.best.median for s in found.values() if math.isfinite(s.best.median)]
     return max(finite, default=math.nan)

@@ -1,4 +1,4 @@
-"""Trains what a folder of runs lacks; what it has is not trained again."""
+"""Train the runs that a folder lacks; finished runs are read from it."""
 
 import dataclasses
 import json
@@ -17,19 +17,19 @@ from benchmarks.machine import commit
 from benchmarks.quickstart_runs import Curve, RunError, held_out_losses, seconds_per_step, train
 
 EVALUATIONS = 10
-"""How often a run is evaluated on held-out text."""
+"""Number of evaluations on held-out text per run."""
 
 DIVERGED = re.compile(r"Unexpected result (nan|inf)|found (NaN|Inf)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What all runs of a folder have in common.
+    """Settings that all runs of a folder share.
 
     Attributes:
-        steps: Of each run.
-        processes: Of each run.
-        flags: Of the trainer, given by hand.
+        steps: Training steps per run.
+        processes: Ranks per run.
+        flags: The user's flags for the trainer.
     """
 
     steps: int
@@ -39,14 +39,14 @@ class Settings:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a run.
+    """The result of a run.
 
     Attributes:
-        run: Which it was.
-        held_out: Losses in nats per byte, by step.
-        step_seconds: Median of its steps' times.
-        diverged: Whether it ended early with losses or gradients that were no numbers.
-        commit: Of the code that trained it.
+        run: The run.
+        held_out: Held-out losses in nats per byte, by step.
+        step_seconds: Median seconds per step.
+        diverged: Whether it ended early because a loss or gradient was inf or nan.
+        commit: Commit of the code that trained it.
     """
 
     run: Run
@@ -57,37 +57,37 @@ class Result:
 
     @property
     def last(self) -> float:
-        """The held-out loss at the end; infinite if the run diverged."""
+        """The final held-out loss; infinite if the run diverged."""
         return math.inf if self.diverged else self.held_out[max(self.held_out)]
 
 
 def claim(out: Path, settings: Settings) -> None:
-    """Make ``out`` the folder of runs with these settings.
+    """Record the settings of ``out``'s runs.
 
     Raises:
-        InputError: If it has runs with others.
+        InputError: If the folder has runs with other settings.
     """
     file = out / "settings.json"
     wanted = json.loads(json.dumps(dataclasses.asdict(settings)))
-    # a mistyped flag leaves neither
+    # neither file exists after a call with a mistyped flag, which may then be corrected
     begun = any([*out.rglob("result.json"), *out.rglob("latest_checkpointed_iteration.txt")])
     own = {field.name for field in dataclasses.fields(Settings)}
     if file.exists() and json.loads(file.read_text()).keys() != own:
-        raise InputError(f"--out {out}: its settings.json is not of such runs; give another folder")
+        raise InputError(f"--out {out}: its settings.json is of other runs; pass another folder")
     if not (file.exists() and begun):
         out.mkdir(parents=True, exist_ok=True)
         _write(file, wanted)
     elif (found := json.loads(file.read_text())) != wanted:
         had = f"--steps {found['steps']} --processes {found['processes']}"
         had = " ".join([had, *found["flags"]])
-        raise InputError(f"--out {out}: has runs of {had}; give these, or another folder")
+        raise InputError(f"--out {out}: has runs of {had}; pass these flags or another folder")
 
 
 def train_all(out: Path, settings: Settings, runs: Sequence[Run]) -> list[Result]:
-    """Return the results of all runs, in order; trains those that are not done.
+    """Return the results of all runs, in order; train those that are not finished.
 
     Raises:
-        KeyboardInterrupt: If the user stopped a run; it has saved, and is gone on with next time.
+        KeyboardInterrupt: If the user stopped a run, which has saved and resumes next time.
         RunError: If a run failed.
     """
     results = []
@@ -103,14 +103,14 @@ def train_all(out: Path, settings: Settings, runs: Sequence[Run]) -> list[Result
 
 
 def describe(result: Result) -> str:
-    """Return what came of a run in a few words."""
+    """Return a run's result in a few words."""
     if result.diverged:
         return "diverged"
-    return f"held-out loss {result.last:.4f}, {result.step_seconds:.3f} s a step"
+    return f"held-out loss {result.last:.4f}, {result.step_seconds:.3f} s per step"
 
 
 def done(out: Path, run: Run) -> Result | None:
-    """Return the result that a folder has of a run, if any."""
+    """Return the saved result of a run, or None."""
     file = out / run.name / "result.json"
     if not file.exists():
         return None
@@ -134,7 +134,7 @@ def _trained(out: Path, settings: Settings, run: Run) -> Result:
     written = dataclasses.asdict(result)
     del written["run"]
     _write(folder / "result.json", written)
-    # 50 MB, and a finished run needs none
+    # a checkpoint takes 50 MB, and a finished run needs none
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     return result
 

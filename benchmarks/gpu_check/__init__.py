@@ -1,1 +1,1 @@
-"""One command for a GPU machine: what was only ever seen on CPUs is checked and measured there."""
+"""Test and benchmark the package on GPUs, with one command."""

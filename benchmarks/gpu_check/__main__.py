@@ -1,10 +1,10 @@
-"""Checks and measures megatron-eopt on the GPUs of this machine; no network is needed.
+"""Test and benchmark megatron-eopt on the GPUs of this machine; no network is needed.
 
-Each section runs in a process of its own, whose output is in OUT/SECTION.log and whose results are
-in OUT/SECTION.json; OUT/results.json has them all, with the machine. The same command goes on
-where the last one ended: what passed with the same code on the same machine does not run again.
-Ends with 1 if a section failed, with 2 if nothing could be run. Without a GPU it is a trial at
-small sizes on the CPU.
+Each section runs in its own process. Its output goes to OUT/SECTION.log and its results to
+OUT/SECTION.json. OUT/results.json contains all results and describes the machine. Run the command
+again to continue: sections that passed with the same code on the same machine do not run again.
+The exit status is 1 if a section failed and 2 if nothing could run. Without a GPU, the sections
+run with small sizes on the CPU.
 """
 
 import argparse
@@ -38,23 +38,23 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("runs/gpu_check"), metavar="DIR", help="of results"
+        "--out", type=Path, default=Path("runs/gpu_check"), metavar="DIR", help="results"
     )
-    text = "folder of wheels that are used before what is installed (put into DIR/site)"
+    text = "install the wheels of this folder to OUT/site and prefer them to installed packages"
     parser.add_argument("--wheels", type=Path, metavar="DIR", help=text)
-    text = "of all that runs; what is left is reported as not run (default: 9)"
+    text = "time limit; sections without time are reported as not run (default: 9)"
     parser.add_argument("--minutes", type=float, default=9.0, metavar="N", help=text)
     parser.add_argument(
         "--only", nargs="+", choices=names, default=names, metavar="SECTION", help="run these"
     )
-    parser.add_argument("--again", action="store_true", help="also what has passed before")
-    parser.add_argument("--gpus", type=int, metavar="N", help="use so many (default: all)")
-    parser.add_argument("--small", action="store_true", help="sizes of a trial")
+    parser.add_argument("--again", action="store_true", help="repeat sections that passed")
+    parser.add_argument("--gpus", type=int, metavar="N", help="number of GPUs (default: all)")
+    parser.add_argument("--small", action="store_true", help="use small sizes")
     return parser
 
 
 def environment_of(out: Path) -> dict[str, str]:
-    """Return the variables of all processes that are started."""
+    """Return the environment variables of all started processes."""
     site = [str(out / "site")] if (out / "site").exists() else []
     inherited = os.environ.get("PYTHONPATH")
     path = [str(ROOT), *site, *([inherited] if inherited else [])]
@@ -62,9 +62,9 @@ def environment_of(out: Path) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "PYTHONWARNINGS": "ignore",
-        # compiling what is fused upstream takes minutes, and needs a compiler
+        # compiling megatron-core's fused functions takes minutes and needs a compiler
         "TORCHDYNAMO_DISABLE": "1",
-        # a machine without network may not know its own name
+        # without network, the host name may not resolve
         "GLOO_SOCKET_IFNAME": "lo",
         "PET_LOCAL_ADDR": "127.0.0.1",
     }
@@ -73,7 +73,7 @@ def environment_of(out: Path) -> dict[str, str]:
 
 
 def describe_machine(environment: dict[str, str]) -> Document:
-    """Return what :mod:`benchmarks.gpu_check.machine` says in a process of its own."""
+    """Return the output of :mod:`benchmarks.gpu_check.machine`, run in its own process."""
     command = [sys.executable, "-P", "-m", "benchmarks.gpu_check.machine"]
     done = subprocess.run(
         command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=180
@@ -85,7 +85,7 @@ def describe_machine(environment: dict[str, str]) -> Document:
 
 
 def prepared_run(arguments: argparse.Namespace, began: float) -> tuple[Run, Document] | str:
-    """Return what runs sections, and the machine; or why nothing can run."""
+    """Return the run and the machine's description, or the reason why nothing can run."""
     out = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     if arguments.wheels is not None:
@@ -95,12 +95,12 @@ def prepared_run(arguments: argparse.Namespace, began: float) -> tuple[Run, Docu
     if machine["missing"]:
         packages = " ".join(machine["missing"])
         return (
-            f"missing packages: {packages}. Bring them as wheels: docs/how_to/clusters.md says how"
+            f"missing packages: {packages}. docs/how_to/clusters.md shows how to add them as wheels"
         )
     gpus = 0 if os.environ.get("MEGATRON_EOPT_DEVICE") == "cpu" else len(machine["gpus"])
     wanted = arguments.gpus or gpus or RANKS_ON_CPU
     if gpus and wanted > gpus:
-        return f"--gpus {wanted}: {gpus} are here"
+        return f"--gpus {wanted}: this machine has only {gpus}"
     device = "cuda" if gpus else "cpu"
     environment["MEGATRON_EOPT_DEVICE"] = device
     small = arguments.small or device == "cpu"
@@ -111,7 +111,7 @@ def prepared_run(arguments: argparse.Namespace, began: float) -> tuple[Run, Docu
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit status."""
+    """Run the command and return its exit status."""
     began = time.monotonic()
     parser = make_parser()
     arguments = parser.parse_args(argv)
@@ -136,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"  {found['status']} after {found['seconds']:.0f} s", flush=True)
         elif (kept := run.kept(section)) is not None:
             sections[section.name] = kept
-        # after each, for who is interrupted
+        # write after each section, in case of an interruption
         report.write(run.out / "results.json", machine, sections)
     report.show(machine, sections)
     print(f"All figures: {run.out / 'results.json'}")
@@ -145,10 +145,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # sections have sessions of their own, and would run on
+    # otherwise sections would continue to run, since they have their own sessions
     for stop in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(stop, signal.default_int_handler)
     try:
         sys.exit(main())
     except KeyboardInterrupt:
-        sys.exit("gpu_check: interrupted; the same command goes on")
+        sys.exit("gpu_check: interrupted. Run it again to continue.")

@@ -1,4 +1,4 @@
-"""What a section is given, and what it says."""
+"""The input and the result of a section."""
 
 import traceback
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ class OnRanks(Protocol):
     """Runs a function on every rank of a world."""
 
     def __call__(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Return what ``function(*args)`` returns, in the order of ranks.
+        """Return the results of ``function(*args)`` on all ranks, in rank order.
 
         Args:
             world_size: Number of ranks.
@@ -28,11 +28,11 @@ class Context:
     """Where a section runs.
 
     Attributes:
-        device: ``cuda``, or ``cpu`` for a trial without GPUs.
-        ranks: Ranks at most: GPUs, or processes on a CPU.
-        folder: A folder that the section may fill.
-        small: Whether sizes are those of a trial.
-        seconds: After so many it is stopped.
+        device: ``cuda``, or ``cpu`` without GPUs.
+        ranks: Maximum number of ranks: GPUs, or processes on a CPU.
+        folder: Folder for the section's files.
+        small: Whether to use small sizes.
+        seconds: Time limit, after which the section is stopped.
         on_ranks: Runs a function on ranks with the device.
     """
 
@@ -49,14 +49,14 @@ _LONGEST = 2000
 
 @dataclass
 class Outcome:
-    """What a section found.
+    """The result of a section.
 
     Attributes:
-        headline: The figures that matter most, in a line.
-        figures: All of them, as JSON has them.
-        problems: What is wrong, as sentences; the section has passed if there is none.
-        skipped: Why it cannot run here.
-        left: What there was no time for; the same command goes on with it.
+        headline: The most important figures, in one line.
+        figures: All figures, as JSON values.
+        problems: Sentences that say what is wrong; the section passed if the list is empty.
+        skipped: Why the section cannot run here.
+        left: Items that the time did not allow; the next call continues with them.
     """
 
     headline: str = ""
@@ -76,12 +76,12 @@ class Outcome:
 
     @contextmanager
     def noting(self, what: str) -> Iterator[None]:
-        """Make a problem of an exception in a block, so that what comes after it is still done."""
+        """Record an exception of the block as a problem, so that the section continues."""
         try:
             yield
         except Exception as error:
             traceback.print_exc()
             text = str(error)
-            # what was wrong stands at the end of the errors of other processes
+            # errors from other processes have their reason at the end
             shown = text if len(text) <= _LONGEST else f"...{text[-_LONGEST:]}"
             self.problems.append(f"{what}: {type(error).__name__}: {shown}")

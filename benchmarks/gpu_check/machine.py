@@ -1,4 +1,4 @@
-"""What results depend on: the machine, versions, and the sources. Prints it as JSON."""
+"""Print as JSON what results depend on: the machine, versions and source code."""
 
 import hashlib
 import json
@@ -23,7 +23,7 @@ PACKAGES = (
 
 
 def describe() -> dict[str, Any]:
-    """Return versions, GPUs, and what is missing."""
+    """Return versions, GPUs and missing packages."""
     missing = sorted({package for module, package in NEEDED.items() if not _is_there(module)})
     found: dict[str, Any] = {
         "python": platform.python_version(),
@@ -41,7 +41,7 @@ def describe() -> dict[str, Any]:
 
 
 def sources() -> str:
-    """Return a hash of the code that runs: without git, it is what tells two states apart."""
+    """Return a hash of the code, which identifies it without git."""
     digest = hashlib.sha256()
     for folder in ("megatron_eopt", "arguments", "benchmarks/gpu_check", "tests", "scripts"):
         for path in sorted((ROOT / folder).rglob("*.py")):
@@ -81,5 +81,5 @@ def _is_there(module: str) -> bool:
 
 
 if __name__ == "__main__":
-    # what imports may print comes before
+    # on a line of its own, since imports may print text
     sys.stdout.write("\n" + json.dumps(describe()) + "\n")

@@ -1,4 +1,4 @@
-"""A small GPT with its optimizer, and gradients for it."""
+"""Build a small GPT with its optimizer, and set its gradients."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ LARGE: dict[str, Any] = {
     "position_embedding": "rope",
     "dtype": torch.bfloat16,
 }
-"""Half a billion weights."""
+"""Size of a model with half a billion parameters."""
 
 
 def build(
@@ -49,14 +49,14 @@ def gpt(model: dict[str, Any]) -> torch.nn.Module:
 
 
 def settings(model: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    """Return fields of an optimizer's configuration for a model, with what is given."""
+    """Return configuration fields for a model's optimizer; ``fields`` override them."""
     dtype = model.get("dtype", torch.float32)
     rates = {"lr": 0.02, "min_lr": 0.02}
     return rates | {"bf16": dtype == torch.bfloat16, "params_dtype": dtype} | fields
 
 
 def with_rates(optimizer: Any) -> Any:
-    """Return an optimizer whose groups have the rates that a scheduler would set."""
+    """Set the learning rates and weight decays that a scheduler would set; return the optimizer."""
     for group in optimizer.param_groups:
         group["lr"] = optimizer.config.lr
         group["weight_decay"] = optimizer.config.weight_decay * group["wd_mult"]
@@ -70,7 +70,7 @@ def batch_of(seed: int) -> Batch:
 
 
 def give_gradients(chunk: Any, seed: int) -> None:
-    """Set random gradients, of the size that they have in training."""
+    """Set random gradients of a realistic size."""
     torch.manual_seed(seed)
     for param in chunk.parameters():
         param.main_grad.normal_(std=1e-2)

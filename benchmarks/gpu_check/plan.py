@@ -1,4 +1,4 @@
-"""Which sections there are, and how long each may take; the standard library alone is needed."""
+"""List the sections and their time limits, with the standard library only."""
 
 from typing import NamedTuple
 
@@ -7,9 +7,9 @@ class Section(NamedTuple):
     """One section.
 
     Attributes:
-        name: Of its module below ``sections``.
-        limit_s: Seconds after which it is stopped.
-        meaning: What it does, in a line.
+        name: Name of its module in ``sections``.
+        limit_s: Time limit in seconds.
+        meaning: What it does, in one line.
     """
 
     name: str
@@ -18,17 +18,17 @@ class Section(NamedTuple):
 
 
 SECTIONS = (
-    Section("quickstart", 150, "the quickstart's training, whose loss must fall"),
-    Section("reference", 90, "one step against float64 on the CPU, in float32 and bfloat16"),
-    Section("layouts", 120, "the same update at all layouts that the GPUs allow"),
-    Section("no_sync", 90, "where the host waits for the device in a step"),
-    Section("cuda_graph", 60, "orthogonalization captured in a CUDA graph and replayed"),
-    Section("memory", 90, "peak and standing memory against what the optimizer counts"),
-    Section("step", 120, "milliseconds of a step against megatron-core's optimizers"),
-    Section("newton_schulz", 150, "milliseconds and TFLOP/s of all back ends"),
-    Section("golden", 240, "values of functional cases: recorded, or compared with committed ones"),
+    Section("quickstart", 150, "train the quickstart and check that its loss falls"),
+    Section("reference", 90, "compare one step with float64 on the CPU, in float32 and bfloat16"),
+    Section("layouts", 120, "compare updates at all layouts that fit the GPUs"),
+    Section("no_sync", 90, "list where the host waits for the GPU during a step"),
+    Section("cuda_graph", 60, "capture orthogonalization in a CUDA graph and replay it"),
+    Section("memory", 90, "compare measured memory with the optimizer's own count"),
+    Section("step", 120, "time a step against megatron-core's optimizers"),
+    Section("newton_schulz", 150, "time all back ends of Newton-Schulz"),
+    Section("golden", 240, "record metrics of test runs, or compare them with committed ones"),
 )
-"""In the order in which they run: the one that may take longest comes last."""
+"""In the order in which they run; the longest comes last."""
 
 NEEDED = {
     "torch": "torch",
@@ -46,4 +46,4 @@ NEEDED = {
     "tensorboard": "tensorboard",
     "matplotlib": "matplotlib",
 }
-"""Modules that sections import, and the packages that have them."""
+"""Modules that sections import, with the packages that provide them."""

@@ -1,6 +1,6 @@
-"""Processes that are the ranks of a world, each with a GPU, or on the CPU.
+"""Run functions on several ranks, on GPUs or the CPU.
 
-NCCL gives every rank a GPU of its own. More ranks than GPUs share them, over gloo.
+With NCCL each rank has its own GPU. If there are more ranks than GPUs, they share GPUs over gloo.
 """
 
 import gc
@@ -22,9 +22,9 @@ from tests.harness.scene import forget_megatron
 
 
 def ranks_on(device: Device) -> OnRanks:
-    """Return what runs functions on ranks with a device; an error on one ends all.
+    """Return a function that runs functions on ranks; an error on one rank stops all.
 
-    A lone rank is this process, since a new one would import everything once more.
+    A single rank runs in this process, which saves the imports of a new one.
     """
 
     def on_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""What all sections found, as one file and as a table."""
+"""Report the results of all sections, as a file and as a table."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ _COLORS = {"passed": "green", "failed": "red", "skipped": "yellow", "not run": "
 
 
 def write(path: Path, machine: Document, sections: dict[str, Document]) -> None:
-    """Write everything into one file."""
+    """Write all results and the machine's description to a JSON file."""
     shown = {
         name: {key: value for key, value in found.items() if key != "basis"}
         for name, found in sections.items()
@@ -19,11 +19,11 @@ def write(path: Path, machine: Document, sections: dict[str, Document]) -> None:
 
 
 def show(machine: Document, sections: dict[str, Document]) -> None:
-    """Print a table of the sections, and one of back ends if they were measured."""
+    """Print a table of sections, and one of back ends if they were measured."""
     from rich.console import Console
     from rich.table import Table
 
-    # logs have no width of their own
+    # logs have no terminal width
     console = Console(width=None if Console().is_terminal else 140)
     table = Table("section", "result", "seconds", "found", title=_title(machine))
     for name, found in sections.items():
@@ -51,7 +51,7 @@ def _of_backends(rows: list[dict[str, Any]]) -> Any:
     from rich.table import Table
 
     names = ("back end", "algorithm", "matrices", "precision", "ms", "TFLOP/s", "deviation", "")
-    table = Table(*names, title="Newton-Schulz; TFLOP/s as if the standard form had run")
+    table = Table(*names, title="Newton-Schulz (TFLOP/s: FLOPs of the standard form / time)")
     for row in rows:
         figures = [_number(row.get(key)) for key in ("milliseconds", "tflops", "deviation")]
         told = _plain(_short(row.get("note", "")))

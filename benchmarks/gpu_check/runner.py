@@ -1,4 +1,4 @@
-"""Runs sections one by one, each in a process of its own, within the time that there is."""
+"""Run sections one after another, each in its own process, within a time limit."""
 
 import contextlib
 import json
@@ -18,7 +18,7 @@ from benchmarks.gpu_check.plan import Section
 from benchmarks.machine import ROOT
 
 LEAST_S = 20.0
-"""A section is not begun with less time than this: its imports take about as long."""
+"""A section does not start with less time left, which its imports alone need."""
 
 LAST_LINES = 30
 
@@ -30,13 +30,13 @@ class Run:
     """One call of the command.
 
     Attributes:
-        out: Folder of results.
-        deadline: When all must be over, as ``time.monotonic`` counts.
+        out: Folder for results.
+        deadline: End of the time limit, as a value of ``time.monotonic``.
         device: ``cuda`` or ``cpu``.
-        ranks: GPUs to use, or processes.
-        small: Whether sizes are those of a trial.
-        basis: What a result must have been found with to be kept.
-        environment: Variables of the sections' processes.
+        ranks: Number of GPUs, or of processes on a CPU.
+        small: Whether to use small sizes.
+        basis: Code, machine and sizes; earlier results are kept if theirs are the same.
+        environment: Environment variables of the sections' processes.
     """
 
     out: Path
@@ -48,32 +48,32 @@ class Run:
     environment: dict[str, str]
 
     def document(self, section: Section, *, again: bool = False) -> Document:
-        """Return what a section found: before, unless it failed or ``again``; or now."""
+        """Return the earlier result of a section if it passed and not ``again``; else run it."""
         kept = None if again else self.kept(section)
         if kept is not None:
             return kept
         left = self.deadline - time.monotonic()
         if left < LEAST_S:
-            return not_run(f"{max(0, left):.0f} s were left")
+            return not_run(f"only {max(0, left):.0f} s were left")
         self._begin(section, again=again)
         return self._run(section, min(left, section.limit_s))
 
     def kept(self, section: Section) -> Document | None:
-        """Return what a section found before with the same code, machine and sizes."""
+        """Return an earlier result with the same code, machine and sizes, if any."""
         found = self._found(section)
         if found.get("basis") == self.basis and found["status"] in ("passed", "skipped"):
             return found | {"kept": True}
         return None
 
     def _found(self, section: Section) -> Document:
-        """Return what a section's file has, nothing if there is none that can be read."""
+        """Return the content of a section's file, or {} if it cannot be read."""
         with contextlib.suppress(OSError, json.JSONDecodeError):
             document: Document = json.loads(self._path(section).read_text())
             return document
         return {}
 
     def _begin(self, section: Section, *, again: bool) -> None:
-        """Leave what an unfinished section goes on from, of the same basis, and nothing else."""
+        """Delete a section's files, unless it is unfinished and continues on the same basis."""
         found = self._found(section)
         if again or found.get("basis") != self.basis or found.get("status") != "not run":
             shutil.rmtree(self.out / section.name, ignore_errors=True)
@@ -89,8 +89,8 @@ class Run:
         took = round(time.monotonic() - began, 1)
         document: Document = json.loads(path.read_text())
         if not in_time and seconds < section.limit_s:
-            return not_run(f"stopped after {took:.0f} s, when all time was up")
-        # the section writes none, so what has one is from before it began
+            return not_run(f"stopped after {took:.0f} s by the time limit of all sections")
+        # the section itself writes no basis, so this file is from before it started
         if not in_time or code != 0 or "basis" in document:
             why = f"ended with exit code {code}" if in_time else f"not done after {took:.0f} s"
             document = {"status": "failed", "problems": [why], "figures": {}, "headline": ""}
@@ -111,14 +111,14 @@ class Run:
 
 
 def not_run(why: str) -> Document:
-    """Return what is said of a section for which there was no time."""
+    """Return the document of a section that had no time."""
     return {"status": "not run", "seconds": 0.0, "skipped": why, "figures": {}, "headline": ""}
 
 
 def _watch(
     command: Sequence[str], log: Path, environment: dict[str, str], seconds: float
 ) -> tuple[bool, int]:
-    """Run a command with its output in a file; return whether it ended in time, and its code."""
+    """Run a command, log its output; return whether it ended in time, and its exit code."""
     with log.open("w") as file:
         process = subprocess.Popen(
             command,
@@ -138,14 +138,14 @@ def _watch(
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """End a process and all that it has started, also what has a session of its own."""
+    """Kill a process and all its descendants, including those with their own sessions."""
     import psutil  # type: ignore[import-untyped]
 
     try:
         everyone = psutil.Process(process.pid).children(recursive=True)
     except psutil.NoSuchProcess:
         everyone = []
-    # processes whose parent has ended are in its group still
+    # processes whose parent has ended still belong to the process group
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     for child in everyone:

@@ -1,4 +1,4 @@
-"""Runs one section in this process and writes what it found."""
+"""Run one section in this process and write its result."""
 
 import argparse
 import importlib
@@ -15,7 +15,7 @@ from megatron_eopt.cpu import Device
 
 
 def outcome_of(name: str, context: Context) -> Outcome:
-    """Return what a section found; an exception is a problem."""
+    """Run a section and return its result; an exception becomes a problem."""
     failed = Outcome()
     with failed.noting(name):
         module = importlib.import_module(f"benchmarks.gpu_check.sections.{name}")
@@ -25,7 +25,7 @@ def outcome_of(name: str, context: Context) -> Outcome:
 
 
 def _left(found: Outcome) -> str | None:
-    """Return what is said of a section that goes on with the next call."""
+    """Return a sentence on a section that continues with the next call, or None."""
     if not found.left:
         return None
     return f"no time for {len(found.left)} ({found.left[0]}, ...); so far {found.headline}"

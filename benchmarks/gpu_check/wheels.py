@@ -1,4 +1,4 @@
-"""Packages from a folder of wheels, put beside the results and not into the environment."""
+"""Install packages from a folder of wheels next to the results, not into the environment."""
 
 import subprocess
 import sys
@@ -6,20 +6,20 @@ from pathlib import Path
 
 
 class WheelsError(RuntimeError):
-    """Wheels could not be installed; the message says why."""
+    """Wheels could not be installed; the message has the reason."""
 
 
 def install(wheels: Path, site: Path) -> None:
-    """Install all wheels of a folder into another, with neither network nor dependencies.
+    """Install all wheels of a folder to ``site``, without network access and dependencies.
 
-    What is there already is not installed again, by name.
+    Nothing happens if wheels with the same names are installed already.
 
     Raises:
-        WheelsError: If there is no wheel, or pip fails.
+        WheelsError: If the folder has no wheel, or pip fails.
     """
     files = sorted(wheels.glob("*.whl"))
     if not files:
-        raise WheelsError(f"--wheels {wheels}: no file there ends in .whl")
+        raise WheelsError(f"--wheels {wheels}: contains no file that ends in .whl")
     record = site / "installed"
     names = "\n".join(file.name for file in files)
     if record.exists() and record.read_text() == names:

@@ -1,1 +1,1 @@
-"""What one optimizer step computes and sends, against megatron-core and emerging-optimizers."""
+"""Count what an optimizer step computes and sends, against megatron-core's Muon."""

@@ -16,14 +16,16 @@ def main() -> None:
         prog="python -m benchmarks.optimizer_step",
         description=(
             f"Count what one optimizer step of a GPT ({LAYERS} layers, hidden {HIDDEN}, bf16) "
-            "computes and sends: this package in an exact mode against unmodified megatron-core "
-            "with emerging-optimizers, in the same gloo processes, on the same gradients. The "
-            "weights are compared at the end. ./scripts/gpu_check.sh takes the time on GPUs."
+            "computes and sends. This package is compared with megatron-core in the same gloo "
+            "processes, on the same gradients. The weights are compared at the end. To measure "
+            "times on GPUs, use ./scripts/gpu_check.sh."
         ),
     )
     names = [section.name for section in SECTIONS]
-    parser.add_argument("--only", choices=names, help="one layout")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one layout")
+    parser.add_argument("--only", choices=names, help="run only this layout")
+    parser.add_argument(
+        "--timeout", type=float, default=600.0, help="time limit per layout in seconds"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
     args = parser.parse_args()
     sections = [section for section in SECTIONS if args.only in (None, section.name)]

@@ -1,4 +1,4 @@
-"""What is compared: models of real megatron-core parts with the optimizers of either package."""
+"""The contestants: models of megatron-core with the optimizers of each package."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -25,18 +25,18 @@ class Arm:
 
     name: str  # in tables
     factory: Literal["megatron-core", "megatron-eopt"]  # whose ``get_megatron_optimizer``
-    # class of its configuration; megatron-core's own one asks us for its iteration, to the bit,
-    # ours for the fastest one of equal accuracy
+    # class of its configuration; with megatron-core's class, this package computes megatron-core's
+    # iteration bit by bit, with its own class the fastest iteration of equal accuracy
     config: type[OptimizerConfig]
     tp_mode: str  # its ``muon_tp_mode``
-    # everything on every rank, as the distributed optimizer does for Adam, or megatron-core's
-    # layer-wise optimizer with its padded layout
+    # "whole": a full copy on every rank; "fragments": the distributed optimizer; "padded":
+    # megatron-core's layer-wise optimizer with its padded layout
     storage: StorageT = "whole"
     optimizer: str = "muon"  # or "adam"
-    backend: str | None = None  # whose kernels ours uses; None for the default
+    backend: str | None = None  # ``muon_backend`` of this package; None for the default
 
     def optimizer_of(self, chunk: Any, **fields: Any) -> Any:
-        """Return its optimizer of a wrapped model, with further fields of the configuration."""
+        """Build the optimizer of a wrapped model; ``fields`` go to the configuration."""
         if self.backend is not None:
             fields["muon_backend"] = self.backend
         config = self.config(
@@ -60,7 +60,7 @@ class Section:
     tp: int  # tensor-parallel size
     ranks: int  # processes
     arms: tuple[Arm, ...]  # the first is ours
-    experts: int | None = None  # of every layer; None for a dense model
+    experts: int | None = None  # experts per layer; None for a dense model
 
 
 OURS: Literal["megatron-eopt"] = "megatron-eopt"
@@ -114,7 +114,7 @@ SECTIONS = (
 
 
 class Contestant:
-    """A model of its own with its optimizer; all start from the same weights."""
+    """A model and its optimizer; all contestants start from the same weights."""
 
     def __init__(self, section: Section, arm: Arm) -> None:
         model_parallel_cuda_manual_seed(1234)
@@ -126,7 +126,7 @@ class Contestant:
             heads=HEADS,
             experts=section.experts,
             vocabulary=VOCABULARY,
-            # stock sends learned position embeddings to Muon, which this package does not
+            # megatron-core trains learned position embeddings with Muon, this package with Adam
             position_embedding="rope",
             dtype=torch.bfloat16,
         )
@@ -144,7 +144,7 @@ class Contestant:
         )
 
     def set_gradients(self, seed: int) -> None:
-        """Write the same gradients in every contestant: noise and a rank-8 signal."""
+        """Set gradients, the same in every contestant: noise and a rank-8 signal."""
         generator = torch.Generator().manual_seed(seed)
         for param in self.model.parameters():
             grad = param.main_grad
@@ -155,15 +155,15 @@ class Contestant:
                 grad.addmm_(left, right, alpha=0.1)
 
     def weights(self) -> list[torch.Tensor]:
-        """Return copies of the model's weights, in float32."""
+        """Return float32 copies of the model's weights."""
         return [param.detach().float().clone() for param in self.model.parameters()]
 
 
 def wrapped_for(storage: StorageT, model: torch.nn.Module) -> Any:
-    """Return a model wrapped by megatron-core's DDP with the buffers of a storage."""
+    """Wrap a model by megatron-core's DDP, with the buffers that a storage needs."""
     if storage != "padded":
         return wrap_ddp(model, use_distributed_optimizer=storage == "fragments")
-    # heavy to import, and only this contestant needs it
+    # imported late, since it is slow and only this contestant needs it
     from megatron.training.training import wrap_model_chunks_with_ddp
 
     (wrapped,) = wrap_model_chunks_with_ddp(

@@ -1,4 +1,4 @@
-"""Counts what the contestants of a section do, in the same processes, on the same gradients."""
+"""Count what the contestants of a section do, in the same processes, on the same gradients."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,14 +17,14 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Counted:
-    """One contestant's step on the rank that has most to do."""
+    """One contestant's step: for each figure, the largest value of all ranks."""
 
     section: str  # its layout
     name: str
-    gigaflops: float  # operations of matrix products, in 10^9
-    megabytes: float  # bytes that are sent, in 10^6
-    calls: int  # collectives
-    apart: float  # largest distance of a parameter from ours after three steps, of its way
+    gigaflops: float  # GFLOP of matrix products
+    megabytes: float  # MB sent
+    calls: int  # number of collectives
+    apart: float  # largest distance of a weight from ours, relative to its change in three steps
 
 
 def measure(section: Section, timeout: float) -> list[Counted]:
@@ -69,7 +69,7 @@ def _on_rank(number: int) -> dict[str, tuple[float, float, int, float]]:
 
 
 def _counts(contestant: Contestant) -> Counts:
-    """Return what the last of some steps does: the first ones make what lives on."""
+    """Count the last of several steps, since the first ones allocate state and buffers."""
     for step in range(STEPS):
         contestant.set_gradients(step)
         with Counts() as counts:

@@ -1,7 +1,4 @@
-"""The optimizer of a plain PyTorch model, sharded or not, for a training loop of one's own.
-
-It can go on with a run of ``torch.optim.Muon``.
-"""
+"""Build the optimizer of any PyTorch model, sharded or not, for your own training loop."""
 
 import fnmatch
 import logging
@@ -32,7 +29,7 @@ from megatron_eopt.storage.dtensors import check_parameters, local_of
 logger = logging.getLogger(__name__)
 
 OUTPUT_LAYERS = ("lm_head", "*.lm_head", "output", "output_layer", "*.output_layer", "embed_out")
-"""Shell-style patterns of the module paths that output layers usually have."""
+"""Shell-style patterns of the usual module paths of output layers."""
 
 
 def build_optimizer(
@@ -42,27 +39,27 @@ def build_optimizer(
     *,
     output_layers: Sequence[str] = OUTPUT_LAYERS,
 ) -> ShardedOptimizer:
-    """Return the optimizer of a model that ``fully_shard`` has sharded, or of an unsharded one.
+    """Build the optimizer of a PyTorch model for your own training loop.
 
-    Call it after torch's ``fully_shard`` (and after ``parallelize_module``) or Megatron-FSDP's
-    ``fully_shard_model``, between passes. Nothing that is passed in is changed, apart from
-    attributes that optimizers read from parameters. All ranks must call this together.
+    Shard the model first: with torch's ``fully_shard`` (after ``parallelize_module``, if you use
+    it) or Megatron-FSDP's ``fully_shard_model``. Models that are not sharded work too. All ranks
+    must call this function together, and not between a forward pass and its backward pass.
 
     Args:
-        model: The model. Its parameters are DTensors on meshes of any number of dimensions, or
-            plain tensors where nothing is sharded; or it is a ``MegatronFSDP``.
-        config: What ``get_megatron_optimizer`` takes, usually an ``EmergingOptimizerConfig``.
-            Gradients are clipped by the training loop, not here.
-        config_overrides: Settings for some of the parameters; the key ``optimizer`` routes them.
-            None means megatron-core's standard overrides, an empty dictionary none.
-        output_layers: Shell-style patterns of the paths of output layers, whose weights go to the
-            scalar optimizer as those of ``nn.Embedding`` do.
+        model: The model. Its parameters are DTensors on a mesh of any number of dimensions, or all
+            of them are plain tensors. A ``MegatronFSDP`` module works too.
+        config: Usually an ``EmergingOptimizerConfig``. ``clip_grad`` is not applied: clip gradients
+            in your training loop.
+        config_overrides: Settings for some parameters, by ``ParamKey``; the setting ``optimizer``
+            chooses their optimizer. None means megatron-core's standard overrides, ``{}`` none.
+        output_layers: Shell-style patterns of the module paths of output layers. Their weights get
+            the scalar optimizer (Adam unless configured otherwise), as embeddings do.
 
     Returns:
-        An ordinary torch optimizer.
+        A ``torch.optim.Optimizer``. All ranks must call its ``step`` and ``state_dict`` together.
 
     Raises:
-        ConfigurationError: If a value, a combination or a parameter cannot be honoured.
+        ConfigurationError: If a value is invalid, or a combination or a parameter is not supported.
         ConfigurationTypeError: If a value has the wrong type.
     """
 
@@ -78,10 +75,10 @@ def build_optimizer(
 
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()  # after a forward pass the root still has whole parameters
-    model = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
+            module.reshard()  # the root stays unsharded after a forward pass
+    model = getattr(model, "_orig_mod", model)  # the module inside torch.compile's wrapper
     managing = megatron_fsdp.fsdp_modules([model])
-    # names are those that users gave
+    # parameter names are those of the user's model, without the wrapper's prefix
     named: Any = model.module if model in managing else model
     with megatron_fsdp.whole_parameters([model]):
         settings, overrides = agreed(checked)
@@ -90,7 +87,8 @@ def build_optimizer(
         routing = with_splits(routing, settings, [named])
     if settings.clip_grad:
         clip = "optimizer.clip_grad_norm" if managing else "torch.nn.utils.clip_grad_norm_"
-        logger.info("clip_grad is for the training loop: %s", clip)
+        text = "clip_grad=%s is not applied. Call %s in your training loop, or set clip_grad=0."
+        logger.info(text, settings.clip_grad, clip)
     if managing:
         routing = routing.over(megatron_fsdp.shards_of_parameters([model]))
     cls = partial(megatron_fsdp.MegatronFSDPOptimizer, managing) if managing else ShardedOptimizer
@@ -98,10 +96,9 @@ def build_optimizer(
 
 
 def mark_parameters(model: nn.Module, output_layers: Sequence[str]) -> None:
-    """Mark the weights of output layers, 3-D weights of experts as stacks, and 2-D biases.
+    """Set the attributes that routing reads: output layers, expert weights, 2-D expert biases.
 
-    Other 3-D weights, such as those of convolutions, are no matrices unless the user declares
-    ``eopt_split``. Biases of all experts of a layer can be in one 2-D parameter.
+    A 3-D weight with ``experts`` in its path is a stack of matrices, one for each expert.
 
     Raises:
         ConfigurationError: If patterns other than the default ones match no module.
@@ -114,7 +111,8 @@ def mark_parameters(model: nn.Module, output_layers: Sequence[str]) -> None:
                 weight.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
     if not found and output_layers and tuple(output_layers) != OUTPUT_LAYERS:
         rule = "none of these patterns matches the path of a module"
-        raise ConfigurationError("output_layers", output_layers, rule, "Name the output layer")
+        way_out = "Pass the path of the output layer, as model.named_modules() gives it"
+        raise ConfigurationError("output_layers", output_layers, rule, way_out)
     if not found:
         _warn_of_output_layers(model)
     for name, param in model.named_parameters():
@@ -125,15 +123,15 @@ def mark_parameters(model: nn.Module, output_layers: Sequence[str]) -> None:
 
 
 def _warn_of_output_layers(model: nn.Module) -> None:
-    """Warn of a linear layer that has a row for every entry of an embedding table."""
+    """Warn about each linear layer that has the shape of an embedding: an output layer, likely."""
     tables = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
     for path, module in model.named_modules():
         if not isinstance(module, nn.Linear) or any(module.weight is table for table in tables):
             continue
         if any(table.shape == module.weight.shape for table in tables):
             text = (
-                "%s has the shape of an embedding table and counts as a matrix. If it is the "
-                "output layer, pass output_layers=[%r]."
+                "%s has the shape of an embedding, and the matrix optimizer updates it. If it is "
+                "the output layer, pass output_layers=[%r]."
             )
             logger.warning(text, path, path)
 
@@ -142,20 +140,21 @@ def _warn_of_output_layers(model: nn.Module) -> None:
 def import_torch_muon(
     optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], params: Sequence[str] | None = None
 ) -> None:
-    """Take the momenta out of a ``torch.optim.Muon`` state dict; collective.
+    """Continue a ``torch.optim.Muon`` run: copy the momenta of its state dict into an optimizer.
 
-    Both keep the same moving average, so that nothing has to be converted. Settings are not taken
-    over: they come from the configuration.
+    Both optimizers keep the same moving average of gradients, so the values need no conversion.
+    Learning rate, momentum and other settings come from your configuration, not from the state
+    dict. All ranks must call this function together.
 
     Args:
-        optimizer: Where the momenta go.
-        state_dict: What ``torch.optim.Muon.state_dict()`` returned, or torch's
-            ``get_optimizer_state_dict``. Momenta are whole tensors or DTensors.
-        params: Names of the parameters in the order in which ``torch.optim.Muon`` got them, where
-            the state dict has neither names nor ``param_names``.
+        optimizer: What ``build_optimizer`` returned. Its momenta are overwritten.
+        state_dict: From ``torch.optim.Muon.state_dict()`` or torch's ``get_optimizer_state_dict``.
+            Each momentum has the shape of its unsharded parameter, as a plain tensor or a DTensor.
+        params: Parameter names in the order in which ``torch.optim.Muon`` got the parameters.
+            Needed if the state dict itself has no names.
 
     Raises:
-        ConfigurationError: If names are unknown, a momentum is missing or has another shape.
+        ConfigurationError: If a name is unknown, or a momentum is missing or has another shape.
     """
     momenta = _momenta_by_name(state_dict, params)
     optimizer.unpack()
@@ -165,20 +164,21 @@ def import_torch_muon(
         if MOMENTUM in optimizer.state[param] and param.dim() > 1
     }
     if odd := sorted(momenta.keys() - targets.keys()):
-        rule = "are no parameters with a momentum of this optimizer"
-        raise ConfigurationError("state_dict", odd[:8], rule, "Route them to Muon here too")
+        rule = "these parameters have no momentum in this optimizer"
+        raise ConfigurationError("state_dict", odd[:8], rule, "Correct the names, or choose Muon")
     if missing := sorted(targets.keys() - momenta.keys()):
-        rule = "have no momentum in it"
-        raise ConfigurationError("state_dict", missing[:8], rule, "Route them elsewhere here too")
+        rule = "the state dict lacks the momentum of these parameters"
+        way_out = "Choose another optimizer for them with config_overrides"
+        raise ConfigurationError("state_dict", missing[:8], rule, way_out)
     for name, (param, target) in targets.items():
         value = momenta[name]
         if value.shape != param.shape:
-            rule = f"must have the shape {tuple(param.shape)}"
-            raise ConfigurationError(name, tuple(value.shape), rule, "Load a fitting one")
+            rule = f"the momentum must have the shape of the parameter, {tuple(param.shape)}"
+            raise ConfigurationError(name, tuple(value.shape), rule, "Load a run of this model")
         if isinstance(value, DTensor):
             value = value.full_tensor()
         if isinstance(param, DTensor):
-            # every rank has the whole tensor and cuts it for itself
+            # every rank has the full tensor, so taking its own shard needs no communication
             mesh, placements = param.device_mesh, param.placements
             value = distribute_tensor(value, mesh, placements, src_data_rank=None)
         local_of(target).copy_(local_of(value))
@@ -194,7 +194,8 @@ def _momenta_by_name(
     names = params or own or order
     if len(names) != len(order) or not all(isinstance(name, str) for name in names):
         rule = f"must name the {len(order)} parameters of the state dict, in their order"
-        raise ConfigurationError("params", params, rule, "Pass the names torch.optim.Muon got")
+        way_out = "Pass the names of the parameters that torch.optim.Muon was given"
+        raise ConfigurationError("params", params, rule, way_out)
     state = state_dict["state"]
     return {
         name: state[key][MOMENTUM]

@@ -1,1 +1,1 @@
-"""What is planned before anything is trained: a model's shape, and its stages on a layout."""
+"""Predict memory, communication and time of an optimizer step, without GPUs."""

@@ -1,8 +1,7 @@
-"""Shapes of decoder-only language models, from Megatron's flags.
+"""Describe decoder-only language models by Megatron's flags.
 
-All that decides weights is here, with these choices made: norms are RMSNorm, positions are rotary,
-and no linear layer has a bias except, if asked for, that of Q, K and V. Layers that predict further
-tokens are left out.
+All models have RMSNorm and rotary positions. Linear layers have no bias, except that of Q, K and V
+with ``--add-qkv-bias``. Multi-token prediction layers are left out.
 """
 
 import argparse
@@ -17,24 +16,23 @@ from megatron.training.arguments import moe_freq_type
 from megatron_eopt.base.errors import ConfigurationError
 
 SEQ_LENGTH = 4096
-"""Tokens of a sequence where nothing says otherwise."""
+"""Default sequence length in tokens."""
 
 
 @dataclass(frozen=True)
 class Architecture:
     """A decoder-only language model."""
 
-    name: str  # for people
+    name: str  # shown in tables and errors
     vocab_size: int  # rows of the embedding, padding included
-    # its layers, as fields of Megatron's ``TransformerConfig``; of its ``MLATransformerConfig`` if
-    # ``kv_lora_rank`` is among them
+    # fields of Megatron's ``TransformerConfig``, or ``MLATransformerConfig`` with ``kv_lora_rank``
     fields: Mapping[str, Any]
-    untied: bool = True  # whether the output layer has a weight of its own
-    seq_length: int = SEQ_LENGTH  # tokens of a sequence in training. No weight depends on it
+    untied: bool = True  # whether the output layer has its own weight
+    seq_length: int = SEQ_LENGTH  # tokens per training sequence; no weight depends on it
 
     @property
     def moe_layers(self) -> tuple[bool, ...]:
-        """Whether each layer has experts."""
+        """For each layer, whether it has experts."""
         layers: int = self.fields["num_layers"]
         every = self.fields.get("moe_layer_freq", 1)
         if "num_moe_experts" not in self.fields:
@@ -46,47 +44,47 @@ class Architecture:
 
 _FLAGS = {
     "num-layers": "transformer layers",
-    "hidden-size": "size of a token's vector",
-    "ffn-hidden-size": "inner size of a dense MLP (4 times the hidden size, or 8/3 times if gated)",
-    "num-attention-heads": "heads of the queries",
-    "num-query-groups": "heads of keys and values with --group-query-attention (1)",
-    "kv-channels": "size of a head (the hidden size over the heads)",
+    "hidden-size": "hidden size",
+    "ffn-hidden-size": "MLP hidden size (default: 4 x hidden size, 8/3 x with --swiglu)",
+    "num-attention-heads": "attention heads",
+    "num-query-groups": "key and value heads, with --group-query-attention (default: 1)",
+    "kv-channels": "size of an attention head (default: hidden size / attention heads)",
     "vocab-size": "rows of the embedding, padding included",
-    "seq-length": f"tokens of a sequence ({SEQ_LENGTH})",
-    "q-lora-rank": "rank of latent queries (none)",
-    "kv-lora-rank": "rank of latent keys and values (32)",
-    "qk-head-dim": "part of a latent head without position (128)",
-    "qk-pos-emb-head-dim": "part of a latent head with position (64)",
-    "v-head-dim": "size of a latent head's value (128)",
-    "num-experts": "routed experts of a layer",
-    "moe-ffn-hidden-size": "inner size of an expert (that of a dense MLP)",
-    "moe-router-topk": "experts that a token passes (2)",
-    "moe-shared-expert-intermediate-size": "inner size of all shared experts together",
+    "seq-length": f"tokens per sequence (default: {SEQ_LENGTH})",
+    "q-lora-rank": "MLA: rank of the query projection (default: no low-rank projection)",
+    "kv-lora-rank": "MLA: rank of the key and value projection (default: 32)",
+    "qk-head-dim": "MLA: size of a query or key head without rotary positions (default: 128)",
+    "qk-pos-emb-head-dim": "MLA: size of its part with rotary positions (default: 64)",
+    "v-head-dim": "MLA: size of a value head (default: 128)",
+    "num-experts": "routed experts per MoE layer",
+    "moe-ffn-hidden-size": "hidden size of an expert (default: that of a dense MLP)",
+    "moe-router-topk": "experts per token (default: 2)",
+    "moe-shared-expert-intermediate-size": "hidden size of all shared experts together",
 }
 _SWITCHES = {
-    "group-query-attention": "share keys and values among heads",
-    "multi-latent-attention": "make queries, keys and values from vectors of low rank",
-    "swiglu": "gated MLPs",
-    "add-qkv-bias": "biases of queries, keys and values",
-    "qk-layernorm": "norms of queries and keys",
-    "untie-embeddings-and-output-weights": "give the output layer a weight of its own",
+    "group-query-attention": "use grouped-query attention",
+    "multi-latent-attention": "use multi-latent attention (MLA)",
+    "swiglu": "use gated MLPs",
+    "add-qkv-bias": "add biases to the query, key and value projections",
+    "qk-layernorm": "normalize queries and keys",
+    "untie-embeddings-and-output-weights": "give the output layer its own weight",
 }
 _NAMES = (*_FLAGS, *_SWITCHES, "moe-layer-freq")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add Megatron's flags of an architecture to a parser; :func:`from_flags` takes the values."""
-    group = parser.add_argument_group("architecture, in Megatron's flags")
+    """Add Megatron's architecture flags to a parser; pass the values to :func:`from_flags`."""
+    group = parser.add_argument_group("architecture (Megatron's flags)")
     for name, text in _FLAGS.items():
         group.add_argument(f"--{name}", type=int, metavar="N", help=text)
     for name, text in _SWITCHES.items():
         group.add_argument(f"--{name}", action="store_true", default=None, help=text)
-    text = 'every how manieth layer has experts (1), or a list: "[0]*3+[1]*58"'
+    text = 'every Nth layer has experts (default: 1), or a list such as "[0]*3+[1]*58"'
     group.add_argument("--moe-layer-freq", type=moe_freq_type, metavar="N", help=text)
 
 
 def flags_among(words: Sequence[str]) -> dict[str, Any]:
-    """Return the flags of an architecture among a command line's, by Megatron's names."""
+    """Return the architecture flags of a command line, by Megatron's names with underscores."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_flags(parser)
     found = vars(parser.parse_known_args(words)[0])
@@ -97,26 +95,26 @@ def from_flags(flags: Mapping[str, Any], name: str = "flags") -> Architecture:
     """Return the architecture that Megatron's trainer builds from its flags.
 
     Args:
-        flags: Values by Megatron's names, with underscores. What is missing or None has Megatron's
-            default; others' flags may be among them.
-        name: Of the architecture, for people.
+        flags: Values by Megatron's names, with underscores. Missing or None means Megatron's
+            default. Flags that do not describe an architecture are ignored.
+        name: The architecture's name, for tables and errors.
 
     Raises:
-        ConfigurationError: If a flag is missing.
+        ConfigurationError: If a flag without default is missing.
     """
     offered = [flag.replace("-", "_") for flag in _NAMES]
     given = {flag: flags[flag] for flag in offered if flags.get(flag) is not None}
     for needed in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size"):
         if needed not in given:
             flag = "--" + needed.replace("_", "-")
-            raise ConfigurationError(flag, None, "is missing", "Pass it, or --model")
+            raise ConfigurationError(flag, None, "is missing", "Pass it, or a recipe with --model")
     hidden, gated = given["hidden_size"], given.get("swiglu", False)
-    # gated MLPs have three matrices, about as large as the two of others; a multiple of 64
+    # so that three gated matrices are about as large as two ungated ones; a multiple of 64
     inner = hidden * 8 // (3 * 64) * 64 if gated else 4 * hidden
     fields: dict[str, Any] = {"gated_linear_unit": gated, "ffn_hidden_size": inner}
     kind = TransformerConfig
     if given.get("multi_latent_attention"):
-        # of which the configuration has other defaults than the flags
+        # the configuration's defaults differ from those of the flags
         fields |= {"q_lora_rank": None, "kv_lora_rank": 32}
         kind = MLATransformerConfig
     named = {field.name for field in dataclasses.fields(kind)} - {"num_query_groups"}

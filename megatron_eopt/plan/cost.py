@@ -1,14 +1,13 @@
-"""From what a step does to how long it takes on a machine: a roofline, nothing fitted.
+"""Predict the time of an optimizer step with a roofline model; no constant is fitted.
 
-* Products take their operations over the rate that products reach, other kernels the bytes that
-  they read and write over the memory's rate. Launching them is left out: it runs ahead.
-* A collective takes its latency, and the bytes that a rank sends (or receives, if those are more):
-  matrices directly, inside a computer and outside at once; all else in a ring on the slowest link.
-  Computers have consecutive ranks.
-* A wave's matrices come in while the wave before is computed, and leave while the next one is. What
-  teams say between their products nothing hides.
-* Gathering parameters is counted apart: Adam has it, too. Where buckets are gathered while others
-  are stepped, one of the two hides the other, window by window.
+* Matrix products take FLOPs / (peak * efficiency). Other kernels take bytes / memory bandwidth.
+  Kernel launches are left out, since the host runs ahead of the GPU.
+* A collective takes latency + bytes / bandwidth. All-to-alls use NVLink and the network at once.
+  The others are rings, as fast as their slowest link. The ranks of a node are consecutive.
+* Waves (batches of matrices) travel while other waves are computed. The gradient norm's collectives
+  and those of ranks that share a matrix are not hidden.
+* The all-gather of parameters is separate, since Adam needs it too. If buckets are gathered one by
+  one, gathering a bucket overlaps with updating the next.
 """
 
 import itertools
@@ -27,24 +26,24 @@ from megatron_eopt.plan.machine import Machine
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of one rank's step."""
+    """Seconds of one rank's optimizer step, by part."""
 
-    products: float  # of matrix products
-    elements: float  # of what is done outside of products, which is all that Adam does
-    travel: float  # of matrices on their way, hidden or not
-    exposed: float  # of that, what no product hides
-    teams: float  # of what ranks that share a matrix say to each other
-    gather: float  # of collecting the parameters
-    tail: float  # from the end of the backward pass until all parameters are collected
+    products: float  # matrix products
+    elements: float  # all other kernels, such as Adam's
+    travel: float  # sending matrices and updates between ranks, hidden or not
+    exposed: float  # the part of ``travel`` that no product hides
+    teams: float  # other collectives: gradient norm, and ranks that share a matrix
+    gather: float  # all-gather of the updated parameters
+    tail: float  # from the end of the backward pass until all parameters are gathered
 
     @property
     def step(self) -> float:
-        """Seconds of the step, without gathering parameters."""
+        """Seconds of the step, without the all-gather of parameters."""
         return self.products + self.elements + self.exposed + self.teams
 
 
 def times(report: Report, machine: Machine, *, overlaps: bool = False) -> Times:
-    """Predict a rank's step; with ``overlaps`` each bucket is gathered when it is stepped."""
+    """Predict a rank's step; with ``overlaps``, each bucket is gathered once it is updated."""
     products = report.total.flops / (machine.flops * machine.efficiency)
     ways = [_ways(schedule, machine) for _, schedule in report.schedules]
     work = [_by_wave(schedule) for _, schedule in report.schedules]
@@ -66,7 +65,7 @@ def times(report: Report, machine: Machine, *, overlaps: bool = False) -> Times:
 
 
 def _tail(step: float, parts: Sequence[float], gather: float) -> float:
-    """Return the seconds of a step in some parts, each of which is gathered during the next."""
+    """Return the seconds until all is gathered, if each part is gathered during the next."""
     done = gathered = 0.0
     for part in parts:
         done += step * part / math.fsum(parts)
@@ -75,10 +74,10 @@ def _tail(step: float, parts: Sequence[float], gather: float) -> float:
 
 
 def bytes_sent(call: Collective) -> float:
-    """Return how many bytes a rank sends in one collective, in a ring of its ranks."""
+    """Return the bytes that a rank sends in one collective; a ring, unless it is an all-to-all."""
     others = call.ranks - 1
     if "allgather" in call.name:
-        return call.sent * others  # every other rank's part passes by, too
+        return call.sent * others  # in a ring, a rank also forwards the others' shards
     if "reduce" in call.name:
         rounds = 2 if call.name.startswith("allreduce") else 1
         return call.sent * rounds * others / call.ranks
@@ -86,14 +85,14 @@ def bytes_sent(call: Collective) -> float:
 
 
 def collective_seconds(call: Collective, machine: Machine) -> float:
-    """Predict one collective."""
+    """Predict the seconds of one collective."""
     is_near = call.first // machine.gpus == call.last // machine.gpus
     rate = machine.link if is_near else machine.network
     return machine.latency + bytes_sent(call) / rate
 
 
 def _ways(schedule: Schedule, machine: Machine) -> list[tuple[float, float]]:
-    """Return the seconds of every wave's way in and out."""
+    """Return, for each wave, the seconds of its all-to-alls to and from the owner ranks."""
     ranks, size = np.array(ranks_of(schedule.ranks.group)), schedule.plan.element_size
     near = ranks // machine.gpus == ranks[schedule.ranks.rank] // machine.gpus
 
@@ -108,7 +107,7 @@ def _ways(schedule: Schedule, machine: Machine) -> list[tuple[float, float]]:
 
 
 def _by_wave(schedule: Schedule) -> list[float]:
-    """Return the estimated operations of this rank in every wave."""
+    """Return this rank's estimated FLOPs in each wave."""
     ranks = schedule.ranks
     return [
         math.fsum(
@@ -120,7 +119,7 @@ def _by_wave(schedule: Schedule) -> list[float]:
 
 
 def _exposed(ways: Sequence[tuple[float, float]], work: Sequence[float]) -> float:
-    """Return what waves take beyond their work: each comes in while the one before is computed."""
+    """Return the seconds of communication that computing other waves does not hide."""
     arrived = started = done = left = 0.0
     for (inward, outward), seconds in zip(ways, work, strict=True):
         arrived = max(arrived, started) + inward

@@ -1,4 +1,4 @@
-"""What GPUs can do, as far as the time of an optimizer's step depends on it."""
+"""GPUs and their interconnects: the rates from which an optimizer step's time is predicted."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -8,19 +8,19 @@ from megatron_eopt.base.errors import check_number
 
 @dataclass(frozen=True)
 class Machine:
-    """A GPU and its links. Own numbers: :func:`dataclasses.replace`.
+    """A GPU and its links. Change numbers with :func:`dataclasses.replace`.
 
     Raises:
-        ConfigurationError: If a number is not positive, or the efficiency above 1.
+        ConfigurationError: If a number is not positive, or the efficiency is above 1.
     """
 
-    flops: float  # dense bfloat16 operations a second, at most
-    memory: float  # bytes a second between its memory and its cores
-    link: float  # bytes a second that it sends to GPUs of its computer
-    network: float  # bytes a second that it sends to other computers
-    gpus: int = 8  # GPUs of a computer
-    efficiency: float = 0.6  # share of ``flops`` that matrix products reach, at most 1
-    latency: float = 1e-5  # seconds until a collective begins to move data
+    flops: float  # peak FLOP/s, dense bfloat16
+    memory: float  # memory bandwidth in bytes/s
+    link: float  # bytes/s that it sends to GPUs of its node
+    network: float  # bytes/s that it sends to other nodes
+    gpus: int = 8  # GPUs per node
+    efficiency: float = 0.6  # share of ``flops`` that matrix products use, at most 1
+    latency: float = 1e-5  # seconds before a collective begins to move data
 
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
@@ -34,5 +34,5 @@ MACHINES = {
     "H200": Machine(989e12, 4.8e12, 450e9, 50e9),
     "B200": Machine(2250e12, 8e12, 900e9, 50e9),
 }
-"""NVIDIA's data sheets of the SXM modules: bfloat16 without sparsity, NVLink in one direction, and
-one network adapter of 200 (A100) or 400 Gbit/s for each GPU, as in its DGX computers."""
+"""From NVIDIA's data sheets of the SXM modules: bfloat16 without sparsity, NVLink in one direction,
+and one network adapter of 200 (A100) or 400 Gbit/s per GPU, as in DGX systems."""

@@ -1,4 +1,4 @@
-"""The stages of an architecture on a layout of ranks, built of megatron-core's parts."""
+"""Build one rank's pipeline stage of an architecture from megatron-core's layers."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -17,31 +17,26 @@ from megatron_eopt.base.errors import ConfigurationError, check_integer
 from megatron_eopt.plan.architectures import Architecture
 
 SIZES = {
-    "tensor": ("tp", "tensor-model-parallel-size", "ranks that split each weight"),
-    "pipeline": ("pp", "pipeline-model-parallel-size", "pipeline stages"),
-    "data": ("dp", "data-parallel-size", "ranks that have copies of the model"),
-    "expert": ("ep", "expert-model-parallel-size", "ranks that experts are dealt out to"),
-    "expert_tensor": ("etp", "expert-tensor-parallel-size", "ranks that split an expert's weight"),
-    "instances": ("instances", "num-distributed-optimizer-instances", "copies of the state"),
+    "tensor": ("tp", "tensor-model-parallel-size", "tensor-parallel size"),
+    "pipeline": ("pp", "pipeline-model-parallel-size", "pipeline-parallel size"),
+    "data": ("dp", "data-parallel-size", "data-parallel size"),
+    "expert": ("ep", "expert-model-parallel-size", "expert-parallel size"),
+    "expert_tensor": ("etp", "expert-tensor-parallel-size", "tensor-parallel size of experts"),
+    "instances": ("instances", "num-distributed-optimizer-instances", "copies of optimizer state"),
 }
-"""Short name, Megatron's flag and meaning of each field of a :class:`Layout`."""
+"""Short name, Megatron's flag and help text of each field of :class:`Layout`."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How ranks share the work, each size a number of ranks.
-
-    Raises:
-        ConfigurationError: If a size is below 1.
-    """
+    """Sizes of the parallel groups; at least 1 each."""
 
     tensor: int = 1  # tensor-parallel size
-    pipeline: int = 1  # pipeline stages
-    data: int = 1  # data-parallel size of what is no expert's
+    pipeline: int = 1  # pipeline-parallel size
+    data: int = 1  # data-parallel size of all weights but those of experts
     expert: int = 1  # expert-parallel size
-    # tensor-parallel size of the experts; ``tensor`` if None, as Megatron has it
-    expert_tensor: int | None = None
-    instances: int = 1  # of the distributed optimizer: each has all of its state
+    expert_tensor: int | None = None  # tensor-parallel size of experts; None means ``tensor``
+    instances: int = 1  # of the distributed optimizer; each has all of the optimizer state
 
     def __post_init__(self) -> None:
         if self.expert_tensor is None:
@@ -65,9 +60,9 @@ class Layout:
 
 
 def stages(architecture: Architecture, layout: Layout) -> list[range]:
-    """Return which layers each pipeline stage has, counted from 0.
+    """Return the layers of each pipeline stage, counted from 0.
 
-    Where layers do not divide by stages, the last one has what is left by the others.
+    If the layers do not divide evenly, the last stage has fewer than the others.
 
     Raises:
         ConfigurationError: If a stage would have no layer.
@@ -75,19 +70,16 @@ def stages(architecture: Architecture, layout: Layout) -> list[range]:
     layers, count = architecture.fields["num_layers"], layout.pipeline
     each = -(-layers // count)
     if each * (count - 1) >= layers:
-        rule = f"must leave a layer for each stage: {layers} layers, {each} in all stages but one"
-        raise ConfigurationError("pipeline", count, rule, "Take fewer stages")
+        rule = f"must leave a layer for each stage, but {layers} layers are split {each} per stage"
+        raise ConfigurationError("pipeline", count, rule, "Choose fewer stages")
     return [range(first, min(first + each, layers)) for first in range(0, layers, each)]
 
 
 def stage_kinds(architecture: Architecture, layout: Layout) -> list[tuple[int, ...]]:
-    """Return the pipeline ranks of equal stages together, in the order of the first of each.
+    """Group equal pipeline stages: return a tuple of their pipeline ranks for each kind.
 
-    Stages are equal if they have equal kinds of layers in one order, and the same of embedding and
-    output layer.
-
-    Raises:
-        ConfigurationError: If a stage would have no layer.
+    Stages are equal if they have the same kinds of layers in the same order, and agree on whether
+    they have the embedding and the output layer.
     """
     kinds: dict[tuple[object, ...], list[int]] = {}
     for stage, layers in enumerate(stages(architecture, layout)):
@@ -100,22 +92,18 @@ def stage_kinds(architecture: Architecture, layout: Layout) -> list[tuple[int, .
 def build_stage(
     architecture: Architecture, layout: Layout, *, overlaps: bool = False
 ) -> DistributedDataParallel:
-    """Make megatron-core's process groups, and build this rank's pipeline stage of a model.
+    """Initialize megatron-core's process groups and build this rank's only model chunk.
 
-    It is made of megatron-core's own layers in bf16, its gradients in fp32, with a weight for each
-    expert, without values, and wrapped for the distributed optimizer. In a dry world it takes no
-    memory.
+    Weights are uninitialized bfloat16, one per expert, and gradients are float32. The distributed
+    optimizer is assumed. In a ``dry_world``, the stage uses no memory.
 
     Args:
-        architecture: What to build.
-        layout: Of as many ranks as the world that this process is in.
-        overlaps: Whether gradients are reduced, and parameters gathered, bucket by bucket.
-
-    Returns:
-        The one model chunk of this rank.
+        architecture: The model.
+        layout: The parallel sizes; their number of ranks must be the world size.
+        overlaps: Whether gradients are reduced and parameters gathered bucket by bucket.
 
     Raises:
-        ConfigurationError: If megatron-core cannot cut the architecture so.
+        ConfigurationError: If megatron-core does not support the architecture at this layout.
     """
     try:
         return _built(architecture, layout, overlaps)
@@ -124,7 +112,7 @@ def build_stage(
             raise
         reason = " ".join(str(error).split()).rstrip(".")
         rule = f"does not fit {architecture.name}: {reason}"
-        raise ConfigurationError("layout", layout, rule, "Choose other sizes") from error
+        raise ConfigurationError("layout", layout, rule, "Choose other parallel sizes") from error
 
 
 def _built(architecture: Architecture, layout: Layout, overlaps: bool) -> DistributedDataParallel:
@@ -138,7 +126,7 @@ def _built(architecture: Architecture, layout: Layout, overlaps: bool) -> Distri
     )
     config = transformer_config(architecture, layout)
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
-    # with Apex installed, the block's would be one that knows no RMSNorm
+    # with Apex installed, megatron-core would choose a norm that does not support RMSNorm
     spec.layer_norm = WrappedTorchNorm
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
@@ -166,7 +154,7 @@ def _built(architecture: Architecture, layout: Layout, overlaps: bool) -> Distri
 
 
 def transformer_config(architecture: Architecture, layout: Layout) -> TransformerConfig:
-    """Return megatron-core's configuration of an architecture's layers."""
+    """Return megatron-core's configuration of an architecture at a layout."""
     fields, last = architecture.fields, stages(architecture, layout)[-1]
     gated, uneven = fields.get("gated_linear_unit"), fields["num_layers"] % layout.pipeline > 0
     given: dict[str, Any] = {
@@ -195,8 +183,8 @@ def transformer_config(architecture: Architecture, layout: Layout) -> Transforme
 
 
 def train_flops(architecture: Architecture, tokens: int) -> float:
-    """Return the operations of forward and backward pass over so many tokens."""
-    # this loads what must not be loaded before the device is chosen
+    """Return the FLOPs of the forward and backward pass over ``tokens`` tokens."""
+    # this import must come after the device is chosen
     from megatron.training.training import num_floating_point_operations
 
     layers = vars(transformer_config(architecture, Layout()))

@@ -1,8 +1,7 @@
-"""Plans a training: the real optimizer runs dry on the ranks that matter, and is timed on paper.
+"""Plan a training run: dry-run the real optimizer as the busiest rank, and predict its time.
 
-Ranks of equal role are equal. Pipeline stages of one kind have one plan, so one rank of each kind
-is built; who computes what is known to all ranks of a group, so the busiest one is found without
-running the others, and is run. What the group of one rank's experts does, those of others do.
+Only one rank of each kind of pipeline stage is built. It knows the work of all ranks of its group,
+which shows the busiest one. All expert-parallel groups are assumed to do the same work.
 """
 
 from collections.abc import Sequence
@@ -25,42 +24,42 @@ from megatron_eopt.settings.config import EmergingOptimizerConfig
 from megatron_eopt.settings.settings import resolve
 
 _AS_BUSY = 0.999
-"""Share of the busiest rank's operations from which on a rank is as busy."""
+"""A rank with at least this share of the busiest rank's FLOPs counts as equally busy."""
 
 _UTILIZATION = 0.4
-"""Share of the GPUs' rate that forward and backward pass reach."""
+"""Share of the GPUs' peak FLOP/s that the forward and backward pass use."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Pipeline stages of one kind."""
+    """Equal pipeline stages."""
 
-    stages: tuple[int, ...]  # their numbers
-    busiest: int  # global rank of the first of them with the most to compute
-    loads: Float64Array  # estimated operations of each rank of the first of them
+    stages: tuple[int, ...]  # their pipeline ranks
+    busiest: int  # global rank with the most FLOPs in the first of these stages
+    loads: Float64Array  # estimated FLOPs of each rank of the first of these stages
 
     @property
     def imbalance(self) -> float:
-        """Operations of the busiest rank over the mean."""
+        """FLOPs of the busiest rank, divided by the mean over the stage's ranks."""
         return float(self.loads.max() / self.loads.mean()) if self.loads.any() else 1.0
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a step does at one layout."""
+    """What an optimizer step does at one layout, and how long it takes."""
 
     architecture: Architecture  # the model
-    layout: Layout  # its cuts
-    stages: tuple[Stage, ...]  # kinds of pipeline stages
-    rank: int  # the rank that is busiest of all
-    report: Report  # what its step does
-    times: Times  # how long that takes
-    adam: Times  # how long Adam's step on the same weights takes
-    train_step: float  # seconds that forward and backward pass take
+    layout: Layout  # the parallel sizes
+    stages: tuple[Stage, ...]  # one entry for each kind of pipeline stage
+    rank: int  # global rank with the most FLOPs
+    report: Report  # counts of that rank's step
+    times: Times  # predicted times of that rank's step
+    adam: Times  # the same for Adam on the same weights
+    train_step: float  # predicted seconds of the forward and backward pass
 
     @property
     def share(self) -> float:
-        """Share of the optimizer's step in a whole iteration."""
+        """The optimizer step's share of an iteration's time, without the all-gather."""
         return self.times.step / (self.times.step + self.train_step)
 
 
@@ -72,17 +71,17 @@ def plan(
     *,
     tokens: int,
 ) -> Plan:
-    """Run the busiest rank dry, and predict its step.
+    """Dry-run the busiest rank's optimizer step and predict its time. Needs no GPU.
 
     Args:
         architecture: The model.
-        layout: How it is cut.
-        machine: What computes.
-        config: The optimizer.
-        tokens: Of a global batch.
+        layout: The parallel sizes.
+        machine: The GPU and its links.
+        config: The optimizer; it must use the distributed optimizer.
+        tokens: Tokens per global batch.
 
     Raises:
-        ConfigurationError: If the architecture does not fit the layout, or the optimizer refuses.
+        ConfigurationError: If the model does not fit the layout, or the configuration is invalid.
     """
     kinds = stage_kinds(architecture, layout)
     stages = tuple(_stage(architecture, layout, config, kind, machine.gpus) for kind in kinds)
@@ -121,14 +120,14 @@ def _stage(
             computers = [rank // gpus for rank in ranks_of(schedule.ranks.group)]
             coming += _of_all_groups(schedule, schedule.arrivals(computers))
     mine = slice(first, first + layout.stage_size)
-    # of those with as much to compute the one to which most comes from other computers
+    # among equally busy ranks, take the one that receives most from other nodes
     busy = loads[mine] >= _AS_BUSY * loads[mine].max()
     busiest = int(np.where(busy, coming[mine], -1).argmax())
     return Stage(kind, first + busiest, loads[mine])
 
 
 def _of_all_groups(schedule: Schedule, values: Sequence[float]) -> Float64Array:
-    """Return every rank's value, if all groups of the schedule's kind have the same."""
+    """Return the value of every global rank, given those of one group's ranks, in its order."""
     if schedule.ranks.group is None:
         return np.full(distributed.get_world_size(), float(values[0]))
     (places,) = group_ranks_in([schedule.ranks.group])

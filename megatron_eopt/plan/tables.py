@@ -1,4 +1,4 @@
-"""Shows plans, to people and to programs."""
+"""Print plans as tables, or return them as plain values for JSON."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -14,7 +14,7 @@ _TERA = 1e12
 
 
 def as_dict(plan: Plan) -> dict[str, Any]:
-    """Return what a plan says, as plain values; seconds, bytes and operations."""
+    """Return a plan as plain values, in seconds, bytes and FLOPs."""
     report = plan.report
     return {
         "architecture": asdict(plan.architecture),
@@ -53,7 +53,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
 
 
 def show_plan(plan: Plan, gpu: str, console: Console) -> None:
-    """Print tables of one plan."""
+    """Print the tables of one plan."""
     cuts = plan.layout
     console.print(
         f"[bold]{plan.architecture.name}[/bold] on {cuts.world_size} x {gpu}: tp {cuts.tensor}, "
@@ -68,27 +68,27 @@ def show_plan(plan: Plan, gpu: str, console: Console) -> None:
         )
         for stage in plan.stages
     ]
-    _print(console, "Stages", ("stages", "busiest rank", "its TFLOP", "over the mean"), rows)
+    _print(console, "Stages, estimated", ("stages", "busiest rank", "TFLOP", "busiest/mean"), rows)
     report, times = plan.report, plan.times
     moved = report.bytes_per_element
     rows = [(name, f"{n:,}", f"{moved.get(name, 0):.1f}") for name, n in report.elements.items()]
-    rows += [(f"computes for {name}", matrices, "") for name, matrices in _owned(plan).items()]
-    _print(console, f"Rank {plan.rank}, the busiest", ("optimizer", "weights", "bytes each"), rows)
+    rows += [(name, matrices, "") for name, matrices in _owned(plan).items()]
+    _print(console, f"Rank {plan.rank}, the busiest", ("optimizer", "updates", "B/element"), rows)
     rows = [
         (call.name, str(call.ranks), str(count), f"{call.sent * count / 2**20:,.1f}")
         for call, count in sorted(report.collectives.items())
     ]
-    _print(console, "Collectives of a step", ("call", "ranks", "calls", "MiB handed over"), rows)
+    _print(console, "Collectives of a step", ("call", "ranks", "calls", "MiB of input"), rows)
     phases = {": ".join(filter(None, phase)): n for phase, n in report.phases.items()}
     rows = [
         (name, f"{n.kernels:,}", f"{n.bytes / 1e9:,.3f}", _flops(n.flops), f"{n.host_waits}")
-        for name, n in {**phases, "in all": report.total}.items()
+        for name, n in {**phases, "total": report.total}.items()
     ]
     columns = ("phase", "kernels", "GB", "TFLOP", "waits")
-    _print(console, "Kernels and bytes outside of products, and waits of the host", columns, rows)
+    _print(console, "Kernels and GB except matrix products, and waits of the host", columns, rows)
     memory = asdict(report.memory)
     rows = [(name, f"{size / _GIB:.2f}") for name, size in memory.items() if size is not None]
-    _print(console, "Memory", ("of", "GiB"), rows)
+    _print(console, "Memory", ("kind", "GiB"), rows)
     rows = [(name, _ms(seconds)) for name, seconds in asdict(times).items()]
     rows += [("step, without gather", _ms(times.step))]
     rows += [("share of an iteration", f"{plan.share:.2%}")]
@@ -97,7 +97,7 @@ def show_plan(plan: Plan, gpu: str, console: Console) -> None:
 
 
 def show_sweep(plans: Sequence[Plan], gpu: str, console: Console) -> None:
-    """Print one line for each plan."""
+    """Print a table with one line for each plan."""
     rows = [
         (
             *(str(size) for size in (plan.layout.tensor, plan.layout.pipeline, plan.layout.data)),
@@ -126,13 +126,14 @@ def _print(
 
 
 def _owned(plan: Plan) -> dict[str, str]:
-    """Return how many matrices the rank computes, alone or in a team, by optimizer."""
+    """Return, by optimizer, how many matrices the rank computes alone or in a team."""
     found: dict[str, str] = {}
     for name, schedule in plan.report.schedules:
         numbers = [n for wave in schedule.plan.waves for n in schedule.computed(wave)]
         shared = sum(bool(schedule.work.matrices[number].team) for number in numbers)
         total = f"{len(numbers)} of {len(schedule.names)} matrices, {shared} in teams"
-        found[f"{name}, {schedule.ranks.size} ranks"] = total
+        ranks = schedule.ranks.size
+        found[f"{name}, {ranks} rank{'s' if ranks > 1 else ''}"] = total
     return found
 
 

@@ -70,7 +70,7 @@ def test_what_a_step_does_is_counted():
     assert in_all["kernels_in_all"] <= 577
     assert counted["bytes_per_element"]["TensorParallelMuon"] <= 41.7
     assert counted["bytes_per_element"]["AdamW"] <= 34.1
-    for phase in ("norm", "TensorParallelMuon: orthogonalization", "AdamW: update", "in all"):
+    for phase in ("norm", "TensorParallelMuon: orthogonalization", "AdamW: update", "total"):
         assert phase in shown[1]
     assert f"{in_all['kernels']:,}" in shown[1]
 
@@ -87,7 +87,7 @@ def test_what_a_step_does_is_counted():
         ("plan --model Llama-3-8B --pp 33", "pipeline=33: must leave"),
         ("plan --model Llama-3-8B --gpu-efficiency 2", "efficiency=2.0: must be"),
         ("sweep --model Llama-3-8B --ranks 4 --tp 0", "--tp"),
-        ("sweep --model Llama-3-8B --ranks 3 --tp 2", "must be divided"),
+        ("sweep --model Llama-3-8B --ranks 3 --tp 2", "must be a multiple"),
         ("explain nowhere", "nowhere"),
     ],
 )

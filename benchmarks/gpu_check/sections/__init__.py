@@ -1,1 +1,1 @@
-"""The sections of the check, one module each, whose ``run`` returns an outcome."""
+"""One module for each section of the check; its ``run`` returns an ``Outcome``."""

@@ -1,4 +1,4 @@
-"""Orthogonalization captured in a CUDA graph: a replay on other numbers equals a plain call."""
+"""Capture orthogonalization in a CUDA graph; replays on new values must equal plain calls."""
 
 from itertools import product
 
@@ -14,8 +14,8 @@ SMALL_SHAPES = ((64, 256), (256, 64), (4, 32, 128))
 ALGORITHMS: tuple[AlgorithmT, ...] = ("standard", "gram")
 
 TOLERANCES: dict[PrecisionT, float] = {"highest": 1e-5, "medium": 2e-2}
-"""Largest deviation, relative: while it is captured the library may choose another kernel, which
-sums in another order."""
+"""Largest relative deviation; during capture, a library may choose a kernel with another order of
+summation."""
 
 
 def run(context: Context) -> Outcome:
@@ -30,7 +30,7 @@ def run(context: Context) -> Outcome:
         compute = Orthogonalization(algorithm=algorithm, precision=precision)
         with outcome.noting(name):
             deviations[name] = found = deviation(compute, shape)
-            # written so that nan is too much
+            # in this form, nan is a problem too
             if not found <= TOLERANCES[precision]:
                 outcome.problems.append(f"{name}: a replay deviates by {found:.1e}")
     equal = sum(found == 0 for found in deviations.values())
@@ -52,11 +52,11 @@ def deviation(compute: Orthogonalization, shape: tuple[int, ...]) -> float:
 
 
 def capture(compute: Orthogonalization, x: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """Return a graph of a call, and where its replays leave their result."""
+    """Return the graph of a call and the tensor that receives the result of replays."""
     aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     aside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(aside):
-        # libraries make their handles and work spaces in the first calls
+        # libraries allocate handles and workspaces during the first calls
         for _ in range(3):
             compute(x)
     torch.cuda.current_stream().wait_stream(aside)

@@ -1,4 +1,4 @@
-"""Values of functional cases on this kind of GPU: compared with committed ones, or recorded."""
+"""Compare the metrics of functional test cases with committed values, or record new ones."""
 
 import json
 import os
@@ -16,20 +16,20 @@ from tests.harness import close_pools
 
 ON_CPU = "dense-one-rank"
 FIRST = (ON_CPU, "dense", "layer-wise", "tp")
-"""Cases that matter most; there may not be time for the others."""
+"""The most important cases, which run first in case the time is short."""
 
 CORES_OF_A_RUN = 2
-"""A run's ranks import Megatron for most of their time."""
+"""CPU cores per rank, which are busy because imports take most of a run's time."""
 
 
 def run(context: Context) -> Outcome:
-    """Take cases until the time is up."""
+    """Compare or record cases until the time is up."""
     environment: Environment = "gpu_nccl" if context.device == "cuda" else "cpu_gloo"
     until = time.monotonic() + context.seconds
     outcome, told, longest = Outcome(), [], 0.0
     for case in cases_of(environment, context.ranks, small=context.small):
         began = time.monotonic()
-        # as long as the longest one, and a quarter: rather none than half of one
+        # do not start a case that could exceed the time limit
         if began + 1.25 * longest > until:
             outcome.left.append(case.name)
             continue
@@ -43,7 +43,7 @@ def run(context: Context) -> Outcome:
 
 
 def cases_of(environment: Environment, ranks: int, *, small: bool) -> list[Case]:
-    """Return the cases that can run, in the order of what they matter; one in a trial."""
+    """Return the cases that can run, the most important ones first; only one if ``small``."""
     cases = [
         case
         for case in load_cases().values()
@@ -64,7 +64,7 @@ def _take(case: Case, environment: Environment, context: Context, outcome: Outco
         return f"{case.name} {'differs' if wrong else 'as committed'}"
     path = golden.path_of(case.name, environment, context.folder)
     if path.exists():
-        # by a call that had no time for all cases
+        # recorded by an earlier call, which ran out of time
         outcome.figures[case.name] = {"recorded": json.loads(path.read_text())}
         return f"{case.name} recorded before"
     seeds = [None, *range(1, golden.SEEDS + 1)]
@@ -76,9 +76,9 @@ def _take(case: Case, environment: Environment, context: Context, outcome: Outco
 
 
 def runs_of(case: Case, environment: Environment, seeds: Sequence[int | None]) -> list[Metrics]:
-    """Return the metrics of a run with each seed of last bits, as many at once as there are cores.
+    """Return the metrics of a run for each seed that perturbs the last bits of weights.
 
-    On GPUs each is a launch of its own.
+    On GPUs, as many runs start at once as the CPU cores allow.
     """
     at_once = max(1, (os.cpu_count() or 1) // (CORES_OF_A_RUN * case.ranks))
     with ThreadPoolExecutor(at_once if environment == "gpu_nccl" else 1) as threads:

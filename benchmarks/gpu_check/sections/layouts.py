@@ -1,6 +1,6 @@
-"""The same gradients at every layout that the GPUs allow: the same update.
+"""Compare the updates from equal gradients at all layouts that fit the GPUs.
 
-Two ranks share a lone GPU.
+Two ranks share a single GPU.
 """
 
 from benchmarks.gpu_check.context import Context, Outcome
@@ -9,8 +9,8 @@ from tests.unit.storage.full_state import Case, build, steps
 from tests.unit.storage.runs import Result, deviation, weights
 
 TOLERANCE = 1e-5
-"""Largest relative deviation of a weight after the steps, in float32: some times as much as CPUs
-show, since a GPU chooses its kernels by the size of what it multiplies."""
+"""Largest relative deviation of a weight in float32. It exceeds that of CPUs, since a GPU's kernels
+depend on the sizes of matrices."""
 
 STEPS = 4
 WORLDS = (1, 2, 4, 8)
@@ -34,7 +34,7 @@ def cases_of(world_size: int) -> dict[str, Case]:
 
 
 def run(context: Context) -> Outcome:
-    """Compare all layouts with the first, in which one rank has everything."""
+    """Compare all layouts with the first, which has one rank."""
     outcome = Outcome()
     found: dict[str, float] = {}
     reference: Result | None = None
@@ -49,7 +49,7 @@ def run(context: Context) -> Outcome:
     outcome.problems += [
         f"{name} deviates by {value:.1e}, {TOLERANCE:.0e} are allowed"
         for name, value in found.items()
-        # written so that nan is too much
+        # in this form, nan is a problem too
         if not value <= TOLERANCE
     ]
     if found:

@@ -1,4 +1,4 @@
-"""What a step and what it leaves takes of the device, against what the optimizer counts."""
+"""Compare the measured memory of a step with the optimizer's own count."""
 
 import gc
 from typing import Any
@@ -11,8 +11,8 @@ from megatron_eopt.base.live_bytes import LiveBytes
 from megatron_eopt.build.memory import Memory
 
 SHARE, SLACK = 0.15, 64 * 2**20
-"""How far a measurement may be from the count: of it, and besides. Allocators round up, and
-libraries keep work spaces of some tens of MiB."""
+"""Allowed difference from the count: a share of it plus a number of bytes. Allocators round up, and
+libraries keep workspaces of some tens of MiB."""
 
 SLACK_ON_CPU = 4096
 SMALL: dict[str, Any] = {"hidden": 64, "heads": 8, "query_groups": 4}
@@ -42,8 +42,8 @@ def wrong(found: dict[str, int | None], slack: int) -> list[str]:
     """Return which measurements are too far from their counts, as sentences.
 
     Args:
-        found: Bytes; where nothing can be measured, None.
-        slack: Bytes by which they may differ, besides :data:`SHARE`.
+        found: Measured and counted bytes; None if a value cannot be measured.
+        slack: Bytes by which they may differ in addition to :data:`SHARE`.
     """
     sentences = []
     for name in ("peak", "standing"):
@@ -58,11 +58,11 @@ def wrong(found: dict[str, int | None], slack: int) -> list[str]:
 
 
 def measured(name: str, model: dict[str, Any], on_gpu: bool) -> dict[str, int | None]:
-    """Return this rank's bytes: what stays, and by how much a step exceeds it."""
+    """Return this rank's standing memory and the additional peak of a step, in bytes."""
     gc.collect()
     before = torch.cuda.memory_allocated() if on_gpu else 0
     chunk, optimizer = build(model, {"optimizer": name, "log_optimizer_memory": True})
-    # the second step is watched by the optimizer itself
+    # the optimizer measures its second step itself
     for step in range(2):
         give_gradients(chunk, step)
         optimizer.step()

@@ -1,4 +1,4 @@
-"""A table of all back ends and forms of the iteration: milliseconds, TFLOP/s, and what is wrong."""
+"""Time all back ends and algorithms of Newton-Schulz, and check their results."""
 
 import gc
 import signal
@@ -21,19 +21,19 @@ from megatron_eopt.math.algorithm import AlgorithmT, PrecisionT
 
 STEPS = 5
 ROW_S = 1.5
-"""Seconds that a row measures for, after a first call that may compile and choose kernels."""
+"""Seconds of measurement per row, after a first call that may compile and choose kernels."""
 
 LEFT_S = 20
-"""No row is begun when fewer seconds are left for the section."""
+"""A row does not start if the section has fewer seconds left."""
 
 COPIES = 10
-"""A row is measured where so many float32 copies of its matrices fit into free memory."""
+"""A row needs free memory for this number of float32 copies of its matrices."""
 
 TOLERANCES: dict[PrecisionT, float] = {"highest": 1e-4, "medium": 5e-2}
-"""Largest deviation from the reference, relative: 16 bits carry two digits through the steps."""
+"""Largest relative deviation from the reference; bfloat16 has about two digits."""
 
 SLOW = ("syrk",)
-"""Its kernels are chosen, for fewer than 5,000 rows, among hundreds that are compiled first."""
+"""Back ends that first compile hundreds of kernels to choose from, below 5,000 rows."""
 
 
 class Stack(NamedTuple):
@@ -52,13 +52,13 @@ SMALL = (Stack(1, 64, 256), Stack(4, 32, 128))
 
 
 def run(context: Context) -> Outcome:
-    """Measure all back ends that are there, each on every stack."""
+    """Measure all installed back ends on every stack of matrices."""
     outcome = Outcome()
     rows: list[dict[str, Any]] = []
     outcome.figures = {"rows": rows}
     until = time.monotonic() + context.seconds - LEFT_S
     every = list(forms())
-    # what may take all the time comes last
+    # slow back ends come last, so that they do not use up the time of others
     for slow in (False, True):
         chosen = [form for form in every if (form[0] in SLOW) is slow]
         for stack in SMALL if context.small else LARGE:
@@ -80,23 +80,23 @@ def run(context: Context) -> Outcome:
 
 
 type Form = tuple[str, AlgorithmT, str]
-"""A back end, what it computes, and why it is absent, if it is."""
+"""A back end, an algorithm, and the reason if the back end is absent."""
 
 
 def measured(
     stack: Stack, device: Device, until: float, chosen: Sequence[Form]
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for every form, also of what is not there or has no time.
+    """Yield a row for every form, including absent ones and those without time.
 
     Args:
-        stack: Of which shape.
-        device: Where.
-        until: When all rows end, as ``time.monotonic`` counts.
-        chosen: Which forms.
+        stack: Shape of the matrices.
+        device: The device.
+        until: Time limit of all rows, as a value of ``time.monotonic``.
+        chosen: The forms to measure.
     """
     precision: PrecisionT = "medium" if device == "cuda" else "highest"
     if device == "cuda" and find_spec("transformer_engine") and not dist.is_initialized():
-        # its back end spreads matrices over a process group, of this GPU alone
+        # its back end needs a process group, here of this GPU alone
         store = torch._C._distributed_c10d.HashStore()
         dist.init_process_group("nccl", store=store, rank=0, world_size=1)
     x, expected, told = given(stack, precision, device)
@@ -112,7 +112,7 @@ def measured(
 
 
 def forms() -> Iterator[Form]:
-    """Yield what every back end computes; ``auto`` is one of the others."""
+    """Yield the forms of every back end except ``auto``, which chooses one of the others."""
     for name in sorted({*backend_names()} - {"auto"}, key=backend_names().index):
         try:
             other = get_backend(name)
@@ -126,14 +126,14 @@ def forms() -> Iterator[Form]:
 def given(
     stack: Stack, precision: PrecisionT, device: Device
 ) -> tuple[Tensor | None, Tensor | None, str]:
-    """Return matrices, their orthogonal factors, and a note where memory has no room for them."""
+    """Return matrices, their orthogonal factors, and a note if they do not fit into memory."""
     needed = COPIES * stack.batch * stack.rows * stack.columns * 4
     if device == "cuda" and (free := torch.cuda.mem_get_info()[0]) < needed:
         return None, None, f"not measured: {free / 2**30:.0f} GiB free of {needed / 2**30:.0f}"
     generator = torch.Generator(device).manual_seed(0)
     x = torch.randn(tuple(stack), device=device, generator=generator)
     if precision == "medium":
-        # all back ends get the same numbers, however they take them
+        # round first, so that all back ends get the same values
         x = x.to(torch.bfloat16).to(torch.float32)
     # float64 is slow on most GPUs
     reference = x if device == "cuda" else x.double()
@@ -147,7 +147,7 @@ class _TimeUpError(Exception):
 
 @contextmanager
 def _ending(until: float) -> Iterator[None]:
-    """Raise a :class:`_TimeUpError` in a block at a time, as ``time.monotonic`` counts."""
+    """Raise :class:`_TimeUpError` in the block when ``time.monotonic`` reaches ``until``."""
 
     def stop(*_: object) -> None:
         raise _TimeUpError
@@ -176,7 +176,7 @@ def figures(
     except _TimeUpError:
         return {"note": "not measured: its kernels were still compiled when all time was up"}
     except Exception as error:
-        # a kernel that does not compile is a finding, and the other rows are to be measured
+        # a kernel that does not compile is a result; continue with the other rows
         return {"problem": f"{type(error).__name__}: {error}"[:500], "note": "failed"}
     finally:
         gc.collect()
@@ -188,7 +188,7 @@ def _figures(
     name: str, algorithm: AlgorithmT, precision: PrecisionT, x: Tensor, expected: Tensor
 ) -> dict[str, Any]:
     compute = Orthogonalization(steps=STEPS, algorithm=algorithm, precision=precision, backend=name)
-    # as the optimizer hands matrices over
+    # the optimizer passes matrices in this dtype
     stack = x.to(compute.stack_dtype)
     difference = compute(stack).to(torch.float32).sub_(expected)
     deviation = float(difference.norm() / expected.norm())
@@ -204,14 +204,14 @@ def _figures(
         "tflops": flops / median / 1e9,
         "deviation": deviation,
     }
-    # written so that nan is too much
+    # in this form, nan is a problem too
     if not deviation <= TOLERANCES[precision]:
         row["problem"] = f"deviates by {deviation:.1e}, {TOLERANCES[precision]:.0e} are allowed"
     return row
 
 
 def milliseconds_of(work: Callable[[], object]) -> list[float]:
-    """Return the times of calls, at least five, for about :data:`ROW_S`; one call came before."""
+    """Return the times of at least five calls, over about :data:`ROW_S` seconds."""
     times: list[float] = []
     began = time.perf_counter()
     while len(times) < 5 or (time.perf_counter() - began < ROW_S and len(times) < 50):

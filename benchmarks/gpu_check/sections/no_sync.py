@@ -1,7 +1,7 @@
-"""Where the host waits for the device in a step: adaptive Muon for the gradient norm, others never.
+"""List where the host waits for the GPU in a step; only adaptive Muon may, for the gradient norm.
 
-On GPUs torch is asked twice: to warn of every wait, which gives the list, and to refuse each. On a
-CPU the dry run's list stands in.
+On GPUs, torch warns about every wait in one step, and raises an error at any wait in another. On a
+CPU, a dry run provides the list.
 """
 
 import traceback
@@ -24,7 +24,7 @@ from megatron_eopt.build.gradients import GradNorm
 from tests.harness.models import tiny_gpt, wrap_ddp
 
 MAY_WAIT = "gradients.read"
-"""What returns the norm as a number, on which adaptive Muon's statistics depend."""
+"""The function that reads the gradient norm, which adaptive Muon's statistics need."""
 
 OPTIMIZERS = ("muon", "adaptive_muon", "adam")
 MODEL: dict[str, Any] = {"hidden": 64, "heads": 8, "query_groups": 4, "gated": True, "bias": True}
@@ -33,7 +33,7 @@ _FOLDERS = ("/megatron/core/", "/megatron/training/", f"{ROOT}/megatron_eopt/")
 
 
 def run(context: Context) -> Outcome:
-    """List the waits of each optimizer's step; any but the one that may be is a problem."""
+    """List the waits of each optimizer's step; all but the allowed one are problems."""
     outcome = Outcome()
     on_gpu = context.device == "cuda"
     for name in OPTIMIZERS:
@@ -53,11 +53,11 @@ def run(context: Context) -> Outcome:
 
 
 def waits_of_dry_run(name: str) -> dict[str, int]:
-    """Return who reads values of the device in a step of one rank of two, and how often."""
-    # what it needs of torch is not asked of GPU machines
+    """Return which functions read GPU values in a step of one of two ranks, and how often."""
+    # imported late, since GPU machines need not have what the dry run needs
     from megatron_eopt.dry_run import dry_world, report_of
 
-    # it makes groups of its own
+    # the dry world creates its own process groups
     dist.destroy_process_group()
     with dry_world(0, 2):
         parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
@@ -69,7 +69,7 @@ def waits_of_dry_run(name: str) -> dict[str, int]:
 
 
 def waits_on_gpu(name: str) -> dict[str, int]:
-    """Return where the host waits in a step, and how often; then let torch refuse each wait."""
+    """Return where the host waits in a step, and how often; then make each wait an error."""
     chunk, optimizer = build({**MODEL, "dtype": torch.bfloat16}, {"optimizer": name})
     for step in range(WARM_UP):
         give_gradients(chunk, step)
@@ -91,7 +91,7 @@ def waits_on_gpu(name: str) -> dict[str, int]:
 
 @contextmanager
 def _noted() -> Iterator[Counter[str]]:
-    """Note where torch warns of a wait in a block."""
+    """Count the waits in the block, of which torch warns, by place."""
     waits: Counter[str] = Counter()
 
     def note(message: Any, *_: Any, **__: Any) -> None:
@@ -110,7 +110,7 @@ def _noted() -> Iterator[Counter[str]]:
 
 @contextmanager
 def _refused() -> Iterator[None]:
-    """Let torch refuse every wait in a block, outside of :data:`MAY_WAIT`."""
+    """Make every wait in the block an error, except in :data:`MAY_WAIT`."""
     real = GradNorm.read
 
     def read(norm: GradNorm) -> float:
@@ -129,7 +129,7 @@ def _refused() -> Iterator[None]:
 
 
 def _place(stack: traceback.StackSummary) -> str:
-    """Return the innermost place in Megatron or this package, or that the norm is computed."""
+    """Return the innermost frame in Megatron or this package, or :data:`MAY_WAIT`."""
     ours = [frame for frame in stack if any(part in frame.filename for part in _FOLDERS)]
     if any(frame.name == "read" and "gradients" in frame.filename for frame in ours):
         return MAY_WAIT

@@ -1,4 +1,4 @@
-"""The quickstart's training as it is, over NCCL with a GPU for each process."""
+"""Run the quickstart over NCCL, with a GPU for each process."""
 
 import os
 import re
@@ -12,7 +12,7 @@ from benchmarks.machine import ROOT
 STEPS, SMALL_STEPS = 40, 8
 SMALL = "--num-layers 1 --hidden-size 64 --ffn-hidden-size 128 --eval-iters 1".split()
 FALL = 0.05
-"""By how much, of the first loss, the last one must be lower."""
+"""Minimum decrease of the loss, as a share of the first one."""
 
 _ITERATION = re.compile(
     r"iteration +(\d+)/.*?elapsed time per iteration \(ms\): ([\d.]+).*?lm loss: (\S+)"
@@ -20,9 +20,9 @@ _ITERATION = re.compile(
 
 
 def run(context: Context) -> Outcome:
-    """Train, and look at the losses that the trainer printed."""
+    """Train, and check the losses that the trainer prints."""
     out = context.folder / "run"
-    # it would go on from its checkpoint
+    # otherwise it would resume from its checkpoint
     shutil.rmtree(out, ignore_errors=True)
     steps = SMALL_STEPS if context.small else STEPS
     command = [sys.executable, str(ROOT / "scripts" / "quickstart.py"), "--steps", str(steps)]
@@ -35,11 +35,11 @@ def run(context: Context) -> Outcome:
 
 
 def judged(log: str, steps: int) -> Outcome:
-    """Return what the lines of a training say: as many steps as asked for, and a loss that falls.
+    """Check that a training log has all steps and that the loss falls.
 
     Args:
-        log: What the trainer printed.
-        steps: How many steps it was to do.
+        log: The trainer's output.
+        steps: Expected number of steps.
     """
     found = [(float(loss), float(ms)) for _, ms, loss in _ITERATION.findall(log)]
     losses = [loss for loss, _ in found]
@@ -47,7 +47,7 @@ def judged(log: str, steps: int) -> Outcome:
         return Outcome(problems=[f"{steps} steps were asked for, {len(losses)} are in the log"])
     milliseconds = sorted(ms for _, ms in found)[len(found) // 2]
     problems = []
-    # written so that nan is no fall
+    # in this form, nan is a problem too
     if not losses[-1] <= (1 - FALL) * losses[0]:
         problems.append(f"the loss went from {losses[0]:.4f} to {losses[-1]:.4f}")
     headline = f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, {milliseconds:.0f} ms a step"

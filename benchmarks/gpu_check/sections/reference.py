@@ -1,4 +1,4 @@
-"""One step of a small GPT against the same in float64 on the CPU."""
+"""Compare one step of a small GPT with the same step in float64 on the CPU."""
 
 from itertools import pairwise
 from typing import Any
@@ -15,9 +15,9 @@ LR, MOMENTUM, WEIGHT_DECAY, BETAS, EPS = 0.02, 0.95, 0.1, (0.9, 0.95), 1e-8
 HEADS, GROUPS, HIDDEN = 8, 4, 64
 
 TOLERANCES = {"fp32": 3e-5, "bf16": 0.25}
-"""Largest deviation of a weight, relative to its step: five iterations amplify what products round,
-by up to 1e3 for the smallest singular values, of which gradients of few tokens have many. CPUs show
-6e-6 and 0.13; a matrix that is split, scaled or transposed wrongly deviates by its whole step."""
+"""Largest deviation of a weight, relative to its step. Five iterations amplify rounding errors, by
+up to 1e3 at small singular values, which gradients of few tokens have many of. CPUs show 6e-6 and
+0.13. A matrix that is split, scaled or transposed wrongly deviates by about 1."""
 
 PRECISION = {"fp32": "highest", "bf16": "medium"}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -31,7 +31,7 @@ MODEL: dict[str, Any] = {
 
 
 def run(context: Context) -> Outcome:
-    """Compare in both data types, and say which weight deviates most."""
+    """Compare in float32 and bfloat16."""
     outcome = Outcome()
     worst: dict[str, float] = {}
     for name, tolerance in TOLERANCES.items():
@@ -43,7 +43,7 @@ def run(context: Context) -> Outcome:
         outcome.problems += [
             f"{name}: {weight} deviates by {error:.1e} of its step, {tolerance:.0e} are allowed"
             for weight, error in errors.items()
-            # written so that nan is too much
+            # in this form, nan is a problem too
             if not error <= tolerance
         ]
     outcome.headline = "deviation of a step: " + ", ".join(
@@ -79,19 +79,19 @@ def deviations(dtype: str) -> dict[str, float]:
         expected = expectation(name, weight, gradient)
         after = _on_host(item.main).reshape(weight.shape)
         found[name] = _norm(after - expected) / max(_norm(expected - weight), 1e-30)
-        # what the model computes with is its main weight, rounded once
+        # the model's weight must equal its main weight, rounded once
         if not torch.equal(item.param.detach(), item.main.detach().to(item.param.dtype)):
             found[f"{name}, in the model"] = float("inf")
     return found
 
 
 def expectation(name: str, weight: np.ndarray, gradient: np.ndarray) -> np.ndarray:
-    """Return what a float64 weight is after the first step.
+    """Return a weight after the first step, in float64.
 
     Args:
-        name: Its name in the model, which decides its optimizer.
-        weight: Before the step.
-        gradient: Its gradient.
+        name: Name of the weight in the model, which decides its optimizer.
+        weight: The weight before the step.
+        gradient: Its gradient, of the same shape.
     """
     if weight.ndim == 2 and "layers." in name:
         new, _ = muon_step(
@@ -104,7 +104,7 @@ def expectation(name: str, weight: np.ndarray, gradient: np.ndarray) -> np.ndarr
             parts=matrices_of(name),
         )
         return new
-    # the first step of Adam, its moments corrected for their start; vectors do not decay
+    # Adam's first step with bias correction; 1-D parameters have no weight decay
     decay = LR * WEIGHT_DECAY if weight.ndim == 2 else 0.0
     direction: np.ndarray = gradient / (np.abs(gradient) + EPS)
     return weight * (1 - decay) - LR * direction

@@ -1,4 +1,4 @@
-"""How long a step takes, against megatron-core's own optimizers on the same model and gradients."""
+"""Time a step against megatron-core's optimizers, on the same model and gradients."""
 
 import contextlib
 import gc
@@ -23,11 +23,11 @@ SMALL = LARGE | {"layers": 2, "hidden": 64, "heads": 8, "query_groups": 4, "voca
 ROUNDS, SMALL_ROUNDS, WARM_UP = 20, 3, 3
 
 BYTES_OF_A_WEIGHT = 2 + 4 + 4 + 4 + 4
-"""Itself in 16 bits; its gradient, main weight and moments in 32."""
+"""Weight in 16 bits; gradient, main weight and two moments in 32 bits."""
 
 TOLERANCE = 0.05
-"""Largest difference of a weight from megatron-core's, relative to what the steps changed, where
-both do the same iteration: 16 bits of two ways to add up, and of weights that are rounded."""
+"""Largest difference of a weight from megatron-core's, relative to the change by the steps, for
+the same iteration. It comes from bfloat16 rounding in another order of summation."""
 
 
 MUON, SAME, PLAIN = "muon", "muon, stock's iteration", "stock muon, plain"
@@ -42,9 +42,9 @@ ARMS = (
 
 
 def arms() -> list[Arm]:
-    """Return all contestants, Muon with every back end that is installed and serves this GPU."""
+    """Return all contestants, with Muon on every installed back end that supports this GPU."""
     found = list(ARMS)
-    # not syrk, whose kernels take minutes to compile
+    # without syrk, whose kernels take minutes to compile
     for name in ("torch", "gram_newton_schulz", "transformer_engine"):
         with contextlib.suppress(ConfigurationError, ImportError):
             get_backend(name)
@@ -54,7 +54,7 @@ def arms() -> list[Arm]:
 
 
 def run(context: Context) -> Outcome:
-    """Time the steps of all in turn; where the iteration is the same, compare the weights."""
+    """Time all contestants in turn; compare the weights of those with the same iteration."""
     outcome = Outcome()
     model = SMALL if context.small else LARGE
     if context.device == "cuda" and (why := _no_room(model)):
@@ -70,7 +70,7 @@ def run(context: Context) -> Outcome:
         "all": times,
         "difference": difference,
     }
-    # written so that nan is too much
+    # in this form, nan is a problem too
     if not difference <= TOLERANCE:
         outcome.problems.append(
             f"{SAME}: weights differ from megatron-core's by {difference:.1e} of their way"
@@ -81,7 +81,7 @@ def run(context: Context) -> Outcome:
 
 
 def times_and_weights(model: dict[str, Any], rounds: int) -> dict[str, Any]:
-    """Return this rank's milliseconds by arm, and how far weights are from stock's."""
+    """Return this rank's milliseconds by arm, and the largest difference of weights."""
     initialize_megatron()
     made = {arm.name: _made(arm, model) for arm in arms()}
     before = _weights(made[PLAIN])
@@ -101,7 +101,7 @@ def times_and_weights(model: dict[str, Any], rounds: int) -> dict[str, Any]:
 
 
 def _made(arm: Arm, model: dict[str, Any]) -> tuple[Any, Any]:
-    """Return a model of its own and its optimizer; all start from the same weights."""
+    """Build a contestant's model and optimizer; all start from the same weights."""
     model_parallel_cuda_manual_seed(1234)
     torch.manual_seed(1234)
     chunk = wrapped_for(arm.storage, gpt(model))
@@ -118,12 +118,12 @@ def _weights(made: tuple[Any, Any]) -> list[torch.Tensor]:
 
 
 def _largest(numbers: list[float]) -> float:
-    """Return the largest number, or nan if one is that."""
+    """Return the largest number, or nan if any is nan."""
     return float(torch.tensor(numbers, dtype=torch.float64).max())
 
 
 def _no_room(model: dict[str, Any]) -> str | None:
-    """Return why the contestants do not fit into free memory, or None."""
+    """Return the reason if the contestants do not fit into free memory, else None."""
     layer = 12 * model["hidden"] ** 2
     weights = model["layers"] * layer + 2 * model["vocabulary"] * model["hidden"]
     needed, free = (len(ARMS) + 3) * weights * BYTES_OF_A_WEIGHT, torch.cuda.mem_get_info()[0]

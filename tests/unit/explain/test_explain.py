@@ -58,8 +58,8 @@ def test_optimizers_and_steps_are_known(explained):
     ("name", "words"),
     [
         ("muon", "at any tensor, pipeline, expert and data parallelism"),
-        ("buckets", "at another TP, PP or EP, or into plain storage, the model alone"),
-        ("plain, torch", "at the layout and into the optimizers that wrote it"),
+        ("buckets", "elsewhere, only the model"),
+        ("plain, torch", "at the same layout with the same optimizers"),
     ],
 )
 def test_where_a_checkpoint_loads(explained, name, words):
@@ -70,8 +70,8 @@ def test_where_a_checkpoint_loads(explained, name, words):
 
 def test_state_of_slabs_loads_at_their_tensor_parallelism(explained):
     _, slabs, storage = explained["soap, TP, plain"].loads
-    assert "2 slabs" in slabs
-    assert "this storage alone" in storage
+    assert "only at TP 2" in slabs
+    assert "the same --use-distributed-optimizer setting" in storage
     assert all("--checkpoint-fresh-state L Q_L Q_R R" in text for text in (slabs, storage))
 
 
@@ -123,7 +123,7 @@ def test_folders_without_a_whole_checkpoint_are_refused(saved, tmp_path):
     refused(folder, "lacks the file metadata.json")
     (folder / ".metadata").write_bytes(b"no metadata")
     refused(folder, r"\.metadata cannot be read")
-    refused(tmp_path / "nowhere", "is no folder")
-    refused(tmp_path, "is no finished checkpoint")
+    refused(tmp_path / "nowhere", "is not a folder")
+    refused(tmp_path, "is no complete checkpoint")
     (tmp_path / TRACKER).write_text("3")
     refused(tmp_path, "iter_0000003', which does not exist")

@@ -200,7 +200,7 @@ def test_momenta_of_torchs_muon_are_imported():
 def test_import_refuses_what_does_not_fit():
     state_dict = torch_muon()
     optimizer = build_optimizer(make_model(), config())
-    with pytest.raises(ConfigurationError, match=r"experts.weight.*have no momentum"):
+    with pytest.raises(ConfigurationError, match=r"experts.weight.*lacks the momentum"):
         import_torch_muon(optimizer, state_dict, NO_STACKS)
-    with pytest.raises(ConfigurationError, match=r"'nothing'.*are no parameters"):
+    with pytest.raises(ConfigurationError, match=r"'nothing'.*have no momentum"):
         import_torch_muon(optimizer, state_dict, ("nothing", *NO_STACKS[1:]))

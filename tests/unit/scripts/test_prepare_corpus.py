@@ -61,7 +61,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
         ("texts/part0/..", "is or holds the input"),
         (".", "is or holds the input"),
         ("link", "is or holds the input"),
-        ("notes", "holds 'mine.md', which is no part of a corpus"),
+        ("notes", "holds 'mine.md', which is not part of a corpus"),
         ("notes/mine.md", "is not a folder"),
         ("notes/mine.md/corpus", "Not a directory"),
     ],
