@@ -24,12 +24,12 @@ HEAD = """\
 
 All optimizer settings. `--muon-tp-mode` on the command line is `muon_tp_mode` in
 `EmergingOptimizerConfig`, and `muon-tp-mode` in a file for `--optimizer-config`, such as
-[examples/muon.yaml](../../examples/muon.yaml). The first column adds the field's name if it differs
-from the flag's, or if there is no flag.
+[`examples/muon.yaml`](../../examples/muon.yaml). The first column adds the field's name if it
+differs from the flag's, or if there is no flag.
 
-The first default is ours. `scripts/pretrain_gpt.py` and `EmergingOptimizerConfig` use it. If
-Megatron's differ, they follow: "Megatron-Core" is that of its `OptimizerConfig`, and "Megatron's
-flag" that of its command line. `python -m megatron_eopt.launch` uses Megatron's, unless you pass
+The first default is ours, which `scripts/pretrain_gpt.py` and `EmergingOptimizerConfig` use. Where
+Megatron's differs, it follows: "Megatron-Core" is its `OptimizerConfig`, "Megatron's flag" its
+command line. `python -m megatron_eopt.launch` uses Megatron's, unless you pass
 `--optimizer-defaults recommended`. [Run on GPUs and clusters](../how_to/clusters.md) lists the
 environment variables.
 """

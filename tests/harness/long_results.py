@@ -41,8 +41,9 @@ class LongResults:
         lines = [
             "# Results of the long tests",
             "",
-            "Long trainings, kills during a save, and every optimizer in every layout.",
-            "`./scripts/test.sh --all` runs these tests and writes this page.",
+            "Tests that are too long for every change: long trainings, kills during a save, every optimizer",
+            "in every layout. `./scripts/test.sh --all` runs them and writes this page.",
+            "A line has outcomes, seconds, and what the test measured.",
             "",
             f"Commit `{_commit()}`, torch {torch.__version__}, Python "
             f"{platform.python_version()}, {os.cpu_count()} cores.",
