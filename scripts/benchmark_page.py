@@ -54,17 +54,13 @@ What an optimizer step costs, and how to measure it again. In short:
   {wire_stock:.0f} MB or more.
 * On a 4M-parameter model, Muon reaches Adam's final loss in {steps_of_muon:.0f} of 120 steps.
 
-The tables use these words:
+In the tables,
 
-| word | meaning |
-| --- | --- |
-| ours | this package |
-| stock | Megatron-Core 0.19.2 with emerging-optimizers |
-| stock's iteration | the Newton-Schulz iteration of emerging-optimizers |
-| fragments | optimizer state is sharded (`--use-distributed-optimizer`) |
-| padded layer-wise | Megatron-Core's `dist_muon` |
-| plain | optimizer state is replicated |
-| x ours | time divided by ours: median and quartiles of alternating runs |
+* **ours** is this package, **stock** Megatron-Core 0.19.2 with emerging-optimizers, and **stock's
+  iteration** the latter's Newton-Schulz.
+* **fragments** shards optimizer state (`--use-distributed-optimizer`), **padded layer-wise** is
+  Megatron-Core's `dist_muon`, and **plain** replicates state.
+* **x ours** is a time divided by ours: median and quartiles of alternating runs.
 
 [Raw figures](../benchmarks) are JSON files. [Newton-Schulz accuracy](accuracy.md) has its own page.
 
@@ -254,8 +250,9 @@ def of_counts(figures: dict[str, Any]) -> str:
     rows = []
     for key, (title, _) in COUNTED.items():
         before, now = figures["before"][key], figures["models"][key]
-        for kind in SHOWN.get(key, ("all_kernels",)):
-            rows.append([title, KINDS[kind], f"{before[kind]:,}", f"{now[kind]:,}"])
+        for place, kind in enumerate(SHOWN.get(key, ("all_kernels",))):
+            model = "" if place else title
+            rows.append([model, KINDS[kind], f"{before[kind]:,}", f"{now[kind]:,}"])
     return table("model | | before: | now:", rows)
 
 

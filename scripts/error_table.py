@@ -117,7 +117,7 @@ def errors(path: Path, texts: dict[str, ast.expr]) -> Iterator[tuple[str, str, s
         known = assignments(max(inside, key=lambda f: f.lineno), node.lineno) if inside else {}
         argument, _, rule, way_out = (text_of(item, texts | known) for item in node.args)
         if not re.fullmatch(r"\{\w+\}", way_out):  # else all of it depends on the run
-            told = "the message says it" if re.fullmatch(r"\{\w+\}", rule) else rule
+            told = "(in the message)" if re.fullmatch(r"\{\w+\}", rule) else rule
             yield argument, told, way_out
 
 

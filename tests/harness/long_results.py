@@ -41,9 +41,8 @@ class LongResults:
         lines = [
             "# Results of the long tests",
             "",
-            "Tests that are too long for every change: long trainings, kills during a save, every optimizer",
-            "in every layout. `./scripts/test.sh --all` runs them and writes this page.",
-            "A line has outcomes, seconds, and what the test measured.",
+            "Outcomes, seconds and measurements of long trainings, kills during a save, and every",
+            "optimizer in every layout. `./scripts/test.sh --all` writes this page.",
             "",
             f"Commit `{_commit()}`, torch {torch.__version__}, Python "
             f"{platform.python_version()}, {os.cpu_count()} cores.",
