@@ -117,7 +117,7 @@ after three steps, relative to how far they moved. On {steps}.
     --steps 120 --processes 1 --muon-fp32-matmul-prec highest
 ```
 
-This trains the quickstart's byte-level GPT (4 million parameters, 2,048 bytes a step, weight decay
+This trains the quickstart's byte-level GPT (3 million parameters, 2,048 bytes a step, weight decay
 0.1, cosine schedule to a tenth of the learning rate), one run per core beside other work, on
 {compare}.
 

@@ -40,7 +40,7 @@ OWN_START = frozenset({"--load", "--ckpt-step", "--finetune", "--train-iters"})
 
 
 def model_flags() -> list[str]:
-    """Return the flags of a GPT with about 4 million parameters that trains on any machine."""
+    """Return the flags of a GPT with about 3 million parameters that trains on any machine."""
     return [
         *("--num-layers", "4", "--hidden-size", "256", "--num-attention-heads", "8"),
         *("--group-query-attention", "--num-query-groups", "4", "--swiglu"),

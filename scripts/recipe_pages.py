@@ -23,9 +23,9 @@ FILES = "../../megatron_eopt/recipes"
 
 HEAD = """# Recipes
 
-For anyone who trains one of these models, or one like it, with Megatron. A recipe has the flags of
-its architecture, optimizer and schedule, and says where each was published. This page is written by
-`python scripts/recipe_pages.py` from the YAML files in
+This page is for anyone who trains one of these models, or one like it, with Megatron. A recipe is a
+list of Megatron's flags for the architecture, optimizer and schedule, with the source of each.
+`python scripts/recipe_pages.py` writes this page from the YAML files in
 [megatron_eopt/recipes](../../megatron_eopt/recipes).
 
 | Recipe | Model | Parameters | Published optimizer |
@@ -36,20 +36,20 @@ USE = """
 ## Use a recipe
 
 ```bash
-megatron-eopt recipe                      # which recipes there are
-megatron-eopt recipe moonlight            # the flags of one
-megatron-eopt plan --model moonlight      # memory, traffic and time of its optimizer
+megatron-eopt recipe                      # lists the recipes
+megatron-eopt recipe moonlight            # prints the flags of one
+megatron-eopt plan --model moonlight      # predicts memory, traffic and time of its optimizer
 ```
 
-Try it first. This trains a small model of the same kind on random data for ten steps, in seconds
-and on a CPU. Latent attention, experts and QK-clip stay, and only the sizes are small:
+Try it first, in this repository. This trains a small model of the same kind on random data for ten
+steps, in about a minute on a CPU:
 
 ```bash
 torchrun --nproc-per-node 2 scripts/pretrain_gpt.py $(megatron-eopt recipe kimi-k2 --small)
 ```
 
-For the whole model, start as many processes as the recipe's layout has GPUs, and add your data and
-tokenizer:
+For the whole model, start one process for each GPU of the recipe's layout. Add your data and
+tokenizer, here to Megatron-LM's `pretrain_gpt.py`:
 
 ```bash
 torchrun --nnodes 8 --nproc-per-node 8 -m megatron_eopt.launch pretrain_gpt.py \\
@@ -58,27 +58,31 @@ torchrun --nnodes 8 --nproc-per-node 8 -m megatron_eopt.launch pretrain_gpt.py \
     --eval-interval 1000 --eval-iters 10 --save-interval 1000 --save checkpoints --load checkpoints
 ```
 
-A flag after the recipe replaces the recipe's: `--global-batch-size 512`, `--train-iters 20000`, or
-the sizes of another layout. A plan takes the same changes: `megatron-eopt plan --model qwen3-8b
---num-layers 12 --dp 16`. If you give a plan any size of a layout, it uses yours alone.
+A flag after the recipe replaces the recipe's, such as `--global-batch-size 512` or
+`--tensor-model-parallel-size 4`. Plans can be changed, too:
 
-Flags of kernels and memory depend on your GPUs and are left to you: `--moe-grouped-gemm`,
-`--fp8-format`, `--recompute-granularity`, `--overlap-grad-reduce`, `--overlap-param-gather`.
+```bash
+megatron-eopt plan --model qwen3-8b --num-layers 12 --dp 16
+```
+
+A plan with a layout size of yours does not use the recipe's layout.
+
+Choose the flags that depend on your GPUs yourself: `--moe-grouped-gemm`, `--fp8-format`,
+`--recompute-granularity`, `--overlap-grad-reduce`, `--overlap-param-gather`.
 
 ## How to read them
 
 * **Ours** marks a setting that the authors did not publish, with the reason for its value.
-* Models published with AdamW, or without their optimizer, get Moonlight's settings of Muon. Its
-  updates are as large as AdamW's (`--muon-scale-mode adamw_rms`: 0.2 times the root of the larger
-  dimension), so that AdamW's learning rate and weight decay carry over. Add `--optimizer adam` to
-  train with AdamW.
-* A learning rate belongs to the batch beside it.
-* A plan is of the busiest of as many H100, without activations. Its seconds are
-  [predicted](../how_to/planning.md#how-seconds-are-predicted). "Sent" is what that GPU sends in a
-  step of the optimizer, gathering parameters included. Adam gathers them, too.
+* Models published with AdamW, or without their optimizer, get Moonlight's Muon settings. With
+  `--muon-scale-mode adamw_rms`, updates are as large as AdamW's, so AdamW's learning rate and
+  weight decay can stay. Add `--optimizer adam` to train with AdamW.
+* If you change the batch size, tune the learning rate again.
+* Plans show the busiest GPU, an H100, without activations. Times are
+  [predicted](../how_to/planning.md#how-seconds-are-predicted). Gathering the updated parameters
+  takes as long with Adam; steps leave it out, "Sent" includes it.
 
-Every recipe passes Megatron's own checks of arguments at its layout. It has the published number of
-parameters within 2 %, and its small model trains on a CPU (`tests/functional/test_recipes.py`). No
+Every recipe passes Megatron's argument checks at its layout, and has the published number of
+parameters within 2 %. Its small model trains on a CPU (`tests/functional/test_recipes.py`). No
 whole model was trained with these flags here.
 """
 
@@ -113,7 +117,7 @@ def flags(group: Mapping[str, Any]) -> str:
 
 def settings(one: Recipe) -> Iterable[str]:
     """Yield the lines of a table of all flags with their sources."""
-    yield "| Where it stands | Flags |"
+    yield "| Source | Flags |"
     yield "|---|---|"
     for group in one.published:
         name, comma, place = group["at"].partition(",")
@@ -135,7 +139,7 @@ def section(name: str, row: str) -> str:
     others = [other for other in NAMES if recipe(other).base == name]
     if others:
         links = (f"[`{other}`]({FILES}/{other}.yaml)" for other in others)
-        lines += [f"* Other sizes have recipes of their own: {', '.join(links)}."]
+        lines += [f"* Recipes of other sizes: {', '.join(links)}."]
     return "\n".join(lines) + "\n"
 
 

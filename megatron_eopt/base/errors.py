@@ -6,6 +6,10 @@ from collections.abc import Iterable
 from operator import ge, gt, le, lt
 
 
+def _sentence(way_out: str) -> str:
+    return way_out if way_out.endswith("?") else f"{way_out}."
+
+
 class ConfigurationError(ValueError):
     """A setting, or a combination of settings, is not supported.
 
@@ -19,7 +23,7 @@ class ConfigurationError(ValueError):
     """
 
     def __init__(self, argument: str, value: object, rule: str, way_out: str) -> None:
-        super().__init__(f"{argument}={value!r}: {rule}. {way_out}.")
+        super().__init__(f"{argument}={value!r}: {rule}. {_sentence(way_out)}")
         self.argument = argument
         self.value = value
 
@@ -29,7 +33,7 @@ class ConfigurationTypeError(TypeError):
 
     def __init__(self, argument: str, value: object, rule: str, way_out: str) -> None:
         kind = type(value).__name__
-        super().__init__(f"{argument}={value!r} (a {kind}): {rule}. {way_out}.")
+        super().__init__(f"{argument}={value!r} (a {kind}): {rule}. {_sentence(way_out)}")
         self.argument = argument
         self.value = value
 
@@ -53,7 +57,7 @@ def check_choice(argument: str, value: object, choices: Iterable[str]) -> None:
     if value in names:
         return
     near = difflib.get_close_matches(str(value), names, n=3)
-    hint = f"Did you mean {' or '.join(map(repr, near))}" if near else "Choose one of them"
+    hint = f"Did you mean {' or '.join(map(repr, near))}?" if near else "Choose one of them"
     raise ConfigurationError(argument, value, f"must be one of {', '.join(names)}", hint)
 
 

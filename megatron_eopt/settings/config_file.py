@@ -124,7 +124,7 @@ def _check_name(path: Path, name: str, value: object) -> None:
     near = difflib.get_close_matches(name, ALLOWED, n=3)
     way_out = "Use the name of an optimizer flag without its leading dashes"
     if near:
-        way_out = f"Did you mean {' or '.join(item.replace('_', '-') for item in near)}"
+        way_out = f"Did you mean {' or '.join(item.replace('_', '-') for item in near)}?"
     if name in _RUNS_OWN:
         rule = "belongs to the run, not to the optimizer file"
         way_out = f"Pass --{flag}, or set the field in Python"

@@ -34,34 +34,22 @@ class Variant:
 class Case:
     """One case.
 
-    Attributes:
-        name: Unique among all files.
-        kind: ``golden``: compared with recorded values. ``resume``: half the steps, saved and gone
-            on with, equal all of them in one go. ``parity``: variants equal the first of them.
-        flags: Flags of the training script beyond those that all cases share.
-        ranks: Number of processes.
-        long: Whether only the long tier runs it.
-        environments: Where the case can run.
-        tolerances: Largest relative differences by metric, where the measured spread does not tell
-            (parity only).
-        why: Why it does not.
-        notices: Flags of a run that is a little wrong and must not pass (golden only).
-        resumed_flags: Flags of the second half of the steps, if it is to run otherwise.
-        formats: Of the checkpoint, and of those that each run is to write that goes on from it
-            (resume only); further flags may follow.
-        variants: The runs of a parity case by name; the first is what the others must equal.
+    ``golden`` is compared with recorded values. ``resume`` goes on from a checkpoint of half the
+    steps as a run in one go does. The variants of ``parity`` equal the first of them.
     """
 
     name: str
     kind: Kind
-    flags: tuple[str, ...]
+    flags: tuple[str, ...]  # beyond those that all cases share
     ranks: int = 2
     long: bool = False
     environments: tuple[Environment, ...] = ("cpu_gloo",)
+    # largest relative differences by metric where the measured spread does not tell, and why not
     tolerances: Mapping[str, float] = field(default_factory=dict)
     why: str = ""
-    notices: tuple[str, ...] = ()
-    resumed_flags: tuple[str, ...] = ()
+    notices: tuple[str, ...] = ()  # of a run that is a little wrong and must not pass
+    resumed_flags: tuple[str, ...] = ()  # of the second half
+    # of the checkpoint, and of those that each run that goes on is to write
     formats: tuple[str, ...] = ("torch_dist", "torch_dist")
     variants: Mapping[str, Variant] = field(default_factory=dict)
 
@@ -71,11 +59,7 @@ class Case:
         return self.kind != "resume" or bool(self.resumed_flags)
 
     def fingerprint(self, shared: list[str]) -> str:
-        """Return a hash of all that decides what is recorded of the case.
-
-        Args:
-            shared: What that is for all cases.
-        """
+        """Return a hash of all that decides what is recorded; ``shared`` is what all cases have."""
         first = next(iter(self.variants.values()), Variant())
         record = json.dumps([shared, self.flags, self.ranks, self.kind, asdict(first)])
         return hashlib.sha256(record.encode()).hexdigest()[:16]
@@ -92,15 +76,11 @@ def load_cases(folder: Path = FOLDER) -> dict[str, Case]:
 
 
 def _case(name: str, record: dict[str, Any]) -> Case:
-    texts = {key: _words(record[key]) for key in _FLAGS & record.keys()}
-    runs = {key: _variant(**run) for key, run in record.get("variants", {}).items()}
     lists = {key: tuple(record[key]) for key in ("environments", "formats") if key in record}
-    return Case(name, **{**record, **texts, **lists, "variants": runs})
+    runs = {key: Variant(**_split(run)) for key, run in record.get("variants", {}).items()}
+    return Case(name, **{**_split(record), **lists, "variants": runs})
 
 
-def _variant(flags: str = "", trainer: Trainer = "ours") -> Variant:
-    return Variant(_words(flags), trainer)
-
-
-def _words(flags: str) -> tuple[str, ...]:
-    return tuple(shlex.split(flags))
+def _split(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a record whose flags are lists of words."""
+    return record | {key: tuple(shlex.split(record[key])) for key in _FLAGS & record.keys()}

@@ -33,13 +33,7 @@ UNBOUNDED = 1.0
 EXACT = {"learning rate": 0.0, "skipped": 0.0, "nan": 0.0}
 """Schedules and counts do not depend on rounding."""
 
-AS_PRINTED = {
-    "lm loss": 1e-6,
-    "validation loss": 1e-6,
-    "grad norm": 0.0,
-    "params norm": 0.0,
-    **EXACT,
-}
+AS_PRINTED = dict.fromkeys(METRICS, 0.0) | {"lm loss": 1e-6, "validation loss": 1e-6}
 """Where all is the same but for the print: the loss of a process's second step is taken out of a
 printed mean, which costs a digit."""
 
@@ -53,15 +47,8 @@ RESUME = {**dict.fromkeys(METRICS, 0.0), "lm loss": AS_PRINTED["lm loss"]}
 def spread_of(plain: Metrics, others: Iterable[Metrics]) -> dict[str, list[float]]:
     """Return how far a run strays with other last bits, from step to step never less.
 
-    Args:
-        plain: The run.
-        others: The same with other last bits.
-
-    Returns:
-        The largest relative difference up to each value, at most UNBOUNDED, by metric.
-
-    Raises:
-        ValueError: If a run with other last bits has another schedule, or skips other steps.
+    That is the largest relative difference up to each value, at most UNBOUNDED, by metric. Raises
+    ValueError if one of the others has another schedule, or skips other steps.
     """
     spread = {name: [0.0] * len(plain[name]) for name in METRICS if name not in EXACT}
     for other in others:
@@ -106,14 +93,7 @@ def differences_from(record: Mapping[str, Any], found: Metrics) -> list[str]:
 def differences(
     expected: Metrics, found: Metrics, tolerances: Tolerances, *, exact: bool = False
 ) -> list[str]:
-    """Return where two runs differ by more than allowed, as sentences; none means equal.
-
-    Args:
-        expected: Metrics by name.
-        found: The other run's.
-        tolerances: Largest relative differences.
-        exact: Whether printed norms must be the same too.
-    """
+    """Return where two runs differ by more than allowed; if ``exact``, printed norms may not."""
     sentences = []
     for name in METRICS:
         left, right, allowed = expected[name], found[name], tolerances[name]

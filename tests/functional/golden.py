@@ -51,15 +51,7 @@ def description(environment: Environment) -> dict[str, str]:
 def write(
     case: Case, environment: Environment, metrics: Metrics, spread: Spread, folder: Path = FOLDER
 ) -> Path:
-    """Record a case; the file appears whole or not at all.
-
-    Args:
-        case: The case.
-        environment: Where it has run.
-        metrics: Its metrics; kept of golden cases alone.
-        spread: How far they stray with other last bits.
-        folder: Holds the files.
-    """
+    """Record a case's spread, and the metrics of golden cases."""
     path = path_of(case.name, environment, folder)
     path.parent.mkdir(parents=True, exist_ok=True)
     rounded = {name: [float(f"{value:.2g}") for value in values] for name, values in spread.items()}
@@ -76,11 +68,7 @@ def write(
 
 
 def read(case: Case, environment: Environment, folder: Path = FOLDER) -> dict[str, Any]:
-    """Return what was recorded for a case.
-
-    Raises:
-        ValueError: If nothing was, or if it was for other flags.
-    """
+    """Return what was recorded for a case; ValueError if nothing was, or for other flags."""
     path = path_of(case.name, environment, folder)
     again = f"python -m tests.functional.record --environment {environment} {case.name}"
     if not path.exists():

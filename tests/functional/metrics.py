@@ -18,11 +18,7 @@ type Metrics = dict[str, list[float]]
 
 
 def metrics_of(output: str) -> Metrics:
-    """Return every metric's values in the order of steps.
-
-    Raises:
-        ValueError: If the output holds no step, or a step lacks a metric.
-    """
+    """Return every metric's values in the order of steps; ValueError if there are none."""
     lines = [line for line in output.splitlines() if re.match(r".*\] iteration +\d+/", line)]
     if not lines:
         raise ValueError(f"no training step in the output:\n{output[-2000:]}")
@@ -40,10 +36,7 @@ def metrics_of(output: str) -> Metrics:
 
 
 def _take_apart_the_second(found: Metrics) -> None:
-    """Undo that the trainer's second line covers the first two steps.
-
-    A process logs its first step, whatever the interval, without starting to count anew.
-    """
+    """Undo that the trainer's second line covers the first two steps of a process."""
     if len(found["skipped"]) < 2:
         return
     for name in ("skipped", "nan"):

@@ -1,8 +1,4 @@
-"""Runs a case where it is told to.
-
-On CPUs the training script runs in worker processes that are kept from case to case; on GPUs
-torchrun starts it.
-"""
+"""Runs a case: on CPUs in worker processes that are kept, on GPUs by torchrun."""
 
 import os
 import subprocess
@@ -20,17 +16,10 @@ TIMEOUT_S = 280.0
 """For one run, which takes three seconds where nothing else runs."""
 
 PLAIN = [*TINY, *"--log-params-norm --hidden-dropout 0 --attention-dropout 0".split()]
-"""Flags of every case: two layers, hidden size 64, six steps on data that repeats a pattern.
-
-Without dropout, whose masks depend on the layout; cases that go on in the same layout turn it on.
-"""
+"""Flags of every case, without dropout, whose masks depend on the layout."""
 
 SHARED = [*PLAIN, *"--muon-fp32-matmul-prec highest".split()]
-"""The same, with exact matrix products.
-
-The default precision of matrix products allows bfloat16 where the processor has it, so that results
-would depend on the processor in the third digit.
-"""
+"""The same with exact products: by default they are of bfloat16 where the processor has it."""
 
 STOCKS = "--muon-fp32-matmul-prec high".split()
 """The most precise products that megatron-core's command line has, for all variants alike."""
@@ -43,21 +32,13 @@ ONE_GPU = """
 
 
 def run_measured(case: Case, environment: Environment, seed: int | None) -> Metrics:
-    """Return the metrics of the run whose spread is recorded, with other last bits if asked.
-
-    That is a golden case's run, the first variant of a parity case, and a resume case in one go.
-    """
+    """Return the metrics of the run whose spread is recorded, of parity cases the first variant."""
     first = next(iter(case.variants.values()), Variant())
     return run_variant(case, first, environment, seed)
 
 
 def run_resume(case: Case, folder: Path) -> tuple[Metrics, list[Metrics]]:
-    """Return the second half of a run in one go, and of those that went on from its checkpoint.
-
-    Args:
-        case: The case.
-        folder: Empty folder for the checkpoints.
-    """
+    """Return the second half of a run in one go, and of those that went on from its checkpoint."""
     half = STEPS // 2
     written, *wanted = case.formats
     saving = f"--save {folder} --save-interval {half} --ckpt-format {written}".split()
@@ -72,14 +53,7 @@ def run_resume(case: Case, folder: Path) -> tuple[Metrics, list[Metrics]]:
 def run_variant(
     case: Case, variant: Variant, environment: Environment = "cpu_gloo", seed: int | None = None
 ) -> Metrics:
-    """Return the metrics of a run with a variant's further flags.
-
-    Args:
-        case: The case.
-        variant: What is other than in the case.
-        environment: Where to run.
-        seed: Of other last bits; None leaves them as they are.
-    """
+    """Return the metrics of a run with a variant's flags, and other last bits if it has a seed."""
     flags = [*case.flags, *variant.flags]
     if any(run.trainer == "stock" for run in case.variants.values()):
         flags = [*STOCKS, *flags]

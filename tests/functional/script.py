@@ -1,8 +1,4 @@
-"""Runs scripts inside worker processes that have imported Megatron already.
-
-What torchrun does besides starting processes is tested by a few real starts; everything else saves
-the ten seconds of imports that each of them costs.
-"""
+"""Runs scripts inside worker processes that have imported Megatron already, to save that time."""
 
 import contextlib
 import io

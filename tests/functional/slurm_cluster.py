@@ -1,8 +1,4 @@
-"""A Slurm cluster of two nodes on this machine, of Debian's slurm-wlm and munge, for root.
-
-``with cluster(folder) as commands:`` starts munge, the controller and two nodes with everything of
-theirs in a folder, and stops exactly these again.
-"""
+"""A Slurm cluster of two nodes on this machine, of Debian's slurm-wlm and munge, for root."""
 
 import contextlib
 import os
@@ -83,14 +79,7 @@ def _write_configuration(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def cluster(folder: Path) -> Iterator[dict[str, str]]:
-    """Run a cluster for a block.
-
-    Args:
-        folder: Of its own, empty; keys, logs and states are written there.
-
-    Yields:
-        The environment in which Slurm's commands reach it.
-    """
+    """Run a cluster with all its files in an empty folder; yield the environment for commands."""
     # munge wants a way to its socket on which nobody else may write
     folder.chmod(0o755)
     environment = {**os.environ, "SLURM_CONF": str(_write_configuration(folder))}
@@ -139,11 +128,6 @@ def idle_nodes(environment: dict[str, str]) -> int:
 
 
 def wait_until(holds: Callable[[], bool], what: str, seconds: float) -> None:
-    """Wait until something holds.
-
-    Raises:
-        TimeoutError: If it does not in so many seconds.
-    """
     deadline = time.monotonic() + seconds
     while not holds():
         if time.monotonic() > deadline:

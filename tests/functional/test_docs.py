@@ -148,6 +148,7 @@ OTHERS = {
     "Missing key in checkpoint state_dict": "torch.distributed.checkpoint.default_planner",
     "Global shape mismatch": "megatron.core.dist_checkpointing.strategies.torch",
     "class input value": "megatron.core.optimizer_param_scheduler",
+    "invalid choice": "argparse",
 }
 OF_THE_C_LIBRARY = "malloc(): unaligned tcache chunk"
 

@@ -66,14 +66,9 @@ class Cell:
     def case(self) -> Case:
         """Return the run of a Megatron model."""
         storage = {"use_distributed_optimizer": self.storage == "sharded"}
-        fields = self.fields
-        return Case(
-            optimizer=fields.pop("optimizer"),
-            model={**MODEL, "dtype": DTYPES[self.dtype]},
-            parallel={"tp": self.tensor},
-            ddp=storage,
-            config={**storage, **fields},
-        )
+        model, fields = {**MODEL, "dtype": DTYPES[self.dtype]}, self.fields
+        name = fields.pop("optimizer")
+        return Case(name, model, {"tp": self.tensor}, storage, {**storage, **fields})
 
 
 def cells(
@@ -84,11 +79,7 @@ def cells(
 
 
 def outcomes(some: list[Cell]) -> dict[Cell, str]:
-    """Run cells of one storage and one layout, each stopped after two steps of four.
-
-    Returns:
-        :data:`EQUAL`, or what differs.
-    """
+    """Run cells of one storage and one layout, each stopped after two steps of four."""
     first = some[0]
     job = _of_fsdp2 if first.storage == "FSDP2" else _of_megatron
     with tempfile.TemporaryDirectory() as folder:
@@ -96,9 +87,7 @@ def outcomes(some: list[Cell]) -> dict[Cell, str]:
             first.tensor * first.data, job, some, folder, cpu=first.storage != "FSDP2", timeout=900
         )
     assert all(one.keys() == found[0].keys() for one in found)
-    return {
-        cell: max((one[cell] for one in found), key=lambda text: text != EQUAL) for cell in some
-    }
+    return {cell: max((r[cell] for r in found), key=lambda text: text != EQUAL) for cell in some}
 
 
 @fsdp2.eager

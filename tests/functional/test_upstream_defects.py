@@ -7,7 +7,7 @@
 | format torch: files of context-parallel ranks overwrite each other | tests/functional/test_cases.py::test_resume[resume-torch-...] |
 | format torch, distributed Adam or SGD over torch's own: KeyError, or a leaf is written to, after loading; a run of format torch_dist loads no layer-wise state from it, without a word | tests/functional/test_cases.py::test_resume[resume-torch-...] |
 | format torch with --auto-detect-ckpt-format: KeyError for a torch_dist checkpoint | tests/functional/test_cases.py::test_resume[resume-torch-from-distributed] |
-| a group's identity contains the learning rate | test_another_schedule_resumes, tests/unit/build/test_resume.py |
+| a group's identity contains the learning rate | test_another_schedule_resumes, tests/unit/build/test_plain_state_dict.py::test_resume_with_another_learning_rate |
 | muon with the distributed optimizer goes on from other weights | tests/unit/checkpoint/test_state.py::test_all_ranks_compute_with_the_parameters_of_the_checkpoint |
 | fully_reshardable saves shifted tensors where a bucket is padded; empty buckets are refused | tests/unit/storage/test_resharding.py::test_padded_buckets |
 | distributed Adam over torch's AdamW: KeyError, or a step of 0, after loading | tests/unit/storage/test_resharding.py::test_resuming_equals_not_stopping |
@@ -30,19 +30,18 @@ from tests.unit.storage.full_state import (
     save_one,
     steps,
 )
-from tests.unit.storage.runs import DENSE
+from tests.unit.storage.runs import DENSE, NORMUON, PLAIN
 
 # without learned position embeddings, which megatron-core's Muon orthogonalizes
 BF16 = {**DENSE, "query_groups": 4, "position_embedding": "rope", "dtype": torch.bfloat16}
 # as many matrices as parameters, which both storages then know alike
 UNFUSED = {**BF16, "gated": False}
 WHOLE = {"muon_split_qkv": False, "muon_split_gated": False}
-REPLICATED = {"use_distributed_optimizer": False}
 
 
 def plain(case: Case) -> Case:
     """Return the same run with whole parameters on every data-parallel rank."""
-    return replace(case, ddp=REPLICATED, config={**case.config, **REPLICATED})
+    return replace(case, ddp=PLAIN, config={**case.config, **PLAIN})
 
 
 def scheduled(case: Case, folder: str) -> tuple[list[float], list[float], list[str]]:
@@ -94,7 +93,6 @@ def load_at(cases: list[Case], folder: str) -> list[dict[str, Any]]:
     return states if torch.distributed.get_rank() == 0 else []
 
 
-NORMUON = {"adaptive_muon_moment2_method": "normuon"}
 BOTH = [
     Case("muon", BF16),
     pytest.param(Case("adaptive_muon", BF16, config=NORMUON), marks=pytest.mark.long),

@@ -55,17 +55,12 @@ def _by_way_of_the_host(make: Callable[..., torch.Tensor]) -> Callable[..., torc
 
 
 class Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes what lets the host and a device wait for each other while it is entered.
-
-    Attributes:
-        reads: Functions that read a value of a device.
-        crossings: Operations with tensors of the host and of a device: mostly copies.
-    """
+    """Notes what lets the host and a device wait for each other while it is entered."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.reads: set[str] = set()
-        self.crossings: list[str] = []
+        self.reads: set[str] = set()  # functions that read a value of a device
+        self.crossings: list[str] = []  # operations with tensors of both: mostly copies
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None

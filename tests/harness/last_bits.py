@@ -1,9 +1,7 @@
 """What a processor that rounds otherwise would make of a run.
 
-Processors add in different orders, fuse multiplications with additions or not, and approximate
-functions differently; what they compute differs in its last bits. :func:`other_last_bits` moves the
-results of such operations by a few last bits, so that one machine can tell how far another's may
-stray. As a program it runs a script that way:
+:func:`other_last_bits` moves results of inexact operations by a few last bits, so that one machine
+can tell how far another's may stray. As a program it runs a script that way:
 
     torchrun ... -m tests.harness.last_bits SEED SCRIPT ARGUMENTS...
 """
@@ -49,10 +47,6 @@ def move(values: Tensor, seed: int) -> None:
 
     How far is a function of a number's bits, its place and the seed, so that ranks that compute the
     same go on having the same. Whole numbers stay: they are counts, exact on every machine.
-
-    Args:
-        values: Floating-point numbers of 2, 4 or 8 bytes, of any shape.
-        seed: Decides the moves.
     """
     bits = values.view(_INTEGERS[values.element_size()])
     places = torch.arange(values.numel(), device=values.device).view(values.shape)
@@ -102,11 +96,7 @@ def _core(func: Any) -> str:
 
 @contextlib.contextmanager
 def other_last_bits(seed: int | None) -> Iterator[None]:
-    """Let operations whose last bits are open round otherwise.
-
-    Args:
-        seed: Which other rounding; None changes nothing.
-    """
+    """Let operations whose last bits are open round otherwise, unless the seed is None."""
     with contextlib.nullcontext() if seed is None else _OtherLastBits(seed):
         yield
 

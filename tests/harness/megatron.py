@@ -14,17 +14,7 @@ def initialize_megatron(
     optimizer_instances: int = 1,
     seed: int = 123,
 ) -> None:
-    """Build megatron-core's process groups and seed its random number trackers.
-
-    Args:
-        tp: Tensor-parallel size.
-        pp: Pipeline-parallel size.
-        ep: Expert-parallel size.
-        etp: Tensor-parallel size of the experts; ``tp`` if None.
-        virtual_pp: Model chunks per pipeline stage.
-        optimizer_instances: Number of instances of the distributed optimizer.
-        seed: Seed of the model-parallel random number generators.
-    """
+    """Build megatron-core's process groups and seed its random number trackers."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,

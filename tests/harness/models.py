@@ -9,7 +9,11 @@ from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
+    TorchFullyShardedDataParallel,
     finalize_model_grads,
+)
+from megatron.core.distributed.torch_fully_sharded_data_parallel_config import (
+    TorchFullyShardedDataParallelConfig,
 )
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -69,32 +73,19 @@ def tiny_gpt(
 ) -> torch.nn.Module:
     """Build this rank's part of a GPT on its device, in fp32 or wrapped for a 16-bit ``dtype``.
 
-    Args:
-        vocabulary: Rows of the embedding.
-        position_embedding: Kind of position embedding.
-        untied: Whether the output layer has a weight of its own.
-        dtype: Data type of the parameters.
-        virtual_stage: Index of the model chunk with an interleaved pipeline.
-        latent: Whether attention is multi-latent.
-        hybrid: Whether to build a HybridModel, whose attention and MLPs are layers of their own.
-        sizes: Those of :data:`SIZES`, and further fields of ``TransformerConfig``.
+    ``latent`` attention is multi-latent. A ``hybrid`` model has attention and MLPs as layers of
+    their own. ``sizes`` are those of :data:`SIZES`, and further fields of ``TransformerConfig``.
     """
     if latent:
         sizes = {"multi_latent_attention": True} | LATENT | sizes
     config = _config(sizes, dtype)
     layers, experts = config.num_layers, config.num_moe_experts
-    first, last = (
-        is_stage(ignore_virtual=False, vp_stage=virtual_stage)
-        for is_stage in (
-            parallel_state.is_pipeline_first_stage,
-            parallel_state.is_pipeline_last_stage,
-        )
-    )
+    stage = {"ignore_virtual": False, "vp_stage": virtual_stage}
     fields: dict[str, Any] = {
         "vocab_size": vocabulary,
         "max_sequence_length": SEQUENCE_LENGTH,
-        "pre_process": first,
-        "post_process": last,
+        "pre_process": parallel_state.is_pipeline_first_stage(**stage),
+        "post_process": parallel_state.is_pipeline_last_stage(**stage),
         "share_embeddings_and_output_weights": not untied,
         "position_embedding_type": position_embedding,
         "vp_stage": virtual_stage,
@@ -103,9 +94,8 @@ def tiny_gpt(
     if hybrid:
         config.num_layers, config.is_hybrid_model = 2 * layers, True
         block = ("+" if latent else "*") + ("E" if experts else "-")
-        model = HybridModel(
-            config, hybrid_stack_spec, hybrid_layer_pattern=block * layers, **fields
-        )
+        fields["hybrid_layer_pattern"] = block * layers
+        model = HybridModel(config, hybrid_stack_spec, **fields)
     else:
         spec = get_gpt_layer_local_spec(
             num_experts=experts, multi_latent_attention=latent, normalization=config.normalization
@@ -154,10 +144,7 @@ def _config(sizes: dict[str, Any], dtype: torch.dtype) -> TransformerConfig:
 
 
 def wrap_ddp(model: torch.nn.Module, **flags: Any) -> DistributedDataParallel:
-    """Wrap a model of :func:`tiny_gpt`; ``flags`` are fields of DistributedDataParallelConfig.
-
-    Gradients are accumulated in fp32 unless the flags say otherwise.
-    """
+    """Wrap a model of :func:`tiny_gpt`; ``flags`` are fields of DistributedDataParallelConfig."""
     config = get_model_config(model)
     ddp_config = DistributedDataParallelConfig(**({"grad_reduce_in_fp32": True} | flags))
     wrapped = DistributedDataParallel(config, ddp_config, model)
@@ -167,17 +154,15 @@ def wrap_ddp(model: torch.nn.Module, **flags: Any) -> DistributedDataParallel:
     return wrapped
 
 
+def wrap_fsdp2(model: torch.nn.Module) -> TorchFullyShardedDataParallel:
+    config = TorchFullyShardedDataParallelConfig()
+    return TorchFullyShardedDataParallel(get_model_config(model), config, model)
+
+
 def synthetic_batch(
     seed: int, *, size: int = 2, vocabulary: int = VOCABULARY, length: int = SEQUENCE_LENGTH
 ) -> Batch:
-    """Return ``size`` sequences that count upwards from random starts, so that they can be learned.
-
-    Args:
-        seed: Decides the starts; the same batch on every rank.
-        size: Sequences.
-        vocabulary: Tokens are smaller than this.
-        length: Tokens of a sequence.
-    """
+    """Return sequences that count upwards from random starts, so that they can be learned."""
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(vocabulary, (size, 1), generator=generator)
     counted = (starts + torch.arange(length + 1)) % vocabulary
@@ -200,12 +185,9 @@ def _forward_step(data: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.
 def forward_backward(
     models: list[DistributedDataParallel], batches: list[Batch], *, forward_only: bool = False
 ) -> float | None:
-    """Zero the gradients, run Megatron's schedule over one microbatch per entry of ``batches``.
+    """Zero the gradients and run Megatron's schedule over one microbatch per entry of ``batches``.
 
-    The gradients are reduced as ``finalize_model_grads`` does.
-
-    Returns:
-        The mean loss of this rank's microbatches, on the last pipeline stage; None on others.
+    Returns the mean loss of this rank's microbatches, on the last pipeline stage; None on others.
     """
     for model in models:
         model.zero_grad_buffer()

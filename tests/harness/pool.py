@@ -1,8 +1,7 @@
 """Worker processes for one number of ranks, kept over the tests of a session.
 
-The workers are forked from a server process that has imported torch and megatron-core once, so a
-pool starts in about a second, and a broken one is thrown away without regret: after any error or
-time-out the next test gets fresh processes.
+They are forked from a server process that has imported torch and megatron-core once. After any
+error or time-out the next test gets fresh ones.
 """
 
 import atexit
@@ -193,19 +192,8 @@ def run_ranks(
 ) -> list[Any]:
     """Call ``function(*args)`` in ``world_size`` processes connected by gloo.
 
-    Args:
-        world_size: Number of ranks.
-        function: A module-level function of an importable module.
-        args: Its arguments; pickled once per rank.
-        timeout: Seconds after which the ranks are stopped.
-        cpu: Whether ``megatron_eopt.cpu`` is enabled while the function runs.
-
-    Returns:
-        The results in the order of ranks.
-
-    Raises:
-        RankError: If a rank raised or died.
-        RankTimeoutError: If a rank was not done in time.
+    Returns the results in the order of ranks; raises RankError if a rank raises, dies or is not
+    done in ``timeout`` seconds. ``cpu`` says whether ``megatron_eopt.cpu`` is enabled meanwhile.
     """
     pool = _POOLS.pop(world_size, None)
     if pool is not None and pool.is_crowded:

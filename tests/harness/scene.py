@@ -55,10 +55,7 @@ def set_scene(
 
 
 def forget_everything() -> None:
-    """Drop megatron-core's global state, the process groups and changed defaults of torch.
-
-    All ranks must have ended their job, so that none loses a connection it still reads from.
-    """
+    """Drop all global state and process groups, once all ranks have ended their job."""
     forget_megatron()
     forget_wrapped_models()
     # it gives out meshes of groups that are no more
@@ -77,11 +74,9 @@ def forget_everything() -> None:
 
 
 def forget_wrapped_models() -> None:
-    """Let go of what wrapped models hold, process groups among it.
+    """Let go of what wrapped models hold: process groups, whose threads poll, among it.
 
-    With a distributed optimizer they would stay for good: the garbage collector does not see that
-    fragments of parameters hold, in C++, hooks that hold the model. Every group of gloo has a
-    thread that looks for work a hundred times a second.
+    The garbage collector does not see that fragments hold, in C++, hooks that hold the model.
     """
     while _wrapped:
         vars(_wrapped.pop()).clear()

@@ -10,17 +10,11 @@ from tests.reference.muon import Matrix, newton_schulz, spectral_scale
 
 @dataclass
 class AdaptiveReference:
-    """Steps one parameter of shape (rows, cols) with decoupled weight decay.
-
-    Attributes:
-        weight: The parameter.
-        method: "adamuon", "normuon" or "namo".
-        parts: Row indices of each logical matrix.
-    """
+    """Steps one parameter of shape (rows, cols) with decoupled weight decay."""
 
     weight: Matrix
     method: str
-    parts: Sequence[np.ndarray] | None = None
+    parts: Sequence[np.ndarray] | None = None  # row indices of each logical matrix
     lr: float = 0.02
     momentum: float = 0.9
     nesterov: bool = True

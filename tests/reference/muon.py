@@ -39,17 +39,7 @@ def muon_step(
 ) -> tuple[Matrix, Matrix]:
     """Return (weight, momentum buffer) after one step with decoupled weight decay.
 
-    Args:
-        weight: The parameter.
-        grad: Its gradient.
-        momentum_buffer: Moving average of earlier gradients.
-        lr: Learning rate.
-        momentum: Decay of the moving average.
-        nesterov: Mix the gradient in once more.
-        weight_decay: Decoupled weight decay.
-        parts: Row indices of each logical matrix of a fused weight; None if it is one matrix.
-        steps: Newton-Schulz steps.
-        coefficients: Name of the coefficient set.
+    ``parts`` are the row indices of each logical matrix of a fused weight.
     """
     weight, grad = weight.astype(np.float64), grad.astype(np.float64)
     momentum_buffer = momentum * momentum_buffer + (1 - momentum) * grad

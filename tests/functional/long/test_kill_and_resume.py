@@ -1,10 +1,8 @@
 """``kill -9`` of a rank at random moments loses nothing but time.
 
-torchrun starts two ranks of scripts/pretrain_gpt.py on CPUs. One of them is killed: while it
-starts, between any two instructions of training, or while a checkpoint is being written, the first
-one of the run among these. The same command starts the run again, which must load the checkpoint
-that Megatron's tracker file names. In the end the loss of every iteration, however often it was
-computed, and every saved state must be those of an undisturbed run.
+One of two ranks is killed while it starts, trains or writes a checkpoint. The same command then
+starts the run again, from the checkpoint that Megatron's tracker file names. In the end all losses
+and saved states must be those of an undisturbed run.
 """
 
 import contextlib
@@ -58,17 +56,11 @@ class Kill:
 
 @dataclass
 class Attempt:
-    """What one start of the run has printed.
+    """What one start of the run has printed."""
 
-    Attributes:
-        losses: By iteration, but for the second, which is printed as a mean with the first.
-        loaded: Iteration it went on from; 0 for none.
-        iterations: How many it has done.
-    """
-
-    losses: dict[int, float]
-    loaded: int
-    iterations: int
+    losses: dict[int, float]  # but for the second, which is printed as a mean with the first
+    loaded: int  # iteration it went on from, or 0
+    iterations: int  # how many it has done
 
 
 def plan() -> list[Kill]:
@@ -77,15 +69,12 @@ def plan() -> list[Kill]:
     kinds = ["save"]
     while len(kinds) < KILLS:
         kinds += chance.sample(["save", "save", "step", "step", "start"], 5)
-    return [
-        Kill(
-            kind,
-            0 if number == 0 else chance.randint(0, LIMITS[kind][0]),
-            chance.uniform(0, LIMITS[kind][1]),
-            (number + SEED) % RANKS,
-        )
-        for number, kind in enumerate(kinds[:KILLS])
-    ]
+    kills = []
+    for number, kind in enumerate(kinds[:KILLS]):
+        most, seconds = LIMITS[kind]
+        after = chance.randint(0, most) if number else 0
+        kills.append(Kill(kind, after, chance.uniform(0, seconds), (number + SEED) % RANKS))
+    return kills
 
 
 def read(output: str) -> Attempt:
@@ -111,13 +100,9 @@ class Start:
         environment = {"MEGATRON_EOPT_DEVICE": "cpu", "PYTHONUNBUFFERED": "1", MARK: self._name}
         environment |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
         with log.open("w") as file:
-            self._process = subprocess.Popen(
-                command,
-                env={**os.environ, **environment},
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                cwd=ROOT,
-            )
+            streams = {"stdout": file, "stderr": subprocess.STDOUT}
+            everything = {**os.environ, **environment}
+            self._process = subprocess.Popen(command, env=everything, cwd=ROOT, **streams)
 
     def __enter__(self) -> "Start":
         return self

@@ -8,7 +8,7 @@ import pytest
 
 from tests.harness import run_ranks
 from tests.harness.models import forward_backward, synthetic_batch
-from tests.unit.storage.runs import Run, make_chunk, make_optimizer
+from tests.unit.storage.runs import OVERLAP, Run, make_chunk, make_optimizer
 
 pytestmark = pytest.mark.long
 
@@ -17,10 +17,9 @@ STEPS, EARLY = 2000, 500
 # what the allocator may still take in 1,500 steps; a lost tensor of one matrix would be 6 MB
 GROWTH_MB = 2.0
 
-OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 3000}
 RUN = Run(
     model={"layers": 1, "hidden": 32, "heads": 4, "query_groups": 2, "gated": True},
-    ddp=OVERLAP,
+    ddp=OVERLAP | {"bucket_size": 3000},
     config={"overlap_param_gather": True},
     steps=STEPS,
 )

@@ -50,18 +50,13 @@ def losses(
     for group in optimizer.param_groups:
         group["lr"] = group["max_lr"]
     rank = parallel_state.get_data_parallel_rank()
-    found = [
-        train_step([chunk], optimizer, [synthetic_batch(1000 * rank + step)])
-        for step in range(steps)
-    ]
+    batches = ([synthetic_batch(1000 * rank + step)] for step in range(steps))
+    found = [train_step([chunk], optimizer, batch) for batch in batches]
     return [loss for loss in found if loss is not None]
 
 
 def both(steps: int, kwargs: dict[str, Any]) -> dict[str, list[float]]:
-    """Return the losses with megatron-core's factory and with ours.
-
-    ``stock_config`` holds fields that megatron-core needs another value of.
-    """
+    """Return the losses of both; ``stock_config`` is what megatron-core needs other values of."""
     theirs = {**kwargs["config"], **kwargs.get("stock_config", {})}
     common = {key: value for key, value in kwargs.items() if "config" not in key}
     return {

@@ -10,9 +10,7 @@ from tests.harness import run_ranks
 from tests.unit.fsdp2.model import config, eager, make_model, set_gradients, weights
 from tests.unit.storage import full_state
 from tests.unit.storage.full_state import Case
-from tests.unit.storage.runs import DENSE
-
-REPLICATED = {"use_distributed_optimizer": False}
+from tests.unit.storage.runs import DENSE, REPLICATED
 
 
 def draw(times: int) -> Tensor:
@@ -32,7 +30,7 @@ def steps_of_megatron(case: Case) -> tuple[list[Tensor], Tensor]:
 
 @pytest.mark.parametrize("storage", [{}, REPLICATED], ids=["sharded", "replicated"])
 def test_megatrons_copies_stay_equal(storage):
-    case = Case("psgd_pro", DENSE, ddp=storage, config=storage)
+    case = Case("psgd_pro", DENSE, **storage)
     ours, others = run_ranks(2, steps_of_megatron, case)
     assert all(map(torch.equal, ours[0], others[0]))
     # nobody else's random numbers are touched

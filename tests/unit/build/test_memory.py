@@ -13,18 +13,16 @@ from tests.unit.storage.full_state import Case, inject, optimizer_over, steps
 from tests.unit.storage.runs import make_chunk
 
 MODEL = {"layers": 2, "hidden": 64, "heads": 4, "query_groups": 2}
+ADAMUON = {"adaptive_muon_moment2_method": "adamuon"}
+OFF_LOADED = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}
 CASES = {
     "muon": Case("muon", MODEL),
-    "adamuon": Case(
-        "adaptive_muon", MODEL | {"gated": True}, config={"adaptive_muon_moment2_method": "adamuon"}
-    ),
+    "adamuon": Case("adaptive_muon", MODEL | {"gated": True}, config=ADAMUON),
     "8 bits": Case("muon", MODEL, config={"muon_momentum_dtype": "int8"}),
     "soap": Case("soap", MODEL),
     "adam": Case("adam", MODEL),
     "replicated": Case("muon", MODEL),
-    "off-loaded": Case(
-        "muon", MODEL, config={"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}
-    ),
+    "off-loaded": Case("muon", MODEL, config=OFF_LOADED),
 }
 
 

@@ -15,12 +15,9 @@ from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import assert_same
 from tests.unit.storage.full_state import Case, build
-from tests.unit.storage.runs import Run, inject, make_chunk, train
+from tests.unit.storage.runs import OVERLAP, PLAIN, SHARDED, Run, inject, make_chunk, train
 
-STORAGES = {
-    "replicated": {"use_distributed_optimizer": False},
-    "sharded": {"use_distributed_optimizer": True},
-}
+STORAGES = {"replicated": PLAIN, "sharded": SHARDED}
 
 
 def case_of(storage: str, optimizer: str = "muon", **fields: Any) -> Case:
@@ -79,7 +76,7 @@ def alone(partial: bool) -> str:
     mine = parallel_state.get_data_parallel_group() if partial else groups[distributed.get_rank()]
     collection = ProcessGroupCollection(dp=mine)
     config = EmergingOptimizerConfig(optimizer="muon", lr=0.01)
-    chunk = make_chunk(Run(ddp={"use_distributed_optimizer": False}))
+    chunk = make_chunk(Run(ddp=PLAIN))
     try:
         get_megatron_optimizer(config, [chunk], pg_collection=collection)
     except ConfigurationError as error:
@@ -93,14 +90,10 @@ def test_process_groups_that_lack_the_tensor_parallel_one():
         assert "pg_collection.tp=None: is required because dp differs from" in error
 
 
-OVERLAP = {"overlap_param_gather": True, "overlap_grad_reduce": True}
-
-
 @pytest.mark.parametrize("buckets", [{}, {"bucket_size": 3000}], ids=["hooks", "buckets"])
 def test_parameters_are_gathered_by_a_ddp_that_all_reduces(buckets):
-    all_reduces = {"use_distributed_optimizer": False}
     gathers = {"overlap_param_gather": True}
-    plain = run_ranks(2, train, Run(ddp=all_reduces))
-    overlapped = run_ranks(2, train, Run(ddp={**all_reduces, **OVERLAP, **buckets}, config=gathers))
+    plain = run_ranks(2, train, Run(ddp=PLAIN))
+    overlapped = run_ranks(2, train, Run(ddp={**PLAIN, **OVERLAP, **buckets}, config=gathers))
     for one, other in zip(plain, overlapped, strict=True):
         assert_same(other.tensors, one.tensors)

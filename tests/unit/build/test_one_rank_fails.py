@@ -13,12 +13,7 @@ from tests.harness import run_ranks
 from tests.unit.storage import runs
 from tests.unit.storage.full_state import Case, build, sharded, steps
 
-SHARDED = {"use_distributed_optimizer": True}
-PLAIN = {"use_distributed_optimizer": False}
-CASES = {
-    "sharded": Case("muon", ddp=SHARDED, config=SHARDED),
-    "replicated": Case("muon", ddp=PLAIN, config=PLAIN, parallel={"pp": 2}),
-}
+CASES = {"sharded": Case(), "replicated": Case(**runs.REPLICATED, parallel={"pp": 2})}
 
 # where a rank may find something that the others do not have
 BUILDING = [
@@ -85,9 +80,8 @@ def test_while_it_is_built(name):
 
 def frozen_on_the_first_stage() -> str:
     model = {**runs.DENSE, "untied": False}
-    parallel = {"pp": 2}
     # the copy on the last stage is output_layer.weight
-    case = Case("muon", model, parallel, ddp=SHARDED, config=SHARDED, frozen="word_embeddings")
+    case = Case("muon", model, {"pp": 2}, frozen="word_embeddings")
     return caught(lambda: build(case))
 
 

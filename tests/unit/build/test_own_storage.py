@@ -50,11 +50,7 @@ def in_float64(wanted: Wanted) -> Any:
     return chain_of_slabs(wanted, Float64Optimizer)
 
 
-CASE = Case(
-    "muon",
-    ddp={"use_distributed_optimizer": False},
-    config={"use_distributed_optimizer": False, "muon_fp32_matmul_prec": "highest"},
-)
+CASE = Case(ddp=runs.PLAIN, config=runs.PLAIN | {"muon_fp32_matmul_prec": "highest"})
 
 
 def trained(case: Case) -> runs.Result:

@@ -6,12 +6,10 @@ from megatron_eopt.base.errors import ConfigurationError
 from tests.harness import run_ranks
 from tests.unit.storage.full_state import Case, build, differences, full_state, steps
 
-SHARDED = {"use_distributed_optimizer": True}
-
 
 def restored(name: str, count: int, path: str) -> None:
     """Compare states after a file of the state after some steps was read."""
-    case = Case(name, ddp=SHARDED, config={"sgd_momentum": 0.9})
+    case = Case(name, config={"sgd_momentum": 0.9})
     chunk, optimizer = build(case)
     steps(case, chunk, optimizer, 0, count)
     optimizer.save_parameter_state(path)
@@ -28,8 +26,7 @@ def restored(name: str, count: int, path: str) -> None:
 def restored_or_refused(path: str) -> None:
     for name, count in (("adam", 2), ("adam", 0), ("sgd", 0)):
         restored(name, count, f"{path}-{name}-{count}")
-    case = Case("muon", ddp=SHARDED)
-    _, optimizer = build(case)
+    _, optimizer = build(Case("muon"))
     for method in (optimizer.save_parameter_state, optimizer.load_parameter_state):
         with pytest.raises(ConfigurationError, match="save_state_dict_to_file"):
             method(path)

@@ -1,95 +1,65 @@
 """With megatron-core's own configuration class our factory trains as megatron-core's does."""
 
+from typing import Any
+
 import pytest
 
 from tests.harness import run_ranks
-from tests.unit.build.factories import both, losses
+from tests.unit.build.factories import both
+from tests.unit.storage.runs import SHARDED
 
 ROPE = {"position_embedding": "rope"}
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
-OVERLAPPED = {"use_distributed_optimizer": True, "overlap_param_gather": True}
-RECOMPUTED = {
-    "recompute_granularity": "full",
-    "recompute_method": "uniform",
-    "recompute_num_layers": 1,
-}
+OVERLAPPED = SHARDED | {"overlap_param_gather": True}
+RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform"}
+RECOMPUTED |= {"recompute_num_layers": 1}
 
 # Twenty steps let differences of rounding grow; the same arithmetic in the same order has none.
 EXACT = 1e-6
-MEDIUM = {"optimizer": "muon", "muon_fp32_matmul_prec": "medium"}
+MEDIUM = {"muon_fp32_matmul_prec": "medium"}
+TWO_INSTANCES = SHARDED | {"num_distributed_optimizer_instances": 2}
+BUCKETS = {**OVERLAPPED, "overlap_grad_reduce": True, "bucket_size": 5000}
+FP16 = SHARDED | {"fp16": True, "initial_loss_scale": 1024}
+EP, TP = {"ep": 2}, {"tp": 2}
+
+
+def case(optimizer: str, config: dict[str, Any], tolerance: float, **kwargs: Any) -> Any:
+    return {"config": {"optimizer": optimizer} | config, **kwargs}, tolerance
+
+
 CASES = {
-    "muon, megatron-core's default precision, a factor that rounds": (
-        {"config": {**MEDIUM, "muon_extra_scale_factor": 0.2}, "model": ROPE},
-        EXACT,
+    "muon, megatron-core's default precision, a factor that rounds": case(
+        "muon", MEDIUM | {"muon_extra_scale_factor": 0.2}, EXACT, model=ROPE
     ),
-    "muon, bf16 weights": (
-        {"config": {**MEDIUM, "bf16": True}, "model": {**ROPE, "dtype": "bfloat16"}},
-        EXACT,
+    "muon, bf16 weights": case(
+        "muon", MEDIUM | {"bf16": True}, EXACT, model={**ROPE, "dtype": "bfloat16"}
     ),
-    "muon, two tensor-parallel ranks, the cheapest exact mode": (
-        {
-            "config": {"optimizer": "muon", "muon_tp_mode": "auto"},
-            "stock_config": {"muon_tp_mode": "duplicated"},
-            "model": {**ROPE, "query_groups": 2},
-            "parallel": {"tp": 2},
-        },
-        1e-5,
+    "muon, two tensor-parallel ranks, the cheapest exact mode": case(
+        "muon", {"muon_tp_mode": "auto"}, 1e-5, stock_config={"muon_tp_mode": "duplicated"},
+        model={**ROPE, "query_groups": 2}, parallel=TP,
     ),
-    "muon, two tensor-parallel ranks, blockwise": (
-        {"config": {"optimizer": "muon"}, "model": {**ROPE, **DROPOUT}, "parallel": {"tp": 2}},
-        1e-5,
+    "muon, two tensor-parallel ranks, blockwise": case(
+        "muon", {}, 1e-5, model={**ROPE, **DROPOUT}, parallel=TP
     ),
-    "muon, experts on two ranks, lion": (
-        {
-            "config": {"optimizer": "muon", "muon_scalar_optimizer": "lion", "lr": 0.001},
-            "model": {**ROPE, "experts": 4},
-            "parallel": {"ep": 2},
-        },
-        1e-5,
+    "muon, experts on two ranks, lion": case(
+        "muon", {"muon_scalar_optimizer": "lion", "lr": 0.001}, 1e-5,
+        model={**ROPE, "experts": 4}, parallel=EP,
     ),
-    "muon with a decoupled learning rate": (
-        {"config": {"optimizer": "muon", "decoupled_lr": 0.003}, "model": ROPE},
-        1e-5,
+    "muon with a decoupled learning rate": case("muon", {"decoupled_lr": 0.003}, 1e-5, model=ROPE),
+    "adam with experts, biases": case(
+        "adam", {"adam_beta2": 0.95}, EXACT,
+        model={"experts": 4, "bias": True, **RECOMPUTED}, parallel=EP,
     ),
-    "adam with experts, biases": (
-        {
-            "config": {"optimizer": "adam", "adam_beta2": 0.95},
-            "model": {"experts": 4, "bias": True, **RECOMPUTED},
-            "parallel": {"ep": 2},
-        },
-        EXACT,
+    "sgd": case("sgd", {}, EXACT),
+    "adam, distributed, bf16": case(
+        "adam", OVERLAPPED | {"bf16": True}, EXACT,
+        model={"dtype": "bfloat16", "experts": 4}, ddp=BUCKETS,
     ),
-    "sgd": ({"config": {"optimizer": "sgd"}}, EXACT),
-    "adam, distributed, bf16": (
-        {
-            "config": {"optimizer": "adam", "bf16": True, **OVERLAPPED},
-            "model": {"dtype": "bfloat16", "experts": 4},
-            "ddp": {**OVERLAPPED, "overlap_grad_reduce": True, "bucket_size": 5000},
-        },
-        EXACT,
+    "adam, distributed, fp16": case("adam", FP16, EXACT, model={"dtype": "float16"}, ddp=SHARDED),
+    "adam, two instances": case(
+        "adam", SHARDED, EXACT, parallel={"optimizer_instances": 2}, ddp=TWO_INSTANCES
     ),
-    "adam, distributed, fp16": (
-        {
-            "config": {
-                "optimizer": "adam",
-                "use_distributed_optimizer": True,
-                "fp16": True,
-                "initial_loss_scale": 1024,
-            },
-            "model": {"dtype": "float16"},
-            "ddp": {"use_distributed_optimizer": True},
-        },
-        EXACT,
-    ),
-    "adam, two instances": (
-        {
-            "config": {"optimizer": "adam", "use_distributed_optimizer": True},
-            "parallel": {"optimizer_instances": 2},
-            "ddp": {"use_distributed_optimizer": True, "num_distributed_optimizer_instances": 2},
-        },
-        EXACT,
-    ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("case", "tolerance"), CASES.values(), ids=CASES)
@@ -97,21 +67,3 @@ def test_losses_equal_stocks(case, tolerance):
     for result in run_ranks(2, both, 20, case, timeout=120):
         assert result["ours"] == pytest.approx(result["stock"], abs=tolerance)
         assert result["ours"][-1] < result["ours"][0]
-
-
-def _fragments_against_replicas() -> dict[str, list[float]]:
-    """Ten steps: sums in another order differ by 1e-7 at once, and training lets that grow."""
-    muon = {"optimizer": "muon"}
-    fragments = {
-        "config": {**muon, "use_distributed_optimizer": True},
-        "ddp": {"use_distributed_optimizer": True},
-    }
-    return {
-        "stock": losses("stock", 10, config=muon, model=ROPE),
-        "ours": losses("ours", 10, model=ROPE, **fragments),
-    }
-
-
-def test_state_in_fragments_changes_nothing():
-    for result in run_ranks(2, _fragments_against_replicas):
-        assert result["ours"] == pytest.approx(result["stock"], abs=1e-5)

@@ -9,6 +9,7 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
+from megatron_eopt import checkpoints
 from megatron_eopt.settings.registry import optimizer_names
 from tests.harness import RankError, run_ranks
 from tests.harness.scene import forget_megatron
@@ -19,13 +20,12 @@ from tests.unit.storage.full_state import (
     full_state,
     interrupted,
     load,
-    load_matched,
     save,
     sharded,
     steps,
 )
+from tests.unit.storage.runs import PLAIN
 
-PLAIN = {"use_distributed_optimizer": False}
 SMALL = {"layers": 1, "gated": True, "query_groups": 2, "position_embedding": "rope"}
 BF16 = {**SMALL, "layers": 2, "dtype": torch.bfloat16}
 METHODS = ("adamuon", "normuon", "namo")
@@ -43,9 +43,8 @@ IN_BF16 = [
 ]
 IN_FLOAT32 = [plain(name) for name in optimizer_names()]
 # only the last pipeline stage has a parameter of Adam
-LAST = replace(
-    plain("lion", {**SMALL, "layers": 2}), overrides={"*output_layer*": "adam"}, parallel={"pp": 2}
-)
+TO_ADAM = {"overrides": {"*output_layer*": "adam"}, "parallel": {"pp": 2}}
+LAST = replace(plain("lion", {**SMALL, "layers": 2}), **TO_ADAM)
 
 
 @pytest.mark.parametrize(
@@ -71,11 +70,8 @@ def saved_in_background(case: Case, folder: str) -> list[str]:
     if torch.distributed.get_rank() == 0:
         (Path(folder) / "0").mkdir()
     torch.distributed.barrier()
-    calls.schedule_async_request(
-        dist_checkpointing.save(
-            state, f"{folder}/0", async_sharded_save=True, async_strategy="mcore"
-        )
-    )
+    how = {"async_sharded_save": True, "async_strategy": "mcore"}
+    calls.schedule_async_request(dist_checkpointing.save(state, f"{folder}/0", **how))
     steps(case, chunk, optimizer, 2, 4)
     calls.maybe_finalize_async_calls(blocking=True)
     calls.close()
@@ -111,7 +107,7 @@ def test_state_of_slabs_is_refused_at_another_size(tmp_path):
     case = plain("soap")
     run_ranks(2, save, [replace(case, parallel={"tp": 2})], str(tmp_path))
     with pytest.raises(RankError, match=r"ConfigurationError: .*must hold this state"):
-        run_ranks(1, load_matched, [case], str(tmp_path))
+        run_ranks(1, load, [case], str(tmp_path), 0, checkpoints.load)
 
 
 STOCK = [

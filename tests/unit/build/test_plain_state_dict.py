@@ -1,6 +1,7 @@
 """State as a plain file: ``state_dict``, as ``--ckpt-format torch`` keeps it, and ranks' files."""
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,12 +11,11 @@ from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.settings.registry import optimizer_names
 from tests.harness import run_ranks
 from tests.harness.scene import forget_megatron
-from tests.unit.build.test_plain_checkpoint import IN_BF16, plain
+from tests.unit.build.test_plain_checkpoint import IN_BF16, SMALL, plain
 from tests.unit.storage.full_state import Case, build, differences, full_state, steps
-from tests.unit.storage.runs import DENSE
+from tests.unit.storage.runs import DENSE, PLAIN, SHARDED
 
 MODEL = {**DENSE, "hidden": 48}
-SHARDED = {"use_distributed_optimizer": True}
 
 
 def in_few_bits(storage: dict[str, bool], *dtypes: str) -> list[Case]:
@@ -31,19 +31,12 @@ CASES = {
     "two ranks": (
         2,
         [
-            *in_few_bits({"use_distributed_optimizer": False}, "fp8", "bf16"),
+            *in_few_bits(PLAIN, "fp8", "bf16"),
             *in_few_bits(SHARDED, "int8", "bf16"),
             Case("soap", MODEL, {}, SHARDED, SHARDED),
         ],
     ),
 }
-
-
-def read_back(optimizer: Any, state: Any) -> None:
-    if isinstance(state, str):
-        optimizer.load_state_dict_from_file(state)
-    else:
-        optimizer.load_state_dict(state)
 
 
 def gone_on(cases: list[Case], folder: str) -> None:
@@ -68,7 +61,8 @@ def gone_on(cases: list[Case], folder: str) -> None:
             chunk, optimizer = build(case)
             for param, weight in zip(chunk.parameters(), weights, strict=True):
                 param.data.copy_(weight)
-            read_back(optimizer, state)
+            from_file = isinstance(state, str)
+            (optimizer.load_state_dict_from_file if from_file else optimizer.load_state_dict)(state)
             steps(case, chunk, optimizer, 2, 4)
             found = full_state(case, chunk, optimizer)
             assert not differences(whole, found), (case, type(state))
@@ -105,3 +99,32 @@ def _refusals() -> None:
 
 def test_state_that_does_not_fit_is_refused():
     run_ranks(1, _refusals)
+
+
+def _other_rates() -> None:
+    """Groups keep their identity over a resume, also with another learning rate."""
+    dtypes = (torch.float32, torch.bfloat16)
+    cases = [
+        plain(name, {**SMALL, "dtype": dtype}, decoupled_lr=0.02)
+        for dtype in dtypes
+        for name in ("adam", "muon")
+    ]
+    for case in (*cases, replace(cases[0], stock=True)):
+        chunk, saved = build(case)
+        for group in saved.param_groups:
+            group["lr"] = group["max_lr"]
+        steps(case, chunk, saved, 0, 1)
+        state = copy.deepcopy(saved.state_dict())
+        before = str(state)
+        lr = 0.01 if case.stock else 0.05
+        config = {**case.config, "lr": lr, "decoupled_lr": 2 * lr}
+        _, resumed = build(replace(case, stock=False, config=config))
+        resumed.load_state_dict(state)
+        assert str(state) == before
+        assert {group["max_lr"] for group in resumed.param_groups} == {lr, 2 * lr}
+        assert {group["lr"] for group in resumed.param_groups} == {0.01, 0.02}
+        forget_megatron()
+
+
+def test_resume_with_another_learning_rate():
+    run_ranks(1, _other_rates)

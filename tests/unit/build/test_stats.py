@@ -1,29 +1,22 @@
 """Statistics of watched steps are those of the whole weights, and cost nothing in other steps."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import megatron_eopt
 from megatron_eopt.optimizers.step_stats import sample_of
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.unit.fsdp2 import test_megatron_wrapper
 from tests.unit.megatron_fsdp import runs as megatron_fsdp
 from tests.unit.storage.full_state import Case, build, steps
-from tests.unit.storage.runs import DENSE, MOE, Run, inject
+from tests.unit.storage.runs import DENSE, MOE, REPLICATED, Run, inject
 
-PACKAGE = Path(megatron_eopt.__file__).parent
 MUON, ADAM = "TensorParallelMuon", "AdamW"
 LR = 0.01
 
-REPLICATED: dict[str, Any] = {
-    "ddp": {"use_distributed_optimizer": False},
-    "config": {"use_distributed_optimizer": False},
-}
 ONE_RANK = Case(model=DENSE, **REPLICATED)
 EXPERTS = Case(model=MOE, **REPLICATED)
 BARE = {"muon_split_qkv": False, "muon_split_gated": False}

@@ -8,6 +8,7 @@ from megatron_eopt.build import factory
 from tests.harness import run_ranks
 from tests.harness.scene import forget_megatron
 from tests.unit.storage.full_state import Case, build
+from tests.unit.storage.runs import PLAIN
 
 
 def heard(case: Case) -> list[str]:
@@ -19,8 +20,7 @@ def heard(case: Case) -> list[str]:
 
 
 def plain(name: str, overrides: dict[str, str] | None = None, **fields: Any) -> Case:
-    where = {"use_distributed_optimizer": False}
-    return Case(name, ddp=where, config=where | fields, overrides=overrides or {})
+    return Case(name, ddp=PLAIN, config=PLAIN | fields, overrides=overrides or {})
 
 
 DEPENDS = "depends on the number of ranks"

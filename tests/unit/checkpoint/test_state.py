@@ -29,11 +29,10 @@ from tests.unit.storage.full_state import (
     unwrapped,
     write,
 )
-from tests.unit.storage.runs import DENSE, MOE
+from tests.unit.storage.runs import DENSE, MOE, OVERLAP, PLAIN, REPLICATED
 
 BF16 = {**DENSE, "query_groups": 4, "dtype": torch.bfloat16}
 FORM = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
-OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 
 
 def save_again(case: Case, folder: str, other: str) -> None:
@@ -112,9 +111,6 @@ def test_buckets_without_a_step_are_loaded(tmp_path):
     assert outcome(2, case, tmp_path)[:2] == ("", "")
 
 
-PLAIN = {"use_distributed_optimizer": False}
-
-
 def moments(state: dict[str, Any], kind: str) -> dict[str, torch.Tensor]:
     """Return the state of one kind by names of parameters."""
     split = {key: split_key(key) for key in state}
@@ -125,20 +121,20 @@ def moments(state: dict[str, Any], kind: str) -> dict[str, torch.Tensor]:
     ("storage", "stock"),
     [
         ({}, True),
-        (PLAIN, False),
+        (REPLICATED, False),
         pytest.param({}, False, marks=pytest.mark.long),
-        pytest.param(PLAIN, True, marks=pytest.mark.long),
+        pytest.param(REPLICATED, True, marks=pytest.mark.long),
     ],
     ids=["sharded of megatron-core", "plain", "sharded", "plain of megatron-core"],
 )
 def test_a_checkpoint_of_adam_loads_into_muon_and_back(tmp_path, storage, stock):
-    muon = Case("muon", BF16, ddp=storage, config=storage)
+    muon = Case("muon", BF16, **storage)
     adam = replace(muon, optimizer="adam", stock=stock)
     saved = run_ranks(2, save_one, adam, str(tmp_path))[0]
     error, log, momentum = outcome(2, muon, tmp_path)
     assert (error, momentum) == ("", 0.0)
     assert "momentum_buffer starts fresh (the checkpoint has: exp_avg, exp_avg_sq)" in log
-    says_so = replace(muon, config={**storage, "checkpoint_momentum_from_adam": True})
+    says_so = replace(muon, config={**muon.config, "checkpoint_momentum_from_adam": True})
     for case, options in ((muon, {"momentum_from_adam": True}), (says_so, {})):
         found = run_ranks(2, resumed, case, str(tmp_path), options)[0]
         momenta = moments(found, "momentum_buffer")
@@ -182,9 +178,9 @@ def resumed(case: Case, folder: str, options: dict[str, Any] | None = None) -> d
     return full_state(case, *resume(case, folder, **(options or {})))
 
 
-@pytest.mark.parametrize("after", [Case("muon", BF16), Case("adam", BF16, ddp=PLAIN, config=PLAIN)])
+@pytest.mark.parametrize("after", [Case("muon", BF16), Case("adam", BF16, **REPLICATED)])
 def test_places_in_a_chain_of_megatrons_do_not_matter(tmp_path, after):
-    before = Case("muon", BF16, ddp=PLAIN, config=PLAIN, stock=True)
+    before = Case("muon", BF16, **REPLICATED, stock=True)
     saved = run_ranks(2, save_by_place, before, str(tmp_path))[0]
     found = run_ranks(2, resumed, after, str(tmp_path))[0]
     kinds = ("momentum_buffer",) if after.optimizer == "muon" else ()

@@ -20,6 +20,7 @@ from tests.harness.models import (
     tiny_gpt,
     wrap_ddp,
 )
+from tests.unit.storage.runs import SHARDED
 
 Between = Callable[[Any, Any], None]
 """Called with the optimizer and the wrapped model."""
@@ -33,8 +34,6 @@ class Storage:
     ddp: dict[str, Any] = field(default_factory=dict)  # of ``DistributedDataParallelConfig``
     world: int = 2  # number of processes
 
-
-SHARDED = {"use_distributed_optimizer": True}
 
 STORAGES = {
     "replicated-adam": Storage({"optimizer": "adam"}, world=1),

@@ -24,6 +24,7 @@ from tests.harness.models import (
 )
 from tests.harness.scene import forget_megatron
 from tests.unit.contracts.callers import scheduler_of
+from tests.unit.storage.runs import OVERLAP
 
 LIGHT = {"num_attention_heads": 1, "num_layers": 1}
 
@@ -210,9 +211,6 @@ def train_forward(model):
     batch = synthetic_batch(0)
     with torch.no_grad():
         model(batch.tokens, batch.positions, None, labels=batch.labels)
-
-
-OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 
 
 @pytest.mark.parametrize(

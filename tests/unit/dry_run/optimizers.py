@@ -5,12 +5,8 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import TorchFullyShardedDataParallel
-from megatron.core.distributed.torch_fully_sharded_data_parallel_config import (
-    TorchFullyShardedDataParallelConfig,
-)
 
-from tests.harness.models import tiny_gpt, wrap_ddp
+from tests.harness.models import tiny_gpt, wrap_ddp, wrap_fsdp2
 from tests.unit.storage.full_state import Case, optimizer_over
 
 BF16 = {"dtype": torch.bfloat16}
@@ -36,8 +32,7 @@ def dry_optimizer(case: Case) -> tuple[Any, Callable[[], None]]:
 
 def in_fsdp2(model: torch.nn.Module, case: Case = FSDP2) -> tuple[Any, Callable[[], None]]:
     """Return the optimizer of a model in megatron-core's FSDP2, and what sets gradients."""
-    config = TorchFullyShardedDataParallelConfig()
-    wrapped = TorchFullyShardedDataParallel(model.config, config, model)
+    wrapped = wrap_fsdp2(model)
 
     def give_gradients() -> None:
         for param in wrapped.parameters():

@@ -12,10 +12,8 @@ from tests.harness import run_ranks
 from tests.harness.fake_gpu import Waits, fake_gpu
 from tests.unit.dry_run.optimizers import BF16, FSDP2, dry_optimizer
 from tests.unit.storage.full_state import Case
-from tests.unit.storage.runs import DENSE, MOE
+from tests.unit.storage.runs import DENSE, MOE, PLAIN, SHARDED
 
-PLAIN = {"use_distributed_optimizer": False}
-SHARDED = {"use_distributed_optimizer": True}
 GATED = DENSE | BF16 | {"gated": True, "query_groups": 2}
 OPTIMIZERS = ("muon", "adaptive_muon", "soap", "lion", "adam", "sgd")
 MODES = ("blockwise", "duplicated", "distributed", "exchange", "auto")

@@ -3,17 +3,13 @@
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import TorchFullyShardedDataParallel
-from megatron.core.distributed.torch_fully_sharded_data_parallel_config import (
-    TorchFullyShardedDataParallelConfig,
-)
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 from megatron_eopt import ConfigurationError, get_megatron_optimizer
 from megatron_eopt.base.errors import NonFiniteError
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
-from tests.harness.models import tiny_gpt
+from tests.harness.models import tiny_gpt, wrap_fsdp2
 from tests.unit.fsdp2.model import config, shard
 
 
@@ -21,9 +17,7 @@ def build(**fields):
     model = tiny_gpt(layers=1, vocabulary=128, transformer_impl="local")
     if fields.get("bf16"):
         model.bfloat16()
-    wrapped = TorchFullyShardedDataParallel(
-        model.config, TorchFullyShardedDataParallelConfig(), model
-    )
+    wrapped = wrap_fsdp2(model)
     return wrapped, get_megatron_optimizer(config(**fields), [wrapped])
 
 

@@ -38,18 +38,3 @@ def test_fragments_are_slices_of_the_flattened_slab(data, shape):
     assert len(fragment.boxes) <= 3
     if start < stop:
         assert torch.equal(store(fragment, full, 1)[0], whole[holder][start:stop])
-
-
-def test_compact_stores_each_piece_by_itself():
-    k = Layout.slabs((8, 3), 0, [0, 1]).select_rows([2, 6], [1, 1])
-    assert k.compact().local_shape(0) == (1, 3)
-    assert k.compact().local_shape(5) is None
-    fragment = Layout.whole((4, 4), 0).fragments([0, 1], 0, [0, 6], [6, 16])
-    with pytest.raises(ConfigurationError, match="same columns"):
-        fragment.compact()
-
-
-def test_other_sources():
-    layout = Layout.replicated((2, 2), [0, 1]).with_sources([1])
-    check(layout, 2)
-    assert layout.piece(1).source.tolist() == [1]

@@ -1,18 +1,16 @@
-"""The pieces of the Gram iteration, and a matrix whose long side is cut over ranks."""
+"""The pieces of the Gram iteration."""
 
 import gc
 import math
 
-import numpy as np
 import pytest
 import torch
 
 from megatron_eopt.base.live_bytes import LiveBytes
-from megatron_eopt.math.algorithm import Plan, choose_algorithm
+from megatron_eopt.math.algorithm import Plan
 from megatron_eopt.math.coefficients import coefficient_names, resolve_coefficients
 from megatron_eopt.math.newton_schulz import iterate_gram, iterate_standard, normalize, rescaled
-from megatron_eopt.math.orthogonalize import Orthogonalization, orthogonalize
-from tests.unit.math.ranks import Ranks, TeamMember
+from megatron_eopt.math.orthogonalize import Orthogonalization
 from tests.unit.math.spectra import gaussian, relative_error
 
 QUINTIC = resolve_coefficients("quintic", 5)
@@ -59,41 +57,3 @@ def test_in_place_needs_one_more_iterate_and_the_small_matrices(algorithm):
     with LiveBytes() as seen:
         compute(x, in_place=True)
     assert seen.peak <= x.nbytes + 6 * 4 * 64 * 64
-
-
-@pytest.mark.parametrize("algorithm", ["standard", "gram"])
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"),
-    # float32: sums in another order; bfloat16: the partial Gram matrices are rounded before the sum
-    [(torch.float64, 1e-11), (torch.float32, 2e-6), (torch.bfloat16, 1.7e-2)],
-)
-@pytest.mark.parametrize("shape", [(32, 160), (160, 32), (2, 32, 160)])
-@pytest.mark.parametrize("team", [False, True], ids=["sums", "team"])
-def test_a_long_side_cut_over_ranks_gives_the_cut_result(algorithm, dtype, tolerance, shape, team):
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
-    precision = "medium" if dtype == torch.bfloat16 else "highest"
-    whole = orthogonalize(x, algorithm=algorithm, precision=precision)
-    dim = -2 if shape[-2] > shape[-1] else -1
-    pieces = torch.split(x, [50, 10, 80, 20], dim)
-    ranks = Ranks(len(pieces))
-    results = [torch.empty(0)] * len(pieces)
-
-    def run(rank):
-        results[rank] = orthogonalize(
-            pieces[rank],
-            algorithm=algorithm,
-            precision=precision,
-            reduce=TeamMember(ranks, rank) if team else ranks.sum(rank),
-            whole_shape=(shape[-2], shape[-1]),
-        )
-
-    ranks.run(run)
-    assert relative_error(torch.cat(results, dim), whole) < tolerance
-    plan = choose_algorithm((shape[-2], shape[-1]), dtype, precision, QUINTIC, algorithm)
-    sums = len(plan.restarts) + 1 if algorithm == "gram" else len(QUINTIC)
-    gathers = 0
-    if team:
-        segments = np.diff([0, *plan.restarts, len(QUINTIC)])
-        per_segment = {1: 1, 2: 3, 3: 6}
-        gathers = sum(per_segment[k] for k in segments) if algorithm == "gram" else len(QUINTIC)
-    assert ranks.calls == [1 + sums + gathers] * len(pieces)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.matrices import Split, gated, matrix_rows, qkv, whole
+from megatron_eopt.matrices import Split, gated, matrix_rows, whole
 from tests.unit.matrices.oracle import rows_of_rank
 from tests.unit.matrices.strategies import randomly, splits
 
@@ -52,16 +52,6 @@ def test_cut_columns_put_each_element_where_it_belongs(cut: tuple[int, Split]) -
                 matrix[logical : logical + length, columns] = held[local : local + length]
     found = [matrix.reshape(-1) for matrix in rebuilt]
     assert np.concatenate(found).tolist() == list(chain(*stacks))
-
-
-def test_runs_are_as_long_as_they_can_be() -> None:
-    split = qkv((24, 2), [4, 1, 1])  # four groups of q q q q k v
-    q, k, v = matrix_rows(split)
-    assert list(q.triples()) == [(0, 0, 4), (6, 4, 4), (12, 8, 4), (18, 12, 4)]
-    assert list(k.triples()) == [(4, 0, 1), (10, 1, 1), (16, 2, 1), (22, 3, 1)]
-    assert list(v.triples()) == [(5, 0, 1), (11, 1, 1), (17, 2, 1), (23, 3, 1)]
-    experts = matrix_rows(whole((3, 7, 5)))
-    assert [list(runs.triples()) for runs in experts] == [[(0, 0, 7)], [(7, 0, 7)], [(14, 0, 7)]]
 
 
 @pytest.mark.parametrize(

@@ -1,43 +1,31 @@
 import pytest
 
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.matrices import LogicalMatrix, Part, gated, periodic, qkv, side_by_side, whole
+from megatron_eopt.matrices import Part, Split, gated, periodic, qkv, side_by_side, whole
+
+ONE_HEAD = (4, 5)
 
 
-def test_grouped_queries() -> None:
-    # Llama-3-8B: 32 heads of 128, 8 groups
-    split = qkv((6144, 4096), [512, 128, 128])
-    assert split.parts == (
-        Part("q", 1, (4096, 4096)),
-        Part("k", 1, (1024, 4096)),
-        Part("v", 1, (1024, 4096)),
-    )
-    assert split.describe() == "(q 512 | k 128 | v 128) x 8"
-    assert split.matrices[1] == LogicalMatrix("k", (1024, 4096))
-
-
-def test_output_gate_and_heads() -> None:
-    split = qkv((12 * 4, 5), [8, 8, 4, 4], head_dim=4)
-    assert split.parts == (
-        Part("q", 4, (4, 5)),
-        Part("gate", 4, (4, 5)),
-        Part("k", 2, (4, 5)),
-        Part("v", 2, (4, 5)),
-    )
-    assert [matrix.name for matrix in split.matrices][:2] == ["q.0", "q.1"]
-
-
-def test_gate_and_up() -> None:
-    assert gated((3, 8, 2)).parts == (Part("gate", 3, (4, 2)), Part("up", 3, (4, 2)))
-    interleaved = gated((16, 2), interleave=4)
-    assert interleaved.describe() == "(gate 4 | up 4) x 2"
-    assert interleaved.parts == gated((16, 2)).parts
-
-
-def test_whole_weights() -> None:
-    assert whole((3, 4)).matrices == (LogicalMatrix("weight", (3, 4)),)
-    assert whole((2, 3, 4)).parts == (Part("weight", 2, (3, 4)),)
-    assert whole((2, 3, 4)).kind == "experts"
+@pytest.mark.parametrize(
+    ("split", "parts"),
+    [
+        # Llama-3-8B: 32 heads of 128, 8 groups
+        (
+            qkv((6144, 4096), [512, 128, 128]),
+            [("q", 1, (4096, 4096)), ("k", 1, (1024, 4096)), ("v", 1, (1024, 4096))],
+        ),
+        (
+            qkv((12 * 4, 5), [8, 8, 4, 4], head_dim=4),
+            [("q", 4, ONE_HEAD), ("gate", 4, ONE_HEAD), ("k", 2, ONE_HEAD), ("v", 2, ONE_HEAD)],
+        ),
+        (gated((3, 8, 2)), [("gate", 3, (4, 2)), ("up", 3, (4, 2))]),
+        (gated((16, 2), interleave=4), [("gate", 1, (8, 2)), ("up", 1, (8, 2))]),
+        (whole((3, 4)), [("weight", 1, (3, 4))]),
+        (whole((2, 3, 4)), [("weight", 2, (3, 4))]),
+    ],
+)
+def test_parts(split: Split, parts: list[tuple[str, int, tuple[int, int]]]) -> None:
+    assert split.parts == tuple(Part(*part) for part in parts)
 
 
 @pytest.mark.parametrize(

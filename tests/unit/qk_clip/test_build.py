@@ -6,19 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.distributed import TorchFullyShardedDataParallel
-from megatron.core.distributed.torch_fully_sharded_data_parallel_config import (
-    TorchFullyShardedDataParallelConfig,
-)
 
 from megatron_eopt import ConfigurationError, EmergingOptimizerConfig, get_megatron_optimizer
 from megatron_eopt.qk_clip import clip_qk
 from megatron_eopt.qk_clip.attention import attentions
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
-from tests.harness.models import synthetic_batch, tiny_gpt, train_step
+from tests.harness.models import synthetic_batch, tiny_gpt, train_step, wrap_fsdp2
 from tests.unit.fsdp2.model import eager, shard, whole
-from tests.unit.qk_clip.test_clip import GROUPED, LATENT, MODEL, SHARDED, deviation
+from tests.unit.qk_clip.test_clip import GROUPED, LATENT, MODEL, deviation
 from tests.unit.storage.full_state import Case, build
 from tests.unit.storage.runs import Result, Slab, make_chunk
 
@@ -26,7 +22,7 @@ from tests.unit.storage.runs import Result, Slab, make_chunk
 def refusals() -> dict[str, str]:
     found = {}
     offloaded = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
-    case = Case("adam", {**GROUPED, **MODEL}, ddp=SHARDED, config=SHARDED | offloaded)
+    case = Case("adam", {**GROUPED, **MODEL}, config=offloaded)
     with pytest.raises(ConfigurationError) as error:
         build(case)
     found["offload"] = str(error.value)
@@ -99,9 +95,7 @@ def of_dtensors(dtype: torch.dtype) -> Result:
     initialize_megatron()
     torch.manual_seed(0)
     model = tiny_gpt(**{**GROUPED, **MODEL, "transformer_impl": "local", "dtype": dtype})
-    wrapped = TorchFullyShardedDataParallel(
-        model.config, TorchFullyShardedDataParallelConfig(), model
-    )
+    wrapped = wrap_fsdp2(model)
     bf16 = dtype == torch.bfloat16
     config = EmergingOptimizerConfig(optimizer="muon", lr=0.01, clip_grad=0.0, bf16=bf16)
     optimizer = get_megatron_optimizer(config, [wrapped])

@@ -14,7 +14,7 @@ from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.unit.storage import runs
 from tests.unit.storage.full_state import Case, build, optimizer_over, steps, unwrapped
-from tests.unit.storage.runs import Run, make_chunk
+from tests.unit.storage.runs import OVERLAP, PLAIN, REPLICATED, SHARDED, Run, make_chunk
 
 GROUPED = {"layers": 2, "hidden": 32, "heads": 4, "query_groups": 2, "bias": True}
 LATENT = {"layers": 2, "hidden": 32, "heads": 4, "latent": True, "position_embedding": "rope"}
@@ -103,9 +103,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
         assert torch.equal(found[name][1], weight), name
 
 
-SHARDED = {"use_distributed_optimizer": True}
-PLAIN = {"use_distributed_optimizer": False}
-OVERLAPPED = {**SHARDED, "overlap_param_gather": True, "overlap_grad_reduce": True}
+OVERLAPPED = {**SHARDED, **OVERLAP}
 INSTANCES = {**SHARDED, "num_distributed_optimizer_instances": 2}
 EXPERTS = {**GROUPED, "experts": 4, "moe_grouped_gemm": False, "bias": False}
 LAYOUTS = {
@@ -132,7 +130,7 @@ def with_dtype(model: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
 
 def assert_as_alone(case: Case, results: list[Clipped], bound: float) -> None:
     """Compare what ranks have with what one process has."""
-    alone = replace(case, parallel={}, ddp=PLAIN, config=PLAIN)
+    alone = replace(case, parallel={}, **REPLICATED)
     expected = run_ranks(1, clipped, alone)[0]
     for result in (expected, *results):
         assert result.returned == [40.0, 30.0]
@@ -202,7 +200,7 @@ def test_megatrons_own_where_it_works(model):
     positive = tuple(
         tuple(tuple(max(logit, 1.0) for logit in layer) for layer in maxima) for maxima in MAXIMA
     )
-    case = replace(case_of(model), ddp=PLAIN, config=PLAIN)
+    case = replace(case_of(model), **REPLICATED)
     ours, theirs = run_ranks(1, side_by_side, case, positive)[0]
     assert_same(ours, theirs)
 
@@ -245,7 +243,7 @@ def what_stays() -> list[Any]:
     found.append(clip_qk([chunk], log_max_only=True))
     assert all(map(torch.equal, chunk.parameters(), before))
 
-    chunk, _ = build(case_of(LATENT, ddp=PLAIN, config=PLAIN, frozen="self_attention"))
+    chunk, _ = build(case_of(LATENT, **REPLICATED, frozen="self_attention"))
     before = [param.detach().clone() for param in chunk.parameters()]
     put([chunk], MAXIMA[0])
     assert clip_qk([chunk]) == max(map(max, MAXIMA[0]))

@@ -21,29 +21,23 @@ from tests.unit.storage.runs import DENSE, Run, inject, make_chunk, set_lr
 
 @dataclass(frozen=True)
 class Case:
-    """A run through the factory."""
+    """A run through the factory, sharded unless its fields say otherwise; see ``Run``."""
 
-    optimizer: str = "muon"  # name of the optimizer
-    model: dict[str, Any] = field(default_factory=lambda: {**DENSE})  # arguments of ``tiny_gpt``
-    parallel: dict[str, Any] = field(default_factory=dict)  # arguments of ``initialize_megatron``
-    ddp: dict[str, Any] = field(default_factory=dict)  # fields of ``DistributedDataParallelConfig``
-    config: dict[str, Any] = field(default_factory=dict)  # fields of ``EmergingOptimizerConfig``
-    form: str = "fully_reshardable"  # Megatron's form of checkpoint
-    frozen: str | None = None  # part of the names of parameters that are frozen
-    # the optimizers of parameters whose names match a pattern
-    overrides: dict[str, str] = field(default_factory=dict)
-    float32: str | None = None  # part of the names of parameters of a 16-bit model that are float32
-    stock: bool = False  # whether megatron-core's own factory builds the optimizer
+    optimizer: str = "muon"
+    model: dict[str, Any] = field(default_factory=lambda: {**DENSE})
+    parallel: dict[str, Any] = field(default_factory=dict)
+    ddp: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)  # of EmergingOptimizerConfig
+    form: str = "fully_reshardable"  # of checkpoint, in Megatron's words
+    frozen: str | None = None
+    overrides: dict[str, str] = field(default_factory=dict)  # pattern of names -> optimizer
+    float32: str | None = None
+    stock: bool = False  # built by megatron-core's own factory
 
     @property
     def run(self) -> Run:
-        return Run(
-            model=self.model,
-            parallel=self.parallel,
-            ddp=self.ddp,
-            frozen=self.frozen,
-            float32=self.float32,
-        )
+        names = ("model", "parallel", "ddp", "frozen", "float32")
+        return Run(**{name: getattr(self, name) for name in names})
 
 
 def unwrapped(chunk: Any) -> Any:
@@ -53,12 +47,7 @@ def unwrapped(chunk: Any) -> Any:
 
 
 def build(case: Case, prepare: Callable[[Any], None] | None = None) -> tuple[Any, Any]:
-    """Return a model and its optimizer.
-
-    Args:
-        case: What to build.
-        prepare: Changes the model's weights before the optimizer sees them.
-    """
+    """Return a model, whose weights ``prepare`` changes at first, and its optimizer."""
     chunk = make_chunk(case.run)
     if prepare is not None:
         prepare(chunk)
@@ -78,18 +67,11 @@ def optimizer_over(case: Case, chunks: list[Any]) -> Any:
         "bf16": case.model.get("dtype") == torch.bfloat16,
         "use_distributed_optimizer": True,
     }
-    if case.stock:
-        config: OptimizerConfig = OptimizerConfig(**(fields | case.config))
-        optimizer = megatrons_factory(config, chunks)
-        set_lr(optimizer, config)
-        return optimizer
-    config = EmergingOptimizerConfig(**(fields | case.config))
-    overrides = {
-        ParamKey(name=pattern): {"optimizer": name} for pattern, name in case.overrides.items()
-    }
-    optimizer = get_megatron_optimizer(
-        config, chunks, {**get_standard_config_overrides(config), **overrides}
-    )
+    config = (OptimizerConfig if case.stock else EmergingOptimizerConfig)(**fields | case.config)
+    overrides: Any = get_standard_config_overrides(config)
+    overrides |= {ParamKey(name=n): {"optimizer": name} for n, name in case.overrides.items()}
+    factory = megatrons_factory if case.stock else get_megatron_optimizer
+    optimizer = factory(config, chunks, overrides)
     set_lr(optimizer, config)
     return optimizer
 
@@ -104,9 +86,8 @@ def steps(case: Case, chunk: Any, optimizer: Any, first: int, end: int) -> None:
 def sharded(case: Case, chunk: Any, optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
     metadata = {"distrib_optim_sharding_type": case.form, "chained_optim_avoid_prefix": True}
     model = unwrapped(chunk).sharded_state_dict()
-    state = optimizer.sharded_state_dict(
-        unwrapped(chunk).sharded_state_dict(), is_loading=is_loading, metadata=metadata
-    )
+    its = unwrapped(chunk).sharded_state_dict()
+    state = optimizer.sharded_state_dict(its, is_loading=is_loading, metadata=metadata)
     return {"model": model, "optimizer": state}
 
 
@@ -154,15 +135,7 @@ def resume(
     prepare: Callable[[Any], None] | None = None,
     **options: Any,
 ) -> tuple[Any, Any]:
-    """Load into a model of zeros.
-
-    Args:
-        case: The run.
-        folder: Holds the checkpoint.
-        read: Our function, which looks at what there is first, or megatron-core's.
-        prepare: Changes the model's weights before the optimizer sees them.
-        options: Of our function.
-    """
+    """Load into a model of zeros by our function, with its options, or by megatron-core's."""
     chunk, optimizer = build(case, prepare)
     for param in chunk.parameters():
         param.data.zero_()
@@ -194,16 +167,8 @@ def interrupted(cases: list[Case], folder: str) -> tuple[list[Any], list[Any]]:
     return whole, load(cases, folder, further=2)
 
 
-def load_matched(cases: list[Case], folder: str) -> list[dict[str, Any]]:
-    """Do :func:`load` by our function, which looks at what there is before megatron-core reads."""
-    return load(cases, folder, read=checkpoints.load)
-
-
 def load(
-    cases: list[Case],
-    folder: str,
-    further: int = 0,
-    read: Callable[..., Any] = dist_checkpointing.load,
+    cases: list[Case], folder: str, further: int = 0, read: Any = dist_checkpointing.load
 ) -> list[dict[str, Any]]:
     """Load each case's checkpoint into a fresh model, do further steps; return the whole states."""
     states = []

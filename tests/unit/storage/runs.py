@@ -24,31 +24,29 @@ from tests.harness.models import tiny_gpt, wrap_ddp
 DENSE = {"query_groups": 2, "gated": True, "heads": 4, "bias": True}
 MOE = {"query_groups": 4, "heads": 4, "experts": 4, "moe_grouped_gemm": False}
 BF16 = {"model": DENSE | {"dtype": torch.bfloat16}, "config": {"bf16": True}}
-FP16 = {
-    "fp16": True,
-    "initial_loss_scale": 1024.0,
-    "min_loss_scale": 1.0,
-    "loss_scale_window": 2,
-    "hysteresis": 1,
-}
+FP16 = {"fp16": True, "initial_loss_scale": 1024.0, "min_loss_scale": 1.0}
+FP16 |= {"loss_scale_window": 2, "hysteresis": 1}
+SHARDED, PLAIN = ({"use_distributed_optimizer": value} for value in (True, False))
+REPLICATED: dict[str, Any] = {"ddp": PLAIN, "config": PLAIN}
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+NORMUON = {"adaptive_muon_moment2_method": "normuon"}
 
 ZERO_EVERY = 5
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a few steps."""
+    """One run of a few steps; the last three fields are parts of names of parameters."""
 
-    # "stock" for megatron-core's plain Muon, else one of :data:`BUILDERS`
-    optimizer: str = "layer_wise"
-    model: dict[str, Any] = field(default_factory=lambda: {**DENSE})  # arguments of ``tiny_gpt``
-    parallel: dict[str, Any] = field(default_factory=dict)  # arguments of ``initialize_megatron``
-    ddp: dict[str, Any] = field(default_factory=dict)  # fields of ``DistributedDataParallelConfig``
-    config: dict[str, Any] = field(default_factory=dict)  # fields of ``OptimizerConfig``
-    steps: int = 3  # number of steps
-    muon: str = ""  # part of the names of the matrices that Muon gets
-    frozen: str | None = None  # part of the names of parameters that are frozen
-    float32: str | None = None  # part of the names of parameters of a 16-bit model that are float32
+    optimizer: str = "layer_wise"  # "stock": megatron-core's plain Muon
+    model: dict[str, Any] = field(default_factory=lambda: {**DENSE})  # arguments of tiny_gpt
+    parallel: dict[str, Any] = field(default_factory=dict)  # of initialize_megatron
+    ddp: dict[str, Any] = field(default_factory=dict)  # of DistributedDataParallelConfig
+    config: dict[str, Any] = field(default_factory=dict)  # of OptimizerConfig
+    steps: int = 3
+    muon: str = ""  # the matrices that Muon gets
+    frozen: str | None = None
+    float32: str | None = None  # those of a 16-bit model that are float32
 
 
 @dataclass(frozen=True)
@@ -155,7 +153,7 @@ def make_config(run: Run) -> OptimizerConfig:
         "muon_tp_mode": "duplicated",
         "log_num_zeros_in_grad": True,
     }
-    return OptimizerConfig(**(fields | run.config))
+    return OptimizerConfig(**fields | run.config)
 
 
 def param_groups(run: Run, config: Any, *chunks: Any) -> tuple[list[Any], list[Any]]:
@@ -203,15 +201,7 @@ def muon_over(groups: list[Any], config: Any, chunk: Any, cls: Any = TensorParal
 def make_optimizer(
     run: Run, *chunks: Any, config: Any = None, collection: Any = None, bases: Any = None
 ) -> Any:
-    """Return an optimizer that steps at its configuration's rate.
-
-    Args:
-        run: What it is for.
-        chunks: The model's.
-        config: Another configuration than the run's.
-        collection: Process groups other than Megatron's own.
-        bases: What is wrapped, if it is not Muon and Adam.
-    """
+    """Return an optimizer that steps at its configuration's rate; ``bases`` are what it wraps."""
     config = config or make_config(run)
     if run.optimizer == "stock":
         optimizer = megatron_optimizer.get_megatron_optimizer(config, list(chunks))

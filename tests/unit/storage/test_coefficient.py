@@ -17,20 +17,19 @@ from tests.harness import run_ranks
 from tests.harness.kernels import interpreted_kernels
 from tests.harness.scene import forget_megatron
 from tests.unit.storage.full_state import Case, build, differences, full_state, steps
-from tests.unit.storage.runs import inject
+from tests.unit.storage.runs import REPLICATED, inject
 
 MODEL = {"layers": 2, "hidden": 32, "heads": 4, "query_groups": 2, "dtype": torch.bfloat16}
-SHARDED, PLAIN = {"use_distributed_optimizer": True}, {"use_distributed_optimizer": False}
 OFF_LOADED = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
 L2 = {"decoupled_weight_decay": False}
 CASES = {
-    "fragments": Case("muon", MODEL, ddp=SHARDED),
-    "l2": Case("muon", MODEL, ddp=SHARDED, config=L2 | {"muon_nesterov": False}),
-    "bf16 momentum": Case("muon", MODEL, ddp=SHARDED, config={"muon_momentum_dtype": "bf16"}),
-    "8-bit momentum": Case("muon", MODEL, ddp=SHARDED, config={"muon_momentum_dtype": "int8"}),
-    "off-loaded": Case("muon", MODEL, ddp=SHARDED, config=OFF_LOADED | {"muon_wave_mb": 1 / 128}),
-    "plain": Case("muon", MODEL, ddp=PLAIN, config=PLAIN),
-    "adam": Case("adam", MODEL, ddp=SHARDED),
+    "fragments": Case("muon", MODEL),
+    "l2": Case("muon", MODEL, config=L2 | {"muon_nesterov": False}),
+    "bf16 momentum": Case("muon", MODEL, config={"muon_momentum_dtype": "bf16"}),
+    "8-bit momentum": Case("muon", MODEL, config={"muon_momentum_dtype": "int8"}),
+    "off-loaded": Case("muon", MODEL, config=OFF_LOADED | {"muon_wave_mb": 1 / 128}),
+    "plain": Case("muon", MODEL, **REPLICATED),
+    "adam": Case("adam", MODEL),
 }
 FOLDED, BEFORE, KERNELS, SKIPPED, NONE = range(5)
 

@@ -1,7 +1,6 @@
 """Momentum in few bits in real storages: layouts, resuming, other dtypes, and other forms of state.
 
-Gradients are injected and not clipped, so they are the same numbers everywhere; momentum depends on
-nothing else, and must be the same to the bit. Weights are what Newton-Schulz makes of it.
+Gradients are injected and not clipped, so momentum, which depends on nothing else, has equal bits.
 """
 
 import functools
@@ -14,13 +13,12 @@ from torch import distributed
 from tests.harness import run_ranks
 from tests.harness.scene import forget_megatron
 from tests.unit.storage.full_state import Case, build, differences, full_state, load, save, steps
-from tests.unit.storage.runs import DENSE, MOE
+from tests.unit.storage.runs import DENSE, MOE, NORMUON
 from tests.unit.storage.test_layouts import TOLERANCE
 
 # 48 columns: tensor parallelism cuts inside of blocks of 32
 MODEL = {**DENSE, "hidden": 48}
 EXACT = {"muon_fp32_matmul_prec": "highest"}
-NORMUON = {"adaptive_muon_moment2_method": "normuon"}
 DTYPES = ("bf16", "fp8", "int8")
 
 

@@ -13,8 +13,8 @@ from megatron_eopt.settings.config import EmergingOptimizerConfig
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import forward_backward, synthetic_batch, tiny_gpt, wrap_ddp
+from tests.unit.storage.runs import OVERLAP, SHARDED
 
-DDP = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
 KINDS = ("as it is", "as it is", "clipped", "as it is", "as it is", "not finite")
 KINDS += ("as it is", "as it is", "changed", "as it is", "other momentum")
 """What happens to the gradients of each step, once they have been looked at."""
@@ -30,7 +30,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
 
 def build(dtype: torch.dtype, overlap: bool, model: dict[str, Any], **flags: Any) -> Any:
     model = tiny_gpt(layers=3, dtype=dtype, bias=False, **model)
-    chunk = wrap_ddp(model, **DDP | {"bucket_size": 3000} | flags)
+    chunk = wrap_ddp(model, **SHARDED | OVERLAP | {"bucket_size": 3000} | flags)
     config = EmergingOptimizerConfig(
         optimizer="muon",
         lr=0.01,

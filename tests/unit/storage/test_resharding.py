@@ -5,13 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron_eopt import checkpoints
 from tests.harness import run_ranks
-from tests.unit.storage.full_state import Case, differences, interrupted, load, load_matched, save
-from tests.unit.storage.runs import DENSE, MOE
+from tests.unit.storage.full_state import Case, differences, interrupted, load, save
+from tests.unit.storage.runs import DENSE, MOE, NORMUON, PLAIN, REPLICATED
 
 BF16 = {**DENSE, "query_groups": 4, "dtype": torch.bfloat16}
-NORMUON = {"adaptive_muon_moment2_method": "normuon"}
-PLAIN = {"use_distributed_optimizer": False}
+MATCHED = (0, checkpoints.load)
+"""No further step, and our function, which looks at what there is before megatron-core reads."""
 FIRST = "layers.0."
 APART = [
     # state that not all layers have: some are frozen, or have another optimizer
@@ -74,8 +75,8 @@ def test_other_layouts_load_it(saved, name, world, parallel):
 def test_layers_apart(tmp_path):
     folder = str(tmp_path)
     saved = run_ranks(2, save, APART, folder)[0]
-    check(saved, run_ranks(1, load_matched, APART, folder)[0], APART)
-    check(saved, run_ranks(2, load_matched, at(APART, tp=2), folder)[0], APART)
+    check(saved, run_ranks(1, load, APART, folder, *MATCHED)[0], APART)
+    check(saved, run_ranks(2, load, at(APART, tp=2), folder, *MATCHED)[0], APART)
 
 
 @pytest.mark.parametrize(
@@ -85,21 +86,15 @@ def test_layers_apart(tmp_path):
 )
 def test_a_vocabulary_that_is_padded_otherwise(tmp_path, before, after):
     """Megatron pads it to a multiple of the tensor-parallel size."""
-    cases = [
-        Case(name, {**DENSE, "dtype": dtype}, ddp=ddp, config=ddp)
-        for name, dtype, ddp in [
-            ("muon", torch.float32, {}),
-            ("adam", torch.bfloat16, {}),
-            ("adam", torch.float32, PLAIN),
-            ("muon", torch.bfloat16, PLAIN),
-        ]
-    ]
+    f32, bf16 = DENSE, {**DENSE, "dtype": torch.bfloat16}
+    cases = [Case("muon", f32), Case("adam", bf16)]
+    cases += [Case("adam", f32, **REPLICATED), Case("muon", bf16, **REPLICATED)]
     first, second = (
         [replace(case, model={**case.model, "vocabulary": size}) for case in cases]
         for size in (before, after)
     )
     saved = run_ranks(2, save, first, str(tmp_path))[0]
-    loaded = run_ranks(2, load_matched, at(second, tp=2), str(tmp_path))[0]
+    loaded = run_ranks(2, load, at(second, tp=2), str(tmp_path), *MATCHED)[0]
     for one, other in zip(saved, loaded, strict=True):
         assert one.keys() == other.keys()
         embedding = [k for k in one if "word_embeddings" in k or "output_layer" in k]
@@ -111,14 +106,11 @@ def test_a_vocabulary_that_is_padded_otherwise(tmp_path, before, after):
         assert not differences(one, other)
 
 
-BUCKETS = {"overlap_grad_reduce": True, "bucket_size": 3000}
-PADDED = {**BUCKETS, "pad_buckets_for_high_nccl_busbw": True}
-
-
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_padded_buckets(tmp_path, ranks):
     forms = ("fully_reshardable", "dp_reshardable")
-    padding = PADDED if ranks == 2 else BUCKETS
+    padding = {"overlap_grad_reduce": True, "bucket_size": 3000}
+    padding |= {"pad_buckets_for_high_nccl_busbw": ranks == 2}
     cases = [Case(name, ddp=padding, form=form) for name in ("muon", "adam") for form in forms]
     saved = run_ranks(ranks, save, cases, str(tmp_path), timeout=300)[0]
     # by parameter the padding of buckets does not show, by bucket it does
@@ -138,7 +130,7 @@ def whole_and_resumed(model: dict) -> list[Case]:
 RESUMED = {
     "fp32": whole_and_resumed(DENSE),
     "bf16": whole_and_resumed({**DENSE, "dtype": torch.bfloat16}),
-    "layers apart": [*APART, replace(APART[0], ddp=PLAIN, config=PLAIN)],
+    "layers apart": [*APART, replace(APART[0], **REPLICATED)],
 }
 
 

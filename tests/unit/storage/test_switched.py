@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -11,15 +12,13 @@ from megatron_eopt import checkpoints
 from megatron_eopt.base.errors import ConfigurationError
 from tests.harness import run_ranks
 from tests.unit.storage.full_state import Case, build, save_one, sharded, steps
-from tests.unit.storage.runs import set_lr
-
-SHARDED = {"use_distributed_optimizer": True}
+from tests.unit.storage.runs import REPLICATED, set_lr
 
 
 def switched(folder: str, before: str, after: str) -> tuple[str, float]:
     """Return a refusal, and how far a run that heeds it gets from one with weights alone."""
-    case = Case(after, ddp=SHARDED)
-    save_one(Case(before, ddp=SHARDED), folder, 3)
+    case = Case(after)
+    save_one(Case(before), folder, 3)
     with pytest.raises(ConfigurationError) as refusal:
         trained(folder, case)
     named = re.search(r"--checkpoint-fresh-state ([\w ]+) \(", str(refusal.value))
@@ -55,7 +54,7 @@ def test_moments_begin_anew_together(tmp_path, before, after):
 
 def refused_late(folder: str) -> str:
     """Let one rank lack a value that was asked for; return the error."""
-    case = Case("adam", ddp=SHARDED)
+    case = Case("adam")
     save_one(case, folder)
     chunk, optimizer = build(case)
     wanted = sharded(case, chunk, optimizer, is_loading=True)
@@ -73,9 +72,9 @@ def test_state_that_one_rank_has_not_loaded_is_refused_on_all(tmp_path):
     assert "must hold this state" in message
 
 
-def refused_after_steps(folder: str, ddp: dict[str, bool]) -> None:
-    save_one(Case("adam", ddp=ddp, config=ddp), folder)
-    case = Case("muon", ddp=ddp, config=ddp)
+def refused_after_steps(folder: str, fields: dict[str, Any]) -> None:
+    save_one(Case("adam", **fields), folder)
+    case = Case("muon", **fields)
     chunk, optimizer = build(case)
     steps(case, chunk, optimizer, 0, 1)
     wanted = sharded(case, chunk, optimizer, is_loading=True)
@@ -83,8 +82,6 @@ def refused_after_steps(folder: str, ddp: dict[str, bool]) -> None:
         checkpoints.load(wanted, folder)
 
 
-@pytest.mark.parametrize("is_sharded", [True, False])
-def test_state_that_would_start_fresh_is_refused_by_an_optimizer_that_has_stepped(
-    tmp_path, is_sharded
-):
-    run_ranks(2, refused_after_steps, str(tmp_path), {"use_distributed_optimizer": is_sharded})
+@pytest.mark.parametrize("fields", [{}, REPLICATED], ids=["sharded", "plain"])
+def test_an_optimizer_that_has_stepped_does_not_start_state_fresh(tmp_path, fields):
+    run_ranks(2, refused_after_steps, str(tmp_path), fields)

@@ -9,6 +9,7 @@ from megatron_eopt.base.live_bytes import LiveBytes
 from megatron_eopt.math import newton_schulz
 from tests.harness import run_ranks
 from tests.unit.storage.full_state import Case, build, inject, steps
+from tests.unit.storage.runs import NORMUON
 
 WAVE_MB = 1 / 16
 WAVE = int(WAVE_MB * 2**20)
@@ -58,7 +59,6 @@ def peaks(
 STORAGES = pytest.mark.parametrize(
     "storage", [True, pytest.param(False, marks=pytest.mark.long)], ids=["sharded", "replicated"]
 )
-NORMUON = {"adaptive_muon_moment2_method": "normuon"}
 
 
 @pytest.mark.parametrize(
