@@ -54,7 +54,7 @@ What an optimizer step costs, and how to measure it again. In short:
   {wire_stock:.0f} MB or more.
 * On a 4M-parameter model, Muon reaches Adam's final loss in {steps_of_muon:.0f} of 120 steps.
 
-In the tables,
+In the tables:
 
 * **ours** is this package, **stock** Megatron-Core 0.19.2 with emerging-optimizers, and **stock's
   iteration** the latter's Newton-Schulz.
@@ -70,8 +70,10 @@ In the tables,
 
 {gpu_sections}
 
-`golden` failed because of [Megatron-Core](../../CHANGELOG.md#known-limits). One step of a GPT with
-0.5 billion parameters (8 layers, hidden size 2048, bfloat16), without Transformer Engine and Apex:
+`golden` failed because of [Megatron-Core](../../CHANGELOG.md#known-limits).
+
+One step of a GPT with 0.5 billion parameters (8 layers, hidden size 2048, bfloat16), without
+Transformer Engine and Apex:
 
 {gpu_steps}
 
