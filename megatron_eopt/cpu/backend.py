@@ -5,6 +5,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterator
+from functools import cache
 from typing import Literal, get_args
 
 import torch
@@ -25,8 +26,12 @@ type Device = Literal["cpu", "cuda"]
 
 VARIABLE = "MEGATRON_EOPT_DEVICE"
 
-# the real function, which enable() replaces
-_gpu_is_available = torch.cuda.is_available
+
+@cache
+def _gpu_is_available() -> bool:
+    """Return the answer without the patches; Lightning lets torch ask patched functions."""
+    return torch.cuda.is_available()
+
 
 _LOCK = threading.RLock()
 _GENERATORS = Generators()
@@ -41,6 +46,7 @@ def enable() -> None:
     """
     with _LOCK:
         if not _MODE.on:
+            _gpu_is_available()
             # Dynamo caches torch's functions, perhaps including patched ones
             _UNDO.callback(trace_rules.clear_lru_cache)
             patches = [

@@ -19,6 +19,7 @@ def test_the_variable_decides(monkeypatch, caplog, device):
 
 def test_without_the_variable_the_gpu_decides(monkeypatch):
     monkeypatch.delenv("MEGATRON_EOPT_DEVICE", raising=False)
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # as Lightning does
     expected = "cuda" if torch.cuda.is_available() else "cpu"
     with cpu.enabled():
         assert torch.cuda.is_available()
