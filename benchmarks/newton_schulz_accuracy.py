@@ -55,7 +55,7 @@ def spectra(m: int, n: int) -> dict[str, Tensor]:
 
 def rows() -> Iterator[str]:
     matrices = spectra(*SHAPE)
-    yield f"| schedule | restarts | {' | '.join(matrices)} | auto |"
+    yield f"| coefficients (steps) | restarts | {' | '.join(matrices)} | auto |"
     yield "|---" * (len(matrices) + 3) + "|"
     for name, steps in SCHEDULES:
         schedule = resolve_coefficients(name, steps)

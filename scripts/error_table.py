@@ -15,15 +15,13 @@ PAGE = ROOT / "docs" / "reference" / "errors.md"
 KINDS = ("ConfigurationError", "ConfigurationTypeError", "CheckpointError")
 HEAD = """# Configuration errors
 
-An error on this page means that the run would train something else than its settings say, or would
-lose state. Every rank raises it with the setting, its value, what is wrong and what to do. Most are
-raised when the optimizer is built, and a few when a checkpoint is saved or loaded.
+These {count} errors stop a run that would not train as configured, or would lose state. Each
+message has the setting, its value, what is wrong and what to do, on every rank. Most are raised
+when the optimizer is built, and a few when a checkpoint is saved or loaded.
 
-Search this page for the name of the setting in your message. A word in braces stands for a value of
-your run. [Fix an error](../how_to/troubleshooting.md) explains the frequent ones. Values out of
-bounds and names that do not exist raise errors as well, with the bounds or the nearest names.
-
-{count} errors. `python scripts/error_table.py` writes this page from the code.
+Search for the setting in your message. A word in braces stands for a value of your run. [Fix an
+error](../how_to/troubleshooting.md) explains frequent ones. Not listed are values out of bounds and
+unknown names, whose errors say the bounds or the nearest names.
 """
 AREAS = {
     "Flags and settings": ("arguments/", "settings/"),
@@ -61,10 +59,23 @@ def text_of(node: ast.expr, known: dict[str, ast.expr]) -> str:
         if name.isupper() and name in known:
             return text_of(known[name], known)
         node = node.value
+    return f"{{{name_of(node)}}}"
+
+
+def name_of(node: ast.expr) -> str:
+    """Return what an expression is about: ``shape`` for ``tuple(param.shape)``."""
+    match node:
+        case ast.Call(func=ast.Name(), args=[*_, inner]):
+            return name_of(inner)
+        case ast.Call(func=ast.Attribute(value=ast.Constant()), args=[inner]):
+            return name_of(inner)  # ", ".join(names)
+        case ast.Call(func=ast.Attribute(value=ast.Name("self"))):
+            pass
+        case ast.Call(func=ast.Attribute(value=inner)) | ast.Attribute(inner, "__name__"):
+            return name_of(inner)
     names = [item for item in ast.walk(node) if isinstance(item, ast.Name | ast.Attribute)]
     last = names[0] if names else None
-    name = last.attr if isinstance(last, ast.Attribute) else getattr(last, "id", "value")
-    return f"{{{name}}}"
+    return last.attr if isinstance(last, ast.Attribute) else getattr(last, "id", "value")
 
 
 def assignments(function: ast.AST, line: int) -> dict[str, ast.expr]:
@@ -106,7 +117,8 @@ def errors(path: Path, texts: dict[str, ast.expr]) -> Iterator[tuple[str, str, s
         known = assignments(max(inside, key=lambda f: f.lineno), node.lineno) if inside else {}
         argument, _, rule, way_out = (text_of(item, texts | known) for item in node.args)
         if not re.fullmatch(r"\{\w+\}", way_out):  # else all of it depends on the run
-            yield argument, rule, way_out
+            told = "(in the message)" if re.fullmatch(r"\{\w+\}", rule) else rule
+            yield argument, told, way_out
 
 
 def area_of(place: str) -> str:

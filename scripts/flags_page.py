@@ -22,15 +22,16 @@ MEANINGS = Path(__file__).resolve().parents[1] / "docs" / "reference" / "megatro
 HEAD = """\
 # Flags and settings
 
-Every setting of the optimizer: the flags of the command line and the fields of
-`EmergingOptimizerConfig`. A field has the name of its flag: `muon_tp_mode` in Python is
-`--muon-tp-mode` on the command line, and `muon-tp-mode` in a file for `--optimizer-config`. Where a
-flag has another name, or a field has none, the first column shows the field's name, too.
+All optimizer settings. `--muon-tp-mode` on the command line is `muon_tp_mode` in
+`EmergingOptimizerConfig`, and `muon-tp-mode` in a file for `--optimizer-config`, such as
+[`examples/muon.yaml`](../../examples/muon.yaml). The first column adds the field's name if it
+differs from the flag's, or if there is no flag.
 
-The default is this package's, then Megatron-Core's where it is another one. "Megatron's flag" is
-the default on Megatron's command line. `--optimizer-defaults megatron` chooses Megatron's defaults,
-which `python -m megatron_eopt.launch` has, too. `--optimizer-defaults recommended` chooses ours.
-[Run on GPUs and clusters](../how_to/clusters.md) lists the environment variables.
+The first default is ours, which `scripts/pretrain_gpt.py` and `EmergingOptimizerConfig` use. Where
+Megatron's differs, it follows: "Megatron-Core" is its `OptimizerConfig`, "Megatron's flag" its
+command line. `python -m megatron_eopt.launch` uses Megatron's, unless you pass
+`--optimizer-defaults recommended`. [Run on GPUs and clusters](../how_to/clusters.md) lists the
+environment variables.
 """
 SECTIONS = {
     "optimizer layer": "General",

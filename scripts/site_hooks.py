@@ -16,6 +16,9 @@ FROM_ROOT = {
 }
 """Site pages that are files at the repository's root."""
 
+_ROLE = re.compile(r":(?:class|data|func|meth|mod):(?=<)")
+"""How docstrings mark names, which Markdown does not know."""
+
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 
 
@@ -45,3 +48,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return text if shown in text else f"{text} (`{shown}`)"
 
     return _LINK.sub(moved, markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Show the names of docstrings without their roles."""
+    return _ROLE.sub("", html)

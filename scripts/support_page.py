@@ -15,20 +15,21 @@ STATUSES = ("yes", "raises an error", "not tested", "does not apply")
 HEAD = """\
 # Support matrix
 
-What works with which storage and which parallel layout, and the test that shows it.
+Look up here whether your optimizer works with your parallel layout. The last column names the
+tests that show it.
 
-* **yes**: a test runs it on real processes with Megatron-Core's own model and wrappers.
-* **raises an error**: you get an error when the optimizer is built or when the checkpoint is
-  loaded.
+* **yes**: a test runs it on real processes, on Megatron-Core's own model and wrappers.
+* **raises an error**: building the optimizer or loading the checkpoint raises an error.
 * **not tested**: it may work. Try it at a small size first.
+* **does not apply**: this layout does not have the feature.
 
-"Replicated" means that every data-parallel rank holds the whole optimizer state of its
-tensor-parallel shard. "Distributed optimizer" means `--use-distributed-optimizer`, where each rank
-holds a part. [Parallelism](../explanation/parallelism.md) explains both.
+"Distributed optimizer" is `--use-distributed-optimizer`: each data-parallel rank keeps a part of
+the optimizer state. "Replicated" is without it: each keeps the whole state of its tensor-parallel
+shard. [Parallelism](../explanation/parallelism.md) explains both.
 
-All tests run on CPUs with gloo. [The GPU check](benchmarks.md#on-a-gpu) has run on one H100. NCCL
-between GPUs, Transformer Engine's layers, context parallelism, fp8 and several machines are not
-tested for any row.
+All tests run on CPUs with gloo. [The GPU check](benchmarks.md#on-a-gpu) has run on one H100. No row
+is tested with NCCL between GPUs, Transformer Engine's layers, fp8, several machines, or context
+parallelism on GPUs.
 """
 
 

@@ -239,6 +239,11 @@ def _warnings(
             "one matrix without use_distributed_optimizer. Set it to True to update Q, K, V, "
             "gate and up as separate matrices."
         )
+    if settings.offload_fraction and settings.storage == "replicated":
+        yield (
+            "optimizer_cpu_offload=True: all optimizer state stays on the GPU. Set "
+            "use_distributed_optimizer=True, which off-loading needs."
+        )
     if tensor_parallel_size == 1:
         return
     if arguments.get("tp_mode") == "blockwise":

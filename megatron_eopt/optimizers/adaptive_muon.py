@@ -22,8 +22,8 @@ from megatron_eopt.storage.shard import Shard
 class TensorParallelAdaptiveMuon(TensorParallelMuon, AdaptiveMuon):
     """Muon whose orthogonalized updates are divided by running second moments, then scaled.
 
-    Statistics are those of whole logical matrices, however weights are fused or sharded; see Note
-    [Where statistics live]. They are kept in the parameter's dtype.
+    Statistics are those of whole logical matrices, however weights are fused or sharded. They are
+    kept in the parameter's dtype.
 
     The state of a parameter is ``momentum_buffer``, in the parameter's shape, and
     ``moment2_buffer``. The latter has the parameter's shape for AdaMuon, ``(rows, 1)`` or

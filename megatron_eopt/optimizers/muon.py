@@ -58,7 +58,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         scale_mode: How the update is scaled to the shape of the whole matrix.
         extra_scale_factor: A further factor on the update, above 0.
         pg_collection: Process groups; ``tp`` and, for experts, ``expt_tp`` are used.
-        tp_mode: Where sharded matrices are computed: :data:`megatron_eopt.base.names.TpModeT`.
+        tp_mode: How sharded matrices are computed: "duplicated" (on every rank), "distributed"
+            (in shards), "exchange" (on one owner each), "auto" (the cheapest of these), or
+            "blockwise" (each shard as a matrix, which changes the update).
         weight_decay_method: "decoupled", "l2" or "independent"; overrides
             ``use_decoupled_weight_decay``.
         algorithm: Which iteration: "auto", "standard" or "gram".

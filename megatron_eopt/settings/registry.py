@@ -80,23 +80,33 @@ def default_param_overrides() -> dict[ParamKey, dict[str, Any]]:
 class EmergingOptimizerEntry:
     """How to build and route one optimizer."""
 
-    optimizer_cls: type  # a ``torch.optim.Optimizer``
-    # called as ``(optimizer, config)``; creates every parameter's state
+    optimizer_cls: type
+    """A ``torch.optim.Optimizer``."""
+
     init_state_fn: Callable[..., None] = init_state
-    # called as ``(config, model_chunks, pg_collection)``; returns the constructor's arguments. None
-    # takes them from fields with the prefixes below
+    """Called as ``(optimizer, config)``; creates every parameter's state."""
+
     config_to_kwargs: Callable[..., dict[str, Any]] | None = None
-    # a user's overrides take precedence
+    """Called as ``(config, model_chunks, pg_collection)``; returns the constructor's arguments.
+    None takes them from fields with the prefixes below."""
+
     default_param_overrides: dict[ParamKey, dict[str, Any]] = field(
         default_factory=default_param_overrides
     )
-    state_layout: StateLayoutT = "matrix_state"  # which part needs full matrices
-    # prefixes of its configuration fields, most specific first; empty means the registered name
+    """Settings for some parameters; a user's overrides take precedence. By default, parameters that
+    are not matrices go to Adam."""
+
+    state_layout: StateLayoutT = "matrix_state"
+    """Which part needs full matrices: "matrix_state", "matrix_update" or "element_wise"."""
+
     prefixes: tuple[str, ...] = ()
-    # further fields that have an effect with this optimizer
+    """Prefixes of its configuration fields, most specific first; empty means the name."""
+
     consumes: frozenset[str] = frozenset()
-    # whether a step draws random numbers; ranks with copies of a weight then draw the same ones
+    """Further fields that have an effect with this optimizer."""
+
     draws: bool = False
+    """Whether a step draws random numbers; ranks with copies of a weight then draw the same."""
 
 
 def register_optimizer(
@@ -104,7 +114,7 @@ def register_optimizer(
 ) -> Any:
     """Register an optimizer for ``OptimizerConfig(optimizer=name)`` and for overrides.
 
-    Call it with an entry or an optimizer class, or use it as a class decorator::
+    Call it with an entry or an optimizer class, or use it as a class decorator:
 
         @register_optimizer("mine", state_layout="element_wise")
         class Mine(torch.optim.Optimizer): ...

@@ -13,19 +13,34 @@ from megatron_eopt.base.names import COPY_ATTRIBUTE
 class Stored(NamedTuple):
     """What this rank stores of one model parameter."""
 
-    param: Tensor  # the model's parameter
-    main: Tensor  # the tensor that is stepped: the same, a float32 copy, or this rank's part of it
-    start: int  # first element of the flattened local parameter that ``main`` holds
-    stop: int  # one past the last
+    param: Tensor
+    """The model's parameter."""
+
+    main: Tensor
+    """The tensor that is stepped: the same, a float32 copy, or this rank's part of it."""
+
+    start: int
+    """First element of the flattened local parameter that ``main`` holds."""
+
+    stop: int
+    """One past the last."""
 
 
 class Storage:
     """Stores weights; a mixin for megatron-core's wrappers of a torch optimizer."""
 
-    optimizer: Any  # the torch optimizer, with groups and state of the stepped tensors
-    steps: int = 0  # number of steps done, the same on every rank
-    is_stub_optimizer: bool  # whether it has no parameters
-    grad_scaler: Any = None  # the chain's loss scale, if any
+    optimizer: Any
+    """The torch optimizer, with groups and state of the stepped tensors."""
+
+    steps: int = 0
+    """Number of steps done, the same on every rank."""
+
+    is_stub_optimizer: bool
+    """Whether it has no parameters."""
+
+    grad_scaler: Any = None
+    """The chain's loss scale, if any."""
+
     _handed_out: Sequence[Tensor] | None = None  # main weights with a copy to write in this step
 
     def count_in(self, stats: Any, collection: Any) -> None:

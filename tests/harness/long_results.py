@@ -41,8 +41,8 @@ class LongResults:
         lines = [
             "# Results of the long tests",
             "",
-            "Long trainings, kills during a save, and every optimizer in every layout.",
-            "`./scripts/test.sh --all` runs these tests and writes this page.",
+            "Outcomes, seconds and measurements of long trainings, kills during a save, and every",
+            "optimizer in every layout. `./scripts/test.sh --all` writes this page.",
             "",
             f"Commit `{_commit()}`, torch {torch.__version__}, Python "
             f"{platform.python_version()}, {os.cpu_count()} cores.",

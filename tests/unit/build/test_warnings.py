@@ -39,6 +39,8 @@ TENSOR_PARALLEL = [
     (plain("adam", overrides={"*linear_fc1.weight": "muon"}, **BLOCKWISE), DEPENDS, 1),
 ]
 ADAMUON = {"adaptive_muon_moment2_method": "adamuon"}
+OFFLOAD = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}
+STAYS = "stays on the GPU"
 SCALE, SCION = "muon_scale_mode=", "takes the place of Scion's own"
 ALONE = [
     (plain("muon", **BLOCKWISE), DEPENDS, 0),
@@ -48,6 +50,8 @@ ALONE = [
     (plain("muon"), ONE_MATRIX, 0),
     (plain("adaptive_muon", **ADAMUON, muon_scale_mode="adamw_rms"), SCALE, 1),
     (plain("adaptive_muon", **ADAMUON, muon_scale_mode="shape_scaling"), SCALE, 0),
+    (plain("muon", **OFFLOAD), STAYS, 1),
+    (Case("muon", config=OFFLOAD), STAYS, 0),
     (Case("scion", config={"weight_decay": 0.1}), SCION, 1),
     (Case("scion", config={"weight_decay": 1.0}), SCION, 0),
 ]

@@ -72,7 +72,9 @@ def test_multipliers_of_some_parameters_are_of_their_own_rates():
 def test_an_output_layer_is_named_by_its_path(caplog):
     model = make_model()
     model.classifier, model.lm_head = model.lm_head, None
-    assert groups_of(model, build_optimizer(model, config()))["classifier.weight"][0] == "muon"
+    settings = config(print_optimizer_routing=True)
+    assert groups_of(model, build_optimizer(model, settings))["classifier.weight"][0] == "muon"
+    assert "| classifier.weight " in caplog.text
     assert "output_layers=['classifier']" in caplog.text
     named = build_optimizer(model, config(), output_layers=["class*"])
     assert groups_of(model, named)["classifier.weight"][0] == "adam"
