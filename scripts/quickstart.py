@@ -26,8 +26,10 @@ from megatron_eopt.base.errors import ConfigurationError, check_choice
 PROCESSES = 2
 
 SCRIPTS = Path(__file__).resolve().parent
-ITERATION = re.compile(r"iteration\s+(\d+)/\s*(\d+) .*?lm loss: (\S+)")
-HELD_OUT = re.compile(r"validation loss at iteration (\d+) \| lm loss value: (\S+)")
+# the processes share one pipe, so another's output can follow a number at once
+LOSS = r"([-+]?(?:\d+(?:\.\d+)?(?:E[-+]\d+)?|NAN|INF))"
+ITERATION = re.compile(rf"iteration\s+(\d+)/\s*(\d+) .*?lm loss: {LOSS}")
+HELD_OUT = re.compile(rf"validation loss at iteration (\d+) \| lm loss value: {LOSS}")
 CHECKPOINT = re.compile(r"successfully (saved|loaded) checkpoint from .*?iteration\s+(\d+)")
 # of an exception without a message the name is all of the line
 ERROR = re.compile(r"\b(\w*Error|error): |^(\[\w+\]: )?[\w.]*(Error|StopIteration)$")

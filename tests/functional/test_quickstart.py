@@ -45,6 +45,15 @@ def test_gpus_are_used_where_each_process_has_one(
     assert quickstart.on_gpu(processes) is expected
 
 
+def test_lines_that_another_process_cuts_into_are_read(capsys):
+    progress = quickstart.Progress()
+    for loss in ("3.2", "3.2E+00WARNING:root:late", "NAN |", "WARNING:root:late"):
+        progress.read(f" [now] iteration       20/      40 | lm loss: {loss}\n")
+    progress.close()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(",")[0].split()[-1] for line in lines] == ["3.200", "3.200", "nan"]
+
+
 @pytest.mark.long
 def test_interrupted_and_gone_on_with(tmp_path):
     environment = {**os.environ, "MEGATRON_EOPT_DEVICE": "cpu", "PYTHONWARNINGS": "ignore"}
