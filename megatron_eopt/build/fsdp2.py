@@ -118,10 +118,10 @@ def mark_parameters(model: nn.Module, output_layers: Sequence[str]) -> None:
     if not found:
         _warn_of_output_layers(model)
     for name, param in model.named_parameters():
-        if param.dim() == 3 and "experts." in name:
+        if param.dim() == 3 and "experts." in f"{name}.":
             setattr(param, STACK_ATTRIBUTE, True)
         elif param.dim() == 2 and "bias" in name.rpartition(".")[2]:
-            setattr(param, NO_MUON_ATTRIBUTE, False)
+            vars(param).setdefault(NO_MUON_ATTRIBUTE, False)
 
 
 def _warn_of_output_layers(model: nn.Module) -> None:

@@ -56,6 +56,17 @@ def test_parameters_are_routed_by_what_they_are():
     }
 
 
+def test_stacks_and_biases_of_experts_are_known_by_their_names():
+    model = make_model()
+    model.mixture = torch.nn.ParameterDict(
+        {"experts": torch.ones(2, 4, 4), "in_bias": torch.ones(2, 4), "out_bias": torch.ones(2, 4)}
+    )
+    model.mixture["out_bias"].use_muon = True
+    found = groups_of(model, build_optimizer(model, config()))
+    of_mixture = {name: found[f"mixture.{name}"][0] for name in model.mixture}
+    assert of_mixture == {"experts": "muon", "in_bias": "adam", "out_bias": "muon"}
+
+
 def test_multipliers_of_some_parameters_are_of_their_own_rates():
     model = make_model()
     overrides = {
