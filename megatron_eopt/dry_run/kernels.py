@@ -15,8 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch._prims_common import is_non_overlapping_and_dense_or_false
+from torch import Tensor, _prims_common
 from torch.utils._pytree import tree_iter
 
 CHUNK, BLOCKS = 65_536, 320
@@ -94,7 +93,7 @@ def _is_together(lists: Sequence[Sequence[Tensor]], name: str) -> bool:
     dtypes = [{tensor.dtype for tensor in tensors} for tensors in lists]
     groups = dtypes if name == "_foreach_copy_" else [set().union(*dtypes)]
     return all(len(group) == 1 for group in groups) and all(
-        is_non_overlapping_and_dense_or_false(first)
+        _prims_common.is_non_overlapping_and_dense_or_false(first)
         and all((t.shape, t.stride()) == (first.shape, first.stride()) for t in rest)
         for first, *rest in zip(*lists, strict=True)
     )

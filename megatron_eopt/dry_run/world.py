@@ -46,8 +46,12 @@ def dry_world(
         cuda: Context that stands in for GPUs; by default the CPU back end.
 
     Raises:
-        ConfigurationError: If the rank is out of range, or ``torch.distributed`` is initialized.
+        ConfigurationError: If the rank is out of range, ``torch.distributed`` is initialized, or
+            torch is older than 2.11.
     """
+    if torch.__version__ < "2.11.0a0":
+        rule = "has no fake tensors for collectives, which plans need"
+        raise ConfigurationError("torch", torch.__version__, rule, "Plan with 2.11 or later")
     check_integer("world_size", world_size)
     if not 0 <= rank < world_size:
         rule = f"must be one of the {world_size} ranks"
