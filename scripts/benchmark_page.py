@@ -52,7 +52,7 @@ What an optimizer step costs, and how to measure it again. In short:
 * On one H100, a Muon step takes {gpu_ours:.0f} ms, and Megatron-Core's Muon {gpu_stock:.0f} ms.
 * With TP 2, a training step with Muon sends {wire_ours:.0f} MB, and with Megatron-Core's modes
   {wire_stock:.0f} MB or more.
-* On a 4M-parameter model, Muon reaches Adam's final loss in {steps_of_muon:.0f} of 120 steps.
+* On a 3M-parameter model, Muon reaches Adam's final loss in {steps_of_muon:.0f} of 120 steps.
 
 In the tables:
 

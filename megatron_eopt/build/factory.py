@@ -35,7 +35,7 @@ from megatron_eopt.build.sharded import Sharding, unmixed_steppers
 from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
 from megatron_eopt.routing.global_names import names_in
 from megatron_eopt.routing.groups import Group
-from megatron_eopt.routing.model import Routing, format_routing, overrides_for, route_model
+from megatron_eopt.routing.model import Routing, log_routing, overrides_for, route_model
 from megatron_eopt.settings.arguments import arguments_of
 from megatron_eopt.settings.checks import check_alike, refuse_for_matrices
 from megatron_eopt.settings.registry import Overrides, state_layout_of
@@ -195,9 +195,7 @@ def _report(
     emerging = sorted(routing.optimizers - set(STANDARD_OPTIMIZERS))
     arguments = {n: arguments_of(n, settings, model_chunks, collection) for n in emerging}
     _log_differences(settings, arguments, get_pg_size(getattr(collection, "tp", None)))
-    if settings.prints_routing:
-        table = format_routing(settings, routing)
-        log_single_rank(logger, logging.WARNING, f"optimizer routing\n{table}")
+    log_routing(settings, routing)
 
 
 def _log_differences(

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from megatron_eopt.base.agreement import agreed, is_rank_0
+from megatron_eopt.base.agreement import agreed
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import MOMENTUM, NO_MUON_ATTRIBUTE, STACK_ATTRIBUTE
 from megatron_eopt.build import megatron_fsdp
 from megatron_eopt.build.dtensors import build_routed, resolve_for_dtensors
 from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
 from megatron_eopt.optimizers.sharded import ShardedOptimizer
-from megatron_eopt.routing.model import format_routing, overrides_for, route_parameters, with_splits
+from megatron_eopt.routing.model import log_routing, overrides_for, route_parameters, with_splits
 from megatron_eopt.routing.parameters import trainable_parameters
 from megatron_eopt.settings.checks import check_alike, check_config
 from megatron_eopt.settings.registry import Overrides
@@ -85,8 +85,7 @@ def build_optimizer(
         check_alike(config)
         routing = route_parameters(settings, trainable_parameters([named]), overrides)
         routing = with_splits(routing, settings, [named])
-    if settings.prints_routing and is_rank_0():
-        logger.warning("optimizer routing\n%s", format_routing(settings, routing))
+    log_routing(settings, routing)
     if settings.clip_grad:
         clip = "optimizer.clip_grad_norm" if managing else "torch.nn.utils.clip_grad_norm_"
         text = "clip_grad=%s is not applied. Call %s in your training loop, or set clip_grad=0."

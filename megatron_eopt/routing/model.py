@@ -194,6 +194,12 @@ def _tag_as_megatron_does(
                 setattr(param, QKV_TAG, shapes)
 
 
+def log_routing(settings: Settings, routing: Routing) -> None:
+    """Log rank 0's routing table if ``print_optimizer_routing`` is set."""
+    if settings.prints_routing and is_rank_0():
+        logger.warning("optimizer routing\n%s", format_routing(settings, routing))
+
+
 def format_routing(settings: RunSettings, routing: Routing) -> str:
     """Return a Markdown table of this rank's parameters, in model order."""
     rows = []
