@@ -8,7 +8,7 @@ from megatron.core.dist_checkpointing import serialization
 
 from megatron_eopt.base.agreement import CheckpointError
 from megatron_eopt.checkpoint.matching import match
-from megatron_eopt.checkpoint.migration import Policy
+from megatron_eopt.optimizers.continuation import Policy
 
 __all__ = ["CheckpointError", "load"]
 

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import MOMENT2
-from megatron_eopt.checkpoint.groups import optimizers_of, saved_groups, saved_steps
 from megatron_eopt.checkpoint.keys import split_key
+from megatron_eopt.optimizers.saved_groups import optimizers_of, saved_groups, saved_steps
 
 TRACKER = "latest_checkpointed_iteration.txt"
 """Megatron's file with the iteration to load, which is written after the checkpoint."""

@@ -27,9 +27,10 @@ from megatron_eopt.build.memory import Memory, memory_of
 from megatron_eopt.build.overlap import Overlap
 from megatron_eopt.build.stats import Stats
 from megatron_eopt.checkpoint import local_state, optimizer_state
-from megatron_eopt.checkpoint.migration import Policy
 from megatron_eopt.checkpoint.rank_files import load_rank_file, save_rank_file
+from megatron_eopt.optimizers.continuation import Policy
 from megatron_eopt.optimizers.driver import CompositeOptimizer, check_may_step
+from megatron_eopt.optimizers.saved_groups import check_state_dict
 from megatron_eopt.optimizers.stepper import Stepper
 from megatron_eopt.qk_clip import remember
 from megatron_eopt.routing.global_names import names_in
@@ -278,7 +279,8 @@ class OptimizerChain(ChainedOptimizer):
 
     def state_dict(self) -> Any:
         """Return this rank's state; only ``sharded_state_dict`` has state of ZeRO-1 fragments."""
-        states = [local_state.save(stepper, self._main) for stepper in self.steppers]
+        names = names_in(self._named_chunks)
+        states = [local_state.save(stepper, self._main, names) for stepper in self.steppers]
         return states[0] if len(states) == 1 else states
 
     def sharded_state_dict(
@@ -305,7 +307,7 @@ class OptimizerChain(ChainedOptimizer):
             model_sharded_state_dict,
             is_loading=is_loading,
             main=self._main,
-            policy=Policy(self.settings.fresh_state, self.settings.momentum_from_adam),
+            policy=self._policy,
             by_bucket=by_bucket,
         )
 
@@ -313,25 +315,29 @@ class OptimizerChain(ChainedOptimizer):
         """Load what :meth:`sharded_state_dict` or :meth:`state_dict` returned; collective.
 
         Raises:
-            ConfigurationError: If it is of other optimizers, or state is missing.
+            ConfigurationError: On all ranks and before any change, if it is of other optimizers, or
+                state is missing or does not fit.
         """
         self._unread = {}
         if self._overlap is not None:
             self._overlap.forget()
         finish_gathers(self.model_chunks)
-        agreed(lambda: self._take_over(state_dict))
+        self._take_over(state_dict)
         optimizer_state.settle(self.steppers)
         if self.is_sharded and self.settings.half is None:
             # without main weights, each rank has loaded its part of the model's weights only
             self.gather_params(now=True)
 
     def _take_over(self, state: Any) -> None:
+        agreed(lambda: check_state_dict(state))
         if optimizer_state.REQUESTS in state:
+            agreed(lambda: optimizer_state.check(state))
             optimizer_state.load(self.steppers, state)
         elif self.is_sharded:
-            optimizer_state.load_groups(self.steppers, state, is_enough=self._is_unmixed)
+            agreed(lambda: optimizer_state.check_groups(state, is_enough=self._is_unmixed))
+            optimizer_state.load_groups(self.steppers, state)
         else:
-            local_state.load(self.steppers, state, self.settings.fresh_state)
+            local_state.load(self.steppers, state, self._policy, names_in(self._named_chunks))
 
     def save_state_dict_to_file(self, filename: str) -> None:
         """Write this rank's state to a file, for checkpoints of format ``torch``."""
@@ -372,6 +378,10 @@ class OptimizerChain(ChainedOptimizer):
             rule = "supports only the sharded state of Adam without other optimizers"
             way_out = "Use sharded_state_dict, or save_state_dict_to_file and its counterpart"
             raise ConfigurationError(method, type(self).__name__, rule, way_out)
+
+    @property
+    def _policy(self) -> Policy:
+        return Policy(self.settings.fresh_state, self.settings.momentum_from_adam)
 
     @property
     def _is_unmixed(self) -> bool:

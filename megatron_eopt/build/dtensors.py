@@ -20,6 +20,7 @@ from megatron_eopt.build.builders import Wanted
 from megatron_eopt.build.chain import OptimizerChain
 from megatron_eopt.layouts import Layout
 from megatron_eopt.matrices import whole
+from megatron_eopt.optimizers.continuation import Policy
 from megatron_eopt.optimizers.driver import Driver, ParamGroup
 from megatron_eopt.optimizers.element_wise import ElementWiseDriver
 from megatron_eopt.optimizers.engine import Means
@@ -81,7 +82,9 @@ def build_routed(
         for (group, is_cut), members in together.items():
             driver = _matrix_driver(base, settings, routing, members, group, is_cut)
             served.append((driver, places, members))
-    return cls(groups, served, routing.names)
+    optimizer = cls(groups, served, routing.names)
+    optimizer.policy = Policy(settings.fresh_state, settings.momentum_from_adam)
+    return optimizer
 
 
 def _rates(settings: Settings, group: ParamGroup) -> ParamGroup:

@@ -15,7 +15,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
-from megatron_eopt.base.agreement import agreed
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import GLOBAL_NAME_ATTRIBUTE
 from megatron_eopt.base.upstream import found, needed
@@ -263,7 +262,7 @@ class ManagedChain(OptimizerChain):
     def load_state_dict(self, state_dict: Any) -> None:
         """Load what was read into :meth:`sharded_state_dict`, or a state dict; collective."""
         if isinstance(state_dict, Mapping) and fsdp_dtensor.GROUPS in state_dict:
-            agreed(lambda: fsdp_dtensor.load(self.steppers[0], state_dict))
+            fsdp_dtensor.load(self.steppers[0], state_dict)
             optimizer_state.settle(self.steppers)
         else:
             super().load_state_dict(state_dict)

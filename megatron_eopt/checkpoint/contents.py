@@ -1,13 +1,17 @@
 """The optimizer state that a checkpoint has, according to its metadata."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
+from megatron_eopt.base.names import MAINS, MOMENTUM, STEP
 from megatron_eopt.checkpoint.keys import key_apart, split_key
+from megatron_eopt.checkpoint.parameter_space import ParameterSpace
+from megatron_eopt.optimizers.continuation import SavedState
+from megatron_eopt.optimizers.saved_groups import SavedGroups
 
 type Shapes = Mapping[str, tuple[int, ...] | None]
 """Global shapes of a checkpoint's tensors by key; None for objects."""
@@ -24,11 +28,12 @@ def key_of(piece: Piece) -> str:
 
 
 class Contents:
-    """The optimizer state that a checkpoint has."""
+    """The optimizer state that a checkpoint has: shapes of tensors, and parameter groups."""
 
-    def __init__(self, shapes: Shapes) -> None:
+    def __init__(self, shapes: Shapes, groups: SavedGroups | None = None) -> None:
         self.shapes = shapes
-        # kinds of state in the shape of the parameter, by parameter
+        self._groups = groups or SavedGroups()
+        # kinds of state by parameter, or by stack of parameters
         self.kinds: dict[str, set[str]] = defaultdict(set)
         self.in_buckets: set[str] = set()  # kinds of state in buckets of many parameters
         self._keys: dict[str, str] = {}  # full key by key without the place in a chain
@@ -40,14 +45,29 @@ class Contents:
             if parts.kind is None:
                 if ".bucket_idx_" in parts.name:
                     self.in_buckets.add(parts.name.rpartition(".")[2])
-            elif not parts.of_matrix:
+            else:
                 self.kinds[parts.name].add(parts.kind)
 
-    def kinds_of(self, stacks: Sequence[str], places: Sequence[int]) -> set[str]:
-        """Return the kinds of state of a parameter, in stacked tensors or in tensors of its own."""
-        return set.intersection(
-            *(self.kinds[stack] | self.kinds[key_apart(stack, places)] for stack in stacks)
-        )
+    def state_of(self, space: ParameterSpace, reader: str, *, in_bucket: bool) -> SavedState:
+        """Return what the checkpoint has of a parameter.
+
+        ``reader`` is the optimizer that loads it; ``in_bucket`` says whether its bucket is there.
+        """
+        if self.kinds or not self.in_buckets:
+            stacks = (
+                self.kinds[stack] | self.kinds[key_apart(stack, space.places)]
+                for stack in space.keys
+            )
+            # state of matrices is under the parameter's own name only
+            kinds = set.intersection(*stacks) | self.kinds[space.name]
+            names = (space.name, space.key)
+            kinds -= MAINS | {STEP}
+            return self._groups.state_of(names, kinds, reader)
+        if not in_bucket:
+            return SavedState()
+        # megatron-core saves only Adam and SGD in this form
+        optimizer = "sgd" if MOMENTUM in self.in_buckets else "adam"
+        return SavedState(frozenset(self.in_buckets - MAINS - {STEP}), (optimizer,))
 
     def find(self, pieces: Pieces) -> Pieces | None:
         """Return the pieces under the checkpoint's keys; None if it lacks any.

@@ -6,22 +6,39 @@ up), so that it loads with another tensor-parallel size; state of its shape is s
 way. All ranks have the same keys, because the layout of each DTensor is exchanged collectively.
 """
 
+import functools
 import inspect
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
 from torch.distributed.tensor import DTensor
 
-from megatron_eopt.base.names import MOMENTUM, STEP
+from megatron_eopt.base.agreement import agreed
+from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.names import FIRST_MOMENT, MAINS, MOMENTUM, STEP
 from megatron_eopt.base.upstream import needed, owner_of
-from megatron_eopt.checkpoint.groups import adopt
-from megatron_eopt.checkpoint.local_state import hand_over
-from megatron_eopt.checkpoint.migration import begin_together, missing_state, shortened
 from megatron_eopt.checkpoint.optimizer_state import prepare
-from megatron_eopt.checkpoint.saved_state import MAINS
+from megatron_eopt.optimizers.continuation import (
+    Policy,
+    Reader,
+    SavedState,
+    continuation_of,
+    missing_state,
+    notes_of,
+    shortened,
+)
+from megatron_eopt.optimizers.saved_groups import adopt, optimizer_of
 from megatron_eopt.optimizers.stepper import Stepper
+from megatron_eopt.routing.groups import GROUP_ID
+from megatron_eopt.settings.registry import name_of_class
 
 FORMAT = "fsdp_dtensor"
 """The trainer's name for the format."""
@@ -58,59 +75,170 @@ def load(stepper: Stepper, loaded: Mapping[str, Any]) -> None:
     optimizer, state = storage.optimizer, loaded["state"]
     steps = max((int(meta.get(STEP, 0)) for meta in loaded[GROUPS].values()), default=0)
     states = {}
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        name, kept = storage._param_name(param), optimizer.state[param]
+        found = {**state.get(name + _FIRST_HALF, {}), **state.get(name, {})}
+        if STEP in kept and STEP not in found and MOMENTUM in found:
+            # the checkpoint has no step count for this parameter
+            found[STEP] = torch.full_like(kept[STEP], steps)
+        for key, own in kept.items():
+            if isinstance(own, DTensor):
+                # loaded in place, maybe from another kind of state, into parts of this DTensor
+                read = FIRST_MOMENT if key == MOMENTUM and key not in found else key
+                found |= {read: own} if read in found else {}
+        states[optimizer.names[param]] = found
+    names = {storage._param_name(param): name for param, name in optimizer.names.items()}
+    groups = [{**meta, "params": [names[name]]} for name, meta in loaded[GROUPS].items()]
+    state_dict = {"state": states, "param_groups": groups}
+    # what may be missing was decided before the load
+    kinds = frozenset(kind for values in optimizer.state.values() for kind in values)
+    policy = Policy(kinds, momentum_from_adam=True)
+    optimizer.expect()
+    _, taken = agreed(lambda: optimizer.checked(state_dict, policy))
     for group in optimizer.param_groups:
-        names = [storage._param_name(param) for param in group["params"]]
-        for param, name in zip(group["params"], names, strict=True):
-            kept = optimizer.state[param]
-            found = {**state.get(name + _FIRST_HALF, {}), **state.get(name, {})}
-            if STEP in kept and STEP not in found and MOMENTUM in found:
-                # the checkpoint has no step count for this parameter
-                found[STEP] = torch.full_like(kept[STEP], steps)
-            # DTensors were loaded in place
-            cut = {kind: value for kind, value in kept.items() if isinstance(value, DTensor)}
-            states[param] = {**found, **cut}
-        adopt(group, [loaded[GROUPS].get(name, {}) for name in names])
-    hand_over(optimizer, states)
+        adopt(group, groups)
+    optimizer.take(taken)
     storage.steps = steps
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a checkpoint has."""
+
+    shapes: Mapping[str, tuple[int, ...] | None]  # of its tensors by key; None for objects
+    groups: Mapping[str, Mapping[str, Any]]  # settings by name of the parameter
+
+    @cached_property
+    def kinds(self) -> Mapping[str, set[str]]:
+        """Kinds of state by name of the parameter."""
+        found: dict[str, set[str]] = {}
+        for key in self.shapes:
+            if key.startswith(_STATE):
+                name, _, kind = key.removeprefix(_STATE).rpartition(".")
+                found.setdefault(name, set()).add(kind)
+        return found
+
+
+def contents_of(folder: str) -> Contents | None:
+    """Read what a checkpoint has; None if there is none."""
+    if not Path(folder, ".metadata").exists():
+        return None
+    metadata = FileSystemReader(folder).read_metadata().state_dict_metadata
+    shapes = {
+        key: tuple(item.size) if isinstance(item, TensorStorageMetadata) else None
+        for key, item in metadata.items()
+    }
+    settings: dict[str, dict[str, Any]] = {}
+    prefix = f"optimizer.{GROUPS}."
+    for key in (key for key in shapes if key.startswith(prefix)):
+        name, _, setting = key.removeprefix(prefix).rpartition(".")
+        settings.setdefault(name, {})[setting] = None
+    # only these values matter before the load
+    keys = [key for key in shapes if key.startswith(prefix) and key.rpartition(".")[2] in _TOLD]
+    values: dict[str, Any] = dict.fromkeys(keys)
+    load_checkpoint(values, checkpoint_id=folder, no_dist=True)
+    for key, value in values.items():
+        name, _, setting = key.removeprefix(prefix).rpartition(".")
+        settings[name][setting] = value
+    return Contents(shapes, settings)
+
+
+_TOLD = (GROUP_ID, "optimizer", "momentum")
+"""Settings of groups that tell what their parameters' state means."""
+
+
+type Readers = Mapping[str, tuple[Reader, frozenset[str]]]
+"""The optimizer of each parameter by name, with the kinds of its state that may be missing."""
+
+
+def readers_of(stepper: Stepper) -> Readers:
+    """Return the optimizer of each parameter."""
+    storage: Any = stepper.storage
+    return {
+        storage._param_name(main): (
+            Reader(name_of_class(driver.name), group.get("momentum")),
+            driver.dispensable,
+        )
+        for driver in stepper.drivers
+        for group, main, _ in driver.numbered(stepper.groups_of(driver))
+    }
 
 
 def match(
     wanted: Mapping[str, Any],
-    keys: Container[str],
-    fresh: Container[str],
-    spare: frozenset[str],
+    readers: Readers,
+    contents: Contents,
+    policy: Policy,
+    *,
+    has_stepped: bool,
 ) -> list[str]:
-    """Match ``wanted``, from :func:`requested`, with a checkpoint that has ``keys``.
+    """Match ``wanted``, from :func:`requested`, with a checkpoint.
 
-    Removes what the checkpoint lacks: kinds of state in ``fresh``, with the kinds that depend on
-    them, kinds in ``spare``, and group settings. Other state of the checkpoint is ignored.
+    Removes what the checkpoint lacks and may lack, so that everything in ``wanted`` is loaded in
+    place. Other state of the checkpoint is ignored.
+
+    Args:
+        wanted: What to load; changed in place.
+        readers: From :func:`readers_of`.
+        contents: What the checkpoint has.
+        policy: What may differ.
+        has_stepped: Whether the optimizer has stepped, so that its state cannot start fresh.
 
     Returns:
-        A line for each kind of state that starts fresh.
+        A line for each kind of state that starts fresh or is converted.
 
     Raises:
-        ConfigurationError: If other state is missing; names the parameters and kinds.
+        ConfigurationError: If state is missing, does not fit, or cannot start fresh.
     """
     missing: list[str] = []
+    fresh: list[str] = []
     names_of: dict[str, list[str]] = {}
     for name, values in wanted["state"].items():
-        there = {kind for kind in values if f"{_STATE}{name}.{kind}" in keys}
-        lacking = values.keys() - there - spare
-        missing += [f"{name}: {kind}" for kind in sorted(lacking) if kind not in fresh]
-        begin = begin_together(values.keys() - MAINS, lacking) | lacking
-        for kind in values.keys() - (there - begin):
-            del values[kind]
-        for kind in begin:
-            names_of.setdefault(kind, []).append(name)
+        # a weight that is saved in two parts has one group
+        whole = name if name in readers else name[: -len(_FIRST_HALF)]
+        reader, spare = readers[whole]
+        saved = _state_in(contents, name, whole)
+        fits = functools.partial(_fits, contents, name, values)
+        found = continuation_of(values.keys() - MAINS - {STEP}, reader, saved, policy, fits)
+        lacking = found.missing - spare
+        missing += [f"{name}: {kind}" for kind in sorted(lacking)]
+        fresh += [f"{name}: {kind}" for kind in sorted(found.fresh)]
+        for note in notes_of(found, saved):
+            names_of.setdefault(note, []).append(name)
+        for kind in values.keys() - found.origins.keys() - MAINS:
+            if kind != STEP or found.fresh or f"{_STATE}{name}.{kind}" not in contents.shapes:
+                del values[kind]
+        for kind, origin in found.origins.items():
+            if origin.key != kind:
+                values[origin.key] = values.pop(kind)
     if missing:
         raise missing_state(missing)
+    if fresh and has_stepped:
+        rule = "is missing, but the optimizer has stepped and would not start fresh"
+        way_out = "Build the optimizer again before the load"
+        raise ConfigurationError("checkpoint", shortened(fresh), rule, way_out)
     for name, meta in wanted[GROUPS].items():
-        for setting in [s for s in meta if f"optimizer.{GROUPS}.{name}.{s}" not in keys]:
+        there = contents.groups.get(name, {})
+        for setting in meta.keys() - there.keys():
             del meta[setting]
     return [
-        f"{kind} starts fresh: {len(names)} parameter(s): {shortened(names)}"
-        for kind, names in sorted(names_of.items())
+        f"{note}: {len(names)} parameter(s): {shortened(names)}"
+        for note, names in sorted(names_of.items())
     ]
+
+
+def _state_in(contents: Contents, name: str, whole: str) -> SavedState:
+    """Return what a checkpoint has of a parameter, or of a part of one."""
+    keys = contents.kinds.get(name, set()) - MAINS - {STEP}
+    group = contents.groups.get(whole, {})
+    optimizer = optimizer_of(group)
+    optimizers = () if optimizer is None else (optimizer,)
+    return SavedState(frozenset(keys), optimizers, group.get("momentum"))
+
+
+def _fits(contents: Contents, name: str, values: Mapping[str, Any], kind: str, other: str) -> bool:
+    shape = contents.shapes.get(f"{_STATE}{name}.{other}")
+    return not isinstance(values[kind], Tensor) or shape in (None, tuple(values[kind].shape))
 
 
 @torch.no_grad()

@@ -1,27 +1,38 @@
 """This rank's state dict in torch's form; loads with the same optimizers at the same layout."""
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
+from megatron_eopt.base.agreement import agreed
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.checkpoint.groups import children_of, inner_of, match_all
-from megatron_eopt.checkpoint.migration import begin_together, missing_state
+from megatron_eopt.base.names import STEP
 from megatron_eopt.checkpoint.optimizer_state import adopt_common, prepare
+from megatron_eopt.optimizers.continuation import Policy, Reader
 from megatron_eopt.optimizers.driver import set_step
 from megatron_eopt.optimizers.nested_state import leaves, put
+from megatron_eopt.optimizers.saved_groups import children_of, inner_of
 from megatron_eopt.optimizers.sharded import ShardedOptimizer
+from megatron_eopt.optimizers.state_dicts import Loaded, StateDictMatch, Target, named
 from megatron_eopt.optimizers.stepper import Stepper
+from megatron_eopt.settings.registry import name_of_class
 from megatron_eopt.storage.dtensors import local_of
 
 MAINS = "fp32_from_fp16_params"
 """Key of the main weights in the state of megatron-core's wrapper for 16-bit parameters."""
 
+type Names = Mapping[Tensor, str]
+"""Names of the model's parameters."""
 
-def save(stepper: Stepper, main: str | None) -> dict[str, Any]:
+type _Write = Callable[[], None]
+"""Loads one optimizer's state, which has been checked."""
+
+
+def save(stepper: Stepper, main: str | None, names: Names) -> dict[str, Any]:
     """Return the state of one optimizer of a chain, of tensors and plain Python values only.
 
     For ZeRO-1 fragments it has groups, steps and loss scale only. As in megatron-core, groups do
@@ -30,10 +41,15 @@ def save(stepper: Stepper, main: str | None) -> dict[str, Any]:
     storage: Any = stepper.storage
     if storage.is_stub_optimizer:
         return {}
-    if not isinstance(storage, DistributedOptimizer):
+    is_whole = not isinstance(storage, DistributedOptimizer)
+    if is_whole:
         prepare([stepper], is_loading=False)
     result: dict[str, Any] = storage.state_dict()
-    for group in inner_of(result)["param_groups"]:
+    inner = inner_of(result)
+    if is_whole:
+        inner = named(inner, _names_by_group(stepper, names))
+        result = {**result, "optimizer": inner} if "optimizer" in result else inner
+    for group in inner["param_groups"]:
         if group.get("optimizer") == main:
             group.pop("optimizer", None)
     if MAINS in result:
@@ -42,101 +58,146 @@ def save(stepper: Stepper, main: str | None) -> dict[str, Any]:
     return result
 
 
-def load(steppers: Sequence[Stepper], state: Any, fresh: frozenset[str]) -> None:
-    """Load what :func:`save` returned for each optimizer of a chain.
+def load(steppers: Sequence[Stepper], state: Any, policy: Policy, names: Names) -> None:
+    """Load what :func:`save` returned for each optimizer of a chain; collective.
 
-    Groups keep this run's schedule. State of the kinds ``fresh`` may be missing.
+    Groups keep this run's schedule. State of the kinds that the policy names may be missing.
 
     Raises:
-        ConfigurationError: If optimizers or groups differ, or state is missing.
+        ConfigurationError: On all ranks and before any change, if optimizers or groups differ, or
+            state is missing or does not fit.
     """
+    for stepper in steppers:
+        if isinstance(stepper.storage.optimizer, ShardedOptimizer):
+            stepper.storage.optimizer.expect()
+        elif not stepper.storage.is_stub_optimizer:
+            prepare([stepper], is_loading=True)
+    for write in agreed(lambda: _checked(steppers, state, policy, names)):
+        write()
+
+
+def _checked(steppers: Sequence[Stepper], state: Any, policy: Policy, names: Names) -> list[_Write]:
     parts = children_of(state) or [{} for _ in steppers]
     if len(parts) != len(steppers):
-        raise _another(f"the state of {len(parts)} optimizers", len(steppers))
-    for stepper, part in zip(steppers, parts, strict=True):
-        if not stepper.storage.is_stub_optimizer:
-            _load(stepper, part, fresh)
+        raise ConfigurationError(
+            "state_dict",
+            f"the state of {len(parts)} optimizers",
+            f"does not match this rank, which has {len(steppers)}",
+            "Resume with the optimizers of the run that wrote it, or from a torch_dist checkpoint",
+        )
+    return [
+        _load(stepper, part, policy, names)
+        for stepper, part in zip(steppers, parts, strict=True)
+        if not stepper.storage.is_stub_optimizer
+    ]
 
 
-@torch.no_grad()
-def _load(stepper: Stepper, part: Mapping[str, Any], fresh: frozenset[str]) -> None:
-    prepare([stepper], is_loading=True)
+def _names_by_group(stepper: Stepper, names: Names) -> list[list[str]]:
+    """Return the names of each group's parameters."""
+    model_of = {id(item.main): item.param for item in stepper.storage.stored()}
+    groups = stepper.storage.optimizer.param_groups
+    return [[names[model_of[id(main)]] for main in group["params"]] for group in groups]
+
+
+def _load(stepper: Stepper, part: Mapping[str, Any], policy: Policy, names: Names) -> _Write:
+    """Check one optimizer's state, and return the function that loads it."""
     storage: Any = stepper.storage
     optimizer = storage.optimizer
-    groups, saved = optimizer.param_groups, inner_of(part).get("param_groups", ())
-    twins = match_all(saved, groups)
-    states = inner_of(part).get("state", {})
-    found: dict[Tensor, dict[str, Any]] = {}
-    for group, twin in zip(groups, twins, strict=True):
-        numbers = saved[twin]["params"]
-        if len(numbers) != len(group["params"]):
-            raise _another(f"{len(numbers)} parameters of a group", len(group["params"]))
-        pairs = zip(group["params"], numbers, strict=True)
-        found |= {param: states.get(number, {}) for param, number in pairs}
-    may_lack = {id(main): driver.dispensable for driver, _, main in stepper.stepped()}
-    missing = []
-    for number, (param, values) in enumerate(found.items()):
-        own = optimizer.state[param]
-        lacking = own.keys() - values.keys() - may_lack[id(param)]
-        shape = tuple(param.shape)
-        missing += [f"parameter {number} of shape {shape}: {k}" for k in sorted(lacking - fresh)]
-        taken = (own.keys() & values.keys()) - begin_together(own, lacking)
-        found[param] = {kind: values[kind] for kind in taken}
-    if missing:
-        raise missing_state(missing)
-    adopt_common([stepper], part)
     if isinstance(optimizer, ShardedOptimizer):
-        hand_over(optimizer, found)
+        match, loaded = optimizer.checked(inner_of(part), policy)
+        write_state: _Write = functools.partial(optimizer.take, loaded)
     else:
-        for param, values in found.items():
-            if not values:
-                set_step(optimizer.state[param], 0)
-            for kind, value in values.items():
-                _copy(value, optimizer.state[param], kind)
-    for mains, twin in zip(getattr(storage, "fp32_from_float16_groups", ()), twins, strict=False):
-        its = part[MAINS][twin] if MAINS in part else ()
-        if [local_of(a).shape for a in mains] != [local_of(b).shape for b in its]:
-            raise _another(f"{len(its)} main weights ({MAINS}) of a group", len(mains))
-        for target, value in zip(mains, its, strict=True):
+        write_state, match = _of_whole_parameters(stepper, part, policy, names)
+    mains = _mains(stepper, part, match, names)
+
+    @torch.no_grad()
+    def write() -> None:
+        adopt_common([stepper], part)
+        write_state()
+        for target, value in mains:
             local_of(target).copy_(local_of(value))
 
-
-def hand_over(optimizer: ShardedOptimizer, states: Mapping[Tensor, Mapping[str, Any]]) -> None:
-    """Load state of shards and of whole matrices into an optimizer; collective."""
-    loaded = {id(param): {**optimizer.state[param], **states[param]} for param in states}
-    groups = [{**g, "params": [id(param) for param in g["params"]]} for g in optimizer.param_groups]
-    optimizer.load_state_dict({"state": loaded, "param_groups": groups})
+    return write
 
 
-def _another(found: str, wanted: int) -> ConfigurationError:
-    return ConfigurationError(
-        "state_dict",
-        found,
-        f"does not match this rank, which needs {wanted} of them, with equal shapes",
-        "Resume with the model, precision, optimizers and parallel layout of the run that wrote "
-        "it, or from a torch_dist checkpoint",
-    )
-
-
-def _copy(value: Any, own: dict[str, Any], kind: str) -> None:
-    """Copy a state value, which may be nested, into ``own``.
-
-    Raises:
-        ConfigurationError: If the shapes differ.
-    """
-    saved = dict(leaves(value, (kind,)))
-    for path, mine in list(leaves(own[kind], (kind,))):
-        its = torch.as_tensor(saved.get(path, ()))
-        shape = torch.as_tensor(mine).shape
-        if [n for n in its.shape if n != 1] != [n for n in shape if n != 1]:
-            raise ConfigurationError(
-                "state_dict",
-                f"{kind} of shape {tuple(its.shape)}",
-                f"must have shape {tuple(shape)}",
-                "Resume with the settings and tensor-parallel size of the run that wrote the "
-                "checkpoint, or load no optimizer state (--no-load-optim)",
+def _of_whole_parameters(
+    stepper: Stepper, part: Mapping[str, Any], policy: Policy, names: Names
+) -> tuple[_Write, StateDictMatch]:
+    storage: Any = stepper.storage
+    optimizer = storage.optimizer
+    groups = optimizer.param_groups
+    driver_of = {id(main): driver for driver, _, main in stepper.stepped()}
+    targets = [
+        [
+            Target(
+                param,
+                name,
+                Reader(name_of_class(driver_of[id(param)].name), group.get("momentum")),
+                frozenset(optimizer.state[param].keys() - {STEP}),
+                STEP in optimizer.state[param],
+                driver_of[id(param)].dispensable,
             )
-        if isinstance(mine, Tensor):
-            mine.copy_(its.reshape(shape))
-        else:
-            put(own, path, type(mine)(saved[path]))
+            for param, name in zip(group["params"], its, strict=True)
+        ]
+        for group, its in zip(groups, _names_by_group(stepper, names), strict=True)
+    ]
+    match = StateDictMatch(inner_of(part), groups, targets)
+
+    def problem_with(target: Target, key: str, value: Any) -> str | None:
+        return _misfit(value, optimizer.state[target.param].get(key), key)
+
+    loaded = match.load(policy, problem_with, has_stepped=storage.steps > 0)
+
+    def write() -> None:
+        for param, its in loaded.items():
+            _write(optimizer.state[param], its)
+
+    return write, match
+
+
+def _mains(
+    stepper: Stepper, part: Mapping[str, Any], match: StateDictMatch, names: Names
+) -> list[tuple[Tensor, Tensor]]:
+    """Return main weights with what is loaded into them: saved ones, or the model's weights."""
+    saved = {
+        number: value
+        for group, values in zip(inner_of(part)["param_groups"], part.get(MAINS, ()), strict=False)
+        for number, value in zip(group["params"], values, strict=False)
+    }
+    pairs = []
+    for item in stepper.storage.stored():
+        if item.main is item.param or not hasattr(stepper.storage, "fp32_from_float16_groups"):
+            continue
+        value = saved.get(match.number_of(names[item.param]), item.param)
+        if local_of(value).shape != local_of(item.main).shape:
+            rule = f"must have shape {tuple(local_of(item.main).shape)}, as on this rank"
+            way_out = "Resume with the model and parallel layout of the run that wrote it"
+            found = f"main weights ({MAINS}) of shape {tuple(local_of(value).shape)}"
+            raise ConfigurationError(f"state_dict: {names[item.param]}", found, rule, way_out)
+        pairs.append((item.main, value))
+    return pairs
+
+
+def _write(own: dict[str, Any], loaded: Loaded) -> None:
+    """Copy checked values into a parameter's state."""
+    if loaded.starts_fresh:
+        set_step(own, 0)
+    for key, value in loaded.values.items():
+        saved = dict(leaves(value, (key,)))
+        for path, mine in list(leaves(own[key], (key,))):
+            if isinstance(mine, Tensor):
+                mine.copy_(torch.as_tensor(saved[path]).reshape(mine.shape))
+                mine.mul_(loaded.factors.get(key, 1.0))
+            else:
+                put(own, path, type(mine)(saved[path]))
+
+
+def _misfit(value: Any, own: Any, key: str) -> str | None:
+    """Return why a saved value, which may be nested, cannot be loaded into ``own``; or None."""
+    saved = dict(leaves(value, (key,)))
+    for path, mine in leaves(own, (key,)):
+        its = tuple(torch.as_tensor(saved.get(path, ())).shape)
+        shape = tuple(torch.as_tensor(mine).shape)
+        if [n for n in its if n != 1] != [n for n in shape if n != 1]:
+            return f"of shape {its} must have shape {shape}"
+    return None

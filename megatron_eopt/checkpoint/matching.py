@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron.core.dist_checkpointing import load_common_state_dict
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 from megatron.core.utils import log_single_rank
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -24,9 +25,10 @@ from megatron_eopt.base.agreement import (
     from_rank_0,
 )
 from megatron_eopt.base.upstream import needed
-from megatron_eopt.checkpoint.contents import Contents, Shapes
-from megatron_eopt.checkpoint.migration import Policy
+from megatron_eopt.checkpoint.contents import Shapes
 from megatron_eopt.checkpoint.requests import StateRequests
+from megatron_eopt.optimizers.continuation import Policy
+from megatron_eopt.optimizers.saved_groups import Groups, saved_groups
 
 logger = logging.getLogger(__name__)
 
@@ -40,25 +42,37 @@ def match(sharded_state_dict: Any, folder: Path, policy: Policy) -> None:
     requests = list(_requests(sharded_state_dict))
     if not any_rank(bool(requests)):
         return
-    contents = Contents(from_rank_0(lambda: _shapes(folder)))
+    shapes, groups = from_rank_0(lambda: _content(folder))
     policy = functools.reduce(operator.or_, (item.policy for item in requests), policy)
-    lines = agreed(lambda: [line for r in requests for line in r.adapt(contents, policy)])
+    lines = agreed(lambda: [line for r in requests for line in r.adapt(shapes, groups, policy)])
     for line in everyones(lines):
         log_single_rank(logger, logging.WARNING, f"optimizer state: {line}")
 
 
-def _shapes(folder: Path) -> Shapes:
+def _content(folder: Path) -> tuple[Shapes, Groups]:
+    """Return the shapes of a checkpoint's tensors, and its parameter groups."""
     try:
         # the reader that megatron-core uses for the load
         metadata = needed("FileSystemReader")(folder).read_metadata().state_dict_metadata
+        groups = _groups_in(load_common_state_dict(folder))
     except Exception as error:
         rule = f"its metadata cannot be read ({type(error).__name__}: {error})"
         way_out = "Load another iteration with --ckpt-step, or restore the folder"
         raise CheckpointError("checkpoint", str(folder), rule, way_out) from error
-    return {
+    shapes = {
         key: tuple(item.size) if isinstance(item, TensorStorageMetadata) else None
         for key, item in metadata.items()
     }
+    return shapes, groups
+
+
+def _groups_in(state: Any) -> list[Mapping[str, Any]]:
+    """Return all parameter groups of optimizers, wherever they are in a state dict."""
+    if not isinstance(state, Mapping):
+        return []
+    if isinstance(state.get("param_groups"), list):
+        return saved_groups(state)
+    return [group for value in state.values() for group in _groups_in(value)]
 
 
 def _requests(state: Any) -> Iterator[StateRequests]:

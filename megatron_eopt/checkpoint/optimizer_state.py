@@ -5,11 +5,15 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 
-from megatron_eopt.base.agreement import agreed, of_every_rank
+from megatron_eopt.base.agreement import agreed, everyones, of_every_rank
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import STEP
 from megatron_eopt.checkpoint.gpt_layers import name_as_in_checkpoint
-from megatron_eopt.checkpoint.groups import (
+from megatron_eopt.checkpoint.requests import StateRequests
+from megatron_eopt.optimizers.continuation import Policy
+from megatron_eopt.optimizers.driver import Driver, ParamGroup, State
+from megatron_eopt.optimizers.saved_groups import (
+    PARAM_NAMES,
     adopt,
     children_of,
     inner_of,
@@ -17,9 +21,6 @@ from megatron_eopt.checkpoint.groups import (
     saved_steps,
     steps_of,
 )
-from megatron_eopt.checkpoint.migration import Policy
-from megatron_eopt.checkpoint.requests import StateRequests
-from megatron_eopt.optimizers.driver import Driver, ParamGroup, State
 from megatron_eopt.optimizers.stepper import Stepper
 
 REQUESTS = "requests"
@@ -57,11 +58,35 @@ def requested(
         steps = [(counts or {}).get(d, -1) for d in stepper.drivers for _ in stepper.groups_of(d)]
         stub = stepper.storage.is_stub_optimizer
         states.append({} if stub else stepper.storage.common_state(steps, main))
+    if not is_loading:
+        _name_params(states, requests)
     result = states[0] if len(states) == 1 else dict(enumerate(states))
     result[PARAM_STATE] = requests.param_state
     if is_loading:
         result[REQUESTS] = LocalNonpersistentObject(requests)
     return result
+
+
+def _name_params(states: Sequence[dict[Any, Any]], requests: StateRequests) -> None:
+    """Write the names of all ranks' parameters into the groups to save; collective.
+
+    A stack whose layers or experts are all in one group has one name.
+    """
+    places = everyones(
+        (place, group, space.key, space.name)
+        for (place, group), spaces in requests.spaces_of.items()
+        for space in spaces
+    )
+    groups_of: dict[str, set[tuple[int, int]]] = {}
+    for place, number, key, _ in places:
+        groups_of.setdefault(key, set()).add((place, number))
+    named: dict[tuple[int, int], dict[str, None]] = {}
+    for place, number, key, name in sorted(places):
+        shown = key if len(groups_of[key]) == 1 else name
+        named.setdefault((place, number), {})[shown] = None
+    for place, state in enumerate(states):
+        for number, group in enumerate(inner_of(state).get("param_groups", ())):
+            group[PARAM_NAMES] = list(named.get((place, number), ()))
 
 
 def prepare(steppers: Sequence[Stepper], *, is_loading: bool) -> None:
@@ -98,14 +123,16 @@ def _counts_of(steppers: Sequence[Stepper]) -> dict[Driver, int]:
     return {driver: max(counts.get(key, -1) for counts in known) for driver, key in keys.items()}
 
 
+def check(state: Mapping[Any, Any]) -> None:
+    """Raise a ConfigurationError if state that :func:`requested` returned was not loaded."""
+    state[REQUESTS].check(state.get(PARAM_STATE, {}))
+
+
 def load(steppers: Sequence[Stepper], state: Mapping[Any, Any]) -> None:
-    """Write what was loaded for :func:`requested` into the optimizers.
+    """Write what was loaded for :func:`requested` into the optimizers, after :func:`check`.
 
     Groups keep this run's schedule. Main weights that the checkpoint lacks are copied from the
     model, which must be loaded first.
-
-    Raises:
-        ConfigurationError: If state is missing.
     """
     # missing if this rank has no state
     loaded = state.get(PARAM_STATE, {})
@@ -114,8 +141,8 @@ def load(steppers: Sequence[Stepper], state: Mapping[Any, Any]) -> None:
     state[REQUESTS].take(loaded)
 
 
-def load_groups(steppers: Sequence[Stepper], state: Any, *, is_enough: bool) -> None:
-    """Load the ``state_dict()`` of a chain with ZeRO-1 fragments, which has groups only.
+def check_groups(state: Any, *, is_enough: bool) -> None:
+    """Check the ``state_dict()`` of a chain with ZeRO-1 fragments, which has groups only.
 
     Raises:
         ConfigurationError: If nothing else loads the rest (not ``is_enough``), or if it has state.
@@ -127,6 +154,10 @@ def load_groups(steppers: Sequence[Stepper], state: Any, *, is_enough: bool) -> 
             "save_state_dict_to_file and load_state_dict_from_file"
         )
         raise ConfigurationError("state_dict", "groups, or whole parameters", rule, way_out)
+
+
+def load_groups(steppers: Sequence[Stepper], state: Any) -> None:
+    """Load what :func:`check_groups` has checked; collective."""
     # step counts can only be set once they exist
     prepare(steppers, is_loading=True)
     adopt_common(steppers, state)

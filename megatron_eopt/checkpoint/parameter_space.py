@@ -66,6 +66,7 @@ class ParameterSpace:
         # number of leading dimensions that index layers or experts, and the indices there
         self.prepended = pieces[0].prepend_axis_num
         self.places = tuple(pieces[0].global_offset[: self.prepended])
+        self.key = key  # of its stack, if it is a layer or an expert of one
         self.name = key_apart(key, self.places)  # unique in the model
 
     def boxes(self, start: int, stop: int) -> Iterator[Box]:

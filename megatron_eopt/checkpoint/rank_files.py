@@ -14,8 +14,7 @@ from torch import Tensor, distributed
 
 from megatron_eopt.base.agreement import agreed, of_every_rank
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.checkpoint.contents import Contents, Piece, key_of
-from megatron_eopt.checkpoint.migration import Policy
+from megatron_eopt.checkpoint.contents import Piece, key_of
 from megatron_eopt.checkpoint.optimizer_state import (
     PARAM_STATE,
     REQUESTS,
@@ -23,6 +22,8 @@ from megatron_eopt.checkpoint.optimizer_state import (
     requested,
     settle,
 )
+from megatron_eopt.optimizers.continuation import Policy
+from megatron_eopt.optimizers.saved_groups import saved_groups
 from megatron_eopt.optimizers.stepper import Stepper
 
 
@@ -76,7 +77,8 @@ def _read(path: Path, state: Mapping[str, Any]) -> dict[Any, Any]:
     """Return the requested state from a file."""
     try:
         content = torch.load(path, weights_only=True, map_location="cpu")
-        state[REQUESTS].adapt(Contents(content["shapes"]), Policy())
+        groups = saved_groups(content["common"])
+        state[REQUESTS].adapt(content["shapes"], groups, Policy())
         wanted, there = state[PARAM_STATE]["values"], content["pieces"]
         values = {
             place: {number: there.pop(_place(piece)) for number, piece in pieces.items()}

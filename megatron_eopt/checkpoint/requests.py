@@ -8,14 +8,17 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, is_main_replica
 
 from megatron_eopt.base.agreement import everyones, totals
-from megatron_eopt.base.names import STEP
+from megatron_eopt.base.names import MAINS, STEP
 from megatron_eopt.checkpoint import saved_state
-from megatron_eopt.checkpoint.contents import Contents, apart
+from megatron_eopt.checkpoint.contents import Contents, Shapes, apart
 from megatron_eopt.checkpoint.keys import matrix_state_key
-from megatron_eopt.checkpoint.migration import MAXIMA, Policy, Reading, missing_state
-from megatron_eopt.checkpoint.parameter_space import parameter_spaces
+from megatron_eopt.checkpoint.migration import Reading
+from megatron_eopt.checkpoint.parameter_space import ParameterSpace, parameter_spaces
+from megatron_eopt.optimizers.continuation import MAXIMA, Policy, Reader, missing_state
 from megatron_eopt.optimizers.driver import OF_GROUPS, Driver, set_step
+from megatron_eopt.optimizers.saved_groups import Groups, SavedGroups, optimizer_of
 from megatron_eopt.optimizers.stepper import Stepper
+from megatron_eopt.settings.registry import name_of_class
 from megatron_eopt.storage.sharded import FragmentsOptimizer
 
 
@@ -44,12 +47,16 @@ class StateRequests:
     ) -> None:
         self.policy = policy
         self._counts = counts
+        groups = (g for s in steppers if s.drivers for g in s.storage.optimizer.param_groups)
+        self._optimizers = {name for group in groups if (name := optimizer_of(group))}
         self._has_stepped = any(stepper.storage.steps > 0 for stepper in steppers)
         self._buckets = _bucket_spaces(steppers)
+        # place of each parameter that this rank stores, by optimizer of the chain and group
+        self.spaces_of: dict[tuple[int, int], list[ParameterSpace]] = {}
         self._values = [
             value
             for number, stepper in enumerate(steppers)
-            for value in self._values_of(stepper, model_state, self._buckets.get(number))
+            for value in self._values_of(number, stepper, model_state)
         ]
         self._chosen = {
             place: (by_bucket and value.source_in_bucket(value.kind))
@@ -81,10 +88,15 @@ class StateRequests:
                 self._chosen[place] = saved_state.Source(own)
         self._ask()
 
-    def adapt(self, contents: Contents, policy: Policy) -> list[str]:
+    def adapt(self, shapes: Shapes, groups: Groups, policy: Policy) -> list[str]:
         """Request only what a checkpoint has, if the policy allows the difference.
 
         Call it before loading, because ``dist_checkpointing.load`` fails if a key is missing.
+
+        Args:
+            shapes: Global shapes of the checkpoint's tensors.
+            groups: Its parameter groups.
+            policy: What may differ.
 
         Returns:
             A line for each kind of state that starts fresh or is read from another source.
@@ -92,6 +104,7 @@ class StateRequests:
         Raises:
             ConfigurationError: If state is missing; names the parameters and kinds.
         """
+        contents = Contents(shapes, SavedGroups(groups, self._optimizers))
         reading = Reading(policy, contents, has_stepped=self._has_stepped)
         by_parameter: dict[str, dict[int, saved_state.Value]] = {}
         for place, value in enumerate(self._values):
@@ -103,37 +116,41 @@ class StateRequests:
         self._ask()
         return reading.lines()
 
-    @torch.no_grad()
-    def take(self, loaded: Mapping[str, Any]) -> None:
-        """Write the loaded ``param_state`` into the optimizers' state.
-
-        Step counts of single parameters in the checkpoint override the common one, and state that
-        starts fresh counts from 0.
-
-        Raises:
-            ConfigurationError: If requested state was not loaded.
-        """
-        values = loaded.get("values", {})
-        found = {place: list(values.get(str(place), {}).values()) for place in self._chosen}
-        there = {p for p, source in self._chosen.items() if len(found[p]) == len(source.pieces)}
-        absent = [self._values[place] for place in self._chosen.keys() - there]
-        may_lack = self.policy.fresh | saved_state.MAINS
+    def check(self, loaded: Mapping[str, Any]) -> None:
+        """Raise a ConfigurationError if requested state is not in the loaded ``param_state``."""
+        there = self._found_in(loaded)
+        absent = [self._values[place] for place in self._chosen.keys() - there.keys()]
+        may_lack = self.policy.fresh | MAINS
         missing = [f"{v.where.space.name}: {v.kind}" for v in absent if v.kind not in may_lack]
         if missing:
             raise missing_state(sorted(missing))
+
+    def _found_in(self, loaded: Mapping[str, Any]) -> dict[int, list[Any]]:
+        values = loaded.get("values", {})
+        found = {place: list(values.get(str(place), {}).values()) for place in self._chosen}
+        return {p: its for p, its in found.items() if len(its) == len(self._chosen[p].pieces)}
+
+    @torch.no_grad()
+    def take(self, loaded: Mapping[str, Any]) -> None:
+        """Write the loaded ``param_state`` into the optimizers' state, after :meth:`check`.
+
+        Step counts of single parameters in the checkpoint override the common one, and state that
+        starts fresh counts from 0.
+        """
+        there = self._found_in(loaded)
         for place, value in enumerate(self._values):
             if value.is_count:
                 continue
             if place in there:
-                value.take(found[place], self._chosen[place])
-            elif value.kind in saved_state.MAINS:
+                value.take(there[place], self._chosen[place])
+            elif value.kind in MAINS:
                 # the checkpoint has no main weights, so the loaded model's weights are used
                 value.take_from_model()
             elif value.where.state is not None and value.kind not in MAXIMA:
                 set_step(value.where.state, 0)
         for place in there:
             if self._values[place].is_count:
-                set_step(self._values[place].where.state or {}, int(found[place][0]))
+                set_step(self._values[place].where.state or {}, int(there[place][0]))
 
     def _ask(self) -> None:
         self.param_state.clear()
@@ -153,13 +170,12 @@ class StateRequests:
             self.param_state["buckets"] = buckets
 
     def _values_of(
-        self,
-        stepper: Stepper,
-        model_state: Mapping[str, Any],
-        buckets: saved_state.BucketSpace | None,
+        self, place: int, stepper: Stepper, model_state: Mapping[str, Any]
     ) -> Iterator[saved_state.Value]:
-        """Yield all state values of one optimizer on this rank."""
+        """Yield all state values on this rank of the optimizer at a place of the chain."""
         storage = stepper.storage
+        all_groups = storage.optimizer.param_groups if stepper.drivers else ()
+        number_of = {p: n for n, group in enumerate(all_groups) for p in group["params"]}
         stored = list(storage.stored())
         stepped = {id(main): (driver, number) for driver, number, main in stepper.stepped()}
         states = {
@@ -173,8 +189,16 @@ class StateRequests:
             driver, number = stepped[id(item.main)]
             tensors = saved_state.cut_like_weights(stepper, item, driver, number)
             space = spaces[item.param]
-            replica = storage.replica_of(space.sharded.replica_id)
-            where = saved_state.Whereabouts(space, replica, states[driver, number], item, buckets)
+            in_group = number_of[item.main]
+            self.spaces_of.setdefault((place, in_group), []).append(space)
+            where = saved_state.Whereabouts(
+                space,
+                storage.replica_of(space.sharded.replica_id),
+                Reader(name_of_class(driver.name), all_groups[in_group].get("momentum")),
+                states[driver, number],
+                item,
+                self._buckets.get(place),
+            )
             for kind, tensor in tensors.items():
                 yield saved_state.cut_value(kind, tensor, where)
             yield from self._count(driver, where, (0, 1), writes=where.holds_first)
@@ -187,7 +211,9 @@ class StateRequests:
                 state = None
             replica = storage.replica_of_matrix(spaces[param].sharded.replica_id)
             count = len(driver.shards[its.shard].layouts) if driver.shards else 1
-            where = saved_state.Whereabouts(spaces[param], replica, state)
+            group = stepper.groups_of(driver)[driver.group_of[its.shard]]
+            reader = Reader(name_of_class(driver.name), group.get("momentum"))
+            where = saved_state.Whereabouts(spaces[param], replica, reader, state)
             yield saved_state.kept_value(its, where, count)
             if id(state) not in counted:
                 counted.add(id(state))

@@ -18,30 +18,22 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch import Tensor
 
 from megatron_eopt.base.address import address_of
-from megatron_eopt.base.names import (
-    FIRST_MOMENT,
-    MAIN_OF_REPLICATED,
-    MAIN_OF_SHARDED,
-    MOMENTUM,
-    STEP,
-)
+from megatron_eopt.base.names import MAINS, STEP
 from megatron_eopt.checkpoint.contents import Contents, Piece, Pieces, Shapes, apart
 from megatron_eopt.checkpoint.keys import kind_of, matrix_state_key, state_key
 from megatron_eopt.checkpoint.parameter_space import Box, ParameterSpace
+from megatron_eopt.optimizers.continuation import Reader
 from megatron_eopt.optimizers.driver import Driver, Kept
 from megatron_eopt.optimizers.stepper import Stepper
 from megatron_eopt.storage.dtensors import local_of
 from megatron_eopt.storage.interface import Stored
-
-MAINS = frozenset({MAIN_OF_SHARDED, MAIN_OF_REPLICATED})
-"""Kinds of main weights."""
 
 
 class Source(NamedTuple):
     """The place in a checkpoint from which a value is read, or to which it is written."""
 
     pieces: Pieces  # the data of each is the tensor to write, or to read into
-    from_adam: bool = False  # whether a momentum is read from Adam's first moment
+    factor: float = 1.0  # what the value is multiplied by after reading
     bucket: str | None = None  # prefix of the keys if it is read from a bucket
 
 
@@ -99,6 +91,7 @@ class Whereabouts:
 
     space: ParameterSpace  # the place of its elements in checkpoints
     replica: tuple[int, ...]  # replica id; zeros for the copy that is written
+    reader: Reader  # the optimizer, which says what its state means
     # the optimizer's state on this rank, with the step count
     state: dict[str, Any] | None = None
     stored: Stored | None = None  # what this rank stores; None for a matrix on its owner rank
@@ -135,25 +128,18 @@ class Value:
     def forms(self, kind: str) -> Iterator[Pieces]:
         """Yield the pieces under the keys of ``kind``: in stacked tensors, then unstacked."""
         own, other = state_key(self.kind, ""), state_key(kind, "")
+        if kind != self.kind and not all(piece.key.startswith(own) for piece in self.pieces):
+            return  # state of one matrix has no other names
         pieces = tuple(replace(p, key=p.key.replace(own, other, 1)) for p in self.pieces)
         yield pieces
         if self.stacked:
             yield apart(pieces, self.stacked)
 
-    def source_in(self, contents: Contents, *, momentum_from_adam: bool) -> Source | None:
-        """Return the checkpoint's source of this value, or a substitute; None without."""
-        kinds = [self.kind]
-        if self.kind in MAINS:
-            kinds += sorted(MAINS - {self.kind})
-        elif self.kind == MOMENTUM and self.flat is not None and momentum_from_adam:
-            kinds.append(FIRST_MOMENT)
-        for kind in kinds:
-            found = [contents.find(pieces) for pieces in self.forms(kind)]
-            sources = [Source(pieces) for pieces in found if pieces is not None]
-            for source in (*sources, self.source_in_bucket(kind, contents.shapes)):
-                if source is not None:
-                    return source._replace(from_adam=kind == FIRST_MOMENT != self.kind)
-        return None
+    def source_in(self, contents: Contents, kind: str) -> Source | None:
+        """Return where a checkpoint has state of a kind that fits this value; None without."""
+        found = [contents.find(pieces) for pieces in self.forms(kind)]
+        sources = [Source(pieces) for pieces in found if pieces is not None]
+        return next(iter(sources), None) or self.source_in_bucket(kind, contents.shapes)
 
     def source_in_bucket(self, kind: str, shapes: Shapes | None = None) -> Source | None:
         """Return the source of a kind of state in a bucket; None if there is none.
@@ -177,6 +163,8 @@ class Value:
                 self.kept.replace(value)
             elif address_of(value) != address_of(piece.data):
                 piece.data.copy_(value.view(piece.data.shape))
+            if source.factor != 1.0:
+                piece.data.mul_(source.factor)
 
     def take_from_model(self) -> None:
         """Copy the model's weights to the main weights."""

@@ -13,15 +13,14 @@ from megatron.core.msc_utils import MultiStorageClientFeature
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import log_single_rank
 from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from megatron_eopt.base.agreement import CheckpointError, from_rank_0
+from megatron_eopt.base.agreement import CheckpointError, agreed, from_rank_0
 from megatron_eopt.base.upstream import needed, owner_of
 from megatron_eopt.base.wrapping import Function, around
 from megatron_eopt.checkpoint import fsdp_dtensor
 from megatron_eopt.checkpoint.gpt_layers import forget_layers, noting_layers
 from megatron_eopt.checkpoint.matching import match
-from megatron_eopt.checkpoint.migration import Policy
+from megatron_eopt.optimizers.continuation import Policy
 
 logger = logging.getLogger(__name__)
 
@@ -180,21 +179,18 @@ def _match_megatron_fsdp(args: Any, state: Mapping[str, Any]) -> None:
     """Match requested state with a checkpoint of Megatron-FSDP, if one exists; collective."""
     # all ranks read the tracker file
     folder = needed("get_load_checkpoint_path_by_args")(args)
-    keys = from_rank_0(lambda: _keys_in(folder))
-    if keys is None:
+    contents = from_rank_0(lambda: fsdp_dtensor.contents_of(folder))
+    steppers = getattr(_optimizer.get(), "steppers", ())
+    if contents is None or not steppers:
         return
-    drivers = [d for one in getattr(_optimizer.get(), "steppers", ()) for d in one.drivers]
-    spare = frozenset().union(*(driver.dispensable for driver in drivers))
-    fresh = getattr(args, "checkpoint_fresh_state", ())
-    for line in fsdp_dtensor.match(state, keys, fresh, spare):
+    fresh = frozenset(getattr(args, "checkpoint_fresh_state", ()))
+    policy = Policy(fresh, bool(getattr(args, "checkpoint_momentum_from_adam", False)))
+    readers, has_stepped = fsdp_dtensor.readers_of(steppers[0]), steppers[0].storage.steps > 0
+    lines = agreed(
+        lambda: fsdp_dtensor.match(state, readers, contents, policy, has_stepped=has_stepped)
+    )
+    for line in lines:
         log_single_rank(logger, logging.WARNING, f"optimizer state: {line}")
-
-
-def _keys_in(folder: str) -> frozenset[str] | None:
-    """Return all keys of a checkpoint; None if there is none."""
-    if not Path(folder, ".metadata").exists():
-        return None
-    return frozenset(FileSystemReader(folder).read_metadata().state_dict_metadata)
 
 
 @around

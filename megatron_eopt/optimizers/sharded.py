@@ -8,131 +8,31 @@ parameters, in float32, with gradients and state.
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.distributed.tensor.placement_types import Shard as ShardPlacement
 
-from megatron_eopt.base.agreement import agreed, of_every_rank
-from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.agreement import agreed
+from megatron_eopt.base.names import MOMENTUM_SCALE, STEP
 from megatron_eopt.layouts import Plan
+from megatron_eopt.optimizers.continuation import Policy, Reader
 from megatron_eopt.optimizers.driver import (
     CompositeOptimizer,
     Driver,
-    Kept,
     ParamGroup,
     State,
     check_may_step,
     loss_of,
+    set_step,
 )
 from megatron_eopt.optimizers.owner_driver import OwnerDriver
-from megatron_eopt.storage.dtensors import local_of, shard_like
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """One state value of one matrix, as all ranks know it."""
-
-    shard: int  # index of the parameter's shard
-    name: str  # its key in the state dict
-    owner: int  # the rank that holds it
-    shape: tuple[int, ...] | None  # None for a number
-    number: Any
-    problem: str  # the type that cannot be restored; empty if it can
-
-
-class OwnerState:
-    """Publishes and loads the state that one driver's owner ranks keep."""
-
-    def __init__(self, driver: OwnerDriver, device: torch.device) -> None:
-        self._driver = driver
-        self._device = device
-        self._ranks = driver.shards[0].ranks
-        group = self._ranks.group
-        self._mesh = None if group is None else DeviceMesh.from_group(group, device.type)
-
-    def names(self, groups: Sequence[ParamGroup], state: State) -> list[list[str]]:
-        """Return the names of every parameter's state that owners have so far; collective."""
-        found: list[list[str]] = [[] for _ in self._driver.shards]
-        for entry in self._survey(groups, state)[1]:
-            found[entry.shard].append(entry.name)
-        return found
-
-    def publish(self, groups: Sequence[ParamGroup], state: State) -> list[dict[str, Any]]:
-        """Return the state of every parameter, in the order of shards; collective over the group.
-
-        Raises:
-            ConfigurationError: On all ranks, if an owner's state cannot be restored.
-        """
-        kept, entries = self._survey(groups, state)
-        if problems := [entry for entry in entries if entry.problem]:
-            argument = f"state {problems[0].name!r} of {self._driver.name}"
-            rule = "only float32 tensors and numbers can be saved"
-            way_out = "Use another optimizer, or run without checkpoints"
-            raise ConfigurationError(argument, problems[0].problem, rule, way_out)
-        states: list[dict[str, Any]] = [{} for _ in self._driver.shards]
-        for entry in entries:
-            value = entry.number
-            if entry.shape is not None:
-                mine = kept.get((entry.shard, entry.name))
-                value = self._cut(entry, torch.empty(0) if mine is None else mine.value)
-            states[entry.shard][entry.name] = value
-        return states
-
-    def adopt(
-        self, groups: Sequence[ParamGroup], state: State, saved: Sequence[Mapping[str, Any]]
-    ) -> None:
-        """Load what :meth:`publish` returned on any number of ranks; collective."""
-        kept, entries = self._survey(groups, state)
-        for entry in entries:
-            value = saved[entry.shard][entry.name]
-            if isinstance(value, DTensor):
-                value = value.full_tensor()
-            if (entry.shard, entry.name) in kept:
-                kept[entry.shard, entry.name].replace(value)
-
-    def _survey(
-        self, groups: Sequence[ParamGroup], state: State
-    ) -> tuple[dict[tuple[int, str], Kept], list[_Entry]]:
-        """Return the state that this rank keeps, and entries of all ranks; collective."""
-        found = (*self._driver.kept(groups, state), *self._driver.counts())
-        kept = {(item.shard, self._name(item)): item for item in found}
-        mine = [
-            _describe(shard, name, self._ranks.rank, item.value)
-            for (shard, name), item in kept.items()
-        ]
-        known = [entry for entries in of_every_rank(mine, self._ranks.group) for entry in entries]
-        return kept, sorted(known, key=lambda entry: (entry.shard, entry.name))
-
-    def _name(self, item: Kept) -> str:
-        matrices = self._driver.shards[item.shard].split.matrices
-        prefix = (matrices[item.matrix].name,) if len(matrices) > 1 else ()
-        return "/".join((*prefix, *item.path))
-
-    def _cut(self, entry: _Entry, whole: Tensor) -> Tensor:
-        """Return this rank's rows of a tensor that only its owner passes; collective."""
-        if self._mesh is None:
-            return whole.clone()
-        if entry.owner != self._ranks.rank:
-            assert entry.shape is not None
-            whole = torch.empty(entry.shape, dtype=torch.float32, device=self._device)
-        rows = [ShardPlacement(0)]
-        return distribute_tensor(whole, self._mesh, rows, src_data_rank=entry.owner)
-
-
-def _describe(shard: int, name: str, owner: int, value: Any) -> _Entry:
-    is_tensor = isinstance(value, Tensor)
-    if is_tensor and value.dim():
-        problem = "" if value.dtype == torch.float32 else str(value.dtype)
-        return _Entry(shard, name, owner, tuple(value.shape), None, problem)
-    problem = "" if is_tensor or isinstance(value, bool | int | float) else type(value).__name__
-    number = value.cpu() if is_tensor else value
-    return _Entry(shard, name, owner, None, None if problem else number, problem)
+from megatron_eopt.optimizers.owner_state import OwnerState
+from megatron_eopt.optimizers.saved_groups import take_settings
+from megatron_eopt.optimizers.state_dicts import Loaded, StateDictMatch, Target, named
+from megatron_eopt.settings.registry import name_of_class
+from megatron_eopt.storage.dtensors import is_uneven, local_of, shard_like
 
 
 class ShardedOptimizer(CompositeOptimizer):
@@ -156,19 +56,24 @@ class ShardedOptimizer(CompositeOptimizer):
         names: Mapping[Tensor, str],
     ) -> None:
         self.names = dict(names)
+        self.policy = Policy()
         self._params = {driver: list(params) for driver, _, params in served}
+        self._has_stepped = False
+        # shapes of the state that owners keep, by parameter and name; None for a number
+        self._shapes: dict[Tensor, dict[str, tuple[int, ...] | None]] = {}
         super().__init__(groups, [(driver, places) for driver, places, _ in served])
         self._attach()
         self.init_state()
         agreed(self.refuse_faults)
-        self._owned = {
+        self._owned: dict[Driver, OwnerState] = {
             driver: OwnerState(driver, local_of(self._params[driver][0]).device)
             for driver in self.drivers
             if isinstance(driver, OwnerDriver)
         }
         for driver, owned in self._owned.items():
             with self.groups_and_state(driver) as (groups_of, state):
-                self._stand_for(driver, owned.names(groups_of, state))
+                entries = owned.entries(groups_of, state)
+            self._stand_for(driver, [[entry.name for entry in its] for its in entries])
 
     @property
     def plans(self) -> list[Plan]:
@@ -243,6 +148,7 @@ class ShardedOptimizer(CompositeOptimizer):
     def _step(self) -> None:
         check_may_step(self)
         self._attach()
+        self._has_stepped = True
         super()._step()
 
     @torch.no_grad()
@@ -252,7 +158,7 @@ class ShardedOptimizer(CompositeOptimizer):
         Raises:
             ConfigurationError: On all ranks, if an owner's state cannot be restored.
         """
-        published: dict[OwnerDriver, list[dict[str, Any]]] = {}
+        published: dict[Driver, list[dict[str, Any]]] = {}
         for driver, owned in self._owned.items():
             with self.groups_and_state(driver) as (groups, state):
                 published[driver] = owned.publish(groups, state)
@@ -265,30 +171,97 @@ class ShardedOptimizer(CompositeOptimizer):
         for driver, found in published.items():
             # only owners keep the values, and the result keeps the dictionaries replaced here
             self._stand_for(driver, found)
-        return result
+        names = [[self.names[param] for param in group["params"]] for group in self.param_groups]
+        return named(result, names, by_group=True)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load groups and state; collective.
 
+        A group takes the settings of the group with its identity. :attr:`policy` says which state
+        may be missing.
+
         Raises:
             ConfigurationError: On all ranks and before any change, if a parameter's state is
-                missing.
+                missing, belongs to another optimizer, or does not fit.
         """
-        for driver, owned in self._owned.items():
+        state_dict = dict(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = before(self, state_dict) or state_dict
+        self.expect()
+        match, loaded = agreed(lambda: self.checked(state_dict, self.policy))
+        for group, place in zip(self.param_groups, match.twins, strict=True):
+            if place is not None:
+                take_settings(group, state_dict["param_groups"][place])
+        self.take(loaded)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def expect(self) -> None:
+        """Create all state that can be loaded, before :meth:`checked`; collective."""
+        for driver in self.drivers:
+            owned = self._owned.get(driver)
+            with self.groups_and_state(driver) as (groups, state):
+                if getattr(driver, "rounding", None) is None:
+                    driver.expect(groups, state)
+                entries = [] if owned is None else owned.entries(groups, state)
+            if owned is not None:
+                self._stand_for(driver, [[entry.name for entry in its] for its in entries])
+            for param, its in zip(self._params[driver], entries, strict=False):
+                self._shapes[param] = {entry.name: entry.shape for entry in its}
+
+    def checked(
+        self, state_dict: Any, policy: Policy
+    ) -> tuple[StateDictMatch, dict[Tensor, Loaded]]:
+        """Return what a state dict would load, without a change; call :meth:`expect` before.
+
+        Raises:
+            ConfigurationError: If state is missing or does not fit.
+        """
+        driver_of = {param: driver for driver, its in self._params.items() for param in its}
+        targets = [
+            [self._target(group, param, driver_of[param]) for param in group["params"]]
+            for group in self.param_groups
+        ]
+        match = StateDictMatch(state_dict, self.param_groups, targets)
+        loaded = match.load(policy, self._misfit, has_stepped=self._has_stepped)
+        return match, loaded
+
+    def take(self, loaded: Mapping[Tensor, Loaded]) -> None:
+        """Load what :meth:`checked` returned; collective."""
+        for driver in self.drivers:
             with self.groups_and_state(driver) as (groups, state):
                 driver.expect(groups, state)
-                names = owned.names(groups, state)
-            self._stand_for(driver, names)
-        agreed(lambda: self._refuse_gaps(state_dict))
-        super().load_state_dict(state_dict)
-        self._restore_dtypes(state_dict)
+                if driver in self._owned:
+                    saved = [loaded[param].values for param in self._params[driver]]
+                    self._owned[driver].adopt(groups, state, saved)
+            if driver not in self._owned:
+                for param in self._params[driver]:
+                    _write(self.state[param], loaded[param])
         self.pack()
-        for driver, owned in self._owned.items():
-            saved = [dict(self.state[param]) for param in self._params[driver]]
-            self._stand_for(driver, saved)
-            with self.groups_and_state(driver) as (groups, state):
-                owned.adopt(groups, state, saved)
+
+    def _target(self, group: ParamGroup, param: Tensor, driver: Driver) -> Target:
+        keys = frozenset(self.state[param].keys())
+        reader = Reader(name_of_class(driver.name), group.get("momentum"))
+        own = keys - {STEP, MOMENTUM_SCALE}
+        return Target(param, self.names[param], reader, own, STEP in keys, driver.dispensable)
+
+    def _misfit(self, target: Target, key: str, value: Any) -> str | None:
+        """Return why a saved value cannot be loaded; None if it can."""
+        own, shapes = self.state[target.param][key], self._shapes.get(target.param, {})
+        if key in shapes:
+            shape = tuple(value.shape) if isinstance(value, Tensor) and value.dim() else None
+            return None if shape == shapes[key] else f"of shape {shape} must have {shapes[key]}"
+        if not (isinstance(own, Tensor) and isinstance(value, Tensor)):
+            kinds = type(value).__name__, type(own).__name__
+            same = isinstance(own, Tensor) == isinstance(value, Tensor)
+            return None if same else "is of type {}, and must be of type {}".format(*kinds)
+        if own.shape != value.shape:
+            return f"of shape {tuple(value.shape)} must have shape {tuple(own.shape)}"
+        alike = _are_placed_alike(own, value)
+        if (alike or is_uneven(target.param)) and local_of(own).shape != local_of(value).shape:
+            return "is sharded otherwise"
+        return None
 
     def unpack(self) -> None:
         """Convert all state to the form that state dicts have."""
@@ -313,23 +286,6 @@ class ShardedOptimizer(CompositeOptimizer):
         for param, names in zip(self._params[driver], kinds, strict=True):
             self.state[param] = dict.fromkeys(names)
 
-    def _refuse_gaps(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise a ConfigurationError if a state dict lacks state that a step needs."""
-        loaded = {p: state_dict["state"].get(key, {}) for key, p in self._saved_under(state_dict)}
-        for driver in self.drivers:
-            for param in self._params[driver]:
-                kept = self.state[param].keys() - driver.dispensable
-                if missing := sorted(kept - loaded[param].keys()):
-                    rule = f"lacks {', '.join(missing)} of {self.names[param]}"
-                    way_out = "Load what this optimizer saved, or use fsdp2.import_torch_muon"
-                    raise ConfigurationError("state_dict", "incomplete", rule, way_out)
-
-    def _saved_under(self, state_dict: Mapping[str, Any]) -> Iterator[tuple[Any, Tensor]]:
-        """Yield each parameter's key in the state dict, with the parameter."""
-        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        params = chain.from_iterable(group["params"] for group in self.param_groups)
-        return zip(saved, params, strict=True)
-
     def _show_as_saved(self) -> dict[Tensor, dict[str, Any]]:
         """Convert state to the form of state dicts, and return the state that it replaced."""
         kept = {}
@@ -351,14 +307,32 @@ class ShardedOptimizer(CompositeOptimizer):
                 cut = driver.is_cut_like_weights(key, value)
                 kept[key] = shard_like(param, value) if cut else value
 
-    def _restore_dtypes(self, state_dict: dict[str, Any]) -> None:
-        """Undo torch's conversion of state (except steps) to the dtype of 16-bit parameters."""
-        for number, param in self._saved_under(state_dict):
-            if param.dtype == torch.float32:
-                continue
-            for key, value in state_dict["state"].get(number, {}).items():
-                if isinstance(value, Tensor) and key != "step":
-                    self.state[param][key] = value.to(param.device)
+
+def _write(own: dict[str, Any], loaded: Loaded) -> None:
+    """Copy checked values into a parameter's state."""
+    if loaded.starts_fresh:
+        set_step(own, 0)
+    for key, value in loaded.values.items():
+        mine = own[key]
+        if not isinstance(mine, Tensor):
+            own[key] = type(mine)(value)
+            continue
+        if not _are_placed_alike(mine, value):
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            value = whole
+            if isinstance(mine, DTensor):
+                # every rank has the whole tensor, and takes its own part
+                mesh, placements = mine.device_mesh, mine.placements
+                value = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+        local_of(mine).copy_(local_of(value))
+        local_of(mine).mul_(loaded.factors.get(key, 1.0))
+
+
+def _are_placed_alike(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors are sharded over the same ranks in the same way."""
+    if not (isinstance(one, DTensor) and isinstance(other, DTensor)):
+        return isinstance(one, DTensor) == isinstance(other, DTensor)
+    return one.placements == other.placements and one.device_mesh == other.device_mesh
 
 
 def _grad(param: Tensor, dtype: torch.dtype) -> Tensor:

@@ -34,6 +34,18 @@ StateLayoutT = Literal["element_wise", "matrix_update", "matrix_state"]
 ``matrix_state``: the update and the state (SOAP).
 """
 
+MEAN, SUM = "mean of gradients", "sum of gradients"
+SQUARES = "mean of squared gradients"
+
+_MEANINGS: dict[str, dict[str, str | None]] = {
+    "adam": {"exp_avg": MEAN, "exp_avg_sq": SQUARES, "max_exp_avg_sq": "maximum of such means"},
+    "sgd": {"momentum_buffer": SUM},
+}
+"""Meanings of the state of standard optimizers; see :func:`meaning_of`."""
+
+_CLASSES = {"adamw": "adam", "fusedadam": "adam", "fusedsgd": "sgd"}
+"""Further classes of the standard optimizers, in lower case."""
+
 _entries: dict[str, "EmergingOptimizerEntry"] = {}
 
 
@@ -107,6 +119,10 @@ class EmergingOptimizerEntry:
 
     draws: bool = False
     """Whether a step draws random numbers; ranks with copies of a weight then draw the same."""
+
+    state_meanings: Mapping[str, str | None] = field(default_factory=dict)
+    """What its state means, by key; None for a meaning of its own. Another optimizer continues from
+    a value only if it declares the same meaning. Leave all keys out, or none."""
 
 
 def register_optimizer(
@@ -189,6 +205,33 @@ def entry_of(name: str) -> EmergingOptimizerEntry:
 def prefixes_of(name: str) -> tuple[str, ...]:
     """Return the field prefixes of the optimizer ``name``, most specific first."""
     return (name,) if name in STANDARD_OPTIMIZERS else entry_of(name).prefixes or (name,)
+
+
+def name_of_class(text: str) -> str:
+    """Return the name under which an optimizer class is registered, else the class's name.
+
+    ``text`` is a class name in any case, as in ``type(optimizer).__name__``, or a registered name.
+    """
+    low = text.lower()
+    classes = {entry.optimizer_cls.__name__.lower(): name for name, entry in entries().items()}
+    known = {**classes, **_CLASSES, **{name: name for name in optimizer_names()}}
+    return known.get(low, text)
+
+
+def meanings_of(name: str) -> Mapping[str, str | None]:
+    """Return the declared meanings of an optimizer's state, by key."""
+    if name in STANDARD_OPTIMIZERS:
+        return _MEANINGS[name]
+    return entries()[name].state_meanings if name in entries() else {}
+
+
+def meaning_of(name: str, key: str) -> str:
+    """Return what the state ``key`` of an optimizer means, in words.
+
+    Two optimizers may use one key for different values: LaProp's ``exp_avg`` averages normalized
+    gradients, and SOAP's is in an eigenbasis. Such a value must not continue as the other's.
+    """
+    return meanings_of(name).get(key) or f"{name}'s {key}"
 
 
 def state_layout_of(name: str) -> StateLayoutT:

@@ -5,13 +5,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import (
     preprocess_state_dict_for_uneven_dtensor,
 )
 from torch.distributed import checkpoint
 
 from megatron_eopt import ConfigurationError
-from megatron_eopt.checkpoint.fsdp_dtensor import GROUPS, match
+from megatron_eopt.checkpoint.fsdp_dtensor import GROUPS, Contents, match
+from megatron_eopt.optimizers.continuation import Policy, Reader
 from tests.harness import run_ranks
 from tests.harness.scene import forget_megatron
 from tests.unit.fsdp2.model import eager
@@ -112,18 +114,28 @@ def test_every_rank_asks_for_the_same(optimizer):
 
 def test_missing_state_is_refused_unless_it_may_start_fresh():
     """Of Lion's state Adam would take the first moment and the count of steps."""
-    moments = {"exp_avg": 0, "exp_avg_sq": 0, "step": 0, "param": 0}
+    shape = (2, 3)
+    moments = {kind: torch.zeros(shape) for kind in ("exp_avg", "exp_avg_sq", "step", "param")}
     wanted = {
         "state": {"weight": moments, "bias": {"exp_avg": 1}, "spared": {"param": 0, "scale": 0}},
         GROUPS: {"weight": {"lr": 1, "momentum": 0.9}, "bias": {"lr": 1}},
     }
     has = ("weight.exp_avg", "weight.step", "weight.param", "bias.exp_avg", "spared.param")
-    keys = {f"optimizer.state.{name}" for name in has} | {f"optimizer.{GROUPS}.weight.lr"}
-    spare = frozenset({"scale"})
+    groups = {"weight": {"lr": None, "optimizer": "lion"}, "bias": {"optimizer": "lion"}}
+    contents = Contents({f"optimizer.state.{name}": None for name in has}, groups)
+    readers = {name: (Reader("adam"), frozenset({"scale"})) for name in wanted["state"]}
+
+    def matched(wanted, contents, *fresh):
+        return match(wanted, readers, contents, Policy(frozenset(fresh)), has_stepped=False)
+
     with pytest.raises(ConfigurationError, match=r"weight: exp_avg_sq.*--checkpoint-fresh"):
-        match(copy.deepcopy(wanted), keys, (), spare)
-    lines = match(wanted, keys, ("exp_avg_sq",), spare)
-    kinds = ("exp_avg", "exp_avg_sq", "step")
-    assert lines == [f"{kind} starts fresh: 1 parameter(s): weight" for kind in kinds]
-    left = {"weight": {"param": 0}, "bias": {"exp_avg": 1}, "spared": {"param": 0}}
-    assert wanted == {"state": left, GROUPS: {"weight": {"lr": 1}, "bias": {}}}
+        matched(copy.deepcopy(wanted), contents)
+    larger = {**contents.shapes, "optimizer.state.weight.exp_avg": (3, 3)}
+    with pytest.raises(ConfigurationError, match="weight: exp_avg, weight: exp_avg_sq"):
+        matched(copy.deepcopy(wanted), Contents(larger, groups))
+    lines = matched(wanted, contents, "exp_avg_sq")
+    text = "starts fresh (the checkpoint has: exp_avg): 1 parameter(s): weight"
+    assert lines == [f"{kind} {text}" for kind in ("exp_avg", "exp_avg_sq")]
+    left = {name: set(values) for name, values in wanted["state"].items()}
+    assert left == {"weight": {"param"}, "bias": {"exp_avg"}, "spared": {"param"}}
+    assert wanted[GROUPS] == {"weight": {"lr": 1}, "bias": {}}

@@ -1,0 +1,193 @@
+"""Decides which saved state a parameter's optimizer continues from, for every checkpoint format.
+
+Note [Meaning of state]
+    A saved value has a key, and a meaning that depends on the optimizer that wrote it (see
+    ``meaning_of``). An optimizer continues from a value only if the meaning is its own:
+
+    * equal meanings continue, also from another optimizer (Adam's ``exp_avg`` in Lion);
+    * a sum of gradients (SGD) becomes a mean, and a mean a sum, by the factor ``1 - momentum``;
+    * if the user asks for it, Muon's momentum starts from any saved mean of gradients;
+    * if nothing of another optimizer's state can be used, all state starts fresh;
+    * in all other cases state is missing, which is an error unless the user names it.
+"""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.names import FIRST_MOMENT, MOMENT2, MOMENTUM
+from megatron_eopt.settings.registry import MEAN, SUM, meaning_of
+
+_SHOWN = 12
+
+MAXIMA = frozenset({"max_exp_avg_sq"})
+"""Running maxima, which may start later than the moment that they are maxima of."""
+
+_MAY_BE_YOUNGER = MAXIMA | {MOMENT2}
+"""Keys that may start fresh alone: maxima, and the second moment that counts its own steps."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What may differ: ``fresh`` keys may be missing; momentum may be Adam's first moment."""
+
+    fresh: frozenset[str] = frozenset()
+    momentum_from_adam: bool = False
+
+    def __or__(self, other: "Policy") -> "Policy":
+        """Return a policy that allows what either of the two allows."""
+        meant = self.momentum_from_adam or other.momentum_from_adam
+        return Policy(self.fresh | other.fresh, meant)
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """The state that a checkpoint has of one parameter."""
+
+    keys: frozenset[str] = frozenset()
+    # optimizers that may have written it: usually one, several if the checkpoint does not say
+    # which, and none if it names no optimizer
+    optimizers: tuple[str, ...] = ()
+    momentum: float | None = None  # that optimizer's momentum, if it is known
+
+    def means(self, key: str, wanted: str) -> bool:
+        """Return whether ``key`` means ``wanted``, whichever of the optimizers wrote it."""
+        return key in self.keys and {meaning_of(n, key) for n in self.optimizers} == {wanted}
+
+    @property
+    def writer(self) -> str:
+        """The optimizers that may have written it, in words."""
+        return " or ".join(self.optimizers)
+
+
+class Reader(NamedTuple):
+    """The optimizer that loads a parameter's state."""
+
+    name: str
+    momentum: float | None = None
+
+
+class Origin(NamedTuple):
+    """Where a value is loaded from."""
+
+    key: str  # key of the saved value
+    factor: float = 1.0  # what the saved value is multiplied by
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """What happens to one parameter's state."""
+
+    origins: dict[str, Origin]  # by key of the optimizer's state
+    fresh: frozenset[str]  # keys of state that starts fresh
+    missing: frozenset[str]  # keys of state for which the user has to decide
+
+
+def continuation_of(
+    keys: Collection[str],
+    reader: Reader,
+    saved: SavedState,
+    policy: Policy,
+    fits: Callable[[str, str], bool] = lambda key, other: True,
+) -> Continuation:
+    """Return where each value of a parameter's state comes from; see Note [Meaning of state].
+
+    Args:
+        keys: Keys of the optimizer's state, without main weights and step counts.
+        reader: The optimizer.
+        saved: What the checkpoint has of the parameter.
+        policy: What the user allows.
+        fits: Called as ``(key, saved_key)``; whether the saved value has the right shape.
+    """
+    candidates = {key: _candidates(key, reader, saved, policy) for key in keys}
+    fitting = {key: [o for o in its if fits(key, o.key)] for key, its in candidates.items()}
+    origins = {key: its[0] for key, its in fitting.items() if its}
+    lacking = set(keys) - origins.keys()
+    # state that has the right meaning and another shape is missing, not another optimizer's
+    is_anothers = not any(candidates.values()) and reader.name not in saved.optimizers
+    fresh: set[str] = set()
+    if lacking and saved.keys and is_anothers:
+        fresh = lacking
+    elif lacking <= policy.fresh:
+        fresh = begin_together(keys, lacking)
+    kept = {key: origin for key, origin in origins.items() if key not in fresh}
+    return Continuation(kept, frozenset(fresh), frozenset(lacking - fresh))
+
+
+def _candidates(key: str, reader: Reader, saved: SavedState, policy: Policy) -> list[Origin]:
+    """Return the saved values that ``key`` may continue from, the best first."""
+    wanted = meaning_of(reader.name, key)
+    found = []
+    if key in saved.keys and (not saved.optimizers or saved.means(key, wanted)):
+        found.append(Origin(key))
+    elif wanted == MEAN and saved.means(key, SUM) and saved.momentum is not None:
+        found.append(Origin(key, 1 - saved.momentum))
+    elif wanted == SUM and saved.means(key, MEAN) and reader.momentum is not None:
+        found.append(Origin(key, 1 / (1 - reader.momentum)))
+    if key == MOMENTUM and policy.momentum_from_adam and FIRST_MOMENT in saved.keys:
+        factor = {MEAN: 1.0, SUM: 1 / (1 - (reader.momentum or 0.0))}.get(wanted)
+        # a checkpoint that names no optimizer is taken for Adam's, as the user says
+        if factor is not None and (not saved.optimizers or saved.means(FIRST_MOMENT, MEAN)):
+            found.append(Origin(FIRST_MOMENT, factor))
+    return found
+
+
+def begin_together(keys: Collection[str], lacking: Collection[str]) -> set[str]:
+    """Return the keys of a parameter's state that start fresh if a checkpoint lacks some of them.
+
+    That is all of them, because moments belong together and to one step count.
+    """
+    return set(lacking if set(lacking) <= _MAY_BE_YOUNGER else keys)
+
+
+def note_of(key: str, origin: Origin, saved: SavedState) -> str | None:
+    """Return a line for the log if a value is converted or has another optimizer's name."""
+    by = f"{saved.writer or 'Adam'}'s {origin.key}"
+    if origin.factor != 1.0:
+        return f"{key} starts as {by}, times {origin.factor:.4g}"
+    return f"{key} starts as {by}" if origin.key != key else None
+
+
+def notes_of(found: Continuation, saved: SavedState) -> list[str]:
+    """Return lines for the log about what starts fresh or is converted."""
+    has = ", ".join(sorted(saved.keys)) or "none"
+    fresh = [f"{key} starts fresh (the checkpoint has: {has})" for key in sorted(found.fresh)]
+    others = (note_of(key, origin, saved) for key, origin in sorted(found.origins.items()))
+    return fresh + [note for note in others if note]
+
+
+def missing_state(
+    missing: list[str], *, by_bucket: bool = False, reason: str = ""
+) -> ConfigurationError:
+    """Return the error for missing state, each given as "parameter: key".
+
+    Args:
+        missing: The state.
+        by_bucket: Whether the checkpoint has state by bucket.
+        reason: What the checkpoint has instead.
+    """
+    keys = sorted({item.rpartition(": ")[2] for item in missing})
+    rule = "must hold this state of the optimizer, but does not"
+    if reason:
+        rule += f" ({reason})"
+    if by_bucket:
+        rule += (
+            "; its state by bucket (dp_reshardable) loads only with the same tensor and pipeline "
+            "parallelism and the same buckets. With these, load it and save it by parameter "
+            "(--dist-ckpt-optim-fully-reshardable)"
+        )
+    return ConfigurationError(
+        "checkpoint",
+        shortened(list(dict.fromkeys(missing))),
+        rule,
+        "Load a checkpoint of this optimizer (with the same tensor-parallel size if its keys end "
+        "in .tp...of...), load no optimizer state (--no-load-optim), or let this state start "
+        f"fresh: --checkpoint-fresh-state {' '.join(keys)} (checkpoint_fresh_state={keys})",
+    )
+
+
+def shortened(names: list[str]) -> str:
+    """Join names, at most 12 of them."""
+    more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

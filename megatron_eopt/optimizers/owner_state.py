@@ -1,0 +1,122 @@
+"""State of whole matrices on owner ranks, as all ranks save and load it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.placement_types import Shard as ShardPlacement
+
+from megatron_eopt.base.agreement import of_every_rank
+from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.optimizers.driver import Kept, ParamGroup, State
+from megatron_eopt.optimizers.owner_driver import OwnerDriver
+
+
+@dataclass(frozen=True)
+class OwnerEntry:
+    """One state value of one matrix, as all ranks know it."""
+
+    shard: int  # index of the parameter's shard
+    name: str  # its key in the state dict
+    owner: int  # the rank that holds it
+    shape: tuple[int, ...] | None  # None for a number
+    number: Any
+    problem: str  # the type that cannot be restored; empty if it can
+
+
+class OwnerState:
+    """Publishes and loads the state that one driver's owner ranks keep."""
+
+    def __init__(self, driver: OwnerDriver, device: torch.device) -> None:
+        self._driver = driver
+        self._device = device
+        self._ranks = driver.shards[0].ranks
+        group = self._ranks.group
+        self._mesh = None if group is None else DeviceMesh.from_group(group, device.type)
+
+    def entries(self, groups: Sequence[ParamGroup], state: State) -> list[list[OwnerEntry]]:
+        """Return every parameter's state that owners have so far; collective."""
+        found: list[list[OwnerEntry]] = [[] for _ in self._driver.shards]
+        for entry in self._survey(groups, state)[1]:
+            found[entry.shard].append(entry)
+        return found
+
+    def publish(self, groups: Sequence[ParamGroup], state: State) -> list[dict[str, Any]]:
+        """Return the state of every parameter, in the order of shards; collective over the group.
+
+        Raises:
+            ConfigurationError: On all ranks, if an owner's state cannot be restored.
+        """
+        kept, entries = self._survey(groups, state)
+        if problems := [entry for entry in entries if entry.problem]:
+            argument = f"state {problems[0].name!r} of {self._driver.name}"
+            rule = "only float32 tensors and numbers can be saved"
+            way_out = "Use another optimizer, or run without checkpoints"
+            raise ConfigurationError(argument, problems[0].problem, rule, way_out)
+        states: list[dict[str, Any]] = [{} for _ in self._driver.shards]
+        for entry in entries:
+            value = entry.number
+            if entry.shape is not None:
+                mine = kept.get((entry.shard, entry.name))
+                value = self._cut(entry, torch.empty(0) if mine is None else mine.value)
+            states[entry.shard][entry.name] = value
+        return states
+
+    def adopt(
+        self, groups: Sequence[ParamGroup], state: State, saved: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Load what :meth:`publish` returned on any number of ranks; collective.
+
+        State that is not in ``saved``, the same on all ranks, does not change.
+        """
+        kept, entries = self._survey(groups, state)
+        for entry in entries:
+            if entry.name not in saved[entry.shard]:
+                continue
+            value = saved[entry.shard][entry.name]
+            if isinstance(value, DTensor):
+                value = value.full_tensor()
+            if (entry.shard, entry.name) in kept:
+                kept[entry.shard, entry.name].replace(value)
+
+    def _survey(
+        self, groups: Sequence[ParamGroup], state: State
+    ) -> tuple[dict[tuple[int, str], Kept], list[OwnerEntry]]:
+        """Return the state that this rank keeps, and entries of all ranks; collective."""
+        found = (*self._driver.kept(groups, state), *self._driver.counts())
+        kept = {(item.shard, self._name(item)): item for item in found}
+        mine = [
+            _describe(shard, name, self._ranks.rank, item.value)
+            for (shard, name), item in kept.items()
+        ]
+        known = [entry for entries in of_every_rank(mine, self._ranks.group) for entry in entries]
+        return kept, sorted(known, key=lambda entry: (entry.shard, entry.name))
+
+    def _name(self, item: Kept) -> str:
+        matrices = self._driver.shards[item.shard].split.matrices
+        prefix = (matrices[item.matrix].name,) if len(matrices) > 1 else ()
+        return "/".join((*prefix, *item.path))
+
+    def _cut(self, entry: OwnerEntry, whole: Tensor) -> Tensor:
+        """Return this rank's rows of a tensor that only its owner passes; collective."""
+        if self._mesh is None:
+            return whole.clone()
+        if entry.owner != self._ranks.rank:
+            assert entry.shape is not None
+            whole = torch.empty(entry.shape, dtype=torch.float32, device=self._device)
+        rows = [ShardPlacement(0)]
+        return distribute_tensor(whole, self._mesh, rows, src_data_rank=entry.owner)
+
+
+def _describe(shard: int, name: str, owner: int, value: Any) -> OwnerEntry:
+    is_tensor = isinstance(value, Tensor)
+    if is_tensor and value.dim():
+        problem = "" if value.dtype == torch.float32 else str(value.dtype)
+        return OwnerEntry(shard, name, owner, tuple(value.shape), None, problem)
+    problem = "" if is_tensor or isinstance(value, bool | int | float) else type(value).__name__
+    number = value.cpu() if is_tensor else value
+    return OwnerEntry(shard, name, owner, None, None if problem else number, problem)

@@ -1,0 +1,262 @@
+"""Matches torch's state dicts with an optimizer: which saved value each parameter continues from.
+
+Everything is checked before anything is loaded. Parameters are matched by name. State dicts without
+names, as torch writes them, are matched by the order of their parameters.
+"""
+
+import logging
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.utils import log_single_rank
+from torch import Tensor
+
+from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.names import STEP
+from megatron_eopt.optimizers.continuation import (
+    Policy,
+    Reader,
+    SavedState,
+    continuation_of,
+    missing_state,
+    notes_of,
+    shortened,
+)
+from megatron_eopt.optimizers.saved_groups import (
+    NAMES_HASH,
+    OPTIMIZERS,
+    PARAM_NAMES,
+    Groups,
+    SavedGroups,
+    find_group,
+    fitting,
+    match_all,
+    optimizer_of,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A parameter whose state is loaded."""
+
+    param: Tensor
+    name: str
+    reader: Reader  # its optimizer
+    keys: frozenset[str]  # keys of its state, without the step count
+    counts: bool  # whether its state has a step count
+    spare: frozenset[str] = frozenset()  # keys that a state dict may lack
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What to load into one parameter's state."""
+
+    values: Mapping[str, Any]  # saved values by key, with the step count if there is one
+    factors: Mapping[str, float]  # what a value is multiplied by, if it is converted
+    starts_fresh: bool  # whether all its state starts anew
+
+
+def named(
+    state_dict: Mapping[str, Any], names: Sequence[Sequence[str]], *, by_group: bool = False
+) -> dict[str, Any]:
+    """Return a torch state dict with the names of its parameters, given for each group.
+
+    Args:
+        state_dict: The state dict.
+        names: Names of each group's parameters, in order.
+        by_group: Whether torch may merge groups, so that each needs a hash of its names.
+    """
+    groups = state_dict["param_groups"]
+    numbers = [number for group in groups for number in group["params"]]
+    flat = [name for its in names for name in its]
+    result = {**state_dict, PARAM_NAMES: dict(zip(numbers, flat, strict=True))}
+    if by_group:
+        optimizers = tuple(sorted({name for g in groups if (name := optimizer_of(g))}))
+        result["param_groups"] = [
+            {**group, NAMES_HASH: _hash_of(its), OPTIMIZERS: optimizers}
+            for group, its in zip(groups, names, strict=True)
+        ]
+    return result
+
+
+def _hash_of(names: Iterable[str]) -> int:
+    return zlib.crc32("\n".join(sorted(names)).encode())
+
+
+class StateDictMatch:
+    """A torch state dict, matched with the groups of an optimizer.
+
+    Args:
+        state_dict: A mapping with ``state`` and ``param_groups``.
+        groups: The optimizer's groups.
+        targets: The parameters of each group, in order.
+
+    Raises:
+        ConfigurationError: If groups or parameters do not match.
+    """
+
+    def __init__(
+        self,
+        state_dict: Mapping[str, Any],
+        groups: Groups,
+        targets: Sequence[Sequence[Target]],
+    ) -> None:
+        saved = _groups_of(state_dict)
+        self._state: Mapping[Any, Mapping[str, Any]] = state_dict["state"]
+        self._targets = [target for its in targets for target in its]
+        self._optimizers = SavedGroups(saved).optimizers
+        self._group_of = {number: group for group in saved for number in group["params"]}
+        given: Mapping[Any, str] = state_dict.get(PARAM_NAMES) or {}
+        if all(isinstance(number, str) for number in self._group_of):
+            # torch's distributed checkpoints have names in place of numbers
+            given = {number: number for number in self._group_of}
+        known = {name: number for number, name in given.items()}
+        # the matching group of the state dict for each group, None if it has none
+        self.twins: list[int | None] = [find_group(group, saved) for group in groups]
+        if known.keys() & {target.name for target in self._targets} or not self._targets:
+            self._numbers = known
+        else:
+            if not given:
+                self.twins = _in_order(saved, groups)
+                text = "the state dict does not name its parameters: they are matched by order"
+                log_single_rank(logger, logging.INFO, text)
+            places = range(len(groups)) if given else self.twins
+            self._numbers = _by_place(saved, places, targets)
+        self._names = {number: name for name, number in self._numbers.items()}
+
+    def number_of(self, name: str) -> Any:
+        """Return the key of a parameter in the state dict; None if it is not in it."""
+        return self._numbers.get(name)
+
+    def load(
+        self,
+        policy: Policy,
+        problem_with: Callable[[Target, str, Any], str | None],
+        *,
+        has_stepped: bool,
+    ) -> dict[Tensor, Loaded]:
+        """Return what to load into each parameter's state.
+
+        Args:
+            policy: What may differ.
+            problem_with: Called with a target, a key of its state and a saved value. Returns why
+                the value cannot be loaded there, or None.
+            has_stepped: Whether the optimizer has stepped, so that its state cannot start fresh.
+
+        Raises:
+            ConfigurationError: If state is missing, has another shape, or cannot start fresh.
+        """
+        found: dict[Tensor, Loaded] = {}
+        missing, problems, fresh = [], [], []
+        reasons: dict[str, None] = {}
+        notes: dict[str, list[str]] = {}
+        for target in self._targets:
+            values = self._state.get(self.number_of(target.name), {})
+            saved = self._saved_state(target, values.keys() - {STEP})
+            its = continuation_of(target.keys, target.reader, saved, policy)
+            lacking = its.missing - target.spare
+            missing += [f"{target.name}: {key}" for key in sorted(lacking)]
+            if lacking and saved.keys and saved.writer not in ("", target.reader.name):
+                reasons[f"{', '.join(sorted(saved.keys))} are {saved.writer}'s"] = None
+            fresh += [f"{target.name}: {key}" for key in sorted(its.fresh)]
+            for note in notes_of(its, saved):
+                notes.setdefault(note, []).append(target.name)
+            taken = {key: values[origin.key] for key, origin in its.origins.items()}
+            if target.counts and not its.fresh:
+                if STEP in values:
+                    taken[STEP] = values[STEP]
+                elif taken and STEP not in target.spare:
+                    missing.append(f"{target.name}: {STEP}")
+            for key, value in taken.items():
+                if problem := problem_with(target, key, value):
+                    problems.append(f"{target.name}: {key} {problem}")
+            factors = {key: o.factor for key, o in its.origins.items() if o.factor != 1.0}
+            found[target.param] = Loaded(taken, factors, bool(its.fresh) and not its.origins)
+        _refuse(missing, problems, fresh if has_stepped else [], "; ".join(reasons))
+        for note, names in notes.items():
+            text = f"optimizer state: {note}: {len(names)} parameter(s): {shortened(names)}"
+            log_single_rank(logger, logging.WARNING, text)
+        return found
+
+    def _saved_state(self, target: Target, keys: set[str]) -> SavedState:
+        number = self.number_of(target.name)
+        group = self._group_of.get(number)
+        if group is None or not keys:
+            return SavedState(frozenset(keys))
+        optimizer = optimizer_of(group)
+        # torch merges groups if their parameters are in one group now
+        names = (self._names.get(its, str(its)) for its in group["params"])
+        is_merged = NAMES_HASH in group and group[NAMES_HASH] != _hash_of(names)
+        if isinstance(number, str) and (is_merged or optimizer is None):
+            optimizers = fitting(group.get(OPTIMIZERS, self._optimizers), keys)
+        else:
+            optimizers = () if optimizer is None else (optimizer,)
+        return SavedState(frozenset(keys), optimizers, group.get("momentum"))
+
+
+def _by_place(
+    saved: Groups, places: Iterable[int | None], targets: Sequence[Sequence[Target]]
+) -> dict[str, Any]:
+    """Return the number of each parameter, given the place of each group in a state dict."""
+    found: dict[str, Any] = {}
+    for its, place in zip(targets, places, strict=True):
+        numbers = [] if place is None or place >= len(saved) else saved[place]["params"]
+        if len(numbers) != len(its):
+            raise _another(f"{len(numbers)} parameters of a group", len(its))
+        found |= {target.name: number for target, number in zip(its, numbers, strict=True)}
+    return found
+
+
+def _refuse(missing: list[str], problems: list[str], fresh: list[str], reason: str) -> None:
+    if problems:
+        rule = "must fit the optimizer's state on this rank, but does not"
+        way_out = (
+            "Resume with the model, settings and parallel layout of the run that wrote it, or load "
+            "no optimizer state"
+        )
+        raise ConfigurationError("state_dict", shortened(problems), rule, way_out)
+    if missing:
+        raise missing_state(missing, reason=reason)
+    if fresh:
+        rule = "is missing, but the optimizer has stepped and would not start fresh"
+        way_out = "Build the optimizer again before the load"
+        raise ConfigurationError("state_dict", shortened(fresh), rule, way_out)
+
+
+def _groups_of(state_dict: Any) -> Groups:
+    """Return the groups of a state dict.
+
+    Raises:
+        ConfigurationError: If it is no state dict of an optimizer.
+    """
+    is_whole = isinstance(state_dict, Mapping) and {"state", "param_groups"} <= state_dict.keys()
+    if not is_whole or not all("params" in group for group in state_dict["param_groups"]):
+        has = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else state_dict
+        rule = "must have the keys 'state' and 'param_groups', with the parameters of each group"
+        way_out = "Pass what the optimizer's state_dict() returned"
+        raise ConfigurationError("state_dict", has, rule, way_out)
+    groups: Groups = state_dict["param_groups"]
+    return groups
+
+
+def _in_order(saved: Groups, groups: Groups) -> list[int | None]:
+    """Return the place of each group's counterpart in a state dict without names."""
+    if all(optimizer_of(group) is not None for group in saved):
+        return list(match_all(saved, groups))
+    if len(saved) != len(groups):
+        raise _another(f"{len(saved)} parameter groups", len(groups))
+    return list(range(len(groups)))
+
+
+def _another(found: str, wanted: int) -> ConfigurationError:
+    return ConfigurationError(
+        "state_dict",
+        found,
+        f"does not match this rank, which needs {wanted} of them, with equal shapes",
+        "Resume with the model, precision, optimizers and parallel layout of the run that wrote "
+        "it, or from a torch_dist checkpoint",
+    )
