@@ -183,6 +183,9 @@ def _write(own: dict[str, Any], loaded: Loaded) -> None:
     if loaded.starts_fresh:
         set_step(own, 0)
     for key, value in loaded.values.items():
+        if key == STEP:
+            set_step(own, int(value))
+            continue
         saved = dict(leaves(value, (key,)))
         for path, mine in list(leaves(own[key], (key,))):
             if isinstance(mine, Tensor):

@@ -233,7 +233,7 @@ class ShardedOptimizer(CompositeOptimizer):
             with self.groups_and_state(driver) as (groups, state):
                 driver.expect(groups, state)
                 if driver in self._owned:
-                    saved = [loaded[param].values for param in self._params[driver]]
+                    saved = [loaded[param].converted() for param in self._params[driver]]
                     self._owned[driver].adopt(groups, state, saved)
             if driver not in self._owned:
                 for param in self._params[driver]:
@@ -314,6 +314,9 @@ def _write(own: dict[str, Any], loaded: Loaded) -> None:
         set_step(own, 0)
     for key, value in loaded.values.items():
         mine = own[key]
+        if key == STEP:
+            set_step(own, int(value))
+            continue
         if not isinstance(mine, Tensor):
             own[key] = type(mine)(value)
             continue

@@ -133,10 +133,16 @@ def resume(
     folder: str | Path,
     read: Callable[..., Any] = checkpoints.load,
     prepare: Callable[[Any], None] | None = None,
+    adjust: Callable[[Any], None] | None = None,
     **options: Any,
 ) -> tuple[Any, Any]:
-    """Load into a model of zeros by our function, with its options, or by megatron-core's."""
+    """Load into a model of zeros by our function, with its options, or by megatron-core's.
+
+    ``prepare`` changes the model before its optimizer is built, ``adjust`` the optimizer.
+    """
     chunk, optimizer = build(case, prepare)
+    if adjust is not None:
+        adjust(optimizer)
     for param in chunk.parameters():
         param.data.zero_()
     loaded = read(sharded(case, chunk, optimizer, is_loading=True), str(folder), **options)
