@@ -93,7 +93,7 @@ def get_megatron_optimizer(
         return megatrons_own_factory(config, model_chunks)
     of_dtensors = dtensors.is_torch_fsdp2(model_chunks) or is_megatron_fsdp(model_chunks)
     settings = agreed(lambda: _settings(config, model_chunks, of_dtensors=of_dtensors))
-    check_alike(config)
+    check_alike(settings.config)
     with megatron_fsdp.whole_parameters(model_chunks):
         routing = route_model(settings, model_chunks, config_overrides)
     if _is_megatron_cores(settings, routing, model_chunks):

@@ -7,10 +7,10 @@ parameters, in float32, with gradients and state.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from torch.distributed.tensor.placement_types import Shard as ShardPlacement
 from megatron_eopt.base.agreement import agreed, of_every_rank
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.layouts import Plan
+from megatron_eopt.math.precision import matmul_precision
 from megatron_eopt.optimizers.driver import (
     CompositeOptimizer,
     Driver,
@@ -135,6 +136,16 @@ def _describe(shard: int, name: str, owner: int, value: Any) -> _Entry:
     return _Entry(shard, name, owner, None, None if problem else number, problem)
 
 
+class StepObserver(Protocol):
+    """Measures steps."""
+
+    def collecting(self) -> AbstractContextManager[None]:
+        """Measure the step in a block."""
+
+    def values(self) -> dict[str, float]:
+        """Return the statistics of the last measured step; collective."""
+
+
 class ShardedOptimizer(CompositeOptimizer):
     """Updates the parameters of a sharded model; see :func:`megatron_eopt.fsdp2.build_optimizer`.
 
@@ -148,6 +159,10 @@ class ShardedOptimizer(CompositeOptimizer):
             parameters are in the order of its shards.
         names: Name of each parameter; also an attribute.
     """
+
+    collects_stats = False  # whether to measure the next steps; the same on all ranks
+    steps = 0  # number of steps done
+    _observer: StepObserver | None = None
 
     def __init__(
         self,
@@ -243,7 +258,18 @@ class ShardedOptimizer(CompositeOptimizer):
     def _step(self) -> None:
         check_may_step(self)
         self._attach()
-        super()._step()
+        observer = self._observer if self.collects_stats else None
+        with observer.collecting() if observer else nullcontext(), matmul_precision():
+            super()._step()
+            self.steps += 1
+
+    def observe(self, observer: StepObserver) -> None:
+        """Let ``observer`` measure steps while ``collects_stats`` is set."""
+        self._observer = observer
+
+    def stats(self) -> dict[str, float]:
+        """Return the statistics of the last measured step by name; collective."""
+        return self._observer.values() if self._observer else {}
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
