@@ -87,11 +87,8 @@ def build_routed(
 
 def _rates(settings: Settings, group: ParamGroup) -> ParamGroup:
     """Return the initial learning rate and weight decay, in case no scheduler sets them."""
-    largest = settings.lr if group.get("max_lr") is None else group["max_lr"]
-    return {
-        "lr": None if largest is None else largest * group.get("lr_mult", 1.0),
-        "weight_decay": settings.weight_decay * group.get("wd_mult", 1.0),
-    }
+    decay = group.get("start_wd", settings.weight_decay)
+    return {"lr": group.get("max_lr", settings.lr), "weight_decay": decay * group["wd_mult"]}
 
 
 def _matrix_driver(

@@ -35,7 +35,7 @@ from megatron_eopt.build.sharded import Sharding, unmixed_steppers
 from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
 from megatron_eopt.routing.global_names import names_in
 from megatron_eopt.routing.groups import Group
-from megatron_eopt.routing.model import Routing, log_routing, overrides_for, route_model
+from megatron_eopt.routing.model import Routing, log_routing, route_model
 from megatron_eopt.settings.arguments import arguments_of
 from megatron_eopt.settings.checks import check_alike, refuse_for_matrices
 from megatron_eopt.settings.registry import Overrides, state_layout_of
@@ -97,10 +97,12 @@ def get_megatron_optimizer(
     with megatron_fsdp.whole_parameters(model_chunks):
         routing = route_model(settings, model_chunks, config_overrides)
     if _is_megatron_cores(settings, routing, model_chunks):
+        # refuses settings that Adam and SGD do not have
+        agreed(lambda: bases_of(settings, routing, model_chunks, pg_collection, plain=True))
         return megatrons_own_factory(
-            config,
+            settings.config,
             model_chunks,
-            dict(overrides_for(settings, config_overrides)),
+            dict(routing.overrides),
             use_gloo_process_groups,
             pg_collection,
             folder,
