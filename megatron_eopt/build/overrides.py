@@ -48,7 +48,7 @@ def own_arguments(
     takes = constructor_arguments(type(made))
     for name, value in given.items():
         _check_name(optimizer, name, value, sorted({*takes, *made.defaults} - _OF_THE_RUN.keys()))
-        read_value(f"config_overrides[...][{name!r}]", value, _type_of(made, name))
+        given[name] = read_value(f"config_overrides[...][{name!r}]", value, _type_of(made, name))
     arguments = {name: value for name, value in given.items() if name in takes}
     try:
         construct(**arguments)

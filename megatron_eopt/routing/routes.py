@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 
@@ -103,6 +104,7 @@ def _read_setting(argument: str, name: object, value: Any) -> Any:
     if name in _OF_MEGATRON:
         rule, way_out = "belongs to Megatron, not to a parameter's settings", "Remove it"
         raise ConfigurationError(argument, value, rule, way_out)
+    value = value.item() if isinstance(value, np.generic) else value
     if name == "optimizer":
         return read_value(argument, value, FieldType(str))
     if name in _NOT_NEGATIVE:
