@@ -206,3 +206,14 @@ def trained(storage: str, wanted: list[Case]) -> list[torch.Tensor]:
         model.module._replace_param_with_distributed_if_needed()
     params = named(model).values() if storage in OWN else model.parameters()
     return [whole(param) for param in params]
+
+
+def trained_with_tf32(storage: str, wanted: list[Case]) -> list[torch.Tensor]:
+    """Do the same after choosing a precision by torch's newer setting, which stays as it is."""
+    torch.backends.fp32_precision = "tf32"  # type: ignore[attr-defined]
+    try:
+        return trained(storage, wanted)
+    finally:
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+        torch.backends.fp32_precision = "none"  # type: ignore[attr-defined]
+        assert torch.backends.cuda.matmul.fp32_precision == "none"

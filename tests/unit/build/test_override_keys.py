@@ -8,6 +8,7 @@ from megatron.core.optimizer import ParamKey
 
 from megatron_eopt import ConfigurationError
 from megatron_eopt.routing.routes import read_overrides
+from megatron_eopt.settings.registry import optimizer_names
 from tests.harness import run_ranks
 from tests.unit.build.override_runs import (
     CHAINS,
@@ -18,6 +19,7 @@ from tests.unit.build.override_runs import (
     built,
     cases,
     trained,
+    trained_with_tf32,
 )
 
 STORAGES = (*OWN, *CHAINS)
@@ -89,3 +91,13 @@ def test_one_rate_has_one_value():
     for setting, other in (("lr", "max_lr"), ("weight_decay", "end_wd")):
         with pytest.raises(ConfigurationError, match=f"{setting!r}.*contradicts {other}=0.5"):
             read_overrides({ParamKey(name="*"): {setting: 0.25, other: 0.5}})
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_every_optimizer_steps_after_torchs_newer_precision_setting(storage):
+    wanted = [Case(name, None) for name in optimizer_names()]
+    ranks, how = jobs(storage)
+    (expected, *_), (found, *_) = (
+        run_ranks(ranks, by, storage, wanted, **how) for by in (trained, trained_with_tf32)
+    )
+    torch.testing.assert_close(found, expected)  # a CPU has no tf32
