@@ -15,6 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_eopt import qk_clip
 from megatron_eopt.base.agreement import agreed, any_rank, everyones
+from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import STANDARD_OPTIMIZERS
 from megatron_eopt.base.upstream import found, needed
 from megatron_eopt.build import dtensors, megatron_fsdp
@@ -168,7 +169,13 @@ def _sharded(wanted: Wanted) -> OptimizerChain | None:
         check_model_chunks(model_chunks, mixed=mixed)
         if mixed:
             refuse_for_matrices(settings.config)
-        return bases_of(settings, routing, model_chunks, collection, stand_ins=True)
+        found = bases_of(settings, routing, model_chunks, collection, stand_ins=True)
+        kinds = {getattr(base.optimizer, "momentum_dtype", "fp32") for base in found}
+        if settings.overlaps_step and (rounded := kinds - {"fp32"}):
+            rule = "needs momentum_dtype='fp32' for all parameters"
+            way_out = f"Remove momentum_dtype={min(rounded)!r}, or turn muon_overlap_step off"
+            raise ConfigurationError("muon_overlap_step", True, rule, way_out)
+        return found
 
     bases = agreed(checked)
     sets = buffer_sets(

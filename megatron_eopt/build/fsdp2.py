@@ -55,10 +55,12 @@ def build_optimizer(
             of them are plain tensors. A ``MegatronFSDP`` module works too.
         config: Usually an ``EmergingOptimizerConfig``. ``clip_grad`` is not applied: clip gradients
             in your training loop.
-        config_overrides: Settings for some parameters, by ``ParamKey``; the setting ``optimizer``
-            chooses their optimizer. None means megatron-core's standard overrides, ``{}`` none.
-        output_layers: Shell-style patterns of the module paths of output layers. Their weights get
-            the scalar optimizer (Adam unless configured otherwise), as embeddings do.
+        config_overrides: Settings for some parameters, by ``ParamKey``: ``optimizer``, rates such
+            as ``lr``, and arguments of their optimizer. None means megatron-core's standard
+            overrides, ``{}`` none.
+        output_layers: Shell-style patterns of the module paths of output layers, or one such
+            pattern. Their weights get the scalar optimizer (Adam unless configured otherwise), as
+            embeddings do.
 
     Returns:
         A ``torch.optim.Optimizer``. All ranks must call its ``step`` and ``state_dict`` together.
