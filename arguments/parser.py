@@ -16,6 +16,7 @@ from megatron_eopt.arguments.flags import choices_of_trainer_flags, groups, opti
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.settings.config import EmergingOptimizerConfig, default_values
 from megatron_eopt.settings.config_file import ALLOWED, read_optimizer_file
+from megatron_eopt.settings.values import read_fields
 
 logger = logging.getLogger(__name__)
 
@@ -57,9 +58,7 @@ def config_from_args(args: argparse.Namespace) -> tuple[EmergingOptimizerConfig,
     """
     names = [item.name for item in dataclasses.fields(EmergingOptimizerConfig)]
     values = {name: getattr(args, name) for name in names if hasattr(args, name)}
-    # argparse returns a list
-    values["checkpoint_fresh_state"] = tuple(values.get("checkpoint_fresh_state", ()))
-    config = EmergingOptimizerConfig(**values)
+    config = EmergingOptimizerConfig(**read_fields(EmergingOptimizerConfig, values))
     return config, megatron_optimizer.get_standard_config_overrides(config)
 
 

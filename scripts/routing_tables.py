@@ -106,10 +106,22 @@ overrides[ParamKey(name="*.linear_proj.weight")] = {"optimizer": "soap", "max_lr
 optimizer = megatron_eopt.get_megatron_optimizer(config, model_chunks, overrides)
 ```
 
-Settings are arguments of the optimizer (`eps`), or belong to Megatron's scheduler (`max_lr`,
-`wd_mult`). A misspelled one raises `ConfigurationError`. Names count layers and experts over the
-whole model: `*.layers.3.*` is the fourth layer at any pipeline size. The last stage's copy of a
-tied embedding has the name of the embedding.
+A setting belongs to the scheduler or to the optimizer of its parameters:
+
+| setting | with Megatron's scheduler | with `fsdp2.build_optimizer` |
+|---|---|---|
+| `lr`, `max_lr` | peak learning rate | learning rate |
+| `lr_mult` | multiplies `max_lr` and `min_lr` | multiplies the learning rate |
+| `min_lr` | lowest learning rate | raises an error: your scheduler decides |
+| `weight_decay` | constant weight decay (`start_wd` and `end_wd`) | weight decay |
+| `start_wd`, `end_wd` | first and last weight decay | only if both are equal |
+| `wd_mult` | multiplies weight decay | multiplies weight decay |
+| arguments of the optimizer (`eps`, `momentum`, `muon`'s `nesterov` and `num_ns_steps`) | that of these parameters | the same |
+
+All other settings raise `ConfigurationError`: misspelled ones, those that the optimizer of the
+parameters lacks, and arguments that belong to the run, such as `tp_mode`. Names count layers and
+experts over the whole model: `*.layers.3.*` is the fourth layer at any pipeline size. The last
+stage's copy of a tied embedding has the name of the embedding.
 
 The tables below show two small models with the recommended defaults and megatron-core's standard
 overrides. The second lists only kinds of parameters that the first does not have.

@@ -28,12 +28,12 @@ class ConfigurationError(ValueError):
         self.value = value
 
 
-class ConfigurationTypeError(TypeError):
+class ConfigurationTypeError(ConfigurationError, TypeError):
     """A setting has the wrong type; the same arguments as :class:`ConfigurationError`."""
 
     def __init__(self, argument: str, value: object, rule: str, way_out: str) -> None:
         kind = type(value).__name__
-        super().__init__(f"{argument}={value!r} (a {kind}): {rule}. {_sentence(way_out)}")
+        Exception.__init__(self, f"{argument}={value!r} (a {kind}): {rule}. {_sentence(way_out)}")
         self.argument = argument
         self.value = value
 

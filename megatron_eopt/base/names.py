@@ -29,6 +29,12 @@ STANDARD_OPTIMIZERS = ("adam", "sgd")
 SCALAR_OPTIMIZERS = ("adam", "lion", "sgd")
 """Element-wise optimizers for parameters that are not matrices."""
 
+RATES = frozenset(
+    {"lr", "max_lr", "min_lr", "lr_mult", "is_decoupled_lr"}
+    | {"weight_decay", "start_wd", "end_wd", "wd_mult"}
+)
+"""Settings of a parameter group that a scheduler reads or writes."""
+
 NO_MUON_ATTRIBUTE = "use_muon"
 """A parameter with this attribute set to ``False`` goes to the scalar optimizer."""
 

@@ -1,6 +1,5 @@
 """Create the torch optimizers of a configuration, and the drivers that step them."""
 
-import difflib
 import functools
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -8,17 +7,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import SCALAR_OPTIMIZERS, STEP
+from megatron_eopt.build.overrides import own_arguments
 from megatron_eopt.optimizers.driver import Driver, InitState, ParamGroup
 from megatron_eopt.optimizers.engine import Means
 from megatron_eopt.optimizers.owner_driver import OwnerDriver
-from megatron_eopt.optimizers.scalar import ELEMENT_WISE_CLASSES, build_scalar_optimizer
-from megatron_eopt.routing.groups import param_group
+from megatron_eopt.optimizers.scalar import (
+    ELEMENT_WISE_CLASSES,
+    build_scalar_optimizer,
+    scalar_init_of,
+)
+from megatron_eopt.routing.groups import Group, param_group
 from megatron_eopt.routing.model import Routing
 from megatron_eopt.settings.arguments import arguments_of
 from megatron_eopt.settings.fields import constructor_arguments
@@ -78,37 +81,45 @@ def bases_of(
         plain: Whether to use torch's Adam and SGD.
     """
     main = settings.optimizer
-    kinds = {(group.key.optimizer, group.key.is_expert) for group in routing.groups}
     rates = {"lr": settings.lr, "min_lr": settings.min_lr}
+    makers = {
+        name: _maker_of(name, settings, model_chunks, pg_collection, plain=plain)
+        for name in sorted(routing.optimizers)
+    }
+    # groups with settings that only a constructor reads get an optimizer of their own
+    kinds: dict[tuple[str, bool, tuple[Any, ...]], list[Group]] = {}
+    for group in routing.groups:
+        name, values = group.key.optimizer, dict(group.key.values)
+        own = own_arguments(name, values, functools.partial(makers[name], _stand_in()))
+        kind = (name, group.key.is_expert, tuple(sorted(own.items())))
+        kinds.setdefault(kind, []).append(group)
     bases = []
-    for kind in sorted(kinds, key=lambda kind: (kind[0] != main, kind)):
-        name, is_expert = kind
-        mine = [g for g in routing.groups if (g.key.optimizer, g.key.is_expert) == kind]
+    for kind in sorted(kinds, key=lambda kind: (kind[0] != main, *kind[:2], bool(kind[2]))):
+        (name, is_expert, arguments), mine = kind, kinds[kind]
         groups = [param_group(g, [r.parameter.param for r in g.routes], **rates) for g in mine]
         made_over = groups
         if plain or (stand_ins and name not in SCALAR_OPTIMIZERS):
-            made_over = [{**g, "params": [nn.Parameter(torch.ones(1, 1))]} for g in groups]
-        construct: Construct | None = None
-        if name in SCALAR_OPTIMIZERS:
-            optimizer, init_fn = build_scalar_optimizer(name, made_over, settings, plain=plain)
-        else:
+            made_over = [{**group, **_stand_in()[0]} for group in groups]
+        construct = functools.partial(makers[name], **dict(arguments))
+        if name not in SCALAR_OPTIMIZERS:
             entry = entry_of(name)
-            kwargs = arguments_of(name, settings, model_chunks, pg_collection)
             if not stand_ins and "splits" in constructor_arguments(entry.optimizer_cls):
-                kwargs["splits"] = routing.matrices
-            construct = functools.partial(entry.optimizer_cls, **kwargs)
-            optimizer, init_fn = _made(name, construct, made_over), entry.init_state_fn
+                construct = functools.partial(construct, splits=routing.matrices)
+        optimizer = _made(name, construct, made_over)
+        if name in SCALAR_OPTIMIZERS:
+            init_fn = scalar_init_of(optimizer)
+        else:
+            init_fn = entry.init_state_fn
             if entry.draws:
                 _draw_alike(optimizer)
-        _check_names(optimizer, {key for group in mine for key, _ in group.key.values})
         if settings.lr is None and "max_lr" not in settings.own_rates(name):
             # a scheduler or a checkpoint must set the learning rate before the first step
             optimizer.defaults["lr"] = None
-            for made, group in zip(optimizer.param_groups, mine, strict=True):
-                made["lr"] = dict(group.key.values).get("lr")
+            for made, given in zip(optimizer.param_groups, groups, strict=True):
+                made["lr"] = given.get("lr")
         complete = [
-            {**made, "params": group["params"]}
-            for made, group in zip(optimizer.param_groups, groups, strict=True)
+            {**made, "params": given["params"]}
+            for made, given in zip(optimizer.param_groups, groups, strict=True)
         ]
         is_clipped = not (settings.exempt_from_clipping and name == main)
         bases.append(Base(optimizer, init_fn, complete, is_clipped, construct, name, is_expert))
@@ -152,15 +163,19 @@ def _draw_alike(optimizer: torch.optim.Optimizer) -> None:
     optimizer.step = step_all  # type: ignore[assignment, method-assign]
 
 
-def _check_names(optimizer: torch.optim.Optimizer, names: set[str]) -> None:
-    """Raise a ConfigurationError if the name of a group's setting looks misspelled."""
-    read = {*param_group_identifier_keys, "lr", "weight_decay", "default_config"}
-    known = read | optimizer.defaults.keys()
-    for name in sorted(names - known):
-        if near := difflib.get_close_matches(name, known, cutoff=0.75):
-            rule = f"{type(optimizer).__name__} and Megatron's scheduler have no such setting"
-            way_out = f"Did you mean {' or '.join(map(repr, near))}?"
-            raise ConfigurationError("config_overrides", name, rule, way_out)
+def _maker_of(
+    name: str, settings: Settings, model_chunks: Sequence[Any], pg_collection: Any, *, plain: bool
+) -> Callable[..., torch.optim.Optimizer]:
+    """Return what creates an optimizer over groups, with further constructor arguments."""
+    if name in SCALAR_OPTIMIZERS:
+        return functools.partial(build_scalar_optimizer, name, settings, plain=plain)
+    kwargs = arguments_of(name, settings, model_chunks, pg_collection)
+    return functools.partial(entry_of(name).optimizer_cls, **kwargs)
+
+
+def _stand_in() -> list[ParamGroup]:
+    """Return a group of one placeholder parameter."""
+    return [{"params": [nn.Parameter(torch.ones(1, 1))]}]
 
 
 def _made(name: str, construct: Construct, groups: Sequence[ParamGroup]) -> torch.optim.Optimizer:

@@ -65,7 +65,7 @@ class OptimizerChain(ChainedOptimizer):
         super().__init__(storages)
         self.steppers = list(steppers)
         self.settings = settings
-        self.config = settings.config
+        self.config = settings.original  # callers may change what steps read
         # name of the main optimizer, if a configuration gives it
         self._main = settings.optimizer if isinstance(settings, Settings) else None
         self._scaler = scaler

@@ -30,6 +30,7 @@ from megatron_eopt.optimizers.stepper import Stepper
 from megatron_eopt.routing.model import Routing
 from megatron_eopt.settings.checks import refuse_for_dtensors
 from megatron_eopt.settings.settings import Settings, resolve
+from megatron_eopt.settings.values import read_config
 from megatron_eopt.storage import dtensors
 from megatron_eopt.storage.interface import Storage
 
@@ -39,8 +40,8 @@ def resolve_for_dtensors(config: Any, *, own_loop: bool = False) -> Settings:
 
     ``own_loop`` says that the caller has its own training loop instead of Megatron's.
     """
-    refuse_for_dtensors(config, own_loop=own_loop)
-    settings = replace(resolve(config), of_dtensors=True)
+    refuse_for_dtensors(read_config(config), own_loop=own_loop)
+    settings = replace(resolve(config), of_dtensors=True, own_loop=own_loop)
     if settings.exempt_from_clipping:
         rule = "is not supported: all sharded parameters are in one optimizer"
         way_out = "Set it to False, or clip only the other parameters' gradients in your own loop"
@@ -89,11 +90,8 @@ def build_routed(
 
 def _rates(settings: Settings, group: ParamGroup) -> ParamGroup:
     """Return the initial learning rate and weight decay, in case no scheduler sets them."""
-    largest = settings.lr if group.get("max_lr") is None else group["max_lr"]
-    return {
-        "lr": None if largest is None else largest * group.get("lr_mult", 1.0),
-        "weight_decay": settings.weight_decay * group.get("wd_mult", 1.0),
-    }
+    decay = group.get("start_wd", settings.weight_decay)
+    return {"lr": group.get("max_lr", settings.lr), "weight_decay": decay * group["wd_mult"]}
 
 
 def _matrix_driver(

@@ -15,6 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_eopt import qk_clip
 from megatron_eopt.base.agreement import agreed, any_rank, everyones
+from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import STANDARD_OPTIMIZERS
 from megatron_eopt.base.upstream import found, needed
 from megatron_eopt.build import dtensors, megatron_fsdp
@@ -35,7 +36,7 @@ from megatron_eopt.build.sharded import Sharding, unmixed_steppers
 from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
 from megatron_eopt.routing.global_names import names_in
 from megatron_eopt.routing.groups import Group
-from megatron_eopt.routing.model import Routing, log_routing, overrides_for, route_model
+from megatron_eopt.routing.model import Routing, log_routing, route_model
 from megatron_eopt.settings.arguments import arguments_of
 from megatron_eopt.settings.checks import check_alike, refuse_for_matrices
 from megatron_eopt.settings.registry import Overrides, state_layout_of
@@ -93,14 +94,16 @@ def get_megatron_optimizer(
         return megatrons_own_factory(config, model_chunks)
     of_dtensors = dtensors.is_torch_fsdp2(model_chunks) or is_megatron_fsdp(model_chunks)
     settings = agreed(lambda: _settings(config, model_chunks, of_dtensors=of_dtensors))
-    check_alike(config)
+    check_alike(settings.config)
     with megatron_fsdp.whole_parameters(model_chunks):
         routing = route_model(settings, model_chunks, config_overrides)
     if _is_megatron_cores(settings, routing, model_chunks):
+        # refuses settings that Adam and SGD do not have
+        agreed(lambda: bases_of(settings, routing, model_chunks, pg_collection, plain=True))
         return megatrons_own_factory(
-            config,
+            settings.config,
             model_chunks,
-            dict(overrides_for(settings, config_overrides)),
+            dict(routing.overrides),
             use_gloo_process_groups,
             pg_collection,
             folder,
@@ -166,7 +169,13 @@ def _sharded(wanted: Wanted) -> OptimizerChain | None:
         check_model_chunks(model_chunks, mixed=mixed)
         if mixed:
             refuse_for_matrices(settings.config)
-        return bases_of(settings, routing, model_chunks, collection, stand_ins=True)
+        found = bases_of(settings, routing, model_chunks, collection, stand_ins=True)
+        kinds = {getattr(base.optimizer, "momentum_dtype", "fp32") for base in found}
+        if settings.overlaps_step and (rounded := kinds - {"fp32"}):
+            rule = "needs momentum_dtype='fp32' for all parameters"
+            way_out = f"Remove momentum_dtype={min(rounded)!r}, or turn muon_overlap_step off"
+            raise ConfigurationError("muon_overlap_step", True, rule, way_out)
+        return found
 
     bases = agreed(checked)
     sets = buffer_sets(

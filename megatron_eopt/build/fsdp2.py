@@ -17,16 +17,21 @@ from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import MOMENTUM, NO_MUON_ATTRIBUTE, STACK_ATTRIBUTE
 from megatron_eopt.build import megatron_fsdp
 from megatron_eopt.build.dtensors import build_routed, resolve_for_dtensors
+from megatron_eopt.build.stats import stats_of
 from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
 from megatron_eopt.optimizers.sharded import ShardedOptimizer
 from megatron_eopt.routing.model import log_routing, overrides_for, route_parameters, with_splits
 from megatron_eopt.routing.parameters import trainable_parameters
-from megatron_eopt.settings.checks import check_alike, check_config
+from megatron_eopt.settings.checks import check_alike
+from megatron_eopt.settings.fields import FieldType
 from megatron_eopt.settings.registry import Overrides
 from megatron_eopt.settings.settings import Settings
+from megatron_eopt.settings.values import read_value
 from megatron_eopt.storage.dtensors import check_parameters, local_of
 
 logger = logging.getLogger(__name__)
+
+_NAMES = FieldType(tuple[str, ...])
 
 OUTPUT_LAYERS = ("lm_head", "*.lm_head", "output", "output_layer", "*.output_layer", "embed_out")
 """Shell-style patterns of the usual module paths of output layers."""
@@ -37,7 +42,7 @@ def build_optimizer(
     config: OptimizerConfig,
     config_overrides: Overrides | None = None,
     *,
-    output_layers: Sequence[str] = OUTPUT_LAYERS,
+    output_layers: str | Sequence[str] = OUTPUT_LAYERS,
 ) -> ShardedOptimizer:
     """Build the optimizer of a PyTorch model for your own training loop.
 
@@ -50,10 +55,12 @@ def build_optimizer(
             of them are plain tensors. A ``MegatronFSDP`` module works too.
         config: Usually an ``EmergingOptimizerConfig``. ``clip_grad`` is not applied: clip gradients
             in your training loop.
-        config_overrides: Settings for some parameters, by ``ParamKey``; the setting ``optimizer``
-            chooses their optimizer. None means megatron-core's standard overrides, ``{}`` none.
-        output_layers: Shell-style patterns of the module paths of output layers. Their weights get
-            the scalar optimizer (Adam unless configured otherwise), as embeddings do.
+        config_overrides: Settings for some parameters, by ``ParamKey``: ``optimizer``, rates such
+            as ``lr``, and arguments of their optimizer. None means megatron-core's standard
+            overrides, ``{}`` none.
+        output_layers: Shell-style patterns of the module paths of output layers, or one such
+            pattern. Their weights get the scalar optimizer (Adam unless configured otherwise), as
+            embeddings do.
 
     Returns:
         A ``torch.optim.Optimizer``. All ranks must call its ``step`` and ``state_dict`` together.
@@ -64,13 +71,12 @@ def build_optimizer(
     """
 
     def checked() -> tuple[Settings, Overrides]:
-        check_config(config)
         settings = resolve_for_dtensors(config, own_loop=True)
         for error in megatron_fsdp.faults(managing, own_loop=True):
             raise error
         if not managing:
             check_parameters(trainable_parameters([model]))
-        mark_parameters(named, output_layers)
+        mark_parameters(named, read_value("output_layers", output_layers, _NAMES))
         return settings, overrides_for(settings, config_overrides)
 
     for module in model.modules():
@@ -82,7 +88,7 @@ def build_optimizer(
     named: Any = model.module if model in managing else model
     with megatron_fsdp.whole_parameters([model]):
         settings, overrides = agreed(checked)
-        check_alike(config)
+        check_alike(settings.config)
         routing = route_parameters(settings, trainable_parameters([named]), overrides)
         routing = with_splits(routing, settings, [named])
     log_routing(settings, routing)
@@ -93,7 +99,10 @@ def build_optimizer(
     if managing:
         routing = routing.over(megatron_fsdp.shards_of_parameters([model]))
     cls = partial(megatron_fsdp.MegatronFSDPOptimizer, managing) if managing else ShardedOptimizer
-    return agreed(lambda: build_routed(settings, routing, cls))
+    optimizer = agreed(lambda: build_routed(settings, routing, cls))
+    optimizer.collects_stats = settings.logs_stats
+    optimizer.observe(stats_of(optimizer))
+    return optimizer
 
 
 def mark_parameters(model: nn.Module, output_layers: Sequence[str]) -> None:
@@ -157,7 +166,8 @@ def import_torch_muon(
     Raises:
         ConfigurationError: If a name is unknown, or a momentum is missing or has another shape.
     """
-    momenta = _momenta_by_name(state_dict, params)
+    names = read_value("params", params, _NAMES._replace(optional=True))
+    momenta = _momenta_by_name(state_dict, names)
     optimizer.unpack()
     targets = {
         name: (param, optimizer.state[param][MOMENTUM])

@@ -74,7 +74,7 @@ class LayerWiseDistributedOptimizer(OptimizerChain):
             return settings, chunks, _bases(optimizers, init_state_fn_list, exempt=exempt)
 
         settings, chunks, bases = agreed(checked)
-        check_alike(config)
+        check_alike(settings.config)
         sets = buffer_sets(chunks, pg_collection, use_gloo=True, redistributed=True)
         scaler = make_scaler(settings.loss_scale)
         sharding = Sharding(settings, chunks, sets, names_in(chunks), scaler, {})

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from megatron_eopt.base.agreement import device_of_collectives, everyones
 from megatron_eopt.layouts.redistribution import EXCHANGE
 from megatron_eopt.optimizers.driver import Driver, ParamGroup
+from megatron_eopt.optimizers.sharded import ShardedOptimizer
 from megatron_eopt.optimizers.step_stats import ORTHOGONALIZATION, StepStats, sum_of_squares
 from megatron_eopt.optimizers.stepper import Stepper
 from megatron_eopt.storage.dtensors import is_uneven, local_of
@@ -140,7 +141,8 @@ class Stats:
                 }
             for what, value in row.items():
                 table[names.index(name), _COLUMNS.index(what)] += value
-        distributed.all_reduce(table)
+        if distributed.is_initialized():
+            distributed.all_reduce(table)
         self._values = {
             f"{name}/{what}": value
             for name, row in zip(names, table.tolist(), strict=True)
@@ -174,12 +176,45 @@ def _parts(stepper: Stepper) -> Iterator[_Part]:
         yield _Part(name, storage, driver, weights, device)
 
 
+class OwnLoopStorage(Storage):
+    """Shows what an optimizer for your own training loop stores."""
+
+    is_stub_optimizer = False
+
+    def __init__(self, optimizer: ShardedOptimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def steps(self) -> int:  # type: ignore[override]
+        """Number of steps done."""
+        return int(self.optimizer.steps)
+
+    def stored(self) -> Iterator[Stored]:
+        """Yield the parameters, with the size of this rank's shard."""
+        for param in self.optimizer.names:
+            yield Stored(param, param, 0, local_of(param).numel())
+
+
+def stats_of(optimizer: ShardedOptimizer) -> Stats:
+    """Return what measures the steps of an optimizer for your own training loop."""
+    params = [optimizer.params_of(driver) for driver in optimizer.drivers]
+    return Stats([Stepper(OwnLoopStorage(optimizer), optimizer.drivers, params)])
+
+
+def _world_size() -> int:
+    return distributed.get_world_size() if distributed.is_initialized() else 1
+
+
 def _share(storage: Storage, item: Stored) -> float:
     """Return the weight of this rank's copy, so that all ranks count each element once in total.
 
     The ranks over which the gradient norm is summed count each element once. If several sets of
     these ranks have replicas, each counts by its share.
     """
+    if isinstance(storage, OwnLoopStorage):
+        if not isinstance(item.main, DTensor):
+            return 1 / _world_size()
+        return _shards_of(item.main) / item.main.device_mesh.size()
     groups = {name: getattr(storage, name, None) for name in ("tp_group", "expert_tp_group")}
     is_first = param_is_not_tensor_parallel_duplicate(item.param, **groups)
     if not (is_first and param_is_not_shared(item.param)):
@@ -188,15 +223,20 @@ def _share(storage: Storage, item: Stored) -> float:
     counted = distributed.get_world_size(stats.get_grad_stats_parallel_group())
     # for these DTensors, megatron-core also sums the gradient norm over the mesh
     if isinstance(item.main, DTensor) and not is_uneven(item.main):
-        mesh, placements = item.main.device_mesh, item.main.placements
-        extents = zip(mesh.shape, placements, strict=True)
-        counted *= math.prod(size for size, place in extents if not place.is_replicate())
+        counted *= _shards_of(item.main)
     return counted / distributed.get_world_size()
+
+
+def _shards_of(tensor: DTensor) -> int:
+    """Return the number of ranks that store different parts of a tensor."""
+    extents = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return math.prod(size for size, placement in extents if not placement.is_replicate())
 
 
 def _values(row: Mapping[str, float]) -> dict[str, float]:
     """Return the statistics of one optimizer class from its sums, without unmeasured ones."""
     found: dict[str, float] = {}
+    ranks = _world_size()
     if elements := row["elements"]:
         found["learning-rate"] = row["rates"] / elements
         found["weight-rms"] = math.sqrt(row["squares"] / elements)
@@ -204,7 +244,6 @@ def _values(row: Mapping[str, float]) -> dict[str, float]:
         found["update-rms"] = math.sqrt(row["squares of updates"] / updated)
     if samples := row["samples"]:
         found["orthogonality-residual"] = row["residuals"] / samples
-    ranks = distributed.get_world_size()
     if seconds := row["seconds of exchange"]:
         found["exchange-bytes"] = row["bytes"] / ranks
         found["exchange-seconds"] = seconds / ranks

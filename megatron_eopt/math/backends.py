@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from emerging_optimizers.utils import fp32_matmul_precision
 from torch import Tensor
 
 from megatron_eopt.base import gpu
@@ -26,6 +25,7 @@ from megatron_eopt.base.upstream import found, needed
 from megatron_eopt.math.algorithm import AlgorithmT, Plan
 from megatron_eopt.math.coefficients import Triple
 from megatron_eopt.math.newton_schulz import normalize
+from megatron_eopt.math.precision import matmul_precision
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ def _emerging_optimizers() -> Backend:
             transpose=False,
         )
         coarse = plan.dtype == torch.bfloat16
-        with fp32_matmul_precision("medium" if coarse else torch.get_float32_matmul_precision()):
+        with matmul_precision("medium" if coarse else None):
             return _one_by_one(lambda matrix: iterate(matrix.to(torch.float32)), wide)
 
     return Backend(compute)

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
-from emerging_optimizers.utils import fp32_matmul_precision
 from torch import Tensor
 
 from megatron_eopt.base.address import address_of
@@ -27,6 +26,7 @@ from megatron_eopt.math.newton_schulz import (
     normalize,
     rescaled,
 )
+from megatron_eopt.math.precision import matmul_precision
 
 DEFAULT_EPS = 1e-7
 """Smallest Frobenius norm to divide by, the default of emerging-optimizers 0.3."""
@@ -140,7 +140,7 @@ class Orthogonalization:
             wide = wide.flatten(0, -3)
         factors = scale if isinstance(scale, tuple) else (scale,)
         # "medium" casts operands explicitly; the few float32 products left must be exact
-        with fp32_matmul_precision("high" if self.precision == "high" else "highest"):
+        with matmul_precision("high" if self.precision == "high" else "highest"):
             if other is None:
                 out = wide if in_place else None
                 factor = math.prod(factors)

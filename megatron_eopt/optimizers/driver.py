@@ -24,6 +24,7 @@ from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import STEP
 from megatron_eopt.layouts import Redistribution
 from megatron_eopt.layouts.redistribution import LoadT, StoreT
+from megatron_eopt.math.precision import matmul_precision
 from megatron_eopt.optimizers.host_memory import HostMemory, HostPlace
 from megatron_eopt.optimizers.modes import Schedule
 from megatron_eopt.optimizers.nested_state import put
@@ -360,7 +361,8 @@ def dry_step(optimizer: Any) -> None:
     for param in bare:
         param.grad = torch.zeros_like(param)
     try:
-        optimizer.step()
+        with matmul_precision():
+            optimizer.step()
     except Exception as error:
         name = type(optimizer).__name__
         rule = f"creates its state in its first step, which failed with zero gradients: {error}"

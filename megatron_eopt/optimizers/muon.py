@@ -17,6 +17,7 @@ from megatron_eopt.math.algorithm import AlgorithmT
 from megatron_eopt.math.low_precision import MOMENTUM_DTYPES, MomentumDtypeT
 from megatron_eopt.math.newton_schulz import ReduceT
 from megatron_eopt.math.orthogonalize import DEFAULT_EPS, Orthogonalization
+from megatron_eopt.math.precision import matmul_precision
 from megatron_eopt.matrices import Split, qkv, whole
 from megatron_eopt.optimizers.driver import loss_of
 from megatron_eopt.optimizers.engine import MatrixEngine, Means
@@ -176,7 +177,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
                 driver.init(self.param_groups, self.state)
                 driver.step(self.param_groups, self.state)
         else:
-            super().step()
+            with matmul_precision():
+                super().step()
         return loss
 
     def plan(self) -> list[MuonDriver]:

@@ -29,17 +29,23 @@ ELEMENT_WISE_CLASSES = _FUSED | {
 
 
 def build_scalar_optimizer(
-    name: str, groups: list[dict[str, Any]], settings: Settings, *, plain: bool
-) -> tuple[torch.optim.Optimizer, InitState]:
-    """Return Adam, SGD or Lion, and the function that creates its state, if a driver does not.
+    name: str, settings: Settings, groups: list[dict[str, Any]], *, plain: bool, **arguments: Any
+) -> torch.optim.Optimizer:
+    """Return Adam, SGD or Lion.
 
-    ``plain`` asks for torch's classes, for tensors that fused kernels do not support.
+    Args:
+        name: Its name.
+        settings: The configuration.
+        groups: Parameter groups.
+        plain: Whether to use torch's classes, for tensors that fused kernels do not support.
+        **arguments: Constructor arguments that take the place of the configuration's.
     """
     kwargs = scalar_arguments(name, settings)
     decoupled = settings.decoupled_weight_decay
     if name == "lion":
-        method = "decoupled" if decoupled else "l2"
-        return Lion(groups, weight_decay_method=method, **kwargs), init_state
+        kwargs["weight_decay_method"] = "decoupled" if decoupled else "l2"
+        lion: torch.optim.Optimizer = Lion(groups, **kwargs | arguments)
+        return lion
     if plain:
         kwargs.pop("capturable", None)
     is_fused = not (plain or megatron_optimizer.USING_PYTORCH_OPTIMIZER)
@@ -49,20 +55,31 @@ def build_scalar_optimizer(
     elif detect_fake_mode() is not None and not (is_fused or plain):
         # on GPU tensors torch chooses this by itself, but not on fake ones
         kwargs["foreach"] = True
+    kwargs |= arguments
     optimizer: torch.optim.Optimizer
-    init_state_fn: InitState = None
     if name == "sgd":
         optimizer = (megatron_optimizer.SGD if is_fused else torch.optim.SGD)(groups, **kwargs)
-        init_state_fn = _init_fused_sgd if is_fused else None
     elif is_fused:
-        optimizer = megatron_optimizer.Adam(groups, adam_w_mode=decoupled, **kwargs)
-        init_state_fn = zeros(FIRST_MOMENT, "exp_avg_sq")
+        optimizer = megatron_optimizer.Adam(groups, **{"adam_w_mode": decoupled, **kwargs})
     elif is_ours:
         optimizer = (AdamW if decoupled else Adam)(groups, **kwargs)
     else:
         # bit-equal to megatron-core with the same configuration
         optimizer = (torch.optim.AdamW if decoupled else torch.optim.Adam)(groups, **kwargs)
-    return optimizer, init_state_fn
+    return optimizer
+
+
+def scalar_init_of(optimizer: torch.optim.Optimizer) -> InitState:
+    """Return the function that creates the state of Adam, SGD or Lion, if a driver does not."""
+    if isinstance(optimizer, Lion):
+        return init_state
+    if megatron_optimizer.USING_PYTORCH_OPTIMIZER:
+        return None
+    fused = {
+        megatron_optimizer.SGD: _init_fused_sgd,
+        megatron_optimizer.Adam: zeros(FIRST_MOMENT, "exp_avg_sq"),
+    }
+    return fused.get(type(optimizer))
 
 
 def _init_fused_sgd(opt: Any, config: Any = None) -> None:

@@ -7,8 +7,8 @@ parameters, in float32, with gradients and state.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from megatron_eopt.base.agreement import agreed
 from megatron_eopt.base.names import MOMENTUM_SCALE, STEP
 from megatron_eopt.layouts import Plan
+from megatron_eopt.math.precision import matmul_precision
 from megatron_eopt.optimizers.continuation import Policy, Reader
 from megatron_eopt.optimizers.driver import (
     CompositeOptimizer,
@@ -35,6 +36,16 @@ from megatron_eopt.settings.registry import name_of_class
 from megatron_eopt.storage.dtensors import is_uneven, local_of, shard_like
 
 
+class StepObserver(Protocol):
+    """Measures steps."""
+
+    def collecting(self) -> AbstractContextManager[None]:
+        """Measure the step in a block."""
+
+    def values(self) -> dict[str, float]:
+        """Return the statistics of the last measured step; collective."""
+
+
 class ShardedOptimizer(CompositeOptimizer):
     """Updates the parameters of a sharded model; see :func:`megatron_eopt.fsdp2.build_optimizer`.
 
@@ -49,6 +60,10 @@ class ShardedOptimizer(CompositeOptimizer):
         names: Name of each parameter; also an attribute.
     """
 
+    collects_stats = False  # whether to measure the next steps; the same on all ranks
+    steps = 0  # number of steps done
+    _observer: StepObserver | None = None
+
     def __init__(
         self,
         groups: Sequence[ParamGroup],
@@ -58,7 +73,6 @@ class ShardedOptimizer(CompositeOptimizer):
         self.names = dict(names)
         self.policy = Policy()
         self._params = {driver: list(params) for driver, _, params in served}
-        self._has_stepped = False
         # shapes of the state that owners keep, by parameter and name; None for a number
         self._shapes: dict[Tensor, dict[str, tuple[int, ...] | None]] = {}
         super().__init__(groups, [(driver, places) for driver, places, _ in served])
@@ -148,8 +162,18 @@ class ShardedOptimizer(CompositeOptimizer):
     def _step(self) -> None:
         check_may_step(self)
         self._attach()
-        self._has_stepped = True
-        super()._step()
+        observer = self._observer if self.collects_stats else None
+        with observer.collecting() if observer else nullcontext(), matmul_precision():
+            super()._step()
+            self.steps += 1
+
+    def observe(self, observer: StepObserver) -> None:
+        """Let ``observer`` measure steps while ``collects_stats`` is set."""
+        self._observer = observer
+
+    def stats(self) -> dict[str, float]:
+        """Return the statistics of the last measured step by name; collective."""
+        return self._observer.values() if self._observer else {}
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
@@ -224,7 +248,7 @@ class ShardedOptimizer(CompositeOptimizer):
             for group in self.param_groups
         ]
         match = StateDictMatch(state_dict, self.param_groups, targets)
-        loaded = match.load(policy, self._misfit, has_stepped=self._has_stepped)
+        loaded = match.load(policy, self._misfit, has_stepped=self.steps > 0)
         return match, loaded
 
     def take(self, loaded: Mapping[Tensor, Loaded]) -> None:

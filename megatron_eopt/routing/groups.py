@@ -85,6 +85,8 @@ def param_group(
     values = dict(group.key.values)
     # without these keys, megatron-core's scheduler uses its own rates
     rates = {name: rate for name, rate in (("max_lr", lr), ("min_lr", min_lr)) if rate is not None}
+    # if no scheduler writes these
+    first = {"lr": values.get("max_lr"), "weight_decay": values.get("start_wd")}
     return {
         "params": list(params),
         "is_expert_parallel": group.key.is_expert,
@@ -92,6 +94,7 @@ def param_group(
         "default_config": not any("lr" in name for name in values),
         **USUAL_VALUES,
         **rates,
+        **{name: value for name, value in first.items() if value is not None},
         **values,
         "optimizer": group.key.optimizer,
         GROUP_ID: group.identity,

@@ -16,7 +16,8 @@ from megatron_eopt.routing.groups import Group, GroupKey, build_groups, key_of, 
 from megatron_eopt.routing.parameters import ModelParameter, trainable_parameters
 from megatron_eopt.routing.routes import (
     Route,
-    check_overrides,
+    overrides_of,
+    read_overrides,
     route_all,
     unmatched,
     with_callers_grouping,
@@ -46,6 +47,14 @@ class Routing:
         return frozenset(group.key.optimizer for group in self.groups)
 
     @property
+    def overrides(self) -> Overrides:
+        """Overrides that give each parameter its settings, for megatron-core's factory."""
+        return overrides_of(
+            (group.key.values, [route.parameter.param for route in group.routes])
+            for group in self.groups
+        )
+
+    @property
     def names(self) -> dict[torch.Tensor, str]:
         """Name of every parameter, in model order."""
         return {route.parameter.param: route.parameter.name for route in self.routes}
@@ -70,9 +79,14 @@ class Routing:
 
 
 def overrides_for(settings: Settings, overrides: Overrides | None) -> Overrides:
-    """Return the given overrides, or megatron-core's standard ones if they are None."""
+    """Return the given overrides, or megatron-core's standard ones if they are None.
+
+    Raises:
+        ConfigurationError: If a key or a value is invalid.
+        ConfigurationTypeError: If one has a wrong type.
+    """
     if overrides is not None:
-        return overrides
+        return read_overrides(overrides, own_loop=settings.own_loop)
     standard: Overrides = megatron_optimizer.get_standard_config_overrides(settings.config)
     return standard
 
@@ -108,12 +122,7 @@ def route_parameters(
     settings: Settings, parameters: Sequence[ModelParameter], overrides: Overrides
 ) -> Routing:
     """Route the given parameters, without splits; collective over all ranks."""
-
-    def routed() -> list[Route]:
-        check_overrides(overrides)
-        return route_all(parameters, overrides, settings)
-
-    routes = agreed(routed)
+    routes = agreed(lambda: route_all(parameters, overrides, settings))
     lost = frozenset(unmatched(parameters, overrides))
     reports = of_every_rank((summarize(routes), lost))
     summaries = [summary for groups, _ in reports for summary in groups]
@@ -205,7 +214,7 @@ def format_routing(settings: RunSettings, routing: Routing) -> str:
     rows = []
     for route in routing.routes:
         item, values = route.parameter, route.values
-        decay = settings.weight_decay * values.get("wd_mult", 1.0)
+        decay = values.get("start_wd", settings.weight_decay) * values.get("wd_mult", 1.0)
         rate = values.get("max_lr", settings.lr)
         rates = ("" if rate is None else f"{rate:g}", f"{decay:g}")
         shape = " x ".join(map(str, item.shape)) + (" (expert)" if item.is_expert else "")

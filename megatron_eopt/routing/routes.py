@@ -3,10 +3,11 @@
 An override maps a ``ParamKey`` to settings for the parameters that the key matches.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 
@@ -20,7 +21,9 @@ from megatron_eopt.base.names import NO_MUON_ATTRIBUTE
 from megatron_eopt.base.upstream import found
 from megatron_eopt.routing.parameters import ModelParameter
 from megatron_eopt.settings import registry
+from megatron_eopt.settings.fields import FieldType
 from megatron_eopt.settings.settings import Settings
+from megatron_eopt.settings.values import read_value
 
 _NOT_NEGATIVE = frozenset(
     {"max_lr", "min_lr", "start_wd", "end_wd", "wd_mult", "lr_mult", "lr", "weight_decay"}
@@ -31,6 +34,19 @@ USUAL_VALUES = {"wd_mult": 1.0, "lr_mult": 1.0, "is_decoupled_lr": False}
 
 _NO_SETTINGS = frozenset({"params", "is_expert_parallel", "default_config"})
 """Keys of a parameter group that are not settings."""
+
+_OF_MEGATRON = _NO_SETTINGS | {"is_decoupled_lr", "group_id"}
+"""Keys of a parameter group that only Megatron or this package sets."""
+
+_OF_SCHEDULER = {
+    "min_lr": "only Megatron's scheduler reads it, and your training loop has its own",
+    "start_wd": "only Megatron's scheduler changes weight decay",
+    "end_wd": "only Megatron's scheduler changes weight decay",
+}
+"""Settings that ``build_optimizer`` cannot use, and why."""
+
+_SAME = {"lr": ("max_lr",), "weight_decay": ("start_wd", "end_wd")}
+"""What Megatron's scheduler reads in place of values that it writes to groups in each step."""
 
 
 def describe(key: ParamKey) -> str:
@@ -43,23 +59,72 @@ def describe(key: ParamKey) -> str:
     return ", ".join(sorted(parts)) or "matches nothing"
 
 
-def check_overrides(overrides: registry.Overrides) -> None:
-    """Raise a ConfigurationError or ConfigurationTypeError for an invalid key or value."""
-    for key, values in overrides.items():
-        if not isinstance(key, ParamKey):
-            rule, way_out = "keys must be ParamKeys", "Wrap the name in ParamKey"
-            raise ConfigurationTypeError("config_overrides", key, rule, way_out)
-        where = f"config_overrides[{describe(key)}]"
-        for name, value in values.items():
-            argument = f"{where}[{name!r}]"
-            if isinstance(value, float) or name in _NOT_NEGATIVE:
-                bounds = {"at_least": 0.0} if name in _NOT_NEGATIVE else {}
-                check_number(argument, value, **bounds)
-            try:
-                hash(value)
-            except TypeError as error:
-                rule, way_out = "must be hashable", "Use a tuple, not a list"
-                raise ConfigurationTypeError(argument, value, rule, way_out) from error
+def read_overrides(overrides: Any, *, own_loop: bool = False) -> registry.Overrides:
+    """Return overrides with values of the declared types, and with what the scheduler reads.
+
+    Args:
+        overrides: Settings by ``ParamKey``; they are not modified.
+        own_loop: Whether the caller's training loop steps, without Megatron's scheduler.
+
+    Raises:
+        ConfigurationError: If a key or value is invalid, or the training loop cannot use it.
+        ConfigurationTypeError: If one has a wrong type.
+    """
+    if not isinstance(overrides, Mapping):
+        rule, way_out = "must map ParamKeys to settings", "Pass a dictionary"
+        raise ConfigurationTypeError("config_overrides", overrides, rule, way_out)
+    return {key: _read(key, values, own_loop=own_loop) for key, values in overrides.items()}
+
+
+def _read(key: Any, values: Any, *, own_loop: bool) -> dict[str, Any]:
+    if not isinstance(key, ParamKey):
+        rule, way_out = "keys must be ParamKeys", "Wrap the name in ParamKey"
+        raise ConfigurationTypeError("config_overrides", key, rule, way_out)
+    for kind in ("name", "attr"):
+        read_value(f"ParamKey({kind})", getattr(key, kind), FieldType(tuple[str, ...]))
+    where = f"config_overrides[{describe(key)}]"
+    if not isinstance(values, Mapping):
+        rule, way_out = "must map names of settings to values", "Pass a dictionary"
+        raise ConfigurationTypeError(where, values, rule, way_out)
+    result = {name: _read_setting(f"{where}[{name!r}]", name, v) for name, v in values.items()}
+    if own_loop and result.get("start_wd") != result.get("end_wd"):
+        _refuse_scheduled(where, result)
+    if own_loop and "min_lr" in result:
+        _refuse_scheduled(where, {"min_lr": result["min_lr"]})
+    for name, others in _SAME.items():
+        for other in others if name in result else ():
+            if result.setdefault(other, result[name]) != result[name]:
+                rule = f"contradicts {other}={result[other]!r}, which has the same meaning here"
+                way_out = "Give only one of them"
+                raise ConfigurationError(f"{where}[{name!r}]", result[name], rule, way_out)
+    return result
+
+
+def _read_setting(argument: str, name: object, value: Any) -> Any:
+    if name in _OF_MEGATRON:
+        rule, way_out = "belongs to Megatron, not to a parameter's settings", "Remove it"
+        raise ConfigurationError(argument, value, rule, way_out)
+    value = value.item() if isinstance(value, np.generic) else value
+    if name == "optimizer":
+        return read_value(argument, value, FieldType(str))
+    if name in _NOT_NEGATIVE:
+        value = read_value(argument, value, FieldType(float))
+        check_number(argument, value, at_least=0.0)
+    elif isinstance(value, float):
+        check_number(argument, value)
+    try:
+        hash(value)
+    except TypeError as error:
+        rule, way_out = "must be hashable", "Use a tuple, not a list"
+        raise ConfigurationTypeError(argument, value, rule, way_out) from error
+    return value
+
+
+def _refuse_scheduled(where: str, values: Mapping[str, Any]) -> None:
+    """Raise a ConfigurationError for a setting that only Megatron's scheduler can use."""
+    name = next(name for name in _OF_SCHEDULER if name in values)
+    way_out = "Set lr or weight_decay, and let your scheduler change it in optimizer.param_groups"
+    raise ConfigurationError(f"{where}[{name!r}]", values[name], _OF_SCHEDULER[name], way_out)
 
 
 def merge(
@@ -110,22 +175,35 @@ def with_callers_grouping(
     if grouping is None or home.startswith("megatron.core."):
         return overrides
     usual = {**USUAL_VALUES, "max_lr": settings.lr, "min_lr": settings.min_lr}
-    result = {}
-    for group in grouping(model_chunks, settings.config, overrides):
-        values = {
+
+    def differing(group: Mapping[str, Any]) -> dict[str, Any]:
+        return {
             name: value
             for name, value in group.items()
             if name not in _NO_SETTINGS and not (name in usual and value == usual[name])
         }
-        if values:
-            result[_key(values, group["params"])] = values
-    return result
+
+    groups = grouping(model_chunks, settings.config, overrides)
+    return overrides_of((differing(group).items(), group["params"]) for group in groups)
+
+
+def overrides_of(
+    groups: Iterable[tuple[Iterable[tuple[str, Any]], Sequence[torch.Tensor]]],
+) -> registry.Overrides:
+    """Return overrides that give the parameters of groups exactly the settings of these groups.
+
+    Keys have the same names on every rank.
+    """
+    members: dict[tuple[tuple[str, Any], ...], list[torch.Tensor]] = {}
+    for values, params in groups:
+        members.setdefault(tuple(sorted(values)), []).extend(params)
+    return {_key(dict(v), params): dict(v) for v, params in members.items() if v}
 
 
 def _key(values: Mapping[str, Any], params: Sequence[torch.Tensor]) -> ParamKey:
-    """Return a key that matches exactly ``params``; its name is the same on every rank."""
+    """Return a key that matches exactly ``params``."""
     known = {id(param) for param in params}
-    name = ", ".join(f"{key}={value}" for key, value in sorted(values.items()))
+    name = ", ".join(f"{key}={value}" for key, value in values.items())
     label = f"the caller's group with {name}"
     predicate = ParamWithNamePredicate(name=label, fn=lambda param, _: id(param) in known)
     return ParamKey(with_name_predicate=predicate)
@@ -153,7 +231,27 @@ def route_all(
     defaults = settings.default_overrides
     routes = [_route(parameter, overrides, defaults, settings) for parameter in parameters]
     rates = {name: settings.own_rates(name) for name in {route.optimizer for route in routes}}
-    return [replace(r, values={**rates[r.optimizer], **r.values}) for r in routes]
+    values = [_multiplied({**rates[r.optimizer], **r.values}, settings) for r in routes]
+    return [replace(route, values=own) for route, own in zip(routes, values, strict=True)]
+
+
+def _multiplied(values: dict[str, Any], settings: Settings) -> dict[str, Any]:
+    """Return settings with ``lr_mult`` applied to rates, because Megatron's scheduler ignores it.
+
+    Raises:
+        ConfigurationError: If there is no rate to multiply.
+    """
+    factor = values.pop("lr_mult", 1.0)
+    usual = {"max_lr": settings.lr, "min_lr": settings.min_lr}
+    rates = {name: values.get(name, rate) for name, rate in usual.items()}
+    if factor == 1.0:
+        return values
+    if rates["max_lr"] is None:
+        rule = "needs a learning rate to multiply, and the configuration has none"
+        way_out = "Set max_lr, or lr in the configuration"
+        raise ConfigurationError("config_overrides[...]['lr_mult']", factor, rule, way_out)
+    changed = {name: rate * factor for name, rate in rates.items() if rate is not None}
+    return {**values, **changed, **({"lr": changed["max_lr"]} if "lr" in values else {})}
 
 
 def _route(

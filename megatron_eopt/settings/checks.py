@@ -5,12 +5,9 @@ import math
 from collections.abc import Collection, Iterable
 from typing import Any, get_args
 
-from megatron.core.optimizer.optimizer_config import OptimizerConfig
-
 from megatron_eopt.base.agreement import is_rank_0, of_every_rank
 from megatron_eopt.base.errors import (
     ConfigurationError,
-    ConfigurationTypeError,
     check_choice,
     check_number,
 )
@@ -163,13 +160,6 @@ def warn_of_unused(config: Any, main: str, optimizers: Collection[str]) -> None:
         values = ", ".join(f"{name}={getattr(config, name)!r}" for name in sorted(unused))
         names = " and ".join(sorted(optimizers))
         logger.warning("these settings have no effect with %s, remove them: %s", names, values)
-
-
-def check_config(config: Any) -> None:
-    """Raise a ConfigurationTypeError unless ``config`` is an ``OptimizerConfig``."""
-    if not isinstance(config, OptimizerConfig):
-        rule = "must be an OptimizerConfig"
-        raise ConfigurationTypeError("config", config, rule, "Pass an EmergingOptimizerConfig")
 
 
 def check_alike(config: Any) -> None:

@@ -119,7 +119,7 @@ class EmergingOptimizerConfig(OptimizerConfig):
 
     log_optimizer_stats: bool = False
     """Measure weight and update sizes, orthogonality and times of steps. The trainer writes them to
-    TensorBoard and W&B; in your own loop read ``optimizer.stats()``."""
+    TensorBoard and W&B; in your own loop read ``optimizer.stats()`` on all ranks."""
 
 
 def default_values(whose: OptimizerDefaultsT) -> dict[str, Any]:

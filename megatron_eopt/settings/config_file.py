@@ -7,7 +7,6 @@ dashes or underscores. Settings of the whole run (precision, overlap, logging) r
 import difflib
 import os
 from collections.abc import Mapping
-from dataclasses import make_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,11 +15,12 @@ import yaml  # type: ignore[import-untyped,unused-ignore]
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError, check_choice
+from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import OptimizerDefaultsT
 from megatron_eopt.settings.config import EmergingOptimizerConfig, default_values
 from megatron_eopt.settings.fields import FieldType, field_types, type_of
 from megatron_eopt.settings.settings import resolve
+from megatron_eopt.settings.values import DTYPES, read_fields, read_value
 
 DEFAULTS_KEY = "optimizer_defaults"
 
@@ -32,21 +32,12 @@ _RUNS_OWN = frozenset(
 )
 """Fields that belong to the whole run, or follow from other fields."""
 
-_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.uint8}
-"""Data types by their names in the trainer's flags."""
-
 ALLOWED: dict[str, FieldType] = {
-    name: FieldType(str, tuple(_DTYPES), kind.optional) if kind.type is torch.dtype else kind
+    name: FieldType(str, tuple(DTYPES), kind.optional) if kind.type is torch.dtype else kind
     for name, kind in field_types(EmergingOptimizerConfig).items()
     if name not in _RUNS_OWN
 } | {DEFAULTS_KEY: type_of(OptimizerDefaultsT)}
 """The values that a file may set, by names with underscores."""
-
-_SCHEMA = make_dataclass(
-    "OptimizerDescription",
-    [(name, kind.type | None if kind.optional else kind.type) for name, kind in ALLOWED.items()],
-)
-"""Schema by which OmegaConf converts values to their types."""
 
 
 class OptimizerFile(NamedTuple):
@@ -58,14 +49,11 @@ class OptimizerFile(NamedTuple):
     def config(self) -> EmergingOptimizerConfig:
         """Return the configuration, with all checks that need no model."""
         given = dict(self.values)
-        for name in given:
-            if ALLOWED[name].choices == tuple(_DTYPES):
-                given[name] = _DTYPES[given[name]]
         values = default_values(given.pop(DEFAULTS_KEY, "recommended")) | given
         try:
-            config = EmergingOptimizerConfig(**values)
+            config = EmergingOptimizerConfig(**read_fields(EmergingOptimizerConfig, values))
             resolve(config)
-        except (ConfigurationError, ConfigurationTypeError) as error:
+        except ConfigurationError as error:
             error.args = (f"{self.path}: {error}",)
             raise
         except (AssertionError, RuntimeError, ValueError) as error:
@@ -104,14 +92,13 @@ def read_optimizer_file(path: str | os.PathLike[str]) -> OptimizerFile:
         for key, value in content.items():
             name = str(key).replace("-", "_")
             _check_name(path, name, value)
-            values[name] = value
-        typed: Any = OmegaConf.merge(OmegaConf.structured(_SCHEMA), values)
-        values = {name: typed[name] for name in values}
+            argument = f"{path}: {name.replace('_', '-')}"
+            if name in values:
+                rule = f"the file also has {values[name]!r} for it, with other dashes"
+                raise ConfigurationError(argument, value, rule, "Remove one of the lines")
+            values[name] = read_value(argument, value, ALLOWED[name])
     except OmegaConfBaseException as error:
         raise _unusable(path, f"has a wrong value: {error}") from error
-    for name, value in values.items():
-        if (choices := ALLOWED[name].choices) and value is not None:
-            check_choice(f"{path}: {name.replace('_', '-')}", value, choices)
     if "optimizer" not in values:
         raise _unusable(path, "does not say which optimizer: add a line such as 'optimizer: muon'")
     return OptimizerFile(path, values)

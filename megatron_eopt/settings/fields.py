@@ -7,8 +7,9 @@ Argument ``x`` comes from the first field among ``<own prefix>_x``, ``<parent's 
 import ast
 import dataclasses
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING
+from functools import cache
 from itertools import pairwise
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
@@ -26,14 +27,18 @@ class FieldType(NamedTuple):
 
 def type_of(hint: Any) -> FieldType:
     """Return the values that a field with this type hint accepts."""
-    if optional := get_origin(hint) in (Union, UnionType):
-        (hint,) = (item for item in get_args(hint) if item is not NoneType)
-    if get_origin(hint) is Literal:
+    optional = False
+    if get_origin(hint) in (Union, UnionType):
+        optional = NoneType in get_args(hint)
+        found = [item for item in get_args(hint) if item is not NoneType]
+        hint = found[0] if len(found) == 1 else Any
+    if get_origin(hint) is Literal and all(isinstance(item, str) for item in get_args(hint)):
         return FieldType(str, get_args(hint), optional)
     return FieldType(hint, (), optional)
 
 
-def field_types(config_cls: type) -> dict[str, FieldType]:
+@cache
+def field_types(config_cls: type) -> Mapping[str, FieldType]:
     """Return the values that each field of a dataclass accepts, by name."""
     hints = get_type_hints(config_cls)
     return {item.name: type_of(hints[item.name]) for item in dataclasses.fields(config_cls)}

@@ -19,6 +19,7 @@ from megatron_eopt.matrices import SplitT
 from megatron_eopt.settings import checks, registry
 from megatron_eopt.settings.config import EmergingOptimizerConfig
 from megatron_eopt.settings.fields import first_field
+from megatron_eopt.settings.values import read_config
 
 StorageT = Literal["replicated", "sharded"]
 """Main weights and state are copied to every data-parallel rank, or sharded (ZeRO-1)."""
@@ -46,8 +47,9 @@ class LossScale:
 class RunSettings:
     """Settings of a run that do not depend on its optimizers."""
 
-    # the caller's configuration, passed on to megatron-core's classes
+    # the configuration with values of the declared types, passed on to megatron-core's classes
     config: Any = field(repr=False, compare=False)
+    original: Any = field(repr=False, compare=False)  # the caller's, usually the same object
     lr: float | None  # peak learning rate; None if a scheduler sets it later
     min_lr: float | None
     weight_decay: float
@@ -67,22 +69,22 @@ class RunSettings:
     overlaps_step: bool  # whether Muon's step overlaps communication
     exempt_from_clipping: bool  # whether Muon's gradients are never clipped
 
-    # like megatron-core's, steps read the configuration's present values of these
+    # like megatron-core's, steps read the present values of the caller's configuration
 
     @property
     def clip_grad(self) -> float:
         """Largest gradient norm after clipping; 0 turns clipping off."""
-        return float(self.config.clip_grad)
+        return float(self.original.clip_grad)
 
     @property
     def skip_threshold(self) -> float:
         """Gradient norm above which a step is skipped."""
-        return float(self.config.grad_norm_skip_threshold)
+        return float(self.original.grad_norm_skip_threshold)
 
     @property
     def counts_zeros(self) -> bool:
         """Whether to count the zeros in gradients."""
-        return bool(self.config.log_num_zeros_in_grad)
+        return bool(self.original.log_num_zeros_in_grad)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +101,7 @@ class Settings(RunSettings):
     prefixes: tuple[str, ...] = ()  # prefixes of the configuration fields in use
     tp_mode: TpModeT = "auto"  # how tensor-parallel matrices are computed
     of_dtensors: bool = False  # whether the weights are FSDP's DTensors
+    own_loop: bool = False  # whether the caller's training loop steps, without Megatron's scheduler
 
     @property
     def is_standard(self) -> bool:
@@ -149,7 +152,7 @@ def resolve(config: Any) -> Settings:
             value is out of bounds.
         ConfigurationTypeError: If a value has the wrong type.
     """
-    checks.check_config(config)
+    original, config = config, read_config(config)
     name, storage = _name_and_storage(config)
     standard: dict[str, Any] = {"scalar": name, "prefixes": (name,)}
     standard["upstream_modes"] = tuple(mode for mode in _UPSTREAM if getattr(config, mode))
@@ -159,7 +162,7 @@ def resolve(config: Any) -> Settings:
         checks.refuse_for_overlap(config, is_served=(name, storage) == ("muon", "sharded"))
     splits: tuple[SplitT, ...] = get_args(SplitT.__value__)
     return Settings(
-        **_of_the_run(config) | chosen,
+        **_of_the_run(config, original) | chosen,
         optimizer=name,
         storage=storage,
         recommended=isinstance(config, EmergingOptimizerConfig),
@@ -175,11 +178,11 @@ def resolve_run(config: Any) -> RunSettings:
             needs megatron-core's own Adam.
         ConfigurationTypeError: If a value has the wrong type.
     """
-    checks.check_config(config)
+    original, config = config, read_config(config)
     checks.check_values(config, ())
     checks.refuse_for_matrices(config)
     exempt = bool(getattr(config, "muon_exempt_from_clipping", False))
-    return RunSettings(**_of_the_run(config) | {"exempt_from_clipping": exempt})
+    return RunSettings(**_of_the_run(config, original) | {"exempt_from_clipping": exempt})
 
 
 def _of_emerging(name: str, config: Any) -> dict[str, Any]:
@@ -201,12 +204,13 @@ def _of_emerging(name: str, config: Any) -> dict[str, Any]:
     return chosen
 
 
-def _of_the_run(config: Any) -> dict[str, Any]:
+def _of_the_run(config: Any, original: Any) -> dict[str, Any]:
     warn_of_untested_releases()
     offloads = config.optimizer_cpu_offload
     unchanged = ("lr", "min_lr", "weight_decay", "decoupled_weight_decay")
     return {name: getattr(config, name) for name in unchanged} | {
         "config": config,
+        "original": original,
         "half": "bf16" if config.bf16 else "fp16" if config.fp16 else None,
         "loss_scale": _loss_scale(config),
         "upstream_modes": (),
@@ -241,7 +245,7 @@ def _loss_scale(config: Any) -> LossScale | None:
 
 
 def _name_and_storage(config: Any) -> tuple[str, StorageT]:
-    name = str(config.optimizer)
+    name = config.optimizer
     layer_wise = bool(getattr(config, "use_layer_wise_distributed_optimizer", False))
     bare = name.removeprefix("dist_")
     if bare != name and name not in registry.optimizer_names():

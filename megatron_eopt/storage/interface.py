@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.base.names import COPY_ATTRIBUTE
+from megatron_eopt.math.precision import matmul_precision
 
 
 class Stored(NamedTuple):
@@ -101,7 +102,8 @@ class Storage:
 
     def step_with_ready_grads(self) -> bool:
         """Step, and count the step unless it was skipped."""
-        with self.handing_out():
+        # the torch optimizer may read torch's setting for matrix products
+        with self.handing_out(), matmul_precision():
             done = bool(super().step_with_ready_grads())  # type: ignore[misc]
         self.steps += done
         return done

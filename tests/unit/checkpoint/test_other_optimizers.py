@@ -4,8 +4,6 @@ All steps have the same gradients, so state tends to a value that shows what it 
 gradient, a sum to a multiple of it. tests/unit/fsdp2 does the same for all pairs, in one's own loop.
 """
 
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +14,19 @@ from megatron_eopt.checkpoint.keys import split_key
 from tests.harness import run_ranks
 from tests.harness.scene import forget_megatron
 from tests.unit.storage.full_state import Case, build, full_state, inject, resume, write
-from tests.unit.storage.runs import PLAIN, REPLICATED
+from tests.unit.storage.runs import REPLICATED
 
-NAMES = ("adam", "adaptive_muon", "laprop", "lion", "muon", "oblique_sgd", "psgd_pro", "sgd", "soap")
+NAMES = (
+    "adam",
+    "adaptive_muon",
+    "laprop",
+    "lion",
+    "muon",
+    "oblique_sgd",
+    "psgd_pro",
+    "sgd",
+    "soap",
+)
 TINY = {"layers": 1, "hidden": 16, "heads": 2, "query_groups": 1, "gated": True, "vocabulary": 32}
 STEPS = 12
 
@@ -72,7 +80,9 @@ def check_pairs(names: tuple[str, ...], storage: dict[str, Any], folder: str) ->
     outcomes = []
     for reader in names:
         for writer in names:
-            outcomes.append(f"{writer}, {reader}: {outcome(writer, reader, storage, folder, states)}")
+            outcomes.append(
+                f"{writer}, {reader}: {outcome(writer, reader, storage, folder, states)}"
+            )
             forget_megatron()
     return outcomes
 

@@ -1,0 +1,78 @@
+"""Sets the precision of float32 matrix products in a block, and restores the caller's settings.
+
+Note [Two settings]
+    torch has an old setting (``set_float32_matmul_precision``, ``allow_tf32``) and a new one for
+    each back end and operation (``fp32_precision``). Setting the old one also sets the new ones of
+    matrix products; setting a new one leaves the old one alone, and reading the old one then raises
+    RuntimeError. A new setting that is "none" follows its parent, and reading it returns the
+    parent's value. So parents are changed for a moment to learn what a setting itself says.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, cast
+
+import torch
+
+_get: Any = torch._C._get_fp32_precision_getter
+_set: Any = torch._C._set_fp32_precision_setter
+
+_BACKENDS = ("cuda", "mkldnn")
+_ALL, _PRODUCTS = "all", "matmul"
+_ROOT = ("generic", _ALL)
+
+
+@contextmanager
+def matmul_precision(
+    precision: Literal["highest", "high", "medium"] | None = None,
+) -> Iterator[None]:
+    """Set the precision of float32 matrix products in a block; see Note [Two settings].
+
+    Code in the block may use torch's old setting, as emerging-optimizers does. With None, products
+    have the precision that the caller has set.
+    """
+    effective = {backend: _get(backend, _PRODUCTS) for backend in _BACKENDS}
+    own = _own_values()
+    for backend in _BACKENDS:
+        # with these, the old setting can be read whatever it is
+        _set(backend, _PRODUCTS, "ieee")
+    old = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision(precision or _old_name(effective))
+        if precision is None:
+            for backend, value in effective.items():
+                _set(backend, _PRODUCTS, value)
+        yield
+    finally:
+        torch.set_float32_matmul_precision(old)
+        for backend, value in own.items():
+            _set(backend, _PRODUCTS, value)
+
+
+def _old_name(effective: dict[str, str]) -> str:
+    """Return the old setting that torch accepts together with the new ones."""
+    if "bf16" in effective.values():
+        return "medium"
+    return "high" if "tf32" in effective.values() else "highest"
+
+
+def _own_values() -> dict[str, str]:
+    """Return each back end's own setting for products, which may be "none"."""
+    root = _get(*_ROOT)
+    parents = _seen([_ROOT], _ALL)
+    _set(*_ROOT, root)
+    found = _seen([(backend, _ALL) for backend in _BACKENDS], _PRODUCTS)
+    for backend, value in parents.items():
+        _set(backend, _ALL, value)
+    return found
+
+
+def _seen(parents: list[tuple[str, str]], operation: str) -> dict[str, str]:
+    """Return the settings of an operation themselves; changes those of their parents."""
+    readings = []
+    for value in ("ieee", "tf32"):
+        for parent in parents:
+            _set(*parent, value)
+        readings.append([cast(str, _get(backend, operation)) for backend in _BACKENDS])
+    pairs = zip(_BACKENDS, *readings, strict=True)
+    return {backend: one if one == other else "none" for backend, one, other in pairs}

@@ -1,0 +1,41 @@
+"""``log_optimizer_stats`` in your own training loop: the same statistics at every sharding."""
+
+import pytest
+
+from tests.harness import run_ranks
+from tests.unit.fsdp2.model import build_optimizer, config, eager, make_model, set_gradients
+
+
+@eager
+def measured(layout):
+    """Return the statistics of a step, of a second one, and of one that is not measured."""
+    model = make_model(layout)
+    optimizer = build_optimizer(model, config(log_optimizer_stats=True))
+    found = [optimizer.stats()]
+    for step, collects in enumerate((True, True, False)):
+        optimizer.collects_stats = collects and optimizer.collects_stats
+        set_gradients(model, step)
+        optimizer.step()
+        found.append(optimizer.stats())
+    return found
+
+
+def test_statistics_are_those_of_whole_weights():
+    before, first, second, unmeasured = measured("plain")
+    assert before == {}
+    assert first != second == unmeasured
+    names = {name.partition("/")[2] for name in second if name.startswith("TensorParallelMuon/")}
+    assert {"learning-rate", "weight-rms", "update-rms", "orthogonality-residual"} <= names
+    for ranks, layout in ((2, "fsdp"), (4, "hsdp"), (2, "optim_grads_params")):
+        for _, _, found, _ in run_ranks(ranks, measured, layout, cpu="optim" in layout):
+            for name, value in second.items():
+                if "exchange" not in name and not name.endswith("seconds"):
+                    assert found[name] == pytest.approx(value, rel=1e-4), (layout, name)
+
+
+def test_nothing_is_measured_unless_asked_for():
+    model = make_model()
+    optimizer = build_optimizer(model, config())
+    set_gradients(model, 0)
+    optimizer.step()
+    assert optimizer.stats() == {}
