@@ -332,10 +332,10 @@ class OptimizerChain(ChainedOptimizer):
         agreed(lambda: check_state_dict(state))
         if optimizer_state.REQUESTS in state:
             agreed(lambda: optimizer_state.check(state))
-            optimizer_state.load(self.steppers, state)
+            agreed(lambda: optimizer_state.load(self.steppers, state))
         elif self.is_sharded:
             agreed(lambda: optimizer_state.check_groups(state, is_enough=self._is_unmixed))
-            optimizer_state.load_groups(self.steppers, state)
+            agreed(lambda: optimizer_state.load_groups(self.steppers, state))
         else:
             local_state.load(self.steppers, state, self._policy, names_in(self._named_chunks))
 

@@ -73,7 +73,7 @@ def load(steppers: Sequence[Stepper], state: Any, policy: Policy, names: Names) 
         elif not stepper.storage.is_stub_optimizer:
             prepare([stepper], is_loading=True)
     for write in agreed(lambda: _checked(steppers, state, policy, names)):
-        write()
+        agreed(write)
 
 
 def _checked(steppers: Sequence[Stepper], state: Any, policy: Policy, names: Names) -> list[_Write]:
