@@ -36,7 +36,7 @@ from megatron_eopt.qk_clip import remember
 from megatron_eopt.routing.global_names import names_in
 from megatron_eopt.settings.settings import RunSettings, Settings
 from megatron_eopt.storage.interface import finish_gathers, gather_buckets, named_gradients
-from megatron_eopt.storage.sharded import FragmentsOptimizer
+from megatron_eopt.storage.sharded import BUFFER_PARAMS, FragmentsOptimizer
 
 logger = logging.getLogger(__name__)
 
@@ -299,7 +299,9 @@ class OptimizerChain(ChainedOptimizer):
         by_bucket = form == _BY_BUCKET and self._is_unmixed
         if by_bucket and not is_loading:
             optimizer_state.prepare(self.steppers, is_loading=is_loading)
-            return super().sharded_state_dict(model_sharded_state_dict, is_loading, **kwargs)
+            state = super().sharded_state_dict(model_sharded_state_dict, is_loading, **kwargs)
+            state[BUFFER_PARAMS] = optimizer_state.named_buckets(self.steppers)
+            return state
         if self.is_stub_optimizer:
             return {}
         return optimizer_state.requested(
@@ -369,9 +371,26 @@ class OptimizerChain(ChainedOptimizer):
             ConfigurationError: If the optimizer is not Adam alone, or its state is not sharded.
         """
         self._refuse_but_fragments_of_adam("load_parameter_state")
+        if not update_legacy_format:
+            agreed(lambda: self._check_buffers(filename))
         optimizer_state.prepare(self.steppers, is_loading=True)
         super().load_parameter_state(filename, update_legacy_format=update_legacy_format)
         optimizer_state.settle(self.steppers)
+
+    def _check_buffers(self, filename: str) -> None:
+        """Raise a ConfigurationError if a file has the state of other parameters."""
+        first = [o for o in self.chained_optimizers if o.data_parallel_group.rank() == 0]
+        if not first:
+            return
+        saved: Any = torch.load(filename, mmap=True, weights_only=True)
+        parts = saved if isinstance(saved, list) else [saved]
+        for optimizer, part in zip(self.chained_optimizers, parts, strict=True):
+            names = (part or {}).get(BUFFER_PARAMS, optimizer.buffer_params)
+            if names != optimizer.buffer_params:
+                other = sorted({*names} ^ {*optimizer.buffer_params})
+                rule = "has the state of other parameters, or in another order"
+                way_out = "Resume with the model of the run that wrote it, or with --no-load-optim"
+                raise ConfigurationError("load_parameter_state", other or filename, rule, way_out)
 
     def _refuse_but_fragments_of_adam(self, method: str) -> None:
         if not self._is_unmixed:

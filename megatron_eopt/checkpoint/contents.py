@@ -36,6 +36,8 @@ class Contents:
         # kinds of state by parameter, or by stack of parameters
         self.kinds: dict[str, set[str]] = defaultdict(set)
         self.in_buckets: set[str] = set()  # kinds of state in buckets of many parameters
+        # hashes of the names of parameters in buckets, by optimizer
+        self.names_buckets: dict[str, set[str]] = defaultdict(set)
         self._keys: dict[str, str] = {}  # full key by key without the place in a chain
         for key in shapes:
             parts = split_key(key)
@@ -43,7 +45,10 @@ class Contents:
                 continue
             self._keys[key.removeprefix(parts.chain)] = key
             if parts.kind is None:
-                if ".bucket_idx_" in parts.name:
+                if parts.name.startswith("buffer_params."):
+                    optimizer, _, names = parts.name.rpartition(".")
+                    self.names_buckets[optimizer].add(names)
+                elif ".bucket_idx_" in parts.name:
                     self.in_buckets.add(parts.name.rpartition(".")[2])
             else:
                 self.kinds[parts.name].add(parts.kind)
@@ -68,6 +73,15 @@ class Contents:
         # megatron-core saves only Adam and SGD in this form
         optimizer = "sgd" if MOMENTUM in self.in_buckets else "adam"
         return SavedState(frozenset(self.in_buckets - MAINS - {STEP}), (optimizer,))
+
+    def has_bucket(self, piece: Piece, params_key: str) -> bool:
+        """Return whether the checkpoint has a bucket's state, of the parameters of ``params_key``.
+
+        Without names in the checkpoint, sizes must do.
+        """
+        optimizer, _, names = params_key.removeprefix("optimizer.").rpartition(".")
+        known = self.names_buckets.get(optimizer, {names})
+        return names in known and self.shapes.get(piece.key) == tuple(piece.global_shape)
 
     def find(self, pieces: Pieces) -> Pieces | None:
         """Return the pieces under the checkpoint's keys; None if it lacks any.

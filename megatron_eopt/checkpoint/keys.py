@@ -12,6 +12,9 @@ Note [Keys]
     kind of state, because others are frozen or have another optimizer, each gets its own tensor
     ``optimizer.state.{kind}.{parameter}.{place}``, with leading dimensions of size 1.
 
+    Megatron's Adam may be saved by bucket, without names of parameters. The key
+    ``optimizer.buffer_params.{optimizer}.{hash}`` then identifies the parameters in the buckets.
+
     A kind has no dots. For nested state it is the path, joined by slashes; dots, slashes and
     percent signs in names are escaped.
 
@@ -19,6 +22,7 @@ Note [Keys]
 """
 
 import re
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -76,6 +80,11 @@ def matrix_state_key(
     """Return the key of other state of a matrix (index, count), maybe of a shard (rank, size)."""
     place = "{}of{}".format(*matrix) + ("" if slab is None else ".tp{}of{}".format(*slab))
     return f"optimizer.matrix_state.{kind}.{parameter}.{place}"
+
+
+def buffer_params_key(optimizer: str, params: Sequence[str]) -> str:
+    """Return the key that identifies the parameters in an optimizer's buckets, in order."""
+    return f"optimizer.buffer_params.{optimizer}.{zlib.crc32(repr(params).encode()):08x}"
 
 
 def tensors(sharded_state_dict: Any) -> Iterator[ShardedTensor]:

@@ -93,8 +93,12 @@ class Reading:
 
     def lines(self) -> list[str]:
         """Return a line for each difference from the checkpoint."""
+        in_bucket = any(source.bucket for source in self.chosen.values())
+        if in_bucket and not self._contents.names_buckets:
+            text = "the checkpoint does not name the parameters of its buckets, matched by order"
+            self._notes[text] = []
         return [
-            f"{note}: {len(names)} parameter(s): {shortened(names)}"
+            f"{note}: {len(names)} parameter(s): {shortened(names)}" if names else note
             for note, names in self._notes.items()
         ]
 
@@ -112,7 +116,7 @@ class Reading:
         """Return whether the checkpoint has a bucket with the parameter."""
         # a rank that owns a matrix but stores no part of it does not know the bucket
         return all(value.where.stored is None for value in values.values()) or any(
-            value.source_in_bucket(kind, self._contents.shapes) is not None
+            value.source_in_bucket(kind, self._contents) is not None
             for value in values.values()
             for kind in self._contents.in_buckets
         )

@@ -9,7 +9,7 @@ from megatron_eopt.base.agreement import agreed, everyones, of_every_rank
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import STEP
 from megatron_eopt.checkpoint.gpt_layers import name_as_in_checkpoint
-from megatron_eopt.checkpoint.requests import StateRequests
+from megatron_eopt.checkpoint.requests import StateRequests, bucket_spaces
 from megatron_eopt.optimizers.continuation import Policy
 from megatron_eopt.optimizers.driver import Driver, ParamGroup, State
 from megatron_eopt.optimizers.saved_groups import (
@@ -65,6 +65,11 @@ def requested(
     if is_loading:
         result[REQUESTS] = LocalNonpersistentObject(requests)
     return result
+
+
+def named_buckets(steppers: Sequence[Stepper]) -> dict[str, Any]:
+    """Return what identifies the parameters in buckets, to save it with state by bucket."""
+    return {str(number): space.named() for number, space in bucket_spaces(steppers).items()}
 
 
 def _name_params(states: Sequence[dict[Any, Any]], requests: StateRequests) -> None:

@@ -50,7 +50,7 @@ class StateRequests:
         groups = (g for s in steppers if s.drivers for g in s.storage.optimizer.param_groups)
         self._optimizers = {name for group in groups if (name := optimizer_of(group))}
         self._has_stepped = any(stepper.storage.steps > 0 for stepper in steppers)
-        self._buckets = _bucket_spaces(steppers)
+        self._buckets = bucket_spaces(steppers)
         # place of each parameter that this rank stores, by optimizer of the chain and group
         self.spaces_of: dict[tuple[int, int], list[ParameterSpace]] = {}
         self._values = [
@@ -245,7 +245,7 @@ class StateRequests:
             yield saved_state.Value(where, STEP, (count,))
 
 
-def _bucket_spaces(steppers: Sequence[Stepper]) -> dict[int, saved_state.BucketSpace]:
+def bucket_spaces(steppers: Sequence[Stepper]) -> dict[int, saved_state.BucketSpace]:
     """Return the bucket spaces of a chain's optimizers with ZeRO-1 fragments, by their index."""
     spaces = {}
     for number, stepper in enumerate(steppers):

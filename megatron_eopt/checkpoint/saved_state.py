@@ -19,8 +19,13 @@ from torch import Tensor
 
 from megatron_eopt.base.address import address_of
 from megatron_eopt.base.names import MAINS, STEP
-from megatron_eopt.checkpoint.contents import Contents, Piece, Pieces, Shapes, apart
-from megatron_eopt.checkpoint.keys import kind_of, matrix_state_key, state_key
+from megatron_eopt.checkpoint.contents import Contents, Piece, Pieces, apart
+from megatron_eopt.checkpoint.keys import (
+    buffer_params_key,
+    kind_of,
+    matrix_state_key,
+    state_key,
+)
 from megatron_eopt.checkpoint.parameter_space import Box, ParameterSpace
 from megatron_eopt.optimizers.continuation import Reader
 from megatron_eopt.optimizers.driver import Driver, Kept
@@ -53,6 +58,8 @@ class BucketSpace:
     def __init__(self, optimizer: Any, prefixes: tuple[str, ...]) -> None:
         name = f"optimizer.distributed.dp_group_idx_{optimizer.data_parallel_group_idx}."
         self.prefixes = tuple(prefix + name for prefix in prefixes)
+        place = f"{next(filter(None, prefixes))}{optimizer.data_parallel_group_idx}"
+        self.params_key = buffer_params_key(place, optimizer.buffer_params)
         self._optimizer = optimizer
         # name and size of the bucket, and index of the fragment's first element
         self._places: dict[Tensor, tuple[str, int, int]] = {}
@@ -71,16 +78,21 @@ class BucketSpace:
         shape = tuple(flat.shape)
         return ShardedTensor(key, flat, flat.dtype, shape, (size,), (start,), None)
 
+    def named(self) -> ShardedObject:
+        """Return the object that identifies the parameters in the buckets."""
+        names = self._optimizer.buffer_params
+        return ShardedObject(self.params_key, names, (1,), (0,), replica_id=self._replica)
+
+    @property
+    def _replica(self) -> tuple[int, int, int]:
+        instance = self._optimizer.distributed_optimizer_instance_id
+        return (instance, 0, self._optimizer.data_parallel_group.rank())
+
     def common(self, prefix: str) -> Mapping[str, ShardedObject]:
         """Return the objects that are stored with the buckets: groups and loss scale."""
-        replica = (
-            self._optimizer.distributed_optimizer_instance_id,
-            0,
-            self._optimizer.data_parallel_group.rank(),
-        )
         names = ("optimizer", *(("grad_scaler",) if self._optimizer.grad_scaler else ()))
         return {
-            name: ShardedObject(f"{prefix}{name}", None, (1,), (0,), replica_id=replica)
+            name: ShardedObject(f"{prefix}{name}", None, (1,), (0,), replica_id=self._replica)
             for name in names
         }
 
@@ -139,19 +151,19 @@ class Value:
         """Return where a checkpoint has state of a kind that fits this value; None without."""
         found = [contents.find(pieces) for pieces in self.forms(kind)]
         sources = [Source(pieces) for pieces in found if pieces is not None]
-        return next(iter(sources), None) or self.source_in_bucket(kind, contents.shapes)
+        return next(iter(sources), None) or self.source_in_bucket(kind, contents)
 
-    def source_in_bucket(self, kind: str, shapes: Shapes | None = None) -> Source | None:
+    def source_in_bucket(self, kind: str, contents: Contents | None = None) -> Source | None:
         """Return the source of a kind of state in a bucket; None if there is none.
 
-        Without ``shapes``, it is the source that megatron-core would use.
+        Without ``contents``, it is the source that megatron-core would use.
         """
         stored, buckets = self.where.stored, self.where.buckets
         if buckets is None or stored is None or self.flat is None:
             return None
         for prefix in buckets.prefixes:
             piece = buckets.piece(stored.param, kind, self.flat, prefix)
-            if shapes is None or shapes.get(piece.key) == piece.global_shape:
+            if contents is None or contents.has_bucket(piece, buckets.params_key):
                 return Source((piece,), bucket=prefix)
         return None
 

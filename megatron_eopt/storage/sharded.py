@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_eopt.base.address import address_of
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.base.names import MOMENTUM, STEP
+from megatron_eopt.base.names import GLOBAL_NAME_ATTRIBUTE, MOMENTUM, STEP
 from megatron_eopt.matrices import Split
 from megatron_eopt.routing.parameters import cut_dimension
 from megatron_eopt.storage.all_reduced import AllReducedBuffer
@@ -19,6 +19,9 @@ from megatron_eopt.storage.buffers import BufferSet, RankGrid
 from megatron_eopt.storage.interface import Storage, Stored, gather_buckets
 from megatron_eopt.storage.replicated import SplitOf, refuse_rematerialized
 from megatron_eopt.storage.shard import Fragment, Shard, fragment_layouts, global_name
+
+BUFFER_PARAMS = "buffer_params"
+"""Key of the names of a buffer's parameters in saved state of whole buffers."""
 
 
 class BufferRange(NamedTuple):
@@ -229,6 +232,17 @@ class FragmentsOptimizer(Storage, DistributedOptimizer):
         buffer, _, bucket = self.model_param_gbuf_map[param]
         data: Tensor = self.buffers[buffer].buckets[bucket].param_data
         return data.view(-1)[held.start : held.end]
+
+    @property
+    def buffer_params(self) -> list[str]:
+        """Names and shapes of the parameters in the buffers, in order."""
+        params = [param for buffer in self.buffers for param in buffer.params]
+        return [f"{getattr(p, GLOBAL_NAME_ATTRIBUTE, '')} {tuple(p.shape)}" for p in params]
+
+    def get_parameter_state_dp_zero(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state of whole buffers, with the names of their parameters."""
+        state = super().get_parameter_state_dp_zero(*args, **kwargs)
+        return state and {**state, BUFFER_PARAMS: self.buffer_params}
 
     def get_parameter_state_dp_reshardable(self) -> Any:
         """Return the fragments by bucket, padding empty buckets, for which megatron-core raises."""
