@@ -116,7 +116,7 @@ A setting belongs to the scheduler or to the optimizer of its parameters:
 | `weight_decay` | constant weight decay (`start_wd` and `end_wd`) | weight decay |
 | `start_wd`, `end_wd` | first and last weight decay | only if both are equal |
 | `wd_mult` | multiplies weight decay | multiplies weight decay |
-| arguments of the optimizer (`eps`, `momentum`, `muon`'s `nesterov` and `num_ns_steps`) | that of these parameters | the same |
+| arguments of the optimizer (`eps`, `nesterov`) | that of these parameters | the same |
 
 All other settings raise `ConfigurationError`: misspelled ones, those that the optimizer of the
 parameters lacks, and arguments that belong to the run, such as `tp_mode`. Names count layers and
