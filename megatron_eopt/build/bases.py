@@ -100,6 +100,7 @@ def bases_of(
         made_over = groups
         if plain or (stand_ins and name not in SCALAR_OPTIMIZERS):
             made_over = [{**group, **_stand_in()[0]} for group in groups]
+        own_rates = [group.get("lr") for group in groups]  # torch adds its default to the groups
         construct = functools.partial(makers[name], **dict(arguments))
         if name not in SCALAR_OPTIMIZERS:
             entry = entry_of(name)
@@ -115,8 +116,8 @@ def bases_of(
         if settings.lr is None and "max_lr" not in settings.own_rates(name):
             # a scheduler or a checkpoint must set the learning rate before the first step
             optimizer.defaults["lr"] = None
-            for made, given in zip(optimizer.param_groups, groups, strict=True):
-                made["lr"] = given.get("lr")
+            for made, rate in zip(optimizer.param_groups, own_rates, strict=True):
+                made["lr"] = rate
         complete = [
             {**made, "params": given["params"]}
             for made, given in zip(optimizer.param_groups, groups, strict=True)

@@ -34,7 +34,7 @@ from megatron_eopt.build.layer_wise import LayerWiseDistributedOptimizer
 from megatron_eopt.build.replicated import chain_of_slabs
 from megatron_eopt.build.sharded import Sharding, unmixed_steppers
 from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
-from megatron_eopt.routing.global_names import names_in
+from megatron_eopt.routing.global_names import name_parameters, names_in
 from megatron_eopt.routing.groups import Group
 from megatron_eopt.routing.model import Routing, log_routing, route_model
 from megatron_eopt.settings.arguments import arguments_of
@@ -182,6 +182,7 @@ def _sharded(wanted: Wanted) -> OptimizerChain | None:
         model_chunks, wanted.pg_collection, use_gloo=wanted.use_gloo, redistributed=mixed
     )
     scaler, names = make_scaler(settings.loss_scale), names_in(model_chunks)
+    name_parameters(model_chunks)
     sharding = Sharding(settings, model_chunks, sets, names, scaler, routing.matrices)
     if mixed:
         bases = [base for base in bases if base.groups]
