@@ -209,7 +209,7 @@ class ShardedOptimizer(CompositeOptimizer):
             ConfigurationError: On all ranks and before any change, if a parameter's state is
                 missing, belongs to another optimizer, or does not fit.
         """
-        state_dict = dict(state_dict)
+        state_dict = dict(state_dict) if isinstance(state_dict, Mapping) else state_dict
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
         self.expect()
