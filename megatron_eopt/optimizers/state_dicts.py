@@ -114,22 +114,25 @@ class StateDictMatch:
         self._targets = [target for its in targets for target in its]
         self._optimizers = SavedGroups(saved).optimizers
         self._group_of = {number: group for group in saved for number in group["params"]}
-        given: Mapping[Any, str] = state_dict.get(PARAM_NAMES) or {}
-        if all(isinstance(number, str) for number in self._group_of):
-            # torch's distributed checkpoints have names in place of numbers
-            given = {number: number for number in self._group_of}
-        known = {name: number for number, name in given.items()}
+        # torch's distributed checkpoints have names in place of numbers
+        is_named = all(isinstance(number, str) for number in self._group_of)
+        given: Mapping[Any, str] | None = state_dict.get(PARAM_NAMES)
+        known = {name: number for number, name in (given or {}).items()}
+        if given is None and is_named:
+            known = {number: number for number in self._group_of}
         # the matching group of the state dict for each group, None if it has none
         self.twins: list[int | None] = [find_group(group, saved) for group in groups]
-        if known.keys() & {target.name for target in self._targets} or not self._targets:
+        ours = {target.name for target in self._targets}
+        if given is not None or not ours or known.keys() & ours:
             self._numbers = known
+        elif is_named:
+            # torch has put them in this optimizer's order, under names of a wrapper
+            self._numbers = _by_place(saved, range(len(groups)), targets)
         else:
-            if not given:
-                self.twins = _in_order(saved, groups)
-                text = "the state dict does not name its parameters: they are matched by order"
-                log_single_rank(logger, logging.INFO, text)
-            places = range(len(groups)) if given else self.twins
-            self._numbers = _by_place(saved, places, targets)
+            self.twins = _in_order(saved, groups)
+            self._numbers = _by_place(saved, self.twins, targets)
+            text = "the state dict does not name its parameters: they are matched by order"
+            log_single_rank(logger, logging.INFO, text)
         self._names = {number: name for name, number in self._numbers.items()}
 
     def number_of(self, name: str) -> Any:
