@@ -20,11 +20,9 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import MOMENT2
+from megatron_eopt.checkpoint.complete import TRACKER, format_of, latest
 from megatron_eopt.checkpoint.keys import split_key
 from megatron_eopt.optimizers.saved_groups import optimizers_of, saved_groups, saved_steps
-
-TRACKER = "latest_checkpointed_iteration.txt"
-"""Megatron's file with the iteration to load, which is written after the checkpoint."""
 
 _METADATA = ".metadata"
 _RANK_FILE = "model_optim_rng.pt"
@@ -98,18 +96,14 @@ def explain(path: str | Path) -> Contents:
         ConfigurationError: If the folder has no complete checkpoint.
     """
     folder = _folder_in(Path(path))
-    contents = Contents(str(folder), "torch_dist")
-    if (folder / _METADATA).exists():
-        metadata = _metadata(folder)
-        read = _read_keys if (folder / "metadata.json").exists() else _read_paths
-        common = read(contents, metadata)
-    elif places := sorted(folder.glob(f"mp_rank_*/{_RANK_FILE}")):
-        contents.format = "torch"
-        common = torch.load(places[0], map_location="cpu", weights_only=True, mmap=True)
+    contents = Contents(str(folder), format_of(folder))
+    if contents.format == "torch":
+        place = min(folder.glob(f"mp_rank_*/{_RANK_FILE}"))
+        common = torch.load(place, map_location="cpu", weights_only=True, mmap=True)
         _note_optimizer(contents, common.get("optimizer") or {})
     else:
-        rule = f"is no complete checkpoint: it has neither {_METADATA} nor mp_rank_*/{_RANK_FILE}"
-        raise _broken(folder, rule)
+        read = _read_keys if contents.format == "torch_dist" else _read_paths
+        common = read(contents, FileSystemReader(folder).read_metadata())
     args = common.get("args")
     iteration = common.get("iteration")
     contents.iteration = None if iteration is None else int(iteration)
@@ -131,23 +125,11 @@ def _folder_in(path: Path) -> Path:
     """Return the checkpoint's folder: ``path``, or its latest iteration."""
     if not path.is_dir():
         raise _broken(path, "is not a folder")
-    if (tracker := path / TRACKER).exists():
-        text = tracker.read_text(errors="replace").strip()
-        name = f"iter_{int(text):07d}" if text.isdecimal() else text
-        if not name or not (path / name).is_dir():
-            raise _broken(path, f"its {TRACKER} names {name!r}, which does not exist")
+    if (name := latest(path)) is not None:
         return path / name
     if any(path.glob("iter_*")):
         raise _broken(path, f"lacks {TRACKER}, so no save to this folder has finished")
     return path
-
-
-def _metadata(folder: Path) -> Metadata:
-    try:
-        return FileSystemReader(folder).read_metadata()
-    except Exception as error:  # a damaged file can raise anything
-        rule = f"its {_METADATA} cannot be read ({type(error).__name__}: {error})"
-        raise _broken(folder, rule) from error
 
 
 def _note_optimizer(contents: Contents, state: Any) -> None:
@@ -197,10 +179,6 @@ def _where_it_loads(of_matrices: Sequence[str], slabs: int, *, by_bucket: bool) 
 def _read_paths(contents: Contents, metadata: Metadata) -> Mapping[str, Any]:
     """Read an ``fsdp_dtensor`` checkpoint of the trainer, or a ``torch_dcp`` checkpoint."""
     paths = {key: tuple(map(str, path)) for key, path in (metadata.planner_data or {}).items()}
-    if not paths:
-        raise _broken(
-            Path(contents.folder), "lacks the file metadata.json: its save did not finish"
-        )
     for key, path in paths.items():
         item = metadata.state_dict_metadata.get(key)
         if isinstance(item, TensorStorageMetadata):

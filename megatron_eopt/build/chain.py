@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from megatron.core.optimizer.optimizer import ChainedOptimizer
@@ -29,7 +29,7 @@ from megatron_eopt.build.stats import Stats
 from megatron_eopt.checkpoint import local_state, optimizer_state
 from megatron_eopt.checkpoint.rank_files import load_rank_file, save_rank_file
 from megatron_eopt.optimizers.continuation import Policy
-from megatron_eopt.optimizers.driver import CompositeOptimizer, check_may_step
+from megatron_eopt.optimizers.driver import CompositeOptimizer, check_may_step, refuse_copy
 from megatron_eopt.optimizers.saved_groups import check_state_dict
 from megatron_eopt.optimizers.stepper import Stepper
 from megatron_eopt.qk_clip import remember
@@ -89,6 +89,10 @@ class OptimizerChain(ChainedOptimizer):
         self._unread: dict[str | None, GradNorm] = {}
         remember(model_chunks, self)
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Raise a ConfigurationTypeError, because copies could not step."""
+        refuse_copy(self)
+
     @torch.no_grad()
     def prepare_grads(self) -> bool:
         """Pass gradients to the stepped tensors and unscale them, once per step or ``zero_grad``.
@@ -118,6 +122,12 @@ class OptimizerChain(ChainedOptimizer):
     def stats(self) -> dict[str, float]:
         """Return the statistics of the last measured step by name; collective."""
         return self._stats.values() | {"optimizer/skipped-steps": float(self.skipped_steps)}
+
+    @property
+    def loaded_groups(self) -> list[Mapping[str, Any]]:
+        """Parameter groups of the last checkpoint that was loaded."""
+        storages = [stepper.storage for stepper in self.steppers]
+        return next((list(s.loaded_groups) for s in storages if s.loaded_groups), [])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients."""

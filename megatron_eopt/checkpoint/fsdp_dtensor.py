@@ -97,6 +97,7 @@ def load(stepper: Stepper, loaded: Mapping[str, Any]) -> None:
     _, taken = agreed(lambda: optimizer.checked(state_dict, policy))
     for group in optimizer.param_groups:
         adopt(group, groups)
+    storage.loaded_groups = groups
     optimizer.take(taken)
     storage.steps = steps
 

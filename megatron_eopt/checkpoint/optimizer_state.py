@@ -180,6 +180,7 @@ def adopt_common(steppers: Sequence[Stepper], state: Any) -> None:
             continue
         for group in stepper.storage.optimizer.param_groups:
             adopt(group, saved)
+        stepper.storage.loaded_groups = saved
         stepper.storage.steps = steps
         if stepper.storage.grad_scaler and scalers:
             stepper.storage.grad_scaler.load_state_dict(scalers[0])

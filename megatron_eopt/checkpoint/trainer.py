@@ -2,7 +2,7 @@
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -18,9 +18,18 @@ from megatron_eopt.base.agreement import CheckpointError, agreed, from_rank_0
 from megatron_eopt.base.upstream import needed, owner_of
 from megatron_eopt.base.wrapping import Function, around
 from megatron_eopt.checkpoint import fsdp_dtensor
+from megatron_eopt.checkpoint.complete import (
+    TRACKER,
+    forget_aside,
+    format_of,
+    latest,
+    restore,
+    set_aside,
+)
 from megatron_eopt.checkpoint.gpt_layers import forget_layers, noting_layers
 from megatron_eopt.checkpoint.matching import match
 from megatron_eopt.optimizers.continuation import Policy
+from megatron_eopt.optimizers.saved_groups import kind_of_group
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +44,7 @@ def trainer_rebindings() -> Rebindings:
     """
     wrappers = {
         "load_checkpoint": _handing_over,
+        "save_checkpoint": _setting_aside,
         "_load_global_dist_base_checkpoint": _matching,
         "_load_base_checkpoint": _refusing_gaps,
         "_get_checkpoint_format": _taking_the_format,
@@ -48,6 +58,23 @@ def trainer_rebindings() -> Rebindings:
 def wrapped(wrappers: Mapping[str, Callable[[Function], Function]]) -> Rebindings:
     """Return the rebindings that wrap functions; raises ImportError if a function is missing."""
     return [(owner_of(name), name, wrapper(needed(name))) for name, wrapper in wrappers.items()]
+
+
+@around
+def _setting_aside(original: Function, *values: Any, **kwargs: Any) -> Any:
+    """Move a checkpoint that is overwritten aside, until the save has finished."""
+    asked = inspect.signature(original).bind(*values, **kwargs).arguments
+    args = owner_of("save_checkpoint").get_args()
+    if MultiStorageClientFeature.is_enabled() or not args.save or asked.get("non_persistent_ckpt"):
+        return original(*values, **kwargs)
+    place = args.save, asked["iteration"], asked.get("release", False)
+    folder = Path(needed("get_checkpoint_name")(*place, return_base_dir=True))
+    from_rank_0(lambda: set_aside(folder))
+    result = original(*values, **kwargs)
+    if not args.async_save:
+        # an asynchronous save finishes later; the next save or load into the folder cleans up
+        from_rank_0(lambda: forget_aside(folder))
+    return result
 
 
 @around
@@ -98,6 +125,8 @@ def _at_the_step_asked_for(original: Function, tracker_filename: str) -> tuple[i
     For distributed Adam's files, the trainer reads it again and ignores the flag. It would load the
     optimizer state of another iteration.
     """
+    if not MultiStorageClientFeature.is_enabled():
+        latest(Path(tracker_filename).parent, must_exist=False)
     iteration, release = original(tracker_filename)
     if _optimizer.get() is None:
         return iteration, release
@@ -137,21 +166,58 @@ def _rates_kept(optimizer: Any, scheduler: Any) -> Iterator[None]:
     """Keep each parameter group's own learning rates during a load.
 
     With ``--override-opt-param-scheduler``, megatron-core 0.20 would write ``--lr`` and
-    ``--min-lr`` into all groups. With ``--use-checkpoint-opt_param-scheduler``, groups with the
-    run's rates get those that the scheduler has loaded.
+    ``--min-lr`` into all groups. With ``--use-checkpoint-opt_param-scheduler``, each group gets the
+    rates that the checkpoint has for it.
     """
     groups = optimizer.param_groups if getattr(optimizer, "keeps_rates", False) else []
     own = [{key: group[key] for key in _RATES if key in group} for group in groups]
-    runs = {key: getattr(scheduler, key, None) for key in _RATES}
     yield
-    if getattr(scheduler, "use_checkpoint_opt_param_scheduler", False):
-        for rates in own:
-            rates |= {k: getattr(scheduler, k) for k, rate in rates.items() if rate == runs[k]}
+    if own and getattr(scheduler, "use_checkpoint_opt_param_scheduler", False):
+        own = _saved_rates(optimizer, own)
     for group, rates in zip(optimizer.param_groups if own else (), own, strict=True):
         group.update(rates)
     if own and scheduler is not None:
         # sets the current learning rates
         scheduler.step(0)
+
+
+def _saved_rates(optimizer: Any, own: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
+    """Return the checkpoint's rates for each group.
+
+    Raises:
+        CheckpointError: If the checkpoint has rates for parameters that have no group of their own.
+    """
+    groups = optimizer.param_groups
+    saved = list(getattr(optimizer, "loaded_groups", ()))
+    if not saved:
+        return [dict(rates) for rates in own]
+    by_kind = {kind_of_group(group): group for group in saved}
+    mine = {kind_of_group(group) for group in groups}
+    others = [kind for kind in by_kind if kind not in mine and "max_lr" in by_kind[kind]]
+    if others:
+        rule = "has learning rates for parameter groups that this run does not have"
+        way_out = (
+            "Pass the flags of the run that wrote it, such as --decoupled-lr, or leave out "
+            "--use-checkpoint-opt_param-scheduler"
+        )
+        raise CheckpointError("checkpoint", ", ".join(others), rule, way_out)
+    result = []
+    for group, rates in zip(groups, own, strict=True):
+        twin = by_kind.get(kind_of_group(group), {})
+        result.append({key: twin.get(key, rates[key]) for key in rates})
+    return result
+
+
+def _checked(run: Path, step: int | None) -> str:
+    """Check the checkpoint that a run is about to load; return a line if it was restored."""
+    name = f"iter_{step:07d}" if step else latest(run)
+    if name is None or not (run / TRACKER).exists():
+        return ""
+    folder = run / name
+    restored = restore(folder)
+    format_of(folder)
+    text = "a save over it was interrupted, so the checkpoint of before was restored"
+    return f"{folder}: {text}" if restored else ""
 
 
 @around
@@ -169,6 +235,10 @@ def _matching(original: Function, *values: Any, **kwargs: Any) -> Any:
 def _refusing_gaps(original: Function, *values: Any, **kwargs: Any) -> Any:
     asked = inspect.signature(original).bind(*values, **kwargs).arguments
     args, wanted = asked["args"], asked.get("sharded_state_dict") or {}
+    if asked["load_dir"] and not MultiStorageClientFeature.is_enabled():
+        run, step = Path(asked["load_dir"]), getattr(args, "ckpt_step", None)
+        if line := from_rank_0(lambda: _checked(run, step)):
+            log_single_rank(logger, logging.WARNING, line)
     # without "optimizer", the trainer reads only the arguments
     if args.ckpt_format == fsdp_dtensor.FORMAT and "optimizer" in wanted:
         _match_megatron_fsdp(args, wanted["optimizer"])

@@ -15,12 +15,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
 from megatron_eopt.base.names import STEP
 from megatron_eopt.layouts import Redistribution
 from megatron_eopt.layouts.redistribution import LoadT, StoreT
@@ -218,6 +218,10 @@ class CompositeOptimizer(torch.optim.Optimizer):
         """Provide what ``driver`` works on: groups of this rank's tensors, and their state."""
         yield self.groups_of(driver), self.state
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Raise a ConfigurationTypeError, because copies could not step."""
+        refuse_copy(self)
+
     def add_param_group(self, param_group: ParamGroup) -> None:
         """Add a group during construction; raise a ConfigurationError afterwards."""
         if self._complete:
@@ -251,6 +255,13 @@ class CompositeOptimizer(torch.optim.Optimizer):
         for driver in self.drivers:
             with self.groups_and_state(driver) as (groups, state):
                 driver.step(groups, state)
+
+
+def refuse_copy(optimizer: Any) -> NoReturn:
+    """Raise a ConfigurationTypeError in place of copying or pickling an optimizer."""
+    rule = "cannot be copied or pickled, because it belongs to a model and to groups of processes"
+    way_out = "Save its state_dict(), and load it into an optimizer that is built over the copy"
+    raise ConfigurationTypeError("optimizer", type(optimizer).__name__, rule, way_out)
 
 
 def check_may_step(optimizer: Any) -> None:

@@ -162,6 +162,13 @@ def take_settings(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
     group.update({key: value for key, value in saved.items() if key not in keep})
 
 
+def kind_of_group(group: Mapping[str, Any]) -> str:
+    """Return a group's identity without the names of its rates, which flags may or may not set."""
+    optimizer, experts, names, *label = f"{group.get(GROUP_ID, '')}//".split("/")[:4]
+    kept = [name for name in names.split("+") if name not in ("lr", "max_lr", "min_lr")]
+    return "/".join((optimizer, experts, "+".join(kept), *label))
+
+
 def match_all(saved: Groups, present: Groups) -> list[int]:
     """Return, for each present group, the index of the matching saved group.
 

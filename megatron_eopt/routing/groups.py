@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.routing.routes import USUAL_VALUES, Route
 
 GROUP_ID = "group_id"
@@ -85,6 +86,7 @@ def param_group(
     values = dict(group.key.values)
     # without these keys, megatron-core's scheduler uses its own rates
     rates = {name: rate for name, rate in (("max_lr", lr), ("min_lr", min_lr)) if rate is not None}
+    _check_rates(group, {**rates, **values})
     # if no scheduler writes these
     first = {"lr": values.get("max_lr"), "weight_decay": values.get("start_wd")}
     return {
@@ -99,6 +101,16 @@ def param_group(
         "optimizer": group.key.optimizer,
         GROUP_ID: group.identity,
     }
+
+
+def _check_rates(group: Group, values: Mapping[str, Any]) -> None:
+    """Raise a ConfigurationError if a group's own learning rate would rise to the lowest one."""
+    largest, least = values.get("max_lr"), values.get("min_lr")
+    own = {"max_lr", "min_lr"} & dict(group.key.values).keys()
+    if own and largest is not None and least is not None and largest < least:
+        rule = f"is below the lowest learning rate of its schedule, min_lr={least}"
+        way_out = "Also set a lower one: muon_min_lr, decoupled_min_lr, or min_lr in the override"
+        raise ConfigurationError(f"max_lr of {group.identity}", largest, rule, way_out)
 
 
 def _identities(labels: Mapping[GroupKey, frozenset[str]]) -> list[tuple[GroupKey, str]]:

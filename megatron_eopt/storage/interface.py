@@ -1,6 +1,6 @@
 """The interface of storages for optimizers, checkpoints and chains."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -35,6 +35,9 @@ class Storage:
 
     steps: int = 0
     """Number of steps done, the same on every rank."""
+
+    loaded_groups: Sequence[Mapping[str, Any]] = ()
+    """Parameter groups of the last checkpoint that was loaded."""
 
     is_stub_optimizer: bool
     """Whether it has no parameters."""

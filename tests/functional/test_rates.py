@@ -1,0 +1,87 @@
+"""Learning rates of groups over a resume through the trainer: the checkpoint's or the flags'."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_eopt import ConfigurationError, EmergingOptimizerConfig
+from megatron_eopt.fsdp2 import build_optimizer
+from tests.functional.script import TINY, _run_once
+from tests.functional.test_checkpoint_refusals import _error_of
+from tests.harness import run_ranks
+
+MUON = "--optimizer muon --use-distributed-optimizer --min-lr 1e-4"
+OWN = ["--muon-lr", "4e-3", "--decoupled-lr", "5e-4", "--decoupled-min-lr", "1e-4"]
+
+
+def rates(flags: list[str]) -> dict[str, float]:
+    """Run the script; return the largest rate of each kind of group."""
+    from megatron.training import training
+
+    found: dict[str, float] = {}
+    original = training.train
+
+    def seen(forward_step, model, optimizer, *rest, **kwargs):
+        for group in optimizer.param_groups:
+            kind = "decoupled" if group["is_decoupled_lr"] else group["optimizer"]
+            found[kind] = group["max_lr"]
+        return original(forward_step, model, optimizer, *rest, **kwargs)
+
+    training.train = seen
+    try:
+        _run_once(flags)
+    finally:
+        training.train = original
+    return found
+
+
+CASES = {
+    # further flags of the resumed run: largest rates of Muon, Adam and the decoupled group
+    "flags": (
+        ["--override-opt_param-scheduler", "--muon-lr", "2e-3", *OWN[2:]],
+        (2e-3, 1e-3, 5e-4),
+    ),
+    "checkpoint": (["--use-checkpoint-opt_param-scheduler", *OWN[2:]], (4e-3, 1e-3, 5e-4)),
+    "both": (["--use-checkpoint-opt_param-scheduler", *OWN, "--lr", "3e-3"], (4e-3, 1e-3, 5e-4)),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    flags = [*TINY, *MUON.split(), "--lr", "1e-3", *OWN, "--train-iters", "2"]
+    flags += ["--save", str(folder), "--save-interval", "2"]
+    run_ranks(1, rates, flags, cpu=False, timeout=240)
+    return folder
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_group_takes_its_rates_from_one_place(saved, name):
+    further, (muon, adam, decoupled) = CASES[name]
+    flags = [*TINY, *MUON.split(), "--lr", "1e-3", "--train-iters", "3", "--load", str(saved)]
+    (found,) = run_ranks(1, rates, flags + further, cpu=False, timeout=240)
+    assert found == {"muon": muon, "adam": adam, "decoupled": decoupled}
+
+
+def test_a_group_that_only_the_checkpoint_has_is_told(saved):
+    flags = [*TINY, *MUON.split(), "--lr", "1e-3", "--train-iters", "3", "--load", str(saved)]
+    flags += ["--use-checkpoint-opt_param-scheduler"]
+    (error,) = run_ranks(1, _error_of, flags, cpu=False, timeout=240)
+    assert re.search("is_decoupled_lr.*--decoupled-lr", error)
+
+
+@pytest.mark.parametrize("text", ["", "three"])
+def test_a_tracker_file_that_names_nothing_ends_the_run(saved, tmp_path, text):
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text(text)
+    flags = [*TINY, *MUON.split(), "--train-iters", "3", "--load", str(tmp_path)]
+    (error,) = run_ranks(1, _error_of, flags, cpu=False, timeout=240)
+    assert "must hold the number of an iteration" in error
+
+
+def test_a_rate_that_would_rise_is_refused():
+    import torch
+
+    fields = {"optimizer": "muon", "lr": 1e-3, "min_lr": 1e-4, "muon_lr": 1e-5}
+    with pytest.raises(ConfigurationError, match="below the lowest learning rate"):
+        build_optimizer(torch.nn.Linear(4, 4), EmergingOptimizerConfig(**fields))
