@@ -29,7 +29,8 @@ from megatron_eopt.checkpoint.complete import (
 from megatron_eopt.checkpoint.gpt_layers import forget_layers, noting_layers
 from megatron_eopt.checkpoint.matching import match
 from megatron_eopt.optimizers.continuation import Policy
-from megatron_eopt.optimizers.saved_groups import kind_of_group
+from megatron_eopt.optimizers.saved_groups import find_group, kind_of_group
+from megatron_eopt.routing.groups import GROUP_ID
 
 logger = logging.getLogger(__name__)
 
@@ -191,9 +192,15 @@ def _saved_rates(optimizer: Any, own: Sequence[Mapping[str, float]]) -> list[dic
     saved = list(getattr(optimizer, "loaded_groups", ()))
     if not saved:
         return [dict(rates) for rates in own]
-    by_kind = {kind_of_group(group): group for group in saved}
-    mine = {kind_of_group(group) for group in groups}
-    others = [kind for kind in by_kind if kind not in mine and "max_lr" in by_kind[kind]]
+    twins = [find_group(group, saved) for group in groups]
+    left = [place for place in range(len(saved)) if place not in twins]
+    for number, group in enumerate(groups):
+        # a flag such as --muon-lr is part of a group's identity, and may be absent now
+        alike = [place for place in left if kind_of_group(saved[place]) == kind_of_group(group)]
+        if twins[number] is None and len(alike) == 1:
+            twins[number] = alike[0]
+            left.remove(alike[0])
+    others = [str(saved[place].get(GROUP_ID)) for place in left if "max_lr" in saved[place]]
     if others:
         rule = "has learning rates for parameter groups that this run does not have"
         way_out = (
@@ -202,8 +209,8 @@ def _saved_rates(optimizer: Any, own: Sequence[Mapping[str, float]]) -> list[dic
         )
         raise CheckpointError("checkpoint", ", ".join(others), rule, way_out)
     result = []
-    for group, rates in zip(groups, own, strict=True):
-        twin = by_kind.get(kind_of_group(group), {})
+    for place, rates in zip(twins, own, strict=True):
+        twin = {} if place is None else saved[place]
         result.append({key: twin.get(key, rates[key]) for key in rates})
     return result
 

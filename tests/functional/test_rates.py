@@ -1,6 +1,5 @@
 """Learning rates of groups over a resume through the trainer: the checkpoint's or the flags'."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -15,17 +14,15 @@ MUON = "--optimizer muon --use-distributed-optimizer --min-lr 1e-4"
 OWN = ["--muon-lr", "4e-3", "--decoupled-lr", "5e-4", "--decoupled-min-lr", "1e-4"]
 
 
-def rates(flags: list[str]) -> dict[str, float]:
-    """Run the script; return the largest rate of each kind of group."""
+def rates(flags: list[str]) -> set[tuple[str, float]]:
+    """Run the script; return optimizer and largest rate of each group."""
     from megatron.training import training
 
-    found: dict[str, float] = {}
+    found: set[tuple[str, float]] = set()
     original = training.train
 
     def seen(forward_step, model, optimizer, *rest, **kwargs):
-        for group in optimizer.param_groups:
-            kind = "decoupled" if group["is_decoupled_lr"] else group["optimizer"]
-            found[kind] = group["max_lr"]
+        found.update((group["optimizer"], group["max_lr"]) for group in optimizer.param_groups)
         return original(forward_step, model, optimizer, *rest, **kwargs)
 
     training.train = seen
@@ -61,14 +58,14 @@ def test_each_group_takes_its_rates_from_one_place(saved, name):
     further, (muon, adam, decoupled) = CASES[name]
     flags = [*TINY, *MUON.split(), "--lr", "1e-3", "--train-iters", "3", "--load", str(saved)]
     (found,) = run_ranks(1, rates, flags + further, cpu=False, timeout=240)
-    assert found == {"muon": muon, "adam": adam, "decoupled": decoupled}
+    assert found == {("muon", muon), ("adam", adam), ("adam", decoupled)}
 
 
 def test_a_group_that_only_the_checkpoint_has_is_told(saved):
     flags = [*TINY, *MUON.split(), "--lr", "1e-3", "--train-iters", "3", "--load", str(saved)]
     flags += ["--use-checkpoint-opt_param-scheduler"]
     (error,) = run_ranks(1, _error_of, flags, cpu=False, timeout=240)
-    assert re.search("is_decoupled_lr.*--decoupled-lr", error)
+    assert "--decoupled-lr" in error
 
 
 @pytest.mark.parametrize("text", ["", "three"])
