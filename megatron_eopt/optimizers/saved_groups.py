@@ -1,5 +1,6 @@
 """Parameter groups and step counts in checkpoints of this package, megatron-core and NeMo."""
 
+import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,13 +13,15 @@ from megatron_eopt.settings.registry import meanings_of, name_of_class
 
 type Groups = Sequence[Mapping[str, Any]]
 
-PARAM_NAMES, NAMES_HASH, OPTIMIZERS = ABOUT_PARAMS = (
-    "param_names",
-    "param_names_hash",
-    "state_optimizers",
-)
-"""Keys of saved groups: names of the parameters (as in torch), a hash of them, and the optimizers
-of all groups. torch's distributed checkpoints merge groups, and keep no names beside parameters."""
+PARAM_NAMES = "param_names"
+"""Key of the names of a saved group's parameters; torch uses it, too."""
+
+_SEPARATOR = "\t"
+"""Between a saved group's identity, the hash of its parameters' names, and all optimizers' names.
+
+torch's distributed checkpoints merge groups, keep no names beside parameters, and need the same
+keys when they load. So these are parts of the identity.
+"""
 
 _SIGNATURES: tuple[tuple[str, set[str], set[str]], ...] = (
     ("soap", {"shampoo_beta"}, set()),
@@ -33,9 +36,37 @@ _SIGNATURES: tuple[tuple[str, set[str], set[str]], ...] = (
 """
 
 
+def identity_of(group: Mapping[str, Any]) -> str:
+    """Return a group's identity; empty if it has none."""
+    return str(group.get(GROUP_ID, "")).partition(_SEPARATOR)[0]
+
+
+def with_names(
+    group: Mapping[str, Any], names: Iterable[str], optimizers: Iterable[str]
+) -> dict[str, Any]:
+    """Return a group to save, whose identity tells its parameters and all groups' optimizers."""
+    parts = (identity_of(group), _hash_of(names), ",".join(optimizers))
+    return {**group, GROUP_ID: _SEPARATOR.join(parts)} if GROUP_ID in group else dict(group)
+
+
+def merged_optimizers(group: Mapping[str, Any], names: Iterable[str]) -> tuple[str, ...] | None:
+    """Return the optimizers of a saved state dict if torch has merged its groups, else None.
+
+    ``names`` are those of the parameters that are in the group now.
+    """
+    identity = str(group.get(GROUP_ID, "")).split(_SEPARATOR)
+    if len(identity) != 3 or identity[1] == _hash_of(names):
+        return None
+    return tuple(identity[2].split(","))
+
+
+def _hash_of(names: Iterable[str]) -> str:
+    return f"{zlib.crc32(chr(10).join(sorted(names)).encode()):08x}"
+
+
 def optimizer_of(group: Mapping[str, Any]) -> str | None:
     """Return the registered name of the optimizer that wrote a group; None if it cannot be told."""
-    identity = str(group.get(GROUP_ID, "")).partition("/")[0]
+    identity = identity_of(group).partition("/")[0]
     # NeMo writes megatron-core's names with a prefix
     named = identity or group.get("optimizer") or group.get("pre_optimizer")
     if named:
@@ -158,13 +189,13 @@ def take_settings(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
     """Load a group's settings, except those that describe or schedule this run's group."""
     keep = {"params", STEP, "default_config", GROUP_ID, "max_lr", "min_lr", *_identifiers()}
     # this run chooses torch's implementation and where it counts steps
-    keep |= {*ABOUT_PARAMS, "fused", "foreach", "capturable"}
+    keep |= {PARAM_NAMES, "fused", "foreach", "capturable"}
     group.update({key: value for key, value in saved.items() if key not in keep})
 
 
 def kind_of_group(group: Mapping[str, Any]) -> str:
     """Return a group's identity without the names of its rates, which flags may or may not set."""
-    optimizer, experts, names, *label = f"{group.get(GROUP_ID, '')}//".split("/")[:4]
+    optimizer, experts, names, *label = f"{identity_of(group)}//".split("/")[:4]
     kept = [name for name in names.split("+") if name not in ("lr", "max_lr", "min_lr")]
     return "/".join((optimizer, experts, "+".join(kept), *label))
 
@@ -189,8 +220,7 @@ def match_all(saved: Groups, present: Groups) -> list[int]:
 def optimizers_of(groups: Groups) -> set[str | None]:
     """Return the optimizer names of some groups; None for a group that names none."""
     return {
-        group.get("optimizer") or str(group.get(GROUP_ID, "")).partition("/")[0] or None
-        for group in groups
+        group.get("optimizer") or identity_of(group).partition("/")[0] or None for group in groups
     }
 
 
@@ -204,7 +234,7 @@ def find_group(group: Mapping[str, Any], saved: Groups) -> int | None:
         if optimizer_of(candidate) not in (None, mine):
             continue
         if GROUP_ID in group and GROUP_ID in candidate:
-            if group[GROUP_ID] == candidate[GROUP_ID]:
+            if identity_of(group) == identity_of(candidate):
                 return place
         elif _keys(group, group) == _keys(candidate, group):
             return place
@@ -226,5 +256,5 @@ def _keys(group: Mapping[str, Any], present: Mapping[str, Any]) -> list[Any]:
 
 def _name(group: Mapping[str, Any]) -> str:
     if GROUP_ID in group:
-        return str(group[GROUP_ID])
+        return identity_of(group)
     return ", ".join(f"{k}={group[k]}" for k in _identifiers() if group.get(k) is not None)

@@ -254,6 +254,10 @@ class ShardedOptimizer(CompositeOptimizer):
     def take(self, loaded: Mapping[Tensor, Loaded]) -> None:
         """Load what :meth:`checked` returned; collective."""
         for driver in self.drivers:
+            for param in () if driver in self._owned else self._params[driver]:
+                if loaded[param].starts_fresh:
+                    # torch's distributed checkpoints may have been loaded in place
+                    self.state[param].clear()
             with self.groups_and_state(driver) as (groups, state):
                 driver.expect(groups, state)
                 if driver in self._owned:

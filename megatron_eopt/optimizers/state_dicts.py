@@ -5,7 +5,6 @@ names, as torch writes them, are matched by the order of their parameters.
 """
 
 import logging
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,15 +24,15 @@ from megatron_eopt.optimizers.continuation import (
     shortened,
 )
 from megatron_eopt.optimizers.saved_groups import (
-    NAMES_HASH,
-    OPTIMIZERS,
     PARAM_NAMES,
     Groups,
     SavedGroups,
     find_group,
     fitting,
     match_all,
+    merged_optimizers,
     optimizer_of,
+    with_names,
 )
 
 logger = logging.getLogger(__name__)
@@ -79,16 +78,11 @@ def named(
     flat = [name for its in names for name in its]
     result = {**state_dict, PARAM_NAMES: dict(zip(numbers, flat, strict=True))}
     if by_group:
-        optimizers = tuple(sorted({name for g in groups if (name := optimizer_of(g))}))
+        optimizers = sorted({name for g in groups if (name := optimizer_of(g))})
         result["param_groups"] = [
-            {**group, NAMES_HASH: _hash_of(its), OPTIMIZERS: optimizers}
-            for group, its in zip(groups, names, strict=True)
+            with_names(group, its, optimizers) for group, its in zip(groups, names, strict=True)
         ]
     return result
-
-
-def _hash_of(names: Iterable[str]) -> int:
-    return zlib.crc32("\n".join(sorted(names)).encode())
 
 
 class StateDictMatch:
@@ -199,9 +193,9 @@ class StateDictMatch:
         optimizer = optimizer_of(group)
         # torch merges groups if their parameters are in one group now
         names = (self._names.get(its, str(its)) for its in group["params"])
-        is_merged = NAMES_HASH in group and group[NAMES_HASH] != _hash_of(names)
-        if isinstance(number, str) and (is_merged or optimizer is None):
-            optimizers = fitting(group.get(OPTIMIZERS, self._optimizers), keys)
+        merged = merged_optimizers(group, names)
+        if isinstance(number, str) and (merged is not None or optimizer is None):
+            optimizers = fitting(merged or self._optimizers, keys)
         else:
             optimizers = () if optimizer is None else (optimizer,)
         return SavedState(frozenset(keys), optimizers, group.get("momentum"))

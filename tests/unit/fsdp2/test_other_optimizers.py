@@ -15,6 +15,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from megatron_eopt import ConfigurationError, EmergingOptimizerConfig
 from megatron_eopt.fsdp2 import build_optimizer
@@ -154,6 +160,27 @@ def test_muon_takes_only_a_mean_of_gradients_as_its_momentum(writer):
         torch.testing.assert_close(momentum, own, rtol=0.1, atol=1e-4)
     else:
         assert not momentum.any()
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("writer", ["laprop", "soap"])
+def test_torchs_distributed_checkpoints_tell_who_wrote_them(tmp_path, writer, flat):
+    """They are loaded in place, without a word about another optimizer."""
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    folder = str(tmp_path)
+    for name in (writer, "lion"):
+        weight, optimizer = built(name)
+        model = nn.Sequential(nn.Linear(6, 6, bias=False))
+        model[0].weight = weight
+        if name == writer:
+            optimizer.load_state_dict(copy.deepcopy(trained(writer)))
+        state = {"optimizer": get_optimizer_state_dict(model, optimizer, options=options)}
+        if name == writer:
+            checkpoint.save(state, checkpoint_id=folder, no_dist=True)
+            continue
+        checkpoint.load(state, checkpoint_id=folder, no_dist=True)
+        set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
+        assert not values(optimizer.state_dict())["exp_avg"].any()
 
 
 if __name__ == "__main__":
