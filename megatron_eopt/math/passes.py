@@ -180,7 +180,8 @@ def _adam(
     # torch's kernels read and write memory as if all tensors of a parameter had equal strides
     packed = [[tensor.contiguous() for tensor in some] for some in written]
     grads = [grad.contiguous() for grad in grads]
-    adam(packed[0], grads, *packed[1:], steps, fused=True, **settings)
+    params, first, second, most = packed
+    adam(params, grads, first, second, most, steps, fused=True, **settings)
     for tensor, result in zip(chain(*written), chain(*packed), strict=True):
         if tensor is not result:
             tensor.copy_(result)
