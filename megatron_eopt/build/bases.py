@@ -96,6 +96,9 @@ def bases_of(
             kwargs = arguments_of(name, settings, model_chunks, pg_collection)
             if not stand_ins and "splits" in constructor_arguments(entry.optimizer_cls):
                 kwargs["splits"] = routing.matrices
+            if "weight_decay" not in kwargs:
+                # as a scheduler writes it, also to groups of a class with its own value (Scion)
+                made_over = [{"weight_decay": settings.weight_decay, **g} for g in made_over]
             construct = functools.partial(entry.optimizer_cls, **kwargs)
             optimizer, init_fn = _made(name, construct, made_over), entry.init_state_fn
             if entry.draws:
