@@ -106,6 +106,9 @@ def bases_of(
             entry = entry_of(name)
             if not stand_ins and "splits" in constructor_arguments(entry.optimizer_cls):
                 construct = functools.partial(construct, splits=routing.matrices)
+            if "weight_decay" not in constructor_arguments(entry.optimizer_cls):
+                # as a scheduler writes it, also to groups of a class with its own value (Scion)
+                made_over = [{"weight_decay": settings.weight_decay, **g} for g in made_over]
         optimizer = _made(name, construct, made_over)
         if name in SCALAR_OPTIMIZERS:
             init_fn = scalar_init_of(optimizer)

@@ -204,12 +204,14 @@ def _report(
 ) -> None:
     emerging = sorted(routing.optimizers - set(STANDARD_OPTIMIZERS))
     arguments = {n: arguments_of(n, settings, model_chunks, collection) for n in emerging}
-    _log_differences(settings, arguments, get_pg_size(getattr(collection, "tp", None)))
+    log_differences(settings, arguments, get_pg_size(getattr(collection, "tp", None)))
     log_routing(settings, routing)
 
 
-def _log_differences(
-    settings: Settings, arguments: Mapping[str, Mapping[str, Any]], tensor_parallel_size: int
+def log_differences(
+    settings: Settings,
+    arguments: Mapping[str, Mapping[str, Any]],
+    tensor_parallel_size: int = 1,
 ) -> None:
     """Warn once, on one rank, if this configuration trains in a way that users may not expect.
 

@@ -14,14 +14,21 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from megatron_eopt.base.agreement import agreed
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.base.names import MOMENTUM, NO_MUON_ATTRIBUTE, STACK_ATTRIBUTE
+from megatron_eopt.base.names import (
+    MOMENTUM,
+    NO_MUON_ATTRIBUTE,
+    STACK_ATTRIBUTE,
+    STANDARD_OPTIMIZERS,
+)
 from megatron_eopt.build import megatron_fsdp
 from megatron_eopt.build.dtensors import build_routed, resolve_for_dtensors
+from megatron_eopt.build.factory import log_differences
 from megatron_eopt.build.stats import stats_of
 from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
 from megatron_eopt.optimizers.sharded import ShardedOptimizer
 from megatron_eopt.routing.model import log_routing, overrides_for, route_parameters, with_splits
 from megatron_eopt.routing.parameters import trainable_parameters
+from megatron_eopt.settings.arguments import arguments_of
 from megatron_eopt.settings.checks import check_alike
 from megatron_eopt.settings.fields import FieldType
 from megatron_eopt.settings.registry import Overrides
@@ -91,6 +98,8 @@ def build_optimizer(
         check_alike(settings.config)
         routing = route_parameters(settings, trainable_parameters([named]), overrides)
         routing = with_splits(routing, settings, [named])
+    emerging = sorted(routing.optimizers - set(STANDARD_OPTIMIZERS))
+    log_differences(settings, {n: arguments_of(n, settings, [named], None) for n in emerging})
     log_routing(settings, routing)
     if settings.clip_grad:
         clip = "optimizer.clip_grad_norm" if managing else "torch.nn.utils.clip_grad_norm_"

@@ -13,6 +13,7 @@ Note [Coefficients]
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -146,10 +147,11 @@ def adam_(
     """
     (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
     is_plain = not (largest or group["maximize"] or isinstance(lr, Tensor))
-    parts: Any = [[list(some) for some in lists]] if largest else _alike(*lists)
-    for part in parts:
+    every = (*lists, largest or [None] * len(lists[0]))
+    columns = zip(*map(_in_memory_order, zip(*every, strict=True)), strict=True)
+    for *part, most in _alike(*columns):
         if not (is_plain and _is_served(part)):
-            _adam(part, largest, coefficient, group)
+            _adam(part, most, coefficient, group)
             continue
         one = torch.ones_like(part[-1][0])
         done = one if coefficient is None else (coefficient == coefficient).float()
@@ -174,9 +176,33 @@ def _adam(
     beta1, beta2 = group["betas"]
     kept = ("amsgrad", "lr", "weight_decay", "eps", "maximize", "decoupled_weight_decay")
     settings = {name: group[name] for name in kept} | {"beta1": beta1, "beta2": beta2}
-    adam(weights, grads, firsts, seconds, largest, steps, fused=True, **settings)
+    written = (weights, firsts, seconds, largest)
+    # torch's kernels read and write memory as if all tensors of a parameter had equal strides
+    packed = [[tensor.contiguous() for tensor in some] for some in written]
+    grads = [grad.contiguous() for grad in grads]
+    params, first, second, most = packed
+    adam(params, grads, first, second, most, steps, fused=True, **settings)
+    for tensor, result in zip(chain(*written), chain(*packed), strict=True):
+        if tensor is not result:
+            tensor.copy_(result)
     if copies:
         torch._foreach_copy_(copies, weights)
+
+
+def _in_memory_order(tensors: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    """Return tensors of one parameter with their dimensions in the order of the first's strides.
+
+    So dense tensors of equal strides become contiguous.
+    """
+    first = tensors[0]
+    assert first is not None
+    if first.is_contiguous():
+        return tensors
+    order = sorted(range(first.dim()), key=first.stride, reverse=True)
+    return [
+        tensor if tensor is None or tensor.shape != first.shape else tensor.permute(order)
+        for tensor in tensors
+    ]
 
 
 def _log2(number: float) -> float:

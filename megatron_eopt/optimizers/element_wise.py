@@ -40,9 +40,7 @@ class _InOnePass(torch.optim.Adam):
             found: list[list[Tensor]] = [[] for _ in range(6)]
             self._init_group(group, *found)  # type: ignore[no-untyped-call]
             params, grads, firsts, seconds, largest, steps = found
-            # AMSGrad uses torch's kernel, which cannot write the model's copies
-            copies = [] if largest else list(map(handed_out, params))
-            lists = (params, firsts, seconds, copies, grads, steps)
+            lists = (params, firsts, seconds, list(map(handed_out, params)), grads, steps)
             adam_(lists, largest, self.coefficient, group)
         return loss
 

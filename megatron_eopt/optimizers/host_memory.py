@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -168,8 +169,7 @@ class HostMemory:
     ) -> None:
         """Call ``step`` on tensors that stay on the device, then on chunks of off-loaded ones."""
         self._coming.clear()
-        chunks = self._chunks(params)
-        for chunk, following in zip(chunks, [*chunks[1:], []], strict=True):
+        for chunk, following in pairwise([*self._chunks(params), []]):
             self.fetch(chunk, state)
             self.announce(following, state)
             step(chunk)

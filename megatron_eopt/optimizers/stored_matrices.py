@@ -64,7 +64,7 @@ class StoredMatrices:
         return total.index_add_(0, self._matrix, torch.stack(norms).square() * self._counted)
 
     def _views(self, stored: Tensor) -> list[Tensor]:
-        flat = stored.reshape(-1)
+        flat = stored.contiguous().view(-1)
         return [
             flat.as_strided((height, width), (stride, 1), flat.storage_offset() + offset)
             for height, width, stride, offset in self._places

@@ -1,0 +1,104 @@
+"""A rank whose share holds nothing of an optimizer takes part in its steps, off-loaded or not."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_eopt.fsdp2 import build_optimizer
+from tests.harness import run_ranks
+from tests.harness.scene import forget_megatron
+from tests.unit.fsdp2.model import config, cut, eager, far, gradient, shard, weights
+from tests.unit.storage.full_state import Case, build, differences, full_state, steps
+
+MODEL = {"layers": 1, "hidden": 32, "heads": 4, "query_groups": 2}
+SHARDED = {"use_distributed_optimizer": True}
+OPTIMIZERS = {
+    "muon": ("muon", {}),
+    "muon in 8 bits": ("muon", {"muon_momentum_dtype": "int8"}),
+    "adamuon": ("adaptive_muon", {"adaptive_muon_moment2_method": "adamuon"}),
+    "normuon": ("adaptive_muon", {"adaptive_muon_moment2_method": "normuon"}),
+    "namo": ("adaptive_muon", {"adaptive_muon_moment2_method": "namo"}),
+    "soap": ("soap", {}),
+    "lion": ("lion", {}),
+}
+
+
+def trained(case, fraction):
+    """Return the state after three steps, and which drivers have nothing on this rank."""
+    off_load = {"optimizer_cpu_offload": fraction > 0, "optimizer_offload_fraction": fraction}
+    case = replace(case, model=MODEL, ddp=SHARDED, config=case.config | off_load)
+    chunk, optimizer = build(case)
+    steps(case, chunk, optimizer, 0, 3)
+    empty = {
+        type(driver).__name__
+        for stepper in optimizer.steppers
+        for driver in stepper.drivers
+        if not any(group["params"] for group in stepper.groups_of(driver))
+    }
+    state = full_state(case, chunk, optimizer)
+    forget_megatron()
+    return state, empty
+
+
+def at_all_fractions(name):
+    optimizer, fields = OPTIMIZERS[name]
+    main = Case(optimizer, config=fields)
+    # one matrix alone, so that most ranks hold nothing of the matrix optimizer
+    alone = Case("adam", config=fields, overrides={"*.linear_proj.weight": optimizer})
+    found = []
+    for case in (main, alone):
+        resident, empty = trained(case, 0.0)
+        others = [trained(case, fraction)[0] for fraction in (0.5, 1.0)]
+        found.append((empty, [differences(resident, other) for other in others]))
+    return found
+
+
+LONG = ("muon in 8 bits", "adamuon", "namo")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in OPTIMIZERS],
+)
+def test_steps_off_load_what_ranks_hold_and_no_more(name):
+    results = run_ranks(4, at_all_fractions, name, timeout=120)
+    for found in results:
+        assert [differing for _, differing in found] == [[[], []], [[], []]]
+    empty = set().union(*(names for found in results for names, _ in found))
+    # both the scalar and the matrix optimizer have nothing somewhere
+    assert len(empty) == (1 if name == "lion" else 2)
+
+
+class Thin(nn.Module):
+    """Parameters of one row, of which all but one rank hold nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.matrix = nn.Linear(8, 1, bias=False)
+        self.embedding = nn.Embedding(1, 8)
+
+
+@eager
+def thin(name, layout):
+    torch.manual_seed(0)
+    optimizer, fields = OPTIMIZERS[name]
+    model = cut(Thin(), layout, "matrix")
+    built = build_optimizer(model, config(optimizer, **fields))
+    for step in range(3):
+        for key, param in model.named_parameters():
+            param.grad = shard(gradient(key, param.shape, step), param)
+        built.step()
+    built.load_state_dict(built.state_dict())
+    return weights(model)
+
+
+def thin_by_all():
+    return {name: thin(name, "fsdp") for name in OPTIMIZERS}
+
+
+def test_fully_sharded_parameters_may_be_empty_on_a_rank():
+    for found in run_ranks(3, thin_by_all, timeout=120):
+        for name, ours in found.items():
+            assert far(ours, thin(name, "plain"))[0] < 1e-5
