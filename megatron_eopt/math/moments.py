@@ -23,13 +23,24 @@ direction over the running norm of the gradient."""
 MOMENT2_METHODS: tuple[Moment2MethodT, ...] = get_args(Moment2MethodT)
 
 
-def statistic_shape(method: Moment2MethodT, rows: int, cols: int) -> tuple[int, ...]:
-    """Return the shape of the running statistic of one ``(rows, cols)`` matrix."""
+def per_row(shape: tuple[int, int], *, transposed: bool = False) -> bool:
+    """Whether NorMuon divides a matrix's rows: if they are shorter or, of a square one, outputs."""
+    rows, cols = shape
+    return rows > cols or (rows == cols and not transposed)
+
+
+def statistic_shape(
+    method: Moment2MethodT, rows: int, cols: int, *, transposed: bool = False
+) -> tuple[int, ...]:
+    """Return the shape of the running statistic of one ``(rows, cols)`` matrix.
+
+    ``transposed`` says that its rows are inputs.
+    """
     match method:
         case "adamuon":
             return (rows, cols)
         case "normuon":
-            return (rows, 1) if rows >= cols else (1, cols)
+            return (rows, 1) if per_row((rows, cols), transposed=transposed) else (1, cols)
         case "namo":
             return (1,)
 
@@ -66,6 +77,7 @@ def normuon_(
     divisor: float | Tensor,  # one, or one per matrix; see :func:`correction`
     *,
     shape: tuple[int, int],  # of the whole matrix
+    transposed: bool = False,  # whether its rows are inputs
     reduce: ReduceT | None = None,  # sums over the ranks that share the matrix
 ) -> None:
     """Divide each slice along the long side by its running root mean square, in place.
@@ -74,7 +86,7 @@ def normuon_(
     written once. Both tensors may be this rank's part of matrices cut along the long side (of a
     square matrix: the columns).
     """
-    along = -1 if shape[0] >= shape[1] else -2
+    along = -1 if per_row(shape, transposed=transposed) else -2
     square_sums = vector_norm(update, dim=along, keepdim=True).square_()
     if reduce is not None and update.size(along) < shape[along]:
         square_sums, reduce = reduce(square_sums), None

@@ -128,6 +128,10 @@ class Orthogonalization:
         in_place: bool = False,
     ) -> Tensor:
         """Return orthogonal factors, in ``x`` itself if ``in_place``; see :func:`orthogonalize`."""
+        if x.ndim < 2:
+            rule = "must have the shape (m, n) or (..., m, n), because only matrices can be "
+            way_out = "Train vectors and scalars with an element-wise optimizer"
+            raise ConfigurationError("x", tuple(x.shape), rule + "orthogonalized", way_out)
         shape = (x.shape[-2], x.shape[-1]) if whole_shape is None else whole_shape
         other = self._other
         if self.backend == "auto" and (reduce or not is_studied(shape, self._schedule)):

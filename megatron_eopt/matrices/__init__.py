@@ -1,6 +1,6 @@
 """Logical matrices: what a fused parameter consists of, and which rows each rank holds."""
 
-from megatron_eopt.matrices.rows import RowRuns, local_shape, matrix_rows
+from megatron_eopt.matrices.rows import RowRuns, local_shape, matrix_columns, matrix_rows
 from megatron_eopt.matrices.split import (
     Field,
     LogicalMatrix,
@@ -8,10 +8,12 @@ from megatron_eopt.matrices.split import (
     Section,
     Split,
     SplitT,
+    checked_shape,
     gated,
     periodic,
     qkv,
     side_by_side,
+    transposed,
     whole,
 )
 
@@ -23,11 +25,14 @@ __all__ = [
     "Section",
     "Split",
     "SplitT",
+    "checked_shape",
     "gated",
     "local_shape",
+    "matrix_columns",
     "matrix_rows",
     "periodic",
     "qkv",
     "side_by_side",
+    "transposed",
     "whole",
 ]

@@ -28,6 +28,7 @@ from megatron_eopt.math.moments import (
     correction,
     namo_,
     normuon_,
+    per_row,
     statistic_shape,
 )
 from megatron_eopt.math.newton_schulz import ReduceT
@@ -53,8 +54,13 @@ class AdaptiveDriver(MuonDriver):
             for shard in shards
         ]
         self._statistics = [
-            [statistic_shape(optimizer.moment2_method, *shape) for shape in shapes]
-            for shapes in self._shapes
+            [
+                statistic_shape(
+                    optimizer.moment2_method, *shape, transposed=shard.split.transposed
+                )
+                for shape in shapes
+            ]
+            for shard, shapes in zip(shards, self._shapes, strict=True)
         ]
         if optimizer.bias_correction:
             self.dispensable -= {STEP}
@@ -95,7 +101,11 @@ class AdaMuonDriver(AdaptiveDriver):
         super().__init__(*args)
         scale = self.optimizer.orthogonalization.scale
         self._scales = [
-            [scale(shape) if shape[0] else 0.0 for shape in shapes] for shapes in self._shapes
+            [
+                scale(shape[::-1] if shard.split.transposed else shape) if shape[0] else 0.0
+                for shape in shapes
+            ]
+            for shard, shapes in zip(self.shards, self._shapes, strict=True)
         ]
         # parameters whose matrices have different scales
         self._stored = {
@@ -246,7 +256,8 @@ class NorMuonDriver(MatrixMomentDriver):
     ) -> None:
         """Orthogonalize, normalize rows or columns, then scale."""
         super()._update(stack, matrices, reduce, shape)
-        per_slice = (-1, 1) if shape[0] >= shape[1] else (1, -1)
+        transposed = self.engine.transposed[matrices[0]]
+        per_slice = (-1, 1) if per_row(shape, transposed=transposed) else (1, -1)
         owners = [self._shard_of[matrix] for matrix in matrices]
         for first, last, (beta2, eps) in _runs(self._coefficients[n] for n in owners):
             places = torch.stack([self._places[i] for i in matrices[first:last]])
@@ -255,9 +266,11 @@ class NorMuonDriver(MatrixMomentDriver):
             if isinstance(divisor, Tensor):
                 divisor = divisor.view(-1, 1, 1).to(moments.dtype)
             batch = stack[first:last]
-            normuon_(batch, moments, beta2, eps, divisor, shape=shape, reduce=reduce)
+            kind: Any = {"shape": shape, "transposed": transposed}
+            normuon_(batch, moments, beta2, eps, divisor, **kind, reduce=reduce)
             self._new[places] = moments.view_as(places)
-        stack.mul_(self.optimizer.orthogonalization.scale(shape))
+        out_in = self.engine.out_in(matrices[0], shape)
+        stack.mul_(self.optimizer.orthogonalization.scale(out_in))
 
     def _end(self, stepped: Mapping[int, Stepped]) -> None:
         """Share the new statistics with all ranks, and write them to the states."""
@@ -305,7 +318,8 @@ class NamoDriver(MatrixMomentDriver):
         super()._update(stack, matrices, reduce, shape)
         owners = [(self._shard_of[matrix], matrix) for matrix in matrices]
         found = [self._factors[n][m - self.engine.first[n]] for n, m in owners]
-        factors = torch.stack(found) * self.optimizer.orthogonalization.scale(shape)
+        out_in = self.engine.out_in(matrices[0], shape)
+        factors = torch.stack(found) * self.optimizer.orthogonalization.scale(out_in)
         stack.mul_(factors.to(stack.dtype).view(-1, 1, 1))
 
 
