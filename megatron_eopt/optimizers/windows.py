@@ -4,7 +4,8 @@ Note [Look ahead, then commit]
     Newton-Schulz, the expensive part, needs only a window's gradients and momenta, and writes to
     new tensors. So it can run while other gradients are still being reduced. Momenta and weights
     are written once the gradient norm is known, bit-equal to a step that did not look ahead. If
-    gradients are clipped or have changed meanwhile, the updates are dropped and computed again.
+    gradients are clipped, or what was read has changed meanwhile (also weights, with L2 weight
+    decay), the updates are dropped and computed again.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,9 +35,9 @@ class WindowedMuonDriver(MuonDriver):
             for number in sorted(set(windows))
         ]
         super().__init__(optimizer, shards, means)
-        # by window: updates and settings they depend on; parameters and their gradients' norms
+        # by window: updates and settings they depend on; parameters and what was read of them
         self._updates: dict[int, tuple[dict[int, Tensor], list[Any]]] = {}
-        self._seen: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
+        self._seen: dict[int, tuple[list[Stepped], tuple[list[int], list[Tensor]]]] = {}
 
     def _engines(self, means: Means) -> list[MatrixEngine]:
         engines: list[MatrixEngine] = []
@@ -51,8 +52,8 @@ class WindowedMuonDriver(MuonDriver):
         """Compute a window's updates from its gradients, without applying them; collective."""
         self.coefficient = None
         stepped = self._stepped_in(window, groups, state)
-        params = [item.param for item in stepped.values()]
-        self._seen[window] = (params, _norms(params))
+        items = list(stepped.values())
+        self._seen[window] = items, self._read(items)
         updates: dict[int, Tensor] = {}
 
         def load(wave: int, names: Sequence[str]) -> dict[str, Tensor]:
@@ -73,14 +74,29 @@ class WindowedMuonDriver(MuonDriver):
         is_l2 = self.optimizer.weight_decay_method == "l2"
         return [(group["momentum"], is_l2 and group["weight_decay"]) for group in groups]
 
+    def _read(self, items: Sequence[Stepped]) -> tuple[list[int], list[Tensor]]:
+        """Return versions and norms of the tensors that directions depend on.
+
+        Versions count writes, but not those by ``tensor.data``. Gradients have none of their own,
+        because they are views of a buffer that also gets other gradients.
+        """
+        params = [item.param for item in items]
+        grads = [p.new_full((), torch.nan) if p.grad is None else p.grad for p in params]
+        kept = [item.state[MOMENTUM] for item in items]
+        if self.optimizer.weight_decay_method == "l2":
+            kept += params
+        norms = list(torch._foreach_norm([*grads, *kept])) if items else []
+        return [tensor._version for tensor in kept], norms
+
     def unchanged(self) -> Tensor | None:
-        """Return, on the device, whether gradients equal those seen ahead; None if none were."""
-        same = [
-            torch.stack(_norms(params)) == torch.stack(norms)
-            for params, norms in self._seen.values()
-            if params
-        ]
-        return torch.cat(same).all() if same else None
+        """Return, on the device, whether what was read ahead is the same; None if nothing was."""
+        same = []
+        for items, (versions, norms) in self._seen.values():
+            if items:
+                versions_now, norms_now = self._read(items)
+                equal = torch.stack(norms_now) == torch.stack(norms)
+                same.append(equal.all() & (versions_now == versions))
+        return torch.stack(same).all() if same else None
 
     def forget(self) -> None:
         """Drop the updates that were computed ahead."""
@@ -112,9 +128,3 @@ class WindowedMuonDriver(MuonDriver):
         self.engine = self.engines[window]
         found = self._stepped(groups, state)
         return {number: found[number] for number in self.members[window] if number in found}
-
-
-def _norms(params: Sequence[Tensor]) -> list[Tensor]:
-    """Return the norms of gradients; nan, which equals nothing, for a missing gradient."""
-    grads = [p.new_full((), torch.nan) if p.grad is None else p.grad for p in params]
-    return list(torch._foreach_norm(grads)) if grads else []

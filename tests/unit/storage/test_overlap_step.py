@@ -19,6 +19,8 @@ KINDS = ("as it is", "as it is", "clipped", "as it is", "as it is", "not finite"
 KINDS += ("as it is", "as it is", "changed", "as it is", "other momentum")
 """What happens to the gradients of each step, once they have been looked at."""
 
+READ_WITH_L2 = ("as it is", "as it is", "other weights", "as it is", "as it is", "other momenta")
+READ_WITH_L2 += ("as it is", "as it is", "other weights, by data")
 
 LAYOUTS: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
     "1": (1, {}, {}),
@@ -28,13 +30,16 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
 }
 
 
-def build(dtype: torch.dtype, overlap: bool, model: dict[str, Any], **flags: Any) -> Any:
+def build(
+    dtype: torch.dtype, overlap: bool, model: dict[str, Any], l2: bool = False, **flags: Any
+) -> Any:
     model = tiny_gpt(layers=3, dtype=dtype, bias=False, **model)
     chunk = wrap_ddp(model, **SHARDED | OVERLAP | {"bucket_size": 3000} | flags)
     config = EmergingOptimizerConfig(
         optimizer="muon",
         lr=0.01,
         weight_decay=0.1,
+        decoupled_weight_decay=not l2,
         clip_grad=100.0,
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
@@ -87,19 +92,37 @@ class Watch:
         return found
 
 
+@torch.no_grad()
+def change(kind: str, optimizer: Any) -> None:
+    """Change what the updates of matrices depend on besides gradients."""
+    for stepper in optimizer.steppers:
+        for item in stepper.storage.stored():
+            momentum = stepper.storage.optimizer.state[item.main].get("momentum_buffer")
+            if kind == "other weights":
+                item.main.neg_()
+            elif kind == "other weights, by data":
+                item.main.data.mul_(0.5)
+            elif momentum is not None:
+                momentum.zero_()
+
+
 def train(
-    dtype: torch.dtype, layout: str, overlap: bool
+    dtype: torch.dtype,
+    layout: str,
+    overlap: bool,
+    kinds: tuple[str, ...] = KINDS,
+    l2: bool = False,
 ) -> tuple[dict[str, Any], list[list[str]], int]:
     _, parallel, model = LAYOUTS[layout]
     initialize_megatron(**parallel)
-    chunk, optimizer = build(dtype, overlap, model)
+    chunk, optimizer = build(dtype, overlap, model, l2)
     tp = parallel.get("tp", 1)
     log: list[list[str]] = []
     outcomes: dict[str, Any] = {}
     size, rank = dist.get_world_size() // tp, dist.get_rank() // tp
     with pytest.MonkeyPatch.context() as patch:
         watch = Watch(chunk, optimizer, patch)
-        for step, kind in enumerate(KINDS):
+        for step, kind in enumerate(kinds):
             optimizer.zero_grad()
             chunk.zero_grad_buffer()
             watch.begin()
@@ -111,6 +134,8 @@ def train(
             elif kind == "other momentum":
                 for group in optimizer.param_groups:
                     group |= {"momentum": 0.5} if "momentum" in group else {}
+            elif kind.startswith("other "):
+                change(kind, optimizer)
             elif kind == "not finite" and dist.get_rank() == 0:
                 grads[: grads.numel() // size].fill_(torch.nan)
             try:
@@ -164,6 +189,18 @@ def test_the_bits_are_those_of_a_step_after_communication(dtype, layout):
         assert sum("ahead" in events for events in log) >= 6
         one = log[1].count("all-to-all")
         assert one == log[0].count("all-to-all") <= before[0].count("all-to-all") + 2 * windows
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_updates_of_weights_that_change_before_the_step_are_computed_again(dtype):
+    serial = run_ranks(2, train, dtype, "DP 2", False, READ_WITH_L2, True)
+    ahead = run_ranks(2, train, dtype, "DP 2", True, READ_WITH_L2, True)
+    for (expected, _, _), (found, log, _) in zip(serial, ahead, strict=True):
+        assert not [name for name in expected if not is_same(expected[name], found[name])]
+        counts = [(events.count("ahead"), events.count("serial")) for events in log]
+        windows = counts[0][1]
+        for kind, (looked, stepped) in zip(READ_WITH_L2[1:], counts[1:], strict=True):
+            assert (looked, stepped) == (windows - 1, 1 if kind == "as it is" else windows)
 
 
 def check_order(events: list[str]) -> None:
