@@ -210,7 +210,7 @@ class ShardedOptimizer(CompositeOptimizer):
         for param, shard in shards.items():
             state[shard] = {key: local_of(value) for key, value in self.state[param].items()}
             if param.grad is not None:
-                shard.grad = _grad(param, shard.dtype)
+                shard.grad = _grad(param, shard.dtype, self.names[param])
         groups = [
             {**group, "params": [shards[param] for param in group["params"]]}
             for group in self.groups_of(driver)
@@ -361,8 +361,16 @@ class ShardedOptimizer(CompositeOptimizer):
                     self.state[param][key] = value.to(param.device)
 
 
-def _grad(param: Tensor, dtype: torch.dtype) -> Tensor:
+def sparse_gradient(argument: str, value: object) -> ConfigurationError:
+    """Return the error for gradients that no optimizer here can use."""
+    rule = "sparse gradients are not supported"
+    return ConfigurationError(argument, value, rule, "Use a dense gradient (sparse=False)")
+
+
+def _grad(param: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     grad: Any = param.grad
+    if grad.layout != torch.strided:
+        raise sparse_gradient(f"gradient of {name}", grad.layout)
     placements = getattr(param, "placements", None)
     if isinstance(grad, DTensor) and grad.placements != placements:
         grad = grad.redistribute(placements=placements)
