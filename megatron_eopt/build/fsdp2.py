@@ -23,6 +23,7 @@ from megatron_eopt.build import megatron_fsdp
 from megatron_eopt.build.dtensors import build_routed, resolve_for_dtensors
 from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
 from megatron_eopt.optimizers.sharded import ShardedOptimizer, sparse_gradient
+from megatron_eopt.routing.frozen import Frozen
 from megatron_eopt.routing.model import (
     Routing,
     log_routing,
@@ -92,6 +93,7 @@ def build_optimizer(
         settings, outputs = agreed(checked)
         check_alike(config)
         routing = _route(settings, named, config_overrides, outputs)
+        frozen = Frozen([named], replaced=bool(managing))
     log_routing(settings, routing)
     if settings.clip_grad:
         clip = "optimizer.clip_grad_norm" if managing else "torch.nn.utils.clip_grad_norm_"
@@ -100,7 +102,9 @@ def build_optimizer(
     if managing:
         routing = routing.over(megatron_fsdp.shards_of_parameters([model]))
     cls = partial(megatron_fsdp.MegatronFSDPOptimizer, managing) if managing else ShardedOptimizer
-    return agreed(lambda: build_routed(settings, routing, cls))
+    optimizer = agreed(lambda: build_routed(settings, routing, cls))
+    optimizer.frozen = frozen
+    return optimizer
 
 
 def _route(

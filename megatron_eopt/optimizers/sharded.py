@@ -31,6 +31,7 @@ from megatron_eopt.optimizers.driver import (
     loss_of,
 )
 from megatron_eopt.optimizers.owner_driver import OwnerDriver
+from megatron_eopt.routing.frozen import Frozen
 from megatron_eopt.storage.dtensors import local_of, shard_like
 
 
@@ -149,6 +150,8 @@ class ShardedOptimizer(CompositeOptimizer):
         names: Name of each parameter; also an attribute.
     """
 
+    frozen: Frozen | None = None  # notices what is unfrozen later, in your own loop
+
     def __init__(
         self,
         groups: Sequence[ParamGroup],
@@ -242,6 +245,8 @@ class ShardedOptimizer(CompositeOptimizer):
 
     def _step(self) -> None:
         check_may_step(self)
+        if self.frozen is not None:
+            self.frozen.warn()
         self._attach()
         super()._step()
 
