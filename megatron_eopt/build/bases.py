@@ -230,10 +230,10 @@ def driver_over(
             "Train without use_distributed_optimizer and FSDP, or do not override these methods",
         )
     else:
-        # 3-D parameters and others are sent as matrices, then stepped in their own shape
+        # stacks of matrices are sent as one, then stepped in their own shape
         shapes = [
             shard.layouts[0].shape
-            if param.dim() == 2
+            if len(shard.split.shape) != param.dim() or param.dim() == 2
             else (shard.layouts[0].shape[0], *param.shape[1:])
             for param, shard in shards.items()
         ]

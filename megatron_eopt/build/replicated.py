@@ -68,7 +68,8 @@ def _check_whole(base: Base, routing: Routing) -> None:
         declared = getattr(item.param, "eopt_split", None)
         split = routing.splits.get(item.param)
         several = split is not None and sum(part.count for part in split.parts) > 1
-        if declared is not None and several:
+        folded = split is not None and len(split.shape) != item.param.dim()
+        if folded or (declared is not None and several):
             rule = f"{base.name} does not split parameters without use_distributed_optimizer"
             way_out = "Set use_distributed_optimizer=True, or remove eopt_split"
             raise ConfigurationError(f"{item.name}.eopt_split", declared, rule, way_out)

@@ -23,12 +23,6 @@ direction over the running norm of the gradient."""
 MOMENT2_METHODS: tuple[Moment2MethodT, ...] = get_args(Moment2MethodT)
 
 
-def per_row(shape: tuple[int, int], *, transposed: bool = False) -> bool:
-    """Whether NorMuon divides a matrix's rows: if they are shorter or, of a square one, outputs."""
-    rows, cols = shape
-    return rows > cols or (rows == cols and not transposed)
-
-
 def statistic_shape(
     method: Moment2MethodT, rows: int, cols: int, *, transposed: bool = False
 ) -> tuple[int, ...]:
@@ -40,7 +34,8 @@ def statistic_shape(
         case "adamuon":
             return (rows, cols)
         case "normuon":
-            return (rows, 1) if per_row((rows, cols), transposed=transposed) else (1, cols)
+            is_by_row = rows > cols or (rows == cols and not transposed)
+            return (rows, 1) if is_by_row else (1, cols)
         case "namo":
             return (1,)
 
@@ -77,7 +72,6 @@ def normuon_(
     divisor: float | Tensor,  # one, or one per matrix; see :func:`correction`
     *,
     shape: tuple[int, int],  # of the whole matrix
-    transposed: bool = False,  # whether its rows are inputs
     reduce: ReduceT | None = None,  # sums over the ranks that share the matrix
 ) -> None:
     """Divide each slice along the long side by its running root mean square, in place.
@@ -86,7 +80,7 @@ def normuon_(
     written once. Both tensors may be this rank's part of matrices cut along the long side (of a
     square matrix: the columns).
     """
-    along = -1 if per_row(shape, transposed=transposed) else -2
+    along = -1 if shape[0] >= shape[1] else -2
     square_sums = vector_norm(update, dim=along, keepdim=True).square_()
     if reduce is not None and update.size(along) < shape[along]:
         square_sums, reduce = reduce(square_sums), None

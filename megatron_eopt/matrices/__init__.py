@@ -1,5 +1,6 @@
 """Logical matrices: what a fused parameter consists of, and which rows each rank holds."""
 
+from megatron_eopt.base import declared as _declared  # noqa: F401  declarations outlive sharding
 from megatron_eopt.matrices.rows import RowRuns, local_shape, matrix_columns, matrix_rows
 from megatron_eopt.matrices.split import (
     Field,
@@ -10,6 +11,7 @@ from megatron_eopt.matrices.split import (
     SplitT,
     checked_shape,
     gated,
+    per_head,
     periodic,
     qkv,
     side_by_side,
@@ -30,6 +32,7 @@ __all__ = [
     "local_shape",
     "matrix_columns",
     "matrix_rows",
+    "per_head",
     "periodic",
     "qkv",
     "side_by_side",

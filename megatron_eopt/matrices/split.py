@@ -137,6 +137,11 @@ class Split:
         """Size of the dimension that the sections cut: the rows, or the columns if transposed."""
         return self.cols if self.transposed else self.rows
 
+    @property
+    def is_by_head(self) -> bool:
+        """Whether a part is cut into several matrices of equal shape, such as heads."""
+        return any(unit < field.rows * blocks for field, blocks, unit in self._fields())
+
     @cached_property
     def parts(self) -> tuple[Part, ...]:
         """The parts, in the order of their fields."""
@@ -253,6 +258,20 @@ def side_by_side(
     """
     sections = tuple(Section((field,)) for field in _fields(lengths, units))
     return Split(kind, shape, sections)
+
+
+def per_head(shape: tuple[int, ...], head_dim: int) -> Split:
+    """Return the split of an attention projection into one matrix for each head.
+
+    Args:
+        shape: ``(heads x head_dim, hidden)``.
+        head_dim: Rows of one head.
+
+    Raises:
+        ConfigurationError: If ``head_dim`` does not divide the rows.
+    """
+    shape = checked_shape(shape)
+    return Split("per_head", shape, (Section((Field("head", shape[-2], head_dim),)),))
 
 
 def gated(shape: tuple[int, ...], *, interleave: int | None = None) -> Split:

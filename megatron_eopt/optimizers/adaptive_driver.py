@@ -28,7 +28,6 @@ from megatron_eopt.math.moments import (
     correction,
     namo_,
     normuon_,
-    per_row,
     statistic_shape,
 )
 from megatron_eopt.math.newton_schulz import ReduceT
@@ -55,9 +54,7 @@ class AdaptiveDriver(MuonDriver):
         ]
         self._statistics = [
             [
-                statistic_shape(
-                    optimizer.moment2_method, *shape, transposed=shard.split.transposed
-                )
+                statistic_shape(optimizer.moment2_method, *shape, transposed=shard.split.transposed)
                 for shape in shapes
             ]
             for shard, shapes in zip(shards, self._shapes, strict=True)
@@ -256,8 +253,9 @@ class NorMuonDriver(MatrixMomentDriver):
     ) -> None:
         """Orthogonalize, normalize rows or columns, then scale."""
         super()._update(stack, matrices, reduce, shape)
-        transposed = self.engine.transposed[matrices[0]]
-        per_slice = (-1, 1) if per_row(shape, transposed=transposed) else (1, -1)
+        turned = self.engine.transposed[matrices[0]]
+        out_in = self.engine.out_in(matrices[0], shape)
+        per_slice = (-1, 1) if out_in[0] >= out_in[1] else (1, -1)
         owners = [self._shard_of[matrix] for matrix in matrices]
         for first, last, (beta2, eps) in _runs(self._coefficients[n] for n in owners):
             places = torch.stack([self._places[i] for i in matrices[first:last]])
@@ -265,11 +263,9 @@ class NorMuonDriver(MatrixMomentDriver):
             divisor = self._divisors_of(owners[first:last])
             if isinstance(divisor, Tensor):
                 divisor = divisor.view(-1, 1, 1).to(moments.dtype)
-            batch = stack[first:last]
-            kind: Any = {"shape": shape, "transposed": transposed}
-            normuon_(batch, moments, beta2, eps, divisor, **kind, reduce=reduce)
+            batch = stack[first:last].mT if turned else stack[first:last]
+            normuon_(batch, moments, beta2, eps, divisor, shape=out_in, reduce=reduce)
             self._new[places] = moments.view_as(places)
-        out_in = self.engine.out_in(matrices[0], shape)
         stack.mul_(self.optimizer.orthogonalization.scale(out_in))
 
     def _end(self, stepped: Mapping[int, Stepped]) -> None:

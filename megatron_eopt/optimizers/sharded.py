@@ -32,6 +32,7 @@ from megatron_eopt.optimizers.owner_driver import OwnerDriver
 from megatron_eopt.optimizers.owner_state import OwnerState
 from megatron_eopt.optimizers.saved_groups import take_settings
 from megatron_eopt.optimizers.state_dicts import Loaded, StateDictMatch, Target, named
+from megatron_eopt.routing.frozen import Frozen
 from megatron_eopt.settings.registry import name_of_class
 from megatron_eopt.storage.dtensors import is_uneven, local_of, shard_like
 
@@ -63,6 +64,7 @@ class ShardedOptimizer(CompositeOptimizer):
     collects_stats = False  # whether to measure the next steps; the same on all ranks
     steps = 0  # number of steps done
     _observer: StepObserver | None = None
+    frozen: Frozen | None = None  # notices what is unfrozen later, in your own loop
 
     def __init__(
         self,
@@ -129,7 +131,7 @@ class ShardedOptimizer(CompositeOptimizer):
         for param, shard in shards.items():
             state[shard] = {key: local_of(value) for key, value in self.state[param].items()}
             if param.grad is not None:
-                shard.grad = _grad(param, shard.dtype)
+                shard.grad = _grad(param, shard.dtype, self.names[param])
         groups = [
             {**group, "params": [shards[param] for param in group["params"]]}
             for group in self.groups_of(driver)
@@ -161,6 +163,8 @@ class ShardedOptimizer(CompositeOptimizer):
 
     def _step(self) -> None:
         check_may_step(self)
+        if self.frozen is not None:
+            self.frozen.warn()
         self._attach()
         observer = self._observer if self.collects_stats else None
         with observer.collecting() if observer else nullcontext(), matmul_precision():
@@ -366,8 +370,16 @@ def _are_placed_alike(one: Tensor, other: Tensor) -> bool:
     return one.placements == other.placements and one.device_mesh == other.device_mesh
 
 
-def _grad(param: Tensor, dtype: torch.dtype) -> Tensor:
+def sparse_gradient(argument: str, value: object) -> ConfigurationError:
+    """Return the error for gradients that no optimizer here can use."""
+    rule = "sparse gradients are not supported"
+    return ConfigurationError(argument, value, rule, "Use a dense gradient (sparse=False)")
+
+
+def _grad(param: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     grad: Any = param.grad
+    if grad.layout != torch.strided:
+        raise sparse_gradient(f"gradient of {name}", grad.layout)
     placements = getattr(param, "placements", None)
     if isinstance(grad, DTensor) and grad.placements != placements:
         grad = grad.redistribute(placements=placements)

@@ -63,6 +63,10 @@ class EmergingOptimizerConfig(OptimizerConfig):
     """Update matrices with Muon even if their module sets ``use_muon = False``. Use it to resume a
     run of megatron-core 0.19 with 0.20, which excludes more matrices."""
 
+    muon_convolutions: bool = False
+    """Update the weights of convolutions with Muon, each flattened to (out, in x kernel). A grouped
+    convolution is one matrix per group; depthwise ones keep the scalar optimizer."""
+
     muon_split_gated: bool = True
     """Split a fused gated MLP weight into gate and up matrices; megatron-core treats it as one."""
 
