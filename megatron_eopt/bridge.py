@@ -12,11 +12,11 @@ from typing import Any
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
 from megatron_eopt.build.factory import get_megatron_optimizer
-from megatron_eopt.settings.checks import check_config
 from megatron_eopt.settings.config import EmergingOptimizerConfig
 from megatron_eopt.settings.fields import field_defaults
 from megatron_eopt.settings.registry import Overrides
 from megatron_eopt.settings.settings import resolve
+from megatron_eopt.settings.values import read_config
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class BridgeOptimizerConfig(EmergingOptimizerConfig):
         Raises:
             ConfigurationTypeError: If ``config`` is not an ``OptimizerConfig``.
         """
-        check_config(config)
+        config = read_config(config)
         known, is_ours = field_defaults(cls()), isinstance(config, EmergingOptimizerConfig)
         usual = {} if is_ours else field_defaults(OptimizerConfig())
         kept = {n: v for n, v in vars(config).items() if n not in usual or v != usual[n]}

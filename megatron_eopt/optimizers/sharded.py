@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from megatron_eopt.base.agreement import agreed
+from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import MOMENTUM_SCALE, STEP
 from megatron_eopt.layouts import Plan
 from megatron_eopt.math.precision import matmul_precision
