@@ -1,10 +1,12 @@
 """Choose the storage for a wrapped model: builders are tried from the last registered one."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.nn import Module, ModuleList
 
 from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
@@ -90,3 +92,32 @@ def check_ddp(settings: Settings, model_chunks: Sequence[Any]) -> None:
             rule = "the model was wrapped without it"
             way_out = f"Also set {OF_DDP}use_distributed_optimizer=True"
             raise ConfigurationError("use_distributed_optimizer", True, rule, way_out)
+
+
+def check_dtypes(
+    names: Mapping[Tensor, str],
+    optimizer: str,
+    way_out: str,
+    *,
+    double: bool = False,
+    is_complex: bool = False,
+) -> None:
+    """Raise for the first parameter that ``optimizer`` would step with fewer bits, or in part.
+
+    Args:
+        names: The parameters, with their names.
+        optimizer: Name for messages.
+        way_out: What to do instead, besides another dtype.
+        double: Whether float64 is stepped in float64.
+        is_complex: Whether both parts of complex numbers are stepped.
+    """
+    for param, name in names.items():
+        if param.is_complex() and not is_complex:
+            rule = f"{optimizer} cannot update complex numbers here"
+            other = "store them as torch.view_as_real shows them"
+        elif param.dtype in (torch.float64, torch.complex128) and not double:
+            rule = f"{optimizer} would round it to float32 in each step"
+            other = "convert it to float32"
+        else:
+            continue
+        raise ConfigurationError(name, param.dtype, rule, f"{way_out}, or {other}")

@@ -205,10 +205,10 @@ class ShardedOptimizer(CompositeOptimizer):
     def groups_and_state(self, driver: Driver) -> Iterator[tuple[list[ParamGroup], State]]:
         """Provide a driver with this rank's shards and state, and store its results."""
         # the local tensor itself, or a float32 copy of a 16-bit one
-        shards = {p: local_of(p).detach().to(torch.float32) for p in self._params[driver]}
+        shards = {p: _stepped(local_of(p).detach()) for p in self._params[driver]}
         state: State = defaultdict(dict)
         for param, shard in shards.items():
-            state[shard] = {key: local_of(value) for key, value in self.state[param].items()}
+            state[shard] = {key: _real(local_of(v)) for key, v in self.state[param].items()}
             if param.grad is not None:
                 shard.grad = _grad(param, shard.dtype)
         groups = [
@@ -218,7 +218,7 @@ class ShardedOptimizer(CompositeOptimizer):
         yield groups, state
         for param, shard in shards.items():
             local = local_of(param)
-            if local.dtype != shard.dtype and param.grad is not None:
+            if _is_rounded(local) and param.grad is not None:
                 local.copy_(shard)
             self._keep(driver, param, state[shard])
         for outer, group in zip(super().groups_of(driver), groups, strict=True):
@@ -349,7 +349,7 @@ class ShardedOptimizer(CompositeOptimizer):
         for key, value in state.items():
             if not (key in kept and local_of(kept[key]) is value):
                 cut = driver.is_cut_like_weights(key, value)
-                kept[key] = shard_like(param, value) if cut else value
+                kept[key] = shard_like(param, _stored(param, value)) if cut else value
 
     def _restore_dtypes(self, state_dict: dict[str, Any]) -> None:
         """Undo torch's conversion of state (except steps) to the dtype of 16-bit parameters."""
@@ -366,4 +366,28 @@ def _grad(param: Tensor, dtype: torch.dtype) -> Tensor:
     placements = getattr(param, "placements", None)
     if isinstance(grad, DTensor) and grad.placements != placements:
         grad = grad.redistribute(placements=placements)
-    return local_of(grad).to(dtype)  # type: ignore[no-any-return]
+    return _real(local_of(grad)).to(dtype)  # type: ignore[no-any-return]
+
+
+def _is_rounded(local: Tensor) -> bool:
+    """Whether weights have fewer bits than what a step computes."""
+    return local.dtype in (torch.bfloat16, torch.float16)
+
+
+def _stepped(local: Tensor) -> Tensor:
+    """Return what a driver steps: the same memory, or a float32 copy of 16-bit weights."""
+    return local.to(torch.float32) if _is_rounded(local) else _real(local)
+
+
+def _real(value: Any) -> Any:
+    """Return a complex tensor's real and imaginary parts, and any other value unchanged.
+
+    Optimizers update both parts independently, as torch's do.
+    """
+    is_complex = isinstance(value, Tensor) and value.is_complex()
+    return torch.view_as_real(value.resolve_conj()) if is_complex else value
+
+
+def _stored(param: Tensor, value: Tensor) -> Tensor:
+    """Return state in the form that the parameter has, complex or real."""
+    return torch.view_as_complex(value) if param.is_complex() else value

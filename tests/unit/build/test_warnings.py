@@ -47,6 +47,7 @@ TENSOR_PARALLEL = [
 ADAMUON = {"adaptive_muon_moment2_method": "adamuon"}
 OFFLOAD = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}
 STAYS = "stays on the GPU"
+IN_FLOAT32 = "products are computed in float32"
 SCALE, SCION = "muon_scale_mode=", "takes the place of Scion's own"
 ALONE = [
     (plain("muon", **BLOCKWISE), DEPENDS, 0),
@@ -60,6 +61,8 @@ ALONE = [
     (Case("muon", config=OFFLOAD), STAYS, 0),
     (Case("scion", config={"weight_decay": 0.1}), SCION, 1),
     (Case("scion", config={"weight_decay": 1.0}), SCION, 0),
+    (plain("muon", muon_coefficient_type="cans"), IN_FLOAT32, 1),
+    (plain("muon", muon_coefficient_type="cans", muon_fp32_matmul_prec="highest"), IN_FLOAT32, 0),
 ]
 
 
