@@ -19,7 +19,7 @@ _OF_MODELS = frozenset({"output", "embed_out"})
 """Names that hidden layers have too: output layers only right inside a language model."""
 
 _HEAD = re.compile(
-    r"(?!pre_)(.+_)?(heads?|classifier|score|logits|predictions?)|head_dist|cls|qa_outputs"
+    r"(?!pre_|conv_)(.+_)?(heads?|classifier|score|logits|predictions?)|head_dist|cls|qa_outputs"
     r"|final_layer|proj_out(_\d)?|conv_out"
 )
 """Names of modules that are heads: of classifiers, of rewards and values, of image models."""
@@ -102,7 +102,8 @@ def likely_heads(model: nn.Module, known: Mapping[str, nn.Module]) -> dict[str, 
     tied = {id(param) for module in embeddings for param in module.parameters()}
     has_output = bool(known) or any(map(_has(tied), linears.values()))
     done = _has(tied | {id(param) for module in known.values() for param in module.parameters()})
-    last = next(reversed(linears), None) if len(linears) > 1 else None
+    layers = sum(isinstance(module, nn.Linear | _ConvNd) for module in modules.values())
+    last = next(reversed(linears), None) if layers > 1 else None
     found: dict[str, None] = {}
     for path, module in modules.items():
         if not isinstance(module, nn.Linear | _ConvNd) or done(module):

@@ -14,7 +14,6 @@ import logging
 import math
 import re
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import NamedTuple
 
 from megatron.core import parallel_state
@@ -24,6 +23,7 @@ from torch import nn
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.matrices import Split, SplitT, checked_shape, local_shape, qkv, whole
+from megatron_eopt.matrices import transposed as turned
 from megatron_eopt.routing.fused import GATE_UP, fused_weight, looks_like_heads
 from megatron_eopt.routing.parameters import cut_dimension
 from megatron_eopt.routing.places import (
@@ -188,7 +188,8 @@ def _split_of(weight: _Weight, which: Collection[SplitT], unknown: list[str]) ->
 
 def _one(shape: tuple[int, ...], *, transposed: bool) -> Split:
     """Return the split of a weight that is one matrix, or one per expert or group."""
-    return replace(whole(shape), transposed=transposed) if transposed else whole(shape)
+    *experts, rows, cols = shape
+    return turned(whole((*experts, cols, rows))) if transposed else whole(shape)
 
 
 def _fitted(
