@@ -93,7 +93,7 @@ def build_optimizer(
         settings, outputs = agreed(checked)
         check_alike(config)
         routing = _route(settings, named, config_overrides, outputs)
-        frozen = Frozen([named], replaced=bool(managing))
+        frozen = Frozen([named])
     log_routing(settings, routing)
     if settings.clip_grad:
         clip = "optimizer.clip_grad_norm" if managing else "torch.nn.utils.clip_grad_norm_"

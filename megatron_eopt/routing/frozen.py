@@ -7,29 +7,20 @@ from weakref import ref
 
 from torch import nn
 
-from megatron_eopt.base.upstream import found
-
 logger = logging.getLogger(__name__)
 
 
 class Frozen:
     """Notices parameters that are unfrozen after the optimizer was built.
 
-    Args:
-        model_chunks: The model, which is not kept alive.
-        replaced: Whether Megatron-FSDP exchanges the parameters of modules, so that only the
-            present ones tell whether they are frozen.
+    ``model_chunks`` are not kept alive.
     """
 
-    def __init__(self, model_chunks: Iterable[Any], *, replaced: bool = False) -> None:
-        managing = found("MegatronFSDP") or ()
-        chunks = [chunk for chunk in model_chunks if isinstance(chunk, nn.Module)]
-        self._replaced = replaced or any(
-            isinstance(m, managing) for c in chunks for m in c.modules()
-        )
+    def __init__(self, model_chunks: Iterable[Any]) -> None:
         self._params = [
             (f"{path}.{leaf}".lstrip("."), ref(module), leaf, ref(param))
-            for chunk in chunks
+            for chunk in model_chunks
+            if isinstance(chunk, nn.Module)
             for path, module in chunk.named_modules()
             for leaf, param in module._parameters.items()
             if param is not None and not param.requires_grad
@@ -47,11 +38,8 @@ class Frozen:
             )
 
     def _is_trainable(self, module: "ref[nn.Module]", leaf: str, param: "ref[Any]") -> bool:
-        mine, home = param(), module()
-        if mine is not None and mine.requires_grad:
-            return True
-        if self._replaced or home is None:
-            return False
-        # FSDP2 registers other parameters while it has gathered them
-        now = home._parameters.get(leaf)
-        return now is not None and now.requires_grad
+        home = module()
+        # FSDP exchanges parameters, so the present one and the one that it stands for count too
+        now = None if home is None else home._parameters.get(leaf)
+        known = (param(), now, getattr(now, "orig_param", None))
+        return any(item is not None and item.requires_grad for item in known)
