@@ -1,15 +1,25 @@
-"""Tiny models of transformers, timm and diffusers with random weights, and their routing."""
+"""Tiny models of transformers, timm and diffusers with random weights, and their routing.
+
+    python -m tests.unit.routing.foreign
+
+records the routing of all models of the installed libraries in :data:`EXPECTED`.
+"""
 
 import logging
 import re
 from collections.abc import Callable, Iterator
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
+import yaml
 from torch import nn
 
 from megatron_eopt import EmergingOptimizerConfig
 from megatron_eopt.fsdp2 import build_optimizer
+
+EXPECTED = Path(__file__).with_suffix(".yaml")
+"""By library, model and kind of parameter: optimizer, split, weight decay, and why."""
 
 _TEXT = {
     "vocab_size": 48,
@@ -104,26 +114,48 @@ class _Lines(logging.Handler):
         self.texts.append(record.getMessage())
 
 
-def routing_of(model: nn.Module, **fields: Any) -> dict[str, list[str]]:
-    """Return a model's routing by kind of parameter, and under ``warnings`` what was logged."""
-    fields = {"optimizer": "muon", "lr": 0.1, "weight_decay": 0.1, "clip_grad": 0.0} | fields
+def routing_of(library: str, name: str) -> dict[str, str]:
+    """Return a model's routing by kind of parameter and, by number, what else is logged.
+
+    Convolutions of image models are flattened.
+    """
+    model = LIBRARIES[library][0](name)
+    config = EmergingOptimizerConfig(
+        optimizer="muon",
+        lr=0.1,
+        weight_decay=0.1,
+        clip_grad=0.0,
+        print_optimizer_routing=True,
+        muon_convolutions=library != "transformers",
+    )
     logger, lines = logging.getLogger("megatron_eopt"), _Lines()
     logger.addHandler(lines)
     try:
-        build_optimizer(model, EmergingOptimizerConfig(**fields, print_optimizer_routing=True))
+        build_optimizer(model, config)
     finally:
         logger.removeHandler(lines)
     (table,) = (text for text in lines.texts if text.startswith("optimizer routing"))
-    others = [_kind(text) for text in lines.texts if text is not table]
-    return dict(_rows(table)) | ({"warnings": others} if others else {})
+    logged = (_kind(text) for text in lines.texts if text is not table)
+    return {**dict(_rows(table)), **{f"log {n}": text for n, text in enumerate(logged)}}
 
 
-def _rows(table: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield the optimizer, split, weight decay and reason of each kind of parameter."""
+def _rows(table: str) -> Iterator[tuple[str, str]]:
+    """Yield the kind of each parameter, and what the table says about it."""
     for line in table.splitlines()[3:]:
         name, _, optimizer, split, _, decay, why = (cell.strip() for cell in line.split("|")[1:-1])
-        yield _kind(name), [optimizer, split, decay, why]
+        yield _kind(name), f"{optimizer} | {split} | {decay} | {why}"
 
 
 def _kind(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+if __name__ == "__main__":
+    found = yaml.safe_load(EXPECTED.read_text()) if EXPECTED.exists() else {}
+    for library, (_, models) in LIBRARIES.items():
+        try:
+            import_module(library)
+        except ImportError:
+            continue
+        found[library] = {name: routing_of(library, name) for name in models}
+    EXPECTED.write_text(yaml.safe_dump(found, sort_keys=False, width=1000))
