@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_eopt.base.names import MOMENTUM, STEP
 from megatron_eopt.base.upstream import needed, owner_of
-from megatron_eopt.checkpoint.groups import adopt
+from megatron_eopt.checkpoint.groups import adopt, check_schedule
 from megatron_eopt.checkpoint.local_state import hand_over
 from megatron_eopt.checkpoint.migration import begin_together, missing_state, shortened
 from megatron_eopt.checkpoint.optimizer_state import prepare
@@ -58,6 +58,10 @@ def load(stepper: Stepper, loaded: Mapping[str, Any]) -> None:
     optimizer, state = storage.optimizer, loaded["state"]
     steps = max((int(meta.get(STEP, 0)) for meta in loaded[GROUPS].values()), default=0)
     states = {}
+    check_schedule(
+        [group for group in optimizer.param_groups if group["params"]],
+        [meta for meta in loaded[GROUPS].values() if meta],
+    )
     for group in optimizer.param_groups:
         names = [storage._param_name(param) for param in group["params"]]
         for param, name in zip(group["params"], names, strict=True):

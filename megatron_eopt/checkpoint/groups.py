@@ -6,6 +6,7 @@ from typing import Any
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import STEP
 from megatron_eopt.base.upstream import needed
+from megatron_eopt.checkpoint.rates import adopt_rates, check_rates
 from megatron_eopt.routing.groups import GROUP_ID
 
 type Groups = Sequence[Mapping[str, Any]]
@@ -52,7 +53,7 @@ def steps_of(groups: Groups, saved: Groups, otherwise: int) -> int:
 
 
 def adopt(group: dict[str, Any], saved: Groups) -> None:
-    """Load the settings of the matching group of a checkpoint, except those of the schedule.
+    """Load the settings of the matching group of a checkpoint; see ``rates`` for the schedule.
 
     A group without a match keeps its settings; its parameters may have had another optimizer.
     """
@@ -62,6 +63,14 @@ def adopt(group: dict[str, Any], saved: Groups) -> None:
     place = _find(group, saved)
     twin = {} if place is None else saved[place]
     group.update({key: value for key, value in twin.items() if key not in keep})
+    adopt_rates(group, twin)
+
+
+def check_schedule(present: Groups, saved: Groups) -> None:
+    """Raise a ConfigurationError if the run asks for rates that the checkpoint does not have."""
+    alone = [group for group in present if _find(group, saved) is None]
+    gone = [group for group in saved if all(_find(other, [group]) is None for other in present)]
+    check_rates(alone, gone, optimizers_of(present))
 
 
 def match_all(saved: Groups, present: Groups) -> list[int]:

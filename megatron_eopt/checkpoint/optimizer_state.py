@@ -11,6 +11,7 @@ from megatron_eopt.base.names import STEP
 from megatron_eopt.checkpoint.gpt_layers import name_as_in_checkpoint
 from megatron_eopt.checkpoint.groups import (
     adopt,
+    check_schedule,
     children_of,
     inner_of,
     saved_groups,
@@ -139,9 +140,9 @@ def adopt_common(steppers: Sequence[Stepper], state: Any) -> None:
     """
     saved, steps = saved_groups(state), saved_steps(state)
     scalers = [child["grad_scaler"] for child in children_of(state) if child.get("grad_scaler")]
-    for stepper in steppers:
-        if stepper.storage.is_stub_optimizer:
-            continue
+    filled = [stepper for stepper in steppers if not stepper.storage.is_stub_optimizer]
+    check_schedule([g for item in filled for g in item.storage.optimizer.param_groups], saved)
+    for stepper in filled:
         for group in stepper.storage.optimizer.param_groups:
             adopt(group, saved)
         stepper.storage.steps = steps

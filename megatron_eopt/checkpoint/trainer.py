@@ -1,27 +1,40 @@
-"""Wrappers of Megatron-LM's loading functions, which match optimizer state with checkpoints."""
+"""Wrappers of Megatron-LM's loading functions: which files are read, and into which optimizer."""
 
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from megatron.core import parallel_state
 from megatron.core.msc_utils import MultiStorageClientFeature
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import log_single_rank
 from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from megatron_eopt.base.agreement import CheckpointError, from_rank_0
+from megatron_eopt.base.agreement import CheckpointError, agreed, from_rank_0
 from megatron_eopt.base.upstream import needed, owner_of
 from megatron_eopt.base.wrapping import Function, around
 from megatron_eopt.checkpoint import fsdp_dtensor
+from megatron_eopt.checkpoint.files import (
+    METADATA,
+    check_all,
+    check_rank_has_file,
+    check_tracked,
+    damaged,
+    read_common_state,
+    read_metadata,
+)
 from megatron_eopt.checkpoint.gpt_layers import forget_layers, noting_layers
 from megatron_eopt.checkpoint.matching import match
 from megatron_eopt.checkpoint.migration import Policy
+from megatron_eopt.checkpoint.rates import RATES, taken_from_checkpoint
+from megatron_eopt.checkpoint.saving import finishing_later, replacing_a_folder
+from megatron_eopt.checkpoint.unfinished import complete_folder, read_tracker
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +43,7 @@ type Rebindings = list[tuple[ModuleType, str, Any]]
 
 
 def trainer_rebindings() -> Rebindings:
-    """Return the replacements for the trainer's loading functions.
+    """Return the replacements for the trainer's loading and saving functions.
 
     The caller must replace an object in every module that imported it.
     """
@@ -38,6 +51,9 @@ def trainer_rebindings() -> Rebindings:
         "load_checkpoint": _handing_over,
         "_load_global_dist_base_checkpoint": _matching,
         "_load_base_checkpoint": _refusing_gaps,
+        "get_checkpoint_name": _in_the_complete_folder,
+        "save_checkpoint": replacing_a_folder,
+        "schedule_async_save": finishing_later,
         "_get_checkpoint_format": _taking_the_format,
         "handle_swiglu_in_state_dict": _under_a_wrapper,
         "read_metadata": _at_the_step_asked_for,
@@ -57,17 +73,83 @@ def _handing_over(
     ddp_model: Any,
     optimizer: Any,
     opt_param_scheduler: Any,
+    load_arg: str = "load",
     *rest: Any,
     **kwargs: Any,
 ) -> Any:
     if getattr(optimizer, "loads_itself", False):
         kwargs["skip_load_to_model_and_opt"] = False
-    with _loading(optimizer), _rates_kept(optimizer, opt_param_scheduler):
-        return original(ddp_model, optimizer, opt_param_scheduler, *rest, **kwargs)
+    trainer = owner_of("load_checkpoint")
+    args = trainer.get_args()
+    folder = getattr(args, load_arg)
+    with _reading(args), _loading(optimizer), _rates_kept(optimizer, opt_param_scheduler):
+        _check_tracked(folder, args)
+        try:
+            return original(ddp_model, optimizer, opt_param_scheduler, load_arg, *rest, **kwargs)
+        except SystemExit as ended:
+            # --exit-on-missing-checkpoint asks for this where there is none
+            asked = args.exit_on_missing_checkpoint and not trainer.checkpoint_exists(folder)
+            if ended.code or asked:
+                raise
+            rule = "cannot be loaded, for the reason that Megatron has printed above"
+            raise damaged(folder, rule) from ended
 
+
+@dataclass
+class _Read:
+    """A load in progress."""
+
+    args: Any  # the trainer's arguments
+    checked: set[Path] = field(default_factory=set)  # folders whose files have been checked
+
+
+_read: ContextVar[_Read | None] = ContextVar("_read", default=None)
 
 _optimizer: ContextVar[Any] = ContextVar("_optimizer", default=None)
 """The optimizer of the load in progress."""
+
+
+@contextmanager
+def _reading(args: Any) -> Iterator[None]:
+    """In a block, read only complete checkpoints of file systems; a block inside has no effect."""
+    if _read.get() is not None or MultiStorageClientFeature.is_enabled():
+        yield
+        return
+    token = _read.set(_Read(args))
+    try:
+        yield
+    finally:
+        _read.reset(token)
+
+
+@around
+def _in_the_complete_folder(original: Function, *values: Any, **kwargs: Any) -> Any:
+    """In a load, name the folder that has the complete content of an iteration."""
+    name = original(*values, **kwargs)
+    if _read.get() is None:
+        return name
+    asked = inspect.signature(original).bind(*values, **kwargs).arguments
+    keys = ("checkpoints_path", "iteration", "release")
+    folder = original(**{key: asked[key] for key in keys if key in asked}, return_base_dir=True)
+    return str(complete_folder(Path(folder)) or folder) + name.removeprefix(folder)
+
+
+def _check_tracked(folder: str | None, args: Any) -> None:
+    """Refuse to start anew beside complete checkpoints; collective."""
+    if folder is not None and _read.get() is not None and not getattr(args, "ckpt_step", None):
+        from_rank_0(lambda: check_tracked(Path(folder)))
+
+
+def _check_files(folder: Path) -> None:
+    """Check all files of a checkpoint, once in a load; collective if ranks are connected."""
+    read = _read.get()
+    if read is None or folder in read.checked:
+        return
+    files = check_all(folder)
+    if files.form == "torch" and parallel_state.model_parallel_is_initialized():
+        own = Path(needed("get_checkpoint_name")(folder.parent, 0)).parent.name
+        agreed(lambda: check_rank_has_file(folder / own))
+    read.checked.add(folder)
 
 
 @contextmanager
@@ -99,16 +181,22 @@ def _at_the_step_asked_for(original: Function, tracker_filename: str) -> tuple[i
     For distributed Adam's files, the trainer reads it again and ignores the flag. It would load the
     optimizer state of another iteration.
     """
+    read = _read.get()
+    step = getattr(read.args, "ckpt_step", None) if read is not None else None
+    try:
+        agreed(lambda: read_tracker(Path(tracker_filename)))
+    except CheckpointError:
+        if not step:
+            raise
+        return step, False
     iteration, release = original(tracker_filename)
-    if _optimizer.get() is None:
-        return iteration, release
-    step = getattr(owner_of("load_checkpoint").get_args(), "ckpt_step", None)
     return (step, False) if step and not release else (iteration, release)
 
 
 @around
 def _taking_the_format(original: Function, checkpoint_name: Any, args: Any) -> Any:
     """Load in the checkpoint's format, because in the run's format the trainer finds no state."""
+    _check_files(Path(checkpoint_name))
     form = original(checkpoint_name, args)
     if _optimizer.get() is not None:
         _refuse_form(str(checkpoint_name), form, args.ckpt_format)
@@ -129,26 +217,22 @@ def _refuse_form(folder: str, form: str, wanted: str) -> None:
         raise CheckpointError("checkpoint", folder, rule, way_out)
 
 
-_RATES = ("max_lr", "min_lr")
-"""Settings of parameter groups, and attributes of megatron-core's scheduler."""
-
-
 @contextmanager
 def _rates_kept(optimizer: Any, scheduler: Any) -> Iterator[None]:
-    """Keep each parameter group's own learning rates during a load.
+    """Keep each parameter group's own learning rates in a load, unless the checkpoint's are asked.
 
     With ``--override-opt-param-scheduler``, megatron-core 0.20 would write ``--lr`` and
-    ``--min-lr`` into all groups. With ``--use-checkpoint-opt_param-scheduler``, groups with the
-    run's rates get those that the scheduler has loaded.
+    ``--min-lr`` into all groups.
     """
     groups = optimizer.param_groups if getattr(optimizer, "keeps_rates", False) else []
-    own = [{key: group[key] for key in _RATES if key in group} for group in groups]
-    runs = {key: getattr(scheduler, key, None) for key in _RATES}
-    yield
-    if getattr(scheduler, "use_checkpoint_opt_param_scheduler", False):
-        for rates in own:
-            rates |= {k: getattr(scheduler, k) for k, rate in rates.items() if rate == runs[k]}
+    own = [{key: group[key] for key in RATES if key in group} for group in groups]
+    asked = bool(getattr(scheduler, "use_checkpoint_opt_param_scheduler", False))
+    with taken_from_checkpoint(asked=asked):
+        yield
     for group, rates in zip(optimizer.param_groups if own else (), own, strict=True):
+        if asked:
+            # those of the scheduler, where the checkpoint has none of this group
+            rates = {key: group.get(key, getattr(scheduler, key)) for key in rates}
         group.update(rates)
     if own and scheduler is not None:
         # sets the current learning rates
@@ -158,11 +242,15 @@ def _rates_kept(optimizer: Any, scheduler: Any) -> Iterator[None]:
 @around
 def _matching(original: Function, *values: Any, **kwargs: Any) -> Any:
     asked = inspect.signature(original).bind(*values, **kwargs).arguments
-    wanted = asked["sharded_state_dict"]
-    if not asked["rank0"] and wanted is not None and not MultiStorageClientFeature.is_enabled():
-        place = asked["load_dir"], asked["iteration"], asked["release"]
-        folder = Path(needed("get_checkpoint_name")(*place, return_base_dir=True))
-        match(wanted, folder, Policy())
+    wanted, place = asked["sharded_state_dict"], (asked["load_dir"], asked["iteration"])
+    if not MultiStorageClientFeature.is_enabled():
+        name = needed("get_checkpoint_name")(*place, asked["release"], return_base_dir=True)
+        # checkpoints beside the persistent ones have not been checked
+        _check_files(Path(name))
+        if asked["rank0"]:
+            agreed(lambda: read_common_state(Path(name)))
+        elif wanted is not None:
+            match(wanted, Path(name), Policy())
     return original(*values, **kwargs)
 
 
@@ -170,10 +258,11 @@ def _matching(original: Function, *values: Any, **kwargs: Any) -> Any:
 def _refusing_gaps(original: Function, *values: Any, **kwargs: Any) -> Any:
     asked = inspect.signature(original).bind(*values, **kwargs).arguments
     args, wanted = asked["args"], asked.get("sharded_state_dict") or {}
-    # without "optimizer", the trainer reads only the arguments
-    if args.ckpt_format == fsdp_dtensor.FORMAT and "optimizer" in wanted:
-        _match_megatron_fsdp(args, wanted["optimizer"])
-    return original(*values, **kwargs)
+    with _reading(args):
+        # without "optimizer", the trainer reads only the arguments
+        if args.ckpt_format == fsdp_dtensor.FORMAT and "optimizer" in wanted:
+            _match_megatron_fsdp(args, wanted["optimizer"])
+        return original(*values, **kwargs)
 
 
 def _match_megatron_fsdp(args: Any, state: Mapping[str, Any]) -> None:
@@ -192,9 +281,9 @@ def _match_megatron_fsdp(args: Any, state: Mapping[str, Any]) -> None:
 
 def _keys_in(folder: str) -> frozenset[str] | None:
     """Return all keys of a checkpoint; None if there is none."""
-    if not Path(folder, ".metadata").exists():
+    if not Path(folder, METADATA).exists():
         return None
-    return frozenset(FileSystemReader(folder).read_metadata().state_dict_metadata)
+    return frozenset(read_metadata(Path(folder)).state_dict_metadata)
 
 
 @around

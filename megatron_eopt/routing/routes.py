@@ -148,12 +148,25 @@ def route_all(
     """Return the route of every parameter, in the same order.
 
     Raises:
-        ConfigurationError: If overrides disagree, or name an unknown or unsuitable optimizer.
+        ConfigurationError: If overrides disagree, name an unknown or unsuitable optimizer, or let a
+            learning rate rise.
     """
     defaults = settings.default_overrides
     routes = [_route(parameter, overrides, defaults, settings) for parameter in parameters]
     rates = {name: settings.own_rates(name) for name in {route.optimizer for route in routes}}
-    return [replace(r, values={**rates[r.optimizer], **r.values}) for r in routes]
+    routes = [replace(r, values={**rates[r.optimizer], **r.values}) for r in routes]
+    for route in routes:
+        _check_rates(route, settings)
+    return routes
+
+
+def _check_rates(route: Route, settings: Settings) -> None:
+    peak = route.values.get("max_lr", settings.lr)
+    least = route.values.get("min_lr", settings.min_lr)
+    if None not in (peak, least) and peak < least:
+        rule = f"is below min_lr={least:g} of {route.parameter.name}, so its rate would rise"
+        way_out = "Give the override a min_lr that is at most its max_lr"
+        raise ConfigurationError("config_overrides[...]['max_lr']", peak, rule, way_out)
 
 
 def _route(

@@ -36,6 +36,7 @@ _NOT_NEGATIVE = (
     *("lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "muon_lr", "muon_min_lr"),
     *("weight_decay", "clip_grad", "grad_norm_skip_threshold", "loss_scale"),
 )
+_RATES = ("lr", "min_lr")
 _DECAYS = (
     *("adam_beta1", "adam_beta2", "lion_beta1", "lion_beta2", "soap_shampoo_beta"),
     *("adaptive_muon_beta2", "sgd_momentum", "muon_momentum"),
@@ -131,6 +132,7 @@ def check_values(config: Any, optimizers: Iterable[str]) -> None:
             check_choice(name, value, CHOICES[name])
         elif name != "grad_norm_skip_threshold" or value != math.inf:
             check_number(name, value, **_BOUNDS[name])
+    _check_rates(config, prefixes)
     if config.fp16 and config.bf16:
         rule = "cannot be combined with bf16=True"
         raise ConfigurationError("fp16", True, rule, "Turn one of them off")
@@ -141,6 +143,20 @@ def check_values(config: Any, optimizers: Iterable[str]) -> None:
         backend = getattr(config, "muon_backend", "torch")
         check_choice("muon_backend", backend, backend_names())
         get_backend(backend)
+
+
+def _check_rates(config: Any, prefixes: Iterable[str]) -> None:
+    """Raise a ConfigurationError if a learning rate would rise from its peak to its minimum."""
+    kinds = ["", *sorted(f"{prefix}_" for prefix in prefixes)]
+    if config.decoupled_lr is not None:
+        kinds.append("decoupled_")
+    for kind in kinds:
+        # a kind without a rate of its own has the run's
+        names = [n if getattr(config, f"{kind}{n}", None) is None else f"{kind}{n}" for n in _RATES]
+        peak, least = (getattr(config, name) for name in names)
+        if None not in (peak, least) and peak < least:
+            rule = f"is below {names[1]}={least:g}, so the learning rate would rise over the run"
+            raise ConfigurationError(names[0], peak, rule, f"Raise it, or lower {kind}min_lr")
 
 
 def warn_of_unused(config: Any, main: str, optimizers: Collection[str]) -> None:
