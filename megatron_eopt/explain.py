@@ -1,6 +1,7 @@
 """Read from a checkpoint's metadata what it contains and where it can be loaded.
 
-No tensor is read. torch unpickles ``.metadata`` unchecked, so the checkpoint must be trusted.
+No tensor is read, but all files are checked. torch unpickles ``.metadata`` unchecked, so the
+checkpoint must be trusted.
 """
 
 import io
@@ -10,22 +11,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing import load_common_state_dict
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import MOMENT2
-from megatron_eopt.checkpoint.complete import TRACKER, format_of, latest
+from megatron_eopt.checkpoint.files import (
+    RANK_FILE,
+    check_all,
+    damaged,
+    read_common_state,
+    read_metadata,
+    read_rank_file,
+)
 from megatron_eopt.checkpoint.keys import split_key
+from megatron_eopt.checkpoint.unfinished import (
+    TRACKER,
+    complete_folder,
+    folder_name,
+    read_tracker,
+)
 from megatron_eopt.optimizers.saved_groups import optimizers_of, saved_groups, saved_steps
-
-_METADATA = ".metadata"
-_RANK_FILE = "model_optim_rng.pt"
 
 _LOADS = {
     "torch": "at the same layout with the same optimizers (--ckpt-format torch); to change them, "
@@ -93,17 +102,17 @@ def explain(path: str | Path) -> Contents:
             that ``dist_checkpointing.save`` or ``torch.distributed.checkpoint`` has written.
 
     Raises:
-        ConfigurationError: If the folder has no complete checkpoint.
+        ConfigurationError: If the folder has no complete checkpoint, or a file is damaged.
     """
     folder = _folder_in(Path(path))
-    contents = Contents(str(folder), format_of(folder))
-    if contents.format == "torch":
-        place = min(folder.glob(f"mp_rank_*/{_RANK_FILE}"))
-        common = torch.load(place, map_location="cpu", weights_only=True, mmap=True)
+    files = check_all(folder)
+    contents = Contents(str(folder), files.form)
+    if files.form == "torch":
+        common: Mapping[str, Any] = read_rank_file(files.ranks[0] / RANK_FILE)
         _note_optimizer(contents, common.get("optimizer") or {})
     else:
-        read = _read_keys if contents.format == "torch_dist" else _read_paths
-        common = read(contents, FileSystemReader(folder).read_metadata())
+        read = _read_keys if files.form == "torch_dist" else _read_paths
+        common = read(contents, read_metadata(folder))
     args = common.get("args")
     iteration = common.get("iteration")
     contents.iteration = None if iteration is None else int(iteration)
@@ -122,14 +131,17 @@ def _broken(folder: Path, rule: str) -> ConfigurationError:
 
 
 def _folder_in(path: Path) -> Path:
-    """Return the checkpoint's folder: ``path``, or its latest iteration."""
+    """Return the checkpoint's folder: ``path``, or its latest iteration, where it is complete."""
     if not path.is_dir():
         raise _broken(path, "is not a folder")
-    if (name := latest(path)) is not None:
-        return path / name
-    if any(path.glob("iter_*")):
+    if (tracker := path / TRACKER).exists():
+        name = folder_name(read_tracker(tracker))
+        path = path / name
+        if not path.is_dir() and complete_folder(path) == path:
+            raise _broken(path.parent, f"its {TRACKER} names {name}, which does not exist")
+    elif any(path.glob("iter_*")):
         raise _broken(path, f"lacks {TRACKER}, so no save to this folder has finished")
-    return path
+    return complete_folder(path) or path
 
 
 def _note_optimizer(contents: Contents, state: Any) -> None:
@@ -156,9 +168,9 @@ def _read_keys(contents: Contents, metadata: Metadata) -> Mapping[str, Any]:
             of_matrices.add(kind)
             slabs = max(slabs, parts.slabs)
     contents.loads = list(_where_it_loads(sorted(of_matrices), slabs, by_bucket=by_bucket))
-    common = load_common_state_dict(contents.folder)
+    common = read_common_state(Path(contents.folder))
     _note_optimizer(contents, common.get("optimizer") or {})
-    return common  # type: ignore[no-any-return]
+    return common
 
 
 def _where_it_loads(of_matrices: Sequence[str], slabs: int, *, by_bucket: bool) -> Iterator[str]:
@@ -178,7 +190,7 @@ def _where_it_loads(of_matrices: Sequence[str], slabs: int, *, by_bucket: bool) 
 
 def _read_paths(contents: Contents, metadata: Metadata) -> Mapping[str, Any]:
     """Read an ``fsdp_dtensor`` checkpoint of the trainer, or a ``torch_dcp`` checkpoint."""
-    paths = {key: tuple(map(str, path)) for key, path in (metadata.planner_data or {}).items()}
+    paths = {key: tuple(map(str, path)) for key, path in metadata.planner_data.items()}
     for key, path in paths.items():
         item = metadata.state_dict_metadata.get(key)
         if isinstance(item, TensorStorageMetadata):
@@ -188,13 +200,23 @@ def _read_paths(contents: Contents, metadata: Metadata) -> Mapping[str, Any]:
     common = {}
     for key in ("args", "iteration"):
         if (at := metadata.storage_data.get(MetadataIndex(key))) is not None:
-            with (Path(contents.folder) / at.relative_path).open("rb") as file:
-                file.seek(at.offset)
-                common[key] = torch.load(io.BytesIO(file.read(at.length)), weights_only=True)
+            common[key] = _object_at(Path(contents.folder) / at.relative_path, at)
     trainers = any("param_to_group_meta" in path for path in paths.values())
     usual = "fsdp_dtensor" if trainers else "torch_dcp"
     contents.format = getattr(common.get("args"), "ckpt_format", usual)
     return common
+
+
+def _object_at(path: Path, at: Any) -> Any:
+    """Return an object that ``torch.save`` has written somewhere in a file."""
+    with path.open("rb") as file:
+        file.seek(at.offset)
+        content = io.BytesIO(file.read(at.length))
+    try:
+        return torch.load(content, weights_only=True)
+    except Exception as error:  # a damaged file can raise anything
+        rule = f"cannot be read ({type(error).__name__})"
+        raise damaged(path, rule) from error
 
 
 def show(contents: Contents, console: Console) -> None:

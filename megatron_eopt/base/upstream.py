@@ -43,6 +43,7 @@ _NAMES: dict[str, str] = {
     "wrap_model_chunks_with_ddp train_step training_log",
     "megatron.training.models.dist_utils": "_ddp_wrap",
     "megatron.training.arguments": "parse_args validate_args",
+    "megatron.training.async_utils": "schedule_async_save maybe_finalize_async_save",
     "megatron.training.checkpointing": "read_metadata load_checkpoint save_checkpoint "
     "_load_global_dist_base_checkpoint _get_checkpoint_format get_checkpoint_name "
     "get_load_checkpoint_path_by_args handle_swiglu_in_state_dict _load_base_checkpoint "

@@ -5,10 +5,12 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from megatron.core import parallel_state
 from megatron.core.msc_utils import MultiStorageClientFeature
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import log_single_rank
@@ -18,16 +20,17 @@ from megatron_eopt.base.agreement import CheckpointError, agreed, from_rank_0
 from megatron_eopt.base.upstream import needed, owner_of
 from megatron_eopt.base.wrapping import Function, around
 from megatron_eopt.checkpoint import fsdp_dtensor
-from megatron_eopt.checkpoint.complete import (
-    TRACKER,
-    forget_aside,
-    format_of,
-    latest,
-    restore,
-    set_aside,
+from megatron_eopt.checkpoint.files import (
+    check_all,
+    check_rank_has_file,
+    check_tracked,
+    damaged,
+    read_common_state,
 )
 from megatron_eopt.checkpoint.gpt_layers import forget_layers, noting_layers
 from megatron_eopt.checkpoint.matching import match
+from megatron_eopt.checkpoint.saving import finishing_later, replacing_a_folder
+from megatron_eopt.checkpoint.unfinished import complete_folder, read_tracker
 from megatron_eopt.optimizers.continuation import Policy
 from megatron_eopt.optimizers.saved_groups import find_group, kind_of_group
 from megatron_eopt.routing.groups import GROUP_ID
@@ -45,7 +48,9 @@ def trainer_rebindings() -> Rebindings:
     """
     wrappers = {
         "load_checkpoint": _handing_over,
-        "save_checkpoint": _setting_aside,
+        "get_checkpoint_name": _in_the_complete_folder,
+        "save_checkpoint": replacing_a_folder,
+        "schedule_async_save": finishing_later,
         "_load_global_dist_base_checkpoint": _matching,
         "_load_base_checkpoint": _refusing_gaps,
         "_get_checkpoint_format": _taking_the_format,
@@ -62,39 +67,88 @@ def wrapped(wrappers: Mapping[str, Callable[[Function], Function]]) -> Rebinding
 
 
 @around
-def _setting_aside(original: Function, *values: Any, **kwargs: Any) -> Any:
-    """Move a checkpoint that is overwritten aside, until the save has finished."""
-    asked = inspect.signature(original).bind(*values, **kwargs).arguments
-    args = owner_of("save_checkpoint").get_args()
-    if MultiStorageClientFeature.is_enabled() or not args.save or asked.get("non_persistent_ckpt"):
-        return original(*values, **kwargs)
-    place = args.save, asked["iteration"], asked.get("release", False)
-    folder = Path(needed("get_checkpoint_name")(*place, return_base_dir=True))
-    from_rank_0(lambda: set_aside(folder))
-    result = original(*values, **kwargs)
-    if not args.async_save:
-        # an asynchronous save finishes later; the next save or load into the folder cleans up
-        from_rank_0(lambda: forget_aside(folder))
-    return result
-
-
-@around
 def _handing_over(
     original: Function,
     ddp_model: Any,
     optimizer: Any,
     opt_param_scheduler: Any,
+    load_arg: str = "load",
     *rest: Any,
     **kwargs: Any,
 ) -> Any:
     if getattr(optimizer, "loads_itself", False):
         kwargs["skip_load_to_model_and_opt"] = False
-    with _loading(optimizer), _rates_kept(optimizer, opt_param_scheduler):
-        return original(ddp_model, optimizer, opt_param_scheduler, *rest, **kwargs)
+    trainer = owner_of("load_checkpoint")
+    args = trainer.get_args()
+    folder = getattr(args, load_arg)
+    with _reading(args), _loading(optimizer), _rates_kept(optimizer, opt_param_scheduler):
+        _check_tracked(folder, args)
+        try:
+            return original(ddp_model, optimizer, opt_param_scheduler, load_arg, *rest, **kwargs)
+        except SystemExit as ended:
+            # --exit-on-missing-checkpoint asks for this where there is none
+            asked = args.exit_on_missing_checkpoint and not trainer.checkpoint_exists(folder)
+            if ended.code or asked:
+                raise
+            rule = "cannot be loaded, for the reason that Megatron has printed above"
+            raise damaged(folder, rule) from ended
 
+
+@dataclass
+class _Read:
+    """A load in progress."""
+
+    args: Any  # the trainer's arguments
+    checked: set[Path] = field(default_factory=set)  # folders whose files have been checked
+
+
+_read: ContextVar[_Read | None] = ContextVar("_read", default=None)
 
 _optimizer: ContextVar[Any] = ContextVar("_optimizer", default=None)
 """The optimizer of the load in progress."""
+
+
+@contextmanager
+def _reading(args: Any) -> Iterator[None]:
+    """In a block, read only complete checkpoints of file systems; a block inside has no effect."""
+    if _read.get() is not None or MultiStorageClientFeature.is_enabled():
+        yield
+        return
+    token = _read.set(_Read(args))
+    try:
+        yield
+    finally:
+        _read.reset(token)
+
+
+@around
+def _in_the_complete_folder(original: Function, *values: Any, **kwargs: Any) -> Any:
+    """In a load, name the folder that has the complete content of an iteration."""
+    name = original(*values, **kwargs)
+    if _read.get() is None:
+        return name
+    asked = inspect.signature(original).bind(*values, **kwargs).arguments
+    keys = ("checkpoints_path", "iteration", "release")
+    folder = original(**{key: asked[key] for key in keys if key in asked}, return_base_dir=True)
+    return str(complete_folder(Path(folder)) or folder) + name.removeprefix(folder)
+
+
+def _check_tracked(folder: str | None, args: Any) -> None:
+    """Refuse to start anew beside complete checkpoints; collective."""
+    if folder is not None and _read.get() is not None and not getattr(args, "ckpt_step", None):
+        from_rank_0(lambda: check_tracked(Path(folder)))
+
+
+def _check_files(folder: Path) -> None:
+    """Check all files of a checkpoint, once in a load; collective if ranks are connected."""
+    read = _read.get()
+    if read is None or folder in read.checked:
+        return
+    files = check_all(folder)
+    if files.form == "torch" and parallel_state.model_parallel_is_initialized():
+        own = Path(needed("get_checkpoint_name")(folder.parent, 0)).parent.name
+        agreed(lambda: check_rank_has_file(folder / own))
+    read.checked.add(folder)
 
 
 @contextmanager
@@ -126,18 +180,22 @@ def _at_the_step_asked_for(original: Function, tracker_filename: str) -> tuple[i
     For distributed Adam's files, the trainer reads it again and ignores the flag. It would load the
     optimizer state of another iteration.
     """
-    if not MultiStorageClientFeature.is_enabled():
-        latest(Path(tracker_filename).parent, must_exist=False)
+    read = _read.get()
+    step = getattr(read.args, "ckpt_step", None) if read is not None else None
+    try:
+        agreed(lambda: read_tracker(Path(tracker_filename)))
+    except CheckpointError:
+        if not step:
+            raise
+        return step, False
     iteration, release = original(tracker_filename)
-    if _optimizer.get() is None:
-        return iteration, release
-    step = getattr(owner_of("load_checkpoint").get_args(), "ckpt_step", None)
     return (step, False) if step and not release else (iteration, release)
 
 
 @around
 def _taking_the_format(original: Function, checkpoint_name: Any, args: Any) -> Any:
     """Load in the checkpoint's format, because in the run's format the trainer finds no state."""
+    _check_files(Path(checkpoint_name))
     form = original(checkpoint_name, args)
     if _optimizer.get() is not None:
         _refuse_form(str(checkpoint_name), form, args.ckpt_format)
@@ -215,26 +273,18 @@ def _saved_rates(optimizer: Any, own: Sequence[Mapping[str, float]]) -> list[dic
     return result
 
 
-def _checked(run: Path, step: int | None) -> str:
-    """Check the checkpoint that a run is about to load; return a line if it was restored."""
-    name = f"iter_{step:07d}" if step else latest(run)
-    if name is None or not (run / TRACKER).exists():
-        return ""
-    folder = run / name
-    restored = restore(folder)
-    format_of(folder)
-    text = "a save over it was interrupted, so the checkpoint of before was restored"
-    return f"{folder}: {text}" if restored else ""
-
-
 @around
 def _matching(original: Function, *values: Any, **kwargs: Any) -> Any:
     asked = inspect.signature(original).bind(*values, **kwargs).arguments
-    wanted = asked["sharded_state_dict"]
-    if not asked["rank0"] and wanted is not None and not MultiStorageClientFeature.is_enabled():
-        place = asked["load_dir"], asked["iteration"], asked["release"]
-        folder = Path(needed("get_checkpoint_name")(*place, return_base_dir=True))
-        match(wanted, folder, Policy())
+    wanted, place = asked["sharded_state_dict"], (asked["load_dir"], asked["iteration"])
+    if not MultiStorageClientFeature.is_enabled():
+        name = needed("get_checkpoint_name")(*place, asked["release"], return_base_dir=True)
+        # checkpoints beside the persistent ones have not been checked
+        _check_files(Path(name))
+        if asked["rank0"]:
+            agreed(lambda: read_common_state(Path(name)))
+        elif wanted is not None:
+            match(wanted, Path(name), Policy())
     return original(*values, **kwargs)
 
 
@@ -242,14 +292,11 @@ def _matching(original: Function, *values: Any, **kwargs: Any) -> Any:
 def _refusing_gaps(original: Function, *values: Any, **kwargs: Any) -> Any:
     asked = inspect.signature(original).bind(*values, **kwargs).arguments
     args, wanted = asked["args"], asked.get("sharded_state_dict") or {}
-    if asked["load_dir"] and not MultiStorageClientFeature.is_enabled():
-        run, step = Path(asked["load_dir"]), getattr(args, "ckpt_step", None)
-        if line := from_rank_0(lambda: _checked(run, step)):
-            log_single_rank(logger, logging.WARNING, line)
-    # without "optimizer", the trainer reads only the arguments
-    if args.ckpt_format == fsdp_dtensor.FORMAT and "optimizer" in wanted:
-        _match_megatron_fsdp(args, wanted["optimizer"])
-    return original(*values, **kwargs)
+    with _reading(args):
+        # without "optimizer", the trainer reads only the arguments
+        if args.ckpt_format == fsdp_dtensor.FORMAT and "optimizer" in wanted:
+            _match_megatron_fsdp(args, wanted["optimizer"])
+        return original(*values, **kwargs)
 
 
 def _match_megatron_fsdp(args: Any, state: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ from rich.console import Console
 from torch import distributed
 
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.checkpoint.complete import TRACKER
+from megatron_eopt.checkpoint.unfinished import TRACKER
 from megatron_eopt.explain import explain, show
 from tests.functional.script import train
 from tests.harness import run_ranks
@@ -121,7 +121,7 @@ def refused(folder: Path, words: str) -> None:
 def test_folders_without_a_whole_checkpoint_are_refused(saved, tmp_path):
     folder = Path(shutil.copytree(saved[0] / "muon", tmp_path / "copy"))
     (folder / "metadata.json").unlink()
-    refused(folder, "metadata.json.*is missing")
+    refused(folder, "lacks the file metadata.json")
     (folder / ".metadata").write_bytes(b"no metadata")
     refused(folder, r"\.metadata': cannot be read")
     refused(tmp_path / "nowhere", "is not a folder")

@@ -1,0 +1,264 @@
+"""Finds missing and damaged files of a checkpoint before anything is loaded from it.
+
+Small files are read. Of files with tensors, the length is checked, and the start of the first and
+the end of the last tensor.
+"""
+
+import io
+import json
+import zipfile
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing import load_common_state_dict
+from torch import distributed
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+
+from megatron_eopt.base.agreement import CheckpointError, agreed, from_rank_0
+from megatron_eopt.checkpoint.unfinished import TRACKER, complete_folder
+
+METADATA = ".metadata"
+"""torch's file that says which tensors are in which files."""
+
+CONFIG = "metadata.json"
+"""megatron-core's file, which it writes last; only format ``torch_dist`` has it."""
+
+RANK_FILE = "model_optim_rng.pt"
+"""The trainer's file of a model-parallel rank in format ``torch``."""
+
+_COMMON = "common.pt"
+_ZIP_START, _ZIP_END, _ZIP_END_BYTES = b"PK\x03\x04", b"PK\x05\x06", 22
+
+type Slice = tuple[int, int]
+"""Offset and length in bytes."""
+
+
+@dataclass(frozen=True)
+class Files:
+    """What a checkpoint consists of."""
+
+    form: str  # ``torch_dist``, ``torch`` or ``dcp`` (``fsdp_dtensor`` and ``torch_dcp``)
+    # files with tensors, with the slices of the first and the last tensor in each
+    tensors: Mapping[Path, tuple[Slice, Slice]] = field(default_factory=dict)
+    ranks: tuple[Path, ...] = ()  # folders of model-parallel ranks
+
+
+def check_all(folder: Path) -> Files:
+    """Check all files of a checkpoint; collective over the world, whose ranks share the work.
+
+    Raises:
+        CheckpointError: If a file is missing or damaged; names it.
+    """
+    files = from_rank_0(lambda: _files_in(folder))
+    agreed(lambda: _check_share(files))
+    return files
+
+
+def check_tracked(folder: Path) -> None:
+    """Check that a run's folder says which of its checkpoints is the latest.
+
+    Raises:
+        CheckpointError: If it has a complete checkpoint, but no tracker file.
+    """
+    tracker = folder / TRACKER
+    if tracker.exists():
+        return
+    found = (complete_folder(path) for path in sorted(folder.glob("iter_*"), reverse=True))
+    latest = next((path for path in found if path is not None and _is_readable(path)), None)
+    if latest is not None:
+        rule = f"does not exist, but {latest.name} is a complete checkpoint"
+        way_out = "Write its number into this file, pass --ckpt-step, or load from another folder"
+        raise CheckpointError("checkpoint", str(tracker), rule, way_out)
+
+
+def check_rank_has_file(folder: Path) -> None:
+    """Check that a model-parallel rank has a file in a checkpoint of format ``torch``.
+
+    Raises:
+        CheckpointError: If it has none.
+    """
+    if not (folder / RANK_FILE).exists():
+        rule = "does not exist, and format torch loads only at the layout that wrote it"
+        way_out = "Load at that layout, then save with --ckpt-format torch_dist"
+        raise CheckpointError("checkpoint", str(folder / RANK_FILE), rule, way_out)
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """Return what torch's metadata file says.
+
+    Raises:
+        CheckpointError: If the file cannot be read.
+    """
+    path = folder / METADATA
+    try:
+        metadata = FileSystemReader(folder).read_metadata()
+    except Exception as error:  # a damaged file can raise anything
+        raise damaged(path, f"cannot be read ({_text(error)})") from error
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+        raise damaged(path, "is no metadata of torch")
+    return metadata
+
+
+def read_rank_file(path: Path) -> dict[str, Any]:
+    """Return the state of a model-parallel rank; its tensors are read when they are used.
+
+    Raises:
+        CheckpointError: If the file is missing or damaged.
+    """
+    content = _unpickled(path)
+    if not isinstance(content, dict):
+        raise damaged(path, f"contains a {type(content).__name__}, not a state dict")
+    return content
+
+
+def read_common_state(folder: Path) -> Mapping[str, Any]:
+    """Return the state that all ranks of a ``torch_dist`` checkpoint share.
+
+    Raises:
+        CheckpointError: If it cannot be read.
+    """
+    try:
+        return load_common_state_dict(folder)  # type: ignore[no-any-return]
+    # torch's own error is no Exception
+    except (Exception, CheckpointException) as error:
+        raise damaged(folder, f"its common state cannot be read ({_text(error)})") from error
+
+
+def damaged(path: Path | str, rule: str) -> CheckpointError:
+    """Return the error about a file or folder of a checkpoint."""
+    way_out = "Restore it, or load another iteration with --ckpt-step"
+    return CheckpointError("checkpoint", str(path), rule, way_out)
+
+
+def _text(error: BaseException) -> str:
+    # the first line of torch's errors; others advise to turn safety off
+    return f"{type(error).__name__}: {str(error).strip().partition('\n')[0]}"
+
+
+def _unpickled(path: Path) -> Any:
+    if not path.exists():
+        raise damaged(path, "does not exist")
+    try:
+        # torch cannot map files of its old format
+        return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path))
+    except Exception as error:  # a damaged file can raise anything
+        raise damaged(path, f"cannot be read ({_text(error)})") from error
+
+
+def _files_in(folder: Path) -> Files:
+    """Return the files that a complete checkpoint has, reading only small ones."""
+    if not folder.is_dir():
+        raise damaged(folder, "does not exist")
+    if complete_folder(folder) is None:
+        raise damaged(folder, "is no complete checkpoint: a save to this folder has not finished")
+    if (folder / CONFIG).exists():
+        if _backend_of(folder / CONFIG) != "torch_dist":
+            return Files("torch_dist")
+        return Files("torch_dist", _tensors_in(folder, read_metadata(folder)))
+    if ranks := tuple(sorted(path for path in folder.glob("mp_rank_*") if path.is_dir())):
+        return Files("torch", ranks=ranks)
+    if not (folder / METADATA).exists():
+        rule = f"is no complete checkpoint: it has neither {METADATA} nor mp_rank_*/{RANK_FILE}"
+        raise damaged(folder, rule)
+    metadata = read_metadata(folder)
+    # torch notes how to nest the keys, megatron-core does not
+    if not metadata.planner_data:
+        raise damaged(folder, f"lacks the file {CONFIG}, which a save of torch_dist writes last")
+    return Files("dcp", _tensors_in(folder, metadata))
+
+
+def _is_readable(folder: Path) -> bool:
+    try:
+        _files_in(folder)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _backend_of(path: Path) -> str:
+    try:
+        return str(json.loads(path.read_text())["sharded_backend"])
+    except Exception as error:  # a damaged file can raise anything
+        raise damaged(path, f"cannot be read ({_text(error)})") from error
+
+
+def _tensors_in(folder: Path, metadata: Metadata) -> dict[Path, tuple[Slice, Slice]]:
+    """Return the files with tensors, with the slices of the first and the last tensor in each."""
+    found: dict[Path, list[Slice]] = {}
+    for item in metadata.storage_data.values():
+        # a compressed tensor does not start and end as torch writes it
+        if not getattr(item, "transform_descriptors", None):
+            found.setdefault(folder / item.relative_path, []).append((item.offset, item.length))
+    return {path: (min(slices), max(slices)) for path, slices in found.items()}
+
+
+def _check_share(files: Files) -> None:
+    """Check this rank's share of a checkpoint's files."""
+    alone = not distributed.is_initialized()
+    rank, world = (0, 1) if alone else (distributed.get_rank(), distributed.get_world_size())
+    for path in sorted(files.tensors)[rank::world]:
+        _check_tensors(path, *files.tensors[path])
+    for folder in files.ranks[rank::world]:
+        _check_rank_folder(folder, [path.name for path in files.ranks])
+
+
+def _check_tensors(path: Path, first: Slice, last: Slice) -> None:
+    if not path.exists():
+        raise damaged(path, "does not exist")
+    size, wanted = path.stat().st_size, sum(last)
+    if size < wanted:
+        raise damaged(path, f"has {size:,} of {wanted:,} bytes")
+    with path.open("rb") as file:
+        file.seek(first[0])
+        start = file.read(len(_ZIP_START))
+        file.seek(wanted - _ZIP_END_BYTES, io.SEEK_SET)
+        end = file.read(len(_ZIP_END))
+    if (start, end) != (_ZIP_START, _ZIP_END):
+        raise damaged(path, "does not contain the tensors that the metadata names")
+
+
+def _check_rank_folder(folder: Path, present: Collection[str]) -> None:
+    """Check the files of a model-parallel rank in format ``torch``."""
+    content = read_rank_file(folder / RANK_FILE)
+    for path in folder.glob("*.pt"):
+        _unpickled(path)
+    args = content.get("args")
+    for name in _rank_folders(args):
+        if not any(_begins(other, name) for other in present):
+            raise damaged(folder.with_name(name), "does not exist")
+    # a rank without trained parameters saves no optimizer
+    if not content.get("optimizer"):
+        return
+    if getattr(args, "use_layer_wise_distributed_optimizer", False):
+        _check_layer_wise(folder, args)
+    elif getattr(args, "use_distributed_optimizer", False):
+        _unpickled(folder / "distrib_optim.pt")
+
+
+def _check_layer_wise(folder: Path, args: Any) -> None:
+    """Check that each data-parallel rank has a file, among the folders of all expert ranks."""
+    name = next((name for name in _rank_folders(args) if _begins(folder.name, name)), folder.name)
+    for rank in range(getattr(args, "data_parallel_size", 1)):
+        file = f"layer_wise_optimizer_{rank}"
+        # context-parallel ranks add their number to a common name
+        names = (f"{name}*/{file}.pt", f"{name}*/{file}_rank*.pt")
+        found = [path for pattern in names for path in folder.parent.glob(pattern)]
+        if len(found) < getattr(args, "context_parallel_size", 1):
+            raise damaged(folder / f"{file}.pt", "does not exist")
+
+
+def _rank_folders(args: Any) -> Iterator[str]:
+    """Yield how the folders of tensor- and pipeline-parallel ranks begin."""
+    stages = getattr(args, "pipeline_model_parallel_size", 1)
+    for tensor in range(getattr(args, "tensor_model_parallel_size", 1)):
+        for stage in range(stages):
+            yield f"mp_rank_{tensor:02d}" + (f"_{stage:03d}" if stages > 1 else "")
+
+
+def _begins(folder: str, name: str) -> bool:
+    return folder == name or folder.startswith(f"{name}_")

@@ -1,0 +1,20 @@
+"""Flags of tiny runs by the kind of their checkpoints."""
+
+import pytest
+
+_OF_FSDP = ["--untie-embeddings-and-output-weights", "--no-gradient-accumulation-fusion"]
+_MUON = "--optimizer muon --use-distributed-optimizer".split()
+
+FORMATS = {
+    "torch_dist": _MUON,
+    "torch": [*_MUON, "--ckpt-format", "torch"],
+    "torch, TP": "--optimizer muon --ckpt-format torch --tensor-model-parallel-size 2".split(),
+    "torch, Adam": "--use-distributed-optimizer --ckpt-format torch".split(),
+    "fsdp_dtensor": [*_MUON, "--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor", *_OF_FSDP],
+}
+
+
+def parameters(*everyday: str) -> list[object]:
+    """Return the names as parameters of a test, long but for the everyday ones."""
+    names = [name for name in FORMATS if name not in everyday]
+    return [*everyday, *(pytest.param(name, marks=pytest.mark.long) for name in names)]

@@ -1,0 +1,110 @@
+"""A rank is killed while a run saves over a checkpoint; what is loaded later is complete."""
+
+import itertools
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from torch import distributed
+
+from megatron_eopt.explain import explain
+from tests.functional.formats import FORMATS, parameters
+from tests.functional.script import TINY, _run_once, losses, train
+from tests.harness import RankError, run_ranks
+
+ITERATION = "iter_0000002"
+SAVE = ["--train-iters", "2", "--save-interval", "2", "--hidden-dropout", "0"]
+KILLS = {"torch": (1, 1), "torch, Adam": (0, 1)}
+"""Which rank to kill, and how many of its operations on files come before; 1 and 0 by default."""
+
+ASYNC = "--async-save --async-strategy mcore".split()
+
+
+def die_in_a_save(flags: list[str], victim: int, before: int) -> str:
+    """Train; a rank is killed when it is about to write a file of the checkpoint."""
+    if distributed.get_rank() == victim:
+        own, left = os.getpid(), itertools.count(before, -1)
+
+        def hook(event: str, args: tuple[object, ...]) -> None:
+            place = str(args[1 if event == "os.rename" else 0]) if args else ""
+            writes = event in ("os.rename", "os.mkdir") or (event == "open" and args[1] != "r")
+            if writes and f"/{ITERATION}/" in place and next(left) == 0:
+                # the other rank writes its files meanwhile
+                time.sleep(1)
+                # an asynchronous save has a process of its own
+                os.kill(own, signal.SIGKILL)
+
+        sys.addaudithook(hook)
+    return _run_once(flags)
+
+
+def save_over(folder: Path, flags: list[str], victim: int = 1, before: int = 0) -> None:
+    """Let another run die while it saves to the same folder."""
+    other = [*TINY, *SAVE, *flags, "--seed", "8", "--save", str(folder)]
+    # the other rank may see it first
+    with pytest.raises(RankError, match=r"exit code -9|Connection closed|Connection reset"):
+        run_ranks(2, die_in_a_save, other, victim, before, timeout=300, cpu=False)
+
+
+def resumed(folder: Path, flags: list[str], ranks: int = 2) -> list[str]:
+    """Return the losses after the checkpoint in a folder."""
+    more = ["--hidden-dropout", "0", "--override-opt_param-scheduler", "--train-iters", "4"]
+    output = train(*flags, *more, "--load", str(folder), timeout=300, ranks=ranks)
+    assert re.search(r"successfully loaded checkpoint .* at iteration 2", output)
+    return losses(output)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("form", parameters("torch_dist"))
+def test_the_old_content_is_loaded(tmp_path, form):
+    folder, whole, flags = tmp_path / "run", tmp_path / "whole", FORMATS[form]
+    train(*SAVE, *flags, "--save", str(folder), timeout=300)
+    shutil.copytree(folder, whole)
+    save_over(folder, flags, *KILLS.get(form, ()))
+    assert any((folder / ITERATION).rglob("*")), "it was killed before it wrote"
+    assert explain(folder).model == explain(whole).model
+    assert resumed(folder, flags) == resumed(whole, flags)
+    # the next save ends this
+    train(*SAVE, *flags, "--seed", "9", "--save", str(folder), timeout=300)
+    assert {path.name for path in folder.iterdir()} == {path.name for path in whole.iterdir()}
+    assert resumed(folder, flags) != resumed(whole, flags)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("form", ["torch_dist", "fsdp_dtensor"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_the_old_content_is_loaded_after_an_asynchronous_save(tmp_path, form, victim):
+    folder, whole, flags = tmp_path / "run", tmp_path / "whole", FORMATS[form]
+    for seed in ("1", "7"):
+        train(*SAVE, *flags, *ASYNC, "--seed", seed, "--save", str(folder), timeout=300)
+    shutil.copytree(folder, whole)
+    assert {path.name for path in whole.glob("*iter_*")} == {ITERATION}
+    save_over(folder, [*flags, *ASYNC], victim)
+    assert resumed(folder, flags) == resumed(whole, flags)
+
+
+def test_a_first_save_that_was_killed_is_no_checkpoint(tmp_path):
+    flags = FORMATS["torch"]
+    save_over(tmp_path, flags, *KILLS["torch"])
+    assert (tmp_path / ITERATION / "mp_rank_00" / "model_optim_rng.pt").exists()
+    with pytest.raises(RankError, match="has not finished"):
+        train(*flags, "--load", str(tmp_path), "--ckpt-step", "2", timeout=300)
+    # the same command starts anew
+    again = ["--save", str(tmp_path), "--load", str(tmp_path)]
+    assert len(losses(train(*SAVE, *flags, *again, timeout=300))) == 2
+    assert len(resumed(tmp_path, flags)) == 2
+
+
+def test_files_of_more_ranks_do_not_stay(tmp_path):
+    flags = [*FORMATS["torch"], "--save", str(tmp_path)]
+    train(*SAVE, *flags, timeout=300)
+    assert len(list(tmp_path.rglob("layer_wise_optimizer_*.pt"))) == 2
+    train(*SAVE, *flags, ranks=1, timeout=300)
+    assert len(list(tmp_path.rglob("layer_wise_optimizer_*.pt"))) == 1
+    assert len(resumed(tmp_path, FORMATS["torch"], ranks=1)) == 2
