@@ -210,6 +210,9 @@ def trained(storage: str, wanted: list[Case]) -> list[torch.Tensor]:
 
 def trained_with_tf32(storage: str, wanted: list[Case]) -> list[torch.Tensor]:
     """Do the same after choosing a precision by torch's newer setting, which stays as it is."""
+    # an earlier test in this process may have set these by torch's older setting
+    for products in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):
+        products.fp32_precision = "none"
     torch.backends.fp32_precision = "tf32"  # type: ignore[attr-defined]
     try:
         return trained(storage, wanted)
