@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_eopt.base.agreement import CheckpointError, agreed, from_rank_0
 from megatron_eopt.checkpoint.unfinished import TRACKER, complete_folder
+from megatron_eopt.optimizers.saved_groups import groups_in
 
 METADATA = ".metadata"
 """torch's file that says which tensors are in which files."""
@@ -232,19 +233,12 @@ def _check_rank_folder(folder: Path, present: Collection[str]) -> None:
         if not any(_begins(other, name) for other in present):
             raise damaged(folder.with_name(name), "does not exist")
     # a rank without trained parameters saves no groups, and so no further files
-    if not _has_groups(content.get("optimizer")):
+    if not groups_in(content.get("optimizer")):
         return
     if getattr(args, "use_layer_wise_distributed_optimizer", False):
         _check_layer_wise(folder, args)
     elif getattr(args, "use_distributed_optimizer", False):
         _unpickled(folder / "distrib_optim.pt")
-
-
-def _has_groups(state: Any) -> bool:
-    """Return whether an optimizer's state, which may be a chain's, has parameter groups."""
-    if isinstance(state, Mapping):
-        return "param_groups" in state or any(map(_has_groups, state.values()))
-    return isinstance(state, list | tuple) and any(map(_has_groups, state))
 
 
 def _check_layer_wise(folder: Path, args: Any) -> None:

@@ -9,7 +9,7 @@ way. All ranks have the same keys, because the layout of each DTensor is exchang
 import functools
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,18 +22,15 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoi
 from torch.distributed.tensor import DTensor
 
 from megatron_eopt.base.agreement import agreed
-from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import FIRST_MOMENT, MAINS, MOMENTUM, STEP
 from megatron_eopt.base.upstream import needed, owner_of
 from megatron_eopt.checkpoint.optimizer_state import prepare
 from megatron_eopt.optimizers.continuation import (
     Policy,
     Reader,
+    Report,
     SavedState,
     continuation_of,
-    missing_state,
-    notes_of,
-    shortened,
 )
 from megatron_eopt.optimizers.saved_groups import adopt, optimizer_of
 from megatron_eopt.optimizers.stepper import Stepper
@@ -191,9 +188,7 @@ def match(
     Raises:
         ConfigurationError: If state is missing, does not fit, or cannot start fresh.
     """
-    missing: list[str] = []
-    fresh: list[str] = []
-    names_of: dict[str, list[str]] = {}
+    report = Report()
     for name, values in wanted["state"].items():
         # a weight that is saved in two parts has one group
         whole = name if name in readers else name[: -len(_FIRST_HALF)]
@@ -201,31 +196,19 @@ def match(
         saved = _state_in(contents, name, whole)
         fits = functools.partial(_fits, contents, name, values)
         found = continuation_of(values.keys() - MAINS - {STEP}, reader, saved, policy, fits)
-        lacking = found.missing - spare
-        missing += [f"{name}: {kind}" for kind in sorted(lacking)]
-        fresh += [f"{name}: {kind}" for kind in sorted(found.fresh)]
-        for note in notes_of(found, saved):
-            names_of.setdefault(note, []).append(name)
+        report.add(name, replace(found, missing=found.missing - spare), saved, reader)
         for kind in values.keys() - found.origins.keys() - MAINS:
             if kind != STEP or found.fresh or f"{_STATE}{name}.{kind}" not in contents.shapes:
                 del values[kind]
         for kind, origin in found.origins.items():
             if origin.key != kind:
                 values[origin.key] = values.pop(kind)
-    if missing:
-        raise missing_state(missing)
-    if fresh and has_stepped:
-        rule = "is missing, but the optimizer has stepped and would not start fresh"
-        way_out = "Build the optimizer again before the load"
-        raise ConfigurationError("checkpoint", shortened(fresh), rule, way_out)
+    report.refuse("checkpoint", has_stepped=has_stepped)
     for name, meta in wanted[GROUPS].items():
         there = contents.groups.get(name, {})
         for setting in meta.keys() - there.keys():
             del meta[setting]
-    return [
-        f"{note}: {len(names)} parameter(s): {shortened(names)}"
-        for note, names in sorted(names_of.items())
-    ]
+    return report.lines()
 
 
 def _state_in(contents: Contents, name: str, whole: str) -> SavedState:

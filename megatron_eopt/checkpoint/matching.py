@@ -28,7 +28,7 @@ from megatron_eopt.base.upstream import needed
 from megatron_eopt.checkpoint.contents import Shapes
 from megatron_eopt.checkpoint.requests import StateRequests
 from megatron_eopt.optimizers.continuation import Policy
-from megatron_eopt.optimizers.saved_groups import Groups, saved_groups
+from megatron_eopt.optimizers.saved_groups import Groups, groups_in
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def _content(folder: Path) -> tuple[Shapes, Groups]:
     try:
         # the reader that megatron-core uses for the load
         metadata = needed("FileSystemReader")(folder).read_metadata().state_dict_metadata
-        groups = _groups_in(load_common_state_dict(folder))
+        groups = groups_in(load_common_state_dict(folder))
     except Exception as error:
         rule = f"its metadata cannot be read ({type(error).__name__}: {error})"
         way_out = "Load another iteration with --ckpt-step, or restore the folder"
@@ -64,15 +64,6 @@ def _content(folder: Path) -> tuple[Shapes, Groups]:
         for key, item in metadata.items()
     }
     return shapes, groups
-
-
-def _groups_in(state: Any) -> list[Mapping[str, Any]]:
-    """Return all parameter groups of optimizers, wherever they are in a state dict."""
-    if not isinstance(state, Mapping):
-        return []
-    if isinstance(state.get("param_groups"), list):
-        return saved_groups(state)
-    return [group for value in state.values() for group in _groups_in(value)]
 
 
 def _requests(state: Any) -> Iterator[StateRequests]:

@@ -2,36 +2,21 @@
 
 from collections.abc import Mapping
 
-from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import MAINS, STEP
 from megatron_eopt.checkpoint.contents import Contents
 from megatron_eopt.checkpoint.saved_state import Source, Value
-from megatron_eopt.optimizers.continuation import (
-    Continuation,
-    Policy,
-    SavedState,
-    continuation_of,
-    missing_state,
-    note_of,
-    shortened,
-)
+from megatron_eopt.optimizers.continuation import Policy, Report, continuation_of
 
 
 class Reading:
-    """Chooses a source for each requested value, by its index among the requests.
-
-    Collects the state that is missing, as "parameter: kind", and lines for the log.
-    """
+    """Chooses a source for each requested value, by its index among the requests."""
 
     def __init__(self, policy: Policy, contents: Contents, *, has_stepped: bool) -> None:
         self.chosen: dict[int, Source] = {}
         self._has_stepped = has_stepped
         self._policy = policy
         self._contents = contents
-        self._missing: list[str] = []
-        self._fresh: list[str] = []
-        self._reasons: dict[str, None] = {}
-        self._notes: dict[str, list[str]] = {}
+        self._report = Report()
 
     def choose(self, values: Mapping[int, Value]) -> None:
         """Choose the sources of all values of one parameter."""
@@ -52,6 +37,7 @@ class Reading:
         # step counts may be missing, because the checkpoint also has one for all parameters
         wanted = {value.kind for value in values.values()} - MAINS - {STEP}
         found = continuation_of(wanted, where.reader, saved, self._policy, fits)
+        self._report.add(where.space.name, found, saved, where.reader)
         for place, value in values.items():
             if value.kind in MAINS:
                 kinds = (value.kind, *sorted(MAINS - {value.kind}))
@@ -59,58 +45,30 @@ class Reading:
                 if main is not None:
                     self.chosen[place] = main
                 else:
-                    self._note("main weights are copied from the model's weights", value)
+                    text = "main weights are copied from the model's weights"
+                    self._report.note(text, where.space.name)
             elif value.is_count:
                 count = source(place, STEP)
                 if count is not None and not found.fresh:
                     self.chosen[place] = count
-            else:
-                self._take(place, value, found, saved, sources)
-
-    def _take(
-        self,
-        place: int,
-        value: Value,
-        found: Continuation,
-        saved: SavedState,
-        sources: Mapping[tuple[int, str], Source | None],
-    ) -> None:
-        name, has = value.where.space.name, ", ".join(sorted(saved.keys)) or "none"
-        if value.kind in found.fresh:
-            self._note(f"{value.kind} starts fresh (the checkpoint has: {has})", value)
-            self._fresh.append(f"{name}: {value.kind}")
-        elif value.kind in found.missing:
-            self._missing.append(f"{name}: {value.kind}")
-            if saved.writer not in ("", value.where.reader.name) and saved.keys:
-                self._reasons[f"{has} are {saved.writer}'s"] = None
-        else:
-            origin = found.origins[value.kind]
-            source = sources[place, origin.key]
-            assert source is not None
-            self.chosen[place] = source._replace(factor=origin.factor)
-            if note := note_of(value.kind, origin, saved):
-                self._note(note, value)
+            elif value.kind in found.origins:
+                origin = found.origins[value.kind]
+                its = source(place, origin.key)
+                assert its is not None
+                self.chosen[place] = its._replace(factor=origin.factor)
 
     def lines(self) -> list[str]:
         """Return a line for each difference from the checkpoint."""
         in_bucket = any(source.bucket for source in self.chosen.values())
         if in_bucket and not self._contents.names_buckets:
             text = "the checkpoint does not name the parameters of its buckets, matched by order"
-            self._notes[text] = []
-        return [
-            f"{note}: {len(names)} parameter(s): {shortened(names)}" if names else note
-            for note, names in self._notes.items()
-        ]
+            self._report.note(text)
+        return self._report.lines()
 
     def refuse(self) -> None:
         """Raise a ConfigurationError if state is missing, or should start fresh after a step."""
-        if self._missing:
-            by_bucket, reason = bool(self._contents.in_buckets), "; ".join(self._reasons)
-            raise missing_state(self._missing, by_bucket=by_bucket, reason=reason)
-        if self._fresh and self._has_stepped:
-            rule = "is missing, but the optimizer has stepped and would not start fresh"
-            way_out = "Build the optimizer again before the load"
-            raise ConfigurationError("checkpoint", shortened(self._fresh), rule, way_out)
+        by_bucket = bool(self._contents.in_buckets)
+        self._report.refuse("checkpoint", has_stepped=self._has_stepped, by_bucket=by_bucket)
 
     def _is_in_bucket(self, values: Mapping[int, Value]) -> bool:
         """Return whether the checkpoint has a bucket with the parameter."""
@@ -120,8 +78,3 @@ class Reading:
             for value in values.values()
             for kind in self._contents.in_buckets
         )
-
-    def _note(self, note: str, value: Value) -> None:
-        names = self._notes.setdefault(note, [])
-        if value.where.space.name not in names[-1:]:
-            names.append(value.where.space.name)

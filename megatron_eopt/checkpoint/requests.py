@@ -177,6 +177,7 @@ class StateRequests:
         all_groups = storage.optimizer.param_groups if stepper.drivers else ()
         number_of = {p: n for n, group in enumerate(all_groups) for p in group["params"]}
         stored = list(storage.stored())
+        names = {driver: name_of_class(driver.name) for driver in stepper.drivers}
         stepped = {id(main): (driver, number) for driver, number, main in stepper.stepped()}
         states = {
             (driver, number): storage.optimizer.state[main]
@@ -194,7 +195,7 @@ class StateRequests:
             where = saved_state.Whereabouts(
                 space,
                 storage.replica_of(space.sharded.replica_id),
-                Reader(name_of_class(driver.name), all_groups[in_group].get("momentum")),
+                Reader(names[driver], all_groups[in_group].get("momentum")),
                 states[driver, number],
                 item,
                 self._buckets.get(place),
@@ -212,7 +213,7 @@ class StateRequests:
             replica = storage.replica_of_matrix(spaces[param].sharded.replica_id)
             count = len(driver.shards[its.shard].layouts) if driver.shards else 1
             group = stepper.groups_of(driver)[driver.group_of[its.shard]]
-            reader = Reader(name_of_class(driver.name), group.get("momentum"))
+            reader = Reader(names[driver], group.get("momentum"))
             where = saved_state.Whereabouts(spaces[param], replica, reader, state)
             yield saved_state.kept_value(its, where, count)
             if id(state) not in counted:

@@ -55,6 +55,10 @@ class SavedState:
         """Return whether ``key`` means ``wanted``, whichever of the optimizers wrote it."""
         return key in self.keys and {meaning_of(n, key) for n in self.optimizers} == {wanted}
 
+    def is_anothers(self, reader: "Reader") -> bool:
+        """Return whether another optimizer than ``reader`` has, or may have, written it."""
+        return self.writer not in ("", reader.name)
+
     @property
     def writer(self) -> str:
         """The optimizers that may have written it, in words."""
@@ -141,20 +145,55 @@ def begin_together(keys: Collection[str], lacking: Collection[str]) -> set[str]:
     return set(lacking if set(lacking) <= _MAY_BE_YOUNGER else keys)
 
 
-def note_of(key: str, origin: Origin, saved: SavedState) -> str | None:
-    """Return a line for the log if a value is converted or has another optimizer's name."""
-    by = f"{saved.writer or 'Adam'}'s {origin.key}"
-    if origin.factor != 1.0:
-        return f"{key} starts as {by}, times {origin.factor:.4g}"
-    return f"{key} starts as {by}" if origin.key != key else None
+class Report:
+    """What a load lacks or changes, collected over parameters: lines for the log, or one error."""
 
+    def __init__(self) -> None:
+        self._missing: list[str] = []  # as "parameter: key"
+        self._fresh: list[str] = []
+        self._reasons: dict[str, None] = {}  # what a checkpoint has in place of missing state
+        self._notes: dict[str, list[str]] = {}  # parameters by note
 
-def notes_of(found: Continuation, saved: SavedState) -> list[str]:
-    """Return lines for the log about what starts fresh or is converted."""
-    has = ", ".join(sorted(saved.keys)) or "none"
-    fresh = [f"{key} starts fresh (the checkpoint has: {has})" for key in sorted(found.fresh)]
-    others = (note_of(key, origin, saved) for key, origin in sorted(found.origins.items()))
-    return fresh + [note for note in others if note]
+    def add(self, name: str, found: Continuation, saved: SavedState, reader: Reader) -> None:
+        """Note what happens to the state of one parameter."""
+        has = ", ".join(sorted(saved.keys)) or "none"
+        self._missing += [f"{name}: {key}" for key in sorted(found.missing)]
+        if found.missing and saved.keys and saved.is_anothers(reader):
+            self._reasons[f"{has} are {saved.writer}'s"] = None
+        self._fresh += [f"{name}: {key}" for key in sorted(found.fresh)]
+        for key in sorted(found.fresh):
+            self.note(f"{key} starts fresh (the checkpoint has: {has})", name)
+        for key, origin in sorted(found.origins.items()):
+            times = f", times {origin.factor:.4g}" if origin.factor != 1.0 else ""
+            if times or origin.key != key:
+                by = f"{saved.writer or 'Adam'}'s {origin.key}"
+                self.note(f"{key} starts as {by}{times}", name)
+
+    def lack(self, name: str, key: str) -> None:
+        """Note further missing state."""
+        self._missing.append(f"{name}: {key}")
+
+    def note(self, note: str, name: str | None = None) -> None:
+        """Note something about a parameter, or about the whole checkpoint."""
+        names = self._notes.setdefault(note, [])
+        if name is not None and name not in names[-1:]:
+            names.append(name)
+
+    def refuse(self, argument: str, *, has_stepped: bool, by_bucket: bool = False) -> None:
+        """Raise a ConfigurationError if state is missing, or should start fresh after a step."""
+        if self._missing:
+            raise missing_state(self._missing, by_bucket=by_bucket, reason="; ".join(self._reasons))
+        if self._fresh and has_stepped:
+            rule = "is missing, but the optimizer has stepped and would not start fresh"
+            way_out = "Build the optimizer again before the load"
+            raise ConfigurationError(argument, shortened(self._fresh), rule, way_out)
+
+    def lines(self) -> list[str]:
+        """Return a line for each difference from the checkpoint."""
+        return [
+            f"{note}: {len(names)} parameter(s): {shortened(names)}" if names else note
+            for note, names in self._notes.items()
+        ]
 
 
 def missing_state(

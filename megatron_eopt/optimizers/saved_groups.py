@@ -87,8 +87,9 @@ class SavedGroups:
     def __init__(self, groups: Groups = (), ours: Collection[str] = ()) -> None:
         self.groups = groups
         self._group_of = {name: group for group in groups for name in group.get(PARAM_NAMES, ())}
-        names = [name for group in groups if (name := optimizer_of(group)) is not None]
-        self.optimizers = tuple(dict.fromkeys(names))
+        self._optimizer_of = {id(group): optimizer_of(group) for group in groups}
+        named = filter(None, self._optimizer_of.values())
+        self.optimizers = tuple(dict.fromkeys(named))
         self._is_alike = {*self.optimizers} == {*ours}
 
     def state_of(self, names: Sequence[str], keys: Collection[str], reader: str) -> SavedState:
@@ -99,7 +100,7 @@ class SavedGroups:
         """
         group = next((self._group_of[name] for name in names if name in self._group_of), None)
         if group is not None:
-            writer = optimizer_of(group)
+            writer = self._optimizer_of[id(group)]
             optimizers: tuple[str, ...] = () if writer is None else (writer,)
         else:
             optimizers = fitting(self.optimizers, keys)
@@ -109,7 +110,7 @@ class SavedGroups:
         momenta = {
             its.get("momentum")
             for its in ([group] if group is not None else self.groups)
-            if (optimizer_of(its),) == optimizers
+            if (self._optimizer_of[id(its)],) == optimizers
         }
         momentum = momenta.pop() if len(momenta) == 1 else None
         return SavedState(frozenset(keys), optimizers, momentum)
@@ -157,6 +158,15 @@ def saved_groups(state: Any) -> list[Mapping[str, Any]]:
         counted = {} if common is None else {STEP: common}
         found += [{**counted, **group} for group in inner.get("param_groups", ())]
     return found
+
+
+def groups_in(state: Any) -> list[Mapping[str, Any]]:
+    """Return all parameter groups of optimizers, wherever they are in a state dict."""
+    if isinstance(state, Mapping) and isinstance(state.get("param_groups"), list):
+        return saved_groups(state)
+    parts = state.values() if isinstance(state, Mapping) else state
+    is_container = isinstance(state, Mapping | list | tuple)
+    return [group for part in parts for group in groups_in(part)] if is_container else []
 
 
 def saved_steps(state: Any) -> int:

@@ -6,7 +6,7 @@ names, as torch writes them, are matched by the order of their parameters.
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.core.utils import log_single_rank
@@ -17,10 +17,9 @@ from megatron_eopt.base.names import STEP
 from megatron_eopt.optimizers.continuation import (
     Policy,
     Reader,
+    Report,
     SavedState,
     continuation_of,
-    missing_state,
-    notes_of,
     shortened,
 )
 from megatron_eopt.optimizers.saved_groups import (
@@ -152,37 +151,36 @@ class StateDictMatch:
             ConfigurationError: If state is missing, has another shape, or cannot start fresh.
         """
         found: dict[Tensor, Loaded] = {}
-        missing, problems, fresh = [], [], []
-        reasons: dict[str, None] = {}
-        notes: dict[str, list[str]] = {}
+        report, problems = Report(), []
         for target in self._targets:
             values = self._state.get(self.number_of(target.name), {})
             saved = self._saved_state(target, values.keys() - {STEP})
             its = continuation_of(target.keys, target.reader, saved, policy)
-            lacking = its.missing - target.spare
-            missing += [f"{target.name}: {key}" for key in sorted(lacking)]
-            if lacking and saved.keys and saved.writer not in ("", target.reader.name):
-                reasons[f"{', '.join(sorted(saved.keys))} are {saved.writer}'s"] = None
-            fresh += [f"{target.name}: {key}" for key in sorted(its.fresh)]
-            for note in notes_of(its, saved):
-                notes.setdefault(note, []).append(target.name)
+            its = replace(its, missing=its.missing - target.spare)
+            report.add(target.name, its, saved, target.reader)
             taken = {key: values[origin.key] for key, origin in its.origins.items()}
             if target.counts and not its.fresh:
                 if STEP in values:
                     taken[STEP] = values[STEP]
                 elif taken and STEP not in target.spare:
-                    missing.append(f"{target.name}: {STEP}")
+                    report.lack(target.name, STEP)
             for key, value in taken.items():
-                if key == STEP and saved.writer not in ("", target.reader.name):
+                if key == STEP and saved.is_anothers(target.reader):
                     continue  # other optimizers count in other types
                 if problem := problem_with(target, key, value):
                     problems.append(f"{target.name}: {key} {problem}")
             factors = {key: o.factor for key, o in its.origins.items() if o.factor != 1.0}
             found[target.param] = Loaded(taken, factors, bool(its.fresh) and not its.origins)
-        _refuse(missing, problems, fresh if has_stepped else [], "; ".join(reasons))
-        for note, names in notes.items():
-            text = f"optimizer state: {note}: {len(names)} parameter(s): {shortened(names)}"
-            log_single_rank(logger, logging.WARNING, text)
+        if problems:
+            rule = "must fit the optimizer's state on this rank, but does not"
+            way_out = (
+                "Resume with the model, settings and parallel layout of the run that wrote it, or "
+                "load no optimizer state"
+            )
+            raise ConfigurationError("state_dict", shortened(problems), rule, way_out)
+        report.refuse("state_dict", has_stepped=has_stepped)
+        for line in report.lines():
+            log_single_rank(logger, logging.WARNING, f"optimizer state: {line}")
         return found
 
     def _saved_state(self, target: Target, keys: set[str]) -> SavedState:
@@ -212,22 +210,6 @@ def _by_place(
             raise _another(f"{len(numbers)} parameters of a group", len(its))
         found |= {target.name: number for target, number in zip(its, numbers, strict=True)}
     return found
-
-
-def _refuse(missing: list[str], problems: list[str], fresh: list[str], reason: str) -> None:
-    if problems:
-        rule = "must fit the optimizer's state on this rank, but does not"
-        way_out = (
-            "Resume with the model, settings and parallel layout of the run that wrote it, or load "
-            "no optimizer state"
-        )
-        raise ConfigurationError("state_dict", shortened(problems), rule, way_out)
-    if missing:
-        raise missing_state(missing, reason=reason)
-    if fresh:
-        rule = "is missing, but the optimizer has stepped and would not start fresh"
-        way_out = "Build the optimizer again before the load"
-        raise ConfigurationError("state_dict", shortened(fresh), rule, way_out)
 
 
 def _groups_of(state_dict: Any) -> Groups:
