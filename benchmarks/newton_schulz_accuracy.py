@@ -1,18 +1,32 @@
-"""Measure the rounding error of Newton-Schulz against float64, for docs/reference/accuracy.md.
+"""Measure rounding errors of Newton-Schulz, and where it diverges, for docs/reference/accuracy.md.
 
-``--write docs/reference/accuracy.md`` replaces the table of that page, which explains its columns.
+``--write docs/reference/accuracy.md`` replaces the tables of that page, which explains them.
 """
 
 import argparse
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megatron_eopt.math import PrecisionT, choose_algorithm, orthogonalize, resolve_coefficients
-from megatron_eopt.math.algorithm import AlgorithmT
-from megatron_eopt.math.coefficients import Triple
+from megatron_eopt.math import (
+    PrecisionT,
+    choose_algorithm,
+    orthogonalize,
+    resolve_coefficients,
+    sound_precision,
+)
+from megatron_eopt.math.algorithm import AlgorithmT, Plan
+from megatron_eopt.math.coefficients import Triple, coefficient_names, largest
+from megatron_eopt.math.newton_schulz import (
+    FLOAT16_NORM,
+    iterate_gram,
+    iterate_standard,
+    normalize,
+    rescaled,
+)
 
 SCHEDULES: tuple[tuple[str, int], ...] = (
     ("simple", 5),
@@ -26,7 +40,15 @@ SCHEDULES: tuple[tuple[str, int], ...] = (
 )
 PRECISIONS: tuple[PrecisionT, ...] = ("highest", "medium")
 SHAPE = (512, 2048)
-BEGIN, END = "<!-- accuracy table: begin -->", "<!-- accuracy table: end -->"
+STEPS = range(1, 13)
+SIDE = 256
+"""Of matrices of the second table, the smallest with 16-bit products in the Gram form."""
+FORMS = {
+    "float32, standard": ("standard", torch.float32),
+    "float32, Gram": ("gram", torch.float32),
+    "bfloat16, standard": ("standard", torch.bfloat16),
+    "float16, Gram": ("gram", torch.float16),
+}
 
 
 def spectra(m: int, n: int) -> dict[str, Tensor]:
@@ -88,24 +110,87 @@ def _row(
     auto = choose_algorithm(SHAPE, torch.float32, precision, schedule)
     cells = [f"{error(key, 'standard'):.1e}, {error(key, 'gram'):.1e}" for key in matrices]
     kind = "float32" if precision == "highest" else "bfloat16, float16"
+    if sound_precision(schedule, precision) != precision:
+        kind = "float32 for 16 bits"
     head = f"{name}({len(schedule)}) {kind} | {', '.join(map(str, gram.restarts))}"
     return f"| {head} | {' | '.join(cells)} | {auto.algorithm} |"
 
 
+def degenerate(m: int, n: int) -> dict[str, Tensor]:
+    """Return matrices on which an iteration can diverge, by name."""
+    generator = torch.Generator().manual_seed(7)
+    gaussian, noise = (torch.randn(m, n, generator=generator) for _ in range(2))
+    rank_1 = torch.randn(m, 1, generator=generator) @ torch.randn(1, n, generator=generator)
+    column = gaussian.clone()
+    column[:, 1:] *= 1e-2 / max(n - 1, 1) ** 0.5
+    return {
+        "ones": torch.ones(m, n),
+        "rank 1": rank_1,
+        "rank 1 + noise": rank_1 / rank_1.norm() + 1e-3 * noise / noise.norm(),
+        "ones + noise": torch.ones(m, n) + 1e-3 * noise,
+        "one column": column,
+        "identity": torch.eye(m, n),
+        "zeros": torch.zeros(m, n),
+        "1e25": 1e25 * gaussian,
+        "1e-30": 1e-30 * gaussian,
+    }
+
+
+def largest_value(matrix: Tensor) -> float:
+    """Return the largest singular value; inf if an entry is not finite."""
+    finite = bool(matrix.isfinite().all())
+    return float(torch.linalg.matrix_norm(matrix.double(), 2)) if finite else math.inf
+
+
+def in_form(x: Tensor, schedule: tuple[Triple, ...], form: str) -> Tensor:
+    """Run the iteration in one of :data:`FORMS`, even where ``orthogonalize`` would not."""
+    algorithm, dtype = FORMS[form]
+    norm, scale = 1.0, 1.0
+    if dtype == torch.float16:
+        schedule, scale = rescaled(schedule, norm := FLOAT16_NORM)
+    x = normalize(x, 1e-7, dtype, norm=norm)
+    if algorithm == "standard":
+        return iterate_standard(x, schedule)
+    restarts = tuple(range(2, len(schedule), 2))
+    return iterate_gram(x, schedule, Plan("gram", restarts, dtype)).float() / scale
+
+
+def rows_of_bounds() -> Iterator[str]:
+    matrices = [*degenerate(SIDE, SIDE).values(), *degenerate(1, SIDE).values()]
+    yield f"| coefficients | exact | {' | '.join(FORMS)} | `auto` with `medium` |"
+    yield "|---" * (len(FORMS) + 3) + "|"
+
+    def worst(compute: Callable[[Tensor, tuple[Triple, ...]], Tensor]) -> str:
+        found = [largest_value(compute(x, triples)) for triples in schedules for x in matrices]
+        return f"{max(found):.3g}"
+
+    def by_auto(x: Tensor, triples: tuple[Triple, ...]) -> Tensor:
+        return orthogonalize(x, coefficients=triples, steps=len(triples), precision="medium")
+
+    for name in coefficient_names():
+        schedules = [resolve_coefficients(name, steps) for steps in STEPS]
+        cells = [f"{max(map(largest, schedules)):.3g}"]
+        cells += [worst(lambda x, triples, form=form: in_form(x, triples, form)) for form in FORMS]
+        yield f"| {name} | {' | '.join([*cells, worst(by_auto)])} |"
+
+
+TABLES = {"accuracy": rows, "bounds": rows_of_bounds}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--write", type=Path, help="replace the table in this file")
+    parser.add_argument("--write", type=Path, help="replace the tables in this file")
     arguments = parser.parse_args()
-    lines = []
-    for row in rows():
-        print(row, flush=True)
-        lines.append(row)
-    if arguments.write:
-        text = arguments.write.read_text()
-        before, rest = text.split(BEGIN)
-        after = rest.split(END)[1]
-        table = "\n".join(lines)
-        arguments.write.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}")
+    for name, make in TABLES.items():
+        lines = []
+        for row in make():
+            print(row, flush=True)
+            lines.append(row)
+        if arguments.write:
+            begin, end = (f"<!-- {name} table: {edge} -->" for edge in ("begin", "end"))
+            before, rest = arguments.write.read_text().split(begin)
+            table, after = "\n".join(lines), rest.split(end)[1]
+            arguments.write.write_text(f"{before}{begin}\n{table}\n{end}{after}")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from megatron_eopt.math.algorithm import (
     Plan,
     PrecisionT,
     choose_algorithm,
+    sound_precision,
     standard_flops,
 )
 from megatron_eopt.math.backends import Backend, backend_names, get_backend, register_backend
@@ -34,5 +35,6 @@ __all__ = [
     "register_backend",
     "resolve_coefficients",
     "scale_factor",
+    "sound_precision",
     "standard_flops",
 ]

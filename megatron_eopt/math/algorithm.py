@@ -10,6 +10,7 @@ The table below records the result, and a test checks it:
   iteration in bfloat16 on every spectrum tested.
 * TF32 and schedules outside the table always use the standard iteration, which is more accurate
   with TF32 operands.
+* A schedule that coarser rounding would make diverge (cans) is computed in float32 instead.
 
 Cost in FLOPs, for ``m <= n`` and ``S`` steps: the standard iteration takes ``S (4 n/m + 2) m^3``,
 the Gram iteration with ``r`` restarts ``(4 (r+1) n/m + 8 S - 6 (r+1)) m^3``.
@@ -21,7 +22,7 @@ from typing import Literal
 
 import torch
 
-from megatron_eopt.math.coefficients import Triple, resolve_coefficients
+from megatron_eopt.math.coefficients import Triple, is_stable, resolve_coefficients
 
 AlgorithmT = Literal["auto", "standard", "gram"]
 """``auto`` uses the Gram iteration where it is cheaper and accurate enough."""
@@ -33,6 +34,9 @@ float16 in the Gram iteration."""
 
 FLOAT32_TOLERANCE = 2.5
 """Largest accepted ratio of a float32 Gram variant's error to the standard iteration's."""
+
+_ROUNDING: dict[PrecisionT, float] = {"high": 2.0**-10, "medium": 2.0**-7}
+"""Spacing of numbers between 1 and 2: in TF32 (as in float16), and in bfloat16."""
 
 # Restarts by coefficient set and number of steps.
 _STUDIED: dict[Literal["float32", "16-bit"], dict[tuple[str, int], tuple[int, ...]]] = {
@@ -106,6 +110,11 @@ def is_studied(shape: tuple[int, int], schedule: tuple[Triple, ...]) -> bool:
     return schedule in _studied("16-bit") and min(shape) >= _SMALLEST_16_BIT
 
 
+def sound_precision(schedule: tuple[Triple, ...], precision: PrecisionT) -> PrecisionT:
+    """Return the precision of matrix products: this one, or float32 if the schedule needs it."""
+    return precision if is_stable(schedule, _ROUNDING.get(precision, 0.0)) else "highest"
+
+
 @lru_cache(maxsize=4096)
 def choose_algorithm(
     shape: tuple[int, int],
@@ -117,9 +126,11 @@ def choose_algorithm(
     """Choose the algorithm, restarts and operand dtype for matrices of one shape and input dtype.
 
     ``algorithm="standard"`` and ``"gram"`` are honoured even where they are slower or less
-    accurate. ``shape`` is that of the whole logical matrix.
+    accurate, ``precision`` unless the schedule diverges with it. ``shape`` is that of the whole
+    logical matrix.
     """
-    operand = torch.bfloat16 if precision == "medium" else torch.float32
+    is_16_bit = sound_precision(schedule, precision) == "medium"
+    operand = torch.bfloat16 if is_16_bit else torch.float32
     # float64 is the reference, so no precision setting changes it
     operand = dtype if dtype == torch.float64 else operand
     coarse = precision != "highest"

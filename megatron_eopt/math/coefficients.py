@@ -4,7 +4,9 @@
 which cites their sources.
 """
 
+import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 from megatron_eopt.base.errors import ConfigurationError, check_choice, check_integer
 from megatron_eopt.base.upstream import needed
@@ -21,6 +23,10 @@ _REPEAT_LAST = ("polar_express", "cans", "deepseekv4")
 DIVERGED = 1e3
 """A schedule that takes a singular value from (0, 1] beyond this counts as divergent."""
 
+_FLOAT32_ROUNDING = 2.0**-20  # of the norm, and of one step; products round to about 2^-23
+_MOST_GROWTH = 2.0  # how much larger rounding may make a result
+
+_OVERFLOWS = 1e50  # one more step could leave the range of Python's floats
 _MOST_STEPS = 1000  # a larger number must be a typing error
 
 
@@ -61,7 +67,7 @@ def resolve_coefficients(
         return _schedule(table(name), steps, "repeat_last" if name in _REPEAT_LAST else "cycle")
     triples = tuple((float(a), float(b), float(c)) for a, b, c in coefficients)
     schedule = _schedule(triples, steps, "cycle")
-    worst = max(abs(response(schedule, grid / 256)) for grid in range(1, 257))
+    worst = largest(schedule, _FLOAT32_ROUNDING)
     if not worst <= DIVERGED:
         rule = f"turns a singular value in (0, 1] into {worst:.3g} in {steps} steps: it diverges"
         way_out = "Use fewer steps or other coefficients"
@@ -78,7 +84,43 @@ def response(triples: Sequence[Triple], sigma: float) -> float:
     for a, b, c in triples:
         square = sigma * sigma
         sigma = sigma * (a + square * (b + c * square))
-        # stop before Python's floats overflow
-        if not abs(sigma) < 1e100:
-            return float("inf")
+        if not abs(sigma) < _OVERFLOWS:
+            return math.inf
     return sigma
+
+
+def largest(triples: Sequence[Triple], rounding: float = 0.0) -> float:
+    """Return the largest singular value that a schedule makes of singular values in [0, 1].
+
+    The first iterate and every step's result may be too large by the factor ``1 + rounding``.
+    """
+    most = 1.0 + rounding
+    for a, b, c in triples:
+        # a x + b x^3 + c x^5 is extreme at the ends and where a + 3 b x^2 + 5 c x^4 is zero
+        inner = [math.sqrt(root) for root in _roots(5 * c, 3 * b, a) if 0 < root < most**2]
+        most = max(abs(response([(a, b, c)], x)) for x in (most, *inner)) * (1.0 + rounding)
+        if not most < _OVERFLOWS:
+            return math.inf
+    return most
+
+
+@lru_cache(maxsize=256)
+def is_stable(triples: tuple[Triple, ...], rounding: float) -> bool:
+    """Return whether results with rounding errors of this size are about as large as exact ones.
+
+    Some schedules (cans) map values slightly above 1 far away, and then diverge on matrices with
+    one large singular value.
+    """
+    return largest(triples, rounding) <= _MOST_GROWTH * max(1.0, largest(triples))
+
+
+def _roots(a: float, b: float, c: float) -> list[float]:
+    """Return the real roots of ``a x^2 + b x + c``."""
+    if a == 0:
+        return [-c / b] if b else []
+    discriminant = b * b - 4 * a * c
+    if not discriminant >= 0:
+        return []
+    # the larger root in size, without cancellation, and the other from their product c / a
+    larger = -(b + math.copysign(math.sqrt(discriminant), b)) / 2
+    return [larger / a, c / larger if larger else 0.0]

@@ -15,6 +15,7 @@ from megatron_eopt.math.algorithm import (
     PrecisionT,
     choose_algorithm,
     is_studied,
+    sound_precision,
 )
 from megatron_eopt.math.backends import Backend, get_backend
 from megatron_eopt.math.coefficients import CoefficientsLike, Triple, resolve_coefficients
@@ -114,6 +115,11 @@ class Orthogonalization:
         if other is not None and other.half and self.precision != "medium":
             way_out = "Set precision='medium' or use backend='torch'"
             raise ConfigurationError("backend", self.backend, "computes in 16 bits only", way_out)
+        is_half = other is not None and other.half and self.backend != "auto"
+        if is_half and sound_precision(schedule, "medium") != "medium":
+            rule = f"diverge in 16 bits, but backend {self.backend!r} computes in 16 bits only"
+            way_out = "Use other coefficients, or precision='highest' with backend='torch'"
+            raise ConfigurationError("coefficients", self.coefficients, rule, way_out)
         for name, value in (("_schedule", schedule), ("_other", other), ("_chosen", chosen)):
             object.__setattr__(self, name, value)
 
@@ -128,6 +134,10 @@ class Orthogonalization:
         in_place: bool = False,
     ) -> Tensor:
         """Return orthogonal factors, in ``x`` itself if ``in_place``; see :func:`orthogonalize`."""
+        if x.ndim < 2:
+            rule = "must have the shape (m, n) or (..., m, n), because only matrices can be "
+            way_out = "Train vectors and scalars with an element-wise optimizer"
+            raise ConfigurationError("x", tuple(x.shape), rule + "orthogonalized", way_out)
         shape = (x.shape[-2], x.shape[-1]) if whole_shape is None else whole_shape
         other = self._other
         if self.backend == "auto" and (reduce or not is_studied(shape, self._schedule)):
@@ -140,7 +150,8 @@ class Orthogonalization:
             wide = wide.flatten(0, -3)
         factors = scale if isinstance(scale, tuple) else (scale,)
         # "medium" casts operands explicitly; the few float32 products left must be exact
-        with matmul_precision("high" if self.precision == "high" else "highest"):
+        precision = sound_precision(self._schedule, self.precision)
+        with matmul_precision("high" if precision == "high" else "highest"):
             if other is None:
                 out = wide if in_place else None
                 factor = math.prod(factors)

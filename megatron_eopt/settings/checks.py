@@ -19,13 +19,14 @@ from megatron_eopt.math import (
     backend_names,
     get_backend,
     resolve_coefficients,
+    sound_precision,
 )
 from megatron_eopt.math.backends import automatic
 from megatron_eopt.math.coefficients import check_steps
 from megatron_eopt.math.low_precision import MOMENTUM_DTYPES
 from megatron_eopt.math.moments import Moment2MethodT
 from megatron_eopt.settings.fields import consumed_fields, unconsumed
-from megatron_eopt.settings.registry import entry_of, prefixes_of
+from megatron_eopt.settings.registry import entry_of, is_muon, prefixes_of
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +116,7 @@ _OF_THE_MAIN_MUON = {
 _OF_ANY_MUON = {"muon_lr": None, "muon_min_lr": None}
 
 
-def check_values(config: Any, optimizers: Iterable[str]) -> None:
+def check_values(config: Any, optimizers: Collection[str]) -> None:
     """Raise an error if a field that applies to these optimizers has an unsupported value."""
     prefixes = {prefix for name in optimizers for prefix in prefixes_of(name)}
     for name in (*_BOUNDS, *CHOICES):
@@ -134,7 +135,13 @@ def check_values(config: Any, optimizers: Iterable[str]) -> None:
     if "muon" in prefixes:
         steps, coefficients = config.muon_num_ns_steps, config.muon_coefficient_type
         check_steps("muon_num_ns_steps", steps)
-        resolve_coefficients(coefficients, steps, "muon_coefficient_type")
+        schedule = resolve_coefficients(coefficients, steps, "muon_coefficient_type")
+        precision: PrecisionT = config.muon_fp32_matmul_prec
+        others = [n for n in optimizers if "muon" in prefixes_of(n) and not is_muon(n)]
+        if others and sound_precision(schedule, precision) != precision:
+            rule = f"diverges with muon_fp32_matmul_prec={precision!r}, which {others[0]} uses"
+            way_out = "Set muon_fp32_matmul_prec='highest', or use other coefficients"
+            raise ConfigurationError("muon_coefficient_type", coefficients, rule, way_out)
         backend = getattr(config, "muon_backend", "torch")
         check_choice("muon_backend", backend, backend_names())
         get_backend(backend)

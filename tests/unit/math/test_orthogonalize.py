@@ -3,6 +3,7 @@ from math import sqrt
 import pytest
 import torch
 
+from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.math.coefficients import coefficient_names, resolve_coefficients, table
 from megatron_eopt.math.orthogonalize import (
     SMALLEST_EPS,
@@ -140,3 +141,9 @@ def test_factors_of_shapes(mode, wide, tall):
     assert scale_factor(8, 32, mode) == pytest.approx(wide)
     assert scale_factor(32, 8, mode) == pytest.approx(tall)
     assert scale_factor(32, 8, mode, 0.5) == pytest.approx(tall / 2)
+
+
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_a_vector_is_refused(shape):
+    with pytest.raises(ConfigurationError, match=r"x=\(3?,?\): must have the shape \(m, n\)"):
+        orthogonalize(torch.ones(shape))
