@@ -5,13 +5,20 @@ set, then ``provide`` to build the optimizer. This module does not import Megatr
 """
 
 import contextlib
+import logging
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+
 from megatron_eopt.build.factory import get_megatron_optimizer
 from megatron_eopt.settings.config import EmergingOptimizerConfig
+from megatron_eopt.settings.fields import changed_fields, field_defaults
 from megatron_eopt.settings.registry import Overrides
 from megatron_eopt.settings.settings import resolve
+from megatron_eopt.settings.values import read_config
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["BridgeOptimizerConfig"]
 
@@ -24,6 +31,32 @@ class BridgeOptimizerConfig(EmergingOptimizerConfig):
     command line). So the constructor checks nothing; :meth:`finalize` does. Import this module
     before you read a saved ``run_config.yaml`` that contains this class.
     """
+
+    @classmethod
+    def from_recipe(cls, config: OptimizerConfig, **fields: Any) -> "BridgeOptimizerConfig":
+        """Return a configuration that keeps what a recipe's configuration sets.
+
+        Fields for which the recipe has another value than megatron-core's default are taken over;
+        all others have the recommended defaults.
+
+        Args:
+            config: The recipe's configuration, ``cfg.optimizer``. It is not changed.
+            **fields: Fields that take precedence over the recipe's.
+
+        Raises:
+            ConfigurationTypeError: If ``config`` is not an ``OptimizerConfig``.
+        """
+        config = read_config(config)
+        known, is_ours = field_defaults(cls()), isinstance(config, EmergingOptimizerConfig)
+        usual = {} if is_ours else field_defaults(OptimizerConfig())
+        kept = changed_fields(config, usual)
+        # other fields belong to subclasses, which have defaults of their own
+        own = field_defaults(config)
+        lost = [n for n, v in kept.items() if n not in known and n in own and v != own[n]]
+        if lost:
+            text = "%s has these settings, which BridgeOptimizerConfig does not have: %s"
+            logger.warning(text, type(config).__name__, ", ".join(sorted(lost)))
+        return cls(**{n: v for n, v in kept.items() if n in known} | fields)
 
     def __post_init__(self) -> None:
         """Skip the checks, because fields may still change."""

@@ -3,6 +3,7 @@
 import difflib
 import math
 from collections.abc import Iterable
+from numbers import Integral
 from operator import ge, gt, le, lt
 
 
@@ -70,9 +71,9 @@ def check_integer(
         ConfigurationTypeError: If ``value`` is not an integer.
         ConfigurationError: If it is out of bounds.
     """
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise ConfigurationTypeError(argument, value, "must be an integer", "Give a whole number")
-    if not at_least <= value <= at_most:
+    if not at_least <= int(value) <= at_most:
         rule = f"must be an integer of at least {at_least} and at most {at_most}"
         raise ConfigurationError(argument, value, rule, "Choose one within these bounds")
 

@@ -38,6 +38,9 @@ RATES = frozenset(
 NO_MUON_ATTRIBUTE = "use_muon"
 """A parameter with this attribute set to ``False`` goes to the scalar optimizer."""
 
+OUTPUT_ATTRIBUTE = "is_embedding_or_output_parameter"
+"""megatron-core's mark of word embeddings and output layers."""
+
 STACK_ATTRIBUTE = "eopt_matrix_stack"
 """A 3-D parameter with this attribute set to ``True`` is a stack of matrices (experts)."""
 

@@ -106,6 +106,9 @@ def bases_of(
             entry = entry_of(name)
             if not stand_ins and "splits" in constructor_arguments(entry.optimizer_cls):
                 construct = functools.partial(construct, splits=routing.matrices)
+            if "weight_decay" not in constructor_arguments(entry.optimizer_cls):
+                # as a scheduler writes it, also to groups of a class with its own value (Scion)
+                made_over = [{"weight_decay": settings.weight_decay, **g} for g in made_over]
         optimizer = _made(name, construct, made_over)
         if name in SCALAR_OPTIMIZERS:
             init_fn = scalar_init_of(optimizer)
@@ -227,10 +230,10 @@ def driver_over(
             "Train without use_distributed_optimizer and FSDP, or do not override these methods",
         )
     else:
-        # 3-D parameters and others are sent as matrices, then stepped in their own shape
+        # a user's own optimizer may step parameters that are no matrices, in their own shape
         shapes = [
             shard.layouts[0].shape
-            if param.dim() == 2
+            if base.name or param.dim() == 2 or len(shard.split.shape) == 3
             else (shard.layouts[0].shape[0], *param.shape[1:])
             for param, shard in shards.items()
         ]

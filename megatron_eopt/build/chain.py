@@ -33,6 +33,7 @@ from megatron_eopt.optimizers.driver import CompositeOptimizer, check_may_step, 
 from megatron_eopt.optimizers.saved_groups import check_state_dict
 from megatron_eopt.optimizers.stepper import Stepper
 from megatron_eopt.qk_clip import remember
+from megatron_eopt.routing.frozen import Frozen
 from megatron_eopt.routing.global_names import names_in
 from megatron_eopt.settings.settings import RunSettings, Settings
 from megatron_eopt.storage.interface import finish_gathers, gather_buckets, named_gradients
@@ -84,6 +85,7 @@ class OptimizerChain(ChainedOptimizer):
         self._overlap: Overlap | None = None
         if settings.overlaps_step:
             self._overlap = Overlap(self.steppers, self._named_chunks, self._expects_no_clipping)
+        self._frozen = Frozen(model_chunks)
         self._last_norm = math.inf
         # norms of the last step, until the host reads them
         self._unread: dict[str | None, GradNorm] = {}
@@ -213,6 +215,7 @@ class OptimizerChain(ChainedOptimizer):
     def step_with_ready_grads(self) -> bool:
         """Step all optimizers, then gather parameters unless the forward pass does."""
         check_may_step(self)
+        self._frozen.warn()
         self._found_inf = None
         if self._overlap is not None:
             self._overlap.step()

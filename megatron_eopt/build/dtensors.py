@@ -28,6 +28,7 @@ from megatron_eopt.optimizers.modes import plan_work
 from megatron_eopt.optimizers.sharded import ShardedOptimizer
 from megatron_eopt.optimizers.stepper import Stepper
 from megatron_eopt.routing.model import Routing
+from megatron_eopt.routing.parameters import check_dtypes
 from megatron_eopt.settings.checks import refuse_for_dtensors
 from megatron_eopt.settings.settings import Settings, resolve
 from megatron_eopt.settings.values import read_config
@@ -61,10 +62,8 @@ def build_routed(
     served: list[tuple[Driver, slice, list[Tensor]]] = []
     made: dtensors.Groups = {}
     order = {param: number for number, param in enumerate(routing.names)}
-    # here the parameters, not the model's configuration, say how fused weights are split
-    chunks = [SimpleNamespace(config=None)]
     # all ranks raise together; otherwise the others would wait in a collective
-    bases = agreed(lambda: bases_of(settings, routing, chunks, None, stand_ins=True, plain=True))
+    bases = agreed(lambda: _checked(settings, routing))
     for base in bases:
         places = slice(len(groups), len(groups) + len(base.groups))
         groups += [{**group, **_rates(settings, group)} for group in base.groups]
@@ -86,6 +85,18 @@ def build_routed(
     optimizer = cls(groups, served, routing.names)
     optimizer.policy = Policy(settings.fresh_state, settings.momentum_from_adam)
     return optimizer
+
+
+def _checked(settings: Settings, routing: Routing) -> list[Base]:
+    """Create the optimizers; raise if one cannot step the dtype of a parameter."""
+    # here the parameters, not the model's configuration, say how fused weights are split
+    chunks = [SimpleNamespace(config=None)]
+    bases = bases_of(settings, routing, chunks, None, stand_ins=True, plain=True)
+    for base in bases:
+        if base.layout == "matrix_state":
+            mine = [param for group in base.groups for param in group["params"]]
+            check_dtypes({param: routing.names[param] for param in mine}, base.name)
+    return bases
 
 
 def _rates(settings: Settings, group: ParamGroup) -> ParamGroup:
@@ -132,6 +143,8 @@ def chain_of_dtensors(wanted: Wanted) -> OptimizerChain | None:
     if settings.is_standard or not is_torch_fsdp2(wanted.model_chunks):
         return None
     dtensors.check_parameters([route.parameter for route in routing.routes])
+    what = "torch's FSDP2 under Megatron"
+    agreed(lambda: check_dtypes(routing.names, what, double=not settings.half))
     inner = build_routed(settings, routing)
     storage: Storage
     if settings.half:

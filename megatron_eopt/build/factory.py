@@ -33,13 +33,15 @@ from megatron_eopt.build.gradients import make_scaler
 from megatron_eopt.build.layer_wise import LayerWiseDistributedOptimizer
 from megatron_eopt.build.replicated import chain_of_slabs
 from megatron_eopt.build.sharded import Sharding, unmixed_steppers
+from megatron_eopt.math import resolve_coefficients, sound_precision
 from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
 from megatron_eopt.routing.global_names import name_parameters, names_in
 from megatron_eopt.routing.groups import Group
 from megatron_eopt.routing.model import Routing, log_routing, route_model
+from megatron_eopt.routing.parameters import check_dtypes
 from megatron_eopt.settings.arguments import arguments_of
 from megatron_eopt.settings.checks import check_alike, refuse_for_matrices
-from megatron_eopt.settings.registry import Overrides, state_layout_of
+from megatron_eopt.settings.registry import Overrides, is_muon, state_layout_of
 from megatron_eopt.settings.settings import Settings, resolve
 from megatron_eopt.storage.buffers import buffer_sets, check_model_chunks, has_resting
 
@@ -167,6 +169,7 @@ def _sharded(wanted: Wanted) -> OptimizerChain | None:
 
     def checked() -> list[Base]:
         check_model_chunks(model_chunks, mixed=mixed)
+        check_dtypes(routing.names, "The distributed optimizer")
         if mixed:
             refuse_for_matrices(settings.config)
         found = bases_of(settings, routing, model_chunks, collection, stand_ins=True)
@@ -204,12 +207,14 @@ def _report(
 ) -> None:
     emerging = sorted(routing.optimizers - set(STANDARD_OPTIMIZERS))
     arguments = {n: arguments_of(n, settings, model_chunks, collection) for n in emerging}
-    _log_differences(settings, arguments, get_pg_size(getattr(collection, "tp", None)))
+    log_differences(settings, arguments, get_pg_size(getattr(collection, "tp", None)))
     log_routing(settings, routing)
 
 
-def _log_differences(
-    settings: Settings, arguments: Mapping[str, Mapping[str, Any]], tensor_parallel_size: int
+def log_differences(
+    settings: Settings,
+    arguments: Mapping[str, Mapping[str, Any]],
+    tensor_parallel_size: int = 1,
 ) -> None:
     """Warn once, on one rank, if this configuration trains in a way that users may not expect.
 
@@ -232,6 +237,15 @@ def _warnings(
             "too large: their entries are about 1 already, and this scale grows with the matrix. "
             "Pass muon_scale_mode='shape_scaling' and muon_extra_scale_factor=0.2."
         )
+    coefficients, precision = arguments.get("coefficient_type"), arguments.get("fp32_matmul_prec")
+    if is_muon(optimizer) and coefficients is not None and precision is not None:
+        schedule = resolve_coefficients(coefficients, arguments["num_ns_steps"])
+        if sound_precision(schedule, precision) != precision:
+            yield (
+                f"muon_coefficient_type={coefficients!r} diverges on matrices of low rank with "
+                f"muon_fp32_matmul_prec={precision!r}, so products are computed in float32, "
+                "which is slower. Pass other coefficients for faster steps."
+            )
     if optimizer == "scion" and settings.weight_decay != 1:
         yield (
             f"weight_decay={settings.weight_decay} takes the place of Scion's own, which is 1. "

@@ -1,27 +1,46 @@
 """Build the optimizer of any PyTorch model, sharded or not, for your own training loop."""
 
-import fnmatch
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.optimizer_config import (
+    OptimizerConfig,
+    ParamKey,
+    ParamWithNamePredicate,
+)
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from megatron_eopt.base.agreement import agreed
+from megatron_eopt.base.agreement import agreed, is_rank_0
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.base.names import MOMENTUM, NO_MUON_ATTRIBUTE, STACK_ATTRIBUTE
+from megatron_eopt.base.names import MOMENTUM, OUTPUT_ATTRIBUTE, STANDARD_OPTIMIZERS
 from megatron_eopt.build import megatron_fsdp
 from megatron_eopt.build.dtensors import build_routed, resolve_for_dtensors
+from megatron_eopt.build.factory import log_differences
 from megatron_eopt.build.stats import stats_of
 from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
-from megatron_eopt.optimizers.sharded import ShardedOptimizer
-from megatron_eopt.routing.model import log_routing, overrides_for, route_parameters, with_splits
-from megatron_eopt.routing.parameters import trainable_parameters
+from megatron_eopt.optimizers.sharded import ShardedOptimizer, sparse_gradient
+from megatron_eopt.routing.frozen import Frozen
+from megatron_eopt.routing.model import (
+    Routing,
+    log_routing,
+    overrides_for,
+    route_parameters,
+    with_splits,
+)
+from megatron_eopt.routing.outputs import OUTPUT_LAYERS, likely_heads
+from megatron_eopt.routing.outputs import output_layers as find_output_layers
+from megatron_eopt.routing.parameters import (
+    ModelParameter,
+    tables,
+    trainable_parameters,
+)
+from megatron_eopt.settings.arguments import arguments_of
 from megatron_eopt.settings.checks import check_alike
 from megatron_eopt.settings.fields import FieldType
 from megatron_eopt.settings.registry import Overrides
@@ -32,9 +51,6 @@ from megatron_eopt.storage.dtensors import check_parameters, local_of
 logger = logging.getLogger(__name__)
 
 _NAMES = FieldType(tuple[str, ...])
-
-OUTPUT_LAYERS = ("lm_head", "*.lm_head", "output", "output_layer", "*.output_layer", "embed_out")
-"""Shell-style patterns of the usual module paths of output layers."""
 
 
 def build_optimizer(
@@ -70,14 +86,14 @@ def build_optimizer(
         ConfigurationTypeError: If a value has the wrong type.
     """
 
-    def checked() -> tuple[Settings, Overrides]:
+    def checked() -> tuple[Settings, dict[str, nn.Module]]:
         settings = resolve_for_dtensors(config, own_loop=True)
         for error in megatron_fsdp.faults(managing, own_loop=True):
             raise error
         if not managing:
             check_parameters(trainable_parameters([model]))
-        mark_parameters(named, read_value("output_layers", output_layers, _NAMES))
-        return settings, overrides_for(settings, config_overrides)
+        patterns = read_value("output_layers", output_layers, _NAMES)
+        return settings, find_output_layers(named, patterns)
 
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -87,10 +103,12 @@ def build_optimizer(
     # parameter names are those of the user's model, without the wrapper's prefix
     named: Any = model.module if model in managing else model
     with megatron_fsdp.whole_parameters([model]):
-        settings, overrides = agreed(checked)
+        settings, outputs = agreed(checked)
         check_alike(settings.config)
-        routing = route_parameters(settings, trainable_parameters([named]), overrides)
-        routing = with_splits(routing, settings, [named])
+        routing = _route(settings, named, config_overrides, outputs)
+        frozen = Frozen([named])
+    emerging = sorted(routing.optimizers - set(STANDARD_OPTIMIZERS))
+    log_differences(settings, {n: arguments_of(n, settings, [named], None) for n in emerging})
     log_routing(settings, routing)
     if settings.clip_grad:
         clip = "optimizer.clip_grad_norm" if managing else "torch.nn.utils.clip_grad_norm_"
@@ -102,48 +120,71 @@ def build_optimizer(
     optimizer = agreed(lambda: build_routed(settings, routing, cls))
     optimizer.collects_stats = settings.logs_stats
     optimizer.observe(stats_of(optimizer))
+    optimizer.frozen = frozen
     return optimizer
 
 
-def mark_parameters(model: nn.Module, output_layers: Sequence[str]) -> None:
-    """Set the attributes that routing reads: output layers, expert weights, 2-D expert biases.
+def _route(
+    settings: Settings,
+    model: nn.Module,
+    config_overrides: Overrides | None,
+    outputs: Mapping[str, nn.Module],
+) -> Routing:
+    """Route a model by its modules and its output layers; collective."""
+    of_outputs = [param for module in outputs.values() for param in module.parameters()]
+    parameters = trainable_parameters([model], of_outputs, stacks=True)
+    overrides = agreed(lambda: overrides_for(settings, config_overrides))
+    if config_overrides is None and not settings.is_standard:
+        overrides = {**overrides, **_without_decay(parameters)}
+    with _marked(item.param for item in parameters if item.is_embedding):
+        routing = route_parameters(settings, parameters, overrides)
+    routing = with_splits(routing, settings, [model])
+    agreed(lambda: _refuse_sparse(model))
+    mine = {r.parameter.param for r in routing.routes if r.optimizer == settings.optimizer}
+    heads = [
+        path
+        for path, module in likely_heads(model, outputs).items()
+        if not settings.is_standard and not mine.isdisjoint(module.parameters())
+    ]
+    if heads and is_rank_0():
+        text = (
+            "%s: looks like an output layer, but %s updates it as a hidden one. If it is an output "
+            "layer, pass output_layers=%r."
+        )
+        names = ", ".join(heads)
+        logger.warning(text, names, settings.optimizer, [*outputs, *heads])
+    return routing
 
-    A 3-D weight with ``experts`` in its path is a stack of matrices, one for each expert.
 
-    Raises:
-        ConfigurationError: If patterns other than the default ones match no module.
-    """
-    found = False
+def _without_decay(parameters: Sequence[ModelParameter]) -> Overrides:
+    """Return an override that exempts 2-D gains, biases and the like from weight decay."""
+    vectors = {id(p.param) for p in parameters if p.why_vector and not p.is_declared}
+    vectors -= {id(p.param) for p in parameters if p.is_embedding}
+    if not vectors:
+        return {}
+    predicate = ParamWithNamePredicate(name="2-D vector", fn=lambda param, _: id(param) in vectors)
+    return {ParamKey(with_name_predicate=predicate): {"wd_mult": 0.0}}
+
+
+@contextmanager
+def _marked(params: Iterable[Tensor]) -> Iterator[None]:
+    """In a block, let tables and output layers have megatron-core's mark, which overrides match."""
+    mine = [param for param in params if not hasattr(param, OUTPUT_ATTRIBUTE)]
+    for param in mine:
+        setattr(param, OUTPUT_ATTRIBUTE, True)
+    try:
+        yield
+    finally:
+        for param in mine:
+            delattr(param, OUTPUT_ATTRIBUTE)
+
+
+def _refuse_sparse(model: nn.Module) -> None:
+    """Raise a ConfigurationError if a trainable table has sparse gradients."""
     for path, module in model.named_modules():
-        if any(fnmatch.fnmatchcase(path, pattern) for pattern in output_layers):
-            found = True
-            for weight in module.parameters():
-                weight.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
-    if not found and output_layers and tuple(output_layers) != OUTPUT_LAYERS:
-        rule = "none of these patterns matches the path of a module"
-        way_out = "Pass the path of the output layer, as model.named_modules() gives it"
-        raise ConfigurationError("output_layers", output_layers, rule, way_out)
-    if not found:
-        _warn_of_output_layers(model)
-    for name, param in model.named_parameters():
-        if param.dim() == 3 and "experts." in f"{name}.":
-            setattr(param, STACK_ATTRIBUTE, True)
-        elif param.dim() == 2 and "bias" in name.rpartition(".")[2]:
-            vars(param).setdefault(NO_MUON_ATTRIBUTE, False)
-
-
-def _warn_of_output_layers(model: nn.Module) -> None:
-    """Warn about each linear layer that has the shape of an embedding: an output layer, likely."""
-    tables = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
-    for path, module in model.named_modules():
-        if not isinstance(module, nn.Linear) or any(module.weight is table for table in tables):
-            continue
-        if any(table.shape == module.weight.shape for table in tables):
-            text = (
-                "%s has the shape of an embedding, and the matrix optimizer updates it. If it is "
-                "the output layer, pass output_layers=[%r]."
-            )
-            logger.warning(text, path, path)
+        is_sparse = isinstance(module, tables()) and getattr(module, "sparse", False)
+        if is_sparse and any(param.requires_grad for param in module.parameters()):
+            raise sparse_gradient(f"{path}.sparse".lstrip("."), True)
 
 
 @torch.no_grad()

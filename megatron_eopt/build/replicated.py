@@ -18,6 +18,7 @@ from megatron_eopt.optimizers.element_wise import ElementWiseDriver, SlabDriver
 from megatron_eopt.optimizers.muon import TensorParallelMuon
 from megatron_eopt.optimizers.stepper import Stepper
 from megatron_eopt.routing.model import Routing
+from megatron_eopt.routing.parameters import check_dtypes
 from megatron_eopt.settings.fields import constructor_arguments
 from megatron_eopt.settings.registry import entry_of
 from megatron_eopt.settings.settings import Settings
@@ -42,17 +43,19 @@ def chain_of_slabs(
         return None
     scaler = make_scaler(settings.loss_scale) if settings.half else None
     if storage_of is None:
+        what = f"Mixed precision ({settings.half})" if settings.half else "Megatron's DDP"
+        check_dtypes(wanted.routing.names, what, double=not settings.half)
         if settings.half:
             storage_of = functools.partial(replicated.MainParamsOptimizer, grad_scaler=scaler)
         else:
-            _check_dtypes(wanted.routing)
+            _check_half(wanted.routing)
             storage_of = replicated.Float32Optimizer
     bases = bases_of(settings, wanted.routing, chunks, wanted.collection)
     steppers = [_stepper(base, wanted, storage_of) for base in bases]
     return OptimizerChain(steppers, settings, scaler, chunks)
 
 
-def _check_dtypes(routing: Routing) -> None:
+def _check_half(routing: Routing) -> None:
     for param, name in routing.names.items():
         if param.dtype in (torch.bfloat16, torch.float16):
             field = "bf16" if param.dtype == torch.bfloat16 else "fp16"
@@ -68,7 +71,8 @@ def _check_whole(base: Base, routing: Routing) -> None:
         declared = getattr(item.param, "eopt_split", None)
         split = routing.splits.get(item.param)
         several = split is not None and sum(part.count for part in split.parts) > 1
-        if declared is not None and several:
+        folded = split is not None and len(split.shape) != item.param.dim()
+        if folded or (declared is not None and several):
             rule = f"{base.name} does not split parameters without use_distributed_optimizer"
             way_out = "Set use_distributed_optimizer=True, or remove eopt_split"
             raise ConfigurationError(f"{item.name}.eopt_split", declared, rule, way_out)

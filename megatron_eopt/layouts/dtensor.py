@@ -16,16 +16,19 @@ def dtensor_layout(
     mesh: npt.NDArray[np.int64],  # rank in the redistribution group, by mesh coordinates
     placements: Sequence[Placement],  # one per mesh dimension
     *,
+    cols: int | None = None,  # columns of the matrix; None for the last dimension
     name: str = "placements",  # name of the parameter, for messages
 ) -> Layout:
     """Return the layout of a DTensor of two or more dimensions on a device mesh.
 
     Leading dimensions are folded into rows: a ``(experts, rows, cols)`` weight becomes a matrix of
-    ``experts * rows`` rows, from which :meth:`Layout.select_rows` selects one expert. A rank's
-    storage tensor is its flattened local shard. Of replicas, the first is the source.
+    ``experts * rows`` rows, from which :meth:`Layout.select_rows` selects one expert. Dimensions
+    that make up ``cols``, such as all but the first of a convolution, are folded into columns. A
+    rank's storage tensor is its flattened local shard. Of replicas, the first is the source.
 
     Raises:
-        ConfigurationError: If a placement is neither Shard nor Replicate.
+        ConfigurationError: If a placement is neither Shard nor Replicate, or cuts the kernel of a
+            convolution.
     """
     places = np.stack([axis.ravel() for axis in np.indices(mesh.shape)], axis=1)
     low = np.zeros((len(places), len(shape)), np.int64)
@@ -49,7 +52,27 @@ def dtensor_layout(
         chunk = -(-(high[:, dim] - low[:, dim]) // mesh.shape[axis])
         low[:, dim] = np.minimum(low[:, dim] + place * chunk, high[:, dim])
         high[:, dim] = np.minimum(low[:, dim] + chunk, high[:, dim])
+    shape, low, high = _with_columns(shape, low, high, cols or shape[-1], name)
     return _fold(shape, low, high, mesh.ravel(), first)
+
+
+def _with_columns(
+    shape: Sequence[int], low: Int64Array, high: Int64Array, cols: int, name: str
+) -> tuple[Sequence[int], Int64Array, Int64Array]:
+    """Fold the last dimensions of a tensor, and of its blocks, into one of ``cols`` elements."""
+    first = len(shape) - 1
+    while np.prod(shape[first:], dtype=np.int64) < cols:
+        first -= 1
+    kernel = slice(first + 1, None)
+    size = int(np.prod(shape[kernel], dtype=np.int64))
+    if np.any(high[:, kernel] - low[:, kernel] < np.array(shape[kernel], np.int64)):
+        rule = "is a convolution whose kernel is cut, so that a rank holds no whole columns"
+        way_out = "Shard its first or second dimension"
+        raise ConfigurationError(name, tuple(shape), rule, way_out)
+    low, high = low[:, : first + 1].copy(), high[:, : first + 1].copy()
+    low[:, first] *= size
+    high[:, first] *= size
+    return (*shape[:first], shape[first] * size), low, high
 
 
 def _fold(

@@ -9,6 +9,7 @@ import numpy as np
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.layouts.boxes import (
+    COLUMN,
     OFFSET,
     ROW,
     SOURCE,
@@ -116,6 +117,20 @@ class Layout:
         boxes = self.boxes.take(np.repeat(np.arange(len(counts)), counts)).clip(runs.take(run))
         boxes = boxes.replace(ROW, boxes.row + (logical - runs.row)[run])
         return Layout((int(runs.height.sum()), self.shape[1]), boxes)
+
+    def select_columns(self, runs: Sequence[tuple[int, int]]) -> "Layout":
+        """Return the layout of the matrix of the given runs ``(start, count)`` of columns.
+
+        Storage does not change. This selects Q from a fused weight that is stored transposed.
+        """
+        rows, width, found = self.shape[0], 0, []
+        for start, count in runs:
+            run = Boxes.make(rank=0, corner=(0, start), size=(rows, count), offset=0, stride=0)
+            boxes = self.boxes.clip(run)
+            boxes = boxes.take(boxes.width > 0)
+            found.append(boxes.replace(COLUMN, boxes.column - start + width))
+            width += count
+        return Layout((rows, width), Boxes.join(found))
 
     def fragments(self, rank: IntLike, holder: IntLike, start: IntLike, stop: IntLike) -> "Layout":
         """Return the layout after storage tensors are cut into flat ranges for other ranks.

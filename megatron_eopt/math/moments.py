@@ -23,13 +23,19 @@ direction over the running norm of the gradient."""
 MOMENT2_METHODS: tuple[Moment2MethodT, ...] = get_args(Moment2MethodT)
 
 
-def statistic_shape(method: Moment2MethodT, rows: int, cols: int) -> tuple[int, ...]:
-    """Return the shape of the running statistic of one ``(rows, cols)`` matrix."""
+def statistic_shape(
+    method: Moment2MethodT, rows: int, cols: int, *, transposed: bool = False
+) -> tuple[int, ...]:
+    """Return the shape of the running statistic of one ``(rows, cols)`` matrix.
+
+    ``transposed`` says that its rows are inputs.
+    """
     match method:
         case "adamuon":
             return (rows, cols)
         case "normuon":
-            return (rows, 1) if rows >= cols else (1, cols)
+            is_by_row = rows > cols or (rows == cols and not transposed)
+            return (rows, 1) if is_by_row else (1, cols)
         case "namo":
             return (1,)
 

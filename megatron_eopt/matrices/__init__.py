@@ -1,6 +1,7 @@
 """Logical matrices: what a fused parameter consists of, and which rows each rank holds."""
 
-from megatron_eopt.matrices.rows import RowRuns, local_shape, matrix_rows
+from megatron_eopt.base import declared as _declared  # noqa: F401  declarations outlive sharding
+from megatron_eopt.matrices.rows import RowRuns, local_shape, matrix_columns, matrix_rows
 from megatron_eopt.matrices.split import (
     Field,
     LogicalMatrix,
@@ -8,10 +9,13 @@ from megatron_eopt.matrices.split import (
     Section,
     Split,
     SplitT,
+    checked_shape,
     gated,
+    per_head,
     periodic,
     qkv,
     side_by_side,
+    transposed,
     whole,
 )
 
@@ -23,11 +27,15 @@ __all__ = [
     "Section",
     "Split",
     "SplitT",
+    "checked_shape",
     "gated",
     "local_shape",
+    "matrix_columns",
     "matrix_rows",
+    "per_head",
     "periodic",
     "qkv",
     "side_by_side",
+    "transposed",
     "whole",
 ]

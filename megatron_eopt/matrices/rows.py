@@ -48,9 +48,12 @@ def local_shape(split: Split, tp_size: int = 1, partition_dim: int = -1) -> tupl
     """
     if partition_dim == -1:
         return split.shape
-    sizes = [split.cols] if partition_dim == 1 else [section.rows for section in split.sections]
+    cut = split.rows if partition_dim == 0 else split.cols
+    in_sections = partition_dim == 0 and not split.transposed
+    sizes = [section.rows for section in split.sections] if in_sections else [cut]
     if any(size % tp_size for size in sizes):
-        what = "columns" if partition_dim == 1 else f"rows of every section ({split.describe()})"
+        what = "rows" if partition_dim == 0 else "columns"
+        what += f" of every section ({split.describe()})" if in_sections else ""
         rule = f"must divide the {what} of a weight of shape {split.shape}"
         raise ConfigurationError("tp_size", tp_size, rule, "Choose another tensor-parallel size")
     shape = list(split.shape)
@@ -64,7 +67,8 @@ def matrix_rows(
 ) -> tuple[RowRuns, ...]:
     """Return the rows of each logical matrix that one tensor-parallel rank holds.
 
-    ``partition_dim`` is that of :func:`local_shape`; with -1, every rank holds all rows.
+    ``partition_dim`` is that of :func:`local_shape`; with -1, every rank holds all rows. The split
+    must not be transposed.
 
     Returns:
         One entry for each of :attr:`Split.matrices`.
@@ -92,6 +96,25 @@ def matrix_rows(
             offset += field.rows
         base += held
     return tuple(matrices)
+
+
+def matrix_columns(split: Split) -> list[list[tuple[int, int]]]:
+    """Return ``(start, count)`` of the column runs of each matrix of a transposed split.
+
+    There is one entry for each matrix of :attr:`Split.matrices`, as if there were one expert.
+    """
+    matrices, base = [], 0
+    for section in split.sections:
+        columns = base + np.arange(section.rows).reshape(section.blocks, section.period)
+        offset = 0
+        for field in section.fields:
+            mine = columns[:, offset : offset + field.rows].reshape(-1)
+            for some in mine.reshape(-1, field.unit or len(mine)):
+                first, _, length = _runs(some)
+                matrices.append(list(zip(first.tolist(), length.tolist(), strict=True)))
+            offset += field.rows
+        base += section.rows
+    return matrices
 
 
 def _runs(local: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:

@@ -11,14 +11,19 @@ Note [Sections, fields, parts]
     one after the other. A fused QKV weight is one section, and a cut may fall inside a query group.
     Gate and up are two sections, so each rank holds a slice of both. A 3-D weight
     ``(experts, rows, cols)`` has these sections for each expert.
+
+    A *transposed* weight stores ``(in, out)``, as GPT-2's Conv1D of transformers does. Its sections
+    go from left to right and consist of columns. A weight of more dimensions, such as a
+    convolution's, is seen as ``(rows, all others)``.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError, check_integer
 
 type SplitT = Literal["qkv", "gated", "mla", "linear_attention", "per_head"]
 """Kinds of fused weights to split; ``per_head`` also splits attention projections into heads."""
@@ -32,6 +37,11 @@ class Field:
     rows: int  # number of rows per block
     unit: int | None = None  # rows per logical matrix; ``None`` if the part is one matrix
 
+    def __post_init__(self) -> None:
+        check_integer(f"rows of {self.name!r}", self.rows)
+        if self.unit is not None:
+            check_integer(f"rows of a matrix in {self.name!r}", self.unit)
+
 
 @dataclass(frozen=True, slots=True)
 class Section:
@@ -39,6 +49,9 @@ class Section:
 
     fields: tuple[Field, ...]  # the fields of one block, top to bottom
     blocks: int = 1  # how often the pattern repeats
+
+    def __post_init__(self) -> None:
+        check_integer("blocks", self.blocks)
 
     @property
     def period(self) -> int:
@@ -57,7 +70,7 @@ class Part:
 
     name: str
     count: int  # number of matrices (1, heads, experts, or experts x heads)
-    shape: tuple[int, int]  # ``(rows, cols)`` of each matrix; determines the scale of updates
+    shape: tuple[int, int]  # ``(rows, cols)`` of each matrix, as it is stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,29 +86,28 @@ class Split:
     """The logical matrices of one unsharded parameter; hashable, and equal on all ranks.
 
     Raises:
-        ConfigurationError: If the sections do not add up to the rows of ``shape``, a size is not
+        ConfigurationError: If the sections do not add up to the outputs of ``shape``, a size is not
             positive, or a unit does not divide its part.
+        ConfigurationTypeError: If a size is not an integer.
     """
 
     kind: str  # name for tables and logs: ``"qkv"``, ``"gated"``, ``"mla"``, ...
     shape: tuple[int, ...]  # unsharded, ``(rows, cols)`` or ``(experts, rows, cols)``
-    sections: tuple[Section, ...]  # top to bottom
+    sections: tuple[Section, ...]  # top to bottom, or left to right if transposed
+    transposed: bool = False  # whether the rows are inputs, and the sections cut columns
 
     def __post_init__(self) -> None:
-        if len(self.shape) not in (2, 3) or min(self.shape) < 1:
-            rule = "must be (rows, cols) or (experts, rows, cols) with positive sizes"
-            way_out = "Train other parameters with an element-wise optimizer"
-            raise ConfigurationError("shape", self.shape, rule, way_out)
+        object.__setattr__(self, "shape", checked_shape(self.shape))
         total = sum(section.rows for section in self.sections)
-        if total != self.rows:
-            rule = f"has {self.rows} rows, but its {self.kind} split {self.describe()} has {total}"
+        if total != self.outputs:
+            cut = "columns" if self.transposed else "rows"
+            rule = f"has {self.outputs} {cut}, but its {self.kind} split {self.describe()} has "
             way_out = "Pass the unsharded shape, or another split"
-            raise ConfigurationError("shape", self.shape, rule, way_out)
+            raise ConfigurationError("shape", self.shape, f"{rule}{total}", way_out)
         for field, blocks, unit in self._fields():
-            rows = field.rows * blocks
-            if rows < 1 or unit < 1 or rows % unit:
+            if field.rows * blocks % unit:
                 sizes = (field.rows, blocks, field.unit)
-                rule = "(rows, blocks, unit) must be positive, and unit must divide rows x blocks"
+                rule = "(rows, blocks, unit): unit must divide rows x blocks"
                 raise ConfigurationError(field.name, sizes, rule, "Choose sizes that fit")
 
     def _fields(self) -> Iterator[tuple[Field, int, int]]:
@@ -120,11 +132,25 @@ class Split:
         """Columns of the unsharded weight."""
         return self.shape[-1]
 
+    @property
+    def outputs(self) -> int:
+        """Size of the dimension that the sections cut: the rows, or the columns if transposed."""
+        return self.cols if self.transposed else self.rows
+
+    @property
+    def is_by_head(self) -> bool:
+        """Whether a part consists of matrices of a given size, such as heads, be it one head."""
+        return any(field.unit is not None for field, _, _ in self._fields())
+
     @cached_property
     def parts(self) -> tuple[Part, ...]:
         """The parts, in the order of their fields."""
         return tuple(
-            Part(field.name, self.experts * (field.rows * blocks // unit), (unit, self.cols))
+            Part(
+                field.name,
+                self.experts * (field.rows * blocks // unit),
+                (self.rows, unit) if self.transposed else (unit, self.cols),
+            )
             for field, blocks, unit in self._fields()
         )
 
@@ -146,14 +172,55 @@ class Split:
         return " | ".join(patterns)
 
 
+def checked_shape(shape: Iterable[int]) -> tuple[int, ...]:
+    """Return the shape in which a weight's matrices lie, with dimensions from the fourth on folded.
+
+    Raises:
+        ConfigurationError: If the weight has fewer than two dimensions, or an empty one.
+        ConfigurationTypeError: If ``shape`` is not a sequence of integers.
+    """
+    try:
+        sizes = tuple(shape)
+    except TypeError as error:
+        rule, way_out = "must be a sequence of integers", "Pass the weight's shape"
+        raise ConfigurationTypeError("shape", shape, rule, way_out) from error
+    if len(sizes) > 3:
+        sizes = (sizes[0], math.prod(sizes[1:]))
+    for size in sizes:
+        check_integer("shape", size, at_least=0)
+    if len(sizes) < 2 or min(sizes) < 1:
+        rule = "must be (rows, cols), (experts, rows, cols) or a convolution's, with positive sizes"
+        way_out = "Train other parameters with an element-wise optimizer"
+        raise ConfigurationError("shape", sizes, rule, way_out)
+    return sizes
+
+
 def whole(shape: tuple[int, ...]) -> Split:
     """Return the split of a plain weight: one matrix, or one per expert.
 
     Raises:
-        ConfigurationError: If ``shape`` is not ``(rows, cols)`` or ``(experts, rows, cols)``.
+        ConfigurationError: If ``shape`` has fewer than two dimensions.
     """
+    shape = checked_shape(shape)
     kind = "experts" if len(shape) == 3 else "whole"
-    return Split(kind, tuple(shape), (Section((Field("weight", _rows(shape)),)),))
+    return Split(kind, shape, (Section((Field("weight", shape[-2]),)),))
+
+
+def transposed(split: Split) -> Split:
+    """Return the split of a weight that stores the transpose: its input dimension comes first.
+
+    For GPT-2 of transformers: ``transposed(qkv(weight.shape[::-1], [hidden, hidden, hidden]))``, or
+    ``transposed(whole(weight.shape[::-1]))`` for a plain weight.
+
+    Args:
+        split: The split of the transposed weight ``(out, in)`` or ``(experts, out, in)``.
+    """
+    if not isinstance(split, Split):
+        rule, way_out = "must be a Split", "Pass whole(weight.shape[::-1]) for a plain weight"
+        raise ConfigurationTypeError("transposed(split)", split, rule, way_out)
+    *experts, rows, cols = split.shape
+    kind = "transposed" if split.kind == "whole" else split.kind
+    return replace(split, kind=kind, shape=(*experts, cols, rows), transposed=not split.transposed)
 
 
 def periodic(
@@ -170,9 +237,9 @@ def periodic(
     Raises:
         ConfigurationError: If the rows are not a multiple of the pattern.
     """
-    fields = _fields(lengths, units)
-    blocks = max(_rows(shape) // max(sum(lengths.values()), 1), 1)
-    return Split(kind, tuple(shape), (Section(fields, blocks),))
+    fields, shape = _fields(lengths, units), checked_shape(shape)
+    blocks = max(shape[-2] // sum(field.rows for field in fields), 1) if fields else 1
+    return Split(kind, shape, (Section(fields, blocks),))
 
 
 def side_by_side(
@@ -190,7 +257,21 @@ def side_by_side(
         ConfigurationError: If the lengths do not add up to the rows.
     """
     sections = tuple(Section((field,)) for field in _fields(lengths, units))
-    return Split(kind, tuple(shape), sections)
+    return Split(kind, shape, sections)
+
+
+def per_head(shape: tuple[int, ...], head_dim: int) -> Split:
+    """Return the split of an attention projection into one matrix for each head.
+
+    Args:
+        shape: ``(heads x head_dim, hidden)``.
+        head_dim: Rows of one head.
+
+    Raises:
+        ConfigurationError: If ``head_dim`` does not divide the rows.
+    """
+    shape = checked_shape(shape)
+    return Split("per_head", shape, (Section((Field("head", shape[-2], head_dim),)),))
 
 
 def gated(shape: tuple[int, ...], *, interleave: int | None = None) -> Split:
@@ -206,7 +287,7 @@ def gated(shape: tuple[int, ...], *, interleave: int | None = None) -> Split:
     """
     if interleave is not None:
         return periodic("gated", shape, {"gate": interleave, "up": interleave})
-    half = _rows(shape) // 2
+    half = checked_shape(shape)[-2] // 2
     return side_by_side("gated", shape, {"gate": half, "up": half})
 
 
@@ -224,7 +305,11 @@ def qkv(
     Raises:
         ConfigurationError: If ``lengths`` is not three or four numbers that divide the rows.
     """
-    sizes = tuple(lengths)
+    try:
+        sizes = tuple(lengths)
+    except TypeError as error:
+        rule, way_out = "must be a sequence of integers", "Pass the rows of q, k and v"
+        raise ConfigurationTypeError("qkv_split_shapes", lengths, rule, way_out) from error
     names = {3: ("q", "k", "v"), 4: ("q", "gate", "k", "v")}.get(len(sizes))
     if names is None:
         rule = "must be the rows of q, k, v or of q, gate, k, v in one query group"
@@ -235,7 +320,3 @@ def qkv(
 
 def _fields(lengths: Mapping[str, int], units: Mapping[str, int] | None) -> tuple[Field, ...]:
     return tuple(Field(name, rows, (units or {}).get(name)) for name, rows in lengths.items())
-
-
-def _rows(shape: tuple[int, ...]) -> int:
-    return shape[-2] if len(shape) > 1 else 0  # for 0, Split raises

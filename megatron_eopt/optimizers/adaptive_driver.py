@@ -53,8 +53,11 @@ class AdaptiveDriver(MuonDriver):
             for shard in shards
         ]
         self._statistics = [
-            [statistic_shape(optimizer.moment2_method, *shape) for shape in shapes]
-            for shapes in self._shapes
+            [
+                statistic_shape(optimizer.moment2_method, *shape, transposed=shard.split.transposed)
+                for shape in shapes
+            ]
+            for shard, shapes in zip(shards, self._shapes, strict=True)
         ]
         if optimizer.bias_correction:
             self.dispensable -= {STEP}
@@ -95,7 +98,11 @@ class AdaMuonDriver(AdaptiveDriver):
         super().__init__(*args)
         scale = self.optimizer.orthogonalization.scale
         self._scales = [
-            [scale(shape) if shape[0] else 0.0 for shape in shapes] for shapes in self._shapes
+            [
+                scale(shape[::-1] if shard.split.transposed else shape) if shape[0] else 0.0
+                for shape in shapes
+            ]
+            for shard, shapes in zip(self.shards, self._shapes, strict=True)
         ]
         # parameters whose matrices have different scales
         self._stored = {
@@ -184,11 +191,13 @@ class MatrixMomentDriver(AdaptiveDriver):
         mine = [groups[self.group_of[number]] for number in range(len(self.shards))]
         self._coefficients = [_settings(group) for group in mine]
         corrected, device = self.optimizer.bias_correction, self.engine.device
-        steps = torch.zeros(len(mine))
-        for number, item in stepped.items() if corrected else ():
-            steps[number] = item.state[STEP]
-        everything = torch.cat([torch.zeros(sum(self._sizes), device=device), steps.to(device)])
-        self._flat, steps = torch.split(everything, [sum(self._sizes), len(mine)])
+        everything = torch.zeros(sum(self._sizes), device=device)
+        if corrected:
+            counts = torch.zeros(len(mine))
+            for number, item in stepped.items():
+                counts[number] = item.state[STEP]
+            everything = torch.cat([everything, counts.to(device)])
+        self._flat, steps = everything.tensor_split([sum(self._sizes)])
         if stepped:
             torch._foreach_copy_(*self._pairs(stepped))
         self._agree(everything)
@@ -202,7 +211,9 @@ class MatrixMomentDriver(AdaptiveDriver):
         if stepped:
             found, kept = self._pairs(stepped)
             # inf would persist, and turn the next mean into nan
-            torch._foreach_clamp_max_(found, [torch.finfo(k.dtype).max for k in kept])
+            pairs = zip(found, kept, strict=True)
+            most = [min(torch.finfo(x.dtype).max for x in pair) for pair in pairs]
+            torch._foreach_clamp_max_(found, most)
             torch._foreach_copy_(kept, found)
 
     def _pairs(self, stepped: Mapping[int, Stepped]) -> tuple[list[Tensor], list[Tensor]]:
@@ -246,7 +257,9 @@ class NorMuonDriver(MatrixMomentDriver):
     ) -> None:
         """Orthogonalize, normalize rows or columns, then scale."""
         super()._update(stack, matrices, reduce, shape)
-        per_slice = (-1, 1) if shape[0] >= shape[1] else (1, -1)
+        turned = self.engine.transposed[matrices[0]]
+        out_in = self.engine.out_in(matrices[0], shape)
+        per_slice = (-1, 1) if out_in[0] >= out_in[1] else (1, -1)
         owners = [self._shard_of[matrix] for matrix in matrices]
         for first, last, (beta2, eps) in _runs(self._coefficients[n] for n in owners):
             places = torch.stack([self._places[i] for i in matrices[first:last]])
@@ -254,10 +267,10 @@ class NorMuonDriver(MatrixMomentDriver):
             divisor = self._divisors_of(owners[first:last])
             if isinstance(divisor, Tensor):
                 divisor = divisor.view(-1, 1, 1).to(moments.dtype)
-            batch = stack[first:last]
-            normuon_(batch, moments, beta2, eps, divisor, shape=shape, reduce=reduce)
+            batch = stack[first:last].mT if turned else stack[first:last]
+            normuon_(batch, moments, beta2, eps, divisor, shape=out_in, reduce=reduce)
             self._new[places] = moments.view_as(places)
-        stack.mul_(self.optimizer.orthogonalization.scale(shape))
+        stack.mul_(self.optimizer.orthogonalization.scale(out_in))
 
     def _end(self, stepped: Mapping[int, Stepped]) -> None:
         """Share the new statistics with all ranks, and write them to the states."""
@@ -305,7 +318,8 @@ class NamoDriver(MatrixMomentDriver):
         super()._update(stack, matrices, reduce, shape)
         owners = [(self._shard_of[matrix], matrix) for matrix in matrices]
         found = [self._factors[n][m - self.engine.first[n]] for n, m in owners]
-        factors = torch.stack(found) * self.optimizer.orthogonalization.scale(shape)
+        out_in = self.engine.out_in(matrices[0], shape)
+        factors = torch.stack(found) * self.optimizer.orthogonalization.scale(out_in)
         stack.mul_(factors.to(stack.dtype).view(-1, 1, 1))
 
 

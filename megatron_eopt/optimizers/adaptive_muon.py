@@ -122,6 +122,12 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon, AdaptiveMuon):
         return torch.float32
 
     def _orthogonalize_stack(
-        self, stack: Tensor, matrices: Sequence[int], reduce: ReduceT | None, shape: tuple[int, int]
+        self,
+        stack: Tensor,
+        matrices: Sequence[int],
+        reduce: ReduceT | None,
+        shape: tuple[int, int],
+        *,
+        transposed: bool = False,
     ) -> None:
         self.orthogonalization.factors_(stack, reduce, shape)

@@ -37,7 +37,7 @@ _DRAWS = frozenset({"psgd_pro"})
 
 _FACTORY_FIELDS = frozenset(
     {"muon_scalar_optimizer", "muon_lr", "muon_min_lr", "muon_exempt_from_clipping"}
-    | {"muon_orthogonalize_router", "muon_orthogonalize_excluded"}
+    | {"muon_orthogonalize_router", "muon_orthogonalize_excluded", "muon_convolutions"}
     | {f"muon_split_{kind}" for kind in get_args(SplitT.__value__)}
 )
 """Fields of Muon that are not arguments of its constructor."""

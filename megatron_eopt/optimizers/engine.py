@@ -67,6 +67,7 @@ class MatrixEngine:
         first: Index of each shard's first matrix, then the number of matrices.
         work: Where each matrix is computed.
         redistribution: Sends matrices to the ranks that compute them, and back.
+        transposed: For each matrix, whether its rows are inputs; a stack has one kind only.
         busy: FLOPs of each rank, including engines before this one; float64 ``(ranks,)``.
         arrivals: For each wave, the shards that it is the first to need; the same on all ranks.
         blockwise: Whether each rank's piece counts as a matrix of its own.
@@ -107,13 +108,19 @@ class MatrixEngine:
             sums.get(item.team) if item.team or item.shared else None for item in self.work.matrices
         ]
         self._shapes = [item.compute.shape for item in self.work.matrices]
+        self.transposed = [s.split.transposed for s in shards for _ in s.layouts]
         shard_of = [n for n, shard in enumerate(shards) for _ in shard.layouts]
         stored_in = [shards[n].name for n in shard_of]
         self.redistribution = Redistribution(
             [
-                Matrix(name, layout, work.compute, tensor, kind=work.kind)
-                for name, layout, work, tensor in zip(
-                    self.names, layouts, self.work.matrices, stored_in, strict=True
+                Matrix(name, layout, work.compute, tensor, kind=(work.kind, transposed))
+                for name, layout, work, tensor, transposed in zip(
+                    self.names,
+                    layouts,
+                    self.work.matrices,
+                    stored_in,
+                    self.transposed,
+                    strict=True,
                 )
             ],
             self.work.waves,
@@ -135,6 +142,10 @@ class MatrixEngine:
         """Which rank computes which matrices, and what is sent."""
         storage = [layout for shard in self._shards for layout in shard.layouts]
         return Schedule(self.ranks, self.names, storage, self.work, self.redistribution.plan)
+
+    def out_in(self, matrix: int, shape: tuple[int, int]) -> tuple[int, int]:
+        """Return outputs and inputs of a matrix of this ``shape``, which determine its scale."""
+        return (shape[1], shape[0]) if self.transposed[matrix] else shape
 
     @torch.no_grad()
     def run(self, load: LoadT, store: StoreT) -> None:

@@ -41,8 +41,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     updated one by one, as in emerging-optimizers.
 
     Args:
-        params: Parameters of shape (out, in) or (experts, out, in), groups of them, or pairs
-            (name, parameter); names appear in messages.
+        params: Parameters of shape (out, in), (experts, out, in) or a convolution's, groups of
+            them, or pairs (name, parameter); names appear in messages.
         lr: Learning rate.
         momentum: Decay of the moving average of gradients, in [0, 1).
         nesterov: Orthogonalize a mix of gradient and momentum, not the momentum alone.
@@ -228,7 +228,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         if p not in self._alone:
             shard = self.shard("parameter", p)
             means = replace(self._means, device=p.device)
-            self._alone[p] = MatrixEngine([shard], self._orthogonalize_stack, means)
+            update = functools.partial(self._orthogonalize_stack, transposed=shard.split.transposed)
+            self._alone[p] = MatrixEngine([shard], update, means)
         with torch.no_grad():
             return self._alone[p].updates([grad])[0].to(grad.dtype)
 
@@ -302,9 +303,15 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         return MuonDriver(self, shards, means)
 
     def _orthogonalize_stack(
-        self, stack: Tensor, matrices: Sequence[int], reduce: ReduceT | None, shape: tuple[int, int]
+        self,
+        stack: Tensor,
+        matrices: Sequence[int],
+        reduce: ReduceT | None,
+        shape: tuple[int, int],
+        *,
+        transposed: bool = False,
     ) -> None:
-        scales = self.orthogonalization.scales(shape)
+        scales = self.orthogonalization.scales((shape[1], shape[0]) if transposed else shape)
         self.orthogonalization.factors_(stack, reduce, shape, scales)
 
     @property

@@ -259,7 +259,8 @@ class MuonDriver(Driver):
         self, stack: Tensor, matrices: Sequence[int], reduce: ReduceT | None, shape: tuple[int, int]
     ) -> None:
         """Replace a stack of directions by updates, in place."""
-        self._orthogonalize(stack, matrices, reduce, shape, self._scales_of(shape))
+        scales = self._scales_of(self.engine.out_in(matrices[0], shape))
+        self._orthogonalize(stack, matrices, reduce, shape, scales)
 
     def _orthogonalize(
         self,

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from megatron_eopt.base.agreement import agreed
+from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import MOMENTUM_SCALE, STEP
 from megatron_eopt.layouts import Plan
 from megatron_eopt.math.precision import matmul_precision
@@ -32,6 +33,7 @@ from megatron_eopt.optimizers.owner_driver import OwnerDriver
 from megatron_eopt.optimizers.owner_state import OwnerState
 from megatron_eopt.optimizers.saved_groups import take_settings
 from megatron_eopt.optimizers.state_dicts import Loaded, StateDictMatch, Target, named
+from megatron_eopt.routing.frozen import Frozen
 from megatron_eopt.settings.registry import name_of_class
 from megatron_eopt.storage.dtensors import is_uneven, local_of, shard_like
 
@@ -63,6 +65,7 @@ class ShardedOptimizer(CompositeOptimizer):
     collects_stats = False  # whether to measure the next steps; the same on all ranks
     steps = 0  # number of steps done
     _observer: StepObserver | None = None
+    frozen: Frozen | None = None  # notices what is unfrozen later, in your own loop
 
     def __init__(
         self,
@@ -124,12 +127,12 @@ class ShardedOptimizer(CompositeOptimizer):
     def groups_and_state(self, driver: Driver) -> Iterator[tuple[list[ParamGroup], State]]:
         """Provide a driver with this rank's shards and state, and store its results."""
         # the local tensor itself, or a float32 copy of a 16-bit one
-        shards = {p: local_of(p).detach().to(torch.float32) for p in self._params[driver]}
+        shards = {p: _stepped(local_of(p).detach()) for p in self._params[driver]}
         state: State = defaultdict(dict)
         for param, shard in shards.items():
-            state[shard] = {key: local_of(value) for key, value in self.state[param].items()}
+            state[shard] = {key: _real(local_of(v)) for key, v in self.state[param].items()}
             if param.grad is not None:
-                shard.grad = _grad(param, shard.dtype)
+                shard.grad = _grad(param, shard.dtype, self.names[param])
         groups = [
             {**group, "params": [shards[param] for param in group["params"]]}
             for group in self.groups_of(driver)
@@ -137,7 +140,7 @@ class ShardedOptimizer(CompositeOptimizer):
         yield groups, state
         for param, shard in shards.items():
             local = local_of(param)
-            if local.dtype != shard.dtype and param.grad is not None:
+            if _is_rounded(local) and param.grad is not None:
                 local.copy_(shard)
             self._keep(driver, param, state[shard])
         for outer, group in zip(super().groups_of(driver), groups, strict=True):
@@ -161,6 +164,8 @@ class ShardedOptimizer(CompositeOptimizer):
 
     def _step(self) -> None:
         check_may_step(self)
+        if self.frozen is not None:
+            self.frozen.warn()
         self._attach()
         observer = self._observer if self.collects_stats else None
         with observer.collecting() if observer else nullcontext(), matmul_precision():
@@ -333,7 +338,7 @@ class ShardedOptimizer(CompositeOptimizer):
         for key, value in state.items():
             if not (key in kept and local_of(kept[key]) is value):
                 cut = driver.is_cut_like_weights(key, value)
-                kept[key] = shard_like(param, value) if cut else value
+                kept[key] = shard_like(param, _stored(param, value)) if cut else value
 
 
 def _write(own: dict[str, Any], loaded: Loaded) -> None:
@@ -366,9 +371,41 @@ def _are_placed_alike(one: Tensor, other: Tensor) -> bool:
     return one.placements == other.placements and one.device_mesh == other.device_mesh
 
 
-def _grad(param: Tensor, dtype: torch.dtype) -> Tensor:
+def sparse_gradient(argument: str, value: object) -> ConfigurationError:
+    """Return the error for gradients that no optimizer here can use."""
+    rule = "sparse gradients are not supported"
+    return ConfigurationError(argument, value, rule, "Use a dense gradient (sparse=False)")
+
+
+def _grad(param: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     grad: Any = param.grad
+    if grad.layout != torch.strided:
+        raise sparse_gradient(f"gradient of {name}", grad.layout)
     placements = getattr(param, "placements", None)
     if isinstance(grad, DTensor) and grad.placements != placements:
         grad = grad.redistribute(placements=placements)
-    return local_of(grad).to(dtype)  # type: ignore[no-any-return]
+    return _real(local_of(grad)).to(dtype)  # type: ignore[no-any-return]
+
+
+def _is_rounded(local: Tensor) -> bool:
+    """Whether weights have fewer bits than what a step computes."""
+    return local.dtype in (torch.bfloat16, torch.float16)
+
+
+def _stepped(local: Tensor) -> Tensor:
+    """Return what a driver steps: the same memory, or a float32 copy of 16-bit weights."""
+    return local.to(torch.float32) if _is_rounded(local) else _real(local)
+
+
+def _real(value: Any) -> Any:
+    """Return a complex tensor's real and imaginary parts, and any other value unchanged.
+
+    Optimizers update both parts independently, as torch's do.
+    """
+    is_complex = isinstance(value, Tensor) and value.is_complex()
+    return torch.view_as_real(value.resolve_conj()) if is_complex else value
+
+
+def _stored(param: Tensor, value: Tensor) -> Tensor:
+    """Return state in the form that the parameter has, complex or real."""
+    return torch.view_as_complex(value) if param.is_complex() else value

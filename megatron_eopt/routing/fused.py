@@ -17,11 +17,37 @@ from megatron.core.transformer.multi_latent_attention import MultiLatentAttentio
 from torch import nn
 
 from megatron_eopt.base.upstream import found
-from megatron_eopt.matrices import Field, Section, Split, SplitT, gated, periodic, qkv, side_by_side
+from megatron_eopt.matrices import (
+    Field,
+    Section,
+    Split,
+    SplitT,
+    gated,
+    per_head,
+    periodic,
+    qkv,
+    side_by_side,
+)
 from megatron_eopt.settings.arguments import qkv_split_shapes
 
 GATE_UP = "gate_up_proj"
 """What transformers calls a linear module, or a parameter of all experts, that has gate and up."""
+
+_SEPARATE = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("query", "key", "value"),
+    ("query_proj", "key_proj", "value_proj"),
+    ("q", "k", "v"),
+    ("q_lin", "k_lin", "v_lin"),
+    ("wq", "wk", "wv"),
+    ("to_q", "to_k", "to_v"),
+)
+"""What modules call separate projections to queries, keys and values."""
+
+_HEAD_DIM = ("head_dim", "attention_head_size", "key_value_proj_dim")
+_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
+_KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
+"""Attributes of attention modules, or of their configurations, in transformers and elsewhere."""
 
 type _Lengths = Mapping[str, int]
 
@@ -46,6 +72,10 @@ def fused_weight(owner: nn.Module, child: str, linear: nn.Module) -> FusedWeight
     if isinstance(owner, CrossAttention) and child == "linear_kv":
         lengths = dict.fromkeys(("k", "v"), owner.config.kv_channels)
         return _repeated("qkv", lengths, owner.config.num_attention_heads, lengths)
+    if isinstance(owner, CrossAttention) and child == "linear_q":
+        head_dim = owner.config.kv_channels
+        rows = head_dim * owner.config.num_attention_heads
+        return FusedWeight("per_head", rows, partial(per_head, head_dim=head_dim), {})
     if isinstance(owner, (MultiLatentAttention, found("AbsorbedMLASelfAttention") or ())):
         return _latent_attention(owner.config, child)
     if isinstance(owner, MLP | TEGroupedMLP) and child == "linear_fc1":
@@ -54,7 +84,53 @@ def fused_weight(owner: nn.Module, child: str, linear: nn.Module) -> FusedWeight
         return _linear_attention(owner, linear)
     if child == GATE_UP:
         return _gate_over_up(owner)
+    if looks_like_heads(owner, child):
+        return _heads(owner, child)
     return None
+
+
+def looks_like_heads(owner: nn.Module, child: str) -> bool:
+    """Whether ``owner.child`` is a projection to queries, keys or values, by the names there."""
+    return _names_beside(owner, child) is not None
+
+
+def _names_beside(owner: nn.Module, child: str) -> tuple[str, str, str] | None:
+    """Return what ``owner`` calls its projections to queries, keys and values."""
+    both = (names for names in _SEPARATE if all(hasattr(owner, name) for name in names[:2]))
+    return next((names for names in both if child in names), None)
+
+
+def _heads(owner: nn.Module, child: str) -> FusedWeight | None:
+    """Return the heads of a separate projection, as its module gives their size or number."""
+    names = _names_beside(owner, child)
+    assert names is not None
+    queries, rows = (_shape_of(getattr(owner, name))[0] for name in (names[0], child))
+    config = getattr(owner, "config", None)
+    heads = _number(_HEADS, owner, config)
+    if child != names[0] and rows != queries:
+        heads = _number(_KEY_HEADS, owner, config)
+    head_dim = _number(_HEAD_DIM, owner) or (rows // heads if heads else 0)
+    if not head_dim or rows % head_dim:
+        return None
+    return FusedWeight("per_head", None, partial(per_head, head_dim=head_dim), {})
+
+
+def _shape_of(item: Any) -> tuple[int, ...]:
+    """Return the shape of a parameter, or of the weight of a linear layer.
+
+    An adapter may wrap the layer. A parametrized weight is not computed, which could change state.
+    """
+    item = getattr(item, "base_layer", item)
+    own = item._parameters.get("weight") if isinstance(item, nn.Module) else item
+    if own is not None:
+        return tuple(own.shape)
+    return (getattr(item, "out_features", 0), getattr(item, "in_features", 0))
+
+
+def _number(names: tuple[str, ...], *holders: Any) -> int | None:
+    """Return the first of these attributes that is a positive integer."""
+    values = (getattr(holder, name, None) for holder in holders for name in names)
+    return next((n for n in values if isinstance(n, int) and n > 0), None)
 
 
 def _grouped_query(config: Any) -> FusedWeight:
@@ -102,8 +178,10 @@ def _gated_linear_unit(owner: Any) -> FusedWeight | None:
 
 def _gate_over_up(owner: Any) -> FusedWeight | None:
     """transformers: gate above up. A transposed weight, by ``down_proj``'s shape, is not split."""
-    named = (getattr(owner, name, None) for name in (GATE_UP, "down_proj"))
-    fused, down = (getattr(getattr(item, "weight", item), "shape", (1, 0)) for item in named)
+    fused, down = (
+        _shape_of(item) if (item := getattr(owner, name, None)) is not None else (1, 0)
+        for name in (GATE_UP, "down_proj")
+    )
     is_pile = fused[-2] == 2 * down[-1] and getattr(owner, "is_concatenated", True)
     return FusedWeight("gated", None, gated, {}) if is_pile else None
 

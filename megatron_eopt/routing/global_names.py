@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.base.names import GLOBAL_NAME_ATTRIBUTE
+from megatron_eopt.routing.places import of_megatron
 
 _OUTPUT = re.compile(r"\boutput_layer\.weight$")
 _EXPERT = re.compile(r"(?<=\blocal_experts\.)\d+|(?<=\.weight)\d+$|(?<=\.bias)\d+$")
@@ -27,12 +28,13 @@ def name_parameters(model_chunks: Sequence[Any]) -> None:
 def counted_names(model: torch.nn.Module) -> dict[str, str]:
     """Return ``{name in this chunk: name in the whole model}`` for every parameter.
 
-    Layers are numbered over all pipeline stages and experts over all ranks. ``_orig_mod`` of
-    torch.compile is removed. An output layer that copies a tied embedding has the embedding's name.
+    Megatron's layers are numbered over all pipeline stages, its experts over all ranks. torch's
+    ``_orig_mod`` is removed. An output layer that copies a tied embedding has the embedding's name.
     """
     layers, experts = {}, {}
     for path, module in model.named_modules():
-        if isinstance(number := getattr(module, "layer_number", None), int):
+        # Megatron's numbers begin with 1, but those of other modules may begin with 0
+        if isinstance(number := getattr(module, "layer_number", None), int) and of_megatron(module):
             layers[path] = number - 1
         if indices := getattr(module, "local_expert_indices", None):
             experts[path] = list(indices)

@@ -1,8 +1,10 @@
 """Routes a whole model, the same on all ranks, for optimizers and for printed tables."""
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from megatron.core import optimizer as megatron_optimizer
@@ -14,6 +16,7 @@ from megatron_eopt.matrices import Split
 from megatron_eopt.routing.global_names import counted_names, name_parameters
 from megatron_eopt.routing.groups import Group, GroupKey, build_groups, key_of, summarize
 from megatron_eopt.routing.parameters import ModelParameter, trainable_parameters
+from megatron_eopt.routing.places import NO_LAYER
 from megatron_eopt.routing.routes import (
     Route,
     overrides_of,
@@ -25,7 +28,7 @@ from megatron_eopt.routing.routes import (
 from megatron_eopt.routing.splits import QKV_TAG, declared_qkv, find_splits
 from megatron_eopt.settings.arguments import qkv_split_shapes
 from megatron_eopt.settings.checks import check_values, warn_of_unused
-from megatron_eopt.settings.registry import Overrides
+from megatron_eopt.settings.registry import Overrides, state_layout_of
 from megatron_eopt.settings.settings import RunSettings, Settings
 
 logger = logging.getLogger(__name__)
@@ -151,7 +154,13 @@ def with_splits(
         for route in routing.routes
         if not settings.splits_weights_of(route.optimizer)
     }
-    splits = agreed(lambda: find_splits(model_chunks, which=settings.splits, unsplit=unsplit))
+    flattened = {
+        route.parameter.param
+        for route in routing.routes
+        if route.parameter.is_convolution and state_layout_of(route.optimizer) != "element_wise"
+    }
+    how: Any = {"which": settings.splits, "unsplit": unsplit, "flattened": flattened}
+    splits = agreed(lambda: find_splits(model_chunks, **how))
     stacks = [route for route in routing.routes if route.why.startswith("3-D")]
     if names := [r.parameter.name for r in stacks if r.parameter.param in splits]:
         logger.warning(
@@ -159,6 +168,14 @@ def with_splits(
             "megatron-core: %s. To update them as matrices, set param.eopt_split to 'whole', or to "
             "a Split such as matrices.gated(param.shape) for gate and up projections.",
             ", ".join(names),
+        )
+    raw = [r.parameter.name for r in routing.routes if r.why.startswith(NO_LAYER)]
+    if raw and is_rank_0():
+        logger.warning(
+            "These 2-D parameters are not the weight of a layer, so %s updates them: %s. Set "
+            "param.eopt_split = 'whole' on those that are matrices.",
+            settings.scalar,
+            ", ".join(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in raw)),
         )
     return replace(routing, splits=splits)
 

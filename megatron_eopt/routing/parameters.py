@@ -1,13 +1,16 @@
 """The trainable parameters of a model, with the facts that routing depends on."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.nn.modules.conv import _ConvNd
 
-from megatron_eopt.base.names import NO_MUON_ATTRIBUTE, STACK_ATTRIBUTE
+from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.names import NO_MUON_ATTRIBUTE, OUTPUT_ATTRIBUTE, STACK_ATTRIBUTE
 from megatron_eopt.base.upstream import needed
 from megatron_eopt.routing.global_names import counted_names
+from megatron_eopt.routing.places import Place, places_in
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,9 @@ class ModelParameter:
     is_expert: bool  # whether its gradient is reduced over the expert data-parallel group
     is_embedding: bool  # whether it belongs to an embedding table or the output layer
     is_router: bool  # whether it belongs to a mixture-of-experts router
+    is_stack: bool = False  # whether it is 3-D and holds one matrix for each expert
+    why_vector: str | None = None  # why its module says that it is not a matrix, if it is 2-D
+    convolution: _ConvNd | None = None  # the convolution whose weight it is
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -28,25 +34,52 @@ class ModelParameter:
         return tuple(self.param.shape)
 
     @property
+    def is_declared(self) -> bool:
+        """Whether attributes of the parameter say that it consists of matrices."""
+        split = getattr(self.param, "eopt_split", None)
+        return split is not None or getattr(self.param, NO_MUON_ATTRIBUTE, None) is True
+
+    @property
     def has_matrix_shape(self) -> bool:
-        """Whether it is 2-D, or 3-D and marked or declared as a stack of matrices."""
+        """Whether it is 2-D, a convolution's weight, or holds declared or experts' matrices."""
+        count = len(self.shape)
+        stack = self.is_stack or bool(getattr(self.param, STACK_ATTRIBUTE, False))
         declared = getattr(self.param, "eopt_split", None) is not None
-        stack = declared or bool(getattr(self.param, STACK_ATTRIBUTE, False))
-        return len(self.shape) == 2 or (len(self.shape) == 3 and stack)
+        return (
+            count == 2 or (count == 3 and stack) or (count > 1 and declared) or self.is_convolution
+        )
+
+    @property
+    def is_convolution(self) -> bool:
+        """Whether it is a convolution's weight, which becomes a matrix if it is flattened."""
+        return self.convolution is not None
 
     @property
     def is_excluded(self) -> bool:
         """Whether ``use_muon = False`` on the parameter asks for the scalar optimizer."""
         return getattr(self.param, NO_MUON_ATTRIBUTE, None) is False
 
-    @property
-    def why_not_matrix(self) -> str | None:
-        """Why an emerging optimizer cannot update this parameter; None if it can."""
+    def why_not_matrix(self, *, by_module: bool = True, convolutions: bool = False) -> str | None:
+        """Return why an emerging optimizer does not update this parameter; None if it does.
+
+        Args:
+            by_module: Whether the module decides about 2-D parameters; otherwise all are matrices.
+            convolutions: Whether convolutions are flattened to matrices.
+        """
         if self.is_embedding:
             return "embedding or output layer"
+        if self.param.is_complex():
+            return "complex numbers"
         if not self.has_matrix_shape:
             return f"{len(self.shape)}-D"
-        return None
+        if self.is_declared:
+            return None
+        if self.convolution is not None:
+            if not convolutions:
+                return f"{len(self.shape)}-D"
+            depthwise = 1 < self.convolution.groups == self.shape[0]
+            return "depthwise convolution" if depthwise else None
+        return self.why_vector if by_module else None
 
 
 def cut_dimension(param: torch.Tensor) -> int:
@@ -60,34 +93,79 @@ def cut_dimension(param: torch.Tensor) -> int:
     return int(dim) if is_cut else -1
 
 
-def trainable_parameters(model_chunks: Sequence[torch.nn.Module]) -> list[ModelParameter]:
-    """Return every trainable parameter once, in model order; a tied one has its first name."""
+def trainable_parameters(
+    model_chunks: Sequence[torch.nn.Module],
+    outputs: Collection[torch.nn.Parameter] = (),
+    *,
+    stacks: bool = False,
+) -> list[ModelParameter]:
+    """Return every trainable parameter once, in model order; a tied one has its first name.
+
+    Args:
+        model_chunks: The model's chunks.
+        outputs: Parameters of output layers, besides those that have megatron-core's mark.
+        stacks: Whether modules may say that a 3-D weight is a stack of matrices.
+    """
     found: dict[int, ModelParameter] = {}
+    of_outputs = {id(param) for param in outputs}
     for chunk, model in enumerate(model_chunks):
-        tables = (torch.nn.Embedding, needed("VocabParallelEmbedding"))
-        embeddings, routers = _weights_of(model, tables, (needed("Router"),))
+        places: dict[int, list[Place]] = {}
+        for place in places_in(model):
+            places.setdefault(id(place.param), []).append(place)
         counted = counted_names(model)
         for name, param in model.named_parameters():
             if not param.requires_grad or id(param) in found:
                 continue
+            its = places[id(param)]
+            marked = id(param) in of_outputs or bool(getattr(param, OUTPUT_ATTRIBUTE, False))
             found[id(param)] = ModelParameter(
                 name=name,
                 matched_name=counted[name],
                 chunk=chunk,
                 param=param,
                 is_expert=not getattr(param, "allreduce", True),
-                is_embedding=id(param) in embeddings
-                or bool(getattr(param, "is_embedding_or_output_parameter", False)),
-                is_router=id(param) in routers,
+                is_embedding=marked or _is_of(its, tables()),
+                is_router=_is_of(its, (needed("Router"),)),
+                is_stack=stacks and any(place.is_stack for place in its),
+                why_vector=_why_vector(its),
+                convolution=next((c for p in its if (c := p.convolution) is not None), None),
             )
     return list(found.values())
 
 
-def _weights_of(model: torch.nn.Module, *kinds: tuple[type, ...]) -> list[set[int]]:
-    """Return the ids of the parameters of each kind of module, in one pass over the model."""
-    found: list[set[int]] = [set() for _ in kinds]
-    for module in model.modules():
-        for types, params in zip(kinds, found, strict=True):
-            if isinstance(module, types):
-                params.update(id(param) for param in module.parameters(recurse=False))
-    return found
+def check_dtypes(names: Mapping[torch.Tensor, str], what: str, *, double: bool = False) -> None:
+    """Raise for the first parameter that a step would round to float32, or cut to its real part.
+
+    Args:
+        names: The parameters, with their names.
+        what: Storage or optimizer, for the message.
+        double: Whether float64 is kept.
+    """
+    for param, name in names.items():
+        if param.is_complex():
+            rule = f"{what} does not update complex numbers"
+            way_out = "Store torch.view_as_real of it, or use build_optimizer in your own loop"
+        elif param.dtype == torch.float64 and not double:
+            rule = f"{what} computes in float32, which would round it in each step"
+            way_out = "Convert it to float32"
+        else:
+            continue
+        raise ConfigurationError(name, param.dtype, rule, way_out)
+
+
+def tables() -> tuple[type[torch.nn.Module], ...]:
+    """Return the classes of embedding tables."""
+    own = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    return (*own, needed("VocabParallelEmbedding"))
+
+
+def _is_of(places: Iterable[Place], kinds: tuple[type, ...]) -> bool:
+    return any(isinstance(place.module, kinds) for place in places)
+
+
+def _why_vector(places: Sequence[Place]) -> str | None:
+    """Return why a parameter is not a matrix, unless one of its places says that it is."""
+    if places[0].param.dim() != 2:
+        return None
+    reasons = [place.why_vector for place in places]
+    return reasons[0] if all(reasons) else None

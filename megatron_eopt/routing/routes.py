@@ -279,7 +279,9 @@ def _by_default(
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return a parameter's settings without the user's overrides, and the reasons for them."""
     excluded = parameter.is_excluded and not settings.takes_excluded
-    reason = f"{NO_MUON_ATTRIBUTE}=False" if excluded else parameter.why_not_matrix
+    by_module = settings.recommended or settings.of_dtensors
+    reason = parameter.why_not_matrix(by_module=by_module, convolutions=settings.convolutions)
+    reason = f"{NO_MUON_ATTRIBUTE}=False" if excluded else reason
     rule = next(filter(registry.is_our_rule, defaults), None)
     values, labels = merge(parameter, {k: v for k, v in defaults.items() if k is not rule})
     if rule is not None and reason:
@@ -296,5 +298,5 @@ def _check_wish(parameter: ModelParameter, optimizer: str) -> None:
         return
     if not parameter.has_matrix_shape:
         rule = f"updates only matrices, but {parameter.name} has the shape {parameter.shape}"
-        way_out = "Let the key match only 2-D parameters, or set param.eopt_split on 3-D stacks"
+        way_out = "Let the key match only matrices, or set param.eopt_split to 'whole'"
         raise ConfigurationError("config_overrides[...]['optimizer']", optimizer, rule, way_out)

@@ -3,15 +3,17 @@
 Without one of these attributes on the parameter, the module's type decides:
 
 * ``param.eopt_split = Split(...)``, for the unsharded shape: these parts;
-* ``param.eopt_split = "whole"``: one matrix (per expert);
+* ``param.eopt_split = "whole"``: one matrix (per expert, per group of a convolution);
+* ``param.eopt_split = "transposed"``: the same, stored with its input dimension first;
 * ``param.is_qkv = True`` with ``param.qkv_split_shapes = [q, k, v]`` (or ``[q, gate, k, v]``), the
   rows of one query group: megatron-core's convention, used if ``"qkv"`` is on.
 """
 
 import functools
 import logging
+import math
 import re
-from collections.abc import Callable, Collection, Container, Iterable, Iterator
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from megatron.core import parallel_state
@@ -20,13 +22,21 @@ from megatron.core.utils import get_pg_size
 from torch import nn
 
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.matrices import Split, SplitT, local_shape, qkv, whole
-from megatron_eopt.routing.fused import GATE_UP, fused_weight
+from megatron_eopt.matrices import Split, SplitT, checked_shape, local_shape, qkv, whole
+from megatron_eopt.matrices import transposed as turned
+from megatron_eopt.routing.fused import GATE_UP, fused_weight, looks_like_heads
 from megatron_eopt.routing.parameters import cut_dimension
+from megatron_eopt.routing.places import (
+    Place,
+    conv_shape,
+    places_in,
+    plain_paths,
+    stores_inputs_first,
+)
 
 logger = logging.getLogger(__name__)
 
-QKV_TAG = "_tagged_qkv_split_shapes"
+QKV_TAG = "eopt_tagged_qkv_split_shapes"
 """Attribute that holds a parameter's ``qkv_split_shapes`` if routing set them, not the user."""
 
 # Names under which LoRA adapters (Megatron-Bridge, PEFT) hold the module that they wrap.
@@ -38,6 +48,10 @@ _FUSED_NAME = re.compile(
 )
 
 
+_WORDS = ("whole", "transposed")
+"""Declarations that name no parts."""
+
+
 class _Weight(NamedTuple):
     """One trainable weight with its modules."""
 
@@ -45,7 +59,12 @@ class _Weight(NamedTuple):
     param: nn.Parameter
     owner: nn.Module
     child: str
-    linear: nn.Module
+    place: Place
+
+    @property
+    def linear(self) -> nn.Module:
+        """The layer that has the weight."""
+        return self.place.module
 
 
 def find_splits(
@@ -53,6 +72,7 @@ def find_splits(
     *,
     which: Collection[SplitT],
     unsplit: Container[nn.Parameter] = (),
+    flattened: Container[nn.Parameter] = (),
 ) -> dict[nn.Parameter, Split]:
     """Return the splits of fused trainable weights, and warn of unknown layouts.
 
@@ -60,6 +80,7 @@ def find_splits(
         model_chunks: The model's chunks.
         which: Kinds of splits that are turned on.
         unsplit: Weights that are split only if they declare it.
+        flattened: Weights of convolutions that are flattened although they do not declare it.
 
     Returns:
         Splits of *unsharded* shapes, always with 3-D expert weights. All others are one matrix.
@@ -69,9 +90,10 @@ def find_splits(
             shards a fused weight.
     """
     unknown: list[str] = []
+    weights = list(_weights(model_chunks, flattened))
     found = {
         weight.param: _split_of(weight, () if weight.param in unsplit else which, unknown)
-        for weight in _weights(model_chunks)
+        for weight in weights
     }
     if unknown:
         logger.warning(
@@ -79,6 +101,8 @@ def find_splits(
             "matrix: %s. Set param.eopt_split to a megatron_eopt.matrices.Split or to 'whole'.",
             ", ".join(unknown),
         )
+    if "per_head" in which:
+        _warn_of_heads(weights, found)
     return {param: split for param, split in found.items() if split is not None}
 
 
@@ -110,22 +134,26 @@ def tensor_parallel_cut(param: nn.Parameter, *modules: nn.Module) -> tuple[int, 
     return parallel_state.get_expert_tensor_parallel_world_size(), dim
 
 
-def _weights(model_chunks: Iterable[nn.Module]) -> Iterator[_Weight]:
-    """Yield each trainable weight of two or three dimensions once."""
+def _weights(
+    model_chunks: Iterable[nn.Module], flattened: Container[nn.Parameter]
+) -> Iterator[_Weight]:
+    """Yield once each trainable weight of two or three dimensions, and what is to be flattened."""
     seen: set[int] = set()
     for chunk in model_chunks:
-        modules = dict(chunk.named_modules())
-        for path, linear in modules.items():
-            # the chunk is its own owner
-            owner, child = _ADAPTED.sub("", path).rpartition(".")[::2]
-            for leaf, param in linear._parameters.items():
-                if param is None or not param.requires_grad or param.dim() not in (2, 3):
-                    continue
-                if id(param) not in seen:
-                    seen.add(id(param))
-                    name = f"{path}.{leaf}" if path else leaf
-                    home, called = (linear, leaf) if leaf == GATE_UP else (modules[owner], child)
-                    yield _Weight(name, param, home, called, linear)
+        # of a wrapper and the module in it, the latter comes last
+        modules = {plain: chunk.get_submodule(path) for path, plain in plain_paths(chunk).items()}
+        for place in places_in(chunk):
+            param = place.param
+            declared = getattr(param, "eopt_split", None) is not None or param in flattened
+            if id(param) in seen or not param.requires_grad or place.is_gain:
+                continue
+            if declared or (param.dim() in (2, 3) and place.convolution is None):
+                seen.add(id(param))
+                # the chunk is its own owner
+                owner, child = _ADAPTED.sub("", place.path).rpartition(".")[::2]
+                in_owner = (modules[owner], child)
+                home, called = (place.module, GATE_UP) if place.leaf == GATE_UP else in_owner
+                yield _Weight(place.name, param, home, called, place)
 
 
 def _split_of(weight: _Weight, which: Collection[SplitT], unknown: list[str]) -> Split | None:
@@ -136,11 +164,12 @@ def _split_of(weight: _Weight, which: Collection[SplitT], unknown: list[str]) ->
             rule = "packed tensor parallelism shards this weight and reorders its rows"
             raise ConfigurationError(weight.name, declared, rule, "Remove the declared split")
         return _fitted(weight, lambda _: declared)
-    if declared not in (None, "whole"):
-        rule = "must be a megatron_eopt.matrices.Split or 'whole'"
+    if declared not in (None, *_WORDS):
+        rule = "must be a megatron_eopt.matrices.Split, 'whole' or 'transposed'"
         argument = f"{weight.name}.eopt_split"
         raise ConfigurationError(argument, declared, rule, "Set one of these")
-    if declared is None:
+    is_convolution = weight.place.convolution is not None
+    if declared is None and not is_convolution:
         lengths = declared_qkv(weight.param)
         if lengths is not None:
             return _fitted(weight, lambda shape: qkv(shape, lengths)) if "qkv" in which else None
@@ -150,16 +179,24 @@ def _split_of(weight: _Weight, which: Collection[SplitT], unknown: list[str]) ->
             return _fitted(weight, functools.partial(fused.build, **more), fused.rows)
         if fused is None and _looks_fused(weight):
             unknown.append(weight.name)
-    # other 3-D weights, such as those of convolutions, are not stacks of matrices
-    grouped = declared == "whole" or isinstance(weight.owner, TEGroupedMLP)
-    return _fitted(weight, whole) if grouped and weight.param.dim() == 3 else None
+    first = declared == "transposed" or stores_inputs_first(weight.linear)
+    grouped = declared is not None or isinstance(weight.owner, TEGroupedMLP)
+    if is_convolution or first or (grouped and weight.param.dim() != 2):
+        return _fitted(weight, functools.partial(_one, transposed=first))
+    return None
+
+
+def _one(shape: tuple[int, ...], *, transposed: bool) -> Split:
+    """Return the split of a weight that is one matrix, or one per expert or group."""
+    *experts, rows, cols = shape
+    return turned(whole((*experts, cols, rows))) if transposed else whole(shape)
 
 
 def _fitted(
     weight: _Weight, build: Callable[[tuple[int, ...]], Split], rows: int | None = None
 ) -> Split:
     """Build a split for the unsharded shape (``rows`` rows, if given); check this rank's shard."""
-    local = tuple(weight.param.shape)
+    local = _seen_shape(weight)
     if getattr(weight.param, "is_gtp_weight_remat", False):
         rule = "cannot be split, because weight rematerialization also shards it"
         way_out = "Turn off weight rematerialization, or this kind of split"
@@ -177,11 +214,45 @@ def _fitted(
         rule = f"cannot be split, because {str(error).rstrip('.')}"
         way_out = "Correct the declared split of this weight, or turn off this kind of split"
         raise ConfigurationError(weight.name, local, rule, way_out) from error
-    if local != expected:
+    if local != expected and not _is_view(weight, split):
         rule = f"must have the shape {expected} of the {split.kind} split {split.describe()}"
         way_out = "Declare a split for this weight, or turn off this kind of split"
         raise ConfigurationError(weight.name, local, rule, way_out)
     return split
+
+
+def _seen_shape(weight: _Weight) -> tuple[int, ...]:
+    """Return the shape in which a weight's matrices lie."""
+    local, convolution = tuple(weight.param.shape), weight.place.convolution
+    if convolution is not None:
+        return conv_shape(convolution, local)
+    return local if len(local) <= 3 else checked_shape(local)
+
+
+def _is_view(weight: _Weight, split: Split) -> bool:
+    """Whether a split that was declared for a convolution sees its weight as other matrices."""
+    shape = tuple(weight.param.shape)
+    folded = [(math.prod(shape[:cut]), math.prod(shape[cut:])) for cut in range(1, len(shape))]
+    rows = split.experts * split.rows
+    return weight.place.convolution is not None and (rows, split.cols) in folded
+
+
+def _warn_of_heads(weights: Iterable[_Weight], found: Mapping[nn.Parameter, Split | None]) -> None:
+    """Warn of attention projections whose heads are not known, or if there are none at all."""
+    by_head = {param for param, split in found.items() if split is not None and split.is_by_head}
+    missing = [
+        weight.name
+        for weight in weights
+        if weight.param not in by_head and looks_like_heads(weight.owner, weight.child)
+    ]
+    if missing or not by_head:
+        logger.warning(
+            "muon_split_per_head=True: %s. Set param.eopt_split to a Split with the heads' rows, "
+            "such as matrices.per_head(weight.shape, head_dim).",
+            f"the heads of these weights are not known, so they stay whole: {', '.join(missing)}"
+            if missing
+            else "no attention projection was found",
+        )
 
 
 def _is_packed(param: nn.Parameter) -> bool:

@@ -24,6 +24,7 @@ from megatron_eopt.base.names import (
 )
 from megatron_eopt.math import AlgorithmT
 from megatron_eopt.math.low_precision import MomentumDtypeT
+from megatron_eopt.math.moments import Moment2MethodT
 
 _LIKE_MEGATRON: dict[str, object] = {
     "muon_algorithm": "standard",
@@ -62,6 +63,10 @@ class EmergingOptimizerConfig(OptimizerConfig):
     """Update matrices with Muon even if their module sets ``use_muon = False``. Use it to resume a
     run of megatron-core 0.19 with 0.20, which excludes more matrices."""
 
+    muon_convolutions: bool = False
+    """Update the weights of convolutions with Muon, each flattened to (out, in x kernel). A grouped
+    convolution is one matrix per group; depthwise ones keep the scalar optimizer."""
+
     muon_split_gated: bool = True
     """Split a fused gated MLP weight into gate and up matrices; megatron-core treats it as one."""
 
@@ -98,6 +103,11 @@ class EmergingOptimizerConfig(OptimizerConfig):
     """Kernels for the orthogonalization: "torch", a package's, or "auto" (gram-newton-schulz if
     installed and supported by the GPU, else "torch"). "emerging_optimizers" reproduces
     megatron-core's results bit for bit, also for Adam."""
+
+    adaptive_muon_moment2_method: Moment2MethodT = "normuon"
+    """Which second moments to use. "normuon" and "namo" have updates of Muon's size. "adamuon",
+    megatron-core's default, needs ``muon_scale_mode="shape_scaling"`` and
+    ``muon_extra_scale_factor=0.2``."""
 
     adaptive_muon_bias_correction: bool = False
     """Divide second moments by ``1 - beta2^step``, so that the first steps of AdaMuon and NAMO are

@@ -90,14 +90,8 @@ def first_field(config: object, name: str, prefixes: Sequence[str], default: Any
 def unconsumed(config: object, prefixes: Sequence[str], consumed: Iterable[str]) -> list[str]:
     """Return the fields with these prefixes that differ from their defaults and are unused."""
     consumed, in_use = set(consumed), tuple(f"{prefix}_" for prefix in prefixes)
-    defaults = field_defaults(config)
-    return [
-        name
-        for name, value in vars(config).items()
-        if name.startswith(in_use)
-        and name not in consumed
-        and defaults.get(name, _MISSING) != value
-    ]
+    changed = changed_fields(config, field_defaults(config))
+    return [name for name in changed if name.startswith(in_use) and name not in consumed]
 
 
 def consumed_fields(optimizer_cls: type, prefixes: Sequence[str]) -> set[str]:
@@ -115,6 +109,11 @@ def field_defaults(config: object) -> dict[str, Any]:
         item.name: item.default if item.default_factory is MISSING else item.default_factory()
         for item in items
     }
+
+
+def changed_fields(config: object, usual: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration's values that differ from the usual ones, or have none, by name."""
+    return {n: value for n, value in vars(config).items() if usual.get(n, _MISSING) != value}
 
 
 def _look_up(name: str, prefixes: Sequence[str], config: object) -> Any:

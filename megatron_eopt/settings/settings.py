@@ -98,6 +98,7 @@ class Settings(RunSettings):
     splits: frozenset[SplitT] = frozenset()  # kinds of fused weights to split
     router_to_scalar: bool = False  # whether router weights use the scalar optimizer
     takes_excluded: bool = False  # whether ``use_muon = False`` on a parameter is ignored
+    convolutions: bool = False  # whether convolutions are flattened to matrices
     prefixes: tuple[str, ...] = ()  # prefixes of the configuration fields in use
     tp_mode: TpModeT = "auto"  # how tensor-parallel matrices are computed
     of_dtensors: bool = False  # whether the weights are FSDP's DTensors
@@ -196,6 +197,7 @@ def _of_emerging(name: str, config: Any) -> dict[str, Any]:
         "scalar": scalar,
         "router_to_scalar": not first_field(config, "orthogonalize_router", prefixes, True),
         "takes_excluded": bool(first_field(config, "orthogonalize_excluded", prefixes, False)),
+        "convolutions": bool(first_field(config, "convolutions", prefixes, False)),
         "exempt_from_clipping": bool(first_field(config, "exempt_from_clipping", prefixes, False)),
         "prefixes": (*prefixes, "lion") if scalar == "lion" else prefixes,
     }

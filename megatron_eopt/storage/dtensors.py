@@ -19,12 +19,19 @@ from torch.distributed.tensor import DTensor
 from megatron_eopt.base.agreement import group_of_members, of_every_rank
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.layouts import Layout, dtensor_layout
-from megatron_eopt.matrices import Split, matrix_rows
+from megatron_eopt.matrices import Split, matrix_rows, whole
 from megatron_eopt.routing.parameters import ModelParameter
 from megatron_eopt.routing.splits import tensor_parallel_cut
 from megatron_eopt.storage.interface import Stored
 from megatron_eopt.storage.replicated import Float32Optimizer, MainParamsOptimizer
-from megatron_eopt.storage.shard import Fragment, Ranks, Shard, fragment_layouts, global_name
+from megatron_eopt.storage.shard import (
+    Fragment,
+    Ranks,
+    Shard,
+    columns_of,
+    fragment_layouts,
+    global_name,
+)
 
 type Groups = dict[tuple[int, ...], dist.ProcessGroup]
 type Int64Array = npt.NDArray[np.int64]
@@ -145,19 +152,20 @@ def _held_by_all(params: Sequence[Tensor], group: dist.ProcessGroup | None) -> I
 def _layouts(
     name: str, param: Tensor, split: Split, group: dist.ProcessGroup | None, held: Int64Array
 ) -> tuple[Layout, ...]:
-    """Return the layouts of a parameter's logical matrices, leading dimensions folded to rows."""
-    shape = tuple(param.shape)
+    """Return the layouts of a parameter's logical matrices."""
+    cols = split.cols
     if group is None or not isinstance(param, DTensor):
-        layout = Layout.whole((int(np.prod(shape[:-1])), shape[-1]), 0)
+        layout = Layout.whole((param.numel() // cols, cols), 0)
     elif is_uneven(param):
         return _fragments(param, split, _mesh_in(param, group), held)
     else:
-        layout = dtensor_layout(shape, _mesh_in(param, group), param.placements, name=name)
+        mesh, shape = _mesh_in(param, group), tuple(param.shape)
+        layout = dtensor_layout(shape, mesh, param.placements, cols=cols, name=name)
     found = []
-    for rows in matrix_rows(split, 1, 0, -1):
+    for rows in matrix_rows(whole(split.shape) if split.transposed else split):
         order = np.argsort(rows.logical, kind="stable")
         found.append(layout.select_rows(rows.local[order], rows.length[order]))
-    return tuple(found)
+    return columns_of(split, found) if split.transposed else tuple(found)
 
 
 def _fragments(

@@ -22,7 +22,7 @@ from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import GLOBAL_NAME_ATTRIBUTE
 from megatron_eopt.layouts import Layout
 from megatron_eopt.layouts.boxes import Boxes
-from megatron_eopt.matrices import Split, matrix_rows
+from megatron_eopt.matrices import Split, matrix_columns, matrix_rows, whole
 
 _REMEMBERED = 4096  # cached layouts, each for all parameters of one shape and position
 
@@ -127,6 +127,9 @@ def _layouts_of(
     split: Split, partition_dim: int, tensor_size: int, held: tuple[tuple[int, Fragment], ...]
 ) -> tuple[Layout, ...]:
     """Return the layouts for the non-empty fragments, each given with its rank."""
+    if split.transposed:
+        experts = _layouts_of(whole(split.shape), partition_dim, tensor_size, held)
+        return columns_of(split, experts)
     holders: dict[Fragment, list[int]] = {}
     for rank, fragment in held:
         holders.setdefault(fragment, []).append(rank)
@@ -154,6 +157,16 @@ def _layouts_of(
             rank=ranks, holder=ranges[:, 0], start=ranges[:, 1], stop=ranges[:, 2]
         )
         layouts.append(cut.with_sources(sources))
+    return tuple(layouts)
+
+
+def columns_of(split: Split, experts: Sequence[Layout]) -> tuple[Layout, ...]:
+    """Return the layouts of a transposed split's matrices, given that of each expert's weight."""
+    units = iter(matrix_columns(split))
+    layouts = []
+    for part in split.parts:
+        mine = [next(units) for _ in range(part.count // split.experts)]
+        layouts += [expert.select_columns(runs) for expert in experts for runs in mine]
     return tuple(layouts)
 
 

@@ -89,8 +89,10 @@ def fragment_of(
 
 def _slab_of(split: Split, size: int, dim: int, name: str) -> Split:
     """Return the split of one tensor-parallel slab of a parameter."""
-    if dim == 1:
-        return replace(split, shape=(*split.shape[:-1], split.cols // size))
+    *experts, rows, cols = split.shape
+    shape = (*experts, rows // size, cols) if dim == 0 else (*experts, rows, cols // size)
+    if (dim == 1) != split.transposed:
+        return replace(split, shape=shape)
     sections = []
     for section in split.sections:
         if section.blocks % size == 0:
@@ -102,7 +104,6 @@ def _slab_of(split: Split, size: int, dim: int, name: str) -> Split:
             rule = f"needs whole blocks per rank, but {name} ({split.describe()}) is cut inside one"
             way_out = "Choose another tp_mode, or do not split this weight"
             raise ConfigurationError("tp_mode", "blockwise", rule, way_out)
-    shape = (*split.shape[:-2], split.rows // size, split.cols)
     return replace(split, shape=shape, sections=tuple(sections))
 
 

@@ -137,7 +137,7 @@ def test_gate_and_up_of_transformers_step_as_separate_matrices(split):
     apart = nn.ParameterList(m.detach().clone() for item in fused.items() for m in parts(*item))
     grads = (m.clone() for name, param in fused.items() for m in parts(name, param.grad))
     for param, grad in zip(apart, grads, strict=True):
-        param.grad = grad
+        param.grad, param.eopt_split = grad, "whole"
     optimizer = build_optimizer(model, config(muon_split_gated=split))
     assert [len(group["params"]) for group in optimizer.param_groups] == [6, 2]
     optimizer.step()

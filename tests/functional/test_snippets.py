@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from megatron.core.optimizer import OptimizerConfig
 
 from tests.functional.doc_commands import PAGES, ROOT, blocks
 from tests.harness import run_ranks
@@ -60,7 +61,8 @@ def readers_own() -> dict[str, Any]:
     own |= {"get_megatron_optimizer": get_megatron_optimizer, "megatron_eopt": megatron_eopt}
     own |= {"build_optimizer": build_optimizer, "dataclasses": dataclasses, "iteration": 100}
     own |= {"model_chunks": [chunk], "config": config, "dataclass": dataclasses.dataclass}
-    own |= {"q_rows": 8, "k_rows": 8, "v_rows": 8, "world_size": 1, "cfg": SimpleNamespace()}
+    own |= {"q_rows": 8, "k_rows": 8, "v_rows": 8, "world_size": 1}
+    own["cfg"] = SimpleNamespace(optimizer=OptimizerConfig())  # of Megatron-Bridge
     return own | {
         "batches": [torch.ones(2, 8)],
         "loss": lambda model, batch: model(batch).square().mean(),

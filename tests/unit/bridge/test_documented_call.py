@@ -14,7 +14,11 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.training.config.container import ConfigContainerBase
 from megatron.training.config.instantiate_utils import instantiate
 
-from megatron_eopt import EmergingOptimizerConfig, get_megatron_optimizer
+from megatron_eopt import (
+    ConfigurationTypeError,
+    EmergingOptimizerConfig,
+    get_megatron_optimizer,
+)
 from megatron_eopt.bridge import BridgeOptimizerConfig
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
@@ -169,3 +173,41 @@ def test_a_run_config_file_brings_it_back(tmp_path):
     back.finalize()
     # compared as they are written, since the file makes lists of tuples
     assert Container(optimizer=back).to_dict() == Container(optimizer=config).to_dict()
+
+
+@dataclasses.dataclass
+class Recipe(MegatronConfig):
+    """As the Bridge's class: no checks when it is made, and it may have fields of its own."""
+
+    of_the_bridge: int = 1
+
+    def __post_init__(self) -> None:
+        pass
+
+
+def test_a_recipes_settings_are_kept(caplog):
+    """Those of DeepSeek-V4's recipe: without them its update has 320 times the length."""
+    recipe = Recipe(
+        optimizer="dist_muon",
+        lr=1e-3,
+        adam_beta2=0.95,
+        muon_scale_mode="unit_rms_norm",
+        muon_extra_scale_factor=0.2,
+        muon_coefficient_type="deepseekv4",
+        muon_num_ns_steps=10,
+    )
+    config = BridgeOptimizerConfig.from_recipe(recipe, optimizer="muon", min_lr=1e-4)
+    kept = ("lr", "adam_beta2", "muon_scale_mode", "muon_extra_scale_factor", "muon_num_ns_steps")
+    for name in (*kept, "muon_coefficient_type"):
+        assert getattr(config, name) == getattr(recipe, name)
+    assert (config.optimizer, config.min_lr, config.muon_tp_mode) == ("muon", 1e-4, "auto")
+    config.finalize()
+    assert not caplog.records
+    recipe.of_the_bridge = 2
+    BridgeOptimizerConfig.from_recipe(recipe)
+    assert "Recipe has these settings" in caplog.text
+    assert "of_the_bridge" in caplog.text
+    exact = EmergingOptimizerConfig(optimizer="muon", muon_tp_mode="blockwise")
+    assert BridgeOptimizerConfig.from_recipe(exact).muon_tp_mode == "blockwise"
+    with pytest.raises(ConfigurationTypeError, match="must be an OptimizerConfig"):
+        BridgeOptimizerConfig.from_recipe({"lr": 1})

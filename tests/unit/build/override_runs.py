@@ -80,7 +80,7 @@ UNSEEN = {
     *((name, "fp32_matmul_prec") for name in ("mop", "scion", "soap", "spel")),  # on GPUs
     ("*", "hyperball_radius"), ("*", "hyperball_eps"),  # bounds of norms
     ("muon_hyperball", "scale_mode"), ("muon_hyperball", "extra_scale_factor"),  # normalized away
-    ("oblique_sgd", "eps"),
+    ("oblique_sgd", "eps"), ("adaptive_muon", "bias_correction"),
     *((f"oblique_{name}", "weight_decay_method") for name in ("adam", "sgd")),
     *(("sinkhorn_muon", name) for name in ("eps", "wd_mult", "weight_decay", *SCHEDULED)),
 }  # fmt: skip

@@ -4,9 +4,15 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import pytest
+import torch
+
 from megatron_eopt.build import factory
+from megatron_eopt.fsdp2 import build_optimizer
 from tests.harness import run_ranks
 from tests.harness.scene import forget_megatron
+from tests.unit.contracts.callers import scheduler_of
+from tests.unit.fsdp2.model import config, gradient, make_model
 from tests.unit.storage.full_state import Case, build
 from tests.unit.storage.runs import PLAIN
 
@@ -41,6 +47,7 @@ TENSOR_PARALLEL = [
 ADAMUON = {"adaptive_muon_moment2_method": "adamuon"}
 OFFLOAD = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}
 STAYS = "stays on the GPU"
+IN_FLOAT32 = "products are computed in float32"
 SCALE, SCION = "muon_scale_mode=", "takes the place of Scion's own"
 ALONE = [
     (plain("muon", **BLOCKWISE), DEPENDS, 0),
@@ -54,6 +61,8 @@ ALONE = [
     (Case("muon", config=OFFLOAD), STAYS, 0),
     (Case("scion", config={"weight_decay": 0.1}), SCION, 1),
     (Case("scion", config={"weight_decay": 1.0}), SCION, 0),
+    (plain("muon", muon_coefficient_type="cans"), IN_FLOAT32, 1),
+    (plain("muon", muon_coefficient_type="cans", muon_fp32_matmul_prec="highest"), IN_FLOAT32, 0),
 ]
 
 
@@ -77,3 +86,40 @@ def test_what_depends_on_the_number_of_ranks_is_told():
 
 def test_what_else_differs_from_megatron_core_or_papers_is_told():
     check(ALONE, run_ranks(1, said, ALONE, {})[0])
+
+
+@pytest.mark.parametrize("method", ["default", "adamuon"])
+def test_adaptive_muon_begins_with_updates_of_muon_s_size_or_tells(method, caplog):
+    factory._said.clear()
+    given = {} if method == "default" else {"adaptive_muon_moment2_method": method}
+    updates = {}
+    for name, fields in (("muon", {}), ("adaptive_muon", given)):
+        model = torch.nn.Linear(256, 64, bias=False)
+        before = model.weight.detach().clone()
+        model.weight.grad = gradient(name, before.shape, 0)
+        build_optimizer(model, config(name, weight_decay=0.0, **fields)).step()
+        updates[name] = float((model.weight - before).norm())
+    is_muons = updates["adaptive_muon"] < 2 * updates["muon"]
+    assert is_muons == (method == "default") == (SCALE not in caplog.text)
+
+
+def decays_of_scion(cases: list[Case]) -> list[set[float]]:
+    """Return the weight decays of Scion's groups, before and after a scheduler has written them."""
+    found = []
+    for case in cases:
+        _, optimizer = build(case)
+        groups = [group for group in optimizer.param_groups if group["optimizer"] == "scion"]
+        found.append({group["weight_decay"] for group in groups})
+        scheduler_of(optimizer).step(1)
+        found.append({group["weight_decay"] for group in groups})
+        forget_megatron()
+    return found
+
+
+def test_the_weight_decay_that_is_told_is_in_the_groups():
+    fields = {"weight_decay": 0.1}
+    cases = [plain("scion", **fields), Case("scion", config=fields)]
+    assert run_ranks(1, decays_of_scion, cases)[0] == [{0.1}] * 4
+    model = make_model()
+    groups = build_optimizer(model, config("scion", **fields)).param_groups
+    assert {g["weight_decay"] for g in groups if g["optimizer"] == "scion"} == {0.1}

@@ -1,7 +1,22 @@
+from typing import Any
+
 import pytest
 
-from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.matrices import Part, Split, gated, periodic, qkv, side_by_side, whole
+from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
+from megatron_eopt.matrices import (
+    Field,
+    Part,
+    Section,
+    Split,
+    gated,
+    matrix_columns,
+    per_head,
+    periodic,
+    qkv,
+    side_by_side,
+    transposed,
+    whole,
+)
 
 ONE_HEAD = (4, 5)
 
@@ -46,3 +61,43 @@ def test_a_split_that_does_not_fit_is_an_error(make: object, words: list[str]) -
         make()
     for word in words:
         assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: qkv((64, 32), [32, 2.0, 30]), "rows of 'k'=2.0 .*must be an integer"),
+        (lambda: qkv((64, 32), ["32", 2, 30]), "rows of 'q'='32' .*must be an integer"),
+        (lambda: qkv((64, 32), 64), "qkv_split_shapes=64 .*must be a sequence"),
+        (lambda: qkv((64, 32), [32, 16, 16], head_dim=8.0), "matrix in 'q'=8.0"),
+        (lambda: qkv((64, 32), [32, -2, 34]), "rows of 'k'=-2: must be an integer of at least 1"),
+        (lambda: gated((8.0, 4)), "shape=8.0"),
+        (lambda: gated((8, 4), interleave=2.0), "rows of 'gate'=2.0"),
+        (lambda: gated(8), "shape=8 .*must be a sequence"),
+        (lambda: whole((8,)), r"shape=\(8,\): must be \(rows, cols\)"),
+        (lambda: whole((8, 0)), "positive sizes"),
+        (lambda: per_head((8, 4), 3), "unit must divide"),
+        (lambda: per_head((8, 4), True), "must be an integer"),
+        (lambda: side_by_side("linear_attention", (8, 4), {"a": 8.0}), "rows of 'a'=8.0"),
+        (lambda: periodic("mla", (8, 4), {"a": None}), "rows of 'a'=None"),
+        (lambda: Section((Field("a", 4),), blocks=2.5), "blocks=2.5"),
+        (lambda: transposed((8, 4)), "must be a Split"),
+    ],
+)
+def test_a_declaration_is_checked_when_it_is_made(make: Any, words: str) -> None:
+    with pytest.raises((ConfigurationError, ConfigurationTypeError), match=words):
+        make()
+
+
+def test_a_transposed_split_cuts_columns() -> None:
+    split = transposed(qkv((8, 5), [2, 1, 1], head_dim=1))
+    assert split.shape == (5, 8)
+    assert split.parts == (Part("q", 4, (5, 1)), Part("k", 2, (5, 1)), Part("v", 2, (5, 1)))
+    assert matrix_columns(split)[:3] == [[(0, 1)], [(1, 1)], [(4, 1)]]
+    assert matrix_columns(transposed(qkv((8, 5), [2, 1, 1])))[0] == [(0, 2), (4, 2)]
+    assert transposed(split) == qkv((8, 5), [2, 1, 1], head_dim=1)
+
+
+def test_a_convolutions_shape_is_folded() -> None:
+    assert whole((8, 3, 2, 2)).shape == (8, 12)
+    assert gated((8, 3, 2, 2)).parts == (Part("gate", 1, (4, 12)), Part("up", 1, (4, 12)))

@@ -1,0 +1,58 @@
+"""Parameters that were frozen when an optimizer was built, which it therefore never updates."""
+
+import logging
+from collections.abc import Iterable
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary, WeakSet, ref
+
+from torch import nn
+
+logger = logging.getLogger(__name__)
+
+
+class Frozen:
+    """Notices parameters that are unfrozen after the optimizer was built.
+
+    Several optimizers may share a model, each built while the others' parameters are frozen; what
+    one of them updates is no news. ``model_chunks`` are not kept alive.
+    """
+
+    _of_optimizers: ClassVar["WeakSet[Frozen]"] = WeakSet()
+
+    def __init__(self, model_chunks: Iterable[Any]) -> None:
+        chunks = [chunk for chunk in model_chunks if isinstance(chunk, nn.Module)]
+        self._updated: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+        for module in {module for chunk in chunks for module in chunk.modules()}:
+            self._updated[module] = {
+                n for n, p in module._parameters.items() if p is not None and p.requires_grad
+            }
+        self._params = [
+            (f"{path}.{leaf}".lstrip("."), ref(module), leaf, ref(param))
+            for chunk in chunks
+            for path, module in chunk.named_modules()
+            for leaf, param in module._parameters.items()
+            if param is not None and not param.requires_grad
+        ]
+        Frozen._of_optimizers.add(self)
+
+    def warn(self) -> None:
+        """Log one warning that names the parameters that have been unfrozen since the last call."""
+        names = [item[0] for item in self._params if self._is_trainable(*item[1:])]
+        if names:
+            self._params = [item for item in self._params if item[0] not in names]
+            logger.warning(
+                "%s: frozen when the optimizer was built, so it does not update them although they "
+                "are trainable now. Build the optimizer again to train them.",
+                ", ".join(names),
+            )
+
+    def _is_trainable(self, module: "ref[nn.Module]", leaf: str, param: "ref[Any]") -> bool:
+        home = module()
+        if home is None:
+            return False
+        if any(leaf in other._updated.get(home, ()) for other in Frozen._of_optimizers):
+            return False
+        # FSDP exchanges parameters, so the present one and the one that it stands for count too
+        now = home._parameters.get(leaf)
+        known = (param(), now, getattr(now, "orig_param", None))
+        return any(item is not None and item.requires_grad for item in known)

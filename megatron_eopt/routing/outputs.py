@@ -1,0 +1,131 @@
+"""The output layers of a model that is not Megatron's, found by names and shapes."""
+
+import fnmatch
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+
+from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.routing.parameters import tables
+from megatron_eopt.routing.places import plain_paths
+
+OUTPUT_LAYERS = ("lm_head", "*.lm_head", "output", "output_layer", "*.output_layer", "embed_out")
+"""Shell-style patterns of the usual module paths of output layers."""
+
+_OF_MODELS = frozenset({"output", "embed_out"})
+"""Names that hidden layers have too: output layers only right inside a language model."""
+
+_HEAD = re.compile(
+    r"(?!pre_|conv_)(.+_)?(heads?|classifier|score|logits|predictions?)|head_dist|cls|qa_outputs"
+    r"|final_layer|proj_out(_\d)?|conv_out"
+)
+"""Names of modules that are heads: of classifiers, of rewards and values, of image models."""
+
+_LAST = re.compile(r"fc|output|projection|to_(logits|pixels)|last_linear")
+"""Names that heads have, but hidden layers too: only the last linear layer is one."""
+
+_FEW = 4  # an output layer has fewer rows than columns by this factor
+
+
+def output_layers(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
+    """Return the output layers of a model by their paths.
+
+    A pattern may match the path that ``named_modules`` gives, or the path without wrappers such as
+    DDP, torch.compile or a module that only contains the model.
+
+    Raises:
+        ConfigurationError: If patterns other than the default ones match no module.
+    """
+    paths = plain_paths(model)
+    root = _innermost(model, paths)
+    modules = dict(model.named_modules())
+    usual = tuple(patterns) == OUTPUT_LAYERS
+    holders = _holders_of_tables(model, paths) if usual else set[str]()
+    found = {}
+    for path, module in modules.items():
+        plain = paths[path]
+        inner = plain.removeprefix(root).lstrip(".") if plain.startswith(root) else plain
+        above, _, name = plain.rpartition(".")
+        of_model = usual and name in _OF_MODELS and above in holders
+        names = {path, plain, inner}
+        if of_model or any(fnmatch.fnmatchcase(n, p) for n in names for p in patterns):
+            found[path] = module
+    if not found and patterns and not usual:
+        rule = "none of these patterns matches the path of a module"
+        way_out = "Pass the path of the output layer, as model.named_modules() gives it"
+        raise ConfigurationError("output_layers", patterns, rule, way_out)
+    return found
+
+
+def _innermost(model: nn.Module, paths: dict[str, str]) -> str:
+    """Return the path, without wrappers, of the first module that has more than one child."""
+    path, module = "", model
+    while True:
+        used = [
+            (name, child)
+            for name, child in module.named_children()
+            if next(child.parameters(), None) is not None
+        ]
+        is_wrapper = len(used) == 1 and not module._parameters
+        if not is_wrapper or not any(True for _ in used[0][1].children()):
+            return paths[path]
+        name, module = used[0]
+        path = f"{path}.{name}".lstrip(".")
+
+
+def _holders_of_tables(model: nn.Module, paths: dict[str, str]) -> set[str]:
+    """Return the paths of modules that contain an embedding table, so are whole models."""
+    found = set()
+    for path, module in model.named_modules():
+        if isinstance(module, tables()):
+            above = paths[path]
+            while above:
+                above = above.rpartition(".")[0]
+                found.add(above)
+    return found
+
+
+def likely_heads(model: nn.Module, known: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Return modules that look like output layers, but are not among the ``known`` ones, by path.
+
+    Known names tell, outside of repeated layers. Without a known or tied output layer, so does the
+    shape of the last linear layer: few rows, or those of the largest table.
+    """
+    modules, paths = dict(model.named_modules()), plain_paths(model)
+    raw = {plain: path for path, plain in paths.items()}
+    embeddings = [module for module in modules.values() if isinstance(module, nn.Embedding)]
+    largest = max((m.num_embeddings, m.embedding_dim) for m in embeddings) if embeddings else None
+    linears = {path: module for path, module in modules.items() if isinstance(module, nn.Linear)}
+    tied = {id(param) for module in embeddings for param in module.parameters()}
+    has_output = bool(known) or any(map(_has(tied), linears.values()))
+    done = _has(tied | {id(param) for module in known.values() for param in module.parameters()})
+    layers = sum(isinstance(module, nn.Linear | _ConvNd) for module in modules.values())
+    last = next(reversed(linears), None) if layers > 1 else None
+    found: dict[str, None] = {}
+    for path, module in modules.items():
+        if not isinstance(module, nn.Linear | _ConvNd) or done(module):
+            continue
+        words = paths[path].split(".")
+        # a component that is a number belongs to repeated layers
+        words = words[: next((n for n, word in enumerate(words) if word.isdigit()), len(words))]
+        depth = next((n for n, word in enumerate(words) if _HEAD.fullmatch(word)), None)
+        ends_here = path == last and len(words) == len(paths[path].split("."))
+        by_name = ends_here and _LAST.fullmatch(words[-1])
+        if depth is not None:
+            found.setdefault(raw[".".join(words[: depth + 1])], None)
+        elif by_name or (ends_here and not has_output and _is_output_like(module, largest)):
+            found.setdefault(path, None)
+    return {path: modules[path] for path in found}
+
+
+def _has(params: Collection[int]) -> Callable[[nn.Module], bool]:
+    """Return a function that tells whether a module has one of these parameters, given by id."""
+    return lambda module: any(id(param) in params for param in module.parameters())
+
+
+def _is_output_like(linear: Any, table: tuple[int, int] | None) -> bool:
+    shape = (linear.out_features, linear.in_features)
+    return shape[0] * _FEW <= shape[1] or shape == table
