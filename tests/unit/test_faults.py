@@ -1,0 +1,12 @@
+"""The faults that are tried by hand still fit the package."""
+
+import pytest
+
+from tests.faults import ROOT, faults
+
+
+@pytest.mark.parametrize("fault", faults(), ids=lambda fault: f"{fault.room}: {fault.why}")
+def test_a_fault_can_be_put_in(fault):
+    text = (ROOT / fault.file).read_text()
+    assert fault.applied(text) != text
+    assert all((ROOT / place).exists() for place in fault.tests)
