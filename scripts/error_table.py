@@ -130,8 +130,7 @@ def area_of(place: str) -> str:
 def page() -> str:
     """Return the whole page."""
     rows: dict[str, set[str]] = {area: set() for area in (*AREAS, ELSEWHERE)}
-    files = [*(ROOT / "megatron_eopt").rglob("*.py"), *(ROOT / "arguments").glob("*.py")]
-    files = [path for path in files if not path.parent.is_symlink() and path.name != "errors.py"]
+    files = [path for path in (ROOT / "megatron_eopt").rglob("*.py") if path.name != "errors.py"]
     texts = constants(files)
     for path in files:
         place = path.relative_to(ROOT).as_posix().removeprefix("megatron_eopt/")
