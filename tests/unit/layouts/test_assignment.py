@@ -71,6 +71,15 @@ def test_the_larger_share_wins_the_place_at_home():
     assert evenly.tolist() == (np.arange(64) // 8).tolist()
 
 
+def test_ranks_that_are_busy_get_less():
+    busy = np.array([5.0, 0.0, 2.0])
+    owners = assign_owners([1.0] * 8, 3, busy=busy)
+    assert (busy + np.bincount(owners, minlength=3)).tolist() == [5.0, 5.0, 5.0]
+    # a matrix goes home only as far as the largest load allows
+    near = assign_owners([1.0] * 8, 3, home=[0] * 8, busy=busy)
+    assert (busy + np.bincount(near, minlength=3)).tolist() == [5.0, 5.0, 5.0]
+
+
 def test_no_matrices():
     assert assign_owners([], 4, home=[]).tolist() == []
     assert plan_waves([], [], [], max_bytes=1) == []

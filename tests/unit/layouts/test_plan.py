@@ -1,6 +1,10 @@
 """Plans: digests, and what is loaded when."""
 
+import pytest
+
+from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.layouts import Layout, Matrix, build_plan
+from megatron_eopt.layouts.boxes import Boxes
 from megatron_eopt.layouts.plan import places_of
 
 
@@ -40,3 +44,11 @@ def test_a_tensor_is_loaded_when_any_rank_needs_it():
     for rank, has_place in enumerate([True, False]):
         plan = build_plan(stays, [[1], [0], [2]], rank=rank, world_size=2)
         assert ("fused" in places_of(plan)) == has_place
+
+
+def test_what_is_outside_of_a_matrix_is_refused_even_if_the_matrix_is_covered():
+    whole = Layout.whole((4, 6), 0)
+    below = Boxes.make(rank=0, corner=(4, 0), size=(1, 6), offset=24, stride=6)
+    stored = Layout((4, 6), Boxes.join([whole.boxes, below]))
+    with pytest.raises(ConfigurationError, match=r"w \(storage\).*must hold each element"):
+        build_plan([Matrix("w", stored, whole)], [[0]], rank=0, world_size=1)
