@@ -62,7 +62,8 @@ def tried(fault: Fault, folder: Path, timeout: float) -> Outcome:
     file = folder / fault.file
     before, start = file.read_text(), time.monotonic()
     file.write_text(fault.applied(before))
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *fault.tests]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+    command += ["-m", "not long", *fault.tests]  # the tests of every change
     try:
         done = subprocess.run(
             command,
