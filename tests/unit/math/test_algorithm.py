@@ -104,3 +104,11 @@ def test_auto_leaves_the_standard_iteration_where_it_pays(
 
 def test_an_own_schedule_restarts_where_gram_is_asked_for():
     assert choose_algorithm((8, 99), F32, "highest", OWN, "gram").restarts == (2, 4)
+
+
+@pytest.mark.parametrize(("short_side", "dtype"), [(255, torch.float32), (256, torch.float16)])
+def test_gram_products_of_small_matrices_have_float32_operands(short_side, dtype):
+    plan = choose_algorithm(
+        (short_side, 600), torch.float32, "medium", resolve_coefficients("quintic", 5), "gram"
+    )
+    assert plan.stable(short_side).dtype == dtype
