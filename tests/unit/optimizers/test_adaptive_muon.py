@@ -53,12 +53,16 @@ def build(method, **options):
     return TensorParallelAdaptiveMuon(params, **(settings | options)), dict(params)
 
 
-def run_steps(optimizer, params, steps):
+LATE = {"wide": 2, "qkv": 1}
+"""The first step in which a parameter has a gradient, so that counts of steps differ."""
+
+
+def run_steps(optimizer, params, steps, late=None):
     """Step with gradients that shrink, so that running norms matter."""
     for step in range(steps):
         grads = values(step + 1, scale=0.5**step)
         for name, param in params.items():
-            param.grad = grads[name]
+            param.grad = grads[name] if step >= (late or {}).get(name, 0) else None
         optimizer.step()
 
 
@@ -66,12 +70,12 @@ def run_steps(optimizer, params, steps):
 @pytest.mark.parametrize("method", METHODS)
 def test_five_steps_equal_the_float64_reference(method, bias_correction):
     optimizer, params = build(method, bias_correction=bias_correction)
-    run_steps(optimizer, params, 5)
+    run_steps(optimizer, params, 5, LATE)
     for name, (shape, fused) in SHAPES.items():
         start = values(0)[name].numpy()
         parts = qkv_rows(shape[0]) if fused else None
         reference = AdaptiveReference(start, method, parts, bias_correction=bias_correction)
-        for step in range(5):
+        for step in range(LATE.get(name, 0), 5):
             reference.step(values(step + 1, scale=0.5**step)[name].numpy())
         after = params[name].detach().double().numpy()
         error = np.linalg.norm(after - reference.weight) / np.linalg.norm(reference.weight - start)
