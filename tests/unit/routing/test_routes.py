@@ -63,6 +63,20 @@ def test_the_main_optimizer_has_its_own_learning_rate_unless_an_override_has_one
     assert "max_lr" not in routes["first.bias"].values
 
 
+@pytest.mark.parametrize(
+    ("fields", "setting", "rates"),
+    [
+        ({"min_lr": 0.02}, {"lr_mult": 0.5}, {"max_lr": 0.05, "min_lr": 0.01}),
+        ({"min_lr": 0.02}, {"lr_mult": 0.5, "max_lr": 0.3}, {"max_lr": 0.15, "min_lr": 0.01}),
+        ({}, {"lr_mult": 0.5}, {"max_lr": 0.05}),
+        ({"muon_lr": 0.4, "min_lr": 0.02}, {"lr_mult": 2.0}, {"max_lr": 0.8, "min_lr": 0.04}),
+    ],
+)
+def test_a_multiplier_applies_to_the_highest_and_to_the_lowest_rate(fields, setting, rates):
+    routes = routes_of(muon(**fields), {ParamKey(name="first.weight"): setting})
+    assert routes["first.weight"].values == pytest.approx(rates)
+
+
 def test_a_third_party_optimizer_may_take_everything(monkeypatch):
     registry.entries()
     monkeypatch.setattr(registry, "_entries", dict(registry.entries()))
