@@ -15,6 +15,7 @@ from megatron.core.optimizer import get_megatron_optimizer as megatrons_factory
 from torch import distributed
 
 from megatron_eopt import EmergingOptimizerConfig, checkpoints, get_megatron_optimizer
+from tests.harness.models import copies_of
 from tests.harness.scene import forget_megatron
 from tests.unit.storage.runs import DENSE, Run, inject, make_chunk, set_lr
 
@@ -148,6 +149,39 @@ def resume(
     loaded = read(sharded(case, chunk, optimizer, is_loading=True), str(folder), **options)
     unwrapped(chunk).load_state_dict(loaded["model"], strict=False)
     optimizer.load_state_dict(loaded["optimizer"])
+    set_lr(optimizer, optimizer.config)
+    return chunk, optimizer
+
+
+def write_as(form: str, case: Case, chunk: Any, optimizer: Any, folder: Path) -> Any:
+    """Save by one of the optimizer's functions, or in a form of ``dist_checkpointing``.
+
+    Returns what :func:`resume_as` needs besides the files: this rank's weights.
+    """
+    if form == "state_dict":
+        torch.save(optimizer.state_dict(), folder / f"{distributed.get_rank()}.pt")
+        if optimizer.is_sharded:
+            optimizer.save_parameter_state(str(folder / "parameters.pt"))
+    elif form == "rank files":
+        optimizer.save_state_dict_to_file(str(folder / "state.pt"))
+    else:
+        write(replace(case, form=form), chunk, optimizer, folder / "distributed")
+    return copies_of(unwrapped(chunk))
+
+
+def resume_as(form: str, case: Case, folder: Path, weights: Any) -> tuple[Any, Any]:
+    """Load what :func:`write_as` has saved into a new model and its optimizer."""
+    if form not in ("state_dict", "rank files"):
+        return resume(replace(case, form=form), folder / "distributed")
+    chunk, optimizer = build(case)
+    unwrapped(chunk).load_state_dict(weights, strict=False)
+    if form == "rank files":
+        optimizer.load_state_dict_from_file(str(folder / "state.pt"))
+    else:
+        path = folder / f"{distributed.get_rank()}.pt"
+        optimizer.load_state_dict(torch.load(path, weights_only=True))
+        if optimizer.is_sharded:
+            optimizer.load_parameter_state(str(folder / "parameters.pt"))
     set_lr(optimizer, optimizer.config)
     return chunk, optimizer
 

@@ -10,11 +10,10 @@ import torch
 from torch import distributed
 
 from tests.harness import run_ranks
-from tests.harness.models import copies_of
 from tests.harness.scene import forget_megatron
 from tests.unit.storage import full_state
-from tests.unit.storage.full_state import Case, build, differences, unwrapped
-from tests.unit.storage.runs import MOE, PLAIN, SHARDED, gradients, set_lr
+from tests.unit.storage.full_state import Case, build, differences
+from tests.unit.storage.runs import MOE, PLAIN, SHARDED, gradients
 
 DYNAMIC = {"fp16": True, "initial_loss_scale": 1024.0, "min_loss_scale": 1.0}
 DYNAMIC |= {"loss_scale_window": 2, "hysteresis": 2}
@@ -57,35 +56,6 @@ def scale_of(optimizer: Any) -> tuple[float, int, int]:
     return float(optimizer.get_loss_scale()), scaler._growth_tracker, scaler._hysteresis_tracker
 
 
-def written(case: Case, chunk: Any, optimizer: Any, form: str, folder: Path) -> Any:
-    """Save by one of the optimizer's functions, or ``dist_checkpointing`` in one of its forms."""
-    if form == "state_dict":
-        torch.save(optimizer.state_dict(), folder / f"{distributed.get_rank()}.pt")
-        if case.config["use_distributed_optimizer"]:
-            optimizer.save_parameter_state(str(folder / "parameters.pt"))
-    elif form == "rank files":
-        optimizer.save_state_dict_to_file(str(folder / "state.pt"))
-    else:
-        full_state.write(replace(case, form=form), chunk, optimizer, folder / "distributed")
-    return copies_of(unwrapped(chunk))
-
-
-def resumed(case: Case, form: str, folder: Path, weights: Any) -> tuple[Any, Any]:
-    if form in ("state_dict", "rank files"):
-        chunk, optimizer = build(case)
-        unwrapped(chunk).load_state_dict(weights, strict=False)
-        if form == "rank files":
-            optimizer.load_state_dict_from_file(str(folder / "state.pt"))
-        else:
-            path = folder / f"{distributed.get_rank()}.pt"
-            optimizer.load_state_dict(torch.load(path, weights_only=True))
-            if case.config["use_distributed_optimizer"]:
-                optimizer.load_parameter_state(str(folder / "parameters.pt"))
-        set_lr(optimizer, optimizer.config)
-        return chunk, optimizer
-    return full_state.resume(replace(case, form=form), folder / "distributed")
-
-
 def interrupted(case: Case, form: str, folder: Path) -> list[Any]:
     """Return for each history the scale as saved and as loaded, and what differs at the end."""
     found = []
@@ -95,11 +65,11 @@ def interrupted(case: Case, form: str, folder: Path) -> list[Any]:
         chunk, optimizer = build(case)
         stepped(case, chunk, optimizer, signs, 0)
         saved = scale_of(optimizer)
-        weights = written(case, chunk, optimizer, form, place)
+        weights = full_state.write_as(form, case, chunk, optimizer, place)
         whole = stepped(case, chunk, optimizer, FOLLOWING, 4)
         state = full_state.full_state(case, chunk, optimizer)
         forget_megatron()
-        chunk, optimizer = resumed(case, form, place, weights)
+        chunk, optimizer = full_state.resume_as(form, case, place, weights)
         loaded = scale_of(optimizer)
         again = stepped(case, chunk, optimizer, FOLLOWING, 4)
         differing = differences(state, full_state.full_state(case, chunk, optimizer))
