@@ -152,15 +152,19 @@ def test_each_chunk_that_is_off_loaded_does_the_same_step():
         assert counts == [{AFTER}] * 2
 
 
-def from_another_class(case: Case, folder: Path, to_fused: bool) -> list[dict[str, Any]]:
+def from_another_class(form: str, case: Case, folder: Path, to_fused: bool) -> list[dict[str, Any]]:
     """Return the states of a run with torch's Adam, and of one whose class changes in between."""
     whole, _ = trained(case, with_fused=False)
+    weights: Any = None
     for is_fused, first, end in ((not to_fused, 0, BEFORE), (to_fused, BEFORE, AFTER)):
         with installed() if is_fused else nullcontext():
-            chunk, optimizer = full_state.resume(case, folder) if first else build(case)
+            if first:
+                chunk, optimizer = full_state.resume_as(form, case, folder, weights)
+            else:
+                chunk, optimizer = build(case)
             steps(case, chunk, optimizer, first, end)
             if not first:
-                full_state.write(case, chunk, optimizer, folder)
+                weights = full_state.write_as(form, case, chunk, optimizer, folder)
             state = full_state.full_state(case, chunk, optimizer)
         forget_megatron()
     return [whole, state]
@@ -168,12 +172,18 @@ def from_another_class(case: Case, folder: Path, to_fused: bool) -> list[dict[st
 
 @pytest.mark.parametrize("to_fused", [True, False], ids=["to groups", "to states"])
 @pytest.mark.parametrize(
-    "case",
-    [Case("muon", MODEL), Case("adam", MODEL), Case("muon", MODEL, **REPLICATED)],
-    ids=["sharded", "Adam alone", "replicated"],
+    ("form", "case"),
+    [
+        ("fully_reshardable", Case("muon", MODEL)),
+        ("fully_reshardable", Case("muon", MODEL, **REPLICATED)),
+        ("dp_reshardable", Case("adam", MODEL)),
+        ("rank files", Case("muon", MODEL)),
+        ("state_dict", Case("adam", MODEL)),
+        ("state_dict", Case("muon", MODEL, **REPLICATED)),
+    ],
 )
-def test_the_count_goes_over_from_one_class_to_another(tmp_path, case, to_fused):
-    for whole, state in run_ranks(2, from_another_class, case, tmp_path, to_fused):
+def test_the_count_goes_over_from_one_class_to_another(tmp_path, form, case, to_fused):
+    for whole, state in run_ranks(2, from_another_class, form, case, tmp_path, to_fused):
         assert whole.keys() == state.keys()
         for key, value in whole.items():
             # a wrong count is seen in the second digit
