@@ -5,7 +5,7 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 
-from megatron_eopt.base.agreement import agreed, everyones, of_every_rank
+from megatron_eopt.base.agreement import agreed, any_rank, everyones, of_every_rank
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import STEP
 from megatron_eopt.checkpoint.gpt_layers import name_as_in_checkpoint
@@ -126,6 +126,21 @@ def _counts_of(steppers: Sequence[Stepper]) -> dict[Driver, int]:
     # a rank may lack a driver's state, or the driver
     known = of_every_rank(mine)
     return {driver: max(counts.get(key, -1) for counts in known) for driver, key in keys.items()}
+
+
+def count_alike(steppers: Sequence[Stepper]) -> bool:
+    """Return whether each optimizer's state has its number of steps as its only count; collective.
+
+    The forms of megatron-core's distributed optimizer have no other. Counts differ if a parameter
+    was frozen at first, or had another optimizer.
+    """
+    others = False
+    for stepper in steppers:
+        for driver in stepper.drivers:
+            with stepper.groups_and_state(driver) as (groups, state):
+                counts = {int(found[STEP]) for found in driver.counting(groups, state)}
+            others |= bool(counts - {stepper.storage.steps})
+    return not any_rank(others)
 
 
 def check(state: Mapping[Any, Any]) -> None:

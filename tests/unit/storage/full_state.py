@@ -15,6 +15,8 @@ from megatron.core.optimizer import get_megatron_optimizer as megatrons_factory
 from torch import distributed
 
 from megatron_eopt import EmergingOptimizerConfig, checkpoints, get_megatron_optimizer
+from megatron_eopt.base.names import STEP
+from megatron_eopt.optimizers.owner_driver import OwnerDriver
 from tests.harness.models import copies_of
 from tests.harness.scene import forget_megatron
 from tests.unit.storage.runs import DENSE, Run, inject, make_chunk, set_lr
@@ -113,6 +115,27 @@ def full_state(case: Case, chunk: Any, optimizer: Any) -> dict[str, Any]:
         whole[item.key][item.global_slice()] = item.data
     assert not any(torch.isnan(v).any() for v in whole.values() if isinstance(v, torch.Tensor))
     return {key: value for key, value in whole.items() if "_extra_state" not in key}
+
+
+def counts_of(chunk: Any, optimizer: Any) -> dict[str, int]:
+    """Return the step count of each parameter that has one, by its name, on every rank."""
+    names = {param: name for name, param in unwrapped(chunk).named_parameters()}
+    mine: set[tuple[str, int]] = set()
+    for stepper in optimizer.steppers:
+        for driver, params in zip(stepper.drivers, stepper.params, strict=True):
+            with stepper.groups_and_state(driver) as (groups, state):
+                counted = [(n, state[main].get(STEP)) for _, main, n in driver.numbered(groups)]
+                if isinstance(driver, OwnerDriver):
+                    counted = [(kept.shard, kept.value) for kept in driver.counts()]
+                mine |= {
+                    (names[params[n]], int(count)) for n, count in counted if count is not None
+                }
+    everyones: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(everyones, mine)
+    pairs = sorted({pair for pairs in everyones for pair in pairs})
+    found = dict(pairs)
+    assert len(found) == len(pairs), "copies and parts of a parameter have different counts"
+    return found
 
 
 def write(case: Case, chunk: Any, optimizer: Any, folder: str | Path) -> None:
