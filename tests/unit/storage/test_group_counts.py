@@ -1,6 +1,6 @@
 """Adam classes that count steps in parameter groups, as Transformer Engine's and Apex's do."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -86,10 +86,20 @@ def counts_of(optimizer: Any) -> set[int]:
     return {group["step"] for group in groups if group.get("optimizer", "adam") == "adam"}
 
 
-def interrupted(case: Case, form: str, folder: Path) -> tuple[list[set[int]], list[str]]:
+def younger(case: Case, folder: Path) -> tuple[Any, Any]:
+    """Return a run that has done three steps in which Adam had nothing to do."""
+    chunk, optimizer = build(case)
+    for part in optimizer.chained_optimizers:
+        part.steps = 3
+    return chunk, optimizer
+
+
+def interrupted(
+    case: Case, form: str, folder: Path, start: Callable[[Case, Path], tuple[Any, Any]]
+) -> tuple[list[set[int]], list[str]]:
     """Return counts as saved, as loaded and at the end, and what differs there."""
     with installed():
-        chunk, optimizer = build(case)
+        chunk, optimizer = start(case, folder)
         steps(case, chunk, optimizer, 0, BEFORE)
         counts = [counts_of(optimizer)]
         weights = full_state.write_as(form, case, chunk, optimizer, folder)
@@ -104,13 +114,20 @@ def interrupted(case: Case, form: str, folder: Path) -> tuple[list[set[int]], li
 
 
 MODEL = {"layers": 1, "bias": True, "dtype": torch.bfloat16}
-OFF_LOADED = at(Case("muon", MODEL, config=SMALL), torch.bfloat16, 1.0)
+LARGE = Case("muon", {**MODEL, "vocabulary": 512}, config=SMALL)
+"""Adam's fragments are more than one chunk."""
+
+OFF_LOADED = at(LARGE, torch.bfloat16, 1.0)
 
 
+def anew(case: Case, folder: Path) -> tuple[Any, Any]:
+    return build(case)
+
+
+@pytest.mark.parametrize("start", [anew, younger])
 @pytest.mark.parametrize(
     ("form", "case"),
     [
-        ("state_dict", Case("adam", MODEL)),
         ("state_dict", Case("muon", MODEL, **REPLICATED)),
         ("rank files", Case("adam", MODEL, **REPLICATED)),
         ("rank files", OFF_LOADED),
@@ -121,8 +138,8 @@ OFF_LOADED = at(Case("muon", MODEL, config=SMALL), torch.bfloat16, 1.0)
         ("dp_reshardable", Case("adam", MODEL)),
     ],
 )
-def test_a_run_goes_on_with_its_counts(tmp_path, form, case):
-    for counts, differing in run_ranks(2, interrupted, case, form, tmp_path):
+def test_a_run_goes_on_with_its_counts(tmp_path, form, case, start):
+    for counts, differing in run_ranks(2, interrupted, case, form, tmp_path, start):
         assert counts == [{BEFORE}, {BEFORE}, {AFTER}]
         assert not differing
 
@@ -146,8 +163,7 @@ def off_loaded(case: Case) -> tuple[list[str], list[set[int]]]:
 
 
 def test_each_chunk_that_is_off_loaded_does_the_same_step():
-    case = Case("muon", {**MODEL, "layers": 2}, config=SMALL)
-    for differing, counts in run_ranks(2, off_loaded, case):
+    for differing, counts in run_ranks(2, off_loaded, LARGE):
         assert not differing
         assert counts == [{AFTER}] * 2
 

@@ -59,6 +59,7 @@ def gone_on(case: Case, form: str, folder: Path) -> tuple[list[str], list[dict[s
     forget_megatron()
     chunk, optimizer = full_state.resume_as(form, case, folder, weights)
     counts.append(counts_of(chunk, optimizer))
+    assert {part.steps for part in optimizer.chained_optimizers} == {10}
     full_state.steps(case, chunk, optimizer, 10, 12)
     counts.append(counts_of(chunk, optimizer))
     found = full_state.full_state(case, chunk, optimizer)
