@@ -1,4 +1,4 @@
-"""Parameters of one optimizer with different counts of steps, and names that copies share."""
+"""Parameters with different counts of steps, within an optimizer and between optimizers."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -19,15 +19,13 @@ FROZEN = "final_layernorm"
 MATRICES = ("linear_proj.weight", "linear_qkv.weight", "linear_fc1.weight", "linear_fc2.weight")
 
 
-def before(case: Case, by: str = "lion") -> Case:
-    """Return the run before: few parameters have the optimizer that they have later.
+def before(case: Case) -> Case:
+    """Return the run before, of Lion: few parameters have the optimizer that they have later.
 
     Matrices have another one except EARLY ones, LATE vectors too, and FROZEN ones have none.
     """
-    others = {LATE: "lion"} if by == "lion" else {}
-    if case.optimizer != by:
-        others |= {EARLY: case.optimizer}
-    return replace(case, optimizer=by, overrides=others, frozen=FROZEN)
+    others = {LATE: "lion", EARLY: case.optimizer}
+    return replace(case, optimizer="lion", overrides=others, frozen=FROZEN)
 
 
 def expected(name: str, first: str, steps: int) -> int:
