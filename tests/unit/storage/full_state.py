@@ -19,7 +19,7 @@ from megatron_eopt.base.names import STEP
 from megatron_eopt.optimizers.owner_driver import OwnerDriver
 from tests.harness.models import copies_of
 from tests.harness.scene import forget_megatron
-from tests.unit.storage.runs import DENSE, Run, inject, make_chunk, set_lr
+from tests.unit.storage.runs import DENSE, Run, global_name, inject, make_chunk, set_lr
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,9 @@ def full_state(case: Case, chunk: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def counts_of(chunk: Any, optimizer: Any) -> dict[str, int]:
-    """Return the step count of each parameter that has one, by its name, on every rank."""
-    names = {param: name for name, param in unwrapped(chunk).named_parameters()}
+    """Return the step count of each parameter that has one, by its global name, on every rank."""
+    sizes = {"layers": chunk.config.num_layers, "experts": chunk.config.num_moe_experts}
+    names = {param: global_name(name, sizes) for name, param in chunk.named_parameters()}
     mine: set[tuple[str, int]] = set()
     for stepper in optimizer.steppers:
         for driver, params in zip(stepper.drivers, stepper.params, strict=True):

@@ -172,7 +172,7 @@ def test_another_layout_has_the_same_counts(tmp_path, name, ranks, parallel):
     case = CASES[name]
     whole, _ = run_ranks(2, saved, case, tmp_path)
     for counts, found in run_ranks(ranks, loaded, replace(case, parallel=parallel), tmp_path):
-        check({name: counts[name] for name in counts if "layers.1." not in name}, 2)
+        check(counts, 2)
         assert not differences(whole, found)
 
 
@@ -193,4 +193,29 @@ def with_a_rate(case: Case, folder: Path) -> dict[str, int]:
 def test_groups_that_are_new_count_on(tmp_path, name):
     for counts in run_ranks(2, with_a_rate, CASES[name], tmp_path):
         assert counts == {n: 2 if n.endswith(MATRICES) else 10 for n in counts}
+        assert set(counts.values()) == {2, 10}
+
+
+LAST = "decoder.layers.1.mlp.linear_fc2.weight"
+ON_ONE_STAGE = replace(
+    adaptive("namo"), optimizer="lion", overrides={f"*{LAST}": "adaptive_muon"}, parallel={"pp": 2}
+)
+
+
+@eager
+def on_one_stage(case: Case, folder: Path) -> dict[str, int]:
+    """Return the counts of a resumed run in which one stage alone has a new optimizer."""
+    full_state.save_one(replace(case, overrides={}), folder / "before", 8)
+    forget_megatron()
+    chunk, optimizer = resume(case, folder / "before")
+    full_state.steps(case, chunk, optimizer, 8, 10)
+    full_state.write(case, chunk, optimizer, folder / "own")
+    forget_megatron()
+    return counts_of(*resume(case, folder / "own"))
+
+
+@pytest.mark.parametrize("case", [ON_ONE_STAGE, plain(ON_ONE_STAGE)], ids=["sharded", "replicated"])
+def test_an_optimizer_that_one_pipeline_stage_has_counts_on(tmp_path, case):
+    for counts in run_ranks(2, on_one_stage, case, tmp_path):
+        assert counts == {name: 2 if name == LAST else 10 for name in counts}
         assert set(counts.values()) == {2, 10}
