@@ -302,7 +302,7 @@ class OptimizerChain(ChainedOptimizer):
         """Return what ``dist_checkpointing`` saves or loads; collective.
 
         State is saved by parameter, so it loads at any layout. The exception is Adam alone in
-        Megatron's form ``dp_reshardable``, which saves it by bucket.
+        Megatron's form ``dp_reshardable``, which saves it by bucket if it has one step count.
 
         Raises:
             ConfigurationError: If a parameter is not in ``model_sharded_state_dict``.
@@ -312,6 +312,8 @@ class OptimizerChain(ChainedOptimizer):
         by_bucket = form == _BY_BUCKET and self._is_unmixed
         if by_bucket and not is_loading:
             optimizer_state.prepare(self.steppers, is_loading=is_loading)
+            by_bucket = optimizer_state.count_alike(self.steppers)
+        if by_bucket and not is_loading:
             state = super().sharded_state_dict(model_sharded_state_dict, is_loading, **kwargs)
             state[BUFFER_PARAMS] = optimizer_state.named_buckets(self.steppers)
             return state
@@ -370,10 +372,15 @@ class OptimizerChain(ChainedOptimizer):
         """Write Adam's sharded state in the format of megatron-core's distributed optimizer.
 
         Raises:
-            ConfigurationError: If the optimizer is not Adam alone, or its state is not sharded.
+            ConfigurationError: If the optimizer is not Adam alone, its state is not sharded, or
+                parameters have different step counts, for which the format has no place.
         """
         self._refuse_but_fragments_of_adam("save_parameter_state")
         optimizer_state.prepare(self.steppers, is_loading=False)
+        if not optimizer_state.count_alike(self.steppers):
+            rule = "stores one step count, but some parameters have done fewer steps than others"
+            way_out = "Use sharded_state_dict (--ckpt-format torch_dist) or save_state_dict_to_file"
+            raise ConfigurationError("save_parameter_state", filename, rule, way_out)
         super().save_parameter_state(filename)
 
     @torch.no_grad()

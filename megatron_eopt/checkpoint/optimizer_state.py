@@ -5,7 +5,7 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 
-from megatron_eopt.base.agreement import agreed, everyones, of_every_rank
+from megatron_eopt.base.agreement import agreed, any_rank, everyones, of_every_rank
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import STEP
 from megatron_eopt.checkpoint.gpt_layers import name_as_in_checkpoint
@@ -45,7 +45,9 @@ def requested(
     :class:`~megatron_eopt.checkpoint.requests.StateRequests`.
     """
     prepare(steppers, is_loading=is_loading)
-    counts = None if is_loading else _counts_of(steppers)
+    known = {} if is_loading else _known_counts(steppers)
+    numbered = [(number, d) for number, its in enumerate(steppers) for d in its.drivers]
+    counts = None if is_loading else {d: known[number, d.name] for number, d in numbered}
     if is_loading:
         agreed(lambda: name_as_in_checkpoint(model_state))
     requests = agreed(
@@ -54,10 +56,16 @@ def requested(
     requests.separate()
     # equal on all ranks: groups, step counts by driver, and loss scale
     states: list[dict[Any, Any]] = []
-    for stepper in steppers:
+    for number, stepper in enumerate(steppers):
+        if stepper.storage.is_stub_optimizer:
+            states.append({})
+            continue
         steps = [(counts or {}).get(d, -1) for d in stepper.drivers for _ in stepper.groups_of(d)]
-        stub = stepper.storage.is_stub_optimizer
-        states.append({} if stub else stepper.storage.common_state(steps, main))
+        if not stepper.drivers:
+            # other pipeline stages have all parameters of these groups
+            count = max((c for (place, _), c in known.items() if place == number), default=-1)
+            steps = [count] * len(stepper.storage.optimizer.param_groups)
+        states.append(stepper.storage.common_state(steps, main))
     if not is_loading:
         _name_params(states, requests)
     result = states[0] if len(states) == 1 else dict(enumerate(states))
@@ -113,19 +121,37 @@ def _scenes(steppers: Sequence[Stepper]) -> Iterator[tuple[Driver, tuple[list[Pa
                 yield driver, work
 
 
-def _counts_of(steppers: Sequence[Stepper]) -> dict[Driver, int]:
-    """Return the step count of each driver's state, -1 if it has none; collective."""
+def _known_counts(steppers: Sequence[Stepper]) -> dict[tuple[int, str], int]:
+    """Return the step count of each driver's state, -1 if it has none; collective.
+
+    Keys are a place in the chain and a driver's name, because a rank may lack a driver.
+    """
     mine: dict[tuple[int, str], int] = {}
-    keys = {}
     for number, stepper in enumerate(steppers):
         for driver in stepper.drivers:
-            keys[driver] = number, driver.name
             with stepper.groups_and_state(driver) as (groups, state):
                 steps = [int(found[STEP]) for found in driver.counting(groups, state)]
-            mine[keys[driver]] = max([*steps, mine.get(keys[driver], -1)])
-    # a rank may lack a driver's state, or the driver
-    known = of_every_rank(mine)
-    return {driver: max(counts.get(key, -1) for counts in known) for driver, key in keys.items()}
+            key = number, driver.name
+            mine[key] = max([*steps, mine.get(key, -1)])
+    known: dict[tuple[int, str], int] = {}
+    for counts in of_every_rank(mine):
+        known |= {key: max(count, known.get(key, -1)) for key, count in counts.items()}
+    return known
+
+
+def count_alike(steppers: Sequence[Stepper]) -> bool:
+    """Return whether each optimizer's state has its number of steps as its only count; collective.
+
+    The forms of megatron-core's distributed optimizer have no other. Counts differ if a parameter
+    was frozen at first, or had another optimizer.
+    """
+    others = False
+    for stepper in steppers:
+        for driver in stepper.drivers:
+            with stepper.groups_and_state(driver) as (groups, state):
+                counts = {int(found[STEP]) for found in driver.counting(groups, state)}
+            others |= bool(counts - {stepper.storage.steps})
+    return not any_rank(others)
 
 
 def check(state: Mapping[Any, Any]) -> None:

@@ -1,6 +1,6 @@
 """State of whole matrices on owner ranks, as all ranks save and load it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +82,10 @@ class OwnerState:
                 value = value.full_tensor()
             if (entry.shard, entry.name) in kept:
                 kept[entry.shard, entry.name].replace(value)
+
+    def counts(self) -> Iterator[Kept]:
+        """Return the step counts of the matrices that this rank owns."""
+        return self._driver.counts()
 
     def _survey(
         self, groups: Sequence[ParamGroup], state: State

@@ -180,9 +180,18 @@ def saved_steps(state: Any) -> int:
 
 
 def steps_of(groups: Groups, saved: Groups, otherwise: int) -> int:
-    """Return the step count of the matching groups of a checkpoint, else ``otherwise``."""
+    """Return the step count of the matching groups of a checkpoint.
+
+    If all groups are new, because a flag or an override has changed, it is the count of groups of
+    the same optimizer, else ``otherwise``.
+    """
     twins = [saved[place] for group in groups if (place := find_group(group, saved)) is not None]
-    return max((int(g[STEP]) for g in twins if g.get(STEP) is not None), default=otherwise)
+    names = set(map(optimizer_of, groups)) - {None}
+    alike = [group for group in saved if optimizer_of(group) in names]
+    for its in (twins, alike):
+        if counts := [int(group[STEP]) for group in its if group.get(STEP) is not None]:
+            return max(counts)
+    return otherwise
 
 
 def adopt(group: dict[str, Any], saved: Groups) -> None:

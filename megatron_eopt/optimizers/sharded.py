@@ -268,6 +268,10 @@ class ShardedOptimizer(CompositeOptimizer):
                 if driver in self._owned:
                     saved = [loaded[param].converted() for param in self._params[driver]]
                     self._owned[driver].adopt(groups, state, saved)
+                    # the groups of a checkpoint may have set counts of state that starts fresh
+                    for count in self._owned[driver].counts():
+                        if loaded[self._params[driver][count.shard]].starts_fresh:
+                            count.replace(0)
             if driver not in self._owned:
                 for param in self._params[driver]:
                     _write(self.state[param], loaded[param])

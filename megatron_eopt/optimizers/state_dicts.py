@@ -153,15 +153,18 @@ class StateDictMatch:
         found: dict[Tensor, Loaded] = {}
         report, problems = Report(), []
         for target in self._targets:
-            values = self._state.get(self.number_of(target.name), {})
+            number = self.number_of(target.name)
+            values = self._state.get(number, {})
             saved = self._saved_state(target, values.keys() - {STEP})
             its = continuation_of(target.keys, target.reader, saved, policy)
             its = replace(its, missing=its.missing - target.spare)
             report.add(target.name, its, saved, target.reader)
             taken = {key: values[origin.key] for key, origin in its.origins.items()}
             if target.counts and not its.fresh:
-                if STEP in values:
-                    taken[STEP] = values[STEP]
+                # fused classes count in groups
+                counted = values if STEP in values else self._group_of.get(number, {})
+                if STEP in counted:
+                    taken[STEP] = counted[STEP]
                 elif taken and STEP not in target.spare:
                     report.lack(target.name, STEP)
             for key, value in taken.items():

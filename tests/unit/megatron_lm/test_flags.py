@@ -111,6 +111,33 @@ def test_saves_and_layouts_that_would_fail_are_refused(given, needed, message):
         assert check(args) is args
 
 
+FSDP2 = {**MUON, "use_torch_fsdp2": True, "ckpt_format": "torch_dist"}
+FSDP2 |= {"tensor_model_parallel_size": 1, "calculate_per_token_loss": False}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({**FSDP2, "optimizer": "dist_muon"}, "--optimizer='dist_muon': .*--optimizer muon"),
+        ({**FSDP2, "ckpt_format": "torch_dcp"}, "--ckpt-format='torch_dcp': .*torch_dist"),
+        ({**FSDP2, "calculate_per_token_loss": True}, "--calculate-per-token-loss=True: "),
+        (
+            {**FSDP2, "optimizer": "adam", "save": "folder", "no_save_optim": None},
+            "--ckpt-format='torch_dist': .*Megatron's adam.*torch_dcp",
+        ),
+        (
+            {**MUON, "optimizer": "dist_muon", "use_megatron_fsdp": True},
+            "--optimizer='dist_muon': .*use-megatron-fsdp.*--optimizer muon",
+        ),
+    ],
+    ids=["buffers", "format", "tokens", "Megatron's state", "buffers, Megatron-FSDP"],
+)
+def test_flags_that_fsdp_cannot_serve_are_refused(given, message):
+    check = checking_what_it_knows(lambda args, defaults: args)
+    with pytest.raises(ConfigurationError, match=message):
+        check(argparse.Namespace(**given))
+
+
 def test_what_megatron_would_refuse_it_is_not_shown_but_keeps():
     """Also if its check fails of something else."""
     hidden = ("optimizer_cpu_offload", "qk_clip", "log_max_attention_logit")

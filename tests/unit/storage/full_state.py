@@ -15,8 +15,11 @@ from megatron.core.optimizer import get_megatron_optimizer as megatrons_factory
 from torch import distributed
 
 from megatron_eopt import EmergingOptimizerConfig, checkpoints, get_megatron_optimizer
+from megatron_eopt.base.names import STEP
+from megatron_eopt.optimizers.owner_driver import OwnerDriver
+from tests.harness.models import copies_of
 from tests.harness.scene import forget_megatron
-from tests.unit.storage.runs import DENSE, Run, inject, make_chunk, set_lr
+from tests.unit.storage.runs import DENSE, Run, global_name, inject, make_chunk, set_lr
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,28 @@ def full_state(case: Case, chunk: Any, optimizer: Any) -> dict[str, Any]:
     return {key: value for key, value in whole.items() if "_extra_state" not in key}
 
 
+def counts_of(chunk: Any, optimizer: Any) -> dict[str, int]:
+    """Return the step count of each parameter that has one, by its global name, on every rank."""
+    sizes = {"layers": chunk.config.num_layers, "experts": chunk.config.num_moe_experts}
+    names = {param: global_name(name, sizes) for name, param in chunk.named_parameters()}
+    mine: set[tuple[str, int]] = set()
+    for stepper in optimizer.steppers:
+        for driver, params in zip(stepper.drivers, stepper.params, strict=True):
+            with stepper.groups_and_state(driver) as (groups, state):
+                counted = [(n, state[main].get(STEP)) for _, main, n in driver.numbered(groups)]
+                if isinstance(driver, OwnerDriver):
+                    counted = [(kept.shard, kept.value) for kept in driver.counts()]
+                mine |= {
+                    (names[params[n]], int(count)) for n, count in counted if count is not None
+                }
+    everyones: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(everyones, mine)
+    pairs = sorted({pair for pairs in everyones for pair in pairs})
+    found = dict(pairs)
+    assert len(found) == len(pairs), "copies and parts of a parameter have different counts"
+    return found
+
+
 def write(case: Case, chunk: Any, optimizer: Any, folder: str | Path) -> None:
     """Save what a run has now."""
     Path(folder).mkdir(exist_ok=True)
@@ -148,6 +173,39 @@ def resume(
     loaded = read(sharded(case, chunk, optimizer, is_loading=True), str(folder), **options)
     unwrapped(chunk).load_state_dict(loaded["model"], strict=False)
     optimizer.load_state_dict(loaded["optimizer"])
+    set_lr(optimizer, optimizer.config)
+    return chunk, optimizer
+
+
+def write_as(form: str, case: Case, chunk: Any, optimizer: Any, folder: Path) -> Any:
+    """Save by one of the optimizer's functions, or in a form of ``dist_checkpointing``.
+
+    Returns what :func:`resume_as` needs besides the files: this rank's weights.
+    """
+    if form == "state_dict":
+        torch.save(optimizer.state_dict(), folder / f"{distributed.get_rank()}.pt")
+        if optimizer.is_sharded:
+            optimizer.save_parameter_state(str(folder / "parameters.pt"))
+    elif form == "rank files":
+        optimizer.save_state_dict_to_file(str(folder / "state.pt"))
+    else:
+        write(replace(case, form=form), chunk, optimizer, folder / "distributed")
+    return copies_of(unwrapped(chunk))
+
+
+def resume_as(form: str, case: Case, folder: Path, weights: Any) -> tuple[Any, Any]:
+    """Load what :func:`write_as` has saved into a new model and its optimizer."""
+    if form not in ("state_dict", "rank files"):
+        return resume(replace(case, form=form), folder / "distributed")
+    chunk, optimizer = build(case)
+    unwrapped(chunk).load_state_dict(weights, strict=False)
+    if form == "rank files":
+        optimizer.load_state_dict_from_file(str(folder / "state.pt"))
+    else:
+        path = folder / f"{distributed.get_rank()}.pt"
+        optimizer.load_state_dict(torch.load(path, weights_only=True))
+        if optimizer.is_sharded:
+            optimizer.load_parameter_state(str(folder / "parameters.pt"))
     set_lr(optimizer, optimizer.config)
     return chunk, optimizer
 

@@ -1,4 +1,4 @@
-"""Parameters of one optimizer with different counts of steps, and names that copies share."""
+"""Parameters with different counts of steps, within an optimizer and between optimizers."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,77 +6,216 @@ from typing import Any
 
 import pytest
 
+from megatron_eopt.base.errors import ConfigurationError
 from tests.harness import run_ranks
 from tests.harness.scene import forget_megatron
 from tests.unit.fsdp2.model import eager
 from tests.unit.storage import full_state
-from tests.unit.storage.full_state import Case, differences
-from tests.unit.storage.runs import DENSE, set_lr
+from tests.unit.storage.full_state import Case, counts_of, differences, resume
+from tests.unit.storage.runs import DENSE, REPLICATED
 
-JOINING = "*linear_proj.weight"
+EARLY, LATE = "*linear_proj.weight", "*input_layernorm*"
+FROZEN = "final_layernorm"
+MATRICES = ("linear_proj.weight", "linear_qkv.weight", "linear_fc1.weight", "linear_fc2.weight")
 
 
-def after_joining(case: Case, before: str, folder: Path) -> tuple[Any, Any]:
-    """Return a run in which some matrices, whose optimizer was another, do steps 8 and 9."""
-    earlier = replace(case, overrides={JOINING: before})
-    full_state.save_one(earlier, folder / "before", 8)
+def before(case: Case) -> Case:
+    """Return the run before, of Lion: few parameters have the optimizer that they have later.
+
+    Matrices have another one except EARLY ones, LATE vectors too, and FROZEN ones have none.
+    """
+    others = {LATE: "lion", EARLY: case.optimizer}
+    return replace(case, optimizer="lion", overrides=others, frozen=FROZEN)
+
+
+def expected(name: str, first: str, steps: int) -> int:
+    """Return a parameter's count after 8 steps of the first run and some of the second."""
+    is_matrix = name.endswith(MATRICES)
+    is_new = (is_matrix and first not in name) or "input_layernorm" in name or FROZEN in name
+    return steps if is_new else 8 + steps
+
+
+def after_joining(case: Case, folder: Path) -> tuple[Any, Any]:
+    """Return a run in which most parameters, whose optimizer was another, do steps 8 and 9."""
+    full_state.save_one(before(case), folder / "before", 8)
     forget_megatron()
-    chunk, optimizer = full_state.resume(case, folder / "before")
+    fresh = ["exp_avg", "exp_avg_sq"]  # of what was frozen
+    chunk, optimizer = resume(case, folder / "before", fresh=fresh)
     full_state.steps(case, chunk, optimizer, 8, 10)
     return chunk, optimizer
 
 
 @eager
-def gone_on(case: Case, before: str, folder: Path, form: str) -> tuple[list[str], int]:
-    """Return what differs after two more steps from a checkpoint, and how many counts it has."""
-    chunk, optimizer = after_joining(case, before, folder)
-    weights = [param.detach().clone() for param in chunk.parameters()]
-    path = folder / "own"
-    if form == "torch":
-        optimizer.save_state_dict_to_file(str(path))
-    else:
-        full_state.write(case, chunk, optimizer, path)
+def gone_on(case: Case, form: str, folder: Path) -> tuple[list[str], list[dict[str, int]]]:
+    """Return what differs after two more steps from a checkpoint, and the counts on the way."""
+    chunk, optimizer = after_joining(case, folder)
+    counts = [counts_of(chunk, optimizer)]
+    weights = full_state.write_as(form, case, chunk, optimizer, folder)
     full_state.steps(case, chunk, optimizer, 10, 12)
     whole = full_state.full_state(case, chunk, optimizer)
+    counts.append(counts_of(chunk, optimizer))
     forget_megatron()
-    if form == "torch":
-        chunk, optimizer = full_state.build(case)
-        for param, weight in zip(chunk.parameters(), weights, strict=True):
-            param.data.copy_(weight)
-        optimizer.load_state_dict_from_file(str(path))
-        set_lr(optimizer, optimizer.config)
-    else:
-        chunk, optimizer = full_state.resume(case, path)
+    chunk, optimizer = full_state.resume_as(form, case, folder, weights)
+    counts.append(counts_of(chunk, optimizer))
+    assert {part.steps for part in optimizer.chained_optimizers} == {10}
     full_state.steps(case, chunk, optimizer, 10, 12)
+    counts.append(counts_of(chunk, optimizer))
     found = full_state.full_state(case, chunk, optimizer)
-    return differences(whole, found), sum(".step." in key for key in whole)
+    forget_megatron()
+    return differences(whole, found), counts
 
 
-def adaptive(method: str) -> Case:
-    fields = {"adaptive_muon_moment2_method": method, "adaptive_muon_bias_correction": True}
-    return Case("adaptive_muon", DENSE, config=fields)
+def adaptive(method: str, **fields: Any) -> Case:
+    config = {"adaptive_muon_moment2_method": method, "adaptive_muon_bias_correction": True}
+    return Case("adaptive_muon", DENSE, config=config | fields)
 
 
-JOINED = {
-    "AdaMuon": (adaptive("adamuon"), "adam"),
-    "NorMuon": (adaptive("normuon"), "lion"),
-    "NAMO": (adaptive("namo"), "lion"),
+def plain(case: Case) -> Case:
+    return replace(case, ddp=REPLICATED["ddp"], config=case.config | REPLICATED["config"])
+
+
+CASES = {
+    "AdaMuon": adaptive("adamuon"),
+    "NorMuon": adaptive("normuon"),
+    "NAMO": adaptive("namo"),
+    "rounded": adaptive("namo", muon_momentum_dtype="int8"),
+    "SOAP": Case("soap", DENSE),
+    "Adam": Case("adam", DENSE),
+    "NAMO, replicated": plain(adaptive("namo")),
+    "SOAP, replicated": plain(Case("soap", DENSE)),
+    "Adam, replicated": plain(Case("adam", DENSE)),
 }
+
+
+def check(counts: dict[str, int], steps: int, first: str = "linear_proj") -> None:
+    assert len(counts) > 10
+    assert counts == {name: expected(name, first, steps) for name in counts}
+    assert set(counts.values()) == {steps, 8 + steps}
 
 
 @pytest.mark.parametrize(
     ("name", "form"),
     [
-        ("AdaMuon", "torch_dist"),
-        ("NAMO", "torch"),
+        ("AdaMuon", "fully_reshardable"),
+        ("NAMO", "rank files"),
+        ("SOAP", "fully_reshardable"),
+        ("Adam", "rank files"),
+        ("Adam", "dp_reshardable"),
+        ("NAMO, replicated", "fully_reshardable"),
+        ("NAMO, replicated", "state_dict"),
+        ("SOAP, replicated", "rank files"),
+        ("Adam, replicated", "fully_reshardable"),
+        ("Adam, replicated", "state_dict"),
         *(
             pytest.param(name, form, marks=pytest.mark.long)
-            for name, form in [("AdaMuon", "torch"), ("NAMO", "torch_dist"), ("NorMuon", "torch")]
+            for name, form in [
+                ("AdaMuon", "rank files"),
+                ("NAMO", "fully_reshardable"),
+                ("NorMuon", "rank files"),
+                ("rounded", "fully_reshardable"),
+                ("rounded", "rank files"),
+                ("SOAP", "rank files"),
+                ("Adam", "fully_reshardable"),
+                ("NAMO, replicated", "rank files"),
+                ("SOAP, replicated", "fully_reshardable"),
+                ("Adam, replicated", "rank files"),
+            ]
         ),
     ],
 )
 def test_counts_of_steps_go_on_as_they_were(tmp_path, name, form):
-    case, before = JOINED[name]
-    for differing, counts in run_ranks(2, gone_on, case, before, tmp_path, form):
+    for differing, counts in run_ranks(2, gone_on, CASES[name], form, tmp_path):
+        for found, steps in zip(counts, (2, 4, 2, 4), strict=True):
+            check(found, steps)
         assert not differing
-        assert counts  # which are not all the driver's
+
+
+def refused(folder: Path) -> str:
+    _, optimizer = after_joining(CASES["Adam"], folder)
+    with pytest.raises(ConfigurationError) as caught:
+        optimizer.save_parameter_state(str(folder / "state.pt"))
+    return str(caught.value)
+
+
+def test_megatrons_file_of_adams_state_has_no_place_for_several_counts(tmp_path):
+    first, second = run_ranks(2, refused, tmp_path)
+    assert first == second
+    assert first.startswith("save_parameter_state=")
+    assert "some parameters have done fewer steps" in first
+
+
+@eager
+def saved(case: Case, folder: Path) -> dict[str, Any]:
+    chunk, optimizer = after_joining(case, folder)
+    full_state.write(case, chunk, optimizer, folder / "own")
+    return full_state.full_state(case, chunk, optimizer)
+
+
+@eager
+def loaded(case: Case, folder: Path) -> tuple[dict[str, int], dict[str, Any]]:
+    chunk, optimizer = resume(case, folder / "own")
+    return counts_of(chunk, optimizer), full_state.full_state(case, chunk, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "parallel"),
+    [
+        ("NAMO", 2, {"tp": 2}),
+        ("SOAP", 1, {}),
+        ("Adam", 2, {"pp": 2}),
+        ("NAMO, replicated", 2, {"tp": 2}),
+        pytest.param("rounded", 2, {"tp": 2}, marks=pytest.mark.long),
+        pytest.param("Adam, replicated", 2, {"pp": 2}, marks=pytest.mark.long),
+    ],
+)
+def test_another_layout_has_the_same_counts(tmp_path, name, ranks, parallel):
+    case = CASES[name]
+    whole, _ = run_ranks(2, saved, case, tmp_path)
+    for counts, found in run_ranks(ranks, loaded, replace(case, parallel=parallel), tmp_path):
+        check(counts, 2)
+        assert not differences(whole, found)
+
+
+@eager
+def with_a_rate(case: Case, folder: Path) -> dict[str, int]:
+    """Return the counts of a run whose matrices, all new, get a learning rate of their own."""
+    full_state.save_one(Case("lion", case.model, ddp=case.ddp), folder / "before", 8)
+    forget_megatron()
+    chunk, optimizer = resume(case, folder / "before")
+    full_state.steps(case, chunk, optimizer, 8, 10)
+    full_state.write(case, chunk, optimizer, folder / "own")
+    forget_megatron()
+    case = replace(case, config=case.config | {"muon_lr": 0.02})
+    return counts_of(*resume(case, folder / "own"))
+
+
+@pytest.mark.parametrize("name", ["NAMO", "NAMO, replicated"])
+def test_groups_that_are_new_count_on(tmp_path, name):
+    for counts in run_ranks(2, with_a_rate, CASES[name], tmp_path):
+        assert counts == {n: 2 if n.endswith(MATRICES) else 10 for n in counts}
+        assert set(counts.values()) == {2, 10}
+
+
+LAST = "decoder.layers.1.mlp.linear_fc2.weight"
+ON_ONE_STAGE = replace(
+    adaptive("namo"), optimizer="lion", overrides={f"*{LAST}": "adaptive_muon"}, parallel={"pp": 2}
+)
+
+
+@eager
+def on_one_stage(case: Case, folder: Path) -> dict[str, int]:
+    """Return the counts of a resumed run in which one stage alone has a new optimizer."""
+    full_state.save_one(replace(case, overrides={}), folder / "before", 8)
+    forget_megatron()
+    chunk, optimizer = resume(case, folder / "before")
+    full_state.steps(case, chunk, optimizer, 8, 10)
+    full_state.write(case, chunk, optimizer, folder / "own")
+    forget_megatron()
+    return counts_of(*resume(case, folder / "own"))
+
+
+@pytest.mark.parametrize("case", [ON_ONE_STAGE, plain(ON_ONE_STAGE)], ids=["sharded", "replicated"])
+def test_an_optimizer_that_one_pipeline_stage_has_counts_on(tmp_path, case):
+    for counts in run_ranks(2, on_one_stage, case, tmp_path):
+        assert counts == {name: 2 if name == LAST else 10 for name in counts}
+        assert set(counts.values()) == {2, 10}

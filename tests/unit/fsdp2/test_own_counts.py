@@ -1,0 +1,229 @@
+"""Parameters with different counts of steps, in both FSDPs, with and without Megatron's trainer."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.optimizer import ParamKey
+from torch import distributed
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from megatron_eopt import get_megatron_optimizer
+from megatron_eopt.fsdp2 import build_optimizer
+from tests.harness import run_ranks
+from tests.harness.scene import forget_megatron
+from tests.unit.fsdp2.model import (
+    config,
+    eager,
+    far,
+    is_managed,
+    make_model,
+    named,
+    set_gradients,
+    shard,
+    weights,
+)
+from tests.unit.fsdp2.test_checkpoint import step, whole_state
+from tests.unit.megatron_fsdp.test_checkpoint import state_of
+from tests.unit.storage import foreign
+
+FIELDS = {
+    "adaptive_muon_moment2_method": "namo",
+    "adaptive_muon_bias_correction": True,
+    "checkpoint_fresh_state": ("exp_avg_sq",),  # of vectors whose optimizer was Lion
+}
+SETTINGS = {
+    "NAMO": config("adaptive_muon", **FIELDS),
+    "SOAP": config("soap", **FIELDS),
+    "Adam": config("adam", **FIELDS),
+}
+EARLY, LATE = "down.weight", "norm.bias"
+"""A matrix whose optimizer was the same before, and a vector whose optimizer was another."""
+
+ONCE = "tiny.weight"
+"""A matrix without a gradient in the first of two steps; SOAP cannot step without."""
+
+
+def overrides(main: str, early: str, late: str) -> Any:
+    """Return what makes Lion's run the one before: all matrices but one will be new to ``main``."""
+    return {
+        ParamKey(name=f"*{early}"): {"optimizer": main},
+        ParamKey(name=f"*{late}"): {"optimizer": "lion"},
+    }
+
+
+def expected(counts: dict[str, int], steps: int, early: str, late: str) -> dict[str, int]:
+    """Return what the counts should be after 3 steps of Lion and ``steps`` of another."""
+    of_matrices = {name for name in counts if name.endswith((*NEW, early)) and early not in name}
+    new = {name for name in counts if name in of_matrices or late in name}
+    return {name: steps if name in new else 3 + steps for name in counts}
+
+
+NEW = ("up.weight", ONCE, "wide.weight", "experts.weight", "turned.weight", "hidden.weight")
+
+
+def counts_of(optimizer: Any) -> dict[str, int]:
+    """Return the count of each parameter, which is the same on all ranks."""
+    inner = getattr(optimizer, "steppers", None)
+    inner = inner[0].storage.optimizer if inner else optimizer
+    saved = inner.state_dict()
+    number_of = saved["param_names"]
+    mine = {
+        number_of[number].removeprefix("module."): {int(v) for k, v in state.items() if "step" in k}
+        for number, state in saved["state"].items()
+    }
+    mine = {name.rpartition("module.")[2]: counts for name, counts in mine.items() if counts}
+    everyones: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(everyones, mine)
+    assert all(other == mine for other in everyones)
+    assert all(len(counts) == 1 for counts in mine.values())
+    return {name: min(counts) for name, counts in mine.items()}
+
+
+def joined(layout: str, name: str) -> tuple[Any, Any]:
+    """Return a run after two steps, in which most parameters had another optimizer before."""
+    settings, model = SETTINGS[name], make_model(layout)
+    others = overrides(settings.optimizer, EARLY, LATE) if name != "Adam" else None
+    before = config("lion", **FIELDS) if name != "Adam" else settings
+    first = build_optimizer(model, before, others)
+    for number in range(3):
+        step(model, first, number)
+    optimizer = build_optimizer(model, settings)
+    optimizer.load_state_dict(copy.deepcopy(first.state_dict()))
+    for number in (3, 4):
+        set_gradients(model, number)
+        if number == 3 and name != "SOAP" and not is_managed(layout):
+            named(model)[ONCE].grad = None
+        optimizer.step()
+    return model, optimizer
+
+
+@eager
+def saved(folder: Path, layout: str, names: list[str]) -> dict[str, Any]:
+    """Return counts, state and weights as saved, and the weights after another step."""
+    found = {}
+    for name in names:
+        model, optimizer = joined(layout, name)
+        state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+        checkpoint.save(state, checkpoint_id=folder / name)
+        kept = counts_of(optimizer), whole_state(model, optimizer), weights(model)
+        step(model, optimizer, 5)
+        found[name] = *kept, weights(model)
+    return found
+
+
+@eager
+def loaded(folder: Path, layout: str, results: dict[str, Any]) -> dict[str, Any]:
+    found = {}
+    for name, (_, _, values, _) in results.items():
+        model = make_model(layout)
+        with torch.no_grad():
+            for key, param in named(model).items():
+                param.copy_(shard(values[key], param))
+        optimizer = build_optimizer(model, SETTINGS[name])
+        state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+        checkpoint.load(state, checkpoint_id=folder / name, no_dist=layout == "plain")
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+        kept = counts_of(optimizer), whole_state(model, optimizer)
+        step(model, optimizer, 5)
+        found[name] = *kept, weights(model)
+    return found
+
+
+def check(name: str, layout: str, counts: dict[str, int]) -> None:
+    """Check the counts of a run after its two steps."""
+    wanted = dict.fromkeys(counts, 5) if name == "Adam" else expected(counts, 2, EARLY, LATE)
+    if name != "SOAP" and not is_managed(layout):
+        wanted[ONCE] -= 1
+    assert counts == wanted
+    assert len(set(counts.values())) > 1 or (name == "Adam" and is_managed(layout))
+
+
+@pytest.mark.parametrize(
+    ("layout", "others"),
+    [("fsdp", [("fsdp", 2), ("plain", 1)]), ("optim_grads_params", [("optim", 2)])],
+)
+def test_own_loops_go_on_with_their_counts(tmp_path, layout, others):
+    cpu = is_managed(layout)
+    first, _ = run_ranks(2, saved, tmp_path, layout, list(SETTINGS), cpu=cpu, timeout=200)
+    for name, (counts, *_) in first.items():
+        check(name, layout, counts)
+    for other, world in others:
+        results = run_ranks(world, loaded, tmp_path, other, first, cpu=cpu, timeout=200)
+        for name, (counts, state, _, then) in first.items():
+            for result in results:
+                again, its_state, after = result[name]
+                assert again == counts
+                assert its_state.keys() == state.keys()
+                for key, value in state.items():
+                    one, two = torch.as_tensor(value), torch.as_tensor(its_state[key])
+                    assert torch.equal(one, two), (name, key)
+                assert far(after, then)[0] < 2e-6, name
+
+
+def built(storage: str, chunk: Any, main: str, others: Any = None) -> Any:
+    """Return an optimizer of Megatron's trainer at its configuration's rate."""
+    sharded = {"use_distributed_optimizer": storage == "megatron_fsdp"}
+    optimizer = get_megatron_optimizer(config(main, **FIELDS, **sharded), [chunk], others)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.02
+    return optimizer
+
+
+def trained(storage: str, chunk: Any, optimizer: Any, first: int, end: int) -> None:
+    for number in range(first, end):
+        optimizer.zero_grad()
+        foreign.inject(storage, chunk, number)
+        optimizer.step()
+
+
+@eager
+def under_megatron(storage: str, main: str, folder: Path) -> list[Any]:
+    """Return counts and weights of a run that goes on, and of one that is loaded in between."""
+    chunk = foreign.wrapped(storage, foreign.Foreign())
+    others = overrides(main, "hidden.weight", "hidden.bias")
+    first = built(storage, chunk, "lion", others)
+    trained(storage, chunk, first, 0, 3)
+    optimizer = built(storage, chunk, main)
+    optimizer.load_state_dict(copy.deepcopy(first.state_dict()))
+    trained(storage, chunk, optimizer, 3, 5)
+    before = foreign.weights(chunk)
+    if storage == "megatron_fsdp":
+        checkpoint.save(state_of(chunk, optimizer, is_loading=False), checkpoint_id=folder)
+    else:
+        torch.save(optimizer.state_dict(), folder / f"{distributed.get_rank()}.pt")
+    found = [counts_of(optimizer)]
+    trained(storage, chunk, optimizer, 5, 6)
+    found.append(foreign.weights(chunk))
+    forget_megatron()
+    chunk = foreign.wrapped(storage, foreign.Foreign())
+    optimizer = built(storage, chunk, main)
+    for name, param in foreign.parameters(chunk).items():
+        param.detach().copy_(shard(before[name], param))
+    if storage == "megatron_fsdp":
+        state = state_of(chunk, optimizer, is_loading=True)
+        checkpoint.load(state, checkpoint_id=folder)
+        optimizer.load_state_dict(state["optimizer"])
+    else:
+        path = folder / f"{distributed.get_rank()}.pt"
+        optimizer.load_state_dict(torch.load(path, weights_only=False))
+    for group in optimizer.param_groups:
+        group["lr"] = 0.02
+    found.append(counts_of(optimizer))
+    trained(storage, chunk, optimizer, 5, 6)
+    return [*found, foreign.weights(chunk)]
+
+
+@pytest.mark.parametrize("main", ["adaptive_muon", "soap"])
+@pytest.mark.parametrize("storage", ["fsdp2", "megatron_fsdp"])
+def test_megatrons_trainer_goes_on_with_their_counts(tmp_path, storage, main):
+    for counts, whole, again, found in run_ranks(2, under_megatron, storage, main, tmp_path):
+        assert counts == again == expected(counts, 2, "hidden.weight", "hidden.bias")
+        assert set(counts.values()) == {2, 5}
+        assert far(whole, found)[0] == 0

@@ -1,0 +1,121 @@
+"""fp16: a resumed run has the loss scale of the saved one, and scales on as if not interrupted."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed
+
+from tests.harness import run_ranks
+from tests.harness.scene import forget_megatron
+from tests.unit.storage import full_state
+from tests.unit.storage.full_state import Case, build, differences
+from tests.unit.storage.runs import MOE, PLAIN, SHARDED, gradients
+
+DYNAMIC = {"fp16": True, "initial_loss_scale": 1024.0, "min_loss_scale": 1.0}
+DYNAMIC |= {"loss_scale_window": 2, "hysteresis": 2}
+SMALL = {"layers": 1, "position_embedding": "rope", "dtype": torch.float16}
+EXPERTS = {**MOE, **SMALL}
+
+HISTORIES = {"grown": ("++-+", (2048, 1, 1)), "shrunk": ("+--+", (512, 1, 0))}
+"""Steps with finite (+) and infinite (-) gradients, then the scale and its two counts.
+
+Each number differs from that of a new optimizer: (1024, 0, 2).
+"""
+
+FOLLOWING = "-++-"
+"""Another count in the saved state gives another scale here."""
+
+
+def case_of(storage: str, optimizer: str, model: dict[str, Any], **fields: Any) -> Case:
+    kept = SHARDED if storage == "sharded" else PLAIN
+    return Case(optimizer, model, ddp=kept, config={**kept, **DYNAMIC}, **fields)
+
+
+def stepped(case: Case, chunk: Any, optimizer: Any, signs: str, first: int) -> list[Any]:
+    """Return whether each step was done, and the scale after it."""
+    found = []
+    # without reduce-scatter all ranks have the same gradients
+    is_mine = optimizer.is_sharded <= distributed.get_rank()
+    for number, sign in enumerate(signs, first):
+        gradients(case.run, chunk, optimizer, number)
+        if sign == "-" and is_mine:
+            for buffer in chunk.buffers:
+                buffer.grad_data.fill_(math.inf)
+        done, *_ = optimizer.step()
+        found.append((done, scale_of(optimizer)))
+    return found
+
+
+def scale_of(optimizer: Any) -> tuple[float, int, int]:
+    """Return the loss scale with its counts of finite and of infinite steps."""
+    (scaler,) = {part.grad_scaler for part in optimizer.chained_optimizers}
+    return float(optimizer.get_loss_scale()), scaler._growth_tracker, scaler._hysteresis_tracker
+
+
+def interrupted(case: Case, form: str, folder: Path) -> list[Any]:
+    """Return for each history the scale as saved and as loaded, and what differs at the end."""
+    found = []
+    for name, (signs, _) in HISTORIES.items():
+        place = folder / name
+        place.mkdir(exist_ok=True)
+        chunk, optimizer = build(case)
+        stepped(case, chunk, optimizer, signs, 0)
+        saved = scale_of(optimizer)
+        weights = full_state.write_as(form, case, chunk, optimizer, place)
+        whole = stepped(case, chunk, optimizer, FOLLOWING, 4)
+        state = full_state.full_state(case, chunk, optimizer)
+        forget_megatron()
+        chunk, optimizer = full_state.resume_as(form, case, place, weights)
+        loaded = scale_of(optimizer)
+        again = stepped(case, chunk, optimizer, FOLLOWING, 4)
+        differing = differences(state, full_state.full_state(case, chunk, optimizer))
+        found.append((saved, loaded, whole == again, differing))
+        forget_megatron()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("form", "storage", "optimizer", "model"),
+    [
+        ("state_dict", "replicated", "muon", SMALL),
+        ("state_dict", "sharded", "adam", SMALL),
+        ("rank files", "replicated", "muon", SMALL),
+        ("rank files", "sharded", "muon", EXPERTS),
+        ("fully_reshardable", "replicated", "muon", EXPERTS),
+        ("fully_reshardable", "sharded", "muon", SMALL),
+        ("fully_reshardable", "sharded", "adam", SMALL),
+        ("dp_reshardable", "sharded", "muon", SMALL),
+        ("dp_reshardable", "sharded", "adam", EXPERTS),
+    ],
+)
+def test_a_scale_that_has_changed_goes_on(tmp_path, form, storage, optimizer, model):
+    case = case_of(storage, optimizer, model)
+    for found in run_ranks(2, interrupted, case, form, tmp_path):
+        for (_, expected), (saved, loaded, same, differing) in zip(
+            HISTORIES.values(), found, strict=True
+        ):
+            assert saved == loaded == expected
+            assert same
+            assert not differing
+
+
+def saved_only(case: Case, folder: Path) -> None:
+    chunk, optimizer = build(case)
+    stepped(case, chunk, optimizer, HISTORIES["grown"][0], 0)
+    full_state.write(case, chunk, optimizer, folder)
+
+
+def loaded_only(case: Case, folder: Path) -> tuple[float, int, int]:
+    return scale_of(full_state.resume(case, folder)[1])
+
+
+@pytest.mark.parametrize("storage", ["replicated", "sharded"])
+def test_another_layout_has_it_too(tmp_path, storage):
+    case = case_of(storage, "muon", SMALL)
+    run_ranks(2, saved_only, case, tmp_path)
+    scales = run_ranks(2, loaded_only, replace(case, parallel={"tp": 2}), tmp_path)
+    assert scales == [HISTORIES["grown"][1]] * 2
