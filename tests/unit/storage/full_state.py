@@ -92,14 +92,18 @@ def sharded(case: Case, chunk: Any, optimizer: Any, *, is_loading: bool) -> dict
 
 
 def full_state(case: Case, chunk: Any, optimizer: Any) -> dict[str, Any]:
-    """Return every tensor and object of a checkpoint, whole, on every rank."""
+    """Return every tensor and object of a checkpoint, whole, on every rank.
+
+    Copies that other ranks save (of a replicated parameter, of another instance) must be equal.
+    """
     state = sharded(replace(case, form="fully_reshardable"), chunk, optimizer, is_loading=False)
     apply_factories(state)
-    mine = [
+    held = [
         replace(item, data=item.data.detach().clone()) if isinstance(item, ShardedTensor) else item
         for item in nested_values(state)
-        if isinstance(item, ShardedTensor | ShardedObject) and is_main_replica(item.replica_id)
+        if isinstance(item, ShardedTensor | ShardedObject)
     ]
+    mine = [item for item in held if is_main_replica(item.replica_id)]
     everyones: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(everyones, mine)
     whole: dict[str, Any] = {}
@@ -110,6 +114,9 @@ def full_state(case: Case, chunk: Any, optimizer: Any) -> dict[str, Any]:
         if item.key not in whole:
             whole[item.key] = torch.full(item.global_shape, torch.nan, dtype=item.dtype)
         whole[item.key][item.global_slice()] = item.data
+    for item in held:
+        if isinstance(item, ShardedTensor):
+            assert torch.equal(whole[item.key][item.global_slice()], item.data), item.key
     assert not any(torch.isnan(v).any() for v in whole.values() if isinstance(v, torch.Tensor))
     return {key: value for key, value in whole.items() if "_extra_state" not in key}
 
