@@ -41,11 +41,16 @@ CELLS = {
         "optim": ["muon"],
         "optim_grads": ["muon"],
         "optim_grads_params": ["muon", "normuon", "soap", "adamw"],
+        "no_shard": ["muon", "soap"],
     },
-    "megatron, 4": {"optim_grads_params": ["muon"], "optim_grads_params x 2": ["muon"]},
+    "megatron, 4": {"optim_grads_params": ["muon"]},
+    "megatron's replicas, 4": {
+        "optim x 2": ["muon"],
+        "optim_grads_params x 2": ["muon", "soap"],
+    },
 }
-USUAL = ("torch, 4", "megatron, 2")
-"""Each framework once; the others belong to the long tier."""
+USUAL = ("torch, 4", "megatron, 2", "megatron's replicas, 4")
+"""Each framework once, and what it replicates; the others belong to the long tier."""
 
 
 def train_all(cells):
