@@ -38,7 +38,9 @@ VARIANTS = ALL_VARIANTS | {
 
 
 def variants_of(layout):
-    return ("muon", "normuon", "soap", *(() if is_managed(layout) else ("adamuon", "int8", "fp8")))
+    # of the last two, the noise of rounding and what is drawn follow from the count of steps
+    further = () if is_managed(layout) else ("adamuon", "int8", "fp8", "bf16 momentum", "psgd_pro")
+    return ("muon", "normuon", "soap", *further)
 
 
 def whole_state(model, optimizer):
