@@ -1,5 +1,6 @@
 """The whole state of a run, put together from what its ranks would save."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -94,7 +95,8 @@ def sharded(case: Case, chunk: Any, optimizer: Any, *, is_loading: bool) -> dict
 def full_state(case: Case, chunk: Any, optimizer: Any) -> dict[str, Any]:
     """Return every tensor and object of a checkpoint, whole, on every rank.
 
-    Copies that other ranks save (of a replicated parameter, of another instance) must be equal.
+    One rank writes each element. Other copies (of a replicated parameter, of another instance) must
+    be equal.
     """
     state = sharded(replace(case, form="fully_reshardable"), chunk, optimizer, is_loading=False)
     apply_factories(state)
@@ -107,6 +109,7 @@ def full_state(case: Case, chunk: Any, optimizer: Any) -> dict[str, Any]:
     everyones: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(everyones, mine)
     whole: dict[str, Any] = {}
+    written: Counter[str] = Counter()
     for item in (item for items in everyones for item in items):
         if isinstance(item, ShardedObject):
             whole[item.unique_key] = item.data
@@ -114,6 +117,8 @@ def full_state(case: Case, chunk: Any, optimizer: Any) -> dict[str, Any]:
         if item.key not in whole:
             whole[item.key] = torch.full(item.global_shape, torch.nan, dtype=item.dtype)
         whole[item.key][item.global_slice()] = item.data
+        written[item.key] += item.data.numel()
+    assert all(count == whole[key].numel() for key, count in written.items())
     for item in held:
         if isinstance(item, ShardedTensor):
             assert torch.equal(whole[item.key][item.global_slice()], item.data), item.key
