@@ -138,6 +138,16 @@ CASES = named(
 )
 
 
+UNCHANGED = ("muon_tp_mode", "muon_wave_mb", "muon_team_size", "muon_overlap_step")
+"""Fields that say where and when updates are computed; tests of layouts compare their values."""
+
+
+def test_no_field_of_ours_is_forgotten():
+    tried = {field for case in CASES.values() for field in case.base | case.change}
+    numeric = [name for name in EmergingOptimizerConfig.__annotations__ if "muon_" in name]
+    assert {name for name in numeric if name not in tried} == set(UNCHANGED)
+
+
 def far(ours: Weights, theirs: Weights) -> dict[str, float]:
     """Return the relative distance of each weight."""
     return {
