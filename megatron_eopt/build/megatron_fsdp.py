@@ -106,10 +106,12 @@ def _complete_gradients(params: Iterable[Tensor]) -> None:
 def _compute_with_main_weights(model: Any) -> None:
     """Copy loaded main weights to the weights that the model computes with; collective."""
     model.param_and_grad_buffer.copy_main_weights_to_model_weights()
-    if model.ddp_config.data_parallel_sharding_strategy == "optim_grads_params":
+    strategy = model.ddp_config.data_parallel_sharding_strategy
+    if strategy == "optim_grads_params":
         # releases gathered weights, so that each unit gathers again in the forward pass
         model.synchronize_param_gather()
-    else:
+    elif strategy != "no_shard":
+        # without shards, this would only replace the DTensors, by which state is saved
         model.start_param_sync(force_sync=True)
 
 

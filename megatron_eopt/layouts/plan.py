@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.layouts.assignment import first_uses
@@ -131,18 +132,33 @@ def build_plan(
 
 
 def _check_cover(names: Sequence[str], shapes: Sequence[tuple[int, int]], boxes: Boxes) -> None:
-    """Raise unless each matrix has as many elements as its sources hold, all of them inside it."""
+    """Raise unless the sources of each matrix hold every element once, all of them inside it.
+
+    Element ``(i, j)`` has the weight ``w_i w_j`` with fixed, seemingly random ``w``, so that an
+    element that is held twice does not make up for one that is missing.
+    """
     rows, cols = np.array(shapes, np.int64).reshape(-1, 2).T
     inside = (boxes.row >= 0) & (boxes.bottom <= rows[boxes.matrix])
     inside &= (boxes.column >= 0) & (boxes.right <= cols[boxes.matrix])
-    covered = np.zeros(len(names), np.int64)
-    np.add.at(covered, boxes.matrix, boxes.area * boxes.source * inside)
-    wrong = covered != rows * cols
+    held = boxes.take(inside & (boxes.source == 1))
+    heights = _sum_of_weights(held.bottom) - _sum_of_weights(held.row)
+    widths = _sum_of_weights(held.right) - _sum_of_weights(held.column)
+    covered = np.zeros(len(names), np.uint64)
+    np.add.at(covered, held.matrix, heights * widths)
+    wrong = covered != _sum_of_weights(rows) * _sum_of_weights(cols)
     wrong[boxes.matrix[~inside]] = True
     if wrong.any():
         bad = int(wrong.argmax())
-        rule = f"must hold each element of the {shapes[bad]} matrix once, but has {covered[bad]}"
+        rule = f"must hold each element of the {shapes[bad]} matrix once"
         raise ConfigurationError("layout", names[bad], rule, "Give every element one source rank")
+
+
+def _sum_of_weights(count: Int64Array) -> npt.NDArray[np.uint64]:
+    """Return the sum of the first ``count`` weights modulo 2^64: a hash, which is 0 for 0."""
+    value = count.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    value ^= value >> np.uint64(32)
+    value *= np.uint64(0xD6E8FEB86659FD93)
+    return value ^ value >> np.uint64(29)
 
 
 def _stack(layouts: Sequence[Layout], tensor: Int64Array | int) -> Boxes:

@@ -38,7 +38,9 @@ VARIANTS = ALL_VARIANTS | {
 
 
 def variants_of(layout):
-    return ("muon", "normuon", "soap", *(() if is_managed(layout) else ("adamuon", "int8", "fp8")))
+    # of the last two, the noise of rounding and what is drawn follow from the count of steps
+    further = () if is_managed(layout) else ("adamuon", "int8", "fp8", "bf16 momentum", "psgd_pro")
+    return ("muon", "normuon", "soap", *further)
 
 
 def whole_state(model, optimizer):
@@ -90,7 +92,11 @@ def load(folder, layout, trained):
     return results
 
 
-SAVED = {"torch": ("fsdp", 4), "megatron": ("optim_grads_params", 2)}
+SAVED = {
+    "torch": ("fsdp", 4),
+    "megatron": ("optim_grads_params", 2),
+    "megatron's replicas": ("optim_grads_params x 2", 4),
+}
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +111,13 @@ def saved(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("framework", "layout", "world"),
-    [("torch", "plain", 1), ("torch", "fsdp", 2), ("megatron", "optim", 2)],
+    [
+        ("torch", "plain", 1),
+        ("torch", "fsdp", 2),
+        ("megatron", "optim", 2),
+        ("megatron", "optim_grads_params x 2", 4),
+        ("megatron's replicas", "no_shard", 2),
+    ],
 )
 def test_state_loads_bit_equal_at_other_layouts(saved, framework, layout, world):
     folder, by_rank = saved[framework]
@@ -125,7 +137,7 @@ def test_state_loads_bit_equal_at_other_layouts(saved, framework, layout, world)
                 assert torch.equal(torch.as_tensor(found[key]), torch.as_tensor(value)), (name, key)
             assert far(after, then)[0] < 2e-6, name
     keys = by_rank[0]["soap"][0].keys()
-    prefix = "module." if framework == "megatron" else ""
+    prefix = "" if framework == "torch" else "module."
     state = ("up.weight.gate/L", "up.weight.up/Q_R", "down.weight.exp_avg_sq")
     assert {prefix + key for key in state} <= keys
 

@@ -23,6 +23,7 @@ VARIANTS = {
     "normuon": config("adaptive_muon", adaptive_muon_moment2_method="normuon"),
     "namo": config("adaptive_muon", adaptive_muon_moment2_method="namo"),
     "soap": config("soap"),
+    "bf16 momentum": config(muon_momentum_dtype="bf16"),
     # these differ from those in nothing that the meshes have to do with
     "distributed": config(muon_tp_mode="distributed"),
     "adamuon": config("adaptive_muon", adaptive_muon_moment2_method="adamuon"),
@@ -31,7 +32,7 @@ VARIANTS = {
     "scion": config("scion"),
     "psgd_pro": config("psgd_pro"),
 }
-MAIN = list(VARIANTS)[:4]
+MAIN = list(VARIANTS)[:5]
 
 # what one start of the ranks does: layouts with their optimizers
 CELLS = {
@@ -41,11 +42,16 @@ CELLS = {
         "optim": ["muon"],
         "optim_grads": ["muon"],
         "optim_grads_params": ["muon", "normuon", "soap", "adamw"],
+        "no_shard": ["muon", "soap"],
     },
-    "megatron, 4": {"optim_grads_params": ["muon"], "optim_grads_params x 2": ["muon"]},
+    "megatron, 4": {"optim_grads_params": ["muon"]},
+    "megatron's replicas, 4": {
+        "optim x 2": ["muon"],
+        "optim_grads_params x 2": ["bf16 momentum", "soap"],
+    },
 }
-USUAL = ("torch, 4", "megatron, 2")
-"""Each framework once; the others belong to the long tier."""
+USUAL = ("torch, 4", "megatron, 2", "megatron's replicas, 4")
+"""Each framework once, and what it replicates; the others belong to the long tier."""
 
 
 def train_all(cells):

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.layouts import Layout, Matrix, build_plan
+from megatron_eopt.layouts.boxes import Boxes
 from tests.unit.layouts.strategies import check, computed, full_matrix, store, stored
 
 SHAPES = st.tuples(st.integers(1, 9), st.integers(1, 9))
@@ -22,6 +23,59 @@ def test_random_layouts_are_complete_and_a_missing_box_is_noticed(data, shape, r
     rest = Layout(shape, layout.boxes.take(np.arange(len(layout.boxes)) != lost))
     with pytest.raises(ConfigurationError, match=r"layout='w \(storage\)'.*hold each element"):
         build_plan([Matrix("w", rest, Layout.whole(shape, 0))], [[0]], rank=0, world_size=2 * ranks)
+
+
+WHOLE = Layout.whole((6, 4), 0)
+
+
+def moved(**places: int) -> Boxes:
+    """Return both halves of the rows of a 6 x 4 matrix, the second one at another place."""
+    second = {"row": 3, "column": 0, "height": 3, "width": 4} | places
+    return Boxes.make(
+        rank=[0, 1],
+        corner=([0, second["row"]], [0, second["column"]]),
+        size=([3, second["height"]], [4, second["width"]]),
+        offset=0,
+        stride=4,
+    )
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        {"row": 2},  # one row twice, the last one never
+        {"row": 0},  # the first half twice
+        {"row": 2, "height": 4},  # all, and one row twice
+        {"row": 2, "column": 2, "height": 6, "width": 2},  # as many elements as it should have
+        {"row": 4},
+        {"row": -1},
+        {"column": 1},
+        {"width": 3},
+        {"height": 2},
+    ],
+)
+@pytest.mark.parametrize("which", ["storage", "compute"])
+def test_what_covers_a_matrix_in_part_or_twice_is_refused(places, which):
+    faulty = Layout((6, 4), moved(**places))
+    pair = (faulty, WHOLE) if which == "storage" else (WHOLE, faulty)
+    with pytest.raises(ConfigurationError, match=rf"layout='w \({which}\)'.*each element"):
+        build_plan([Matrix("w", *pair)], [[0]], rank=0, world_size=2)
+    build_plan([Matrix("w", Layout((6, 4), moved()), WHOLE)], [[0]], rank=0, world_size=2)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), SHAPES, st.integers(1, 4))
+def test_a_box_that_is_a_source_twice_is_noticed_even_if_another_is_missing(data, shape, ranks):
+    layout = data.draw(stored(shape, ranks))
+    sources = np.flatnonzero(layout.boxes.source).tolist()
+    twice = data.draw(st.sampled_from(sources))
+    lost = data.draw(st.sampled_from([None, *(box for box in sources if box != twice)]))
+    kept = [box for box in range(len(layout.boxes)) if box != lost]
+    faulty = Layout(shape, layout.boxes.take(np.array([*kept, twice])))
+    with pytest.raises(ConfigurationError, match="hold each element"):
+        build_plan(
+            [Matrix("w", faulty, Layout.whole(shape, 0))], [[0]], rank=0, world_size=2 * ranks
+        )
 
 
 @settings(max_examples=40, deadline=None)

@@ -8,21 +8,36 @@ import torch
 
 from tests.harness import run_ranks
 from tests.unit.megatron_fsdp.runs import train, train_all, train_in_ddp
-from tests.unit.storage.runs import DENSE, MOE, Result, Run, check_steps, deviation
+from tests.unit.storage.runs import (
+    DENSE,
+    INSTANCES,
+    MOE,
+    SHARED_EXPERTS,
+    Result,
+    Run,
+    check_steps,
+    deviation,
+)
 
 STEPS = 10
 # per step an update rounds to about 1e-7 of its size: 3e-7 were the most that was seen
 TOLERANCE = 1e-6
 
-OPTIM, GRADS = ({"data_parallel_sharding_strategy": name} for name in ("optim", "optim_grads"))
-HSDP = {"parallel": {"optimizer_instances": 2}, "ddp": {"num_distributed_optimizer_instances": 2}}
+OPTIM, GRADS, NO_SHARD = (
+    {"data_parallel_sharding_strategy": name} for name in ("optim", "optim_grads", "no_shard")
+)
 LAYOUTS = {
     "optim, dp 2": (2, Run(ddp=OPTIM)),
     "optim_grads, dp 2": (2, Run(ddp=GRADS)),
     "dp 2": (2, Run()),
     "tp 2 x dp 2": (4, Run(parallel={"tp": 2})),
-    "hsdp 2 x 2": (4, Run(**HSDP)),
+    # replicas of shards, of whole parameters, and of what tensor parallelism cuts or replicates
+    "hsdp 2 x 2": (4, Run(**INSTANCES)),
+    "hsdp 2 x tp 2": (4, Run(parallel={"optimizer_instances": 2, "tp": 2}, ddp=INSTANCES["ddp"])),
+    "no_shard, tp 2 x dp 2": (4, Run(parallel={"tp": 2}, ddp=NO_SHARD)),
     "moe, ep 2 x edp 2": (4, Run(model=MOE, parallel={"ep": 2})),
+    "shared experts, tp 2": (2, Run(model=SHARED_EXPERTS, parallel={"tp": 2, "etp": 1})),
+    "shared experts, expert tp 2": (2, Run(model=SHARED_EXPERTS, parallel={"etp": 2})),
     "bf16, dp 2": (2, Run(model={**DENSE, "dtype": torch.bfloat16}, config={"bf16": True})),
 }
 
@@ -34,6 +49,13 @@ def reference(kind: str) -> Result:
     return run_ranks(1, train_in_ddp, Run(model=run.model, config=run.config, steps=STEPS))[0]
 
 
+ALONE = {
+    "moe": "moe, ep 2 x edp 2",
+    "shared experts": "shared experts, tp 2",
+    "bf16": "bf16, dp 2",
+}
+"""A layout for each other model or dtype, by the first word of its layouts."""
+
 LONG = ("optim_grads, dp 2", "dp 2")
 
 
@@ -43,7 +65,7 @@ LONG = ("optim_grads, dp 2", "dp 2")
 def test_weights_norm_and_zeros_equal_one_process(layout):
     world, run = LAYOUTS[layout]
     kind = layout.split(",")[0]
-    expected = reference({"moe": "moe, ep 2 x edp 2", "bf16": "bf16, dp 2"}.get(kind, "dp 2"))
+    expected = reference(ALONE.get(kind, "dp 2"))
     results = run_ranks(world, train, replace(run, steps=STEPS))
     assert deviation(results, expected) < TOLERANCE
     check_steps(results, expected, has_copies="tp" in run.parallel)

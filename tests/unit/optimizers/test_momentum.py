@@ -71,6 +71,50 @@ def test_blocks_that_lie_whole_on_one_rank_are_not_spoken_about(monkeypatch):
     kept(shard, torch.randn(64 * 6), "int8")
 
 
+def rounded_up(fraction, steps):
+    """Return which entries of equal gradients are rounded up in each step, ``(steps, 6, 640)``.
+
+    Two parameters are one matrix each, one is fused of several, and one has two experts. Without
+    momentum, the state is the rounded gradient.
+    """
+    shapes = {"a": (16, 40), "b": (16, 40), "fused": FUSED.shape, "experts": (2, 16, 40)}
+    params = {name: torch.nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()}
+    splits = {param: FUSED if name == "fused" else None for name, param in params.items()}
+    optimizer = TensorParallelMuon(
+        list(params.items()), momentum=0.0, momentum_dtype="bf16", splits=splits
+    )
+    found = []
+    for _ in range(steps):
+        for param in params.values():
+            # between two neighbours, whose distance is 2^-7
+            param.grad = torch.full_like(param, 1 + fraction * 2.0**-7)
+        optimizer.step()
+        kept = [optimizer.state[param]["momentum_buffer"].float() for param in params.values()]
+        assert all(set(momentum.unique().tolist()) == {1.0, 1 + 2.0**-7} for momentum in kept)
+        found.append(torch.cat([momentum.reshape(-1, 640) for momentum in kept]) > 1)
+    return torch.stack(found).double()
+
+
+def test_noise_differs_between_steps_parameters_matrices_rows_and_columns():
+    found = rounded_up(0.5, steps=8)
+    for patterns in (
+        found.reshape(-1, 640),  # each 16 rows of a parameter, in each step
+        found.view(8 * 6, 16, 40).transpose(0, 1).reshape(16, -1),
+        found.view(8 * 6 * 16, 40).T,
+    ):
+        noise = torch.corrcoef(patterns)[~torch.eye(len(patterns), dtype=torch.bool)]
+        # a correlation of independent entries has this standard deviation
+        assert noise.abs().max() < 6 / patterns.shape[1] ** 0.5
+
+
+def test_what_is_lost_by_rounding_is_made_up_for_over_the_steps():
+    steps, fraction = 64, 0.3
+    found = rounded_up(fraction, steps)
+    deviation = (fraction * (1 - fraction)) ** 0.5
+    assert abs(found.mean() - fraction) < 6 * deviation / found.numel() ** 0.5
+    assert (found.mean(0) - fraction).abs().max() < 6 * deviation / steps**0.5
+
+
 def trained(cls, dtype, steps, *, loaded=None):
     params = [parameter(12, 20), parameter(40, 70)]
     optimizer = cls(params, 0.02, fp32_matmul_prec="highest", momentum_dtype=dtype)

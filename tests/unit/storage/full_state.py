@@ -1,5 +1,6 @@
 """The whole state of a run, put together from what its ranks would save."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -95,17 +96,23 @@ def sharded(case: Case, chunk: Any, optimizer: Any, *, is_loading: bool) -> dict
 
 
 def full_state(case: Case, chunk: Any, optimizer: Any) -> dict[str, Any]:
-    """Return every tensor and object of a checkpoint, whole, on every rank."""
+    """Return every tensor and object of a checkpoint, whole, on every rank.
+
+    One rank writes each element. Other copies (of a replicated parameter, of another instance) must
+    be equal.
+    """
     state = sharded(replace(case, form="fully_reshardable"), chunk, optimizer, is_loading=False)
     apply_factories(state)
-    mine = [
+    held = [
         replace(item, data=item.data.detach().clone()) if isinstance(item, ShardedTensor) else item
         for item in nested_values(state)
-        if isinstance(item, ShardedTensor | ShardedObject) and is_main_replica(item.replica_id)
+        if isinstance(item, ShardedTensor | ShardedObject)
     ]
+    mine = [item for item in held if is_main_replica(item.replica_id)]
     everyones: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(everyones, mine)
     whole: dict[str, Any] = {}
+    written: Counter[str] = Counter()
     for item in (item for items in everyones for item in items):
         if isinstance(item, ShardedObject):
             whole[item.unique_key] = item.data
@@ -113,6 +120,12 @@ def full_state(case: Case, chunk: Any, optimizer: Any) -> dict[str, Any]:
         if item.key not in whole:
             whole[item.key] = torch.full(item.global_shape, torch.nan, dtype=item.dtype)
         whole[item.key][item.global_slice()] = item.data
+        written[item.key] += item.data.numel()
+    assert all(count == whole[key].numel() for key, count in written.items())
+    # with overlap_param_gather, the model's weights are gathered in the next forward pass
+    for item in () if chunk.ddp_config.overlap_param_gather else held:
+        if isinstance(item, ShardedTensor):
+            assert torch.equal(whole[item.key][item.global_slice()], item.data), item.key
     assert not any(torch.isnan(v).any() for v in whole.values() if isinstance(v, torch.Tensor))
     return {key: value for key, value in whole.items() if "_extra_state" not in key}
 

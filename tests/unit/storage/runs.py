@@ -23,11 +23,17 @@ from tests.harness.models import tiny_gpt, wrap_ddp
 
 DENSE = {"query_groups": 2, "gated": True, "heads": 4, "bias": True}
 MOE = {"query_groups": 4, "heads": 4, "experts": 4, "moe_grouped_gemm": False}
+SHARED_EXPERTS = {**MOE, "gated": True, "moe_shared_expert_intermediate_size": 24}
 BF16 = {"model": DENSE | {"dtype": torch.bfloat16}, "config": {"bf16": True}}
 FP16 = {"fp16": True, "initial_loss_scale": 1024.0, "min_loss_scale": 1.0}
 FP16 |= {"loss_scale_window": 2, "hysteresis": 1}
 SHARDED, PLAIN = ({"use_distributed_optimizer": value} for value in (True, False))
 REPLICATED: dict[str, Any] = {"ddp": PLAIN, "config": PLAIN}
+INSTANCES: dict[str, Any] = {
+    "parallel": {"optimizer_instances": 2},
+    "ddp": {"num_distributed_optimizer_instances": 2},
+}
+"""Two instances of the distributed optimizer: each has all state, as in HSDP."""
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 NORMUON = {"adaptive_muon_moment2_method": "normuon"}
 

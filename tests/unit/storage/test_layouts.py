@@ -9,12 +9,17 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import assert_same
-from tests.unit.storage.runs import DENSE, MOE, Result, Run, check_steps, deviation, train
-
-INSTANCES = {
-    "parallel": {"optimizer_instances": 2},
-    "ddp": {"num_distributed_optimizer_instances": 2},
-}
+from tests.unit.storage.runs import (
+    DENSE,
+    INSTANCES,
+    MOE,
+    SHARED_EXPERTS,
+    Result,
+    Run,
+    check_steps,
+    deviation,
+    train,
+)
 
 # One process of megatron-core's plain Muon is the reference. Per step an update rounds to about
 # 1e-7 of its size, and Newton-Schulz in float32 amplifies differences of the clipped gradients
@@ -39,14 +44,29 @@ LAYOUTS = {
         4,
         Run(model=MOE, parallel={"ep": 2, "optimizer_instances": 2}, ddp=INSTANCES["ddp"]),
     ),
+    # tensor parallelism of the experts only, or of all other layers, the shared expert among them
+    "shared experts, dp 4, expert tp 2": (4, Run(model=SHARED_EXPERTS, parallel={"etp": 2})),
+    "shared experts, tp 2": (2, Run(model=SHARED_EXPERTS, parallel={"tp": 2, "etp": 1})),
+    "shared experts, tp 2, two instances": (
+        4,
+        Run(
+            model=SHARED_EXPERTS,
+            parallel={"tp": 2, "etp": 1, "optimizer_instances": 2},
+            ddp=INSTANCES["ddp"],
+        ),
+    ),
 }
 
 
+MODELS = {"dense": DENSE, "moe": MOE, "shared experts": SHARED_EXPERTS}
+
+
 @functools.cache
-def reference(is_moe: bool, muon: str = "") -> Result:
+def reference(model: str = "dense", muon: str = "") -> Result:
     # stock has no way to give Muon some matrices only
-    optimizer, model = "layer_wise" if muon else "stock", MOE if is_moe else DENSE
-    return run_ranks(1, train, Run(optimizer=optimizer, model=model, muon=muon, steps=STEPS))[0]
+    optimizer = "layer_wise" if muon else "stock"
+    run = Run(optimizer=optimizer, model=MODELS[model], muon=muon, steps=STEPS)
+    return run_ranks(1, train, run)[0]
 
 
 LARGE = "moe, expert tp 2 x ep 2 x edp 2"
@@ -57,7 +77,8 @@ def test_weights_norm_and_zeros_equal_one_stock_process(layout):
     large = 8, Run(model=MOE, parallel={"tp": 2, "ep": 2, "etp": 2})
     world, run = large if layout == LARGE else LAYOUTS[layout]
     run = replace(run, steps=STEPS)
-    expected = reference("experts" in run.model, run.muon)
+    model = next(name for name, sizes in MODELS.items() if sizes == run.model)
+    expected = reference(model, run.muon)
     results = run_ranks(world, train, run)
     assert deviation(results, expected) < TOLERANCE
     check_steps(results, expected)
@@ -65,7 +86,7 @@ def test_weights_norm_and_zeros_equal_one_stock_process(layout):
 
 def test_the_reference_moves_every_weight():
     start = run_ranks(1, train, Run(optimizer="stock", steps=0))[0]
-    for name, (_, weight) in reference(False).weights.items():
+    for name, (_, weight) in reference().weights.items():
         assert (weight - start.weights[name][1]).norm() > 0.01 * weight.norm(), name
 
 
@@ -90,17 +111,18 @@ def test_a_callers_collection_serves_as_megatrons_own_groups():
         assert_same(b.tensors, a.tensors)
 
 
-def test_blockwise_orthogonalizes_each_slab():
+@pytest.mark.parametrize(
+    ("model", "parallel"), [("dense", {"tp": 2}), ("shared experts", {"etp": 2})]
+)
+def test_blockwise_orthogonalizes_each_slab(model, parallel):
     """As stock does with this mode: another update, but the same one."""
-    run = Run(parallel={"tp": 2}, config={"muon_tp_mode": "blockwise"}, steps=STEPS)
+    blockwise = {"muon_tp_mode": "blockwise"}
+    run = Run(model=MODELS[model], parallel=parallel, config=blockwise, steps=STEPS)
     stock = run_ranks(2, train, replace(run, optimizer="stock"))
     ours = run_ranks(4, train, run)
-    by_slab = {
-        result.weights["embedding.word_embeddings.weight"][0].part: result for result in stock
-    }
     for result in ours:
-        part = result.weights["embedding.word_embeddings.weight"][0].part
-        for name, (_, weight) in result.weights.items():
-            expected = by_slab[part].weights[name][1]
+        for name, (slab, weight) in result.weights.items():
+            its = (other.weights[name] for other in stock)
+            expected = next(values for where, values in its if where.part == slab.part)
             assert (weight - expected).norm() < TOLERANCE * expected.norm(), name
-    assert deviation(ours, reference(False)) > 0.01
+    assert deviation(ours, reference(model)) > 0.01

@@ -1,14 +1,37 @@
 """What is saved at one layout loads at any other, bit by bit: weights, main weights, all state."""
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from megatron_eopt import checkpoints
 from tests.harness import run_ranks
-from tests.unit.storage.full_state import Case, differences, interrupted, load, save
-from tests.unit.storage.runs import DENSE, MOE, NORMUON, PLAIN, REPLICATED
+from tests.harness.scene import forget_megatron
+from tests.unit.storage.full_state import (
+    Case,
+    build,
+    differences,
+    full_state,
+    interrupted,
+    load,
+    resume,
+    save,
+    steps,
+    write,
+)
+from tests.unit.storage.runs import (
+    DENSE,
+    INSTANCES,
+    MOE,
+    NORMUON,
+    PLAIN,
+    REPLICATED,
+    SHARED_EXPERTS,
+)
+from tests.unit.storage.test_layouts import TOLERANCE
 
 BF16 = {**DENSE, "query_groups": 4, "dtype": torch.bfloat16}
 MATCHED = (0, checkpoints.load)
@@ -72,6 +95,92 @@ def test_other_layouts_load_it(saved, name, world, parallel):
     check(states, run_ranks(world, load, cases, folder, timeout=300)[0], cases)
 
 
+ONE_LAYER = {**SHARED_EXPERTS, "layers": 1}
+EXACT = {"muon_fp32_matmul_prec": "highest", "clip_grad": 0.0}
+BF16_MOMENTUM = EXACT | {"muon_momentum_dtype": "bf16"}
+ROUNDS: dict[str, tuple[list[Case], list[tuple[int, dict[str, Any]]]]] = {
+    "sharded": (
+        [
+            Case("muon", ONE_LAYER, config=EXACT),
+            Case("muon", ONE_LAYER, config=BF16_MOMENTUM),
+            Case("adam", ONE_LAYER, config=EXACT),
+            Case("psgd_pro", ONE_LAYER, config=EXACT),
+        ],
+        [
+            (2, {"parallel": {"tp": 2, "etp": 1}}),
+            (4, INSTANCES),
+            (2, {"parallel": {"etp": 2}}),
+        ],
+    ),
+    "replicated": (
+        [
+            Case("muon", ONE_LAYER, ddp=PLAIN, config=PLAIN | EXACT),
+            Case("muon", ONE_LAYER, ddp=PLAIN, config=PLAIN | BF16_MOMENTUM),
+        ],
+        [
+            (2, {"parallel": {"etp": 2}}),
+            (2, {"parallel": {"tp": 2, "etp": 1}}),
+        ],
+    ),
+}
+"""Runs, and the layouts through which each of them goes on: how many ranks, and their fields."""
+
+
+def whole_run(cases: list[Case], folder: str, count: int) -> list[dict[str, Any]]:
+    """Save each run after two steps; return the whole states after ``count`` steps."""
+    states = []
+    for number, case in enumerate(cases):
+        chunk, optimizer = build(case)
+        steps(case, chunk, optimizer, 0, 2)
+        write(case, chunk, optimizer, Path(folder, str(number)))
+        steps(case, chunk, optimizer, 2, count)
+        states.append(full_state(case, chunk, optimizer))
+        forget_megatron()
+    return states
+
+
+def one_further(
+    cases: list[Case], before: str, after: str, step: int
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Load each run, do a step, and save it; return the whole states as loaded and as saved."""
+    loaded, saved = [], []
+    for number, case in enumerate(cases):
+        chunk, optimizer = resume(case, Path(before, str(number)))
+        loaded.append(full_state(case, chunk, optimizer))
+        steps(case, chunk, optimizer, step, step + 1)
+        write(case, chunk, optimizer, Path(after, str(number)))
+        saved.append(full_state(case, chunk, optimizer))
+        forget_megatron()
+    return loaded, saved
+
+
+@pytest.mark.parametrize("name", ROUNDS)
+def test_a_run_that_changes_its_layout_after_every_step_equals_one_process(tmp_path, name):
+    """Loaded are the bits that were saved; noise of rounding and draws follow from the run."""
+    cases, layouts = ROUNDS[name]
+    folders = [str(tmp_path / str(number)) for number in range(len(layouts) + 1)]
+    for folder in folders:
+        Path(folder).mkdir()
+    expected = run_ranks(1, whole_run, cases, folders[0], 2 + len(layouts))[0]
+    saved: list[dict[str, Any]] = []
+    for place, (world, fields) in enumerate(layouts):
+        own = [replace(case, **fields) for case in cases]
+        loaded, after = run_ranks(
+            world, one_further, own, *folders[place : place + 2], 2 + place, timeout=300
+        )[0]
+        if saved:
+            check(saved, loaded, own)
+        saved = after
+    for case, state, other in zip(cases, saved, expected, strict=True):
+        momenta = [key for key in other if "momentum_buffer" in key]
+        assert len(momenta) >= 4 or case.optimizer != "muon"
+        assert not differences({k: state[k] for k in momenta}, {k: other[k] for k in momenta})
+        for key, value in other.items():
+            if isinstance(value, torch.Tensor):
+                far = float((state[key] - value).norm() / value.norm().clamp(min=1e-30))
+                assert far < TOLERANCE, (case, key)
+
+
 def test_layers_apart(tmp_path):
     folder = str(tmp_path)
     saved = run_ranks(2, save, APART, folder)[0]
@@ -112,6 +221,9 @@ def test_padded_buckets(tmp_path, ranks):
     padding = {"overlap_grad_reduce": True, "bucket_size": 3000}
     padding |= {"pad_buckets_for_high_nccl_busbw": ranks == 2}
     cases = [Case(name, ddp=padding, form=form) for name in ("muon", "adam") for form in forms]
+    if ranks == 2:
+        # each has all buckets, which one of them saves
+        cases.append(Case("adam", **INSTANCES, form="dp_reshardable"))
     saved = run_ranks(ranks, save, cases, str(tmp_path), timeout=300)[0]
     # by parameter the padding of buckets does not show, by bucket it does
     check(saved, run_ranks(ranks, load, cases, str(tmp_path), timeout=300)[0], cases)
