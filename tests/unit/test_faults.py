@@ -9,4 +9,4 @@ from tests.faults import ROOT, faults
 def test_a_fault_can_be_put_in(fault):
     text = (ROOT / fault.file).read_text()
     assert fault.applied(text) != text
-    assert all((ROOT / place).exists() for place in fault.tests)
+    assert all((ROOT / place.partition("::")[0]).exists() for place in fault.tests)
