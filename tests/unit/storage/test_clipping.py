@@ -10,7 +10,7 @@ from megatron_eopt import get_megatron_optimizer
 from megatron_eopt.settings.config import EmergingOptimizerConfig
 from megatron_eopt.storage.interface import named_gradients
 from tests.harness import run_ranks
-from tests.unit.storage.runs import Run, inject, make_chunk, make_optimizer
+from tests.unit.storage.runs import MOE, Run, inject, make_chunk, make_optimizer
 
 
 def gradients(exempt: bool, by_hand: bool = False) -> dict[str, Any]:
@@ -91,3 +91,21 @@ def test_what_has_a_norm_of_its_own_is_clipped_by_it(storage):
     parts = ranks if storage == "sharded" else ranks[:1]
     for own in (True, False):
         assert sum(squares[own] for squares in parts) == pytest.approx(1, rel=1e-5)
+
+
+def norm_of(storage: str, parallel: dict[str, int]) -> float:
+    """Return the gradient norm of a model with experts."""
+    sharded = storage == "sharded"
+    run = Run(model=MOE, parallel=parallel, ddp={"use_distributed_optimizer": sharded})
+    chunk = make_chunk(run)
+    config = EmergingOptimizerConfig(optimizer="muon", lr=0.01, use_distributed_optimizer=sharded)
+    optimizer = get_megatron_optimizer(config, [chunk])
+    inject(run, chunk, 0)
+    return float(optimizer.step()[1])
+
+
+@pytest.mark.parametrize("storage", ["sharded", "replicated"])
+@pytest.mark.parametrize("parallel", [{"ep": 2}, {"tp": 2, "etp": 1, "ep": 2}], ids=str)
+def test_the_norm_counts_every_expert_once(storage, parallel):
+    (expected,) = run_ranks(1, norm_of, "replicated", {})
+    assert run_ranks(2, norm_of, storage, parallel) == pytest.approx([expected] * 2, rel=1e-5)

@@ -179,8 +179,8 @@ def values(chunk: Any, optimizer: Any) -> list[torch.Tensor]:
     return [tensor for tensor in snapshot(chunk, optimizer) if tensor.is_floating_point()]
 
 
-def read_late(late: bool, fields: dict[str, Any], storage: bool) -> dict[str, Any]:
-    """Step with good gradients, with clipped ones, with nan, and with good ones again."""
+def read_late(late: bool, fields: dict[str, Any], storage: bool, bad: float) -> dict[str, Any]:
+    """Step with good gradients, with clipped ones, with a bad one, and with good ones again."""
     run = Run(**fields, ddp={"use_distributed_optimizer": storage})
     chunk = make_chunk(run)
     config = EmergingOptimizerConfig(
@@ -195,7 +195,7 @@ def read_late(late: bool, fields: dict[str, Any], storage: bool) -> dict[str, An
         before = values(chunk, optimizer)
         try:
             if step == 2:
-                poison(chunk, optimizer, NORM, math.nan)
+                poison(chunk, optimizer, NORM, bad)
                 optimizer.step()
                 found["kept"] = equal(before, values(chunk, optimizer))
                 # a training loop drops gradients and makes others before it steps again
@@ -222,13 +222,36 @@ LATE: dict[str, tuple[bool, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", LATE)
-def test_a_host_that_reads_the_norm_a_step_later_sees_the_same(case):
+@pytest.mark.parametrize(
+    ("case", "bad"), [*((case, math.nan) for case in LATE), ("sharded, fp32", math.inf)]
+)
+def test_a_host_that_reads_the_norm_a_step_later_sees_the_same(case, bad):
     storage, fields = LATE[case]
-    early = run_ranks(2, read_late, False, fields, storage)
-    for expected, found in zip(early, run_ranks(2, read_late, True, fields, storage), strict=True):
+    early = run_ranks(2, read_late, False, fields, storage, bad)
+    late = run_ranks(2, read_late, True, fields, storage, bad)
+    for expected, found in zip(early, late, strict=True):
         assert found["kept"]
         assert found["names"] == expected["names"] == [NORM]
         assert all(isinstance(norm, torch.Tensor) for norm in found["norms"])
         assert list(map(float, found["norms"])) == expected["norms"]
         assert equal(found["end"], expected["end"])
+
+
+def above_the_threshold(late: bool) -> tuple[bool, bool]:
+    """Return whether a step with a large norm was done, and whether it changed nothing."""
+    run = Run(ddp={"use_distributed_optimizer": True})
+    chunk = make_chunk(run)
+    config = EmergingOptimizerConfig(
+        optimizer="muon", lr=0.01, use_distributed_optimizer=True, grad_norm_skip_threshold=1e-3
+    )
+    optimizer = megatron_eopt.get_megatron_optimizer(config, [chunk])
+    optimizer.reads_norms_late = late
+    gradients(run, chunk, optimizer, 0)
+    before = values(chunk, optimizer)
+    done, *_ = optimizer.step()
+    return done, equal(before, values(chunk, optimizer))
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_steps_above_the_threshold_are_skipped_whenever_the_host_reads_norms(late):
+    assert run_ranks(2, above_the_threshold, late) == [(False, True)] * 2
