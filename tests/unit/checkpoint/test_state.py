@@ -22,6 +22,7 @@ from tests.harness.scene import forget_megatron
 from tests.unit.storage.full_state import (
     Case,
     build,
+    counts_of,
     full_state,
     resume,
     save_one,
@@ -294,3 +295,46 @@ def test_how_torch_computes_is_not_a_matter_of_checkpoints():
     ours = {GROUP_ID: "adam", "fused": True, "capturable": False, "eps": 1e-8}
     adopt(ours, [{GROUP_ID: "adam", "fused": None, "capturable": True, "eps": 1e-6}])
     assert ours == {GROUP_ID: "adam", "fused": True, "capturable": False, "eps": 1e-6}
+
+
+def without_a_value(case: Case, folder: str) -> str:
+    """Load what lacks one requested value, as after a load that skips missing keys."""
+
+    def read(state: Any, folder: str) -> Any:
+        loaded = dist_checkpointing.load(state, folder)
+        values = loaded["optimizer"]["param_state"]["values"]
+        values.pop(max(values, key=int))
+        return loaded
+
+    with pytest.raises(ConfigurationError) as error:
+        resume(case, folder, read)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("ddp", [PLAIN, {}], ids=["plain", "sharded"])
+def test_state_that_was_asked_for_and_not_loaded_is_named(tmp_path, ddp):
+    case = Case("muon", DENSE, ddp=ddp)
+    run_ranks(1, save_one, case, str(tmp_path))
+    (said,) = run_ranks(1, without_a_value, case, str(tmp_path))
+    assert "must hold this state of the optimizer, but does not" in said
+
+
+def counts_with_maxima(case: Case, folder: str) -> set[int]:
+    def keep_maxima(optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            group["amsgrad"] = True
+
+    chunk, optimizer = resume(case, folder, adjust=keep_maxima)
+    assert {"max_exp_avg_sq"} <= {key for m in optimizer.steppers for key in kinds_of(m)}
+    return set(counts_of(chunk, optimizer).values())
+
+
+def kinds_of(member: Any) -> set[str]:
+    return {key for state in member.storage.optimizer.state.values() for key in state}
+
+
+def test_a_maximum_that_starts_fresh_leaves_the_count_of_steps(tmp_path):
+    case = Case("adam", config={"checkpoint_fresh_state": ("max_exp_avg_sq",)}, ddp=PLAIN)
+    case = replace(case, config=case.config | PLAIN)
+    run_ranks(1, save_one, case, str(tmp_path))
+    assert run_ranks(1, counts_with_maxima, case, str(tmp_path)) == [{2}]
