@@ -28,6 +28,7 @@ def in_few_bits(storage: dict[str, bool], *dtypes: str) -> list[Case]:
 CASES = {
     "plain, fp32": (1, [plain(name) for name in optimizer_names()]),
     "plain, bf16": (1, IN_BF16),
+    "muon in bf16": (1, IN_BF16[:1]),
     "two ranks": (
         2,
         [
@@ -75,6 +76,37 @@ def gone_on(cases: list[Case], folder: str) -> None:
 def test_state_continues(tmp_path, name):
     ranks, cases = CASES[name]
     run_ranks(ranks, gone_on, cases, str(tmp_path), timeout=300)
+
+
+def _momenta(case: Case, state: Any = None) -> tuple[dict[str, torch.Tensor], Any]:
+    """Return the momenta after two steps, or after a load, and the state dict."""
+    chunk, optimizer = build(case)
+    if state is None:
+        steps(case, chunk, optimizer, 0, 2)
+    else:
+        optimizer.load_state_dict(state)
+    name_of = {param: name for name, param in chunk.named_parameters()}
+    found = {
+        name_of[item.param]: member.storage.optimizer.state[item.main]["momentum_buffer"].clone()
+        for member in optimizer.steppers[:1]
+        for item in member.storage.stored()
+    }
+    return found, optimizer.state_dict()
+
+
+def _sums_and_means() -> tuple[float, list[tuple[torch.Tensor, torch.Tensor]]]:
+    sums, state = _momenta(plain("oblique_sgd"))
+    momentum = state[0]["param_groups"][0]["momentum"]
+    means, _ = _momenta(plain("muon"), state)
+    return momentum, [(sums[name], means[name]) for name in means]
+
+
+def test_sums_of_gradients_become_means():
+    ((momentum, pairs),) = run_ranks(1, _sums_and_means)
+    assert momentum > 0
+    assert len(pairs) > 3
+    for total, mean in pairs:
+        torch.testing.assert_close(mean, total * (1 - momentum))
 
 
 def _refusals() -> None:
