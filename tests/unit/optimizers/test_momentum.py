@@ -115,6 +115,15 @@ def test_what_is_lost_by_rounding_is_made_up_for_over_the_steps():
     assert (found.mean(0) - fraction).abs().max() < 6 * deviation / steps**0.5
 
 
+def test_what_is_loaded_is_rounded_to_the_nearest():
+    (shard,) = (StoredParameter("w", whole((8, 40)), -1, 1, (Fragment(0, 0, 320),)).shard(None),)
+    exact = parameter(8, 40).detach().view(1, -1)
+    momentum, state = RoundedMomentum("bf16", [shard], "cpu"), {"step": torch.tensor(3.0)}
+    momentum.make(0, state, exact)
+    momentum.write([0], {0: (state, exact)}, nearest=True)
+    assert torch.equal(state["momentum_buffer"], exact.bfloat16())
+
+
 def trained(cls, dtype, steps, *, loaded=None):
     params = [parameter(12, 20), parameter(40, 70)]
     optimizer = cls(params, 0.02, fp32_matmul_prec="highest", momentum_dtype=dtype)
