@@ -76,7 +76,7 @@ def tried(fault: Fault, folder: Path, timeout: float) -> Outcome:
         )
         failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
         by = failed[0].split(" ")[1].rpartition("/")[2] if failed else ""
-        verdict = {0: UNNOTICED, 1: NOTICED, 2: NOTICED}.get(done.returncode, BROKEN)
+        verdict = {0: UNNOTICED, 1: NOTICED}.get(done.returncode, BROKEN)
     except subprocess.TimeoutExpired:
         verdict, by = HANGS, ""
     finally:
