@@ -86,8 +86,11 @@ def program(command: Command) -> str:
 def test_helps(name, capsys):
     if name.startswith("python -m "):
         # in this process, which has imported what takes its time
+        module = importlib.import_module(name.split()[-1])
+        if not hasattr(module, "main"):  # a package
+            module = importlib.import_module(f"{module.__name__}.__main__")
         with pytest.raises(SystemExit):
-            importlib.import_module(name.split()[-1]).main(["--help"])
+            module.main(["--help"])
         printed = capsys.readouterr().out
     else:
         printed = shell(f"{name} --help", timeout=240).stdout

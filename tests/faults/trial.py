@@ -1,0 +1,140 @@
+"""Put each fault into a copy of the package, run its tests, and tell which faults go unnoticed.
+
+    python -m tests.faults                       # all, two at a time
+    python -m tests.faults checkpoint routing    # of these rooms
+    python -m tests.faults --match scale --jobs 1
+
+Nothing is changed here. The result is a Markdown table, also written to ``--write FILE``.
+"""
+
+import argparse
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.faults import ROOT, Fault, faults
+
+NOTICED, UNNOTICED, HANGS, BROKEN = "noticed", "unnoticed", "noticed: it hangs", "no test ran"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the tests said about a fault."""
+
+    fault: Fault
+    verdict: str
+    by: str  # the first test that failed
+    seconds: float
+
+    @property
+    def row(self) -> str:
+        """This outcome as a row of the table."""
+        fault = self.fault
+        cells = (fault.room, f"`{fault.file}`", fault.why, self.verdict, self.by)
+        return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} | {self.seconds:.0f} |"
+
+
+def copy_of_repository(folder: Path) -> Path:
+    """Copy all files that git knows or would add, and return where they are."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    for name in filter(lambda name: (ROOT / name).exists(), listed.stdout.splitlines()):
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, target, follow_symlinks=False)
+    return folder
+
+
+def tried(fault: Fault, folder: Path, timeout: float) -> Outcome:
+    """Run the tests of a fault in a copy of the repository that has it."""
+    file = folder / fault.file
+    before, start = file.read_text(), time.monotonic()
+    file.write_text(fault.applied(before))
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+    command += ["-m", "not long", *fault.tests]  # the tests of every change
+    try:
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"},
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+        failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        by = failed[0].split(" ")[1].rpartition("/")[2] if failed else ""
+        verdict = {0: UNNOTICED, 1: NOTICED}.get(done.returncode, BROKEN)
+    except subprocess.TimeoutExpired:
+        verdict, by = HANGS, ""
+    finally:
+        file.write_text(before)
+    return Outcome(fault, verdict, by, time.monotonic() - start)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Try the faults that were asked for; return 1 if one goes unnoticed."""
+    description, _, more = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.faults",
+        description=description,
+        epilog=more,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    rooms = sorted({fault.room for fault in faults()})
+    parser.add_argument("rooms", nargs="*", help=f"rooms to try: {', '.join(rooms)}")
+    parser.add_argument(
+        "--match", default="", help="only faults whose file or reason has this text"
+    )
+    parser.add_argument("--jobs", type=int, default=2, help="faults tried at a time")
+    parser.add_argument("--timeout", type=float, default=900, help="seconds for a fault's tests")
+    parser.add_argument("--write", type=Path, help="file to write the table to")
+    given = parser.parse_args(arguments)
+    if unknown := set(given.rooms) - set(rooms):
+        parser.error(f"no such rooms: {', '.join(sorted(unknown))}")
+    chosen = [
+        fault
+        for fault in faults()
+        if fault.room in (given.rooms or rooms) and given.match in f"{fault.file} {fault.why}"
+    ]
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(given.jobs) as pool:
+        copies: queue.Queue[Path] = queue.Queue()
+        for number in range(given.jobs):
+            copies.put(copy_of_repository(Path(folder, str(number))))
+
+        def run(fault: Fault) -> Outcome:
+            copy = copies.get()
+            try:
+                return tried(fault, copy, given.timeout)
+            finally:
+                copies.put(copy)
+
+        lines = [
+            "| room | file | what goes wrong | verdict | by | s |",
+            "|---|---|---|---|---|---|",
+        ]
+        print("\n".join(lines), flush=True)
+        outcomes = []
+        for outcome in pool.map(run, chosen):
+            outcomes.append(outcome)
+            print(outcome.row, flush=True)
+    noticed = sum(outcome.verdict in (NOTICED, HANGS) for outcome in outcomes)
+    total = f"{noticed} of {len(outcomes)} faults were noticed."
+    print(f"\n{total}")
+    if given.write is not None:
+        rows = (outcome.row for outcome in outcomes)
+        given.write.write_text("\n".join([*lines, *rows, "", total, ""]))
+    return int(noticed < len(outcomes))
