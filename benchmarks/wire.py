@@ -30,9 +30,9 @@ from benchmarks.about import about, publish, table
 from benchmarks.optimizer_step.arms import OURS, SECTIONS, STOCK, VOCABULARY, Arm, Contestant
 from benchmarks.rounds import milliseconds
 from megatron_eopt import EmergingOptimizerConfig, cpu
-from megatron_eopt.dry_run import Counts
 from megatron_eopt.fsdp2 import build_optimizer
-from megatron_eopt.plan.cost import bytes_sent
+from megatron_eopt.tools.dry_run import Counts
+from megatron_eopt.tools.plan.cost import bytes_sent
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import synthetic_batch, tiny_gpt, train_step
 

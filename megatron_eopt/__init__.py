@@ -8,16 +8,16 @@ import importlib
 from typing import Any
 
 _PLACES = {
-    "AdamOptimizerConfig": "settings.config",
+    "AdamOptimizerConfig": "config.config",
     "ConfigurationError": "base.errors",
     "ConfigurationTypeError": "base.errors",
-    "EmergingOptimizerConfig": "settings.config",
-    "EmergingOptimizerEntry": "settings.registry",
-    "OptimizerConfig": "settings.config",
-    "SGDOptimizerConfig": "settings.config",
+    "EmergingOptimizerConfig": "config.config",
+    "EmergingOptimizerEntry": "config.registry",
+    "OptimizerConfig": "config.config",
+    "SGDOptimizerConfig": "config.config",
     "TensorParallelAdaptiveMuon": "optimizers.adaptive_muon",
     "TensorParallelMuon": "optimizers.muon",
-    "get_megatron_optimizer": "build.factory",
+    "get_megatron_optimizer": "wrappers.factory",
     "load_optimizer_config": "optimizers.built_in",
     "register_optimizer": "optimizers.built_in",
 }

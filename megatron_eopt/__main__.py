@@ -7,11 +7,11 @@ import warnings
 
 
 def main() -> int:
-    """Run the command; see :func:`megatron_eopt.command.main`."""
+    """Run the command; see :func:`megatron_eopt.tools.command.main`."""
     # what packages say while they are imported concerns trainings
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    status: int = importlib.import_module("megatron_eopt.command").main()
+    status: int = importlib.import_module("megatron_eopt.tools.command").main()
     return status
 
 

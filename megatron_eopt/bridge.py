@@ -11,12 +11,12 @@ from typing import Any
 
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
-from megatron_eopt.build.factory import get_megatron_optimizer
-from megatron_eopt.settings.config import EmergingOptimizerConfig
-from megatron_eopt.settings.fields import changed_fields, field_defaults
-from megatron_eopt.settings.registry import Overrides
-from megatron_eopt.settings.settings import resolve
-from megatron_eopt.settings.values import read_config
+from megatron_eopt.config.config import EmergingOptimizerConfig
+from megatron_eopt.config.fields import changed_fields, field_defaults
+from megatron_eopt.config.registry import Overrides
+from megatron_eopt.config.settings import resolve
+from megatron_eopt.config.values import read_config
+from megatron_eopt.wrappers.factory import get_megatron_optimizer
 
 logger = logging.getLogger(__name__)
 

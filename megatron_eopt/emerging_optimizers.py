@@ -6,14 +6,14 @@ from typing import Any
 import torch
 
 from megatron_eopt.base.errors import check_choice
+from megatron_eopt.config import registry
+from megatron_eopt.config.arguments import emerging_kwargs, entry_kwargs, qkv_split_shapes
+from megatron_eopt.config.fields import kwargs_from_config
+from megatron_eopt.config.registry import EmergingOptimizerEntry, register_optimizer
 from megatron_eopt.math import coefficient_names
 from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
 from megatron_eopt.optimizers.muon import TensorParallelMuon
-from megatron_eopt.settings import registry
-from megatron_eopt.settings.arguments import emerging_kwargs, entry_kwargs, qkv_split_shapes
-from megatron_eopt.settings.fields import kwargs_from_config
-from megatron_eopt.settings.registry import EmergingOptimizerEntry, register_optimizer
 
 __all__ = [
     "_EMERGING_OPTIMIZERS",

@@ -3,8 +3,8 @@
 import warnings
 from typing import Any
 
-from megatron_eopt.build.factory import get_megatron_optimizer
-from megatron_eopt.settings.config import as_muon
+from megatron_eopt.config.config import as_muon
+from megatron_eopt.wrappers.factory import get_megatron_optimizer
 
 __all__ = ["get_megatron_muon_optimizer"]
 

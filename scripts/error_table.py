@@ -24,19 +24,19 @@ error](../how_to/troubleshooting.md) explains frequent ones. Not listed are valu
 unknown names, whose errors say the bounds or the nearest names.
 """
 AREAS = {
-    "Flags and settings": ("arguments/", "settings/"),
+    "Flags and settings": ("arguments/", "config/"),
     "Megatron's trainer": ("megatron_lm/",),
     "torch FSDP2 and Megatron-FSDP": (
-        *("build/dtensors.py", "build/fsdp2.py", "build/megatron_fsdp.py"),
+        *("wrappers/dtensors.py", "wrappers/fsdp2.py", "wrappers/megatron_fsdp.py"),
         *("layouts/dtensor.py", "storage/dtensors.py"),
     ),
     "Parameters, overrides and splits": ("routing/", "matrices/"),
-    "Building and stepping the optimizer": ("build/", "optimizers/", "storage/", "layouts/"),
+    "Building and stepping the optimizer": ("wrappers/", "optimizers/", "storage/", "layouts/"),
     "Orthogonalization and its kernels": ("math/",),
     "QK-clip": ("qk_clip/",),
-    "Checkpoints": ("checkpoint/", "checkpoints.py", "explain.py"),
+    "Checkpoints": ("checkpoint/", "checkpoints.py", "tools/explain.py"),
     "Running on a CPU": ("cpu/",),
-    "The command megatron-eopt": ("command.py", "recipe", "plan/", "dry_run/"),
+    "The command megatron-eopt": ("tools/",),
 }
 """Headings, and how the names of files begin whose errors come below them; the first one counts."""
 

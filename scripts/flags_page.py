@@ -15,8 +15,8 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron_eopt import EmergingOptimizerConfig
 from megatron_eopt.arguments import add_arguments
 from megatron_eopt.arguments.flags import groups
-from megatron_eopt.settings.config import default_values
-from megatron_eopt.settings.fields import field_docs, field_types
+from megatron_eopt.config.config import default_values
+from megatron_eopt.config.fields import field_docs, field_types
 
 MEANINGS = Path(__file__).resolve().parents[1] / "docs" / "reference" / "megatron_fields.yaml"
 HEAD = """\

@@ -13,20 +13,20 @@ from pathlib import Path
 from typing import Any
 
 from megatron_eopt import EmergingOptimizerConfig
-from megatron_eopt.plan.cost import bytes_sent
-from megatron_eopt.plan.machine import MACHINES
-from megatron_eopt.plan.planning import plan
-from megatron_eopt.recipe import NAMES, Recipe, recipe
+from megatron_eopt.tools.plan.cost import bytes_sent
+from megatron_eopt.tools.plan.machine import MACHINES
+from megatron_eopt.tools.plan.planning import plan
+from megatron_eopt.tools.recipe import NAMES, Recipe, recipe
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "recipes.md"
-FILES = "../../megatron_eopt/recipes"
+FILES = "../../megatron_eopt/tools/recipes"
 
 HEAD = """# Recipes
 
 This page is for anyone who trains one of these models, or one like it, with Megatron. A recipe is a
 list of Megatron's flags for the architecture, optimizer and schedule, with the source of each.
 `python scripts/recipe_pages.py` writes this page from the YAML files in
-[megatron_eopt/recipes](../../megatron_eopt/recipes).
+[megatron_eopt/tools/recipes](../../megatron_eopt/tools/recipes).
 
 | Recipe | Model | Parameters | Published optimizer |
 |---|---|---:|---|

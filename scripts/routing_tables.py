@@ -30,9 +30,9 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.identity_op import IdentityOp
 
 from megatron_eopt import EmergingOptimizerConfig
+from megatron_eopt.config.settings import resolve
 from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
 from megatron_eopt.routing.model import format_routing, route_model
-from megatron_eopt.settings.settings import resolve
 
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "reference" / "routing.md"
 

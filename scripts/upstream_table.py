@@ -26,9 +26,9 @@ def described() -> dict[str, str]:
     from megatron.core.optimizer import OptimizerConfig
 
     from megatron_eopt.base import upstream
+    from megatron_eopt.config import registry
     from megatron_eopt.math import coefficient_names, coefficients
     from megatron_eopt.optimizers import built_in  # noqa: F401  registers optimizers
-    from megatron_eopt.settings import registry
 
     logging.disable()
     found = {f"release of {name}": upstream.version_of(name) for name in upstream.TESTED}

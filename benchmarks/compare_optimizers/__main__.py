@@ -70,8 +70,8 @@ def parser() -> argparse.ArgumentParser:
 def checked(arguments: argparse.Namespace, flags: list[str]) -> tuple[Grid, Settings]:
     """Return what to train; raise InputError for invalid arguments before training starts."""
     # imported late because they import torch, which makes --help slow
+    from megatron_eopt.config.registry import optimizer_names
     from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
-    from megatron_eopt.settings.registry import optimizer_names
 
     for name in ("steps", "processes"):
         if getattr(arguments, name) < 1:

@@ -7,8 +7,8 @@ import torch
 
 from benchmarks.about import table
 from benchmarks.optimizer_step.arms import SECTIONS, Contestant, Section
-from megatron_eopt.dry_run import Counts
-from megatron_eopt.plan.cost import bytes_sent
+from megatron_eopt.tools.dry_run import Counts
+from megatron_eopt.tools.plan.cost import bytes_sent
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
 

@@ -8,10 +8,10 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron_eopt.base.names import SCALAR_OPTIMIZERS, STANDARD_OPTIMIZERS, OptimizerDefaultsT
 from megatron_eopt.math import backend_names, coefficient_names
 from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
-from megatron_eopt.settings.checks import CHOICES
-from megatron_eopt.settings.config import EmergingOptimizerConfig
-from megatron_eopt.settings.fields import field_docs, field_types
-from megatron_eopt.settings.registry import optimizer_names
+from megatron_eopt.config.checks import CHOICES
+from megatron_eopt.config.config import EmergingOptimizerConfig
+from megatron_eopt.config.fields import field_docs, field_types
+from megatron_eopt.config.registry import optimizer_names
 
 
 def choices_of_trainer_flags() -> dict[str, tuple[str, ...]]:

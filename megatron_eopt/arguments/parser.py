@@ -14,9 +14,9 @@ from megatron.core import optimizer as megatron_optimizer
 
 from megatron_eopt.arguments.flags import choices_of_trainer_flags, groups, options
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.settings.config import EmergingOptimizerConfig, default_values
-from megatron_eopt.settings.config_file import ALLOWED, read_optimizer_file
-from megatron_eopt.settings.values import read_fields
+from megatron_eopt.config.config import EmergingOptimizerConfig, default_values
+from megatron_eopt.config.config_file import ALLOWED, read_optimizer_file
+from megatron_eopt.config.values import read_fields
 
 logger = logging.getLogger(__name__)
 

@@ -25,6 +25,7 @@ from megatron_eopt.base.agreement import agreed
 from megatron_eopt.base.names import FIRST_MOMENT, MAINS, MOMENTUM, STEP
 from megatron_eopt.base.upstream import needed, owner_of
 from megatron_eopt.checkpoint.optimizer_state import prepare
+from megatron_eopt.config.registry import name_of_class
 from megatron_eopt.optimizers.continuation import (
     Policy,
     Reader,
@@ -35,7 +36,6 @@ from megatron_eopt.optimizers.continuation import (
 from megatron_eopt.optimizers.saved_groups import adopt, optimizer_of
 from megatron_eopt.optimizers.stepper import Stepper
 from megatron_eopt.routing.groups import GROUP_ID
-from megatron_eopt.settings.registry import name_of_class
 
 FORMAT = "fsdp_dtensor"
 """The trainer's name for the format."""

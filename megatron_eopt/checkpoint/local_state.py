@@ -12,14 +12,14 @@ from megatron_eopt.base.agreement import agreed
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import STEP
 from megatron_eopt.checkpoint.optimizer_state import adopt_common, prepare
+from megatron_eopt.config.registry import name_of_class
 from megatron_eopt.optimizers.continuation import Policy, Reader
 from megatron_eopt.optimizers.driver import set_step
+from megatron_eopt.optimizers.dtensor_optimizer import ShardedOptimizer
 from megatron_eopt.optimizers.nested_state import leaves, put
 from megatron_eopt.optimizers.saved_groups import children_of, inner_of
-from megatron_eopt.optimizers.sharded import ShardedOptimizer
 from megatron_eopt.optimizers.state_dicts import Loaded, StateDictMatch, Target, named
 from megatron_eopt.optimizers.stepper import Stepper
-from megatron_eopt.settings.registry import name_of_class
 from megatron_eopt.storage.dtensors import local_of
 
 MAINS = "fp32_from_fp16_params"

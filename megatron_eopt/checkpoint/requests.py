@@ -14,12 +14,12 @@ from megatron_eopt.checkpoint.contents import Contents, Shapes, apart
 from megatron_eopt.checkpoint.keys import matrix_state_key
 from megatron_eopt.checkpoint.migration import Reading
 from megatron_eopt.checkpoint.parameter_space import ParameterSpace, parameter_spaces
+from megatron_eopt.config.registry import name_of_class
 from megatron_eopt.optimizers.continuation import MAXIMA, Policy, Reader, missing_state
 from megatron_eopt.optimizers.driver import OF_GROUPS, Driver, set_step
 from megatron_eopt.optimizers.saved_groups import Groups, SavedGroups, optimizer_of
 from megatron_eopt.optimizers.stepper import Stepper
-from megatron_eopt.settings.registry import name_of_class
-from megatron_eopt.storage.sharded import FragmentsOptimizer
+from megatron_eopt.storage.zero1 import FragmentsOptimizer
 
 
 class StateRequests:

@@ -8,7 +8,7 @@ from typing import Any
 from tqdm import tqdm
 
 from megatron_eopt.base.wrapping import Function, around
-from megatron_eopt.build.chain import OptimizerChain
+from megatron_eopt.wrappers.chain import OptimizerChain
 
 
 class TrainingLog:

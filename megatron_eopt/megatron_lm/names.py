@@ -9,12 +9,12 @@ from typing import Any
 from megatron_eopt import emerging_optimizers, muon
 from megatron_eopt.arguments import config_from_args
 from megatron_eopt.base.upstream import dataset_helpers_to_skip, found, needed, owner_of
-from megatron_eopt.build.factory import get_megatron_optimizer
-from megatron_eopt.build.layer_wise import LayerWiseDistributedOptimizer
 from megatron_eopt.checkpoint.trainer import Rebindings, trainer_rebindings, wrapped
 from megatron_eopt.megatron_lm import trainer
 from megatron_eopt.megatron_lm.log import TrainingLog
 from megatron_eopt.qk_clip import clip_qk
+from megatron_eopt.wrappers.factory import get_megatron_optimizer
+from megatron_eopt.wrappers.layer_wise import LayerWiseDistributedOptimizer
 
 logger = logging.getLogger(__name__)
 

@@ -14,15 +14,11 @@ from emerging_optimizers import (
 from emerging_optimizers import registry as emerging_registry
 from emerging_optimizers.orthogonalized_optimizers import Muon, OrthogonalizedOptimizer
 
-from megatron_eopt.matrices import SplitT
-from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
-from megatron_eopt.optimizers.driver import empty_states, zeros
-from megatron_eopt.optimizers.muon import TensorParallelMuon
-from megatron_eopt.settings.arguments import muon_family_kwargs
-from megatron_eopt.settings.config_file import (
+from megatron_eopt.config.arguments import muon_family_kwargs
+from megatron_eopt.config.config_file import (
     load_optimizer_config,  # noqa: F401  re-exported here, since it needs all optimizers
 )
-from megatron_eopt.settings.registry import (
+from megatron_eopt.config.registry import (
     MEAN,
     SQUARES,
     SUM,
@@ -30,6 +26,10 @@ from megatron_eopt.settings.registry import (
     is_registered,
     register_optimizer,
 )
+from megatron_eopt.matrices import SplitT
+from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
+from megatron_eopt.optimizers.driver import empty_states, zeros
+from megatron_eopt.optimizers.muon import TensorParallelMuon
 
 _ELEMENT_WISE = frozenset({"lion", "laprop"})
 

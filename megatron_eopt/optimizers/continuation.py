@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import FIRST_MOMENT, MOMENT2, MOMENTUM
-from megatron_eopt.settings.registry import MEAN, SUM, meaning_of
+from megatron_eopt.config.registry import MEAN, SUM, meaning_of
 
 _SHOWN = 12
 

@@ -7,9 +7,9 @@ from typing import Any
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import STEP
 from megatron_eopt.base.upstream import needed
+from megatron_eopt.config.registry import meanings_of, name_of_class
 from megatron_eopt.optimizers.continuation import SavedState
 from megatron_eopt.routing.groups import GROUP_ID
-from megatron_eopt.settings.registry import meanings_of, name_of_class
 
 type Groups = Sequence[Mapping[str, Any]]
 

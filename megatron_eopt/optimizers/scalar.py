@@ -12,11 +12,11 @@ from megatron.core import optimizer as megatron_optimizer
 from torch._guards import detect_fake_mode
 
 from megatron_eopt.base.names import FIRST_MOMENT, MOMENTUM
+from megatron_eopt.config.arguments import scalar_arguments
+from megatron_eopt.config.registry import init_state
+from megatron_eopt.config.settings import Settings
 from megatron_eopt.optimizers.driver import InitState, empty_states, zeros
 from megatron_eopt.optimizers.element_wise import Adam, AdamW
-from megatron_eopt.settings.arguments import scalar_arguments
-from megatron_eopt.settings.registry import init_state
-from megatron_eopt.settings.settings import Settings
 
 _FUSED = {megatron_optimizer.Adam, megatron_optimizer.SGD}
 """Classes of Transformer Engine or Apex if one is installed, else torch's."""

@@ -18,7 +18,7 @@ from megatron.core.transformer.utils import (
 from torch import Tensor, nn
 
 from megatron_eopt.base.errors import ConfigurationError, check_number
-from megatron_eopt.settings.arguments import qkv_split_shapes
+from megatron_eopt.config.arguments import qkv_split_shapes
 
 _WAY_OUT = "use megatron-core's SelfAttention or MLASelfAttention with its DotProductAttention"
 

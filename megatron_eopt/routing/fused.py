@@ -17,6 +17,7 @@ from megatron.core.transformer.multi_latent_attention import MultiLatentAttentio
 from torch import nn
 
 from megatron_eopt.base.upstream import found
+from megatron_eopt.config.arguments import qkv_split_shapes
 from megatron_eopt.matrices import (
     Field,
     Section,
@@ -28,7 +29,6 @@ from megatron_eopt.matrices import (
     qkv,
     side_by_side,
 )
-from megatron_eopt.settings.arguments import qkv_split_shapes
 
 GATE_UP = "gate_up_proj"
 """What transformers calls a linear module, or a parameter of all experts, that has gate and up."""

@@ -12,6 +12,10 @@ from megatron.core import optimizer as megatron_optimizer
 from megatron_eopt.base.agreement import agreed, everyones, is_rank_0, of_every_rank
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import STANDARD_OPTIMIZERS
+from megatron_eopt.config.arguments import qkv_split_shapes
+from megatron_eopt.config.checks import check_values, warn_of_unused
+from megatron_eopt.config.registry import Overrides, state_layout_of
+from megatron_eopt.config.settings import RunSettings, Settings
 from megatron_eopt.matrices import Split
 from megatron_eopt.routing.global_names import counted_names, name_parameters
 from megatron_eopt.routing.groups import Group, GroupKey, build_groups, key_of, summarize
@@ -26,10 +30,6 @@ from megatron_eopt.routing.routes import (
     with_callers_grouping,
 )
 from megatron_eopt.routing.splits import QKV_TAG, declared_qkv, find_splits
-from megatron_eopt.settings.arguments import qkv_split_shapes
-from megatron_eopt.settings.checks import check_values, warn_of_unused
-from megatron_eopt.settings.registry import Overrides, state_layout_of
-from megatron_eopt.settings.settings import RunSettings, Settings
 
 logger = logging.getLogger(__name__)
 

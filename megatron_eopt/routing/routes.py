@@ -19,11 +19,11 @@ from megatron_eopt.base.errors import (
 )
 from megatron_eopt.base.names import NO_MUON_ATTRIBUTE
 from megatron_eopt.base.upstream import found
+from megatron_eopt.config import registry
+from megatron_eopt.config.fields import FieldType
+from megatron_eopt.config.settings import Settings
+from megatron_eopt.config.values import read_value
 from megatron_eopt.routing.parameters import ModelParameter
-from megatron_eopt.settings import registry
-from megatron_eopt.settings.fields import FieldType
-from megatron_eopt.settings.settings import Settings
-from megatron_eopt.settings.values import read_value
 
 _NOT_NEGATIVE = frozenset(
     {"max_lr", "min_lr", "start_wd", "end_wd", "wd_mult", "lr_mult", "lr", "weight_decay"}

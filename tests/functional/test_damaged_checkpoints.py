@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.explain import TRACKER, explain
+from megatron_eopt.tools.explain import TRACKER, explain
 from tests.functional.formats import FORMATS, parameters
 from tests.functional.script import TINY, _run_once, losses, train
 from tests.harness import RankError, run_ranks

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from megatron_eopt.arguments import add_arguments
-from megatron_eopt.command import command_parser
-from megatron_eopt.settings.registry import optimizer_names
+from megatron_eopt.config.registry import optimizer_names
+from megatron_eopt.tools.command import command_parser
 from tests.functional.doc_commands import PAGES, ROOT, blocks
 from tests.harness import run_ranks
 
@@ -197,7 +197,7 @@ def _train_with_the_example(distributed: bool) -> tuple[list[float], bool]:
     import torch
 
     from megatron_eopt import EmergingOptimizerConfig, get_megatron_optimizer
-    from megatron_eopt.settings.registry import is_registered
+    from megatron_eopt.config.registry import is_registered
     from tests.harness.megatron import initialize_megatron
     from tests.harness.models import synthetic_batch, tiny_gpt, train_step, wrap_ddp
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from torch import distributed
 
-from megatron_eopt.explain import explain
+from megatron_eopt.tools.explain import explain
 from tests.functional.formats import FORMATS, parameters
 from tests.functional.script import TINY, _run_once, losses, train
 from tests.harness import RankError, run_ranks

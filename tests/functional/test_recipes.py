@@ -8,10 +8,10 @@ import pytest
 import torch.distributed as dist
 
 from megatron_eopt import megatron_lm
-from megatron_eopt.dry_run import dry_world
-from megatron_eopt.plan.architectures import Architecture
-from megatron_eopt.plan.model import Layout, build_stage, stage_kinds
-from megatron_eopt.recipe import NAMES, recipe
+from megatron_eopt.tools.dry_run import dry_world
+from megatron_eopt.tools.plan.architectures import Architecture
+from megatron_eopt.tools.plan.model import Layout, build_stage, stage_kinds
+from megatron_eopt.tools.recipe import NAMES, recipe
 from tests.functional.script import _run_once, losses, run_here
 from tests.functional.test_qk_clip import logged
 from tests.harness import run_ranks

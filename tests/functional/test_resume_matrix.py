@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.nn import functional
 
+from megatron_eopt.config.registry import optimizer_names
 from megatron_eopt.fsdp2 import build_optimizer
-from megatron_eopt.settings.registry import optimizer_names
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.scene import forget_wrapped_models

@@ -12,7 +12,7 @@ from tests.functional.doc_commands import PAGES, ROOT, blocks
 from tests.harness import run_ranks
 
 ELSEWHERE = {
-    "@register_storage": "tests/unit/build/test_own_storage.py",
+    "@register_storage": "tests/unit/wrappers/test_own_storage.py",
     "fully_shard_model(": "tests/unit/megatron_fsdp/test_layouts.py",
     "pretrain(...)": "scripts/pretrain_gpt.py is this script, whole",
     "transformers": "tests/functional/test_other_trainers.py",
@@ -84,7 +84,7 @@ def for_checkpoints(own: dict[str, Any]) -> None:
 
 def run_page(name: str) -> int:
     """Run a page's blocks in order, in one namespace; return how many have run."""
-    from megatron_eopt.settings.registry import entries
+    from megatron_eopt.config.registry import entries
     from tests.harness.megatron import initialize_megatron
 
     initialize_megatron()

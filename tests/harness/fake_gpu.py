@@ -18,7 +18,7 @@ from megatron_eopt.base.gpu import HostCopy
 from megatron_eopt.cpu.cuda_standins import cuda_patches
 from megatron_eopt.cpu.generators import Generators
 from megatron_eopt.cpu.patches import Patch, patched
-from megatron_eopt.dry_run.counting import READ, who_reads
+from megatron_eopt.tools.dry_run.counting import READ, who_reads
 
 
 @contextmanager

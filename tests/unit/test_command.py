@@ -7,7 +7,7 @@ import json
 import pytest
 import torch.distributed as dist
 
-from megatron_eopt.command import main
+from megatron_eopt.tools.command import main
 from tests.harness import run_ranks
 
 SMALL = (

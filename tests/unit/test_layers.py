@@ -20,29 +20,25 @@ PACKAGE = "megatron_eopt"
 ORDER = (
     # what people call
     "__main__",
-    "command",
+    "tools",
     "launch",
     "megatron_lm",
     "arguments",
     "__init__",
     "bridge",
-    "explain",
-    "recipe",
     "checkpoints",
-    "plan",
-    "dry_run",
     "emerging_optimizers",
     "fsdp2",
     "muon",
     "extending",
     # what it is made of
-    "build",
+    "wrappers",
     "qk_clip",
     "checkpoint",
     "optimizers",
     "storage",
     "routing",
-    "settings",
+    "config",
     "layouts",
     "matrices",
     "math",
@@ -52,7 +48,7 @@ ORDER = (
 )
 """Every package and module at the top, highest first."""
 
-INSIDE = ORDER[ORDER.index("build") :]
+INSIDE = ORDER[ORDER.index("wrappers") :]
 KNOW_NO_MEGATRON = {"base", "math", "matrices", "layouts"}
 MAY_NAME_MEGATRON = {"base/upstream.py"}
 
@@ -165,7 +161,7 @@ def _is_config(node: ast.expr) -> bool:
     return name in ("config", "_config")
 
 
-MAY_READ = {"settings", "arguments", "cpu"}
+MAY_READ = {"config", "arguments", "cpu"}
 """Where a configuration is made, or given its meaning; the CPU back end reads the model's."""
 
 

@@ -8,7 +8,7 @@ import torch
 from benchmarks.gpu_check.context import Context, Outcome
 from benchmarks.gpu_check.models import LARGE, build, give_gradients
 from megatron_eopt.base.live_bytes import LiveBytes
-from megatron_eopt.build.memory import Memory
+from megatron_eopt.wrappers.memory import Memory
 
 SHARE, SLACK = 0.15, 64 * 2**20
 """Allowed difference from the count: a share of it plus a number of bytes. Allocators round up, and

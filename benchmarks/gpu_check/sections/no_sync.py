@@ -20,7 +20,7 @@ from benchmarks.gpu_check.context import Context, Outcome
 from benchmarks.gpu_check.models import build, give_gradients
 from benchmarks.machine import ROOT
 from megatron_eopt import EmergingOptimizerConfig, get_megatron_optimizer
-from megatron_eopt.build.gradients import GradNorm
+from megatron_eopt.wrappers.gradients import GradNorm
 from tests.harness.models import tiny_gpt, wrap_ddp
 
 MAY_WAIT = "gradients.read"
@@ -55,7 +55,7 @@ def run(context: Context) -> Outcome:
 def waits_of_dry_run(name: str) -> dict[str, int]:
     """Return which functions read GPU values in a step of one of two ranks, and how often."""
     # imported late, since GPU machines need not have what the dry run needs
-    from megatron_eopt.dry_run import dry_world, report_of
+    from megatron_eopt.tools.dry_run import dry_world, report_of
 
     # the dry world creates its own process groups
     dist.destroy_process_group()

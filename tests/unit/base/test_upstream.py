@@ -8,7 +8,7 @@ import pytest
 
 from megatron_eopt import EmergingOptimizerConfig
 from megatron_eopt.base import upstream
-from megatron_eopt.settings.settings import resolve
+from megatron_eopt.config.settings import resolve
 
 
 @pytest.mark.parametrize("name", sorted(upstream.MODULE_OF))

@@ -11,7 +11,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
 from megatron_eopt import ConfigurationError
-from megatron_eopt.build.factory import get_megatron_optimizer
+from megatron_eopt.wrappers.factory import get_megatron_optimizer
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import (

@@ -10,8 +10,8 @@ from torch import distributed
 
 from megatron_eopt import ConfigurationError, TensorParallelMuon
 from megatron_eopt import emerging_optimizers as ours
-from megatron_eopt.build.factory import get_megatron_optimizer
 from megatron_eopt.extending import LayerWiseDistributedOptimizer
+from megatron_eopt.wrappers.factory import get_megatron_optimizer
 from tests.harness import run_ranks
 from tests.unit.storage import runs
 from tests.unit.storage.runs import Run, inject, make_chunk

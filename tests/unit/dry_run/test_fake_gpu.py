@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_eopt.dry_run import dry_world, report_of
+from megatron_eopt.tools.dry_run import dry_world, report_of
 from tests.harness import run_ranks
 from tests.harness.fake_gpu import Waits, fake_gpu
 from tests.unit.dry_run.optimizers import BF16, FSDP2, dry_optimizer
@@ -39,7 +39,7 @@ USUAL = (
 ).split("; ")
 """Of every way to store, compute and keep state one; the others are for the long tier."""
 
-NORM = {"megatron_eopt.build.gradients.read"}
+NORM = {"megatron_eopt.wrappers.gradients.read"}
 
 
 def on_gpu(world_size: int, case: Case) -> tuple[set[str], set[str], list[str]]:

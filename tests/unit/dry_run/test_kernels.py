@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_eopt.dry_run.counting import Amount, Counts, Phase, Report
-from megatron_eopt.dry_run.kernels import BLOCKS, CHUNK
+from megatron_eopt.tools.dry_run.counting import Amount, Counts, Phase, Report
+from megatron_eopt.tools.dry_run.kernels import BLOCKS, CHUNK
 
 FULL = BLOCKS * CHUNK
 """Elements of a tensor that fills one launch."""

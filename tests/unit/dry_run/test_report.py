@@ -11,9 +11,9 @@ import pytest
 import torch.distributed as dist
 
 from megatron_eopt.base import gpu
-from megatron_eopt.dry_run import Report, dry_world, report_of
 from megatron_eopt.math import newton_schulz
 from megatron_eopt.optimizers import scalar
+from megatron_eopt.tools.dry_run import Report, dry_world, report_of
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import tiny_gpt
@@ -127,4 +127,4 @@ def compare(real_ranks: list[Any], dry_ranks: list[Any]) -> None:
         for kind in ("weights", "gradients", "main_weights", "state", "buffers"):
             assert getattr(expected, kind) == getattr(memory, kind), kind
         assert expected.transient == pytest.approx(memory.transient, rel=0.05)
-        assert set(reads) <= {"megatron_eopt.build.gradients.read"}
+        assert set(reads) <= {"megatron_eopt.wrappers.gradients.read"}

@@ -12,7 +12,7 @@ from torch import distributed
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.checkpoint.unfinished import TRACKER
-from megatron_eopt.explain import explain, show
+from megatron_eopt.tools.explain import explain, show
 from tests.functional.script import train
 from tests.harness import run_ranks
 from tests.unit.explain.written import CASES, write, write_fsdp2

@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from megatron_eopt import ConfigurationError, EmergingOptimizerConfig
+from megatron_eopt.config.registry import optimizer_names
 from megatron_eopt.fsdp2 import build_optimizer
-from megatron_eopt.settings.registry import optimizer_names
 from tests.unit.fsdp2.model import eager
 
 NAMES = optimizer_names()

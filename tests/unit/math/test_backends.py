@@ -9,11 +9,11 @@ from megatron_eopt import EmergingOptimizerConfig
 from megatron_eopt.base import gpu
 from megatron_eopt.base.agreement import answered_by
 from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.config.checks import check_alike
 from megatron_eopt.math import backends
 from megatron_eopt.math.algorithm import Plan
 from megatron_eopt.math.backends import Backend, register_backend
 from megatron_eopt.math.orthogonalize import Orthogonalization, orthogonalize
-from megatron_eopt.settings.checks import check_alike
 from tests.unit.math.spectra import gaussian
 
 NO_GPU = not torch.cuda.is_available()

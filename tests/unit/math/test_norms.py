@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from megatron_eopt.dry_run.counting import Amount, Counts
 from megatron_eopt.math import norms
 from megatron_eopt.math.newton_schulz import normalize
 from megatron_eopt.math.orthogonalize import Orthogonalization
+from megatron_eopt.tools.dry_run.counting import Amount, Counts
 
 
 @pytest.mark.parametrize(("m", "n", "parts"), [(4, 4, 1), (2048, 2048, 256), (8192, 28672, 1024)])

@@ -183,7 +183,7 @@ def test_upstreams_way_to_register_an_optimizer_works():
 
 
 def _own_factory() -> tuple[str, str]:
-    from megatron_eopt.build import factory
+    from megatron_eopt.wrappers import factory
 
     with megatron_lm.install():
         from megatron.core.optimizer import get_megatron_optimizer
@@ -192,5 +192,5 @@ def _own_factory() -> tuple[str, str]:
 
 def test_what_is_left_to_upstreams_factory_still_finds_it():
     assert run_ranks(1, _own_factory) == [
-        ("megatron.core.optimizer", "megatron_eopt.build.factory")
+        ("megatron.core.optimizer", "megatron_eopt.wrappers.factory")
     ]

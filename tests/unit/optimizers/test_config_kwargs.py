@@ -8,8 +8,8 @@ from megatron.core.optimizer import emerging_optimizers as theirs
 
 from megatron_eopt import ConfigurationError
 from megatron_eopt import emerging_optimizers as compat
-from megatron_eopt.settings.arguments import entry_kwargs
-from megatron_eopt.settings.fields import kwargs_from_config, unconsumed
+from megatron_eopt.config.arguments import entry_kwargs
+from megatron_eopt.config.fields import kwargs_from_config, unconsumed
 
 MODEL = SimpleNamespace(
     config=SimpleNamespace(num_attention_heads=8, num_query_groups=2, kv_channels=16)

@@ -8,8 +8,8 @@ from emerging_optimizers import registry as emerging_registry
 from megatron.core.optimizer import OptimizerConfig
 
 from megatron_eopt import ConfigurationError, EmergingOptimizerEntry, get_megatron_optimizer
-from megatron_eopt.settings import registry
-from megatron_eopt.settings.registry import optimizer_names
+from megatron_eopt.config import registry
+from megatron_eopt.config.registry import optimizer_names
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import synthetic_batch, tiny_gpt, train_step, wrap_ddp

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_eopt.dry_run import Counts
 from megatron_eopt.layouts import assign_owners
 from megatron_eopt.math import orthogonalize, standard_flops
 from megatron_eopt.matrices import whole
@@ -22,6 +21,7 @@ from megatron_eopt.optimizers import teams
 from megatron_eopt.optimizers.engine import MatrixEngine, Means
 from megatron_eopt.optimizers.teams import assign_teams
 from megatron_eopt.storage.shard import Fragment
+from megatron_eopt.tools.dry_run import Counts
 from tests.harness import run_ranks
 from tests.harness.model_shapes import MODELS
 from tests.harness.shards import StoredParameter

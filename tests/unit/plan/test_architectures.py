@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.plan.architectures import Architecture, add_flags, from_flags
-from megatron_eopt.plan.model import Layout, train_flops, transformer_config
-from megatron_eopt.recipe import recipe
+from megatron_eopt.tools.plan.architectures import Architecture, add_flags, from_flags
+from megatron_eopt.tools.plan.model import Layout, train_flops, transformer_config
+from megatron_eopt.tools.recipe import recipe
 
 ACTIVE = {
     "llama-3-8b": 8.03e9,

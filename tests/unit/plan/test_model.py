@@ -9,9 +9,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.dry_run import dry_world
-from megatron_eopt.plan.architectures import Architecture
-from megatron_eopt.plan.model import Layout, build_stage, stage_kinds, stages
+from megatron_eopt.tools.dry_run import dry_world
+from megatron_eopt.tools.plan.architectures import Architecture
+from megatron_eopt.tools.plan.model import Layout, build_stage, stage_kinds, stages
 from tests.harness import run_ranks
 
 DENSE = Architecture(

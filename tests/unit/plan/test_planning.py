@@ -8,14 +8,14 @@ import pytest
 import torch.distributed as dist
 
 from megatron_eopt import ConfigurationError, EmergingOptimizerConfig
-from megatron_eopt.dry_run import Collective
-from megatron_eopt.plan.architectures import Architecture
-from megatron_eopt.plan.cost import _exposed, collective_seconds
-from megatron_eopt.plan.machine import MACHINES
-from megatron_eopt.plan.model import Layout
-from megatron_eopt.plan.planning import plan
-from megatron_eopt.plan.tables import as_dict
-from megatron_eopt.recipe import recipe
+from megatron_eopt.tools.dry_run import Collective
+from megatron_eopt.tools.plan.architectures import Architecture
+from megatron_eopt.tools.plan.cost import _exposed, collective_seconds
+from megatron_eopt.tools.plan.machine import MACHINES
+from megatron_eopt.tools.plan.model import Layout
+from megatron_eopt.tools.plan.planning import plan
+from megatron_eopt.tools.plan.tables import as_dict
+from megatron_eopt.tools.recipe import recipe
 from tests.harness import run_ranks
 from tests.unit.plan.test_model import DENSE, MIXED
 

@@ -7,7 +7,7 @@ import torch
 from megatron.core.optimizer import OptimizerConfig, ParamKey
 
 from megatron_eopt import ConfigurationError, EmergingOptimizerConfig, register_optimizer
-from megatron_eopt.settings import registry
+from megatron_eopt.config import registry
 from tests.unit.routing.toy import groups_of, routes_of
 
 

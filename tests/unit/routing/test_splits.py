@@ -11,10 +11,10 @@ from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
 from megatron_eopt import EmergingOptimizerConfig
 from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.config.settings import resolve
 from megatron_eopt.matrices import gated
 from megatron_eopt.routing.model import route_model
 from megatron_eopt.routing.splits import find_splits
-from megatron_eopt.settings.settings import resolve
 from tests.harness import run_ranks
 from tests.unit.routing import modules
 

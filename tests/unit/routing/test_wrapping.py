@@ -13,12 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 
 from megatron_eopt import EmergingOptimizerConfig
+from megatron_eopt.config.settings import resolve
 from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
 from megatron_eopt.routing.outputs import OUTPUT_LAYERS, output_layers
 from megatron_eopt.routing.parameters import trainable_parameters
 from megatron_eopt.routing.places import places_in
 from megatron_eopt.routing.routes import route_all
-from megatron_eopt.settings.settings import resolve
 from tests.harness import run_ranks
 
 ARGUMENTS: dict[str, tuple[Any, ...]] = {

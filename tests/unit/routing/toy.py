@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 
+from megatron_eopt.config.settings import resolve
 from megatron_eopt.routing.groups import Group, build_groups, summarize
 from megatron_eopt.routing.parameters import trainable_parameters
 from megatron_eopt.routing.routes import Route, route_all
-from megatron_eopt.settings.settings import resolve
 
 
 class Toy(torch.nn.Module):

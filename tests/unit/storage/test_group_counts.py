@@ -11,8 +11,8 @@ import torch
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core.optimizer import distrib_optimizer
 
-from megatron_eopt.build import bases
 from megatron_eopt.optimizers.scalar import ELEMENT_WISE_CLASSES
+from megatron_eopt.wrappers import bases
 from tests.harness import run_ranks
 from tests.harness.models import copies_of
 from tests.harness.scene import forget_megatron

@@ -11,10 +11,10 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron_eopt.optimizers.owner_driver import OwnerDriver
 from tests.harness import run_ranks
 from tests.harness.models import assert_same, copies_of
-from tests.unit.build.factories import FACTORIES
 from tests.unit.storage import runs
 from tests.unit.storage.full_state import Case, steps
 from tests.unit.storage.runs import DENSE, MOE, Result, Run, deviation, inject, make_chunk
+from tests.unit.wrappers.factories import FACTORIES
 
 BuildT = Callable[[list[Any], Any], Any]
 

@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from megatron_eopt import get_megatron_optimizer
 from megatron_eopt.base.errors import ConfigurationError, NonFiniteError
+from megatron_eopt.config.config import EmergingOptimizerConfig
 from megatron_eopt.optimizers.windows import WindowedMuonDriver
-from megatron_eopt.settings.config import EmergingOptimizerConfig
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import forward_backward, synthetic_batch, tiny_gpt, wrap_ddp

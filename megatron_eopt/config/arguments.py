@@ -1,0 +1,102 @@
+"""Builds every optimizer's constructor arguments from the configuration (see ``fields``)."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.config.fields import constructor_arguments, kwargs_from_config
+from megatron_eopt.config.registry import entry_of, prefixes_of
+from megatron_eopt.config.settings import RunSettings
+
+RATE_TO_COME = 1.0
+"""Placeholder for a learning rate that is set later, because constructors need a number."""
+
+
+def arguments_of(
+    name: str, settings: RunSettings, model_chunks: Sequence[Any], pg_collection: Any
+) -> dict[str, Any]:
+    """Return the constructor arguments of the optimizer ``name`` for a run's settings."""
+    kwargs = entry_kwargs(name, settings.config, model_chunks, pg_collection)
+    return kwargs | ({"lr": RATE_TO_COME} if kwargs.get("lr", 0.0) is None else {})
+
+
+def entry_kwargs(
+    name: str, config: Any, model_chunks: Sequence[Any], pg_collection: Any
+) -> dict[str, Any]:
+    """Return the constructor arguments of the optimizer ``name`` for an ``OptimizerConfig``."""
+    entry = entry_of(name)
+    if entry.config_to_kwargs is not None:
+        return entry.config_to_kwargs(config, model_chunks, pg_collection)
+    return emerging_kwargs(entry.optimizer_cls, prefixes_of(name), config, pg_collection)
+
+
+def emerging_kwargs(
+    optimizer_cls: type, prefixes: Sequence[str], config: Any, pg_collection: Any = None
+) -> dict[str, Any]:
+    """Return the arguments of an optimizer that takes all of them from prefixed fields.
+
+    ``betas`` default to Adam's if no field sets them.
+    """
+    kwargs = kwargs_from_config(optimizer_cls, prefixes, config)
+    arguments = constructor_arguments(optimizer_cls)
+    decoupled = getattr(config, "decoupled_weight_decay", True)
+    if "use_decoupled_weight_decay" in arguments:
+        kwargs["use_decoupled_weight_decay"] = decoupled
+    elif "weight_decay_method" in arguments:
+        # the optimizer's own field takes precedence
+        kwargs.setdefault("weight_decay_method", "decoupled" if decoupled else "l2")
+    elif not decoupled:
+        rule = f"{prefixes[0]} supports decoupled weight decay only"
+        raise ConfigurationError("decoupled_weight_decay", False, rule, "Set it to True")
+    if "betas" in arguments:
+        kwargs.setdefault("betas", (config.adam_beta1, config.adam_beta2))
+    if "pg_collection" in arguments:
+        kwargs["pg_collection"] = pg_collection
+    return kwargs
+
+
+def muon_family_kwargs(
+    optimizer_cls: type,
+    prefixes: Sequence[str],
+    config: Any,
+    model_chunks: Sequence[Any],
+    pg_collection: Any,
+) -> dict[str, Any]:
+    """Return the arguments of ``TensorParallelMuon``, or of a class with the same arguments."""
+    kwargs = emerging_kwargs(optimizer_cls, prefixes, config, pg_collection)
+    kwargs["is_qkv_fn"] = lambda param: bool(getattr(param, "is_qkv", False))
+    model_config = getattr(model_chunks[0], "config", None)
+    sizes = ("num_attention_heads", "num_query_groups", "kv_channels")
+    has_attention = all(getattr(model_config, size, None) for size in sizes)
+    kwargs["qkv_split_shapes"] = qkv_split_shapes(model_config) if has_attention else None
+    if "backend" not in kwargs:
+        # with megatron-core's own class, reproduce megatron-core's iteration bit for bit
+        kwargs["algorithm"] = "standard"
+        if kwargs.get("tp_mode") != "distributed":
+            kwargs["backend"] = "emerging_optimizers"
+    return kwargs
+
+
+def qkv_split_shapes(model_cfg: Any) -> list[int]:
+    """Return the row counts of Q, the output gate if any, K and V in one query group."""
+    head = model_cfg.kv_channels
+    queries = model_cfg.num_attention_heads // model_cfg.num_query_groups * head
+    gate = [queries] if getattr(model_cfg, "attention_output_gate", False) else []
+    return [queries, *gate, head, head]
+
+
+def scalar_arguments(name: str, settings: RunSettings) -> dict[str, Any]:
+    """Return the arguments of Adam, SGD or Lion, except the kind of weight decay."""
+    config = settings.config
+    rate = RATE_TO_COME if config.lr is None else config.lr
+    kwargs: dict[str, Any] = {"lr": rate, "weight_decay": config.weight_decay}
+    match name:
+        case "adam":
+            # torch does not accept integers here
+            kwargs["betas"] = (float(config.adam_beta1), float(config.adam_beta2))
+            kwargs |= {"eps": float(config.adam_eps), "capturable": config.optimizer_cuda_graph}
+            return kwargs
+        case "lion":
+            return kwargs | {"betas": (config.lion_beta1, config.lion_beta2)}
+        case _:
+            return kwargs | {"momentum": config.sgd_momentum}

@@ -1,0 +1,228 @@
+"""Checks of a configuration's values, made when an optimizer is built."""
+
+import logging
+import math
+from collections.abc import Collection, Iterable
+from typing import Any, get_args
+
+from megatron_eopt.base.agreement import is_rank_0, of_every_rank
+from megatron_eopt.base.errors import (
+    ConfigurationError,
+    check_choice,
+    check_number,
+)
+from megatron_eopt.base.names import SMALLEST_WAVE_MB, STANDARD_OPTIMIZERS, TpModeT
+from megatron_eopt.config.fields import consumed_fields, unconsumed
+from megatron_eopt.config.registry import entry_of, is_muon, prefixes_of
+from megatron_eopt.math import (
+    AlgorithmT,
+    PrecisionT,
+    ScaleModeT,
+    backend_names,
+    get_backend,
+    resolve_coefficients,
+    sound_precision,
+)
+from megatron_eopt.math.backends import automatic
+from megatron_eopt.math.coefficients import check_steps
+from megatron_eopt.math.low_precision import MOMENTUM_DTYPES
+from megatron_eopt.math.moments import Moment2MethodT
+
+logger = logging.getLogger(__name__)
+
+_NOT_NEGATIVE = (
+    *("lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "muon_lr", "muon_min_lr"),
+    *("weight_decay", "clip_grad", "grad_norm_skip_threshold", "loss_scale"),
+)
+_DECAYS = (
+    *("adam_beta1", "adam_beta2", "lion_beta1", "lion_beta2", "soap_shampoo_beta"),
+    *("adaptive_muon_beta2", "sgd_momentum", "muon_momentum"),
+)
+_POSITIVE = ("adam_eps", "adaptive_muon_eps", "muon_extra_scale_factor")
+_BOUNDS: dict[str, dict[str, float]] = {
+    **{name: {"at_least": 0.0} for name in _NOT_NEGATIVE},
+    **{name: {"at_least": 0.0, "below": 1.0} for name in _DECAYS},
+    **{name: {"above": 0.0} for name in _POSITIVE},
+    "optimizer_offload_fraction": {"at_least": 0.0, "at_most": 1.0},
+    "muon_wave_mb": {"at_least": SMALLEST_WAVE_MB},
+    "muon_team_size": {"at_least": 1.0},
+}
+"""Bounds of numeric fields; a field with an optimizer's prefix is checked if that one is used."""
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "muon_tp_mode": get_args(TpModeT),
+    "muon_scale_mode": get_args(ScaleModeT),
+    "muon_fp32_matmul_prec": get_args(PrecisionT),
+    "muon_algorithm": get_args(AlgorithmT),
+    "muon_momentum_dtype": MOMENTUM_DTYPES,
+    "adaptive_muon_moment2_method": get_args(Moment2MethodT),
+}
+
+_OPTIMIZER_PREFIXES = ("muon", "adaptive_muon", "lion", "soap", "adam", "sgd")
+
+_FOR_MATRICES = {
+    "use_precision_aware_optimizer": "keeps main weights inside Transformer Engine's Adam",
+    "reuse_grad_buf_for_mxfp8_param_ag": "overwrites gradients before all optimizers have stepped",
+    "optimizer_cuda_graph": "cannot capture the collectives that assemble matrices",
+    "overlap_param_gather_with_optimizer_step": "gathers parameters before all are updated",
+}
+
+_FOR_QK_CLIP = {
+    "optimizer_cpu_offload": "keeps main weights inside megatron-core's hybrid optimizer",
+    "use_precision_aware_optimizer": "keeps main weights inside Transformer Engine's Adam",
+    "fp8_param_gather": "gathers 8-bit weights",
+    "fp4_param_gather": "gathers 4-bit weights",
+    "use_megatron_fsdp": "shards the rows to be scaled",
+    "overlap_param_gather_with_optimizer_step": "gathers weights before they are scaled",
+    "muon_overlap_step": "gathers weights before they are scaled",
+}
+
+_FOR_OVERLAP = {
+    "fp16": False,
+    "loss_scale": None,
+    "optimizer_cpu_offload": False,
+    "muon_momentum_dtype": "fp32",
+}
+"""Values that ``muon_overlap_step`` needs, since it computes updates before the norm is known."""
+
+_FOR_BUCKETS = {
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+    "fp8_param_gather": False,
+    "fp4_param_gather": False,
+    "num_distributed_optimizer_instances": 1,
+    "calculate_per_token_loss": False,
+}
+"""Values of the DDP and model configurations that ``muon_overlap_step`` needs."""
+
+_FOR_DTENSORS = {
+    "fp16": "needs a loss scale, which with FSDP your training loop has (torch.amp.GradScaler)",
+    "loss_scale": "with FSDP, your training loop has the loss scale (torch.amp.GradScaler)",
+    "use_precision_aware_optimizer": "is not supported with FSDP",
+    "optimizer_cpu_offload": "is not supported with FSDP",
+    "optimizer_cuda_graph": "is not supported with FSDP",
+    "overlap_param_gather_with_optimizer_step": "is not supported with FSDP",
+}
+
+_FOR_OWN_LOOPS = {"grad_norm_skip_threshold": "works with get_megatron_optimizer only"}
+
+_OF_THE_MAIN_MUON = {
+    "muon_exempt_from_clipping": False,
+    "muon_momentum_dtype": "fp32",
+    "muon_scalar_optimizer": "adam",
+}
+"""Defaults of fields that have an effect only if a Muon variant is the main optimizer."""
+
+_OF_ANY_MUON = {"muon_lr": None, "muon_min_lr": None}
+
+
+def check_values(config: Any, optimizers: Collection[str]) -> None:
+    """Raise an error if a field that applies to these optimizers has an unsupported value."""
+    prefixes = {prefix for name in optimizers for prefix in prefixes_of(name)}
+    for name in (*_BOUNDS, *CHOICES):
+        owners = {prefix for prefix in _OPTIMIZER_PREFIXES if name.startswith(f"{prefix}_")}
+        in_use = not owners or not owners.isdisjoint(prefixes)
+        value = getattr(config, name, None) if in_use else None
+        if value is None:
+            continue
+        if name in CHOICES:
+            check_choice(name, value, CHOICES[name])
+        elif name != "grad_norm_skip_threshold" or value != math.inf:
+            check_number(name, value, **_BOUNDS[name])
+    if config.fp16 and config.bf16:
+        rule = "cannot be combined with bf16=True"
+        raise ConfigurationError("fp16", True, rule, "Turn one of them off")
+    if "muon" in prefixes:
+        steps, coefficients = config.muon_num_ns_steps, config.muon_coefficient_type
+        check_steps("muon_num_ns_steps", steps)
+        schedule = resolve_coefficients(coefficients, steps, "muon_coefficient_type")
+        precision: PrecisionT = config.muon_fp32_matmul_prec
+        others = [n for n in optimizers if "muon" in prefixes_of(n) and not is_muon(n)]
+        if others and sound_precision(schedule, precision) != precision:
+            rule = f"diverges with muon_fp32_matmul_prec={precision!r}, which {others[0]} uses"
+            way_out = "Set muon_fp32_matmul_prec='highest', or use other coefficients"
+            raise ConfigurationError("muon_coefficient_type", coefficients, rule, way_out)
+        backend = getattr(config, "muon_backend", "torch")
+        check_choice("muon_backend", backend, backend_names())
+        get_backend(backend)
+
+
+def warn_of_unused(config: Any, main: str, optimizers: Collection[str]) -> None:
+    """Log one warning that names the changed settings that no optimizer uses.
+
+    ``optimizers`` are the names in use; ``main`` is the configuration's.
+    """
+    emerging = sorted(set(optimizers) - set(STANDARD_OPTIMIZERS))
+    prefixes = tuple(dict.fromkeys(prefix for name in emerging for prefix in prefixes_of(name)))
+    consumed: set[str] = set()
+    for name in emerging:
+        entry = entry_of(name)
+        # an optimizer reads fields with its own prefixes only
+        consumed |= consumed_fields(entry.optimizer_cls, prefixes_of(name)) | entry.consumes
+    unused = set(unconsumed(config, prefixes, consumed))
+    for family, defaults in ((prefixes_of(main), _OF_THE_MAIN_MUON), (prefixes, _OF_ANY_MUON)):
+        if "muon" not in family:
+            unused |= {n for n, unset in defaults.items() if getattr(config, n, unset) != unset}
+    if unused and is_rank_0():
+        values = ", ".join(f"{name}={getattr(config, name)!r}" for name in sorted(unused))
+        names = " and ".join(sorted(optimizers))
+        logger.warning("these settings have no effect with %s, remove them: %s", names, values)
+
+
+def check_alike(config: Any) -> None:
+    """Raise a ConfigurationError on all ranks if their configurations differ; collective."""
+    told = int | float | str | None
+    mine = {n: v for n, v in sorted(vars(config).items()) if isinstance(v, told)}
+    if mine.get("muon_backend") == "auto":
+        # the choice depends on the packages installed on a host
+        mine["muon_backend"] = automatic()
+    everyones = of_every_rank(mine)
+    for name in dict.fromkeys(name for its in everyones for name in its):
+        values = {repr(its.get(name)) for its in everyones}
+        if len(values) > 1:
+            rule = f"is not the same on all ranks: they have {sorted(values)}"
+            way_out = "Use the same configuration on all ranks and the same packages on all hosts"
+            raise ConfigurationError(name, mine.get(name), rule, way_out)
+
+
+def refuse_for_matrices(config: Any) -> None:
+    """Raise a ConfigurationError for the first mode that optimizers of matrices do not support."""
+    for name, reason in _FOR_MATRICES.items():
+        if getattr(config, name, False):
+            rule = f"is not supported with this optimizer because it {reason}"
+            raise ConfigurationError(name, True, rule, f"Set {name}=False")
+
+
+def refuse_for_overlap(config: Any, parts: Iterable[Any] = (), *, is_served: bool = True) -> None:
+    """Raise a ConfigurationError for the first setting that ``muon_overlap_step`` does not support.
+
+    ``parts`` are the configurations of DDP and of the model.
+    """
+    rules = [] if is_served else ["needs optimizer='muon' and use_distributed_optimizer=True"]
+    wanted: list[tuple[Any, ...]] = [(config, *item) for item in _FOR_OVERLAP.items()]
+    wanted += [(part, *item) for part in parts for item in _FOR_BUCKETS.items()]
+    rules += [f"needs {n}={value!r}" for it, n, value in wanted if getattr(it, n, value) != value]
+    if rules:
+        way_out = "Change that setting, or turn muon_overlap_step off"
+        raise ConfigurationError("muon_overlap_step", True, rules[0], way_out)
+
+
+def refuse_for_qk_clip(config: Any, ddp_config: Any, *, hybrid: bool) -> None:
+    """Raise a ConfigurationError for the first mode that QK-clip does not support.
+
+    ``hybrid`` says whether megatron-core's hybrid optimizer would do the off-loading.
+    """
+    for name, reason in _FOR_QK_CLIP.items():
+        is_on = getattr(config, name, False) or getattr(ddp_config, name, False)
+        if is_on and (hybrid or name != "optimizer_cpu_offload"):
+            rule = f"scales main and model weights in place, but {name} {reason}"
+            raise ConfigurationError("qk_clip", True, rule, f"Set qk_clip=False or {name}=False")
+
+
+def refuse_for_dtensors(config: Any, *, own_loop: bool) -> None:
+    """Raise a ConfigurationError for the first field that FSDP or your own loop cannot support."""
+    for name, rule in (_FOR_DTENSORS | (_FOR_OWN_LOOPS if own_loop else {})).items():
+        value = getattr(config, name, None)
+        # a threshold of 0 is set: it skips every step
+        if value not in (None, math.inf) if name == "grad_norm_skip_threshold" else value:
+            raise ConfigurationError(name, value, rule, f"Leave {name} unset")

@@ -1,0 +1,1 @@
+"""The command, plans, dry runs, explanations and recipes; nothing else knows them."""

@@ -1,0 +1,180 @@
+"""The command ``megatron-eopt``: plan training runs, explain checkpoints, print recipes."""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from tqdm import tqdm
+
+from megatron_eopt.arguments import add_arguments, config_from_args
+from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError, check_integer
+from megatron_eopt.tools.explain import explain, show
+from megatron_eopt.tools.plan.architectures import add_flags, from_flags
+from megatron_eopt.tools.plan.machine import MACHINES
+from megatron_eopt.tools.plan.model import SIZES, Layout
+from megatron_eopt.tools.plan.planning import Plan, plan
+from megatron_eopt.tools.plan.tables import as_dict, show_plan, show_sweep
+from megatron_eopt.tools.recipe import NAMES, recipe
+
+_NUMBERS = {
+    "flops": (float, "peak FLOP/s, dense bfloat16"),
+    "memory": (float, "memory bandwidth in bytes/s"),
+    "link": (float, "bytes/s that it sends inside a node"),
+    "network": (float, "bytes/s that it sends to other nodes"),
+    "gpus": (int, "GPUs per node (default: 8)"),
+    "efficiency": (float, "share of the peak that matrix products use (default: 0.6)"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status; ``argv`` defaults to the process's arguments."""
+    arguments = argparse.Namespace()
+    # building the optimizer logs its settings, which are not part of the answer
+    logging.disable(logging.WARNING)
+    try:
+        command_parser().parse_args(argv, arguments)
+        arguments.run(arguments, Console())
+    except (ConfigurationError, ConfigurationTypeError) as error:
+        sys.stderr.write(f"megatron-eopt: {error}\n")
+        return 2
+    finally:
+        logging.disable(logging.NOTSET)
+    return 0
+
+
+def command_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command's arguments."""
+    parser = argparse.ArgumentParser(
+        prog="megatron-eopt",
+        description="Plan training runs, inspect checkpoints and print recipes, without GPUs.",
+        epilog="Example: megatron-eopt plan --model llama-3-8b --tp 4 --dp 16",
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    text = "predict memory, communication and time of one optimizer step"
+    usage = "megatron-eopt plan [--model NAME] [--tp N] [--pp N] [--dp N] [--ep N] [FLAG ...]"
+    one = commands.add_parser("plan", usage=usage, help=text, description=_about(text))
+    sizes = one.add_argument_group("layout (sizes default to 1; without any, the recipe's)")
+    for field, (short, flag, text) in SIZES.items():
+        sizes.add_argument(f"--{short}", f"--{flag}", dest=field, type=int, metavar="N", help=text)
+    _add_common(one)
+    one.set_defaults(run=_plan)
+    text = "compare layouts of the same number of GPUs"
+    usage = "megatron-eopt sweep --ranks N [--model NAME] [--tp N ...] [--pp N ...] [FLAG ...]"
+    many = commands.add_parser("sweep", usage=usage, help=text, description=_about(text))
+    sizes = many.add_argument_group("layouts (every combination of the sizes is planned)")
+    sizes.add_argument("--ranks", type=int, required=True, metavar="N", help="number of GPUs")
+    for short, _, text in (SIZES[field] for field in ("tensor", "pipeline", "expert")):
+        sizes.add_argument(f"--{short}", type=int, nargs="+", default=[1], metavar="N", help=text)
+    _add_common(many)
+    many.set_defaults(run=_sweep)
+    text = "show what a checkpoint contains and where it can be loaded"
+    shown = commands.add_parser("explain", help=text, description=f"{text.capitalize()}.")
+    shown.add_argument("checkpoint", type=Path, help="folder of a run (--save) or an iteration")
+    shown.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    shown.set_defaults(run=_explain)
+    text = "print the training flags of a published model, or list the models"
+    made = commands.add_parser("recipe", help=text, description=f"{text.capitalize()}.")
+    text = f"one of {', '.join(NAMES)}; leave it out to list them"
+    made.add_argument("name", nargs="?", type=str.lower, choices=NAMES, metavar="NAME", help=text)
+    made.add_argument("--small", action="store_true", help="shrink the model for a test on a CPU")
+    made.set_defaults(run=_recipe)
+    return parser
+
+
+def _about(text: str) -> str:
+    return (
+        f"{text[0].upper()}{text[1:]}. It runs the real optimizer on tensors without data, as "
+        "the busiest rank, and predicts its time from the GPU's data sheet. Choose a recipe with "
+        "--model, give the model in Megatron's flags, or combine both: flags change the recipe."
+    )
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    text = f"recipe to take the model from: {', '.join(NAMES)}"
+    parser.add_argument("--model", type=str.lower, choices=NAMES, metavar="NAME", help=text)
+    add_flags(parser)
+    gpus = parser.add_argument_group("GPU (defaults: its data sheet)")
+    gpus.add_argument("--gpu", choices=MACHINES, default="H100", help="(default: H100)")
+    for name, (kind, text) in _NUMBERS.items():
+        gpus.add_argument(f"--gpu-{name}", type=kind, metavar="X", help=text)
+    text = "tokens per global batch (default: 4194304), for the time of an iteration"
+    parser.add_argument("--tokens", type=int, default=2**22, metavar="N", help=text)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument("--optimizer", default="muon", help="matrix optimizer (default: muon)")
+    add_arguments(parser)
+
+
+def _planner(arguments: argparse.Namespace) -> Callable[[Layout], Plan]:
+    """Check the arguments and return a function that plans a layout."""
+    check_integer("--tokens", arguments.tokens)
+    flags = vars(arguments)
+    given = {name: value for name, value in flags.items() if value is not None}
+    published = arguments.model and recipe(arguments.model)
+    architecture = published.architecture(**given) if published else from_flags(given)
+    numbers = {name: given[f"gpu_{name}"] for name in _NUMBERS if f"gpu_{name}" in given}
+    machine = dataclasses.replace(MACHINES[arguments.gpu], **numbers)
+    if not flags.get("use_distributed_optimizer", True):
+        rule = "is not supported by plans, which assume sharded optimizer state"
+        way_out = "Remove it from the --optimizer-config file"
+        raise ConfigurationError("use_distributed_optimizer", False, rule, way_out)
+    # a step's cost does not depend on the learning rate
+    needed = {"lr": 1e-3, "bf16": True, "use_distributed_optimizer": True}
+    config, _ = config_from_args(argparse.Namespace(**flags | needed))
+    return lambda layout: plan(architecture, layout, machine, config, tokens=arguments.tokens)
+
+
+def _plan(arguments: argparse.Namespace, console: Console) -> None:
+    given = {field: size for field in SIZES if (size := vars(arguments)[field]) is not None}
+    layout = Layout(**given) if given or not arguments.model else recipe(arguments.model).planned()
+    found = _planner(arguments)(layout)
+    if arguments.json:
+        console.print_json(json.dumps(as_dict(found)))
+    else:
+        show_plan(found, arguments.gpu, console)
+
+
+def _sweep(arguments: argparse.Namespace, console: Console) -> None:
+    planned, found, errors = _planner(arguments), [], {}
+    sizes = list(itertools.product(arguments.tp, arguments.pp, arguments.ep))
+    for tp, pp, ep in tqdm(sizes, desc="layouts", disable=None):
+        try:
+            check_integer("--tp x --pp", tp * pp)
+            if arguments.ranks % (tp * pp):
+                rule = f"must be a multiple of tp x pp, here {tp} x {pp}"
+                raise ConfigurationError("--ranks", arguments.ranks, rule, "Choose other sizes")
+            found.append(planned(Layout(tp, pp, arguments.ranks // (tp * pp), ep)))
+        except ConfigurationError as error:
+            errors[f"tp {tp}, pp {pp}, ep {ep}"] = error
+    if not found:
+        raise next(iter(errors.values()))
+    for layout, reason in errors.items():
+        sys.stderr.write(f"left out: {layout}: {reason}\n")
+    if arguments.json:
+        console.print_json(json.dumps([as_dict(item) for item in found]))
+    else:
+        show_sweep(found, arguments.gpu, console)
+
+
+def _recipe(arguments: argparse.Namespace, _: Console) -> None:
+    if arguments.name is None:
+        for name in NAMES:
+            one = recipe(name)
+            paper = one.sources["paper"]
+            sys.stdout.write(f"{name:17}{one.title:18}{one.optimizer:31}{paper}\n")
+    else:
+        words = " ".join(recipe(arguments.name).words(small=arguments.small))
+        sys.stdout.write(words.replace(" --", "\n--") + "\n")
+
+
+def _explain(arguments: argparse.Namespace, console: Console) -> None:
+    contents = explain(arguments.checkpoint)
+    if arguments.json:
+        console.print_json(json.dumps(dataclasses.asdict(contents)))
+    else:
+        show(contents, console)

@@ -1,0 +1,136 @@
+"""Lets one process act as any rank of a job: fake process groups and fake tensors."""
+
+import functools
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from torch import distributed
+from torch._C._distributed_c10d import FakeWork
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_eopt import cpu
+from megatron_eopt.base.agreement import GroupRank, answered_by, group_rank_in
+from megatron_eopt.base.errors import ConfigurationError, check_integer
+from megatron_eopt.cpu.patches import Patch, patched
+from megatron_eopt.tools.dry_run.counting import READ
+
+_COALESCED = ("allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_")
+"""Collectives for which torch has no implementation with fake tensors."""
+
+_library: Any = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
+for _name in _COALESCED:
+    _library.impl(_name, lambda *_, **__: FakeWork().boxed(), "Meta")
+
+
+@contextmanager
+def dry_world(
+    rank: int, world_size: int, *, cuda: AbstractContextManager[None] | None = None
+) -> Iterator[None]:
+    """Act as one rank of a simulated job inside a ``with`` block, and clean up afterwards.
+
+    In the block tensors are fake, and answers of other ranks are derived from the process groups
+    that Megatron creates. Megatron must not create gloo groups.
+
+    Args:
+        rank: The rank to act as.
+        world_size: Number of ranks.
+        cuda: Context that stands in for GPUs; by default the CPU back end.
+
+    Raises:
+        ConfigurationError: If the rank is out of range, ``torch.distributed`` is initialized, or
+            torch is older than 2.11.
+    """
+    if torch.__version__ < "2.11.0a0":
+        rule = "has no fake tensors for collectives, which plans need"
+        raise ConfigurationError("torch", torch.__version__, rule, "Plan with 2.11 or later")
+    check_integer("world_size", world_size)
+    if not 0 <= rank < world_size:
+        rule = f"must be one of the {world_size} ranks"
+        raise ConfigurationError("rank", rank, rule, f"Give 0 to {world_size - 1}")
+    if distributed.is_initialized():
+        rule = "must not have a process group, because a dry run creates its own"
+        raise ConfigurationError("this process", "initialized", rule, "Run it in another process")
+    peers = _Peers(rank, world_size)
+    environment = dict(os.environ)  # models change it when they choose an attention kernel
+    distributed.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    patches = [
+        *(Patch(owner, "new_group", peers.new_group) for owner in (distributed, distributed_c10d)),
+        # device meshes read rank numbers, so their tensors must be real
+        Patch(DeviceMesh, "from_group", staticmethod(_with_values(DeviceMesh.from_group))),
+        Patch(DeviceMesh, "__init__", _with_values(DeviceMesh.__init__)),
+    ]
+    # real tensors from before the block, or from outside torch, may occur
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        with patched(patches), cuda or cpu.enabled(), answered_by(peers), fake, _Values():  # type: ignore[no-untyped-call]
+            yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        distributed.destroy_process_group()
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Returns False, 0 or 1.0 when the host reads a value of a fake tensor."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is READ and isinstance(args[0], FakeTensor) and args[0].constant is None:
+            kind = bool if args[0].dtype == torch.bool else int
+            return 1.0 if args[0].is_floating_point() else kind(0)
+        return func(*args, **(kwargs or {}))
+
+
+def _with_values[**P, T](function: Callable[P, T]) -> Callable[P, T]:
+    """Run a function with real instead of fake tensors."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        with unset_fake_temporarily():
+            return function(*args, **kwargs)
+
+    return call
+
+
+class _Peers:
+    """Records the process groups that are created and derives the other ranks' answers."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank, self._size = rank, world_size
+        self._groups: dict[str, list[list[int]]] = defaultdict(list)  # ranks, by description
+        self._make = distributed.new_group
+
+    def new_group(self, ranks: Sequence[int] | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Create a fake group if this rank is a member, else only record the group's ranks."""
+        members = list(range(self._size) if ranks is None else ranks)
+        self._groups[kwargs.get("group_desc") or "undefined"].append(members)
+        if self._rank not in members:
+            return distributed.GroupMember.NON_GROUP_MEMBER
+        kwargs["backend"] = "fake"
+        return self._make(members, *args, **kwargs)
+
+    def of_every_rank[T](self, value: T, group: distributed.ProcessGroup | None) -> list[T]:
+        """Return this rank's value for every rank."""
+        return [value] * distributed.get_world_size(group)
+
+    def group_ranks(self, group: distributed.ProcessGroup | None) -> list[GroupRank]:
+        """Return every rank's position in its group with the same description and size."""
+        if group is None:
+            return [GroupRank(rank, 0) for rank in range(self._size)]
+        mine = distributed.get_process_group_ranks(group)
+        if len(mine) == self._size:
+            return [group_rank_in(mine, rank) for rank in range(self._size)]
+        alike = [g for g in self._groups[group.group_desc] if len(g) == len(mine)]
+        found = {rank: group_rank_in(ranks, rank) for ranks in alike for rank in ranks}
+        return [found[rank] for rank in range(self._size)]

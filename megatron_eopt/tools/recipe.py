@@ -1,0 +1,70 @@
+"""Recipes: Megatron's flags for published models, each with its source.
+
+Each recipe is a YAML file in the folder ``recipes``; docs/reference/recipes.md shows them all.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped,unused-ignore]
+
+from megatron_eopt.tools.plan.architectures import Architecture, flags_among, from_flags
+from megatron_eopt.tools.plan.model import SIZES, Layout
+
+_FOLDER = Path(__file__).with_name("recipes")
+
+NAMES = sorted(path.stem for path in _FOLDER.glob("[a-z]*.yaml"))
+"""Names of all recipes."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to train a published model."""
+
+    title: str  # the model's name
+    summary: str  # what kind of model it is
+    optimizer: str  # the one that the authors published, and the one that the flags choose
+    parameters: float  # number of parameters, as published
+    sources: Mapping[str, str]  # URLs by name, the paper first
+    published: Sequence[Mapping[str, Any]]  # groups of "flags", with their place in a source, "at"
+    ours: Sequence[Mapping[str, Any]]  # groups of "flags" that are not published, with a reason
+    layout: Mapping[str, Any]  # "flags" of one layout to plan with, and "why" it was chosen
+    small: dict[str, Any]  # changes for a model that trains on a CPU in seconds; None drops a flag
+    notes: Sequence[str]  # what the flags do not cover
+    base: str | None = None  # name of the recipe whose fields this one changes
+
+    def words(self, *, small: bool = False) -> list[str]:
+        """Return the trainer's flags for the model, or for a ``small`` one of its kind."""
+        flags: dict[str, Any] = {}
+        for group in (*self.published, *self.ours):
+            flags |= group["flags"]
+        flags |= _read("_small") | self.small if small else self.layout["flags"]
+        flags["data-parallel-size"] = None  # follows from the number of processes
+        given = {f"--{flag}": value for flag, value in flags.items() if value is not None}
+        pairs = ([flag] if value is True else [flag, str(value)] for flag, value in given.items())
+        return [word for pair in pairs for word in pair]
+
+    def architecture(self, **changes: Any) -> Architecture:
+        """Return the model; ``changes`` replace flags, by Megatron's names with underscores."""
+        return from_flags(flags_among(self.words()) | changes, self.title)
+
+    def planned(self) -> Layout:
+        """Return the layout that ``megatron-eopt plan`` uses by default."""
+        sizes = self.layout["flags"]
+        return Layout(**{f: sizes[flag] for f, (_, flag, _) in SIZES.items() if flag in sizes})
+
+
+def recipe(name: str) -> Recipe:
+    """Read the recipe with a name of :data:`NAMES`."""
+    own = _read(name)
+    if "base" in own:
+        base = _read(own["base"])
+        own = base | own | {key: base[key] + own.get(key, []) for key in ("published", "ours")}
+    return Recipe(**own)
+
+
+def _read(name: str) -> dict[str, Any]:
+    content: dict[str, Any] = yaml.safe_load((_FOLDER / f"{name}.yaml").read_text())
+    return content

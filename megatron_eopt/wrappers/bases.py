@@ -1,0 +1,245 @@
+"""Create the torch optimizers of a configuration, and the drivers that step them."""
+
+import functools
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
+
+from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.names import SCALAR_OPTIMIZERS, STEP
+from megatron_eopt.config.arguments import arguments_of
+from megatron_eopt.config.fields import constructor_arguments
+from megatron_eopt.config.registry import StateLayoutT, entries, entry_of, steps_in_pieces
+from megatron_eopt.config.settings import Settings
+from megatron_eopt.optimizers.driver import Driver, InitState, ParamGroup
+from megatron_eopt.optimizers.engine import Means
+from megatron_eopt.optimizers.owner_driver import OwnerDriver
+from megatron_eopt.optimizers.scalar import (
+    ELEMENT_WISE_CLASSES,
+    build_scalar_optimizer,
+    scalar_init_of,
+)
+from megatron_eopt.routing.groups import Group, param_group
+from megatron_eopt.routing.model import Routing
+from megatron_eopt.storage.shard import Shard
+from megatron_eopt.wrappers.overrides import own_arguments
+
+type Construct = Callable[[Sequence[ParamGroup]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Base:
+    """A torch optimizer from a user or a configuration, with the parameters that it steps."""
+
+    optimizer: Any  # the torch optimizer, maybe over placeholder parameters; None if none is needed
+    init_state_fn: InitState  # creates its state, called as ``(optimizer, config)``
+    groups: Sequence[ParamGroup]  # parameter groups of the model's parameters
+    is_clipped: bool = True  # whether its gradients are clipped
+    construct: Construct | None = None  # creates the same optimizer over other groups
+    name: str = ""  # its name in the configuration
+    is_expert: bool = False  # whether it steps expert parameters
+
+    @property
+    def layout(self) -> StateLayoutT:
+        """Whether its update or state needs whole matrices; both, if its class is not known."""
+        cls = type(self.optimizer)
+        if steps_in_pieces(cls):
+            return "matrix_update"
+        registered = entries().values()
+        known = {item.optimizer_cls for item in registered if item.state_layout == "element_wise"}
+        if getattr(self.optimizer, "frob_normalize", False):
+            # with this option, LaProp scales by norms of whole parameters
+            return "matrix_state"
+        return "element_wise" if cls in known | ELEMENT_WISE_CLASSES else "matrix_state"
+
+
+def bases_of(
+    settings: Settings,
+    routing: Routing,
+    model_chunks: Sequence[Any],
+    pg_collection: Any,
+    *,
+    stand_ins: bool = False,
+    plain: bool = False,
+) -> list[Base]:
+    """Create the optimizers of a chain: the main one first, dense parameters before experts.
+
+    Checkpoint formats depend on order and number, so both are the same on all ranks.
+
+    Args:
+        settings: The configuration.
+        routing: Which optimizer each parameter gets.
+        model_chunks: The model.
+        pg_collection: Process groups.
+        stand_ins: Whether matrix optimizers get placeholders of shape (1, 1) for the parameters,
+            because the storage steps other tensors and knows their logical matrices.
+        plain: Whether to use torch's Adam and SGD.
+    """
+    main = settings.optimizer
+    rates = {"lr": settings.lr, "min_lr": settings.min_lr}
+    makers = {
+        name: _maker_of(name, settings, model_chunks, pg_collection, plain=plain)
+        for name in sorted(routing.optimizers)
+    }
+    # groups with settings that only a constructor reads get an optimizer of their own
+    kinds: dict[tuple[str, bool, tuple[Any, ...]], list[Group]] = {}
+    for group in routing.groups:
+        name, values = group.key.optimizer, dict(group.key.values)
+        own = own_arguments(name, values, functools.partial(makers[name], _stand_in()))
+        kind = (name, group.key.is_expert, tuple(sorted(own.items())))
+        kinds.setdefault(kind, []).append(group)
+    bases = []
+    for kind in sorted(kinds, key=lambda kind: (kind[0] != main, *kind[:2], bool(kind[2]))):
+        (name, is_expert, arguments), mine = kind, kinds[kind]
+        groups = [param_group(g, [r.parameter.param for r in g.routes], **rates) for g in mine]
+        made_over = groups
+        if plain or (stand_ins and name not in SCALAR_OPTIMIZERS):
+            made_over = [{**group, **_stand_in()[0]} for group in groups]
+        own_rates = [group.get("lr") for group in groups]  # torch adds its default to the groups
+        construct = functools.partial(makers[name], **dict(arguments))
+        if name not in SCALAR_OPTIMIZERS:
+            entry = entry_of(name)
+            if not stand_ins and "splits" in constructor_arguments(entry.optimizer_cls):
+                construct = functools.partial(construct, splits=routing.matrices)
+            if "weight_decay" not in constructor_arguments(entry.optimizer_cls):
+                # as a scheduler writes it, also to groups of a class with its own value (Scion)
+                made_over = [{"weight_decay": settings.weight_decay, **g} for g in made_over]
+        optimizer = _made(name, construct, made_over)
+        if name in SCALAR_OPTIMIZERS:
+            init_fn = scalar_init_of(optimizer)
+        else:
+            init_fn = entry.init_state_fn
+            if entry.draws:
+                _draw_alike(optimizer)
+        if settings.lr is None and "max_lr" not in settings.own_rates(name):
+            # a scheduler or a checkpoint must set the learning rate before the first step
+            optimizer.defaults["lr"] = None
+            for made, rate in zip(optimizer.param_groups, own_rates, strict=True):
+                made["lr"] = rate
+        complete = [
+            {**made, "params": given["params"]}
+            for made, given in zip(optimizer.param_groups, groups, strict=True)
+        ]
+        is_clipped = not (settings.exempt_from_clipping and name == main)
+        bases.append(Base(optimizer, init_fn, complete, is_clipped, construct, name, is_expert))
+    return bases or [Base(None, None, [], name=main)]
+
+
+def _draw_alike(optimizer: torch.optim.Optimizer) -> None:
+    """Make an optimizer that draws random numbers step its parameters one by one, each seeded.
+
+    The seed depends on shape and step count only. So copies of a parameter draw equal numbers on
+    all ranks, at any layout, and in resumed runs. Other random states do not change. This counts
+    steps if the class does not (PSGD's count stays 0 in emerging-optimizers 0.3).
+    """
+    step = optimizer.step
+
+    def step_one(param: Tensor) -> None:
+        state: dict[str, Any] = optimizer.state[param]
+        steps = int(state.get(STEP, 0))
+        torch.manual_seed(zlib.crc32(repr((steps, tuple(param.shape))).encode()))
+        step()
+        if state.setdefault(STEP, 0) == steps:
+            state[STEP] += 1
+
+    def step_all() -> None:
+        groups = list(optimizer.param_groups)
+        gpus = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        with torch.random.fork_rng(gpus):
+            try:
+                for group in groups:
+                    stepped: dict[str, Any] = {}
+                    for param in group["params"]:
+                        if param.grad is not None:
+                            stepped = {**group, "params": [param]}
+                            optimizer.param_groups = [stepped]
+                            step_one(param)
+                    # keep what a step writes to its group, such as a step count
+                    group |= {**stepped, "params": group["params"]}
+            finally:
+                optimizer.param_groups = groups
+
+    optimizer.step = step_all  # type: ignore[assignment, method-assign]
+
+
+def _maker_of(
+    name: str, settings: Settings, model_chunks: Sequence[Any], pg_collection: Any, *, plain: bool
+) -> Callable[..., torch.optim.Optimizer]:
+    """Return what creates an optimizer over groups, with further constructor arguments."""
+    if name in SCALAR_OPTIMIZERS:
+        return functools.partial(build_scalar_optimizer, name, settings, plain=plain)
+    kwargs = arguments_of(name, settings, model_chunks, pg_collection)
+    return functools.partial(entry_of(name).optimizer_cls, **kwargs)
+
+
+def _stand_in() -> list[ParamGroup]:
+    """Return a group of one placeholder parameter."""
+    return [{"params": [nn.Parameter(torch.ones(1, 1))]}]
+
+
+def _made(name: str, construct: Construct, groups: Sequence[ParamGroup]) -> torch.optim.Optimizer:
+    try:
+        return construct(groups)
+    except ConfigurationError:
+        raise
+    except ValueError as error:
+        rule = f"cannot start: {error}".rstrip(".")
+        way_out = "Change its settings, or the initial weights, as this message says"
+        raise ConfigurationError("optimizer", name, rule, way_out) from error
+
+
+def fault_in(construct: Construct, weights: Sequence[Tensor]) -> str | None:
+    """Return why an optimizer cannot start from whole weights; None if it can, or in a dry run."""
+    if any(map(is_fake, weights)):
+        return None
+    copies = [nn.Parameter(weight.detach().clone()) for weight in weights]
+    try:
+        construct([{"params": copies}])
+    except ValueError as error:
+        return str(error).rstrip(".")
+    pairs = zip(copies, weights, strict=True)
+    kept = all(copy.allclose(weight, 0, 0, equal_nan=True) for copy, weight in pairs)
+    return None if kept else "its constructor changes the weight, but cannot change stored shards"
+
+
+def driver_over(
+    base: Base,
+    groups: Sequence[ParamGroup],
+    shards: Mapping[Tensor, Shard],
+    means: Means,
+    config: Any,
+) -> Driver:
+    """Create the driver of an optimizer that needs matrices; collective over the shards' ranks.
+
+    ``groups`` and ``shards`` refer to the model's parameters.
+    """
+    driver: Driver
+    if base.layout == "matrix_update":
+        driver = base.optimizer.driver_over(list(shards.values()), means)
+    elif hasattr(type(base.optimizer), "steps_in_pieces"):
+        raise ConfigurationError(
+            "optimizer",
+            type(base.optimizer).__name__,
+            "overrides a method that a step of TensorParallelMuon calls with whole parameters, but "
+            "this storage shards them",
+            "Train without use_distributed_optimizer and FSDP, or do not override these methods",
+        )
+    else:
+        # a user's own optimizer may step parameters that are no matrices, in their own shape
+        shapes = [
+            shard.layouts[0].shape
+            if base.name or param.dim() == 2 or len(shard.split.shape) == 3
+            else (shard.layouts[0].shape[0], *param.shape[1:])
+            for param, shard in shards.items()
+        ]
+        init = base.init_state_fn and functools.partial(base.init_state_fn, base.optimizer, config)
+        check = base.construct and functools.partial(fault_in, base.construct)
+        driver = OwnerDriver(base.optimizer, init, list(shards.values()), shapes, means, check)
+    group_of = {p: number for number, group in enumerate(groups) for p in group["params"]}
+    driver.assign({number: group_of[param] for number, param in enumerate(shards)})
+    return driver

@@ -1,0 +1,440 @@
+"""Several optimizers that step as one, in four phases.
+
+1. Gradients are passed to the stepped tensors and divided by the loss scale.
+2. The gradient norm is computed. It shows whether all gradients are finite, and they are clipped.
+3. Every optimizer steps: matrices are sent to their owner ranks, and updates are sent back.
+4. Parameters are gathered once, after all optimizers have stepped.
+"""
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, NoReturn
+
+import torch
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.utils import log_single_rank
+from torch import Tensor
+
+from megatron_eopt.base import gpu
+from megatron_eopt.base.agreement import agreed
+from megatron_eopt.base.errors import ConfigurationError, NonFiniteError, check_number
+from megatron_eopt.base.live_bytes import LiveBytes
+from megatron_eopt.base.upstream import needed
+from megatron_eopt.checkpoint import local_state, optimizer_state
+from megatron_eopt.checkpoint.rank_files import load_rank_file, save_rank_file
+from megatron_eopt.config.settings import RunSettings, Settings
+from megatron_eopt.optimizers.continuation import Policy
+from megatron_eopt.optimizers.driver import CompositeOptimizer, check_may_step, refuse_copy
+from megatron_eopt.optimizers.saved_groups import check_state_dict
+from megatron_eopt.optimizers.stepper import Stepper
+from megatron_eopt.qk_clip import remember
+from megatron_eopt.routing.frozen import Frozen
+from megatron_eopt.routing.global_names import names_in
+from megatron_eopt.storage.interface import finish_gathers, gather_buckets, named_gradients
+from megatron_eopt.storage.zero1 import BUFFER_PARAMS, FragmentsOptimizer
+from megatron_eopt.wrappers.gradients import GradNorm, clipped, folds_clipping, non_finite, unscale_
+from megatron_eopt.wrappers.memory import Memory, memory_of
+from megatron_eopt.wrappers.overlap import Overlap
+from megatron_eopt.wrappers.stats import Stats
+
+logger = logging.getLogger(__name__)
+
+_BY_BUCKET = "dp_reshardable"
+"""Megatron's name for checkpoints with optimizer state by bucket."""
+
+
+class OptimizerChain(ChainedOptimizer):
+    """megatron-core's chain, with one loss scale and one gradient norm for all its optimizers.
+
+    ``steppers`` step and are saved in order. ``model_chunks`` names parameters in messages.
+    """
+
+    # loading a checkpoint does not change learning rates, and the trainer must not do so either
+    keeps_rates = True
+    loads_itself = False  # whether the trainer must pass a loaded state dict to load_state_dict
+
+    def __init__(
+        self,
+        steppers: Sequence[Stepper],
+        settings: RunSettings,
+        scaler: Any,
+        model_chunks: Sequence[Any],
+    ) -> None:
+        storages = [stepper.storage for stepper in steppers]
+        super().__init__(storages)
+        self.steppers = list(steppers)
+        self.settings = settings
+        self.config = settings.original  # callers may change what steps read
+        # name of the main optimizer, if a configuration gives it
+        self._main = settings.optimizer if isinstance(settings, Settings) else None
+        self._scaler = scaler
+        self._named_chunks = list(model_chunks)
+        # whether the current gradients have overflowed; None until they are unscaled
+        self._found_inf: bool | None = None
+        self._transient: int | None = None
+        # whether to measure the next steps; callers may set it, to the same value on all ranks
+        self.collects_stats = settings.logs_stats
+        self._stats = Stats(self.steppers)
+        self.skipped_steps = 0
+        self.is_sharded = any(isinstance(item, FragmentsOptimizer) for item in storages)
+        self.number, self.superseded = -1, False  # see megatron_eopt.wrappers.factory
+        # whether the host reads norms one step later; see Note [No waits]
+        self.reads_norms_late = gpu.runs_kernels(torch.empty(0, device="cuda"))
+        self._overlap: Overlap | None = None
+        if settings.overlaps_step:
+            self._overlap = Overlap(self.steppers, self._named_chunks, self._expects_no_clipping)
+        self._frozen = Frozen(model_chunks)
+        self._last_norm = math.inf
+        # norms of the last step, until the host reads them
+        self._unread: dict[str | None, GradNorm] = {}
+        remember(model_chunks, self)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Raise a ConfigurationTypeError, because copies could not step."""
+        refuse_copy(self)
+
+    @torch.no_grad()
+    def prepare_grads(self) -> bool:
+        """Pass gradients to the stepped tensors and unscale them, once per step or ``zero_grad``.
+
+        Returns:
+            Whether a gradient on any rank has overflowed. The loss scale is already updated.
+        """
+        if self._found_inf is not None:
+            return self._found_inf
+        for stepper in self.steppers:
+            stepper.storage.collect_gradients()
+        if self._scaler is None:
+            return False
+        found_inf = False
+        for child in self.chained_optimizers:
+            grads = [grad for _, grad in named_gradients(child)]
+            group = child.get_grad_stats_parallel_group()
+            found_inf |= unscale_(grads, self._scaler.inv_scale, group)
+        self._scaler.update(found_inf)
+        self._found_inf = found_inf
+        return found_inf
+
+    def memory(self) -> Memory:
+        """Return this rank's memory in bytes, by use."""
+        return memory_of(self.steppers, self._named_chunks, self._transient)
+
+    def stats(self) -> dict[str, float]:
+        """Return the statistics of the last measured step by name; collective."""
+        return self._stats.values() | {"optimizer/skipped-steps": float(self.skipped_steps)}
+
+    @property
+    def loaded_groups(self) -> list[Mapping[str, Any]]:
+        """Parameter groups of the last checkpoint that was loaded."""
+        storages = [stepper.storage for stepper in self.steppers]
+        return next((list(s.loaded_groups) for s in storages if s.loaded_groups), [])
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients."""
+        self._found_inf = None
+        super().zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def step(self) -> tuple[bool, Any, float | None]:
+        """Update all parameters.
+
+        Returns:
+            Whether parameters were updated, the gradient norm before clipping, and the number of
+            zeros in the gradients if the configuration sets ``log_num_zeros_in_grad``. On a GPU the
+            norm may be a tensor of shape (), so that the host does not wait for it.
+
+        Raises:
+            NonFiniteError: If a gradient is inf or nan and no loss scale skips the step; on every
+                rank with the same names, and no weight or state has changed. If the norm is a
+                tensor, the next step raises the error.
+        """
+        with self._stats.collecting() if self.collects_stats else nullcontext():
+            if not self.settings.logs_memory or self._transient is not None:
+                return self._step()
+            # the first step also allocates what remains, so a later one is measured
+            exists = any(stepper.storage.steps for stepper in self.steppers)
+            with LiveBytes() as seen:
+                result = self._step()
+        if exists:
+            self._transient = seen.peak
+            # by default the trainer shows warnings only
+            log_single_rank(logger, logging.WARNING, str(self.memory()))
+        return result
+
+    def _step(self) -> tuple[bool, Any, float | None]:
+        overflowed = self.prepare_grads()
+        self._read_late()
+        self._found_inf = None
+        if overflowed:
+            self.skipped_steps += 1
+            return False, None, None
+        norms = self._norms(None if self._overlap is None else self._overlap.join())
+        late = self._may_read_late(norms)
+        found: Any = norms[None].value if late else self._read(norms)
+        if self._overlap is not None and (bool(norms[None].flag) or not self._keeps(found)):
+            self._overlap.forget()
+        with clipped(self.steppers, self.settings.clip_grad, norms, fold=len(norms) == 1):
+            zeros = self.count_zeros() if self.settings.counts_zeros else None
+            if not late and self.is_above_skip_threshold(found):
+                self.skipped_steps += 1
+                return False, found, zeros
+            done = self.step_with_ready_grads()
+        if late:
+            norms[None].send()
+            self._unread = norms
+        return done, found, zeros
+
+    def _read_late(self) -> None:
+        """Read the norms of the last step, which changed nothing if one is not finite."""
+        try:
+            if self._unread:
+                self._read(self._unread)
+        except NonFiniteError:
+            for stepper in self.steppers:
+                stepper.storage.steps -= 1
+            raise
+
+    def _may_read_late(self, norms: Mapping[str | None, GradNorm]) -> bool:
+        """Return whether a step can run before the host knows its norms."""
+        reads = len(norms) > 1 or math.isfinite(self.settings.skip_threshold)
+        return self.reads_norms_late and not reads and all(map(folds_clipping, self.steppers))
+
+    def _expects_no_clipping(self, margin: float) -> bool:
+        """Return whether gradients will probably not be clipped; the same on all ranks."""
+        is_open = not (self.collects_stats or self.superseded)
+        return is_open and self._keeps(self._last_norm / margin)
+
+    def _keeps(self, norm: float) -> bool:
+        """Return whether gradients of this norm are neither clipped nor skipped."""
+        most = self.settings.clip_grad
+        return norm + 1e-6 <= (most or math.inf) and not self.is_above_skip_threshold(norm)
+
+    @torch.no_grad()
+    def step_with_ready_grads(self) -> bool:
+        """Step all optimizers, then gather parameters unless the forward pass does."""
+        check_may_step(self)
+        self._frozen.warn()
+        self._found_inf = None
+        if self._overlap is not None:
+            self._overlap.step()
+            return True
+        for child in self.chained_optimizers:
+            child.step_in_chain()
+        self.gather_params()
+        return True
+
+    def gather_params(self, *, now: bool = False) -> None:
+        """Gather stepped weights to all ranks, ``now`` even if hooks would do so; collective."""
+        for chunk in self.model_chunks:
+            gather_buckets(chunk, now=now)
+        for stepper in self.steppers:
+            stepper.storage.gather_params(now=now)
+
+    @torch.no_grad()
+    def quantize_and_sync_model_params_from_main_params(self) -> None:
+        """Copy main weights to the model's weights on all ranks; collective.
+
+        The trainer of megatron-core 0.20 calls this after every load.
+        """
+        finish_gathers(self.model_chunks)
+        for child in self.chained_optimizers:
+            child.quantize_and_sync_model_params_from_main_params()
+
+    def _stage_model_params_from_main_params(self) -> None:
+        """Do so on this rank only."""
+        for child in self.chained_optimizers:
+            child._stage_model_params_from_main_params()
+
+    @torch.no_grad()
+    def get_grad_norm(self) -> float:
+        """Return the norm over all ranks of the gradients that Megatron counts; collective.
+
+        Raises:
+            NonFiniteError: If the norm, or that of a group with a norm of its own, is inf or nan,
+                unless the configuration skips steps with this norm; same names on every rank.
+        """
+        self._read_late()
+        return self._read(self._norms())
+
+    @torch.no_grad()
+    def clip_grad_norm(self, clip_grad: float) -> float:
+        """Clip gradients to a norm of ``clip_grad``; return the norm before; collective."""
+        check_number("clip_grad", clip_grad, above=0)
+        self._read_late()
+        norms = self._norms()
+        found = self._read(norms)
+        with clipped(self.steppers, clip_grad, norms, fold=False):
+            pass
+        return found
+
+    def _norms(self, flag: Tensor | None = None) -> dict[str | None, GradNorm]:
+        names = (None, *filter(self.has_grad_norm_group, needed("SEPARATE_GRAD_NORM_GROUPS")))
+        parts = self.chained_optimizers
+        return {name: GradNorm(parts, name, None if name else flag) for name in names}
+
+    def _read(self, norms: dict[str | None, GradNorm]) -> float:
+        """Return the norm of gradients outside norm groups; raises if any norm is not finite."""
+        self._unread = {}
+        self._last_norm = math.inf
+        found = {name: norm.read() for name, norm in norms.items()}
+        self.grad_norms_by_group: dict[str, float] = {k: v for k, v in found.items() if k}
+        for norm in found.values():
+            if not math.isfinite(norm) and not self.is_above_skip_threshold(norm):
+                self._refuse(list(norms.values()))
+        self._last_norm = found.get(None, math.inf)
+        return found.get(None, 0.0)
+
+    def is_above_skip_threshold(self, norm: float) -> bool:
+        """Return whether steps with this gradient norm are skipped; False for nan."""
+        return norm > self.settings.skip_threshold
+
+    def state_dict(self) -> Any:
+        """Return this rank's state; only ``sharded_state_dict`` has state of ZeRO-1 fragments."""
+        names = names_in(self._named_chunks)
+        states = [local_state.save(stepper, self._main, names) for stepper in self.steppers]
+        return states[0] if len(states) == 1 else states
+
+    def sharded_state_dict(
+        self, model_sharded_state_dict: Mapping[str, Any], is_loading: bool = False, **kwargs: Any
+    ) -> Any:
+        """Return what ``dist_checkpointing`` saves or loads; collective.
+
+        State is saved by parameter, so it loads at any layout. The exception is Adam alone in
+        Megatron's form ``dp_reshardable``, which saves it by bucket if it has one step count.
+
+        Raises:
+            ConfigurationError: If a parameter is not in ``model_sharded_state_dict``.
+        """
+        metadata = kwargs.get("metadata") or {}
+        form = kwargs.get("sharding_type") or metadata.get("distrib_optim_sharding_type")
+        by_bucket = form == _BY_BUCKET and self._is_unmixed
+        if by_bucket and not is_loading:
+            optimizer_state.prepare(self.steppers, is_loading=is_loading)
+            by_bucket = optimizer_state.count_alike(self.steppers)
+        if by_bucket and not is_loading:
+            state = super().sharded_state_dict(model_sharded_state_dict, is_loading, **kwargs)
+            state[BUFFER_PARAMS] = optimizer_state.named_buckets(self.steppers)
+            return state
+        if self.is_stub_optimizer:
+            return {}
+        return optimizer_state.requested(
+            self.steppers,
+            model_sharded_state_dict,
+            is_loading=is_loading,
+            main=self._main,
+            policy=self._policy,
+            by_bucket=by_bucket,
+        )
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Load what :meth:`sharded_state_dict` or :meth:`state_dict` returned; collective.
+
+        Raises:
+            ConfigurationError: On all ranks and before any change, if it is of other optimizers, or
+                state is missing or does not fit.
+        """
+        self._unread = {}
+        if self._overlap is not None:
+            self._overlap.forget()
+        finish_gathers(self.model_chunks)
+        self._take_over(state_dict)
+        optimizer_state.settle(self.steppers)
+        if self.is_sharded and self.settings.half is None:
+            # without main weights, each rank has loaded its part of the model's weights only
+            self.gather_params(now=True)
+
+    def _take_over(self, state: Any) -> None:
+        agreed(lambda: check_state_dict(state))
+        if optimizer_state.REQUESTS in state:
+            agreed(lambda: optimizer_state.check(state))
+            agreed(lambda: optimizer_state.load(self.steppers, state))
+        elif self.is_sharded:
+            agreed(lambda: optimizer_state.check_groups(state, is_enough=self._is_unmixed))
+            agreed(lambda: optimizer_state.load_groups(self.steppers, state))
+        else:
+            local_state.load(self.steppers, state, self._policy, names_in(self._named_chunks))
+
+    def save_state_dict_to_file(self, filename: str) -> None:
+        """Write this rank's state to a file, for checkpoints of format ``torch``."""
+        save_rank_file(filename, self.steppers, names_in(self._named_chunks))
+
+    def load_state_dict_from_file(self, filename: str) -> None:
+        """Load a file of :meth:`save_state_dict_to_file`, written at the same parallel layout.
+
+        Raises:
+            ConfigurationError: On every rank, if a file is missing, broken or of another layout.
+        """
+        load_rank_file(filename, self.steppers, names_in(self._named_chunks))
+
+    def save_parameter_state(self, filename: str) -> None:
+        """Write Adam's sharded state in the format of megatron-core's distributed optimizer.
+
+        Raises:
+            ConfigurationError: If the optimizer is not Adam alone, its state is not sharded, or
+                parameters have different step counts, for which the format has no place.
+        """
+        self._refuse_but_fragments_of_adam("save_parameter_state")
+        optimizer_state.prepare(self.steppers, is_loading=False)
+        if not optimizer_state.count_alike(self.steppers):
+            rule = "stores one step count, but some parameters have done fewer steps than others"
+            way_out = "Use sharded_state_dict (--ckpt-format torch_dist) or save_state_dict_to_file"
+            raise ConfigurationError("save_parameter_state", filename, rule, way_out)
+        super().save_parameter_state(filename)
+
+    @torch.no_grad()
+    def load_parameter_state(self, filename: str, *, update_legacy_format: bool = False) -> None:
+        """Load what ``save_parameter_state`` wrote; megatron-core fills state that exists.
+
+        Raises:
+            ConfigurationError: If the optimizer is not Adam alone, or its state is not sharded.
+        """
+        self._refuse_but_fragments_of_adam("load_parameter_state")
+        if not update_legacy_format:
+            agreed(lambda: self._check_buffers(filename))
+        optimizer_state.prepare(self.steppers, is_loading=True)
+        super().load_parameter_state(filename, update_legacy_format=update_legacy_format)
+        optimizer_state.settle(self.steppers)
+
+    def _check_buffers(self, filename: str) -> None:
+        """Raise a ConfigurationError if a file has the state of other parameters."""
+        first = [o for o in self.chained_optimizers if o.data_parallel_group.rank() == 0]
+        if not first:
+            return
+        saved: Any = torch.load(filename, mmap=True, weights_only=True)
+        parts = saved if isinstance(saved, list) else [saved]
+        for optimizer, part in zip(self.chained_optimizers, parts, strict=True):
+            names = (part or {}).get(BUFFER_PARAMS, optimizer.buffer_params)
+            if names != optimizer.buffer_params:
+                other = sorted({*names} ^ {*optimizer.buffer_params})
+                rule = "has the state of other parameters, or in another order"
+                way_out = "Resume with the model of the run that wrote it, or with --no-load-optim"
+                raise ConfigurationError("load_parameter_state", other or filename, rule, way_out)
+
+    def _refuse_but_fragments_of_adam(self, method: str) -> None:
+        if not self._is_unmixed:
+            rule = "supports only the sharded state of Adam without other optimizers"
+            way_out = "Use sharded_state_dict, or save_state_dict_to_file and its counterpart"
+            raise ConfigurationError(method, type(self).__name__, rule, way_out)
+
+    @property
+    def _policy(self) -> Policy:
+        return Policy(self.settings.fresh_state, self.settings.momentum_from_adam)
+
+    @property
+    def _is_unmixed(self) -> bool:
+        """Whether state can be saved by bucket, as megatron-core's distributed optimizer does."""
+        return all(
+            isinstance(item, FragmentsOptimizer)
+            and not isinstance(item.optimizer, CompositeOptimizer)
+            for item in self.chained_optimizers
+        )
+
+    def _refuse(self, norms: Sequence[GradNorm]) -> None:
+        self.skipped_steps += 1
+        if self._overlap is not None:
+            self._overlap.forget()
+        found = non_finite(self.chained_optimizers, names_in(self._named_chunks), norms)
+        # all gradients can be finite while the sum of their squares overflows float32
+        raise NonFiniteError("gradients" if found else "norm", sorted(found) or ["all gradients"])

@@ -1,0 +1,292 @@
+"""Build the optimizer of a wrapped model from a configuration: the main entry point."""
+
+import itertools
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+from weakref import WeakValueDictionary
+
+from megatron.core.optimizer import get_megatron_optimizer as megatrons_own_factory
+from megatron.core.utils import get_pg_size, log_single_rank
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.utils.weak import WeakIdKeyDictionary
+
+from megatron_eopt import qk_clip
+from megatron_eopt.base.agreement import agreed, any_rank, everyones
+from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.names import STANDARD_OPTIMIZERS
+from megatron_eopt.base.upstream import found, needed
+from megatron_eopt.config.arguments import arguments_of
+from megatron_eopt.config.checks import check_alike, refuse_for_matrices
+from megatron_eopt.config.registry import Overrides, is_muon, state_layout_of
+from megatron_eopt.config.settings import Settings, resolve
+from megatron_eopt.math import resolve_coefficients, sound_precision
+from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
+from megatron_eopt.routing.global_names import name_parameters, names_in
+from megatron_eopt.routing.groups import Group
+from megatron_eopt.routing.model import Routing, log_routing, route_model
+from megatron_eopt.routing.parameters import check_dtypes
+from megatron_eopt.storage.buffers import buffer_sets, check_model_chunks, has_resting
+from megatron_eopt.wrappers import dtensors, megatron_fsdp
+from megatron_eopt.wrappers.bases import Base, bases_of
+from megatron_eopt.wrappers.builders import (
+    BUILDERS,
+    Wanted,
+    check_chunks,
+    check_ddp,
+    is_megatron_fsdp,
+    register_storage,
+)
+from megatron_eopt.wrappers.chain import OptimizerChain
+from megatron_eopt.wrappers.gradients import make_scaler
+from megatron_eopt.wrappers.layer_wise import LayerWiseDistributedOptimizer
+from megatron_eopt.wrappers.replicated import chain_of_slabs
+from megatron_eopt.wrappers.zero1 import Sharding, unmixed_steppers
+
+logger = logging.getLogger(__name__)
+
+_numbers = itertools.count()
+_owners = WeakIdKeyDictionary()  # parameter -> number of the optimizer that owns it
+_optimizers: WeakValueDictionary[int, Any] = WeakValueDictionary()
+
+_said: set[str] = set()
+"""Warnings that this process has logged."""
+
+
+def get_megatron_optimizer(
+    config: Any,
+    model_chunks: list[Any],
+    config_overrides: Overrides | None = None,
+    use_gloo_process_groups: bool = True,
+    pg_collection: Any = None,
+    dump_param_to_param_group_map: str | None = None,
+) -> Any:
+    """Build the optimizer of a wrapped model; replaces megatron-core's function of this name.
+
+    All ranks must call this together, and errors are raised on every rank. An optimizer that was
+    built earlier for some of these parameters can no longer step. Arguments do not change, except
+    that parameters get attributes that optimizers read, and the data of parameters outside DDP's
+    buffers may move to new memory.
+
+    Args:
+        config: An ``EmergingOptimizerConfig``, which has the recommended defaults, or an
+            ``OptimizerConfig``, whose fields have the same meaning as in megatron-core.
+        model_chunks: This rank's model chunks, wrapped in Megatron's DDP or FSDP. Parameters are
+            float32, bfloat16 or float16.
+        config_overrides: Settings for some parameters, by ``ParamKey``; the setting ``optimizer``
+            chooses their optimizer. None means megatron-core's standard overrides, ``{}`` none.
+        use_gloo_process_groups: Whether checkpoint formats may use gloo groups if they need them.
+        pg_collection: The process groups; None means Megatron's global ones.
+        dump_param_to_param_group_map: Folder to which each parameter's group number is written.
+
+    Returns:
+        A ``ChainedOptimizer`` of megatron-core. ``step()`` returns whether parameters were updated,
+        the gradient norm, and the number of zeros in the gradients if it is counted. For Adam or
+        SGD in a mode that only megatron-core supports, this is megatron-core's own optimizer.
+
+    Raises:
+        ConfigurationError: If a value is invalid, or a combination is not supported.
+        ConfigurationTypeError: If a value has the wrong type.
+    """
+    folder = dump_param_to_param_group_map
+    agreed(lambda: check_chunks(model_chunks))
+    if isinstance(model_chunks[0], found("MimoModel") or ()):
+        return megatrons_own_factory(config, model_chunks)
+    of_dtensors = dtensors.is_torch_fsdp2(model_chunks) or is_megatron_fsdp(model_chunks)
+    settings = agreed(lambda: _settings(config, model_chunks, of_dtensors=of_dtensors))
+    check_alike(settings.config)
+    with megatron_fsdp.whole_parameters(model_chunks):
+        routing = route_model(settings, model_chunks, config_overrides)
+    if _is_megatron_cores(settings, routing, model_chunks):
+        # refuses settings that Adam and SGD do not have
+        agreed(lambda: bases_of(settings, routing, model_chunks, pg_collection, plain=True))
+        return megatrons_own_factory(
+            settings.config,
+            model_chunks,
+            dict(routing.overrides),
+            use_gloo_process_groups,
+            pg_collection,
+            folder,
+        )
+    wanted = Wanted(settings, routing, model_chunks, pg_collection, use_gloo_process_groups)
+    _report(settings, routing, model_chunks, wanted.collection)
+    # the built-in builders support every configuration that gets here
+    chains = (chain for build in reversed(BUILDERS) if (chain := build(wanted)) is not None)
+    # all ranks raise together, even if only one pipeline stage has an error
+    optimizer = agreed(lambda: next(chains))
+    _take_over(optimizer, routing.names)
+    if folder is not None:
+        with megatron_fsdp.whole_parameters(model_chunks):
+            _dump(routing.groups, model_chunks, str(folder))
+    return optimizer
+
+
+def _take_over(optimizer: Any, params: Iterable[Tensor]) -> None:
+    """Register an optimizer as the owner of its parameters; collective over the world.
+
+    It gets a ``number``, in the order of creation. Earlier owners of any of these parameters become
+    ``superseded``: they raise if they step again. Optimizers of other parameters are not affected.
+    """
+    number, mine = next(_numbers), list(params)
+    before = {_owners[param] for param in mine if param in _owners}
+    for param in mine:
+        _owners[param] = number
+    for earlier in everyones(sorted(before)):
+        if earlier in _optimizers:
+            _optimizers[earlier].superseded = True
+    _optimizers[number] = optimizer
+    optimizer.number = number
+
+
+def _settings(config: Any, model_chunks: Sequence[Any], *, of_dtensors: bool) -> Settings:
+    settings = resolve(config)
+    if of_dtensors and not settings.is_standard:
+        settings = dtensors.resolve_for_dtensors(config)
+    check_ddp(settings, model_chunks)
+    qk_clip.prepare(model_chunks)
+    return settings
+
+
+def _is_megatron_cores(settings: Settings, routing: Routing, model_chunks: Sequence[Any]) -> bool:
+    """Return whether Adam or SGD alone uses a mode that only megatron-core's optimizer supports."""
+    if not settings.is_standard or routing.optimizers - {settings.optimizer}:
+        return False
+    modules = megatron_fsdp.fsdp_modules(model_chunks)
+    is_refused = bool(modules) and (settings.half == "fp16" or any(megatron_fsdp.faults(modules)))
+    return bool(settings.upstream_modes) or is_refused
+
+
+def _sharded(wanted: Wanted) -> OptimizerChain | None:
+    settings, routing, model_chunks = wanted.settings, wanted.routing, wanted.model_chunks
+    if settings.storage != "sharded":
+        return None
+    mixed = not settings.is_standard or bool(routing.optimizers - {settings.optimizer})
+    # megatron-core's own optimizer would also step the frozen parameters of its buffers
+    mixed = any_rank(any(map(has_resting, model_chunks))) or mixed
+    collection = wanted.collection
+
+    def checked() -> list[Base]:
+        check_model_chunks(model_chunks, mixed=mixed)
+        check_dtypes(routing.names, "The distributed optimizer")
+        if mixed:
+            refuse_for_matrices(settings.config)
+        found = bases_of(settings, routing, model_chunks, collection, stand_ins=True)
+        kinds = {getattr(base.optimizer, "momentum_dtype", "fp32") for base in found}
+        if settings.overlaps_step and (rounded := kinds - {"fp32"}):
+            rule = "needs momentum_dtype='fp32' for all parameters"
+            way_out = f"Remove momentum_dtype={min(rounded)!r}, or turn muon_overlap_step off"
+            raise ConfigurationError("muon_overlap_step", True, rule, way_out)
+        return found
+
+    bases = agreed(checked)
+    sets = buffer_sets(
+        model_chunks, wanted.pg_collection, use_gloo=wanted.use_gloo, redistributed=mixed
+    )
+    scaler, names = make_scaler(settings.loss_scale), names_in(model_chunks)
+    name_parameters(model_chunks)
+    sharding = Sharding(settings, model_chunks, sets, names, scaler, routing.matrices)
+    if mixed:
+        bases = [base for base in bases if base.groups]
+        return LayerWiseDistributedOptimizer.of_bases(bases, sharding, collection)
+    return OptimizerChain(unmixed_steppers(sharding, bases), settings, scaler, model_chunks)
+
+
+for _builder in (
+    chain_of_slabs,
+    _sharded,
+    dtensors.chain_of_dtensors,
+    megatron_fsdp.chain_under_megatron_fsdp,
+):
+    register_storage(_builder)
+
+
+def _report(
+    settings: Settings, routing: Routing, model_chunks: Sequence[Any], collection: Any
+) -> None:
+    emerging = sorted(routing.optimizers - set(STANDARD_OPTIMIZERS))
+    arguments = {n: arguments_of(n, settings, model_chunks, collection) for n in emerging}
+    log_differences(settings, arguments, get_pg_size(getattr(collection, "tp", None)))
+    log_routing(settings, routing)
+
+
+def log_differences(
+    settings: Settings,
+    arguments: Mapping[str, Mapping[str, Any]],
+    tensor_parallel_size: int = 1,
+) -> None:
+    """Warn once, on one rank, if this configuration trains in a way that users may not expect.
+
+    ``arguments`` are the constructor arguments of each emerging optimizer.
+    """
+    for name, own in arguments.items():
+        for sentence in _warnings(name, settings, own, tensor_parallel_size):
+            if sentence not in _said:
+                _said.add(sentence)
+                log_single_rank(logger, logging.WARNING, sentence)
+
+
+def _warnings(
+    optimizer: str, settings: Settings, arguments: Mapping[str, Any], tensor_parallel_size: int
+) -> Iterator[str]:
+    scale = arguments.get("scale_mode")
+    if arguments.get("moment2_method") == "adamuon" and scale in ("spectral", "adamw_rms"):
+        yield (
+            f"muon_scale_mode={scale!r} with adaptive_muon_moment2_method='adamuon' makes updates "
+            "too large: their entries are about 1 already, and this scale grows with the matrix. "
+            "Pass muon_scale_mode='shape_scaling' and muon_extra_scale_factor=0.2."
+        )
+    coefficients, precision = arguments.get("coefficient_type"), arguments.get("fp32_matmul_prec")
+    if is_muon(optimizer) and coefficients is not None and precision is not None:
+        schedule = resolve_coefficients(coefficients, arguments["num_ns_steps"])
+        if sound_precision(schedule, precision) != precision:
+            yield (
+                f"muon_coefficient_type={coefficients!r} diverges on matrices of low rank with "
+                f"muon_fp32_matmul_prec={precision!r}, so products are computed in float32, "
+                "which is slower. Pass other coefficients for faster steps."
+            )
+    if optimizer == "scion" and settings.weight_decay != 1:
+        yield (
+            f"weight_decay={settings.weight_decay} takes the place of Scion's own, which is 1. "
+            "Scion keeps weights inside a norm ball only with weight_decay=1."
+        )
+    splits, owners_split = (
+        item.splits_weights_of(optimizer)
+        for item in (settings, replace(settings, storage="sharded"))
+    )
+    if settings.splits and owners_split and not splits:
+        yield (
+            f"optimizer={optimizer!r} updates a fused weight (Q, K and V; gate and up) as "
+            "one matrix without use_distributed_optimizer. Set it to True to update Q, K, V, "
+            "gate and up as separate matrices."
+        )
+    if settings.offload_fraction and settings.storage == "replicated":
+        yield (
+            "optimizer_cpu_offload=True: all optimizer state stays on the GPU. Set "
+            "use_distributed_optimizer=True, which off-loading needs."
+        )
+    if tensor_parallel_size == 1:
+        return
+    if arguments.get("tp_mode") == "blockwise":
+        yield (
+            "muon_tp_mode='blockwise' orthogonalizes each tensor-parallel shard separately, so "
+            "the result depends on the number of ranks. With 'duplicated' or 'auto' it does not."
+        )
+    replicated = settings.storage == "replicated" and state_layout_of(optimizer) != "element_wise"
+    if "tp_mode" not in arguments and replicated:
+        yield (
+            f"optimizer={optimizer!r} updates each tensor-parallel shard of a matrix separately, "
+            "so the result depends on the number of ranks. Set use_distributed_optimizer=True to "
+            "update whole matrices."
+        )
+
+
+def _dump(groups: Sequence[Group], model_chunks: list[Any], folder: str) -> None:
+    unique_name = needed("get_global_unique_param_name")
+    numbers = {
+        unique_name(model_chunks, route.parameter.param): number
+        for number, group in enumerate(groups)
+        for route in group.routes
+    }
+    save(state_dict=numbers, checkpoint_id=folder)

@@ -1,0 +1,256 @@
+"""Build the optimizer of any PyTorch model, sharded or not, for your own training loop."""
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.optimizer.optimizer_config import (
+    OptimizerConfig,
+    ParamKey,
+    ParamWithNamePredicate,
+)
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from megatron_eopt.base.agreement import agreed, is_rank_0
+from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.names import MOMENTUM, OUTPUT_ATTRIBUTE, STANDARD_OPTIMIZERS
+from megatron_eopt.config.arguments import arguments_of
+from megatron_eopt.config.checks import check_alike
+from megatron_eopt.config.fields import FieldType
+from megatron_eopt.config.registry import Overrides
+from megatron_eopt.config.settings import Settings
+from megatron_eopt.config.values import read_value
+from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
+from megatron_eopt.optimizers.dtensor_optimizer import ShardedOptimizer, sparse_gradient
+from megatron_eopt.routing.frozen import Frozen
+from megatron_eopt.routing.model import (
+    Routing,
+    log_routing,
+    overrides_for,
+    route_parameters,
+    with_splits,
+)
+from megatron_eopt.routing.outputs import OUTPUT_LAYERS, likely_heads
+from megatron_eopt.routing.outputs import output_layers as find_output_layers
+from megatron_eopt.routing.parameters import (
+    ModelParameter,
+    tables,
+    trainable_parameters,
+)
+from megatron_eopt.storage.dtensors import check_parameters, local_of
+from megatron_eopt.wrappers import megatron_fsdp
+from megatron_eopt.wrappers.dtensors import build_routed, resolve_for_dtensors
+from megatron_eopt.wrappers.factory import log_differences
+from megatron_eopt.wrappers.stats import stats_of
+
+logger = logging.getLogger(__name__)
+
+_NAMES = FieldType(tuple[str, ...])
+
+
+def build_optimizer(
+    model: nn.Module,
+    config: OptimizerConfig,
+    config_overrides: Overrides | None = None,
+    *,
+    output_layers: str | Sequence[str] = OUTPUT_LAYERS,
+) -> ShardedOptimizer:
+    """Build the optimizer of a PyTorch model for your own training loop.
+
+    Shard the model first: with torch's ``fully_shard`` (after ``parallelize_module``, if you use
+    it) or Megatron-FSDP's ``fully_shard_model``. Models that are not sharded work too. All ranks
+    must call this function together, and not between a forward pass and its backward pass.
+
+    Args:
+        model: The model. Its parameters are DTensors on a mesh of any number of dimensions, or all
+            of them are plain tensors. A ``MegatronFSDP`` module works too.
+        config: Usually an ``EmergingOptimizerConfig``. ``clip_grad`` is not applied: clip gradients
+            in your training loop.
+        config_overrides: Settings for some parameters, by ``ParamKey``: ``optimizer``, rates such
+            as ``lr``, and arguments of their optimizer. None means megatron-core's standard
+            overrides, ``{}`` none.
+        output_layers: Shell-style patterns of the module paths of output layers, or one such
+            pattern. Their weights get the scalar optimizer (Adam unless configured otherwise), as
+            embeddings do.
+
+    Returns:
+        A ``torch.optim.Optimizer``. All ranks must call its ``step`` and ``state_dict`` together.
+
+    Raises:
+        ConfigurationError: If a value is invalid, or a combination or a parameter is not supported.
+        ConfigurationTypeError: If a value has the wrong type.
+    """
+
+    def checked() -> tuple[Settings, dict[str, nn.Module]]:
+        settings = resolve_for_dtensors(config, own_loop=True)
+        for error in megatron_fsdp.faults(managing, own_loop=True):
+            raise error
+        if not managing:
+            check_parameters(trainable_parameters([model]))
+        patterns = read_value("output_layers", output_layers, _NAMES)
+        return settings, find_output_layers(named, patterns)
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # the root stays unsharded after a forward pass
+    model = getattr(model, "_orig_mod", model)  # the module inside torch.compile's wrapper
+    managing = megatron_fsdp.fsdp_modules([model])
+    # parameter names are those of the user's model, without the wrapper's prefix
+    named: Any = model.module if model in managing else model
+    with megatron_fsdp.whole_parameters([model]):
+        settings, outputs = agreed(checked)
+        check_alike(settings.config)
+        routing = _route(settings, named, config_overrides, outputs)
+        frozen = Frozen([named])
+    emerging = sorted(routing.optimizers - set(STANDARD_OPTIMIZERS))
+    log_differences(settings, {n: arguments_of(n, settings, [named], None) for n in emerging})
+    log_routing(settings, routing)
+    if settings.clip_grad:
+        clip = "optimizer.clip_grad_norm" if managing else "torch.nn.utils.clip_grad_norm_"
+        text = "clip_grad=%s is not applied. Call %s in your training loop, or set clip_grad=0."
+        logger.info(text, settings.clip_grad, clip)
+    if managing:
+        routing = routing.over(megatron_fsdp.shards_of_parameters([model]))
+    cls = partial(megatron_fsdp.MegatronFSDPOptimizer, managing) if managing else ShardedOptimizer
+    optimizer = agreed(lambda: build_routed(settings, routing, cls))
+    optimizer.collects_stats = settings.logs_stats
+    optimizer.observe(stats_of(optimizer))
+    optimizer.frozen = frozen
+    return optimizer
+
+
+def _route(
+    settings: Settings,
+    model: nn.Module,
+    config_overrides: Overrides | None,
+    outputs: Mapping[str, nn.Module],
+) -> Routing:
+    """Route a model by its modules and its output layers; collective."""
+    of_outputs = [param for module in outputs.values() for param in module.parameters()]
+    parameters = trainable_parameters([model], of_outputs, stacks=True)
+    overrides = agreed(lambda: overrides_for(settings, config_overrides))
+    if config_overrides is None and not settings.is_standard:
+        overrides = {**overrides, **_without_decay(parameters)}
+    with _marked(item.param for item in parameters if item.is_embedding):
+        routing = route_parameters(settings, parameters, overrides)
+    routing = with_splits(routing, settings, [model])
+    agreed(lambda: _refuse_sparse(model))
+    mine = {r.parameter.param for r in routing.routes if r.optimizer == settings.optimizer}
+    heads = [
+        path
+        for path, module in likely_heads(model, outputs).items()
+        if not settings.is_standard and not mine.isdisjoint(module.parameters())
+    ]
+    if heads and is_rank_0():
+        text = (
+            "%s: looks like an output layer, but %s updates it as a hidden one. If it is an output "
+            "layer, pass output_layers=%r."
+        )
+        names = ", ".join(heads)
+        logger.warning(text, names, settings.optimizer, [*outputs, *heads])
+    return routing
+
+
+def _without_decay(parameters: Sequence[ModelParameter]) -> Overrides:
+    """Return an override that exempts 2-D gains, biases and the like from weight decay."""
+    vectors = {id(p.param) for p in parameters if p.why_vector and not p.is_declared}
+    vectors -= {id(p.param) for p in parameters if p.is_embedding}
+    if not vectors:
+        return {}
+    predicate = ParamWithNamePredicate(name="2-D vector", fn=lambda param, _: id(param) in vectors)
+    return {ParamKey(with_name_predicate=predicate): {"wd_mult": 0.0}}
+
+
+@contextmanager
+def _marked(params: Iterable[Tensor]) -> Iterator[None]:
+    """In a block, let tables and output layers have megatron-core's mark, which overrides match."""
+    mine = [param for param in params if not hasattr(param, OUTPUT_ATTRIBUTE)]
+    for param in mine:
+        setattr(param, OUTPUT_ATTRIBUTE, True)
+    try:
+        yield
+    finally:
+        for param in mine:
+            delattr(param, OUTPUT_ATTRIBUTE)
+
+
+def _refuse_sparse(model: nn.Module) -> None:
+    """Raise a ConfigurationError if a trainable table has sparse gradients."""
+    for path, module in model.named_modules():
+        is_sparse = isinstance(module, tables()) and getattr(module, "sparse", False)
+        if is_sparse and any(param.requires_grad for param in module.parameters()):
+            raise sparse_gradient(f"{path}.sparse".lstrip("."), True)
+
+
+@torch.no_grad()
+def import_torch_muon(
+    optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], params: Sequence[str] | None = None
+) -> None:
+    """Continue a ``torch.optim.Muon`` run: copy the momenta of its state dict into an optimizer.
+
+    Both optimizers keep the same moving average of gradients, so the values need no conversion.
+    Learning rate, momentum and other settings come from your configuration, not from the state
+    dict. All ranks must call this function together.
+
+    Args:
+        optimizer: What ``build_optimizer`` returned. Its momenta are overwritten.
+        state_dict: From ``torch.optim.Muon.state_dict()`` or torch's ``get_optimizer_state_dict``.
+            Each momentum has the shape of its unsharded parameter, as a plain tensor or a DTensor.
+        params: Parameter names in the order in which ``torch.optim.Muon`` got the parameters.
+            Needed if the state dict itself has no names.
+
+    Raises:
+        ConfigurationError: If a name is unknown, or a momentum is missing or has another shape.
+    """
+    names = read_value("params", params, _NAMES._replace(optional=True))
+    momenta = _momenta_by_name(state_dict, names)
+    optimizer.unpack()
+    targets = {
+        name: (param, optimizer.state[param][MOMENTUM])
+        for param, name in optimizer.names.items()
+        if MOMENTUM in optimizer.state[param] and param.dim() > 1
+    }
+    if odd := sorted(momenta.keys() - targets.keys()):
+        rule = "these parameters have no momentum in this optimizer"
+        raise ConfigurationError("state_dict", odd[:8], rule, "Correct the names, or choose Muon")
+    if missing := sorted(targets.keys() - momenta.keys()):
+        rule = "the state dict lacks the momentum of these parameters"
+        way_out = "Choose another optimizer for them with config_overrides"
+        raise ConfigurationError("state_dict", missing[:8], rule, way_out)
+    for name, (param, target) in targets.items():
+        value = momenta[name]
+        if value.shape != param.shape:
+            rule = f"the momentum must have the shape of the parameter, {tuple(param.shape)}"
+            raise ConfigurationError(name, tuple(value.shape), rule, "Load a run of this model")
+        if isinstance(value, DTensor):
+            value = value.full_tensor()
+        if isinstance(param, DTensor):
+            # every rank has the full tensor, so taking its own shard needs no communication
+            mesh, placements = param.device_mesh, param.placements
+            value = distribute_tensor(value, mesh, placements, src_data_rank=None)
+        local_of(target).copy_(local_of(value))
+    optimizer.pack()
+
+
+def _momenta_by_name(
+    state_dict: Mapping[str, Any], params: Sequence[str] | None
+) -> dict[str, Tensor]:
+    groups = state_dict["param_groups"]
+    order = [key for group in groups for key in group["params"]]
+    own = [name for group in groups for name in group.get("param_names", ())]
+    names = params or own or order
+    if len(names) != len(order) or not all(isinstance(name, str) for name in names):
+        rule = f"must name the {len(order)} parameters of the state dict, in their order"
+        way_out = "Pass the names of the parameters that torch.optim.Muon was given"
+        raise ConfigurationError("params", params, rule, way_out)
+    state = state_dict["state"]
+    return {
+        name: state[key][MOMENTUM]
+        for name, key in zip(names, order, strict=True)
+        if MOMENTUM in state.get(key, ())
+    }

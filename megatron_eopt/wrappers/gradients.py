@@ -1,0 +1,197 @@
+"""Operations on all gradients at once: unscale, compute the norm, clip.
+
+Note [No waits]
+    The gradient norm and the clipping factor stay on the device. Drivers that fold the factor into
+    their own kernels read it there, and write nothing if it is NaN. So a step with non-finite
+    gradients changes nothing, although the host does not know it yet: it reads the norm when the
+    next step begins, from a copy that has arrived by then.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core.utils import get_data_parallel_group_if_dtensor, to_local_if_dtensor
+from torch import Tensor, distributed
+
+from megatron_eopt.base import gpu
+from megatron_eopt.base.agreement import of_every_rank
+from megatron_eopt.base.gpu import HostCopy
+from megatron_eopt.base.upstream import needed
+from megatron_eopt.config.settings import LossScale
+from megatron_eopt.optimizers.stepper import Stepper
+from megatron_eopt.storage.dtensors import local_of
+from megatron_eopt.storage.interface import named_gradients
+from megatron_eopt.storage.shard import global_name
+
+_MARGIN = 1e-6
+"""Added to the norm in the denominator of the clipping factor, as in megatron-core."""
+
+
+def make_scaler(wanted: LossScale | None) -> Any:
+    """Return megatron-core's gradient scaler, constant or dynamic; None without a loss scale."""
+    if wanted is None:
+        return None
+    if wanted.constant is not None:
+        return needed("ConstantGradScaler")(wanted.constant)
+    return needed("DynamicGradScaler")(**wanted.dynamic)
+
+
+def unscale_(grads: list[Tensor], inv_scale: Tensor, group: Any) -> bool:
+    """Multiply float32 gradients by ``inv_scale``, of shape (1,), in place; collective.
+
+    Returns:
+        Whether the gradients of any rank of ``group`` had infs or nans.
+    """
+    found = torch.zeros_like(inv_scale)
+    if grads:
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, found, inv_scale)
+    distributed.all_reduce(found, op=distributed.ReduceOp.MAX, group=group)
+    return bool(found.item() > 0)
+
+
+class GradNorm:
+    """The norm over all ranks of the gradients that Megatron counts.
+
+    The constructor is collective and does not block the host; :meth:`read` does.
+    """
+
+    def __init__(
+        self, optimizers: Sequence[Any], name: str | None = None, flag: Tensor | None = None
+    ) -> None:
+        """Compute the norm of all gradients, or of the parameters in the norm group ``name``.
+
+        ``flag`` is a tensor of shape (); :attr:`flag` becomes its sum over the ranks.
+        """
+        self.flag = torch.zeros((), device="cuda") if flag is None else flag
+        self._of_each: list[tuple[list[Any], Tensor]] = []  # gradients or addresses, their norms
+        self.groups: list[distributed.ProcessGroup] = []  # groups over which it is summed
+        groups = [optimizer.get_grad_stats_parallel_group() for optimizer in optimizers]
+        grads = [optimizer.get_grads_for_grad_norm(name) for optimizer in optimizers]
+        if len(set(groups)) == 1:
+            groups, grads = groups[:1], [[grad for some in grads for grad in some]]
+        norms = [self._norm(some, group) for some, group in zip(grads, groups, strict=True)]
+        # float64, shape (), on the device
+        self.value = norms[0] if len(norms) == 1 else torch.stack(norms).norm()
+        self._sent: HostCopy | None = None
+
+    def _norm(self, grads: list[Tensor], group: distributed.ProcessGroup) -> Tensor:
+        square = torch.zeros((), dtype=torch.float32, device="cuda")
+        mesh = None
+        for grad in grads:
+            mesh = get_data_parallel_group_if_dtensor(grad, mesh)
+        if grads:
+            local = [to_local_if_dtensor(grad) for grad in grads]
+            norms = torch.stack([norm.float() for norm in torch._foreach_norm(local)])
+            self._of_each.append((local, norms))
+            square = norms.norm().square()
+        summed = torch.stack([square, self.flag])
+        for ranks in (mesh, group) if mesh else (group,):
+            self.groups.append(ranks)
+            distributed.all_reduce(summed, group=ranks)
+        self.flag = summed[1]
+        norm: Tensor = summed[0].double().sqrt()
+        return norm
+
+    def send(self) -> None:
+        """Start to copy the norm to the host for :meth:`read`, and release the gradients."""
+        self._sent = HostCopy(self.value)
+        if self.value.is_cuda:
+            self._of_each = [([g.data_ptr() for g in grads], n) for grads, n in self._of_each]
+
+    def read(self) -> float:
+        """Return the norm; blocks the host."""
+        return float(self.value) if self._sent is None else self._sent.read()
+
+    def non_finite(self) -> set[int]:
+        """Return the addresses of this rank's gradients whose norms are not finite."""
+        return {
+            grad.data_ptr() if isinstance(grad, Tensor) else grad
+            for grads, norms in self._of_each
+            for grad, norm in zip(grads, norms.tolist(), strict=True)
+            if not math.isfinite(norm)
+        }
+
+    def factor(self, most: float) -> Tensor:
+        """Return ``min(1, most / (norm + 1e-6))``, float32 of shape () on the device.
+
+        It is 1 if ``most`` is 0, and NaN if the norm is not finite.
+        """
+        limit = torch.full_like(self.value, most or math.inf)
+        scale = torch.div(limit, self.value + _MARGIN).clamp_(max=1.0)
+        # inf - inf and nan - nan are nan
+        return (scale + (self.value - self.value)).float()
+
+
+def non_finite(
+    optimizers: Sequence[Any], names: Mapping[Tensor, str], norms: Sequence[GradNorm]
+) -> set[str]:
+    """Return the global names of parameters with non-finite gradients; collective, on all ranks."""
+    faulty = set[int]().union(*(norm.non_finite() for norm in norms))
+    found = {
+        global_name(param, names.get(param, "a parameter"))
+        for optimizer in optimizers
+        for param, grad in named_gradients(optimizer)
+        if local_of(grad).data_ptr() in faulty
+    }
+    # each group passes the names on to the next, so that they get to all ranks
+    for group in dict.fromkeys(group for norm in norms for group in norm.groups):
+        found = found.union(*of_every_rank(found, group))
+    return found
+
+
+def folds_clipping(stepper: Stepper) -> bool:
+    """Return whether all drivers of a stepper fold clipping into their own pass."""
+    drivers = stepper.drivers
+    is_done = bool(drivers) and all(driver.folds_clipping for driver in drivers)
+    return stepper.storage.is_stub_optimizer or is_done
+
+
+@contextmanager
+def clipped(
+    steppers: Sequence[Stepper], most: float, norms: Mapping[str | None, GradNorm], *, fold: bool
+) -> Iterator[None]:
+    """In a block, clip gradients to a norm of ``most``.
+
+    Args:
+        steppers: The optimizers of the chain.
+        most: Largest norm; 0 turns clipping off.
+        norms: The norm of each special group by its name, and of all other gradients by None.
+        fold: Whether drivers that support it clip while they read gradients.
+    """
+    factors = {name: norm.factor(most) for name, norm in norms.items()}
+    for driver in (driver for stepper in steppers for driver in stepper.drivers):
+        driver.coefficient = None
+        if fold and driver.folds_clipping:
+            factor = factors[None] if driver.is_clipped else norms[None].factor(0)
+            driver.coefficient = factor if _counts(factor) else None
+    name_of = needed("GRAD_NORM_GROUP_ATTR")
+    by_norm: dict[str | None, list[Tensor]] = {}
+    for param in (param for stepper in steppers for param in _scaled(stepper)) if most > 0 else ():
+        if param.grad is not None:
+            name = getattr(param, name_of, None)
+            by_norm.setdefault(name, []).append(local_of(param.grad).detach())
+    for name, grads in by_norm.items():
+        if _counts(factors[name]):
+            # torch._foreach_mul_ would make the host wait for the tensor of shape ()
+            torch.ops.aten._foreach_mul_.Tensor(grads, factors[name])
+    try:
+        yield
+    finally:
+        for driver in (driver for stepper in steppers for driver in stepper.drivers):
+            driver.coefficient = None
+
+
+def _counts(factor: Tensor) -> bool:
+    """Return whether to multiply by a factor; a factor on the CPU is skipped if it is 1."""
+    return gpu.runs_kernels(factor) or float(factor) != 1.0
+
+
+def _scaled(stepper: Stepper) -> Iterator[Tensor]:
+    if not stepper.drivers:
+        yield from (item.main for item in stepper.storage.stored())
+    for driver, _, main in stepper.stepped():
+        if driver.is_clipped and driver.coefficient is None:
+            yield main

@@ -1,0 +1,124 @@
+"""megatron-core's layer-wise optimizer, by its name and arguments, with sharded state."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import torch
+from emerging_optimizers.orthogonalized_optimizers import OrthogonalizedOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+
+from megatron_eopt import qk_clip
+from megatron_eopt.base.agreement import agreed
+from megatron_eopt.base.errors import ConfigurationTypeError
+from megatron_eopt.config.checks import check_alike
+from megatron_eopt.config.settings import RunSettings, resolve_run
+from megatron_eopt.optimizers.driver import refuse_group, refuse_state
+from megatron_eopt.routing.global_names import name_parameters, names_in
+from megatron_eopt.storage.all_reduced import AllReducedChunk
+from megatron_eopt.storage.buffers import buffer_sets, check_model_chunks, process_groups
+from megatron_eopt.wrappers.bases import Base
+from megatron_eopt.wrappers.builders import check_chunks
+from megatron_eopt.wrappers.chain import OptimizerChain
+from megatron_eopt.wrappers.gradients import make_scaler
+from megatron_eopt.wrappers.zero1 import Sharding, sharded_steppers
+
+
+class LayerWiseDistributedOptimizer(OptimizerChain):
+    """Shards the state of torch optimizers over data-parallel ranks.
+
+    Element-wise optimizers (Adam, SGD, Lion) step ZeRO-1 fragments of Megatron's buffers. Muon
+    stores momentum in fragments and computes each matrix on an owner rank. All other optimizers get
+    whole matrices, with their state, on owner ranks. The model must be wrapped in Megatron's DDP,
+    best with ``use_distributed_optimizer=True``. All ranks must construct this together.
+
+    Args:
+        optimizers: Torch optimizers over the model's parameters, without megatron-core's wrappers.
+            Each trainable parameter must be in exactly one of them.
+        config: An ``OptimizerConfig``.
+        pg_collection: The process groups; None means Megatron's global ones.
+        init_state_fn_list: For each optimizer, a function ``(optimizer, config)`` that creates its
+            state, or None.
+        model_chunks: This rank's wrapped model chunks. If None, only the parameters in
+            ``optimizers`` are known, and their gradients must be all-reduced before a step.
+
+    Raises:
+        ConfigurationTypeError: If an optimizer has a wrapper, or a model chunk has none.
+        ConfigurationError: If a mode, a group or a parameter is not supported.
+    """
+
+    # callers ask this class for DDP's parameter layout; it is that of Adam, without padding
+    compute_full_param_layout = staticmethod(DistributedOptimizer.compute_full_param_layout)
+
+    def __init__(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        config: Any,
+        pg_collection: Any = None,
+        init_state_fn_list: Sequence[Callable[..., None] | None] | None = None,
+        model_chunks: Sequence[Any] | None = None,
+    ) -> None:
+        def checked() -> tuple[RunSettings, list[Any], list[Base]]:
+            settings = resolve_run(config)
+            if model_chunks:
+                check_chunks(model_chunks)
+            chunks = list(model_chunks or ())
+            if not chunks:
+                params = [p for o in optimizers for g in o.param_groups for p in g["params"]]
+                trained = [param for param in params if param.requires_grad]
+                chunks = [AllReducedChunk(trained, process_groups(pg_collection))]
+            check_model_chunks(chunks)
+            qk_clip.prepare(chunks)
+            name_parameters(chunks)
+            exempt = settings.exempt_from_clipping
+            return settings, chunks, _bases(optimizers, init_state_fn_list, exempt=exempt)
+
+        settings, chunks, bases = agreed(checked)
+        check_alike(settings.config)
+        sets = buffer_sets(chunks, pg_collection, use_gloo=True, redistributed=True)
+        scaler = make_scaler(settings.loss_scale)
+        sharding = Sharding(settings, chunks, sets, names_in(chunks), scaler, {})
+        self._build(bases, sharding, pg_collection)
+        for optimizer in optimizers:
+            optimizer.add_param_group = refuse_group  # type: ignore[method-assign]
+            optimizer.state_dict = refuse_state  # type: ignore[assignment]
+            optimizer.load_state_dict = refuse_state  # type: ignore[assignment]
+
+    @classmethod
+    def of_bases(cls, bases: Sequence[Base], sharding: Sharding, pg_collection: Any) -> Self:
+        """Build the optimizer of a configuration that is already resolved and routed."""
+        chain = cls.__new__(cls)
+        chain._build(bases, sharding, pg_collection)
+        return chain
+
+    def _build(self, bases: Sequence[Base], sharding: Sharding, pg_collection: Any) -> None:
+        steppers = sharded_steppers(sharding, bases)
+        chunks = sharding.chunks
+        OptimizerChain.__init__(self, steppers, sharding.settings, sharding.scaler, chunks)
+        self.pg_collection = pg_collection
+        # whether forward hooks gather parameters
+        self.overlap_param_gather = any(chunk.ddp_config.overlap_param_gather for chunk in chunks)
+
+    @torch.no_grad()
+    def allgather_params(self) -> None:
+        """Gather the stepped weights to all ranks now; collective."""
+        self.gather_params(now=True)
+
+    broadcast_params = allgather_params  # megatron-core also uses this name
+
+
+def _bases(
+    optimizers: Sequence[Any], init_state_fns: Sequence[Any] | None, *, exempt: bool
+) -> list[Base]:
+    for number, optimizer in enumerate(optimizers):
+        if isinstance(optimizer, MegatronOptimizer):
+            rule = "has a megatron-core wrapper, but this class wraps torch optimizers itself"
+            way_out = "Pass the torch optimizer inside it"
+            raise ConfigurationTypeError(f"optimizers[{number}]", optimizer, rule, way_out)
+    # orthogonalized updates do not depend on the size of gradients
+    free = OrthogonalizedOptimizer if exempt else ()
+    functions = init_state_fns or [None] * len(optimizers)
+    return [
+        Base(item, function, item.param_groups, is_clipped=not isinstance(item, free))
+        for item, function in zip(optimizers, functions, strict=True)
+    ]

@@ -1,0 +1,175 @@
+"""Overlap Muon's step with the communication of gradients and parameters.
+
+When a bucket's gradients are reduced, the updates of its matrices are computed while the backward
+pass continues. Once the gradient norm is known, buckets are stepped in the order in which the
+forward pass needs them, and each is gathered while the next one is stepped. See Note [Look ahead,
+then commit] of :mod:`megatron_eopt.optimizers.windows`.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_eopt.base import gpu
+from megatron_eopt.optimizers.stepper import Stepper
+from megatron_eopt.optimizers.windows import WindowedMuonDriver
+from megatron_eopt.storage.interface import Stored, finish_gathers
+from megatron_eopt.storage.zero1 import FragmentsOptimizer
+
+_MARGIN = 0.9
+"""Look ahead only if the last norm was below this share of the limit, so that clipping is rare."""
+
+_CHANGED_LATER = ("sequence_parallel", "average_gradients_across_tp_domain", "pipeline_parallel")
+"""Attributes of parameters whose gradients megatron-core sums again after the bucket reduction."""
+
+
+def bucket_groups(model_chunks: Sequence[Any]) -> list[Any]:
+    """Return all bucket groups, in the order in which a forward pass needs them."""
+    return [
+        group
+        for chunk in model_chunks
+        for group in (*chunk.bucket_groups[::-1], *chunk.expert_parallel_bucket_groups[::-1])
+    ]
+
+
+def windows_of(params: Sequence[Tensor], model_chunks: Sequence[Any]) -> tuple[int, ...]:
+    """Return each parameter's window: its bucket group's index among those with parameters."""
+    groups = bucket_groups(model_chunks)
+    places = [next(n for n, group in enumerate(groups) if p in group.params) for p in params]
+    return tuple(sorted(set(places)).index(place) for place in places)
+
+
+@dataclass(eq=False)
+class _Window:
+    """The matrices of one driver in one bucket group."""
+
+    stepper: Stepper
+    driver: WindowedMuonDriver
+    number: int
+    items: list[Stored]
+    group: Any
+    is_early: bool  # whether its gradients are final once they are reduced
+
+
+class Overlap:
+    """Computes updates while gradients are reduced, and steps window by window.
+
+    ``may_look`` decides whether to compute ahead in this step, with the same result on all ranks.
+    """
+
+    def __init__(
+        self, steppers: Sequence[Stepper], chunks: Sequence[Any], may_look: Callable[[float], bool]
+    ) -> None:
+        self._steppers, self._may_look = list(steppers), may_look
+        self._groups, self._chunks = bucket_groups(chunks), chunks
+        found = list(self._found())
+        self._drivers = list({window.driver for window in found})
+        self._windows = {g: [w for w in found if w.group is g] for g in self._groups}
+        # bucket groups in the order of a step, those without matrices first
+        self._order = sorted(self._groups, key=lambda group: bool(self._windows[group]))
+        self._others = [
+            (stepper, driver)
+            for stepper in steppers
+            for driver in stepper.drivers
+            if not isinstance(driver, WindowedMuonDriver)
+        ]
+        storages = (stepper.storage for stepper in steppers)
+        self._storages = [item for item in storages if isinstance(item, FragmentsOptimizer)]
+        self._begun: set[Any] = set()  # bucket groups whose reduction has begun
+        self._waiting: list[Any] = []  # those of them whose updates are not computed yet
+        self._stream = torch.cuda.Stream() if gpu.is_there() else None  # type: ignore[no-untyped-call]
+        for chunk in chunks:
+            # so that megatron-core leaves the gather of buckets to this class
+            chunk.overlap_param_gather_with_optimizer_step = True
+        for group in self._groups:
+            group.start_grad_sync = functools.partial(self._started, group, group.start_grad_sync)
+
+    def _found(self) -> Iterator[_Window]:
+        for group in self._groups:
+            for stepper in self._steppers:
+                items = [item for item in stepper.storage.stored() if item.param in group.params]
+                for driver, params in zip(stepper.drivers, stepper.params, strict=True):
+                    if not isinstance(driver, WindowedMuonDriver):
+                        continue
+                    for number, members in enumerate(driver.members):
+                        mine = {params[shard] for shard in members}
+                        if mine <= group.params:
+                            late = any(
+                                getattr(p, name, False) for p in mine for name in _CHANGED_LATER
+                            )
+                            held = [item for item in items if item.param in mine]
+                            yield _Window(stepper, driver, number, held, group, not late)
+
+    def _started(self, group: Any, start: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Begin to reduce a bucket group, and compute the updates of the one before."""
+        if group in self._begun:
+            # another backward pass without a step in between
+            self.forget()
+        start(*args, **kwargs)
+        ready, self._waiting = self._waiting, [group]
+        self._begun.add(group)
+        for earlier in ready:
+            self._look_at(earlier)
+
+    def _look_at(self, group: Any) -> None:
+        if not self._may_look(_MARGIN):
+            return
+        # the stream waits for the last step, and for gradients that are already reduced
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            if self._stream is not None:
+                self._stream.wait_stream(torch.cuda.default_stream())
+            if group.grad_reduce_handle is not None:
+                group.grad_reduce_handle.wait()
+            for window in self._windows[group]:
+                if window.is_early:
+                    assert isinstance(window.stepper.storage, FragmentsOptimizer)
+                    window.stepper.storage.take_gradients(window.items)
+                    with window.stepper.groups_and_state(window.driver) as (groups, state):
+                        window.driver.look_ahead(window.number, groups, state)
+
+    def forget(self) -> None:
+        """Discard all updates computed ahead."""
+        self._begun.clear()
+        self._waiting.clear()
+        for driver in self._drivers:
+            driver.forget()
+
+    def join(self) -> Tensor:
+        """Return 1 if a gradient of this rank has changed since its update was computed, else 0."""
+        self._begun.clear()
+        self._waiting.clear()
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+        found = [driver.unchanged() for driver in self._drivers]
+        same = [flag for flag in found if flag is not None]
+        if not same:
+            return torch.zeros((), device="cuda")
+        return 1.0 - torch.stack(same).all().float()
+
+    def step(self) -> None:
+        """Step all parameters, and start to gather each bucket as soon as it is complete."""
+        # gathers of the last step may still run if there was no forward pass
+        finish_gathers(self._chunks)
+        with ExitStack() as stack:
+            for storage in self._storages:
+                stack.enter_context(storage.handing_out())
+            self._step()
+        for storage in self._storages:
+            storage.steps += 1
+
+    def _step(self) -> None:
+        for stepper, driver in self._others:
+            with stepper.groups_and_state(driver) as (groups, state):
+                driver.step(groups, state)
+        for group in self._order:
+            for window in self._windows[group]:
+                with window.stepper.groups_and_state(window.driver) as (groups, state):
+                    window.driver.step_window(window.number, groups, state)
+            for storage in self._storages:
+                storage.hand_out(group.params)
+            group.start_param_sync()

@@ -1,0 +1,252 @@
+"""Statistics of measured steps over all ranks, for each optimizer class.
+
+A measured step leaves sums on the device. Only :meth:`Stats.values` all-reduces them, once, and
+blocks the host.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
+from torch import Tensor, distributed
+from torch.distributed.tensor import DTensor
+
+from megatron_eopt.base.agreement import device_of_collectives, everyones
+from megatron_eopt.layouts.redistribution import EXCHANGE
+from megatron_eopt.optimizers.driver import Driver, ParamGroup
+from megatron_eopt.optimizers.dtensor_optimizer import ShardedOptimizer
+from megatron_eopt.optimizers.step_stats import ORTHOGONALIZATION, StepStats, sum_of_squares
+from megatron_eopt.optimizers.stepper import Stepper
+from megatron_eopt.storage.dtensors import is_uneven, local_of
+from megatron_eopt.storage.interface import Storage, Stored
+
+_COLUMNS = (
+    *("elements", "rates", "squares", "updated", "squares of updates", "samples", "residuals"),
+    *("seconds of exchange", "bytes", "seconds of orthogonalization"),
+)
+"""The sums over ranks for each optimizer class: Python numbers, or scalars on the device."""
+
+SAMPLED = 1 << 14
+"""About so many elements of a larger weight, at least half, are compared to measure updates."""
+
+
+class _Weight(NamedTuple):
+    """A weight that this rank stores."""
+
+    group: ParamGroup
+    data: Tensor
+    share: float  # see _share
+    number: int  # number of its shard
+
+
+class _Part:
+    """The weights that one driver, or one of megatron-core's optimizers, steps in a step."""
+
+    def __init__(
+        self,
+        name: str,
+        storage: Storage,
+        driver: Driver | None,
+        weights: Sequence[_Weight],
+        device: torch.device,
+    ) -> None:
+        self.name = name  # class of the optimizer
+        self._storage, self._steps = storage, storage.steps
+        self._weights = weights
+        self._device = device
+        self.step_stats: StepStats | None = None
+        if driver is not None:
+            self.step_stats = StepStats(device, {one.number: one.share for one in weights})
+            driver.measure(self.step_stats)
+        tells_updates = driver is not None and driver.tells_updates
+        # if the driver does not report updates, weights are compared before and after the step
+        self._before = [
+            (one, float(one.group["lr"]), _sample(one.data).clone())
+            for one in (() if tells_updates else weights)
+            if one.group["lr"] and one.data.numel()
+        ]
+
+    def row(self) -> dict[str, Any]:
+        """Return the sums of this rank, without bytes and times."""
+        tensors = [one.data for one in self._weights]
+        shares = [one.share for one in self._weights]
+        sizes = [share * data.numel() for data, share in zip(tensors, shares, strict=True)]
+        rates = [one.group["lr"] for one in self._weights]
+        row: dict[str, Any] = {
+            "elements": sum(sizes),
+            "rates": sum(size * rate for size, rate in zip(sizes, rates, strict=True)),
+            "squares": sum_of_squares(tensors, shares, self._device),
+        }
+        if (step_stats := self.step_stats) is not None:
+            row |= {"updated": step_stats.elements, "squares of updates": step_stats.squares}
+            row |= {"samples": step_stats.samples, "residuals": sum(step_stats.residuals)}
+        if self._before and self._storage.steps > self._steps:
+            changes = [_sample(one.data).float() - old.float() for one, _, old in self._before]
+            # scaled from the sampled elements to all elements
+            weights = [
+                one.share * one.data.numel() / old.numel() / rate**2
+                for one, rate, old in self._before
+            ]
+            row["updated"] = sum(one.share * one.data.numel() for one, *_ in self._before)
+            row["squares of updates"] = sum_of_squares(changes, weights, self._device)
+        return row
+
+
+def _sample(weight: Tensor) -> Tensor:
+    """Return evenly spaced elements of a weight; the stride is odd, to sample all columns."""
+    numbers = weight.reshape(-1)
+    return numbers[:: numbers.numel() // SAMPLED | 1]
+
+
+class Stats:
+    """Measures the steps of a chain's steppers."""
+
+    def __init__(self, steppers: Sequence[Stepper]) -> None:
+        self._steppers = steppers
+        self._rows: list[tuple[str, dict[str, Any], StepStats | None]] = []
+        self._values: dict[str, float] | None = {}
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Measure the step in a block; replaces earlier measurements."""
+        parts = [part for stepper in self._steppers for part in _parts(stepper)]
+        try:
+            yield
+        finally:
+            for driver in (driver for stepper in self._steppers for driver in stepper.drivers):
+                driver.measure(None)
+        self._rows = [(part.name, part.row(), part.step_stats) for part in parts]
+        self._values = None
+
+    def values(self) -> dict[str, float]:
+        """Return the statistics of the last measured step; collective, on the first call for it."""
+        if self._values is not None:
+            return self._values
+        names = sorted(everyones(name for name, *_ in self._rows))
+        table = torch.zeros(
+            len(names), len(_COLUMNS), dtype=torch.float64, device=device_of_collectives()
+        )
+        for name, row, step_stats in self._rows:
+            if step_stats is not None:
+                # the host waits for these
+                row |= {
+                    "seconds of exchange": step_stats.meter.seconds(EXCHANGE) or 0.0,
+                    "bytes": step_stats.meter.sent,
+                    "seconds of orthogonalization": step_stats.meter.seconds(ORTHOGONALIZATION)
+                    or 0.0,
+                }
+            for what, value in row.items():
+                table[names.index(name), _COLUMNS.index(what)] += value
+        if distributed.is_initialized():
+            distributed.all_reduce(table)
+        self._values = {
+            f"{name}/{what}": value
+            for name, row in zip(names, table.tolist(), strict=True)
+            for what, value in _values(dict(zip(_COLUMNS, row, strict=True))).items()
+        }
+        return self._values
+
+
+def _parts(stepper: Stepper) -> Iterator[_Part]:
+    """Yield one part per driver of a stepper, or one for its optimizer if it has no driver."""
+    storage = stepper.storage
+    if storage.is_stub_optimizer:
+        return
+    stored = {item.main: item for item in storage.stored()}
+    # a rank without stored weights may still compute matrices
+    devices = (item.param.device for item in stored.values())
+    device = next(devices, device_of_collectives())
+    found: list[tuple[str, Driver | None, Iterable[tuple[ParamGroup, Tensor, int]]]] = [
+        (driver.name, driver, driver.numbered(stepper.groups_of(driver)))
+        for driver in stepper.drivers
+    ]
+    if not found:
+        groups = storage.optimizer.param_groups
+        placed = [(group, main, 0) for group in groups for main in group["params"]]
+        found = [(type(storage.optimizer).__name__, None, placed)]
+    for name, driver, numbered in found:
+        weights = [
+            _Weight(group, local_of(main).detach(), _share(storage, stored[main]), number)
+            for group, main, number in numbered
+        ]
+        yield _Part(name, storage, driver, weights, device)
+
+
+class OwnLoopStorage(Storage):
+    """Shows what an optimizer for your own training loop stores."""
+
+    is_stub_optimizer = False
+
+    def __init__(self, optimizer: ShardedOptimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def steps(self) -> int:  # type: ignore[override]
+        """Number of steps done."""
+        return int(self.optimizer.steps)
+
+    def stored(self) -> Iterator[Stored]:
+        """Yield the parameters, with the size of this rank's shard."""
+        for param in self.optimizer.names:
+            yield Stored(param, param, 0, local_of(param).numel())
+
+
+def stats_of(optimizer: ShardedOptimizer) -> Stats:
+    """Return what measures the steps of an optimizer for your own training loop."""
+    params = [optimizer.params_of(driver) for driver in optimizer.drivers]
+    return Stats([Stepper(OwnLoopStorage(optimizer), optimizer.drivers, params)])
+
+
+def _world_size() -> int:
+    return distributed.get_world_size() if distributed.is_initialized() else 1
+
+
+def _share(storage: Storage, item: Stored) -> float:
+    """Return the weight of this rank's copy, so that all ranks count each element once in total.
+
+    The ranks over which the gradient norm is summed count each element once. If several sets of
+    these ranks have replicas, each counts by its share.
+    """
+    if isinstance(storage, OwnLoopStorage):
+        if not isinstance(item.main, DTensor):
+            return 1 / _world_size()
+        return _shards_of(item.main) / item.main.device_mesh.size()
+    groups = {name: getattr(storage, name, None) for name in ("tp_group", "expert_tp_group")}
+    is_first = param_is_not_tensor_parallel_duplicate(item.param, **groups)
+    if not (is_first and param_is_not_shared(item.param)):
+        return 0.0
+    stats: Any = storage
+    counted = distributed.get_world_size(stats.get_grad_stats_parallel_group())
+    # for these DTensors, megatron-core also sums the gradient norm over the mesh
+    if isinstance(item.main, DTensor) and not is_uneven(item.main):
+        counted *= _shards_of(item.main)
+    return counted / distributed.get_world_size()
+
+
+def _shards_of(tensor: DTensor) -> int:
+    """Return the number of ranks that store different parts of a tensor."""
+    extents = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return math.prod(size for size, placement in extents if not placement.is_replicate())
+
+
+def _values(row: Mapping[str, float]) -> dict[str, float]:
+    """Return the statistics of one optimizer class from its sums, without unmeasured ones."""
+    found: dict[str, float] = {}
+    ranks = _world_size()
+    if elements := row["elements"]:
+        found["learning-rate"] = row["rates"] / elements
+        found["weight-rms"] = math.sqrt(row["squares"] / elements)
+    if updated := row["updated"]:
+        found["update-rms"] = math.sqrt(row["squares of updates"] / updated)
+    if samples := row["samples"]:
+        found["orthogonality-residual"] = row["residuals"] / samples
+    if seconds := row["seconds of exchange"]:
+        found["exchange-bytes"] = row["bytes"] / ranks
+        found["exchange-seconds"] = seconds / ranks
+    if seconds := row["seconds of orthogonalization"]:
+        found["orthogonalization-seconds"] = seconds / ranks
+    return found

@@ -1,0 +1,151 @@
+"""Each configuration mistake is an error when the optimizer is built, naming argument and value."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.optimizer import OptimizerConfig, ParamKey
+
+from megatron_eopt import (
+    ConfigurationError,
+    ConfigurationTypeError,
+    EmergingOptimizerConfig,
+    get_megatron_optimizer,
+)
+from megatron_eopt.config.checks import warn_of_unused
+
+MODEL_CONFIG = SimpleNamespace(
+    num_attention_heads=4, num_query_groups=4, kv_channels=8, attention_output_gate=False
+)
+
+
+class Chunk(torch.nn.Module):
+    """Looks like a wrapped model as far as checks go; all fail before it is used."""
+
+    def __init__(self, **ddp: Any) -> None:
+        super().__init__()
+        self.config = MODEL_CONFIG
+        self.linear = torch.nn.Linear(4, 4)
+        flags = {
+            "use_distributed_optimizer": False,
+            "overlap_param_gather": False,
+            "use_megatron_fsdp": False,
+        }
+        self.ddp_config = SimpleNamespace(**(flags | ddp))
+
+
+def build(fields: dict[str, Any], overrides: Any = None, **flags: Any) -> Any:
+    config = OptimizerConfig(lr=0.1, optimizer="muon")
+    for name, value in fields.items():
+        setattr(config, name, value)
+    return get_megatron_optimizer(config, [Chunk(**flags)], overrides)
+
+
+NAN = float("nan")
+VALUES = [
+    {"muon_momentum": 1.0},
+    {"muon_momentum": NAN},
+    {"muon_momentum": "0.9"},
+    {"muon_num_ns_steps": 0},
+    {"muon_num_ns_steps": 2.5},
+    {"muon_coefficient_type": "quintik"},
+    {"muon_tp_mode": "foo"},
+    {"muon_scale_mode": "spectrum"},
+    {"muon_fp32_matmul_prec": "low"},
+    {"muon_scalar_optimizer": "adamm"},
+    {"muon_extra_scale_factor": float("inf")},
+    {"optimizer": "muonn"},
+    {"adam_eps": 0.0},
+    {"adam_beta1": 1.0},
+    {"lr": -1.0},
+    {"weight_decay": -0.1},
+    {"clip_grad": -1.0},
+    {"grad_norm_skip_threshold": (1.0,)},
+    {"optimizer": "adaptive_muon", "adaptive_muon_eps": 0.0},
+    {"optimizer": "adaptive_muon", "adaptive_muon_moment2_method": "normuonn"},
+    {"optimizer": "lion", "lion_beta1": 1.0},
+    {"optimizer": "soap", "soap_shampoo_beta": -0.5},
+    {"muon_backend": 3},
+    {"muon_wave_mb": 1e-9},
+    {"bf16": True, "fp16": True},
+    {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.5},
+    {"muon_momentum_dtype": "int4"},
+    {"optimizer": "adam", "use_distributed_optimizer": True},
+]
+
+
+@pytest.mark.parametrize("fields", VALUES, ids=str)
+def test_bad_values_name_the_argument_and_the_value(fields):
+    name, value = list(fields.items())[-1]
+    with pytest.raises((ValueError, TypeError)) as caught:
+        build(fields)
+    assert name in str(caught.value)
+    assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "fields"),
+    [
+        ("soap", {"muon_lr": 0.05}),
+        ("adam", {"muon_min_lr": 0.01}),
+        ("soap", {"soap_precondition_frequency": 7}),
+        ("muon", {"muon_unknown": 1}),
+        ("soap", {"muon_scalar_optimizer": "lion"}),
+        ("adam", {"muon_momentum_dtype": "int8"}),
+        ("scion", {"muon_exempt_from_clipping": True}),
+    ],
+)
+def test_settings_without_an_effect_are_named_in_one_warning(optimizer, fields, caplog):
+    config = EmergingOptimizerConfig(optimizer=optimizer, lr=0.1)
+    vars(config).update(fields)
+    warn_of_unused(config, optimizer, {optimizer, "adam"})
+    (record,) = caplog.records
+    (field, value), *_ = fields.items()
+    assert f"{field}={value!r}" in record.getMessage()
+
+
+def test_settings_with_an_effect_are_not_named(caplog):
+    config = EmergingOptimizerConfig(optimizer="soap", lr=0.1, muon_lr=0.05, muon_momentum=0.5)
+    warn_of_unused(config, "soap", {"soap", "adam", "muon"})
+    assert not caplog.records
+
+
+def test_a_wrapper_that_scatters_gradients_of_whole_state_is_refused():
+    with pytest.raises(ConfigurationError, match="use_distributed_optimizer"):
+        build({}, use_distributed_optimizer=True)
+
+
+OVERRIDES = [
+    ({ParamKey(name="*"): {"betas": [0.9, 0.99]}}, "betas"),
+    ({ParamKey(name="*"): {"max_lr": float("nan")}}, "max_lr"),
+    ({ParamKey(name="*"): {"wd_mult": -1.0}}, "wd_mult"),
+    ({ParamKey(name="*"): {"optimizer": "mon"}}, "mon"),
+    ({ParamKey(name="*.bias"): {"optimizer": "muon"}}, "updates only matrices"),
+    ({"linear.*": {"wd_mult": 0.0}}, "ParamKey"),
+    (
+        {ParamKey(name="*.weight"): {"wd_mult": 0.5}, ParamKey(name="linear.*"): {"wd_mult": 0.25}},
+        "linear.weight",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "words"), OVERRIDES, ids=[w for _, w in OVERRIDES])
+def test_bad_overrides(overrides, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        build({}, overrides)
+
+
+CHUNK = Chunk()
+ARGUMENTS = [
+    ({"model_chunks": []}, "model_chunks"),
+    ({"model_chunks": CHUNK}, "model_chunks"),
+    ({"config": {"optimizer": "muon"}}, "config"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "name"), ARGUMENTS, ids=str)
+def test_arguments_of_a_wrong_kind_are_named(arguments, name):
+    config = OptimizerConfig(optimizer="muon", lr=0.1)
+    with pytest.raises((ConfigurationError, ConfigurationTypeError), match=name):
+        get_megatron_optimizer(**{"config": config, "model_chunks": [CHUNK], **arguments})

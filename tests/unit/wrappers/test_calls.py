@@ -1,0 +1,144 @@
+"""Calls as trainers and RL frameworks make them, and what they rely on afterwards."""
+
+import inspect
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+from megatron.core import optimizer as megatron_optimizer
+from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megatron_eopt import get_megatron_optimizer
+from megatron_eopt.muon import get_megatron_muon_optimizer
+from tests.harness import run_ranks
+from tests.harness.megatron import initialize_megatron
+from tests.harness.models import synthetic_batch, tiny_gpt, train_step, wrap_ddp
+from tests.harness.scene import forget_megatron
+
+GROUP_KEYS = {
+    "params", "is_expert_parallel", "default_config", "wd_mult", "lr_mult", "is_decoupled_lr",
+    "max_lr", "min_lr", "lr", "weight_decay",
+}  # fmt: skip
+
+
+def muon_config(**fields: Any) -> OptimizerConfig:
+    defaults = {"optimizer": "muon", "lr": 0.01, "min_lr": 0.001, "weight_decay": 0.1}
+    return OptimizerConfig(**(defaults | fields))
+
+
+def model_on_one_rank(**kwargs: Any) -> Any:
+    initialize_megatron()
+    return wrap_ddp(tiny_gpt(layers=1, **kwargs))
+
+
+def learns(chunk: Any, optimizer: Any) -> None:
+    assert isinstance(optimizer, ChainedOptimizer)
+    batch = [synthetic_batch(0)]
+    losses = [train_step([chunk], optimizer, batch) for _ in range(4)]
+    assert losses[-1] < losses[0]
+
+
+def _as_the_trainer() -> None:
+    chunk = model_on_one_rank()
+    config = muon_config()
+    overrides = megatron_optimizer.get_standard_config_overrides(config)
+    optimizer = get_megatron_optimizer(
+        config,
+        [chunk],
+        config_overrides=overrides,
+        use_gloo_process_groups=True,
+        dump_param_to_param_group_map=None,
+    )
+    scheduler = OptimizerParamScheduler(
+        optimizer, 0.0, 0.01, 0.001, 2, 10, "cosine", 0.1, 0.1, 10, "constant"
+    )
+    scheduler.step(1)
+    for group in optimizer.param_groups:
+        assert set(group) >= GROUP_KEYS
+        assert group["lr"] == 0.005
+        assert group["weight_decay"] == pytest.approx(0.1 * group["wd_mult"])
+    wd_mults = {group["wd_mult"] for group in optimizer.param_groups}
+    assert wd_mults == {0.0, 1.0}
+    learns(chunk, optimizer)
+
+
+def _through_the_old_entry_point() -> None:
+    chunk = model_on_one_rank()
+    with pytest.warns(DeprecationWarning, match="get_megatron_optimizer"):
+        optimizer = get_megatron_muon_optimizer(muon_config(optimizer="adam"), [chunk])
+    assert type(optimizer.chained_optimizers[0].optimizer).__name__ == "TensorParallelMuon"
+    learns(chunk, optimizer)
+
+
+def _calls() -> None:
+    for call in (_as_the_trainer, _through_the_old_entry_point):
+        call()
+        forget_megatron()
+
+
+def test_calls_of_trainers_and_rl_frameworks():
+    run_ranks(1, _calls)
+
+
+def test_the_signature_is_megatrons():
+    ours = inspect.signature(get_megatron_optimizer).parameters
+    theirs = inspect.signature(megatron_optimizer.get_megatron_optimizer).parameters
+    assert [(p.name, p.default) for p in ours.values()] == [
+        (p.name, p.default) for p in theirs.values()
+    ]
+
+
+def _frozen() -> bool:
+    initialize_megatron()
+    chunk = wrap_ddp(tiny_gpt(layers=1).requires_grad_(False))
+    optimizer = get_megatron_optimizer(muon_config(), [chunk])
+    assert optimizer.is_stub_optimizer
+    return optimizer.step()[0]
+
+
+def test_frozen_models_step():
+    assert run_ranks(1, _frozen) == [True]
+
+
+def _half_frozen_pipeline() -> tuple[list[str], bool]:
+    initialize_megatron(pp=2)
+    model = tiny_gpt(layers=2)
+    first_stage = model.pre_process
+    chunk = wrap_ddp(model.requires_grad_(not first_stage))
+    optimizer = get_megatron_optimizer(muon_config(clip_grad=1.0), [chunk])
+    if not first_stage:
+        for param in chunk.parameters():
+            param.main_grad.fill_(0.1)
+    held = [len(group["params"]) for group in optimizer.param_groups]
+    assert any(held) != first_stage
+    return [group["group_id"] for group in optimizer.param_groups], optimizer.step()[0]
+
+
+def test_a_stage_without_parameters_has_the_same_groups():
+    first, second = run_ranks(2, _half_frozen_pipeline)
+    assert first == second
+    assert first[1]
+
+
+def _dump(folder: str) -> list[str]:
+    chunk = model_on_one_rank()
+    get_megatron_optimizer(muon_config(), [chunk], dump_param_to_param_group_map=folder)
+    return [path.name for path in Path(folder).iterdir()]
+
+
+def test_the_map_of_groups_is_written(tmp_path):
+    assert ".metadata" in run_ranks(1, _dump, str(tmp_path / "map"))[0]
+
+
+def test_dist_names_are_deprecated():
+    from megatron_eopt.config.settings import resolve
+
+    with pytest.warns(DeprecationWarning, match="use_distributed_optimizer=True"):
+        meaning = resolve(muon_config(optimizer="dist_soap"))
+    assert (meaning.optimizer, meaning.storage) == ("soap", "sharded")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert resolve(muon_config(use_distributed_optimizer=True)).storage == "sharded"
+        assert resolve(muon_config(optimizer="adam")).storage == "replicated"

@@ -1,0 +1,120 @@
+"""What one rank refuses while the optimizer is built, saved or loaded, all ranks refuse alike."""
+
+import importlib
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from megatron.core import dist_checkpointing
+from torch import distributed
+
+from megatron_eopt import ConfigurationError
+from tests.harness import run_ranks
+from tests.unit.storage import runs
+from tests.unit.storage.full_state import Case, build, sharded, steps
+
+CASES = {"sharded": Case(), "replicated": Case(**runs.REPLICATED, parallel={"pp": 2})}
+
+# where a rank may find something that the others do not have
+BUILDING = [
+    "megatron_eopt.wrappers.factory.resolve",
+    "megatron_eopt.routing.model.route_all",
+    "megatron_eopt.storage.shard.Shard.__post_init__",
+]
+OF_REPLICATED = ["megatron_eopt.wrappers.replicated.bases_of"]
+OF_SHARDED = ["megatron_eopt.wrappers.factory.bases_of", "megatron_eopt.storage.zero1.fragment_of"]
+
+
+@contextmanager
+def failing_on_rank_1(place: str) -> Any:
+    """Let a function raise on rank 1, on the others it does what it did."""
+    path, _, name = place.rpartition(".")
+    try:
+        owner = importlib.import_module(path)
+    except ModuleNotFoundError:
+        module, _, cls = path.rpartition(".")
+        owner = getattr(importlib.import_module(module), cls)
+    before = getattr(owner, name)
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        if distributed.get_rank() == 1:
+            raise ConfigurationError("injected", place, "must not be so", "Do not inject")
+        return before(*args, **kwargs)
+
+    setattr(owner, name, failing)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def caught(action: Any) -> str:
+    with pytest.raises(ConfigurationError) as error:
+        action()
+    distributed.barrier()
+    return str(error.value)
+
+
+def building(case: Case, places: list[str]) -> list[str]:
+    found = []
+    for place in places:
+        with failing_on_rank_1(place):
+            found.append(caught(lambda: build(case)))
+    return found
+
+
+def check(results: list[Any], places: list[str]) -> None:
+    first, second = results
+    assert first == second
+    for place, message in zip(places, first, strict=True):
+        assert message.startswith(f"injected='{place}'")
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", CASES)
+def test_while_it_is_built(name):
+    places = BUILDING + (OF_REPLICATED if name == "replicated" else OF_SHARDED)
+    results = run_ranks(2, building, CASES[name], places, timeout=90)
+    check(results, places)
+
+
+def frozen_on_the_first_stage() -> str:
+    model = {**runs.DENSE, "untied": False}
+    # the copy on the last stage is output_layer.weight
+    case = Case("muon", model, {"pp": 2}, frozen="word_embeddings")
+    return caught(lambda: build(case))
+
+
+def test_an_embedding_that_is_frozen_on_one_stage_alone():
+    first, second = run_ranks(2, frozen_on_the_first_stage)
+    assert first == second
+    assert "'adam {} and frozen': pipeline stages" in first
+
+
+SAVING = "megatron_eopt.checkpoint.requests.StateRequests.__init__"
+LOADING = [
+    "megatron_eopt.checkpoint.requests.StateRequests.take",
+    "megatron_eopt.checkpoint.optimizer_state.adopt",
+]
+
+
+def saving_and_loading(case: Case, folder: str) -> list[str]:
+    chunk, optimizer = build(case)
+    steps(case, chunk, optimizer, 0, 1)
+    found = []
+    with failing_on_rank_1(SAVING):
+        found.append(caught(lambda: sharded(case, chunk, optimizer, is_loading=False)))
+    dist_checkpointing.save(sharded(case, chunk, optimizer, is_loading=False), folder)
+    wanted = sharded(case, chunk, optimizer, is_loading=True)
+    wanted = dist_checkpointing.load(wanted, folder)["optimizer"]
+    for place in LOADING:
+        with failing_on_rank_1(place):
+            found.append(caught(lambda: optimizer.load_state_dict(wanted)))
+    return found
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", CASES)
+def test_while_state_is_saved_and_loaded(name, tmp_path):
+    results = run_ranks(2, saving_and_loading, CASES[name], str(tmp_path), timeout=90)
+    check(results, [SAVING, *LOADING])

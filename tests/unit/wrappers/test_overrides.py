@@ -1,0 +1,121 @@
+"""An optimizer that overrides alone send parameters to is the one that it is as the main one."""
+
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import optimizer as megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig, ParamKey, ParamPredicate
+
+from megatron_eopt import EmergingOptimizerConfig, get_megatron_optimizer
+from megatron_eopt.base.names import GLOBAL_NAME_ATTRIBUTE
+from megatron_eopt.config.settings import resolve
+from megatron_eopt.routing.model import route_model
+from tests.harness import run_ranks
+from tests.harness.models import copies_of
+from tests.unit.storage.full_state import Case
+from tests.unit.storage.runs import MOE, inject, make_chunk
+
+MATRICES = ParamKey(
+    predicate=ParamPredicate(
+        "matrices",
+        lambda p: p.dim() == 2 and not getattr(p, "is_embedding_or_output_parameter", False),
+    )
+)
+
+
+def built(case: Case, overrides: Any, **fields: Any) -> tuple[Any, Any]:
+    chunk = make_chunk(case.run)
+    sharded = case.ddp.get("use_distributed_optimizer", True)
+    run = {"lr": 0.01, "min_lr": 0.001, "clip_grad": 0.0, "use_distributed_optimizer": sharded}
+    config = EmergingOptimizerConfig(optimizer=case.optimizer, **run, **fields)
+    return chunk, get_megatron_optimizer(config, [chunk], overrides)
+
+
+def stepped(case: Case, to: str, fields: dict[str, Any]) -> tuple[dict[str, Any], set[Any]]:
+    chunk, optimizer = built(case, {MATRICES: {"optimizer": to}}, **fields)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.01
+    for step in range(2):
+        optimizer.zero_grad()
+        inject(case.run, chunk, step)
+        optimizer.step()
+    return copies_of(chunk), {
+        (group["optimizer"], group["max_lr"]) for group in optimizer.param_groups
+    }
+
+
+@pytest.mark.parametrize(("sharded", "tp"), [(False, 2), (True, 1)], ids=["whole", "fragments"])
+def test_muon_beside_adam_is_muon(sharded: bool, tp: int) -> None:
+    fields = {"muon_lr": 0.03, "muon_fp32_matmul_prec": "highest"}
+    parts = {"parallel": {"tp": tp}, "ddp": {"use_distributed_optimizer": sharded}}
+    beside, main = (
+        run_ranks(2, stepped, Case(name, **parts), "muon", fields) for name in ("adam", "muon")
+    )
+    for (weights, rates), (expected, _) in zip(beside, main, strict=True):
+        assert rates == {("muon", 0.03), ("adam", 0.01)}
+        assert weights.keys() == expected.keys()
+        for name, weight in weights.items():
+            # gradients of the same parameters are summed in other orders
+            torch.testing.assert_close(weight, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+def read_by_megatron_core() -> list[int]:
+    case = Case("adam")
+    chunk, optimizer = built(case, None)
+    inject(case.run, chunk, 0)
+    optimizer.step()
+    config = OptimizerConfig(
+        optimizer="adam", lr=0.01, min_lr=0.001, use_distributed_optimizer=True
+    )
+    theirs = megatron_optimizer.get_megatron_optimizer(config, [make_chunk(case.run)])
+    theirs.load_state_dict(optimizer.state_dict())
+    return [int(group["step"]) for group in theirs.param_groups]
+
+
+def test_megatron_core_reads_groups_of_distributed_adam() -> None:
+    for steps in run_ranks(2, read_by_megatron_core):
+        assert set(steps) == {1}
+
+
+NUMBERED = ("*.layers.3.self_attention.linear_proj.weight", "*.layers.1.*experts.2.linear_fc1.*")
+
+
+def sent(case: Case) -> list[str]:
+    config = EmergingOptimizerConfig(optimizer="muon", lr=0.01, min_lr=0.001)
+    overrides = {ParamKey(name=NUMBERED): {"optimizer": "lion"}}
+    optimizer = get_megatron_optimizer(config, [make_chunk(case.run)], overrides)
+    lion = [group for group in optimizer.param_groups if group["optimizer"] == "lion"]
+    return [getattr(param, GLOBAL_NAME_ATTRIBUTE) for group in lion for param in group["params"]]
+
+
+@pytest.mark.parametrize("parallel", [{"pp": 2}, {"ep": 2}])
+def test_numbers_of_layers_and_experts_are_those_of_the_whole_model(parallel: Any) -> None:
+    parts = {"model": {**MOE, "layers": 4}, "ddp": {"use_distributed_optimizer": False}}
+    (whole,) = run_ranks(1, sent, Case(**parts))
+    assert len(whole) == 2
+    ranks = run_ranks(2, sent, Case(**parts, parallel=parallel))
+    assert {name for rank in ranks for name in rank} == set(whole)
+
+
+TIED = {
+    "model": {"untied": False, "layers": 2},
+    "parallel": {"pp": 2},
+    "ddp": {"use_distributed_optimizer": False},
+}
+EMBEDDING = ParamKey(name="*word_embeddings.weight")
+
+
+def routes_of_copy(overrides: Any) -> list[tuple[str, dict[str, Any]]]:
+    """Return optimizer and settings of this stage's copy of a tied embedding."""
+    chunk = make_chunk(Case("muon", **TIED).run)
+    config = EmergingOptimizerConfig(optimizer="muon", lr=0.01, min_lr=0.001)
+    routes = route_model(resolve(config), [chunk], overrides).routes
+    copies = [r for r in routes if getattr(r.parameter.param, "shared_embedding", False)]
+    return [(route.optimizer, dict(route.values)) for route in copies]
+
+
+@pytest.mark.parametrize("values", [{"wd_mult": 0.5}, {"max_lr": 0.1}, {"optimizer": "muon"}])
+def test_copies_of_a_tied_embedding_are_stepped_alike(values: dict[str, Any]) -> None:
+    (first,), (last,) = run_ranks(2, routes_of_copy, {EMBEDDING: values})
+    assert first == last == (values.pop("optimizer", "adam"), values)

@@ -1,0 +1,89 @@
+"""A storage is one file: float64 main weights of float32 parameters, here below."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_eopt.extending import Stored, Wanted, chain_of_slabs, register_storage
+from megatron_eopt.storage.replicated import Float32Optimizer
+from megatron_eopt.wrappers import builders
+from tests.harness import run_ranks
+from tests.harness.scene import forget_megatron
+from tests.unit.storage import runs
+from tests.unit.storage.full_state import Case, build, differences, interrupted, steps
+
+
+class Float64Optimizer(Float32Optimizer):
+    """Steps on float64 copies of the parameters."""
+
+    def __init__(self, optimizer: Any, config: Any, init_state_fn: Any) -> None:
+        self.main_of: dict[torch.Tensor, torch.Tensor] = {}
+        for group in optimizer.param_groups if optimizer else ():
+            for place, param in enumerate(group["params"]):
+                self.main_of[param] = group["params"][place] = param.detach().double()
+        super().__init__(optimizer, config, init_state_fn)
+
+    def stored(self) -> Iterator[Stored]:
+        """Yield the parameters with their copies."""
+        for param, main in self.main_of.items():
+            yield Stored(param, main, 0, main.numel())
+
+    def collect_gradients(self) -> None:
+        """Let the copies have the gradients that DDP keeps."""
+        for param, main in self.main_of.items():
+            main.grad = param.main_grad.double()  # type: ignore[attr-defined]
+
+    def step_with_ready_grads(self) -> bool:
+        """Step the copies, and round them to the parameters."""
+        done = super().step_with_ready_grads()
+        for param, main in self.main_of.items():
+            param.detach().copy_(main)
+        return done
+
+
+def in_float64(wanted: Wanted) -> Any:
+    if wanted.settings.storage != "replicated" or wanted.settings.half:
+        return None
+    return chain_of_slabs(wanted, Float64Optimizer)
+
+
+CASE = Case(ddp=runs.PLAIN, config=runs.PLAIN | {"muon_fp32_matmul_prec": "highest"})
+
+
+def trained(case: Case) -> runs.Result:
+    chunk, optimizer = build(case)
+    steps(case, chunk, optimizer, 0, 4)
+    return runs.Result(runs.weights(case.run, chunk), [], optimizer)
+
+
+def in_ours(case: Case) -> runs.Result:
+    return replace(trained(case), extra=None)
+
+
+def in_an_own_storage(case: Case, folder: str) -> tuple[runs.Result, list[str]]:
+    """Return the weights of four steps, and what differs if the last two follow a resumption."""
+    register_storage(in_float64)
+    try:
+        result = trained(case)
+        mains = [item.main for m in result.extra.steppers for item in m.storage.stored()]
+        assert {main.dtype for main in mains} == {torch.float64}
+        forget_megatron()
+        whole, resumed = interrupted([case], folder)
+    finally:
+        builders.BUILDERS.remove(in_float64)
+    # the first rank puts the resumed state together
+    found = differences(whole[0], resumed[0]) if torch.distributed.get_rank() == 0 else []
+    return replace(result, extra=None), found
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adam"])
+def test_weights_and_checkpoints_are_those_of_a_storage_of_ours(tmp_path, optimizer):
+    case = replace(CASE, optimizer=optimizer)
+    expected = run_ranks(2, in_ours, case)[0]
+    found, differing = zip(*run_ranks(2, in_an_own_storage, case, str(tmp_path)), strict=True)
+    assert not any(differing)
+    # float64 weights differ from float32 ones by the roundings of four steps
+    assert runs.deviation(list(found), expected) < 1e-5

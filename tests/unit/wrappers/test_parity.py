@@ -1,0 +1,69 @@
+"""With megatron-core's own configuration class our factory trains as megatron-core's does."""
+
+from typing import Any
+
+import pytest
+
+from tests.harness import run_ranks
+from tests.unit.storage.runs import SHARDED
+from tests.unit.wrappers.factories import both
+
+ROPE = {"position_embedding": "rope"}
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+OVERLAPPED = SHARDED | {"overlap_param_gather": True}
+RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform"}
+RECOMPUTED |= {"recompute_num_layers": 1}
+
+# Twenty steps let differences of rounding grow; the same arithmetic in the same order has none.
+EXACT = 1e-6
+MEDIUM = {"muon_fp32_matmul_prec": "medium"}
+TWO_INSTANCES = SHARDED | {"num_distributed_optimizer_instances": 2}
+BUCKETS = {**OVERLAPPED, "overlap_grad_reduce": True, "bucket_size": 5000}
+FP16 = SHARDED | {"fp16": True, "initial_loss_scale": 1024}
+EP, TP = {"ep": 2}, {"tp": 2}
+
+
+def case(optimizer: str, config: dict[str, Any], tolerance: float, **kwargs: Any) -> Any:
+    return {"config": {"optimizer": optimizer} | config, **kwargs}, tolerance
+
+
+CASES = {
+    "muon, megatron-core's default precision, a factor that rounds": case(
+        "muon", MEDIUM | {"muon_extra_scale_factor": 0.2}, EXACT, model=ROPE
+    ),
+    "muon, bf16 weights": case(
+        "muon", MEDIUM | {"bf16": True}, EXACT, model={**ROPE, "dtype": "bfloat16"}
+    ),
+    "muon, two tensor-parallel ranks, the cheapest exact mode": case(
+        "muon", {"muon_tp_mode": "auto"}, 1e-5, stock_config={"muon_tp_mode": "duplicated"},
+        model={**ROPE, "query_groups": 2}, parallel=TP,
+    ),
+    "muon, two tensor-parallel ranks, blockwise": case(
+        "muon", {}, 1e-5, model={**ROPE, **DROPOUT}, parallel=TP
+    ),
+    "muon, experts on two ranks, lion": case(
+        "muon", {"muon_scalar_optimizer": "lion", "lr": 0.001}, 1e-5,
+        model={**ROPE, "experts": 4}, parallel=EP,
+    ),
+    "muon with a decoupled learning rate": case("muon", {"decoupled_lr": 0.003}, 1e-5, model=ROPE),
+    "adam with experts, biases": case(
+        "adam", {"adam_beta2": 0.95}, EXACT,
+        model={"experts": 4, "bias": True, **RECOMPUTED}, parallel=EP,
+    ),
+    "sgd": case("sgd", {}, EXACT),
+    "adam, distributed, bf16": case(
+        "adam", OVERLAPPED | {"bf16": True}, EXACT,
+        model={"dtype": "bfloat16", "experts": 4}, ddp=BUCKETS,
+    ),
+    "adam, distributed, fp16": case("adam", FP16, EXACT, model={"dtype": "float16"}, ddp=SHARDED),
+    "adam, two instances": case(
+        "adam", SHARDED, EXACT, parallel={"optimizer_instances": 2}, ddp=TWO_INSTANCES
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "tolerance"), CASES.values(), ids=CASES)
+def test_losses_equal_stocks(case, tolerance):
+    for result in run_ranks(2, both, 20, case, timeout=120):
+        assert result["ours"] == pytest.approx(result["stock"], abs=tolerance)
+        assert result["ours"][-1] < result["ours"][0]

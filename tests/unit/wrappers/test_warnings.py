@@ -1,0 +1,125 @@
+"""Who gets an update that depends on the number of ranks, or far too long a one, is told so."""
+
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_eopt.fsdp2 import build_optimizer
+from megatron_eopt.wrappers import factory
+from tests.harness import run_ranks
+from tests.harness.scene import forget_megatron
+from tests.unit.contracts.callers import scheduler_of
+from tests.unit.fsdp2.model import config, gradient, make_model
+from tests.unit.storage.full_state import Case, build
+from tests.unit.storage.runs import PLAIN
+
+
+def heard(case: Case) -> list[str]:
+    """Return what is said while a case is built."""
+    factory._said.clear()  # each is said once in a process
+    with mock.patch.object(factory, "log_single_rank") as logged:
+        build(case)
+    return [call.args[2] for call in logged.call_args_list]
+
+
+def plain(name: str, overrides: dict[str, str] | None = None, **fields: Any) -> Case:
+    return Case(name, ddp=PLAIN, config=PLAIN | fields, overrides=overrides or {})
+
+
+DEPENDS = "depends on the number of ranks"
+ONE_MATRIX = "as one matrix without use_distributed_optimizer"
+UNSPLIT = dict.fromkeys(
+    [f"muon_split_{kind}" for kind in ("qkv", "gated", "mla", "linear_attention")], False
+)
+BLOCKWISE = {"muon_tp_mode": "blockwise"}
+TENSOR_PARALLEL = [
+    # what is built, what is said of it, and how often
+    (plain("muon", **BLOCKWISE), DEPENDS, 1),
+    (plain("muon", muon_tp_mode="duplicated"), DEPENDS, 0),
+    (plain("soap"), DEPENDS, 1),
+    (Case("soap"), DEPENDS, 0),
+    (plain("lion"), DEPENDS, 0),
+    (plain("adam", overrides={"*linear_fc1.weight": "muon"}, **BLOCKWISE), DEPENDS, 1),
+]
+ADAMUON = {"adaptive_muon_moment2_method": "adamuon"}
+OFFLOAD = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}
+STAYS = "stays on the GPU"
+IN_FLOAT32 = "products are computed in float32"
+SCALE, SCION = "muon_scale_mode=", "takes the place of Scion's own"
+ALONE = [
+    (plain("muon", **BLOCKWISE), DEPENDS, 0),
+    (plain("soap"), ONE_MATRIX, 1),
+    (plain("soap", **UNSPLIT), ONE_MATRIX, 0),
+    (Case("soap"), ONE_MATRIX, 0),
+    (plain("muon"), ONE_MATRIX, 0),
+    (plain("adaptive_muon", **ADAMUON, muon_scale_mode="adamw_rms"), SCALE, 1),
+    (plain("adaptive_muon", **ADAMUON, muon_scale_mode="shape_scaling"), SCALE, 0),
+    (plain("muon", **OFFLOAD), STAYS, 1),
+    (Case("muon", config=OFFLOAD), STAYS, 0),
+    (Case("scion", config={"weight_decay": 0.1}), SCION, 1),
+    (Case("scion", config={"weight_decay": 1.0}), SCION, 0),
+    (plain("muon", muon_coefficient_type="cans"), IN_FLOAT32, 1),
+    (plain("muon", muon_coefficient_type="cans", muon_fp32_matmul_prec="highest"), IN_FLOAT32, 0),
+]
+
+
+def said(table: list[tuple[Case, str, int]], parallel: dict[str, int]) -> list[int]:
+    counts = []
+    for case, words, _ in table:
+        lines = heard(replace(case, parallel=parallel))
+        counts.append(sum(words in line for line in lines))
+        forget_megatron()
+    return counts
+
+
+def check(table: list[tuple[Case, str, int]], found: list[int]) -> None:
+    for (case, words, expected), count in zip(table, found, strict=True):
+        assert count == expected, (case, words)
+
+
+def test_what_depends_on_the_number_of_ranks_is_told():
+    check(TENSOR_PARALLEL, run_ranks(2, said, TENSOR_PARALLEL, {"tp": 2})[0])
+
+
+def test_what_else_differs_from_megatron_core_or_papers_is_told():
+    check(ALONE, run_ranks(1, said, ALONE, {})[0])
+
+
+@pytest.mark.parametrize("method", ["default", "adamuon"])
+def test_adaptive_muon_begins_with_updates_of_muon_s_size_or_tells(method, caplog):
+    factory._said.clear()
+    given = {} if method == "default" else {"adaptive_muon_moment2_method": method}
+    updates = {}
+    for name, fields in (("muon", {}), ("adaptive_muon", given)):
+        model = torch.nn.Linear(256, 64, bias=False)
+        before = model.weight.detach().clone()
+        model.weight.grad = gradient(name, before.shape, 0)
+        build_optimizer(model, config(name, weight_decay=0.0, **fields)).step()
+        updates[name] = float((model.weight - before).norm())
+    is_muons = updates["adaptive_muon"] < 2 * updates["muon"]
+    assert is_muons == (method == "default") == (SCALE not in caplog.text)
+
+
+def decays_of_scion(cases: list[Case]) -> list[set[float]]:
+    """Return the weight decays of Scion's groups, before and after a scheduler has written them."""
+    found = []
+    for case in cases:
+        _, optimizer = build(case)
+        groups = [group for group in optimizer.param_groups if group["optimizer"] == "scion"]
+        found.append({group["weight_decay"] for group in groups})
+        scheduler_of(optimizer).step(1)
+        found.append({group["weight_decay"] for group in groups})
+        forget_megatron()
+    return found
+
+
+def test_the_weight_decay_that_is_told_is_in_the_groups():
+    fields = {"weight_decay": 0.1}
+    cases = [plain("scion", **fields), Case("scion", config=fields)]
+    assert run_ranks(1, decays_of_scion, cases)[0] == [{0.1}] * 4
+    model = make_model()
+    groups = build_optimizer(model, config("scion", **fields)).param_groups
+    assert {g["weight_decay"] for g in groups if g["optimizer"] == "scion"} == {0.1}
