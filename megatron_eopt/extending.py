@@ -1,15 +1,25 @@
 """Public names to add a storage, and the layer-wise distributed optimizer."""
 
-from megatron_eopt.storage.interface import Storage, Stored
-from megatron_eopt.wrappers.builders import Wanted, register_storage
+from megatron_eopt.base.renamed import renamed
+from megatron_eopt.storage.interface import MainShard, Storage
+from megatron_eopt.wrappers.builders import OptimizerBuildContext, register_storage
 from megatron_eopt.wrappers.layer_wise import LayerWiseDistributedOptimizer
-from megatron_eopt.wrappers.replicated import chain_of_slabs
+from megatron_eopt.wrappers.replicated import build_replicated
 
 __all__ = [
     "LayerWiseDistributedOptimizer",
+    "MainShard",
+    "OptimizerBuildContext",
     "Storage",
-    "Stored",
-    "Wanted",
-    "chain_of_slabs",
+    "build_replicated",
     "register_storage",
 ]
+
+__getattr__ = renamed(
+    __name__,
+    {
+        "Stored": "MainShard",
+        "Wanted": "OptimizerBuildContext",
+        "chain_of_slabs": "build_replicated",
+    },
+)

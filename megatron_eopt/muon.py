@@ -25,8 +25,8 @@ def get_megatron_muon_optimizer(
     and errors are the same, but this function uses Muon even if the configuration says adam or sgd.
     ``layer_wise_distributed_optimizer`` shards the state over data-parallel ranks.
     """
-    way_out = "call get_megatron_optimizer with optimizer='muon'"
-    text = f"get_megatron_muon_optimizer is deprecated; {way_out}"
+    hint = "call get_megatron_optimizer with optimizer='muon'"
+    text = f"get_megatron_muon_optimizer is deprecated; {hint}"
     warnings.warn(text, DeprecationWarning, stacklevel=2)
     return get_megatron_optimizer(
         as_muon(config, layer_wise=layer_wise_distributed_optimizer),

@@ -115,10 +115,10 @@ def errors(path: Path, texts: dict[str, ast.expr]) -> Iterator[tuple[str, str, s
             continue
         inside = [f for f in functions if f.lineno <= node.lineno <= (f.end_lineno or f.lineno)]
         known = assignments(max(inside, key=lambda f: f.lineno), node.lineno) if inside else {}
-        argument, _, rule, way_out = (text_of(item, texts | known) for item in node.args)
-        if not re.fullmatch(r"\{\w+\}", way_out):  # else all of it depends on the run
+        argument, _, rule, hint = (text_of(item, texts | known) for item in node.args)
+        if not re.fullmatch(r"\{\w+\}", hint):  # else all of it depends on the run
             told = "(in the message)" if re.fullmatch(r"\{\w+\}", rule) else rule
-            yield argument, told, way_out
+            yield argument, told, hint
 
 
 def area_of(place: str) -> str:

@@ -163,8 +163,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"prepare_corpus: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        place, way_out = error.filename or out, "Name another folder, or change its permissions"
-        print(f"prepare_corpus: {place}: {error.strerror}. {way_out}.", file=sys.stderr)
+        place, hint = error.filename or out, "Name another folder, or change its permissions"
+        print(f"prepare_corpus: {place}: {error.strerror}. {hint}.", file=sys.stderr)
         return 2
     sizes = ", ".join(f"{split} {count:,}" for split, count in tokens.items())
     print(f"Wrote {args.out}: {sizes} tokens from {len(files):,} files")

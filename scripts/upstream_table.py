@@ -33,7 +33,7 @@ def described() -> dict[str, str]:
     logging.disable()
     found = {f"release of {name}": upstream.version_of(name) for name in upstream.TESTED}
     for name, module in upstream.MODULE_OF.items():
-        there = upstream.found(name)
+        there = upstream.find_upstream(name)
         found[f"{module}.{name}"] = MISSING if there is None else _signature(there)
     for field in dataclasses.fields(OptimizerConfig):
         found[f"OptimizerConfig.{field.name}"] = repr(field.default)

@@ -99,16 +99,16 @@ def _merge_file(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
     """
     if getattr(args, "yaml_cfg", None) is not None:
         rule = "has no effect with --yaml-cfg, which replaces all flags"
-        way_out = "Pass only one of them"
-        raise ConfigurationError("--optimizer-config", args.optimizer_config, rule, way_out)
+        hint = "Pass only one of them"
+        raise ConfigurationError("--optimizer-config", args.optimizer_config, rule, hint)
     file = read_optimizer_file(args.optimizer_config)
     file.config()
     for name, value in file.values.items():
         if name in given and given[name] != value:
             rule = f"{file.path} says {value!r}"
             flag = name.replace("_", "-")
-            way_out = "Remove the flag or the line"
-            raise ConfigurationError(f"--{flag}", given[name], rule, way_out)
+            hint = "Remove the flag or the line"
+            raise ConfigurationError(f"--{flag}", given[name], rule, hint)
         setattr(args, name, value)
 
 

@@ -31,10 +31,10 @@ class GroupRank(NamedTuple):
     number: int  # the rank's index in the group
 
 
-class Answers(Protocol):
+class StandInPeers(Protocol):
     """Answers on behalf of ranks that do not exist, as in a dry run."""
 
-    def of_every_rank[T](self, value: T, group: distributed.ProcessGroup | None) -> list[T]:
+    def gather_objects[T](self, value: T, group: distributed.ProcessGroup | None) -> list[T]:
         """Return one value for each rank of a group (None: the world)."""
         ...
 
@@ -43,12 +43,12 @@ class Answers(Protocol):
         ...
 
 
-_answers: list[Answers] = []
+_answers: list[StandInPeers] = []
 """Stand-ins for the other ranks, the innermost last; empty if the other ranks exist."""
 
 
 @contextmanager
-def answered_by(answers: Answers) -> Iterator[None]:
+def answered_by(answers: StandInPeers) -> Iterator[None]:
     """Let ``answers`` stand in for all other ranks inside a ``with`` block."""
     _answers.append(answers)
     try:
@@ -94,7 +94,9 @@ def from_rank_0[T](function: Callable[[], T]) -> T:
     return cast(T, result if is_rank_0() else pickle.loads(data))
 
 
-def agreed[T](function: Callable[[], T], group: distributed.ProcessGroup | None = None) -> T:
+def raise_together[T](
+    function: Callable[[], T], group: distributed.ProcessGroup | None = None
+) -> T:
     """Call ``function`` on every rank; if any rank raises, raise the lowest one's error on all.
 
     Success costs one all-reduce of an integer. Errors other than configuration errors become a
@@ -119,12 +121,12 @@ def agreed[T](function: Callable[[], T], group: distributed.ProcessGroup | None 
     return cast(T, result)
 
 
-def agreed_in[T](group: distributed.ProcessGroup | None, function: Callable[[], T]) -> T:
-    """Do the same as :func:`agreed` over a group; None means this rank alone."""
-    return function() if group is None else agreed(function, group)
+def raise_together_in[T](group: distributed.ProcessGroup | None, function: Callable[[], T]) -> T:
+    """Do the same as :func:`raise_together` over a group; None means this rank alone."""
+    return function() if group is None else raise_together(function, group)
 
 
-def everyones[T](items: Iterable[T]) -> list[T]:
+def gather_unique[T](items: Iterable[T]) -> list[T]:
     """Return the items of all ranks in rank order, without duplicates.
 
     Equal lists are sent once and empty ones not at all.
@@ -132,7 +134,7 @@ def everyones[T](items: Iterable[T]) -> list[T]:
     mine = list(items)
     if _is_alone():
         return list(dict.fromkeys(mine))
-    digests = of_every_rank(hashlib.blake2b(pickle.dumps(mine)).digest() if mine else None)
+    digests = gather_objects(hashlib.blake2b(pickle.dumps(mine)).digest() if mine else None)
     found: dict[T, None] = {}
     for digest in dict.fromkeys(digests):
         if digest is not None:
@@ -140,10 +142,10 @@ def everyones[T](items: Iterable[T]) -> list[T]:
     return list(found)
 
 
-def of_every_rank[T](value: T, group: distributed.ProcessGroup | None = None) -> list[T]:
+def gather_objects[T](value: T, group: distributed.ProcessGroup | None = None) -> list[T]:
     """Return the value of every rank of a group (None: the world), in rank order."""
     if _answers:
-        return _answers[-1].of_every_rank(value, group)
+        return _answers[-1].gather_objects(value, group)
     if not distributed.is_initialized():
         return [value]
     gathered: list[Any] = [None] * distributed.get_world_size(group)
@@ -153,7 +155,7 @@ def of_every_rank[T](value: T, group: distributed.ProcessGroup | None = None) ->
 
 def any_rank(flag: bool) -> bool:
     """Return whether ``flag`` is true on any rank."""
-    return any(of_every_rank(flag))
+    return any(gather_objects(flag))
 
 
 def totals(mine: Sequence[int]) -> list[int]:
@@ -174,7 +176,7 @@ def group_ranks_in(groups: Sequence[distributed.ProcessGroup | None]) -> list[li
     if _answers:
         return [_answers[-1].group_ranks(group) for group in groups]
     mine = [group_rank_in(ranks_of(group)) for group in groups]
-    return [list(places) for places in zip(*of_every_rank(mine), strict=True)]
+    return [list(places) for places in zip(*gather_objects(mine), strict=True)]
 
 
 def group_rank_in(ranks: Sequence[int], rank: int | None = None) -> GroupRank:

@@ -7,24 +7,24 @@ from numbers import Integral
 from operator import ge, gt, le, lt
 
 
-def _sentence(way_out: str) -> str:
-    return way_out if way_out.endswith("?") else f"{way_out}."
+def _sentence(hint: str) -> str:
+    return hint if hint.endswith("?") else f"{hint}."
 
 
 class ConfigurationError(ValueError):
     """A setting, or a combination of settings, is not supported.
 
-    The message reads ``argument=value: rule. way_out.``
+    The message reads ``argument=value: rule. hint.``
 
     Args:
         argument: Name of the flag, field or parameter as the user wrote it.
         value: The value given.
         rule: What is wrong, without a full stop.
-        way_out: What to do about it, without a full stop.
+        hint: What to do about it, without a full stop.
     """
 
-    def __init__(self, argument: str, value: object, rule: str, way_out: str) -> None:
-        super().__init__(f"{argument}={value!r}: {rule}. {_sentence(way_out)}")
+    def __init__(self, argument: str, value: object, rule: str, hint: str) -> None:
+        super().__init__(f"{argument}={value!r}: {rule}. {_sentence(hint)}")
         self.argument = argument
         self.value = value
 
@@ -32,9 +32,9 @@ class ConfigurationError(ValueError):
 class ConfigurationTypeError(ConfigurationError, TypeError):
     """A setting has the wrong type; the same arguments as :class:`ConfigurationError`."""
 
-    def __init__(self, argument: str, value: object, rule: str, way_out: str) -> None:
+    def __init__(self, argument: str, value: object, rule: str, hint: str) -> None:
         kind = type(value).__name__
-        Exception.__init__(self, f"{argument}={value!r} (a {kind}): {rule}. {_sentence(way_out)}")
+        Exception.__init__(self, f"{argument}={value!r} (a {kind}): {rule}. {_sentence(hint)}")
         self.argument = argument
         self.value = value
 

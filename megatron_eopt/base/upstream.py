@@ -61,7 +61,7 @@ class UpstreamError(ImportError):
     """The installed megatron-core or emerging-optimizers lacks a name that is needed."""
 
 
-def needed(name: str) -> Any:
+def require_upstream(name: str) -> Any:
     """Return the object with a name of :data:`MODULE_OF`; raise UpstreamError if it is missing."""
     try:
         return getattr(owner_of(name), name)
@@ -74,10 +74,10 @@ def needed(name: str) -> Any:
         ) from error
 
 
-def found(name: str) -> Any:
+def find_upstream(name: str) -> Any:
     """Return the object with a name of :data:`MODULE_OF`, or None if it is missing."""
     try:
-        return needed(name)
+        return require_upstream(name)
     except UpstreamError:
         return None
 

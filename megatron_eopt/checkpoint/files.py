@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
-from megatron_eopt.base.agreement import CheckpointError, agreed, from_rank_0
+from megatron_eopt.base.agreement import CheckpointError, from_rank_0, raise_together
 from megatron_eopt.checkpoint.unfinished import TRACKER, complete_folder
 from megatron_eopt.optimizers.saved_groups import groups_in
 
@@ -56,7 +56,7 @@ def check_all(folder: Path) -> Files:
         CheckpointError: If a file is missing or damaged; names it.
     """
     files = from_rank_0(lambda: _files_in(folder))
-    agreed(lambda: _check_share(files))
+    raise_together(lambda: _check_share(files))
     return files
 
 
@@ -73,8 +73,8 @@ def check_tracked(folder: Path) -> None:
     latest = next((path for path in found if path is not None and _is_readable(path)), None)
     if latest is not None:
         rule = f"does not exist, but {latest.name} is a complete checkpoint"
-        way_out = "Write its number into this file, pass --ckpt-step, or load from another folder"
-        raise CheckpointError("checkpoint", str(tracker), rule, way_out)
+        hint = "Write its number into this file, pass --ckpt-step, or load from another folder"
+        raise CheckpointError("checkpoint", str(tracker), rule, hint)
 
 
 def check_rank_has_file(folder: Path) -> None:
@@ -85,8 +85,8 @@ def check_rank_has_file(folder: Path) -> None:
     """
     if not (folder / RANK_FILE).exists():
         rule = "does not exist, and format torch loads only at the layout that wrote it"
-        way_out = "Load at that layout, then save with --ckpt-format torch_dist"
-        raise CheckpointError("checkpoint", str(folder / RANK_FILE), rule, way_out)
+        hint = "Load at that layout, then save with --ckpt-format torch_dist"
+        raise CheckpointError("checkpoint", str(folder / RANK_FILE), rule, hint)
 
 
 def read_metadata(folder: Path) -> Metadata:
@@ -132,8 +132,8 @@ def read_common_state(folder: Path) -> Mapping[str, Any]:
 
 def damaged(path: Path | str, rule: str) -> CheckpointError:
     """Return the error about a file or folder of a checkpoint."""
-    way_out = "Restore it, or load another iteration with --ckpt-step"
-    return CheckpointError("checkpoint", str(path), rule, way_out)
+    hint = "Restore it, or load another iteration with --ckpt-step"
+    return CheckpointError("checkpoint", str(path), rule, hint)
 
 
 def _text(error: BaseException) -> str:

@@ -21,11 +21,12 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
 from torch.distributed.tensor import DTensor
 
-from megatron_eopt.base.agreement import agreed
+from megatron_eopt.base.agreement import raise_together
 from megatron_eopt.base.names import FIRST_MOMENT, MAINS, MOMENTUM, STEP
-from megatron_eopt.base.upstream import needed, owner_of
+from megatron_eopt.base.upstream import owner_of, require_upstream
 from megatron_eopt.checkpoint.optimizer_state import prepare
 from megatron_eopt.config.registry import name_of_class
+from megatron_eopt.optimizers.chain_link import ChainLink
 from megatron_eopt.optimizers.continuation import (
     Policy,
     Reader,
@@ -34,7 +35,6 @@ from megatron_eopt.optimizers.continuation import (
     continuation_of,
 )
 from megatron_eopt.optimizers.saved_groups import adopt, optimizer_of
-from megatron_eopt.optimizers.stepper import Stepper
 from megatron_eopt.routing.groups import GROUP_ID
 
 FORMAT = "fsdp_dtensor"
@@ -47,10 +47,10 @@ _FIRST_HALF = "_w"
 _STATE = "optimizer.state."
 
 
-def requested(stepper: Stepper, *, is_loading: bool) -> dict[str, Any]:
+def requested(link: ChainLink, *, is_loading: bool) -> dict[str, Any]:
     """Return what the trainer saves, or loads in place, of a chain's only optimizer; collective."""
-    storage: Any = stepper.storage
-    prepare([stepper], is_loading=is_loading)
+    storage: Any = link.storage
+    prepare([link], is_loading=is_loading)
     packed = storage.optimizer.state_dict()
     state: dict[str, dict[str, Any]] = {}
     for group, its in zip(storage.optimizer.param_groups, packed["param_groups"], strict=True):
@@ -62,13 +62,13 @@ def requested(stepper: Stepper, *, is_loading: bool) -> dict[str, Any]:
     return {"state": state, GROUPS: {name: dict(meta) for name, meta in metas.items()}}
 
 
-def load(stepper: Stepper, loaded: Mapping[str, Any]) -> None:
+def load(link: ChainLink, loaded: Mapping[str, Any]) -> None:
     """Pass what was loaded into :func:`requested` to the optimizer; collective.
 
     Raises:
         ConfigurationError: If state is missing.
     """
-    storage: Any = stepper.storage
+    storage: Any = link.storage
     optimizer, state = storage.optimizer, loaded["state"]
     steps = max((int(meta.get(STEP, 0)) for meta in loaded[GROUPS].values()), default=0)
     states = {}
@@ -90,8 +90,8 @@ def load(stepper: Stepper, loaded: Mapping[str, Any]) -> None:
     # what may be missing was decided before the load
     kinds = frozenset(kind for values in optimizer.state.values() for kind in values)
     policy = Policy(kinds, momentum_from_adam=True)
-    optimizer.expect()
-    _, taken = agreed(lambda: optimizer.checked(state_dict, policy))
+    optimizer.allocate_for_load()
+    _, taken = raise_together(lambda: optimizer.checked(state_dict, policy))
     for group in optimizer.param_groups:
         adopt(group, groups)
     storage.loaded_groups = groups
@@ -149,16 +149,16 @@ type Readers = Mapping[str, tuple[Reader, frozenset[str]]]
 """The optimizer of each parameter by name, with the kinds of its state that may be missing."""
 
 
-def readers_of(stepper: Stepper) -> Readers:
+def readers_of(link: ChainLink) -> Readers:
     """Return the optimizer of each parameter."""
-    storage: Any = stepper.storage
+    storage: Any = link.storage
     return {
         storage._param_name(main): (
-            Reader(name_of_class(driver.name), group.get("momentum")),
-            driver.dispensable,
+            Reader(name_of_class(update_rule.name), group.get("momentum")),
+            update_rule.optional_state,
         )
-        for driver in stepper.drivers
-        for group, main, _ in driver.numbered(stepper.groups_of(driver))
+        for update_rule in link.update_rules
+        for group, main, _ in update_rule.numbered(link.groups_of(update_rule))
     }
 
 
@@ -232,7 +232,7 @@ def _in_parts(storage: Any, param: Tensor, values: Mapping[str, Any]) -> dict[st
     if not chunk.config.gated_linear_unit:
         return {name: dict(values)}
     # megatron-core splits weights by their names in the inner model; state has the same shapes
-    inside = needed("expert_param_local_key")(name, chunk.config.num_moe_experts)
+    inside = require_upstream("expert_param_local_key")(name, chunk.config.num_moe_experts)
     inside = inside.removeprefix("module.module.")
     # values in the form to save; the optimizer may keep 8-bit values between steps
     kept = storage.optimizer.state[param]

@@ -44,6 +44,6 @@ def name_as_in_checkpoint(model_state: Any) -> None:
     if layers.fresh_init:
         numbers = ", ".join(map(str, sorted(layers.fresh_init)))
         rule = f"has no optimizer state for layers {numbers}, which a GPTModel cannot have"
-        way_out = "Load only the weights (--no-load-optim)"
-        raise CheckpointError("checkpoint", "of a GPTModel", rule, way_out)
+        hint = "Load only the weights (--no-load-optim)"
+        raise CheckpointError("checkpoint", "of a GPTModel", rule, hint)
     retarget_sharded_state_dict_to_gpt_checkpoint(model_state, layers)

@@ -8,18 +8,18 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-from megatron_eopt.base.agreement import agreed
+from megatron_eopt.base.agreement import raise_together
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import STEP
 from megatron_eopt.checkpoint.optimizer_state import adopt_common, prepare
 from megatron_eopt.config.registry import name_of_class
+from megatron_eopt.optimizers.chain_link import ChainLink
 from megatron_eopt.optimizers.continuation import Policy, Reader
-from megatron_eopt.optimizers.driver import set_step
-from megatron_eopt.optimizers.dtensor_optimizer import ShardedOptimizer
+from megatron_eopt.optimizers.dtensor_optimizer import DTensorOptimizer
 from megatron_eopt.optimizers.nested_state import leaves, put
 from megatron_eopt.optimizers.saved_groups import children_of, inner_of
 from megatron_eopt.optimizers.state_dicts import Loaded, StateDictMatch, Target, named
-from megatron_eopt.optimizers.stepper import Stepper
+from megatron_eopt.optimizers.update_rule import set_step
 from megatron_eopt.storage.dtensors import local_of
 
 MAINS = "fp32_from_fp16_params"
@@ -32,22 +32,22 @@ type _Write = Callable[[], None]
 """Loads one optimizer's state, which has been checked."""
 
 
-def save(stepper: Stepper, main: str | None, names: Names) -> dict[str, Any]:
+def save(link: ChainLink, main: str | None, names: Names) -> dict[str, Any]:
     """Return the state of one optimizer of a chain, of tensors and plain Python values only.
 
     For ZeRO-1 fragments it has groups, steps and loss scale only. As in megatron-core, groups do
     not name the main optimizer.
     """
-    storage: Any = stepper.storage
+    storage: Any = link.storage
     if storage.is_stub_optimizer:
         return {}
     is_whole = not isinstance(storage, DistributedOptimizer)
     if is_whole:
-        prepare([stepper], is_loading=False)
+        prepare([link], is_loading=False)
     result: dict[str, Any] = storage.state_dict()
     inner = inner_of(result)
     if is_whole:
-        inner = named(inner, _names_by_group(stepper, names))
+        inner = named(inner, _names_by_group(link, names))
         result = {**result, "optimizer": inner} if "optimizer" in result else inner
     for group in inner["param_groups"]:
         if group.get("optimizer") == main:
@@ -58,7 +58,7 @@ def save(stepper: Stepper, main: str | None, names: Names) -> dict[str, Any]:
     return result
 
 
-def load(steppers: Sequence[Stepper], state: Any, policy: Policy, names: Names) -> None:
+def load(links: Sequence[ChainLink], state: Any, policy: Policy, names: Names) -> None:
     """Load what :func:`save` returned for each optimizer of a chain; collective.
 
     Groups keep this run's schedule. State of the kinds that the policy names may be missing.
@@ -67,52 +67,52 @@ def load(steppers: Sequence[Stepper], state: Any, policy: Policy, names: Names) 
         ConfigurationError: On all ranks and before any change, if optimizers or groups differ, or
             state is missing or does not fit.
     """
-    for stepper in steppers:
-        if isinstance(stepper.storage.optimizer, ShardedOptimizer):
-            stepper.storage.optimizer.expect()
-        elif not stepper.storage.is_stub_optimizer:
-            prepare([stepper], is_loading=True)
-    for write in agreed(lambda: _checked(steppers, state, policy, names)):
-        agreed(write)
+    for link in links:
+        if isinstance(link.storage.optimizer, DTensorOptimizer):
+            link.storage.optimizer.allocate_for_load()
+        elif not link.storage.is_stub_optimizer:
+            prepare([link], is_loading=True)
+    for write in raise_together(lambda: _checked(links, state, policy, names)):
+        raise_together(write)
 
 
-def _checked(steppers: Sequence[Stepper], state: Any, policy: Policy, names: Names) -> list[_Write]:
-    parts = children_of(state) or [{} for _ in steppers]
-    if len(parts) != len(steppers):
+def _checked(links: Sequence[ChainLink], state: Any, policy: Policy, names: Names) -> list[_Write]:
+    parts = children_of(state) or [{} for _ in links]
+    if len(parts) != len(links):
         raise ConfigurationError(
             "state_dict",
             f"the state of {len(parts)} optimizers",
-            f"does not match this rank, which has {len(steppers)}",
+            f"does not match this rank, which has {len(links)}",
             "Resume with the optimizers of the run that wrote it, or from a torch_dist checkpoint",
         )
     return [
-        _load(stepper, part, policy, names)
-        for stepper, part in zip(steppers, parts, strict=True)
-        if not stepper.storage.is_stub_optimizer
+        _load(link, part, policy, names)
+        for link, part in zip(links, parts, strict=True)
+        if not link.storage.is_stub_optimizer
     ]
 
 
-def _names_by_group(stepper: Stepper, names: Names) -> list[list[str]]:
+def _names_by_group(link: ChainLink, names: Names) -> list[list[str]]:
     """Return the names of each group's parameters."""
-    model_of = {id(item.main): item.param for item in stepper.storage.stored()}
-    groups = stepper.storage.optimizer.param_groups
+    model_of = {id(item.main): item.param for item in link.storage.main_shards()}
+    groups = link.storage.optimizer.param_groups
     return [[names[model_of[id(main)]] for main in group["params"]] for group in groups]
 
 
-def _load(stepper: Stepper, part: Mapping[str, Any], policy: Policy, names: Names) -> _Write:
+def _load(link: ChainLink, part: Mapping[str, Any], policy: Policy, names: Names) -> _Write:
     """Check one optimizer's state, and return the function that loads it."""
-    storage: Any = stepper.storage
+    storage: Any = link.storage
     optimizer = storage.optimizer
-    if isinstance(optimizer, ShardedOptimizer):
+    if isinstance(optimizer, DTensorOptimizer):
         match, loaded = optimizer.checked(inner_of(part), policy)
         write_state: _Write = functools.partial(optimizer.take, loaded)
     else:
-        write_state, match = _of_whole_parameters(stepper, part, policy, names)
-    mains = _mains(stepper, part, match, names)
+        write_state, match = _of_whole_parameters(link, part, policy, names)
+    mains = _mains(link, part, match, names)
 
     @torch.no_grad()
     def write() -> None:
-        adopt_common([stepper], part)
+        adopt_common([link], part)
         write_state()
         for target, value in mains:
             local_of(target).copy_(local_of(value))
@@ -121,12 +121,12 @@ def _load(stepper: Stepper, part: Mapping[str, Any], policy: Policy, names: Name
 
 
 def _of_whole_parameters(
-    stepper: Stepper, part: Mapping[str, Any], policy: Policy, names: Names
+    link: ChainLink, part: Mapping[str, Any], policy: Policy, names: Names
 ) -> tuple[_Write, StateDictMatch]:
-    storage: Any = stepper.storage
+    storage: Any = link.storage
     optimizer = storage.optimizer
     groups = optimizer.param_groups
-    driver_of = {id(main): driver for driver, _, main in stepper.stepped()}
+    driver_of = {id(main): update_rule for update_rule, _, main in link.stepped()}
     targets = [
         [
             Target(
@@ -135,11 +135,11 @@ def _of_whole_parameters(
                 Reader(name_of_class(driver_of[id(param)].name), group.get("momentum")),
                 frozenset(optimizer.state[param].keys() - {STEP}),
                 STEP in optimizer.state[param],
-                driver_of[id(param)].dispensable,
+                driver_of[id(param)].optional_state,
             )
             for param, name in zip(group["params"], its, strict=True)
         ]
-        for group, its in zip(groups, _names_by_group(stepper, names), strict=True)
+        for group, its in zip(groups, _names_by_group(link, names), strict=True)
     ]
     match = StateDictMatch(inner_of(part), groups, targets)
 
@@ -156,7 +156,7 @@ def _of_whole_parameters(
 
 
 def _mains(
-    stepper: Stepper, part: Mapping[str, Any], match: StateDictMatch, names: Names
+    link: ChainLink, part: Mapping[str, Any], match: StateDictMatch, names: Names
 ) -> list[tuple[Tensor, Tensor]]:
     """Return main weights with what is loaded into them: saved ones, or the model's weights."""
     saved = {
@@ -165,15 +165,15 @@ def _mains(
         for number, value in zip(group["params"], values, strict=False)
     }
     pairs = []
-    for item in stepper.storage.stored():
-        if item.main is item.param or not hasattr(stepper.storage, "fp32_from_float16_groups"):
+    for item in link.storage.main_shards():
+        if item.main is item.param or not hasattr(link.storage, "fp32_from_float16_groups"):
             continue
         value = saved.get(match.number_of(names[item.param]), item.param)
         if local_of(value).shape != local_of(item.main).shape:
             rule = f"must have shape {tuple(local_of(item.main).shape)}, as on this rank"
-            way_out = "Resume with the model and parallel layout of the run that wrote it"
+            hint = "Resume with the model and parallel layout of the run that wrote it"
             found = f"main weights ({MAINS}) of shape {tuple(local_of(value).shape)}"
-            raise ConfigurationError(f"state_dict: {names[item.param]}", found, rule, way_out)
+            raise ConfigurationError(f"state_dict: {names[item.param]}", found, rule, hint)
         pairs.append((item.main, value))
     return pairs
 

@@ -19,12 +19,12 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_eopt.base.agreement import (
     CheckpointError,
-    agreed,
     any_rank,
-    everyones,
     from_rank_0,
+    gather_unique,
+    raise_together,
 )
-from megatron_eopt.base.upstream import needed
+from megatron_eopt.base.upstream import require_upstream
 from megatron_eopt.checkpoint.contents import Shapes
 from megatron_eopt.checkpoint.requests import StateRequests
 from megatron_eopt.optimizers.continuation import Policy
@@ -44,8 +44,10 @@ def match(sharded_state_dict: Any, folder: Path, policy: Policy) -> None:
         return
     shapes, groups = from_rank_0(lambda: _content(folder))
     policy = functools.reduce(operator.or_, (item.policy for item in requests), policy)
-    lines = agreed(lambda: [line for r in requests for line in r.adapt(shapes, groups, policy)])
-    for line in everyones(lines):
+    lines = raise_together(
+        lambda: [line for r in requests for line in r.adapt(shapes, groups, policy)]
+    )
+    for line in gather_unique(lines):
         log_single_rank(logger, logging.WARNING, f"optimizer state: {line}")
 
 
@@ -53,12 +55,12 @@ def _content(folder: Path) -> tuple[Shapes, Groups]:
     """Return the shapes of a checkpoint's tensors, and its parameter groups."""
     try:
         # the reader that megatron-core uses for the load
-        metadata = needed("FileSystemReader")(folder).read_metadata().state_dict_metadata
+        metadata = require_upstream("FileSystemReader")(folder).read_metadata().state_dict_metadata
         groups = groups_in(load_common_state_dict(folder))
     except Exception as error:
         rule = f"its metadata cannot be read ({type(error).__name__}: {error})"
-        way_out = "Load another iteration with --ckpt-step, or restore the folder"
-        raise CheckpointError("checkpoint", str(folder), rule, way_out) from error
+        hint = "Load another iteration with --ckpt-step, or restore the folder"
+        raise CheckpointError("checkpoint", str(folder), rule, hint) from error
     shapes = {
         key: tuple(item.size) if isinstance(item, TensorStorageMetadata) else None
         for key, item in metadata.items()

@@ -8,7 +8,7 @@ from megatron_eopt.checkpoint.saved_state import Source, Value
 from megatron_eopt.optimizers.continuation import Policy, Report, continuation_of
 
 
-class Reading:
+class LoadPlan:
     """Chooses a source for each requested value, by its index among the requests."""
 
     def __init__(self, policy: Policy, contents: Contents, *, has_stepped: bool) -> None:

@@ -5,13 +5,13 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 
-from megatron_eopt.base.agreement import agreed, any_rank, everyones, of_every_rank
+from megatron_eopt.base.agreement import any_rank, gather_objects, gather_unique, raise_together
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import STEP
 from megatron_eopt.checkpoint.gpt_layers import name_as_in_checkpoint
 from megatron_eopt.checkpoint.requests import StateRequests, bucket_spaces
+from megatron_eopt.optimizers.chain_link import ChainLink
 from megatron_eopt.optimizers.continuation import Policy
-from megatron_eopt.optimizers.driver import Driver, ParamGroup, State
 from megatron_eopt.optimizers.saved_groups import (
     PARAM_NAMES,
     adopt,
@@ -21,7 +21,7 @@ from megatron_eopt.optimizers.saved_groups import (
     saved_steps,
     steps_of,
 )
-from megatron_eopt.optimizers.stepper import Stepper
+from megatron_eopt.optimizers.update_rule import ParamGroup, State, UpdateRule
 
 REQUESTS = "requests"
 """Key of the :class:`StateRequests` in a sharded state dict for loading."""
@@ -31,7 +31,7 @@ PARAM_STATE = "param_state"
 
 
 def requested(
-    steppers: Sequence[Stepper],
+    links: Sequence[ChainLink],
     model_state: Mapping[str, Any],
     *,
     is_loading: bool,
@@ -44,28 +44,28 @@ def requested(
     ``main`` is the main optimizer's name in groups; for other arguments, see
     :class:`~megatron_eopt.checkpoint.requests.StateRequests`.
     """
-    prepare(steppers, is_loading=is_loading)
-    known = {} if is_loading else _known_counts(steppers)
-    numbered = [(number, d) for number, its in enumerate(steppers) for d in its.drivers]
+    prepare(links, is_loading=is_loading)
+    known = {} if is_loading else _known_counts(links)
+    numbered = [(number, d) for number, its in enumerate(links) for d in its.update_rules]
     counts = None if is_loading else {d: known[number, d.name] for number, d in numbered}
     if is_loading:
-        agreed(lambda: name_as_in_checkpoint(model_state))
-    requests = agreed(
-        lambda: StateRequests(steppers, model_state, counts, policy, by_bucket=by_bucket)
+        raise_together(lambda: name_as_in_checkpoint(model_state))
+    requests = raise_together(
+        lambda: StateRequests(links, model_state, counts, policy, by_bucket=by_bucket)
     )
     requests.separate()
-    # equal on all ranks: groups, step counts by driver, and loss scale
+    # equal on all ranks: groups, step counts by update rule, and loss scale
     states: list[dict[Any, Any]] = []
-    for number, stepper in enumerate(steppers):
-        if stepper.storage.is_stub_optimizer:
+    for number, link in enumerate(links):
+        if link.storage.is_stub_optimizer:
             states.append({})
             continue
-        steps = [(counts or {}).get(d, -1) for d in stepper.drivers for _ in stepper.groups_of(d)]
-        if not stepper.drivers:
+        steps = [(counts or {}).get(d, -1) for d in link.update_rules for _ in link.groups_of(d)]
+        if not link.update_rules:
             # other pipeline stages have all parameters of these groups
             count = max((c for (place, _), c in known.items() if place == number), default=-1)
-            steps = [count] * len(stepper.storage.optimizer.param_groups)
-        states.append(stepper.storage.common_state(steps, main))
+            steps = [count] * len(link.storage.optimizer.param_groups)
+        states.append(link.storage.common_state(steps, main))
     if not is_loading:
         _name_params(states, requests)
     result = states[0] if len(states) == 1 else dict(enumerate(states))
@@ -75,9 +75,9 @@ def requested(
     return result
 
 
-def named_buckets(steppers: Sequence[Stepper]) -> dict[str, Any]:
+def named_buckets(links: Sequence[ChainLink]) -> dict[str, Any]:
     """Return what identifies the parameters in buckets, to save it with state by bucket."""
-    return {str(number): space.named() for number, space in bucket_spaces(steppers).items()}
+    return {str(number): space.named() for number, space in bucket_spaces(links).items()}
 
 
 def _name_params(states: Sequence[dict[Any, Any]], requests: StateRequests) -> None:
@@ -85,7 +85,7 @@ def _name_params(states: Sequence[dict[Any, Any]], requests: StateRequests) -> N
 
     A stack whose layers or experts are all in one group has one name.
     """
-    places = everyones(
+    places = gather_unique(
         (place, group, space.key, space.name)
         for (place, group), spaces in requests.spaces_of.items()
         for space in spaces
@@ -102,55 +102,57 @@ def _name_params(states: Sequence[dict[Any, Any]], requests: StateRequests) -> N
             group[PARAM_NAMES] = list(named.get((place, number), ()))
 
 
-def prepare(steppers: Sequence[Stepper], *, is_loading: bool) -> None:
+def prepare(links: Sequence[ChainLink], *, is_loading: bool) -> None:
     """Create all state that can be saved or loaded."""
-    for driver, work in _scenes(steppers):
-        (driver.expect if is_loading else driver.init)(*work)
+    for update_rule, work in _scenes(links):
+        (update_rule.allocate_for_load if is_loading else update_rule.init)(*work)
 
 
-def settle(steppers: Sequence[Stepper]) -> None:
+def settle(links: Sequence[ChainLink]) -> None:
     """Convert loaded state to the form in which it is kept between steps; collective."""
-    for driver, work in _scenes(steppers):
-        driver.pack(*work)
+    for update_rule, work in _scenes(links):
+        update_rule.pack(*work)
 
 
-def _scenes(steppers: Sequence[Stepper]) -> Iterator[tuple[Driver, tuple[list[ParamGroup], State]]]:
-    for stepper in steppers:
-        for driver in stepper.drivers:
-            with stepper.groups_and_state(driver) as work:
-                yield driver, work
+def _scenes(
+    links: Sequence[ChainLink],
+) -> Iterator[tuple[UpdateRule, tuple[list[ParamGroup], State]]]:
+    for link in links:
+        for update_rule in link.update_rules:
+            with link.groups_and_state(update_rule) as work:
+                yield update_rule, work
 
 
-def _known_counts(steppers: Sequence[Stepper]) -> dict[tuple[int, str], int]:
-    """Return the step count of each driver's state, -1 if it has none; collective.
+def _known_counts(links: Sequence[ChainLink]) -> dict[tuple[int, str], int]:
+    """Return the step count of each update rule's state, -1 if it has none; collective.
 
-    Keys are a place in the chain and a driver's name, because a rank may lack a driver.
+    Keys are a place in the chain and an update rule's name, because a rank may lack an update rule.
     """
     mine: dict[tuple[int, str], int] = {}
-    for number, stepper in enumerate(steppers):
-        for driver in stepper.drivers:
-            with stepper.groups_and_state(driver) as (groups, state):
-                steps = [int(found[STEP]) for found in driver.counting(groups, state)]
-            key = number, driver.name
+    for number, link in enumerate(links):
+        for update_rule in link.update_rules:
+            with link.groups_and_state(update_rule) as (groups, state):
+                steps = [int(found[STEP]) for found in update_rule.counting(groups, state)]
+            key = number, update_rule.name
             mine[key] = max([*steps, mine.get(key, -1)])
     known: dict[tuple[int, str], int] = {}
-    for counts in of_every_rank(mine):
+    for counts in gather_objects(mine):
         known |= {key: max(count, known.get(key, -1)) for key, count in counts.items()}
     return known
 
 
-def count_alike(steppers: Sequence[Stepper]) -> bool:
+def count_alike(links: Sequence[ChainLink]) -> bool:
     """Return whether each optimizer's state has its number of steps as its only count; collective.
 
     The forms of megatron-core's distributed optimizer have no other. Counts differ if a parameter
     was frozen at first, or had another optimizer.
     """
     others = False
-    for stepper in steppers:
-        for driver in stepper.drivers:
-            with stepper.groups_and_state(driver) as (groups, state):
-                counts = {int(found[STEP]) for found in driver.counting(groups, state)}
-            others |= bool(counts - {stepper.storage.steps})
+    for link in links:
+        for update_rule in link.update_rules:
+            with link.groups_and_state(update_rule) as (groups, state):
+                counts = {int(found[STEP]) for found in update_rule.counting(groups, state)}
+            others |= bool(counts - {link.storage.steps})
     return not any_rank(others)
 
 
@@ -159,7 +161,7 @@ def check(state: Mapping[Any, Any]) -> None:
     state[REQUESTS].check(state.get(PARAM_STATE, {}))
 
 
-def load(steppers: Sequence[Stepper], state: Mapping[Any, Any]) -> None:
+def load(links: Sequence[ChainLink], state: Mapping[Any, Any]) -> None:
     """Write what was loaded for :func:`requested` into the optimizers, after :func:`check`.
 
     Groups keep this run's schedule. Main weights that the checkpoint lacks are copied from the
@@ -168,7 +170,7 @@ def load(steppers: Sequence[Stepper], state: Mapping[Any, Any]) -> None:
     # missing if this rank has no state
     loaded = state.get(PARAM_STATE, {})
     # groups and loss scale that are stored with buckets are treated as other optimizers' state
-    adopt_common(steppers, [*children_of(state), *loaded.get("buckets", {}).values()])
+    adopt_common(links, [*children_of(state), *loaded.get("buckets", {}).values()])
     state[REQUESTS].take(loaded)
 
 
@@ -180,36 +182,36 @@ def check_groups(state: Any, *, is_enough: bool) -> None:
     """
     if not is_enough or any(inner_of(child).get("state") for child in children_of(state)):
         rule = "has no fragments of state and main weights, which every rank needs"
-        way_out = (
+        hint = (
             "Load what sharded_state_dict(..., is_loading=True) returned, or use "
             "save_state_dict_to_file and load_state_dict_from_file"
         )
-        raise ConfigurationError("state_dict", "groups, or whole parameters", rule, way_out)
+        raise ConfigurationError("state_dict", "groups, or whole parameters", rule, hint)
 
 
-def load_groups(steppers: Sequence[Stepper], state: Any) -> None:
+def load_groups(links: Sequence[ChainLink], state: Any) -> None:
     """Load what :func:`check_groups` has checked; collective."""
     # step counts can only be set once they exist
-    prepare(steppers, is_loading=True)
-    adopt_common(steppers, state)
+    prepare(links, is_loading=True)
+    adopt_common(links, state)
 
 
-def adopt_common(steppers: Sequence[Stepper], state: Any) -> None:
+def adopt_common(links: Sequence[ChainLink], state: Any) -> None:
     """Load groups, step counts and loss scale, also from another chain of optimizers.
 
     Each step count becomes that of the matching groups in the checkpoint.
     """
     saved, steps = saved_groups(state), saved_steps(state)
     scalers = [child["grad_scaler"] for child in children_of(state) if child.get("grad_scaler")]
-    for stepper in steppers:
-        if stepper.storage.is_stub_optimizer:
+    for link in links:
+        if link.storage.is_stub_optimizer:
             continue
-        for group in stepper.storage.optimizer.param_groups:
+        for group in link.storage.optimizer.param_groups:
             adopt(group, saved)
-        stepper.storage.loaded_groups = saved
-        stepper.storage.steps = steps
-        if stepper.storage.grad_scaler and scalers:
-            stepper.storage.grad_scaler.load_state_dict(scalers[0])
-        for driver in stepper.drivers:
-            with stepper.groups_and_state(driver) as (groups, values):
-                driver.set_steps(groups, values, steps_of(groups, saved, steps))
+        link.storage.loaded_groups = saved
+        link.storage.steps = steps
+        if link.storage.grad_scaler and scalers:
+            link.storage.grad_scaler.load_state_dict(scalers[0])
+        for update_rule in link.update_rules:
+            with link.groups_and_state(update_rule) as (groups, values):
+                update_rule.set_steps(groups, values, steps_of(groups, saved, steps))

@@ -12,7 +12,7 @@ import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from torch import Tensor, distributed
 
-from megatron_eopt.base.agreement import agreed, of_every_rank
+from megatron_eopt.base.agreement import gather_objects, raise_together
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.checkpoint.contents import Piece, key_of
 from megatron_eopt.checkpoint.optimizer_state import (
@@ -22,18 +22,18 @@ from megatron_eopt.checkpoint.optimizer_state import (
     requested,
     settle,
 )
+from megatron_eopt.optimizers.chain_link import ChainLink
 from megatron_eopt.optimizers.continuation import Policy
 from megatron_eopt.optimizers.saved_groups import saved_groups
-from megatron_eopt.optimizers.stepper import Stepper
 
 
-def save_rank_file(filename: str, steppers: Sequence[Stepper], names: Mapping[Tensor, str]) -> None:
+def save_rank_file(filename: str, links: Sequence[ChainLink], names: Mapping[Tensor, str]) -> None:
     """Write this rank's state; collective over the world.
 
     If ranks pass the same file name, each adds its rank to the name.
     """
     path = own_path(filename)
-    state = requested(steppers, _model_of(names), is_loading=False, policy=Policy())
+    state = requested(links, _model_of(names), is_loading=False, policy=Policy())
     pieces = [
         piece
         for by_number in state.pop(PARAM_STATE)["values"].values()
@@ -59,18 +59,18 @@ def save_rank_file(filename: str, steppers: Sequence[Stepper], names: Mapping[Te
     os.replace(unfinished, path)
 
 
-def load_rank_file(filename: str, steppers: Sequence[Stepper], names: Mapping[Tensor, str]) -> None:
+def load_rank_file(filename: str, links: Sequence[ChainLink], names: Mapping[Tensor, str]) -> None:
     """Load this rank's file of :func:`save_rank_file`; collective over the world.
 
     Raises:
         ConfigurationError: On every rank, if a file is missing, broken or of another layout.
     """
     path = own_path(filename)
-    state = requested(steppers, _model_of(names), is_loading=True, policy=Policy())
+    state = requested(links, _model_of(names), is_loading=True, policy=Policy())
     state[REQUESTS] = state[REQUESTS].obj
-    loaded = agreed(lambda: _read(path, state))
-    agreed(lambda: load(steppers, loaded))
-    settle(steppers)
+    loaded = raise_together(lambda: _read(path, state))
+    raise_together(lambda: load(links, loaded))
+    settle(links)
 
 
 def _read(path: Path, state: Mapping[str, Any]) -> dict[Any, Any]:
@@ -116,6 +116,6 @@ def _place(piece: Piece) -> str:
 def own_path(filename: str) -> Path:
     """Return a path that no other rank uses."""
     path = Path(filename).absolute()
-    if of_every_rank(str(path)).count(str(path)) == 1:
+    if gather_objects(str(path)).count(str(path)) == 1:
         return path
     return path.with_name(f"{path.stem}_rank{distributed.get_rank():05d}{path.suffix}")

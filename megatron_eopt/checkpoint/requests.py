@@ -7,28 +7,28 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, is_main_replica
 
-from megatron_eopt.base.agreement import everyones, totals
+from megatron_eopt.base.agreement import gather_unique, totals
 from megatron_eopt.base.names import MAINS, STEP
 from megatron_eopt.checkpoint import saved_state
 from megatron_eopt.checkpoint.contents import Contents, Shapes, apart
 from megatron_eopt.checkpoint.keys import matrix_state_key
-from megatron_eopt.checkpoint.migration import Reading
+from megatron_eopt.checkpoint.migration import LoadPlan
 from megatron_eopt.checkpoint.parameter_space import ParameterSpace, parameter_spaces
 from megatron_eopt.config.registry import name_of_class
+from megatron_eopt.optimizers.chain_link import ChainLink
 from megatron_eopt.optimizers.continuation import MAXIMA, Policy, Reader, missing_state
-from megatron_eopt.optimizers.driver import OF_GROUPS, Driver, set_step
 from megatron_eopt.optimizers.saved_groups import Groups, SavedGroups, optimizer_of
-from megatron_eopt.optimizers.stepper import Stepper
-from megatron_eopt.storage.zero1 import FragmentsOptimizer
+from megatron_eopt.optimizers.update_rule import OF_GROUPS, UpdateRule, set_step
+from megatron_eopt.storage.zero1 import Zero1Optimizer
 
 
 class StateRequests:
     """The ``param_state`` part of a sharded state dict: the state of all parameters.
 
     Args:
-        steppers: The optimizers of the chain.
+        links: The optimizers of the chain.
         model_state: The model's ``sharded_state_dict``, with the parameters themselves as data.
-        counts: For saving, the step count of each driver's state; None for loading.
+        counts: For saving, the step count of each update rule's state; None for loading.
         policy: What may differ from the checkpoint, according to the configuration.
         by_bucket: Whether to request state by bucket, until :meth:`adapt` knows the checkpoint.
 
@@ -38,25 +38,25 @@ class StateRequests:
 
     def __init__(
         self,
-        steppers: Sequence[Stepper],
+        links: Sequence[ChainLink],
         model_state: Mapping[str, Any],
-        counts: Mapping[Driver, int] | None,
+        counts: Mapping[UpdateRule, int] | None,
         policy: Policy,
         *,
         by_bucket: bool = False,
     ) -> None:
         self.policy = policy
         self._counts = counts
-        groups = (g for s in steppers if s.drivers for g in s.storage.optimizer.param_groups)
+        groups = (g for s in links if s.update_rules for g in s.storage.optimizer.param_groups)
         self._optimizers = {name for group in groups if (name := optimizer_of(group))}
-        self._has_stepped = any(stepper.storage.steps > 0 for stepper in steppers)
-        self._buckets = bucket_spaces(steppers)
+        self._has_stepped = any(link.storage.steps > 0 for link in links)
+        self._buckets = bucket_spaces(links)
         # place of each parameter that this rank stores, by optimizer of the chain and group
         self.spaces_of: dict[tuple[int, int], list[ParameterSpace]] = {}
         self._values = [
             value
-            for number, stepper in enumerate(steppers)
-            for value in self._values_of(number, stepper, model_state)
+            for number, link in enumerate(links)
+            for value in self._values_of(number, link, model_state)
         ]
         self._chosen = {
             place: (by_bucket and value.source_in_bucket(value.kind))
@@ -79,7 +79,7 @@ class StateRequests:
             size = math.prod(piece.local_shape) if is_main_replica(piece.replica_id) else 0
             written[piece.key] = written.get(piece.key, 0) + size
             whole[piece.key] = math.prod(piece.global_shape)
-        keys = everyones(sorted(written))
+        keys = gather_unique(sorted(written))
         sizes = zip(keys, totals([written.get(key, 0) for key in keys]), strict=True)
         parts = {key for key, size in sizes if size < whole.get(key, 0)}
         for place, source in stacked.items():
@@ -105,7 +105,7 @@ class StateRequests:
             ConfigurationError: If state is missing; names the parameters and kinds.
         """
         contents = Contents(shapes, SavedGroups(groups, self._optimizers))
-        reading = Reading(policy, contents, has_stepped=self._has_stepped)
+        reading = LoadPlan(policy, contents, has_stepped=self._has_stepped)
         by_parameter: dict[str, dict[int, saved_state.Value]] = {}
         for place, value in enumerate(self._values):
             by_parameter.setdefault(value.where.space.name, {})[place] = value
@@ -170,93 +170,90 @@ class StateRequests:
             self.param_state["buckets"] = buckets
 
     def _values_of(
-        self, place: int, stepper: Stepper, model_state: Mapping[str, Any]
+        self, place: int, link: ChainLink, model_state: Mapping[str, Any]
     ) -> Iterator[saved_state.Value]:
         """Yield all state values on this rank of the optimizer at a place of the chain."""
-        storage = stepper.storage
-        all_groups = storage.optimizer.param_groups if stepper.drivers else ()
+        storage = link.storage
+        all_groups = storage.optimizer.param_groups if link.update_rules else ()
         number_of = {p: n for n, group in enumerate(all_groups) for p in group["params"]}
-        stored = list(storage.stored())
-        names = {driver: name_of_class(driver.name) for driver in stepper.drivers}
-        stepped = {id(main): (driver, number) for driver, number, main in stepper.stepped()}
+        stored = list(storage.main_shards())
+        names = {update_rule: name_of_class(update_rule.name) for update_rule in link.update_rules}
+        stepped = {id(main): (update_rule, number) for update_rule, number, main in link.stepped()}
         states = {
-            (driver, number): storage.optimizer.state[main]
-            for driver, number, main in stepper.stepped()
+            (update_rule, number): storage.optimizer.state[main]
+            for update_rule, number, main in link.stepped()
         }
-        kept = list(saved_state.kept_of(stepper))
+        kept = list(saved_state.unsharded_state_of(link))
         params = dict.fromkeys([item.param for item in stored] + [param for _, param, _ in kept])
         spaces = parameter_spaces(model_state, params)
         for item in stored:
-            driver, number = stepped[id(item.main)]
-            tensors = saved_state.cut_like_weights(stepper, item, driver, number)
+            update_rule, number = stepped[id(item.main)]
+            tensors = saved_state.cut_like_weights(link, item, update_rule, number)
             space = spaces[item.param]
             in_group = number_of[item.main]
             self.spaces_of.setdefault((place, in_group), []).append(space)
-            where = saved_state.Whereabouts(
+            where = saved_state.ParameterLocation(
                 space,
                 storage.replica_of(space.sharded.replica_id),
-                Reader(names[driver], all_groups[in_group].get("momentum")),
-                states[driver, number],
+                Reader(names[update_rule], all_groups[in_group].get("momentum")),
+                states[update_rule, number],
                 item,
                 self._buckets.get(place),
             )
             for kind, tensor in tensors.items():
                 yield saved_state.cut_value(kind, tensor, where)
-            yield from self._count(driver, where, (0, 1), writes=where.holds_first)
+            yield from self._count(update_rule, where, (0, 1), writes=where.holds_first)
         counted = {id(state) for state in states.values()}
-        for driver, param, its in kept:
-            state = states.get((driver, its.shard))
-            if driver.counts_matrices or state is None:
+        for update_rule, param, its in kept:
+            state = states.get((update_rule, its.shard))
+            if update_rule.counts_matrices or state is None:
                 state = its.container
             if its.path[0] == OF_GROUPS:
                 state = None
             replica = storage.replica_of_matrix(spaces[param].sharded.replica_id)
-            count = len(driver.shards[its.shard].layouts) if driver.shards else 1
-            group = stepper.groups_of(driver)[driver.group_of[its.shard]]
-            reader = Reader(names[driver], group.get("momentum"))
-            where = saved_state.Whereabouts(spaces[param], replica, reader, state)
-            yield saved_state.kept_value(its, where, count)
+            count = len(update_rule.shards[its.shard].layouts) if update_rule.shards else 1
+            group = link.groups_of(update_rule)[update_rule.group_of[its.shard]]
+            reader = Reader(names[update_rule], group.get("momentum"))
+            where = saved_state.ParameterLocation(spaces[param], replica, reader, state)
+            yield saved_state.unsharded_value(its, where, count)
             if id(state) not in counted:
                 counted.add(id(state))
-                if driver.counts_matrices:
+                if update_rule.counts_matrices:
                     matrix = its.matrix, count
-                    yield from self._count(driver, where, matrix, writes=its.writes)
+                    yield from self._count(update_rule, where, matrix, writes=its.writes)
                 else:
                     # a parameter's count is written by the rank that stores its first element
-                    yield from self._count(driver, where, (0, 1), writes=False)
+                    yield from self._count(update_rule, where, (0, 1), writes=False)
 
     def _count(
         self,
-        driver: Driver,
-        where: saved_state.Whereabouts,
+        update_rule: UpdateRule,
+        where: saved_state.ParameterLocation,
         matrix: tuple[int, int],
         *,
         writes: bool,
     ) -> Iterator[saved_state.Value]:
-        """Yield the step count of a matrix; for saving, only if it differs from the driver's.
+        """Yield the step count of a matrix; for saving, only if it differs from the update rule's.
 
         A parameter's count is that of matrix 0 of 1.
         """
         steps = None if where.state is None else where.state.get(STEP)
         # also None if another rank, the owner, has the count
-        if steps is not None and (self._counts is None or int(steps) != self._counts[driver]):
+        if steps is not None and (self._counts is None or int(steps) != self._counts[update_rule]):
             key = matrix_state_key(STEP, where.space.name, matrix)
             replica = (*where.replica, int(not writes))
             count = ShardedObject(key, int(steps), (1,), (0,), replica_id=replica)
             yield saved_state.Value(where, STEP, (count,))
 
 
-def bucket_spaces(steppers: Sequence[Stepper]) -> dict[int, saved_state.BucketSpace]:
+def bucket_spaces(links: Sequence[ChainLink]) -> dict[int, saved_state.BucketSpace]:
     """Return the bucket spaces of a chain's optimizers with ZeRO-1 fragments, by their index."""
     spaces = {}
-    for number, stepper in enumerate(steppers):
-        if (
-            isinstance(stepper.storage, FragmentsOptimizer)
-            and not stepper.storage.is_stub_optimizer
-        ):
+    for number, link in enumerate(links):
+        if isinstance(link.storage, Zero1Optimizer) and not link.storage.is_stub_optimizer:
             chained = f"chained_{number}."
-            likely = (chained, "") if len(steppers) > 1 else ("", chained)
+            likely = (chained, "") if len(links) > 1 else ("", chained)
             spaces[number] = saved_state.BucketSpace(
-                stepper.storage, likely[: 2 if number == 0 else 1]
+                link.storage, likely[: 2 if number == 0 else 1]
             )
     return spaces

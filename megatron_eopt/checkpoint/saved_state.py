@@ -27,11 +27,11 @@ from megatron_eopt.checkpoint.keys import (
     state_key,
 )
 from megatron_eopt.checkpoint.parameter_space import Box, ParameterSpace
+from megatron_eopt.optimizers.chain_link import ChainLink
 from megatron_eopt.optimizers.continuation import Reader
-from megatron_eopt.optimizers.driver import Driver, Kept
-from megatron_eopt.optimizers.stepper import Stepper
+from megatron_eopt.optimizers.update_rule import UnshardedState, UpdateRule
 from megatron_eopt.storage.dtensors import local_of
-from megatron_eopt.storage.interface import Stored
+from megatron_eopt.storage.interface import MainShard
 
 
 class Source(NamedTuple):
@@ -98,7 +98,7 @@ class BucketSpace:
 
 
 @dataclass(frozen=True)
-class Whereabouts:
+class ParameterLocation:
     """The places of one parameter's values, on this rank and in checkpoints."""
 
     space: ParameterSpace  # the place of its elements in checkpoints
@@ -106,7 +106,7 @@ class Whereabouts:
     reader: Reader  # the optimizer, which says what its state means
     # the optimizer's state on this rank, with the step count
     state: dict[str, Any] | None = None
-    stored: Stored | None = None  # what this rank stores; None for a matrix on its owner rank
+    stored: MainShard | None = None  # what this rank stores; None for a matrix on its owner rank
     buckets: BucketSpace | None = None  # its place in checkpoints by bucket, if any
 
     @cached_property
@@ -125,12 +125,12 @@ class Whereabouts:
 class Value:
     """One state value on this rank."""
 
-    where: Whereabouts  # the parameter
+    where: ParameterLocation  # the parameter
     kind: str  # kind of state
     pieces: Pieces  # the form in which it is written
     stacked: int = 0  # leading dimensions of the pieces' tensors that index layers or experts
     flat: Tensor | None = None  # the flat local value, if it is sharded like its parameter
-    kept: Kept | None = None  # the value, if it is not sharded like its parameter
+    kept: UnshardedState | None = None  # the value, if it is not sharded like its parameter
 
     @property
     def is_count(self) -> bool:
@@ -186,7 +186,7 @@ class Value:
         self.flat.copy_(local_of(item.param).detach().reshape(-1)[item.start : item.stop])
 
 
-def cut_value(kind: str, value: Tensor, where: Whereabouts) -> Value:
+def cut_value(kind: str, value: Tensor, where: ParameterLocation) -> Value:
     """Return the value of main weights or state that are sharded like the parameter."""
     flat = value.detach().reshape(-1)
     pieces = tuple(
@@ -195,7 +195,7 @@ def cut_value(kind: str, value: Tensor, where: Whereabouts) -> Value:
     return Value(where, kind, pieces, where.space.prepended, flat)
 
 
-def kept_value(kept: Kept, where: Whereabouts, count: int) -> Value:
+def unsharded_value(kept: UnshardedState, where: ParameterLocation, count: int) -> Value:
     """Return the value of state that is not sharded like its parameter.
 
     ``count`` is the number of logical matrices of the parameter.
@@ -224,20 +224,20 @@ def kept_value(kept: Kept, where: Whereabouts, count: int) -> Value:
 
 
 def cut_like_weights(
-    stepper: Stepper, item: Stored, driver: Driver, number: int
+    link: ChainLink, item: MainShard, update_rule: UpdateRule, number: int
 ) -> dict[str, Tensor]:
     """Return main weights and state that are sharded like the parameter, by kind."""
-    tensors = driver.saved_form(number, stepper.storage.tensors_of(item))
+    tensors = update_rule.saved_form(number, link.storage.tensors_of(item))
     return {
         kind: value
         for kind, value in tensors.items()
-        if kind in MAINS or (kind != STEP and driver.is_cut_like_weights(kind, value))
+        if kind in MAINS or (kind != STEP and update_rule.is_sharded_like_param(kind, value))
     }
 
 
-def kept_of(stepper: Stepper) -> Iterator[tuple[Driver, Tensor, Kept]]:
-    """Yield state that is not sharded like its parameter, with its driver and parameter."""
-    for driver, params in zip(stepper.drivers, stepper.params, strict=True):
-        with stepper.groups_and_state(driver) as (groups, state):
-            for item in driver.kept(groups, state):
-                yield driver, params[item.shard], item
+def unsharded_state_of(link: ChainLink) -> Iterator[tuple[UpdateRule, Tensor, UnshardedState]]:
+    """Yield state that is not sharded like its parameter, with its update rule and parameter."""
+    for update_rule, params in zip(link.update_rules, link.params, strict=True):
+        with link.groups_and_state(update_rule) as (groups, state):
+            for item in update_rule.unsharded_state(groups, state):
+                yield update_rule, params[item.shard], item

@@ -9,7 +9,7 @@ from typing import Any
 from megatron.core.msc_utils import MultiStorageClientFeature
 
 from megatron_eopt.base.agreement import from_rank_0
-from megatron_eopt.base.upstream import needed, owner_of
+from megatron_eopt.base.upstream import owner_of, require_upstream
 from megatron_eopt.base.wrapping import Function, around
 from megatron_eopt.checkpoint.unfinished import begin, finish
 
@@ -29,7 +29,7 @@ def replacing_a_folder(original: Function, *values: Any, **kwargs: Any) -> Any:
     if folder is None:
         return original(*values, **kwargs)
     if folder in _unfinished:
-        needed("maybe_finalize_async_save")(blocking=True)
+        require_upstream("maybe_finalize_async_save")(blocking=True)
         _unfinished.discard(folder)
     from_rank_0(lambda: begin(folder))
     token = _saving.set(folder)
@@ -54,7 +54,7 @@ def _folder_of(asked: dict[str, Any]) -> Path | None:
         place = own or os.path.join(place, module._NON_PERSISTENT_CKPT_SUBDIR)
     if MultiStorageClientFeature.is_enabled():
         return None
-    name = needed("get_checkpoint_name")
+    name = require_upstream("get_checkpoint_name")
     return Path(name(place, asked["iteration"], asked["release"], return_base_dir=True))
 
 

@@ -16,8 +16,8 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import log_single_rank
 from torch import nn
 
-from megatron_eopt.base.agreement import CheckpointError, agreed, from_rank_0
-from megatron_eopt.base.upstream import needed, owner_of
+from megatron_eopt.base.agreement import CheckpointError, from_rank_0, raise_together
+from megatron_eopt.base.upstream import owner_of, require_upstream
 from megatron_eopt.base.wrapping import Function, around
 from megatron_eopt.checkpoint import fsdp_dtensor
 from megatron_eopt.checkpoint.files import (
@@ -63,7 +63,10 @@ def trainer_rebindings() -> Rebindings:
 
 def wrapped(wrappers: Mapping[str, Callable[[Function], Function]]) -> Rebindings:
     """Return the rebindings that wrap functions; raises ImportError if a function is missing."""
-    return [(owner_of(name), name, wrapper(needed(name))) for name, wrapper in wrappers.items()]
+    return [
+        (owner_of(name), name, wrapper(require_upstream(name)))
+        for name, wrapper in wrappers.items()
+    ]
 
 
 @around
@@ -146,8 +149,8 @@ def _check_files(folder: Path) -> None:
         return
     files = check_all(folder)
     if files.form == "torch" and parallel_state.model_parallel_is_initialized():
-        own = Path(needed("get_checkpoint_name")(folder.parent, 0)).parent.name
-        agreed(lambda: check_rank_has_file(folder / own))
+        own = Path(require_upstream("get_checkpoint_name")(folder.parent, 0)).parent.name
+        raise_together(lambda: check_rank_has_file(folder / own))
     read.checked.add(folder)
 
 
@@ -183,7 +186,7 @@ def _at_the_step_asked_for(original: Function, tracker_filename: str) -> tuple[i
     read = _read.get()
     step = getattr(read.args, "ckpt_step", None) if read is not None else None
     try:
-        agreed(lambda: read_tracker(Path(tracker_filename)))
+        raise_together(lambda: read_tracker(Path(tracker_filename)))
     except CheckpointError:
         if not step:
             raise
@@ -209,11 +212,11 @@ def _refuse_form(folder: str, form: str, wanted: str) -> None:
     of_fsdp = fsdp_dtensor.FORMAT, "torch_dcp"
     if (form in of_fsdp) != (wanted in of_fsdp):
         rule = f"is of format {form}, and a run with --ckpt-format {wanted} cannot read it"
-        way_out = (
+        hint = (
             "Load it with the FSDP flags of the run that wrote it, or convert it with Megatron's "
             "tools"
         )
-        raise CheckpointError("checkpoint", folder, rule, way_out)
+        raise CheckpointError("checkpoint", folder, rule, hint)
 
 
 _RATES = ("max_lr", "min_lr")
@@ -261,11 +264,11 @@ def _saved_rates(optimizer: Any, own: Sequence[Mapping[str, float]]) -> list[dic
     others = [str(saved[place].get(GROUP_ID)) for place in left if "max_lr" in saved[place]]
     if others:
         rule = "has learning rates for parameter groups that this run does not have"
-        way_out = (
+        hint = (
             "Pass the flags of the run that wrote it, such as --decoupled-lr, or leave out "
             "--use-checkpoint-opt_param-scheduler"
         )
-        raise CheckpointError("checkpoint", ", ".join(others), rule, way_out)
+        raise CheckpointError("checkpoint", ", ".join(others), rule, hint)
     result = []
     for place, rates in zip(twins, own, strict=True):
         twin = {} if place is None else saved[place]
@@ -278,11 +281,13 @@ def _matching(original: Function, *values: Any, **kwargs: Any) -> Any:
     asked = inspect.signature(original).bind(*values, **kwargs).arguments
     wanted, place = asked["sharded_state_dict"], (asked["load_dir"], asked["iteration"])
     if not MultiStorageClientFeature.is_enabled():
-        name = needed("get_checkpoint_name")(*place, asked["release"], return_base_dir=True)
+        name = require_upstream("get_checkpoint_name")(
+            *place, asked["release"], return_base_dir=True
+        )
         # checkpoints beside the persistent ones have not been checked
         _check_files(Path(name))
         if asked["rank0"]:
-            agreed(lambda: read_common_state(Path(name)))
+            raise_together(lambda: read_common_state(Path(name)))
         elif wanted is not None:
             match(wanted, Path(name), Policy())
     return original(*values, **kwargs)
@@ -302,15 +307,15 @@ def _refusing_gaps(original: Function, *values: Any, **kwargs: Any) -> Any:
 def _match_megatron_fsdp(args: Any, state: Mapping[str, Any]) -> None:
     """Match requested state with a checkpoint of Megatron-FSDP, if one exists; collective."""
     # all ranks read the tracker file
-    folder = needed("get_load_checkpoint_path_by_args")(args)
+    folder = require_upstream("get_load_checkpoint_path_by_args")(args)
     contents = from_rank_0(lambda: fsdp_dtensor.contents_of(folder))
-    steppers = getattr(_optimizer.get(), "steppers", ())
-    if contents is None or not steppers:
+    links = getattr(_optimizer.get(), "links", ())
+    if contents is None or not links:
         return
     fresh = frozenset(getattr(args, "checkpoint_fresh_state", ()))
     policy = Policy(fresh, bool(getattr(args, "checkpoint_momentum_from_adam", False)))
-    readers, has_stepped = fsdp_dtensor.readers_of(steppers[0]), steppers[0].storage.steps > 0
-    lines = agreed(
+    readers, has_stepped = fsdp_dtensor.readers_of(links[0]), links[0].storage.steps > 0
+    lines = raise_together(
         lambda: fsdp_dtensor.match(state, readers, contents, policy, has_stepped=has_stepped)
     )
     for line in lines:

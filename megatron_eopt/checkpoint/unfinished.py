@@ -69,8 +69,8 @@ def read_tracker(tracker: Path) -> int | Literal["release"]:
     if text.isdecimal() and text.isascii():
         return int(text)
     rule = f"must hold the number of an iteration, but holds {text[:40]!r}"
-    way_out = "Write the number of a complete iteration into this file, or pass --ckpt-step"
-    raise CheckpointError("checkpoint", str(tracker), rule, way_out)
+    hint = "Write the number of a complete iteration into this file, or pass --ckpt-step"
+    raise CheckpointError("checkpoint", str(tracker), rule, hint)
 
 
 def folder_name(iteration: int | Literal["release"]) -> str:

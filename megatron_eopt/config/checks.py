@@ -5,7 +5,7 @@ import math
 from collections.abc import Collection, Iterable
 from typing import Any, get_args
 
-from megatron_eopt.base.agreement import is_rank_0, of_every_rank
+from megatron_eopt.base.agreement import gather_objects, is_rank_0
 from megatron_eopt.base.errors import (
     ConfigurationError,
     check_choice,
@@ -140,8 +140,8 @@ def check_values(config: Any, optimizers: Collection[str]) -> None:
         others = [n for n in optimizers if "muon" in prefixes_of(n) and not is_muon(n)]
         if others and sound_precision(schedule, precision) != precision:
             rule = f"diverges with muon_fp32_matmul_prec={precision!r}, which {others[0]} uses"
-            way_out = "Set muon_fp32_matmul_prec='highest', or use other coefficients"
-            raise ConfigurationError("muon_coefficient_type", coefficients, rule, way_out)
+            hint = "Set muon_fp32_matmul_prec='highest', or use other coefficients"
+            raise ConfigurationError("muon_coefficient_type", coefficients, rule, hint)
         backend = getattr(config, "muon_backend", "torch")
         check_choice("muon_backend", backend, backend_names())
         get_backend(backend)
@@ -176,13 +176,13 @@ def check_alike(config: Any) -> None:
     if mine.get("muon_backend") == "auto":
         # the choice depends on the packages installed on a host
         mine["muon_backend"] = automatic()
-    everyones = of_every_rank(mine)
-    for name in dict.fromkeys(name for its in everyones for name in its):
-        values = {repr(its.get(name)) for its in everyones}
+    gather_unique = gather_objects(mine)
+    for name in dict.fromkeys(name for its in gather_unique for name in its):
+        values = {repr(its.get(name)) for its in gather_unique}
         if len(values) > 1:
             rule = f"is not the same on all ranks: they have {sorted(values)}"
-            way_out = "Use the same configuration on all ranks and the same packages on all hosts"
-            raise ConfigurationError(name, mine.get(name), rule, way_out)
+            hint = "Use the same configuration on all ranks and the same packages on all hosts"
+            raise ConfigurationError(name, mine.get(name), rule, hint)
 
 
 def refuse_for_matrices(config: Any) -> None:
@@ -203,8 +203,8 @@ def refuse_for_overlap(config: Any, parts: Iterable[Any] = (), *, is_served: boo
     wanted += [(part, *item) for part in parts for item in _FOR_BUCKETS.items()]
     rules += [f"needs {n}={value!r}" for it, n, value in wanted if getattr(it, n, value) != value]
     if rules:
-        way_out = "Change that setting, or turn muon_overlap_step off"
-        raise ConfigurationError("muon_overlap_step", True, rules[0], way_out)
+        hint = "Change that setting, or turn muon_overlap_step off"
+        raise ConfigurationError("muon_overlap_step", True, rules[0], hint)
 
 
 def refuse_for_qk_clip(config: Any, ddp_config: Any, *, hybrid: bool) -> None:

@@ -109,15 +109,15 @@ def _check_name(path: Path, name: str, value: object) -> None:
         return
     rule, flag = "is not an optimizer setting", name.replace("_", "-")
     near = difflib.get_close_matches(name, ALLOWED, n=3)
-    way_out = "Use the name of an optimizer flag without its leading dashes"
+    hint = "Use the name of an optimizer flag without its leading dashes"
     if near:
-        way_out = f"Did you mean {' or '.join(item.replace('_', '-') for item in near)}?"
+        hint = f"Did you mean {' or '.join(item.replace('_', '-') for item in near)}?"
     if name in _RUNS_OWN:
         rule = "belongs to the run, not to the optimizer file"
-        way_out = f"Pass --{flag}, or set the field in Python"
-    raise ConfigurationError(f"{path}: {flag}", value, rule, way_out)
+        hint = f"Pass --{flag}, or set the field in Python"
+    raise ConfigurationError(f"{path}: {flag}", value, rule, hint)
 
 
 def _unusable(path: Path, rule: str) -> ConfigurationError:
-    way_out = "Write a YAML file with one 'name: value' per line"
-    return ConfigurationError("optimizer_config", str(path), rule, way_out)
+    hint = "Write a YAML file with one 'name: value' per line"
+    return ConfigurationError("optimizer_config", str(path), rule, hint)

@@ -16,7 +16,7 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 
 from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError, check_choice
 from megatron_eopt.base.names import STANDARD_OPTIMIZERS
-from megatron_eopt.base.upstream import found
+from megatron_eopt.base.upstream import find_upstream
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ def is_our_rule(key: ParamKey) -> bool:
 
     Keys compare predicates by name only, so the function is compared too.
     """
-    rules = (is_nonlinear_or_embedding, found("_is_nonlinear_or_embedding"))
+    rules = (is_nonlinear_or_embedding, find_upstream("_is_nonlinear_or_embedding"))
     return key == NOT_A_MATRIX and getattr(key.predicate, "fn", None) in rules
 
 
@@ -77,8 +77,8 @@ def init_state(opt: Any, config: Any = None) -> None:
     """
     if not hasattr(opt, "_init_group"):
         rule = "cannot create the state before the first step: the class has no _init_group"
-        way_out = "Register the optimizer with its own init_state_fn"
-        raise ConfigurationError("init_state_fn", type(opt).__name__, rule, way_out)
+        hint = "Register the optimizer with its own init_state_fn"
+        raise ConfigurationError("init_state_fn", type(opt).__name__, rule, hint)
     for group in opt.param_groups:
         opt._init_group(group, skip_non_grad_params=False)
 
@@ -156,8 +156,8 @@ def register_optimizer(
         entry = EmergingOptimizerEntry(optimizer_cls=entry, **fields)
     if not isinstance(entry, EmergingOptimizerEntry):
         rule = "must be an EmergingOptimizerEntry or an optimizer class"
-        way_out = "Wrap it in an EmergingOptimizerEntry"
-        raise ConfigurationTypeError("register_optimizer(entry)", entry, rule, way_out)
+        hint = "Wrap it in an EmergingOptimizerEntry"
+        raise ConfigurationTypeError("register_optimizer(entry)", entry, rule, hint)
     _entries[name] = entry
     return entry.optimizer_cls
 

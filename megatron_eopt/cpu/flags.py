@@ -33,7 +33,7 @@ class Refusal(NamedTuple):
 
     dest: str  # parsed name
     rule: str  # why it needs a GPU
-    way_out: str = "Leave the flag out"  # what to do instead
+    hint: str = "Leave the flag out"  # what to do instead
     values: tuple[object, ...] = ()  # the values that need a GPU; empty for all that are not off
     flag: str | None = None  # name on the command line, if it differs from ``dest``
 
@@ -43,7 +43,7 @@ class Refusal(NamedTuple):
         name = getattr(value, "name", value)
         if name in self.values if self.values else name not in (None, 0, "", "none"):
             flag = self.flag or "--" + self.dest.replace("_", "-")
-            raise ConfigurationError(flag, value, self.rule, self.way_out)
+            raise ConfigurationError(flag, value, self.rule, self.hint)
 
 
 _GRAPHS = "a CPU has no CUDA graphs"
@@ -116,8 +116,8 @@ def check_supported(args: argparse.Namespace) -> None:
     _check_parallel_sizes(args)
     if getattr(args, "optimizer_cpu_offload", False) and args.optimizer in ("adam", "sgd"):
         rule = f"megatron-core's optimizer that off-loads {args.optimizer} needs a GPU"
-        way_out = "Leave the flag out, or use another --optimizer"
-        raise ConfigurationError("--optimizer-cpu-offload", True, rule, way_out)
+        hint = "Leave the flag out, or use another --optimizer"
+        raise ConfigurationError("--optimizer-cpu-offload", True, rule, hint)
     fused = getattr(args, "apply_rope_fusion", None)
     if fused and getattr(args, "position_embedding_type", None) == "rope":
         rule = "uses a kernel of Transformer Engine, which needs a GPU"
@@ -127,18 +127,18 @@ def check_supported(args: argparse.Namespace) -> None:
 def _check_parallel_sizes(args: argparse.Namespace) -> None:
     if (size := getattr(args, "context_parallel_size", None) or 1) > 1:
         rule = "context parallelism uses Transformer Engine's attention, which needs a GPU"
-        way_out = "Pass --context-parallel-size 1 or use GPUs"
-        raise ConfigurationError("--context-parallel-size", size, rule, way_out)
+        hint = "Pass --context-parallel-size 1 or use GPUs"
+        raise ConfigurationError("--context-parallel-size", size, rule, hint)
     if (size := getattr(args, "tensor_model_parallel_size", None) or 1) == 1:
         return
     if getattr(args, "num_experts", None) and not getattr(args, "sequence_parallel", False):
         rule = "Megatron trains experts with tensor parallelism only if sequence parallelism is on"
-        way_out = "Pass --sequence-parallel, or --tensor-model-parallel-size 1"
-        raise ConfigurationError("--tensor-model-parallel-size", size, rule, way_out)
+        hint = "Pass --sequence-parallel, or --tensor-model-parallel-size 1"
+        raise ConfigurationError("--tensor-model-parallel-size", size, rule, hint)
     if getattr(args, "multi_latent_attention", False):
         rule = (
             "the gradient of multi-latent attention's rotary key would not be summed over the "
             "ranks by Megatron's local layers"
         )
-        way_out = "Pass --tensor-model-parallel-size 1"
-        raise ConfigurationError("--tensor-model-parallel-size", size, rule, way_out)
+        hint = "Pass --tensor-model-parallel-size 1"
+        raise ConfigurationError("--tensor-model-parallel-size", size, rule, hint)

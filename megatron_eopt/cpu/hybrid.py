@@ -59,8 +59,8 @@ def check_pattern(pattern: str) -> None:
 def _refusal(symbol: str, pattern: str) -> ConfigurationError:
     layer, package = GPU_LAYERS[symbol]
     rule = f"{layer} layers ({symbol}) use kernels of {package}, which need a GPU"
-    way_out = "Use attention (*), MLP (-) and MoE (E) layers, or run on a GPU with this package"
-    return ConfigurationError("--hybrid-layer-pattern", pattern, rule, way_out)
+    hint = "Use attention (*), MLP (-) and MoE (E) layers, or run on a GPU with this package"
+    return ConfigurationError("--hybrid-layer-pattern", pattern, rule, hint)
 
 
 class _OnGpusOnly(torch.nn.Module):

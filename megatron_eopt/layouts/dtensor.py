@@ -45,8 +45,8 @@ def dtensor_layout(
             continue
         if not strided[axis] and not isinstance(placement, Shard):
             rule = "placements must be Shard or Replicate on every mesh dimension"
-            way_out = "Call redistribute() on the tensor (a Partial one is not reduced yet)"
-            raise ConfigurationError(name, tuple(placements), rule, way_out)
+            hint = "Call redistribute() on the tensor (a Partial one is not reduced yet)"
+            raise ConfigurationError(name, tuple(placements), rule, hint)
         dim = int(getattr(placement, "dim")) % len(shape)  # noqa: B009
         # like torch.chunk: all chunks but the last ones are full
         chunk = -(-(high[:, dim] - low[:, dim]) // mesh.shape[axis])
@@ -67,8 +67,8 @@ def _with_columns(
     size = int(np.prod(shape[kernel], dtype=np.int64))
     if np.any(high[:, kernel] - low[:, kernel] < np.array(shape[kernel], np.int64)):
         rule = "is a convolution whose kernel is cut, so that a rank holds no whole columns"
-        way_out = "Shard its first or second dimension"
-        raise ConfigurationError(name, tuple(shape), rule, way_out)
+        hint = "Shard its first or second dimension"
+        raise ConfigurationError(name, tuple(shape), rule, hint)
     low, high = low[:, : first + 1].copy(), high[:, : first + 1].copy()
     low[:, first] *= size
     high[:, first] *= size

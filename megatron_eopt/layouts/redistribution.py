@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_eopt.base import gpu
 from megatron_eopt.base.address import address_of
-from megatron_eopt.base.agreement import of_every_rank
+from megatron_eopt.base.agreement import gather_objects
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.meter import Meter
 from megatron_eopt.layouts.assignment import first_uses
@@ -70,13 +70,13 @@ def _check_agreement(group: dist.ProcessGroup | None, digest: str, name: str) ->
     """Raise a ConfigurationError on every rank if some ranks have another plan than most."""
     if group is None or dist.get_world_size(group) == 1:
         return
-    digests = of_every_rank(digest, group)
+    digests = gather_objects(digest, group)
     common, _ = Counter(digests).most_common(1)[0]
     odd = [rank for rank, other in enumerate(digests) if other != common]
     if odd:
         rule = f"group rank {odd} has another redistribution plan than the other ranks"
-        way_out = "Pass the same parameters in the same order on every rank"
-        raise ConfigurationError("matrices", name, rule, way_out)
+        hint = "Pass the same parameters in the same order on every rank"
+        raise ConfigurationError("matrices", name, rule, hint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +184,7 @@ class Redistribution:
             tensors.clear()
         waves = self.plan.waves
         coming = self._start_in(0, load) if waves else None
-        leaving: _Travelling | None = None
+        leaving: _InFlight | None = None
         for number, wave in enumerate(waves):
             assert coming is not None
             stack = self._stack(number)
@@ -222,7 +222,7 @@ class Redistribution:
             return False
         return tensor.is_contiguous() and address_of(place) == address_of(tensor)
 
-    def _start_in(self, number: int, load: LoadT) -> "_Travelling":
+    def _start_in(self, number: int, load: LoadT) -> "_InFlight":
         wave = self.plan.waves[number]
         loaded = load(number, self.plan.loads[number])
         self._sources |= {name: loaded[name] for name in self.plan.loads[number]}
@@ -237,7 +237,7 @@ class Redistribution:
             del self._sources[name]
         return travelling
 
-    def _start_out(self, number: int, stack: Tensor, store: StoreT) -> "_Travelling":
+    def _start_out(self, number: int, stack: Tensor, store: StoreT) -> "_InFlight":
         wave = self.plan.waves[number]
         placed = {n: self._placed.pop(n) for n in wave.results if n in self._placed}
         names = [name for name in wave.results if name not in placed]
@@ -254,7 +254,7 @@ class Redistribution:
             store(placed)
         return travelling
 
-    def _finish_out(self, number: int, leaving: "_Travelling", store: StoreT) -> None:
+    def _finish_out(self, number: int, leaving: "_InFlight", store: StoreT) -> None:
         with self._timed():
             leaving.finish(self.plan.waves[number].outward, leaving.stored)
         done = [name for name in self._last_out[number] if name in self._results]
@@ -262,7 +262,7 @@ class Redistribution:
 
     def _start(
         self, exchange: Exchange, direction: str, packed: FlatT, stored: FlatT
-    ) -> "_Travelling":
+    ) -> "_InFlight":
         send = self._buffer(f"send {direction}", sum(exchange.send_sizes))
         recv = self._buffer(f"recv {direction}", sum(exchange.recv_sizes))
         run_copies(exchange.pack, packed, [send])
@@ -270,7 +270,7 @@ class Redistribution:
         if exchange.collective:
             sizes = (list(exchange.recv_sizes), list(exchange.send_sizes))
             work = dist.all_to_all_single(recv, send, *sizes, group=self._group, async_op=True)
-        return _Travelling(stored, recv, work)
+        return _InFlight(stored, recv, work)
 
     def _buffer(self, purpose: str, elements: int) -> Tensor:
         buffer = self.buffers.get(purpose)
@@ -291,7 +291,7 @@ class Redistribution:
 
 
 @dataclass(frozen=True, slots=True)
-class _Travelling:
+class _InFlight:
     """A wave in transit in one direction."""
 
     stored: FlatT  # this rank's storage tensors

@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_eopt.base import gpu
 from megatron_eopt.base.agreement import is_rank_0
 from megatron_eopt.base.errors import ConfigurationError, check_choice
-from megatron_eopt.base.upstream import found, needed
+from megatron_eopt.base.upstream import find_upstream, require_upstream
 from megatron_eopt.math.algorithm import AlgorithmT, Plan
 from megatron_eopt.math.coefficients import Triple
 from megatron_eopt.math.newton_schulz import normalize
@@ -72,7 +72,7 @@ def _emerging_optimizers() -> Backend:
 
     def compute(wide: Tensor, schedule: tuple[Triple, ...], plan: Plan, eps: float) -> Tensor:
         iterate = partial(
-            needed("newton_schulz"),
+            require_upstream("newton_schulz"),
             steps=len(schedule),
             coefficient_type="custom",
             custom_coefficient_sets=list(schedule),
@@ -89,8 +89,8 @@ def _emerging_optimizers() -> Backend:
 def _syrk() -> Backend:
     """Return the standard iteration on Triton kernels that compute half of symmetric products."""
     # the kernels use tensor descriptors
-    _require("syrk", "triton >= 3.4", "'triton>=3.4'", bool(found("HAS_TRITON_340")))
-    step = needed("newton_schulz_step_tsyrk")
+    _require("syrk", "triton >= 3.4", "'triton>=3.4'", bool(find_upstream("HAS_TRITON_340")))
+    step = require_upstream("newton_schulz_step_tsyrk")
 
     def compute(wide: Tensor, schedule: tuple[Triple, ...], plan: Plan, eps: float) -> Tensor:
         def iterate(x: Tensor) -> Tensor:
@@ -138,8 +138,8 @@ def transformer_engine(group: dist.ProcessGroup | None = None) -> Backend:
     name, present = "transformer_engine", find_spec("transformer_engine") is not None
     _require(name, name, "--no-build-isolation 'transformer-engine[pytorch]'", present)
     if not dist.is_initialized():
-        way_out = "Call torch.distributed.init_process_group('nccl') first, also for one GPU"
-        raise ConfigurationError("backend", name, "needs an NCCL process group", way_out)
+        hint = "Call torch.distributed.init_process_group('nccl') first, also for one GPU"
+        raise ConfigurationError("backend", name, "needs an NCCL process group", hint)
     module = import_module("transformer_engine.pytorch.newton_schulz")
     context = module.CusolverMpCtx(group or dist.group.WORLD)
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from megatron_eopt.base.errors import ConfigurationError, check_choice, check_integer
-from megatron_eopt.base.upstream import needed
+from megatron_eopt.base.upstream import require_upstream
 
 Triple = tuple[float, float, float]
 """Coefficients ``(a, b, c)`` of one step."""
@@ -32,12 +32,12 @@ _MOST_STEPS = 1000  # a larger number must be a typing error
 
 def coefficient_names() -> tuple[str, ...]:
     """Return the names of emerging-optimizers' coefficient sets."""
-    return tuple(needed("_COEFFICIENT_SETS"))
+    return tuple(require_upstream("_COEFFICIENT_SETS"))
 
 
 def table(name: str) -> tuple[Triple, ...]:
     """Return the triples of a named set, without repetition."""
-    rows = needed("_COEFFICIENT_SETS")[name]
+    rows = require_upstream("_COEFFICIENT_SETS")[name]
     return tuple((float(a), float(b), float(c)) for a, b, c in rows)
 
 
@@ -70,13 +70,13 @@ def resolve_coefficients(
     worst = largest(schedule, _FLOAT32_ROUNDING)
     if not worst <= DIVERGED:
         rule = f"turns a singular value in (0, 1] into {worst:.3g} in {steps} steps: it diverges"
-        way_out = "Use fewer steps or other coefficients"
-        raise ConfigurationError(argument, triples, rule, way_out)
+        hint = "Use fewer steps or other coefficients"
+        raise ConfigurationError(argument, triples, rule, hint)
     return schedule
 
 
 def _schedule(triples: tuple[Triple, ...], steps: int, mode: str) -> tuple[Triple, ...]:
-    return tuple(needed("get_coefficient_iterator")(steps, triples, mode=mode))
+    return tuple(require_upstream("get_coefficient_iterator")(steps, triples, mode=mode))
 
 
 def response(triples: Sequence[Triple], sigma: float) -> float:

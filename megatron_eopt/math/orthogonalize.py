@@ -110,16 +110,16 @@ class Orthogonalization:
         chosen = offered[0] if self.algorithm == "auto" else self.algorithm
         if chosen not in offered:
             rule = f"backend {self.backend!r} supports only {' or '.join(offered)}"
-            way_out = "Use algorithm='auto' or backend='torch'"
-            raise ConfigurationError("algorithm", self.algorithm, rule, way_out)
+            hint = "Use algorithm='auto' or backend='torch'"
+            raise ConfigurationError("algorithm", self.algorithm, rule, hint)
         if other is not None and other.half and self.precision != "medium":
-            way_out = "Set precision='medium' or use backend='torch'"
-            raise ConfigurationError("backend", self.backend, "computes in 16 bits only", way_out)
+            hint = "Set precision='medium' or use backend='torch'"
+            raise ConfigurationError("backend", self.backend, "computes in 16 bits only", hint)
         is_half = other is not None and other.half and self.backend != "auto"
         if is_half and sound_precision(schedule, "medium") != "medium":
             rule = f"diverge in 16 bits, but backend {self.backend!r} computes in 16 bits only"
-            way_out = "Use other coefficients, or precision='highest' with backend='torch'"
-            raise ConfigurationError("coefficients", self.coefficients, rule, way_out)
+            hint = "Use other coefficients, or precision='highest' with backend='torch'"
+            raise ConfigurationError("coefficients", self.coefficients, rule, hint)
         for name, value in (("_schedule", schedule), ("_other", other), ("_chosen", chosen)):
             object.__setattr__(self, name, value)
 
@@ -136,8 +136,8 @@ class Orthogonalization:
         """Return orthogonal factors, in ``x`` itself if ``in_place``; see :func:`orthogonalize`."""
         if x.ndim < 2:
             rule = "must have the shape (m, n) or (..., m, n), because only matrices can be "
-            way_out = "Train vectors and scalars with an element-wise optimizer"
-            raise ConfigurationError("x", tuple(x.shape), rule + "orthogonalized", way_out)
+            hint = "Train vectors and scalars with an element-wise optimizer"
+            raise ConfigurationError("x", tuple(x.shape), rule + "orthogonalized", hint)
         shape = (x.shape[-2], x.shape[-1]) if whole_shape is None else whole_shape
         other = self._other
         if self.backend == "auto" and (reduce or not is_studied(shape, self._schedule)):
@@ -160,8 +160,8 @@ class Orthogonalization:
                 result = other.compute(wide, self._schedule, plan, self.eps)
             else:
                 rule = "computes whole matrices only, but the ranks share the long side of this one"
-                way_out = "Use backend='torch' or a TP mode other than 'distributed'"
-                raise ConfigurationError("backend", self.backend, rule, way_out)
+                hint = "Use backend='torch' or a TP mode other than 'distributed'"
+                raise ConfigurationError("backend", self.backend, rule, hint)
         result = result.to(x.dtype)
         result = (result.mT if transposed else result).reshape(x.shape)
         for factor in factors if other else ():

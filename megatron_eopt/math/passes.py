@@ -51,7 +51,7 @@ for _name in _NAMES:
     _register(_name)
 
 
-class Mixing(NamedTuple):
+class MomentumMixing(NamedTuple):
     """How gradients become directions: ``M <- momentum M + (1 - momentum) G``.
 
     With ``nesterov`` the direction is ``momentum M + (1 - momentum) G``, otherwise ``M``. Before,
@@ -69,7 +69,7 @@ def mix_(
     grads: Sequence[Tensor],
     weights: Sequence[Tensor],
     coefficient: Tensor | None,
-    how: Mixing,
+    how: MomentumMixing,
 ) -> None:
     """Update momenta with gradients, and write rounded directions to ``outs``, if not None."""
     decayed = weights if how.decay else [None] * len(weights)
@@ -81,7 +81,7 @@ def mix_(
             _mix(lists, coefficient, how)
 
 
-def _mix(lists: Sequence[list[Tensor]], coefficient: Tensor | None, how: Mixing) -> None:
+def _mix(lists: Sequence[list[Tensor]], coefficient: Tensor | None, how: MomentumMixing) -> None:
     momenta, outs, grads, weights = lists
     if coefficient is not None:
         if math.isnan(coefficient):

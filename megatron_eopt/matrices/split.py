@@ -102,8 +102,8 @@ class Split:
         if total != self.outputs:
             cut = "columns" if self.transposed else "rows"
             rule = f"has {self.outputs} {cut}, but its {self.kind} split {self.describe()} has "
-            way_out = "Pass the unsharded shape, or another split"
-            raise ConfigurationError("shape", self.shape, f"{rule}{total}", way_out)
+            hint = "Pass the unsharded shape, or another split"
+            raise ConfigurationError("shape", self.shape, f"{rule}{total}", hint)
         for field, blocks, unit in self._fields():
             if field.rows * blocks % unit:
                 sizes = (field.rows, blocks, field.unit)
@@ -182,16 +182,16 @@ def checked_shape(shape: Iterable[int]) -> tuple[int, ...]:
     try:
         sizes = tuple(shape)
     except TypeError as error:
-        rule, way_out = "must be a sequence of integers", "Pass the weight's shape"
-        raise ConfigurationTypeError("shape", shape, rule, way_out) from error
+        rule, hint = "must be a sequence of integers", "Pass the weight's shape"
+        raise ConfigurationTypeError("shape", shape, rule, hint) from error
     if len(sizes) > 3:
         sizes = (sizes[0], math.prod(sizes[1:]))
     for size in sizes:
         check_integer("shape", size, at_least=0)
     if len(sizes) < 2 or min(sizes) < 1:
         rule = "must be (rows, cols), (experts, rows, cols) or a convolution's, with positive sizes"
-        way_out = "Train other parameters with an element-wise optimizer"
-        raise ConfigurationError("shape", sizes, rule, way_out)
+        hint = "Train other parameters with an element-wise optimizer"
+        raise ConfigurationError("shape", sizes, rule, hint)
     return sizes
 
 
@@ -216,8 +216,8 @@ def transposed(split: Split) -> Split:
         split: The split of the transposed weight ``(out, in)`` or ``(experts, out, in)``.
     """
     if not isinstance(split, Split):
-        rule, way_out = "must be a Split", "Pass whole(weight.shape[::-1]) for a plain weight"
-        raise ConfigurationTypeError("transposed(split)", split, rule, way_out)
+        rule, hint = "must be a Split", "Pass whole(weight.shape[::-1]) for a plain weight"
+        raise ConfigurationTypeError("transposed(split)", split, rule, hint)
     *experts, rows, cols = split.shape
     kind = "transposed" if split.kind == "whole" else split.kind
     return replace(split, kind=kind, shape=(*experts, cols, rows), transposed=not split.transposed)
@@ -308,8 +308,8 @@ def qkv(
     try:
         sizes = tuple(lengths)
     except TypeError as error:
-        rule, way_out = "must be a sequence of integers", "Pass the rows of q, k and v"
-        raise ConfigurationTypeError("qkv_split_shapes", lengths, rule, way_out) from error
+        rule, hint = "must be a sequence of integers", "Pass the rows of q, k and v"
+        raise ConfigurationTypeError("qkv_split_shapes", lengths, rule, hint) from error
     names = {3: ("q", "k", "v"), 4: ("q", "gate", "k", "v")}.get(len(sizes))
     if names is None:
         rule = "must be the rows of q, k, v or of q, gate, k, v in one query group"

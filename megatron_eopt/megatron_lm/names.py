@@ -8,7 +8,12 @@ from typing import Any
 
 from megatron_eopt import emerging_optimizers, muon
 from megatron_eopt.arguments import config_from_args
-from megatron_eopt.base.upstream import dataset_helpers_to_skip, found, needed, owner_of
+from megatron_eopt.base.upstream import (
+    dataset_helpers_to_skip,
+    find_upstream,
+    owner_of,
+    require_upstream,
+)
 from megatron_eopt.checkpoint.trainer import Rebindings, trainer_rebindings, wrapped
 from megatron_eopt.megatron_lm import trainer
 from megatron_eopt.megatron_lm.log import TrainingLog
@@ -52,7 +57,7 @@ def rebindings() -> Rebindings:
     """Return everything to replace; raise ImportError if Megatron lacks a needed name."""
     result = _published()
     for name, replacement in NEEDED.items():
-        needed(name)
+        require_upstream(name)
         result.append((owner_of(name), name, replacement))
     layouts = dict.fromkeys(filter(_lays_out, _WRAPPING), trainer.in_the_usual_layout)
     log = TrainingLog().wrappers
@@ -63,7 +68,7 @@ def rebindings() -> Rebindings:
 
 
 def _lays_out(name: str) -> bool:
-    function = found(name)
+    function = find_upstream(name)
     wanted = "use_layer_wise_distributed_optimizer"
     return function is not None and wanted in inspect.signature(function).parameters
 

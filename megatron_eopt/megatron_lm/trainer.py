@@ -111,14 +111,14 @@ def _check_persistent_worker(args: argparse.Namespace) -> None:
     on_gpu = not cpu.is_enabled()
     if on_gpu and args.optimizer_cpu_offload and getattr(args, "async_save", False) and persistent:
         rule = "would write off-loaded state while training changes it (--async-save)"
-        way_out = "Leave out --async-save to save synchronously"
-        raise ConfigurationError("--use-persistent-ckpt-worker", True, rule, way_out)
+        hint = "Leave out --async-save to save synchronously"
+        raise ConfigurationError("--use-persistent-ckpt-worker", True, rule, hint)
 
 
 def _check_torch_fsdp2(args: argparse.Namespace) -> None:
-    def refuse(dest: str, rule: str, way_out: str) -> NoReturn:
+    def refuse(dest: str, rule: str, hint: str) -> NoReturn:
         flag = f"--{dest.replace('_', '-')}"
-        raise ConfigurationError(flag, getattr(args, dest), f"{rule} (--use-torch-fsdp2)", way_out)
+        raise ConfigurationError(flag, getattr(args, dest), f"{rule} (--use-torch-fsdp2)", hint)
 
     name = args.optimizer
     if name.startswith("dist_"):
@@ -129,8 +129,8 @@ def _check_torch_fsdp2(args: argparse.Namespace) -> None:
         refuse("ckpt_format", rule, "Pass --ckpt-format torch_dist")
     if args.tensor_model_parallel_size > 1:
         rule = "Megatron's mesh has no dimension for tensor-parallel ranks"
-        way_out = "Pass 1, or use --use-distributed-optimizer instead"
-        refuse("tensor_model_parallel_size", rule, way_out)
+        hint = "Pass 1, or use --use-distributed-optimizer instead"
+        refuse("tensor_model_parallel_size", rule, hint)
     if args.calculate_per_token_loss:
         rule = "Megatron does not divide gradients of torch FSDP2 by the number of tokens"
         refuse("calculate_per_token_loss", rule, "Leave the flag out")
@@ -140,22 +140,22 @@ def _check_saving(args: argparse.Namespace) -> None:
     """Raise an error if saving Megatron's own FSDP2 optimizer would fail, perhaps hours later."""
     if args.save and args.ckpt_format == "torch_dist" and not args.no_save_optim:
         rule = f"cannot store the state that Megatron's {args.optimizer} keeps for DTensors"
-        way_out = "Pass --ckpt-format torch_dcp or --no-save-optim, or train with another optimizer"
+        hint = "Pass --ckpt-format torch_dcp or --no-save-optim, or train with another optimizer"
         rule += " (--use-torch-fsdp2)"
-        raise ConfigurationError("--ckpt-format", args.ckpt_format, rule, way_out)
+        raise ConfigurationError("--ckpt-format", args.ckpt_format, rule, hint)
 
 
 def _check_megatron_fsdp(args: argparse.Namespace) -> None:
     name = args.optimizer
     if name.startswith("dist_"):
         rule = "shards Megatron's buffers, but Megatron-FSDP already shards the state"
-        way_out = f"Pass --optimizer {name.removeprefix('dist_')}"
-        raise ConfigurationError("--optimizer", name, f"{rule} (--use-megatron-fsdp)", way_out)
+        hint = f"Pass --optimizer {name.removeprefix('dist_')}"
+        raise ConfigurationError("--optimizer", name, f"{rule} (--use-megatron-fsdp)", hint)
     asynchronous = args.async_save and args.use_persistent_ckpt_worker
     if asynchronous and args.async_strategy == "mcore":
         rule = "fails at the first save, in Megatron's own writer (--use-megatron-fsdp)"
-        way_out = "Leave out --async-save to save synchronously"
-        raise ConfigurationError("--async-strategy", "mcore", rule, way_out)
+        hint = "Leave out --async-save to save synchronously"
+        raise ConfigurationError("--async-strategy", "mcore", rule, hint)
 
 
 @around

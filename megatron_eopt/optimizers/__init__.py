@@ -1,1 +1,1 @@
-"""The optimizers: torch classes, and drivers that run them on sharded parameters."""
+"""The optimizers: torch classes, and update rules that run them on sharded parameters."""

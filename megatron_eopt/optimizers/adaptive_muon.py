@@ -13,8 +13,8 @@ from megatron_eopt.base.errors import ConfigurationError, check_choice, check_nu
 from megatron_eopt.base.names import TpModeT
 from megatron_eopt.math.moments import MOMENT2_METHODS, Moment2MethodT
 from megatron_eopt.math.newton_schulz import ReduceT
-from megatron_eopt.optimizers.adaptive_driver import DRIVERS, AdaptiveDriver
-from megatron_eopt.optimizers.engine import Means
+from megatron_eopt.optimizers.adaptive_rule import DRIVERS, AdaptiveMuonRule
+from megatron_eopt.optimizers.engine import EngineConfig
 from megatron_eopt.optimizers.muon import TensorParallelMuon
 from megatron_eopt.storage.shard import Shard
 
@@ -104,18 +104,22 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon, AdaptiveMuon):
         )
         if moment2_method == "namo" and self.weight_decay_method == "l2":
             rule = "does not work with l2 weight decay, which would change the gradient norms"
-            way_out = "Use decoupled weight decay"
-            raise ConfigurationError("moment2_method", moment2_method, rule, way_out)
+            hint = "Use decoupled weight decay"
+            raise ConfigurationError("moment2_method", moment2_method, rule, hint)
         self.defaults |= {"beta2": beta2, "eps": eps}
         for group in self.param_groups:
             group.setdefault("beta2", beta2)
             group.setdefault("eps", eps)
 
-    def driver_over(self, shards: Sequence[Shard], means: Means) -> AdaptiveDriver:
-        """Return a driver for other shards with this optimizer's settings, in float32."""
+    def update_rule_over(
+        self, shards: Sequence[Shard], engine_config: EngineConfig
+    ) -> AdaptiveMuonRule:
+        """Return an update rule for other shards with this optimizer's settings, in float32."""
         # no teams, because statistics belong to whole matrices
-        means = replace(self._means, mode=means.mode, device=means.device)
-        return DRIVERS[self.moment2_method](self, shards, means)
+        engine_config = replace(
+            self._engine_config, mode=engine_config.mode, device=engine_config.device
+        )
+        return DRIVERS[self.moment2_method](self, shards, engine_config)
 
     @property
     def _stack_dtype(self) -> torch.dtype:

@@ -28,8 +28,8 @@ from megatron_eopt.config.registry import (
 )
 from megatron_eopt.matrices import SplitT
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
-from megatron_eopt.optimizers.driver import empty_states, zeros
 from megatron_eopt.optimizers.muon import TensorParallelMuon
+from megatron_eopt.optimizers.update_rule import empty_states, zeros
 
 _ELEMENT_WISE = frozenset({"lion", "laprop"})
 

@@ -185,8 +185,8 @@ class Report:
             raise missing_state(self._missing, by_bucket=by_bucket, reason="; ".join(self._reasons))
         if self._fresh and has_stepped:
             rule = "is missing, but the optimizer has stepped and would not start fresh"
-            way_out = "Build the optimizer again before the load"
-            raise ConfigurationError(argument, shortened(self._fresh), rule, way_out)
+            hint = "Build the optimizer again before the load"
+            raise ConfigurationError(argument, shortened(self._fresh), rule, hint)
 
     def lines(self) -> list[str]:
         """Return a line for each difference from the checkpoint."""

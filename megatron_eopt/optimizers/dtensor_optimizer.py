@@ -1,7 +1,7 @@
-"""A torch optimizer over DTensors, whose drivers update this rank's shards as plain tensors.
+"""A torch optimizer over DTensors, whose update rules update this rank's shards as plain tensors.
 
 Parameter groups and state hold DTensors. Schedulers, checkpoints and hooks may change them at any
-time, and the next step uses the new values. In a step, every driver gets the shards of its
+time, and the next step uses the new values. In a step, every update rule gets the shards of its
 parameters, in float32, with gradients and state.
 """
 
@@ -14,26 +14,26 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from megatron_eopt.base.agreement import agreed
+from megatron_eopt.base.agreement import raise_together
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import MOMENTUM_SCALE, STEP
 from megatron_eopt.config.registry import name_of_class
 from megatron_eopt.layouts import Plan
 from megatron_eopt.math.precision import matmul_precision
 from megatron_eopt.optimizers.continuation import Policy, Reader
-from megatron_eopt.optimizers.driver import (
+from megatron_eopt.optimizers.saved_groups import take_settings
+from megatron_eopt.optimizers.state_dicts import Loaded, StateDictMatch, Target, named
+from megatron_eopt.optimizers.update_rule import (
     CompositeOptimizer,
-    Driver,
     ParamGroup,
     State,
+    UpdateRule,
     check_may_step,
     loss_of,
     set_step,
 )
-from megatron_eopt.optimizers.owner_driver import OwnerDriver
-from megatron_eopt.optimizers.owner_state import OwnerState
-from megatron_eopt.optimizers.saved_groups import take_settings
-from megatron_eopt.optimizers.state_dicts import Loaded, StateDictMatch, Target, named
+from megatron_eopt.optimizers.whole_matrix_rule import WholeMatrixRule
+from megatron_eopt.optimizers.whole_matrix_state import WholeMatrixState
 from megatron_eopt.routing.frozen import Frozen
 from megatron_eopt.storage.dtensors import is_uneven, local_of, shard_like
 
@@ -48,7 +48,7 @@ class StepObserver(Protocol):
         """Return the statistics of the last measured step; collective."""
 
 
-class ShardedOptimizer(CompositeOptimizer):
+class DTensorOptimizer(CompositeOptimizer):
     """Updates the parameters of a sharded model; see :func:`megatron_eopt.fsdp2.build_optimizer`.
 
     ``momentum_buffer`` and similar state are float32 DTensors with the parameter's placements.
@@ -57,7 +57,7 @@ class ShardedOptimizer(CompositeOptimizer):
 
     Args:
         groups: Parameter groups.
-        served: Each driver with the slice of groups and the parameters that it updates; the
+        served: Each update rule with the slice of groups and the parameters that it updates; the
             parameters are in the order of its shards.
         names: Name of each parameter; also an attribute.
     """
@@ -70,36 +70,38 @@ class ShardedOptimizer(CompositeOptimizer):
     def __init__(
         self,
         groups: Sequence[ParamGroup],
-        served: Sequence[tuple[Driver, slice, Sequence[Tensor]]],
+        served: Sequence[tuple[UpdateRule, slice, Sequence[Tensor]]],
         names: Mapping[Tensor, str],
     ) -> None:
         self.names = dict(names)
         self.policy = Policy()
-        self._params = {driver: list(params) for driver, _, params in served}
+        self._params = {update_rule: list(params) for update_rule, _, params in served}
         # shapes of the state that owners keep, by parameter and name; None for a number
         self._shapes: dict[Tensor, dict[str, tuple[int, ...] | None]] = {}
-        super().__init__(groups, [(driver, places) for driver, places, _ in served])
+        super().__init__(groups, [(update_rule, places) for update_rule, places, _ in served])
         self._attach()
         self.init_state()
-        agreed(self.refuse_faults)
-        self._owned: dict[Driver, OwnerState] = {
-            driver: OwnerState(driver, local_of(self._params[driver][0]).device)
-            for driver in self.drivers
-            if isinstance(driver, OwnerDriver)
+        raise_together(self.refuse_faults)
+        self._owned: dict[UpdateRule, WholeMatrixState] = {
+            update_rule: WholeMatrixState(
+                update_rule, local_of(self._params[update_rule][0]).device
+            )
+            for update_rule in self.update_rules
+            if isinstance(update_rule, WholeMatrixRule)
         }
-        for driver, owned in self._owned.items():
-            with self.groups_and_state(driver) as (groups_of, state):
+        for update_rule, owned in self._owned.items():
+            with self.groups_and_state(update_rule) as (groups_of, state):
                 entries = owned.entries(groups_of, state)
-            self._stand_for(driver, [[entry.name for entry in its] for its in entries])
+            self._stand_for(update_rule, [[entry.name for entry in its] for its in entries])
 
     @property
     def plans(self) -> list[Plan]:
         """What is sent in a step: one plan for each set of ranks that shares matrices."""
-        return [item.plan for driver in self.drivers for item in driver.schedules]
+        return [item.plan for update_rule in self.update_rules for item in update_rule.schedules]
 
-    def params_of(self, driver: Driver) -> list[Tensor]:
-        """Return the parameters that a driver updates, in the order of its shards."""
-        return self._params[driver]
+    def params_of(self, update_rule: UpdateRule) -> list[Tensor]:
+        """Return the parameters that an update rule updates, in the order of its shards."""
+        return self._params[update_rule]
 
     def follow(self, replaced: Mapping[Tensor, Tensor]) -> None:
         """Update other tensors from now on, such as float32 copies of 16-bit parameters.
@@ -111,23 +113,23 @@ class ShardedOptimizer(CompositeOptimizer):
         """
         self.names = {replaced.get(param, param): name for param, name in self.names.items()}
         self._params = {
-            driver: [replaced.get(param, param) for param in params]
-            for driver, params in self._params.items()
+            update_rule: [replaced.get(param, param) for param in params]
+            for update_rule, params in self._params.items()
         }
 
-    def groups_of(self, driver: Driver) -> list[ParamGroup]:
-        """Return the groups that ``driver`` updates, with only its own parameters."""
-        mine = set(self._params[driver])
+    def groups_of(self, update_rule: UpdateRule) -> list[ParamGroup]:
+        """Return the groups that ``update rule`` updates, with only its own parameters."""
+        mine = set(self._params[update_rule])
         return [
             {**group, "params": [param for param in group["params"] if param in mine]}
-            for group in super().groups_of(driver)
+            for group in super().groups_of(update_rule)
         ]
 
     @contextmanager
-    def groups_and_state(self, driver: Driver) -> Iterator[tuple[list[ParamGroup], State]]:
-        """Provide a driver with this rank's shards and state, and store its results."""
+    def groups_and_state(self, update_rule: UpdateRule) -> Iterator[tuple[list[ParamGroup], State]]:
+        """Provide an update rule with this rank's shards and state, and store its results."""
         # the local tensor itself, or a float32 copy of a 16-bit one
-        shards = {p: _stepped(local_of(p).detach()) for p in self._params[driver]}
+        shards = {p: _stepped(local_of(p).detach()) for p in self._params[update_rule]}
         state: State = defaultdict(dict)
         for param, shard in shards.items():
             state[shard] = {key: _real(local_of(v)) for key, v in self.state[param].items()}
@@ -135,15 +137,15 @@ class ShardedOptimizer(CompositeOptimizer):
                 shard.grad = _grad(param, shard.dtype, self.names[param])
         groups = [
             {**group, "params": [shards[param] for param in group["params"]]}
-            for group in self.groups_of(driver)
+            for group in self.groups_of(update_rule)
         ]
         yield groups, state
         for param, shard in shards.items():
             local = local_of(param)
             if _is_rounded(local) and param.grad is not None:
                 local.copy_(shard)
-            self._keep(driver, param, state[shard])
-        for outer, group in zip(super().groups_of(driver), groups, strict=True):
+            self._keep(update_rule, param, state[shard])
+        for outer, group in zip(super().groups_of(update_rule), groups, strict=True):
             outer.update({key: value for key, value in group.items() if key != "params"})
 
     @torch.no_grad()
@@ -187,19 +189,19 @@ class ShardedOptimizer(CompositeOptimizer):
         Raises:
             ConfigurationError: On all ranks, if an owner's state cannot be restored.
         """
-        published: dict[Driver, list[dict[str, Any]]] = {}
-        for driver, owned in self._owned.items():
-            with self.groups_and_state(driver) as (groups, state):
-                published[driver] = owned.publish(groups, state)
-        for driver, found in published.items():
-            for param, found_of in zip(self._params[driver], found, strict=True):
+        published: dict[UpdateRule, list[dict[str, Any]]] = {}
+        for update_rule, owned in self._owned.items():
+            with self.groups_and_state(update_rule) as (groups, state):
+                published[update_rule] = owned.publish(groups, state)
+        for update_rule, found in published.items():
+            for param, found_of in zip(self._params[update_rule], found, strict=True):
                 self.state[param].update(found_of)
         kept = self._show_as_saved()
         result = super().state_dict()
         self.state.update(kept)
-        for driver, found in published.items():
+        for update_rule, found in published.items():
             # only owners keep the values, and the result keeps the dictionaries replaced here
-            self._stand_for(driver, found)
+            self._stand_for(update_rule, found)
         names = [[self.names[param] for param in group["params"]] for group in self.param_groups]
         return named(result, names, by_group=True)
 
@@ -217,8 +219,8 @@ class ShardedOptimizer(CompositeOptimizer):
         state_dict = dict(state_dict) if isinstance(state_dict, Mapping) else state_dict
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
-        self.expect()
-        match, loaded = agreed(lambda: self.checked(state_dict, self.policy))
+        self.allocate_for_load()
+        match, loaded = raise_together(lambda: self.checked(state_dict, self.policy))
         for group, place in zip(self.param_groups, match.twins, strict=True):
             if place is not None:
                 take_settings(group, state_dict["param_groups"][place])
@@ -226,28 +228,30 @@ class ShardedOptimizer(CompositeOptimizer):
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
-    def expect(self) -> None:
+    def allocate_for_load(self) -> None:
         """Create all state that can be loaded, before :meth:`checked`; collective."""
-        for driver in self.drivers:
-            owned = self._owned.get(driver)
-            with self.groups_and_state(driver) as (groups, state):
-                if getattr(driver, "rounding", None) is None:
-                    driver.expect(groups, state)
+        for update_rule in self.update_rules:
+            owned = self._owned.get(update_rule)
+            with self.groups_and_state(update_rule) as (groups, state):
+                if getattr(update_rule, "rounding", None) is None:
+                    update_rule.allocate_for_load(groups, state)
                 entries = [] if owned is None else owned.entries(groups, state)
             if owned is not None:
-                self._stand_for(driver, [[entry.name for entry in its] for its in entries])
-            for param, its in zip(self._params[driver], entries, strict=False):
+                self._stand_for(update_rule, [[entry.name for entry in its] for its in entries])
+            for param, its in zip(self._params[update_rule], entries, strict=False):
                 self._shapes[param] = {entry.name: entry.shape for entry in its}
 
     def checked(
         self, state_dict: Any, policy: Policy
     ) -> tuple[StateDictMatch, dict[Tensor, Loaded]]:
-        """Return what a state dict would load, without a change; call :meth:`expect` before.
+        """Return what a state dict would load; call :meth:`allocate_for_load` before.
 
         Raises:
             ConfigurationError: If state is missing or does not fit.
         """
-        driver_of = {param: driver for driver, its in self._params.items() for param in its}
+        driver_of = {
+            param: update_rule for update_rule, its in self._params.items() for param in its
+        }
         targets = [
             [self._target(group, param, driver_of[param]) for param in group["params"]]
             for group in self.param_groups
@@ -258,30 +262,32 @@ class ShardedOptimizer(CompositeOptimizer):
 
     def take(self, loaded: Mapping[Tensor, Loaded]) -> None:
         """Load what :meth:`checked` returned; collective."""
-        for driver in self.drivers:
-            for param in () if driver in self._owned else self._params[driver]:
+        for update_rule in self.update_rules:
+            for param in () if update_rule in self._owned else self._params[update_rule]:
                 if loaded[param].starts_fresh:
                     # torch's distributed checkpoints may have been loaded in place
                     self.state[param].clear()
-            with self.groups_and_state(driver) as (groups, state):
-                driver.expect(groups, state)
-                if driver in self._owned:
-                    saved = [loaded[param].converted() for param in self._params[driver]]
-                    self._owned[driver].adopt(groups, state, saved)
+            with self.groups_and_state(update_rule) as (groups, state):
+                update_rule.allocate_for_load(groups, state)
+                if update_rule in self._owned:
+                    saved = [loaded[param].converted() for param in self._params[update_rule]]
+                    self._owned[update_rule].adopt(groups, state, saved)
                     # the groups of a checkpoint may have set counts of state that starts fresh
-                    for count in self._owned[driver].counts():
-                        if loaded[self._params[driver][count.shard]].starts_fresh:
+                    for count in self._owned[update_rule].counts():
+                        if loaded[self._params[update_rule][count.shard]].starts_fresh:
                             count.replace(0)
-            if driver not in self._owned:
-                for param in self._params[driver]:
+            if update_rule not in self._owned:
+                for param in self._params[update_rule]:
                     _write(self.state[param], loaded[param])
         self.pack()
 
-    def _target(self, group: ParamGroup, param: Tensor, driver: Driver) -> Target:
+    def _target(self, group: ParamGroup, param: Tensor, update_rule: UpdateRule) -> Target:
         keys = frozenset(self.state[param].keys())
-        reader = Reader(name_of_class(driver.name), group.get("momentum"))
+        reader = Reader(name_of_class(update_rule.name), group.get("momentum"))
         own = keys - {STEP, MOMENTUM_SCALE}
-        return Target(param, self.names[param], reader, own, STEP in keys, driver.dispensable)
+        return Target(
+            param, self.names[param], reader, own, STEP in keys, update_rule.optional_state
+        )
 
     def _misfit(self, target: Target, key: str, value: Any) -> str | None:
         """Return why a saved value cannot be loaded; None if it can."""
@@ -306,42 +312,44 @@ class ShardedOptimizer(CompositeOptimizer):
 
     def pack(self) -> None:
         """Convert all state to the form that it has between steps; collective."""
-        for driver in self.drivers:
-            with self.groups_and_state(driver) as (groups, state):
-                driver.pack(groups, state)
+        for update_rule in self.update_rules:
+            with self.groups_and_state(update_rule) as (groups, state):
+                update_rule.pack(groups, state)
 
     def _attach(self) -> None:
-        """Tell drivers which of their shards the parameters of the groups are."""
-        for driver in self.drivers:
-            number_of = {param: number for number, param in enumerate(self._params[driver])}
-            places = [[number_of[p] for p in group["params"]] for group in self.groups_of(driver)]
-            if driver.shard_numbers != places:
-                driver.attach(places)
+        """Tell update rules which of their shards the parameters of the groups are."""
+        for update_rule in self.update_rules:
+            number_of = {param: number for number, param in enumerate(self._params[update_rule])}
+            places = [
+                [number_of[p] for p in group["params"]] for group in self.groups_of(update_rule)
+            ]
+            if update_rule.shard_numbers != places:
+                update_rule.attach(places)
 
-    def _stand_for(self, driver: Driver, kinds: Sequence[Iterable[str]]) -> None:
+    def _stand_for(self, update_rule: UpdateRule, kinds: Sequence[Iterable[str]]) -> None:
         """Set keys without values for state that owners keep, because torch reads the keys."""
-        for param, names in zip(self._params[driver], kinds, strict=True):
+        for param, names in zip(self._params[update_rule], kinds, strict=True):
             self.state[param] = dict.fromkeys(names)
 
     def _show_as_saved(self) -> dict[Tensor, dict[str, Any]]:
         """Convert state to the form of state dicts, and return the state that it replaced."""
         kept = {}
-        for driver in self.drivers:
-            for _, param, number in driver.numbered(self.groups_of(driver)):
+        for update_rule in self.update_rules:
+            for _, param, number in update_rule.numbered(self.groups_of(update_rule)):
                 values = {key: local_of(value) for key, value in self.state[param].items()}
-                shown = driver.saved_form(number, values)
+                shown = update_rule.saved_form(number, values)
                 if shown is not values:
                     kept[param] = self.state[param]
                     self.state[param] = {}
-                    self._keep(driver, param, shown)
+                    self._keep(update_rule, param, shown)
         return kept
 
-    def _keep(self, driver: Driver, param: Tensor, state: Mapping[str, Any]) -> None:
+    def _keep(self, update_rule: UpdateRule, param: Tensor, state: Mapping[str, Any]) -> None:
         """Store new state, as DTensors where it is sharded like the parameter."""
         kept = self.state[param]
         for key, value in state.items():
             if not (key in kept and local_of(kept[key]) is value):
-                cut = driver.is_cut_like_weights(key, value)
+                cut = update_rule.is_sharded_like_param(key, value)
                 kept[key] = shard_like(param, _stored(param, value)) if cut else value
 
 
@@ -397,7 +405,7 @@ def _is_rounded(local: Tensor) -> bool:
 
 
 def _stepped(local: Tensor) -> Tensor:
-    """Return what a driver steps: the same memory, or a float32 copy of 16-bit weights."""
+    """Return what an update rule steps: the same memory, or a float32 copy of 16-bit weights."""
     return local.to(torch.float32) if _is_rounded(local) else _real(local)
 
 

@@ -1,4 +1,4 @@
-"""Drivers of optimizers that update each element, or each tensor they get, independently."""
+"""Update rules of optimizers that update each element, or each tensor they get, independently."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -8,20 +8,20 @@ from torch import Tensor
 
 from megatron_eopt.base.names import ELEMENT_WISE_STATE, FIRST_MOMENT, MOMENTUM, STEP
 from megatron_eopt.math.passes import adam_
-from megatron_eopt.optimizers.driver import (
-    Driver,
+from megatron_eopt.optimizers.host_memory import HostMemory
+from megatron_eopt.optimizers.nested_state import by_rows, leaves
+from megatron_eopt.optimizers.update_rule import (
     InitState,
-    Kept,
     ParamGroup,
     State,
+    UnshardedState,
+    UpdateRule,
     bound,
     dry_step,
     loss_of,
     set_step,
 )
-from megatron_eopt.optimizers.host_memory import HostMemory
-from megatron_eopt.optimizers.nested_state import by_rows, leaves
-from megatron_eopt.storage.interface import handed_out
+from megatron_eopt.storage.interface import model_copy_of
 from megatron_eopt.storage.shard import Ranks
 
 _COUNT_IN_GROUPS = ("transformer_engine", "apex")
@@ -40,7 +40,7 @@ class _InOnePass(torch.optim.Adam):
             found: list[list[Tensor]] = [[] for _ in range(6)]
             self._init_group(group, *found)  # type: ignore[no-untyped-call]
             params, grads, firsts, seconds, largest, steps = found
-            lists = (params, firsts, seconds, list(map(handed_out, params)), grads, steps)
+            lists = (params, firsts, seconds, list(map(model_copy_of, params)), grads, steps)
             adam_(lists, largest, self.coefficient, group)
         return loss
 
@@ -53,7 +53,7 @@ class AdamW(_InOnePass, torch.optim.AdamW):
     """Adam with decoupled weight decay."""
 
 
-class ElementWiseDriver(Driver):
+class ElementWiseRule(UpdateRule):
     """Drives Adam, SGD, Lion and similar optimizers on any shards of the parameters.
 
     ``init_state_fn(optimizer, config)`` creates their state; it may be None.
@@ -71,7 +71,7 @@ class ElementWiseDriver(Driver):
 
     @property
     def coefficient(self) -> Tensor | None:
-        """Factor on gradients; the optimizer has it too, since it may step without its driver."""
+        """Factor on gradients; the optimizer has it too, since it may step without this rule."""
         return self._coefficient
 
     @coefficient.setter
@@ -89,7 +89,7 @@ class ElementWiseDriver(Driver):
                 for param in group["params"]:
                     _complete(optimizer, group, optimizer.state[param], param)
 
-    def expect(self, groups: Sequence[ParamGroup], state: State) -> None:
+    def allocate_for_load(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Create all state that is about to be loaded."""
         self.init(groups, state)
         with bound(self._optimizer, groups, state) as optimizer:
@@ -118,7 +118,7 @@ class ElementWiseDriver(Driver):
 
     def _step(self, groups: Sequence[ParamGroup], state: State) -> None:
         with bound(self._optimizer, groups, state) as optimizer:
-            # several drivers may share one optimizer
+            # several update rules may share one optimizer
             self.coefficient = self._coefficient
             optimizer.step()
 
@@ -139,7 +139,7 @@ class ElementWiseDriver(Driver):
         host.step_in_chunks((param for group in groups for param in group["params"]), step, state)
 
 
-class SlabDriver(ElementWiseDriver):
+class LocalShardRule(ElementWiseRule):
     """Drives any other optimizer on whole parameters, or on each tensor-parallel slab separately.
 
     ``ranks`` has, for each parameter, the ranks that store its slabs.
@@ -149,9 +149,9 @@ class SlabDriver(ElementWiseDriver):
         super().__init__(*args)
         self._ranks = ranks
 
-    def is_cut_like_weights(self, kind: str, value: Any) -> bool:
+    def is_sharded_like_param(self, kind: str, value: Any) -> bool:
         """Whether a state value is known to have one element per element of the parameter."""
-        return kind in ELEMENT_WISE_STATE and super().is_cut_like_weights(kind, value)
+        return kind in ELEMENT_WISE_STATE and super().is_sharded_like_param(kind, value)
 
     def step(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Update the parameters."""
@@ -159,15 +159,19 @@ class SlabDriver(ElementWiseDriver):
         for _, param, _ in self.numbered(groups):
             by_rows(state[param])
 
-    def kept(self, groups: Sequence[ParamGroup], state: State) -> Iterator[Kept]:
+    def unsharded_state(
+        self, groups: Sequence[ParamGroup], state: State
+    ) -> Iterator[UnshardedState]:
         """Yield all other state, whose shape only the optimizer understands."""
         for _, param, number in self.numbered(groups):
             ranks = self._ranks[number]
             slab = (ranks.rank, ranks.size) if ranks.size > 1 else None
             for kind, value in state[param].items():
-                if kind != STEP and not self.is_cut_like_weights(kind, value):
+                if kind != STEP and not self.is_sharded_like_param(kind, value):
                     for path, leaf in leaves(value, (kind,)):
-                        yield Kept(number, 0, path, leaf, slab=slab, container=state[param])
+                        yield UnshardedState(
+                            number, 0, path, leaf, slab=slab, container=state[param]
+                        )
 
 
 def _complete(

@@ -29,7 +29,7 @@ a sum over the ranks that share the matrices (None if they are whole), the shape
 
 
 @dataclass(frozen=True)
-class Means:
+class EngineConfig:
     """Settings of an engine."""
 
     mode: TpModeT = "auto"  # where matrices are computed
@@ -80,16 +80,16 @@ class MatrixEngine:
         self,
         shards: Sequence[Shard],
         update: UpdateT,
-        means: Means | None = None,
+        engine_config: EngineConfig | None = None,
         *,
         before: "MatrixEngine | None" = None,
     ) -> None:
-        means = means or Means()
+        engine_config = engine_config or EngineConfig()
         self.ranks: Ranks = shards[0].ranks
-        self.device = torch.device(means.device)
-        self.blockwise = means.mode == "blockwise" and self.ranks.size > 1
+        self.device = torch.device(engine_config.device)
+        self.blockwise = engine_config.mode == "blockwise" and self.ranks.size > 1
         self._update = update
-        self._batched = means.batched
+        self._batched = engine_config.batched
         self._shards = list(shards)
         layouts = [layout for shard in shards for layout in shard.layouts]
         self.names = tuple(name for shard in shards for name in shard.matrix_names)
@@ -97,11 +97,11 @@ class MatrixEngine:
         self.work: Work = plan_work(
             layouts,
             self.ranks.size if before is None else before.busy,
-            means.mode,
-            means.wave_bytes,
-            whole_only=means.whole_only,
-            team_size=means.team_size,
-            element_size=means.dtype.itemsize,
+            engine_config.mode,
+            engine_config.wave_bytes,
+            whole_only=engine_config.whole_only,
+            team_size=engine_config.team_size,
+            element_size=engine_config.dtype.itemsize,
         )
         sums = _sums_of({item.team for item in self.work.matrices}, self.ranks)
         self._reduce_of: list[ReduceT | None] = [
@@ -125,9 +125,9 @@ class MatrixEngine:
             ],
             self.work.waves,
             self.ranks.group,
-            dtype=means.dtype,
-            device=means.device,
-            name=f"Muon {means.mode}",
+            dtype=engine_config.dtype,
+            device=engine_config.device,
+            name=f"Muon {engine_config.mode}",
         )
         self.busy: Float64Array = np.array(self.schedule.loads)
         if before is not None:

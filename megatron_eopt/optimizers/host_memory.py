@@ -2,9 +2,9 @@
 
 Note [Off-loading by waves]
     Between steps, chosen tensors and their state are in host memory, where checkpoints and other
-    code read and write them as usual. In a step, a driver fetches what a wave needs, prefetches
-    what the next one needs, and writes back what a wave has changed. On a GPU, host memory is
-    pinned and each direction has a stream. The host waits once, at the end of a step.
+    code read and write them as usual. In a step, an update rule fetches what a wave needs,
+    prefetches what the next one needs, and writes back what a wave has changed. On a GPU, host
+    memory is pinned and each direction has a stream. The host waits once, at the end of a step.
 """
 
 from collections import defaultdict
@@ -25,13 +25,13 @@ type _Path = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class HostPlace:
+class OffloadSettings:
     """How much is kept in host memory, and how it is copied to the device."""
 
     fraction: float = 0.0  # of all elements, in [0, 1]
     movable: frozenset[Tensor] = frozenset()  # weights that share memory with nothing else
     device: torch.device | str = "cpu"  # where everything is updated
-    chunk_bytes: int = 0  # bytes copied at a time by drivers without waves
+    chunk_bytes: int = 0  # bytes copied at a time by update rules without waves
 
     def chosen[T: Tensor](self, sizes: Mapping[T, int]) -> list[T]:
         """Return tensors, the largest first, with at most the fraction of all elements."""
@@ -45,7 +45,7 @@ class HostPlace:
 
 
 class HostMemory:
-    """Keeps tensors of one driver in host memory; see Note [Off-loading by waves].
+    """Keeps tensors of one update rule in host memory; see Note [Off-loading by waves].
 
     Args:
         params: Tensors whose state is kept there.
@@ -58,10 +58,10 @@ class HostMemory:
         self,
         params: Iterable[Tensor] = (),
         weights: Iterable[Tensor] = (),
-        place: HostPlace | None = None,
+        place: OffloadSettings | None = None,
         is_kept: Callable[[str, Any], bool] | None = None,
     ) -> None:
-        place = place or HostPlace()
+        place = place or OffloadSettings()
         self.params = frozenset(params)
         self._weights = frozenset(weights)
         self._is_kept = is_kept or (lambda kind, value: True)

@@ -10,7 +10,7 @@ from emerging_optimizers.orthogonalized_optimizers import OrthogonalizedOptimize
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.base.agreement import agreed_in
+from megatron_eopt.base.agreement import raise_together_in
 from megatron_eopt.base.errors import ConfigurationError, check_choice, check_number
 from megatron_eopt.base.names import DEFAULT_WAVE_MB, TpModeT
 from megatron_eopt.math.algorithm import AlgorithmT
@@ -19,10 +19,10 @@ from megatron_eopt.math.newton_schulz import ReduceT
 from megatron_eopt.math.orthogonalize import DEFAULT_EPS, Orthogonalization
 from megatron_eopt.math.precision import matmul_precision
 from megatron_eopt.matrices import Split, qkv, whole
-from megatron_eopt.optimizers.driver import loss_of
-from megatron_eopt.optimizers.engine import MatrixEngine, Means
-from megatron_eopt.optimizers.muon_driver import WEIGHT_DECAY_METHODS, MuonDriver, WeightDecayT
-from megatron_eopt.optimizers.windows import WindowedMuonDriver
+from megatron_eopt.optimizers.engine import EngineConfig, MatrixEngine
+from megatron_eopt.optimizers.muon_rule import WEIGHT_DECAY_METHODS, MuonRule, WeightDecayT
+from megatron_eopt.optimizers.update_rule import loss_of
+from megatron_eopt.optimizers.windows import WindowedMuonRule
 from megatron_eopt.storage.replicated import slab, tensor_parallel_cut
 from megatron_eopt.storage.shard import Shard, group_by_ranks
 
@@ -79,9 +79,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             whole parameters is used with ``momentum_dtype``.
     """
 
-    # ids of planned parameters, their drivers, and engines for single parameters
+    # ids of planned parameters, their update rules, and engines for single parameters
     _planned: list[list[int]] | None = None
-    _drivers: list[MuonDriver]
+    _update_rules: list[MuonRule]
     _alone: dict[Tensor, MatrixEngine]
     _model_of: Mapping[Tensor, Tensor] = {}  # the model's parameter of each main copy
 
@@ -158,8 +158,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         if not self.steps_in_pieces():
             name = type(self).__name__
             rule = f"does not work with {name}, which overrides how parameters are updated"
-            way_out = "Leave it out, or do not override methods that a step calls"
-            raise ConfigurationError(argument, value, rule, way_out)
+            hint = "Leave it out, or do not override methods that a step calls"
+            raise ConfigurationError(argument, value, rule, hint)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -173,33 +173,35 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         """
         loss = loss_of(closure)
         if self.steps_in_pieces():
-            for driver in self.plan():
-                driver.init(self.param_groups, self.state)
-                driver.step(self.param_groups, self.state)
+            for update_rule in self.plan():
+                update_rule.init(self.param_groups, self.state)
+                update_rule.step(self.param_groups, self.state)
         else:
             with matmul_precision():
                 super().step()
         return loss
 
-    def plan(self) -> list[MuonDriver]:
-        """Return the drivers of the current groups; collective if the parameters have changed."""
+    def plan(self) -> list[MuonRule]:
+        """Return the rules that update the groups; collective if parameters have changed."""
         planned = [[id(param) for param in group["params"]] for group in self.param_groups]
         if self._planned == planned:
-            return self._drivers
+            return self._update_rules
         dense, experts = (getattr(self.pg_collection, name, None) for name in ("tp", "expt_tp"))
         # a rank that raises alone would leave the others waiting
-        shards = agreed_in(dense, lambda: agreed_in(experts, self._shards))
-        self._planned, self._drivers, self._alone = planned, [], {}
+        shards = raise_together_in(dense, lambda: raise_together_in(experts, self._shards))
+        self._planned, self._update_rules, self._alone = planned, [], {}
         params = list(shards)
         for _, numbers in group_by_ranks(list(shards.values())):
             number_of = {params[number]: place for place, number in enumerate(numbers)}
-            means = replace(self._means, device=params[numbers[0]].device)
-            driver = self.driver_over([shards[param] for param in number_of], means)
-            driver.attach(
+            engine_config = replace(self._engine_config, device=params[numbers[0]].device)
+            update_rule = self.update_rule_over(
+                [shards[param] for param in number_of], engine_config
+            )
+            update_rule.attach(
                 [[number_of.get(p) for p in group["params"]] for group in self.param_groups]
             )
-            self._drivers.append(driver)
-        return self._drivers
+            self._update_rules.append(update_rule)
+        return self._update_rules
 
     def _shards(self) -> dict[Tensor, Shard]:
         shards: dict[Tensor, Shard] = {}
@@ -227,9 +229,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         self.plan()
         if p not in self._alone:
             shard = self.shard("parameter", p)
-            means = replace(self._means, device=p.device)
+            engine_config = replace(self._engine_config, device=p.device)
             update = functools.partial(self._orthogonalize_stack, transposed=shard.split.transposed)
-            self._alone[p] = MatrixEngine([shard], update, means)
+            self._alone[p] = MatrixEngine([shard], update, engine_config)
         with torch.no_grad():
             return self._alone[p].updates([grad])[0].to(grad.dtype)
 
@@ -256,29 +258,29 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             keys = [key for group in result["param_groups"] for key in group["params"]]
             params = [param for group in self.param_groups for param in group["params"]]
             key_of = dict(zip(params, keys, strict=True))
-            for driver in self.plan():
-                for _, param, number in driver.numbered(self.param_groups):
+            for update_rule in self.plan():
+                for _, param, number in update_rule.numbered(self.param_groups):
                     if (key := key_of[param]) in state:
-                        state[key] = driver.saved_form(number, state[key])
+                        state[key] = update_rule.saved_form(number, state[key])
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load groups and state; collective if momentum is stored in 8 bits."""
         super().load_state_dict(state_dict)
         if self.state and self.momentum_dtype != "fp32":
-            for driver in self.plan():
-                driver.pack(self.param_groups, self.state)
+            for update_rule in self.plan():
+                update_rule.pack(self.param_groups, self.state)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies contain: no plan and, as in all torch optimizers, no hooks."""
         own = {k: v for k, v in vars(self).items() if not k.startswith("_optimizer_")}
-        plan = ("_planned", "_drivers", "_alone", "_model_of", "step")
+        plan = ("_planned", "_update_rules", "_alone", "_model_of", "step")
         return {k: v for k, v in own.items() if k not in plan}
 
     @property
-    def _means(self) -> Means:
+    def _engine_config(self) -> EngineConfig:
         whole_only = self.orthogonalization.whole_only
-        return Means(self.tp_mode, self.wave_mb, self.batched, whole_only, self._stack_dtype)
+        return EngineConfig(self.tp_mode, self.wave_mb, self.batched, whole_only, self._stack_dtype)
 
     @classmethod
     def steps_in_pieces(cls) -> bool:
@@ -287,20 +289,23 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         own = ("step", "orthogonalize", "_init_group", *hooks)
         return all(_unhooked(cls, name) is _unhooked(TensorParallelMuon, name) for name in own)
 
-    def driver_over(self, shards: Sequence[Shard], means: Means) -> MuonDriver:
-        """Return a driver for other shards with this optimizer's settings.
+    def update_rule_over(self, shards: Sequence[Shard], engine_config: EngineConfig) -> MuonRule:
+        """Return an update rule for other shards with this optimizer's settings.
 
         Args:
             shards: The shards.
-            means: Gives the mode, device, team size and windows; the rest is as in this optimizer.
+            engine_config: Gives the mode, device, team size and windows; all else is as here.
         """
-        windows = means.windows
-        means = replace(
-            self._means, mode=means.mode, device=means.device, team_size=means.team_size
+        windows = engine_config.windows
+        engine_config = replace(
+            self._engine_config,
+            mode=engine_config.mode,
+            device=engine_config.device,
+            team_size=engine_config.team_size,
         )
         if windows:
-            return WindowedMuonDriver(self, shards, means, windows)
-        return MuonDriver(self, shards, means)
+            return WindowedMuonRule(self, shards, engine_config, windows)
+        return MuonRule(self, shards, engine_config)
 
     def _orthogonalize_stack(
         self,
@@ -327,8 +332,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     def _init_group(self, group: dict[str, Any], skip_non_grad_params: bool = True) -> None:
         """Create the state of all parameters, which loading needs."""
         if self.steps_in_pieces():
-            for driver in self.plan():
-                driver.init(self.param_groups, self.state)
+            for update_rule in self.plan():
+                update_rule.init(self.param_groups, self.state)
         else:
             super()._init_group(group, skip_non_grad_params)
 
@@ -356,8 +361,8 @@ def declared_split(optimizer: Any, param: Tensor, shape: tuple[int, ...], name: 
     rows = getattr(param, "qkv_split_shapes", None) or optimizer.qkv_split_shapes
     if not rows:
         rule = f"must give the layout of the fused weight {name!r} of shape {shape}"
-        way_out = "Pass the rows of Q, K and V in one query group"
-        raise ConfigurationError("qkv_split_shapes", rows, rule, way_out)
+        hint = "Pass the rows of Q, K and V in one query group"
+        raise ConfigurationError("qkv_split_shapes", rows, rule, hint)
     return qkv(shape, rows)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import STEP
-from megatron_eopt.base.upstream import needed
+from megatron_eopt.base.upstream import require_upstream
 from megatron_eopt.config.registry import meanings_of, name_of_class
 from megatron_eopt.optimizers.continuation import SavedState
 from megatron_eopt.routing.groups import GROUP_ID
@@ -141,8 +141,8 @@ def check_state_dict(state: Any) -> None:
     parts = list(state) if isinstance(state, list | tuple) else [state]
     if not all(isinstance(part, Mapping) for part in parts):
         rule = "must be a mapping, or a list with one for each optimizer of the chain"
-        way_out = "Pass what state_dict() or sharded_state_dict() returned"
-        raise ConfigurationError("state_dict", type(state).__name__, rule, way_out)
+        hint = "Pass what state_dict() or sharded_state_dict() returned"
+        raise ConfigurationError("state_dict", type(state).__name__, rule, hint)
 
 
 def inner_of(child: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -232,8 +232,8 @@ def match_all(saved: Groups, present: Groups) -> list[int]:
     lacking = [_name(group) for group, place in zip(present, twins, strict=True) if place is None]
     others = [_name(group) for place, group in enumerate(saved) if place not in found]
     rule = f"must have the parameter groups of this run, but it lacks {lacking} and has {others}"
-    way_out = "Resume with the optimizers and overrides of the run that wrote the checkpoint"
-    raise ConfigurationError("state_dict", [_name(group) for group in saved], rule, way_out)
+    hint = "Resume with the optimizers and overrides of the run that wrote the checkpoint"
+    raise ConfigurationError("state_dict", [_name(group) for group in saved], rule, hint)
 
 
 def optimizers_of(groups: Groups) -> set[str | None]:
@@ -261,7 +261,7 @@ def find_group(group: Mapping[str, Any], saved: Groups) -> int | None:
 
 
 def _identifiers() -> tuple[str, ...]:
-    return tuple(needed("param_group_identifier_keys"))
+    return tuple(require_upstream("param_group_identifier_keys"))
 
 
 def _keys(group: Mapping[str, Any], present: Mapping[str, Any]) -> list[Any]:

@@ -15,8 +15,8 @@ from megatron_eopt.base.names import FIRST_MOMENT, MOMENTUM
 from megatron_eopt.config.arguments import scalar_arguments
 from megatron_eopt.config.registry import init_state
 from megatron_eopt.config.settings import Settings
-from megatron_eopt.optimizers.driver import InitState, empty_states, zeros
 from megatron_eopt.optimizers.element_wise import Adam, AdamW
+from megatron_eopt.optimizers.update_rule import InitState, empty_states, zeros
 
 _FUSED = {megatron_optimizer.Adam, megatron_optimizer.SGD}
 """Classes of Transformer Engine or Apex if one is installed, else torch's."""
@@ -70,7 +70,7 @@ def build_scalar_optimizer(
 
 
 def scalar_init_of(optimizer: torch.optim.Optimizer) -> InitState:
-    """Return the function that creates the state of Adam, SGD or Lion, if a driver does not."""
+    """Return the function that creates the state of Adam, SGD or Lion, unless its rule does."""
     if isinstance(optimizer, Lion):
         return init_state
     if megatron_optimizer.USING_PYTORCH_OPTIMIZER:

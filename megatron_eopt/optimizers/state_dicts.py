@@ -176,11 +176,11 @@ class StateDictMatch:
             found[target.param] = Loaded(taken, factors, bool(its.fresh) and not its.origins)
         if problems:
             rule = "must fit the optimizer's state on this rank, but does not"
-            way_out = (
+            hint = (
                 "Resume with the model, settings and parallel layout of the run that wrote it, or "
                 "load no optimizer state"
             )
-            raise ConfigurationError("state_dict", shortened(problems), rule, way_out)
+            raise ConfigurationError("state_dict", shortened(problems), rule, hint)
         report.refuse("state_dict", has_stepped=has_stepped)
         for line in report.lines():
             log_single_rank(logger, logging.WARNING, f"optimizer state: {line}")
@@ -225,8 +225,8 @@ def _groups_of(state_dict: Any) -> Groups:
     if not is_whole or not all("params" in group for group in state_dict["param_groups"]):
         has = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else state_dict
         rule = "must have the keys 'state' and 'param_groups', with the parameters of each group"
-        way_out = "Pass what the optimizer's state_dict() returned"
-        raise ConfigurationError("state_dict", has, rule, way_out)
+        hint = "Pass what the optimizer's state_dict() returned"
+        raise ConfigurationError("state_dict", has, rule, hint)
     groups: Groups = state_dict["param_groups"]
     return groups
 

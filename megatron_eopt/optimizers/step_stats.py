@@ -1,4 +1,4 @@
-"""Measures a driver's step: size of updates, orthogonality, and time.
+"""Measures an update rule's step: size of updates, orthogonality, and time.
 
 Nothing here waits for a device. Ranks communicate only to sum the Gram matrix of a matrix that they
 share. Results stay on the device until they are read.
@@ -24,7 +24,7 @@ ORTHOGONALIZATION = "orthogonalization"
 
 
 class StepStats:
-    """Statistics of one driver's step, as far as this rank knows them.
+    """Statistics of one update rule's step, as far as this rank knows them.
 
     ``shares`` has the weight of each of this rank's shards in sums: one over its number of copies.
     """

@@ -15,40 +15,44 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.base.names import MOMENTUM
-from megatron_eopt.optimizers.driver import ParamGroup, State
-from megatron_eopt.optimizers.engine import MatrixEngine, Means
-from megatron_eopt.optimizers.muon_driver import MuonDriver, Stepped
+from megatron_eopt.optimizers.engine import EngineConfig, MatrixEngine
+from megatron_eopt.optimizers.muon_rule import MuonRule, Stepped
+from megatron_eopt.optimizers.update_rule import ParamGroup, State
 from megatron_eopt.storage.shard import Shard
 
 
-class WindowedMuonDriver(MuonDriver):
+class WindowedMuonRule(MuonRule):
     """Drives Muon window by window; see Note [Look ahead, then commit].
 
     ``windows`` has the window index of each shard; window 0 is updated first.
     """
 
     def __init__(
-        self, optimizer: Any, shards: Sequence[Shard], means: Means, windows: Sequence[int]
+        self,
+        optimizer: Any,
+        shards: Sequence[Shard],
+        engine_config: EngineConfig,
+        windows: Sequence[int],
     ) -> None:
         self.members = [
             [shard for shard, window in enumerate(windows) if window == number]
             for number in sorted(set(windows))
         ]
-        super().__init__(optimizer, shards, means)
+        super().__init__(optimizer, shards, engine_config)
         # by window: updates and settings they depend on; parameters and what was read of them
         self._updates: dict[int, tuple[dict[int, Tensor], list[Any]]] = {}
         self._seen: dict[int, tuple[list[Stepped], tuple[list[int], list[Tensor]]]] = {}
 
-    def _engines(self, means: Means) -> list[MatrixEngine]:
+    def _engines(self, engine_config: EngineConfig) -> list[MatrixEngine]:
         engines: list[MatrixEngine] = []
         for members in self.members:
             shards = [self.shards[number] for number in members]
             before = engines[-1] if engines else None
-            engines.append(MatrixEngine(shards, self._update, means, before=before))
+            engines.append(MatrixEngine(shards, self._update, engine_config, before=before))
         return engines
 
     @torch.no_grad()
-    def look_ahead(self, window: int, groups: Sequence[ParamGroup], state: State) -> None:
+    def precompute(self, window: int, groups: Sequence[ParamGroup], state: State) -> None:
         """Compute a window's updates from its gradients, without applying them; collective."""
         self.coefficient = None
         stepped = self._stepped_in(window, groups, state)

@@ -130,8 +130,8 @@ def _check(attention: Attention) -> None:
     if any(trained) and not all(trained):
         layer = attention.layer_number
         rule = f"scales query and key weights together, but in layer {layer} some are frozen"
-        way_out = "Freeze all of them (they are then not clipped) or none, or set qk_clip=False"
-        raise ConfigurationError("qk_clip", True, rule, way_out)
+        hint = "Freeze all of them (they are then not clipped) or none, or set qk_clip=False"
+        raise ConfigurationError("qk_clip", True, rule, hint)
     norms = [getattr(attention, name, None) for name in ("q_layernorm", "k_layernorm")]
     if isinstance(attention, SelfAttention) and any(
         norm is not None and not isinstance(norm, IdentityOp) for norm in norms

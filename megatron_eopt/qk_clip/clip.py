@@ -125,8 +125,8 @@ def _scale(chains: Sequence[Any], factors: dict[Tensor, Tensor]) -> None:
     stored = {
         item.param: item
         for chain in chains
-        for stepper in chain.steppers
-        for item in stepper.storage.stored()
+        for link in chain.links
+        for item in link.storage.main_shards()
     }
     for weight, rows in factors.items():
         _scale_one(weight, rows, stored.get(weight))

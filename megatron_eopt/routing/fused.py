@@ -16,7 +16,7 @@ from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from torch import nn
 
-from megatron_eopt.base.upstream import found
+from megatron_eopt.base.upstream import find_upstream
 from megatron_eopt.config.arguments import qkv_split_shapes
 from megatron_eopt.matrices import (
     Field,
@@ -76,7 +76,7 @@ def fused_weight(owner: nn.Module, child: str, linear: nn.Module) -> FusedWeight
         head_dim = owner.config.kv_channels
         rows = head_dim * owner.config.num_attention_heads
         return FusedWeight("per_head", rows, partial(per_head, head_dim=head_dim), {})
-    if isinstance(owner, (MultiLatentAttention, found("AbsorbedMLASelfAttention") or ())):
+    if isinstance(owner, (MultiLatentAttention, find_upstream("AbsorbedMLASelfAttention") or ())):
         return _latent_attention(owner.config, child)
     if isinstance(owner, MLP | TEGroupedMLP) and child == "linear_fc1":
         return _gated_linear_unit(owner)

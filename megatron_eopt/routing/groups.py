@@ -66,10 +66,10 @@ def _by_key(routes: Iterable[Route]) -> dict[GroupKey, list[Route]]:
     return by_key
 
 
-def build_groups(routes: Sequence[Route], everyones: Iterable[Summary]) -> list[Group]:
-    """Return this rank's groups, ordered and named by ``everyones``, all ranks' summaries."""
+def build_groups(routes: Sequence[Route], gather_unique: Iterable[Summary]) -> list[Group]:
+    """Return this rank's groups, ordered and named by ``gather_unique``, all ranks' summaries."""
     labels: dict[GroupKey, frozenset[str]] = {}
-    for key, its in everyones:
+    for key, its in gather_unique:
         labels[key] = labels.get(key, frozenset()) | its
     mine = _by_key(routes)
     return [Group(key, name, tuple(mine.get(key, ()))) for key, name in _identities(labels)]
@@ -109,8 +109,8 @@ def _check_rates(group: Group, values: Mapping[str, Any]) -> None:
     own = {"max_lr", "min_lr"} & dict(group.key.values).keys()
     if own and largest is not None and least is not None and largest < least:
         rule = f"is below the lowest learning rate of its schedule, min_lr={least}"
-        way_out = "Also set a lower one: muon_min_lr, decoupled_min_lr, or min_lr in the override"
-        raise ConfigurationError(f"max_lr of {group.identity}", largest, rule, way_out)
+        hint = "Also set a lower one: muon_min_lr, decoupled_min_lr, or min_lr in the override"
+        raise ConfigurationError(f"max_lr of {group.identity}", largest, rule, hint)
 
 
 def _identities(labels: Mapping[GroupKey, frozenset[str]]) -> list[tuple[GroupKey, str]]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from megatron.core import optimizer as megatron_optimizer
 
-from megatron_eopt.base.agreement import agreed, everyones, is_rank_0, of_every_rank
+from megatron_eopt.base.agreement import gather_objects, gather_unique, is_rank_0, raise_together
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import STANDARD_OPTIMIZERS
 from megatron_eopt.config.arguments import qkv_split_shapes
@@ -103,7 +103,7 @@ def route_model(
         ConfigurationError: On all ranks, if an override or a setting is invalid, or if pipeline
             stages would update a shared embedding differently.
     """
-    known = agreed(
+    known = raise_together(
         lambda: with_callers_grouping(settings, model_chunks, overrides_for(settings, overrides))
     )
     parameters = trainable_parameters(model_chunks)
@@ -125,9 +125,9 @@ def route_parameters(
     settings: Settings, parameters: Sequence[ModelParameter], overrides: Overrides
 ) -> Routing:
     """Route the given parameters, without splits; collective over all ranks."""
-    routes = agreed(lambda: route_all(parameters, overrides, settings))
+    routes = raise_together(lambda: route_all(parameters, overrides, settings))
     lost = frozenset(unmatched(parameters, overrides))
-    reports = of_every_rank((summarize(routes), lost))
+    reports = gather_objects((summarize(routes), lost))
     summaries = [summary for groups, _ in reports for summary in groups]
     if summaries:
         for description in sorted(frozenset.intersection(*(lost for _, lost in reports))):
@@ -140,7 +140,7 @@ def route_parameters(
         text = "optimizer=%r is not used: no trainable parameter is a matrix, so all use %s. "
         text += "--print-optimizer-routing shows the reason for each"
         logger.warning(text, settings.optimizer, " and ".join(sorted(names)))
-    agreed(lambda: check_values(settings.config, names))
+    raise_together(lambda: check_values(settings.config, names))
     warn_of_unused(settings.config, settings.optimizer, names | {settings.scalar})
     return routing
 
@@ -160,7 +160,7 @@ def with_splits(
         if route.parameter.is_convolution and state_layout_of(route.optimizer) != "element_wise"
     }
     how: Any = {"which": settings.splits, "unsplit": unsplit, "flattened": flattened}
-    splits = agreed(lambda: find_splits(model_chunks, **how))
+    splits = raise_together(lambda: find_splits(model_chunks, **how))
     stacks = [route for route in routing.routes if route.why.startswith("3-D")]
     if names := [r.parameter.name for r in stacks if r.parameter.param in splits]:
         logger.warning(
@@ -193,15 +193,15 @@ def _check_shared_embeddings(model_chunks: Sequence[torch.nn.Module], routing: R
         names = counted_names(chunk) if its else {}
         mine |= {(names[n], key_of(routes[p]) if p in routes else None) for n, p in its.items()}
     keys: dict[str, list[GroupKey | None]] = {}
-    for name, key in everyones(mine):
+    for name, key in gather_unique(mine):
         keys.setdefault(name, []).append(key)
     for name, found in keys.items():
         if len(found) > 1:
             kinds = (f"{key.optimizer} {dict(key.values)}" if key else "frozen" for key in found)
             rule = f"pipeline stages that share {name} must update it with the same settings"
-            way_out = "Freeze all copies or none, and let override keys match this name"
+            hint = "Freeze all copies or none, and let override keys match this name"
             value = " and ".join(sorted(kinds))
-            raise ConfigurationError("config_overrides, requires_grad", value, rule, way_out)
+            raise ConfigurationError("config_overrides, requires_grad", value, rule, hint)
 
 
 def _tag_as_megatron_does(

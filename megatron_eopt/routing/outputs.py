@@ -55,8 +55,8 @@ def output_layers(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Mod
             found[path] = module
     if not found and patterns and not usual:
         rule = "none of these patterns matches the path of a module"
-        way_out = "Pass the path of the output layer, as model.named_modules() gives it"
-        raise ConfigurationError("output_layers", patterns, rule, way_out)
+        hint = "Pass the path of the output layer, as model.named_modules() gives it"
+        raise ConfigurationError("output_layers", patterns, rule, hint)
     return found
 
 

@@ -8,7 +8,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import NO_MUON_ATTRIBUTE, OUTPUT_ATTRIBUTE, STACK_ATTRIBUTE
-from megatron_eopt.base.upstream import needed
+from megatron_eopt.base.upstream import require_upstream
 from megatron_eopt.routing.global_names import counted_names
 from megatron_eopt.routing.places import Place, places_in
 
@@ -125,7 +125,7 @@ def trainable_parameters(
                 param=param,
                 is_expert=not getattr(param, "allreduce", True),
                 is_embedding=marked or _is_of(its, tables()),
-                is_router=_is_of(its, (needed("Router"),)),
+                is_router=_is_of(its, (require_upstream("Router"),)),
                 is_stack=stacks and any(place.is_stack for place in its),
                 why_vector=_why_vector(its),
                 convolution=next((c for p in its if (c := p.convolution) is not None), None),
@@ -144,19 +144,19 @@ def check_dtypes(names: Mapping[torch.Tensor, str], what: str, *, double: bool =
     for param, name in names.items():
         if param.is_complex():
             rule = f"{what} does not update complex numbers"
-            way_out = "Store torch.view_as_real of it, or use build_optimizer in your own loop"
+            hint = "Store torch.view_as_real of it, or use build_optimizer in your own loop"
         elif param.dtype == torch.float64 and not double:
             rule = f"{what} computes in float32, which would round it in each step"
-            way_out = "Convert it to float32"
+            hint = "Convert it to float32"
         else:
             continue
-        raise ConfigurationError(name, param.dtype, rule, way_out)
+        raise ConfigurationError(name, param.dtype, rule, hint)
 
 
 def tables() -> tuple[type[torch.nn.Module], ...]:
     """Return the classes of embedding tables."""
     own = (torch.nn.Embedding, torch.nn.EmbeddingBag)
-    return (*own, needed("VocabParallelEmbedding"))
+    return (*own, require_upstream("VocabParallelEmbedding"))
 
 
 def _is_of(places: Iterable[Place], kinds: tuple[type, ...]) -> bool:

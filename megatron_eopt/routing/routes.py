@@ -18,7 +18,7 @@ from megatron_eopt.base.errors import (
     check_number,
 )
 from megatron_eopt.base.names import NO_MUON_ATTRIBUTE
-from megatron_eopt.base.upstream import found
+from megatron_eopt.base.upstream import find_upstream
 from megatron_eopt.config import registry
 from megatron_eopt.config.fields import FieldType
 from megatron_eopt.config.settings import Settings
@@ -71,21 +71,21 @@ def read_overrides(overrides: Any, *, own_loop: bool = False) -> registry.Overri
         ConfigurationTypeError: If one has a wrong type.
     """
     if not isinstance(overrides, Mapping):
-        rule, way_out = "must map ParamKeys to settings", "Pass a dictionary"
-        raise ConfigurationTypeError("config_overrides", overrides, rule, way_out)
+        rule, hint = "must map ParamKeys to settings", "Pass a dictionary"
+        raise ConfigurationTypeError("config_overrides", overrides, rule, hint)
     return {key: _read(key, values, own_loop=own_loop) for key, values in overrides.items()}
 
 
 def _read(key: Any, values: Any, *, own_loop: bool) -> dict[str, Any]:
     if not isinstance(key, ParamKey):
-        rule, way_out = "keys must be ParamKeys", "Wrap the name in ParamKey"
-        raise ConfigurationTypeError("config_overrides", key, rule, way_out)
+        rule, hint = "keys must be ParamKeys", "Wrap the name in ParamKey"
+        raise ConfigurationTypeError("config_overrides", key, rule, hint)
     for kind in ("name", "attr"):
         read_value(f"ParamKey({kind})", getattr(key, kind), FieldType(tuple[str, ...]))
     where = f"config_overrides[{describe(key)}]"
     if not isinstance(values, Mapping):
-        rule, way_out = "must map names of settings to values", "Pass a dictionary"
-        raise ConfigurationTypeError(where, values, rule, way_out)
+        rule, hint = "must map names of settings to values", "Pass a dictionary"
+        raise ConfigurationTypeError(where, values, rule, hint)
     result = {name: _read_setting(f"{where}[{name!r}]", name, v) for name, v in values.items()}
     if own_loop and result.get("start_wd") != result.get("end_wd"):
         _refuse_scheduled(where, result)
@@ -95,15 +95,15 @@ def _read(key: Any, values: Any, *, own_loop: bool) -> dict[str, Any]:
         for other in others if name in result else ():
             if result.setdefault(other, result[name]) != result[name]:
                 rule = f"contradicts {other}={result[other]!r}, which has the same meaning here"
-                way_out = "Give only one of them"
-                raise ConfigurationError(f"{where}[{name!r}]", result[name], rule, way_out)
+                hint = "Give only one of them"
+                raise ConfigurationError(f"{where}[{name!r}]", result[name], rule, hint)
     return result
 
 
 def _read_setting(argument: str, name: object, value: Any) -> Any:
     if name in _OF_MEGATRON:
-        rule, way_out = "belongs to Megatron, not to a parameter's settings", "Remove it"
-        raise ConfigurationError(argument, value, rule, way_out)
+        rule, hint = "belongs to Megatron, not to a parameter's settings", "Remove it"
+        raise ConfigurationError(argument, value, rule, hint)
     value = value.item() if isinstance(value, np.generic) else value
     if name == "optimizer":
         return read_value(argument, value, FieldType(str))
@@ -115,16 +115,16 @@ def _read_setting(argument: str, name: object, value: Any) -> Any:
     try:
         hash(value)
     except TypeError as error:
-        rule, way_out = "must be hashable", "Use a tuple, not a list"
-        raise ConfigurationTypeError(argument, value, rule, way_out) from error
+        rule, hint = "must be hashable", "Use a tuple, not a list"
+        raise ConfigurationTypeError(argument, value, rule, hint) from error
     return value
 
 
 def _refuse_scheduled(where: str, values: Mapping[str, Any]) -> None:
     """Raise a ConfigurationError for a setting that only Megatron's scheduler can use."""
     name = next(name for name in _OF_SCHEDULER if name in values)
-    way_out = "Set lr or weight_decay, and let your scheduler change it in optimizer.param_groups"
-    raise ConfigurationError(f"{where}[{name!r}]", values[name], _OF_SCHEDULER[name], way_out)
+    hint = "Set lr or weight_decay, and let your scheduler change it in optimizer.param_groups"
+    raise ConfigurationError(f"{where}[{name!r}]", values[name], _OF_SCHEDULER[name], hint)
 
 
 def merge(
@@ -147,8 +147,8 @@ def merge(
             if other != value:
                 rule = f"{parameter.matched_name} matches {by!r}, which sets {other!r}, and "
                 rule += f"{label!r}, which sets {value!r}"
-                way_out = "Give both the same value, or let the keys match different parameters"
-                raise ConfigurationError(f"config_overrides[...][{name!r}]", value, rule, way_out)
+                hint = "Give both the same value, or let the keys match different parameters"
+                raise ConfigurationError(f"config_overrides[...][{name!r}]", value, rule, hint)
     return {name: value for name, (value, _) in said.items()}, tuple(sorted(labels))
 
 
@@ -170,7 +170,7 @@ def with_callers_grouping(
     a model their own learning rates. The settings of each group become one override, and routing
     still chooses the optimizers. With megatron-core's own function, returns ``overrides``.
     """
-    grouping = found("_get_param_groups")
+    grouping = find_upstream("_get_param_groups")
     home = getattr(grouping, "__globals__", {}).get("__name__", "")
     if grouping is None or home.startswith("megatron.core."):
         return overrides
@@ -248,8 +248,8 @@ def _multiplied(values: dict[str, Any], settings: Settings) -> dict[str, Any]:
         return values
     if rates["max_lr"] is None:
         rule = "needs a learning rate to multiply, and the configuration has none"
-        way_out = "Set max_lr, or lr in the configuration"
-        raise ConfigurationError("config_overrides[...]['lr_mult']", factor, rule, way_out)
+        hint = "Set max_lr, or lr in the configuration"
+        raise ConfigurationError("config_overrides[...]['lr_mult']", factor, rule, hint)
     changed = {name: rate * factor for name, rate in rates.items() if rate is not None}
     return {**values, **changed, **({"lr": changed["max_lr"]} if "lr" in values else {})}
 
@@ -298,5 +298,5 @@ def _check_wish(parameter: ModelParameter, optimizer: str) -> None:
         return
     if not parameter.has_matrix_shape:
         rule = f"updates only matrices, but {parameter.name} has the shape {parameter.shape}"
-        way_out = "Let the key match only matrices, or set param.eopt_split to 'whole'"
-        raise ConfigurationError("config_overrides[...]['optimizer']", optimizer, rule, way_out)
+        hint = "Let the key match only matrices, or set param.eopt_split to 'whole'"
+        raise ConfigurationError("config_overrides[...]['optimizer']", optimizer, rule, hint)

@@ -127,8 +127,8 @@ def tensor_parallel_cut(param: nn.Parameter, *modules: nn.Module) -> tuple[int, 
             return get_pg_size(group), dim
     if not parallel_state.model_parallel_is_initialized():
         rule = "the weight is sharded, but its tensor-parallel group is unknown"
-        way_out = "Initialize megatron.core.parallel_state or give the module a tp_group"
-        raise ConfigurationError("partition_dim", dim, rule, way_out)
+        hint = "Initialize megatron.core.parallel_state or give the module a tp_group"
+        raise ConfigurationError("partition_dim", dim, rule, hint)
     if getattr(param, "allreduce", True):
         return parallel_state.get_tensor_model_parallel_world_size(), dim
     return parallel_state.get_expert_tensor_parallel_world_size(), dim
@@ -199,8 +199,8 @@ def _fitted(
     local = _seen_shape(weight)
     if getattr(weight.param, "is_gtp_weight_remat", False):
         rule = "cannot be split, because weight rematerialization also shards it"
-        way_out = "Turn off weight rematerialization, or this kind of split"
-        raise ConfigurationError(weight.name, local, rule, way_out)
+        hint = "Turn off weight rematerialization, or this kind of split"
+        raise ConfigurationError(weight.name, local, rule, hint)
     size, dim = tensor_parallel_cut(weight.param, weight.linear, weight.owner)
     shape = list(local)
     if dim != -1:
@@ -212,12 +212,12 @@ def _fitted(
         expected = local_shape(split, size, dim)
     except ConfigurationError as error:
         rule = f"cannot be split, because {str(error).rstrip('.')}"
-        way_out = "Correct the declared split of this weight, or turn off this kind of split"
-        raise ConfigurationError(weight.name, local, rule, way_out) from error
+        hint = "Correct the declared split of this weight, or turn off this kind of split"
+        raise ConfigurationError(weight.name, local, rule, hint) from error
     if local != expected and not _is_view(weight, split):
         rule = f"must have the shape {expected} of the {split.kind} split {split.describe()}"
-        way_out = "Declare a split for this weight, or turn off this kind of split"
-        raise ConfigurationError(weight.name, local, rule, way_out)
+        hint = "Declare a split for this weight, or turn off this kind of split"
+        raise ConfigurationError(weight.name, local, rule, hint)
     return split
 
 

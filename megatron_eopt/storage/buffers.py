@@ -106,8 +106,8 @@ def process_groups(pg_collection: Any) -> Any:
     for name, group in vars(pg_collection or collection).items():
         if _ranks(group) != _ranks(getattr(collection, name, None)):
             rule = f"is required because {name} differs from Megatron's own group"
-            way_out = "Add it, or pass pg_collection=None to use Megatron's own groups"
-            raise ConfigurationError("pg_collection.tp", None, rule, way_out)
+            hint = "Add it, or pass pg_collection=None to use Megatron's own groups"
+            raise ConfigurationError("pg_collection.tp", None, rule, hint)
     return collection
 
 
@@ -166,15 +166,15 @@ def check_model_chunks(model_chunks: Sequence[Any], *, mixed: bool = True) -> No
         # without the wrapper, `buffers` is torch's method
         if not (hasattr(chunk, "ddp_config") and isinstance(chunk.buffers, list)):
             rule = "must be wrapped in megatron.core.distributed.DistributedDataParallel"
-            way_out = "Wrap it in DDP with use_distributed_optimizer=True"
-            raise ConfigurationTypeError("model_chunks", chunk, rule, way_out)
+            hint = "Wrap it in DDP with use_distributed_optimizer=True"
+            raise ConfigurationTypeError("model_chunks", chunk, rule, hint)
         if mixed and getattr(chunk.ddp_config, _REUSE, False):
             rule = "overwrites gradients before all optimizers have stepped"
             name = f"DistributedDataParallelConfig.{_REUSE}"
             raise ConfigurationError(name, True, rule, f"Set {_REUSE}=False")
 
 
-def has_resting(model_chunk: Any) -> bool:
+def has_frozen(model_chunk: Any) -> bool:
     """Return whether the buffers of a wrapped model have parameters that are frozen now."""
     kinds = (getattr(model_chunk, attribute, ()) for _, attribute, *_ in _KINDS)
     # without the wrapper, `buffers` is torch's method
@@ -199,8 +199,8 @@ def check_buffers(
             if count > 1 or (count == 0 and param.requires_grad):
                 value = names.get(param, f"a parameter of shape {tuple(param.shape)}")
                 rule = f"must be in exactly one parameter group, but is in {count}"
-                way_out = "Give every trainable parameter to one optimizer, or freeze it"
-                raise ConfigurationError("optimizers", value, rule, way_out)
+                hint = "Give every trainable parameter to one optimizer, or freeze it"
+                raise ConfigurationError("optimizers", value, rule, hint)
 
 
 def _buffers(chunk: Any, attribute: str) -> list[Any]:

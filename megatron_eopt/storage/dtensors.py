@@ -16,13 +16,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 
-from megatron_eopt.base.agreement import group_of_members, of_every_rank
+from megatron_eopt.base.agreement import gather_objects, group_of_members
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.layouts import Layout, dtensor_layout
 from megatron_eopt.matrices import Split, matrix_rows, whole
 from megatron_eopt.routing.parameters import ModelParameter
 from megatron_eopt.routing.splits import tensor_parallel_cut
-from megatron_eopt.storage.interface import Stored
+from megatron_eopt.storage.interface import MainShard
 from megatron_eopt.storage.replicated import Float32Optimizer, MainParamsOptimizer
 from megatron_eopt.storage.shard import (
     Fragment,
@@ -145,8 +145,8 @@ def _held_by_all(params: Sequence[Tensor], group: dist.ProcessGroup | None) -> I
     """
     mine = [local_of(param).numel() for param in params]
     asks = group is not None and any(map(is_uneven, params))
-    everyones = of_every_rank(mine, group) if asks else [mine]
-    return np.array(everyones, np.int64).reshape(-1, len(mine))
+    gather_unique = gather_objects(mine, group) if asks else [mine]
+    return np.array(gather_unique, np.int64).reshape(-1, len(mine))
 
 
 def _layouts(
@@ -211,28 +211,28 @@ def check_parameters(parameters: Sequence[ModelParameter]) -> None:
     sharded = any(isinstance(item.param, DTensor) for item in parameters)
     for name, param in ((item.name, item.param) for item in parameters):
         if param.device.type == "meta":
-            way_out = "Call model.to_empty(device=...), initialize it, then build the optimizer"
-            raise ConfigurationError(name, "meta device", "has no storage yet", way_out)
+            hint = "Call model.to_empty(device=...), initialize it, then build the optimizer"
+            raise ConfigurationError(name, "meta device", "has no storage yet", hint)
         if sharded and not isinstance(param, DTensor):
             rule = "is a plain tensor among DTensors, so its gradient is not averaged over ranks"
-            way_out = "Let fully_shard manage it, or freeze it"
-            raise ConfigurationError(name, tuple(param.shape), rule, way_out)
+            hint = "Let fully_shard manage it, or freeze it"
+            raise ConfigurationError(name, tuple(param.shape), rule, hint)
         ranks, dim = tensor_parallel_cut(param) if sharded else (1, -1)
         if ranks > 1:
             rule = f"its mesh lacks the {ranks} tensor-parallel ranks that cut dimension {dim}"
-            way_out = "Call parallelize_module and fully_shard with submeshes of one device mesh"
-            raise ConfigurationError(name, tuple(param.shape), rule, way_out)
+            hint = "Call parallelize_module and fully_shard with submeshes of one device mesh"
+            raise ConfigurationError(name, tuple(param.shape), rule, hint)
 
 
 class LocalShards:
     """Exposes this rank's shards of DTensors; a mixin for wrappers of whole parameters."""
 
-    def stored(self) -> Iterator[Stored]:
+    def main_shards(self) -> Iterator[MainShard]:
         """Yield the parameters, with the size of this rank's shard."""
-        for item in super().stored():  # type: ignore[misc]
+        for item in super().main_shards():  # type: ignore[misc]
             yield item._replace(stop=local_of(item.main).numel())
 
-    def tensors_of(self, item: Stored) -> dict[str, Any]:
+    def tensors_of(self, item: MainShard) -> dict[str, Any]:
         """Return this rank's main weights and state, by kind."""
         tensors = super().tensors_of(item)  # type: ignore[misc]
         return {kind: local_of(value) for kind, value in tensors.items()}

@@ -11,7 +11,7 @@ from megatron_eopt.base.names import COPY_ATTRIBUTE
 from megatron_eopt.math.precision import matmul_precision
 
 
-class Stored(NamedTuple):
+class MainShard(NamedTuple):
     """What this rank stores of one model parameter."""
 
     param: Tensor
@@ -45,7 +45,7 @@ class Storage:
     grad_scaler: Any = None
     """The chain's loss scale, if any."""
 
-    _handed_out: Sequence[Tensor] | None = None  # main weights with a copy to write in this step
+    _model_copies: Sequence[Tensor] | None = None  # main weights with a copy to write in this step
 
     def count_in(self, stats: Any, collection: Any) -> None:
         """Let megatron-core count every gradient once when it sums statistics over ``stats``."""
@@ -53,11 +53,11 @@ class Storage:
         self.tp_group = collection.tp
         self.expert_tp_group = getattr(collection, "expt_tp", None) or collection.tp
 
-    def stored(self) -> Iterator[Stored]:
+    def main_shards(self) -> Iterator[MainShard]:
         """Yield what this rank stores, in a fixed order."""
         raise NotImplementedError
 
-    def tensors_of(self, item: Stored) -> dict[str, Any]:
+    def tensors_of(self, item: MainShard) -> dict[str, Any]:
         """Return main weights, unless they are the model's, and state, by kind, without copying."""
         raise NotImplementedError
 
@@ -75,7 +75,7 @@ class Storage:
         if not self.is_stub_optimizer:
             self._copy_model_grads_to_main_grads()  # type: ignore[attr-defined]
 
-    def gradient_of(self, item: Stored) -> Tensor | None:
+    def gradient_of(self, item: MainShard) -> Tensor | None:
         """Return the gradient that a stored tensor steps with, or None."""
         return item.main.grad
 
@@ -106,38 +106,38 @@ class Storage:
     def step_with_ready_grads(self) -> bool:
         """Step, and count the step unless it was skipped."""
         # the torch optimizer may read torch's setting for matrix products
-        with self.handing_out(), matmul_precision():
+        with self.writing_model_copies(), matmul_precision():
             done = bool(super().step_with_ready_grads())  # type: ignore[misc]
         self.steps += done
         return done
 
     @contextmanager
-    def handing_out(self) -> Iterator[None]:
+    def writing_model_copies(self) -> Iterator[None]:
         """In a block, let the code that steps a main weight also write the model's weight."""
         copies = self.copies()
         for main, copy in copies:
             setattr(main, COPY_ATTRIBUTE, copy)
-        self._handed_out = [main for main, _ in copies]
+        self._model_copies = [main for main, _ in copies]
         try:
             yield
         finally:
-            self._handed_out = None
+            self._model_copies = None
 
     def copies(self) -> list[tuple[Tensor, Tensor]]:
         """Return pairs of main weights and the model's weights, where these are separate tensors.
 
-        The code that steps the first may also write the second, see :func:`handed_out`.
+        The code that steps the first may also write the second, see :func:`model_copy_of`.
         """
         return []
 
     @torch.no_grad()
     def copy_mains(self, mains: Iterable[Tensor] | None = None) -> None:
         """Copy main weights to the model's; in a step, only those (of ``mains``) still missing."""
-        if self._handed_out is None:
+        if self._model_copies is None:
             pairs = self.copies()
         else:
-            wanted = self._handed_out if mains is None else mains
-            left = [(main, handed_out(main)) for main in wanted]
+            wanted = self._model_copies if mains is None else mains
+            left = [(main, model_copy_of(main)) for main in wanted]
             pairs = [(main, copy) for main, copy in left if copy is not None]
         if pairs:
             mains, copies = zip(*pairs, strict=True)
@@ -152,7 +152,7 @@ class Storage:
         return self.replica_of(replica)
 
 
-def handed_out(main: Tensor) -> Tensor | None:
+def model_copy_of(main: Tensor) -> Tensor | None:
     """Return the model's weight that the caller must write with a main weight, or None.
 
     It is not copied again after the step.
@@ -184,6 +184,6 @@ def finish_gathers(model_chunks: Iterable[Any]) -> None:
 
 def named_gradients(storage: Storage) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield each model parameter with the gradient that its main weight steps with."""
-    for item in storage.stored():
+    for item in storage.main_shards():
         if (grad := storage.gradient_of(item)) is not None:
             yield item.param, grad

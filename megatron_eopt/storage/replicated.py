@@ -12,7 +12,7 @@ from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import MAIN_OF_REPLICATED, TpModeT
 from megatron_eopt.matrices import Split
 from megatron_eopt.routing.parameters import cut_dimension
-from megatron_eopt.storage.interface import Storage, Stored
+from megatron_eopt.storage.interface import MainShard, Storage
 from megatron_eopt.storage.shard import Fragment, Ranks, Shard, fragment_layouts, global_name
 
 type SplitOf = Callable[[Tensor, tuple[int, ...]], Split]
@@ -42,8 +42,8 @@ def tensor_parallel_cut(
     if group is None and mode != "blockwise":
         shape = tuple(param.shape)
         rule = f"must have the group {name!r}, because a parameter of shape {shape} is cut"
-        way_out = "Pass the model's process groups, or set partition_dim to -1 if nothing is cut"
-        raise ConfigurationError("pg_collection", pg_collection, rule, way_out)
+        hint = "Pass the model's process groups, or set partition_dim to -1 if nothing is cut"
+        raise ConfigurationError("pg_collection", pg_collection, rule, hint)
     if group is None or dist.get_world_size(group) == 1:
         return -1, None
     return dim, group
@@ -54,8 +54,8 @@ def refuse_rematerialized(name: str, param: Tensor, group: dist.ProcessGroup | N
     cuts = group is None or dist.get_world_size(group) > 1
     if cuts and getattr(param, "is_gtp_weight_remat", False):
         rule = f"cuts the rows of {name} once more, which is not supported"
-        way_out = "Turn weight rematerialization off for the parameters that Muon trains"
-        raise ConfigurationError("is_gtp_weight_remat", True, rule, way_out)
+        hint = "Turn weight rematerialization off for the parameters that Muon trains"
+        raise ConfigurationError("is_gtp_weight_remat", True, rule, hint)
 
 
 def slab(
@@ -78,7 +78,7 @@ def slab(
 class Replicated(Storage):
     """What wrappers of whole parameters have in common; a mixin for megatron-core's."""
 
-    def tensors_of(self, item: Stored) -> dict[str, Any]:
+    def tensors_of(self, item: MainShard) -> dict[str, Any]:
         """Return main weights, unless they are the model's, and state, by kind."""
         main = {} if item.main is item.param else {MAIN_OF_REPLICATED: item.main.detach()}
         return {**main, **self.optimizer.state[item.main]}
@@ -93,13 +93,13 @@ class Replicated(Storage):
         counted = {"state": {"common_step": torch.tensor(float(done))}} if done >= 0 else {}
         return {"param_groups": groups, **counted}
 
-    def stored(self) -> Iterator[Stored]:
+    def main_shards(self) -> Iterator[MainShard]:
         """Yield the parameters with the tensors that are stepped, in the order of the groups."""
         if not self.is_stub_optimizer:
             model_of = self._model_of()
             for group in self.optimizer.param_groups:
                 for main in group["params"]:
-                    yield Stored(model_of.get(main, main), main, 0, main.numel())
+                    yield MainShard(model_of.get(main, main), main, 0, main.numel())
 
     def _model_of(self) -> dict[Tensor, Tensor]:
         """Return the parameter of each main weight."""

@@ -66,8 +66,8 @@ class Shard:
                 f"rank {self.ranks.rank} stores {self.numel} elements, but the {self.split.kind} "
                 f"split {self.split.describe()} covers {held}"
             )
-            way_out = "Correct partition_dim, tensor_model_parallel or the split of this parameter"
-            raise ConfigurationError("layout", self.name, rule, way_out)
+            hint = "Correct partition_dim, tensor_model_parallel or the split of this parameter"
+            raise ConfigurationError("layout", self.name, rule, hint)
 
     @property
     def numel(self) -> int:

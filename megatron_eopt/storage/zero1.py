@@ -16,7 +16,7 @@ from megatron_eopt.matrices import Split
 from megatron_eopt.routing.parameters import cut_dimension
 from megatron_eopt.storage.all_reduced import AllReducedBuffer
 from megatron_eopt.storage.buffers import BufferSet, RankGrid
-from megatron_eopt.storage.interface import Storage, Stored, gather_buckets
+from megatron_eopt.storage.interface import MainShard, Storage, gather_buckets
 from megatron_eopt.storage.replicated import SplitOf, refuse_rematerialized
 from megatron_eopt.storage.shard import Fragment, Shard, fragment_layouts, global_name
 
@@ -102,12 +102,12 @@ def _slab_of(split: Split, size: int, dim: int, name: str) -> Split:
             sections.append(replace(section, fields=(field,), blocks=1))
         else:
             rule = f"needs whole blocks per rank, but {name} ({split.describe()}) is cut inside one"
-            way_out = "Choose another tp_mode, or do not split this weight"
-            raise ConfigurationError("tp_mode", "blockwise", rule, way_out)
+            hint = "Choose another tp_mode, or do not split this weight"
+            raise ConfigurationError("tp_mode", "blockwise", rule, hint)
     return replace(split, shape=shape, sections=tuple(sections))
 
 
-class FragmentsOptimizer(Storage, DistributedOptimizer):
+class Zero1Optimizer(Storage, DistributedOptimizer):
     """Stores main weights and state of a buffer set in fragments, which a torch optimizer steps."""
 
     _is_quantized = False  # whether the model's weights are fp8 or fp4
@@ -172,13 +172,13 @@ class FragmentsOptimizer(Storage, DistributedOptimizer):
                 del group["optimizer"]
         return {**state, "param_state_sharding_type": "fully_reshardable"}
 
-    def stored(self) -> Iterator[Stored]:
+    def main_shards(self) -> Iterator[MainShard]:
         """Yield the fragments that this rank holds."""
         for param, main in self.main_of.items():
             held = self._get_model_param_range_map(param)["param"]
-            yield Stored(param, main, held.start, held.end)
+            yield MainShard(param, main, held.start, held.end)
 
-    def tensors_of(self, item: Stored) -> dict[str, Any]:
+    def tensors_of(self, item: MainShard) -> dict[str, Any]:
         """Return main weights and state, each flat, by kind."""
         tensors = self._get_main_param_and_optimizer_states(item.param)
         return {kind: value.detach() for kind, value in tensors.items()}
@@ -198,10 +198,10 @@ class FragmentsOptimizer(Storage, DistributedOptimizer):
                 buffer.gather()
 
     def _copy_model_grads_to_main_grads(self) -> None:
-        self.take_gradients(self.stored())
+        self.take_gradients(self.main_shards())
 
     @torch.no_grad()
-    def take_gradients(self, items: Iterable[Stored]) -> None:
+    def take_gradients(self, items: Iterable[MainShard]) -> None:
         """Hand the gradients of some stored items to the tensors that are stepped."""
         for item in items:
             # without DDP, torch's own attribute has the gradient
@@ -224,7 +224,7 @@ class FragmentsOptimizer(Storage, DistributedOptimizer):
         else:
             self.copy_mains()
 
-    def hand_out(self, params: Iterable[Tensor]) -> None:
+    def write_model_copies(self, params: Iterable[Tensor]) -> None:
         """Copy the main weights of some parameters to the model, if this step has not yet."""
         self.copy_mains([self.main_of[param] for param in params if param in self.main_of])
 

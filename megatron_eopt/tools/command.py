@@ -121,8 +121,8 @@ def _planner(arguments: argparse.Namespace) -> Callable[[Layout], Plan]:
     machine = dataclasses.replace(MACHINES[arguments.gpu], **numbers)
     if not flags.get("use_distributed_optimizer", True):
         rule = "is not supported by plans, which assume sharded optimizer state"
-        way_out = "Remove it from the --optimizer-config file"
-        raise ConfigurationError("use_distributed_optimizer", False, rule, way_out)
+        hint = "Remove it from the --optimizer-config file"
+        raise ConfigurationError("use_distributed_optimizer", False, rule, hint)
     # a step's cost does not depend on the learning rate
     needed = {"lr": 1e-3, "bf16": True, "use_distributed_optimizer": True}
     config, _ = config_from_args(argparse.Namespace(**flags | needed))

@@ -126,8 +126,8 @@ def explain(path: str | Path) -> Contents:
 
 
 def _broken(folder: Path, rule: str) -> ConfigurationError:
-    way_out = "Pass the folder of a run (its --save), or of one of its iterations"
-    return ConfigurationError("checkpoint", str(folder), rule, way_out)
+    hint = "Pass the folder of a run (its --save), or of one of its iterations"
+    return ConfigurationError("checkpoint", str(folder), rule, hint)
 
 
 def _folder_in(path: Path) -> Path:
@@ -180,12 +180,12 @@ def _where_it_loads(of_matrices: Sequence[str], slabs: int, *, by_bucket: bool) 
         return
     yield "at any tensor, pipeline, expert and data parallelism; not into Megatron-FSDP"
     kinds = " ".join(of_matrices)
-    way_out = f"unless you reset them: --checkpoint-fresh-state {kinds}"
+    hint = f"unless you reset them: --checkpoint-fresh-state {kinds}"
     if slabs:
-        yield f"but {kinds} of tensor-parallel weights only at TP {slabs}, {way_out}"
+        yield f"but {kinds} of tensor-parallel weights only at TP {slabs}, {hint}"
     # adaptive Muon's second moments load with either setting
     if set(of_matrices) - {MOMENT2}:
-        yield f"but {kinds} only with the same --use-distributed-optimizer setting, {way_out}"
+        yield f"but {kinds} only with the same --use-distributed-optimizer setting, {hint}"
 
 
 def _read_paths(contents: Contents, metadata: Metadata) -> Mapping[str, Any]:

@@ -18,7 +18,7 @@ OF_DDP = "DistributedDataParallelConfig."
 
 
 @dataclass(frozen=True)
-class Wanted:
+class OptimizerBuildContext:
     """The model and the resolved configuration that a builder gets."""
 
     settings: Settings  # the resolved configuration
@@ -33,7 +33,7 @@ class Wanted:
         return process_groups(self.pg_collection)
 
 
-type BuilderT = Callable[[Wanted], OptimizerChain | None]
+type BuilderT = Callable[[OptimizerBuildContext], OptimizerChain | None]
 """Returns the chain of a model if its storage supports it, else None; collective."""
 
 BUILDERS: list[BuilderT] = []
@@ -44,8 +44,8 @@ def register_storage(builder: BuilderT) -> BuilderT:
     """Register a builder, which ``get_megatron_optimizer`` then tries before all others.
 
     Args:
-        builder: Called on all ranks with a :class:`Wanted`. Returns the optimizer chain, or None
-            if its storage does not support the model or the configuration.
+        builder: Called on all ranks with an :class:`OptimizerBuildContext`. Returns the optimizer
+            chain, or None if its storage does not support the model or the configuration.
 
     Returns:
         The builder, so that this works as a decorator.
@@ -56,11 +56,11 @@ def register_storage(builder: BuilderT) -> BuilderT:
 
 def check_chunks(model_chunks: Any) -> None:
     """Raise a ConfigurationTypeError unless this is a list of modules that is not empty."""
-    way_out = "Pass the list of this rank's wrapped model chunks"
+    hint = "Pass the list of this rank's wrapped model chunks"
     is_list = isinstance(model_chunks, Sequence | ModuleList)
     is_chunks = is_list and all(isinstance(chunk, Module) for chunk in model_chunks)
     if not is_chunks or not len(model_chunks):
-        raise ConfigurationTypeError("model_chunks", model_chunks, "must be modules", way_out)
+        raise ConfigurationTypeError("model_chunks", model_chunks, "must be modules", hint)
 
 
 def is_megatron_fsdp(model_chunks: Sequence[Any]) -> bool:
@@ -84,9 +84,9 @@ def check_ddp(settings: Settings, model_chunks: Sequence[Any]) -> None:
                 "each rank would get only its own part of the gradients, but the optimizer keeps "
                 f"all of {settings.optimizer}'s state on every rank"
             )
-            way_out = "Set it to False, or the optimizer's use_distributed_optimizer to True"
-            raise ConfigurationError(OF_DDP + "use_distributed_optimizer", True, rule, way_out)
+            hint = "Set it to False, or the optimizer's use_distributed_optimizer to True"
+            raise ConfigurationError(OF_DDP + "use_distributed_optimizer", True, rule, hint)
         if is_sharded and not scattered and settings.is_standard:
             rule = "the model was wrapped without it"
-            way_out = f"Also set {OF_DDP}use_distributed_optimizer=True"
-            raise ConfigurationError("use_distributed_optimizer", True, rule, way_out)
+            hint = f"Also set {OF_DDP}use_distributed_optimizer=True"
+            raise ConfigurationError("use_distributed_optimizer", True, rule, hint)

@@ -18,22 +18,22 @@ from megatron.core.utils import log_single_rank
 from torch import Tensor
 
 from megatron_eopt.base import gpu
-from megatron_eopt.base.agreement import agreed
+from megatron_eopt.base.agreement import raise_together
 from megatron_eopt.base.errors import ConfigurationError, NonFiniteError, check_number
 from megatron_eopt.base.live_bytes import LiveBytes
-from megatron_eopt.base.upstream import needed
+from megatron_eopt.base.upstream import require_upstream
 from megatron_eopt.checkpoint import local_state, optimizer_state
 from megatron_eopt.checkpoint.rank_files import load_rank_file, save_rank_file
 from megatron_eopt.config.settings import RunSettings, Settings
+from megatron_eopt.optimizers.chain_link import ChainLink
 from megatron_eopt.optimizers.continuation import Policy
-from megatron_eopt.optimizers.driver import CompositeOptimizer, check_may_step, refuse_copy
 from megatron_eopt.optimizers.saved_groups import check_state_dict
-from megatron_eopt.optimizers.stepper import Stepper
+from megatron_eopt.optimizers.update_rule import CompositeOptimizer, check_may_step, refuse_copy
 from megatron_eopt.qk_clip import remember
 from megatron_eopt.routing.frozen import Frozen
 from megatron_eopt.routing.global_names import names_in
 from megatron_eopt.storage.interface import finish_gathers, gather_buckets, named_gradients
-from megatron_eopt.storage.zero1 import BUFFER_PARAMS, FragmentsOptimizer
+from megatron_eopt.storage.zero1 import BUFFER_PARAMS, Zero1Optimizer
 from megatron_eopt.wrappers.gradients import GradNorm, clipped, folds_clipping, non_finite, unscale_
 from megatron_eopt.wrappers.memory import Memory, memory_of
 from megatron_eopt.wrappers.overlap import Overlap
@@ -48,7 +48,7 @@ _BY_BUCKET = "dp_reshardable"
 class OptimizerChain(ChainedOptimizer):
     """megatron-core's chain, with one loss scale and one gradient norm for all its optimizers.
 
-    ``steppers`` step and are saved in order. ``model_chunks`` names parameters in messages.
+    ``links`` step and are saved in order. ``model_chunks`` names parameters in messages.
     """
 
     # loading a checkpoint does not change learning rates, and the trainer must not do so either
@@ -57,14 +57,14 @@ class OptimizerChain(ChainedOptimizer):
 
     def __init__(
         self,
-        steppers: Sequence[Stepper],
+        links: Sequence[ChainLink],
         settings: RunSettings,
         scaler: Any,
         model_chunks: Sequence[Any],
     ) -> None:
-        storages = [stepper.storage for stepper in steppers]
+        storages = [link.storage for link in links]
         super().__init__(storages)
-        self.steppers = list(steppers)
+        self.links = list(links)
         self.settings = settings
         self.config = settings.original  # callers may change what steps read
         # name of the main optimizer, if a configuration gives it
@@ -76,15 +76,15 @@ class OptimizerChain(ChainedOptimizer):
         self._transient: int | None = None
         # whether to measure the next steps; callers may set it, to the same value on all ranks
         self.collects_stats = settings.logs_stats
-        self._stats = Stats(self.steppers)
+        self._stats = Stats(self.links)
         self.skipped_steps = 0
-        self.is_sharded = any(isinstance(item, FragmentsOptimizer) for item in storages)
+        self.is_sharded = any(isinstance(item, Zero1Optimizer) for item in storages)
         self.number, self.superseded = -1, False  # see megatron_eopt.wrappers.factory
         # whether the host reads norms one step later; see Note [No waits]
         self.reads_norms_late = gpu.runs_kernels(torch.empty(0, device="cuda"))
         self._overlap: Overlap | None = None
         if settings.overlaps_step:
-            self._overlap = Overlap(self.steppers, self._named_chunks, self._expects_no_clipping)
+            self._overlap = Overlap(self.links, self._named_chunks, self._expects_no_clipping)
         self._frozen = Frozen(model_chunks)
         self._last_norm = math.inf
         # norms of the last step, until the host reads them
@@ -104,8 +104,8 @@ class OptimizerChain(ChainedOptimizer):
         """
         if self._found_inf is not None:
             return self._found_inf
-        for stepper in self.steppers:
-            stepper.storage.collect_gradients()
+        for link in self.links:
+            link.storage.collect_gradients()
         if self._scaler is None:
             return False
         found_inf = False
@@ -119,7 +119,7 @@ class OptimizerChain(ChainedOptimizer):
 
     def memory(self) -> Memory:
         """Return this rank's memory in bytes, by use."""
-        return memory_of(self.steppers, self._named_chunks, self._transient)
+        return memory_of(self.links, self._named_chunks, self._transient)
 
     def stats(self) -> dict[str, float]:
         """Return the statistics of the last measured step by name; collective."""
@@ -128,7 +128,7 @@ class OptimizerChain(ChainedOptimizer):
     @property
     def loaded_groups(self) -> list[Mapping[str, Any]]:
         """Parameter groups of the last checkpoint that was loaded."""
-        storages = [stepper.storage for stepper in self.steppers]
+        storages = [link.storage for link in self.links]
         return next((list(s.loaded_groups) for s in storages if s.loaded_groups), [])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -152,18 +152,18 @@ class OptimizerChain(ChainedOptimizer):
         """
         with self._stats.collecting() if self.collects_stats else nullcontext():
             if not self.settings.logs_memory or self._transient is not None:
-                return self._step()
+                return self._prepared_step()
             # the first step also allocates what remains, so a later one is measured
-            exists = any(stepper.storage.steps for stepper in self.steppers)
+            exists = any(link.storage.steps for link in self.links)
             with LiveBytes() as seen:
-                result = self._step()
+                result = self._prepared_step()
         if exists:
             self._transient = seen.peak
             # by default the trainer shows warnings only
             log_single_rank(logger, logging.WARNING, str(self.memory()))
         return result
 
-    def _step(self) -> tuple[bool, Any, float | None]:
+    def _prepared_step(self) -> tuple[bool, Any, float | None]:
         overflowed = self.prepare_grads()
         self._read_late()
         self._found_inf = None
@@ -175,7 +175,7 @@ class OptimizerChain(ChainedOptimizer):
         found: Any = norms[None].value if late else self._read(norms)
         if self._overlap is not None and (bool(norms[None].flag) or not self._keeps(found)):
             self._overlap.forget()
-        with clipped(self.steppers, self.settings.clip_grad, norms, fold=len(norms) == 1):
+        with clipped(self.links, self.settings.clip_grad, norms, fold=len(norms) == 1):
             zeros = self.count_zeros() if self.settings.counts_zeros else None
             if not late and self.is_above_skip_threshold(found):
                 self.skipped_steps += 1
@@ -192,14 +192,14 @@ class OptimizerChain(ChainedOptimizer):
             if self._unread:
                 self._read(self._unread)
         except NonFiniteError:
-            for stepper in self.steppers:
-                stepper.storage.steps -= 1
+            for link in self.links:
+                link.storage.steps -= 1
             raise
 
     def _may_read_late(self, norms: Mapping[str | None, GradNorm]) -> bool:
         """Return whether a step can run before the host knows its norms."""
         reads = len(norms) > 1 or math.isfinite(self.settings.skip_threshold)
-        return self.reads_norms_late and not reads and all(map(folds_clipping, self.steppers))
+        return self.reads_norms_late and not reads and all(map(folds_clipping, self.links))
 
     def _expects_no_clipping(self, margin: float) -> bool:
         """Return whether gradients will probably not be clipped; the same on all ranks."""
@@ -229,8 +229,8 @@ class OptimizerChain(ChainedOptimizer):
         """Gather stepped weights to all ranks, ``now`` even if hooks would do so; collective."""
         for chunk in self.model_chunks:
             gather_buckets(chunk, now=now)
-        for stepper in self.steppers:
-            stepper.storage.gather_params(now=now)
+        for link in self.links:
+            link.storage.gather_params(now=now)
 
     @torch.no_grad()
     def quantize_and_sync_model_params_from_main_params(self) -> None:
@@ -265,12 +265,15 @@ class OptimizerChain(ChainedOptimizer):
         self._read_late()
         norms = self._norms()
         found = self._read(norms)
-        with clipped(self.steppers, clip_grad, norms, fold=False):
+        with clipped(self.links, clip_grad, norms, fold=False):
             pass
         return found
 
     def _norms(self, flag: Tensor | None = None) -> dict[str | None, GradNorm]:
-        names = (None, *filter(self.has_grad_norm_group, needed("SEPARATE_GRAD_NORM_GROUPS")))
+        names = (
+            None,
+            *filter(self.has_grad_norm_group, require_upstream("SEPARATE_GRAD_NORM_GROUPS")),
+        )
         parts = self.chained_optimizers
         return {name: GradNorm(parts, name, None if name else flag) for name in names}
 
@@ -293,7 +296,7 @@ class OptimizerChain(ChainedOptimizer):
     def state_dict(self) -> Any:
         """Return this rank's state; only ``sharded_state_dict`` has state of ZeRO-1 fragments."""
         names = names_in(self._named_chunks)
-        states = [local_state.save(stepper, self._main, names) for stepper in self.steppers]
+        states = [local_state.save(link, self._main, names) for link in self.links]
         return states[0] if len(states) == 1 else states
 
     def sharded_state_dict(
@@ -311,16 +314,16 @@ class OptimizerChain(ChainedOptimizer):
         form = kwargs.get("sharding_type") or metadata.get("distrib_optim_sharding_type")
         by_bucket = form == _BY_BUCKET and self._is_unmixed
         if by_bucket and not is_loading:
-            optimizer_state.prepare(self.steppers, is_loading=is_loading)
-            by_bucket = optimizer_state.count_alike(self.steppers)
+            optimizer_state.prepare(self.links, is_loading=is_loading)
+            by_bucket = optimizer_state.count_alike(self.links)
         if by_bucket and not is_loading:
             state = super().sharded_state_dict(model_sharded_state_dict, is_loading, **kwargs)
-            state[BUFFER_PARAMS] = optimizer_state.named_buckets(self.steppers)
+            state[BUFFER_PARAMS] = optimizer_state.named_buckets(self.links)
             return state
         if self.is_stub_optimizer:
             return {}
         return optimizer_state.requested(
-            self.steppers,
+            self.links,
             model_sharded_state_dict,
             is_loading=is_loading,
             main=self._main,
@@ -340,25 +343,25 @@ class OptimizerChain(ChainedOptimizer):
             self._overlap.forget()
         finish_gathers(self.model_chunks)
         self._take_over(state_dict)
-        optimizer_state.settle(self.steppers)
+        optimizer_state.settle(self.links)
         if self.is_sharded and self.settings.half is None:
             # without main weights, each rank has loaded its part of the model's weights only
             self.gather_params(now=True)
 
     def _take_over(self, state: Any) -> None:
-        agreed(lambda: check_state_dict(state))
+        raise_together(lambda: check_state_dict(state))
         if optimizer_state.REQUESTS in state:
-            agreed(lambda: optimizer_state.check(state))
-            agreed(lambda: optimizer_state.load(self.steppers, state))
+            raise_together(lambda: optimizer_state.check(state))
+            raise_together(lambda: optimizer_state.load(self.links, state))
         elif self.is_sharded:
-            agreed(lambda: optimizer_state.check_groups(state, is_enough=self._is_unmixed))
-            agreed(lambda: optimizer_state.load_groups(self.steppers, state))
+            raise_together(lambda: optimizer_state.check_groups(state, is_enough=self._is_unmixed))
+            raise_together(lambda: optimizer_state.load_groups(self.links, state))
         else:
-            local_state.load(self.steppers, state, self._policy, names_in(self._named_chunks))
+            local_state.load(self.links, state, self._policy, names_in(self._named_chunks))
 
     def save_state_dict_to_file(self, filename: str) -> None:
         """Write this rank's state to a file, for checkpoints of format ``torch``."""
-        save_rank_file(filename, self.steppers, names_in(self._named_chunks))
+        save_rank_file(filename, self.links, names_in(self._named_chunks))
 
     def load_state_dict_from_file(self, filename: str) -> None:
         """Load a file of :meth:`save_state_dict_to_file`, written at the same parallel layout.
@@ -366,7 +369,7 @@ class OptimizerChain(ChainedOptimizer):
         Raises:
             ConfigurationError: On every rank, if a file is missing, broken or of another layout.
         """
-        load_rank_file(filename, self.steppers, names_in(self._named_chunks))
+        load_rank_file(filename, self.links, names_in(self._named_chunks))
 
     def save_parameter_state(self, filename: str) -> None:
         """Write Adam's sharded state in the format of megatron-core's distributed optimizer.
@@ -376,11 +379,11 @@ class OptimizerChain(ChainedOptimizer):
                 parameters have different step counts, for which the format has no place.
         """
         self._refuse_but_fragments_of_adam("save_parameter_state")
-        optimizer_state.prepare(self.steppers, is_loading=False)
-        if not optimizer_state.count_alike(self.steppers):
+        optimizer_state.prepare(self.links, is_loading=False)
+        if not optimizer_state.count_alike(self.links):
             rule = "stores one step count, but some parameters have done fewer steps than others"
-            way_out = "Use sharded_state_dict (--ckpt-format torch_dist) or save_state_dict_to_file"
-            raise ConfigurationError("save_parameter_state", filename, rule, way_out)
+            hint = "Use sharded_state_dict (--ckpt-format torch_dist) or save_state_dict_to_file"
+            raise ConfigurationError("save_parameter_state", filename, rule, hint)
         super().save_parameter_state(filename)
 
     @torch.no_grad()
@@ -392,10 +395,10 @@ class OptimizerChain(ChainedOptimizer):
         """
         self._refuse_but_fragments_of_adam("load_parameter_state")
         if not update_legacy_format:
-            agreed(lambda: self._check_buffers(filename))
-        optimizer_state.prepare(self.steppers, is_loading=True)
+            raise_together(lambda: self._check_buffers(filename))
+        optimizer_state.prepare(self.links, is_loading=True)
         super().load_parameter_state(filename, update_legacy_format=update_legacy_format)
-        optimizer_state.settle(self.steppers)
+        optimizer_state.settle(self.links)
 
     def _check_buffers(self, filename: str) -> None:
         """Raise a ConfigurationError if a file has the state of other parameters."""
@@ -409,14 +412,14 @@ class OptimizerChain(ChainedOptimizer):
             if names != optimizer.buffer_params:
                 other = sorted({*names} ^ {*optimizer.buffer_params})
                 rule = "has the state of other parameters, or in another order"
-                way_out = "Resume with the model of the run that wrote it, or with --no-load-optim"
-                raise ConfigurationError("load_parameter_state", other or filename, rule, way_out)
+                hint = "Resume with the model of the run that wrote it, or with --no-load-optim"
+                raise ConfigurationError("load_parameter_state", other or filename, rule, hint)
 
     def _refuse_but_fragments_of_adam(self, method: str) -> None:
         if not self._is_unmixed:
             rule = "supports only the sharded state of Adam without other optimizers"
-            way_out = "Use sharded_state_dict, or save_state_dict_to_file and its counterpart"
-            raise ConfigurationError(method, type(self).__name__, rule, way_out)
+            hint = "Use sharded_state_dict, or save_state_dict_to_file and its counterpart"
+            raise ConfigurationError(method, type(self).__name__, rule, hint)
 
     @property
     def _policy(self) -> Policy:
@@ -426,8 +429,7 @@ class OptimizerChain(ChainedOptimizer):
     def _is_unmixed(self) -> bool:
         """Whether state can be saved by bucket, as megatron-core's distributed optimizer does."""
         return all(
-            isinstance(item, FragmentsOptimizer)
-            and not isinstance(item.optimizer, CompositeOptimizer)
+            isinstance(item, Zero1Optimizer) and not isinstance(item.optimizer, CompositeOptimizer)
             for item in self.chained_optimizers
         )
 

@@ -12,7 +12,7 @@ from typing import Any
 from megatron.core.distributed import TorchFullyShardedDataParallel
 from torch import Tensor
 
-from megatron_eopt.base.agreement import agreed, agreed_in
+from megatron_eopt.base.agreement import raise_together, raise_together_in
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import TpModeT
 from megatron_eopt.config.checks import refuse_for_dtensors
@@ -20,20 +20,20 @@ from megatron_eopt.config.settings import Settings, resolve
 from megatron_eopt.config.values import read_config
 from megatron_eopt.layouts import Layout
 from megatron_eopt.matrices import whole
+from megatron_eopt.optimizers.chain_link import ChainLink
 from megatron_eopt.optimizers.continuation import Policy
-from megatron_eopt.optimizers.driver import Driver, ParamGroup
-from megatron_eopt.optimizers.dtensor_optimizer import ShardedOptimizer
-from megatron_eopt.optimizers.element_wise import ElementWiseDriver
-from megatron_eopt.optimizers.engine import Means
+from megatron_eopt.optimizers.dtensor_optimizer import DTensorOptimizer
+from megatron_eopt.optimizers.element_wise import ElementWiseRule
+from megatron_eopt.optimizers.engine import EngineConfig
 from megatron_eopt.optimizers.modes import plan_work
-from megatron_eopt.optimizers.stepper import Stepper
+from megatron_eopt.optimizers.update_rule import ParamGroup, UpdateRule
 from megatron_eopt.routing.model import Routing
 from megatron_eopt.routing.parameters import check_dtypes
 from megatron_eopt.storage import dtensors
 from megatron_eopt.storage.interface import Storage
-from megatron_eopt.wrappers.bases import Base, bases_of, driver_over
-from megatron_eopt.wrappers.builders import Wanted
+from megatron_eopt.wrappers.builders import OptimizerBuildContext
 from megatron_eopt.wrappers.chain import OptimizerChain
+from megatron_eopt.wrappers.specs import OptimizerSpec, optimizer_specs, update_rule_over
 
 
 def resolve_for_dtensors(config: Any, *, own_loop: bool = False) -> Settings:
@@ -45,58 +45,58 @@ def resolve_for_dtensors(config: Any, *, own_loop: bool = False) -> Settings:
     settings = replace(resolve(config), of_dtensors=True, own_loop=own_loop)
     if settings.exempt_from_clipping:
         rule = "is not supported: all sharded parameters are in one optimizer"
-        way_out = "Set it to False, or clip only the other parameters' gradients in your own loop"
-        raise ConfigurationError("muon_exempt_from_clipping", True, rule, way_out)
+        hint = "Set it to False, or clip only the other parameters' gradients in your own loop"
+        raise ConfigurationError("muon_exempt_from_clipping", True, rule, hint)
     if "muon" in settings.prefixes and settings.tp_mode == "blockwise":
         rule = "would orthogonalize the rows of each rank separately, which changes the update"
-        way_out = "Use 'auto', the default of EmergingOptimizerConfig"
-        raise ConfigurationError("muon_tp_mode", settings.tp_mode, rule, way_out)
+        hint = "Use 'auto', the default of EmergingOptimizerConfig"
+        raise ConfigurationError("muon_tp_mode", settings.tp_mode, rule, hint)
     return settings
 
 
 def build_routed(
-    settings: Settings, routing: Routing, cls: Callable[..., ShardedOptimizer] = ShardedOptimizer
-) -> ShardedOptimizer:
+    settings: Settings, routing: Routing, cls: Callable[..., DTensorOptimizer] = DTensorOptimizer
+) -> DTensorOptimizer:
     """Build the optimizer, an instance of ``cls``, of routed parameters; collective."""
     groups: list[ParamGroup] = []
-    served: list[tuple[Driver, slice, list[Tensor]]] = []
+    served: list[tuple[UpdateRule, slice, list[Tensor]]] = []
     made: dtensors.Groups = {}
     order = {param: number for number, param in enumerate(routing.names)}
     # all ranks raise together; otherwise the others would wait in a collective
-    bases = agreed(lambda: _checked(settings, routing))
-    for base in bases:
-        places = slice(len(groups), len(groups) + len(base.groups))
-        groups += [{**group, **_rates(settings, group)} for group in base.groups]
-        params = [param for group in base.groups for param in group["params"]]
+    specs = raise_together(lambda: _checked(settings, routing))
+    for spec in specs:
+        places = slice(len(groups), len(groups) + len(spec.groups))
+        groups += [{**group, **_rates(settings, group)} for group in spec.groups]
+        params = [param for group in spec.groups for param in group["params"]]
         params.sort(key=order.__getitem__)
-        if base.layout == "element_wise":
-            single = ElementWiseDriver(base.optimizer, base.init_state_fn, settings.config)
+        if spec.layout == "element_wise":
+            single = ElementWiseRule(spec.optimizer, spec.init_state_fn, settings.config)
             served.append((single, places, params))
             continue
-        # one driver per process group, with sharded and replicated parameters apart
+        # one update rule per process group, with sharded and replicated parameters apart
         together: dict[tuple[Any, bool], list[Tensor]] = {}
         for param in params:
             together.setdefault(
                 (dtensors.mesh_group(param, made), dtensors.is_sharded(param)), []
             ).append(param)
         for (group, is_cut), members in together.items():
-            driver = _matrix_driver(base, settings, routing, members, group, is_cut)
-            served.append((driver, places, members))
+            update_rule = _matrix_update_rule(spec, settings, routing, members, group, is_cut)
+            served.append((update_rule, places, members))
     optimizer = cls(groups, served, routing.names)
     optimizer.policy = Policy(settings.fresh_state, settings.momentum_from_adam)
     return optimizer
 
 
-def _checked(settings: Settings, routing: Routing) -> list[Base]:
+def _checked(settings: Settings, routing: Routing) -> list[OptimizerSpec]:
     """Create the optimizers; raise if one cannot step the dtype of a parameter."""
     # here the parameters, not the model's configuration, say how fused weights are split
     chunks = [SimpleNamespace(config=None)]
-    bases = bases_of(settings, routing, chunks, None, stand_ins=True, plain=True)
-    for base in bases:
-        if base.layout == "matrix_state":
-            mine = [param for group in base.groups for param in group["params"]]
-            check_dtypes({param: routing.names[param] for param in mine}, base.name)
-    return bases
+    specs = optimizer_specs(settings, routing, chunks, None, stand_ins=True, plain=True)
+    for spec in specs:
+        if spec.layout == "matrix_state":
+            mine = [param for group in spec.groups for param in group["params"]]
+            check_dtypes({param: routing.names[param] for param in mine}, spec.name)
+    return specs
 
 
 def _rates(settings: Settings, group: ParamGroup) -> ParamGroup:
@@ -105,30 +105,34 @@ def _rates(settings: Settings, group: ParamGroup) -> ParamGroup:
     return {"lr": group.get("max_lr", settings.lr), "weight_decay": decay * group["wd_mult"]}
 
 
-def _matrix_driver(
-    base: Base,
+def _matrix_update_rule(
+    spec: OptimizerSpec,
     settings: Settings,
     routing: Routing,
     params: Sequence[Tensor],
     group: Any,
     is_cut: bool,
-) -> Driver:
+) -> UpdateRule:
     mode: TpModeT = settings.tp_mode
-    if base.layout == "matrix_state" or (mode == "auto" and is_cut):
+    if spec.layout == "matrix_state" or (mode == "auto" and is_cut):
         # sharded matrices must be sent anyway, and one owner does the work only once
         mode = "exchange"
-    means = Means(mode, wave_mb=settings.wave_mb, device=dtensors.local_of(params[0]).device)
+    engine_config = EngineConfig(
+        mode, wave_mb=settings.wave_mb, device=dtensors.local_of(params[0]).device
+    )
     size = 1 if group is None else group.size()
 
     def computed_by(layouts: Sequence[Layout]) -> list[int]:
-        work = plan_work(layouts, size, mode, means.wave_bytes)
+        work = plan_work(layouts, size, mode, engine_config.wave_bytes)
         return [int(matrix.compute.boxes.rank[0]) for matrix in work.matrices]
 
     named = {routing.names[param]: param for param in params}
     splits = [routing.matrices[param] or whole(tuple(param.shape)) for param in params]
-    found = agreed_in(group, lambda: dtensors.dtensor_shards(named, splits, group, computed_by))
-    return driver_over(
-        base, base.groups, dict(zip(params, found, strict=True)), means, settings.config
+    found = raise_together_in(
+        group, lambda: dtensors.dtensor_shards(named, splits, group, computed_by)
+    )
+    return update_rule_over(
+        spec, spec.groups, dict(zip(params, found, strict=True)), engine_config, settings.config
     )
 
 
@@ -137,37 +141,37 @@ def is_torch_fsdp2(model_chunks: Sequence[Any]) -> bool:
     return any(isinstance(chunk, TorchFullyShardedDataParallel) for chunk in model_chunks)
 
 
-def chain_of_dtensors(wanted: Wanted) -> OptimizerChain | None:
+def build_torch_fsdp2(context: OptimizerBuildContext) -> OptimizerChain | None:
     """Return the chain for a ``fully_shard`` model; its one optimizer steps all DTensors."""
-    settings, routing = wanted.settings, wanted.routing
-    if settings.is_standard or not is_torch_fsdp2(wanted.model_chunks):
+    settings, routing = context.settings, context.routing
+    if settings.is_standard or not is_torch_fsdp2(context.model_chunks):
         return None
     dtensors.check_parameters([route.parameter for route in routing.routes])
     what = "torch's FSDP2 under Megatron"
-    agreed(lambda: check_dtypes(routing.names, what, double=not settings.half))
+    raise_together(lambda: check_dtypes(routing.names, what, double=not settings.half))
     inner = build_routed(settings, routing)
     storage: Storage
     if settings.half:
         storage = dtensors.MainShards(inner, settings.config, None, state_exists)
-        inner.follow({item.param: item.main for item in storage.stored()})
+        inner.follow({item.param: item.main for item in storage.main_shards()})
     else:
         storage = dtensors.Float32Shards(inner, settings.config, state_exists)
-    storage.count_in(wanted.collection.mp, wanted.collection)
-    chain = chain_over(storage, wanted)
+    storage.count_in(context.collection.mp, context.collection)
+    chain = chain_over(storage, context)
     # not all state is loaded in place, so the trainer must call load_state_dict
     chain.loads_itself = True
     return chain
 
 
 def chain_over(
-    storage: Storage, wanted: Wanted, cls: type[OptimizerChain] = OptimizerChain
+    storage: Storage, context: OptimizerBuildContext, cls: type[OptimizerChain] = OptimizerChain
 ) -> OptimizerChain:
     """Return the chain, an instance of ``cls``, of a storage over :func:`build_routed`'s result."""
     inner = storage.optimizer
-    params = [inner.params_of(driver) for driver in inner.drivers]
-    stepper = Stepper(storage, inner.drivers, params)
-    return cls([stepper], wanted.settings, None, wanted.model_chunks)
+    params = [inner.params_of(update_rule) for update_rule in inner.update_rules]
+    link = ChainLink(storage, inner.update_rules, params)
+    return cls([link], context.settings, None, context.model_chunks)
 
 
 def state_exists(*_: Any) -> None:
-    """Do nothing, because a ``ShardedOptimizer`` creates its state in the constructor."""
+    """Do nothing, because a ``DTensorOptimizer`` creates its state in the constructor."""

@@ -14,10 +14,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_eopt import qk_clip
-from megatron_eopt.base.agreement import agreed, any_rank, everyones
+from megatron_eopt.base.agreement import any_rank, gather_unique, raise_together
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import STANDARD_OPTIMIZERS
-from megatron_eopt.base.upstream import found, needed
+from megatron_eopt.base.upstream import find_upstream, require_upstream
 from megatron_eopt.config.arguments import arguments_of
 from megatron_eopt.config.checks import check_alike, refuse_for_matrices
 from megatron_eopt.config.registry import Overrides, is_muon, state_layout_of
@@ -28,12 +28,11 @@ from megatron_eopt.routing.global_names import name_parameters, names_in
 from megatron_eopt.routing.groups import Group
 from megatron_eopt.routing.model import Routing, log_routing, route_model
 from megatron_eopt.routing.parameters import check_dtypes
-from megatron_eopt.storage.buffers import buffer_sets, check_model_chunks, has_resting
+from megatron_eopt.storage.buffers import buffer_sets, check_model_chunks, has_frozen
 from megatron_eopt.wrappers import dtensors, megatron_fsdp
-from megatron_eopt.wrappers.bases import Base, bases_of
 from megatron_eopt.wrappers.builders import (
     BUILDERS,
-    Wanted,
+    OptimizerBuildContext,
     check_chunks,
     check_ddp,
     is_megatron_fsdp,
@@ -42,8 +41,9 @@ from megatron_eopt.wrappers.builders import (
 from megatron_eopt.wrappers.chain import OptimizerChain
 from megatron_eopt.wrappers.gradients import make_scaler
 from megatron_eopt.wrappers.layer_wise import LayerWiseDistributedOptimizer
-from megatron_eopt.wrappers.replicated import chain_of_slabs
-from megatron_eopt.wrappers.zero1 import Sharding, unmixed_steppers
+from megatron_eopt.wrappers.replicated import build_replicated
+from megatron_eopt.wrappers.specs import OptimizerSpec, optimizer_specs
+from megatron_eopt.wrappers.zero1 import Sharding, unmixed_links
 
 logger = logging.getLogger(__name__)
 
@@ -91,17 +91,19 @@ def get_megatron_optimizer(
         ConfigurationTypeError: If a value has the wrong type.
     """
     folder = dump_param_to_param_group_map
-    agreed(lambda: check_chunks(model_chunks))
-    if isinstance(model_chunks[0], found("MimoModel") or ()):
+    raise_together(lambda: check_chunks(model_chunks))
+    if isinstance(model_chunks[0], find_upstream("MimoModel") or ()):
         return megatrons_own_factory(config, model_chunks)
     of_dtensors = dtensors.is_torch_fsdp2(model_chunks) or is_megatron_fsdp(model_chunks)
-    settings = agreed(lambda: _settings(config, model_chunks, of_dtensors=of_dtensors))
+    settings = raise_together(lambda: _settings(config, model_chunks, of_dtensors=of_dtensors))
     check_alike(settings.config)
     with megatron_fsdp.whole_parameters(model_chunks):
         routing = route_model(settings, model_chunks, config_overrides)
     if _is_megatron_cores(settings, routing, model_chunks):
         # refuses settings that Adam and SGD do not have
-        agreed(lambda: bases_of(settings, routing, model_chunks, pg_collection, plain=True))
+        raise_together(
+            lambda: optimizer_specs(settings, routing, model_chunks, pg_collection, plain=True)
+        )
         return megatrons_own_factory(
             settings.config,
             model_chunks,
@@ -110,12 +112,14 @@ def get_megatron_optimizer(
             pg_collection,
             folder,
         )
-    wanted = Wanted(settings, routing, model_chunks, pg_collection, use_gloo_process_groups)
-    _report(settings, routing, model_chunks, wanted.collection)
+    context = OptimizerBuildContext(
+        settings, routing, model_chunks, pg_collection, use_gloo_process_groups
+    )
+    _report(settings, routing, model_chunks, context.collection)
     # the built-in builders support every configuration that gets here
-    chains = (chain for build in reversed(BUILDERS) if (chain := build(wanted)) is not None)
+    chains = (chain for build in reversed(BUILDERS) if (chain := build(context)) is not None)
     # all ranks raise together, even if only one pipeline stage has an error
-    optimizer = agreed(lambda: next(chains))
+    optimizer = raise_together(lambda: next(chains))
     _take_over(optimizer, routing.names)
     if folder is not None:
         with megatron_fsdp.whole_parameters(model_chunks):
@@ -133,7 +137,7 @@ def _take_over(optimizer: Any, params: Iterable[Tensor]) -> None:
     before = {_owners[param] for param in mine if param in _owners}
     for param in mine:
         _owners[param] = number
-    for earlier in everyones(sorted(before)):
+    for earlier in gather_unique(sorted(before)):
         if earlier in _optimizers:
             _optimizers[earlier].superseded = True
     _optimizers[number] = optimizer
@@ -158,46 +162,46 @@ def _is_megatron_cores(settings: Settings, routing: Routing, model_chunks: Seque
     return bool(settings.upstream_modes) or is_refused
 
 
-def _sharded(wanted: Wanted) -> OptimizerChain | None:
-    settings, routing, model_chunks = wanted.settings, wanted.routing, wanted.model_chunks
+def _sharded(context: OptimizerBuildContext) -> OptimizerChain | None:
+    settings, routing, model_chunks = context.settings, context.routing, context.model_chunks
     if settings.storage != "sharded":
         return None
     mixed = not settings.is_standard or bool(routing.optimizers - {settings.optimizer})
     # megatron-core's own optimizer would also step the frozen parameters of its buffers
-    mixed = any_rank(any(map(has_resting, model_chunks))) or mixed
-    collection = wanted.collection
+    mixed = any_rank(any(map(has_frozen, model_chunks))) or mixed
+    collection = context.collection
 
-    def checked() -> list[Base]:
+    def checked() -> list[OptimizerSpec]:
         check_model_chunks(model_chunks, mixed=mixed)
         check_dtypes(routing.names, "The distributed optimizer")
         if mixed:
             refuse_for_matrices(settings.config)
-        found = bases_of(settings, routing, model_chunks, collection, stand_ins=True)
-        kinds = {getattr(base.optimizer, "momentum_dtype", "fp32") for base in found}
+        found = optimizer_specs(settings, routing, model_chunks, collection, stand_ins=True)
+        kinds = {getattr(spec.optimizer, "momentum_dtype", "fp32") for spec in found}
         if settings.overlaps_step and (rounded := kinds - {"fp32"}):
             rule = "needs momentum_dtype='fp32' for all parameters"
-            way_out = f"Remove momentum_dtype={min(rounded)!r}, or turn muon_overlap_step off"
-            raise ConfigurationError("muon_overlap_step", True, rule, way_out)
+            hint = f"Remove momentum_dtype={min(rounded)!r}, or turn muon_overlap_step off"
+            raise ConfigurationError("muon_overlap_step", True, rule, hint)
         return found
 
-    bases = agreed(checked)
+    specs = raise_together(checked)
     sets = buffer_sets(
-        model_chunks, wanted.pg_collection, use_gloo=wanted.use_gloo, redistributed=mixed
+        model_chunks, context.pg_collection, use_gloo=context.use_gloo, redistributed=mixed
     )
     scaler, names = make_scaler(settings.loss_scale), names_in(model_chunks)
     name_parameters(model_chunks)
     sharding = Sharding(settings, model_chunks, sets, names, scaler, routing.matrices)
     if mixed:
-        bases = [base for base in bases if base.groups]
-        return LayerWiseDistributedOptimizer.of_bases(bases, sharding, collection)
-    return OptimizerChain(unmixed_steppers(sharding, bases), settings, scaler, model_chunks)
+        specs = [spec for spec in specs if spec.groups]
+        return LayerWiseDistributedOptimizer.of_specs(specs, sharding, collection)
+    return OptimizerChain(unmixed_links(sharding, specs), settings, scaler, model_chunks)
 
 
 for _builder in (
-    chain_of_slabs,
+    build_replicated,
     _sharded,
-    dtensors.chain_of_dtensors,
-    megatron_fsdp.chain_under_megatron_fsdp,
+    dtensors.build_torch_fsdp2,
+    megatron_fsdp.build_megatron_fsdp,
 ):
     register_storage(_builder)
 
@@ -283,7 +287,7 @@ def _warnings(
 
 
 def _dump(groups: Sequence[Group], model_chunks: list[Any], folder: str) -> None:
-    unique_name = needed("get_global_unique_param_name")
+    unique_name = require_upstream("get_global_unique_param_name")
     numbers = {
         unique_name(model_chunks, route.parameter.param): number
         for number, group in enumerate(groups)

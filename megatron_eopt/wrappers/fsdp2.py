@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from megatron_eopt.base.agreement import agreed, is_rank_0
+from megatron_eopt.base.agreement import is_rank_0, raise_together
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import MOMENTUM, OUTPUT_ATTRIBUTE, STANDARD_OPTIMIZERS
 from megatron_eopt.config.arguments import arguments_of
@@ -26,7 +26,7 @@ from megatron_eopt.config.registry import Overrides
 from megatron_eopt.config.settings import Settings
 from megatron_eopt.config.values import read_value
 from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
-from megatron_eopt.optimizers.dtensor_optimizer import ShardedOptimizer, sparse_gradient
+from megatron_eopt.optimizers.dtensor_optimizer import DTensorOptimizer, sparse_gradient
 from megatron_eopt.routing.frozen import Frozen
 from megatron_eopt.routing.model import (
     Routing,
@@ -59,7 +59,7 @@ def build_optimizer(
     config_overrides: Overrides | None = None,
     *,
     output_layers: str | Sequence[str] = OUTPUT_LAYERS,
-) -> ShardedOptimizer:
+) -> DTensorOptimizer:
     """Build the optimizer of a PyTorch model for your own training loop.
 
     Shard the model first: with torch's ``fully_shard`` (after ``parallelize_module``, if you use
@@ -103,7 +103,7 @@ def build_optimizer(
     # parameter names are those of the user's model, without the wrapper's prefix
     named: Any = model.module if model in managing else model
     with megatron_fsdp.whole_parameters([model]):
-        settings, outputs = agreed(checked)
+        settings, outputs = raise_together(checked)
         check_alike(settings.config)
         routing = _route(settings, named, config_overrides, outputs)
         frozen = Frozen([named])
@@ -116,8 +116,8 @@ def build_optimizer(
         logger.info(text, settings.clip_grad, clip)
     if managing:
         routing = routing.over(megatron_fsdp.shards_of_parameters([model]))
-    cls = partial(megatron_fsdp.MegatronFSDPOptimizer, managing) if managing else ShardedOptimizer
-    optimizer = agreed(lambda: build_routed(settings, routing, cls))
+    cls = partial(megatron_fsdp.MegatronFSDPOptimizer, managing) if managing else DTensorOptimizer
+    optimizer = raise_together(lambda: build_routed(settings, routing, cls))
     optimizer.collects_stats = settings.logs_stats
     optimizer.observe(stats_of(optimizer))
     optimizer.frozen = frozen
@@ -133,13 +133,13 @@ def _route(
     """Route a model by its modules and its output layers; collective."""
     of_outputs = [param for module in outputs.values() for param in module.parameters()]
     parameters = trainable_parameters([model], of_outputs, stacks=True)
-    overrides = agreed(lambda: overrides_for(settings, config_overrides))
+    overrides = raise_together(lambda: overrides_for(settings, config_overrides))
     if config_overrides is None and not settings.is_standard:
         overrides = {**overrides, **_without_decay(parameters)}
     with _marked(item.param for item in parameters if item.is_embedding):
         routing = route_parameters(settings, parameters, overrides)
     routing = with_splits(routing, settings, [model])
-    agreed(lambda: _refuse_sparse(model))
+    raise_together(lambda: _refuse_sparse(model))
     mine = {r.parameter.param for r in routing.routes if r.optimizer == settings.optimizer}
     heads = [
         path
@@ -189,7 +189,7 @@ def _refuse_sparse(model: nn.Module) -> None:
 
 @torch.no_grad()
 def import_torch_muon(
-    optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], params: Sequence[str] | None = None
+    optimizer: DTensorOptimizer, state_dict: Mapping[str, Any], params: Sequence[str] | None = None
 ) -> None:
     """Continue a ``torch.optim.Muon`` run: copy the momenta of its state dict into an optimizer.
 
@@ -220,8 +220,8 @@ def import_torch_muon(
         raise ConfigurationError("state_dict", odd[:8], rule, "Correct the names, or choose Muon")
     if missing := sorted(targets.keys() - momenta.keys()):
         rule = "the state dict lacks the momentum of these parameters"
-        way_out = "Choose another optimizer for them with config_overrides"
-        raise ConfigurationError("state_dict", missing[:8], rule, way_out)
+        hint = "Choose another optimizer for them with config_overrides"
+        raise ConfigurationError("state_dict", missing[:8], rule, hint)
     for name, (param, target) in targets.items():
         value = momenta[name]
         if value.shape != param.shape:
@@ -246,8 +246,8 @@ def _momenta_by_name(
     names = params or own or order
     if len(names) != len(order) or not all(isinstance(name, str) for name in names):
         rule = f"must name the {len(order)} parameters of the state dict, in their order"
-        way_out = "Pass the names of the parameters that torch.optim.Muon was given"
-        raise ConfigurationError("params", params, rule, way_out)
+        hint = "Pass the names of the parameters that torch.optim.Muon was given"
+        raise ConfigurationError("params", params, rule, hint)
     state = state_dict["state"]
     return {
         name: state[key][MOMENTUM]

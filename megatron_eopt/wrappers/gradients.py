@@ -1,8 +1,8 @@
 """Operations on all gradients at once: unscale, compute the norm, clip.
 
 Note [No waits]
-    The gradient norm and the clipping factor stay on the device. Drivers that fold the factor into
-    their own kernels read it there, and write nothing if it is NaN. So a step with non-finite
+    The gradient norm and the clipping factor stay on the device. Update rules that fold the factor
+    into their own kernels read it there, and write nothing if it is NaN. So a step with non-finite
     gradients changes nothing, although the host does not know it yet: it reads the norm when the
     next step begins, from a copy that has arrived by then.
 """
@@ -17,11 +17,11 @@ from megatron.core.utils import get_data_parallel_group_if_dtensor, to_local_if_
 from torch import Tensor, distributed
 
 from megatron_eopt.base import gpu
-from megatron_eopt.base.agreement import of_every_rank
+from megatron_eopt.base.agreement import gather_objects
 from megatron_eopt.base.gpu import HostCopy
-from megatron_eopt.base.upstream import needed
+from megatron_eopt.base.upstream import require_upstream
 from megatron_eopt.config.settings import LossScale
-from megatron_eopt.optimizers.stepper import Stepper
+from megatron_eopt.optimizers.chain_link import ChainLink
 from megatron_eopt.storage.dtensors import local_of
 from megatron_eopt.storage.interface import named_gradients
 from megatron_eopt.storage.shard import global_name
@@ -35,8 +35,8 @@ def make_scaler(wanted: LossScale | None) -> Any:
     if wanted is None:
         return None
     if wanted.constant is not None:
-        return needed("ConstantGradScaler")(wanted.constant)
-    return needed("DynamicGradScaler")(**wanted.dynamic)
+        return require_upstream("ConstantGradScaler")(wanted.constant)
+    return require_upstream("DynamicGradScaler")(**wanted.dynamic)
 
 
 def unscale_(grads: list[Tensor], inv_scale: Tensor, group: Any) -> bool:
@@ -138,38 +138,38 @@ def non_finite(
     }
     # each group passes the names on to the next, so that they get to all ranks
     for group in dict.fromkeys(group for norm in norms for group in norm.groups):
-        found = found.union(*of_every_rank(found, group))
+        found = found.union(*gather_objects(found, group))
     return found
 
 
-def folds_clipping(stepper: Stepper) -> bool:
-    """Return whether all drivers of a stepper fold clipping into their own pass."""
-    drivers = stepper.drivers
-    is_done = bool(drivers) and all(driver.folds_clipping for driver in drivers)
-    return stepper.storage.is_stub_optimizer or is_done
+def folds_clipping(link: ChainLink) -> bool:
+    """Return whether all update rules of a link fold clipping into their own pass."""
+    update_rules = link.update_rules
+    is_done = bool(update_rules) and all(update_rule.folds_clipping for update_rule in update_rules)
+    return link.storage.is_stub_optimizer or is_done
 
 
 @contextmanager
 def clipped(
-    steppers: Sequence[Stepper], most: float, norms: Mapping[str | None, GradNorm], *, fold: bool
+    links: Sequence[ChainLink], most: float, norms: Mapping[str | None, GradNorm], *, fold: bool
 ) -> Iterator[None]:
     """In a block, clip gradients to a norm of ``most``.
 
     Args:
-        steppers: The optimizers of the chain.
+        links: The optimizers of the chain.
         most: Largest norm; 0 turns clipping off.
         norms: The norm of each special group by its name, and of all other gradients by None.
-        fold: Whether drivers that support it clip while they read gradients.
+        fold: Whether update rules that support it clip while they read gradients.
     """
     factors = {name: norm.factor(most) for name, norm in norms.items()}
-    for driver in (driver for stepper in steppers for driver in stepper.drivers):
-        driver.coefficient = None
-        if fold and driver.folds_clipping:
-            factor = factors[None] if driver.is_clipped else norms[None].factor(0)
-            driver.coefficient = factor if _counts(factor) else None
-    name_of = needed("GRAD_NORM_GROUP_ATTR")
+    for update_rule in (update_rule for link in links for update_rule in link.update_rules):
+        update_rule.coefficient = None
+        if fold and update_rule.folds_clipping:
+            factor = factors[None] if update_rule.is_clipped else norms[None].factor(0)
+            update_rule.coefficient = factor if _counts(factor) else None
+    name_of = require_upstream("GRAD_NORM_GROUP_ATTR")
     by_norm: dict[str | None, list[Tensor]] = {}
-    for param in (param for stepper in steppers for param in _scaled(stepper)) if most > 0 else ():
+    for param in (param for link in links for param in _scaled(link)) if most > 0 else ():
         if param.grad is not None:
             name = getattr(param, name_of, None)
             by_norm.setdefault(name, []).append(local_of(param.grad).detach())
@@ -180,8 +180,8 @@ def clipped(
     try:
         yield
     finally:
-        for driver in (driver for stepper in steppers for driver in stepper.drivers):
-            driver.coefficient = None
+        for update_rule in (update_rule for link in links for update_rule in link.update_rules):
+            update_rule.coefficient = None
 
 
 def _counts(factor: Tensor) -> bool:
@@ -189,9 +189,9 @@ def _counts(factor: Tensor) -> bool:
     return gpu.runs_kernels(factor) or float(factor) != 1.0
 
 
-def _scaled(stepper: Stepper) -> Iterator[Tensor]:
-    if not stepper.drivers:
-        yield from (item.main for item in stepper.storage.stored())
-    for driver, _, main in stepper.stepped():
-        if driver.is_clipped and driver.coefficient is None:
+def _scaled(link: ChainLink) -> Iterator[Tensor]:
+    if not link.update_rules:
+        yield from (item.main for item in link.storage.main_shards())
+    for update_rule, _, main in link.stepped():
+        if update_rule.is_clipped and update_rule.coefficient is None:
             yield main

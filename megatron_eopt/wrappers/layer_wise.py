@@ -9,19 +9,19 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from megatron_eopt import qk_clip
-from megatron_eopt.base.agreement import agreed
+from megatron_eopt.base.agreement import raise_together
 from megatron_eopt.base.errors import ConfigurationTypeError
 from megatron_eopt.config.checks import check_alike
 from megatron_eopt.config.settings import RunSettings, resolve_run
-from megatron_eopt.optimizers.driver import refuse_group, refuse_state
+from megatron_eopt.optimizers.update_rule import refuse_group, refuse_state
 from megatron_eopt.routing.global_names import name_parameters, names_in
 from megatron_eopt.storage.all_reduced import AllReducedChunk
 from megatron_eopt.storage.buffers import buffer_sets, check_model_chunks, process_groups
-from megatron_eopt.wrappers.bases import Base
 from megatron_eopt.wrappers.builders import check_chunks
 from megatron_eopt.wrappers.chain import OptimizerChain
 from megatron_eopt.wrappers.gradients import make_scaler
-from megatron_eopt.wrappers.zero1 import Sharding, sharded_steppers
+from megatron_eopt.wrappers.specs import OptimizerSpec
+from megatron_eopt.wrappers.zero1 import Sharding, zero1_links
 
 
 class LayerWiseDistributedOptimizer(OptimizerChain):
@@ -58,7 +58,7 @@ class LayerWiseDistributedOptimizer(OptimizerChain):
         init_state_fn_list: Sequence[Callable[..., None] | None] | None = None,
         model_chunks: Sequence[Any] | None = None,
     ) -> None:
-        def checked() -> tuple[RunSettings, list[Any], list[Base]]:
+        def checked() -> tuple[RunSettings, list[Any], list[OptimizerSpec]]:
             settings = resolve_run(config)
             if model_chunks:
                 check_chunks(model_chunks)
@@ -73,28 +73,32 @@ class LayerWiseDistributedOptimizer(OptimizerChain):
             exempt = settings.exempt_from_clipping
             return settings, chunks, _bases(optimizers, init_state_fn_list, exempt=exempt)
 
-        settings, chunks, bases = agreed(checked)
+        settings, chunks, specs = raise_together(checked)
         check_alike(settings.config)
         sets = buffer_sets(chunks, pg_collection, use_gloo=True, redistributed=True)
         scaler = make_scaler(settings.loss_scale)
         sharding = Sharding(settings, chunks, sets, names_in(chunks), scaler, {})
-        self._build(bases, sharding, pg_collection)
+        self._build(specs, sharding, pg_collection)
         for optimizer in optimizers:
             optimizer.add_param_group = refuse_group  # type: ignore[method-assign]
             optimizer.state_dict = refuse_state  # type: ignore[assignment]
             optimizer.load_state_dict = refuse_state  # type: ignore[assignment]
 
     @classmethod
-    def of_bases(cls, bases: Sequence[Base], sharding: Sharding, pg_collection: Any) -> Self:
+    def of_specs(
+        cls, specs: Sequence[OptimizerSpec], sharding: Sharding, pg_collection: Any
+    ) -> Self:
         """Build the optimizer of a configuration that is already resolved and routed."""
         chain = cls.__new__(cls)
-        chain._build(bases, sharding, pg_collection)
+        chain._build(specs, sharding, pg_collection)
         return chain
 
-    def _build(self, bases: Sequence[Base], sharding: Sharding, pg_collection: Any) -> None:
-        steppers = sharded_steppers(sharding, bases)
+    def _build(
+        self, specs: Sequence[OptimizerSpec], sharding: Sharding, pg_collection: Any
+    ) -> None:
+        links = zero1_links(sharding, specs)
         chunks = sharding.chunks
-        OptimizerChain.__init__(self, steppers, sharding.settings, sharding.scaler, chunks)
+        OptimizerChain.__init__(self, links, sharding.settings, sharding.scaler, chunks)
         self.pg_collection = pg_collection
         # whether forward hooks gather parameters
         self.overlap_param_gather = any(chunk.ddp_config.overlap_param_gather for chunk in chunks)
@@ -109,16 +113,16 @@ class LayerWiseDistributedOptimizer(OptimizerChain):
 
 def _bases(
     optimizers: Sequence[Any], init_state_fns: Sequence[Any] | None, *, exempt: bool
-) -> list[Base]:
+) -> list[OptimizerSpec]:
     for number, optimizer in enumerate(optimizers):
         if isinstance(optimizer, MegatronOptimizer):
             rule = "has a megatron-core wrapper, but this class wraps torch optimizers itself"
-            way_out = "Pass the torch optimizer inside it"
-            raise ConfigurationTypeError(f"optimizers[{number}]", optimizer, rule, way_out)
+            hint = "Pass the torch optimizer inside it"
+            raise ConfigurationTypeError(f"optimizers[{number}]", optimizer, rule, hint)
     # orthogonalized updates do not depend on the size of gradients
     free = OrthogonalizedOptimizer if exempt else ()
     functions = init_state_fns or [None] * len(optimizers)
     return [
-        Base(item, function, item.param_groups, is_clipped=not isinstance(item, free))
+        OptimizerSpec(item, function, item.param_groups, is_clipped=not isinstance(item, free))
         for item, function in zip(optimizers, functions, strict=True)
     ]

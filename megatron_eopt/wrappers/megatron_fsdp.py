@@ -17,13 +17,13 @@ from torch.nn.utils import clip_grad_norm_
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import GLOBAL_NAME_ATTRIBUTE
-from megatron_eopt.base.upstream import found, needed
+from megatron_eopt.base.upstream import find_upstream, require_upstream
 from megatron_eopt.checkpoint import fsdp_dtensor, optimizer_state
-from megatron_eopt.optimizers.dtensor_optimizer import ShardedOptimizer
+from megatron_eopt.optimizers.dtensor_optimizer import DTensorOptimizer
 from megatron_eopt.storage.dtensors import LocalShards, local_of, shard_like
-from megatron_eopt.storage.interface import Stored
+from megatron_eopt.storage.interface import MainShard
 from megatron_eopt.storage.replicated import Replicated
-from megatron_eopt.wrappers.builders import OF_DDP, Wanted, is_megatron_fsdp
+from megatron_eopt.wrappers.builders import OF_DDP, OptimizerBuildContext, is_megatron_fsdp
 from megatron_eopt.wrappers.chain import OptimizerChain
 from megatron_eopt.wrappers.dtensors import build_routed, chain_over, state_exists
 
@@ -46,22 +46,22 @@ def faults(modules: Iterable[Any], *, own_loop: bool = False) -> Iterator[Config
         outer = module.ddp_config.outer_dp_sharding_strategy
         if outer != "no_shard":
             rule = "does not divide gradients by the number of ranks in megatron-core"
-            way_out = "Set it to 'no_shard', which keeps a copy on each outer rank"
-            yield ConfigurationError(OF_DDP + "outer_dp_sharding_strategy", outer, rule, way_out)
+            hint = "Set it to 'no_shard', which keeps a copy on each outer rank"
+            yield ConfigurationError(OF_DDP + "outer_dp_sharding_strategy", outer, rule, hint)
         for name, shard in module.param_and_grad_buffer.optimizer_named_parameters:
-            if needed("is_float8tensor")(shard.orig_param):
+            if require_upstream("is_float8tensor")(shard.orig_param):
                 rule = "is stored in 8 bits, which is not supported with Megatron-FSDP"
                 yield ConfigurationError(name, "float8", rule, "Set fp8_param_gather=False")
             mesh = shard.device_mesh.mesh_dim_names
             if own_loop and shard.megatron_fsdp_dist_index.tp_dim in mesh:
                 rule = "is also cut by tensor parallelism, in an unknown way for fused weights"
-                way_out = "Use torch's fully_shard, or Megatron's trainer"
-                yield ConfigurationError(name, tuple(shard.placements), rule, way_out)
+                hint = "Use torch's fully_shard, or Megatron's trainer"
+                yield ConfigurationError(name, tuple(shard.placements), rule, hint)
 
 
 def fsdp_modules(model_chunks: Iterable[nn.Module]) -> list[Any]:
     """Return the ``MegatronFSDP`` modules of a model."""
-    managing = found("MegatronFSDP") or ()
+    managing = find_upstream("MegatronFSDP") or ()
     return [m for chunk in model_chunks for m in chunk.modules() if isinstance(m, managing)]
 
 
@@ -89,7 +89,7 @@ def shards_of_parameters(model_chunks: Iterable[nn.Module]) -> dict[Tensor, nn.P
         for _, shard in module.param_and_grad_buffer.optimizer_named_parameters
     }
     # how gradients are counted in norms, and the global name
-    told = ("allreduce", needed("GRAD_NORM_GROUP_ATTR"), GLOBAL_NAME_ATTRIBUTE)
+    told = ("allreduce", require_upstream("GRAD_NORM_GROUP_ATTR"), GLOBAL_NAME_ATTRIBUTE)
     for param, shard in shards.items():
         vars(shard).update({k: v for k, v in vars(param).items() if k in told})
     return shards
@@ -118,7 +118,7 @@ def _compute_with_main_weights(model: Any) -> None:
 # Your own training loop
 
 
-class MegatronFSDPOptimizer(ShardedOptimizer):
+class MegatronFSDPOptimizer(DTensorOptimizer):
     """Steps a ``MegatronFSDP`` model; do not pass it to ``fully_shard_optimizer``."""
 
     def __init__(self, managing: Sequence[Any], *args: Any) -> None:
@@ -157,7 +157,7 @@ class MegatronFSDPOptimizer(ShardedOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return groups and state for torch's distributed checkpoints; collective."""
-        prepared = needed("preprocess_state_dict_for_uneven_dtensor")
+        prepared = require_upstream("preprocess_state_dict_for_uneven_dtensor")
         state: dict[str, Any] = prepared(super().state_dict())
         return state
 
@@ -175,34 +175,34 @@ class MegatronFSDPOptimizer(ShardedOptimizer):
 # Megatron's training loop
 
 
-def chain_under_megatron_fsdp(wanted: Wanted) -> OptimizerChain | None:
+def build_megatron_fsdp(context: OptimizerBuildContext) -> OptimizerChain | None:
     """Return the chain for a Megatron-FSDP model; one optimizer steps all shards; collective."""
-    settings, model_chunks = wanted.settings, wanted.model_chunks
+    settings, model_chunks = context.settings, context.model_chunks
     if not is_megatron_fsdp(model_chunks):
         return None
     for error in faults(fsdp_modules(model_chunks)):
         raise error
     if len(model_chunks) > 1:
         rule = "must be one, because Megatron-FSDP saves only the first chunk of a pipeline stage"
-        way_out = "Train without virtual pipeline stages"
-        raise ConfigurationError("model_chunks", len(model_chunks), rule, way_out)
-    inner = build_routed(settings, wanted.routing.over(shards_of_parameters(model_chunks)))
-    storage = ManagedShards(inner, settings.config, model_chunks)
-    storage.count_in(_stats_group(wanted), wanted.collection)
-    return chain_over(storage, wanted, ManagedChain)
+        hint = "Train without virtual pipeline stages"
+        raise ConfigurationError("model_chunks", len(model_chunks), rule, hint)
+    inner = build_routed(settings, context.routing.over(shards_of_parameters(model_chunks)))
+    storage = MegatronFSDPShards(inner, settings.config, model_chunks)
+    storage.count_in(_stats_group(context), context.collection)
+    return chain_over(storage, context, MegatronFSDPChain)
 
 
-def _stats_group(wanted: Wanted) -> Any:
+def _stats_group(context: OptimizerBuildContext) -> Any:
     """Return the group over whose ranks gradient statistics are summed."""
-    if wanted.model_chunks[0].ddp_config.data_parallel_sharding_strategy == "no_shard":
-        return wanted.collection.mp
+    if context.model_chunks[0].ddp_config.data_parallel_sharding_strategy == "no_shard":
+        return context.collection.mp
     groups = ProcessGroupCollection.setup_process_groups_for_optimizer(
-        wanted.pg_collection, wanted.model_chunks, use_gloo_process_groups=False
+        context.pg_collection, context.model_chunks, use_gloo_process_groups=False
     )
     return groups["intra_dist_opt_group"]
 
 
-class ManagedShards(LocalShards, Replicated, DistributedOptimizer):
+class MegatronFSDPShards(LocalShards, Replicated, DistributedOptimizer):
     """Steps the DTensors; megatron-core's wrapper writes them to the model, which gathers them."""
 
     def __init__(self, optimizer: Any, config: Any, model_chunks: Sequence[Any]) -> None:
@@ -228,7 +228,7 @@ class ManagedShards(LocalShards, Replicated, DistributedOptimizer):
         """Add empty gradients; the model sets all others when it reduces them."""
         _complete_gradients(self.get_parameters())
 
-    def gradient_of(self, item: Stored) -> Tensor | None:
+    def gradient_of(self, item: MainShard) -> Tensor | None:
         """Return this rank's part of a gradient, which counts in the norm."""
         return None if item.main.grad is None else item.main.grad._local_tensor  # type: ignore[attr-defined]
 
@@ -242,7 +242,7 @@ class ManagedShards(LocalShards, Replicated, DistributedOptimizer):
         self.gather_params(now=True)
 
 
-class ManagedChain(OptimizerChain):
+class MegatronFSDPChain(OptimizerChain):
     """A chain over the shards that megatron-core's FSDP manages."""
 
     def sharded_state_dict(
@@ -259,13 +259,13 @@ class ManagedChain(OptimizerChain):
         if form != fsdp_dtensor.FORMAT:
             rule = "is not supported with Megatron-FSDP"
             raise ConfigurationError("ckpt_format", form, rule, f"Use {fsdp_dtensor.FORMAT!r}")
-        return fsdp_dtensor.requested(self.steppers[0], is_loading=is_loading)
+        return fsdp_dtensor.requested(self.links[0], is_loading=is_loading)
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Load what was read into :meth:`sharded_state_dict`, or a state dict; collective."""
         if isinstance(state_dict, Mapping) and fsdp_dtensor.GROUPS in state_dict:
-            fsdp_dtensor.load(self.steppers[0], state_dict)
-            optimizer_state.settle(self.steppers)
+            fsdp_dtensor.load(self.links[0], state_dict)
+            optimizer_state.settle(self.links)
         else:
             super().load_state_dict(state_dict)
         self.gather_params(now=True)

@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from megatron_eopt.base.address import address_of
+from megatron_eopt.optimizers.chain_link import ChainLink
 from megatron_eopt.optimizers.nested_state import leaves
-from megatron_eopt.optimizers.stepper import Stepper
 from megatron_eopt.storage.dtensors import local_of
 
 _MIB = 2**20
@@ -35,37 +35,39 @@ class Memory:
 
 
 def memory_of(
-    steppers: Sequence[Stepper], model_chunks: Sequence[Any], transient: int | None
+    links: Sequence[ChainLink], model_chunks: Sequence[Any], transient: int | None
 ) -> Memory:
     """Count the bytes of a chain's tensors; shared memory counts in the first category only."""
     params = [param for chunk in model_chunks for param in chunk.parameters()]
     gradients = (getattr(param, "main_grad", None) for param in params)
-    mains = (item.main for stepper in steppers for item in stepper.storage.stored())
-    drivers = [driver for stepper in steppers for driver in stepper.drivers]
+    mains = (item.main for link in links for item in link.storage.main_shards())
+    update_rules = [update_rule for link in links for update_rule in link.update_rules]
     seen: set[int] = set()
     return Memory(
         weights=_bytes(params, seen),
         gradients=_bytes((grad for grad in gradients if grad is not None), seen),
         # before the device, so that off-loaded tensors count here
-        host=_bytes(_on_host(steppers), seen),
+        host=_bytes(_on_host(links), seen),
         main_weights=_bytes(mains, seen),
-        state=_bytes(_states(steppers), seen),
-        buffers=_bytes((value for driver in drivers for value in driver.buffers()), seen),
+        state=_bytes(_states(links), seen),
+        buffers=_bytes(
+            (value for update_rule in update_rules for value in update_rule.buffers()), seen
+        ),
         transient=transient,
     )
 
 
-def _on_host(steppers: Sequence[Stepper]) -> Iterator[Tensor]:
-    for stepper in steppers:
-        for driver in stepper.drivers:
-            if driver.host is not None:
-                yield from driver.host.tensors(stepper.storage.optimizer.state)
+def _on_host(links: Sequence[ChainLink]) -> Iterator[Tensor]:
+    for link in links:
+        for update_rule in link.update_rules:
+            if update_rule.host is not None:
+                yield from update_rule.host.tensors(link.storage.optimizer.state)
 
 
-def _states(steppers: Sequence[Stepper]) -> Iterator[Tensor]:
-    for stepper in steppers:
-        if not stepper.storage.is_stub_optimizer:
-            found = (value for _, value in leaves(list(stepper.storage.optimizer.state.values())))
+def _states(links: Sequence[ChainLink]) -> Iterator[Tensor]:
+    for link in links:
+        if not link.storage.is_stub_optimizer:
+            found = (value for _, value in leaves(list(link.storage.optimizer.state.values())))
             yield from (value for value in found if isinstance(value, Tensor))
 
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.base import gpu
-from megatron_eopt.optimizers.stepper import Stepper
-from megatron_eopt.optimizers.windows import WindowedMuonDriver
-from megatron_eopt.storage.interface import Stored, finish_gathers
-from megatron_eopt.storage.zero1 import FragmentsOptimizer
+from megatron_eopt.optimizers.chain_link import ChainLink
+from megatron_eopt.optimizers.windows import WindowedMuonRule
+from megatron_eopt.storage.interface import MainShard, finish_gathers
+from megatron_eopt.storage.zero1 import Zero1Optimizer
 
 _MARGIN = 0.9
 """Look ahead only if the last norm was below this share of the limit, so that clipping is rare."""
@@ -46,12 +46,12 @@ def windows_of(params: Sequence[Tensor], model_chunks: Sequence[Any]) -> tuple[i
 
 @dataclass(eq=False)
 class _Window:
-    """The matrices of one driver in one bucket group."""
+    """The matrices of one update rule in one bucket group."""
 
-    stepper: Stepper
-    driver: WindowedMuonDriver
+    link: ChainLink
+    update_rule: WindowedMuonRule
     number: int
-    items: list[Stored]
+    items: list[MainShard]
     group: Any
     is_early: bool  # whether its gradients are final once they are reduced
 
@@ -63,23 +63,23 @@ class Overlap:
     """
 
     def __init__(
-        self, steppers: Sequence[Stepper], chunks: Sequence[Any], may_look: Callable[[float], bool]
+        self, links: Sequence[ChainLink], chunks: Sequence[Any], may_look: Callable[[float], bool]
     ) -> None:
-        self._steppers, self._may_look = list(steppers), may_look
+        self._links, self._may_look = list(links), may_look
         self._groups, self._chunks = bucket_groups(chunks), chunks
         found = list(self._found())
-        self._drivers = list({window.driver for window in found})
+        self._update_rules = list({window.update_rule for window in found})
         self._windows = {g: [w for w in found if w.group is g] for g in self._groups}
         # bucket groups in the order of a step, those without matrices first
         self._order = sorted(self._groups, key=lambda group: bool(self._windows[group]))
         self._others = [
-            (stepper, driver)
-            for stepper in steppers
-            for driver in stepper.drivers
-            if not isinstance(driver, WindowedMuonDriver)
+            (link, update_rule)
+            for link in links
+            for update_rule in link.update_rules
+            if not isinstance(update_rule, WindowedMuonRule)
         ]
-        storages = (stepper.storage for stepper in steppers)
-        self._storages = [item for item in storages if isinstance(item, FragmentsOptimizer)]
+        storages = (link.storage for link in links)
+        self._storages = [item for item in storages if isinstance(item, Zero1Optimizer)]
         self._begun: set[Any] = set()  # bucket groups whose reduction has begun
         self._waiting: list[Any] = []  # those of them whose updates are not computed yet
         self._stream = torch.cuda.Stream() if gpu.is_there() else None  # type: ignore[no-untyped-call]
@@ -91,19 +91,19 @@ class Overlap:
 
     def _found(self) -> Iterator[_Window]:
         for group in self._groups:
-            for stepper in self._steppers:
-                items = [item for item in stepper.storage.stored() if item.param in group.params]
-                for driver, params in zip(stepper.drivers, stepper.params, strict=True):
-                    if not isinstance(driver, WindowedMuonDriver):
+            for link in self._links:
+                items = [item for item in link.storage.main_shards() if item.param in group.params]
+                for update_rule, params in zip(link.update_rules, link.params, strict=True):
+                    if not isinstance(update_rule, WindowedMuonRule):
                         continue
-                    for number, members in enumerate(driver.members):
+                    for number, members in enumerate(update_rule.members):
                         mine = {params[shard] for shard in members}
                         if mine <= group.params:
                             late = any(
                                 getattr(p, name, False) for p in mine for name in _CHANGED_LATER
                             )
                             held = [item for item in items if item.param in mine]
-                            yield _Window(stepper, driver, number, held, group, not late)
+                            yield _Window(link, update_rule, number, held, group, not late)
 
     def _started(self, group: Any, start: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Begin to reduce a bucket group, and compute the updates of the one before."""
@@ -127,17 +127,17 @@ class Overlap:
                 group.grad_reduce_handle.wait()
             for window in self._windows[group]:
                 if window.is_early:
-                    assert isinstance(window.stepper.storage, FragmentsOptimizer)
-                    window.stepper.storage.take_gradients(window.items)
-                    with window.stepper.groups_and_state(window.driver) as (groups, state):
-                        window.driver.look_ahead(window.number, groups, state)
+                    assert isinstance(window.link.storage, Zero1Optimizer)
+                    window.link.storage.take_gradients(window.items)
+                    with window.link.groups_and_state(window.update_rule) as (groups, state):
+                        window.update_rule.precompute(window.number, groups, state)
 
     def forget(self) -> None:
         """Discard all updates computed ahead."""
         self._begun.clear()
         self._waiting.clear()
-        for driver in self._drivers:
-            driver.forget()
+        for update_rule in self._update_rules:
+            update_rule.forget()
 
     def join(self) -> Tensor:
         """Return 1 if a gradient of this rank has changed since its update was computed, else 0."""
@@ -145,7 +145,7 @@ class Overlap:
         self._waiting.clear()
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
-        found = [driver.unchanged() for driver in self._drivers]
+        found = [update_rule.unchanged() for update_rule in self._update_rules]
         same = [flag for flag in found if flag is not None]
         if not same:
             return torch.zeros((), device="cuda")
@@ -157,19 +157,19 @@ class Overlap:
         finish_gathers(self._chunks)
         with ExitStack() as stack:
             for storage in self._storages:
-                stack.enter_context(storage.handing_out())
+                stack.enter_context(storage.writing_model_copies())
             self._step()
         for storage in self._storages:
             storage.steps += 1
 
     def _step(self) -> None:
-        for stepper, driver in self._others:
-            with stepper.groups_and_state(driver) as (groups, state):
-                driver.step(groups, state)
+        for link, update_rule in self._others:
+            with link.groups_and_state(update_rule) as (groups, state):
+                update_rule.step(groups, state)
         for group in self._order:
             for window in self._windows[group]:
-                with window.stepper.groups_and_state(window.driver) as (groups, state):
-                    window.driver.step_window(window.number, groups, state)
+                with window.link.groups_and_state(window.update_rule) as (groups, state):
+                    window.update_rule.step_window(window.number, groups, state)
             for storage in self._storages:
-                storage.hand_out(group.params)
+                storage.write_model_copies(group.params)
             group.start_param_sync()

@@ -54,8 +54,8 @@ def own_arguments(
         construct(**arguments)
     except Exception as error:
         rule = f"{optimizer} raised an error: {error}".rstrip(".")
-        way_out = "Correct these settings"
-        raise ConfigurationError("config_overrides", arguments, rule, way_out) from error
+        hint = "Correct these settings"
+        raise ConfigurationError("config_overrides", arguments, rule, hint) from error
     return {name: value for name, value in arguments.items() if name not in made.defaults}
 
 
@@ -63,18 +63,18 @@ def _check_name(optimizer: str, name: str, value: object, known: Sequence[str]) 
     """Raise a ConfigurationError unless parameters of this optimizer may have the setting."""
     argument = f"config_overrides[...][{name!r}]"
     if name in _OF_THE_RUN:
-        way_out = f"Set {_OF_THE_RUN[name]} instead"
-        raise ConfigurationError(argument, value, "cannot be set for some parameters", way_out)
+        hint = f"Set {_OF_THE_RUN[name]} instead"
+        raise ConfigurationError(argument, value, "cannot be set for some parameters", hint)
     if name not in known:
         rule = (
             f"{optimizer}, which updates these parameters, and Megatron's scheduler have no such "
         )
         rule += "setting"
         near = difflib.get_close_matches(name, [*known, *sorted(RATES)], cutoff=0.75)
-        way_out = f"Use one of {', '.join(known)}, or let the key match other parameters"
+        hint = f"Use one of {', '.join(known)}, or let the key match other parameters"
         if near:
-            way_out = f"Did you mean {' or '.join(map(repr, near))}?"
-        raise ConfigurationError(argument, value, rule, way_out)
+            hint = f"Did you mean {' or '.join(map(repr, near))}?"
+        raise ConfigurationError(argument, value, rule, hint)
 
 
 def _type_of(made: torch.optim.Optimizer, name: str) -> FieldType:

@@ -12,47 +12,47 @@ from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.config.fields import constructor_arguments
 from megatron_eopt.config.registry import entry_of
 from megatron_eopt.config.settings import Settings
-from megatron_eopt.optimizers.driver import Driver, refuse_group
-from megatron_eopt.optimizers.element_wise import ElementWiseDriver, SlabDriver
+from megatron_eopt.optimizers.chain_link import ChainLink
+from megatron_eopt.optimizers.element_wise import ElementWiseRule, LocalShardRule
 from megatron_eopt.optimizers.muon import TensorParallelMuon
-from megatron_eopt.optimizers.stepper import Stepper
+from megatron_eopt.optimizers.update_rule import UpdateRule, refuse_group
 from megatron_eopt.routing.model import Routing
 from megatron_eopt.routing.parameters import check_dtypes
 from megatron_eopt.storage import replicated
 from megatron_eopt.storage.interface import Storage
 from megatron_eopt.storage.shard import Ranks
-from megatron_eopt.wrappers.bases import Base, bases_of
-from megatron_eopt.wrappers.builders import Wanted
+from megatron_eopt.wrappers.builders import OptimizerBuildContext
 from megatron_eopt.wrappers.chain import OptimizerChain
 from megatron_eopt.wrappers.gradients import make_scaler
+from megatron_eopt.wrappers.specs import OptimizerSpec, optimizer_specs
 
 
-def chain_of_slabs(
-    wanted: Wanted, storage_of: Callable[..., Storage] | None = None
+def build_replicated(
+    context: OptimizerBuildContext, storage_of: Callable[..., Storage] | None = None
 ) -> OptimizerChain | None:
     """Return the chain that steps whole parameters, or whole tensor-parallel shards.
 
     Args:
-        wanted: Settings, routing and model. Without ``storage_of``, the result is None unless the
+        context: Settings, routing and model. Without ``storage_of``, the result is None unless the
             settings ask for this storage.
         storage_of: Storage class to use instead of the built-in ones; called as
             ``(optimizer, config, init_state_fn=...)``.
     """
-    settings, chunks = wanted.settings, wanted.model_chunks
+    settings, chunks = context.settings, context.model_chunks
     if storage_of is None and settings.storage != "replicated":
         return None
     scaler = make_scaler(settings.loss_scale) if settings.half else None
     if storage_of is None:
         what = f"Mixed precision ({settings.half})" if settings.half else "Megatron's DDP"
-        check_dtypes(wanted.routing.names, what, double=not settings.half)
+        check_dtypes(context.routing.names, what, double=not settings.half)
         if settings.half:
             storage_of = functools.partial(replicated.MainParamsOptimizer, grad_scaler=scaler)
         else:
-            _check_half(wanted.routing)
+            _check_half(context.routing)
             storage_of = replicated.Float32Optimizer
-    bases = bases_of(settings, wanted.routing, chunks, wanted.collection)
-    steppers = [_stepper(base, wanted, storage_of) for base in bases]
-    return OptimizerChain(steppers, settings, scaler, chunks)
+    specs = optimizer_specs(settings, context.routing, chunks, context.collection)
+    links = [_link(spec, context, storage_of) for spec in specs]
+    return OptimizerChain(links, settings, scaler, chunks)
 
 
 def _check_half(routing: Routing) -> None:
@@ -63,61 +63,65 @@ def _check_half(routing: Routing) -> None:
             raise ConfigurationError(field, False, rule, f"Set {field}=True")
 
 
-def _check_whole(base: Base, routing: Routing) -> None:
+def _check_whole(spec: OptimizerSpec, routing: Routing) -> None:
     """Raise if a parameter declares several matrices but its optimizer would step it as one."""
-    if "splits" in constructor_arguments(entry_of(base.name).optimizer_cls):
+    if "splits" in constructor_arguments(entry_of(spec.name).optimizer_cls):
         return
-    for item in (route.parameter for route in routing.routes if route.optimizer == base.name):
+    for item in (route.parameter for route in routing.routes if route.optimizer == spec.name):
         declared = getattr(item.param, "eopt_split", None)
         split = routing.splits.get(item.param)
         several = split is not None and sum(part.count for part in split.parts) > 1
         folded = split is not None and len(split.shape) != item.param.dim()
         if folded or (declared is not None and several):
-            rule = f"{base.name} does not split parameters without use_distributed_optimizer"
-            way_out = "Set use_distributed_optimizer=True, or remove eopt_split"
-            raise ConfigurationError(f"{item.name}.eopt_split", declared, rule, way_out)
+            rule = f"{spec.name} does not split parameters without use_distributed_optimizer"
+            hint = "Set use_distributed_optimizer=True, or remove eopt_split"
+            raise ConfigurationError(f"{item.name}.eopt_split", declared, rule, hint)
 
 
-def _stepper(base: Base, wanted: Wanted, storage_of: Callable[..., Storage]) -> Stepper:
-    settings, collection, optimizer = wanted.settings, wanted.collection, base.optimizer
+def _link(
+    spec: OptimizerSpec, context: OptimizerBuildContext, storage_of: Callable[..., Storage]
+) -> ChainLink:
+    settings, collection, optimizer = context.settings, context.collection, spec.optimizer
     made_early = optimizer is not None and bool(optimizer.state)
     if made_early:
         # this state is for the model's parameters, which the wrapper may replace by main weights
         optimizer.state.clear()
-    storage = storage_of(optimizer, settings.config, init_state_fn=base.init_state_fn)
-    name = "tp_ep_pp" if base.is_expert else "mp"
+    storage = storage_of(optimizer, settings.config, init_state_fn=spec.init_state_fn)
+    name = "tp_ep_pp" if spec.is_expert else "mp"
     storage.count_in(getattr(collection, name, collection.mp), collection)
     if optimizer is None:
-        return Stepper(storage)
-    if base.layout == "matrix_state":
-        _check_whole(base, wanted.routing)
-    stored = list(storage.stored())
+        return ChainLink(storage)
+    if spec.layout == "matrix_state":
+        _check_whole(spec, context.routing)
+    stored = list(storage.main_shards())
     if isinstance(optimizer, TensorParallelMuon):
         optimizer.follow({item.main: item.param for item in stored})
-    drivers = _drivers(base, [item.param for item in stored], settings, collection)
+    update_rules = _update_rules(spec, [item.param for item in stored], settings, collection)
     model_of = {item.main: item.param for item in stored}
     params = []
-    for driver in drivers:
-        driver.is_clipped = base.is_clipped
-        if made_early or base.layout == "matrix_update":
-            driver.init(optimizer.param_groups, optimizer.state)
-        params.append([model_of[main] for _, main, _ in driver.numbered(optimizer.param_groups)])
+    for update_rule in update_rules:
+        update_rule.is_clipped = spec.is_clipped
+        if made_early or spec.layout == "matrix_update":
+            update_rule.init(optimizer.param_groups, optimizer.state)
+        params.append(
+            [model_of[main] for _, main, _ in update_rule.numbered(optimizer.param_groups)]
+        )
     optimizer.add_param_group = refuse_group
-    return Stepper(storage, drivers, params)
+    return ChainLink(storage, update_rules, params)
 
 
-def _drivers(
-    base: Base, params: list[Tensor], settings: Settings, collection: Any
-) -> Sequence[Driver]:
-    optimizer, init_state_fn = base.optimizer, base.init_state_fn
-    if base.layout == "matrix_update":
-        planned: list[Driver] = optimizer.plan()
+def _update_rules(
+    spec: OptimizerSpec, params: list[Tensor], settings: Settings, collection: Any
+) -> Sequence[UpdateRule]:
+    optimizer, init_state_fn = spec.optimizer, spec.init_state_fn
+    if spec.layout == "matrix_update":
+        planned: list[UpdateRule] = optimizer.plan()
         return planned
-    if base.layout == "element_wise":
-        driver = ElementWiseDriver(optimizer, init_state_fn, settings.config)
+    if spec.layout == "element_wise":
+        update_rule = ElementWiseRule(optimizer, init_state_fn, settings.config)
     else:
         ranks = [Ranks.of(replicated.tensor_parallel_cut(param, collection)[1]) for param in params]
-        driver = SlabDriver(optimizer, init_state_fn, settings.config, ranks=ranks)
+        update_rule = LocalShardRule(optimizer, init_state_fn, settings.config, ranks=ranks)
     count = itertools.count()
-    driver.attach([[next(count) for _ in group["params"]] for group in optimizer.param_groups])
-    return [driver]
+    update_rule.attach([[next(count) for _ in group["params"]] for group in optimizer.param_groups])
+    return [update_rule]

@@ -15,14 +15,14 @@ from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor, distributed
 from torch.distributed.tensor import DTensor
 
-from megatron_eopt.base.agreement import device_of_collectives, everyones
+from megatron_eopt.base.agreement import device_of_collectives, gather_unique
 from megatron_eopt.layouts.redistribution import EXCHANGE
-from megatron_eopt.optimizers.driver import Driver, ParamGroup
-from megatron_eopt.optimizers.dtensor_optimizer import ShardedOptimizer
+from megatron_eopt.optimizers.chain_link import ChainLink
+from megatron_eopt.optimizers.dtensor_optimizer import DTensorOptimizer
 from megatron_eopt.optimizers.step_stats import ORTHOGONALIZATION, StepStats, sum_of_squares
-from megatron_eopt.optimizers.stepper import Stepper
+from megatron_eopt.optimizers.update_rule import ParamGroup, UpdateRule
 from megatron_eopt.storage.dtensors import is_uneven, local_of
-from megatron_eopt.storage.interface import Storage, Stored
+from megatron_eopt.storage.interface import MainShard, Storage
 
 _COLUMNS = (
     *("elements", "rates", "squares", "updated", "squares of updates", "samples", "residuals"),
@@ -44,13 +44,13 @@ class _Weight(NamedTuple):
 
 
 class _Part:
-    """The weights that one driver, or one of megatron-core's optimizers, steps in a step."""
+    """The weights that one update rule, or one of megatron-core's optimizers, steps in a step."""
 
     def __init__(
         self,
         name: str,
         storage: Storage,
-        driver: Driver | None,
+        update_rule: UpdateRule | None,
         weights: Sequence[_Weight],
         device: torch.device,
     ) -> None:
@@ -59,14 +59,14 @@ class _Part:
         self._weights = weights
         self._device = device
         self.step_stats: StepStats | None = None
-        if driver is not None:
+        if update_rule is not None:
             self.step_stats = StepStats(device, {one.number: one.share for one in weights})
-            driver.measure(self.step_stats)
-        tells_updates = driver is not None and driver.tells_updates
-        # if the driver does not report updates, weights are compared before and after the step
+            update_rule.measure(self.step_stats)
+        reports_updates = update_rule is not None and update_rule.reports_updates
+        # if the update rule does not report updates, weights are compared before and after the step
         self._before = [
             (one, float(one.group["lr"]), _sample(one.data).clone())
-            for one in (() if tells_updates else weights)
+            for one in (() if reports_updates else weights)
             if one.group["lr"] and one.data.numel()
         ]
 
@@ -103,22 +103,24 @@ def _sample(weight: Tensor) -> Tensor:
 
 
 class Stats:
-    """Measures the steps of a chain's steppers."""
+    """Measures the steps of a chain's links."""
 
-    def __init__(self, steppers: Sequence[Stepper]) -> None:
-        self._steppers = steppers
+    def __init__(self, links: Sequence[ChainLink]) -> None:
+        self._links = links
         self._rows: list[tuple[str, dict[str, Any], StepStats | None]] = []
         self._values: dict[str, float] | None = {}
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
         """Measure the step in a block; replaces earlier measurements."""
-        parts = [part for stepper in self._steppers for part in _parts(stepper)]
+        parts = [part for link in self._links for part in _parts(link)]
         try:
             yield
         finally:
-            for driver in (driver for stepper in self._steppers for driver in stepper.drivers):
-                driver.measure(None)
+            for update_rule in (
+                update_rule for link in self._links for update_rule in link.update_rules
+            ):
+                update_rule.measure(None)
         self._rows = [(part.name, part.row(), part.step_stats) for part in parts]
         self._values = None
 
@@ -126,7 +128,7 @@ class Stats:
         """Return the statistics of the last measured step; collective, on the first call for it."""
         if self._values is not None:
             return self._values
-        names = sorted(everyones(name for name, *_ in self._rows))
+        names = sorted(gather_unique(name for name, *_ in self._rows))
         table = torch.zeros(
             len(names), len(_COLUMNS), dtype=torch.float64, device=device_of_collectives()
         )
@@ -151,29 +153,29 @@ class Stats:
         return self._values
 
 
-def _parts(stepper: Stepper) -> Iterator[_Part]:
-    """Yield one part per driver of a stepper, or one for its optimizer if it has no driver."""
-    storage = stepper.storage
+def _parts(link: ChainLink) -> Iterator[_Part]:
+    """Yield one part per update rule of a link, or one for its optimizer if it has none."""
+    storage = link.storage
     if storage.is_stub_optimizer:
         return
-    stored = {item.main: item for item in storage.stored()}
+    stored = {item.main: item for item in storage.main_shards()}
     # a rank without stored weights may still compute matrices
     devices = (item.param.device for item in stored.values())
     device = next(devices, device_of_collectives())
-    found: list[tuple[str, Driver | None, Iterable[tuple[ParamGroup, Tensor, int]]]] = [
-        (driver.name, driver, driver.numbered(stepper.groups_of(driver)))
-        for driver in stepper.drivers
+    found: list[tuple[str, UpdateRule | None, Iterable[tuple[ParamGroup, Tensor, int]]]] = [
+        (update_rule.name, update_rule, update_rule.numbered(link.groups_of(update_rule)))
+        for update_rule in link.update_rules
     ]
     if not found:
         groups = storage.optimizer.param_groups
         placed = [(group, main, 0) for group in groups for main in group["params"]]
         found = [(type(storage.optimizer).__name__, None, placed)]
-    for name, driver, numbered in found:
+    for name, update_rule, numbered in found:
         weights = [
             _Weight(group, local_of(main).detach(), _share(storage, stored[main]), number)
             for group, main, number in numbered
         ]
-        yield _Part(name, storage, driver, weights, device)
+        yield _Part(name, storage, update_rule, weights, device)
 
 
 class OwnLoopStorage(Storage):
@@ -181,7 +183,7 @@ class OwnLoopStorage(Storage):
 
     is_stub_optimizer = False
 
-    def __init__(self, optimizer: ShardedOptimizer) -> None:
+    def __init__(self, optimizer: DTensorOptimizer) -> None:
         self.optimizer = optimizer
 
     @property
@@ -189,23 +191,23 @@ class OwnLoopStorage(Storage):
         """Number of steps done."""
         return int(self.optimizer.steps)
 
-    def stored(self) -> Iterator[Stored]:
+    def main_shards(self) -> Iterator[MainShard]:
         """Yield the parameters, with the size of this rank's shard."""
         for param in self.optimizer.names:
-            yield Stored(param, param, 0, local_of(param).numel())
+            yield MainShard(param, param, 0, local_of(param).numel())
 
 
-def stats_of(optimizer: ShardedOptimizer) -> Stats:
+def stats_of(optimizer: DTensorOptimizer) -> Stats:
     """Return what measures the steps of an optimizer for your own training loop."""
-    params = [optimizer.params_of(driver) for driver in optimizer.drivers]
-    return Stats([Stepper(OwnLoopStorage(optimizer), optimizer.drivers, params)])
+    params = [optimizer.params_of(update_rule) for update_rule in optimizer.update_rules]
+    return Stats([ChainLink(OwnLoopStorage(optimizer), optimizer.update_rules, params)])
 
 
 def _world_size() -> int:
     return distributed.get_world_size() if distributed.is_initialized() else 1
 
 
-def _share(storage: Storage, item: Stored) -> float:
+def _share(storage: Storage, item: MainShard) -> float:
     """Return the weight of this rank's copy, so that all ranks count each element once in total.
 
     The ranks over which the gradient norm is summed count each element once. If several sets of

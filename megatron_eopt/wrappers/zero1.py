@@ -1,4 +1,4 @@
-"""Build the optimizers of ZeRO-1 fragments, one stepper per set of Megatron's buffers."""
+"""Build the optimizers of ZeRO-1 fragments, one link per set of Megatron's buffers."""
 
 import functools
 from collections import defaultdict
@@ -10,26 +10,26 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.base.address import address_of
-from megatron_eopt.base.agreement import agreed, agreed_in
+from megatron_eopt.base.agreement import raise_together, raise_together_in
 from megatron_eopt.config.checks import refuse_for_overlap
 from megatron_eopt.config.settings import RunSettings
 from megatron_eopt.matrices import Split, whole
-from megatron_eopt.optimizers.driver import CompositeOptimizer, Driver, ParamGroup, bind
-from megatron_eopt.optimizers.element_wise import ElementWiseDriver
-from megatron_eopt.optimizers.engine import Means
-from megatron_eopt.optimizers.host_memory import HostPlace, on_device
+from megatron_eopt.optimizers.chain_link import ChainLink
+from megatron_eopt.optimizers.element_wise import ElementWiseRule
+from megatron_eopt.optimizers.engine import EngineConfig
+from megatron_eopt.optimizers.host_memory import OffloadSettings, on_device
 from megatron_eopt.optimizers.muon import declared_split
-from megatron_eopt.optimizers.stepper import Stepper
+from megatron_eopt.optimizers.update_rule import CompositeOptimizer, ParamGroup, UpdateRule, bind
 from megatron_eopt.storage import zero1
 from megatron_eopt.storage.buffers import BufferSet, check_buffers, data_parallel_only
 from megatron_eopt.storage.interface import Storage
-from megatron_eopt.wrappers.bases import Base, driver_over
 from megatron_eopt.wrappers.overlap import windows_of
+from megatron_eopt.wrappers.specs import OptimizerSpec, update_rule_over
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """What all steppers of one chain share."""
+    """What all links of one chain share."""
 
     settings: RunSettings
     chunks: Sequence[Any]  # the wrapped model
@@ -39,9 +39,9 @@ class Sharding:
     # logical matrices by parameter, None for a single one; empty if the optimizers know them
     splits: Mapping[Tensor, Split | None]
 
-    def storage(self, optimizer: Any, buffers: BufferSet) -> zero1.FragmentsOptimizer:
+    def storage(self, optimizer: Any, buffers: BufferSet) -> zero1.Zero1Optimizer:
         """Return Megatron's distributed optimizer over some buffers."""
-        storage = zero1.FragmentsOptimizer(
+        storage = zero1.Zero1Optimizer(
             optimizer,
             self.settings.config,
             self.scaler,
@@ -66,115 +66,120 @@ class Sharding:
         return declared_split(optimizer, param, shape)
 
 
-def unmixed_steppers(sharding: Sharding, bases: Sequence[Base]) -> list[Stepper]:
-    """Return steppers with one element-wise optimizer, such as Adam, as in megatron-core.
+def unmixed_links(sharding: Sharding, specs: Sequence[OptimizerSpec]) -> list[ChainLink]:
+    """Return links with one element-wise optimizer, such as Adam, as in megatron-core.
 
     State is created by the first step, as in megatron-core, or when it is saved.
     """
     by_kind = {item.is_expert: item for item in sharding.sets}
-    steppers = []
-    for base in bases:
-        drivers = []
-        if base.optimizer is not None:
-            bind(base.optimizer, base.groups, defaultdict(dict))
+    links = []
+    for spec in specs:
+        update_rules = []
+        if spec.optimizer is not None:
+            bind(spec.optimizer, spec.groups, defaultdict(dict))
             config = sharding.settings.config
-            drivers = [ElementWiseDriver(base.optimizer, base.init_state_fn, config)]
-        storage = sharding.storage(base.optimizer, by_kind[base.is_expert])
-        steppers.append(_numbered(Stepper(storage, drivers), {}))
-    return steppers
+            update_rules = [ElementWiseRule(spec.optimizer, spec.init_state_fn, config)]
+        storage = sharding.storage(spec.optimizer, by_kind[spec.is_expert])
+        links.append(_numbered(ChainLink(storage, update_rules), {}))
+    return links
 
 
-def sharded_steppers(sharding: Sharding, bases: Sequence[Base]) -> list[Stepper]:
-    """Return one stepper per set of buffers, with all optimizers; collective.
+def zero1_links(sharding: Sharding, specs: Sequence[OptimizerSpec]) -> list[ChainLink]:
+    """Return one link per set of buffers, with all optimizers; collective.
 
     Raises a ConfigurationError if a parameter is not in exactly one group, or is not supported.
     """
     if sharding.settings.overlaps_step:
         parts = [part for chunk in sharding.chunks for part in (chunk.ddp_config, chunk.config)]
-        agreed(lambda: refuse_for_overlap(sharding.settings.config, parts))
+        raise_together(lambda: refuse_for_overlap(sharding.settings.config, parts))
     buffers = [buffer for item in sharding.sets for buffer in item.all_buffers]
-    groups = [group for base in bases for group in base.groups]
-    agreed(lambda: check_buffers(buffers, groups, sharding.names))
-    live: list[list[ParamGroup]] = [[] for _ in bases]
-    steppers = [_stepper(sharding, bases, item, live) for item in sharding.sets]
-    agreed(lambda: [stepper.storage.optimizer.refuse_faults() for stepper in steppers])
-    for base, groups in zip(bases, live, strict=True):
+    groups = [group for spec in specs for group in spec.groups]
+    raise_together(lambda: check_buffers(buffers, groups, sharding.names))
+    live: list[list[ParamGroup]] = [[] for _ in specs]
+    links = [_link(sharding, specs, item, live) for item in sharding.sets]
+    raise_together(lambda: [link.storage.optimizer.refuse_faults() for link in links])
+    for spec, groups in zip(specs, live, strict=True):
         # callers may edit the groups of their optimizer; state of the model's parameters is freed
-        bind(base.optimizer, groups, defaultdict(dict))
-    return steppers
+        bind(spec.optimizer, groups, defaultdict(dict))
+    return links
 
 
-def _stepper(
-    sharding: Sharding, bases: Sequence[Base], buffers: BufferSet, live: Sequence[list[ParamGroup]]
-) -> Stepper:
-    """Return the stepper of one set of buffers; its groups are appended to ``live``, by base."""
+def _link(
+    sharding: Sharding,
+    specs: Sequence[OptimizerSpec],
+    buffers: BufferSet,
+    live: Sequence[list[ParamGroup]],
+) -> ChainLink:
+    """Return the link of one set of buffers; its groups are appended to ``live``, by base."""
     places = zero1.ranges_in(buffers, sharding.names)
     groups: list[ParamGroup] = []
-    served: list[tuple[Driver, slice]] = []
-    params: dict[Driver, list[Tensor]] = {}
-    drivers = {}
-    for number, base in enumerate(bases):
-        mine = _groups_in(base, places, is_expert=buffers.is_expert)
+    served: list[tuple[UpdateRule, slice]] = []
+    params: dict[UpdateRule, list[Tensor]] = {}
+    update_rules = {}
+    for number, spec in enumerate(specs):
+        mine = _groups_in(spec, places, is_expert=buffers.is_expert)
         if not mine:
             continue
         members = {param for group in mine for param in group["params"]}
         of_base = {param: place for param, place in places.items() if param in members}
-        driver = _driver(sharding, base, mine, of_base, buffers)
-        driver.is_clipped = base.is_clipped
-        drivers[number] = driver
-        served.append((driver, slice(len(groups), len(groups) + len(mine))))
+        update_rule = _driver(sharding, spec, mine, of_base, buffers)
+        update_rule.is_clipped = spec.is_clipped
+        update_rules[number] = update_rule
+        served.append((update_rule, slice(len(groups), len(groups) + len(mine))))
         groups += mine
-        if driver.shards:
-            params[driver] = list(of_base)
+        if update_rule.shards:
+            params[update_rule] = list(of_base)
     composite = CompositeOptimizer(groups, served)
     storage = sharding.storage(composite, buffers)
-    stepper = _numbered(Stepper(storage, composite.drivers), params)
+    link = _numbered(ChainLink(storage, composite.update_rules), params)
     composite.init_state()
-    for number, driver in drivers.items():
-        live[number].extend(composite.groups_of(driver))
+    for number, update_rule in update_rules.items():
+        live[number].extend(composite.groups_of(update_rule))
     if sharding.settings.offload_fraction:
         _off_load(composite, storage, sharding.settings)
-    return stepper
+    return link
 
 
 def _off_load(composite: CompositeOptimizer, storage: Storage, settings: RunSettings) -> None:
     """Off-load a fraction of main weights and state to host memory."""
-    items = list(storage.stored())
+    items = list(storage.main_shards())
     own = [i.main for i in items if address_of(i.main)[0] != address_of(i.param)[0]]
-    place = HostPlace(
+    place = OffloadSettings(
         settings.offload_fraction,
         frozenset(own),  # not the model's own weights, which float32 training steps
         items[0].main.device if items else "cpu",
         int(settings.wave_mb * 2**20),
     )
-    for driver in composite.drivers:
-        with composite.groups_and_state(driver) as (groups, state):
-            driver.off_load(groups, state, place)
+    for update_rule in composite.update_rules:
+        with composite.groups_and_state(update_rule) as (groups, state):
+            update_rule.off_load(groups, state, place)
     storage.collect_gradients = functools.partial(  # type: ignore[method-assign]
-        on_device, [driver.host for driver in composite.drivers], storage.collect_gradients
+        on_device,
+        [update_rule.host for update_rule in composite.update_rules],
+        storage.collect_gradients,
     )
 
 
 def _driver(
     sharding: Sharding,
-    base: Base,
+    spec: OptimizerSpec,
     groups: Sequence[ParamGroup],
     places: Mapping[Tensor, zero1.BufferRange],
     buffers: BufferSet,
-) -> Driver:
-    """Return the driver of an optimizer's parameters at ``places`` of the buffers."""
+) -> UpdateRule:
+    """Return the update rule of an optimizer's parameters at ``places`` of the buffers."""
     config = sharding.settings.config
     # a pipeline stage may have no matrices
-    if base.layout == "element_wise" or not places:
-        return ElementWiseDriver(base.optimizer, base.init_state_fn, config)
+    if spec.layout == "element_wise" or not places:
+        return ElementWiseRule(spec.optimizer, spec.init_state_fn, config)
     grid = buffers.grid
     assert grid is not None
-    slabs = base.layout == "matrix_update" and base.optimizer.tp_mode == "blockwise"
+    slabs = spec.layout == "matrix_update" and spec.optimizer.tp_mode == "blockwise"
     if slabs:
         grid = data_parallel_only(grid, buffers.data)
-    split_of = functools.partial(sharding.split_of, base.optimizer)
+    split_of = functools.partial(sharding.split_of, spec.optimizer)
     members = grid
-    shards = agreed_in(
+    shards = raise_together_in(
         grid.ranks.group,
         lambda: {
             param: zero1.fragment_of(param, place, split_of, members, slabs=slabs)
@@ -183,44 +188,46 @@ def _driver(
     )
     # with owners, a rank sends and receives its share of a matrix twice, however many ranks
     settings = sharding.settings
-    overlaps = settings.overlaps_step and base.name == "muon"
-    means = Means(
+    overlaps = settings.overlaps_step and spec.name == "muon"
+    engine_config = EngineConfig(
         "exchange",
         wave_mb=settings.wave_mb,
         device=torch.device("cuda", torch.cuda.current_device()),
         team_size=settings.team_size,
         windows=windows_of(list(shards), sharding.chunks) if overlaps else (),
     )
-    return driver_over(base, groups, shards, means, config)
+    return update_rule_over(spec, groups, shards, engine_config, config)
 
 
-def _numbered(stepper: Stepper, params: Mapping[Driver, Sequence[Tensor]]) -> Stepper:
-    """Return a stepper whose drivers know the shard number of each fragment.
+def _numbered(link: ChainLink, params: Mapping[UpdateRule, Sequence[Tensor]]) -> ChainLink:
+    """Return a link whose update rules know the shard number of each fragment.
 
-    ``params`` has the parameters of drivers with shards, in order of the shards. Other drivers
+    ``params`` has the parameters of update rules with shards, in order of the shards. Other rules
     number their fragments in order of the groups.
     """
-    model_of = {id(item.main): item.param for item in stepper.storage.stored()}
+    model_of = {id(item.main): item.param for item in link.storage.main_shards()}
     found = []
-    for driver in stepper.drivers:
-        held = [[model_of[id(p)] for p in group["params"]] for group in stepper.groups_of(driver)]
-        mine = params.get(driver) or [param for group in held for param in group]
+    for update_rule in link.update_rules:
+        held = [[model_of[id(p)] for p in group["params"]] for group in link.groups_of(update_rule)]
+        mine = params.get(update_rule) or [param for group in held for param in group]
         number_of = {param: number for number, param in enumerate(mine)}
-        driver.attach([[number_of[param] for param in group] for group in held])
+        update_rule.attach([[number_of[param] for param in group] for group in held])
         found.append(mine)
-    return replace(stepper, params=found)
+    return replace(link, params=found)
 
 
-def _groups_in(base: Base, places: Mapping[Tensor, Any], *, is_expert: bool) -> list[ParamGroup]:
+def _groups_in(
+    spec: OptimizerSpec, places: Mapping[Tensor, Any], *, is_expert: bool
+) -> list[ParamGroup]:
     """Return an optimizer's groups with the parameters of one set of buffers.
 
     Empty groups are kept, because other pipeline stages may have parameters in them.
     """
     groups = []
-    for group in base.groups:
+    for group in spec.groups:
         members = [param for param in group["params"] if param in places]
         trained = [param for param in group["params"] if param.requires_grad]
         if members or (not trained and bool(group.get("is_expert_parallel")) == is_expert):
-            name = type(base.optimizer).__name__.lower()
+            name = type(spec.optimizer).__name__.lower()
             groups.append({"optimizer": name, **group, "params": members})
     return groups

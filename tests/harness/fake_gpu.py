@@ -24,7 +24,7 @@ from megatron_eopt.tools.dry_run.counting import READ, who_reads
 @contextmanager
 def fake_gpu() -> Iterator[None]:
     """Let torch make fake tensors on ``cuda`` without a GPU."""
-    # operations then ask no driver which device is the current one
+    # operations then ask no update rule which device is the current one
     torch._C._ensureCUDADeviceGuardSet()
     generators = Generators()
     patches = [
@@ -41,7 +41,7 @@ def fake_gpu() -> Iterator[None]:
 
 
 def _by_way_of_the_host(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return ``make`` without what only a driver can do: copy values to a device at once."""
+    """Return ``make`` without what only an update rule can do: copy values to a device at once."""
 
     @functools.wraps(make)
     def made(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:

@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
 from megatron_eopt.base.live_bytes import LiveBytes
-from megatron_eopt.optimizers.driver import Driver
 from megatron_eopt.optimizers.modes import Schedule
+from megatron_eopt.optimizers.update_rule import UpdateRule
 from megatron_eopt.tools.dry_run.kernels import moved_by
 from megatron_eopt.wrappers.memory import Memory
 
@@ -48,8 +48,8 @@ _PHASES = {
     "megatron_eopt.math.norms": "orthogonalization",
     "megatron_eopt.math.backends": "orthogonalization",
     "megatron_eopt.optimizers.momentum": "momentum's rounding",
-    "megatron_eopt.optimizers.muon_driver._apply": "weights",
-    "megatron_eopt.optimizers.muon_driver": "directions",
+    "megatron_eopt.optimizers.muon_rule._apply": "weights",
+    "megatron_eopt.optimizers.muon_rule": "directions",
     "megatron_eopt.optimizers.windows": "directions",
     "megatron_eopt.optimizers.engine": "exchange",
     "megatron_eopt.optimizers": "update",
@@ -152,8 +152,8 @@ def _phase() -> Phase:
         name = name or _phase_of(f"{module}.{function}")
         # f_locals keeps variables alive, so read those of step functions only
         steps = function.startswith(("step", "look_ahead")) and "eopt.optimizers." in module
-        if steps and isinstance(driver := frame.f_locals.get("self"), Driver):
-            optimizer = driver.name
+        if steps and isinstance(update_rule := frame.f_locals.get("self"), UpdateRule):
+            optimizer = update_rule.name
     return Phase(optimizer, name or who_reads() or "?")
 
 
@@ -202,10 +202,10 @@ class Report:
 def schedules_of(optimizer: Any) -> list[tuple[str, Schedule]]:
     """Return which rank computes which matrices, each with its optimizer's name."""
     return [
-        (driver.name, schedule)
-        for stepper in optimizer.steppers
-        for driver in stepper.drivers
-        for schedule in driver.schedules
+        (update_rule.name, schedule)
+        for link in optimizer.links
+        for update_rule in link.update_rules
+        for schedule in update_rule.schedules
     ]
 
 
@@ -222,9 +222,9 @@ def report_of(optimizer: Any, give_gradients: Callable[[], None]) -> Report:
     with Counts() as counts, LiveBytes() as live:
         optimizer.step()
     elements: Counter[str] = Counter()
-    for stepper in optimizer.steppers:
-        for driver, _, main in stepper.stepped():
-            elements[driver.name] += main.numel()
+    for link in optimizer.links:
+        for update_rule, _, main in link.stepped():
+            elements[update_rule.name] += main.numel()
     return Report(
         elements=dict(elements),
         schedules=schedules_of(optimizer),

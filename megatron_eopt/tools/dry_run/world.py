@@ -120,7 +120,7 @@ class _Peers:
         kwargs["backend"] = "fake"
         return self._make(members, *args, **kwargs)
 
-    def of_every_rank[T](self, value: T, group: distributed.ProcessGroup | None) -> list[T]:
+    def gather_objects[T](self, value: T, group: distributed.ProcessGroup | None) -> list[T]:
         """Return this rank's value for every rank."""
         return [value] * distributed.get_world_size(group)
 

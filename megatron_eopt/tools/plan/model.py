@@ -112,8 +112,8 @@ def build_stage(
             raise
         reason = " ".join(str(error).split()).rstrip(".")
         rule = f"does not fit {architecture.name}: {reason}"
-        way_out = "Choose other parallel sizes, or correct the model's flags"
-        raise ConfigurationError("layout", layout, rule, way_out) from error
+        hint = "Choose other parallel sizes, or correct the model's flags"
+        raise ConfigurationError("layout", layout, rule, hint) from error
 
 
 def _built(architecture: Architecture, layout: Layout, overlaps: bool) -> DistributedDataParallel:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from torch import distributed
 
-from megatron_eopt.base.agreement import CheckpointError, agreed, everyones, from_rank_0
+from megatron_eopt.base.agreement import CheckpointError, from_rank_0, gather_unique, raise_together
 from megatron_eopt.base.errors import ConfigurationError
 from tests.harness import run_ranks
 
@@ -34,17 +34,17 @@ def outcomes() -> list[str]:
     return [
         outcome(function)
         for function in (
-            lambda: agreed(lambda: refuse_on(1)),
-            lambda: agreed(lambda: refuse_on(1, 2)),
+            lambda: raise_together(lambda: refuse_on(1)),
+            lambda: raise_together(lambda: refuse_on(1, 2)),
             lambda: from_rank_0(lambda: refuse_on(0)),
-            lambda: agreed(lambda: fail_on(1)),
+            lambda: raise_together(lambda: fail_on(1)),
             lambda: from_rank_0(lambda: fail_on(0)),
             lambda: from_rank_0(threading.Lock),
             lambda: from_rank_0(lambda: f"of {rank}"),
-            lambda: everyones(["all", "all", rank]),
-            lambda: everyones([]),
-            lambda: everyones(["odd"] if rank % 2 else []),
-            lambda: agreed(lambda: f"of {rank}") == f"of {rank}",
+            lambda: gather_unique(["all", "all", rank]),
+            lambda: gather_unique([]),
+            lambda: gather_unique(["odd"] if rank % 2 else []),
+            lambda: raise_together(lambda: f"of {rank}") == f"of {rank}",
         )
     ]
 
@@ -68,9 +68,9 @@ def test_all_ranks_have_one_outcome():
 
 
 def test_alone_nothing_is_communicated():
-    assert agreed(lambda: 3) == from_rank_0(lambda: 3) == 3
-    assert everyones([3, 3]) == [3]
-    for function in (agreed, from_rank_0):
+    assert raise_together(lambda: 3) == from_rank_0(lambda: 3) == 3
+    assert gather_unique([3, 3]) == [3]
+    for function in (raise_together, from_rank_0):
         with pytest.raises(CheckpointError):
             function(_refuse)
 

@@ -13,7 +13,7 @@ from megatron_eopt.config.settings import resolve
 
 @pytest.mark.parametrize("name", sorted(upstream.MODULE_OF))
 def test_all_that_is_needed_is_there(name: str) -> None:
-    assert upstream.needed(name) is upstream.found(name)
+    assert upstream.require_upstream(name) is upstream.find_upstream(name)
 
 
 @pytest.mark.parametrize("module", ["megatron.core.optimizer", "megatron.gone"])
@@ -23,8 +23,8 @@ def test_what_is_missing_is_named_with_what_to_do(
     monkeypatch.setitem(upstream.MODULE_OF, "Thing", module)
     message = rf"^megatron-core \S+ has no {module}\.Thing, .* install megatron-core 0"
     with pytest.raises(ImportError, match=message):
-        upstream.needed("Thing")
-    assert upstream.found("Thing") is None
+        upstream.require_upstream("Thing")
+    assert upstream.find_upstream("Thing") is None
 
 
 @pytest.fixture

@@ -132,11 +132,11 @@ def state_by_name(chunk: Any, optimizer: Any) -> dict[str, dict[str, torch.Tenso
     return {
         names[item.param]: {
             kind: value
-            for kind, value in stepper.storage.tensors_of(item).items()
+            for kind, value in link.storage.tensors_of(item).items()
             if torch.is_tensor(value) and value.dim()
         }
-        for stepper in optimizer.steppers
-        for item in stepper.storage.stored()
+        for link in optimizer.links
+        for item in link.storage.main_shards()
     }
 
 

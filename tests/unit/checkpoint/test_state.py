@@ -325,7 +325,7 @@ def counts_with_maxima(case: Case, folder: str) -> set[int]:
             group["amsgrad"] = True
 
     chunk, optimizer = resume(case, folder, adjust=keep_maxima)
-    assert {"max_exp_avg_sq"} <= {key for m in optimizer.steppers for key in kinds_of(m)}
+    assert {"max_exp_avg_sq"} <= {key for m in optimizer.links for key in kinds_of(m)}
     return set(counts_of(chunk, optimizer).values())
 
 

@@ -58,7 +58,7 @@ def on_gpu(world_size: int, case: Case) -> tuple[set[str], set[str], list[str]]:
 def devices_of(optimizer: Any) -> set[str]:
     return {
         str(value.device)
-        for member in optimizer.steppers
+        for member in optimizer.links
         for state in member.storage.optimizer.state.values()
         for value in state.values()
         if isinstance(value, torch.Tensor) and value.dim()

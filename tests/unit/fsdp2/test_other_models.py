@@ -224,7 +224,12 @@ def declared_before_sharding(way):
         for group in optimizer.param_groups
         for param in group["params"]
     }
-    matrices = {name for driver in optimizer.drivers for s in driver.schedules for name in s.names}
+    matrices = {
+        name
+        for update_rule in optimizer.update_rules
+        for s in update_rule.schedules
+        for name in s.names
+    }
     return found, matrices
 
 
@@ -248,7 +253,12 @@ class Attention(nn.Module):
 
 def heads_of(model):
     optimizer = build_optimizer(model, config(muon_split_per_head=True), output_layers=())
-    names = [name for driver in optimizer.drivers for s in driver.schedules for name in s.names]
+    names = [
+        name
+        for update_rule in optimizer.update_rules
+        for s in update_rule.schedules
+        for name in s.names
+    ]
     return [sum(name.startswith(f"{part}_proj.weight") for name in names) for part in "qkvo"]
 
 

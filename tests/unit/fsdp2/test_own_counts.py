@@ -70,7 +70,7 @@ NEW = ("up.weight", ONCE, "wide.weight", "experts.weight", "turned.weight", "hid
 
 def counts_of(optimizer: Any) -> dict[str, int]:
     """Return the count of each parameter, which is the same on all ranks."""
-    inner = getattr(optimizer, "steppers", None)
+    inner = getattr(optimizer, "links", None)
     inner = inner[0].storage.optimizer if inner else optimizer
     saved = inner.state_dict()
     number_of = saved["param_names"]
@@ -79,9 +79,9 @@ def counts_of(optimizer: Any) -> dict[str, int]:
         for number, state in saved["state"].items()
     }
     mine = {name.rpartition("module.")[2]: counts for name, counts in mine.items() if counts}
-    everyones: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(everyones, mine)
-    assert all(other == mine for other in everyones)
+    gather_unique: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(gather_unique, mine)
+    assert all(other == mine for other in gather_unique)
     assert all(len(counts) == 1 for counts in mine.values())
     return {name: min(counts) for name, counts in mine.items()}
 

@@ -125,7 +125,7 @@ def test_ranks_whose_hosts_have_other_packages_are_told_so():
 
     config = EmergingOptimizerConfig()
     with (
-        answered_by(SimpleNamespace(of_every_rank=others)),
+        answered_by(SimpleNamespace(gather_objects=others)),
         pytest.raises(ConfigurationError, match=r"'gram_newton_schulz'.*'torch'.*same packages"),
     ):
         check_alike(config)

@@ -27,7 +27,7 @@ KERNELS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
 
 
 class H100:
-    """What Triton asks of a driver before it launches anything."""
+    """What Triton asks of an update rule before it launches anything."""
 
     get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
     get_current_device = get_current_stream = staticmethod(lambda *_: 0)

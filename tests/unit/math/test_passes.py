@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.optim.adam import adam
 
-from megatron_eopt.math.passes import Mixing, adam_, mix_, update_
+from megatron_eopt.math.passes import MomentumMixing, adam_, mix_, update_
 from tests.harness.kernels import interpreted_kernels
 
 SIZES = ((5000,), (1,), (0,), (33,), (7, 11), (64, 32))
@@ -48,7 +48,7 @@ def mixed(grads, momenta, outs, coefficient, how):
 @pytest.mark.parametrize("momentum", [0.95, 0.3])
 def test_mixing_has_the_bits_of_torch(momentum, dtypes, coefficient):
     for nesterov, decay in ((True, 0.0), (True, 0.1), (False, 0.1)):
-        how = Mixing(momentum, nesterov, decay)
+        how = MomentumMixing(momentum, nesterov, decay)
         found, expected = by_both(mixed, *dtypes, coefficient, how)
         # without a place the momentum is all that is written
         assert len(found) == (1 + (dtypes[2] is not None)) * len(SIZES)

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from megatron_eopt.math import choose_algorithm, orthogonalize, resolve_coefficients
 from megatron_eopt.matrices import qkv, whole
-from megatron_eopt.optimizers.engine import MatrixEngine, Means
+from megatron_eopt.optimizers.engine import EngineConfig, MatrixEngine
 from megatron_eopt.storage.shard import Fragment
 from tests.harness import run_ranks
 from tests.harness.collectives import counted
@@ -35,7 +35,7 @@ def run_counted(parameters, mode, precision="highest", wave_bytes=64 << 20, algo
     built = [stored(f"w{i}", split, dim, size) for i, (split, dim) in enumerate(parameters)]
     shards = [parameter.shard(dist.group.WORLD) for parameter in built]
     engine = MatrixEngine(
-        shards, muon(precision, algorithm), Means(mode=mode, wave_mb=wave_bytes / 2**20)
+        shards, muon(precision, algorithm), EngineConfig(mode=mode, wave_mb=wave_bytes / 2**20)
     )
     directions = [
         torch.randn(p.fragments[rank].stop, generator=torch.Generator().manual_seed(i))

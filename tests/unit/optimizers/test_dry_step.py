@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.optimizers.driver import dry_step
+from megatron_eopt.optimizers.update_rule import dry_step
 
 
 class Counting(torch.optim.Optimizer):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.math import orthogonalize
 from megatron_eopt.matrices import qkv, whole
-from megatron_eopt.optimizers.engine import MatrixEngine, Means
+from megatron_eopt.optimizers.engine import EngineConfig, MatrixEngine
 from megatron_eopt.storage.replicated import tensor_parallel_cut
 from megatron_eopt.storage.shard import Fragment
 from tests.harness import run_ranks
@@ -43,11 +43,11 @@ def uneven_errors(batched):
     ]
     generator = torch.Generator().manual_seed(0)
     full = [torch.randn(p.split.shape, generator=generator) for p in stored]
-    wants = MatrixEngine(alone, newton_schulz, Means(batched=batched)).updates(full)
+    wants = MatrixEngine(alone, newton_schulz, EngineConfig(batched=batched)).updates(full)
     shards = [p.shard(dist.group.WORLD) for p in stored]
     result = {}
     for mode in EXACT:
-        engine = MatrixEngine(shards, newton_schulz, Means(mode=mode, batched=batched))
+        engine = MatrixEngine(shards, newton_schulz, EngineConfig(mode=mode, batched=batched))
         ranges = [slice(p.fragments[rank].start, p.fragments[rank].stop) for p in stored]
         mine = [x.flatten()[r] for x, r in zip(full, ranges, strict=True)]
         for p, got, want, r in zip(stored, engine.updates(mine), wants, ranges, strict=True):

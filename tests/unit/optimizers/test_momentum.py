@@ -12,7 +12,7 @@ from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.math.low_precision import FORMATS
 from megatron_eopt.matrices import qkv, whole
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
-from megatron_eopt.optimizers.engine import Means
+from megatron_eopt.optimizers.engine import EngineConfig
 from megatron_eopt.optimizers.momentum import RoundedMomentum
 from megatron_eopt.optimizers.muon import TensorParallelMuon
 from megatron_eopt.storage.shard import Fragment
@@ -44,15 +44,15 @@ def step_in_waves(dtype, cuts):
     param = torch.nn.Parameter(parameter(*FUSED.shape).detach().view(1, -1)[:, mine])
     settings = {"fp32_matmul_prec": "highest", "momentum_dtype": dtype, "wave_mb": 1e-3}
     optimizer = TensorParallelMuon([param], 0.02, **settings)
-    driver = optimizer.driver_over([shard], Means("duplicated"))
-    assert len(driver.engine.work.waves) == 3
+    update_rule = optimizer.update_rule_over([shard], EngineConfig("duplicated"))
+    assert len(update_rule.engine.work.waves) == 3
     groups, state = optimizer.param_groups, defaultdict(dict)
-    driver.attach([[0]])
-    driver.init(groups, state)
+    update_rule.attach([[0]])
+    update_rule.init(groups, state)
     for step in range(3):
         param.grad = parameter(*FUSED.shape, seed=step).grad.view(1, -1)[:, mine].clone()
-        driver.step(groups, state)
-    return param.detach(), driver.rounding.read(0, state[param])
+        update_rule.step(groups, state)
+    return param.detach(), update_rule.rounding.read(0, state[param])
 
 
 @pytest.mark.parametrize("dtype", FORMATS)

@@ -8,7 +8,7 @@ from emerging_optimizers.orthogonalized_optimizers import Muon as EmergingMuon
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.matrices import qkv
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
-from megatron_eopt.optimizers.engine import Means
+from megatron_eopt.optimizers.engine import EngineConfig
 from megatron_eopt.optimizers.muon import TensorParallelMuon
 from tests.reference.muon import muon_step
 from tests.unit.optimizers.parameters import parameter
@@ -208,8 +208,8 @@ def test_any_storage_takes_the_optimizers_own_size_of_waves(kind):
     two_matrices = 2 * 64 * 64 * 4 / 2**20
     for wave_mb, count in [(two_matrices, 2), (2 * two_matrices, 1)]:
         muon = kind(params, wave_mb=wave_mb, fp32_matmul_prec="highest")
-        driver = muon.driver_over(shards, Means("exchange", wave_mb=1024))
-        assert len(driver.engine.work.waves) == count
+        update_rule = muon.update_rule_over(shards, EngineConfig("exchange", wave_mb=1024))
+        assert len(update_rule.engine.work.waves) == count
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from megatron_eopt.layouts import assign_owners
 from megatron_eopt.math import orthogonalize, standard_flops
 from megatron_eopt.matrices import whole
 from megatron_eopt.optimizers import teams
-from megatron_eopt.optimizers.engine import MatrixEngine, Means
+from megatron_eopt.optimizers.engine import EngineConfig, MatrixEngine
 from megatron_eopt.optimizers.teams import assign_teams
 from megatron_eopt.storage.shard import Fragment
 from megatron_eopt.tools.dry_run import Counts
@@ -117,7 +117,9 @@ def share(algorithm, wave_mb=64.0, precision="highest"):
     stored = list(shards_of(SHAPES))
     with free_talk():
         shards = [item.shard(dist.group.WORLD) for item in stored]
-        engine = MatrixEngine(shards, update, Means("exchange", team_size=4, wave_mb=wave_mb))
+        engine = MatrixEngine(
+            shards, update, EngineConfig("exchange", team_size=4, wave_mb=wave_mb)
+        )
     rank = dist.get_rank()
     directions = [
         matrix.flatten()[item.fragments[rank].start : item.fragments[rank].stop]
@@ -158,7 +160,7 @@ def train(case, count):
     with free_talk():
         chunk, optimizer = build(case)
     steps(case, chunk, optimizer, 0, count)
-    (schedule,) = [item for m in optimizer.steppers for d in m.drivers for item in d.schedules]
+    (schedule,) = [item for m in optimizer.links for d in m.update_rules for item in d.schedules]
     sizes = Counter(len(item.team) for item in schedule.work.matrices)
     return Result(weights(case.run, chunk), []), sizes
 

@@ -77,7 +77,9 @@ def stepped_and_clipped(parts: Any, optimizer: Any, gathers_first: bool = True) 
         put(chunks, maxima)
         returned.append(clip_qk(chunks))
         optimizer.gather_params(now=True)
-    mains = {item.param: item for member in optimizer.steppers for item in member.storage.stored()}
+    mains = {
+        item.param: item for member in optimizer.links for item in member.storage.main_shards()
+    }
     exact = [
         torch.equal(
             param.detach().view(-1)[item.start : item.stop],

@@ -37,5 +37,5 @@ def routes_of(config: Any, overrides: Any = None, model: torch.nn.Module | None 
 
 def groups_of(routes: list[Route], *others: list[Route]) -> list[Group]:
     """Return the groups of the rank that has ``routes`` while other ranks have ``others``."""
-    everyones = [summary for rank in (routes, *others) for summary in summarize(rank)]
-    return build_groups(routes, everyones)
+    gather_unique = [summary for rank in (routes, *others) for summary in summarize(rank)]
+    return build_groups(routes, gather_unique)

@@ -17,7 +17,7 @@ from torch import distributed
 
 from megatron_eopt import EmergingOptimizerConfig, checkpoints, get_megatron_optimizer
 from megatron_eopt.base.names import STEP
-from megatron_eopt.optimizers.owner_driver import OwnerDriver
+from megatron_eopt.optimizers.whole_matrix_rule import WholeMatrixRule
 from tests.harness.models import copies_of
 from tests.harness.scene import forget_megatron
 from tests.unit.storage.runs import DENSE, Run, global_name, inject, make_chunk, set_lr
@@ -109,11 +109,11 @@ def full_state(case: Case, chunk: Any, optimizer: Any) -> dict[str, Any]:
         if isinstance(item, ShardedTensor | ShardedObject)
     ]
     mine = [item for item in held if is_main_replica(item.replica_id)]
-    everyones: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(everyones, mine)
+    gather_unique: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(gather_unique, mine)
     whole: dict[str, Any] = {}
     written: Counter[str] = Counter()
-    for item in (item for items in everyones for item in items):
+    for item in (item for items in gather_unique for item in items):
         if isinstance(item, ShardedObject):
             whole[item.unique_key] = item.data
             continue
@@ -135,18 +135,20 @@ def counts_of(chunk: Any, optimizer: Any) -> dict[str, int]:
     sizes = {"layers": chunk.config.num_layers, "experts": chunk.config.num_moe_experts}
     names = {param: global_name(name, sizes) for name, param in chunk.named_parameters()}
     mine: set[tuple[str, int]] = set()
-    for stepper in optimizer.steppers:
-        for driver, params in zip(stepper.drivers, stepper.params, strict=True):
-            with stepper.groups_and_state(driver) as (groups, state):
-                counted = [(n, state[main].get(STEP)) for _, main, n in driver.numbered(groups)]
-                if isinstance(driver, OwnerDriver):
-                    counted = [(kept.shard, kept.value) for kept in driver.counts()]
+    for link in optimizer.links:
+        for update_rule, params in zip(link.update_rules, link.params, strict=True):
+            with link.groups_and_state(update_rule) as (groups, state):
+                counted = [
+                    (n, state[main].get(STEP)) for _, main, n in update_rule.numbered(groups)
+                ]
+                if isinstance(update_rule, WholeMatrixRule):
+                    counted = [(kept.shard, kept.value) for kept in update_rule.counts()]
                 mine |= {
                     (names[params[n]], int(count)) for n, count in counted if count is not None
                 }
-    everyones: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(everyones, mine)
-    pairs = sorted({pair for pairs in everyones for pair in pairs})
+    gather_unique: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(gather_unique, mine)
+    pairs = sorted({pair for pairs in gather_unique for pair in pairs})
     found = dict(pairs)
     assert len(found) == len(pairs), "copies and parts of a parameter have different counts"
     return found

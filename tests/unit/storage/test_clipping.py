@@ -28,20 +28,24 @@ def gradients(exempt: bool, by_hand: bool = False) -> dict[str, Any]:
         optimizer.prepare_grads()
         norm = optimizer.clip_grad_norm(1.0)
     else:
-        # what drivers multiply gradients with while they read them, as long as the step lasts
+        # what update rules multiply gradients with while they read them, as long as the step lasts
         stepped = optimizer.step_with_ready_grads
 
         def step() -> bool:
-            factors.extend(driver.coefficient for driver in composite.drivers)
+            factors.extend(update_rule.coefficient for update_rule in composite.update_rules)
             return stepped()
 
         optimizer.step_with_ready_grads = step
         _, norm, _ = optimizer.step()
-        assert {driver.coefficient for driver in composite.drivers} == {None}
+        assert {update_rule.coefficient for update_rule in composite.update_rules} == {None}
     squares = [
-        sum(float(p.grad.square().sum()) for g in composite.groups_of(driver) for p in g["params"])
+        sum(
+            float(p.grad.square().sum())
+            for g in composite.groups_of(update_rule)
+            for p in g["params"]
+        )
         * (1.0 if factor is None else float(factor) ** 2)
-        for driver, factor in zip_longest(composite.drivers, factors)
+        for update_rule, factor in zip_longest(composite.update_rules, factors)
     ]
     return {"norm": norm, "muon": squares[0], "adam": squares[1]}
 

@@ -49,14 +49,14 @@ def stepped(case: Case, way: int) -> dict[str, Any]:
     inject(case.run, chunk, 2)
     optimizer.prepare_grads()
     factor = torch.tensor(math.nan if way == SKIPPED else 0.3)
-    for stepper in optimizer.steppers:
-        for driver, _, main in stepper.stepped():
-            assert driver.folds_clipping
+    for link in optimizer.links:
+        for update_rule, _, main in link.stepped():
+            assert update_rule.folds_clipping
             if way == BEFORE:
                 main.grad.mul_(factor)
             else:
-                driver.coefficient = factor
-    # drivers write the model's weights as well: nobody has to copy them
+                update_rule.coefficient = factor
+    # update rules write the model's weights as well: nobody has to copy them
     copied = patch.object(Storage, "copy_mains", lambda *_: None)
     with interpreted_passes() if way == KERNELS else nullcontext(), copied:
         if way != NONE:
@@ -65,8 +65,8 @@ def stepped(case: Case, way: int) -> dict[str, Any]:
     weights = dict(chunk.named_parameters())
     mains = {
         name: item.main.detach().bfloat16()
-        for stepper in optimizer.steppers
-        for item in stepper.storage.stored()
+        for link in optimizer.links
+        for item in link.storage.main_shards()
         for name, param in weights.items()
         if param is item.param
     }

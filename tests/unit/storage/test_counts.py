@@ -13,9 +13,9 @@ from tests.harness.collectives import counted
 from tests.unit.storage.runs import BF16, MOE, Run, inject, make_chunk, make_optimizer
 
 
-def elements(driver: Any) -> int:
+def elements(update_rule: Any) -> int:
     """Return how many numbers all ranks' matrices have together."""
-    shapes = [matrix.shape for shard in driver.shards for matrix in shard.split.matrices]
+    shapes = [matrix.shape for shard in update_rule.shards for matrix in shard.split.matrices]
     return sum(rows * cols for rows, cols in shapes)
 
 
@@ -24,7 +24,7 @@ def count(run: Run) -> dict[str, Any]:
     optimizer = make_optimizer(run, chunk)
     child = optimizer.chained_optimizers[0]
     composite = child.optimizer
-    muon, _ = composite.drivers
+    muon, _ = composite.update_rules
     stock = DistributedOptimizer.compute_full_param_layout(
         [param for param in chunk.parameters() if param.requires_grad],
         chunk.bucket_size,
@@ -62,7 +62,7 @@ def count_calls(run: Run) -> dict[str, int]:
     patch = mock.patch.object(param_and_grad_buffer, "dist_all_gather_func", wraps=original)
     with counted() as calls, patch as gathers:
         optimizer.step()
-    muons = [child.optimizer.drivers[0] for child in optimizer.chained_optimizers]
+    muons = [child.optimizer.update_rules[0] for child in optimizer.chained_optimizers]
     plans = [item.plan for muon in muons for item in muon.schedules]
     groups = chunk.bucket_groups + chunk.expert_parallel_bucket_groups
     return {

@@ -26,16 +26,16 @@ OPTIMIZERS = {
 
 
 def trained(case, fraction):
-    """Return the state after three steps, and which drivers have nothing on this rank."""
+    """Return the state after three steps, and which update rules have nothing on this rank."""
     off_load = {"optimizer_cpu_offload": fraction > 0, "optimizer_offload_fraction": fraction}
     case = replace(case, model=MODEL, ddp=SHARDED, config=case.config | off_load)
     chunk, optimizer = build(case)
     steps(case, chunk, optimizer, 0, 3)
     empty = {
-        type(driver).__name__
-        for stepper in optimizer.steppers
-        for driver in stepper.drivers
-        if not any(group["params"] for group in stepper.groups_of(driver))
+        type(update_rule).__name__
+        for link in optimizer.links
+        for update_rule in link.update_rules
+        if not any(group["params"] for group in link.groups_of(update_rule))
     }
     state = full_state(case, chunk, optimizer)
     forget_megatron()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from megatron.core.optimizer import OptimizerConfig
 
-from megatron_eopt.optimizers.owner_driver import OwnerDriver
+from megatron_eopt.optimizers.whole_matrix_rule import WholeMatrixRule
 from tests.harness import run_ranks
 from tests.harness.models import assert_same, copies_of
 from tests.unit.storage import runs
@@ -57,10 +57,10 @@ def step_with(run: Run, build: BuildT, everything: bool) -> Result:
         inject(run, chunk, step)
         steps.append(optimizer.step())
     owned = [
-        sum(math.prod(driver._shapes[index]) for index in driver.owned)
+        sum(math.prod(update_rule._shapes[index]) for index in update_rule.owned)
         for child in optimizer.chained_optimizers
-        for driver in child.optimizer.drivers
-        if isinstance(driver, OwnerDriver)
+        for update_rule in child.optimizer.update_rules
+        if isinstance(update_rule, WholeMatrixRule)
     ]
     return Result(runs.weights(run, chunk), steps, sum(owned))
 

@@ -40,7 +40,7 @@ def train(some: list[Case], count: int) -> list:
         steps(case, chunk, optimizer, 0, count)
         dtypes = {
             values["momentum_buffer"].dtype
-            for member in optimizer.steppers
+            for member in optimizer.links
             for values in member.storage.optimizer.state.values()
             if "momentum_buffer" in values
         }

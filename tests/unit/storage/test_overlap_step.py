@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron_eopt import get_megatron_optimizer
 from megatron_eopt.base.errors import ConfigurationError, NonFiniteError
 from megatron_eopt.config.config import EmergingOptimizerConfig
-from megatron_eopt.optimizers.windows import WindowedMuonDriver
+from megatron_eopt.optimizers.windows import WindowedMuonRule
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import forward_backward, synthetic_batch, tiny_gpt, wrap_ddp
@@ -56,8 +56,8 @@ class Watch:
         self.events: list[str] = []
         self._optimizer, self._versions = optimizer, []
         self.early_writes = 0
-        self._note(patch, WindowedMuonDriver, "look_ahead", "ahead")
-        self._note(patch, WindowedMuonDriver, "_run", "serial")
+        self._note(patch, WindowedMuonRule, "precompute", "ahead")
+        self._note(patch, WindowedMuonRule, "_run", "serial")
         self._note(patch, dist, "all_to_all_single", "all-to-all")
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
             self._note(patch, group, "start_param_sync", "gather")
@@ -84,9 +84,9 @@ class Watch:
 
     def versions(self) -> list[int]:
         found = []
-        for stepper in self._optimizer.steppers:
-            for item in stepper.storage.stored():
-                state = stepper.storage.optimizer.state[item.main]
+        for link in self._optimizer.links:
+            for item in link.storage.main_shards():
+                state = link.storage.optimizer.state[item.main]
                 kept = [value for value in state.values() if isinstance(value, torch.Tensor)]
                 found += [tensor._version for tensor in (item.main, *kept)]
         return found
@@ -95,9 +95,9 @@ class Watch:
 @torch.no_grad()
 def change(kind: str, optimizer: Any) -> None:
     """Change what the updates of matrices depend on besides gradients."""
-    for stepper in optimizer.steppers:
-        for item in stepper.storage.stored():
-            momentum = stepper.storage.optimizer.state[item.main].get("momentum_buffer")
+    for link in optimizer.links:
+        for item in link.storage.main_shards():
+            momentum = link.storage.optimizer.state[item.main].get("momentum_buffer")
             if kind == "other weights":
                 item.main.neg_()
             elif kind == "other weights, by data":
@@ -147,16 +147,16 @@ def train(
         # what is written to main weights comes to the model; in float32 they are the model's
         if dtype == torch.float32:
             optimizer.gather_params(now=True)
-        for stepper in optimizer.steppers:
-            for item in stepper.storage.stored():
+        for link in optimizer.links:
+            for item in link.storage.main_shards():
                 item.main.data.mul_(0.5)
         optimizer.quantize_and_sync_model_params_from_main_params()
         chunk.disable_forward_pre_hook()
     outcomes |= {name: param.detach().clone() for name, param in chunk.named_parameters()}
-    for stepper in optimizer.steppers:
-        for number, item in enumerate(stepper.storage.stored()):
+    for link in optimizer.links:
+        for number, item in enumerate(link.storage.main_shards()):
             outcomes |= {
-                f"{number} {k}": v.clone() for k, v in stepper.storage.tensors_of(item).items()
+                f"{number} {k}": v.clone() for k, v in link.storage.tensors_of(item).items()
             }
     return outcomes, log, watch.early_writes
 

@@ -21,8 +21,11 @@ BUILDING = [
     "megatron_eopt.routing.model.route_all",
     "megatron_eopt.storage.shard.Shard.__post_init__",
 ]
-OF_REPLICATED = ["megatron_eopt.wrappers.replicated.bases_of"]
-OF_SHARDED = ["megatron_eopt.wrappers.factory.bases_of", "megatron_eopt.storage.zero1.fragment_of"]
+OF_REPLICATED = ["megatron_eopt.wrappers.replicated.optimizer_specs"]
+OF_SHARDED = [
+    "megatron_eopt.wrappers.factory.optimizer_specs",
+    "megatron_eopt.storage.zero1.fragment_of",
+]
 
 
 @contextmanager

@@ -7,7 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_eopt.extending import Stored, Wanted, chain_of_slabs, register_storage
+from megatron_eopt.extending import (
+    MainShard,
+    OptimizerBuildContext,
+    build_replicated,
+    register_storage,
+)
 from megatron_eopt.storage.replicated import Float32Optimizer
 from megatron_eopt.wrappers import builders
 from tests.harness import run_ranks
@@ -26,10 +31,10 @@ class Float64Optimizer(Float32Optimizer):
                 self.main_of[param] = group["params"][place] = param.detach().double()
         super().__init__(optimizer, config, init_state_fn)
 
-    def stored(self) -> Iterator[Stored]:
+    def main_shards(self) -> Iterator[MainShard]:
         """Yield the parameters with their copies."""
         for param, main in self.main_of.items():
-            yield Stored(param, main, 0, main.numel())
+            yield MainShard(param, main, 0, main.numel())
 
     def collect_gradients(self) -> None:
         """Let the copies have the gradients that DDP keeps."""
@@ -44,10 +49,10 @@ class Float64Optimizer(Float32Optimizer):
         return done
 
 
-def in_float64(wanted: Wanted) -> Any:
-    if wanted.settings.storage != "replicated" or wanted.settings.half:
+def in_float64(context: OptimizerBuildContext) -> Any:
+    if context.settings.storage != "replicated" or context.settings.half:
         return None
-    return chain_of_slabs(wanted, Float64Optimizer)
+    return build_replicated(context, Float64Optimizer)
 
 
 CASE = Case(ddp=runs.PLAIN, config=runs.PLAIN | {"muon_fp32_matmul_prec": "highest"})
@@ -68,7 +73,7 @@ def in_an_own_storage(case: Case, folder: str) -> tuple[runs.Result, list[str]]:
     register_storage(in_float64)
     try:
         result = trained(case)
-        mains = [item.main for m in result.extra.steppers for item in m.storage.stored()]
+        mains = [item.main for m in result.extra.links for item in m.storage.main_shards()]
         assert {main.dtype for main in mains} == {torch.float64}
         forget_megatron()
         whole, resumed = interrupted([case], folder)

@@ -88,8 +88,8 @@ def _momenta(case: Case, state: Any = None) -> tuple[dict[str, torch.Tensor], An
     name_of = {param: name for name, param in chunk.named_parameters()}
     found = {
         name_of[item.param]: member.storage.optimizer.state[item.main]["momentum_buffer"].clone()
-        for member in optimizer.steppers[:1]
-        for item in member.storage.stored()
+        for member in optimizer.links[:1]
+        for item in member.storage.main_shards()
     }
     return found, optimizer.state_dict()
 
@@ -97,8 +97,8 @@ def _momenta(case: Case, state: Any = None) -> tuple[dict[str, torch.Tensor], An
 def _sums_and_means() -> tuple[float, list[tuple[torch.Tensor, torch.Tensor]]]:
     sums, state = _momenta(plain("oblique_sgd"))
     momentum = state[0]["param_groups"][0]["momentum"]
-    means, _ = _momenta(plain("muon"), state)
-    return momentum, [(sums[name], means[name]) for name in means]
+    engine_config, _ = _momenta(plain("muon"), state)
+    return momentum, [(sums[name], engine_config[name]) for name in engine_config]
 
 
 def test_sums_of_gradients_become_means():

@@ -45,8 +45,8 @@ def reference(case: Case) -> dict[str, float]:
     case = with_config(case, weight_decay=0.0, muon_fp32_matmul_prec="highest")
     chunk, optimizer = build(case)
     steps(case, chunk, optimizer, 0, 1)
-    driver = optimizer.steppers[0].drivers[0]
-    own = {p for group in optimizer.steppers[0].groups_of(driver) for p in group["params"]}
+    update_rule = optimizer.links[0].update_rules[0]
+    own = {p for group in optimizer.links[0].groups_of(update_rule) for p in group["params"]}
     before = {param: param.detach().clone() for param in chunk.parameters()}
     steps(case, chunk, optimizer, 1, 2)
     updates = {p: (before[p].double() - p.double()) / LR for p in chunk.parameters()}
@@ -61,11 +61,13 @@ def reference(case: Case) -> dict[str, float]:
     }
     if case.config.get("muon_split_qkv", True):
         return expected
-    numbers = {number: param for _, param, number in driver.numbered(optimizer.param_groups[:1])}
+    numbers = {
+        number: param for _, param, number in update_rule.numbered(optimizer.param_groups[:1])
+    }
     residuals = []
     for number in sample_of(len(numbers)):
         update = updates[numbers[number]]
-        factor = update / driver.optimizer.orthogonalization.scale(tuple(update.shape))
+        factor = update / update_rule.optimizer.orthogonalization.scale(tuple(update.shape))
         gram = factor.T @ factor if factor.shape[0] > factor.shape[1] else factor @ factor.T
         residuals.append(float((gram - torch.eye(len(gram))).norm()) / math.sqrt(len(gram)))
     expected[f"{MUON}/orthogonality-residual"] = sum(residuals) / len(residuals)
@@ -167,13 +169,13 @@ def of_dtensors(kind: str) -> tuple[dict[str, float], dict[str, tuple[float, int
         megatron_fsdp.inject(run, chunk, 0)
     optimizer.collects_stats = True
     optimizer.step()
-    inner = optimizer.steppers[0].storage.optimizer
+    inner = optimizer.links[0].storage.optimizer
     held: dict[str, tuple[float, int]] = {}
-    for driver in inner.drivers:
-        params = inner.params_of(driver)
+    for update_rule in inner.update_rules:
+        params = inner.params_of(update_rule)
         squares = sum(float(p.to_local().double().square().sum()) for p in params)
-        known = held.get(driver.name, (0.0, 0))
-        held[driver.name] = known[0] + squares, known[1] + sum(p.numel() for p in params)
+        known = held.get(update_rule.name, (0.0, 0))
+        held[update_rule.name] = known[0] + squares, known[1] + sum(p.numel() for p in params)
     return optimizer.stats(), held
 
 

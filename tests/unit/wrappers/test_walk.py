@@ -35,8 +35,8 @@ def files_of_a_step(case: Case) -> list[str]:
 GRADIENTS_PASS = {
     "wrappers/chain.py",
     "storage/zero1.py",
-    "optimizers/driver.py",
-    "optimizers/muon_driver.py",
+    "optimizers/update_rule.py",
+    "optimizers/muon_rule.py",
     "optimizers/engine.py",
     "layouts/redistribution.py",
     "math/orthogonalize.py",

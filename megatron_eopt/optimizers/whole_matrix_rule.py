@@ -1,4 +1,4 @@
-"""Driver of optimizers whose state needs whole matrices, such as SOAP.
+"""UpdateRule of optimizers whose state needs whole matrices, such as SOAP.
 
 Each logical matrix has an owner rank, the only one that keeps its state and runs the optimizer on
 it. Wave by wave, gradients and weights are sent to owners in float32, and weights are sent back.
@@ -18,19 +18,19 @@ from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import ELEMENT_WISE_STATE, STEP
 from megatron_eopt.layouts import Matrix, Redistribution, WaveBatch
 from megatron_eopt.layouts.redistribution import LoadT, StoreT
-from megatron_eopt.optimizers.driver import (
+from megatron_eopt.optimizers.engine import EngineConfig
+from megatron_eopt.optimizers.host_memory import HostMemory, OffloadSettings
+from megatron_eopt.optimizers.modes import Schedule, plan_work
+from megatron_eopt.optimizers.nested_state import by_rows, leaves
+from megatron_eopt.optimizers.update_rule import (
     OF_GROUPS,
-    Driver,
-    Kept,
     ParamGroup,
     State,
+    UnshardedState,
+    UpdateRule,
     bound,
     dry_step,
 )
-from megatron_eopt.optimizers.engine import Means
-from megatron_eopt.optimizers.host_memory import HostMemory, HostPlace
-from megatron_eopt.optimizers.modes import Schedule, plan_work
-from megatron_eopt.optimizers.nested_state import by_rows, leaves
 from megatron_eopt.storage.shard import Shard
 
 # how much state exists: the same on all ranks, because creating it is collective
@@ -39,7 +39,7 @@ _AS_INITIALIZED, _COMPLETELY = 1, 2
 _GRAD, _WEIGHT = "grad of ", "weight of "
 
 
-class OwnerDriver(Driver):
+class WholeMatrixRule(UpdateRule):
     """Runs a torch optimizer on whole matrices, each on its owner rank.
 
     One group of ranks stores all shards. ``init_state_fn`` creates the state of the optimizer's
@@ -56,14 +56,14 @@ class OwnerDriver(Driver):
         init_state_fn: Callable[[], None] | None,
         shards: Sequence[Shard],
         shapes: Sequence[tuple[int, ...]],
-        means: Means,
+        engine_config: EngineConfig,
         fault_in: Callable[[Sequence[Tensor]], str | None] | None = None,
     ) -> None:
         super().__init__(type(optimizer).__name__, shards)
         self._optimizer = optimizer
         self._init_state_fn = init_state_fn
         self._fault_in = fault_in
-        self._device = torch.device(means.device)
+        self._device = torch.device(engine_config.device)
         self._ranks = shards[0].ranks
         self._names = [name for shard in shards for name in shard.matrix_names]
         self._of_matrix = [
@@ -73,7 +73,7 @@ class OwnerDriver(Driver):
             shapes[n] if len(shards[n].layouts) == 1 else shards[n].layouts[m].shape
             for n, m in self._of_matrix
         ]
-        self.redistribution = self._plan(means)
+        self.redistribution = self._plan(engine_config)
         plan = self.redistribution.plan
         # this rank's matrices by index; they hold data only while they are updated
         self.owned: dict[int, nn.Parameter] = {
@@ -123,7 +123,7 @@ class OwnerDriver(Driver):
         if self._init_state_fn is not None and not self.faults:
             self._init_state_fn()
 
-    def expect(self, groups: Sequence[ParamGroup], state: State) -> None:
+    def allocate_for_load(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Create all state of owned matrices, including what a first step would create."""
         self.init(groups, state)
         if self._exists < _COMPLETELY:
@@ -146,7 +146,9 @@ class OwnerDriver(Driver):
         self._run(groups, self._optimizer.step, with_grads=True)
         self._exists = _COMPLETELY
 
-    def kept(self, groups: Sequence[ParamGroup], state: State) -> Iterator[Kept]:
+    def unsharded_state(
+        self, groups: Sequence[ParamGroup], state: State
+    ) -> Iterator[UnshardedState]:
         """Yield the state of the matrices that this rank owns."""
         self._update_settings(groups)
         for index, param in self.owned.items():
@@ -157,12 +159,14 @@ class OwnerDriver(Driver):
                 if path != (STEP,):
                     whole = isinstance(value, Tensor) and value.shape == self._shapes[index]
                     per_element = whole and ".".join(path) in ELEMENT_WISE_STATE
-                    yield Kept(number, matrix, path, value, per_element=per_element, container=kept)
+                    yield UnshardedState(
+                        number, matrix, path, value, per_element=per_element, container=kept
+                    )
             for path, value in leaves({name: own[name] for name in sorted(counters)}):
                 place = {OF_GROUPS: own}
-                yield Kept(number, matrix, (OF_GROUPS, *path), value, container=place)
+                yield UnshardedState(number, matrix, (OF_GROUPS, *path), value, container=place)
 
-    def off_load(self, groups: Sequence[ParamGroup], state: State, place: HostPlace) -> None:
+    def off_load(self, groups: Sequence[ParamGroup], state: State, place: OffloadSettings) -> None:
         """Keep a fraction of weights, and of the state of owned matrices, in host memory."""
         weights = place.chosen({param: param.numel() for _, param, _ in self.numbered(groups)})
         sizes = {param: math.prod(self._shapes[index]) for index, param in self.owned.items()}
@@ -171,12 +175,12 @@ class OwnerDriver(Driver):
         self.host.write_back(self.host.params, self.owned_state)
         self.host.settle()
 
-    def counts(self) -> Iterator[Kept]:
+    def counts(self) -> Iterator[UnshardedState]:
         """Yield the step counters of the matrices that this rank owns."""
         for index, param in self.owned.items():
             state = self.owned_state[param]
             if STEP in state:
-                yield Kept(*self._of_matrix[index], (STEP,), state[STEP], container=state)
+                yield UnshardedState(*self._of_matrix[index], (STEP,), state[STEP], container=state)
 
     def _refuse_missing(self, groups: Sequence[ParamGroup]) -> None:
         missing = [
@@ -184,14 +188,14 @@ class OwnerDriver(Driver):
         ]
         if missing:
             rule = f"{self.name} updates all matrices in each step, but these have no gradient"
-            way_out = "Set requires_grad=False on them before building the optimizer"
-            raise ConfigurationError("grad", missing[:8], rule, way_out)
+            hint = "Set requires_grad=False on them before building the optimizer"
+            raise ConfigurationError("grad", missing[:8], rule, hint)
 
-    def _plan(self, means: Means) -> Redistribution:
+    def _plan(self, engine_config: EngineConfig) -> Redistribution:
         """Plan how gradient ``2 i`` and weight ``2 i + 1`` of each matrix ``i`` are sent."""
         layouts = [layout for shard in self.shards for layout in shard.layouts]
         # a wave holds gradient and weight of each matrix
-        work = plan_work(layouts, self._ranks.size, "exchange", means.wave_bytes // 2)
+        work = plan_work(layouts, self._ranks.size, "exchange", engine_config.wave_bytes // 2)
         self._work = work
         stored_in = [shard.name for shard in self.shards for _ in shard.layouts]
         pairs = zip(self._names, layouts, work.matrices, stored_in, strict=True)

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from megatron_eopt.base.names import MOMENTUM, MOMENTUM_SCALE, STEP
 from megatron_eopt.math.newton_schulz import ReduceT
-from megatron_eopt.math.passes import Mixing, mix_, update_
-from megatron_eopt.optimizers.driver import Driver, ParamGroup, State
-from megatron_eopt.optimizers.engine import MatrixEngine, Means
+from megatron_eopt.math.passes import MomentumMixing, mix_, update_
+from megatron_eopt.optimizers.engine import EngineConfig, MatrixEngine
 from megatron_eopt.optimizers.modes import Schedule
 from megatron_eopt.optimizers.momentum import RoundedMomentum
 from megatron_eopt.optimizers.step_stats import ORTHOGONALIZATION, StepStats
-from megatron_eopt.storage.interface import handed_out
+from megatron_eopt.optimizers.update_rule import ParamGroup, State, UpdateRule
+from megatron_eopt.storage.interface import model_copy_of
 from megatron_eopt.storage.shard import Shard
 
 WeightDecayT = Literal["decoupled", "l2", "independent"]
@@ -42,29 +42,31 @@ class Stepped:
     state: dict[str, Any]
 
 
-class MuonDriver(Driver):
+class MuonRule(UpdateRule):
     """Drives Muon; see Note [Phases of a step] of engine.py.
 
     One group of ranks stores all shards. ``optimizer`` is a TensorParallelMuon, whose settings are
     read at each use. Matrices are computed in ``means.dtype``.
     """
 
-    tells_updates = True
+    reports_updates = True
     folds_clipping = True
 
-    def __init__(self, optimizer: Any, shards: Sequence[Shard], means: Means) -> None:
+    def __init__(
+        self, optimizer: Any, shards: Sequence[Shard], engine_config: EngineConfig
+    ) -> None:
         super().__init__(type(optimizer).__name__, shards)
         self.optimizer = optimizer
-        self._dtype = means.dtype
+        self._dtype = engine_config.dtype
         self._scales_of = functools.cache(optimizer.orthogonalization.scales)
         self._numbers = {shard.name: number for number, shard in enumerate(shards)}
-        self.engines = self._engines(means)
+        self.engines = self._engines(engine_config)
         self.engine = self.engines[0]
         self.redistribution = self.engine.redistribution
         self.rounding: RoundedMomentum | None = None  # stores momentum in fewer bits
         if optimizer.momentum_dtype != "fp32":
-            self.rounding = RoundedMomentum(optimizer.momentum_dtype, shards, means.device)
-            self.dispensable = frozenset({MOMENTUM_SCALE, STEP})
+            self.rounding = RoundedMomentum(optimizer.momentum_dtype, shards, engine_config.device)
+            self.optional_state = frozenset({MOMENTUM_SCALE, STEP})
         self._stats: StepStats | None = None
 
     @property
@@ -72,9 +74,9 @@ class MuonDriver(Driver):
         """Which rank computes which matrices, and what is sent."""
         return [engine.schedule for engine in self.engines]
 
-    def _engines(self, means: Means) -> list[MatrixEngine]:
+    def _engines(self, engine_config: EngineConfig) -> list[MatrixEngine]:
         """Return the engines that compute the shards' matrices."""
-        return [MatrixEngine(self.shards, self._update, means)]
+        return [MatrixEngine(self.shards, self._update, engine_config)]
 
     def buffers(self) -> Iterator[Tensor]:
         """Yield communication buffers and index tensors, which live between steps."""
@@ -95,7 +97,7 @@ class MuonDriver(Driver):
             elif MOMENTUM not in state[param]:
                 state[param][MOMENTUM] = torch.zeros_like(param, requires_grad=False)
             if self._counts_steps:
-                # drivers that read it on the host keep it there, to avoid a synchronization
+                # update rules that read it on the host keep it there, to avoid a synchronization
                 device = self.engine.device if self.folds_clipping else "cpu"
                 zero = torch.zeros((), dtype=torch.float32, device=device)
                 state[param][STEP] = state[param].setdefault(STEP, zero).to(device)
@@ -105,7 +107,7 @@ class MuonDriver(Driver):
         """Whether each parameter's steps are counted."""
         return self.rounding is not None
 
-    def expect(self, groups: Sequence[ParamGroup], state: State) -> None:
+    def allocate_for_load(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Create all state that is about to be loaded, in the form that checkpoints have."""
         self.init(groups, state)
         for _, param, number in self.numbered(groups):
@@ -131,9 +133,9 @@ class MuonDriver(Driver):
         }
         self.rounding.write(range(len(self.shards)), loaded, nearest=True)
 
-    def is_cut_like_weights(self, kind: str, value: Any) -> bool:
+    def is_sharded_like_param(self, kind: str, value: Any) -> bool:
         """Whether a state value has one element per element of the parameter."""
-        return kind != MOMENTUM_SCALE and super().is_cut_like_weights(kind, value)
+        return kind != MOMENTUM_SCALE and super().is_sharded_like_param(kind, value)
 
     def step(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Update the parameters of ``groups``; collective."""
@@ -230,7 +232,7 @@ class MuonDriver(Driver):
                 for kept, item in zip(mine, members, strict=True)
             ]
             decay = group["weight_decay"] if is_l2 else 0.0
-            how = Mixing(group["momentum"], nesterov, decay)
+            how = MomentumMixing(group["momentum"], nesterov, decay)
             grads: list[Any] = [item.param.grad for item in members]
             mix_(mine, outs, grads, [item.param for item in members], self.coefficient, how)
             for item, kept, out in zip(members, mine, outs, strict=True):
@@ -248,7 +250,7 @@ class MuonDriver(Driver):
             rates = {"decoupled": group["lr"], "independent": 1.0, "l2": 0.0}
             update_(
                 params,
-                [handed_out(param) for param in params],
+                [model_copy_of(param) for param in params],
                 [updates[item.number] for item in members],
                 self.coefficient,
                 group["lr"],

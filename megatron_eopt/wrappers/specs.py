@@ -1,4 +1,4 @@
-"""Create the torch optimizers of a configuration, and the drivers that step them."""
+"""Create the torch optimizers of a configuration, and the update rules that step them."""
 
 import functools
 import zlib
@@ -16,14 +16,14 @@ from megatron_eopt.config.arguments import arguments_of
 from megatron_eopt.config.fields import constructor_arguments
 from megatron_eopt.config.registry import StateLayoutT, entries, entry_of, steps_in_pieces
 from megatron_eopt.config.settings import Settings
-from megatron_eopt.optimizers.driver import Driver, InitState, ParamGroup
-from megatron_eopt.optimizers.engine import Means
-from megatron_eopt.optimizers.owner_driver import OwnerDriver
+from megatron_eopt.optimizers.engine import EngineConfig
 from megatron_eopt.optimizers.scalar import (
     ELEMENT_WISE_CLASSES,
     build_scalar_optimizer,
     scalar_init_of,
 )
+from megatron_eopt.optimizers.update_rule import InitState, ParamGroup, UpdateRule
+from megatron_eopt.optimizers.whole_matrix_rule import WholeMatrixRule
 from megatron_eopt.routing.groups import Group, param_group
 from megatron_eopt.routing.model import Routing
 from megatron_eopt.storage.shard import Shard
@@ -33,7 +33,7 @@ type Construct = Callable[[Sequence[ParamGroup]], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
-class Base:
+class OptimizerSpec:
     """A torch optimizer from a user or a configuration, with the parameters that it steps."""
 
     optimizer: Any  # the torch optimizer, maybe over placeholder parameters; None if none is needed
@@ -58,7 +58,7 @@ class Base:
         return "element_wise" if cls in known | ELEMENT_WISE_CLASSES else "matrix_state"
 
 
-def bases_of(
+def optimizer_specs(
     settings: Settings,
     routing: Routing,
     model_chunks: Sequence[Any],
@@ -66,7 +66,7 @@ def bases_of(
     *,
     stand_ins: bool = False,
     plain: bool = False,
-) -> list[Base]:
+) -> list[OptimizerSpec]:
     """Create the optimizers of a chain: the main one first, dense parameters before experts.
 
     Checkpoint formats depend on order and number, so both are the same on all ranks.
@@ -93,7 +93,7 @@ def bases_of(
         own = own_arguments(name, values, functools.partial(makers[name], _stand_in()))
         kind = (name, group.key.is_expert, tuple(sorted(own.items())))
         kinds.setdefault(kind, []).append(group)
-    bases = []
+    specs = []
     for kind in sorted(kinds, key=lambda kind: (kind[0] != main, *kind[:2], bool(kind[2]))):
         (name, is_expert, arguments), mine = kind, kinds[kind]
         groups = [param_group(g, [r.parameter.param for r in g.routes], **rates) for g in mine]
@@ -126,8 +126,10 @@ def bases_of(
             for made, given in zip(optimizer.param_groups, groups, strict=True)
         ]
         is_clipped = not (settings.exempt_from_clipping and name == main)
-        bases.append(Base(optimizer, init_fn, complete, is_clipped, construct, name, is_expert))
-    return bases or [Base(None, None, [], name=main)]
+        specs.append(
+            OptimizerSpec(optimizer, init_fn, complete, is_clipped, construct, name, is_expert)
+        )
+    return specs or [OptimizerSpec(None, None, [], name=main)]
 
 
 def _draw_alike(optimizer: torch.optim.Optimizer) -> None:
@@ -189,8 +191,8 @@ def _made(name: str, construct: Construct, groups: Sequence[ParamGroup]) -> torc
         raise
     except ValueError as error:
         rule = f"cannot start: {error}".rstrip(".")
-        way_out = "Change its settings, or the initial weights, as this message says"
-        raise ConfigurationError("optimizer", name, rule, way_out) from error
+        hint = "Change its settings, or the initial weights, as this message says"
+        raise ConfigurationError("optimizer", name, rule, hint) from error
 
 
 def fault_in(construct: Construct, weights: Sequence[Tensor]) -> str | None:
@@ -207,24 +209,24 @@ def fault_in(construct: Construct, weights: Sequence[Tensor]) -> str | None:
     return None if kept else "its constructor changes the weight, but cannot change stored shards"
 
 
-def driver_over(
-    base: Base,
+def update_rule_over(
+    spec: OptimizerSpec,
     groups: Sequence[ParamGroup],
     shards: Mapping[Tensor, Shard],
-    means: Means,
+    engine_config: EngineConfig,
     config: Any,
-) -> Driver:
-    """Create the driver of an optimizer that needs matrices; collective over the shards' ranks.
+) -> UpdateRule:
+    """Create the update rule of an optimizer of matrices; collective over the shards' ranks.
 
     ``groups`` and ``shards`` refer to the model's parameters.
     """
-    driver: Driver
-    if base.layout == "matrix_update":
-        driver = base.optimizer.driver_over(list(shards.values()), means)
-    elif hasattr(type(base.optimizer), "steps_in_pieces"):
+    update_rule: UpdateRule
+    if spec.layout == "matrix_update":
+        update_rule = spec.optimizer.update_rule_over(list(shards.values()), engine_config)
+    elif hasattr(type(spec.optimizer), "steps_in_pieces"):
         raise ConfigurationError(
             "optimizer",
-            type(base.optimizer).__name__,
+            type(spec.optimizer).__name__,
             "overrides a method that a step of TensorParallelMuon calls with whole parameters, but "
             "this storage shards them",
             "Train without use_distributed_optimizer and FSDP, or do not override these methods",
@@ -233,13 +235,15 @@ def driver_over(
         # a user's own optimizer may step parameters that are no matrices, in their own shape
         shapes = [
             shard.layouts[0].shape
-            if base.name or param.dim() == 2 or len(shard.split.shape) == 3
+            if spec.name or param.dim() == 2 or len(shard.split.shape) == 3
             else (shard.layouts[0].shape[0], *param.shape[1:])
             for param, shard in shards.items()
         ]
-        init = base.init_state_fn and functools.partial(base.init_state_fn, base.optimizer, config)
-        check = base.construct and functools.partial(fault_in, base.construct)
-        driver = OwnerDriver(base.optimizer, init, list(shards.values()), shapes, means, check)
+        init = spec.init_state_fn and functools.partial(spec.init_state_fn, spec.optimizer, config)
+        check = spec.construct and functools.partial(fault_in, spec.construct)
+        update_rule = WholeMatrixRule(
+            spec.optimizer, init, list(shards.values()), shapes, engine_config, check
+        )
     group_of = {p: number for number, group in enumerate(groups) for p in group["params"]}
-    driver.assign({number: group_of[param] for number, param in enumerate(shards)})
-    return driver
+    update_rule.assign({number: group_of[param] for number, param in enumerate(shards)})
+    return update_rule

@@ -1,14 +1,14 @@
-"""Drivers: each runs one algorithm on parameters, however they are sharded.
+"""Update rules: each runs one algorithm on parameters, however they are sharded.
 
-Note [Drivers]
-    A driver lists its shards in an order that all ranks of a group share. In a step it gets
+Note [Update rules]
+    An update rule lists its shards in an order that all ranks of a group share. In a step it gets
     parameter groups whose parameters are this rank's tensors (ZeRO-1 fragments, tensor-parallel
-    slabs, local parts of DTensors), with gradients and state. :attr:`Driver.shard_numbers` gives
-    the shard of each. Parameters without a gradient, and their state, do not change, although their
-    ranks still communicate.
+    slabs, local parts of DTensors), with gradients and state. :attr:`UpdateRule.shard_numbers`
+    gives the shard of each. Parameters without a gradient, and their state, do not change, although
+    their ranks still communicate.
 
     State with one element per element of a parameter is sharded like the parameter. All other state
-    is described by :class:`Kept`, so that checkpoints can read and write it in place.
+    is described by :class:`UnshardedState`, so that checkpoints can read and write it in place.
 """
 
 from collections import defaultdict
@@ -25,7 +25,7 @@ from megatron_eopt.base.names import STEP
 from megatron_eopt.layouts import Redistribution
 from megatron_eopt.layouts.redistribution import LoadT, StoreT
 from megatron_eopt.math.precision import matmul_precision
-from megatron_eopt.optimizers.host_memory import HostMemory, HostPlace
+from megatron_eopt.optimizers.host_memory import HostMemory, OffloadSettings
 from megatron_eopt.optimizers.modes import Schedule
 from megatron_eopt.optimizers.nested_state import put
 from megatron_eopt.optimizers.step_stats import StepStats
@@ -40,7 +40,7 @@ type InitState = Callable[..., None] | None
 
 
 @dataclass(frozen=True)
-class Kept:
+class UnshardedState:
     """One state value that is not sharded like its parameter."""
 
     shard: int  # index of the parameter's shard
@@ -60,20 +60,20 @@ class Kept:
             put(self.container, self.path, type(self.value)(value))
 
 
-class Driver:
-    """Updates some parameter groups; see Note [Drivers]."""
+class UpdateRule:
+    """Updates some parameter groups; see Note [Update rules]."""
 
-    tells_updates = False  # whether it reports its updates to step statistics
+    reports_updates = False  # whether it reports its updates to step statistics
     counts_matrices = False  # whether steps are counted per matrix, not per parameter
     is_clipped = True  # whether gradient clipping applies to its gradients
     folds_clipping = False  # whether it applies clipping itself, by :attr:`coefficient`
     coefficient: Tensor | None = None  # factor on gradients; nan skips the step, None is 1
-    dispensable: frozenset[str] = frozenset()  # kinds of state that a checkpoint may lack
+    optional_state: frozenset[str] = frozenset()  # kinds of state that a checkpoint may lack
 
     def __init__(self, name: str, shards: Sequence[Shard]) -> None:
         self.name = name  # class of the optimizer, for messages
         self.shards = list(shards)
-        # for each group, the shard of each parameter; None for parameters of other drivers
+        # for each group, the shard of each parameter; None for parameters of other update rules
         self.shard_numbers: list[list[int | None]] = []
         self.group_of: dict[int, int] = {}  # the parameter group of each shard, where known
         # sends matrices to the ranks that compute them, and back
@@ -109,16 +109,16 @@ class Driver:
     def init(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Create the state of every parameter, as far as possible without a step."""
 
-    def off_load(self, groups: Sequence[ParamGroup], state: State, place: HostPlace) -> None:
+    def off_load(self, groups: Sequence[ParamGroup], state: State, place: OffloadSettings) -> None:
         """Keep a fraction of weights and state in host memory from now on."""
         sizes = {param: param.numel() for _, param, _ in self.numbered(groups)}
         params = place.chosen(sizes)
         weights = place.movable.intersection(params)
-        self.host = HostMemory(params, weights, place, self.is_cut_like_weights)
+        self.host = HostMemory(params, weights, place, self.is_sharded_like_param)
         self.host.write_back(params, state)
         self.host.settle()
 
-    def expect(self, groups: Sequence[ParamGroup], state: State) -> None:
+    def allocate_for_load(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Create all state that is about to be loaded, in the form that checkpoints have."""
         self.init(groups, state)
 
@@ -158,16 +158,18 @@ class Driver:
         else:
             self.host.run(run, load, store, params_of, self.redistribution.arriving, state)
 
-    def is_cut_like_weights(self, kind: str, value: Any) -> bool:
+    def is_sharded_like_param(self, kind: str, value: Any) -> bool:
         """Whether a state value has one element per element of the parameter."""
         return isinstance(value, Tensor) and value.dim() > 0
 
-    def kept(self, groups: Sequence[ParamGroup], state: State) -> Iterator[Kept]:
+    def unsharded_state(
+        self, groups: Sequence[ParamGroup], state: State
+    ) -> Iterator[UnshardedState]:
         """Yield all state that is not sharded like its parameter, except step counters."""
         return iter(())
 
     def numbered(self, groups: Sequence[ParamGroup]) -> Iterator[tuple[ParamGroup, Tensor, int]]:
-        """Yield every parameter of this driver, with its group and the index of its shard."""
+        """Yield every parameter of this update rule, with its group and the index of its shard."""
         for group, numbers in zip(groups, self.shard_numbers, strict=True):
             for param, number in zip(group["params"], numbers, strict=True):
                 if number is not None:
@@ -175,48 +177,48 @@ class Driver:
 
 
 class CompositeOptimizer(torch.optim.Optimizer):
-    """One torch optimizer made of several drivers, which Megatron's distributed optimizer wraps.
+    """One torch optimizer of several update rules, which Megatron's distributed optimizer wraps.
 
-    Parameter groups and state are those of any torch optimizer, and drivers use the values (lr,
-    weight decay) that they find there. Call :meth:`init_state` once drivers are attached.
+    Parameter groups and state are those of any torch optimizer, and update rules use the values
+    (lr, weight decay) that they find there. Call :meth:`init_state` once update rules are attached.
     """
 
     def __init__(
-        self, groups: Sequence[ParamGroup], served: Sequence[tuple[Driver, slice]]
+        self, groups: Sequence[ParamGroup], served: Sequence[tuple[UpdateRule, slice]]
     ) -> None:
         # torch needs a group, but a pipeline stage without experts may have none
         self._complete = False
         super().__init__([{"params": []}], {})
         self.param_groups = list(groups)
-        self.drivers = [driver for driver, _ in served]
+        self.update_rules = [update_rule for update_rule, _ in served]
         self._served = dict(served)
         self._count = len(self.param_groups)
         self._complete = True
 
     def init_state(self) -> None:
         """Create the state of every parameter, so that it can be saved and loaded."""
-        for driver in self.drivers:
-            with self.groups_and_state(driver) as (groups, state):
-                driver.init(groups, state)
+        for update_rule in self.update_rules:
+            with self.groups_and_state(update_rule) as (groups, state):
+                update_rule.init(groups, state)
             # include state of whole matrices, for code that moves all state to another device
-            self.state.update(getattr(driver, "owned_state", {}))
+            self.state.update(getattr(update_rule, "owned_state", {}))
 
     def refuse_faults(self) -> None:
         """Raise a ConfigurationError if an optimizer cannot start from this rank's weights."""
-        for driver in self.drivers:
-            for weight, reason in driver.faults:
+        for update_rule in self.update_rules:
+            for weight, reason in update_rule.faults:
                 rule = f"cannot start from {weight}: {reason}"
-                way_out = "Initialize this weight accordingly before building the optimizer"
-                raise ConfigurationError("optimizer", driver.name, rule, way_out)
+                hint = "Initialize this weight accordingly before building the optimizer"
+                raise ConfigurationError("optimizer", update_rule.name, rule, hint)
 
-    def groups_of(self, driver: Driver) -> list[ParamGroup]:
-        """Return the parameter groups that ``driver`` updates."""
-        return self.param_groups[self._served[driver]]
+    def groups_of(self, update_rule: UpdateRule) -> list[ParamGroup]:
+        """Return the parameter groups that ``update rule`` updates."""
+        return self.param_groups[self._served[update_rule]]
 
     @contextmanager
-    def groups_and_state(self, driver: Driver) -> Iterator[tuple[list[ParamGroup], State]]:
-        """Provide what ``driver`` works on: groups of this rank's tensors, and their state."""
-        yield self.groups_of(driver), self.state
+    def groups_and_state(self, update_rule: UpdateRule) -> Iterator[tuple[list[ParamGroup], State]]:
+        """Provide what ``update rule`` works on: groups of this rank's tensors, and their state."""
+        yield self.groups_of(update_rule), self.state
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Raise a ConfigurationTypeError, because copies could not step."""
@@ -252,29 +254,29 @@ class CompositeOptimizer(torch.optim.Optimizer):
         """
         if len(self.param_groups) != self._count:
             raise _fixed("param_groups", f"{len(self.param_groups)} groups")
-        for driver in self.drivers:
-            with self.groups_and_state(driver) as (groups, state):
-                driver.step(groups, state)
+        for update_rule in self.update_rules:
+            with self.groups_and_state(update_rule) as (groups, state):
+                update_rule.step(groups, state)
 
 
 def refuse_copy(optimizer: Any) -> NoReturn:
     """Raise a ConfigurationTypeError in place of copying or pickling an optimizer."""
     rule = "cannot be copied or pickled, because it belongs to a model and to groups of processes"
-    way_out = "Save its state_dict(), and load it into an optimizer that is built over the copy"
-    raise ConfigurationTypeError("optimizer", type(optimizer).__name__, rule, way_out)
+    hint = "Save its state_dict(), and load it into an optimizer that is built over the copy"
+    raise ConfigurationTypeError("optimizer", type(optimizer).__name__, rule, hint)
 
 
 def check_may_step(optimizer: Any) -> None:
     """Raise a ConfigurationError if the optimizer is superseded or a group has no learning rate."""
     if getattr(optimizer, "superseded", False):
         rule = "an optimizer that was built later owns some of its parameters"
-        way_out = "Use the later one, or freeze the other's parameters while each is built"
-        raise ConfigurationError("optimizer.step", type(optimizer).__name__, rule, way_out)
+        hint = "Use the later one, or freeze the other's parameters while each is built"
+        raise ConfigurationError("optimizer.step", type(optimizer).__name__, rule, hint)
     for group in optimizer.param_groups:
         if group.get("lr", 0.0) is None:
             rule = f"must be set before a step, but group {group.get('group_id')!r} has none"
-            way_out = "Set a learning rate in the configuration, or step a scheduler first"
-            raise ConfigurationError("lr", None, rule, way_out)
+            hint = "Set a learning rate in the configuration, or step a scheduler first"
+            raise ConfigurationError("lr", None, rule, hint)
 
 
 def refuse_group(param_group: ParamGroup) -> None:
@@ -290,8 +292,8 @@ def _fixed(argument: str, value: str) -> ConfigurationError:
 def refuse_state(*_: Any) -> None:
     """Raise a ConfigurationError in place of ``state_dict`` of a wrapped optimizer."""
     rule = "has no state of its own, because the wrapping optimizer shards it over ranks"
-    way_out = "Use sharded_state_dict or save_state_dict_to_file of the wrapping optimizer"
-    raise ConfigurationError("state_dict", "a wrapped optimizer", rule, way_out)
+    hint = "Use sharded_state_dict or save_state_dict_to_file of the wrapping optimizer"
+    raise ConfigurationError("state_dict", "a wrapped optimizer", rule, hint)
 
 
 def set_step(state: dict[str, Any], steps: int) -> None:
@@ -377,8 +379,8 @@ def dry_step(optimizer: Any) -> None:
     except Exception as error:
         name = type(optimizer).__name__
         rule = f"creates its state in its first step, which failed with zero gradients: {error}"
-        way_out = "Provide an init_state_fn that creates its state"
-        raise ConfigurationError("optimizers", name, rule, way_out) from error
+        hint = "Provide an init_state_fn that creates its state"
+        raise ConfigurationError("optimizers", name, rule, hint) from error
     finally:
         for param, value in zip(bare, values, strict=True):
             param.detach().copy_(value)

@@ -31,20 +31,22 @@ from megatron_eopt.math.moments import (
     statistic_shape,
 )
 from megatron_eopt.math.newton_schulz import ReduceT
-from megatron_eopt.optimizers.driver import Kept, ParamGroup, State
-from megatron_eopt.optimizers.engine import Means
-from megatron_eopt.optimizers.muon_driver import MuonDriver, Stepped
+from megatron_eopt.optimizers.engine import EngineConfig
+from megatron_eopt.optimizers.muon_rule import MuonRule, Stepped
 from megatron_eopt.optimizers.stored_matrices import StoredMatrices
+from megatron_eopt.optimizers.update_rule import ParamGroup, State, UnshardedState
 from megatron_eopt.storage.shard import Shard
 
 
-class AdaptiveDriver(MuonDriver):
+class AdaptiveMuonRule(MuonRule):
     """Drives adaptive Muon; see Note [Where statistics live]."""
 
     folds_clipping = False
 
-    def __init__(self, optimizer: Any, shards: Sequence[Shard], means: Means) -> None:
-        super().__init__(optimizer, shards, means)
+    def __init__(
+        self, optimizer: Any, shards: Sequence[Shard], engine_config: EngineConfig
+    ) -> None:
+        super().__init__(optimizer, shards, engine_config)
         # shapes of each parameter's matrices, or of this rank's pieces in blockwise mode
         self._shapes = [
             [layout.compact().local_shape(shard.ranks.rank) or (0, 0) for layout in shard.layouts]
@@ -60,7 +62,7 @@ class AdaptiveDriver(MuonDriver):
             for shard, shapes in zip(shards, self._shapes, strict=True)
         ]
         if optimizer.bias_correction:
-            self.dispensable -= {STEP}
+            self.optional_state -= {STEP}
         self._lasting: list[Tensor] = []  # index tensors, which live between steps
 
     def buffers(self) -> Iterator[Tensor]:
@@ -91,7 +93,7 @@ class AdaptiveDriver(MuonDriver):
         self._orthogonalize(stack, matrices, reduce, shape)
 
 
-class AdaMuonDriver(AdaptiveDriver):
+class AdaMuonRule(AdaptiveMuonRule):
     """AdaMuon: divides each element of the stored updates by the root of its second moment."""
 
     def __init__(self, *args: Any) -> None:
@@ -112,7 +114,7 @@ class AdaMuonDriver(AdaptiveDriver):
         }
         self._lasting = [tensor for one in self._stored.values() for tensor in one.tensors]
 
-    def is_cut_like_weights(self, kind: str, value: Any) -> bool:
+    def is_sharded_like_param(self, kind: str, value: Any) -> bool:
         """Whether a state has a number for each of the parameter's."""
         return kind in (MOMENTUM, MOMENT2)
 
@@ -146,7 +148,7 @@ class AdaMuonDriver(AdaptiveDriver):
         return correction(beta2, float(item.state[STEP]) if corrected else 1.0, corrected)
 
 
-class MatrixMomentDriver(AdaptiveDriver):
+class MatrixMomentRule(AdaptiveMuonRule):
     """Base of NorMuon and NAMO: in a step, every rank has all statistics in one flat tensor."""
 
     def __init__(self, *args: Any) -> None:
@@ -158,7 +160,7 @@ class MatrixMomentDriver(AdaptiveDriver):
         self._flat = torch.empty(0)
         self._divisors: Tensor | None = None
 
-    def is_cut_like_weights(self, kind: str, value: Any) -> bool:
+    def is_sharded_like_param(self, kind: str, value: Any) -> bool:
         """Whether a state has a number for each of the parameter's."""
         return kind == MOMENTUM
 
@@ -167,7 +169,9 @@ class MatrixMomentDriver(AdaptiveDriver):
         shape = shapes[0] if len(shapes) == 1 else (self._sizes[number],)
         return param.new_zeros(shape, requires_grad=False)
 
-    def kept(self, groups: Sequence[ParamGroup], state: State) -> Iterator[Kept]:
+    def unsharded_state(
+        self, groups: Sequence[ParamGroup], state: State
+    ) -> Iterator[UnshardedState]:
         """Yield the statistics; all ranks that store a shard of the parameter have them."""
         for _, param, number in self.numbered(groups):
             shard, moment = self.shards[number], state[param][MOMENT2]
@@ -176,7 +180,7 @@ class MatrixMomentDriver(AdaptiveDriver):
             first = min(int(layout.boxes.rank.min()) for layout in shard.layouts)
             parts = torch.split(moment.view(-1), [math.prod(s) for s in self._statistics[number]])
             for matrix, part in enumerate(parts):
-                yield Kept(
+                yield UnshardedState(
                     number,
                     matrix,
                     (MOMENT2,),
@@ -231,7 +235,7 @@ class MatrixMomentDriver(AdaptiveDriver):
         return 1.0 if self._divisors is None else self._divisors[list(numbers)]
 
 
-class NorMuonDriver(MatrixMomentDriver):
+class NorMuonRule(MatrixMomentRule):
     """NorMuon: divides rows or columns by their root mean squares where a matrix is computed."""
 
     def __init__(self, *args: Any) -> None:
@@ -279,7 +283,7 @@ class NorMuonDriver(MatrixMomentDriver):
         super()._end(stepped)
 
 
-class NamoDriver(MatrixMomentDriver):
+class NamoRule(MatrixMomentRule):
     """NAMO: scales whole matrices by norms that are known before orthogonalization."""
 
     def __init__(self, *args: Any) -> None:
@@ -323,10 +327,10 @@ class NamoDriver(MatrixMomentDriver):
         stack.mul_(factors.to(stack.dtype).view(-1, 1, 1))
 
 
-DRIVERS: dict[Moment2MethodT, type[AdaptiveDriver]] = {
-    "adamuon": AdaMuonDriver,
-    "normuon": NorMuonDriver,
-    "namo": NamoDriver,
+DRIVERS: dict[Moment2MethodT, type[AdaptiveMuonRule]] = {
+    "adamuon": AdaMuonRule,
+    "normuon": NorMuonRule,
+    "namo": NamoRule,
 }
 
 

@@ -10,10 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Shard as ShardPlacement
 
-from megatron_eopt.base.agreement import of_every_rank
+from megatron_eopt.base.agreement import gather_objects
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.optimizers.driver import Kept, ParamGroup, State
-from megatron_eopt.optimizers.owner_driver import OwnerDriver
+from megatron_eopt.optimizers.update_rule import ParamGroup, State, UnshardedState
+from megatron_eopt.optimizers.whole_matrix_rule import WholeMatrixRule
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,13 @@ class OwnerEntry:
     problem: str  # the type that cannot be restored; empty if it can
 
 
-class OwnerState:
-    """Publishes and loads the state that one driver's owner ranks keep."""
+class WholeMatrixState:
+    """Publishes and loads the state that one update rule's owner ranks keep."""
 
-    def __init__(self, driver: OwnerDriver, device: torch.device) -> None:
-        self._driver = driver
+    def __init__(self, update_rule: WholeMatrixRule, device: torch.device) -> None:
+        self._driver = update_rule
         self._device = device
-        self._ranks = driver.shards[0].ranks
+        self._ranks = update_rule.shards[0].ranks
         group = self._ranks.group
         self._mesh = None if group is None else DeviceMesh.from_group(group, device.type)
 
@@ -55,8 +55,8 @@ class OwnerState:
         if problems := [entry for entry in entries if entry.problem]:
             argument = f"state {problems[0].name!r} of {self._driver.name}"
             rule = "only float32 tensors and numbers can be saved"
-            way_out = "Use another optimizer, or run without checkpoints"
-            raise ConfigurationError(argument, problems[0].problem, rule, way_out)
+            hint = "Use another optimizer, or run without checkpoints"
+            raise ConfigurationError(argument, problems[0].problem, rule, hint)
         states: list[dict[str, Any]] = [{} for _ in self._driver.shards]
         for entry in entries:
             value = entry.number
@@ -83,24 +83,24 @@ class OwnerState:
             if (entry.shard, entry.name) in kept:
                 kept[entry.shard, entry.name].replace(value)
 
-    def counts(self) -> Iterator[Kept]:
+    def counts(self) -> Iterator[UnshardedState]:
         """Return the step counts of the matrices that this rank owns."""
         return self._driver.counts()
 
     def _survey(
         self, groups: Sequence[ParamGroup], state: State
-    ) -> tuple[dict[tuple[int, str], Kept], list[OwnerEntry]]:
+    ) -> tuple[dict[tuple[int, str], UnshardedState], list[OwnerEntry]]:
         """Return the state that this rank keeps, and entries of all ranks; collective."""
-        found = (*self._driver.kept(groups, state), *self._driver.counts())
+        found = (*self._driver.unsharded_state(groups, state), *self._driver.counts())
         kept = {(item.shard, self._name(item)): item for item in found}
         mine = [
             _describe(shard, name, self._ranks.rank, item.value)
             for (shard, name), item in kept.items()
         ]
-        known = [entry for entries in of_every_rank(mine, self._ranks.group) for entry in entries]
+        known = [entry for entries in gather_objects(mine, self._ranks.group) for entry in entries]
         return kept, sorted(known, key=lambda entry: (entry.shard, entry.name))
 
-    def _name(self, item: Kept) -> str:
+    def _name(self, item: UnshardedState) -> str:
         matrices = self._driver.shards[item.shard].split.matrices
         prefix = (matrices[item.matrix].name,) if len(matrices) > 1 else ()
         return "/".join((*prefix, *item.path))
