@@ -203,3 +203,12 @@ def exchanged(name: str, storage: dict[str, Any], form: str, folder: str) -> lis
 )
 def test_another_layer_is_frozen_in_the_trainers_formats(tmp_path: Path, name, storage, form):
     assert run_ranks(1, exchanged, name, storage, form, str(tmp_path), timeout=120) == [[]]
+
+
+def test_a_missing_count_of_steps_is_named():
+    optimizer = optimizer_of(model_of(NAMES[:2], {}), "adam", frozenset())
+    saved = copy.deepcopy(optimizer.state_dict())
+    del next(iter(saved["state"].values()))["step"]
+    after = optimizer_of(model_of(NAMES[:2], {}), "adam", frozenset())
+    with pytest.raises(ConfigurationError, match=r"a\.weight: step.*must hold this state"):
+        after.load_state_dict(saved)
