@@ -16,10 +16,9 @@ from megatron_eopt.config.registry import name_of_class
 from megatron_eopt.optimizers.chain_link import ChainLink
 from megatron_eopt.optimizers.continuation import Policy, Reader
 from megatron_eopt.optimizers.dtensor_optimizer import DTensorOptimizer
-from megatron_eopt.optimizers.nested_state import leaves, put
+from megatron_eopt.optimizers.nested_state import leaves
 from megatron_eopt.optimizers.saved_groups import children_of, inner_of
-from megatron_eopt.optimizers.state_dicts import Loaded, StateDictMatch, Target, named
-from megatron_eopt.optimizers.update_rule import set_step
+from megatron_eopt.optimizers.state_dicts import StateDictMatch, Target, named
 from megatron_eopt.storage.dtensors import local_of
 
 MAINS = "fp32_from_fp16_params"
@@ -150,7 +149,7 @@ def _of_whole_parameters(
 
     def write() -> None:
         for param, its in loaded.items():
-            _write(optimizer.state[param], its)
+            its.write(optimizer.state[param], _copy)
 
     return write, match
 
@@ -178,21 +177,8 @@ def _mains(
     return pairs
 
 
-def _write(own: dict[str, Any], loaded: Loaded) -> None:
-    """Copy checked values into a parameter's state."""
-    if loaded.starts_fresh:
-        set_step(own, 0)
-    for key, value in loaded.values.items():
-        if key == STEP:
-            set_step(own, int(value))
-            continue
-        saved = dict(leaves(value, (key,)))
-        for path, mine in list(leaves(own[key], (key,))):
-            if isinstance(mine, Tensor):
-                mine.copy_(torch.as_tensor(saved[path]).reshape(mine.shape))
-                mine.mul_(loaded.factors.get(key, 1.0))
-            else:
-                put(own, path, type(mine)(saved[path]))
+def _copy(mine: Tensor, value: Any) -> Tensor:
+    return mine.copy_(torch.as_tensor(value).reshape(mine.shape))
 
 
 def _misfit(value: Any, own: Any, key: str) -> str | None:

@@ -30,7 +30,6 @@ from megatron_eopt.optimizers.update_rule import (
     UpdateRule,
     check_may_step,
     loss_of,
-    set_step,
 )
 from megatron_eopt.optimizers.whole_matrix_rule import WholeMatrixRule
 from megatron_eopt.optimizers.whole_matrix_state import WholeMatrixState
@@ -278,7 +277,7 @@ class DTensorOptimizer(CompositeOptimizer):
                             count.replace(0)
             if update_rule not in self._owned:
                 for param in self._params[update_rule]:
-                    _write(self.state[param], loaded[param])
+                    loaded[param].write(self.state[param], _copy)
         self.pack()
 
     def _target(self, group: ParamGroup, param: Tensor, update_rule: UpdateRule) -> Target:
@@ -353,27 +352,16 @@ class DTensorOptimizer(CompositeOptimizer):
                 kept[key] = shard_like(param, _stored(param, value)) if cut else value
 
 
-def _write(own: dict[str, Any], loaded: Loaded) -> None:
-    """Copy checked values into a parameter's state."""
-    if loaded.starts_fresh:
-        set_step(own, 0)
-    for key, value in loaded.values.items():
-        mine = own[key]
-        if key == STEP:
-            set_step(own, int(value))
-            continue
-        if not isinstance(mine, Tensor):
-            own[key] = type(mine)(value)
-            continue
-        if not _are_placed_alike(mine, value):
-            whole = value.full_tensor() if isinstance(value, DTensor) else value
-            value = whole
-            if isinstance(mine, DTensor):
-                # every rank has the whole tensor, and takes its own part
-                mesh, placements = mine.device_mesh, mine.placements
-                value = distribute_tensor(whole, mesh, placements, src_data_rank=None)
-        local_of(mine).copy_(local_of(value))
-        local_of(mine).mul_(loaded.factors.get(key, 1.0))
+def _copy(mine: Tensor, value: Any) -> Tensor:
+    """Copy a saved value into this rank's part of a tensor, and return that part."""
+    if not _are_placed_alike(mine, value):
+        value = value.full_tensor() if isinstance(value, DTensor) else value
+        if isinstance(mine, DTensor):
+            # every rank has the whole tensor, and takes its own part
+            mesh, placements = mine.device_mesh, mine.placements
+            value = distribute_tensor(value, mesh, placements, src_data_rank=None)
+    local: Tensor = local_of(mine)
+    return local.copy_(local_of(value))
 
 
 def _are_placed_alike(one: Tensor, other: Tensor) -> bool:

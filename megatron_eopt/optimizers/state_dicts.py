@@ -22,6 +22,7 @@ from megatron_eopt.optimizers.continuation import (
     continuation_of,
     shortened,
 )
+from megatron_eopt.optimizers.nested_state import leaves, put
 from megatron_eopt.optimizers.saved_groups import (
     PARAM_NAMES,
     Groups,
@@ -33,6 +34,7 @@ from megatron_eopt.optimizers.saved_groups import (
     optimizer_of,
     with_names,
 )
+from megatron_eopt.optimizers.update_rule import set_step
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +62,27 @@ class Loaded:
     def converted(self) -> dict[str, Any]:
         """Return the values after their conversion."""
         return {k: v * self.factors[k] if k in self.factors else v for k, v in self.values.items()}
+
+    def write(self, own: dict[str, Any], copy: Callable[[Tensor, Any], Tensor]) -> None:
+        """Write checked values into a parameter's state, whose containers exist.
+
+        Args:
+            own: The state.
+            copy: Called with a tensor of the state and its saved value; copies, and returns the
+                tensor that holds this rank's elements.
+        """
+        if self.starts_fresh:
+            set_step(own, 0)
+        for key, value in self.values.items():
+            if key == STEP:
+                set_step(own, int(value))
+                continue
+            saved = dict(leaves(value, (key,)))
+            for path, mine in list(leaves(own[key], (key,))):
+                if isinstance(mine, Tensor):
+                    copy(mine, saved[path]).mul_(self.factors.get(key, 1.0))
+                else:
+                    put(own, path, type(mine)(saved[path]))
 
 
 def named(
