@@ -125,16 +125,16 @@ def _of_whole_parameters(
     storage: Any = link.storage
     optimizer = storage.optimizer
     groups = optimizer.param_groups
-    driver_of = {id(main): update_rule for update_rule, _, main in link.stepped()}
+    rule_of = {id(main): update_rule for update_rule, _, main in link.stepped()}
     targets = [
         [
             Target(
                 param,
                 name,
-                Reader(name_of_class(driver_of[id(param)].name), group.get("momentum")),
+                Reader(name_of_class(rule_of[id(param)].name), group.get("momentum")),
                 frozenset(optimizer.state[param].keys() - {STEP}),
                 STEP in optimizer.state[param],
-                driver_of[id(param)].optional_state,
+                rule_of[id(param)].optional_state,
             )
             for param, name in zip(group["params"], its, strict=True)
         ]

@@ -97,6 +97,7 @@ class Orthogonalization:
     # another package's backend; None for our own iteration
     _other: Backend | None = field(init=False, repr=False)
     _chosen: AlgorithmT = field(init=False, repr=False)
+    _products: PrecisionT = field(init=False, repr=False)  # precision that the schedule stands
 
     def __post_init__(self) -> None:
         check_choice("precision", self.precision, get_args(PrecisionT))
@@ -120,8 +121,10 @@ class Orthogonalization:
             rule = f"diverge in 16 bits, but backend {self.backend!r} computes in 16 bits only"
             hint = "Use other coefficients, or precision='highest' with backend='torch'"
             raise ConfigurationError("coefficients", self.coefficients, rule, hint)
-        for name, value in (("_schedule", schedule), ("_other", other), ("_chosen", chosen)):
-            object.__setattr__(self, name, value)
+        object.__setattr__(self, "_schedule", schedule)
+        object.__setattr__(self, "_other", other)
+        object.__setattr__(self, "_chosen", chosen)
+        object.__setattr__(self, "_products", sound_precision(schedule, self.precision))
 
     @torch.no_grad()
     def __call__(
@@ -150,8 +153,7 @@ class Orthogonalization:
             wide = wide.flatten(0, -3)
         factors = scale if isinstance(scale, tuple) else (scale,)
         # "medium" casts operands explicitly; the few float32 products left must be exact
-        precision = sound_precision(self._schedule, self.precision)
-        with matmul_precision("high" if precision == "high" else "highest"):
+        with matmul_precision("high" if self._products == "high" else "highest"):
             if other is None:
                 out = wide if in_place else None
                 factor = math.prod(factors)

@@ -13,7 +13,7 @@ from megatron_eopt.base.errors import ConfigurationError, check_choice, check_nu
 from megatron_eopt.base.names import TpModeT
 from megatron_eopt.math.moments import MOMENT2_METHODS, Moment2MethodT
 from megatron_eopt.math.newton_schulz import ReduceT
-from megatron_eopt.optimizers.adaptive_rule import DRIVERS, AdaptiveMuonRule
+from megatron_eopt.optimizers.adaptive_rule import RULES, AdaptiveMuonRule
 from megatron_eopt.optimizers.engine import EngineConfig
 from megatron_eopt.optimizers.muon import TensorParallelMuon
 from megatron_eopt.storage.shard import Shard
@@ -119,7 +119,7 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon, AdaptiveMuon):
         engine_config = replace(
             self._engine_config, mode=engine_config.mode, device=engine_config.device
         )
-        return DRIVERS[self.moment2_method](self, shards, engine_config)
+        return RULES[self.moment2_method](self, shards, engine_config)
 
     @property
     def _stack_dtype(self) -> torch.dtype:

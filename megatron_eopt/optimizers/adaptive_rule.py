@@ -327,7 +327,7 @@ class NamoRule(MatrixMomentRule):
         stack.mul_(factors.to(stack.dtype).view(-1, 1, 1))
 
 
-DRIVERS: dict[Moment2MethodT, type[AdaptiveMuonRule]] = {
+RULES: dict[Moment2MethodT, type[AdaptiveMuonRule]] = {
     "adamuon": AdaMuonRule,
     "normuon": NorMuonRule,
     "namo": NamoRule,

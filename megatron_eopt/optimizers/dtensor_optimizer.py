@@ -248,11 +248,9 @@ class DTensorOptimizer(CompositeOptimizer):
         Raises:
             ConfigurationError: If state is missing or does not fit.
         """
-        driver_of = {
-            param: update_rule for update_rule, its in self._params.items() for param in its
-        }
+        rule_of = {param: update_rule for update_rule, its in self._params.items() for param in its}
         targets = [
-            [self._target(group, param, driver_of[param]) for param in group["params"]]
+            [self._target(group, param, rule_of[param]) for param in group["params"]]
             for group in self.param_groups
         ]
         match = StateDictMatch(state_dict, self.param_groups, targets)

@@ -50,9 +50,10 @@ class Frozen:
         home = module()
         if home is None:
             return False
-        if any(leaf in other._updated.get(home, ()) for other in Frozen._of_optimizers):
-            return False
         # FSDP exchanges parameters, so the present one and the one that it stands for count too
         now = home._parameters.get(leaf)
         known = (param(), now, getattr(now, "orig_param", None))
-        return any(item is not None and item.requires_grad for item in known)
+        # every step asks, and hardly ever goes on from here
+        if not any(item is not None and item.requires_grad for item in known):
+            return False
+        return not any(leaf in other._updated.get(home, ()) for other in Frozen._of_optimizers)

@@ -110,7 +110,7 @@ def _link(
     buffers: BufferSet,
     live: Sequence[list[ParamGroup]],
 ) -> ChainLink:
-    """Return the link of one set of buffers; its groups are appended to ``live``, by base."""
+    """Return the link of one set of buffers; its groups go to ``live``, by optimizer."""
     places = zero1.ranges_in(buffers, sharding.names)
     groups: list[ParamGroup] = []
     served: list[tuple[UpdateRule, slice]] = []
