@@ -26,10 +26,6 @@ from megatron_eopt.tools.dry_run.counting import READ
 _COALESCED = ("allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_")
 """Collectives for which torch has no implementation with fake tensors."""
 
-_library: Any = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
-for _name in _COALESCED:
-    _library.impl(_name, lambda *_, **__: FakeWork().boxed(), "Meta")
-
 
 @contextmanager
 def dry_world(
@@ -71,7 +67,16 @@ def dry_world(
     # real tensors from before the block, or from outside torch, may occur
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        with patched(patches), cuda or cpu.enabled(), answered_by(peers), fake, _Values():  # type: ignore[no-untyped-call]
+        with (
+            patched(patches),
+            torch.library._scoped_library("c10d", "IMPL") as library,
+            cuda or cpu.enabled(),
+            answered_by(peers),
+            fake,
+            _Values(),  # type: ignore[no-untyped-call]
+        ):
+            for name in _COALESCED:
+                library.impl(name, lambda *_, **__: FakeWork().boxed(), "Meta")
             yield
     finally:
         parallel_state.destroy_model_parallel()
