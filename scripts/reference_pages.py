@@ -3,10 +3,12 @@
     python -m scripts.reference_pages [--check]
 
 flags.md comes from the parser and the configuration, support.md from support.yaml, benchmarks.md
-from docs/benchmarks/*.json. With ``--check`` nothing is written, and the exit code is 1 if a page
-is not what its source says.
+from docs/benchmarks/*.json. The scripts for errors.md, routing.md and recipes.md run in processes
+of their own. With ``--check`` nothing is written, and the exit code is 1 if a page is not what its
+source says.
 """
 
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,15 +26,20 @@ PAGES: dict[str, Callable[[], str]] = {
     "support.md": support_page.page,
     "benchmarks.md": benchmark_page.page,
 }
+SCRIPTS = ("error_table", "routing_tables", "recipe_pages")
 
 
 def main() -> int:
+    options = sys.argv[1:]
+    commands = [[sys.executable, "-m", f"scripts.{name}", *options] for name in SCRIPTS]
+    running = [subprocess.Popen(command) for command in commands]
     changed = [name for name, page in PAGES.items() if (FOLDER / name).read_text() != page()]
     for name in changed:
         print(f"docs/reference/{name} is not what its source says", file=sys.stderr)
         if "--check" not in sys.argv:
             (FOLDER / name).write_text(PAGES[name]())
-    return int("--check" in sys.argv and bool(changed))
+    failed = [process.wait() for process in running]
+    return int(any(failed) or ("--check" in options and bool(changed)))
 
 
 if __name__ == "__main__":
