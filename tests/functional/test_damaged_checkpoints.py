@@ -101,6 +101,7 @@ def test_a_folder_of_torch_dist_keeps_its_name(tmp_path):
     assert "torch_dcp" not in str(refused.value)
 
 
+@pytest.mark.long
 def test_a_step_is_loaded_without_a_tracker(tmp_path):
     save(tmp_path, FORMATS["torch_dist"], interval=1)
     flags = [*FORMATS["torch_dist"], "--override-opt_param-scheduler", "--load", str(tmp_path)]

@@ -89,6 +89,7 @@ def test_the_old_content_is_loaded_after_an_asynchronous_save(tmp_path, form, vi
     assert resumed(folder, flags) == resumed(whole, flags)
 
 
+@pytest.mark.long
 def test_a_first_save_that_was_killed_is_no_checkpoint(tmp_path):
     flags = FORMATS["torch"]
     save_over(tmp_path, flags, *KILLS["torch"])

@@ -15,6 +15,7 @@ from megatron_eopt.tools.recipe import NAMES, recipe
 from tests.functional.script import _run_once, losses, run_here
 from tests.functional.test_qk_clip import logged
 from tests.harness import run_ranks
+from tests.harness.tiers import mostly_long
 
 WHOLE = [name for name in NAMES if recipe(name).base is None]
 
@@ -88,7 +89,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("name", mostly_long(WHOLE, "kimi-k2", "glm-4.5", "llama-3-8b"))
 def test_small_models_train(name):
     flags = CHANGES.get(name, "")
     found = trained(name, flags, ranks=2 if "parallel" in flags else 1)

@@ -70,6 +70,7 @@ def test_the_command_and_the_version_are_the_wheels(installed, tmp_path):
     assert f"\n## {version} " in (ROOT / "CHANGELOG.md").read_text()
 
 
+@pytest.mark.long
 def test_the_launcher_trains(installed, tmp_path):
     shutil.copy(STOCK_SCRIPT, tmp_path / "pretrain.py")
     command = [installed / "python", "-m", "torch.distributed.run", "--standalone"]

@@ -104,7 +104,7 @@ def all_dry(world_size: int, case: Case) -> list[Any]:
 
 
 # of every kind of storage, layout and optimizer one; the others have no more to tell
-LONG = {"tensor parallel", "adaptive muon", "pipeline"}
+LONG = {"tensor parallel", "adaptive muon", "pipeline", "dense"}
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from megatron_eopt import get_megatron_optimizer
 from megatron_eopt.fsdp2 import build_optimizer
 from tests.harness import run_ranks
 from tests.harness.scene import forget_megatron
+from tests.harness.tiers import mostly_long
 from tests.unit.fsdp2.model import (
     config,
     eager,
@@ -220,7 +221,7 @@ def under_megatron(storage: str, main: str, folder: Path) -> list[Any]:
     return [*found, foreign.weights(chunk)]
 
 
-@pytest.mark.parametrize("main", ["adaptive_muon", "soap"])
+@pytest.mark.parametrize("main", mostly_long(["adaptive_muon", "soap"], "soap"))
 @pytest.mark.parametrize("storage", ["fsdp2", "megatron_fsdp"])
 def test_megatrons_trainer_goes_on_with_their_counts(tmp_path, storage, main):
     for counts, whole, again, found in run_ranks(2, under_megatron, storage, main, tmp_path):

@@ -21,12 +21,13 @@ from megatron_eopt.math.coefficients import (
     response,
 )
 from megatron_eopt.math.orthogonalize import Orthogonalization, orthogonalize
+from tests.harness.tiers import mostly_long
 
 SHAPES = ((96, 96), (1, 96), (96, 400))
 
 
 @pytest.mark.parametrize("algorithm", ["auto", "standard", "gram"])
-@pytest.mark.parametrize("steps", [1, 3, 5, 7, 12])
+@pytest.mark.parametrize("steps", mostly_long([1, 3, 5, 7, 12], 1, 5))
 @pytest.mark.parametrize("name", coefficient_names())
 def test_updates_are_as_large_as_in_exact_arithmetic(name, steps, algorithm):
     schedule = resolve_coefficients(name, steps)

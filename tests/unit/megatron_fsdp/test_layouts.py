@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.harness import run_ranks
+from tests.harness.tiers import mostly_long
 from tests.unit.megatron_fsdp.runs import train, train_all, train_in_ddp
 from tests.unit.storage.runs import (
     DENSE,
@@ -56,12 +57,16 @@ ALONE = {
 }
 """A layout for each other model or dtype, by the first word of its layouts."""
 
-LONG = ("optim_grads, dp 2", "dp 2")
-
-
-@pytest.mark.parametrize(
-    "layout", [pytest.param(n, marks=pytest.mark.long if n in LONG else []) for n in LAYOUTS]
+USUAL = (
+    "no_shard, tp 2 x dp 2",
+    "hsdp 2 x tp 2",
+    "moe, ep 2 x edp 2",
+    "shared experts, expert tp 2",
+    "bf16, dp 2",
 )
+
+
+@pytest.mark.parametrize("layout", mostly_long(LAYOUTS, *USUAL))
 def test_weights_norm_and_zeros_equal_one_process(layout):
     world, run = LAYOUTS[layout]
     kind = layout.split(",")[0]

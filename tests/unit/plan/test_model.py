@@ -13,6 +13,7 @@ from megatron_eopt.tools.dry_run import dry_world
 from megatron_eopt.tools.plan.architectures import Architecture
 from megatron_eopt.tools.plan.model import Layout, build_stage, stage_kinds, stages
 from tests.harness import run_ranks
+from tests.harness.tiers import mostly_long
 
 DENSE = Architecture(
     "dense",
@@ -95,7 +96,7 @@ def built(architecture: Architecture, *layouts: Layout) -> list[list[tuple[int, 
     return found
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", mostly_long(CASES, "experts that are not cut", "latent"))
 def test_all_stages_together_are_the_model_of_one_rank(name):
     architecture, layout = CASES[name]
     ranks, [alone] = run_ranks(1, built, architecture, layout, ALONE, cpu=False)[0]

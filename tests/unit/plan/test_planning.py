@@ -17,6 +17,7 @@ from megatron_eopt.tools.plan.planning import plan
 from megatron_eopt.tools.plan.tables import as_dict
 from megatron_eopt.tools.recipe import recipe
 from tests.harness import run_ranks
+from tests.harness.tiers import mostly_long
 from tests.unit.plan.test_model import DENSE, MIXED
 
 CUT = Layout(tensor=2, pipeline=2, data=4)
@@ -33,7 +34,9 @@ def in_a_process(architecture: Architecture, layout: Layout, **fields: Any) -> d
     return run_ranks(1, planned, architecture, layout, fields, cpu=False)[0]
 
 
-@pytest.mark.parametrize("optimizer", ["soap", "scion", "adaptive_muon", "adam"])
+@pytest.mark.parametrize(
+    "optimizer", mostly_long(["soap", "scion", "adaptive_muon", "adam"], "soap", "adam")
+)
 def test_other_optimizers_are_planned(optimizer):
     found = in_a_process(DENSE, replace(CUT, pipeline=1, data=2), optimizer=optimizer)
     rank = found["busiest_rank"]
@@ -53,7 +56,11 @@ def test_other_optimizers_are_planned(optimizer):
 
 @pytest.mark.parametrize(
     ("architecture", "layout"),
-    [(DENSE, CUT), (MIXED, replace(CUT, expert=2)), (MIXED, replace(CUT, expert=2, instances=2))],
+    [
+        pytest.param(DENSE, CUT, marks=pytest.mark.long),
+        pytest.param(MIXED, replace(CUT, expert=2), marks=pytest.mark.long),
+        (MIXED, replace(CUT, expert=2, instances=2)),
+    ],
     ids=["dense", "experts", "instances"],
 )
 def test_a_plan_is_of_the_busiest_rank(architecture, layout):
@@ -127,6 +134,7 @@ def test_a_machine_needs_positive_numbers():
             replace(MACHINES["H100"], **{name: value})
 
 
+@pytest.mark.long
 def test_a_step_beside_communication_ends_with_adams():
     short = recipe("llama-3-8b").architecture(num_layers=8)
     apart = in_a_process(short, Layout(data=16))

@@ -16,6 +16,7 @@ from megatron_eopt.storage.interface import Storage
 from tests.harness import run_ranks
 from tests.harness.kernels import interpreted_kernels
 from tests.harness.scene import forget_megatron
+from tests.harness.tiers import mostly_long
 from tests.unit.storage.full_state import Case, build, differences, full_state, steps
 from tests.unit.storage.runs import REPLICATED, inject
 
@@ -82,7 +83,9 @@ def in_all_ways(name: str) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", mostly_long(CASES, "8-bit momentum", "bf16 momentum", "l2", "adam")
+)
 def test_a_coefficient_is_what_gradients_were_multiplied_by(name):
     folded, before, kernels, skipped, none = run_ranks(1, in_all_ways, name)[0]
     assert differences(folded, before) == []

@@ -128,14 +128,19 @@ def anew(case: Case, folder: Path) -> tuple[Any, Any]:
     ("form", "case", "start"),
     [
         ("state_dict", Case("muon", MODEL, **REPLICATED), anew),
-        ("rank files", Case("adam", MODEL, **REPLICATED), anew),
-        ("rank files", OFF_LOADED, anew),
         ("rank files", OFF_LOADED, younger),
-        ("fully_reshardable", Case("adam", MODEL), younger),
         ("fully_reshardable", Case("muon", MODEL), anew),
-        ("fully_reshardable", Case("muon", MODEL, **REPLICATED), younger),
-        ("dp_reshardable", Case("adam", MODEL), anew),
         ("dp_reshardable", Case("adam", MODEL), younger),
+        *(
+            pytest.param(*more, marks=pytest.mark.long)
+            for more in [
+                ("rank files", Case("adam", MODEL, **REPLICATED), anew),
+                ("rank files", OFF_LOADED, anew),
+                ("fully_reshardable", Case("adam", MODEL), younger),
+                ("fully_reshardable", Case("muon", MODEL, **REPLICATED), younger),
+                ("dp_reshardable", Case("adam", MODEL), anew),
+            ]
+        ),
     ],
 )
 def test_a_run_goes_on_with_its_counts(tmp_path, form, case, start):
@@ -191,8 +196,8 @@ def from_another_class(form: str, case: Case, folder: Path, to_fused: bool) -> l
     ("form", "case"),
     [
         ("fully_reshardable", Case("muon", MODEL)),
-        ("dp_reshardable", Case("adam", MODEL)),
-        ("state_dict", Case("muon", MODEL, **REPLICATED)),
+        pytest.param("dp_reshardable", Case("adam", MODEL), marks=pytest.mark.long),
+        pytest.param("state_dict", Case("muon", MODEL, **REPLICATED), marks=pytest.mark.long),
     ],
 )
 def test_the_count_goes_over_from_one_class_to_another(tmp_path, form, case, to_fused):

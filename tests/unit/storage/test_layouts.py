@@ -9,6 +9,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import assert_same
+from tests.harness.tiers import mostly_long
 from tests.unit.storage.runs import (
     DENSE,
     INSTANCES,
@@ -72,7 +73,20 @@ def reference(model: str = "dense", muon: str = "") -> Result:
 LARGE = "moe, expert tp 2 x ep 2 x edp 2"
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, pytest.param(LARGE, marks=pytest.mark.long)])
+USUAL = (
+    "padded buckets",
+    "tp 2 x dp 2",
+    "two instances",
+    "ddp that all-reduces",
+    "fewer matrices than ranks",
+    "moe, dp 1 and expert dp 2",
+    "moe, ep 2, two instances",
+    "shared experts, dp 4, expert tp 2",
+    "shared experts, tp 2, two instances",
+)
+
+
+@pytest.mark.parametrize("layout", mostly_long([*LAYOUTS, LARGE], *USUAL))
 def test_weights_norm_and_zeros_equal_one_stock_process(layout):
     large = 8, Run(model=MOE, parallel={"tp": 2, "ep": 2, "etp": 2})
     world, run = large if layout == LARGE else LAYOUTS[layout]

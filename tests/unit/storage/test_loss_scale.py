@@ -82,14 +82,21 @@ def interrupted(case: Case, form: str, folder: Path) -> list[Any]:
     ("form", "storage", "optimizer", "model"),
     [
         ("state_dict", "replicated", "muon", SMALL),
-        ("state_dict", "sharded", "adam", SMALL),
-        ("rank files", "replicated", "muon", SMALL),
         ("rank files", "sharded", "muon", EXPERTS),
-        ("fully_reshardable", "replicated", "muon", EXPERTS),
+        ("fully_reshardable", "replicated", "muon", SMALL),
         ("fully_reshardable", "sharded", "muon", SMALL),
-        ("fully_reshardable", "sharded", "adam", SMALL),
-        ("dp_reshardable", "sharded", "muon", SMALL),
-        ("dp_reshardable", "sharded", "adam", EXPERTS),
+        ("dp_reshardable", "sharded", "adam", SMALL),
+        *(
+            pytest.param(*more, marks=pytest.mark.long)
+            for more in [
+                ("state_dict", "sharded", "adam", SMALL),
+                ("rank files", "replicated", "muon", SMALL),
+                ("fully_reshardable", "replicated", "muon", EXPERTS),
+                ("fully_reshardable", "sharded", "adam", SMALL),
+                ("dp_reshardable", "sharded", "muon", SMALL),
+                ("dp_reshardable", "sharded", "adam", EXPERTS),
+            ]
+        ),
     ],
 )
 def test_a_scale_that_has_changed_goes_on(tmp_path, form, storage, optimizer, model):

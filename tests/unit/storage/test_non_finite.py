@@ -10,6 +10,7 @@ import megatron_eopt
 from megatron_eopt.base.errors import NonFiniteError
 from megatron_eopt.config.config import EmergingOptimizerConfig
 from tests.harness import run_ranks
+from tests.harness.tiers import mostly_long
 from tests.unit.storage.runs import (
     BF16,
     DENSE,
@@ -101,7 +102,9 @@ def check_refused(ranks: list[list[dict[str, Any]]], name: str, what: str = "gra
             assert result["unchanged"]
 
 
-@pytest.mark.parametrize("fields", [{}, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "fields", [pytest.param({}, marks=pytest.mark.long), BF16], ids=["fp32", "bf16"]
+)
 # the norm's weight lies in the first half of the buffer, the embedding in the second
 @pytest.mark.parametrize("name", [NORM, "embedding.word_embeddings.weight"])
 def test_a_fragment_of_one_data_parallel_rank(fields, name):
@@ -125,7 +128,7 @@ CUTS = {
 
 
 @STORAGES
-@pytest.mark.parametrize("case", CUTS)
+@pytest.mark.parametrize("case", mostly_long(CUTS, "the last pipeline stage", "an expert"))
 def test_one_rank_of_a_model_that_is_cut(storage, case):
     parallel, model, local, ranks, name = CUTS[case]
     run = Run(storage, model, parallel)
@@ -161,7 +164,7 @@ def test_a_norm_above_the_threshold_skips_the_step(storage):
 
 
 @STORAGES
-@pytest.mark.parametrize("cut", ["one tensor-parallel rank", "an expert"])
+@pytest.mark.parametrize("cut", mostly_long(["one tensor-parallel rank", "an expert"], "an expert"))
 def test_with_a_loss_scale_all_ranks_skip_and_change_the_scale_alone(storage, cut):
     parallel, model, name, *_ = CUTS[cut]
     run = Run(storage, model | {"dtype": torch.float16}, parallel, config=FP16)
@@ -223,7 +226,13 @@ LATE: dict[str, tuple[bool, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(
-    ("case", "bad"), [*((case, math.nan) for case in LATE), ("sharded, fp32", math.inf)]
+    ("case", "bad"),
+    mostly_long(
+        [*((case, math.nan) for case in LATE), ("sharded, fp32", math.inf)],
+        ("replicated, bf16", math.nan),
+        ("momentum in int8", math.nan),
+        ("off-loaded", math.nan),
+    ),
 )
 def test_a_host_that_reads_the_norm_a_step_later_sees_the_same(case, bad):
     storage, fields = LATE[case]

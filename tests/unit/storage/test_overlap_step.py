@@ -1,5 +1,6 @@
 """Muon's step beside the communication of gradients and parameters, in the bits of one after it."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from megatron_eopt.optimizers.windows import WindowedMuonRule
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import forward_backward, synthetic_batch, tiny_gpt, wrap_ddp
+from tests.harness.tiers import mostly_long
 from tests.unit.storage.runs import OVERLAP, SHARDED
 
 KINDS = ("as it is", "as it is", "clipped", "as it is", "as it is", "not finite")
@@ -165,8 +167,11 @@ def is_same(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS)
+EVERY = itertools.product((torch.float32, torch.bfloat16), LAYOUTS)
+USUAL = [(torch.float32, "TP 2 x DP 2"), (torch.bfloat16, "experts, EP 2")]
+
+
+@pytest.mark.parametrize(("dtype", "layout"), mostly_long(EVERY, *USUAL))
 def test_the_bits_are_those_of_a_step_after_communication(dtype, layout):
     world = LAYOUTS[layout][0]
     serial = run_ranks(world, train, dtype, layout, False)
@@ -191,7 +196,7 @@ def test_the_bits_are_those_of_a_step_after_communication(dtype, layout):
         assert one == log[0].count("all-to-all") <= before[0].count("all-to-all") + 2 * windows
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", mostly_long([torch.float32, torch.bfloat16], torch.bfloat16))
 def test_updates_of_weights_that_change_before_the_step_are_computed_again(dtype):
     serial = run_ranks(2, train, dtype, "DP 2", False, READ_WITH_L2, True)
     ahead = run_ranks(2, train, dtype, "DP 2", True, READ_WITH_L2, True)

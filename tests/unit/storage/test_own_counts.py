@@ -9,6 +9,7 @@ import pytest
 from megatron_eopt.base.errors import ConfigurationError
 from tests.harness import run_ranks
 from tests.harness.scene import forget_megatron
+from tests.harness.tiers import mostly_long
 from tests.unit.fsdp2.model import eager
 from tests.unit.storage import full_state
 from tests.unit.storage.full_state import Case, counts_of, differences, resume
@@ -98,18 +99,18 @@ def check(counts: dict[str, int], steps: int, first: str = "linear_proj") -> Non
     [
         ("AdaMuon", "fully_reshardable"),
         ("NAMO", "rank files"),
-        ("SOAP", "fully_reshardable"),
-        ("Adam", "rank files"),
         ("Adam", "dp_reshardable"),
-        ("NAMO, replicated", "fully_reshardable"),
         ("NAMO, replicated", "state_dict"),
         ("SOAP, replicated", "rank files"),
-        ("Adam, replicated", "fully_reshardable"),
-        ("Adam, replicated", "state_dict"),
         *(
             pytest.param(name, form, marks=pytest.mark.long)
             for name, form in [
                 ("AdaMuon", "rank files"),
+                ("SOAP", "fully_reshardable"),
+                ("Adam", "rank files"),
+                ("NAMO, replicated", "fully_reshardable"),
+                ("Adam, replicated", "fully_reshardable"),
+                ("Adam, replicated", "state_dict"),
                 ("NAMO", "fully_reshardable"),
                 ("NorMuon", "rank files"),
                 ("rounded", "fully_reshardable"),
@@ -162,8 +163,8 @@ def loaded(case: Case, folder: Path) -> tuple[dict[str, int], dict[str, Any]]:
     [
         ("NAMO", 2, {"tp": 2}),
         ("SOAP", 1, {}),
-        ("Adam", 2, {"pp": 2}),
-        ("NAMO, replicated", 2, {"tp": 2}),
+        pytest.param("Adam", 2, {"pp": 2}, marks=pytest.mark.long),
+        pytest.param("NAMO, replicated", 2, {"tp": 2}, marks=pytest.mark.long),
         pytest.param("rounded", 2, {"tp": 2}, marks=pytest.mark.long),
         pytest.param("Adam, replicated", 2, {"pp": 2}, marks=pytest.mark.long),
     ],
@@ -189,7 +190,7 @@ def with_a_rate(case: Case, folder: Path) -> dict[str, int]:
     return counts_of(*resume(case, folder / "own"))
 
 
-@pytest.mark.parametrize("name", ["NAMO", "NAMO, replicated"])
+@pytest.mark.parametrize("name", mostly_long(["NAMO", "NAMO, replicated"], "NAMO"))
 def test_groups_that_are_new_count_on(tmp_path, name):
     for counts in run_ranks(2, with_a_rate, CASES[name], tmp_path):
         assert counts == {n: 2 if n.endswith(MATRICES) else 10 for n in counts}

@@ -1,5 +1,6 @@
 """What is saved at one layout loads at any other, bit by bit: weights, main weights, all state."""
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,14 +46,11 @@ APART = [
     Case("muon", MOE, frozen="local_experts.1."),
     Case("muon", DENSE, overrides={"*layers.0.mlp*weight": "adam"}),
 ]
-OPTIMIZERS = [
-    Case("muon", BF16),
-    Case("adam", BF16),
-    Case("soap", BF16),
+USUAL = [
     Case("adaptive_muon", BF16, config=NORMUON),
-    Case("lion", BF16),
     Case("muon", BF16, config={"muon_momentum_dtype": "int8"}),
 ]
+OPTIMIZERS = [*USUAL, *(Case(name, BF16) for name in ("muon", "adam", "soap", "lion"))]
 
 
 def at(cases: list[Case], **parallel: int) -> list[Case]:
@@ -65,32 +63,37 @@ def check(saved: list, loaded: list, cases: list[Case]) -> None:
 
 
 EXPERTS = [Case("muon", MOE), Case("adam", MOE)]
-SAVED = {"dense": (OPTIMIZERS, {"tp": 2}), "experts": (EXPERTS, {"ep": 2})}
+SAVED = {
+    "dense": (USUAL, {"tp": 2}),
+    "all optimizers": (OPTIMIZERS, {"tp": 2}),
+    "experts": (EXPERTS, {"ep": 2}),
+}
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    found = {}
-    for name, (cases, layout) in SAVED.items():
+    @functools.cache
+    def once(name: str) -> tuple[str, list[dict[str, Any]]]:
+        cases, layout = SAVED[name]
         folder = str(tmp_path_factory.mktemp(name))
-        states = run_ranks(4, save, at(cases, **layout), folder, timeout=300)[0]
-        found[name] = folder, states
-    return found
+        return folder, run_ranks(4, save, at(cases, **layout), folder, timeout=300)[0]
+
+    return once
 
 
 @pytest.mark.parametrize(
     ("name", "world", "parallel"),
     [
         ("dense", 4, {}),
-        pytest.param("dense", 4, {"tp": 4}, marks=pytest.mark.long),
-        pytest.param("dense", 4, {"tp": 2, "pp": 2}, marks=pytest.mark.long),
-        pytest.param("dense", 1, {}, marks=pytest.mark.long),
+        pytest.param("all optimizers", 4, {"tp": 4}, marks=pytest.mark.long),
+        pytest.param("all optimizers", 4, {"tp": 2, "pp": 2}, marks=pytest.mark.long),
+        pytest.param("all optimizers", 1, {}, marks=pytest.mark.long),
         ("experts", 4, {"ep": 4}),
         pytest.param("experts", 1, {}, marks=pytest.mark.long),
     ],
 )
 def test_other_layouts_load_it(saved, name, world, parallel):
-    folder, states = saved[name]
+    folder, states = saved(name)
     cases = at(SAVED[name][0], **parallel)
     check(states, run_ranks(world, load, cases, folder, timeout=300)[0], cases)
 
@@ -215,7 +218,8 @@ def test_a_vocabulary_that_is_padded_otherwise(tmp_path, before, after):
         assert not differences(one, other)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_padded_buckets(tmp_path, ranks):
     forms = ("fully_reshardable", "dp_reshardable")
     padding = {"overlap_grad_reduce": True, "bucket_size": 3000}

@@ -11,6 +11,7 @@ from megatron.core import dist_checkpointing
 from megatron_eopt import checkpoints
 from megatron_eopt.base.errors import ConfigurationError
 from tests.harness import run_ranks
+from tests.harness.tiers import mostly_long
 from tests.unit.storage.full_state import Case, build, save_one, sharded, steps
 from tests.unit.storage.runs import REPLICATED, set_lr
 
@@ -49,7 +50,10 @@ def trained(folder: str, case: Case, fresh: Sequence[str] | None = ()) -> list[t
 
 @pytest.mark.parametrize(
     ("before", "after", "named"),
-    [("lion", "adam", "exp_avg_sq"), ("adam", "soap", ""), ("lion", "soap", "")],
+    mostly_long(
+        [("lion", "adam", "exp_avg_sq"), ("adam", "soap", ""), ("lion", "soap", "")],
+        ("lion", "adam", "exp_avg_sq"),
+    ),
 )
 def test_moments_begin_anew_together(tmp_path, before, after, named):
     for found, distance in run_ranks(2, switched, str(tmp_path / "c"), before, after):

@@ -10,6 +10,7 @@ from megatron.core import parallel_state
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import assert_same, copies_of, forward_backward, synthetic_batch
+from tests.harness.tiers import mostly_long
 from tests.unit.storage.runs import DENSE, MOE, OVERLAP, PLAIN, Run, make_chunk, make_optimizer
 
 
@@ -91,7 +92,7 @@ def train_interleaved(kind: str, overlap: bool) -> list[dict[str, torch.Tensor]]
     return list(map(copies_of, chunks))
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", mostly_long([False, True], True))
 def test_an_interleaved_pipeline_equals_stock(overlap):
     stock = run_ranks(2, train_interleaved, "stock", False)
     ours = run_ranks(2, train_interleaved, "layer_wise", overlap)

@@ -13,6 +13,7 @@ from megatron_eopt import get_megatron_optimizer
 from megatron_eopt.config.config import EmergingOptimizerConfig
 from tests.harness import run_ranks
 from tests.harness.scene import forget_megatron
+from tests.harness.tiers import mostly_long
 from tests.unit.storage.runs import DENSE, PLAIN, Run, inject, make_chunk
 from tests.unit.wrappers.by_hand import Weights, compared
 
@@ -148,6 +149,9 @@ def test_no_field_of_ours_is_forgotten():
     assert {name for name in numeric if name not in tried} == set(UNCHANGED)
 
 
+STORAGES = ("replicated", "sharded", "own loop")
+
+
 def far(ours: Weights, theirs: Weights) -> dict[str, float]:
     """Return the relative distance of each weight."""
     return {
@@ -156,7 +160,7 @@ def far(ours: Weights, theirs: Weights) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("storage", ["replicated", "sharded", "own loop"])
+@pytest.mark.parametrize("storage", mostly_long(STORAGES, "sharded", "own loop"))
 def test_a_field_does_what_it_says(storage):
     cases = {n: c for n, c in CASES.items() if storage != "own loop" or c.is_in_own_loop}
     bases = {id(case.base): case.base for case in cases.values()}

@@ -10,6 +10,7 @@ from megatron_eopt import ConfigurationError
 from megatron_eopt.config.registry import optimizer_names
 from megatron_eopt.routing.routes import read_overrides
 from tests.harness import run_ranks
+from tests.harness.tiers import mostly_long
 from tests.unit.wrappers.override_runs import (
     CHAINS,
     OWN,
@@ -31,7 +32,7 @@ def jobs(storage: str) -> tuple[int, dict[str, Any]]:
     return 1 if storage == "plain" else 2, {"timeout": 300, "cpu": not own}
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("storage", mostly_long(STORAGES, "plain", "fsdp", "sharded"))
 def test_every_setting_changes_its_parameter_and_no_other(storage):
     wanted = cases(scheduled=storage in CHAINS)
     ranks, how = jobs(storage)
@@ -76,7 +77,9 @@ def errors(storage: str, wanted: list[Case]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("storage", ["plain", "replicated", "sharded"])
+@pytest.mark.parametrize(
+    "storage", mostly_long(["plain", "replicated", "sharded"], "plain", "sharded")
+)
 def test_other_settings_and_values_are_refused_by_name(storage):
     wanted = [Case(*wrong) for wrong in WRONG]
     scheduled = SCHEDULED if storage in OWN else {}
@@ -93,7 +96,7 @@ def test_one_rate_has_one_value():
             read_overrides({ParamKey(name="*"): {setting: 0.25, other: 0.5}})
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("storage", mostly_long(STORAGES, "fsdp", "sharded"))
 def test_every_optimizer_steps_after_torchs_newer_precision_setting(storage):
     wanted = [Case(name, None) for name in optimizer_names()]
     ranks, how = jobs(storage)

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from tests.harness import run_ranks
+from tests.harness.tiers import mostly_long
 from tests.unit.storage.runs import SHARDED
 from tests.unit.wrappers.factories import both
 
@@ -62,8 +63,18 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("case", "tolerance"), CASES.values(), ids=CASES)
-def test_losses_equal_stocks(case, tolerance):
+USUAL = (
+    "muon, bf16 weights",
+    "muon, two tensor-parallel ranks, blockwise",
+    "muon, experts on two ranks, lion",
+    "adam, distributed, fp16",
+    "sgd",
+)
+
+
+@pytest.mark.parametrize("name", mostly_long(CASES, *USUAL))
+def test_losses_equal_stocks(name):
+    case, tolerance = CASES[name]
     for result in run_ranks(2, both, 20, case, timeout=120):
         assert result["ours"] == pytest.approx(result["stock"], abs=tolerance)
         assert result["ours"][-1] < result["ours"][0]

@@ -42,6 +42,7 @@ IN_BF16 = [
     replace(plain("muon", BF16), float32="norm"),
 ]
 IN_FLOAT32 = [plain(name) for name in optimizer_names()]
+USUAL = [plain(name) for name in ("adam", "muon", "soap", "psgd_pro")]
 # only the last pipeline stage has a parameter of Adam
 TO_ADAM = {"overrides": {"*output_layer*": "adam"}, "parallel": {"pp": 2}}
 LAST = replace(plain("lion", {**SMALL, "layers": 2}), **TO_ADAM)
@@ -49,8 +50,12 @@ LAST = replace(plain("lion", {**SMALL, "layers": 2}), **TO_ADAM)
 
 @pytest.mark.parametrize(
     ("ranks", "cases"),
-    [(1, IN_FLOAT32), pytest.param(2, [*IN_BF16, LAST], marks=pytest.mark.long)],
-    ids=["fp32", "bf16"],
+    [
+        (1, USUAL),
+        pytest.param(1, IN_FLOAT32, marks=pytest.mark.long),
+        pytest.param(2, [*IN_BF16, LAST], marks=pytest.mark.long),
+    ],
+    ids=["usual", "fp32", "bf16"],
 )
 def test_every_optimizer_continues(tmp_path, ranks, cases):
     both = run_ranks(ranks, interrupted, cases, str(tmp_path), timeout=300)[0]
@@ -88,11 +93,12 @@ def test_a_checkpoint_may_be_written_in_the_background(tmp_path, case):
 
 
 MOVED = [plain("muon", BF16), *ADAPTIVE[1:]]
+MORE = [({}, {"tp": 2}), ({"pp": 2}, {})]
 
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [({"tp": 2}, {}), pytest.param({}, {"tp": 2}, marks=pytest.mark.long), ({"pp": 2}, {})],
+    [({"tp": 2}, {}), *(pytest.param(*way, marks=pytest.mark.long) for way in MORE)],
     ids=["TP 2 to 1", "TP 1 to 2", "PP 2 to 1"],
 )
 def test_other_layouts_load_it(tmp_path, before, after):

@@ -11,6 +11,7 @@ from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.config.registry import optimizer_names
 from tests.harness import run_ranks
 from tests.harness.scene import forget_megatron
+from tests.harness.tiers import mostly_long
 from tests.unit.storage.full_state import Case, build, differences, full_state, steps
 from tests.unit.storage.runs import DENSE, PLAIN, SHARDED
 from tests.unit.wrappers.test_plain_checkpoint import IN_BF16, SMALL, plain
@@ -26,14 +27,16 @@ def in_few_bits(storage: dict[str, bool], *dtypes: str) -> list[Case]:
 
 
 CASES = {
+    "some, fp32": (1, [plain(name) for name in ("adam", "soap", "adaptive_muon")]),
     "plain, fp32": (1, [plain(name) for name in optimizer_names()]),
     "plain, bf16": (1, IN_BF16),
     "muon in bf16": (1, IN_BF16[:1]),
+    "few bits on two ranks": (2, [*in_few_bits(PLAIN, "fp8"), *in_few_bits(SHARDED, "int8")]),
     "two ranks": (
         2,
         [
-            *in_few_bits(PLAIN, "fp8", "bf16"),
-            *in_few_bits(SHARDED, "int8", "bf16"),
+            *in_few_bits(PLAIN, "bf16"),
+            *in_few_bits(SHARDED, "bf16"),
             Case("soap", MODEL, {}, SHARDED, SHARDED),
         ],
     ),
@@ -71,7 +74,7 @@ def gone_on(cases: list[Case], folder: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.long if n == "plain, bf16" else []) for n in CASES]
+    "name", mostly_long(CASES, "muon in bf16", "few bits on two ranks", "some, fp32")
 )
 def test_state_continues(tmp_path, name):
     ranks, cases = CASES[name]
