@@ -1,34 +1,34 @@
 """Choose the source of each requested value in a distributed checkpoint."""
 
+import functools
 from collections.abc import Mapping
+from dataclasses import replace
 
 from megatron_eopt.base.names import MAINS, STEP
 from megatron_eopt.checkpoint.contents import Contents
-from megatron_eopt.checkpoint.saved_state import Source, Value
+from megatron_eopt.checkpoint.saved_state import StateValue
 from megatron_eopt.optimizers.continuation import Policy, Report, continuation_of
 
 
 class LoadPlan:
-    """Chooses a source for each requested value, by its index among the requests."""
+    """Chooses where each requested value is read from, by its index among the requests."""
 
     def __init__(self, policy: Policy, contents: Contents, *, has_stepped: bool) -> None:
-        self.chosen: dict[int, Source] = {}
+        self.chosen: dict[int, StateValue] = {}
         self._has_stepped = has_stepped
         self._policy = policy
         self._contents = contents
         self._report = Report()
 
-    def choose(self, values: Mapping[int, Value]) -> None:
+    def choose(self, values: Mapping[int, StateValue]) -> None:
         """Choose the sources of all values of one parameter."""
         where = next(iter(values.values())).where
         in_bucket = self._is_in_bucket(values)
         saved = self._contents.state_of(where.space, where.reader.name, in_bucket=in_bucket)
-        sources: dict[tuple[int, str], Source | None] = {}
 
-        def source(place: int, kind: str) -> Source | None:
-            if (place, kind) not in sources:
-                sources[place, kind] = values[place].source_in(self._contents, kind)
-            return sources[place, kind]
+        @functools.cache
+        def source(place: int, kind: str) -> StateValue | None:
+            return values[place].found_in(self._contents, kind)
 
         def fits(kind: str, other: str) -> bool:
             mine = (place for place, value in values.items() if value.kind == kind)
@@ -55,11 +55,11 @@ class LoadPlan:
                 origin = found.origins[value.kind]
                 its = source(place, origin.key)
                 assert its is not None
-                self.chosen[place] = its._replace(factor=origin.factor)
+                self.chosen[place] = replace(its, factor=origin.factor)
 
     def lines(self) -> list[str]:
         """Return a line for each difference from the checkpoint."""
-        in_bucket = any(source.bucket for source in self.chosen.values())
+        in_bucket = any(value.bucket for value in self.chosen.values())
         if in_bucket and not self._contents.names_buckets:
             text = "the checkpoint does not name the parameters of its buckets, matched by order"
             self._report.note(text)
@@ -70,11 +70,11 @@ class LoadPlan:
         by_bucket = bool(self._contents.in_buckets)
         self._report.refuse("checkpoint", has_stepped=self._has_stepped, by_bucket=by_bucket)
 
-    def _is_in_bucket(self, values: Mapping[int, Value]) -> bool:
+    def _is_in_bucket(self, values: Mapping[int, StateValue]) -> bool:
         """Return whether the checkpoint has a bucket with the parameter."""
         # a rank that owns a matrix but stores no part of it does not know the bucket
         return all(value.where.stored is None for value in values.values()) or any(
-            value.source_in_bucket(kind, self._contents) is not None
+            value.in_bucket(kind, self._contents) is not None
             for value in values.values()
             for kind in self._contents.in_buckets
         )

@@ -9,7 +9,7 @@ it needs, and checkpoints do not depend on the layout of the run.
 import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -18,34 +18,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.checkpoint.keys import key_apart, tensors
+from megatron_eopt.checkpoint.keys import key_apart, state_key, tensors
 
 type _Cut = tuple[tuple[int, ...], tuple[int, ...]]
 
-
-class Box(NamedTuple):
-    """Part of a stored tensor that is a box of a checkpoint's tensor."""
-
-    piece: ShardedTensor  # the model's entry that contains it
-    shape: tuple[int, ...]  # size in each dimension of the checkpoint's tensor
-    offset: tuple[int, ...]  # index of its first element in the checkpoint's tensor
-    start: int  # index of its first element in the flat stored tensor
-    strides: tuple[int, ...]  # strides in the flat stored tensor, for each dimension
-
-    def holding(self, flat: Tensor, key: str, replica: tuple[int, ...]) -> ShardedTensor:
-        """Return this box of a flat stored tensor, as a view."""
-        return ShardedTensor(
-            key,
-            flat.as_strided(self.shape, self.strides, flat.storage_offset() + self.start),
-            flat.dtype,
-            self.shape,
-            self.piece.global_shape,
-            self.offset,
-            # boxes of fragments form no regular grid
-            None,
-            replica,
-            allow_shape_mismatch=self.piece.allow_shape_mismatch,
-        )
+type _Box = tuple[ShardedTensor, tuple[int, ...], tuple[int, ...], int, tuple[int, ...]]
+"""The model's entry; sizes, and offset in the checkpoint's tensor; first element and strides in the
+flat local values."""
 
 
 class ParameterSpace:
@@ -69,15 +48,43 @@ class ParameterSpace:
         self.key = key  # of its stack, if it is a layer or an expert of one
         self.name = key_apart(key, self.places)  # unique in the model
 
-    def boxes(self, start: int, stop: int) -> Iterator[Box]:
-        """Yield the boxes of the elements ``start`` to ``stop`` of the flattened parameter."""
+    def pieces(
+        self, kind: str, flat: Tensor, start: int, replica: tuple[int, ...]
+    ) -> Iterator[ShardedTensor]:
+        """Yield the boxes of a kind of state, as views of its local values.
+
+        Args:
+            kind: The kind of state.
+            flat: Its values for the elements of the flattened parameter from ``start`` on.
+            start: Index of the first of these elements.
+            replica: Replica id of the pieces.
+        """
+        for piece, shape, offset, first, strides in self._boxes(start, start + flat.numel()):
+            yield ShardedTensor(
+                state_key(kind, piece.key),
+                flat.as_strided(shape, strides, flat.storage_offset() + first),
+                flat.dtype,
+                shape,
+                piece.global_shape,
+                offset,
+                # boxes of fragments form no regular grid
+                None,
+                replica,
+                allow_shape_mismatch=piece.allow_shape_mismatch,
+            )
+
+    def has_first(self, start: int, stop: int) -> bool:
+        """Whether the first element of the unsharded parameter is in a local range."""
+        return any(not any(box[2][self.prepended :]) for box in self._boxes(start, stop))
+
+    def _boxes(self, start: int, stop: int) -> Iterator[_Box]:
         for piece in self._pieces:
             data, ones = piece.data, (1,) * piece.prepend_axis_num
             strides = (*(data.numel() for _ in ones), *data.stride())
             before = start - data.storage_offset() + self._first
             for part, shape in cut((*ones, *data.shape), strides, before, before + stop - start):
                 offset = tuple(map(operator.add, piece.global_offset, part))
-                yield Box(piece, shape, offset, math.sumprod(part, strides) - before, strides)
+                yield piece, shape, offset, math.sumprod(part, strides) - before, strides
 
 
 def parameter_spaces(

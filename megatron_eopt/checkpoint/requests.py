@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -59,8 +60,7 @@ class StateRequests:
             for value in self._values_of(number, link, model_state)
         ]
         self._chosen = {
-            place: (by_bucket and value.source_in_bucket(value.kind))
-            or saved_state.Source(value.pieces)
+            place: (by_bucket and value.in_bucket(value.kind)) or value
             for place, value in enumerate(self._values)
             if not (value.is_count and counts is None)
         }
@@ -71,21 +71,20 @@ class StateRequests:
         written: dict[str, int] = {}
         whole: dict[str, int] = {}
         stacked = {
-            place: source
-            for place, source in self._chosen.items()
-            if self._values[place].stacked and source.bucket is None
+            place: value
+            for place, value in self._chosen.items()
+            if value.stacked and value.bucket is None
         }
-        for piece in (piece for source in stacked.values() for piece in source.pieces):
+        for piece in (piece for value in stacked.values() for piece in value.pieces):
             size = math.prod(piece.local_shape) if is_main_replica(piece.replica_id) else 0
             written[piece.key] = written.get(piece.key, 0) + size
             whole[piece.key] = math.prod(piece.global_shape)
         keys = gather_unique(sorted(written))
         sizes = zip(keys, totals([written.get(key, 0) for key in keys]), strict=True)
         parts = {key for key, size in sizes if size < whole.get(key, 0)}
-        for place, source in stacked.items():
-            if any(piece.key in parts for piece in source.pieces):
-                own = apart(source.pieces, self._values[place].stacked)
-                self._chosen[place] = saved_state.Source(own)
+        for place, value in stacked.items():
+            if any(piece.key in parts for piece in value.pieces):
+                self._chosen[place] = replace(value, pieces=apart(value.pieces, value.stacked))
         self._ask()
 
     def adapt(self, shapes: Shapes, groups: Groups, policy: Policy) -> list[str]:
@@ -106,7 +105,7 @@ class StateRequests:
         """
         contents = Contents(shapes, SavedGroups(groups, self._optimizers))
         reading = LoadPlan(policy, contents, has_stepped=self._has_stepped)
-        by_parameter: dict[str, dict[int, saved_state.Value]] = {}
+        by_parameter: dict[str, dict[int, saved_state.StateValue]] = {}
         for place, value in enumerate(self._values):
             by_parameter.setdefault(value.where.space.name, {})[place] = value
         for values in by_parameter.values():
@@ -142,7 +141,7 @@ class StateRequests:
             if value.is_count:
                 continue
             if place in there:
-                value.take(there[place], self._chosen[place])
+                self._chosen[place].take(there[place])
             elif value.kind in MAINS:
                 # the checkpoint has no main weights, so the loaded model's weights are used
                 value.take_from_model()
@@ -155,11 +154,11 @@ class StateRequests:
     def _ask(self) -> None:
         self.param_state.clear()
         self.param_state["values"] = {
-            str(place): {str(number): piece for number, piece in enumerate(source.pieces)}
-            for place, source in self._chosen.items()
-            if source.pieces
+            str(place): {str(number): piece for number, piece in enumerate(value.pieces)}
+            for place, value in self._chosen.items()
+            if value.pieces
         }
-        prefixes = {source.bucket for source in self._chosen.values()}
+        prefixes = {value.bucket for value in self._chosen.values()}
         buckets = {
             str(number): space.common(prefix)
             for number, space in self._buckets.items()
@@ -171,7 +170,7 @@ class StateRequests:
 
     def _values_of(
         self, place: int, link: ChainLink, model_state: Mapping[str, Any]
-    ) -> Iterator[saved_state.Value]:
+    ) -> Iterator[saved_state.StateValue]:
         """Yield all state values on this rank of the optimizer at a place of the chain."""
         storage = link.storage
         all_groups = storage.optimizer.param_groups if link.update_rules else ()
@@ -188,7 +187,7 @@ class StateRequests:
         spaces = parameter_spaces(model_state, params)
         for item in stored:
             update_rule, number = stepped[id(item.main)]
-            tensors = saved_state.cut_like_weights(link, item, update_rule, number)
+            tensors = saved_state.sharded_like_weights(link, item, update_rule, number)
             space = spaces[item.param]
             in_group = number_of[item.main]
             self.spaces_of.setdefault((place, in_group), []).append(space)
@@ -201,7 +200,7 @@ class StateRequests:
                 self._buckets.get(place),
             )
             for kind, tensor in tensors.items():
-                yield saved_state.cut_value(kind, tensor, where)
+                yield saved_state.sharded_value(kind, tensor, where)
             yield from self._count(update_rule, where, (0, 1), writes=where.holds_first)
         counted = {id(state) for state in states.values()}
         for update_rule, param, its in kept:
@@ -232,7 +231,7 @@ class StateRequests:
         matrix: tuple[int, int],
         *,
         writes: bool,
-    ) -> Iterator[saved_state.Value]:
+    ) -> Iterator[saved_state.StateValue]:
         """Yield the step count of a matrix; for saving, only if it differs from the update rule's.
 
         A parameter's count is that of matrix 0 of 1.
@@ -243,7 +242,7 @@ class StateRequests:
             key = matrix_state_key(STEP, where.space.name, matrix)
             replica = (*where.replica, int(not writes))
             count = ShardedObject(key, int(steps), (1,), (0,), replica_id=replica)
-            yield saved_state.Value(where, STEP, (count,))
+            yield saved_state.StateValue(where, STEP, (count,))
 
 
 def bucket_spaces(links: Sequence[ChainLink]) -> dict[int, saved_state.BucketSpace]:

@@ -10,8 +10,7 @@ Note [Saved state]
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedObject
@@ -26,20 +25,12 @@ from megatron_eopt.checkpoint.keys import (
     matrix_state_key,
     state_key,
 )
-from megatron_eopt.checkpoint.parameter_space import Box, ParameterSpace
+from megatron_eopt.checkpoint.parameter_space import ParameterSpace
 from megatron_eopt.optimizers.chain_link import ChainLink
 from megatron_eopt.optimizers.continuation import Reader
 from megatron_eopt.optimizers.update_rule import UnshardedState, UpdateRule
 from megatron_eopt.storage.dtensors import local_of
 from megatron_eopt.storage.interface import MainShard
-
-
-class Source(NamedTuple):
-    """The place in a checkpoint from which a value is read, or to which it is written."""
-
-    pieces: Pieces  # the data of each is the tensor to write, or to read into
-    factor: float = 1.0  # what the value is multiplied by after reading
-    bucket: str | None = None  # prefix of the keys if it is read from a bucket
 
 
 class BucketSpace:
@@ -109,28 +100,25 @@ class ParameterLocation:
     stored: MainShard | None = None  # what this rank stores; None for a matrix on its owner rank
     buckets: BucketSpace | None = None  # its place in checkpoints by bucket, if any
 
-    @cached_property
-    def boxes(self) -> list[Box]:
-        """The boxes of the unsharded parameter that this rank stores."""
-        item = self.stored
-        return [] if item is None else list(self.space.boxes(item.start, item.stop))
-
     @property
     def holds_first(self) -> bool:
         """Whether this rank stores the first element of the unsharded parameter."""
-        return any(not any(b.offset[self.space.prepended :]) for b in self.boxes)
+        item = self.stored
+        return item is not None and self.space.has_first(item.start, item.stop)
 
 
 @dataclass(frozen=True)
-class Value:
-    """One state value on this rank."""
+class StateValue:
+    """One state value on this rank, with its place in a checkpoint."""
 
     where: ParameterLocation  # the parameter
     kind: str  # kind of state
-    pieces: Pieces  # the form in which it is written
+    pieces: Pieces  # the data of each is the tensor to write, or to read into
     stacked: int = 0  # leading dimensions of the pieces' tensors that index layers or experts
     flat: Tensor | None = None  # the flat local value, if it is sharded like its parameter
     kept: UnshardedState | None = None  # the value, if it is not sharded like its parameter
+    factor: float = 1.0  # what the value is multiplied by after reading
+    bucket: str | None = None  # prefix of the keys if it is read from a bucket
 
     @property
     def is_count(self) -> bool:
@@ -147,16 +135,16 @@ class Value:
         if self.stacked:
             yield apart(pieces, self.stacked)
 
-    def source_in(self, contents: Contents, kind: str) -> Source | None:
-        """Return where a checkpoint has state of a kind that fits this value; None without."""
+    def found_in(self, contents: Contents, kind: str) -> "StateValue | None":
+        """Return this value where a checkpoint has a fitting kind of state; None without."""
         found = [contents.find(pieces) for pieces in self.forms(kind)]
-        sources = [Source(pieces) for pieces in found if pieces is not None]
-        return next(iter(sources), None) or self.source_in_bucket(kind, contents)
+        values = [replace(self, pieces=pieces) for pieces in found if pieces is not None]
+        return next(iter(values), None) or self.in_bucket(kind, contents)
 
-    def source_in_bucket(self, kind: str, contents: Contents | None = None) -> Source | None:
-        """Return the source of a kind of state in a bucket; None if there is none.
+    def in_bucket(self, kind: str, contents: Contents | None = None) -> "StateValue | None":
+        """Return this value as a kind of state in a bucket; None if there is none.
 
-        Without ``contents``, it is the source that megatron-core would use.
+        Without ``contents``, it is the bucket that megatron-core would use.
         """
         stored, buckets = self.where.stored, self.where.buckets
         if buckets is None or stored is None or self.flat is None:
@@ -164,19 +152,19 @@ class Value:
         for prefix in buckets.prefixes:
             piece = buckets.piece(stored.param, kind, self.flat, prefix)
             if contents is None or contents.has_bucket(piece, buckets.params_key):
-                return Source((piece,), bucket=prefix)
+                return replace(self, pieces=(piece,), bucket=prefix)
         return None
 
-    def take(self, loaded: Sequence[Any], source: Source) -> None:
-        """Write what was loaded from a source into the state, unless it was loaded in place."""
-        for piece, value in zip(source.pieces, loaded, strict=True):
+    def take(self, loaded: Sequence[Any]) -> None:
+        """Write what was loaded for each piece into the state, unless it was loaded in place."""
+        for piece, value in zip(self.pieces, loaded, strict=True):
             if isinstance(piece, ShardedObject):
                 assert self.kept is not None
                 self.kept.replace(value)
             elif address_of(value) != address_of(piece.data):
                 piece.data.copy_(value.view(piece.data.shape))
-            if source.factor != 1.0:
-                piece.data.mul_(source.factor)
+            if self.factor != 1.0:
+                piece.data.mul_(self.factor)
 
     def take_from_model(self) -> None:
         """Copy the model's weights to the main weights."""
@@ -186,16 +174,15 @@ class Value:
         self.flat.copy_(local_of(item.param).detach().reshape(-1)[item.start : item.stop])
 
 
-def cut_value(kind: str, value: Tensor, where: ParameterLocation) -> Value:
+def sharded_value(kind: str, value: Tensor, where: ParameterLocation) -> StateValue:
     """Return the value of main weights or state that are sharded like the parameter."""
+    assert where.stored is not None
     flat = value.detach().reshape(-1)
-    pieces = tuple(
-        box.holding(flat, state_key(kind, box.piece.key), where.replica) for box in where.boxes
-    )
-    return Value(where, kind, pieces, where.space.prepended, flat)
+    pieces = where.space.pieces(kind, flat, where.stored.start, where.replica)
+    return StateValue(where, kind, tuple(pieces), where.space.prepended, flat)
 
 
-def unsharded_value(kept: UnshardedState, where: ParameterLocation, count: int) -> Value:
+def unsharded_value(kept: UnshardedState, where: ParameterLocation, count: int) -> StateValue:
     """Return the value of state that is not sharded like its parameter.
 
     ``count`` is the number of logical matrices of the parameter.
@@ -220,10 +207,10 @@ def unsharded_value(kept: UnshardedState, where: ParameterLocation, count: int) 
         shape, offset = tuple(data.shape), offset or (0,) * data.dim()
         whole = base.global_shape if prepended else shape
         piece = ShardedTensor(key, data, data.dtype, shape, whole, offset, None, replica)
-    return Value(where, kind, (piece,), prepended, kept=kept)
+    return StateValue(where, kind, (piece,), prepended, kept=kept)
 
 
-def cut_like_weights(
+def sharded_like_weights(
     link: ChainLink, item: MainShard, update_rule: UpdateRule, number: int
 ) -> dict[str, Tensor]:
     """Return main weights and state that are sharded like the parameter, by kind."""
