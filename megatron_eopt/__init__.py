@@ -7,6 +7,8 @@ after megatron-core is imported.
 import importlib
 from typing import Any
 
+from megatron_eopt.base.quiet import importing_quietly
+
 _PLACES = {
     "AdamOptimizerConfig": "config.config",
     "ConfigurationError": "base.errors",
@@ -28,7 +30,8 @@ __all__ = sorted(_PLACES)
 def __getattr__(name: str) -> Any:
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)
+    with importing_quietly():
+        value = getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)
     globals()[name] = value
     return value
 

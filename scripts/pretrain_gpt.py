@@ -15,6 +15,10 @@ from typing import Any
 
 import torch
 
+from megatron_eopt.base.quiet import ignore_useless_warnings
+
+ignore_useless_warnings()
+
 from megatron_eopt import cpu, megatron_lm
 
 # This must come before megatron.training is imported, which queries the GPU on import.

@@ -28,6 +28,7 @@ from megatron_eopt.checkpoint.optimizer_state import prepare
 from megatron_eopt.config.registry import name_of_class
 from megatron_eopt.optimizers.chain_link import ChainLink
 from megatron_eopt.optimizers.continuation import (
+    Note,
     Policy,
     Reader,
     Report,
@@ -169,7 +170,7 @@ def match(
     policy: Policy,
     *,
     has_stepped: bool,
-) -> list[str]:
+) -> list[Note]:
     """Match ``wanted``, from :func:`requested`, with a checkpoint.
 
     Removes what the checkpoint lacks and may lack, so that everything in ``wanted`` is loaded in
@@ -183,7 +184,7 @@ def match(
         has_stepped: Whether the optimizer has stepped, so that its state cannot start fresh.
 
     Returns:
-        A line for each kind of state that starts fresh or is converted.
+        What starts fresh or is converted.
 
     Raises:
         ConfigurationError: If state is missing, does not fit, or cannot start fresh.
@@ -208,7 +209,7 @@ def match(
         there = contents.groups.get(name, {})
         for setting in meta.keys() - there.keys():
             del meta[setting]
-    return report.lines()
+    return report.notes
 
 
 def _state_in(contents: Contents, name: str, whole: str) -> SavedState:

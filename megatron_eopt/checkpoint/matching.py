@@ -14,7 +14,6 @@ from typing import Any
 
 from megatron.core.dist_checkpointing import load_common_state_dict
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
-from megatron.core.utils import log_single_rank
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_eopt.base.agreement import (
@@ -27,7 +26,7 @@ from megatron_eopt.base.agreement import (
 from megatron_eopt.base.upstream import require_upstream
 from megatron_eopt.checkpoint.contents import Shapes
 from megatron_eopt.checkpoint.requests import StateRequests
-from megatron_eopt.optimizers.continuation import Policy
+from megatron_eopt.optimizers.continuation import Policy, log_notes
 from megatron_eopt.optimizers.saved_groups import Groups, groups_in
 
 logger = logging.getLogger(__name__)
@@ -44,11 +43,11 @@ def match(sharded_state_dict: Any, folder: Path, policy: Policy) -> None:
         return
     shapes, groups = from_rank_0(lambda: _content(folder))
     policy = functools.reduce(operator.or_, (item.policy for item in requests), policy)
-    lines = raise_together(
-        lambda: [line for r in requests for line in r.adapt(shapes, groups, policy)]
+    notes = raise_together(
+        lambda: [note for r in requests for note in r.adapt(shapes, groups, policy)]
     )
-    for line in gather_unique(lines):
-        log_single_rank(logger, logging.WARNING, f"optimizer state: {line}")
+    # a parameter may be on some ranks only
+    log_notes(gather_unique(notes))
 
 
 def _content(folder: Path) -> tuple[Shapes, Groups]:

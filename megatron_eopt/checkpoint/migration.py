@@ -7,7 +7,7 @@ from dataclasses import replace
 from megatron_eopt.base.names import MAINS, STEP
 from megatron_eopt.checkpoint.contents import Contents
 from megatron_eopt.checkpoint.saved_state import StateValue
-from megatron_eopt.optimizers.continuation import Policy, Report, continuation_of
+from megatron_eopt.optimizers.continuation import Note, Policy, Report, continuation_of
 
 
 class LoadPlan:
@@ -57,13 +57,13 @@ class LoadPlan:
                 assert its is not None
                 self.chosen[place] = replace(its, factor=origin.factor)
 
-    def lines(self) -> list[str]:
-        """Return a line for each difference from the checkpoint."""
+    def notes(self) -> list[Note]:
+        """Return all differences from the checkpoint."""
         in_bucket = any(value.bucket for value in self.chosen.values())
         if in_bucket and not self._contents.names_buckets:
             text = "the checkpoint does not name the parameters of its buckets, matched by order"
             self._report.note(text)
-        return self._report.lines()
+        return self._report.notes
 
     def refuse(self) -> None:
         """Raise a ConfigurationError if state is missing, or should start fresh after a step."""

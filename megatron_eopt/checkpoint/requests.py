@@ -17,7 +17,7 @@ from megatron_eopt.checkpoint.migration import LoadPlan
 from megatron_eopt.checkpoint.parameter_space import ParameterSpace, parameter_spaces
 from megatron_eopt.config.registry import name_of_class
 from megatron_eopt.optimizers.chain_link import ChainLink
-from megatron_eopt.optimizers.continuation import MAXIMA, Policy, Reader, missing_state
+from megatron_eopt.optimizers.continuation import MAXIMA, Note, Policy, Reader, missing_state
 from megatron_eopt.optimizers.saved_groups import Groups, SavedGroups, optimizer_of
 from megatron_eopt.optimizers.update_rule import OF_GROUPS, UpdateRule, set_step
 from megatron_eopt.storage.zero1 import Zero1Optimizer
@@ -87,7 +87,7 @@ class StateRequests:
                 self._chosen[place] = replace(value, pieces=apart(value.pieces, value.stacked))
         self._ask()
 
-    def adapt(self, shapes: Shapes, groups: Groups, policy: Policy) -> list[str]:
+    def adapt(self, shapes: Shapes, groups: Groups, policy: Policy) -> list[Note]:
         """Request only what a checkpoint has, if the policy allows the difference.
 
         Call it before loading, because ``dist_checkpointing.load`` fails if a key is missing.
@@ -98,7 +98,7 @@ class StateRequests:
             policy: What may differ.
 
         Returns:
-            A line for each kind of state that starts fresh or is read from another source.
+            What starts fresh or is read from another source.
 
         Raises:
             ConfigurationError: If state is missing; names the parameters and kinds.
@@ -113,7 +113,7 @@ class StateRequests:
         reading.refuse()
         self._chosen = reading.chosen
         self._ask()
-        return reading.lines()
+        return reading.notes()
 
     def check(self, loaded: Mapping[str, Any]) -> None:
         """Raise a ConfigurationError if requested state is not in the loaded ``param_state``."""

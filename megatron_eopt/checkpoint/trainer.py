@@ -13,10 +13,9 @@ from typing import Any
 from megatron.core import parallel_state
 from megatron.core.msc_utils import MultiStorageClientFeature
 from megatron.core.transformer.module import Float16Module
-from megatron.core.utils import log_single_rank
 from torch import nn
 
-from megatron_eopt.base.agreement import CheckpointError, from_rank_0, raise_together
+from megatron_eopt.base.agreement import CheckpointError, from_rank_0, gather_unique, raise_together
 from megatron_eopt.base.upstream import owner_of, require_upstream
 from megatron_eopt.base.wrapping import Function, around
 from megatron_eopt.checkpoint import fsdp_dtensor
@@ -31,7 +30,7 @@ from megatron_eopt.checkpoint.gpt_layers import forget_layers, noting_layers
 from megatron_eopt.checkpoint.matching import match
 from megatron_eopt.checkpoint.saving import finishing_later, replacing_a_folder
 from megatron_eopt.checkpoint.unfinished import complete_folder, read_tracker
-from megatron_eopt.optimizers.continuation import Policy
+from megatron_eopt.optimizers.continuation import Policy, log_notes
 from megatron_eopt.optimizers.saved_groups import find_group, kind_of_group
 from megatron_eopt.routing.groups import GROUP_ID
 
@@ -315,11 +314,10 @@ def _match_megatron_fsdp(args: Any, state: Mapping[str, Any]) -> None:
     fresh = frozenset(getattr(args, "checkpoint_fresh_state", ()))
     policy = Policy(fresh, bool(getattr(args, "checkpoint_momentum_from_adam", False)))
     readers, has_stepped = fsdp_dtensor.readers_of(links[0]), links[0].storage.steps > 0
-    lines = raise_together(
+    notes = raise_together(
         lambda: fsdp_dtensor.match(state, readers, contents, policy, has_stepped=has_stepped)
     )
-    for line in lines:
-        log_single_rank(logger, logging.WARNING, f"optimizer state: {line}")
+    log_notes(gather_unique(notes))
 
 
 @around

@@ -1,9 +1,12 @@
 """Optimizers for any PyTorch model and your own training loop, with or without FSDP2."""
 
+from megatron_eopt.base.quiet import importing_quietly
 from megatron_eopt.base.renamed import renamed
-from megatron_eopt.optimizers.dtensor_optimizer import DTensorOptimizer
-from megatron_eopt.routing.outputs import OUTPUT_LAYERS
-from megatron_eopt.wrappers.fsdp2 import build_optimizer, import_torch_muon
+
+with importing_quietly():
+    from megatron_eopt.optimizers.dtensor_optimizer import DTensorOptimizer
+    from megatron_eopt.routing.outputs import OUTPUT_LAYERS
+    from megatron_eopt.wrappers.fsdp2 import build_optimizer, import_torch_muon
 
 __all__ = ["OUTPUT_LAYERS", "DTensorOptimizer", "build_optimizer", "import_torch_muon"]
 

@@ -11,13 +11,19 @@ Note [Meaning of state]
     * in all other cases state is missing, which is an error unless the user names it.
 """
 
-from collections.abc import Callable, Collection
+import logging
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron.core.utils import log_single_rank
+
 from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.log import inform
 from megatron_eopt.base.names import FIRST_MOMENT, MOMENT2, MOMENTUM
 from megatron_eopt.config.registry import MEAN, SUM, meaning_of
+
+logger = logging.getLogger(__name__)
 
 _SHOWN = 12
 
@@ -145,14 +151,37 @@ def begin_together(keys: Collection[str], lacking: Collection[str]) -> set[str]:
     return set(lacking if set(lacking) <= _MAY_BE_YOUNGER else keys)
 
 
+class Note(NamedTuple):
+    """A difference from a checkpoint, for the log."""
+
+    text: str
+    name: str | None  # the parameter; None for the whole checkpoint
+    is_asked: bool = False  # whether a setting asks for it
+
+
+def log_notes(notes: Iterable[Note]) -> None:
+    """Log the notes of all parameters on rank 0, one line for each text."""
+    names_of: dict[tuple[str, bool], dict[str, None]] = {}
+    for note in notes:
+        names = names_of.setdefault((note.text, note.is_asked), {})
+        names |= {} if note.name is None else {note.name: None}
+    for (text, is_asked), names in names_of.items():
+        count = f": {len(names)} parameter(s): {shortened(list(names))}" if names else ""
+        line = f"optimizer state: {text}{count}"
+        if is_asked:
+            inform(logger, line)
+        else:
+            log_single_rank(logger, logging.WARNING, line)
+
+
 class Report:
-    """What a load lacks or changes, collected over parameters: lines for the log, or one error."""
+    """What a load lacks or changes, collected over parameters: notes for the log, or one error."""
 
     def __init__(self) -> None:
         self._missing: list[str] = []  # as "parameter: key"
         self._fresh: list[str] = []
         self._reasons: dict[str, None] = {}  # what a checkpoint has in place of missing state
-        self._notes: dict[str, list[str]] = {}  # parameters by note
+        self.notes: list[Note] = []
 
     def add(self, name: str, found: Continuation, saved: SavedState, reader: Reader) -> None:
         """Note what happens to the state of one parameter."""
@@ -167,17 +196,15 @@ class Report:
             times = f", times {origin.factor:.4g}" if origin.factor != 1.0 else ""
             if times or origin.key != key:
                 by = f"{saved.writer or 'Adam'}'s {origin.key}"
-                self.note(f"{key} starts as {by}{times}", name)
+                self.notes.append(Note(f"{key} starts as {by}{times}", name, is_asked=True))
 
     def lack(self, name: str, key: str) -> None:
         """Note further missing state."""
         self._missing.append(f"{name}: {key}")
 
     def note(self, note: str, name: str | None = None) -> None:
-        """Note something about a parameter, or about the whole checkpoint."""
-        names = self._notes.setdefault(note, [])
-        if name is not None and name not in names[-1:]:
-            names.append(name)
+        """Note what no setting asks for, about a parameter or the whole checkpoint."""
+        self.notes.append(Note(note, name))
 
     def refuse(self, argument: str, *, has_stepped: bool, by_bucket: bool = False) -> None:
         """Raise a ConfigurationError if state is missing, or should start fresh after a step."""
@@ -187,13 +214,6 @@ class Report:
             rule = "is missing, but the optimizer has stepped and would not start fresh"
             hint = "Build the optimizer again before the load"
             raise ConfigurationError(argument, shortened(self._fresh), rule, hint)
-
-    def lines(self) -> list[str]:
-        """Return a line for each difference from the checkpoint."""
-        return [
-            f"{note}: {len(names)} parameter(s): {shortened(names)}" if names else note
-            for note, names in self._notes.items()
-        ]
 
 
 def missing_state(

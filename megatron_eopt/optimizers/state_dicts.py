@@ -20,6 +20,7 @@ from megatron_eopt.optimizers.continuation import (
     Report,
     SavedState,
     continuation_of,
+    log_notes,
     shortened,
 )
 from megatron_eopt.optimizers.nested_state import leaves, put
@@ -205,8 +206,7 @@ class StateDictMatch:
             )
             raise ConfigurationError("state_dict", shortened(problems), rule, hint)
         report.refuse("state_dict", has_stepped=has_stepped)
-        for line in report.lines():
-            log_single_rank(logger, logging.WARNING, f"optimizer state: {line}")
+        log_notes(report.notes)
         return found
 
     def _saved_state(self, target: Target, keys: set[str]) -> SavedState:

@@ -11,6 +11,7 @@ from megatron.core import optimizer as megatron_optimizer
 
 from megatron_eopt.base.agreement import gather_objects, gather_unique, is_rank_0, raise_together
 from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.log import inform
 from megatron_eopt.base.names import STANDARD_OPTIMIZERS
 from megatron_eopt.config.arguments import qkv_split_shapes
 from megatron_eopt.config.checks import check_values, warn_of_unused
@@ -126,7 +127,10 @@ def route_parameters(
 ) -> Routing:
     """Route the given parameters, without splits; collective over all ranks."""
     routes = raise_together(lambda: route_all(parameters, overrides, settings))
-    lost = frozenset(unmatched(parameters, overrides))
+    standard = megatron_optimizer.get_standard_config_overrides(settings.config)
+    # a trainer passes megatron-core's standard overrides, which a model may have no use for
+    written = {key: values for key, values in overrides.items() if key not in standard}
+    lost = frozenset(unmatched(parameters, written))
     reports = gather_objects((summarize(routes), lost))
     summaries = [summary for groups, _ in reports for summary in groups]
     if summaries:
@@ -222,8 +226,8 @@ def _tag_as_megatron_does(
 
 def log_routing(settings: Settings, routing: Routing) -> None:
     """Log rank 0's routing table if ``print_optimizer_routing`` is set."""
-    if settings.prints_routing and is_rank_0():
-        logger.warning("optimizer routing\n%s", format_routing(settings, routing))
+    if settings.prints_routing:
+        inform(logger, f"optimizer routing\n{format_routing(settings, routing)}")
 
 
 def format_routing(settings: RunSettings, routing: Routing) -> str:

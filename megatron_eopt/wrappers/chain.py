@@ -14,13 +14,13 @@ from typing import Any, NoReturn
 
 import torch
 from megatron.core.optimizer.optimizer import ChainedOptimizer
-from megatron.core.utils import log_single_rank
 from torch import Tensor
 
 from megatron_eopt.base import gpu
 from megatron_eopt.base.agreement import raise_together
 from megatron_eopt.base.errors import ConfigurationError, NonFiniteError, check_number
 from megatron_eopt.base.live_bytes import LiveBytes
+from megatron_eopt.base.log import inform
 from megatron_eopt.base.upstream import require_upstream
 from megatron_eopt.checkpoint import local_state, optimizer_state
 from megatron_eopt.checkpoint.rank_files import load_rank_file, save_rank_file
@@ -159,8 +159,7 @@ class OptimizerChain(ChainedOptimizer):
                 result = self._prepared_step()
         if exists:
             self._transient = seen.peak
-            # by default the trainer shows warnings only
-            log_single_rank(logger, logging.WARNING, str(self.memory()))
+            inform(logger, str(self.memory()))
         return result
 
     def _prepared_step(self) -> tuple[bool, Any, float | None]:

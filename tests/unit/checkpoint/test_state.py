@@ -85,7 +85,7 @@ def outcome_of(case: Case, folder: str, options: dict[str, Any]) -> tuple[str, s
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("megatron_eopt.checkpoint")
+    logger = logging.getLogger("megatron_eopt")
     logger.addHandler(handler)
     try:
         _, optimizer = resume(case, folder, **options)

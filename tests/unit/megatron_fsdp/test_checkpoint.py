@@ -133,9 +133,11 @@ def test_missing_state_is_refused_unless_it_may_start_fresh():
     larger = {**contents.shapes, "optimizer.state.weight.exp_avg": (3, 3)}
     with pytest.raises(ConfigurationError, match="weight: exp_avg, weight: exp_avg_sq"):
         matched(copy.deepcopy(wanted), Contents(larger, groups))
-    lines = matched(wanted, contents, "exp_avg_sq")
-    text = "starts fresh (the checkpoint has: exp_avg): 1 parameter(s): weight"
-    assert lines == [f"{kind} {text}" for kind in ("exp_avg", "exp_avg_sq")]
+    notes = matched(wanted, contents, "exp_avg_sq")
+    text = "starts fresh (the checkpoint has: exp_avg)"
+    assert [(note.text, note.name) for note in notes] == [
+        (f"{kind} {text}", "weight") for kind in ("exp_avg", "exp_avg_sq")
+    ]
     left = {name: set(values) for name, values in wanted["state"].items()}
     assert left == {"weight": {"param"}, "bias": {"exp_avg"}, "spared": {"param"}}
     assert wanted[GROUPS] == {"weight": {"lr": 1}, "bias": {}}

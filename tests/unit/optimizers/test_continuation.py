@@ -5,6 +5,7 @@ import pytest
 import megatron_eopt.optimizers.built_in  # noqa: F401  registers optimizers
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.optimizers.continuation import (
+    Note,
     Origin,
     Policy,
     Reader,
@@ -62,9 +63,8 @@ def test_another_optimizers_state_starts_fresh_unless_the_optimizer_has_stepped(
     report = Report()
     report.add("w", continuation, its, reader)
     report.refuse("state_dict", has_stepped=False)
-    assert report.lines() == [
-        "momentum_buffer starts fresh (the checkpoint has: exp_avg, exp_avg_sq): 1 parameter(s): w"
-    ]
+    text = "momentum_buffer starts fresh (the checkpoint has: exp_avg, exp_avg_sq)"
+    assert report.notes == [Note(text, "w")]
     with pytest.raises(ConfigurationError, match="has stepped and would not start fresh"):
         report.refuse("state_dict", has_stepped=True)
 

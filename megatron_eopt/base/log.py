@@ -1,0 +1,19 @@
+"""Writes to the log what a user has asked for."""
+
+import logging
+
+from megatron_eopt.base.agreement import is_rank_0
+
+
+def inform(logger: logging.Logger, text: str) -> None:
+    """Log on rank 0 what a setting asks for, at INFO, even if the log shows warnings only.
+
+    If a level or a handler is set for ``megatron_eopt`` or one of its modules, it decides.
+    """
+    package = logging.getLogger("megatron_eopt")
+    if package.level == logging.NOTSET:
+        package.setLevel(logging.INFO)
+    if not logger.hasHandlers():
+        package.addHandler(logging.StreamHandler())
+    if is_rank_0():
+        logger.info(text)

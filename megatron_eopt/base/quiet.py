@@ -1,0 +1,44 @@
+"""Hides warnings of upstream that are of no use to who trains a model."""
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_OF_NO_USE = (
+    # megatron-core says so in a dozen modules; layers that need a package raise an error
+    r"Transformer Engine and Apex are not installed",
+    r"Apex is not installed",
+    r"Only transformer-engine>=",
+    r"MimoModelConfig is experimental",
+    # about how Megatron's own trainer and data loader call Megatron and torch
+    r"\s*It is recommended to use a ModelConfig",
+    r"Overriding default arguments for ",
+    r"'pin_memory' argument is set as true but no accelerator is found",
+    r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed",
+)
+"""Warnings of upstream that no user of an optimizer can act on, as regular expressions."""
+
+
+def ignore_useless_warnings() -> None:
+    """Hide upstream's useless warnings in this process, which a script or the launcher owns.
+
+    With a GPU, one line stays that says that Transformer Engine and Apex are missing.
+    """
+    import torch  # late, because importing this package must be cheap
+
+    for message in _OF_NO_USE:
+        warnings.filterwarnings("ignore", message=message)
+    if torch.cuda.is_available():
+        warnings.filterwarnings("once", message=r".*Falling back to Torch optimizers")
+    # of a machine with CUDA's compiler but no GPU
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+
+
+@contextmanager
+def importing_quietly() -> Iterator[None]:
+    """Hide useless warnings while upstream's modules are imported."""
+    with warnings.catch_warnings():
+        for message in _OF_NO_USE:
+            warnings.filterwarnings("ignore", message=message)
+        yield
