@@ -197,7 +197,7 @@ def from_another_class(form: str, case: Case, folder: Path, to_fused: bool) -> l
     [
         ("fully_reshardable", Case("muon", MODEL)),
         pytest.param("dp_reshardable", Case("adam", MODEL), marks=pytest.mark.long),
-        pytest.param("state_dict", Case("muon", MODEL, **REPLICATED), marks=pytest.mark.long),
+        ("state_dict", Case("muon", MODEL, **REPLICATED)),
     ],
 )
 def test_the_count_goes_over_from_one_class_to_another(tmp_path, form, case, to_fused):
