@@ -13,11 +13,12 @@ Note [Meaning of state]
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import FIRST_MOMENT, MOMENT2, MOMENTUM
 from megatron_eopt.config.registry import MEAN, SUM, meaning_of
+from megatron_eopt.config.settings import RunSettings
 
 _SHOWN = 12
 
@@ -34,6 +35,12 @@ class Policy:
 
     fresh: frozenset[str] = frozenset()
     momentum_from_adam: bool = False
+
+    @classmethod
+    def of(cls, settings: RunSettings) -> Self:
+        """Return the policy that a configuration asks for."""
+        fresh = frozenset(settings.config.ckpt_allow_missing_optim_state)
+        return cls(fresh, settings.config.checkpoint_momentum_from_adam)
 
     def __or__(self, other: "Policy") -> "Policy":
         """Return a policy that allows what either of the two allows."""
@@ -222,7 +229,8 @@ def missing_state(
         rule,
         "Load a checkpoint of this optimizer (with the same tensor-parallel size if its keys end "
         "in .tp...of...), load no optimizer state (--no-load-optim), or let this state start "
-        f"fresh: --checkpoint-fresh-state {' '.join(keys)} (checkpoint_fresh_state={keys})",
+        f"fresh: --ckpt-allow-missing-optim-state {' '.join(keys)} "
+        f"(ckpt_allow_missing_optim_state={keys})",
     )
 
 

@@ -118,7 +118,7 @@ def build_optimizer(
         routing = routing.over(megatron_fsdp.shards_of_parameters([model]))
     cls = partial(megatron_fsdp.MegatronFSDPOptimizer, managing) if managing else DTensorOptimizer
     optimizer = raise_together(lambda: build_routed(settings, routing, cls))
-    optimizer.collects_stats = settings.logs_stats
+    optimizer.collects_stats = settings.config.log_optimizer_stats
     optimizer.observe(stats_of(optimizer))
     optimizer.frozen = frozen
     return optimizer
