@@ -74,7 +74,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             ``use_decoupled_weight_decay``.
         algorithm: Which iteration: "auto", "standard" or "gram".
         backend: Whose kernels compute it, such as "torch" or "auto".
-        ns_eps: Smallest norm that a matrix is divided by, at least 1e-38.
+        ns_eps: Smallest norm that a matrix is divided by, at least 1e-36.
         splits: Logical matrices of each parameter, for its unsharded shape; None for a single
             one. Overrides ``split_qkv``.
         batched: Compute matrices of equal shape in one call.

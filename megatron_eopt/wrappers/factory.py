@@ -115,11 +115,14 @@ def get_megatron_optimizer(
     context = OptimizerBuildContext(
         settings, routing, model_chunks, pg_collection, use_gloo_process_groups
     )
-    _report(settings, routing, model_chunks, context.collection)
+    log_routing(settings, routing)
     # the built-in builders support every configuration that gets here
     chains = (chain for build in reversed(BUILDERS) if (chain := build(context)) is not None)
     # all ranks raise together, even if only one pipeline stage has an error
     optimizer = raise_together(lambda: next(chains))
+    emerging = sorted(routing.optimizers - set(STANDARD_OPTIMIZERS))
+    arguments = {n: arguments_of(n, settings, model_chunks, context.collection) for n in emerging}
+    log_differences(settings, arguments, get_pg_size(getattr(context.collection, "tp", None)))
     _take_over(optimizer, routing.names)
     if folder is not None:
         with megatron_fsdp.whole_parameters(model_chunks):
@@ -206,15 +209,6 @@ for _builder in (
     register_storage(_builder)
 
 
-def _report(
-    settings: Settings, routing: Routing, model_chunks: Sequence[Any], collection: Any
-) -> None:
-    emerging = sorted(routing.optimizers - set(STANDARD_OPTIMIZERS))
-    arguments = {n: arguments_of(n, settings, model_chunks, collection) for n in emerging}
-    log_differences(settings, arguments, get_pg_size(getattr(collection, "tp", None)))
-    log_routing(settings, routing)
-
-
 def log_differences(
     settings: Settings,
     arguments: Mapping[str, Mapping[str, Any]],
@@ -275,8 +269,7 @@ def _warnings(
     if mode in ("duplicated", "distributed") and by_owners and not settings.of_dtensors:
         yield (
             f"muon_tp_mode={mode!r} has no effect with the distributed optimizer, which always "
-            "computes as 'exchange' does: each matrix on one rank or a few, with the same update. "
-            "Remove it."
+            "computes as 'exchange' does: each matrix on one rank or a few, with the same update."
         )
     if tensor_parallel_size == 1:
         return
