@@ -31,7 +31,7 @@ def load(
             ``sharded_state_dict(model_state, is_loading=True)``. It is changed in place.
         folder: Folder of one iteration, in the format ``torch_dist``.
         fresh: Kinds of optimizer state, such as ``"exp_avg"``, that start fresh if the checkpoint
-            lacks them; in addition to the configuration's ``checkpoint_fresh_state``.
+            lacks them; in addition to the configuration's ``ckpt_allow_missing_optim_state``.
         momentum_from_adam: Whether Muon's momentum starts as Adam's first moment if the checkpoint
             has no momentum; also on if the configuration sets ``checkpoint_momentum_from_adam``.
         kwargs: Other arguments of ``dist_checkpointing.load``.

@@ -7,7 +7,12 @@ import torch
 
 from megatron_eopt.base.errors import check_choice
 from megatron_eopt.config import registry
-from megatron_eopt.config.arguments import emerging_kwargs, entry_kwargs, qkv_split_shapes
+from megatron_eopt.config.arguments import (
+    construct,
+    emerging_kwargs,
+    entry_kwargs,
+    qkv_split_shapes,
+)
 from megatron_eopt.config.fields import kwargs_from_config
 from megatron_eopt.config.registry import EmergingOptimizerEntry, register_optimizer
 from megatron_eopt.math import coefficient_names
@@ -64,9 +69,9 @@ def _create_emerging_optimizer(
     model_chunks: Sequence[Any],
     pg_collection: Any,
 ) -> tuple[torch.optim.Optimizer, Any]:
-    entry = registry.entry_of(eopt_name)
     kwargs = entry_kwargs(eopt_name, config, model_chunks, pg_collection)
-    return entry.optimizer_cls(param_groups, **kwargs), entry.init_state_fn
+    init_state_fn = registry.entry_of(eopt_name).init_state_fn
+    return construct(eopt_name, config, param_groups, kwargs), init_state_fn
 
 
 def _default_adam_based_eopt_config_to_kwargs(

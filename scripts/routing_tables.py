@@ -88,7 +88,7 @@ This page says which parameter gets which optimizer, and how you change that. Ad
 | 2-D weights, MoE routers included | the one you chose with `--optimizer`, here `muon` |
 | embeddings (learned positions too), output layer | scalar |
 | 1-D parameters: norms, biases | scalar |
-| parameters with `use_muon = False` | scalar; `--muon-orthogonalize-excluded` changes it |
+| parameters with `use_muon = False` | scalar; `--muon-ignore-use-muon` changes it |
 | 3-D expert weights (`--moe-single-grouped-weight`) | scalar, with a warning |
 
 The scalar optimizer is `adam`, or what `--muon-scalar-optimizer` says.

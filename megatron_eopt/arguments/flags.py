@@ -30,8 +30,8 @@ _OF_NO_FIELD = {
 """Help texts of flags that are not fields of the configuration."""
 
 _GROUPS = {
-    "optimizer layer": ("optimizer-", "print-", "log-"),
-    "checkpoints": ("checkpoint-",),
+    "optimizer layer": ("optimizer-", "fused-", "matrix-", "print-", "log-"),
+    "checkpoints": ("ckpt-", "checkpoint-"),
     "muon": ("muon-",),
     "adaptive muon": ("adaptive-muon-",),
     "soap": ("soap-",),
@@ -39,14 +39,23 @@ _GROUPS = {
 """Name prefixes of the flags in each group."""
 
 
+_FIELDS = field_types(EmergingOptimizerConfig)
+
+OURS = tuple(
+    name
+    for name in _FIELDS
+    if name not in field_types(OptimizerConfig) or name.startswith(("adaptive_muon_", "soap_"))
+)
+"""The fields that have flags of ours, unless the trainer has them."""
+
+
 def groups() -> dict[str, dict[str, str]]:
     """Return the help texts of the flags to add, by group and name.
 
     The flags are our own fields, and the megatron-core fields for which the trainer may lack flags.
     """
-    megatrons, docs = field_types(OptimizerConfig), field_docs(EmergingOptimizerConfig)
-    names = [n for n in _FIELDS if n not in megatrons or n.startswith(("adaptive_muon_", "soap_"))]
-    texts = _OF_NO_FIELD | {name.replace("_", "-"): docs[name] for name in names}
+    docs = field_docs(EmergingOptimizerConfig)
+    texts = _OF_NO_FIELD | {name.replace("_", "-"): docs[name] for name in OURS}
     return {
         title: {name: text for name, text in texts.items() if name.startswith(prefixes)}
         for title, prefixes in _GROUPS.items()
@@ -61,14 +70,12 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "print-optimizer-routing": _STORE_TRUE,
     "log-optimizer-memory": _STORE_TRUE,
     "log-optimizer-stats": _STORE_TRUE,
-    "checkpoint-fresh-state": {"metavar": "KEY", "nargs": "+", "default": ()},
+    "ckpt-allow-missing-optim-state": {"metavar": "KEY", "nargs": "+"},
     "checkpoint-momentum-from-adam": _STORE_TRUE,
     "muon-backend": {"choices": backend_names()},
     "adaptive-muon-moment2-method": {"choices": CHOICES["adaptive_muon_moment2_method"]},
 }
 """Arguments of ``add_argument`` that do not follow from the field's type."""
-
-_FIELDS = field_types(EmergingOptimizerConfig)
 
 
 def options(name: str) -> dict[str, Any]:

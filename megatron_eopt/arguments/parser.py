@@ -12,16 +12,17 @@ from typing import Any
 
 from megatron.core import optimizer as megatron_optimizer
 
-from megatron_eopt.arguments.flags import choices_of_trainer_flags, groups, options
+from megatron_eopt.arguments.flags import OURS, choices_of_trainer_flags, groups, options
 from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.renamed import SETTINGS, new_names
 from megatron_eopt.config.config import EmergingOptimizerConfig, default_values
 from megatron_eopt.config.config_file import ALLOWED, read_optimizer_file
 from megatron_eopt.config.values import read_fields
 
 logger = logging.getLogger(__name__)
 
-_PREFIXES = ("muon_", "adaptive_muon_", "soap_")
-"""Prefixes of the flags whose defaults are set after parsing."""
+_FILLED = {*OURS, *(name for name in ALLOWED if name.startswith("muon_"))}
+"""The fields whose defaults are set after parsing."""
 
 _ABSENT = object()
 
@@ -44,6 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         for name, text in flags.items():
             if name.replace("-", "_") not in known:
                 group.add_argument(f"--{name}", help=text, **options(name))
+    for old, new in SETTINGS.items():
+        if old not in known:
+            hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+            parser.add_argument(f"--{old.replace('_', '-')}", **options(new.replace("_", "-")), **hidden)
     _fill_after_parsing(parser)
     return parser
 
@@ -57,14 +62,14 @@ def config_from_args(args: argparse.Namespace) -> tuple[EmergingOptimizerConfig,
         args: Values from a parser that :func:`add_arguments` extended.
     """
     names = [item.name for item in dataclasses.fields(EmergingOptimizerConfig)]
-    values = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    values = {name: value for name, value in new_names(vars(args)).items() if name in names}
     config = EmergingOptimizerConfig(**read_fields(EmergingOptimizerConfig, values))
     return config, megatron_optimizer.get_standard_config_overrides(config)
 
 
 def _fill_after_parsing(parser: argparse.ArgumentParser) -> None:
     """Make ``parser`` set the defaults of flags that were not given after parsing."""
-    actions = [action for action in parser._actions if action.dest.startswith(_PREFIXES)]
+    actions = [action for action in parser._actions if action.dest in _FILLED]
     trainers = {a.dest: a.default for a in actions if a.default is not None}
     for action in actions:
         action.default = None
@@ -74,6 +79,7 @@ def _fill_after_parsing(parser: argparse.ArgumentParser) -> None:
         argv = None if args is None else list(args)
         preset = {} if namespace is None else dict(vars(namespace))
         parsed, rest = parse_known_args(argv, namespace)
+        parsed.__dict__ = new_names(vars(parsed))
         if parsed.optimizer_config is not None:
             _merge_file(parsed, {**preset, **_given_flags(parse_known_args, argv)})
         _fill(parsed, trainers)
@@ -88,7 +94,8 @@ def _given_flags(parse: Callable[..., Any], argv: Sequence[str] | None) -> dict[
     ``parse`` is the parser's ``parse_known_args``; ``argv`` is None for ``sys.argv``.
     """
     parsed, _ = parse(argv, argparse.Namespace(**dict.fromkeys(ALLOWED, _ABSENT)))
-    return {name: value for name in ALLOWED if (value := getattr(parsed, name)) is not _ABSENT}
+    given = new_names({n: value for n, value in vars(parsed).items() if value is not _ABSENT})
+    return {name: given[name] for name in ALLOWED if name in given}
 
 
 def _merge_file(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
@@ -118,7 +125,7 @@ def _fill(args: argparse.Namespace, trainers: Mapping[str, Any]) -> None:
     if args.optimizer_defaults == "megatron":
         defaults |= trainers
     for dest, default in defaults.items():
-        if dest.startswith(_PREFIXES) and getattr(args, dest, None) is None:
+        if dest in _FILLED and getattr(args, dest, None) is None:
             setattr(args, dest, default)
     if not getattr(args, "use_layer_wise_param_layout", True):
         text = "--no-use-layer-wise-param-layout has no effect: all optimizers share one layout"

@@ -2,7 +2,9 @@
 
 import difflib
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from numbers import Integral
 from operator import ge, gt, le, lt
 
@@ -50,6 +52,18 @@ class NonFiniteError(FloatingPointError):
             "With loss scaling, a step like this is skipped."
         )
         self.names = names
+
+
+@contextmanager
+def naming(names: Mapping[str, str]) -> Iterator[None]:
+    """Make errors call settings what the caller calls them; ``names`` are by the raiser's names."""
+    try:
+        yield
+    except ConfigurationError as error:
+        # hints name settings, too
+        text = re.sub(r"\b(\w+)=", lambda found: f"{names.get(found[1], found[1])}=", str(error))
+        error.args, error.argument = (text,), names.get(error.argument, error.argument)
+        raise
 
 
 def check_choice(argument: str, value: object, choices: Iterable[str]) -> None:

@@ -11,13 +11,13 @@ Gram matrices. ``exchange`` sends each matrix to one owner rank. ``auto`` picks 
 mode.
 """
 
-DEFAULT_WAVE_MB = 64.0
+DEFAULT_MATRIX_BUFFER_MB = 64.0
 """MiB of full matrices that a rank assembles at a time: fills a GPU, small next to the weights."""
 
-SMALLEST_WAVE_MB = 0.001
+SMALLEST_MATRIX_BUFFER_MB = 0.001
 """Smallest allowed wave in MiB."""
 
-DEFAULT_TEAM_SIZE = 8
+DEFAULT_MAX_RANKS_PER_MATRIX = 8
 """Most ranks that compute one matrix together: the usual number of GPUs in a node."""
 
 OptimizerDefaultsT = Literal["megatron", "recommended"]

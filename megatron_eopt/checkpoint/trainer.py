@@ -308,14 +308,15 @@ def _match_megatron_fsdp(args: Any, state: Mapping[str, Any]) -> None:
     # all ranks read the tracker file
     folder = require_upstream("get_load_checkpoint_path_by_args")(args)
     contents = from_rank_0(lambda: fsdp_dtensor.contents_of(folder))
-    links = getattr(_optimizer.get(), "links", ())
+    optimizer = _optimizer.get()
+    links = getattr(optimizer, "links", ())
     if contents is None or not links:
         return
-    fresh = frozenset(getattr(args, "checkpoint_fresh_state", ()))
-    policy = Policy(fresh, bool(getattr(args, "checkpoint_momentum_from_adam", False)))
     readers, has_stepped = fsdp_dtensor.readers_of(links[0]), links[0].storage.steps > 0
     notes = raise_together(
-        lambda: fsdp_dtensor.match(state, readers, contents, policy, has_stepped=has_stepped)
+        lambda: fsdp_dtensor.match(
+            state, readers, contents, optimizer.policy, has_stepped=has_stepped
+        )
     )
     log_notes(gather_unique(notes))
 

@@ -3,8 +3,15 @@
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.config.fields import constructor_arguments, kwargs_from_config
+import torch
+
+from megatron_eopt.base.errors import ConfigurationError, naming
+from megatron_eopt.config.config import complete
+from megatron_eopt.config.fields import (
+    constructor_arguments,
+    kwargs_from_config,
+    names_of_arguments,
+)
 from megatron_eopt.config.registry import entry_of, prefixes_of
 from megatron_eopt.config.settings import RunSettings
 
@@ -18,6 +25,20 @@ def arguments_of(
     """Return the constructor arguments of the optimizer ``name`` for a run's settings."""
     kwargs = entry_kwargs(name, settings.config, model_chunks, pg_collection)
     return kwargs | ({"lr": RATE_TO_COME} if kwargs.get("lr", 0.0) is None else {})
+
+
+def construct(
+    name: str, config: Any, groups: Sequence[Any], kwargs: dict[str, Any], **own: Any
+) -> torch.optim.Optimizer:
+    """Construct the optimizer ``name`` over groups; errors name the configuration's fields.
+
+    ``kwargs`` are the configuration's arguments, and ``own`` those that take their place.
+    """
+    cls = entry_of(name).optimizer_cls
+    names = names_of_arguments(cls, prefixes_of(name), config)
+    with naming({argument: field for argument, field in names.items() if argument not in own}):
+        optimizer: torch.optim.Optimizer = cls(groups, **kwargs | own)
+    return optimizer
 
 
 def entry_kwargs(
@@ -63,17 +84,13 @@ def muon_family_kwargs(
     pg_collection: Any,
 ) -> dict[str, Any]:
     """Return the arguments of ``TensorParallelMuon``, or of a class with the same arguments."""
+    config = complete(config)
     kwargs = emerging_kwargs(optimizer_cls, prefixes, config, pg_collection)
     kwargs["is_qkv_fn"] = lambda param: bool(getattr(param, "is_qkv", False))
     model_config = getattr(model_chunks[0], "config", None)
     sizes = ("num_attention_heads", "num_query_groups", "kv_channels")
     has_attention = all(getattr(model_config, size, None) for size in sizes)
     kwargs["qkv_split_shapes"] = qkv_split_shapes(model_config) if has_attention else None
-    if "backend" not in kwargs:
-        # with megatron-core's own class, reproduce megatron-core's iteration bit for bit
-        kwargs["algorithm"] = "standard"
-        if kwargs.get("tp_mode") != "distributed":
-            kwargs["backend"] = "emerging_optimizers"
     return kwargs
 
 

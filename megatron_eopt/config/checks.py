@@ -10,8 +10,9 @@ from megatron_eopt.base.errors import (
     ConfigurationError,
     check_choice,
     check_number,
+    naming,
 )
-from megatron_eopt.base.names import SMALLEST_WAVE_MB, STANDARD_OPTIMIZERS, TpModeT
+from megatron_eopt.base.names import SMALLEST_MATRIX_BUFFER_MB, STANDARD_OPTIMIZERS, TpModeT
 from megatron_eopt.config.fields import consumed_fields, unconsumed
 from megatron_eopt.config.registry import entry_of, is_muon, prefixes_of
 from megatron_eopt.math import (
@@ -44,8 +45,8 @@ _BOUNDS: dict[str, dict[str, float]] = {
     **{name: {"at_least": 0.0, "below": 1.0} for name in _DECAYS},
     **{name: {"above": 0.0} for name in _POSITIVE},
     "optimizer_offload_fraction": {"at_least": 0.0, "at_most": 1.0},
-    "muon_wave_mb": {"at_least": SMALLEST_WAVE_MB},
-    "muon_team_size": {"at_least": 1.0},
+    "matrix_buffer_mb": {"at_least": SMALLEST_MATRIX_BUFFER_MB},
+    "muon_max_ranks_per_matrix": {"at_least": 1.0},
 }
 """Bounds of numeric fields; a field with an optimizer's prefix is checked if that one is used."""
 
@@ -74,7 +75,7 @@ _FOR_QK_CLIP = {
     "fp4_param_gather": "gathers 4-bit weights",
     "use_megatron_fsdp": "shards the rows to be scaled",
     "overlap_param_gather_with_optimizer_step": "gathers weights before they are scaled",
-    "muon_overlap_step": "gathers weights before they are scaled",
+    "muon_overlap_dp_comm": "gathers weights before they are scaled",
 }
 
 _FOR_OVERLAP = {
@@ -83,7 +84,7 @@ _FOR_OVERLAP = {
     "optimizer_cpu_offload": False,
     "muon_momentum_dtype": "fp32",
 }
-"""Values that ``muon_overlap_step`` needs, since it computes updates before the norm is known."""
+"""Values that ``muon_overlap_dp_comm`` needs, because updates are computed before the norm."""
 
 _FOR_BUCKETS = {
     "overlap_grad_reduce": True,
@@ -93,7 +94,7 @@ _FOR_BUCKETS = {
     "num_distributed_optimizer_instances": 1,
     "calculate_per_token_loss": False,
 }
-"""Values of the DDP and model configurations that ``muon_overlap_step`` needs."""
+"""Values of the DDP and model configurations that ``muon_overlap_dp_comm`` needs."""
 
 _FOR_DTENSORS = {
     "fp16": "needs a loss scale, which with FSDP your training loop has (torch.amp.GradScaler)",
@@ -107,7 +108,7 @@ _FOR_DTENSORS = {
 _FOR_OWN_LOOPS = {"grad_norm_skip_threshold": "works with get_megatron_optimizer only"}
 
 _OF_THE_MAIN_MUON = {
-    "muon_exempt_from_clipping": False,
+    "muon_skip_grad_clip": False,
     "muon_momentum_dtype": "fp32",
     "muon_scalar_optimizer": "adam",
 }
@@ -142,9 +143,10 @@ def check_values(config: Any, optimizers: Collection[str]) -> None:
             rule = f"diverges with muon_fp32_matmul_prec={precision!r}, which {others[0]} uses"
             hint = "Set muon_fp32_matmul_prec='highest', or use other coefficients"
             raise ConfigurationError("muon_coefficient_type", coefficients, rule, hint)
-        backend = getattr(config, "muon_backend", "torch")
+        backend = config.muon_backend
         check_choice("muon_backend", backend, backend_names())
-        get_backend(backend)
+        with naming({"backend": "muon_backend"}):
+            get_backend(backend)
 
 
 def warn_of_unused(config: Any, main: str, optimizers: Collection[str]) -> None:
@@ -194,7 +196,7 @@ def refuse_for_matrices(config: Any) -> None:
 
 
 def refuse_for_overlap(config: Any, parts: Iterable[Any] = (), *, is_served: bool = True) -> None:
-    """Raise a ConfigurationError for the first setting that ``muon_overlap_step`` does not support.
+    """Raise a ConfigurationError for the first setting that rules out ``muon_overlap_dp_comm``.
 
     ``parts`` are the configurations of DDP and of the model.
     """
@@ -203,8 +205,8 @@ def refuse_for_overlap(config: Any, parts: Iterable[Any] = (), *, is_served: boo
     wanted += [(part, *item) for part in parts for item in _FOR_BUCKETS.items()]
     rules += [f"needs {n}={value!r}" for it, n, value in wanted if getattr(it, n, value) != value]
     if rules:
-        hint = "Change that setting, or turn muon_overlap_step off"
-        raise ConfigurationError("muon_overlap_step", True, rules[0], hint)
+        hint = "Change that setting, or turn muon_overlap_dp_comm off"
+        raise ConfigurationError("muon_overlap_dp_comm", True, rules[0], hint)
 
 
 def refuse_for_qk_clip(config: Any, ddp_config: Any, *, hybrid: bool) -> None:

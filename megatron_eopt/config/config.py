@@ -16,12 +16,13 @@ from megatron.core.optimizer.optimizer_config import (
 )
 
 from megatron_eopt.base.names import (
-    DEFAULT_TEAM_SIZE,
-    DEFAULT_WAVE_MB,
+    DEFAULT_MATRIX_BUFFER_MB,
+    DEFAULT_MAX_RANKS_PER_MATRIX,
     STANDARD_OPTIMIZERS,
     OptimizerDefaultsT,
     TpModeT,
 )
+from megatron_eopt.base.renamed import SETTINGS, TakesOldNames, alias, new_names
 from megatron_eopt.math import AlgorithmT
 from megatron_eopt.math.low_precision import MomentumDtypeT
 from megatron_eopt.math.moments import Moment2MethodT
@@ -29,6 +30,7 @@ from megatron_eopt.math.moments import Moment2MethodT
 _LIKE_MEGATRON: dict[str, object] = {
     "muon_algorithm": "standard",
     "muon_backend": "emerging_optimizers",
+    "fused_adam": False,
     "muon_split_gated": False,
     "muon_split_mla": False,
     "muon_split_linear_attention": False,
@@ -37,7 +39,7 @@ _LIKE_MEGATRON: dict[str, object] = {
 
 
 @dataclass
-class EmergingOptimizerConfig(OptimizerConfig):
+class EmergingOptimizerConfig(OptimizerConfig, metaclass=TakesOldNames):
     """``OptimizerConfig`` with recommended defaults and more fields; each is also a flag."""
 
     muon_tp_mode: TpModeT = "auto"
@@ -51,7 +53,7 @@ class EmergingOptimizerConfig(OptimizerConfig):
     muon_min_lr: float | None = None
     """Lowest learning rate in the schedule of Muon and its variants; by default ``min_lr``."""
 
-    muon_exempt_from_clipping: bool = False
+    muon_skip_grad_clip: bool = False
     """Do not scale Muon's gradients when clipping; they still count in the gradient norm. Use it if
     clipping makes gradients so small that the eps of the orthogonalization affects the update."""
 
@@ -59,7 +61,7 @@ class EmergingOptimizerConfig(OptimizerConfig):
     """Update mixture-of-experts router weights with Muon, as megatron-core does; if off, with the
     scalar optimizer (Adam)."""
 
-    muon_orthogonalize_excluded: bool = False
+    muon_ignore_use_muon: bool = False
     """Update matrices with Muon even if their module sets ``use_muon = False``. Use it to resume a
     run of megatron-core 0.19 with 0.20, which excludes more matrices."""
 
@@ -83,15 +85,15 @@ class EmergingOptimizerConfig(OptimizerConfig):
     """Newton-Schulz iteration: "standard", "gram" (on the Gram matrix, cheaper for elongated
     matrices), or "auto", the cheaper one that is accurate enough."""
 
-    muon_wave_mb: float = DEFAULT_WAVE_MB
+    matrix_buffer_mb: float = DEFAULT_MATRIX_BUFFER_MB
     """MiB of full matrices that a rank assembles at a time, for Muon and for optimizers with
     full-matrix state such as SOAP. Lower it if a step runs out of memory."""
 
-    muon_team_size: int = DEFAULT_TEAM_SIZE
+    muon_max_ranks_per_matrix: int = DEFAULT_MAX_RANKS_PER_MATRIX
     """Most ranks that orthogonalize one matrix together if there are more ranks than work, with the
     distributed optimizer. Use the number of GPUs in a node; 1 turns this off."""
 
-    muon_overlap_step: bool = False
+    muon_overlap_dp_comm: bool = False
     """Overlap Muon's step with gradient reduction and parameter gathering; results do not change.
     Needs ``overlap_grad_reduce``, ``overlap_param_gather`` and 2 more bytes per weight."""
 
@@ -102,7 +104,11 @@ class EmergingOptimizerConfig(OptimizerConfig):
     muon_backend: str = "auto"
     """Kernels for the orthogonalization: "torch", a package's, or "auto" (gram-newton-schulz if
     installed and supported by the GPU, else "torch"). "emerging_optimizers" reproduces
-    megatron-core's results bit for bit, also for Adam."""
+    megatron-core's results bit for bit."""
+
+    fused_adam: bool = True
+    """Update parameters with torch's fused Adam if neither Transformer Engine nor Apex is
+    installed. If off, their updates equal megatron-core's bit for bit."""
 
     adaptive_muon_moment2_method: Moment2MethodT = "normuon"
     """Which second moments to use. "normuon" and "namo" have updates of Muon's size. "adamuon",
@@ -113,7 +119,7 @@ class EmergingOptimizerConfig(OptimizerConfig):
     """Divide second moments by ``1 - beta2^step``, so that the first steps of AdaMuon and NAMO are
     not longer than later ones."""
 
-    checkpoint_fresh_state: tuple[str, ...] = ()
+    ckpt_allow_missing_optim_state: tuple[str, ...] = ()
     """Names of optimizer state, such as ``momentum_buffer``, that a checkpoint may lack; the state
     then starts fresh. Use it to resume with another optimizer."""
 
@@ -131,6 +137,14 @@ class EmergingOptimizerConfig(OptimizerConfig):
     """Measure weight and update sizes, orthogonality and times of steps. The trainer writes them to
     TensorBoard and W&B; in your own loop read ``optimizer.stats()`` on all ranks."""
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a copy, or what an earlier release has pickled."""
+        self.__dict__.update(new_names(state))
+
+
+for _old in SETTINGS:
+    setattr(EmergingOptimizerConfig, _old, alias(_old))
+
 
 def default_values(whose: OptimizerDefaultsT) -> dict[str, Any]:
     """Return every field's default: the recommended ones, or those that act like megatron-core."""
@@ -138,6 +152,21 @@ def default_values(whose: OptimizerDefaultsT) -> dict[str, Any]:
     if whose == "recommended":
         return recommended
     return {**recommended, **_LIKE_MEGATRON, **dataclasses.asdict(OptimizerConfig())}
+
+
+def complete(config: Any) -> Any:
+    """Return a configuration that has all our fields: those that it lacks act like megatron-core.
+
+    The result is ``config`` itself if it lacks none.
+    """
+    missing = {n: v for n, v in default_values("megatron").items() if not hasattr(config, n)}
+    if "muon_backend" in missing and config.muon_tp_mode == "distributed":
+        missing["muon_backend"] = "torch"  # emerging-optimizers' needs whole matrices
+    if not missing:
+        return config
+    config = copy.copy(config)
+    vars(config).update(missing)
+    return config
 
 
 def as_muon(config: Any, *, layer_wise: bool) -> Any:

@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import OptimizerDefaultsT
+from megatron_eopt.base.renamed import new_name, new_names
 from megatron_eopt.config.config import EmergingOptimizerConfig, default_values
 from megatron_eopt.config.fields import FieldType, field_types, type_of
 from megatron_eopt.config.settings import resolve
@@ -28,7 +29,7 @@ _RUNS_OWN = frozenset(
     {"fp16", "bf16", "params_dtype", "fp8_recipe", "reuse_grad_buf_for_mxfp8_param_ag"}
     | {"overlap_param_gather", "overlap_param_gather_with_optimizer_step"}
     | {"log_num_zeros_in_grad", "barrier_with_L1_time", "timers", "config_logger_dir"}
-    | {"use_layer_wise_distributed_optimizer", "checkpoint_fresh_state"}
+    | {"use_layer_wise_distributed_optimizer", "ckpt_allow_missing_optim_state"}
 )
 """Fields that belong to the whole run, or follow from other fields."""
 
@@ -91,17 +92,17 @@ def read_optimizer_file(path: str | os.PathLike[str]) -> OptimizerFile:
         content: Any = OmegaConf.to_container(read, resolve=True)
         for key, value in content.items():
             name = str(key).replace("-", "_")
-            _check_name(path, name, value)
+            _check_name(path, new_name(name), value)
             argument = f"{path}: {name.replace('_', '-')}"
             if name in values:
                 rule = f"the file also has {values[name]!r} for it, with other dashes"
                 raise ConfigurationError(argument, value, rule, "Remove one of the lines")
-            values[name] = read_value(argument, value, ALLOWED[name])
+            values[name] = read_value(argument, value, ALLOWED[new_name(name)])
     except OmegaConfBaseException as error:
         raise _unusable(path, f"has a wrong value: {error}") from error
     if "optimizer" not in values:
         raise _unusable(path, "does not say which optimizer: add a line such as 'optimizer: muon'")
-    return OptimizerFile(path, values)
+    return OptimizerFile(path, new_names(values))
 
 
 def _check_name(path: Path, name: str, value: object) -> None:

@@ -14,6 +14,8 @@ from itertools import pairwise
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
+from megatron_eopt.config.config import default_values
+
 _MISSING: Any = object()
 
 
@@ -77,20 +79,28 @@ def kwargs_from_config(
     """
     prefixes = (prefix,) if isinstance(prefix, str) else tuple(prefix)
     names = constructor_arguments(optimizer_cls)
-    values = {name: _look_up(name, prefixes, config) for name in names}
-    return {name: value for name, value in values.items() if value is not _MISSING}
+    return {name: found[1] for name in names if (found := _look_up(name, prefixes, config))}
 
 
-def first_field(config: object, name: str, prefixes: Sequence[str], default: Any = None) -> Any:
-    """Return the first of the fields ``<prefix>_<name>`` that is set, else ``default``."""
+def names_of_arguments(
+    optimizer_cls: type, prefixes: Sequence[str], config: object
+) -> dict[str, str]:
+    """Return the field of ``config`` from which each constructor argument comes."""
+    names = constructor_arguments(optimizer_cls)
+    return {name: found[0] for name in names if (found := _look_up(name, prefixes, config))}
+
+
+def first_field(config: object, name: str, prefixes: Sequence[str]) -> Any:
+    """Return the first of the fields ``<prefix>_<name>`` that is set, else None."""
     values = (getattr(config, f"{prefix}_{name}", None) for prefix in prefixes)
-    return next((value for value in values if value is not None), default)
+    return next((value for value in values if value is not None), None)
 
 
 def unconsumed(config: object, prefixes: Sequence[str], consumed: Iterable[str]) -> list[str]:
     """Return the fields with these prefixes that differ from their defaults and are unused."""
     consumed, in_use = set(consumed), tuple(f"{prefix}_" for prefix in prefixes)
-    changed = changed_fields(config, field_defaults(config))
+    usual = default_values("megatron") | field_defaults(config)
+    changed = changed_fields(config, usual)
     return [name for name in changed if name.startswith(in_use) and name not in consumed]
 
 
@@ -116,12 +126,15 @@ def changed_fields(config: object, usual: Mapping[str, Any]) -> dict[str, Any]:
     return {n: value for n, value in vars(config).items() if usual.get(n, _MISSING) != value}
 
 
-def _look_up(name: str, prefixes: Sequence[str], config: object) -> Any:
+def _look_up(name: str, prefixes: Sequence[str], config: object) -> tuple[str, Any] | None:
+    """Return the name and the value of the field that sets an argument."""
     for prefix in prefixes:
-        value = getattr(config, f"{prefix}_{name}", _MISSING)
+        field = f"{prefix}_{name}"
+        value = getattr(config, field, _MISSING)
         if value is not _MISSING and not (value is None and name in ("lr", "min_lr")):
-            return value
+            return field, value
         betas = [getattr(config, f"{prefix}_beta{number}", _MISSING) for number in (1, 2)]
         if name == "betas" and _MISSING not in betas:
-            return tuple(betas)
-    return getattr(config, name, _MISSING)
+            return name, tuple(betas)
+    value = getattr(config, name, _MISSING)
+    return None if value is _MISSING else (name, value)

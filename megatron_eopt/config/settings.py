@@ -7,16 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from megatron_eopt.base.errors import check_choice
-from megatron_eopt.base.names import (
-    DEFAULT_TEAM_SIZE,
-    DEFAULT_WAVE_MB,
-    SCALAR_OPTIMIZERS,
-    STANDARD_OPTIMIZERS,
-    TpModeT,
-)
+from megatron_eopt.base.names import SCALAR_OPTIMIZERS, STANDARD_OPTIMIZERS
 from megatron_eopt.base.upstream import warn_of_untested_releases
 from megatron_eopt.config import checks, registry
-from megatron_eopt.config.config import EmergingOptimizerConfig
+from megatron_eopt.config.config import EmergingOptimizerConfig, complete
 from megatron_eopt.config.fields import first_field
 from megatron_eopt.config.values import read_config
 from megatron_eopt.matrices import SplitT
@@ -47,27 +41,20 @@ class LossScale:
 class RunSettings:
     """Settings of a run that do not depend on its optimizers."""
 
-    # the configuration with values of the declared types, passed on to megatron-core's classes
+    # all fields, with values of the declared types; those that the caller's configuration lacks act
+    # like megatron-core. It is passed on to megatron-core's classes, too
     config: Any = field(repr=False, compare=False)
-    original: Any = field(repr=False, compare=False)  # the caller's, usually the same object
-    lr: float | None  # peak learning rate; None if a scheduler sets it later
-    min_lr: float | None
-    weight_decay: float
-    decoupled_weight_decay: bool  # True as in AdamW, False for L2 regularization
+    original: Any = field(repr=False, compare=False)  # the caller's, perhaps the same object
     # the 16-bit type of weights, which then have float32 main copies; None for float32
     half: Literal["bf16", "fp16"] | None
     loss_scale: LossScale | None
-    upstream_modes: tuple[str, ...]  # the modes of _UPSTREAM that are on
     offload_fraction: float  # share of main weights and state kept in host memory
-    fresh_state: frozenset[str]  # kinds of state that a checkpoint may lack
-    momentum_from_adam: bool  # whether missing momentum starts from Adam's first moment
-    prints_routing: bool  # whether to log the routing table
-    logs_memory: bool  # whether to log memory use
-    logs_stats: bool  # whether steps are measured unless a caller changes it
-    wave_mb: float  # MiB of full matrices that a rank assembles at a time
-    team_size: int  # most ranks that share a matrix in sharded storage
-    overlaps_step: bool  # whether Muon's step overlaps communication
-    exempt_from_clipping: bool  # whether Muon's gradients are never clipped
+    upstream_modes: tuple[str, ...] = ()  # the modes of _UPSTREAM that are on
+    prefixes: tuple[str, ...] = ("muon",)  # prefixes of the configuration fields in use
+
+    def first_field(self, name: str) -> Any:
+        """Return the first of the fields ``<prefix>_<name>`` that is set; None if none is."""
+        return first_field(self.config, name, self.prefixes)
 
     # like megatron-core's, steps read the present values of the caller's configuration
 
@@ -77,12 +64,12 @@ class RunSettings:
         return float(self.original.clip_grad)
 
     @property
-    def skip_threshold(self) -> float:
+    def grad_norm_skip_threshold(self) -> float:
         """Gradient norm above which a step is skipped."""
         return float(self.original.grad_norm_skip_threshold)
 
     @property
-    def counts_zeros(self) -> bool:
+    def log_num_zeros_in_grad(self) -> bool:
         """Whether to count the zeros in gradients."""
         return bool(self.original.log_num_zeros_in_grad)
 
@@ -96,11 +83,6 @@ class Settings(RunSettings):
     recommended: bool  # whether the configuration is an ``EmergingOptimizerConfig``
     scalar: str  # name of the optimizer of parameters that the main one does not take
     splits: frozenset[SplitT] = frozenset()  # kinds of fused weights to split
-    router_to_scalar: bool = False  # whether router weights use the scalar optimizer
-    takes_excluded: bool = False  # whether ``use_muon = False`` on a parameter is ignored
-    convolutions: bool = False  # whether convolutions are flattened to matrices
-    prefixes: tuple[str, ...] = ()  # prefixes of the configuration fields in use
-    tp_mode: TpModeT = "auto"  # how tensor-parallel matrices are computed
     of_dtensors: bool = False  # whether the weights are FSDP's DTensors
     own_loop: bool = False  # whether the caller's training loop steps, without Megatron's scheduler
 
@@ -108,12 +90,6 @@ class Settings(RunSettings):
     def is_standard(self) -> bool:
         """Whether the main optimizer is Adam or SGD."""
         return self.optimizer in STANDARD_OPTIMIZERS
-
-    @property
-    def fuses_adam(self) -> bool:
-        """Whether Adam may use torch's fused kernel, which rounds unlike megatron-core's."""
-        backend = getattr(self.config, "muon_backend", "emerging_optimizers")
-        return self.recommended and backend != "emerging_optimizers"
 
     def splits_weights_of(self, optimizer: str) -> bool:
         """Return whether an optimizer updates the matrices in a fused weight separately.
@@ -153,13 +129,13 @@ def resolve(config: Any) -> Settings:
             value is out of bounds.
         ConfigurationTypeError: If a value has the wrong type.
     """
-    original, config = config, read_config(config)
+    original, config = config, complete(read_config(config))
     name, storage = _name_and_storage(config)
     standard: dict[str, Any] = {"scalar": name, "prefixes": (name,)}
     standard["upstream_modes"] = tuple(mode for mode in _UPSTREAM if getattr(config, mode))
     chosen = standard if name in STANDARD_OPTIMIZERS else _of_emerging(name, config)
     checks.check_values(config, {name, chosen["scalar"]})
-    if getattr(config, "muon_overlap_step", False):
+    if config.muon_overlap_dp_comm:
         checks.refuse_for_overlap(config, is_served=(name, storage) == ("muon", "sharded"))
     splits: tuple[SplitT, ...] = get_args(SplitT.__value__)
     return Settings(
@@ -167,7 +143,7 @@ def resolve(config: Any) -> Settings:
         optimizer=name,
         storage=storage,
         recommended=isinstance(config, EmergingOptimizerConfig),
-        splits=frozenset(s for s in splits if getattr(config, f"muon_split_{s}", False)),
+        splits=frozenset(s for s in splits if getattr(config, f"muon_split_{s}")),
     )
 
 
@@ -179,54 +155,30 @@ def resolve_run(config: Any) -> RunSettings:
             needs megatron-core's own Adam.
         ConfigurationTypeError: If a value has the wrong type.
     """
-    original, config = config, read_config(config)
+    original, config = config, complete(read_config(config))
     checks.check_values(config, ())
     checks.refuse_for_matrices(config)
-    exempt = bool(getattr(config, "muon_exempt_from_clipping", False))
-    return RunSettings(**_of_the_run(config, original) | {"exempt_from_clipping": exempt})
+    return RunSettings(**_of_the_run(config, original))
 
 
 def _of_emerging(name: str, config: Any) -> dict[str, Any]:
-    entry = registry.entry_of(name)
     prefixes = registry.prefixes_of(name)
-    scalar = "adam"
-    if "muon_scalar_optimizer" in entry.consumes:
-        scalar = config.muon_scalar_optimizer
-        check_choice("muon_scalar_optimizer", scalar, SCALAR_OPTIMIZERS)
-    chosen = {
-        "scalar": scalar,
-        "router_to_scalar": not first_field(config, "orthogonalize_router", prefixes, True),
-        "takes_excluded": bool(first_field(config, "orthogonalize_excluded", prefixes, False)),
-        "convolutions": bool(first_field(config, "convolutions", prefixes, False)),
-        "exempt_from_clipping": bool(first_field(config, "exempt_from_clipping", prefixes, False)),
-        "prefixes": (*prefixes, "lion") if scalar == "lion" else prefixes,
-    }
-    if "muon" in prefixes:
-        chosen["tp_mode"] = config.muon_tp_mode
+    chosen: dict[str, Any] = {"scalar": "adam", "prefixes": prefixes}
+    if "muon_scalar_optimizer" in registry.entry_of(name).consumes:
+        chosen["scalar"] = config.muon_scalar_optimizer
+        check_choice("muon_scalar_optimizer", chosen["scalar"], SCALAR_OPTIMIZERS)
     return chosen
 
 
 def _of_the_run(config: Any, original: Any) -> dict[str, Any]:
     warn_of_untested_releases()
     offloads = config.optimizer_cpu_offload
-    unchanged = ("lr", "min_lr", "weight_decay", "decoupled_weight_decay")
-    return {name: getattr(config, name) for name in unchanged} | {
+    return {
         "config": config,
         "original": original,
         "half": "bf16" if config.bf16 else "fp16" if config.fp16 else None,
         "loss_scale": _loss_scale(config),
-        "upstream_modes": (),
         "offload_fraction": config.optimizer_offload_fraction if offloads else 0.0,
-        "fresh_state": frozenset(getattr(config, "checkpoint_fresh_state", ())),
-        "momentum_from_adam": bool(getattr(config, "checkpoint_momentum_from_adam", False)),
-        "prints_routing": bool(getattr(config, "print_optimizer_routing", False)),
-        "logs_memory": bool(getattr(config, "log_optimizer_memory", False)),
-        "logs_stats": bool(getattr(config, "log_optimizer_stats", False)),
-        "exempt_from_clipping": False,
-        # other optimizers also work in waves
-        "wave_mb": getattr(config, "muon_wave_mb", DEFAULT_WAVE_MB),
-        "team_size": getattr(config, "muon_team_size", DEFAULT_TEAM_SIZE),
-        "overlaps_step": bool(getattr(config, "muon_overlap_step", False)),
     }
 
 

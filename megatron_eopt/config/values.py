@@ -14,6 +14,8 @@ import torch
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
 from megatron_eopt.base.errors import ConfigurationTypeError, check_choice
+from megatron_eopt.base.renamed import new_names
+from megatron_eopt.config.config import EmergingOptimizerConfig
 from megatron_eopt.config.fields import FieldType, field_types, type_of
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.uint8}
@@ -46,27 +48,30 @@ def read_value(argument: str, value: object, kind: FieldType) -> Any:
 
 
 def read_config(config: Any) -> Any:
-    """Return a configuration whose fields have their declared types: itself if they have already.
+    """Return a configuration whose fields have their declared types and present names.
+
+    The result is ``config`` itself if they have already.
 
     Raises:
         ConfigurationTypeError: If it is not an ``OptimizerConfig``, or a value has a wrong type.
-        ConfigurationError: If a value is none of the allowed ones.
+        ConfigurationError: If a value is none of the allowed ones, or has two names and values.
     """
     if not isinstance(config, OptimizerConfig):
         rule = "must be an OptimizerConfig"
         raise ConfigurationTypeError("config", config, rule, "Pass an EmergingOptimizerConfig")
-    changed = {}
+    values = new_names(vars(config))
+    is_read = values.keys() == vars(config).keys()
     for name, kind in _kinds_of(type(config)).items():
-        given = vars(config).get(name, _NO)
+        given = values.get(name, _NO)
         if given is not _NO:
             found = read_value(name, given, kind)
             # a whole number serves as any number
             if type(found) is not type(given) and not (kind.type is float and type(given) is int):
-                changed[name] = found
-    if not changed:
+                values[name], is_read = found, False
+    if is_read:
         return config
     result = copy.copy(config)
-    vars(result).update(changed)
+    result.__dict__ = values
     return result
 
 
@@ -77,10 +82,13 @@ def read_fields(config_cls: type, values: Mapping[str, object]) -> dict[str, Any
 
 
 def _kinds_of(config_cls: type) -> Mapping[str, FieldType]:
-    """Return the types of a class's fields; of its base if they cannot be found out."""
+    """Return the types of a class's fields, of its base if they cannot be found out, and of ours.
+
+    Callers may set our fields on megatron-core's class, too.
+    """
     for cls in config_cls.__mro__:
         try:
-            return field_types(cls)
+            return {**field_types(EmergingOptimizerConfig), **field_types(cls)}
         except NameError:  # a local class's annotations that are strings
             continue
     raise AssertionError("OptimizerConfig itself has types")

@@ -36,8 +36,8 @@ _ELEMENT_WISE = frozenset({"lion", "laprop"})
 _DRAWS = frozenset({"psgd_pro"})
 
 _FACTORY_FIELDS = frozenset(
-    {"muon_scalar_optimizer", "muon_lr", "muon_min_lr", "muon_exempt_from_clipping"}
-    | {"muon_orthogonalize_router", "muon_orthogonalize_excluded", "muon_convolutions"}
+    {"muon_scalar_optimizer", "muon_lr", "muon_min_lr", "muon_skip_grad_clip"}
+    | {"muon_orthogonalize_router", "muon_ignore_use_muon", "muon_convolutions"}
     | {f"muon_split_{kind}" for kind in get_args(SplitT.__value__)}
 )
 """Fields of Muon that are not arguments of its constructor."""
@@ -92,7 +92,10 @@ _MEANINGS: dict[str, dict[str, str | None]] = {
 """What state means, by optimizer and key; the others have Muon's momentum only."""
 
 # adaptive Muon supports neither: its statistics need whole matrices and change while it computes
-_OF_MUON = {"muon": {"muon_team_size", "muon_overlap_step"}, "adaptive_muon": set[str]()}
+_OF_MUON = {
+    "muon": {"muon_max_ranks_per_matrix", "muon_overlap_dp_comm"},
+    "adaptive_muon": set[str](),
+}
 for _name, _cls in (("muon", TensorParallelMuon), ("adaptive_muon", TensorParallelAdaptiveMuon)):
     _prefixes = tuple(dict.fromkeys((_name, "muon")))
     register_optimizer(

@@ -14,7 +14,7 @@ Note [Meaning of state]
 import logging
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from megatron.core.utils import log_single_rank
 
@@ -22,6 +22,7 @@ from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.log import inform
 from megatron_eopt.base.names import FIRST_MOMENT, MOMENT2, MOMENTUM
 from megatron_eopt.config.registry import MEAN, SUM, meaning_of
+from megatron_eopt.config.settings import RunSettings
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,12 @@ class Policy:
 
     fresh: frozenset[str] = frozenset()
     momentum_from_adam: bool = False
+
+    @classmethod
+    def of(cls, settings: RunSettings) -> Self:
+        """Return the policy that a configuration asks for."""
+        fresh = frozenset(settings.config.ckpt_allow_missing_optim_state)
+        return cls(fresh, settings.config.checkpoint_momentum_from_adam)
 
     def __or__(self, other: "Policy") -> "Policy":
         """Return a policy that allows what either of the two allows."""
@@ -242,7 +249,8 @@ def missing_state(
         rule,
         "Load a checkpoint of this optimizer (with the same tensor-parallel size if its keys end "
         "in .tp...of...), load no optimizer state (--no-load-optim), or let this state start "
-        f"fresh: --checkpoint-fresh-state {' '.join(keys)} (checkpoint_fresh_state={keys})",
+        f"fresh: --ckpt-allow-missing-optim-state {' '.join(keys)} "
+        f"(ckpt_allow_missing_optim_state={keys})",
     )
 
 

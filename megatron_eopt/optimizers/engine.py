@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_eopt.base.agreement import group_of_members
-from megatron_eopt.base.names import DEFAULT_WAVE_MB, TpModeT
+from megatron_eopt.base.names import DEFAULT_MATRIX_BUFFER_MB, TpModeT
 from megatron_eopt.layouts import Matrix, Redistribution, WaveBatch
 from megatron_eopt.layouts.assignment import Float64Array, first_uses
 from megatron_eopt.layouts.redistribution import LoadT, StoreT
@@ -33,19 +33,21 @@ class EngineConfig:
     """Settings of an engine."""
 
     mode: TpModeT = "auto"  # where matrices are computed
-    wave_mb: float = DEFAULT_WAVE_MB  # most MiB of a wave that one owner holds
+    matrix_buffer_mb: float = DEFAULT_MATRIX_BUFFER_MB  # most MiB of a wave that one owner holds
     batched: bool = True  # whether matrices of equal shape are computed in one call
     whole_only: bool = False  # whether the algorithm cannot compute slabs of a matrix
     # dtype of stacks and of communication, to which directions are rounded at every layout
     dtype: torch.dtype = torch.float32
     device: torch.device | str = "cpu"  # device of the tensors
-    team_size: int = 1  # most ranks that share a matrix in exchange mode; 1 to share none
+    max_ranks_per_matrix: int = (
+        1  # most ranks that share a matrix in exchange mode; 1 to share none
+    )
     windows: tuple[int, ...] = ()  # index of the engine that computes each shard; () for one
 
     @property
     def wave_bytes(self) -> int:
-        """``wave_mb`` in bytes."""
-        return int(self.wave_mb * 2**20)
+        """``matrix_buffer_mb`` in bytes."""
+        return int(self.matrix_buffer_mb * 2**20)
 
 
 class MatrixEngine:
@@ -100,7 +102,7 @@ class MatrixEngine:
             engine_config.mode,
             engine_config.wave_bytes,
             whole_only=engine_config.whole_only,
-            team_size=engine_config.team_size,
+            max_ranks_per_matrix=engine_config.max_ranks_per_matrix,
             element_size=engine_config.dtype.itemsize,
         )
         sums = _sums_of({item.team for item in self.work.matrices}, self.ranks)

@@ -131,14 +131,15 @@ def plan_work(
     wave_bytes: int,
     *,
     whole_only: bool = False,
-    team_size: int = 1,
+    max_ranks_per_matrix: int = 1,
     element_size: int = _FLOAT32,
 ) -> Work:
     """Decide where each matrix is computed; a pure function, the same on every rank.
 
     ``ranks`` is their number, or the FLOPs that each has to do anyway. An owner has at most
     ``wave_bytes`` of matrices in a wave. With ``whole_only``, slabs cannot be computed, so ``auto``
-    shares no matrix. In ``exchange``, up to ``team_size`` ranks share one if that is faster.
+    shares no matrix. In ``exchange``, up to ``max_ranks_per_matrix`` ranks share one if that is
+    faster.
     """
     busy = np.zeros(ranks) if isinstance(ranks, int) else ranks
     world_size = len(busy)
@@ -148,7 +149,7 @@ def plan_work(
     travelling = [i for i, m in enumerate(modes) if m == "exchange"]
     shapes = [storage[i].shape for i in travelling]
     homes = np.array([home(storage[i]) for i in travelling], np.int64).reshape(-1, 2)
-    largest = 1 if whole_only else team_size
+    largest = 1 if whole_only else max_ranks_per_matrix
     found = assign_teams(shapes, world_size, largest, element_size, homes[:, 0])
     teams = dict(zip(travelling, found, strict=True)) if found else {}
     if travelling and not teams:

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.base.agreement import raise_together_in
-from megatron_eopt.base.errors import ConfigurationError, check_choice, check_number
-from megatron_eopt.base.names import DEFAULT_WAVE_MB, TpModeT
+from megatron_eopt.base.errors import ConfigurationError, check_choice, check_number, naming
+from megatron_eopt.base.names import DEFAULT_MATRIX_BUFFER_MB, SMALLEST_MATRIX_BUFFER_MB, TpModeT
 from megatron_eopt.math.algorithm import AlgorithmT
 from megatron_eopt.math.low_precision import MOMENTUM_DTYPES, MomentumDtypeT
 from megatron_eopt.math.newton_schulz import ReduceT
@@ -25,6 +25,14 @@ from megatron_eopt.optimizers.update_rule import loss_of
 from megatron_eopt.optimizers.windows import WindowedMuonRule
 from megatron_eopt.storage.replicated import slab, tensor_parallel_cut
 from megatron_eopt.storage.shard import Shard, group_by_ranks
+
+_ARGUMENTS = {
+    "coefficients": "coefficient_type",
+    "steps": "num_ns_steps",
+    "precision": "fp32_matmul_prec",
+    "eps": "ns_eps",
+}
+"""Arguments of Muon, by their names in ``Orthogonalization``."""
 
 
 class TensorParallelMuon(OrthogonalizedOptimizer):
@@ -66,11 +74,12 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             ``use_decoupled_weight_decay``.
         algorithm: Which iteration: "auto", "standard" or "gram".
         backend: Whose kernels compute it, such as "torch" or "auto".
-        ns_eps: Smallest norm that a matrix is divided by, at least 1e-38.
+        ns_eps: Smallest norm that a matrix is divided by, at least 1e-36.
         splits: Logical matrices of each parameter, for its unsharded shape; None for a single
             one. Overrides ``split_qkv``.
         batched: Compute matrices of equal shape in one call.
-        wave_mb: Most MiB of whole matrices that one rank gathers at a time, at least 0.001.
+        matrix_buffer_mb: Most MiB of whole matrices that one rank gathers at a time; at least
+            0.001.
         momentum_dtype: How momentum is stored between steps: "fp32" (the parameters' dtype),
             "bf16", "fp8" or "int8". State dicts have the last three in float32.
 
@@ -110,7 +119,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         ns_eps: float = DEFAULT_EPS,
         splits: Mapping[Tensor, Split | None] | None = None,
         batched: bool = True,
-        wave_mb: float = DEFAULT_WAVE_MB,
+        matrix_buffer_mb: float = DEFAULT_MATRIX_BUFFER_MB,
         momentum_dtype: MomentumDtypeT = "fp32",
     ) -> None:
         check_number("lr", lr, at_least=0)
@@ -118,28 +127,30 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         check_number("weight_decay", weight_decay, at_least=0)
         check_number("extra_scale_factor", extra_scale_factor, above=0)
         check_choice("tp_mode", tp_mode, get_args(TpModeT))
+        check_number("matrix_buffer_mb", matrix_buffer_mb, at_least=SMALLEST_MATRIX_BUFFER_MB)
         check_choice("momentum_dtype", momentum_dtype, MOMENTUM_DTYPES)
         method = weight_decay_method or ("decoupled" if use_decoupled_weight_decay else "l2")
         check_choice("weight_decay_method", method, WEIGHT_DECAY_METHODS)
         if momentum_dtype != "fp32":
             self._refuse_own_way("momentum_dtype", momentum_dtype)
-        self.orthogonalization = Orthogonalization(
-            coefficient_type,
-            num_ns_steps,
-            algorithm,
-            fp32_matmul_prec,  # type: ignore[arg-type]
-            ns_eps,
-            backend,
-            scale_mode,  # type: ignore[arg-type]
-            extra_scale_factor,
-        )
+        with naming(_ARGUMENTS):
+            self.orthogonalization = Orthogonalization(
+                coefficient_type,
+                num_ns_steps,
+                algorithm,
+                fp32_matmul_prec,  # type: ignore[arg-type]
+                ns_eps,
+                backend,
+                scale_mode,  # type: ignore[arg-type]
+                extra_scale_factor,
+            )
         self.tp_mode: TpModeT = tp_mode
         self.pg_collection = pg_collection
         self.split_qkv, self.qkv_split_shapes = split_qkv, qkv_split_shapes
         self.is_qkv_fn = is_qkv_fn or _is_qkv
         self.splits = dict(splits or {})
         self.momentum_dtype: MomentumDtypeT = momentum_dtype
-        self.batched, self.wave_mb = batched, wave_mb
+        self.batched, self.matrix_buffer_mb = batched, matrix_buffer_mb
         # not super(), because other bases of a subclass have other arguments
         OrthogonalizedOptimizer.__init__(
             self,
@@ -280,7 +291,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     @property
     def _engine_config(self) -> EngineConfig:
         whole_only = self.orthogonalization.whole_only
-        return EngineConfig(self.tp_mode, self.wave_mb, self.batched, whole_only, self._stack_dtype)
+        return EngineConfig(
+            self.tp_mode, self.matrix_buffer_mb, self.batched, whole_only, self._stack_dtype
+        )
 
     @classmethod
     def steps_in_pieces(cls) -> bool:
@@ -301,7 +314,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             self._engine_config,
             mode=engine_config.mode,
             device=engine_config.device,
-            team_size=engine_config.team_size,
+            max_ranks_per_matrix=engine_config.max_ranks_per_matrix,
         )
         if windows:
             return WindowedMuonRule(self, shards, engine_config, windows)

@@ -41,7 +41,7 @@ def build_scalar_optimizer(
         **arguments: Constructor arguments that take the place of the configuration's.
     """
     kwargs = scalar_arguments(name, settings)
-    decoupled = settings.decoupled_weight_decay
+    decoupled = settings.config.decoupled_weight_decay
     if name == "lion":
         kwargs["weight_decay_method"] = "decoupled" if decoupled else "l2"
         lion: torch.optim.Optimizer = Lion(groups, **kwargs | arguments)
@@ -49,7 +49,7 @@ def build_scalar_optimizer(
     if plain:
         kwargs.pop("capturable", None)
     is_fused = not (plain or megatron_optimizer.USING_PYTORCH_OPTIMIZER)
-    is_ours = name == "adam" and settings.fuses_adam and not is_fused
+    is_ours = name == "adam" and settings.config.fused_adam and not is_fused
     if is_ours:
         kwargs["fused"] = True
     elif detect_fake_mode() is not None and not (is_fused or plain):

@@ -226,7 +226,7 @@ def _tag_as_megatron_does(
 
 def log_routing(settings: Settings, routing: Routing) -> None:
     """Log rank 0's routing table if ``print_optimizer_routing`` is set."""
-    if settings.prints_routing:
+    if settings.config.print_optimizer_routing:
         inform(logger, f"optimizer routing\n{format_routing(settings, routing)}")
 
 
@@ -235,8 +235,8 @@ def format_routing(settings: RunSettings, routing: Routing) -> str:
     rows = []
     for route in routing.routes:
         item, values = route.parameter, route.values
-        decay = values.get("start_wd", settings.weight_decay) * values.get("wd_mult", 1.0)
-        rate = values.get("max_lr", settings.lr)
+        decay = values.get("start_wd", settings.config.weight_decay) * values.get("wd_mult", 1.0)
+        rate = values.get("max_lr", settings.config.lr)
         rates = ("" if rate is None else f"{rate:g}", f"{decay:g}")
         shape = " x ".join(map(str, item.shape)) + (" (expert)" if item.is_expert else "")
         cells = (item.name, shape, route.optimizer, _describe(routing.splits.get(item.param)))

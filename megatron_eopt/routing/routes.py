@@ -174,7 +174,7 @@ def with_callers_grouping(
     home = getattr(grouping, "__globals__", {}).get("__name__", "")
     if grouping is None or home.startswith("megatron.core."):
         return overrides
-    usual = {**USUAL_VALUES, "max_lr": settings.lr, "min_lr": settings.min_lr}
+    usual = {**USUAL_VALUES, "max_lr": settings.config.lr, "min_lr": settings.config.min_lr}
 
     def differing(group: Mapping[str, Any]) -> dict[str, Any]:
         return {
@@ -242,7 +242,7 @@ def _multiplied(values: dict[str, Any], settings: Settings) -> dict[str, Any]:
         ConfigurationError: If there is no rate to multiply.
     """
     factor = values.pop("lr_mult", 1.0)
-    usual = {"max_lr": settings.lr, "min_lr": settings.min_lr}
+    usual = {"max_lr": settings.config.lr, "min_lr": settings.config.min_lr}
     rates = {name: values.get(name, rate) for name, rate in usual.items()}
     if factor == 1.0:
         return values
@@ -278,16 +278,19 @@ def _by_default(
     parameter: ModelParameter, defaults: registry.Overrides, settings: Settings
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return a parameter's settings without the user's overrides, and the reasons for them."""
-    excluded = parameter.is_excluded and not settings.takes_excluded
+    excluded = parameter.is_excluded and not settings.first_field("ignore_use_muon")
     by_module = settings.recommended or settings.of_dtensors
-    reason = parameter.why_not_matrix(by_module=by_module, convolutions=settings.convolutions)
+    reason = parameter.why_not_matrix(
+        by_module=by_module, convolutions=bool(settings.first_field("convolutions"))
+    )
     reason = f"{NO_MUON_ATTRIBUTE}=False" if excluded else reason
     rule = next(filter(registry.is_our_rule, defaults), None)
     values, labels = merge(parameter, {k: v for k, v in defaults.items() if k is not rule})
     if rule is not None and reason:
         # the parameter's reason also covers cases that the rule's predicate cannot recognize
         return {**values, **defaults[rule]}, (reason, *labels)
-    if settings.router_to_scalar and parameter.is_router and defaults:
+    to_scalar = settings.first_field("orthogonalize_router") is False
+    if to_scalar and parameter.is_router and defaults:
         return {**values, "optimizer": settings.scalar}, ("router", *labels)
     return values, labels
 

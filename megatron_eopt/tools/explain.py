@@ -180,7 +180,7 @@ def _where_it_loads(of_matrices: Sequence[str], slabs: int, *, by_bucket: bool) 
         return
     yield "at any tensor, pipeline, expert and data parallelism; not into Megatron-FSDP"
     kinds = " ".join(of_matrices)
-    hint = f"unless you reset them: --checkpoint-fresh-state {kinds}"
+    hint = f"unless you reset them: --ckpt-allow-missing-optim-state {kinds}"
     if slabs:
         yield f"but {kinds} of tensor-parallel weights only at TP {slabs}, {hint}"
     # adaptive Muon's second moments load with either setting

@@ -67,6 +67,7 @@ class OptimizerChain(ChainedOptimizer):
         self.links = list(links)
         self.settings = settings
         self.config = settings.original  # callers may change what steps read
+        self.policy = Policy.of(settings)
         # name of the main optimizer, if a configuration gives it
         self._main = settings.optimizer if isinstance(settings, Settings) else None
         self._scaler = scaler
@@ -75,7 +76,7 @@ class OptimizerChain(ChainedOptimizer):
         self._found_inf: bool | None = None
         self._transient: int | None = None
         # whether to measure the next steps; callers may set it, to the same value on all ranks
-        self.collects_stats = settings.logs_stats
+        self.collects_stats = settings.config.log_optimizer_stats
         self._stats = Stats(self.links)
         self.skipped_steps = 0
         self.is_sharded = any(isinstance(item, Zero1Optimizer) for item in storages)
@@ -83,7 +84,7 @@ class OptimizerChain(ChainedOptimizer):
         # whether the host reads norms one step later; see Note [No waits]
         self.reads_norms_late = gpu.runs_kernels(torch.empty(0, device="cuda"))
         self._overlap: Overlap | None = None
-        if settings.overlaps_step:
+        if settings.config.muon_overlap_dp_comm:
             self._overlap = Overlap(self.links, self._named_chunks, self._expects_no_clipping)
         self._frozen = Frozen(model_chunks)
         self._last_norm = math.inf
@@ -151,7 +152,7 @@ class OptimizerChain(ChainedOptimizer):
                 tensor, the next step raises the error.
         """
         with self._stats.collecting() if self.collects_stats else nullcontext():
-            if not self.settings.logs_memory or self._transient is not None:
+            if not self.settings.config.log_optimizer_memory or self._transient is not None:
                 return self._prepared_step()
             # the first step also allocates what remains, so a later one is measured
             exists = any(link.storage.steps for link in self.links)
@@ -175,7 +176,7 @@ class OptimizerChain(ChainedOptimizer):
         if self._overlap is not None and (bool(norms[None].flag) or not self._keeps(found)):
             self._overlap.forget()
         with clipped(self.links, self.settings.clip_grad, norms, fold=len(norms) == 1):
-            zeros = self.count_zeros() if self.settings.counts_zeros else None
+            zeros = self.count_zeros() if self.settings.log_num_zeros_in_grad else None
             if not late and self.is_above_skip_threshold(found):
                 self.skipped_steps += 1
                 return False, found, zeros
@@ -197,7 +198,7 @@ class OptimizerChain(ChainedOptimizer):
 
     def _may_read_late(self, norms: Mapping[str | None, GradNorm]) -> bool:
         """Return whether a step can run before the host knows its norms."""
-        reads = len(norms) > 1 or math.isfinite(self.settings.skip_threshold)
+        reads = len(norms) > 1 or math.isfinite(self.settings.grad_norm_skip_threshold)
         return self.reads_norms_late and not reads and all(map(folds_clipping, self.links))
 
     def _expects_no_clipping(self, margin: float) -> bool:
@@ -290,7 +291,7 @@ class OptimizerChain(ChainedOptimizer):
 
     def is_above_skip_threshold(self, norm: float) -> bool:
         """Return whether steps with this gradient norm are skipped; False for nan."""
-        return norm > self.settings.skip_threshold
+        return norm > self.settings.grad_norm_skip_threshold
 
     def state_dict(self) -> Any:
         """Return this rank's state; only ``sharded_state_dict`` has state of ZeRO-1 fragments."""
@@ -326,7 +327,7 @@ class OptimizerChain(ChainedOptimizer):
             model_sharded_state_dict,
             is_loading=is_loading,
             main=self._main,
-            policy=self._policy,
+            policy=self.policy,
             by_bucket=by_bucket,
         )
 
@@ -356,7 +357,7 @@ class OptimizerChain(ChainedOptimizer):
             raise_together(lambda: optimizer_state.check_groups(state, is_enough=self._is_unmixed))
             raise_together(lambda: optimizer_state.load_groups(self.links, state))
         else:
-            local_state.load(self.links, state, self._policy, names_in(self._named_chunks))
+            local_state.load(self.links, state, self.policy, names_in(self._named_chunks))
 
     def save_state_dict_to_file(self, filename: str) -> None:
         """Write this rank's state to a file, for checkpoints of format ``torch``."""
@@ -419,10 +420,6 @@ class OptimizerChain(ChainedOptimizer):
             rule = "supports only the sharded state of Adam without other optimizers"
             hint = "Use sharded_state_dict, or save_state_dict_to_file and its counterpart"
             raise ConfigurationError(method, type(self).__name__, rule, hint)
-
-    @property
-    def _policy(self) -> Policy:
-        return Policy(self.settings.fresh_state, self.settings.momentum_from_adam)
 
     @property
     def _is_unmixed(self) -> bool:

@@ -43,14 +43,14 @@ def resolve_for_dtensors(config: Any, *, own_loop: bool = False) -> Settings:
     """
     refuse_for_dtensors(read_config(config), own_loop=own_loop)
     settings = replace(resolve(config), of_dtensors=True, own_loop=own_loop)
-    if settings.exempt_from_clipping:
+    if settings.first_field("skip_grad_clip"):
         rule = "is not supported: all sharded parameters are in one optimizer"
         hint = "Set it to False, or clip only the other parameters' gradients in your own loop"
-        raise ConfigurationError("muon_exempt_from_clipping", True, rule, hint)
-    if "muon" in settings.prefixes and settings.tp_mode == "blockwise":
+        raise ConfigurationError("muon_skip_grad_clip", True, rule, hint)
+    if settings.first_field("tp_mode") == "blockwise":
         rule = "would orthogonalize the rows of each rank separately, which changes the update"
         hint = "Use 'auto', the default of EmergingOptimizerConfig"
-        raise ConfigurationError("muon_tp_mode", settings.tp_mode, rule, hint)
+        raise ConfigurationError("muon_tp_mode", "blockwise", rule, hint)
     return settings
 
 
@@ -83,7 +83,7 @@ def build_routed(
             update_rule = _matrix_update_rule(spec, settings, routing, members, group, is_cut)
             served.append((update_rule, places, members))
     optimizer = cls(groups, served, routing.names)
-    optimizer.policy = Policy(settings.fresh_state, settings.momentum_from_adam)
+    optimizer.policy = Policy.of(settings)
     return optimizer
 
 
@@ -101,8 +101,8 @@ def _checked(settings: Settings, routing: Routing) -> list[OptimizerSpec]:
 
 def _rates(settings: Settings, group: ParamGroup) -> ParamGroup:
     """Return the initial learning rate and weight decay, in case no scheduler sets them."""
-    decay = group.get("start_wd", settings.weight_decay)
-    return {"lr": group.get("max_lr", settings.lr), "weight_decay": decay * group["wd_mult"]}
+    decay = group.get("start_wd", settings.config.weight_decay)
+    return {"lr": group.get("max_lr", settings.config.lr), "weight_decay": decay * group["wd_mult"]}
 
 
 def _matrix_update_rule(
@@ -113,12 +113,14 @@ def _matrix_update_rule(
     group: Any,
     is_cut: bool,
 ) -> UpdateRule:
-    mode: TpModeT = settings.tp_mode
+    mode: TpModeT = settings.first_field("tp_mode") or "auto"
     if spec.layout == "matrix_state" or (mode == "auto" and is_cut):
         # sharded matrices must be sent anyway, and one owner does the work only once
         mode = "exchange"
     engine_config = EngineConfig(
-        mode, wave_mb=settings.wave_mb, device=dtensors.local_of(params[0]).device
+        mode,
+        matrix_buffer_mb=settings.config.matrix_buffer_mb,
+        device=dtensors.local_of(params[0]).device,
     )
     size = 1 if group is None else group.size()
 

@@ -115,11 +115,14 @@ def get_megatron_optimizer(
     context = OptimizerBuildContext(
         settings, routing, model_chunks, pg_collection, use_gloo_process_groups
     )
-    _report(settings, routing, model_chunks, context.collection)
+    log_routing(settings, routing)
     # the built-in builders support every configuration that gets here
     chains = (chain for build in reversed(BUILDERS) if (chain := build(context)) is not None)
     # all ranks raise together, even if only one pipeline stage has an error
     optimizer = raise_together(lambda: next(chains))
+    emerging = sorted(routing.optimizers - set(STANDARD_OPTIMIZERS))
+    arguments = {n: arguments_of(n, settings, model_chunks, context.collection) for n in emerging}
+    log_differences(settings, arguments, get_pg_size(getattr(context.collection, "tp", None)))
     _take_over(optimizer, routing.names)
     if folder is not None:
         with megatron_fsdp.whole_parameters(model_chunks):
@@ -178,10 +181,10 @@ def _sharded(context: OptimizerBuildContext) -> OptimizerChain | None:
             refuse_for_matrices(settings.config)
         found = optimizer_specs(settings, routing, model_chunks, collection, stand_ins=True)
         kinds = {getattr(spec.optimizer, "momentum_dtype", "fp32") for spec in found}
-        if settings.overlaps_step and (rounded := kinds - {"fp32"}):
+        if settings.config.muon_overlap_dp_comm and (rounded := kinds - {"fp32"}):
             rule = "needs momentum_dtype='fp32' for all parameters"
-            hint = f"Remove momentum_dtype={min(rounded)!r}, or turn muon_overlap_step off"
-            raise ConfigurationError("muon_overlap_step", True, rule, hint)
+            hint = f"Remove momentum_dtype={min(rounded)!r}, or turn muon_overlap_dp_comm off"
+            raise ConfigurationError("muon_overlap_dp_comm", True, rule, hint)
         return found
 
     specs = raise_together(checked)
@@ -204,15 +207,6 @@ for _builder in (
     megatron_fsdp.build_megatron_fsdp,
 ):
     register_storage(_builder)
-
-
-def _report(
-    settings: Settings, routing: Routing, model_chunks: Sequence[Any], collection: Any
-) -> None:
-    emerging = sorted(routing.optimizers - set(STANDARD_OPTIMIZERS))
-    arguments = {n: arguments_of(n, settings, model_chunks, collection) for n in emerging}
-    log_differences(settings, arguments, get_pg_size(getattr(collection, "tp", None)))
-    log_routing(settings, routing)
 
 
 def log_differences(
@@ -250,9 +244,10 @@ def _warnings(
                 f"muon_fp32_matmul_prec={precision!r}, so products are computed in float32, "
                 "which is slower. Pass other coefficients for faster steps."
             )
-    if optimizer == "scion" and settings.weight_decay != 1:
+    decay = settings.config.weight_decay
+    if optimizer == "scion" and decay != 1:
         yield (
-            f"weight_decay={settings.weight_decay} takes the place of Scion's own, which is 1. "
+            f"weight_decay={decay} takes the place of Scion's own, which is 1. "
             "Scion keeps weights inside a norm ball only with weight_decay=1."
         )
     splits, owners_split = (
@@ -270,9 +265,15 @@ def _warnings(
             "optimizer_cpu_offload=True: all optimizer state stays on the GPU. Set "
             "use_distributed_optimizer=True, which off-loading needs."
         )
+    mode, by_owners = arguments.get("tp_mode"), settings.storage == "sharded"
+    if mode in ("duplicated", "distributed") and by_owners and not settings.of_dtensors:
+        yield (
+            f"muon_tp_mode={mode!r} has no effect with the distributed optimizer, which always "
+            "computes as 'exchange' does: each matrix on one rank or a few, with the same update."
+        )
     if tensor_parallel_size == 1:
         return
-    if arguments.get("tp_mode") == "blockwise":
+    if mode == "blockwise":
         yield (
             "muon_tp_mode='blockwise' orthogonalizes each tensor-parallel shard separately, so "
             "the result depends on the number of ranks. With 'duplicated' or 'auto' it does not."

@@ -107,8 +107,6 @@ def build_optimizer(
         check_alike(settings.config)
         routing = _route(settings, named, config_overrides, outputs)
         frozen = Frozen([named])
-    emerging = sorted(routing.optimizers - set(STANDARD_OPTIMIZERS))
-    log_differences(settings, {n: arguments_of(n, settings, [named], None) for n in emerging})
     log_routing(settings, routing)
     if settings.clip_grad:
         clip = "optimizer.clip_grad_norm" if managing else "torch.nn.utils.clip_grad_norm_"
@@ -118,7 +116,9 @@ def build_optimizer(
         routing = routing.over(megatron_fsdp.shards_of_parameters([model]))
     cls = partial(megatron_fsdp.MegatronFSDPOptimizer, managing) if managing else DTensorOptimizer
     optimizer = raise_together(lambda: build_routed(settings, routing, cls))
-    optimizer.collects_stats = settings.logs_stats
+    emerging = sorted(routing.optimizers - set(STANDARD_OPTIMIZERS))
+    log_differences(settings, {n: arguments_of(n, settings, [named], None) for n in emerging})
+    optimizer.collects_stats = settings.config.log_optimizer_stats
     optimizer.observe(stats_of(optimizer))
     optimizer.frozen = frozen
     return optimizer

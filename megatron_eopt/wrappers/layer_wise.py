@@ -70,7 +70,7 @@ class LayerWiseDistributedOptimizer(OptimizerChain):
             check_model_chunks(chunks)
             qk_clip.prepare(chunks)
             name_parameters(chunks)
-            exempt = settings.exempt_from_clipping
+            exempt = bool(settings.first_field("skip_grad_clip"))
             return settings, chunks, _bases(optimizers, init_state_fn_list, exempt=exempt)
 
         settings, chunks, specs = raise_together(checked)

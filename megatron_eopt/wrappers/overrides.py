@@ -20,7 +20,7 @@ from megatron_eopt.config.values import read_value
 _OF_THE_RUN = {
     **dict.fromkeys(("split_qkv", "is_qkv_fn", "qkv_split_shapes", "splits"), "param.eopt_split"),
     **dict.fromkeys(("tp_mode", "batched", "pg_collection"), "the configuration"),
-    "wave_mb": "muon_wave_mb in the configuration",
+    "matrix_buffer_mb": "it in the configuration",
     **dict.fromkeys(("foreach", "fused", "capturable", "differentiable"), "the configuration"),
     "stream_list": "the configuration",
 }

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import SCALAR_OPTIMIZERS, STEP
-from megatron_eopt.config.arguments import arguments_of
+from megatron_eopt.config.arguments import arguments_of, construct
 from megatron_eopt.config.fields import constructor_arguments
 from megatron_eopt.config.registry import StateLayoutT, entries, entry_of, steps_in_pieces
 from megatron_eopt.config.settings import Settings
@@ -81,7 +81,7 @@ def optimizer_specs(
         plain: Whether to use torch's Adam and SGD.
     """
     main = settings.optimizer
-    rates = {"lr": settings.lr, "min_lr": settings.min_lr}
+    rates = {"lr": settings.config.lr, "min_lr": settings.config.min_lr}
     makers = {
         name: _maker_of(name, settings, model_chunks, pg_collection, plain=plain)
         for name in sorted(routing.optimizers)
@@ -108,7 +108,7 @@ def optimizer_specs(
                 construct = functools.partial(construct, splits=routing.matrices)
             if "weight_decay" not in constructor_arguments(entry.optimizer_cls):
                 # as a scheduler writes it, also to groups of a class with its own value (Scion)
-                made_over = [{"weight_decay": settings.weight_decay, **g} for g in made_over]
+                made_over = [{"weight_decay": settings.config.weight_decay, **g} for g in made_over]
         optimizer = _made(name, construct, made_over)
         if name in SCALAR_OPTIMIZERS:
             init_fn = scalar_init_of(optimizer)
@@ -116,7 +116,7 @@ def optimizer_specs(
             init_fn = entry.init_state_fn
             if entry.draws:
                 _draw_alike(optimizer)
-        if settings.lr is None and "max_lr" not in settings.own_rates(name):
+        if settings.config.lr is None and "max_lr" not in settings.own_rates(name):
             # a scheduler or a checkpoint must set the learning rate before the first step
             optimizer.defaults["lr"] = None
             for made, rate in zip(optimizer.param_groups, own_rates, strict=True):
@@ -125,7 +125,7 @@ def optimizer_specs(
             {**made, "params": given["params"]}
             for made, given in zip(optimizer.param_groups, groups, strict=True)
         ]
-        is_clipped = not (settings.exempt_from_clipping and name == main)
+        is_clipped = not (name == main and settings.first_field("skip_grad_clip"))
         specs.append(
             OptimizerSpec(optimizer, init_fn, complete, is_clipped, construct, name, is_expert)
         )
@@ -176,7 +176,7 @@ def _maker_of(
     if name in SCALAR_OPTIMIZERS:
         return functools.partial(build_scalar_optimizer, name, settings, plain=plain)
     kwargs = arguments_of(name, settings, model_chunks, pg_collection)
-    return functools.partial(entry_of(name).optimizer_cls, **kwargs)
+    return lambda groups, **own: construct(name, settings.config, groups, kwargs, **own)
 
 
 def _stand_in() -> list[ParamGroup]:

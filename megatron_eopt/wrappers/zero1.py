@@ -89,7 +89,7 @@ def zero1_links(sharding: Sharding, specs: Sequence[OptimizerSpec]) -> list[Chai
 
     Raises a ConfigurationError if a parameter is not in exactly one group, or is not supported.
     """
-    if sharding.settings.overlaps_step:
+    if sharding.settings.config.muon_overlap_dp_comm:
         parts = [part for chunk in sharding.chunks for part in (chunk.ddp_config, chunk.config)]
         raise_together(lambda: refuse_for_overlap(sharding.settings.config, parts))
     buffers = [buffer for item in sharding.sets for buffer in item.all_buffers]
@@ -148,7 +148,7 @@ def _off_load(composite: CompositeOptimizer, storage: Storage, settings: RunSett
         settings.offload_fraction,
         frozenset(own),  # not the model's own weights, which float32 training steps
         items[0].main.device if items else "cpu",
-        int(settings.wave_mb * 2**20),
+        int(settings.config.matrix_buffer_mb * 2**20),
     )
     for update_rule in composite.update_rules:
         with composite.groups_and_state(update_rule) as (groups, state):
@@ -168,10 +168,10 @@ def _driver(
     buffers: BufferSet,
 ) -> UpdateRule:
     """Return the update rule of an optimizer's parameters at ``places`` of the buffers."""
-    config = sharding.settings.config
+    settings = sharding.settings
     # a pipeline stage may have no matrices
     if spec.layout == "element_wise" or not places:
-        return ElementWiseRule(spec.optimizer, spec.init_state_fn, config)
+        return ElementWiseRule(spec.optimizer, spec.init_state_fn, settings.config)
     grid = buffers.grid
     assert grid is not None
     slabs = spec.layout == "matrix_update" and spec.optimizer.tp_mode == "blockwise"
@@ -187,16 +187,15 @@ def _driver(
         },
     )
     # with owners, a rank sends and receives its share of a matrix twice, however many ranks
-    settings = sharding.settings
-    overlaps = settings.overlaps_step and spec.name == "muon"
+    overlaps = settings.config.muon_overlap_dp_comm and spec.name == "muon"
     engine_config = EngineConfig(
         "exchange",
-        wave_mb=settings.wave_mb,
+        matrix_buffer_mb=settings.config.matrix_buffer_mb,
         device=torch.device("cuda", torch.cuda.current_device()),
-        team_size=settings.team_size,
+        max_ranks_per_matrix=settings.config.muon_max_ranks_per_matrix,
         windows=windows_of(list(shards), sharding.chunks) if overlaps else (),
     )
-    return update_rule_over(spec, groups, shards, engine_config, config)
+    return update_rule_over(spec, groups, shards, engine_config, settings.config)
 
 
 def _numbered(link: ChainLink, params: Mapping[UpdateRule, Sequence[Tensor]]) -> ChainLink:

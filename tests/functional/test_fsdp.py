@@ -103,7 +103,7 @@ def test_what_a_checkpoint_lacks_is_refused(tmp_path):
     folder = str(tmp_path)
     train(*sharded("optim_grads_params"), "--save", folder)
     again = [*sharded("optim_grads_params"), "--load", folder, "--ckpt-step", "2"]
-    with pytest.raises(RankError, match=r"momentum_buffer[\s\S]*--checkpoint-fresh-state"):
+    with pytest.raises(RankError, match=r"momentum_buffer[\s\S]*--ckpt-allow-missing-optim-state"):
         train(*again, *MUON, timeout=240)
     with pytest.raises(RankError, match="Size mismatch between saved"):
         train(*again, "--hidden-size", "32", timeout=240)
@@ -111,5 +111,5 @@ def test_what_a_checkpoint_lacks_is_refused(tmp_path):
         RankError, match="is of format torch_dcp, and a run with --ckpt-format torch"
     ):
         train(*COMMON, "--use-distributed-optimizer", "--load", folder, timeout=240)
-    fresh = ["--checkpoint-fresh-state", "momentum_buffer"]
+    fresh = ["--ckpt-allow-missing-optim-state", "momentum_buffer"]
     assert len(losses(train(*again, *MUON, *fresh, timeout=240))) == 2

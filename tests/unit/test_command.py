@@ -29,7 +29,7 @@ def printed(*commands: list[str]) -> list[tuple[int, str, str]]:
 
 
 def test_plans_are_printed():
-    plan = ["plan", *SMALL, "--dp", "4", "--muon-team-size", "1"]
+    plan = ["plan", *SMALL, "--dp", "4", "--muon-max-ranks-per-matrix", "1"]
     sweep = ["sweep", *SMALL, "--ranks", "4", "--tp", "1", "2", "8"]
     one, data, many = run_ranks(1, printed, plan, [*plan, "--json"], sweep, cpu=False)[0]
     for words in ("on 4 x H100", "alltoall_base", "transient", "step, without gather"):

@@ -88,8 +88,9 @@ def plan(
     worst = max(stages, key=lambda stage: stage.loads.max())
     with dry_world(worst.busiest, layout.world_size):
         report = report_of(_built(architecture, layout, config), lambda: None)
-        predicted = times(report, machine, overlaps=resolve(config).overlaps_step)
-    changes: dict[str, Any] = {"optimizer": "adam", "muon_overlap_step": False}
+        settings = resolve(config)
+        predicted = times(report, machine, overlaps=settings.config.muon_overlap_dp_comm)
+    changes: dict[str, Any] = {"optimizer": "adam", "muon_overlap_dp_comm": False}
     other = replace(config, **changes)
     with dry_world(worst.busiest, layout.world_size):
         adam = report_of(_built(architecture, layout, other), lambda: None)
@@ -100,7 +101,8 @@ def plan(
 
 
 def _built(architecture: Architecture, layout: Layout, config: EmergingOptimizerConfig) -> Any:
-    stage = build_stage(architecture, layout, overlaps=resolve(config).overlaps_step)
+    settings = resolve(config)
+    stage = build_stage(architecture, layout, overlaps=settings.config.muon_overlap_dp_comm)
     return get_megatron_optimizer(config, [stage])
 
 

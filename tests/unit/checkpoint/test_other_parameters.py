@@ -76,7 +76,7 @@ def test_own_loop(orders, kept, slow_before, slow_after, optimizer):
     saved = marked(optimizer_of(model_of(before, {}), optimizer, slow_before & {*before}))
     kind = {"muon": "momentum_buffer", "lion": "exp_avg"}[optimizer]
     after = optimizer_of(
-        model_of(kept, {}), optimizer, slow_after & {*kept}, checkpoint_fresh_state=(kind,)
+        model_of(kept, {}), optimizer, slow_after & {*kept}, ckpt_allow_missing_optim_state=(kind,)
     )
     after.load_state_dict(saved)
     for name, found in marks(after).items():
@@ -121,8 +121,11 @@ LAYERS = ("layers.0.", "layers.1.", "layers.2.")
 
 
 def frozen_case(name: str, frozen: str, storage: dict[str, Any], form: str) -> Case:
-    config = {**storage.get("config", {}), "checkpoint_fresh_state": ("exp_avg", "momentum_buffer")}
-    config["checkpoint_fresh_state"] += ("exp_avg_sq",)
+    config = {
+        **storage.get("config", {}),
+        "ckpt_allow_missing_optim_state": ("exp_avg", "momentum_buffer"),
+    }
+    config["ckpt_allow_missing_optim_state"] += ("exp_avg_sq",)
     model = {**SMALL, "dtype": torch.bfloat16}
     return Case(name, model, ddp=storage.get("ddp", {}), config=config, form=form, frozen=frozen)
 

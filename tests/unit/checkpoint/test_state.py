@@ -204,7 +204,7 @@ def test_a_matrix_gets_no_state_of_another_one(tmp_path, before, after):
     case = Case("adaptive_muon", DENSE, config=NAMO | after)
     error, _, _ = outcome(1, case, tmp_path)
     assert "linear_qkv" in error
-    assert "--checkpoint-fresh-state moment2_buffer" in error
+    assert "--ckpt-allow-missing-optim-state moment2_buffer" in error
     error, _, momentum = outcome(1, case, tmp_path, fresh=["moment2_buffer"])
     assert error == ""
     assert momentum > 0
@@ -236,7 +236,7 @@ def other_matrices(writes: Case, reads: Case, folder: str) -> str:
     forget_megatron()
     with pytest.raises(ConfigurationError) as error:
         resume(reads, folder)
-    named = re.search(r"--checkpoint-fresh-state (.*) \(", str(error.value))
+    named = re.search(r"--ckpt-allow-missing-optim-state (.*) \(", str(error.value))
     assert named is not None
     forget_megatron()
     chunk, optimizer = resume(reads, folder, fresh=named[1].split())
@@ -334,7 +334,7 @@ def kinds_of(member: Any) -> set[str]:
 
 
 def test_a_maximum_that_starts_fresh_leaves_the_count_of_steps(tmp_path):
-    case = Case("adam", config={"checkpoint_fresh_state": ("max_exp_avg_sq",)}, ddp=PLAIN)
+    case = Case("adam", config={"ckpt_allow_missing_optim_state": ("max_exp_avg_sq",)}, ddp=PLAIN)
     case = replace(case, config=case.config | PLAIN)
     run_ranks(1, save_one, case, str(tmp_path))
     assert run_ranks(1, counts_with_maxima, case, str(tmp_path)) == [{2}]

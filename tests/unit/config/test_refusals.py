@@ -46,7 +46,7 @@ def flag(storage: str, name: str, value: Any = True, **fields: Any) -> Mode:
     return Mode(storage, f"{name}={value!r}", {name: value}, **fields)
 
 
-LOOKS_AHEAD = {"muon_overlap_step": True}
+LOOKS_AHEAD = {"muon_overlap_dp_comm": True}
 OVERLAPS = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 CLIPS = {"qk_clip": True}
 
@@ -55,7 +55,7 @@ def overlap(needs: str, storage: str = "sharded", **fields: Any) -> Mode:
     """Return a case in which Muon's step overlaps, and a setting that it does not allow."""
     fields = {**fields, "config": LOOKS_AHEAD | fields.get("config", {})}
     fields["ddp"] = OVERLAPS | fields.get("ddp", {})
-    return Mode(storage, "muon_overlap_step=True", **fields, named=f"needs {needs}")
+    return Mode(storage, "muon_overlap_dp_comm=True", **fields, named=f"needs {needs}")
 
 
 def clips(name: str, where: str = "config", storage: str = "sharded", **fields: Any) -> Mode:
@@ -105,7 +105,7 @@ MODES = [
     clips("use_megatron_fsdp", "ddp", "megatron_fsdp"),
     clips(GATHERS_EARLY),
     clips(GATHERS_EARLY, "ddp"),
-    clips("muon_overlap_step", ddp=OVERLAPS),
+    clips("muon_overlap_dp_comm", ddp=OVERLAPS),
     # DTensors
     *(
         flag(storage, name, value)
@@ -117,7 +117,7 @@ MODES = [
             "optimizer_cpu_offload": True,
             "optimizer_cuda_graph": True,
             GATHERS_EARLY: True,
-            "muon_exempt_from_clipping": True,
+            "muon_skip_grad_clip": True,
             "muon_tp_mode": "blockwise",
         }.items()
     ),
@@ -201,7 +201,7 @@ def with_two_instances() -> str:
 
 def test_a_step_that_looks_ahead_serves_one_instance_of_the_distributed_optimizer() -> None:
     for error in run_ranks(2, with_two_instances):
-        assert "muon_overlap_step=True: needs num_distributed_optimizer_instances=1" in error
+        assert "muon_overlap_dp_comm=True: needs num_distributed_optimizer_instances=1" in error
 
 
 def values() -> Iterator[tuple[str, str, Any]]:
@@ -222,8 +222,8 @@ def values() -> Iterator[tuple[str, str, Any]]:
     yield "muon", "muon_extra_scale_factor", 0.0
     yield "muon", "optimizer_offload_fraction", -1e-9
     yield "muon", "optimizer_offload_fraction", 1.0 + 1e-9
-    yield "muon", "muon_wave_mb", 1e-9
-    yield "muon", "muon_team_size", 0
+    yield "muon", "matrix_buffer_mb", 1e-9
+    yield "muon", "muon_max_ranks_per_matrix", 0
     yield "muon", "muon_num_ns_steps", 0
     for name in ("muon_tp_mode", "muon_scale_mode", "muon_fp32_matmul_prec", "muon_algorithm"):
         yield "muon", name, "other"
@@ -247,7 +247,7 @@ def test_a_value_out_of_bounds(optimizer: str, name: str, value: Any) -> None:
 def test_steps_may_have_no_largest_norm() -> None:
     for config in (OptimizerConfig(optimizer="adam", lr=0.1), EmergingOptimizerConfig(lr=0.1)):
         config.grad_norm_skip_threshold = math.inf
-        assert resolve(config).skip_threshold == math.inf
+        assert resolve(config).grad_norm_skip_threshold == math.inf
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,7 @@ OF_THE_RUN = {
     "fp8_recipe": "delayed",
     "timers": "null",
     "config_logger_dir": "logs",
-    "checkpoint_fresh_state": "[exp_avg]",
+    "ckpt_allow_missing_optim_state": "[exp_avg]",
 }
 
 

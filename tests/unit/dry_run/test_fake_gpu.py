@@ -29,7 +29,7 @@ CASES = {
     "pipeline": (2, Case("muon", GATED, {"pp": 2})),
     "float32": (2, Case("muon", DENSE)),
     "watched": (2, Case("muon", GATED, config={"log_optimizer_stats": True})),
-    "teams": (4, Case("muon", GATED, config={"muon_team_size": 2})),
+    "teams": (4, Case("muon", GATED, config={"muon_max_ranks_per_matrix": 2})),
     "Gram matrices": (2, Case("muon", GATED, config={"muon_algorithm": "gram"})),
     **{f"{name}, FSDP2": (2, replace(FSDP2, optimizer=name)) for name in OPTIMIZERS[:4]},
 }

@@ -73,7 +73,7 @@ def test_state_of_slabs_loads_at_their_tensor_parallelism(explained):
     _, slabs, storage = explained["soap, TP, plain"].loads
     assert "only at TP 2" in slabs
     assert "the same --use-distributed-optimizer setting" in storage
-    assert all("--checkpoint-fresh-state L Q_L Q_R R" in text for text in (slabs, storage))
+    assert all("--ckpt-allow-missing-optim-state L Q_L Q_R R" in text for text in (slabs, storage))
 
 
 def test_files_of_ranks(explained):

@@ -141,7 +141,7 @@ def test_settings_of_another_optimizer_are_left_alone():
 
 @pytest.mark.parametrize("reader", ["adam", "lion", "muon"])
 def test_what_is_named_starts_fresh_as_a_whole(reader, caplog):
-    _, optimizer = built(reader, checkpoint_fresh_state=("exp_avg",))
+    _, optimizer = built(reader, ckpt_allow_missing_optim_state=("exp_avg",))
     before = copy.deepcopy(optimizer.state_dict())
     with caplog.at_level(logging.WARNING):
         optimizer.load_state_dict(copy.deepcopy(trained("laprop")))

@@ -14,7 +14,7 @@ REFUSED = [
     # fields of the configuration, arguments, where the model is, and what is said
     ({"fp16": True}, {}, "cpu", r"fp16=True: needs a loss scale"),
     ({"muon_tp_mode": "blockwise"}, {}, "cpu", r"muon_tp_mode='blockwise': would orthogonalize"),
-    ({"muon_exempt_from_clipping": True}, {}, "cpu", r"from_clipping=True: is not supported"),
+    ({"muon_skip_grad_clip": True}, {}, "cpu", r"skip_grad_clip=True: is not supported"),
     ({"grad_norm_skip_threshold": 0.0}, {}, "cpu", r"skip_threshold=0.0: works with get_meg"),
     ({}, {}, "meta", r"has no storage yet. Call model.to_empty"),
     ({}, {"output_layers": ["classifier"]}, "cpu", r"none of these patterns matches"),

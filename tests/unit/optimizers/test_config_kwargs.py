@@ -1,15 +1,21 @@
 """The keyword contract between configuration fields and constructor arguments."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer import emerging_optimizers as theirs
+from megatron.core.optimizer.optimizer_config import ParamKey
+from torch import nn
 
-from megatron_eopt import ConfigurationError
+from megatron_eopt import ConfigurationError, EmergingOptimizerConfig
 from megatron_eopt import emerging_optimizers as compat
 from megatron_eopt.config.arguments import entry_kwargs
-from megatron_eopt.config.fields import kwargs_from_config, unconsumed
+from megatron_eopt.config.fields import constructor_arguments, kwargs_from_config, unconsumed
+from megatron_eopt.fsdp2 import build_optimizer
+from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
+from megatron_eopt.optimizers.muon import TensorParallelMuon
 
 MODEL = SimpleNamespace(
     config=SimpleNamespace(num_attention_heads=8, num_query_groups=2, kv_channels=16)
@@ -73,3 +79,62 @@ def test_megatrons_helpers_give_what_megatrons_give():
     compat.validate_coefficient_type("polar_express")
     with pytest.raises(ValueError, match="nope"):
         compat.validate_coefficient_type("nope")
+
+
+BAD: dict[str, Any] = {
+    **dict.fromkeys(("lr", "weight_decay"), -1.0),
+    "momentum": 1.0,
+    **dict.fromkeys(("extra_scale_factor", "ns_eps", "matrix_buffer_mb"), 0.0),
+    "num_ns_steps": 0,
+    **dict.fromkeys(("coefficient_type", "fp32_matmul_prec", "scale_mode", "tp_mode"), "other"),
+    **dict.fromkeys(("algorithm", "backend", "momentum_dtype", "weight_decay_method"), "other"),
+}
+"""A value out of bounds, or of no choice, for each argument of Muon that has bounds or choices."""
+
+OF_ADAPTIVE_MUON = BAD | {"moment2_method": "other", "beta2": 1.0, "eps": 0.0}
+CLASSES: dict[type, dict[str, Any]] = {
+    TensorParallelMuon: BAD,
+    TensorParallelAdaptiveMuon: OF_ADAPTIVE_MUON,
+}
+FREE = {"nesterov", "use_decoupled_weight_decay", "split_qkv", "is_qkv_fn", "qkv_split_shapes"}
+FREE |= {"pg_collection", "splits", "batched", "bias_correction"}
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_an_error_names_the_argument(cls):
+    assert set(constructor_arguments(cls)) - FREE == set(CLASSES[cls])
+    for name, value in CLASSES[cls].items():
+        with pytest.raises(ConfigurationError) as caught:
+            cls(nn.Linear(4, 4, bias=False).parameters(), **{name: value})
+        assert str(caught.value).startswith(f"{name}={value!r}")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "prefix", "bad"),
+    [
+        ("muon", "muon", BAD),
+        ("adaptive_muon", "muon", BAD),
+        ("adaptive_muon", "adaptive_muon", OF_ADAPTIVE_MUON),
+    ],
+)
+def test_an_error_names_the_field_that_set_the_argument(optimizer, prefix, bad):
+    for name, value in bad.items():
+        config = EmergingOptimizerConfig(optimizer=optimizer, lr=0.1)
+        setattr(config, f"{prefix}_{name}", value)
+        with pytest.raises(ConfigurationError) as caught:
+            build_optimizer(nn.Linear(4, 4), config)
+        assert str(caught.value).startswith(f"{prefix}_{name}={value!r}")
+        assert caught.value.argument == f"{prefix}_{name}"
+
+
+def test_an_error_names_the_fields_in_its_hint():
+    config = EmergingOptimizerConfig(optimizer="muon", lr=0.1, muon_algorithm="gram")
+    config.muon_backend = "emerging_optimizers"
+    with pytest.raises(ConfigurationError, match=r"muon_algorithm='auto' or muon_backend='torch'"):
+        build_optimizer(nn.Linear(4, 4), config)
+
+
+def test_an_error_about_an_override_names_the_override():
+    config = EmergingOptimizerConfig(optimizer="muon", lr=0.1)
+    with pytest.raises(ConfigurationError, match=r"raised an error: num_ns_steps=0"):
+        build_optimizer(nn.Linear(4, 4), config, {ParamKey(name="*weight"): {"num_ns_steps": 0}})

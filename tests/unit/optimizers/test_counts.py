@@ -35,7 +35,9 @@ def run_counted(parameters, mode, precision="highest", wave_bytes=64 << 20, algo
     built = [stored(f"w{i}", split, dim, size) for i, (split, dim) in enumerate(parameters)]
     shards = [parameter.shard(dist.group.WORLD) for parameter in built]
     engine = MatrixEngine(
-        shards, muon(precision, algorithm), EngineConfig(mode=mode, wave_mb=wave_bytes / 2**20)
+        shards,
+        muon(precision, algorithm),
+        EngineConfig(mode=mode, matrix_buffer_mb=wave_bytes / 2**20),
     )
     directions = [
         torch.randn(p.fragments[rank].stop, generator=torch.Generator().manual_seed(i))

@@ -42,7 +42,7 @@ def step_in_waves(dtype, cuts):
     shard = StoredParameter("w", FUSED, -1, 1, places).shard(group)
     mine = slice(places[rank].start, places[rank].stop)
     param = torch.nn.Parameter(parameter(*FUSED.shape).detach().view(1, -1)[:, mine])
-    settings = {"fp32_matmul_prec": "highest", "momentum_dtype": dtype, "wave_mb": 1e-3}
+    settings = {"fp32_matmul_prec": "highest", "momentum_dtype": dtype, "matrix_buffer_mb": 1e-3}
     optimizer = TensorParallelMuon([param], 0.02, **settings)
     update_rule = optimizer.update_rule_over([shard], EngineConfig("duplicated"))
     assert len(update_rule.engine.work.waves) == 3

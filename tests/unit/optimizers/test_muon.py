@@ -206,9 +206,9 @@ def test_any_storage_takes_the_optimizers_own_size_of_waves(kind):
     params = [torch.nn.Parameter(torch.randn(64, 64)) for _ in range(4)]
     shards = list(kind(params)._shards().values())
     two_matrices = 2 * 64 * 64 * 4 / 2**20
-    for wave_mb, count in [(two_matrices, 2), (2 * two_matrices, 1)]:
-        muon = kind(params, wave_mb=wave_mb, fp32_matmul_prec="highest")
-        update_rule = muon.update_rule_over(shards, EngineConfig("exchange", wave_mb=1024))
+    for matrix_buffer_mb, count in [(two_matrices, 2), (2 * two_matrices, 1)]:
+        muon = kind(params, matrix_buffer_mb=matrix_buffer_mb, fp32_matmul_prec="highest")
+        update_rule = muon.update_rule_over(shards, EngineConfig("exchange", matrix_buffer_mb=1024))
         assert len(update_rule.engine.work.waves) == count
 
 

@@ -106,7 +106,7 @@ def matrices(shapes):
     ]
 
 
-def share(algorithm, wave_mb=64.0, precision="highest"):
+def share(algorithm, matrix_buffer_mb=64.0, precision="highest"):
     """Return this rank's fragments of the updates, its FLOPs and the sizes of its teams."""
 
     def update(stack, _, reduce, shape):
@@ -118,7 +118,9 @@ def share(algorithm, wave_mb=64.0, precision="highest"):
     with free_talk():
         shards = [item.shard(dist.group.WORLD) for item in stored]
         engine = MatrixEngine(
-            shards, update, EngineConfig("exchange", team_size=4, wave_mb=wave_mb)
+            shards,
+            update,
+            EngineConfig("exchange", max_ranks_per_matrix=4, matrix_buffer_mb=matrix_buffer_mb),
         )
     rank = dist.get_rank()
     directions = [
@@ -133,7 +135,7 @@ def share(algorithm, wave_mb=64.0, precision="highest"):
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "wave_mb", "precision", "tolerance"),
+    ("algorithm", "matrix_buffer_mb", "precision", "tolerance"),
     [
         # rounding of products in another order, in float32 and in 16 bits
         ("standard", 64.0, "highest", 2e-6),
@@ -142,8 +144,10 @@ def share(algorithm, wave_mb=64.0, precision="highest"):
         ("gram", 64.0, "medium", 2e-2),
     ],
 )
-def test_shared_matrices_have_the_update_of_one_process(algorithm, wave_mb, precision, tolerance):
-    ranks = run_ranks(4, share, algorithm, wave_mb, precision)
+def test_shared_matrices_have_the_update_of_one_process(
+    algorithm, matrix_buffer_mb, precision, tolerance
+):
+    ranks = run_ranks(4, share, algorithm, matrix_buffer_mb, precision)
     assert max(ranks[0][2]) > 1
     for number, matrix in enumerate(matrices(SHAPES)):
         found = torch.cat([updates[number].flatten() for updates, *_ in ranks]).view_as(matrix)
@@ -166,7 +170,7 @@ def train(case, count):
 
 
 def test_training_with_teams_is_training_of_one_process():
-    config = {"muon_team_size": 4, "muon_fp32_matmul_prec": "highest"}
+    config = {"muon_max_ranks_per_matrix": 4, "muon_fp32_matmul_prec": "highest"}
     case = Case("muon", DENSE | {"layers": 1, "hidden": 64, "gated": False}, config=config)
     (reference, none), *_ = run_ranks(1, train, case, 3)
     assert set(none) == {0}
@@ -174,5 +178,5 @@ def test_training_with_teams_is_training_of_one_process():
     assert set(ranks[0][1]) - {0}
     # as for all other layouts
     assert deviation([result for result, _ in ranks], reference) < 2e-6
-    off = replace(case, config={"muon_team_size": 1})
+    off = replace(case, config={"muon_max_ranks_per_matrix": 1})
     assert set(run_ranks(4, train, off, 1)[0][1]) == {0}

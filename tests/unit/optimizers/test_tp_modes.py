@@ -49,7 +49,7 @@ NORMUON, NAMO, ADAMUON = (
         (2, {}, TOLERANCE),
         pytest.param(4, {}, TOLERANCE, marks=pytest.mark.long),
         pytest.param(2, NORMUON, TOLERANCE, marks=pytest.mark.long),
-        (2, {**NORMUON, "wave_mb": 1e-3}, TOLERANCE),  # one matrix a wave
+        (2, {**NORMUON, "matrix_buffer_mb": 1e-3}, TOLERANCE),  # one matrix a wave
         (2, NAMO, TOLERANCE),
         # the smallest entries of its updates have the length of all others: 4e-6 are seen
         (2, ADAMUON, 1e-5),

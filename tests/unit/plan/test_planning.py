@@ -89,7 +89,7 @@ def test_a_plan_is_of_the_busiest_rank(architecture, layout):
 @pytest.mark.long
 def test_where_ranks_outnumber_matrices_teams_have_less_to_do(name, layout, record_property):
     shape = recipe(name).architecture()
-    whole, teams = (in_a_process(shape, layout, muon_team_size=k) for k in (1, 8))
+    whole, teams = (in_a_process(shape, layout, muon_max_ranks_per_matrix=k) for k in (1, 8))
     counted = whole["counted"]["in_all"]["flops"] / teams["counted"]["in_all"]["flops"]
     record_property("counted FLOPs", f"{counted:.2f} times less")
     predicted = whole["seconds"]["step"] / teams["seconds"]["step"]
@@ -138,7 +138,7 @@ def test_a_machine_needs_positive_numbers():
 def test_a_step_beside_communication_ends_with_adams():
     short = recipe("llama-3-8b").architecture(num_layers=8)
     apart = in_a_process(short, Layout(data=16))
-    beside = in_a_process(short, Layout(data=16), muon_overlap_step=True)
+    beside = in_a_process(short, Layout(data=16), muon_overlap_dp_comm=True)
     adams = beside["adam_iteration_seconds"] - beside["seconds"]["train_step"]
     assert apart["seconds"]["tail"] > 1.1 * adams
     assert beside["seconds"]["gather"] < beside["seconds"]["tail"] < 1.03 * adams

@@ -18,7 +18,7 @@ def gradients(exempt: bool, by_hand: bool = False) -> dict[str, Any]:
     run = Run(ddp={"use_distributed_optimizer": True})
     chunk = make_chunk(run)
     config = EmergingOptimizerConfig(
-        optimizer="muon", lr=0.01, clip_grad=1.0, muon_exempt_from_clipping=exempt
+        optimizer="muon", lr=0.01, clip_grad=1.0, muon_skip_grad_clip=exempt
     )
     optimizer = make_optimizer(run, chunk, config=config)
     inject(run, chunk, 0)

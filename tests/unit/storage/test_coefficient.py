@@ -28,7 +28,7 @@ CASES = {
     "l2": Case("muon", MODEL, config=L2 | {"muon_nesterov": False}),
     "bf16 momentum": Case("muon", MODEL, config={"muon_momentum_dtype": "bf16"}),
     "8-bit momentum": Case("muon", MODEL, config={"muon_momentum_dtype": "int8"}),
-    "off-loaded": Case("muon", MODEL, config=OFF_LOADED | {"muon_wave_mb": 1 / 128}),
+    "off-loaded": Case("muon", MODEL, config=OFF_LOADED | {"matrix_buffer_mb": 1 / 128}),
     "plain": Case("muon", MODEL, **REPLICATED),
     "adam": Case("adam", MODEL),
 }

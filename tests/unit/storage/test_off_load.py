@@ -25,7 +25,7 @@ from tests.unit.storage.runs import set_lr
 
 MODEL = {"layers": 2, "hidden": 32, "heads": 4, "query_groups": 2}
 MOE = {**MODEL, "experts": 4, "moe_grouped_gemm": False}
-SMALL = {"muon_wave_mb": 1 / 128}
+SMALL = {"matrix_buffer_mb": 1 / 128}
 CASES = {
     "muon": Case("muon", MODEL, config=SMALL),
     "adamuon": Case("adaptive_muon", MOE, config=SMALL),

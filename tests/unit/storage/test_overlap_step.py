@@ -46,7 +46,7 @@ def build(
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
         use_distributed_optimizer=True,
-        muon_overlap_step=overlap,
+        muon_overlap_dp_comm=overlap,
     )
     return chunk, get_megatron_optimizer(config, [chunk])
 

@@ -23,7 +23,7 @@ def switched(folder: str, before: str, after: str) -> tuple[str, float]:
     try:
         after_load = trained(folder, case)
     except ConfigurationError as error:
-        found = re.search(r"--checkpoint-fresh-state ([\w ]+) \(", str(error))
+        found = re.search(r"--ckpt-allow-missing-optim-state ([\w ]+) \(", str(error))
         assert found is not None
         named = found[1]
         after_load = trained(folder, case, named.split())

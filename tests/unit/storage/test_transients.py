@@ -43,11 +43,16 @@ def peak(case: Case) -> int:
 
 
 def peaks(
-    optimizer: str, ranks: int, storage: bool, model: dict[str, Any], wave_mb: float, **fields: Any
+    optimizer: str,
+    ranks: int,
+    storage: bool,
+    model: dict[str, Any],
+    matrix_buffer_mb: float,
+    **fields: Any,
 ) -> list[int]:
     """Return the largest peak of any rank with two and with eight layers."""
     where = {"use_distributed_optimizer": storage}
-    config = {**where, "muon_wave_mb": wave_mb, **fields}
+    config = {**where, "matrix_buffer_mb": matrix_buffer_mb, **fields}
     parallel = {"ep": 2} if "experts" in model else {}
     cases = [
         Case(optimizer, {**model, "layers": layers}, parallel=parallel, ddp=where, config=config)

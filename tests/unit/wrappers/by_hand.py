@@ -122,7 +122,7 @@ class ByHand:
         return (
             name in MATRICES
             or (name == "router.weight" and (config.muon_orthogonalize_router or not by_muon))
-            or (name == "excluded.weight" and config.muon_orthogonalize_excluded and by_muon)
+            or (name == "excluded.weight" and config.muon_ignore_use_muon and by_muon)
             or (name == "conv.weight" and config.muon_convolutions and by_muon)
         )
 
@@ -151,7 +151,7 @@ class ByHand:
             return
         for name, grad in grads.items():
             is_main = self.is_main(name)
-            if not (is_main and config.muon_exempt_from_clipping):
+            if not (is_main and config.muon_skip_grad_clip):
                 grad = grad * factor
             optimizer = config.optimizer if is_main else config.muon_scalar_optimizer
             method = getattr(self, f"_{optimizer.removeprefix('adaptive_')}")

@@ -67,7 +67,7 @@ VALUES = [
     {"optimizer": "lion", "lion_beta1": 1.0},
     {"optimizer": "soap", "soap_shampoo_beta": -0.5},
     {"muon_backend": 3},
-    {"muon_wave_mb": 1e-9},
+    {"matrix_buffer_mb": 1e-9},
     {"bf16": True, "fp16": True},
     {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.5},
     {"muon_momentum_dtype": "int4"},
@@ -93,7 +93,7 @@ def test_bad_values_name_the_argument_and_the_value(fields):
         ("muon", {"muon_unknown": 1}),
         ("soap", {"muon_scalar_optimizer": "lion"}),
         ("adam", {"muon_momentum_dtype": "int8"}),
-        ("scion", {"muon_exempt_from_clipping": True}),
+        ("scion", {"muon_skip_grad_clip": True}),
     ],
 )
 def test_settings_without_an_effect_are_named_in_one_warning(optimizer, fields, caplog):

@@ -63,7 +63,7 @@ def test_a_resumed_run_is_an_uninterrupted_one(ddp, tmp_path):
 
 
 def overlapped() -> str:
-    flags = {"overlap_param_gather": True, "muon_overlap_step": True}
+    flags = {"overlap_param_gather": True, "muon_overlap_dp_comm": True}
     build({**SHARDED, **OVERLAP}, OWN, **flags)
     with pytest.raises(ConfigurationError) as caught:
         build({**SHARDED, **OVERLAP}, {"momentum_dtype": "int8"}, **flags)

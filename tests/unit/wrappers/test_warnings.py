@@ -35,6 +35,8 @@ UNSPLIT = dict.fromkeys(
     [f"muon_split_{kind}" for kind in ("qkv", "gated", "mla", "linear_attention")], False
 )
 BLOCKWISE = {"muon_tp_mode": "blockwise"}
+NO_EFFECT = "has no effect with the distributed optimizer"
+BY_OWNERS = {"duplicated": 1, "distributed": 1, "exchange": 0, "auto": 0, "blockwise": 0}
 TENSOR_PARALLEL = [
     # what is built, what is said of it, and how often
     (plain("muon", **BLOCKWISE), DEPENDS, 1),
@@ -43,6 +45,8 @@ TENSOR_PARALLEL = [
     (Case("soap"), DEPENDS, 0),
     (plain("lion"), DEPENDS, 0),
     (plain("adam", overrides={"*linear_fc1.weight": "muon"}, **BLOCKWISE), DEPENDS, 1),
+    *((Case("muon", config={"muon_tp_mode": mode}), NO_EFFECT, n) for mode, n in BY_OWNERS.items()),
+    *((plain("muon", muon_tp_mode=mode), NO_EFFECT, 0) for mode in BY_OWNERS),
 ]
 ADAMUON = {"adaptive_muon_moment2_method": "adamuon"}
 OFFLOAD = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}
