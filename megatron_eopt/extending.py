@@ -1,10 +1,11 @@
-"""Public names to add a storage, and the layer-wise distributed optimizer."""
+"""Public names to add a storage or an update rule, and the layer-wise distributed optimizer."""
 
 from megatron_eopt.base.renamed import renamed
 from megatron_eopt.storage.interface import MainShard, Storage
 from megatron_eopt.wrappers.builders import OptimizerBuildContext, register_storage
 from megatron_eopt.wrappers.layer_wise import LayerWiseDistributedOptimizer
 from megatron_eopt.wrappers.replicated import build_replicated
+from megatron_eopt.wrappers.sharded import build_sharded
 
 __all__ = [
     "LayerWiseDistributedOptimizer",
@@ -12,6 +13,7 @@ __all__ = [
     "OptimizerBuildContext",
     "Storage",
     "build_replicated",
+    "build_sharded",
     "register_storage",
 ]
 

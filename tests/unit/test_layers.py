@@ -30,6 +30,7 @@ ORDER = (
     "emerging_optimizers",
     "fsdp2",
     "muon",
+    "conformance",
     "extending",
     # what it is made of
     "wrappers",
