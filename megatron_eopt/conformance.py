@@ -7,6 +7,7 @@ an update rule must not use any more is overwritten: places in a wave's stacks a
 were stored, and off-loaded tensors from their write-back to their next use.
 """
 
+import functools
 import multiprocessing
 import tempfile
 import traceback
@@ -31,7 +32,7 @@ from megatron_eopt import checkpoints, cpu
 from megatron_eopt.base.address import address_of
 from megatron_eopt.base.place import place_of
 from megatron_eopt.config.config import EmergingOptimizerConfig
-from megatron_eopt.config.registry import name_of_class
+from megatron_eopt.config.registry import EmergingOptimizerEntry, registered
 from megatron_eopt.cpu.patches import Patch, patched
 from megatron_eopt.layouts import Redistribution
 from megatron_eopt.matrices import Field, Section, Split, gated
@@ -49,6 +50,8 @@ type WrapT = Callable[[nn.Module], Any]
 """Takes a model whose parameters are whole, the same on all ranks; returns the chunk to train, of
 whose parameters each rank has what it stores. It is called on every rank."""
 
+type _Entry = EmergingOptimizerEntry | None
+
 type RunT = Callable[..., list[Any]]
 """Called as ``(ranks, function, *args, timeout=seconds)``; calls ``function(*args)`` on each of so
 many ranks, which gloo connects, and returns their results. The CPU back end is enabled there."""
@@ -65,7 +68,7 @@ class ConformanceError(AssertionError):
 class _Case:
     """How the model is trained."""
 
-    optimizer: str | type
+    optimizer: str
     fields: Mapping[str, Any]  # of the configuration
     wrap: WrapT
     wave_mb: float = _SMALL
@@ -87,7 +90,7 @@ class _Trained:
 
 
 def check(
-    optimizer: str | type,
+    optimizer: str | EmergingOptimizerEntry,
     config: Mapping[str, Any] | None = None,
     *,
     storage: WrapT | None = None,
@@ -101,8 +104,8 @@ def check(
     and after loading a checkpoint of one rank on two and of two on one.
 
     Args:
-        optimizer: A registered optimizer's class or name. Processes import the class, and with it
-            the module that registers it.
+        optimizer: Your optimizer's entry, of which all parts are at the top of modules, or the name
+            of one of ours.
         config: Fields of ``EmergingOptimizerConfig``.
         storage: A module-level function that stores a model in a form of your own; its module
             registers the builder. None checks ZeRO-1, also with off-loading, and uneven rows.
@@ -114,14 +117,16 @@ def check(
         ConformanceError: If ranks train otherwise, or do not finish.
     """
     run = run or _run
-    fields = dict(config or {})
+    fields, entry = dict(config or {}), None
+    if isinstance(optimizer, EmergingOptimizerEntry):
+        optimizer, entry = "under_test", optimizer
     wraps = [in_rows, in_zero1] if storage is None else [storage]
     cases = [_Case(optimizer, fields, wrap) for wrap in wraps]
     if storage is None:
         cases.append(_Case(optimizer, fields, in_zero1, off_loads=True))
     whole = _Case(optimizer, fields, storage or in_zero1, _LARGE)
     with tempfile.TemporaryDirectory() as folder:
-        job = cases, folder, tolerance
+        job = entry, cases, folder, tolerance
         try:
             (expected, problems), *_ = run(1, _on_one, whole, *job, timeout=timeout)
             for found in () if problems else run(2, _on_two, expected, *job, timeout=timeout):
@@ -129,7 +134,7 @@ def check(
             if not problems:
                 problems = run(1, _on_one_again, expected, *job, timeout=timeout)[0]
         except Exception as error:
-            raise ConformanceError(f"the ranks did not finish: {error}") from error
+            raise ConformanceError(f"the ranks failed: {error}") from error
     if problems:
         raise ConformanceError("\n".join(dict.fromkeys(problems)))
 
@@ -138,10 +143,10 @@ def check(
 
 
 def _on_one(
-    whole: _Case, cases: Sequence[_Case], folder: str, tolerance: float
+    whole: _Case, entry: _Entry, cases: Sequence[_Case], folder: str, tolerance: float
 ) -> tuple[_Trained, list[str]]:
     """Train in one wave, as the reference, then in small ones; save halfway."""
-    with _scene():
+    with _scene(entry):
         chunk, chain = _built(whole)
         trained = _Trained([_whole_weights(chunk, chain)], [], [])
         for first, stop in ((0, _HALFWAY), (_HALFWAY, _STEPS)):
@@ -153,9 +158,11 @@ def _on_one(
     return trained, problems
 
 
-def _on_two(expected: _Trained, cases: Sequence[_Case], folder: str, tolerance: float) -> list[str]:
+def _on_two(
+    expected: _Trained, entry: _Entry, cases: Sequence[_Case], folder: str, tolerance: float
+) -> list[str]:
     """Train and save halfway; continue from what one rank has saved."""
-    with _scene():
+    with _scene(entry):
         problems = []
         for case in cases:
             problems += _trained(case, expected, tolerance, Path(folder, f"2 {case.name}"))
@@ -164,10 +171,10 @@ def _on_two(expected: _Trained, cases: Sequence[_Case], folder: str, tolerance: 
 
 
 def _on_one_again(
-    expected: _Trained, cases: Sequence[_Case], folder: str, tolerance: float
+    expected: _Trained, entry: _Entry, cases: Sequence[_Case], folder: str, tolerance: float
 ) -> list[str]:
     """Continue from what two ranks have saved."""
-    with _scene():
+    with _scene(entry):
         problems = []
         for case in cases:
             problems += _resumed(case, expected, tolerance, Path(folder, f"2 {case.name}"))
@@ -209,10 +216,10 @@ def _built(case: _Case) -> tuple[Any, OptimizerChain]:
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel()
     model = _Model()
-    chunk = case.wrap(model.bfloat16() if case.off_loads else model)
-    optimizer = case.optimizer
+    bf16 = case.off_loads or bool(case.fields.get("bf16"))
+    chunk = case.wrap(model.bfloat16() if bf16 else model)
     fields: dict[str, Any] = {
-        "optimizer": optimizer if isinstance(optimizer, str) else name_of_class(optimizer.__name__),
+        "optimizer": case.optimizer,
         "lr": 0.02,
         "weight_decay": 0.1,
         "clip_grad": 1.0,
@@ -220,7 +227,7 @@ def _built(case: _Case) -> tuple[Any, OptimizerChain]:
         "log_num_zeros_in_grad": True,
         "muon_fp32_matmul_prec": "highest",
         "muon_wave_mb": case.wave_mb,
-        "bf16": case.off_loads,
+        "bf16": bf16,
         "optimizer_cpu_offload": case.off_loads,
         "optimizer_offload_fraction": float(case.off_loads),
     }
@@ -231,6 +238,9 @@ def _built(case: _Case) -> tuple[Any, OptimizerChain]:
         # as a scheduler does
         group["lr"] = group.get("max_lr", fields["lr"])
         group["weight_decay"] = fields["weight_decay"] * group["wd_mult"]
+    for host, rule in [(r.host, r) for link in chain.links for r in link.update_rules]:
+        if isinstance(host, _PoisonedHost):
+            rule.step = functools.partial(host.during, rule.step)  # type: ignore[method-assign]
     return chunk, chain
 
 
@@ -389,9 +399,10 @@ _SHAPES = {name: tuple(param.shape) for name, param in _Model().named_parameters
 
 
 class _PoisonedHost(HostMemory):
-    """Lets host memory have its values only where a GPU's copies have certainly arrived."""
+    """Lets an update rule see no values in host memory during a step, where it is to fetch them."""
 
     def __init__(self, *args: Any) -> None:
+        self._in_step = False
         self._true: dict[Tensor, list[tuple[Tensor, Tensor]]] = {}
         super().__init__(*args)
 
@@ -415,7 +426,17 @@ class _PoisonedHost(HostMemory):
     def settle(self) -> None:
         """Wait until the host can read what was written back."""
         super().settle()
-        self._restore(list(self._true))
+        if not self._in_step:
+            self._restore(list(self._true))
+
+    def during(self, step: Callable[..., None], *args: Any) -> None:
+        """Take a step of the update rule."""
+        self._in_step = True
+        try:
+            step(*args)
+        finally:
+            self._in_step = False
+            self.settle()
 
     def _restore(self, params: Iterable[Tensor]) -> None:
         for param in params:
@@ -444,8 +465,8 @@ def _poisoned_run(self: Redistribution, load: Any, compute: Any, store: Any) -> 
 
 
 @contextmanager
-def _scene() -> Iterator[None]:
-    """Poison memory, and store models in rows if they ask for it."""
+def _scene(entry: _Entry) -> Iterator[None]:
+    """Register what is tested, and poison memory."""
     BUILDERS.append(_build_in_rows)
     patches = [
         Patch(update_rule, "HostMemory", _PoisonedHost),
@@ -453,7 +474,7 @@ def _scene() -> Iterator[None]:
         Patch(Redistribution, "run", _poisoned_run),
     ]
     try:
-        with patched(patches):
+        with patched(patches), registered("under_test", entry):
             yield
     finally:
         BUILDERS.remove(_build_in_rows)
