@@ -7,17 +7,20 @@ an update rule must not use any more is overwritten: places in a wave's stacks a
 were stored, and off-loaded tensors from their write-back to their next use.
 """
 
+import contextlib
 import functools
 import multiprocessing
+import os
+import pickle
+import signal
 import tempfile
 import traceback
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state
@@ -27,6 +30,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_eopt import checkpoints, cpu
 from megatron_eopt.base.address import address_of
@@ -449,12 +453,27 @@ def _poison(tensors: Iterable[Tensor]) -> None:
         tensor.fill_(torch.nan if tensor.is_floating_point() else 77)
 
 
+class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises where a collective may hang, or add up different parameters."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func._schema.name.startswith("c10d::"):
+            text = (
+                "%s while updates are stored: ranks do so in different waves; see sums_per_matrix"
+            )
+            raise ConformanceError(text % func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
 _plain_run = Redistribution.run
 
 
 def _poisoned_run(self: Redistribution, load: Any, compute: Any, store: Any) -> None:
     def store_and_poison(results: Mapping[str, Tensor]) -> None:
-        store(results)
+        with _NoCollectives():  # type: ignore[no-untyped-call]
+            store(results)
         for name, result in results.items():
             place = self.place(name)
             if place is not None and address_of(place) == address_of(result):
@@ -464,7 +483,7 @@ def _poisoned_run(self: Redistribution, load: Any, compute: Any, store: Any) -> 
     _poison(self.buffers.values())
 
 
-@contextmanager
+@contextlib.contextmanager
 def _scene(entry: _Entry) -> Iterator[None]:
     """Register what is tested, and poison memory."""
     BUILDERS.append(_build_in_rows)
@@ -485,35 +504,44 @@ def _scene(entry: _Entry) -> Iterator[None]:
 
 def _run(ranks: int, function: Callable[..., Any], *args: Any, timeout: float) -> list[Any]:
     """Call a function on ranks in new processes."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    # not torch's pickler, which shares memory that ends with a process
+    job = pickle.dumps((function, args))
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
         processes = [
-            context.Process(
-                target=_serve, args=(rank, ranks, f"{folder}/store", ours, function, args)
-            )
+            context.Process(target=_serve, args=(rank, ranks, f"{folder}/store", ours, job))
             for rank, (_, ours) in enumerate(pipes)
         ]
-        for process in processes:
+        for process, (_, ours) in zip(processes, pipes, strict=True):
             process.start()
+            ours.close()
         try:
-            results = []
-            for rank, (theirs, _) in enumerate(pipes):
-                if not theirs.poll(timeout):
-                    raise TimeoutError(f"{function.__name__}: rank {rank} waits for another")
-                results.append(theirs.recv())
+            replies = [_reply(theirs, rank, timeout) for rank, (theirs, _) in enumerate(pipes)]
         finally:
             for process in processes:
+                # with what it has started to write checkpoints
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(cast(int, process.pid), signal.SIGKILL)
                 process.kill()
                 process.join()
-    if errors := [error for error, _ in results if error]:
+    if errors := [error for error, _ in replies if error]:
         raise RuntimeError(errors[0])
-    return [result for _, result in results]
+    return [result for _, result in replies]
 
 
-def _serve(
-    rank: int, ranks: int, store: str, pipe: Any, function: Callable[..., Any], args: Any
-) -> None:
+def _reply(pipe: Any, rank: int, timeout: float) -> tuple[str | None, Any]:
+    if not pipe.poll(timeout):
+        return f"rank {rank} is not done after {timeout:g} s", None
+    try:
+        return pickle.loads(pipe.recv_bytes())  # type: ignore[no-any-return]
+    except EOFError:
+        return f"rank {rank} has ended", None
+
+
+def _serve(rank: int, ranks: int, store: str, pipe: Any, job: bytes) -> None:
+    os.setpgid(0, 0)
     torch.set_num_threads(1)
     cpu.enable()
     distributed.init_process_group(
@@ -523,8 +551,12 @@ def _serve(
         world_size=ranks,
         timeout=timedelta(minutes=30),
     )
+    reply: tuple[str | None, Any]
     try:
-        pipe.send((None, function(*args)))
+        function, args = pickle.loads(job)
+        reply = None, function(*args)
     except Exception:
-        pipe.send((traceback.format_exc(), None))
-    pipe.recv_bytes()
+        reply = traceback.format_exc(), None
+    pipe.send_bytes(pickle.dumps(reply))
+    # the parent ends this process once all ranks have replied
+    signal.pause()
