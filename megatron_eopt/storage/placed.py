@@ -3,7 +3,6 @@
 The code that cuts the model sets ``param.eopt_place``; see :class:`megatron_eopt.base.place.Place`.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -15,6 +14,7 @@ from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import PLACE_ATTRIBUTE
 from megatron_eopt.base.place import is_part, place_of
 from megatron_eopt.layouts import Layout, block_layout
+from megatron_eopt.layouts.plan import sum_of_weights
 from megatron_eopt.matrices import Split
 from megatron_eopt.storage.shard import Ranks, Shard, box_layouts, global_name
 
@@ -52,9 +52,9 @@ class PlacedShards:
             param: _Boxes([its[number][1:3] for its in found]) for number, param in enumerate(names)
         }
         for (param, boxes), (name, *_, whole) in zip(self._boxes.items(), mine, strict=True):
-            if boxes.stored != math.prod(whole):
-                rule = f"stores {boxes.stored} of {math.prod(whole)} elements on all ranks together"
-                hint = "Store every element once, or the same box on several ranks"
+            if not boxes.cover(whole):
+                rule = "does not store every element once, on all ranks of the group together"
+                hint = "Correct the offsets; several ranks may store the same box, as copies"
                 raise ConfigurationError(f"{name}.{PLACE_ATTRIBUTE}", place_of(param), rule, hint)
 
     def group_of(self, param: Tensor) -> dist.ProcessGroup | None:
@@ -122,10 +122,11 @@ class _Boxes:
         first = {box: rank for rank, box in reversed(list(enumerate(boxes)))}
         self.is_first = np.array([first[box] == rank for rank, box in enumerate(boxes)])
 
-    @property
-    def stored(self) -> int:
-        """Number of elements on all ranks, each copy counted once."""
-        return int(np.prod(self.high - self.low, axis=1)[self.is_first].sum())
+    def cover(self, whole: tuple[int, ...]) -> bool:
+        """Return whether the boxes, each copy counted once, are the whole parameter."""
+        sizes = sum_of_weights(self.high) - sum_of_weights(self.low)
+        covered = np.multiply.reduce(sizes, axis=1)[self.is_first].sum()
+        return bool(covered == np.multiply.reduce(sum_of_weights(np.array(whole, np.int64))))
 
     def layout(self, whole: tuple[int, ...], cols: int, name: str) -> Layout:
         ranks = np.arange(len(self.low))

@@ -17,8 +17,6 @@ from megatron_eopt.wrappers.dtensors import build_routed, chain_of_shards
 from megatron_eopt.wrappers.gradients import make_scaler
 from megatron_eopt.wrappers.replicated import check_half
 
-_REFUSED = ("optimizer_cpu_offload", "muon_overlap_step")
-
 
 class _Alone:
     """Stands in for the tensor-parallel group, because :class:`PlacedShards` knows all copies."""
@@ -60,10 +58,11 @@ def build_sharded(
 
     def check() -> None:
         refuse_for_matrices(settings.config)
-        for name in _REFUSED:
-            if getattr(settings.config, name, False):
-                rule = "is not supported by this storage"
-                raise ConfigurationError(name, True, rule, f"Set {name}=False")
+        off_loads = settings.offload_fraction > 0
+        modes = {"optimizer_cpu_offload": off_loads, "muon_overlap_step": settings.overlaps_step}
+        for name in (name for name, is_on in modes.items() if is_on):
+            rule = "is not supported by this storage"
+            raise ConfigurationError(name, True, rule, f"Set {name}=False")
         check_dtypes(routing.names, "This storage", double=not settings.half)
         if not settings.half:
             check_half(routing)

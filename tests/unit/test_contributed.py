@@ -1,6 +1,8 @@
-"""What a contributor adds, written with public names only: two variants of Muon, and a storage."""
+"""Variants of Muon as contributors write them, and faults that the conformance test notices."""
 
+import ast
 import functools
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from megatron_eopt.extending import (
 )
 from megatron_eopt.optimizers.stored_matrices import MatrixSums
 from megatron_eopt.storage.replicated import Float32Optimizer
+from megatron_eopt.wrappers import builders
 from tests.harness import run_ranks
 
 check = functools.partial(conformance.check, run=run_ranks)
@@ -67,39 +70,28 @@ class BoundedMuon(TensorParallelMuon):
     update_rule_class = BoundedRule
 
 
+def test_contributing_shows_the_first_as_it_is():
+    page = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
+    shown = ast.parse(
+        next(b for b in page.split("```python") if "CautiousRule" in b).split("```")[0]
+    )
+    here = ast.parse(Path(__file__).read_text())
+    ours, theirs = (
+        [ast.unparse(part) for part in node.body if not is_text(part)]
+        for tree in (here, shown)
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and node.name == "CautiousRule"
+    )
+    assert ours == theirs
+
+
+def is_text(node):
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
 @pytest.mark.parametrize("cls", [CautiousMuon, BoundedMuon])
 def test_variants_of_muon_conform(cls):
     check(variant(cls))
-
-
-# A storage: halves of the rows, the first rank's the smaller
-
-
-@register_storage
-def in_halves(context):
-    """Build the optimizer of a model that is cut into rows."""
-    if not hasattr(context.model_chunks[0], "is_in_halves"):
-        return None
-    return build_sharded(context, distributed.group.WORLD)
-
-
-def halved(model):
-    """Cut a model into rows."""
-    rank, ranks = distributed.get_rank(), distributed.get_world_size()
-    for param in model.parameters():
-        first, stop = (len(param) * n // ranks for n in (rank, rank + 1))
-        param.eopt_place = ((first, *[0] * (param.dim() - 1)), tuple(param.shape))
-        param.data = param.data[first:stop].clone()
-    model.is_in_halves = True
-    return model
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "config"),
-    [("muon", {}), ("soap", {"clip_grad": 0.0}), ("adam", {}), ("muon", {"bf16": True})],
-)
-def test_a_storage_in_rows_conforms(optimizer, config):
-    check(optimizer, config, storage=halved)
 
 
 # Faults that the conformance test notices
@@ -171,7 +163,7 @@ def test_the_conformance_test_fails_for_a_faulty_rule(cls, where):
 
 @register_storage
 def with_own_norms(context):
-    """Build the same storage, whose ranks have a gradient norm each."""
+    """Build a storage in rows whose ranks have a gradient norm each."""
     if not hasattr(context.model_chunks[0], "has_own_norms"):
         return None
     groups = [distributed.new_group([rank]) for rank in range(distributed.get_world_size())]
@@ -180,9 +172,14 @@ def with_own_norms(context):
 
 
 def with_own_norm(model):
-    """Cut a model for it."""
+    """Cut a model into rows."""
+    rank, ranks = distributed.get_rank(), distributed.get_world_size()
+    for param in model.parameters():
+        first, stop = (len(param) * n // ranks for n in (rank, rank + 1))
+        param.eopt_place = ((first, *[0] * (param.dim() - 1)), tuple(param.shape))
+        param.data = param.data[first:stop].clone()
     model.has_own_norms = True
-    return halved(model)
+    return model
 
 
 @register_storage
@@ -194,10 +191,11 @@ def as_copies(context):
 
 def undeclared(model):
     """Cut a model into rows without a word."""
-    model.has_undeclared_rows = True
-    for param in halved(model).parameters():
+    for param in with_own_norm(model).parameters():
         del param.eopt_place
         vars(param).pop("eopt_split", None)
+    del model.has_own_norms
+    model.has_undeclared_rows = True
     return model
 
 
@@ -211,3 +209,8 @@ def undeclared(model):
 def test_the_conformance_test_fails_for_a_faulty_storage(storage, where):
     with pytest.raises(conformance.ConformanceError, match=where):
         check("muon", storage=storage)
+
+
+def teardown_module():
+    for builder in (with_own_norms, as_copies):
+        builders.BUILDERS.remove(builder)
