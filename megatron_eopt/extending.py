@@ -1,17 +1,25 @@
-"""Public names to add a storage, and the layer-wise distributed optimizer."""
+"""Public names to add a storage or an update rule, and the layer-wise distributed optimizer."""
 
 from megatron_eopt.base.renamed import renamed
+from megatron_eopt.config.registry import EmergingOptimizerEntry
+from megatron_eopt.optimizers.muon_rule import MuonRule
+from megatron_eopt.optimizers.update_rule import UpdateRule
 from megatron_eopt.storage.interface import MainShard, Storage
 from megatron_eopt.wrappers.builders import OptimizerBuildContext, register_storage
 from megatron_eopt.wrappers.layer_wise import LayerWiseDistributedOptimizer
 from megatron_eopt.wrappers.replicated import build_replicated
+from megatron_eopt.wrappers.sharded import build_sharded
 
 __all__ = [
+    "EmergingOptimizerEntry",
     "LayerWiseDistributedOptimizer",
     "MainShard",
+    "MuonRule",
     "OptimizerBuildContext",
     "Storage",
+    "UpdateRule",
     "build_replicated",
+    "build_sharded",
     "register_storage",
 ]
 

@@ -44,6 +44,9 @@ OUTPUT_ATTRIBUTE = "is_embedding_or_output_parameter"
 STACK_ATTRIBUTE = "eopt_matrix_stack"
 """A 3-D parameter with this attribute set to ``True`` is a stack of matrices (experts)."""
 
+PLACE_ATTRIBUTE = "eopt_place"
+"""Attribute of a plain tensor that is part of a parameter: ``(offset, shape of the whole)``."""
+
 GLOBAL_NAME_ATTRIBUTE = "eopt_global_name"
 """Attribute with a parameter's name in the full model, over all pipeline stages and experts."""
 

@@ -7,7 +7,8 @@ group ``megatron_eopt.optimizers``.
 import functools
 import importlib.metadata
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -160,6 +161,18 @@ def register_optimizer(
         raise ConfigurationTypeError("register_optimizer(entry)", entry, rule, hint)
     _entries[name] = entry
     return entry.optimizer_cls
+
+
+@contextmanager
+def registered(name: str, entry: EmergingOptimizerEntry | None) -> Iterator[None]:
+    """Register an optimizer, if there is one, in a block."""
+    if entry is not None:
+        register_optimizer(name, entry)
+    try:
+        yield
+    finally:
+        if entry is not None:
+            del _entries[name]
 
 
 def is_registered(name: str) -> bool:

@@ -3,8 +3,8 @@
 import copy
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Self, get_args
 
 from megatron_eopt.base.errors import check_choice
 from megatron_eopt.base.names import SCALAR_OPTIMIZERS, STANDARD_OPTIMIZERS
@@ -55,6 +55,12 @@ class RunSettings:
     def first_field(self, name: str) -> Any:
         """Return the first of the fields ``<prefix>_<name>`` that is set; None if none is."""
         return first_field(self.config, name, self.prefixes)
+
+    def having(self, **fields: Any) -> Self:
+        """Return these settings with other values of fields of the configuration."""
+        config = copy.copy(self.config)
+        vars(config).update(fields)
+        return replace(self, config=config)
 
     # like megatron-core's, steps read the present values of the caller's configuration
 

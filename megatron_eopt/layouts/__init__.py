@@ -8,7 +8,7 @@
 """
 
 from megatron_eopt.layouts.assignment import assign_owners, plan_waves
-from megatron_eopt.layouts.dtensor import dtensor_layout
+from megatron_eopt.layouts.dtensor import block_layout, dtensor_layout
 from megatron_eopt.layouts.layout import Layout
 from megatron_eopt.layouts.plan import Matrix, Plan, build_plan
 from megatron_eopt.layouts.redistribution import Redistribution, WaveBatch
@@ -20,6 +20,7 @@ __all__ = [
     "Redistribution",
     "WaveBatch",
     "assign_owners",
+    "block_layout",
     "build_plan",
     "dtensor_layout",
     "plan_waves",

@@ -1,4 +1,4 @@
-"""Layouts of torch DTensors."""
+"""Layouts of tensors that are boxes of a whole parameter, such as torch DTensors."""
 
 from collections.abc import Sequence
 
@@ -52,8 +52,26 @@ def dtensor_layout(
         chunk = -(-(high[:, dim] - low[:, dim]) // mesh.shape[axis])
         low[:, dim] = np.minimum(low[:, dim] + place * chunk, high[:, dim])
         high[:, dim] = np.minimum(low[:, dim] + chunk, high[:, dim])
-    shape, low, high = _with_columns(shape, low, high, cols or shape[-1], name)
-    return _fold(shape, low, high, mesh.ravel(), first)
+    return block_layout(shape, low, high, mesh.ravel(), first, cols=cols or shape[-1], name=name)
+
+
+def block_layout(
+    shape: Sequence[int],  # whole shape, of two or more dimensions
+    low: Int64Array,  # index of the first element of each block, ``(blocks, dimensions)``
+    high: Int64Array,  # one past the last
+    ranks: Int64Array,  # rank that stores each block, ``(blocks,)``
+    sources: Mask,  # whether each block is the copy that counts, ``(blocks,)``
+    *,
+    cols: int,  # columns of the matrix
+    name: str = "parameter",  # for messages
+) -> Layout:
+    """Return the layout of blocks of a tensor, folded to a matrix as in :func:`dtensor_layout`.
+
+    Raises:
+        ConfigurationError: If a block cuts the kernel of a convolution.
+    """
+    shape, low, high = _with_columns(shape, low, high, cols, name)
+    return _fold(shape, low, high, ranks, sources)
 
 
 def _with_columns(

@@ -141,11 +141,11 @@ def _check_cover(names: Sequence[str], shapes: Sequence[tuple[int, int]], boxes:
     inside = (boxes.row >= 0) & (boxes.bottom <= rows[boxes.matrix])
     inside &= (boxes.column >= 0) & (boxes.right <= cols[boxes.matrix])
     held = boxes.take(inside & (boxes.source == 1))
-    heights = _sum_of_weights(held.bottom) - _sum_of_weights(held.row)
-    widths = _sum_of_weights(held.right) - _sum_of_weights(held.column)
+    heights = sum_of_weights(held.bottom) - sum_of_weights(held.row)
+    widths = sum_of_weights(held.right) - sum_of_weights(held.column)
     covered = np.zeros(len(names), np.uint64)
     np.add.at(covered, held.matrix, heights * widths)
-    wrong = covered != _sum_of_weights(rows) * _sum_of_weights(cols)
+    wrong = covered != sum_of_weights(rows) * sum_of_weights(cols)
     wrong[boxes.matrix[~inside]] = True
     if wrong.any():
         bad = int(wrong.argmax())
@@ -153,7 +153,7 @@ def _check_cover(names: Sequence[str], shapes: Sequence[tuple[int, int]], boxes:
         raise ConfigurationError("layout", names[bad], rule, "Give every element one source rank")
 
 
-def _sum_of_weights(count: Int64Array) -> npt.NDArray[np.uint64]:
+def sum_of_weights(count: Int64Array) -> npt.NDArray[np.uint64]:
     """Return the sum of the first ``count`` weights modulo 2^64: a hash, which is 0 for 0."""
     value = count.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     value ^= value >> np.uint64(32)

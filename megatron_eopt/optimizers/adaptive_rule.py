@@ -33,7 +33,7 @@ from megatron_eopt.math.moments import (
 from megatron_eopt.math.newton_schulz import ReduceT
 from megatron_eopt.optimizers.engine import EngineConfig
 from megatron_eopt.optimizers.muon_rule import MuonRule, Stepped
-from megatron_eopt.optimizers.stored_matrices import StoredMatrices
+from megatron_eopt.optimizers.stored_matrices import MatrixSums, StoredMatrices
 from megatron_eopt.optimizers.update_rule import ParamGroup, State, UnshardedState
 from megatron_eopt.storage.shard import Shard
 
@@ -47,19 +47,12 @@ class AdaptiveMuonRule(MuonRule):
         self, optimizer: Any, shards: Sequence[Shard], engine_config: EngineConfig
     ) -> None:
         super().__init__(optimizer, shards, engine_config)
-        # shapes of each parameter's matrices, or of this rank's pieces in blockwise mode
-        self._shapes = [
-            [layout.compact().local_shape(shard.ranks.rank) or (0, 0) for layout in shard.layouts]
-            if self.engine.blockwise
-            else [matrix.shape for matrix in shard.split.matrices]
-            for shard in shards
-        ]
         self._statistics = [
             [
                 statistic_shape(optimizer.moment2_method, *shape, transposed=shard.split.transposed)
                 for shape in shapes
             ]
-            for shard, shapes in zip(shards, self._shapes, strict=True)
+            for shard, shapes in zip(shards, self.shapes, strict=True)
         ]
         if optimizer.bias_correction:
             self.optional_state -= {STEP}
@@ -104,7 +97,7 @@ class AdaMuonRule(AdaptiveMuonRule):
                 scale(shape[::-1] if shard.split.transposed else shape) if shape[0] else 0.0
                 for shape in shapes
             ]
-            for shard, shapes in zip(self.shards, self._shapes, strict=True)
+            for shard, shapes in zip(self.shards, self.shapes, strict=True)
         ]
         # parameters whose matrices have different scales
         self._stored = {
@@ -153,9 +146,8 @@ class MatrixMomentRule(AdaptiveMuonRule):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._shard_of = [n for n, shapes in enumerate(self._shapes) for _ in shapes]
+        self._shard_of = [n for n, shapes in enumerate(self.shapes) for _ in shapes]
         self._sizes = [sum(map(math.prod, shapes)) for shapes in self._statistics]
-        self._apart = self.engine.ranks.group is None or self.engine.blockwise
         self._coefficients: list[tuple[float, float]] = []  # (beta2, eps) of each parameter
         self._flat = torch.empty(0)
         self._divisors: Tensor | None = None
@@ -227,8 +219,8 @@ class MatrixMomentRule(AdaptiveMuonRule):
         return [parts[n].view_as(k) for n, k in zip(stepped, kept, strict=True)], kept
 
     def _agree(self, values: Tensor) -> None:
-        if not self._apart:
-            dist.all_reduce(values, dist.ReduceOp.MAX, group=self.engine.ranks.group)
+        if self.engine.sharing is not None:
+            dist.all_reduce(values, dist.ReduceOp.MAX, group=self.engine.sharing)
 
     def _divisors_of(self, numbers: Sequence[int]) -> Tensor | float:
         """Return the bias corrections of parameters, float64 ``(n,)``; 1.0 without correction."""
@@ -288,8 +280,8 @@ class NamoRule(MatrixMomentRule):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._stored = [StoredMatrices(shard, self.engine.device) for shard in self.shards]
-        self._lasting = [tensor for stored in self._stored for tensor in stored.tensors]
+        self._sums = MatrixSums(self.shards, self.engine.device, self.engine.sharing)
+        self._lasting = self._sums.tensors
         self._factors: dict[int, Tensor] = {}
 
     def _inputs(self, wave: int, stepped: Mapping[int, Stepped]) -> Mapping[int, Tensor]:
@@ -298,17 +290,13 @@ class NamoRule(MatrixMomentRule):
         arrived = self.engine.arrivals[wave]
         if not arrived:
             return found
-        sizes = [self._sizes[number] for number in arrived]
-        total = torch.zeros(2, sum(sizes), dtype=torch.float64, device=self.engine.device)
-        parts = dict(zip(arrived, torch.split(total, sizes, dim=1), strict=True))
+        mine = {}
         for number, item in stepped.items():
-            for norms, value in zip(parts[number], (item.param.grad, found[number]), strict=True):
-                assert value is not None
-                norms.copy_(self._stored[number].square_sums(value))
-        if not self._apart:
-            dist.all_reduce(total, group=self.engine.ranks.group)
+            assert item.param.grad is not None
+            sums_of = self._sums.stored[number].square_sums
+            mine[number] = sums_of(item.param.grad), sums_of(found[number])
         moments = torch.split(self._flat, self._sizes)
-        for number, both in parts.items():
+        for number, both in self._sums.totals(arrived, mine, kinds=2).items():
             running = moments[number].double()
             settings = *self._coefficients[number], self._divisors_of([number])
             self._factors[number] = namo_(running, both[0], both[1], *settings)

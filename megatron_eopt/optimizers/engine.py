@@ -140,6 +140,11 @@ class MatrixEngine:
         )
 
     @property
+    def sharing(self) -> dist.ProcessGroup | None:
+        """The ranks that store parts of the same matrices; None if each has matrices of its own."""
+        return None if self.blockwise else self.ranks.group
+
+    @property
     def schedule(self) -> Schedule:
         """Which rank computes which matrices, and what is sent."""
         storage = [layout for shard in self._shards for layout in shard.layouts]

@@ -88,6 +88,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             whole parameters is used with ``momentum_dtype``.
     """
 
+    update_rule_class: type[MuonRule] = MuonRule
+    """What updates shards of parameters; a subclass may have its own."""
+
     # ids of planned parameters, their update rules, and engines for single parameters
     _planned: list[list[int]] | None = None
     _update_rules: list[MuonRule]
@@ -318,7 +321,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         )
         if windows:
             return WindowedMuonRule(self, shards, engine_config, windows)
-        return MuonRule(self, shards, engine_config)
+        return self.update_rule_class(self, shards, engine_config)
 
     def _orthogonalize_stack(
         self,

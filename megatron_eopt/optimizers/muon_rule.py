@@ -20,6 +20,7 @@ from megatron_eopt.optimizers.engine import EngineConfig, MatrixEngine
 from megatron_eopt.optimizers.modes import Schedule
 from megatron_eopt.optimizers.momentum import RoundedMomentum
 from megatron_eopt.optimizers.step_stats import ORTHOGONALIZATION, StepStats
+from megatron_eopt.optimizers.stored_matrices import MatrixSums, StoredMatrices
 from megatron_eopt.optimizers.update_rule import ParamGroup, State, UpdateRule
 from megatron_eopt.storage.interface import model_copy_of
 from megatron_eopt.storage.shard import Shard
@@ -43,7 +44,7 @@ class Stepped:
 
 
 class MuonRule(UpdateRule):
-    """Drives Muon; see Note [Phases of a step] of engine.py.
+    """Drives Muon; see Note [Phases of a step] of engine.py and Note [Lifetimes] of update_rule.py.
 
     One group of ranks stores all shards. ``optimizer`` is a TensorParallelMuon, whose settings are
     read at each use. Matrices are computed in ``means.dtype``.
@@ -51,6 +52,9 @@ class MuonRule(UpdateRule):
 
     reports_updates = True
     folds_clipping = True
+    sums_per_matrix = (
+        0  # how many :meth:`partial_sums` returns; then weights change after all waves
+    )
 
     def __init__(
         self, optimizer: Any, shards: Sequence[Shard], engine_config: EngineConfig
@@ -68,6 +72,24 @@ class MuonRule(UpdateRule):
             self.rounding = RoundedMomentum(optimizer.momentum_dtype, shards, engine_config.device)
             self.optional_state = frozenset({MOMENTUM_SCALE, STEP})
         self._stats: StepStats | None = None
+        self._totals: MatrixSums | None = None
+        if self.sums_per_matrix:
+            self._totals = MatrixSums(shards, self.engine.device, self.engine.sharing)
+
+    @functools.cached_property
+    def shapes(self) -> list[list[tuple[int, int]]]:
+        """Shapes of each parameter's matrices, or of this rank's pieces in blockwise mode."""
+        return [
+            [layout.compact().local_shape(shard.ranks.rank) or (0, 0) for layout in shard.layouts]
+            if self.engine.blockwise
+            else [matrix.shape for matrix in shard.split.matrices]
+            for shard in self.shards
+        ]
+
+    def stored_matrices(self, number: int) -> StoredMatrices:
+        """Return the matrices in the tensor of a shard, for :meth:`partial_sums`."""
+        assert self._totals is not None, "sums_per_matrix is 0"
+        return self._totals.stored[number]
 
     @property
     def schedules(self) -> list[Schedule]:
@@ -83,6 +105,8 @@ class MuonRule(UpdateRule):
         yield from super().buffers()
         if self.rounding is not None:
             yield from self.rounding.tensors()
+        if self._totals is not None:
+            yield from self._totals.tensors
 
     def measure(self, stats: StepStats | None) -> None:
         """Measure the following steps with ``stats``; None stops measuring."""
@@ -171,11 +195,43 @@ class MuonRule(UpdateRule):
             inputs = self._inputs(wave, {n: stepped[n] for n in numbers if n in stepped})
             return {name: self._input(n, inputs) for name, n in zip(names, numbers, strict=True)}
 
+        held: dict[int, Tensor] = {}
+        mine: dict[int, Sequence[Tensor]] = {}
+
         def store(results: Mapping[str, Tensor]) -> None:
             updates = {self._numbers[name]: update for name, update in results.items()}
-            self._apply([stepped[n] for n in updates if n in stepped], updates)
+            updates = {n: update for n, update in updates.items() if n in stepped}
+            if self._totals is None:
+                self._apply([stepped[n] for n in updates], updates)
+                return
+            held.update(updates)
+            mine.update({n: self.partial_sums(stepped[n], updates[n]) for n in updates})
 
         self._run_waves(self.engine.run, load, store, params, state)
+        if self._totals is not None:
+            totals = self._totals.totals(range(len(self.shards)), mine, self.sums_per_matrix)
+            self._apply_held({stepped[n].param: stepped[n] for n in held}, held, totals, state)
+
+    def _apply_held(
+        self,
+        items: Mapping[Tensor, Stepped],
+        updates: Mapping[int, Tensor],
+        totals: Mapping[int, Tensor],
+        state: State,
+    ) -> None:
+        """Change weights once the sums over whole matrices are known."""
+
+        def apply(params: Sequence[Tensor]) -> None:
+            its = [items[param] for param in params]
+            for item in its:
+                self.use_totals(item, updates[item.number], totals[item.number])
+            self._apply(its, updates)
+
+        if self.host is None:
+            apply(list(items))
+        else:
+            # the waves have moved weights and state back to the host
+            self.host.step_in_chunks(items, apply, state)
 
     def _input(self, number: int, inputs: Mapping[int, Tensor]) -> Tensor:
         if number in inputs:
@@ -190,10 +246,32 @@ class MuonRule(UpdateRule):
     def _end(self, stepped: Mapping[int, Stepped]) -> None:
         """Finish a step; a hook for subclasses."""
 
+    def partial_sums(self, item: Stepped, update: Tensor) -> Sequence[Tensor]:
+        """Return sums over what this rank stores of each matrix; a hook for subclasses.
+
+        It may change the update in place.
+
+        Returns:
+            As many as :attr:`sums_per_matrix`, each float64 ``(matrices,)``, as
+            ``stored_matrices(item.number).sums`` returns them.
+        """
+        raise NotImplementedError
+
+    def use_totals(self, item: Stepped, update: Tensor, totals: Tensor) -> None:
+        """Change an update in place, before weight decay and learning rate; a hook for subclasses.
+
+        ``totals`` has the sums of :meth:`partial_sums` over all ranks, float64
+        ``(sums_per_matrix, matrices)``.
+        """
+        raise NotImplementedError
+
     def _inputs(self, wave: int, stepped: Mapping[int, Stepped]) -> Mapping[int, Tensor]:
         """Return the directions of the parameters that a wave is the first to need."""
-        place_of = self.engine.redistribution.place
-        places = {n: place_of(self.shards[n].name) for n in stepped}
+        places: dict[int, Tensor | None] = dict.fromkeys(stepped)
+        if self._totals is None:
+            # updates that are held until all waves have run must not be in a wave's memory
+            place_of = self.engine.redistribution.place
+            places = {n: place_of(self.shards[n].name) for n in stepped}
         return self._directions(wave, stepped, self._dtype, places)
 
     def _directions(

@@ -1,9 +1,10 @@
 """Maps elements of a stored tensor to logical matrices."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_eopt.layouts.boxes import Boxes, Int64Array, ragged_arange
@@ -50,18 +51,27 @@ class StoredMatrices:
         """All tensors of this object."""
         return [self._matrix, self._counted]
 
-    def multiply_(self, stored: Tensor, factors: Sequence[float]) -> None:
-        """Multiply each matrix by its factor, in place."""
-        torch._foreach_mul_(self._views(stored), [factors[n] for n in self._numbers])
+    def multiply_(self, stored: Tensor, factors: Sequence[float] | Tensor) -> None:
+        """Multiply each matrix by its factor, in place; ``stored`` is contiguous."""
+        if self._places:
+            torch._foreach_mul_(self._views(stored), [factors[n] for n in self._numbers])
+
+    def sums(self, stored: Tensor) -> Tensor:
+        """Return each matrix's sum, counting only source copies; float64 ``(n,)``."""
+        return self._added([view.sum(dtype=torch.float64) for view in self._views(stored)], stored)
 
     def square_sums(self, stored: Tensor) -> Tensor:
         """Return each matrix's sum of squares, counting only source copies; float64 ``(n,)``."""
-        total = torch.zeros(self._count, dtype=torch.float64, device=stored.device)
-        if not self._places:
-            return total
+        views = self._views(stored)
         # in float64 the squares of finite float32 numbers do not overflow
-        norms = torch._foreach_norm(self._views(stored), 2, dtype=torch.float64)
-        return total.index_add_(0, self._matrix, torch.stack(norms).square() * self._counted)
+        norms = torch._foreach_norm(views, 2, dtype=torch.float64) if views else ()
+        return self._added([norm.square() for norm in norms], stored)
+
+    def _added(self, of_boxes: Sequence[Tensor], stored: Tensor) -> Tensor:
+        total = torch.zeros(self._count, dtype=torch.float64, device=stored.device)
+        if not of_boxes:
+            return total
+        return total.index_add_(0, self._matrix, torch.stack(list(of_boxes)) * self._counted)
 
     def _views(self, stored: Tensor) -> list[Tensor]:
         flat = stored.contiguous().view(-1)
@@ -69,3 +79,41 @@ class StoredMatrices:
             flat.as_strided((height, width), (stride, 1), flat.storage_offset() + offset)
             for height, width, stride, offset in self._places
         ]
+
+
+class MatrixSums:
+    """Sums over whole matrices, to which each rank of a group adds what it stores.
+
+    Without a ``group``, each rank's sums are its own.
+    """
+
+    def __init__(
+        self, shards: Sequence[Shard], device: torch.device, group: dist.ProcessGroup | None
+    ) -> None:
+        self.stored = [StoredMatrices(shard, device) for shard in shards]
+        self._counts = [len(shard.layouts) for shard in shards]
+        self._device, self._group = device, group
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors of this object."""
+        return [tensor for stored in self.stored for tensor in stored.tensors]
+
+    def totals(
+        self, numbers: Sequence[int], mine: Mapping[int, Sequence[Tensor]], kinds: int
+    ) -> dict[int, Tensor]:
+        """Return the totals of some shards, float64 ``(kinds, matrices)``; one all-reduce.
+
+        Args:
+            numbers: Indices of the shards, the same on all ranks.
+            mine: This rank's sums ``(matrices,)`` of each kind, for those that it has.
+            kinds: Number of sums for each matrix.
+        """
+        sizes = [self._counts[number] for number in numbers]
+        total = torch.zeros(kinds, sum(sizes), dtype=torch.float64, device=self._device)
+        parts = dict(zip(numbers, torch.split(total, sizes, dim=1), strict=True))
+        for number, sums in mine.items():
+            parts[number].copy_(torch.stack(list(sums)))
+        if self._group is not None:
+            dist.all_reduce(total, group=self._group)
+        return parts

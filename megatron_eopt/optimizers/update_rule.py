@@ -9,6 +9,39 @@ Note [Update rules]
 
     State with one element per element of a parameter is sharded like the parameter. All other state
     is described by :class:`UnshardedState`, so that checkpoints can read and write it in place.
+
+Note [Lifetimes]
+    A step of :class:`~megatron_eopt.optimizers.muon_rule.MuonRule` runs its hooks in this order.
+    Ranks may run those of a wave in different numbers: a parameter's updates return with the last
+    wave that writes to this rank's part of it. So only hooks that all ranks run alike may
+    communicate. Anywhere else, a collective may hang, or add up different parameters.
+
+    ================  =====================================  =======================================
+    hook              runs                                   collectives
+    ================  =====================================  =======================================
+    ``_begin``        once a step                            allowed
+    ``_inputs``       once a wave, in order                  for ``engine.arrivals[wave]``, the same
+                                                             on all ranks
+    ``_update``       for each stack of matrices             only ``reduce``
+    ``partial_sums``  for each parameter, with its last wave none
+    ``use_totals``    for each parameter, after all waves    none: totals are those of all ranks
+    ``_apply``        for the parameters of a last wave, or  none
+                      after all waves if there are sums
+    ``_end``          once a step                            allowed
+    ================  =====================================  =======================================
+
+    What a hook gets is valid as follows. Copy what has to live longer.
+
+    * A stack: until ``_update`` returns.
+    * A direction: until its update returns. One that ``_inputs`` writes to
+      :meth:`~megatron_eopt.layouts.Redistribution.place` also gets its update there.
+    * An update: until ``_apply`` returns, because the next wave may overwrite the memory. With
+      ``sums_per_matrix``, updates are new tensors and live until the end of the step.
+    * Weights and state that are sharded like them: from ``_inputs`` to ``partial_sums``, and in
+      ``use_totals`` and ``_apply``. At other times they may be in host memory, which is copied
+      without waiting.
+    * Gradients and all other state: the whole step. Gradients are not clipped yet if
+      ``folds_clipping`` is set; :attr:`UpdateRule.coefficient` is the factor.
 """
 
 from collections import defaultdict

@@ -16,6 +16,7 @@ from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from torch import nn
 
+from megatron_eopt.base.place import whole_shape
 from megatron_eopt.base.upstream import find_upstream
 from megatron_eopt.config.arguments import qkv_split_shapes
 from megatron_eopt.matrices import (
@@ -123,7 +124,7 @@ def _shape_of(item: Any) -> tuple[int, ...]:
     item = getattr(item, "base_layer", item)
     own = item._parameters.get("weight") if isinstance(item, nn.Module) else item
     if own is not None:
-        return tuple(own.shape)
+        return whole_shape(own)
     return (getattr(item, "out_features", 0), getattr(item, "in_features", 0))
 
 

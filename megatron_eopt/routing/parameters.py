@@ -8,6 +8,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import NO_MUON_ATTRIBUTE, OUTPUT_ATTRIBUTE, STACK_ATTRIBUTE
+from megatron_eopt.base.place import whole_shape
 from megatron_eopt.base.upstream import require_upstream
 from megatron_eopt.routing.global_names import counted_names
 from megatron_eopt.routing.places import Place, places_in
@@ -30,8 +31,8 @@ class ModelParameter:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of this rank's shard."""
-        return tuple(self.param.shape)
+        """Shape of this rank's tensor-parallel shard; unsharded if plain tensors have a place."""
+        return whole_shape(self.param)
 
     @property
     def is_declared(self) -> bool:

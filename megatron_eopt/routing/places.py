@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.utils.parametrize import ParametrizationList
 
+from megatron_eopt.base.place import whole_shape
+
 _WRAPPED = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
 # Parameters that torch's older weight_norm, spectral_norm and pruning put in a weight's place.
@@ -71,7 +73,7 @@ class Place:
             return "weight of a norm"
         if _WEIGHT.fullmatch(self.leaf):
             is_layer = isinstance(self.module, nn.Linear) or of_megatron(self.module)
-            has_one = min(self.param.shape, default=1) == 1 and not is_layer
+            has_one = min(whole_shape(self.param), default=1) == 1 and not is_layer
             return "one row or column" if has_one else None
         return None if self.is_of_experts else NO_LAYER
 

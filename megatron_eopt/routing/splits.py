@@ -22,6 +22,7 @@ from megatron.core.utils import get_pg_size
 from torch import nn
 
 from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.place import is_part, whole_shape
 from megatron_eopt.matrices import Split, SplitT, checked_shape, local_shape, qkv, whole
 from megatron_eopt.matrices import transposed as turned
 from megatron_eopt.routing.fused import GATE_UP, fused_weight, looks_like_heads
@@ -119,7 +120,7 @@ def tensor_parallel_cut(param: nn.Parameter, *modules: nn.Module) -> tuple[int, 
     The group is that of the first of ``modules`` that has one, else megatron-core's global group.
     """
     dim = cut_dimension(param)
-    if dim == -1:
+    if dim == -1 or is_part(param):
         return 1, -1
     for module in modules:
         group = getattr(module, "tp_group", None) or getattr(module, "_tp_group", None)
@@ -223,7 +224,7 @@ def _fitted(
 
 def _seen_shape(weight: _Weight) -> tuple[int, ...]:
     """Return the shape in which a weight's matrices lie."""
-    local, convolution = tuple(weight.param.shape), weight.place.convolution
+    local, convolution = whole_shape(weight.param), weight.place.convolution
     if convolution is not None:
         return conv_shape(convolution, local)
     return local if len(local) <= 3 else checked_shape(local)
@@ -231,7 +232,7 @@ def _seen_shape(weight: _Weight) -> tuple[int, ...]:
 
 def _is_view(weight: _Weight, split: Split) -> bool:
     """Whether a split that was declared for a convolution sees its weight as other matrices."""
-    shape = tuple(weight.param.shape)
+    shape = whole_shape(weight.param)
     folded = [(math.prod(shape[:cut]), math.prod(shape[cut:])) for cut in range(1, len(shape))]
     rows = split.experts * split.rows
     return weight.place.convolution is not None and (rows, split.cols) in folded

@@ -5,7 +5,7 @@ a shard has a part of every logical matrix, so what a rank holds is a flat fragm
 Megatron's buffers, not a box of the whole weight. All other DTensors are boxes.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,46 +19,67 @@ from torch.distributed.tensor import DTensor
 from megatron_eopt.base.agreement import gather_objects, group_of_members
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.layouts import Layout, dtensor_layout
-from megatron_eopt.matrices import Split, matrix_rows, whole
+from megatron_eopt.matrices import Split
 from megatron_eopt.routing.parameters import ModelParameter
 from megatron_eopt.routing.splits import tensor_parallel_cut
 from megatron_eopt.storage.interface import MainShard
+from megatron_eopt.storage.placed import refuse_part
 from megatron_eopt.storage.replicated import Float32Optimizer, MainParamsOptimizer
 from megatron_eopt.storage.shard import (
     Fragment,
     Ranks,
     Shard,
-    columns_of,
+    box_layouts,
     fragment_layouts,
     global_name,
 )
 
-type Groups = dict[tuple[int, ...], dist.ProcessGroup]
+type ComputedBy = Callable[[Sequence[Layout]], Sequence[int]]
+"""Returns a rank that computes each of some matrices."""
 type Int64Array = npt.NDArray[np.int64]
 
 
-def mesh_group(param: Tensor, made: Groups) -> dist.ProcessGroup | None:
-    """Return the group of all ranks that store a part of ``param``; None for one rank.
+class DTensorShards:
+    """Finds out which ranks store which parts of DTensors; a whole tensor is this rank's own."""
 
-    Meshes of several dimensions (HSDP, tensor parallelism) have one torch group per dimension only,
-    so the group may be created here. All ranks of a mesh must call this in the same order. ``made``
-    keeps the groups.
-    """
-    if not isinstance(param, DTensor) or param.device_mesh.size() == 1:
-        return None
-    mesh = param.device_mesh
-    ranks = tuple(sorted(_ranks_in(param).ravel().tolist()))
-    if ranks not in made:
-        made[ranks] = mesh.get_group() if mesh.ndim == 1 else group_of_members(ranks)
-    return made[ranks]
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
+    def group_of(self, param: Tensor) -> dist.ProcessGroup | None:
+        """Return the group of all ranks that store a part of ``param``; None for one rank.
 
-def is_sharded(param: Tensor) -> bool:
-    """Return whether no rank stores the whole parameter."""
-    if not isinstance(param, DTensor):
-        return False
-    extents = zip(param.placements, param.device_mesh.shape, strict=True)
-    return any(size > 1 and not placement.is_replicate() for placement, size in extents)
+        Meshes of several dimensions (HSDP, tensor parallelism) have one torch group per dimension
+        only, so the group may be created here. All ranks of a mesh must call this in the same
+        order.
+        """
+        if not isinstance(param, DTensor) or param.device_mesh.size() == 1:
+            return None
+        mesh = param.device_mesh
+        ranks = tuple(sorted(_ranks_in(param).ravel().tolist()))
+        if ranks not in self._made:
+            self._made[ranks] = mesh.get_group() if mesh.ndim == 1 else group_of_members(ranks)
+        return self._made[ranks]
+
+    def is_cut(self, param: Tensor) -> bool:
+        """Return whether no rank stores the whole parameter."""
+        if not isinstance(param, DTensor):
+            return False
+        extents = zip(param.placements, param.device_mesh.shape, strict=True)
+        return any(size > 1 and not placement.is_replicate() for placement, size in extents)
+
+    def shards(
+        self,
+        params: Mapping[str, Tensor],
+        splits: Sequence[Split],
+        group: dist.ProcessGroup | None,
+        computed_by: ComputedBy,
+    ) -> list[Shard]:
+        """Return the shards of some parameters; collective over their :meth:`group_of`.
+
+        Of several replicas, the one that includes the rank which computes a matrix is the source,
+        because that rank has a part of it already.
+        """
+        return _shards(params, splits, group, computed_by)
 
 
 def local_of(value: Any) -> Any:
@@ -102,17 +123,12 @@ def _mesh_in(param: DTensor, group: dist.ProcessGroup) -> Int64Array:
     return np.array(numbers, np.int64).reshape(ranks.shape)
 
 
-def dtensor_shards(
+def _shards(
     params: Mapping[str, Tensor],
     splits: Sequence[Split],
     group: dist.ProcessGroup | None,
-    computed_by: Any,
+    computed_by: ComputedBy,
 ) -> list[Shard]:
-    """Return the shards of some parameters; collective over the group from :func:`mesh_group`.
-
-    ``computed_by``, called with all layouts, returns a rank that computes each matrix. Of several
-    replicas, the one with that rank is the source, because the rank has a part of it already.
-    """
     held = _held_by_all(list(params.values()), group)
     layouts = [
         _layouts(name, param, split, group, held[:, number])
@@ -161,11 +177,7 @@ def _layouts(
     else:
         mesh, shape = _mesh_in(param, group), tuple(param.shape)
         layout = dtensor_layout(shape, mesh, param.placements, cols=cols, name=name)
-    found = []
-    for rows in matrix_rows(whole(split.shape) if split.transposed else split):
-        order = np.argsort(rows.logical, kind="stable")
-        found.append(layout.select_rows(rows.local[order], rows.length[order]))
-    return columns_of(split, found) if split.transposed else tuple(found)
+    return box_layouts(split, layout)
 
 
 def _fragments(
@@ -213,6 +225,7 @@ def check_parameters(parameters: Sequence[ModelParameter]) -> None:
         if param.device.type == "meta":
             hint = "Call model.to_empty(device=...), initialize it, then build the optimizer"
             raise ConfigurationError(name, "meta device", "has no storage yet", hint)
+        refuse_part(param, name)
         if sharded and not isinstance(param, DTensor):
             rule = "is a plain tensor among DTensors, so its gradient is not averaged over ranks"
             hint = "Let fully_shard manage it, or freeze it"

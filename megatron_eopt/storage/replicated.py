@@ -118,6 +118,16 @@ class MainParamsOptimizer(Replicated, Float16OptimizerWithFloat16Params):
         """Return all main weights with their parameters."""
         return [(main, model.detach()) for main, model in self._model_of().items()]
 
+    def _copy_model_grads_to_main_grads(self) -> None:
+        """Hand gradients to the stepped tensors; a model without DDP has only torch's own."""
+        for item in self.main_shards():
+            grad = getattr(item.param, "main_grad", item.param.grad)
+            if item.main is item.param:
+                item.main.grad = grad
+            else:
+                item.main.grad = None if grad is None else grad.float()
+                item.param.grad = None
+
     def _copy_main_params_to_model_params(self) -> None:
         self.copy_mains()
 

@@ -170,6 +170,15 @@ def columns_of(split: Split, experts: Sequence[Layout]) -> tuple[Layout, ...]:
     return tuple(layouts)
 
 
+def box_layouts(split: Split, layout: Layout) -> tuple[Layout, ...]:
+    """Return the layouts of a split's matrices, given that of the whole parameter."""
+    found = []
+    for rows in matrix_rows(whole(split.shape) if split.transposed else split):
+        order = np.argsort(rows.logical, kind="stable")
+        found.append(layout.select_rows(rows.local[order], rows.length[order]))
+    return columns_of(split, found) if split.transposed else tuple(found)
+
+
 def group_by_ranks(shards: Sequence[Shard]) -> list[tuple[Ranks, list[int]]]:
     """Return the indices of the shards of each group of ranks, in order of first appearance."""
     groups: dict[dist.ProcessGroup | None, tuple[Ranks, list[int]]] = {}

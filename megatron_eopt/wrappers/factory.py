@@ -29,6 +29,7 @@ from megatron_eopt.routing.groups import Group
 from megatron_eopt.routing.model import Routing, log_routing, route_model
 from megatron_eopt.routing.parameters import check_dtypes
 from megatron_eopt.storage.buffers import buffer_sets, check_model_chunks, has_frozen
+from megatron_eopt.storage.placed import refuse_part
 from megatron_eopt.wrappers import dtensors, megatron_fsdp
 from megatron_eopt.wrappers.builders import (
     BUILDERS,
@@ -176,6 +177,8 @@ def _sharded(context: OptimizerBuildContext) -> OptimizerChain | None:
 
     def checked() -> list[OptimizerSpec]:
         check_model_chunks(model_chunks, mixed=mixed)
+        for param, name in routing.names.items():
+            refuse_part(param, name)
         check_dtypes(routing.names, "The distributed optimizer")
         if mixed:
             refuse_for_matrices(settings.config)

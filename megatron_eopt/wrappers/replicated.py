@@ -6,8 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from megatron.core.utils import get_pg_size
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from megatron_eopt.base.agreement import gather_objects
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.config.fields import constructor_arguments
 from megatron_eopt.config.registry import entry_of
@@ -20,27 +23,40 @@ from megatron_eopt.routing.model import Routing
 from megatron_eopt.routing.parameters import check_dtypes
 from megatron_eopt.storage import replicated
 from megatron_eopt.storage.interface import Storage
+from megatron_eopt.storage.placed import refuse_part
 from megatron_eopt.storage.shard import Ranks
 from megatron_eopt.wrappers.builders import OptimizerBuildContext
 from megatron_eopt.wrappers.chain import OptimizerChain
 from megatron_eopt.wrappers.gradients import make_scaler
 from megatron_eopt.wrappers.specs import OptimizerSpec, optimizer_specs
 
+_SAMPLED = 64
+"""About so many elements of a weight are compared between ranks."""
+
 
 def build_replicated(
     context: OptimizerBuildContext, storage_of: Callable[..., Storage] | None = None
 ) -> OptimizerChain | None:
-    """Return the chain that steps whole parameters, or whole tensor-parallel shards.
+    """Return the chain that steps whole parameters, or whole tensor-parallel shards; collective.
+
+    All data-parallel ranks must have the same parameters and gradients. For parameters that are cut
+    over them, use :func:`~megatron_eopt.wrappers.sharded.build_sharded`: here, each rank would take
+    its part for a matrix, and compute a gradient norm of its own.
 
     Args:
         context: Settings, routing and model. Without ``storage_of``, the result is None unless the
             settings ask for this storage.
         storage_of: Storage class to use instead of the built-in ones; called as
             ``(optimizer, config, init_state_fn=...)``.
+
+    Raises:
+        ConfigurationError: If parameters are DTensors or declared parts or, with ``storage_of``, if
+            shapes or sampled weights differ between data-parallel ranks.
     """
     settings, chunks = context.settings, context.model_chunks
     if storage_of is None and settings.storage != "replicated":
         return None
+    _check_copies(context, compare=storage_of is not None)
     scaler = make_scaler(settings.loss_scale) if settings.half else None
     if storage_of is None:
         what = f"Mixed precision ({settings.half})" if settings.half else "Megatron's DDP"
@@ -48,14 +64,39 @@ def build_replicated(
         if settings.half:
             storage_of = functools.partial(replicated.MainParamsOptimizer, grad_scaler=scaler)
         else:
-            _check_half(context.routing)
+            check_half(context.routing)
             storage_of = replicated.Float32Optimizer
     specs = optimizer_specs(settings, context.routing, chunks, context.collection)
     links = [_link(spec, context, storage_of) for spec in specs]
     return OptimizerChain(links, settings, scaler, chunks)
 
 
-def _check_half(routing: Routing) -> None:
+def _check_copies(context: OptimizerBuildContext, *, compare: bool) -> None:
+    """Raise a ConfigurationError if data-parallel ranks have parts of parameters, not copies."""
+    seen: dict[bool, dict[str, Any]] = {False: {}, True: {}}
+    for route in context.routing.routes:
+        name, param = route.parameter.name, route.parameter.param
+        refuse_part(param, name)
+        if isinstance(param, DTensor):
+            rule = "is a DTensor, but this storage steps whole parameters"
+            raise ConfigurationError(name, param.placements, rule, "Use build_sharded, or FSDP")
+        numbers = param.detach().reshape(-1)
+        sample = numbers[:: max(1, numbers.numel() // _SAMPLED)].tolist() if compare else []
+        seen[route.parameter.is_expert][name] = (tuple(param.shape), sample)
+    for is_expert, kind in ((False, "dp_cp"), (True, "expt_dp")):
+        group = getattr(context.collection, kind, None)
+        if not compare or group is None or get_pg_size(group) == 1:
+            continue
+        for its in gather_objects(seen[is_expert], group):
+            odd = [name for name, mine in seen[is_expert].items() if its.get(name) != mine]
+            if odd:
+                rule = "has other values on another data-parallel rank, so it is not a copy"
+                hint = "Use build_sharded for parts; broadcast copies before building the optimizer"
+                raise ConfigurationError("model_chunks", odd[:8], rule, hint)
+
+
+def check_half(routing: Routing) -> None:
+    """Raise a ConfigurationError for 16-bit parameters, which need main weights."""
     for param, name in routing.names.items():
         if param.dtype in (torch.bfloat16, torch.float16):
             field = "bf16" if param.dtype == torch.bfloat16 else "fp16"

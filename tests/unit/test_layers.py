@@ -25,6 +25,7 @@ ORDER = (
     "megatron_lm",
     "arguments",
     "__init__",
+    "conformance",
     "bridge",
     "checkpoints",
     "emerging_optimizers",

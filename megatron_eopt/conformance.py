@@ -1,0 +1,562 @@
+"""Check that an optimizer, or a way to store its weights, trains the same on two ranks as on one.
+
+:func:`check` is for tests of packages that add one. It needs no GPU. A small model with fused
+weights of unequal parts takes steps with given gradients, some of which are clipped. Waves are so
+small that each holds one matrix, so that ranks finish fused weights in different waves. Memory that
+an update rule must not use any more is overwritten: places in a wave's stacks after their updates
+were stored, and off-loaded tensors from their write-back to their next use.
+"""
+
+import contextlib
+import functools
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import traceback
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor, distributed, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_eopt import checkpoints, cpu
+from megatron_eopt.base.address import address_of
+from megatron_eopt.base.place import place_of
+from megatron_eopt.config.config import EmergingOptimizerConfig
+from megatron_eopt.config.registry import EmergingOptimizerEntry, registered
+from megatron_eopt.cpu.patches import Patch, patched
+from megatron_eopt.layouts import Redistribution
+from megatron_eopt.matrices import Field, Section, Split, gated
+from megatron_eopt.optimizers import update_rule, whole_matrix_rule
+from megatron_eopt.optimizers.host_memory import HostMemory
+from megatron_eopt.storage.dtensors import local_of
+from megatron_eopt.wrappers.builders import BUILDERS, OptimizerBuildContext
+from megatron_eopt.wrappers.chain import OptimizerChain
+from megatron_eopt.wrappers.factory import get_megatron_optimizer
+from megatron_eopt.wrappers.sharded import build_sharded
+
+__all__ = ["ConformanceError", "check", "in_rows", "in_zero1", "part_of"]
+
+type WrapT = Callable[[nn.Module], Any]
+"""Takes a model whose parameters are whole, the same on all ranks; returns the chunk to train, of
+whose parameters each rank has what it stores. It is called on every rank."""
+
+type _Entry = EmergingOptimizerEntry | None
+
+type RunT = Callable[..., list[Any]]
+"""Called as ``(ranks, function, *args, timeout=seconds)``; calls ``function(*args)`` on each of so
+many ranks, which gloo connects, and returns their results. The CPU back end is enabled there."""
+
+_HALFWAY, _STEPS = 2, 4
+_SMALL, _LARGE = 0.001, 64.0  # MiB of a wave
+
+
+class ConformanceError(AssertionError):
+    """Ranks train otherwise than one process; the message says where."""
+
+
+@dataclass(frozen=True)
+class _Case:
+    """How the model is trained."""
+
+    optimizer: str
+    fields: Mapping[str, Any]  # of the configuration
+    wrap: WrapT
+    wave_mb: float = _SMALL
+    off_loads: bool = False  # then weights are bfloat16, so that main weights can be off-loaded
+
+    @property
+    def name(self) -> str:
+        how = ", off-loaded" if self.off_loads else ""
+        return f"{self.wrap.__name__}{how}"
+
+
+@dataclass
+class _Trained:
+    """What one process has trained."""
+
+    weights: list[dict[str, Tensor]]  # whole weights before the first step, halfway and at the end
+    norms: list[float]
+    zeros: list[float]
+
+
+def check(
+    optimizer: str | EmergingOptimizerEntry,
+    config: Mapping[str, Any] | None = None,
+    *,
+    storage: WrapT | None = None,
+    tolerance: float = 1e-4,
+    run: RunT | None = None,
+    timeout: float = 300.0,
+) -> None:
+    """Check that two ranks train as one does; call it from a test.
+
+    Weights, gradient norms and counts of zeros are compared after steps with and without clipping,
+    and after loading a checkpoint of one rank on two and of two on one.
+
+    Args:
+        optimizer: Your optimizer's entry, of which all parts are at the top of modules, or the name
+            of one of ours.
+        config: Fields of ``EmergingOptimizerConfig``.
+        storage: A module-level function that stores a model in a form of your own; its module
+            registers the builder. None checks ZeRO-1, also with off-loading, and uneven rows.
+        tolerance: Largest difference of a weight, relative to how far training has moved it.
+        run: Runs a function on ranks; None starts new processes.
+        timeout: Seconds that each of three runs may take.
+
+    Raises:
+        ConformanceError: If ranks train otherwise, or do not finish.
+    """
+    run = run or _run
+    fields, entry = dict(config or {}), None
+    if isinstance(optimizer, EmergingOptimizerEntry):
+        optimizer, entry = "under_test", optimizer
+    wraps = [in_rows, in_zero1] if storage is None else [storage]
+    cases = [_Case(optimizer, fields, wrap) for wrap in wraps]
+    if storage is None:
+        cases.append(_Case(optimizer, fields, in_zero1, off_loads=True))
+    whole = _Case(optimizer, fields, storage or in_zero1, _LARGE)
+    with tempfile.TemporaryDirectory() as folder:
+        job = entry, cases, folder, tolerance
+        try:
+            (expected, problems), *_ = run(1, _on_one, whole, *job, timeout=timeout)
+            for found in () if problems else run(2, _on_two, expected, *job, timeout=timeout):
+                problems += found
+            if not problems:
+                problems = run(1, _on_one_again, expected, *job, timeout=timeout)[0]
+        except Exception as error:
+            raise ConformanceError(f"the ranks failed: {error}") from error
+    if problems:
+        raise ConformanceError("\n".join(dict.fromkeys(problems)))
+
+
+# What a rank does
+
+
+def _on_one(
+    whole: _Case, entry: _Entry, cases: Sequence[_Case], folder: str, tolerance: float
+) -> tuple[_Trained, list[str]]:
+    """Train in one wave, as the reference, then in small ones; save halfway."""
+    with _scene(entry):
+        chunk, chain = _built(whole)
+        trained = _Trained([_whole_weights(chunk, chain)], [], [])
+        for first, stop in ((0, _HALFWAY), (_HALFWAY, _STEPS)):
+            trained.norms += _train(chunk, chain, first, stop, trained.zeros)
+            trained.weights.append(_whole_weights(chunk, chain))
+        problems = []
+        for case in cases:
+            problems += _trained(case, trained, tolerance, Path(folder, f"1 {case.name}"))
+    return trained, problems
+
+
+def _on_two(
+    expected: _Trained, entry: _Entry, cases: Sequence[_Case], folder: str, tolerance: float
+) -> list[str]:
+    """Train and save halfway; continue from what one rank has saved."""
+    with _scene(entry):
+        problems = []
+        for case in cases:
+            problems += _trained(case, expected, tolerance, Path(folder, f"2 {case.name}"))
+            problems += _resumed(case, expected, tolerance, Path(folder, f"1 {case.name}"))
+    return problems
+
+
+def _on_one_again(
+    expected: _Trained, entry: _Entry, cases: Sequence[_Case], folder: str, tolerance: float
+) -> list[str]:
+    """Continue from what two ranks have saved."""
+    with _scene(entry):
+        problems = []
+        for case in cases:
+            problems += _resumed(case, expected, tolerance, Path(folder, f"2 {case.name}"))
+    return problems
+
+
+def _trained(case: _Case, expected: _Trained, tolerance: float, folder: Path) -> list[str]:
+    chunk, chain = _built(case)
+    zeros: list[float] = []
+    norms = _train(chunk, chain, 0, _HALFWAY, zeros)
+    folder.mkdir(parents=True, exist_ok=True)
+    dist_checkpointing.save(_state(chunk, chain, is_loading=False), str(folder))
+    norms += _train(chunk, chain, _HALFWAY, _STEPS, zeros)
+    problems = _differences(chunk, chain, expected, tolerance)
+    for what, mine, others in (("norm", norms, expected.norms), ("zeros", zeros, expected.zeros)):
+        if any(abs(a - b) > tolerance * b for a, b in zip(mine, others, strict=True)):
+            problems.append(f"gradient {what} of the steps is {mine}, not {others}")
+    return [f"{case.name} on {distributed.get_world_size()}: {line}" for line in problems]
+
+
+def _resumed(case: _Case, expected: _Trained, tolerance: float, folder: Path) -> list[str]:
+    chunk, chain = _built(case)
+    with torch.no_grad():
+        for param in chunk.parameters():
+            local_of(param).zero_()
+    loaded = checkpoints.load(_state(chunk, chain, is_loading=True), folder)
+    with torch.no_grad():
+        for name, param in _named(chunk):
+            local_of(param).copy_(loaded["model"][name])
+    chain.load_state_dict(loaded["optimizer"])
+    _train(chunk, chain, _HALFWAY, _STEPS, [])
+    problems = _differences(chunk, chain, expected, tolerance)
+    ranks = distributed.get_world_size()
+    return [f"{case.name} on {ranks}, continued from {3 - ranks}: {line}" for line in problems]
+
+
+def _built(case: _Case) -> tuple[Any, OptimizerChain]:
+    """Return the model, stored as the case says, and its optimizer."""
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel()
+    model = _Model()
+    bf16 = case.off_loads or bool(case.fields.get("bf16"))
+    chunk = case.wrap(model.bfloat16() if bf16 else model)
+    fields: dict[str, Any] = {
+        "optimizer": case.optimizer,
+        "lr": 0.02,
+        "weight_decay": 0.1,
+        "clip_grad": 1.0,
+        "use_distributed_optimizer": True,
+        "log_num_zeros_in_grad": True,
+        "muon_fp32_matmul_prec": "highest",
+        "matrix_buffer_mb": case.wave_mb,
+        "bf16": bf16,
+        "optimizer_cpu_offload": case.off_loads,
+        "optimizer_offload_fraction": float(case.off_loads),
+    }
+    chain = get_megatron_optimizer(EmergingOptimizerConfig(**{**fields, **case.fields}), [chunk])
+    if not isinstance(chain, OptimizerChain):
+        raise TypeError(f"check() needs an optimizer of this package, not {type(chain).__name__}")
+    for group in chain.param_groups:
+        # as a scheduler does
+        group["lr"] = group.get("max_lr", fields["lr"])
+        group["weight_decay"] = fields["weight_decay"] * group["wd_mult"]
+    for host, rule in [(r.host, r) for link in chain.links for r in link.update_rules]:
+        if isinstance(host, _PoisonedHost):
+            rule.step = functools.partial(host.during, rule.step)  # type: ignore[method-assign]
+    return chunk, chain
+
+
+def _train(
+    chunk: Any, chain: OptimizerChain, first: int, stop: int, zeros: list[float]
+) -> list[float]:
+    """Take steps; return gradient norms, and append counts of zeros."""
+    norms = []
+    for step in range(first, stop):
+        chain.zero_grad()
+        for name, param in _named(chunk):
+            # the norms are above and below that to which gradients are clipped
+            whole = _random(f"{name} {step}", _SHAPES[name]) * (0.01 if step % 2 else 1.0)
+            whole.view(-1)[::5] = 0
+            part = part_of(param, whole)
+            if getattr(param, "main_grad", None) is not None:
+                param.main_grad.copy_(part)
+            else:
+                param.grad = part.to(param.dtype)
+        _, norm, count = chain.step()
+        norms.append(float(norm))
+        zeros.append(float(count or 0))
+    return norms
+
+
+def part_of(param: Tensor, whole: Tensor) -> Tensor:
+    """Return what this rank stores of a tensor that is cut like ``param``."""
+    if isinstance(param, DTensor):
+        return distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)
+    place = place_of(param)
+    if place is not None:
+        for dim, (first, size) in enumerate(zip(place.offset, param.shape, strict=True)):
+            whole = whole.narrow(dim, first, size)
+    return whole.contiguous()
+
+
+def _mains(chunk: Any, chain: OptimizerChain) -> Iterator[tuple[str, Any, Tensor]]:
+    """Yield the name of each parameter that this rank stores, where, and its main weights."""
+    names = {param: name for name, param in _named(chunk)}
+    for link in chain.links:
+        for item in link.storage.main_shards():
+            yield names[item.param], item, local_of(item.main).detach().reshape(-1)
+
+
+def _whole_weights(chunk: Any, chain: OptimizerChain) -> dict[str, Tensor]:
+    return {n: main.clone().view(_SHAPES[n]) for n, _, main in _mains(chunk, chain)}
+
+
+def _differences(
+    chunk: Any, chain: OptimizerChain, expected: _Trained, tolerance: float
+) -> list[str]:
+    """Return a line for each weight that is not as expected."""
+    start, *_, end = expected.weights
+    problems = []
+    for name, item, main in _mains(chunk, chain):
+        want = local_of(part_of(item.param, end[name])).reshape(-1)[item.start : item.stop]
+        far, moved = (main - want).norm(), (end[name] - start[name]).norm()
+        if not far <= tolerance * moved:
+            problems.append(f"{name} is {float(far / moved):.2g} of its way off")
+        param = local_of(item.param).detach().reshape(-1)[item.start : item.stop]
+        if not torch.equal(param, main.to(param.dtype)):
+            problems.append(f"{name} of the model is not its main weight")
+    return problems
+
+
+def _state(chunk: Any, chain: OptimizerChain, *, is_loading: bool) -> dict[str, Any]:
+    """Return what ``dist_checkpointing`` saves or loads."""
+    model, its = ({name: _saved(name, p) for name, p in _named(chunk)} for _ in range(2))
+    metadata = {"distrib_optim_sharding_type": "fully_reshardable"}
+    state = chain.sharded_state_dict(its, is_loading=is_loading, metadata=metadata)
+    return {"model": model, "optimizer": state}
+
+
+def _saved(name: str, param: Tensor) -> ShardedTensor:
+    place, local, shape = place_of(param), local_of(param), _SHAPES[name]
+    offset = (0,) * len(shape) if place is None else place.offset
+    if isinstance(param, DTensor):
+        local = param._local_tensor
+        _, offset = compute_local_shape_and_global_offset(
+            shape, param.device_mesh, param.placements
+        )
+    # of copies, one is saved
+    is_copy = getattr(param, "shared", False) if place is not None else local.shape == shape
+    replica = (0, 0, distributed.get_rank() if is_copy else 0)
+    return ShardedTensor(
+        name, local, local.dtype, tuple(local.shape), shape, tuple(offset), None, replica
+    )
+
+
+def _named(chunk: nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, param in chunk.named_parameters():
+        yield name.rpartition("module.")[2], param
+
+
+# Ways to store the model
+
+
+def in_zero1(model: nn.Module) -> Any:
+    """Store a model in fragments, as ``use_distributed_optimizer=True`` does."""
+    ddp_config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, grad_reduce_in_fp32=True
+    )
+    return DistributedDataParallel(model.config, ddp_config, model)
+
+
+def in_rows(model: nn.Module) -> Any:
+    """Store any number of rows of each parameter on each rank; norms are copies."""
+    rank, ranks = distributed.get_rank(), distributed.get_world_size()
+    for number, (name, param) in enumerate(model.named_parameters()):
+        rows, *others = param.shape
+        shares = (0, rows) if ranks == 1 else (0, rows * (1, 4, 0, 9, 6)[number % 5] // 9, rows)
+        first, stop = (0, rows) if name.startswith("norm") else shares[rank : rank + 2]
+        param.eopt_place = ((first, *(0 for _ in others)), tuple(param.shape))  # type: ignore[attr-defined]
+        param.data = param.data[first:stop].clone()
+    model.in_rows = True  # type: ignore[assignment]
+    return model
+
+
+def _build_in_rows(context: OptimizerBuildContext) -> OptimizerChain | None:
+    if not hasattr(context.model_chunks[0], "in_rows"):
+        return None
+    assert distributed.group.WORLD is not None
+    return build_sharded(context, distributed.group.WORLD)
+
+
+class _Model(nn.Module):
+    """Layers with plain and fused weights, and what Adam trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=1)
+        self.qkv = nn.Linear(16, 96)
+        self.gate_up = nn.Linear(16, 24, bias=False)
+        self.tall, self.wide = nn.Linear(16, 40, bias=False), nn.Linear(40, 16)
+        self.square = nn.Linear(16, 16, bias=False)
+        self.norm = nn.LayerNorm(16)
+        self.table = nn.Embedding(11, 16)
+        # in small waves, the rank that stores the first rows has them back before the others
+        parts = (Section((Field("q", 10),)), Section((Field("kv", 86),)))
+        self.qkv.weight.eopt_split = Split("qkv", (96, 16), parts)  # type: ignore[attr-defined]
+        self.gate_up.weight.eopt_split = gated((24, 16))  # type: ignore[attr-defined]
+        for name, param in self.named_parameters():
+            # bfloat16 has the same numbers
+            param.data.copy_(_random(name, tuple(param.shape)).bfloat16())
+
+
+def _random(name: str, shape: tuple[int, ...]) -> Tensor:
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return torch.randn(shape, generator=generator)
+
+
+_SHAPES = {name: tuple(param.shape) for name, param in _Model().named_parameters()}
+
+
+# Memory that must not be used any more
+
+
+class _PoisonedHost(HostMemory):
+    """Lets an update rule see no values in host memory during a step, where it is to fetch them."""
+
+    def __init__(self, *args: Any) -> None:
+        self._in_step = False
+        self._true: dict[Tensor, list[tuple[Tensor, Tensor]]] = {}
+        super().__init__(*args)
+
+    def announce(self, params: Iterable[Tensor], state: Any) -> None:
+        """Start to copy what will be fetched."""
+        params = list(params)
+        self._restore(params)
+        super().announce(params, state)
+
+    def write_back(self, params: Iterable[Tensor], state: Any) -> None:
+        """Move weights and state back to the host."""
+        params = list(self.params.intersection(params))
+        used = [value for param in params for _, value in self._tensors(param, state)]
+        super().write_back(params, state)
+        _poison(used)
+        for param in params:
+            homes = [home for _, home in self._tensors(param, state)]
+            self._true[param] = [(home, home.clone()) for home in homes]
+            _poison(homes)
+
+    def settle(self) -> None:
+        """Wait until the host can read what was written back."""
+        super().settle()
+        if not self._in_step:
+            self._restore(list(self._true))
+
+    def during(self, step: Callable[..., None], *args: Any) -> None:
+        """Take a step of the update rule."""
+        self._in_step = True
+        try:
+            step(*args)
+        finally:
+            self._in_step = False
+            self.settle()
+
+    def _restore(self, params: Iterable[Tensor]) -> None:
+        for param in params:
+            for home, value in self._true.pop(param, ()):
+                home.copy_(value)
+
+
+def _poison(tensors: Iterable[Tensor]) -> None:
+    for tensor in tensors:
+        tensor.fill_(torch.nan if tensor.is_floating_point() else 77)
+
+
+class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises where a collective may hang, or add up different parameters."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func._schema.name.startswith("c10d::"):
+            text = (
+                "%s while updates are stored: ranks do so in different waves; see sums_per_matrix"
+            )
+            raise ConformanceError(text % func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+_plain_run = Redistribution.run
+
+
+def _poisoned_run(self: Redistribution, load: Any, compute: Any, store: Any) -> None:
+    def store_and_poison(results: Mapping[str, Tensor]) -> None:
+        with _NoCollectives():  # type: ignore[no-untyped-call]
+            store(results)
+        for name, result in results.items():
+            place = self.place(name)
+            if place is not None and address_of(place) == address_of(result):
+                _poison([result])
+
+    _plain_run(self, load, compute, store_and_poison)
+    _poison(self.buffers.values())
+
+
+@contextlib.contextmanager
+def _scene(entry: _Entry) -> Iterator[None]:
+    """Register what is tested, and poison memory."""
+    BUILDERS.append(_build_in_rows)
+    patches = [
+        Patch(update_rule, "HostMemory", _PoisonedHost),
+        Patch(whole_matrix_rule, "HostMemory", _PoisonedHost),
+        Patch(Redistribution, "run", _poisoned_run),
+    ]
+    try:
+        with patched(patches), registered("under_test", entry):
+            yield
+    finally:
+        BUILDERS.remove(_build_in_rows)
+
+
+# Processes
+
+
+def _run(ranks: int, function: Callable[..., Any], *args: Any, timeout: float) -> list[Any]:
+    """Call a function on ranks in new processes."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    # not torch's pickler, which shares memory that ends with a process
+    job = pickle.dumps((function, args))
+    with tempfile.TemporaryDirectory() as folder:
+        pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
+        processes = [
+            context.Process(target=_serve, args=(rank, ranks, f"{folder}/store", ours, job))
+            for rank, (_, ours) in enumerate(pipes)
+        ]
+        for process, (_, ours) in zip(processes, pipes, strict=True):
+            process.start()
+            ours.close()
+        try:
+            replies = [_reply(theirs, rank, timeout) for rank, (theirs, _) in enumerate(pipes)]
+        finally:
+            for process in processes:
+                # with what it has started to write checkpoints
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(cast(int, process.pid), signal.SIGKILL)
+                process.kill()
+                process.join()
+    if errors := [error for error, _ in replies if error]:
+        raise RuntimeError(errors[0])
+    return [result for _, result in replies]
+
+
+def _reply(pipe: Any, rank: int, timeout: float) -> tuple[str | None, Any]:
+    if not pipe.poll(timeout):
+        return f"rank {rank} is not done after {timeout:g} s", None
+    try:
+        return pickle.loads(pipe.recv_bytes())  # type: ignore[no-any-return]
+    except EOFError:
+        return f"rank {rank} has ended", None
+
+
+def _serve(rank: int, ranks: int, store: str, pipe: Any, job: bytes) -> None:
+    os.setpgid(0, 0)
+    torch.set_num_threads(1)
+    cpu.enable()
+    distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(minutes=30),
+    )
+    reply: tuple[str | None, Any]
+    try:
+        function, args = pickle.loads(job)
+        reply = None, function(*args)
+    except Exception:
+        reply = traceback.format_exc(), None
+    pipe.send_bytes(pickle.dumps(reply))
+    # the parent ends this process once all ranks have replied
+    signal.pause()

@@ -1,0 +1,133 @@
+"""Storage in plain tensors, each a box of its parameter: some rows, some columns, or all of it.
+
+The code that cuts the model sets ``param.eopt_place``; see :class:`megatron_eopt.base.place.Place`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_eopt.base.agreement import gather_objects, raise_together_in
+from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.names import PLACE_ATTRIBUTE
+from megatron_eopt.base.place import is_part, place_of
+from megatron_eopt.layouts import Layout, block_layout
+from megatron_eopt.layouts.plan import sum_of_weights
+from megatron_eopt.matrices import Split
+from megatron_eopt.storage.shard import Ranks, Shard, box_layouts, global_name
+
+
+def refuse_part(param: Tensor, name: str) -> None:
+    """Raise a ConfigurationError for a part of a parameter, where whole ones are expected."""
+    if is_part(param):
+        rule = "is only a part of the parameter, which no registered storage takes"
+        hint = "Register a storage that calls megatron_eopt.extending.build_sharded"
+        raise ConfigurationError(f"{name}.{PLACE_ATTRIBUTE}", place_of(param), rule, hint)
+
+
+class PlacedShards:
+    """Which ranks of one group store which boxes of some parameters; the constructor is collective.
+
+    Several ranks may store the same box. The first of them is the source, whose copy counts.
+
+    Raises:
+        ConfigurationError: On all ranks, if a parameter has no place, ranks have different
+            parameters, or their boxes overlap or have gaps.
+    """
+
+    def __init__(self, names: Mapping[Tensor, str], group: dist.ProcessGroup | None) -> None:
+        self._ranks = Ranks.of(group)
+        mine = raise_together_in(group, lambda: [_described(p, n) for p, n in names.items()])
+        found = gather_objects(mine, group) if self._ranks.group is not None else [mine]
+        if any(_wholes(its) != _wholes(mine) for its in found):
+            rule = (
+                "must be parts of the same parameters, in the same order, on all ranks of a group"
+            )
+            hint = "Give every rank of the group its part of each parameter, even an empty one"
+            raise ConfigurationError(PLACE_ATTRIBUTE, [n for n, *_ in mine][:8], rule, hint)
+        # first and last indices of each rank's box, and whether its copy counts
+        self._boxes = {
+            param: _Boxes([its[number][1:3] for its in found]) for number, param in enumerate(names)
+        }
+        for (param, boxes), (name, *_, whole) in zip(self._boxes.items(), mine, strict=True):
+            if not boxes.cover(whole):
+                rule = "does not store every element once, on all ranks of the group together"
+                hint = "Correct the offsets; several ranks may store the same box, as copies"
+                raise ConfigurationError(f"{name}.{PLACE_ATTRIBUTE}", place_of(param), rule, hint)
+
+    def group_of(self, param: Tensor) -> dist.ProcessGroup | None:
+        """Return the group; None for one rank."""
+        return self._ranks.group
+
+    def is_cut(self, param: Tensor) -> bool:
+        """Return whether ranks store different parts."""
+        return bool(self._boxes[param].is_first[1:].any())
+
+    def counts(self, param: Tensor) -> bool:
+        """Return whether this rank's copy counts in sums over the group."""
+        return bool(self._boxes[param].is_first[self._ranks.rank])
+
+    def shards(
+        self,
+        params: Mapping[str, Tensor],
+        splits: Sequence[Split],
+        group: dist.ProcessGroup | None,
+        computed_by: Callable[[Sequence[Layout]], Sequence[int]],
+    ) -> list[Shard]:
+        """Return the shards of some parameters."""
+        return [
+            Shard(
+                name,
+                split,
+                box_layouts(split, self._boxes[param].layout(_whole(param), split.cols, name)),
+                self._ranks,
+                tuple(param.shape),
+                global_name=global_name(param, name),
+            )
+            for (name, param), split in zip(params.items(), splits, strict=True)
+        ]
+
+
+type _Described = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""Name, offset, local shape and whole shape of a parameter."""
+
+
+def _described(param: Tensor, name: str) -> _Described:
+    place = place_of(param, name)
+    if place is None:
+        rule = "must be set on every parameter, also on those that each rank stores as a whole"
+        hint = "For these, set it to ((0, 0), param.shape), with one 0 for each dimension"
+        raise ConfigurationError(f"{name}.{PLACE_ATTRIBUTE}", None, rule, hint)
+    return name, place.offset, tuple(param.shape), place.shape
+
+
+def _wholes(described: Sequence[_Described]) -> list[tuple[str, tuple[int, ...]]]:
+    return [(name, whole) for name, _, _, whole in described]
+
+
+def _whole(param: Tensor) -> tuple[int, ...]:
+    place = place_of(param)
+    assert place is not None
+    return place.shape
+
+
+class _Boxes:
+    """The box of one parameter on each rank."""
+
+    def __init__(self, boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
+        self.low = np.array([offset for offset, _ in boxes], np.int64)
+        self.high = self.low + np.array([shape for _, shape in boxes], np.int64)
+        first = {box: rank for rank, box in reversed(list(enumerate(boxes)))}
+        self.is_first = np.array([first[box] == rank for rank, box in enumerate(boxes)])
+
+    def cover(self, whole: tuple[int, ...]) -> bool:
+        """Return whether the boxes, each copy counted once, are the whole parameter."""
+        sizes = sum_of_weights(self.high) - sum_of_weights(self.low)
+        covered = np.multiply.reduce(sizes, axis=1)[self.is_first].sum()
+        return bool(covered == np.multiply.reduce(sum_of_weights(np.array(whole, np.int64))))
+
+    def layout(self, whole: tuple[int, ...], cols: int, name: str) -> Layout:
+        ranks = np.arange(len(self.low))
+        return block_layout(whole, self.low, self.high, ranks, self.is_first, cols=cols, name=name)

@@ -1,0 +1,216 @@
+"""Variants of Muon as contributors write them, and faults that the conformance test notices."""
+
+import ast
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed
+
+from megatron_eopt import TensorParallelMuon, conformance
+from megatron_eopt.extending import (
+    EmergingOptimizerEntry,
+    MuonRule,
+    build_replicated,
+    build_sharded,
+    register_storage,
+)
+from megatron_eopt.optimizers.stored_matrices import MatrixSums
+from megatron_eopt.storage.replicated import Float32Optimizer
+from megatron_eopt.wrappers import builders
+from tests.harness import run_ranks
+
+check = functools.partial(conformance.check, run=run_ranks)
+
+
+def variant(cls):
+    """Return the entry of a variant of Muon, which reads Muon's settings."""
+    return EmergingOptimizerEntry(cls, state_layout="matrix_update", prefixes=("muon",))
+
+
+class CautiousRule(MuonRule):
+    """Drops entries that differ in sign from the gradient; scales the rest by how many remain."""
+
+    sums_per_matrix = 1
+
+    def partial_sums(self, item, update):
+        agrees = update * item.param.grad > 0
+        update.mul_(agrees)
+        return [self.stored_matrices(item.number).sums(agrees)]
+
+    def use_totals(self, item, update, totals):
+        sizes = totals.new_tensor([rows * cols for rows, cols in self.shapes[item.number]])
+        self.stored_matrices(item.number).multiply_(update, sizes / totals[0].clamp(min=1))
+
+
+class CautiousMuon(TensorParallelMuon):
+    """Cautious Muon (arXiv:2411.16085)."""
+
+    update_rule_class = CautiousRule
+
+
+class BoundedRule(MuonRule):
+    """Lets no update of a whole matrix have a root mean square above a tenth."""
+
+    sums_per_matrix = 1
+
+    def partial_sums(self, item, update):
+        return [self.stored_matrices(item.number).square_sums(update)]
+
+    def use_totals(self, item, update, totals):
+        sizes = totals.new_tensor([rows * cols for rows, cols in self.shapes[item.number]])
+        factors = 0.1 / (totals[0] / sizes).sqrt().clamp(min=0.1)
+        self.stored_matrices(item.number).multiply_(update, factors)
+
+
+class BoundedMuon(TensorParallelMuon):
+    """Muon with bounded updates."""
+
+    update_rule_class = BoundedRule
+
+
+def test_contributing_shows_the_first_as_it_is():
+    page = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
+    shown = ast.parse(
+        next(b for b in page.split("```python") if "CautiousRule" in b).split("```")[0]
+    )
+    here = ast.parse(Path(__file__).read_text())
+    ours, theirs = (
+        [ast.unparse(part) for part in node.body if not is_text(part)]
+        for tree in (here, shown)
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and node.name == "CautiousRule"
+    )
+    assert ours == theirs
+
+
+def is_text(node):
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+@pytest.mark.parametrize("cls", [CautiousMuon, BoundedMuon])
+def test_variants_of_muon_conform(cls):
+    check(variant(cls))
+
+
+# Faults that the conformance test notices
+
+
+class PerWaveRule(MuonRule):
+    """Cautious Muon that adds up the sums of a wave, in which ranks have other parameters."""
+
+    def _apply(self, stepped, updates):
+        matrices = MatrixSums(self.shards, self.engine.device, self.engine.sharing)
+        mine = {}
+        for item in stepped:
+            agrees = updates[item.number] * item.param.grad > 0
+            updates[item.number].mul_(agrees)
+            mine[item.number] = [matrices.stored[item.number].sums(agrees)]
+        totals = matrices.totals(range(len(self.shards)), mine, 1)
+        for item in stepped:
+            sizes = torch.tensor([rows * cols for rows, cols in self.shapes[item.number]])
+            factors = sizes / totals[item.number][0].clamp(min=1)
+            matrices.stored[item.number].multiply_(updates[item.number], factors)
+        super()._apply(stepped, updates)
+
+
+class KeepingRule(MuonRule):
+    """Applies updates at the end of a step, when waves have overwritten them."""
+
+    def _begin(self, groups, stepped):
+        self.kept = []
+
+    def _apply(self, stepped, updates):
+        self.kept.append((stepped, updates))
+
+    def _end(self, stepped):
+        for kept in self.kept:
+            super()._apply(*kept)
+
+
+class LateRule(KeepingRule):
+    """Does the same with copies, but off-loaded weights are on the host by then."""
+
+    def _apply(self, stepped, updates):
+        self.kept.append((stepped, {number: value.clone() for number, value in updates.items()}))
+
+
+class PerWaveMuon(TensorParallelMuon):
+    update_rule_class = PerWaveRule
+
+
+class KeepingMuon(TensorParallelMuon):
+    update_rule_class = KeepingRule
+
+
+class LateMuon(TensorParallelMuon):
+    update_rule_class = LateRule
+
+
+@pytest.mark.parametrize(
+    ("cls", "where"),
+    [
+        (PerWaveMuon, "allreduce_ while updates are stored"),
+        (KeepingMuon, "in_zero1 on 1: tall.weight is nan"),
+        (LateMuon, "in_zero1, off-loaded on 1: tall.weight"),
+    ],
+)
+def test_the_conformance_test_fails_for_a_faulty_rule(cls, where):
+    with pytest.raises(conformance.ConformanceError, match=where):
+        check(variant(cls))
+
+
+@register_storage
+def with_own_norms(context):
+    """Build a storage in rows whose ranks have a gradient norm each."""
+    if not hasattr(context.model_chunks[0], "has_own_norms"):
+        return None
+    groups = [distributed.new_group([rank]) for rank in range(distributed.get_world_size())]
+    rank = distributed.get_rank()
+    return build_sharded(context, distributed.group.WORLD, norm_group=groups[rank])
+
+
+def with_own_norm(model):
+    """Cut a model into rows."""
+    rank, ranks = distributed.get_rank(), distributed.get_world_size()
+    for param in model.parameters():
+        first, stop = (len(param) * n // ranks for n in (rank, rank + 1))
+        param.eopt_place = ((first, *[0] * (param.dim() - 1)), tuple(param.shape))
+        param.data = param.data[first:stop].clone()
+    model.has_own_norms = True
+    return model
+
+
+@register_storage
+def as_copies(context):
+    """Take rows for whole parameters."""
+    is_mine = hasattr(context.model_chunks[0], "has_undeclared_rows")
+    return build_replicated(context, Float32Optimizer) if is_mine else None
+
+
+def undeclared(model):
+    """Cut a model into rows without a word."""
+    for param in with_own_norm(model).parameters():
+        del param.eopt_place
+        vars(param).pop("eopt_split", None)
+    del model.has_own_norms
+    model.has_undeclared_rows = True
+    return model
+
+
+@pytest.mark.parametrize(
+    ("storage", "where"),
+    [
+        (with_own_norm, "gradient norm of the steps is"),
+        (undeclared, "has other values on another data-parallel rank"),
+    ],
+)
+def test_the_conformance_test_fails_for_a_faulty_storage(storage, where):
+    with pytest.raises(conformance.ConformanceError, match=where):
+        check("muon", storage=storage)
+
+
+def teardown_module():
+    for builder in (with_own_norms, as_copies):
+        builders.BUILDERS.remove(builder)

@@ -1,0 +1,168 @@
+"""A storage of plain tensors says which part of each parameter a rank has, and in which group."""
+
+import functools
+import re
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.optimizer.optimizer import param_is_not_shared
+from torch import distributed, nn
+
+from megatron_eopt import (
+    ConfigurationError,
+    EmergingOptimizerConfig,
+    conformance,
+    get_megatron_optimizer,
+)
+from megatron_eopt.extending import build_sharded, register_storage
+from megatron_eopt.fsdp2 import build_optimizer
+from megatron_eopt.wrappers import builders
+from tests.harness import run_ranks
+
+check = functools.partial(conformance.check, run=run_ranks)
+
+
+@register_storage
+def in_parts(context):
+    """Build the optimizer of a model that is cut into parts."""
+    if not hasattr(context.model_chunks[0], "is_in_parts"):
+        return None
+    return build_sharded(context, distributed.group.WORLD)
+
+
+def cut(model, dim):
+    """Let the second rank have about two thirds of each parameter."""
+    rank, ranks = distributed.get_rank(), distributed.get_world_size()
+    for param in model.parameters():
+        at = min(dim, param.dim() - 1)
+        whole, offset = tuple(param.shape), [0] * param.dim()
+        ends = (0, whole[at]) if ranks == 1 else (0, whole[at] // 3, whole[at])
+        offset[at], stop = ends[rank : rank + 2]
+        param.eopt_place = (tuple(offset), whole)
+        param.data = param.data.narrow(at, offset[at], stop - offset[at]).clone()
+    model.is_in_parts = True
+    return model
+
+
+def in_rows(model):
+    """Cut rows."""
+    return cut(model, 0)
+
+
+def in_columns(model):
+    """Cut columns, and vectors."""
+    return cut(model, 1)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "config", "storage"),
+    [
+        ("muon", {}, in_rows),
+        ("muon", {}, in_columns),
+        ("soap", {"clip_grad": 0.0}, in_rows),
+        ("soap", {"clip_grad": 0.0}, in_columns),
+        ("muon", {"bf16": True}, in_rows),
+    ],
+)
+def test_two_ranks_train_as_one_does(optimizer, config, storage):
+    check(optimizer, config, storage=storage)
+
+
+def test_a_package_needs_nothing_but_the_conformance_test():
+    conformance.check("adam", storage=in_rows)
+
+
+class Experts(nn.Module):
+    """Weights of three experts, of which each rank has some rows of each, and a copied gain."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(3, 8, 6, generator=generator))
+        self.weight.eopt_split = "whole"
+        self.gain = nn.Parameter(torch.ones(()))
+
+
+def trained_experts():
+    """Return this rank's part of the experts after a step, its whole gradient norm and zeros."""
+    parallel_state.initialize_model_parallel()
+    model, ranks = Experts(), distributed.get_world_size()
+    rows = slice(0, 8) if ranks == 1 else (slice(0, 3), slice(3, 8))[distributed.get_rank()]
+    model.weight.eopt_place = ((0, rows.start, 0), (3, 8, 6))
+    model.gain.eopt_place = ((), ())
+    model.weight.data = model.weight.data[:, rows].clone()
+    model.is_in_parts = True
+    config = EmergingOptimizerConfig(optimizer="muon", lr=0.1, log_num_zeros_in_grad=True)
+    optimizer = get_megatron_optimizer(config, [model])
+    gradient = torch.arange(144.0).view(3, 8, 6)
+    model.weight.grad, model.gain.grad = gradient[:, rows].clone(), torch.zeros(())
+    _, norm, zeros = optimizer.step()
+    counted = [param_is_not_shared(model.gain), param_is_not_shared(model.weight)]
+    return model.weight.detach(), float(norm), zeros, counted
+
+
+def test_rows_of_every_expert_are_parts_and_copies_count_once():
+    (whole, norm, zeros, _), *_ = run_ranks(1, trained_experts)
+    first, second = run_ranks(2, trained_experts)
+    torch.testing.assert_close(torch.cat([first[0], second[0]], 1), whole, rtol=0, atol=1e-6)
+    for found in (first, second):
+        assert found[1:3] == (pytest.approx(norm), zeros)
+    assert (first[3], second[3]) == ([True, True], [False, True])
+
+
+PLACES = {
+    "must be set on every parameter": lambda rank: None,
+    "must be .offset, shape.": lambda rank: ((7, 0), (8, 6)),
+    "does not store every element": lambda rank: ((2 * rank, 0), (8, 6)),
+    "must be parts of the same parameters": lambda rank: ((0, 0), (4 + rank, 6)),
+}
+
+
+def refused(rank_of_place, build):
+    """Return what building over a weight with a place raises."""
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel()
+    model = nn.Linear(6, 4, bias=False)
+    if (place := rank_of_place(distributed.get_rank())) is not None:
+        model.weight.eopt_place = place
+    model.is_in_parts = True
+    with pytest.raises(ConfigurationError) as caught:
+        build(EmergingOptimizerConfig(optimizer="muon", lr=0.1), model)
+    return str(caught.value)
+
+
+def for_rule(rule):
+    def build(config, model):
+        get_megatron_optimizer(config, [model])
+
+    return refused(PLACES[rule], build)
+
+
+@pytest.mark.parametrize("rule", PLACES)
+def test_parts_that_do_not_add_up_raise_on_all_ranks(rule):
+
+    for said in run_ranks(2, for_rule, rule):
+        assert re.search(rule, said), said
+
+
+def elsewhere():
+    """Return what our own storages say of a part."""
+
+    def place(rank):
+        return ((4 * rank, 0), (8, 6))
+
+    def by_factory(config, model):
+        del model.is_in_parts
+        get_megatron_optimizer(config, [model])
+
+    return [refused(place, build) for build in (by_factory, lambda c, m: build_optimizer(m, c))]
+
+
+def test_a_part_is_not_taken_for_a_whole_parameter():
+    for said in run_ranks(2, elsewhere):
+        assert all("is only a part of the parameter" in text for text in said)
+
+
+def teardown_module():
+    builders.BUILDERS.remove(in_parts)
