@@ -25,12 +25,12 @@ ORDER = (
     "megatron_lm",
     "arguments",
     "__init__",
+    "conformance",
     "bridge",
     "checkpoints",
     "emerging_optimizers",
     "fsdp2",
     "muon",
-    "conformance",
     "extending",
     # what it is made of
     "wrappers",
