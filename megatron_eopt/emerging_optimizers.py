@@ -8,7 +8,7 @@ import torch
 from megatron_eopt.base.errors import check_choice
 from megatron_eopt.config import registry
 from megatron_eopt.config.arguments import (
-    construct,
+    constructed,
     emerging_kwargs,
     entry_kwargs,
     qkv_split_shapes,
@@ -71,7 +71,7 @@ def _create_emerging_optimizer(
 ) -> tuple[torch.optim.Optimizer, Any]:
     kwargs = entry_kwargs(eopt_name, config, model_chunks, pg_collection)
     init_state_fn = registry.entry_of(eopt_name).init_state_fn
-    return construct(eopt_name, config, param_groups, kwargs), init_state_fn
+    return constructed(eopt_name, config, param_groups, kwargs), init_state_fn
 
 
 def _default_adam_based_eopt_config_to_kwargs(

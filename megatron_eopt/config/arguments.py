@@ -27,7 +27,7 @@ def arguments_of(
     return kwargs | ({"lr": RATE_TO_COME} if kwargs.get("lr", 0.0) is None else {})
 
 
-def construct(
+def constructed(
     name: str, config: Any, groups: Sequence[Any], kwargs: dict[str, Any], **own: Any
 ) -> torch.optim.Optimizer:
     """Construct the optimizer ``name`` over groups; errors name the configuration's fields.

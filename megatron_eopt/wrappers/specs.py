@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import SCALAR_OPTIMIZERS, STEP
-from megatron_eopt.config.arguments import arguments_of, construct
+from megatron_eopt.config.arguments import arguments_of, constructed
 from megatron_eopt.config.fields import constructor_arguments
 from megatron_eopt.config.registry import StateLayoutT, entries, entry_of, steps_in_pieces
 from megatron_eopt.config.settings import Settings
@@ -176,7 +176,7 @@ def _maker_of(
     if name in SCALAR_OPTIMIZERS:
         return functools.partial(build_scalar_optimizer, name, settings, plain=plain)
     kwargs = arguments_of(name, settings, model_chunks, pg_collection)
-    return lambda groups, **own: construct(name, settings.config, groups, kwargs, **own)
+    return lambda groups, **own: constructed(name, settings.config, groups, kwargs, **own)
 
 
 def _stand_in() -> list[ParamGroup]:

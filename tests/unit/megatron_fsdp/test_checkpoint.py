@@ -128,7 +128,7 @@ def test_missing_state_is_refused_unless_it_may_start_fresh():
     def matched(wanted, contents, *fresh):
         return match(wanted, readers, contents, Policy(frozenset(fresh)), has_stepped=False)
 
-    with pytest.raises(ConfigurationError, match=r"weight: exp_avg_sq.*--checkpoint-fresh"):
+    with pytest.raises(ConfigurationError, match=r"weight: exp_avg_sq.*--ckpt-allow-missing"):
         matched(copy.deepcopy(wanted), contents)
     larger = {**contents.shapes, "optimizer.state.weight.exp_avg": (3, 3)}
     with pytest.raises(ConfigurationError, match="weight: exp_avg, weight: exp_avg_sq"):
