@@ -1,7 +1,8 @@
 """The entry point through which every optimizer orthogonalizes its matrices."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from megatron_eopt.base.address import address_of
 from megatron_eopt.base.errors import ConfigurationError, check_choice, check_number
+from megatron_eopt.math import products
 from megatron_eopt.math.algorithm import (
     AlgorithmT,
     Plan,
@@ -21,6 +23,7 @@ from megatron_eopt.math.backends import Backend, get_backend
 from megatron_eopt.math.coefficients import CoefficientsLike, Triple, resolve_coefficients
 from megatron_eopt.math.newton_schulz import (
     FLOAT16_NORM,
+    LastT,
     ReduceT,
     iterate_gram,
     iterate_standard,
@@ -228,6 +231,9 @@ def _iterate(
     The result is written to ``out``, which may be ``wide``, if its dtype and strides allow it.
     """
     plan = plan.stable(wide.shape[-2])
+    # the standard form too, see Note [Float16 range]
+    if plan.dtype == torch.bfloat16 and products.serves(wide, plan.dtype):
+        plan = replace(plan, dtype=torch.float16)
     tall = wide.stride(-2) < wide.stride(-1)
     x = wide.mT if tall else wide
     place = None
@@ -244,11 +250,17 @@ def _iterate(
     else:
         schedule = _scaled(schedule, factor)
     x = normalize(x, eps, plan.dtype, reduce, norm=norm, out=first)
+    finish: LastT | None = None
+    if plan.dtype == torch.float16 and products.serves(x):
+        # the last product also multiplies by what remains, and rounds once
+        result = torch.empty_like(x, dtype=wide.dtype) if out is None or place is None else out
+        finish = partial(products.multiply, out=result, alpha=factor / scale)
+    buffers: dict[str, Any] = {"tall": tall, "spare": spare, "last": finish}
     if plan.algorithm == "standard":
-        x = iterate_standard(x, schedule, reduce, tall=tall, spare=spare)
+        x = iterate_standard(x, schedule, reduce, **buffers)
     else:
-        x = iterate_gram(x, schedule, plan, reduce, tall=tall, spare=spare)
-    if plan.dtype == torch.float16:
+        x = iterate_gram(x, schedule, plan, reduce, **buffers)
+    if plan.dtype == torch.float16 and finish is None:
         last: float | Tensor = factor / scale
         if not _WITHIN_FLOAT16[0] <= abs(factor / scale) <= _WITHIN_FLOAT16[1]:
             # a 1-D factor makes the product float32 before it is rounded

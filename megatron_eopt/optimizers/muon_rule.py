@@ -295,10 +295,10 @@ def _out(
     """Return the tensor to write a direction to: its place in a stack, if dtype and size fit.
 
     The direction is rounded to ``dtype`` if that is narrower than the momentum's. None means that
-    the momentum itself is the direction (without Nesterov and without a place).
+    the momentum itself is the direction (without Nesterov, a place and rounding).
     """
     narrower = dtype is not None and dtype.itemsize < kept.dtype.itemsize
     wanted = dtype if narrower else kept.dtype
     if place is not None and (place.dtype, place.numel()) == (wanted, kept.numel()):
         return place
-    return torch.empty_like(kept, dtype=wanted) if nesterov else None
+    return torch.empty_like(kept, dtype=wanted) if nesterov or narrower else None
