@@ -161,12 +161,14 @@ def normalize(
     *,
     norm: float = 1.0,
     out: Tensor | None = None,
+    squares: Tensor | None = None,
 ) -> Tensor:
     """Divide each matrix by its Frobenius norm, or by ``eps`` if that is larger.
 
     Squares are summed in float32 by row (on a GPU: by block), then in float64, because a single
     float32 sum over the millions of entries of a weight loses up to four digits. A row or block
-    with a norm beyond 1.8e19 overflows and gives a zero update, except in float64.
+    with a norm beyond 1.8e19 overflows and gives a zero update, except in float64. ``squares``
+    ``(..., parts)`` are these sums, if they are known.
 
     Returns:
         A contiguous tensor of this ``dtype``, shaped like ``x``, ``(..., m, n)`` of any float
@@ -177,7 +179,8 @@ def normalize(
     if out is None:
         out = torch.empty(x.shape, dtype=dtype, device=x.device)
     if norms.serves(x):
-        squares = norms.sums_of_squares(x, careful)
+        if squares is None or careful:
+            squares = norms.sums_of_squares(x, careful)
         if reduce is not None:
             squares = reduce(squares.sum(-1, keepdim=True, dtype=torch.float64))
         norms.divide(x, squares, eps, norm, out)

@@ -4,7 +4,6 @@ The kernels are torch operators so that a dry run counts them. Triton is importe
 because it is installed only on machines with GPUs.
 """
 
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from megatron_eopt.base import gpu
 
+_KERNELS = "megatron_eopt.math.triton_normalize"
 _MOST_PARTS = 1024  # partial sums per matrix; each block of the second kernel adds them up
 _BLOCK = 4096  # elements that a program adds at once
 
@@ -43,6 +43,8 @@ def divide(x: Tensor, squares: Tensor, eps: float, norm: float, out: Tensor) -> 
 
     The partial sums of squares ``(..., parts)`` are added in float64.
     """
+    if squares.shape[-1] > _MOST_PARTS:
+        squares = squares.sum(-1, keepdim=True, dtype=torch.float64)
     torch.ops.megatron_eopt.divide_by_norms(x, squares, eps, norm, out)
 
 
@@ -54,13 +56,12 @@ def _no_sums(x: Tensor, chunk: int, careful: bool) -> Tensor:
 
 def _sum(x: Tensor, chunk: int, careful: bool) -> Tensor:
     found = _no_sums(x, chunk, careful)
-    import_module("megatron_eopt.math.triton_normalize").launch_sums(x, found, chunk, _BLOCK)
+    gpu.call(_KERNELS, "launch_sums", x, x, found, chunk, _BLOCK)
     return found
 
 
 def _divide(x: Tensor, squares: Tensor, eps: float, norm: float, out: Tensor) -> None:
-    kernels = import_module("megatron_eopt.math.triton_normalize")
-    kernels.launch_division(x, squares, eps, norm, out, _BLOCK)
+    gpu.call(_KERNELS, "launch_division", x, x, squares, eps, norm, out, _BLOCK)
 
 
 _library.impl("sums_of_squares", _sum, "CompositeExplicitAutograd")

@@ -138,6 +138,7 @@ class Orthogonalization:
         reduce: ReduceT | None = None,
         whole_shape: tuple[int, int] | None = None,
         in_place: bool = False,
+        squares: Tensor | None = None,
     ) -> Tensor:
         """Return orthogonal factors, in ``x`` itself if ``in_place``; see :func:`orthogonalize`."""
         if x.ndim < 2:
@@ -160,7 +161,8 @@ class Orthogonalization:
             if other is None:
                 out = wide if in_place else None
                 factor = math.prod(factors)
-                result = _iterate(wide, self._schedule, factor, plan, self.eps, reduce, out)
+                given = (reduce, out, squares)
+                result = _iterate(wide, self._schedule, factor, plan, self.eps, *given)
             elif reduce is None:
                 result = other.compute(wide, self._schedule, plan, self.eps)
             else:
@@ -206,15 +208,18 @@ class Orthogonalization:
         reduce: ReduceT | None,
         shape: tuple[int, int],
         scales: tuple[float, ...] = (),
+        squares: Tensor | None = None,
     ) -> None:
         """Replace a stack ``(batch, rows, cols)`` by orthogonal factors times ``scales``, in place.
 
         With ``reduce``, ranks share the long side of matrices of this ``shape``. A batch of one is
-        computed as a 2-D matrix.
+        computed as a 2-D matrix. ``squares`` ``(batch, parts)`` are sums of squares, if known.
         """
         whole_shape = None if reduce is None else shape
-        matrices = stack[0] if len(stack) == 1 else stack
-        self(matrices, scale=scales, reduce=reduce, whole_shape=whole_shape, in_place=True)
+        if len(stack) == 1:
+            stack, squares = stack[0], None if squares is None else squares[0]
+        given: dict[str, Any] = {"whole_shape": whole_shape, "squares": squares}
+        self(stack, scale=scales, reduce=reduce, in_place=True, **given)
 
 
 def _iterate(
@@ -225,6 +230,7 @@ def _iterate(
     eps: float,
     reduce: ReduceT | None,
     out: Tensor | None,
+    squares: Tensor | None,
 ) -> Tensor:
     """Orthogonalize this rank's parts of matrices and multiply the result by ``factor``.
 
@@ -249,7 +255,7 @@ def _iterate(
         schedule, scale = rescaled(schedule, norm)
     else:
         schedule = _scaled(schedule, factor)
-    x = normalize(x, eps, plan.dtype, reduce, norm=norm, out=first)
+    x = normalize(x, eps, plan.dtype, reduce, norm=norm, out=first, squares=squares)
     finish: LastT | None = None
     if plan.dtype == torch.float16 and products.serves(x):
         # the last product also multiplies by what remains, and rounds once

@@ -72,9 +72,8 @@ def _multiply(
             out.diagonal(0, -2, -1).add_(diagonal)
         return
     stacks = [t if t is None or t.ndim == 3 else t.unsqueeze(0) for t in (left, right, add, out)]
-    kernels = import_module("megatron_eopt.math.triton_products")
-    with torch.cuda.device_of(out):  # type: ignore[no-untyped-call]
-        kernels.launch(*stacks, (alpha, beta, diagonal), symmetric)
+    numbers = (alpha, beta, diagonal)
+    gpu.call("megatron_eopt.math.triton_products", "launch", out, *stacks, numbers, symmetric)
 
 
 def _quack_serves(left: Tensor, right: Tensor, out: Tensor) -> bool:

@@ -8,7 +8,7 @@ from torch import Tensor
 @triton.jit
 def _sum_squares(x, sums, size, chunk, wide: tl.constexpr, block: tl.constexpr):
     """Sum the squares of one chunk of one matrix."""
-    part, matrix = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    part, matrix = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     begin = part * chunk
     total = tl.zeros((block,), wide)
     for start in range(begin, begin + chunk, block):
@@ -27,7 +27,7 @@ def _divide(x, sums, out, numbers, size, parts, widths: tl.constexpr):
     old = tl.sqrt(tl.sum(squares.to(tl.float64)))
     old = tl.maximum(old, tl.full((), numbers[0], tl.float64), propagate_nan=tl.PropagateNan.ALL)
     factor = (numbers[1] / old).to(tl.float32)
-    places = tl.program_id(0) * widths[1] + tl.arange(0, widths[1])
+    places = tl.program_id(0).to(tl.int64) * widths[1] + tl.arange(0, widths[1])
     mask = places < size
     value = tl.load(x + matrix * size + places, mask=mask).to(tl.float32) * factor
     tl.store(out + matrix * size + places, value.to(out.dtype.element_ty), mask=mask)
