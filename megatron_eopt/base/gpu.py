@@ -56,7 +56,7 @@ def uploaded(values: Any, device: torch.device) -> Tensor:
 
 
 class HostCopy:
-    """Copies a scalar from the device to the host without blocking; only ``read`` waits."""
+    """Copies a small tensor from the device to the host without blocking; only ``read`` waits."""
 
     def __init__(self, value: Tensor) -> None:
         self._arrival: torch.cuda.Event | None = None
@@ -67,8 +67,8 @@ class HostCopy:
             self._arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._arrival.record()
 
-    def read(self) -> float:
-        """Wait for the copy and return the value."""
+    def read(self) -> Any:
+        """Wait for the copy and return the number, or a list of numbers."""
         if self._arrival is not None:
             self._arrival.synchronize()
-        return float(self._copy)
+        return self._copy.tolist()

@@ -21,7 +21,12 @@ from megatron_eopt.optimizers.host_memory import OffloadSettings, on_device
 from megatron_eopt.optimizers.muon import declared_split
 from megatron_eopt.optimizers.update_rule import CompositeOptimizer, ParamGroup, UpdateRule, bind
 from megatron_eopt.storage import zero1
-from megatron_eopt.storage.buffers import BufferSet, check_buffers, data_parallel_only
+from megatron_eopt.storage.buffers import (
+    BufferSet,
+    check_buffers,
+    data_parallel_only,
+    with_own_group,
+)
 from megatron_eopt.storage.interface import Storage
 from megatron_eopt.wrappers.overlap import windows_of
 from megatron_eopt.wrappers.specs import OptimizerSpec, update_rule_over
@@ -177,8 +182,10 @@ def _driver(
     slabs = spec.layout == "matrix_update" and spec.optimizer.tp_mode == "blockwise"
     if slabs:
         grid = data_parallel_only(grid, buffers.data)
+    settings = sharding.settings
+    overlaps = settings.overlaps_step and spec.name == "muon"
     split_of = functools.partial(sharding.split_of, spec.optimizer)
-    members = grid
+    members = with_own_group(grid) if overlaps else grid
     shards = raise_together_in(
         grid.ranks.group,
         lambda: {
@@ -187,8 +194,6 @@ def _driver(
         },
     )
     # with owners, a rank sends and receives its share of a matrix twice, however many ranks
-    settings = sharding.settings
-    overlaps = settings.overlaps_step and spec.name == "muon"
     engine_config = EngineConfig(
         "exchange",
         wave_mb=settings.wave_mb,
