@@ -165,9 +165,9 @@ def normalize(
 ) -> Tensor:
     """Divide each matrix by its Frobenius norm, or by ``eps`` if that is larger.
 
-    Squares are summed in float32 by row (on a GPU: by block), then in float64, because a single
-    float32 sum over the millions of entries of a weight loses up to four digits. A row or block
-    with a norm beyond 1.8e19 overflows and gives a zero update, except in float64. ``squares``
+    Squares are summed in float32 by row, then in float64 (on a GPU: in float64 alone), because a
+    single float32 sum over the millions of entries of a weight loses up to four digits. On a CPU, a
+    row with a norm beyond 1.8e19 overflows and gives a zero update, except in float64. ``squares``
     ``(..., parts)`` are these sums, if they are known.
 
     Returns:
@@ -179,8 +179,8 @@ def normalize(
     if out is None:
         out = torch.empty(x.shape, dtype=dtype, device=x.device)
     if norms.serves(x):
-        if squares is None or careful:
-            squares = norms.sums_of_squares(x, careful)
+        if squares is None:
+            squares = norms.sums_of_squares(x)
         if reduce is not None:
             squares = reduce(squares.sum(-1, keepdim=True, dtype=torch.float64))
         norms.divide(x, squares, eps, norm, out)

@@ -84,7 +84,7 @@ def mix_(
     """
     decayed = weights if how.decay else [None] * len(weights)
     for lists in _alike(momenta, outs, grads, decayed, sums or [None] * len(weights)):
-        if _is_served(lists):
+        if _is_served(lists[:-1]):
             numbers = (1 - how.momentum, how.momentum if how.nesterov else 1.0, how.decay)
             torch.ops.megatron_eopt.mix(*lists, coefficient, numbers)
         else:
@@ -92,10 +92,10 @@ def mix_(
 
 
 def empty_sums(direction: Tensor) -> Tensor | None:
-    """Return the tensor for a direction's sums of squares, float32; None without kernels."""
+    """Return the tensor for a direction's sums of squares, float64; None without kernels."""
     if not _is_served([[direction]]):
         return None
-    return direction.new_empty(-(-direction.numel() // BLOCK), dtype=torch.float32)
+    return direction.new_empty(-(-direction.numel() // BLOCK), dtype=torch.float64)
 
 
 def _mix(lists: Sequence[list[Tensor]], coefficient: Tensor | None, how: MomentumMixing) -> None:

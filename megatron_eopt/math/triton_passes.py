@@ -22,7 +22,12 @@ from megatron_eopt.math import passes
 BLOCK = tl.constexpr(passes.BLOCK)
 """Elements per program."""
 
-_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+_TYPES = {
+    torch.float64: tl.float64,
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+}
 
 
 @triton.jit
@@ -89,7 +94,7 @@ def mix(programs, table, count, coefficient, numbers, dtypes: tl.constexpr, alig
         found = _lerp(grad, mixed.to(tl.float32), numbers[1]).to(dtypes[0]).to(dtypes[1])
         tl.store(_at(table, 2 * count, number, dtypes[1], aligned) + places, found, mask=mask)
         if dtypes[4] is not None:
-            value = tl.where(mask, found.to(tl.float32), 0.0)
+            value = tl.where(mask, found.to(tl.float64), 0.0)
             sums = _at(table, 5 * count, number, dtypes[4], False)
             block = tl.load(programs + tl.num_programs(0) + tl.program_id(0))
             tl.store(sums + block, tl.sum(value * value))

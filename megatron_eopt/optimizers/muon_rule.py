@@ -51,7 +51,6 @@ class MuonRule(UpdateRule):
 
     reports_updates = True
     folds_clipping = True
-    sums_squares = True  # whether the pass over gradients also takes the norms of matrices
 
     def __init__(
         self, optimizer: Any, shards: Sequence[Shard], engine_config: EngineConfig
@@ -249,7 +248,7 @@ class MuonRule(UpdateRule):
     def _empty_sums(self, number: int, out: Tensor | None, place: Tensor | None) -> Tensor | None:
         """Return the tensor for the sums of squares of a matrix that is written to its place."""
         names = self.shards[number].matrix_names
-        if not self.sums_squares or out is None or out is not place or len(names) > 1:
+        if out is None or out is not place or len(names) > 1:
             return None
         sums = empty_sums(out)
         if sums is not None:

@@ -27,9 +27,6 @@ class WindowedMuonRule(MuonRule):
     ``windows`` has the window index of each shard; window 0 is updated first.
     """
 
-    # directions of a look-ahead are not in place, and both ways must round norms equally
-    sums_squares = False
-
     def __init__(
         self,
         optimizer: Any,

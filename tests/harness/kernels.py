@@ -15,7 +15,12 @@ from triton.runtime.jit import JITFunction
 
 from megatron_eopt.base import gpu
 
-NAMES = tuple(f"megatron_eopt.math.triton_{name}" for name in ("passes", "normalize", "products"))
+NAMES = (
+    "megatron_eopt.math.triton_passes",
+    "megatron_eopt.math.triton_normalize",
+    "megatron_eopt.math.triton_products",
+    "megatron_eopt.layouts.block_copies",
+)
 
 
 @contextmanager
