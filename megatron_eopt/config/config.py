@@ -85,7 +85,8 @@ class EmergingOptimizerConfig(OptimizerConfig):
 
     muon_wave_mb: float = DEFAULT_WAVE_MB
     """MiB of full matrices that a rank assembles at a time, for Muon and for optimizers with
-    full-matrix state such as SOAP. Lower it if a step runs out of memory."""
+    full-matrix state such as SOAP. Lower it if a step runs out of memory. On one rank, Muon takes a
+    quarter of all matrices at a time unless this is below its default."""
 
     muon_team_size: int = DEFAULT_TEAM_SIZE
     """Most ranks that orthogonalize one matrix together if there are more ranks than work, with the

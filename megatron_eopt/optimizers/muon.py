@@ -294,7 +294,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
         Args:
             shards: The shards.
-            engine_config: Gives the mode, device, team size and windows; all else is as here.
+            engine_config: Gives the mode, device, team size, windows and whether waves grow; all
+                else is as here.
         """
         windows = engine_config.windows
         engine_config = replace(
@@ -302,6 +303,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             mode=engine_config.mode,
             device=engine_config.device,
             team_size=engine_config.team_size,
+            grows=engine_config.grows,
         )
         if windows:
             return WindowedMuonRule(self, shards, engine_config, windows)

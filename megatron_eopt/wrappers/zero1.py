@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_eopt.base.address import address_of
 from megatron_eopt.base.agreement import raise_together, raise_together_in
+from megatron_eopt.base.names import DEFAULT_WAVE_MB
 from megatron_eopt.config.checks import refuse_for_overlap
 from megatron_eopt.config.settings import RunSettings
 from megatron_eopt.matrices import Split, whole
@@ -200,6 +201,8 @@ def _driver(
         device=torch.device("cuda", torch.cuda.current_device()),
         team_size=settings.team_size,
         windows=windows_of(list(shards), sharding.chunks) if overlaps else (),
+        # a smaller wave saves memory on purpose, and off-loading needs small ones
+        grows=settings.wave_mb >= DEFAULT_WAVE_MB and not settings.offload_fraction,
     )
     return update_rule_over(spec, groups, shards, engine_config, config)
 
