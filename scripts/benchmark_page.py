@@ -24,6 +24,11 @@ COUNTED = {
         "--num-layers 8 --hidden-size 2048 --ffn-hidden-size 8192 --num-attention-heads 16 "
         + OF_FLAGS,
     ),
+    "8 query groups": (
+        "the same with 8 query groups",
+        "--num-layers 8 --hidden-size 2048 --ffn-hidden-size 8192 --num-attention-heads 16 "
+        "--group-query-attention --num-query-groups 8 " + OF_FLAGS,
+    ),
     "small layers": (
         "GPT, 333 layers, hidden size 32 (1,998 matrices), 1 rank",
         "--num-layers 333 --hidden-size 32 --ffn-hidden-size 128 --num-attention-heads 4 "
@@ -41,8 +46,42 @@ KINDS = {
     "tflop": "TFLOP of matrix products",
     "host_waits": "times that the host waits for the GPU",
 }
-SHOWN = {"gpt": ("kernels", "muon_bytes", "adam_bytes", "tflop", "host_waits")}
-"""Which of these the page has; of the other models only all kernels."""
+SHOWN = {
+    "gpt": ("kernels", "muon_bytes", "adam_bytes", "tflop", "host_waits"),
+    "8 query groups": (),
+}
+"""Which of these the page compares with an older commit; of the other models only all kernels."""
+
+PREDICTED = ("gpt", "8 query groups")
+"""Models whose step the page predicts for an H100."""
+
+FLOPS, MEMORY = 660e12, 2.8e12
+"""FLOP/s and bytes/s that an H100 has reached: in 8192 x 28672 iterations, and with copies."""
+
+LEAST = {"gpt": 10.72, "8 query groups": 8.42}
+"""TFLOP if half of every symmetric product is computed."""
+
+ITEMS = {
+    "matrix products": ("orthogonalization",),
+    "copies of their addends": ("addends",),
+    "gradient norm": ("norm", "clipping"),
+    "Muon: directions": ("directions",),
+    "Muon: normalization": ("normalization",),
+    "Muon: copies of Q, K and V": ("exchange",),
+    "Muon: weights": ("weights",),
+    "Adam": ("update",),
+}
+"""Rows of the prediction, and the phases that they consist of."""
+
+FLOOR = {
+    "matrix products": 0.0,
+    "gradient norm": 4,
+    "Muon: directions": 14,
+    "Muon: weights": 12,
+    "Adam": 30,
+}
+"""Least bytes per parameter: gradient, momentum, 16-bit direction; weight, update, 16-bit weight;
+gradient, weight, two moments, 16-bit weight."""
 
 PAGE = """\
 # Benchmarks
@@ -94,6 +133,14 @@ to these commands for all figures:
 ```bash
 {counted_commands}
 ```
+
+What these counts predict for one H100, at 660 TFLOP/s and 2.8 TB/s, in ms. "Before" is commit
+{predicted_before}, "floor" reads and writes each number once, with half of the symmetric products.
+
+{predicted}
+
+Gaps between kernels are left out, and tiles on the diagonal of symmetric results: these are
+computed whole, which takes about 0.5 ms. Nothing is assumed to run at the same time.
 
 ## On a wire
 
@@ -180,6 +227,8 @@ def page() -> str:
         before=counted["before"]["commit"],
         now=counted["commit"],
         counted_commands="\n".join(map(shown_command, COUNTED)),
+        predicted_before=counted["predicted_before"]["commit"],
+        predicted=of_prediction(counted),
         wire=machine(over_wire),
         wire_steps=wire.shown(over_wire["steps"]),
         steps=machine(steps),
@@ -251,11 +300,55 @@ def of_iterations(rows: list[dict[str, Any]]) -> str:
 def of_counts(figures: dict[str, Any]) -> str:
     rows = []
     for key, (title, _) in COUNTED.items():
-        before, now = figures["before"][key], figures["models"][key]
+        before, now = figures["before"].get(key, {}), figures["models"][key]
         for place, kind in enumerate(SHOWN.get(key, ("all_kernels",))):
             model = "" if place else title
             rows.append([model, KINDS[kind], f"{before[kind]:,}", f"{now[kind]:,}"])
     return table("model | | before: | now:", rows)
+
+
+def of_prediction(figures: dict[str, Any]) -> str:
+    """Return the table of predicted milliseconds."""
+    columns: list[list[float]] = []
+    for key in PREDICTED:
+        now = figures["models"][key]
+        for found in (figures["predicted_before"][key], now["phases"]):
+            columns.append([milliseconds(found, phases) for phases in ITEMS.values()])
+        columns.append([floor(item, now["elements"], now["least_tflop"]) for item in ITEMS])
+    rows = [
+        [item, *(f"{value:.1f}" for value in values)]
+        for item, *values in zip((*ITEMS,), *columns, strict=True)
+    ]
+    rows.append(["**all**", *(f"**{sum(column):.1f}**" for column in columns)])
+    kinds = ("before", "now", "floor")
+    heads = [f"{COUNTED[key][0].split(',')[0]}: {kind}:" for key in PREDICTED for kind in kinds]
+    return table(" | ".join(["item", *heads]), rows)
+
+
+def milliseconds(phases: dict[str, dict[str, float]], names: tuple[str, ...]) -> float:
+    """Return the predicted milliseconds of some phases."""
+    found = [phases[name] for name in names if name in phases]
+    return 1e3 * sum(one["bytes"] / MEMORY + one["flops"] / FLOPS for one in found)
+
+
+def floor(item: str, elements: dict[str, int], tflop: float) -> float:
+    """Return the least milliseconds of an item."""
+    if item == "matrix products":
+        return 1e15 * tflop / FLOPS
+    owners = {"gradient norm": elements.values(), "Adam": [elements["AdamW"]]}
+    count = sum(owners.get(item, [elements["TensorParallelMuon"]]))
+    return 1e3 * count * FLOOR.get(item, 0) / MEMORY
+
+
+def by_phase(counted: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Return bytes and FLOPs by phase; normalization is what products do not account for."""
+    found = {
+        phase["name"]: {k: phase[k] for k in ("bytes", "flops")} for phase in counted["phases"]
+    }
+    passes = found["orthogonalization"]["bytes"]
+    found["normalization"] = {"bytes": passes, "flops": 0}
+    found["orthogonalization"]["bytes"] = 0
+    return found
 
 
 def of_comparison(figures: dict[str, Any]) -> str:
@@ -308,6 +401,9 @@ def count() -> None:
             "tflop": round(in_all["flops"] / 1e12, 1),
             "host_waits": in_all["host_waits"],
         }
+        if key in PREDICTED:
+            least = {"least_tflop": LEAST[key], "elements": counted["elements"]}
+            figures["models"][key] |= least | {"phases": by_phase(counted)}
     figures["commit"] = commit()[:7]
     (FIGURES / "counted.json").write_text(json.dumps(figures, indent=1) + "\n")
 

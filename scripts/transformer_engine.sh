@@ -23,7 +23,8 @@ fetch() {
     local major="${CUDA_MAJOR:-$("$python" -c 'import torch; print(torch.version.cuda.split(".")[0])')}"
     local get=("$python" -m pip download --disable-pip-version-check --quiet --dest "$1" --no-deps)
     mkdir -p "$1"
-    "${get[@]}" "transformer-engine-cu$major==$version"
+    # the first is the package that is imported, the second has its libraries
+    "${get[@]}" "transformer-engine==$version" "transformer-engine-cu$major==$version"
     "${get[@]}" --no-build-isolation "transformer-engine-torch==$version"
     # its dependencies at run time, except torch
     "${get[@]}" onnxscript onnx onnx-ir ml-dtypes pydantic pydantic-core annotated-types \

@@ -16,7 +16,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from benchmarks.gpu_check import report
 from benchmarks.gpu_check.plan import SECTIONS
@@ -50,6 +52,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--again", action="store_true", help="repeat sections that passed")
     parser.add_argument("--gpus", type=int, metavar="N", help="number of GPUs (default: all)")
     parser.add_argument("--small", action="store_true", help="use small sizes")
+    text = "run the sections on a CPU, with small sizes and Triton's interpreter; writes no results"
+    parser.add_argument("--rehearse", action="store_true", help=text)
     return parser
 
 
@@ -119,6 +123,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         value = getattr(arguments, name)
         if value is not None and not 0 < value < math.inf:
             parser.error(f"--{name} {value}: must be a number above 0")
+    if arguments.rehearse:
+        rehearse: Any = import_module("benchmarks.gpu_check.rehearsal").rehearse
+        outcomes = rehearse(arguments.only, arguments.out.resolve())
+        return int(any(outcome.problems for outcome in outcomes.values()))
     try:
         prepared = prepared_run(arguments, began)
     except (WheelsError, RuntimeError, OSError, subprocess.TimeoutExpired) as error:

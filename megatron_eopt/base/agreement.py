@@ -212,7 +212,7 @@ def _raise(rank: int, report: Any, own: Exception | None) -> NoReturn:
     raise error from own
 
 
-def group_of_members(ranks: Sequence[int]) -> Any:
+def group_of_members(ranks: Sequence[int], description: str | None = None) -> Any:
     """Create a process group of some global ranks; only these ranks call this.
 
     Torch derives a group's name from the number of groups that a rank has created, which may
@@ -232,6 +232,11 @@ def group_of_members(ranks: Sequence[int]) -> Any:
     _made[members] += 1
     _world.group_count = -_made[members]
     try:
-        return distributed.new_group(members, use_local_synchronization=True, pg_options=options)
+        return distributed.new_group(
+            members,
+            use_local_synchronization=True,
+            pg_options=options,
+            group_desc=description,
+        )
     finally:
         _world.group_count = made

@@ -1,8 +1,15 @@
 """Detects GPUs and tensors that GPU kernels can process, and copies values to the host."""
 
+import logging
+from functools import cache
+from importlib import import_module
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
+
+logger = logging.getLogger(__name__)
 
 
 def is_there() -> bool:
@@ -11,12 +18,45 @@ def is_there() -> bool:
 
 
 def runs_kernels(tensor: Tensor) -> bool:
-    """Return whether GPU code handles a tensor: one on a GPU, or a dry run's fake tensor."""
-    return tensor.is_cuda or is_fake(tensor)
+    """Return whether our kernels handle a tensor: one on a GPU, or a dry run's fake tensor."""
+    return is_fake(tensor) or (tensor.is_cuda and compiles())
+
+
+@cache
+def compiles() -> bool:
+    """Return whether Triton can build a kernel on this machine; warn if it cannot."""
+    try:
+        import_module("megatron_eopt.base.triton_probe").launch()
+    except Exception as error:
+        logger.warning(
+            "Triton cannot build kernels on this machine, so optimizer steps use torch's and are "
+            "slower. It needs a C compiler and Python's headers. The error was: %s",
+            error,
+        )
+        return False
+    return True
+
+
+def call(module: str, function: str, tensor: Tensor, *args: Any) -> None:
+    """Call a function that launches Triton kernels, on the device of ``tensor``.
+
+    Triton launches on the current device, which need not be the tensor's. Its module is imported
+    now, because Triton is installed only on machines with GPUs.
+    """
+    with torch.cuda.device_of(tensor):  # type: ignore[no-untyped-call]
+        getattr(import_module(module), function)(*args)
+
+
+def uploaded(values: Any, device: torch.device) -> Tensor:
+    """Return a numpy array as a tensor on a device, without waiting for it."""
+    tensor = torch.from_numpy(values)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 class HostCopy:
-    """Copies a scalar from the device to the host without blocking; only ``read`` waits."""
+    """Copies a small tensor from the device to the host without blocking; only ``read`` waits."""
 
     def __init__(self, value: Tensor) -> None:
         self._arrival: torch.cuda.Event | None = None
@@ -27,8 +67,8 @@ class HostCopy:
             self._arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._arrival.record()
 
-    def read(self) -> float:
-        """Wait for the copy and return the value."""
+    def read(self) -> Any:
+        """Wait for the copy and return the number, or a list of numbers."""
         if self._arrival is not None:
             self._arrival.synchronize()
-        return float(self._copy)
+        return self._copy.tolist()

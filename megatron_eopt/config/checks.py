@@ -5,6 +5,7 @@ import math
 from collections.abc import Collection, Iterable
 from typing import Any, get_args
 
+from megatron_eopt.base import gpu
 from megatron_eopt.base.agreement import gather_objects, is_rank_0
 from megatron_eopt.base.errors import (
     ConfigurationError,
@@ -178,6 +179,9 @@ def check_alike(config: Any) -> None:
     if mine.get("muon_backend") == "auto":
         # the choice depends on the packages installed on a host
         mine["muon_backend"] = automatic()
+    if gpu.is_there():
+        # ranks without Triton's kernels would round otherwise
+        mine["triton"] = gpu.compiles()
     gather_unique = gather_objects(mine)
     for name in dict.fromkeys(name for its in gather_unique for name in its):
         values = {repr(its.get(name)) for its in gather_unique}

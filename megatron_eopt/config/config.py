@@ -87,7 +87,8 @@ class EmergingOptimizerConfig(OptimizerConfig, metaclass=TakesOldNames):
 
     matrix_buffer_mb: float = DEFAULT_MATRIX_BUFFER_MB
     """MiB of full matrices that a rank assembles at a time, for Muon and for optimizers with
-    full-matrix state such as SOAP. Lower it if a step runs out of memory."""
+    full-matrix state such as SOAP. Lower it if a step runs out of memory. On one rank, Muon takes a
+    quarter of all matrices at a time unless this is below its default."""
 
     muon_max_ranks_per_matrix: int = DEFAULT_MAX_RANKS_PER_MATRIX
     """Most ranks that orthogonalize one matrix together if there are more ranks than work, with the

@@ -1,7 +1,8 @@
 """The Triton kernel of :func:`megatron_eopt.layouts.redistribution.run_copies`, launched once.
 
-It gets an int64 table: for each program the index of its block and its part of that block; then for
-each block two addresses, three sizes, and two strides each for source and sink.
+It gets two tables. ``programs`` has for each program the index of its block and its part of that
+block; it follows from sizes. ``table`` has for each block two addresses, three sizes, and two
+strides each for source and sink.
 """
 
 from collections.abc import Sequence
@@ -12,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from megatron_eopt.base import gpu
 
 BLOCK = tl.constexpr(2048)
 """Elements that one program copies."""
@@ -33,11 +36,16 @@ def _number(table: tl.tensor, place: tl.tensor, aligned: tl.constexpr) -> tl.ten
 
 
 @triton.jit
-def _copy(table: tl.tensor, read: tl.constexpr, write: tl.constexpr, aligned: tl.constexpr) -> None:
+def _copy(
+    programs: tl.tensor,
+    table: tl.tensor,
+    read: tl.constexpr,
+    write: tl.constexpr,
+    aligned: tl.constexpr,
+) -> None:
     """Copy a program's elements; the last dimension is dense on both sides."""
-    programs = tl.num_programs(0)
-    block = table + 2 * programs + tl.load(table + tl.program_id(0)) * _FIELDS
-    first = tl.load(table + programs + tl.program_id(0)).to(tl.int32) * BLOCK
+    block = table + tl.load(programs + tl.program_id(0)) * _FIELDS
+    first = tl.load(programs + tl.num_programs(0) + tl.program_id(0)) * BLOCK
     places = first + tl.arange(0, BLOCK)
     width = _number(block, 4, aligned).to(tl.int32)
     height = tl.load(block + 3).to(tl.int32)
@@ -55,29 +63,36 @@ def _copy(table: tl.tensor, read: tl.constexpr, write: tl.constexpr, aligned: tl
     tl.store(sink + columns, values, mask=mask)
 
 
-@lru_cache(maxsize=256)
-def _table(device: torch.device, blocks: tuple[tuple[int, ...], ...]) -> tuple[Tensor, int, bool]:
-    """Return the table on a device, the number of programs, and whether everything is aligned."""
-    values = np.array(blocks, np.int64)
-    counts = -(-values[:, 2:5].prod(1) // BLOCK.value)
-    number = np.repeat(np.arange(len(values)), counts)
+@lru_cache(maxsize=128)
+def _programs(device: torch.device, sizes: tuple[tuple[int, ...], ...]) -> Tensor:
+    """Return the table of programs, given the size of each block."""
+    counts = -(-np.array(sizes, np.int64).prod(1) // BLOCK.value)
+    number = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
     part = np.arange(len(number)) - np.repeat(np.cumsum(counts) - counts, counts)
-    table = torch.from_numpy(np.concatenate([number, part, values.ravel()]))
-    if device.type == "cuda":
-        table = table.pin_memory()
-    is_aligned = not (values[:, (0, 1, 4, 5, 6, 7, 8)] % 16).any()
-    return table.to(device, non_blocking=True), len(number), is_aligned
+    return gpu.uploaded(np.stack([number, part.astype(np.int32)]), device)
+
+
+@lru_cache(maxsize=1024)
+def _table(device: torch.device, blocks: tuple[tuple[int, ...], ...]) -> Tensor:
+    return gpu.uploaded(np.array(blocks, np.int64), device)
 
 
 def launch(outs: Sequence[Tensor], blocks: Sequence[Tensor]) -> None:
-    """Copy blocks to ``outs``: 1-D to 3-D, the last dimension dense, one dtype on each side."""
-    rows = []
+    """Copy blocks to ``outs``: 1-D to 3-D, the last dimension dense, one dtype on each side.
+
+    Blocks that are not aligned get a launch of their own, since they need narrow loads.
+    """
+    parts: dict[bool, list[tuple[int, ...]]] = {}
     for out, block in zip(outs, blocks, strict=True):
         ahead = 3 - block.dim()
         sizes = (*(1,) * ahead, *block.shape)
-        strides = [((0,) * ahead + side.stride())[:2] for side in (block, out)]
-        rows.append((block.data_ptr(), out.data_ptr(), *sizes, *strides[0], *strides[1]))
-    table, programs, is_aligned = _table(outs[0].device, tuple(rows))
-    if programs:
-        types = _TYPES[blocks[0].dtype], _TYPES[outs[0].dtype]
-        _copy[(programs,)](table, *types, is_aligned, num_warps=8)
+        source, sink = (((0,) * ahead + side.stride())[:2] for side in (block, out))
+        row = (block.data_ptr(), out.data_ptr(), *sizes, *source, *sink)
+        aligned = not any(number % 16 for number in (*row[:2], *row[4:]))
+        parts.setdefault(aligned, []).append(row)
+    device, types = outs[0].device, (_TYPES[blocks[0].dtype], _TYPES[outs[0].dtype])
+    for aligned, rows in parts.items():
+        programs = _programs(device, tuple(row[2:5] for row in rows))
+        if programs.numel():
+            table = _table(device, tuple(rows))
+            _copy[(programs.shape[1],)](programs, table, *types, aligned, num_warps=8)

@@ -12,7 +12,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -39,8 +38,7 @@ type FlatT = Sequence[Tensor] | Mapping[int, Tensor]
 
 @torch.library.custom_op("megatron_eopt::copy_blocks", mutates_args=("outs",))
 def _copy_blocks(outs: Sequence[Tensor], blocks: Sequence[Tensor]) -> None:
-    # imported late, since Triton is installed only on machines with GPUs
-    import_module("megatron_eopt.layouts.block_copies").launch(outs, blocks)
+    gpu.call("megatron_eopt.layouts.block_copies", "launch", outs[0], outs, blocks)
 
 
 _copy_blocks.register_fake(lambda outs, blocks: None)

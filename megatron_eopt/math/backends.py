@@ -133,7 +133,8 @@ def transformer_engine(group: dist.ProcessGroup | None = None) -> Backend:
             the same whole matrices. Default: all ranks.
 
     Raises:
-        ConfigurationError: If Transformer Engine, a GPU or ``torch.distributed`` is missing.
+        ConfigurationError: If Transformer Engine, a GPU or ``torch.distributed`` is missing, or it
+            was built without cuSolverMp.
     """
     name, present = "transformer_engine", find_spec("transformer_engine") is not None
     _require(name, name, "--no-build-isolation 'transformer-engine[pytorch]'", present)
@@ -141,7 +142,15 @@ def transformer_engine(group: dist.ProcessGroup | None = None) -> Backend:
         hint = "Call torch.distributed.init_process_group('nccl') first, also for one GPU"
         raise ConfigurationError("backend", name, "needs an NCCL process group", hint)
     module = import_module("transformer_engine.pytorch.newton_schulz")
-    context = module.CusolverMpCtx(group or dist.group.WORLD)
+    try:
+        context = module.CusolverMpCtx(group or dist.group.WORLD)
+        # some releases notice only here that they were built without the library
+        eye = torch.eye(16 * dist.get_world_size(group), device="cuda", dtype=torch.bfloat16)
+        module.newton_schulz_tp(eye, context, 1, [(1.5, -0.5, 0.0)])
+    except RuntimeError as error:
+        rule = f"cannot use cuSolverMp, which Transformer Engine must be built with: {error}"
+        hint = "Build it with NVTE_WITH_CUSOLVERMP=1, or use backend='torch'"
+        raise ConfigurationError("backend", name, rule, hint) from error
 
     def compute(wide: Tensor, schedule: tuple[Triple, ...], plan: Plan, eps: float) -> Tensor:
         x = normalize(wide, eps, plan.dtype)

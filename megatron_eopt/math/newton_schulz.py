@@ -16,12 +16,21 @@ Note [Gram form]
     ``a`` is added to the diagonal afterwards. So only the product for ``P`` has an addend, which
     libraries copy if it must be kept.
 
+Note [Half products]
+    Kernels of :mod:`megatron_eopt.math.products` compute one triangle of a symmetric matrix and
+    mirror it. In exact arithmetic all small matrices are symmetric. Rounded polynomials do not
+    quite commute, though, so mirroring a product of two of them is another rounding error. It is
+    smallest if ``R = b A + c A^2`` is multiplied and ``a`` times the other factor is added in
+    float32, since ``R`` has a small diagonal. The error of ``Q`` in segments after the first was
+    still up to 1.6 times as large on low rank, so these are computed whole.
+
 Note [Float16 range]
     With 16-bit precision the Gram form uses float16, which has three more mantissa bits than
     bfloat16 but a range that products of small numbers leave. So iterates are scaled
     (:func:`rescaled`), first by a power of two, then so that each step's ``a`` is a power of two.
     Singular values near zero make ``P`` nearly ``a I``, where a rounded ``a`` would be the same
-    error in all of them; powers of two and their products in ``Q`` are exact.
+    error in all of them; powers of two and their products in ``Q`` are exact. With kernels for
+    half products, the standard form uses float16 too. Then ``a`` needs no addend as large as ``X``.
 
 Note [Teams]
     Ranks that share a matrix can also divide the products of small matrices: each computes the same
@@ -43,7 +52,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from megatron_eopt.math import norms
+from megatron_eopt.math import norms, products
 from megatron_eopt.math.algorithm import Plan
 from megatron_eopt.math.coefficients import Triple
 
@@ -81,6 +90,10 @@ def multiply_add(
 
     Without ``add`` the first term is zero. See Note [Widened products].
     """
+    if add is not None and products.serves(left):
+        # libraries would copy the addend
+        out = _result(left, right) if out is None else out
+        return products.multiply(left, right, out, add, alpha=alpha, beta=beta)
     if is_widened(left):
         wide = None if add is None else add.float()
         total = multiply_add(left.float(), right.float(), wide, beta=beta, alpha=alpha, out=wide)
@@ -91,6 +104,34 @@ def multiply_add(
     if left.ndim == 2:
         return torch.addmm(add, left, right, beta=beta, alpha=alpha, out=out)
     return torch.baddbmm(add, left, right, beta=beta, alpha=alpha, out=out)
+
+
+def symmetric(
+    left: Tensor,
+    right: Tensor,
+    add: Tensor | None = None,
+    *,
+    beta: float = 1.0,
+    alpha: float = 1.0,
+    diagonal: float = 0.0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return ``beta add + alpha left right + diagonal I``, which is known to be symmetric.
+
+    Kernels compute half of it, where they serve the operands; see Note [Half products].
+    """
+    if not products.serves(left):
+        out = multiply_add(left, right, add, beta=beta, alpha=alpha, out=out)
+        if diagonal:
+            out.diagonal(0, -2, -1).add_(diagonal)
+        return out
+    out = _result(left, right) if out is None else out
+    numbers = {"alpha": alpha, "beta": beta, "diagonal": diagonal}
+    return products.multiply(left, right, out, add, symmetric=True, **numbers)
+
+
+def _result(left: Tensor, right: Tensor) -> Tensor:
+    return left.new_empty((*left.shape[:-1], right.shape[-1]))
 
 
 def is_widened(matrix: Tensor) -> bool:
@@ -120,12 +161,14 @@ def normalize(
     *,
     norm: float = 1.0,
     out: Tensor | None = None,
+    squares: Tensor | None = None,
 ) -> Tensor:
     """Divide each matrix by its Frobenius norm, or by ``eps`` if that is larger.
 
-    Squares are summed in float32 by row (on a GPU: by block), then in float64, because a single
-    float32 sum over the millions of entries of a weight loses up to four digits. A row or block
-    with a norm beyond 1.8e19 overflows and gives a zero update, except in float64.
+    Squares are summed in float32 by row, then in float64 (on a GPU: in float64 alone), because a
+    single float32 sum over the millions of entries of a weight loses up to four digits. On a CPU, a
+    row with a norm beyond 1.8e19 overflows and gives a zero update, except in float64. ``squares``
+    ``(..., parts)`` are these sums, if they are known.
 
     Returns:
         A contiguous tensor of this ``dtype``, shaped like ``x``, ``(..., m, n)`` of any float
@@ -136,7 +179,8 @@ def normalize(
     if out is None:
         out = torch.empty(x.shape, dtype=dtype, device=x.device)
     if norms.serves(x):
-        squares = norms.sums_of_squares(x, careful)
+        if squares is None:
+            squares = norms.sums_of_squares(x)
         if reduce is not None:
             squares = reduce(squares.sum(-1, keepdim=True, dtype=torch.float64))
         norms.divide(x, squares, eps, norm, out)
@@ -156,6 +200,10 @@ def normalize(
     return torch.mul(x, factor[..., None, None], out=out)
 
 
+LastT = Callable[[Tensor, Tensor], Tensor]
+"""Multiplies a small matrix and the last iterate, in the order given."""
+
+
 def iterate_standard(
     x: Tensor,
     triples: Sequence[Triple],
@@ -163,27 +211,36 @@ def iterate_standard(
     *,
     tall: bool = False,
     spare: Tensor | None = None,
+    last: LastT | None = None,
 ) -> Tensor:
     """Run ``X <- a X + (b A + c A^2) X`` with ``A = X X^T`` once per triple, and return ``X``.
 
     ``x`` is normalised and is overwritten. ``spare``, a buffer like ``x`` (by default new), holds
-    every other iterate. Each step calls ``reduce`` with the Gram matrix; a team also gathers once
-    per step. It takes ``len(triples) * (4 n / m + 2) m^3`` FLOPs per matrix.
+    every other iterate. ``last``, if given, computes the last product. Each step calls ``reduce``
+    with the Gram matrix; a team also gathers once per step. It takes
+    ``len(triples) * (4 n / m + 2) m^3`` FLOPs per matrix. With float16, ``a`` is on the diagonal of
+    the small matrix, see Note [Float16 range].
     """
     team = _team(reduce)
     m = x.shape[-1] if tall else x.shape[-2]
     square, polynomial = x.new_empty((2, *x.shape[:-2], m, m))
     spare = torch.empty_like(x) if spare is None else spare
-    for a, b, c in triples:
-        wide = x.mT if tall else x
-        square = _reduced(multiply_add(wide, wide.mT, out=square), reduce)
+    on_diagonal = x.dtype == torch.float16
+    for step, (a, b, c) in enumerate(triples):
+        wide, diagonal = x.mT if tall else x, a if on_diagonal else 0.0
+        square = _reduced(symmetric(wide, wide.mT, out=square), reduce)
         if team is None:
-            multiply_add(square, square, square, beta=b, alpha=c, out=polynomial)
+            numbers = {"beta": b, "alpha": c, "diagonal": diagonal}
+            symmetric(square, square, square, out=polynomial, **numbers)
         else:
             mine = _rows_of(square, team)
-            polynomial = team.gather(multiply_add(mine, square, mine, beta=b, alpha=c))
+            rows = multiply_add(mine, square, mine, beta=b, alpha=c)
+            rows.diagonal(team.rows(m)[0], -2, -1).add_(diagonal)
+            polynomial = team.gather(rows)
         left, right = (x, polynomial) if tall else (polynomial, x)
-        multiply_add(left, right, x, beta=a, out=spare)
+        if last is not None and step + 1 == len(triples):
+            return last(left, right)
+        multiply_add(left, right, None if on_diagonal else x, beta=a, out=spare)
         x, spare = spare, x
     return x
 
@@ -234,6 +291,24 @@ def accumulate(a: Tensor, triples: Sequence[Triple], team: Team | None = None) -
     return q
 
 
+def _accumulate_halves(a: Tensor, triples: Sequence[Triple], *, is_first: bool) -> Tensor:
+    """Return what :func:`accumulate` does, by half products; see Note [Half products]."""
+    q: Tensor | None = None
+    for step, (first, second, third) in enumerate(triples):
+        rest = symmetric(a, a, a, beta=second, alpha=third)
+        if q is not None:
+            multiply = symmetric if is_first else multiply_add
+            q = multiply(rest, q, q, beta=first)
+        if step + 1 < len(triples):
+            inner = symmetric(rest, a, a, beta=first)
+            a = symmetric(inner, rest, inner, beta=first)
+        if q is None:
+            q = rest
+            q.diagonal(0, -2, -1).add_(first)
+    assert q is not None, "a segment holds at least one step"
+    return q
+
+
 def _gathered(rows: Tensor, team: Team | None) -> Tensor:
     return rows if team is None else team.gather(rows)
 
@@ -253,18 +328,26 @@ def iterate_gram(
     *,
     tall: bool = False,
     spare: Tensor | None = None,
+    last: LastT | None = None,
 ) -> Tensor:
     """Run all steps on Gram matrices, with a new one at each restart; return the last iterate.
 
-    ``x`` and ``spare`` are as in :func:`iterate_standard`. ``reduce`` is called with the Gram
-    matrix once per segment between restarts. A team also gathers, see Note [Teams].
+    ``x``, ``spare`` and ``last`` are as in :func:`iterate_standard`. ``reduce`` is called with the
+    Gram matrix once per segment between restarts. A team also gathers, see Note [Teams].
     """
+    team = _team(reduce)
     spare = torch.empty_like(x) if spare is None else spare
     for start, stop in pairwise((0, *plan.restarts, len(triples))):
         wide = x.mT if tall else x
-        a = _reduced(multiply_add(wide, wide.mT), reduce)
-        q = accumulate(a, triples[start:stop], _team(reduce))
-        x, spare = multiply_add(*((x, q) if tall else (q, x)), out=spare), x
+        a = _reduced(symmetric(wide, wide.mT), reduce)
+        if team is None and products.serves(a):
+            q = _accumulate_halves(a, triples[start:stop], is_first=start == 0)
+        else:
+            q = accumulate(a, triples[start:stop], team)
+        left, right = (x, q) if tall else (q, x)
+        if last is not None and stop == len(triples):
+            return last(left, right)
+        x, spare = multiply_add(left, right, out=spare), x
     return x
 
 

@@ -4,7 +4,6 @@ The kernels are torch operators so that a dry run counts them. Triton is importe
 because it is installed only on machines with GPUs.
 """
 
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -12,11 +11,12 @@ from torch import Tensor
 
 from megatron_eopt.base import gpu
 
+_KERNELS = "megatron_eopt.math.triton_normalize"
 _MOST_PARTS = 1024  # partial sums per matrix; each block of the second kernel adds them up
 _BLOCK = 4096  # elements that a program adds at once
 
 _library: Any = torch.library.Library("megatron_eopt", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("sums_of_squares(Tensor x, int chunk, bool careful) -> Tensor")
+_library.define("sums_of_squares(Tensor x, int chunk) -> Tensor")
 _library.define(
     "divide_by_norms(Tensor x, Tensor squares, float eps, float norm, Tensor(a!) out) -> ()"
 )
@@ -27,14 +27,15 @@ def serves(x: Tensor) -> bool:
     return gpu.runs_kernels(x) and x.is_contiguous() and x.dtype != torch.float64 and x.numel() > 0
 
 
-def sums_of_squares(x: Tensor, careful: bool) -> Tensor:
-    """Return partial sums of squares ``(..., parts)`` of matrices ``(..., m, n)``.
+def sums_of_squares(x: Tensor) -> Tensor:
+    """Return partial sums of squares ``(..., parts)`` of matrices ``(..., m, n)``, float64.
 
-    They are float32, or float64 if squares may leave float32's range (``careful``).
+    Squares of 16-bit numbers and their sums are exact in float64 unless magnitudes differ by more
+    than 1e5. So norms have the same bits, however matrices are cut into parts.
     """
     size = x.shape[-2] * x.shape[-1]
     chunk = -(-size // (_MOST_PARTS * _BLOCK)) * _BLOCK
-    found: Tensor = torch.ops.megatron_eopt.sums_of_squares(x, max(chunk, 4 * _BLOCK), careful)
+    found: Tensor = torch.ops.megatron_eopt.sums_of_squares(x, max(chunk, 4 * _BLOCK))
     return found
 
 
@@ -43,24 +44,24 @@ def divide(x: Tensor, squares: Tensor, eps: float, norm: float, out: Tensor) -> 
 
     The partial sums of squares ``(..., parts)`` are added in float64.
     """
+    if squares.shape[-1] > _MOST_PARTS:
+        squares = squares.sum(-1, keepdim=True, dtype=torch.float64)
     torch.ops.megatron_eopt.divide_by_norms(x, squares, eps, norm, out)
 
 
-def _no_sums(x: Tensor, chunk: int, careful: bool) -> Tensor:
+def _no_sums(x: Tensor, chunk: int) -> Tensor:
     parts = -(-x.shape[-2] * x.shape[-1] // chunk)
-    dtype = torch.float64 if careful else torch.float32
-    return x.new_empty((*x.shape[:-2], parts), dtype=dtype)
+    return x.new_empty((*x.shape[:-2], parts), dtype=torch.float64)
 
 
-def _sum(x: Tensor, chunk: int, careful: bool) -> Tensor:
-    found = _no_sums(x, chunk, careful)
-    import_module("megatron_eopt.math.triton_normalize").launch_sums(x, found, chunk, _BLOCK)
+def _sum(x: Tensor, chunk: int) -> Tensor:
+    found = _no_sums(x, chunk)
+    gpu.call(_KERNELS, "launch_sums", x, x, found, chunk, _BLOCK)
     return found
 
 
 def _divide(x: Tensor, squares: Tensor, eps: float, norm: float, out: Tensor) -> None:
-    kernels = import_module("megatron_eopt.math.triton_normalize")
-    kernels.launch_division(x, squares, eps, norm, out, _BLOCK)
+    gpu.call(_KERNELS, "launch_division", x, x, squares, eps, norm, out, _BLOCK)
 
 
 _library.impl("sums_of_squares", _sum, "CompositeExplicitAutograd")

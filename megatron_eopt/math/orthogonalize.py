@@ -1,7 +1,8 @@
 """The entry point through which every optimizer orthogonalizes its matrices."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from megatron_eopt.base.address import address_of
 from megatron_eopt.base.errors import ConfigurationError, check_choice, check_number
+from megatron_eopt.math import products
 from megatron_eopt.math.algorithm import (
     AlgorithmT,
     Plan,
@@ -21,6 +23,7 @@ from megatron_eopt.math.backends import Backend, get_backend
 from megatron_eopt.math.coefficients import CoefficientsLike, Triple, resolve_coefficients
 from megatron_eopt.math.newton_schulz import (
     FLOAT16_NORM,
+    LastT,
     ReduceT,
     iterate_gram,
     iterate_standard,
@@ -135,6 +138,7 @@ class Orthogonalization:
         reduce: ReduceT | None = None,
         whole_shape: tuple[int, int] | None = None,
         in_place: bool = False,
+        squares: Tensor | None = None,
     ) -> Tensor:
         """Return orthogonal factors, in ``x`` itself if ``in_place``; see :func:`orthogonalize`."""
         if x.ndim < 2:
@@ -157,7 +161,8 @@ class Orthogonalization:
             if other is None:
                 out = wide if in_place else None
                 factor = math.prod(factors)
-                result = _iterate(wide, self._schedule, factor, plan, self.eps, reduce, out)
+                given = (reduce, out, squares)
+                result = _iterate(wide, self._schedule, factor, plan, self.eps, *given)
             elif reduce is None:
                 result = other.compute(wide, self._schedule, plan, self.eps)
             else:
@@ -203,15 +208,18 @@ class Orthogonalization:
         reduce: ReduceT | None,
         shape: tuple[int, int],
         scales: tuple[float, ...] = (),
+        squares: Tensor | None = None,
     ) -> None:
         """Replace a stack ``(batch, rows, cols)`` by orthogonal factors times ``scales``, in place.
 
         With ``reduce``, ranks share the long side of matrices of this ``shape``. A batch of one is
-        computed as a 2-D matrix.
+        computed as a 2-D matrix. ``squares`` ``(batch, parts)`` are sums of squares, if known.
         """
         whole_shape = None if reduce is None else shape
-        matrices = stack[0] if len(stack) == 1 else stack
-        self(matrices, scale=scales, reduce=reduce, whole_shape=whole_shape, in_place=True)
+        if len(stack) == 1:
+            stack, squares = stack[0], None if squares is None else squares[0]
+        given: dict[str, Any] = {"whole_shape": whole_shape, "squares": squares}
+        self(stack, scale=scales, reduce=reduce, in_place=True, **given)
 
 
 def _iterate(
@@ -222,12 +230,16 @@ def _iterate(
     eps: float,
     reduce: ReduceT | None,
     out: Tensor | None,
+    squares: Tensor | None,
 ) -> Tensor:
     """Orthogonalize this rank's parts of matrices and multiply the result by ``factor``.
 
     The result is written to ``out``, which may be ``wide``, if its dtype and strides allow it.
     """
     plan = plan.stable(wide.shape[-2])
+    # the standard form too, see Note [Float16 range]
+    if plan.dtype == torch.bfloat16 and products.serves(wide, plan.dtype):
+        plan = replace(plan, dtype=torch.float16)
     tall = wide.stride(-2) < wide.stride(-1)
     x = wide.mT if tall else wide
     place = None
@@ -243,12 +255,18 @@ def _iterate(
         schedule, scale = rescaled(schedule, norm)
     else:
         schedule = _scaled(schedule, factor)
-    x = normalize(x, eps, plan.dtype, reduce, norm=norm, out=first)
+    x = normalize(x, eps, plan.dtype, reduce, norm=norm, out=first, squares=squares)
+    finish: LastT | None = None
+    if plan.dtype == torch.float16 and products.serves(x):
+        # the last product also multiplies by what remains, and rounds once
+        result = torch.empty_like(x, dtype=wide.dtype) if out is None or place is None else out
+        finish = partial(products.multiply, out=result, alpha=factor / scale)
+    buffers: dict[str, Any] = {"tall": tall, "spare": spare, "last": finish}
     if plan.algorithm == "standard":
-        x = iterate_standard(x, schedule, reduce, tall=tall, spare=spare)
+        x = iterate_standard(x, schedule, reduce, **buffers)
     else:
-        x = iterate_gram(x, schedule, plan, reduce, tall=tall, spare=spare)
-    if plan.dtype == torch.float16:
+        x = iterate_gram(x, schedule, plan, reduce, **buffers)
+    if plan.dtype == torch.float16 and finish is None:
         last: float | Tensor = factor / scale
         if not _WITHIN_FLOAT16[0] <= abs(factor / scale) <= _WITHIN_FLOAT16[1]:
             # a 1-D factor makes the product float32 before it is rounded

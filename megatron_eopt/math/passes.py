@@ -12,7 +12,6 @@ Note [Coefficients]
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from importlib import import_module
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -24,7 +23,10 @@ from megatron_eopt.base import gpu
 
 _library: Any = torch.library.Library("megatron_eopt", "DEF")  # type: ignore[no-untyped-call]
 _NAMES = {
-    "mix": "Tensor(a!)[] momenta, Tensor(b!)[] outs, Tensor[] grads, Tensor[] weights",
+    "mix": (
+        "Tensor(a!)[] momenta, Tensor(b!)[] outs, Tensor[] grads, Tensor[] weights, "
+        "Tensor(c!)[] outs_of_sums"
+    ),
     "update": "Tensor(a!)[] weights, Tensor(b!)[] outs, Tensor[] updates",
     "adam": (
         "Tensor(a!)[] weights, Tensor(b!)[] firsts, Tensor(c!)[] seconds, Tensor(d!)[] outs, "
@@ -36,9 +38,8 @@ _NAMES = {
 
 def _launch(name: str, *arguments: Any) -> None:
     *lists, coefficient, numbers = arguments
-    # imported late, since Triton is installed only on machines with GPUs
-    kernels = import_module("megatron_eopt.math.triton_passes")
-    kernels.launch(getattr(kernels, name), lists, coefficient, numbers)
+    kernels = "megatron_eopt.math.triton_passes"
+    gpu.call(kernels, "launch", lists[0][0], name, lists, coefficient, numbers)
 
 
 def _register(name: str) -> None:
@@ -49,6 +50,10 @@ def _register(name: str) -> None:
 
 for _name in _NAMES:
     _register(_name)
+
+
+BLOCK = 2048
+"""Numbers that a kernel's program handles, of which one sum of squares is taken."""
 
 
 class MomentumMixing(NamedTuple):
@@ -70,15 +75,27 @@ def mix_(
     weights: Sequence[Tensor],
     coefficient: Tensor | None,
     how: MomentumMixing,
+    sums: Sequence[Tensor | None] = (),
 ) -> None:
-    """Update momenta with gradients, and write rounded directions to ``outs``, if not None."""
+    """Update momenta with gradients, and write rounded directions to ``outs``, if not None.
+
+    ``sums`` get the sums of squares of each :data:`BLOCK` numbers of directions; see
+    :func:`empty_sums`.
+    """
     decayed = weights if how.decay else [None] * len(weights)
-    for lists in _alike(momenta, outs, grads, decayed):
-        if _is_served(lists):
+    for lists in _alike(momenta, outs, grads, decayed, sums or [None] * len(weights)):
+        if _is_served(lists[:-1]):
             numbers = (1 - how.momentum, how.momentum if how.nesterov else 1.0, how.decay)
             torch.ops.megatron_eopt.mix(*lists, coefficient, numbers)
         else:
-            _mix(lists, coefficient, how)
+            _mix(lists[:-1], coefficient, how)
+
+
+def empty_sums(direction: Tensor) -> Tensor | None:
+    """Return the tensor for a direction's sums of squares, float64; None without kernels."""
+    if not _is_served([[direction]]):
+        return None
+    return direction.new_empty(-(-direction.numel() // BLOCK), dtype=torch.float64)
 
 
 def _mix(lists: Sequence[list[Tensor]], coefficient: Tensor | None, how: MomentumMixing) -> None:

@@ -29,8 +29,10 @@ def matmul_precision(
     """Set the precision of float32 matrix products in a block; see Note [Two settings].
 
     Code in the block may use torch's old setting, as emerging-optimizers does. With None, products
-    have the precision that the caller has set.
+    have the precision that the caller has set. Products of float16 numbers are summed in float32.
     """
+    cuda: Any = torch.backends.cuda.matmul
+    sums_in_half = cuda.allow_fp16_reduced_precision_reduction
     effective = {backend: _get(backend, _PRODUCTS) for backend in _BACKENDS}
     own = _own_values()
     for backend in _BACKENDS:
@@ -38,6 +40,7 @@ def matmul_precision(
         _set(backend, _PRODUCTS, "ieee")
     old = torch.get_float32_matmul_precision()
     try:
+        cuda.allow_fp16_reduced_precision_reduction = False
         torch.set_float32_matmul_precision(precision or _old_name(effective))
         if precision is None:
             for backend, value in effective.items():
@@ -45,6 +48,7 @@ def matmul_precision(
         yield
     finally:
         torch.set_float32_matmul_precision(old)
+        cuda.allow_fp16_reduced_precision_reduction = sums_in_half
         for backend, value in own.items():
             _set(backend, _PRODUCTS, value)
 

@@ -6,14 +6,14 @@ from torch import Tensor
 
 
 @triton.jit
-def _sum_squares(x, sums, size, chunk, wide: tl.constexpr, block: tl.constexpr):
+def _sum_squares(x, sums, size, chunk, block: tl.constexpr):
     """Sum the squares of one chunk of one matrix."""
-    part, matrix = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    part, matrix = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     begin = part * chunk
-    total = tl.zeros((block,), wide)
+    total = tl.zeros((block,), tl.float64)
     for start in range(begin, begin + chunk, block):
         places = start + tl.arange(0, block)
-        value = tl.load(x + matrix * size + places, mask=places < size, other=0.0).to(wide)
+        value = tl.load(x + matrix * size + places, mask=places < size, other=0.0).to(tl.float64)
         total += value * value
     tl.store(sums + matrix * tl.num_programs(0) + part, tl.sum(total))
 
@@ -27,7 +27,7 @@ def _divide(x, sums, out, numbers, size, parts, widths: tl.constexpr):
     old = tl.sqrt(tl.sum(squares.to(tl.float64)))
     old = tl.maximum(old, tl.full((), numbers[0], tl.float64), propagate_nan=tl.PropagateNan.ALL)
     factor = (numbers[1] / old).to(tl.float32)
-    places = tl.program_id(0) * widths[1] + tl.arange(0, widths[1])
+    places = tl.program_id(0).to(tl.int64) * widths[1] + tl.arange(0, widths[1])
     mask = places < size
     value = tl.load(x + matrix * size + places, mask=mask).to(tl.float32) * factor
     tl.store(out + matrix * size + places, value.to(out.dtype.element_ty), mask=mask)
@@ -37,8 +37,7 @@ def launch_sums(x: Tensor, sums: Tensor, chunk: int, block: int) -> None:
     """Write the sums of squares of the chunks of matrices; ``sums`` has one column per chunk."""
     size = x.shape[-2] * x.shape[-1]
     parts = sums.shape[-1]
-    wide = tl.float64 if sums.itemsize == 8 else tl.float32
-    _sum_squares[(parts, x.numel() // size)](x, sums, size, chunk, wide, block, num_warps=8)
+    _sum_squares[(parts, x.numel() // size)](x, sums, size, chunk, block, num_warps=8)
 
 
 def launch_division(

@@ -1,13 +1,14 @@
 """Triton kernels of :mod:`megatron_eopt.math.passes`: one launch for all tensors of some lists.
 
-A kernel gets an int64 table: for each program the index of its tensor, then of its block in the
-tensor; then the size of each tensor; then the addresses of the tensors, list by list. Products and
-sums are fused only where the code says so, as in torch's kernels.
+A kernel gets two tables. ``programs`` has for each program the index of its tensor, then of its
+block in the tensor; it follows from sizes. ``table`` has the size of each tensor, then the
+addresses of the tensors, list by list. Products and sums are fused only where the code says so, as
+in torch's kernels.
 """
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from itertools import chain
 
 import numpy as np
 import torch
@@ -15,18 +16,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = tl.constexpr(2048)
+from megatron_eopt.base import gpu
+from megatron_eopt.math import passes
+
+BLOCK = tl.constexpr(passes.BLOCK)
 """Elements per program."""
 
-_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+_TYPES = {
+    torch.float64: tl.float64,
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+}
 
 
 @triton.jit
-def _place(table, coefficient, aligned: tl.constexpr):
+def _place(programs, table, coefficient, aligned: tl.constexpr):
     """Return the index of this program's tensor, and the offsets and mask of its elements."""
-    number = tl.load(table + tl.program_id(0))
-    block = tl.load(table + tl.num_programs(0) + tl.program_id(0))
-    size = tl.load(table + 2 * tl.num_programs(0) + number)
+    number = tl.load(programs + tl.program_id(0))
+    block = tl.load(programs + tl.num_programs(0) + tl.program_id(0)).to(tl.int64)
+    size = tl.load(table + number)
     if coefficient is not None:
         factor = tl.load(coefficient)
         size = tl.where(factor == factor, size, 0)
@@ -39,7 +48,7 @@ def _place(table, coefficient, aligned: tl.constexpr):
 @triton.jit
 def _at(table, row, number, dtype: tl.constexpr, aligned: tl.constexpr):
     """Return the pointer to a tensor, given the table row with the addresses of its list."""
-    begin = tl.load(table + 2 * tl.num_programs(0) + row + number).to(tl.pointer_type(dtype))
+    begin = tl.load(table + row + number).to(tl.pointer_type(dtype))
     if aligned:
         begin = tl.multiple_of(begin, 16)
     return begin
@@ -64,9 +73,12 @@ def _lerp(start, end, weight):
 
 
 @triton.jit
-def mix(table, count, coefficient, numbers, dtypes: tl.constexpr, aligned: tl.constexpr):
-    """Update momenta and write directions; lists: momenta, directions, gradients, weights."""
-    number, places, mask = _place(table, coefficient, aligned)
+def mix(programs, table, count, coefficient, numbers, dtypes: tl.constexpr, aligned: tl.constexpr):
+    """Update momenta and write directions, and the sum of squares of each block of these.
+
+    Lists: momenta, directions, gradients, weights, sums.
+    """
+    number, places, mask = _place(programs, table, coefficient, aligned)
     kept = _at(table, count, number, dtypes[0], aligned) + places
     grads = _at(table, 3 * count, number, dtypes[2], aligned) + places
     grad = _scaled(grads, mask, coefficient, dtypes[2])
@@ -81,12 +93,19 @@ def mix(table, count, coefficient, numbers, dtypes: tl.constexpr, aligned: tl.co
     if dtypes[1] is not None:
         found = _lerp(grad, mixed.to(tl.float32), numbers[1]).to(dtypes[0]).to(dtypes[1])
         tl.store(_at(table, 2 * count, number, dtypes[1], aligned) + places, found, mask=mask)
+        if dtypes[4] is not None:
+            value = tl.where(mask, found.to(tl.float64), 0.0)
+            sums = _at(table, 5 * count, number, dtypes[4], False)
+            block = tl.load(programs + tl.num_programs(0) + tl.program_id(0))
+            tl.store(sums + block, tl.sum(value * value))
 
 
 @triton.jit
-def update(table, count, coefficient, numbers, dtypes: tl.constexpr, aligned: tl.constexpr):
+def update(
+    programs, table, count, coefficient, numbers, dtypes: tl.constexpr, aligned: tl.constexpr
+):
     """Decay weights and add updates; lists: weights, 16-bit weights, updates."""
-    number, places, mask = _place(table, coefficient, aligned)
+    number, places, mask = _place(programs, table, coefficient, aligned)
     weights = _at(table, count, number, dtypes[0], aligned) + places
     step = tl.load(_at(table, 3 * count, number, dtypes[2], aligned) + places, mask=mask)
     if dtypes[2].primitive_bitwidth >= dtypes[0].primitive_bitwidth:
@@ -101,9 +120,9 @@ def update(table, count, coefficient, numbers, dtypes: tl.constexpr, aligned: tl
 
 
 @triton.jit
-def adam(table, count, coefficient, numbers, dtypes: tl.constexpr, aligned: tl.constexpr):
+def adam(programs, table, count, coefficient, numbers, dtypes: tl.constexpr, aligned: tl.constexpr):
     """Run an Adam step; lists: weights, both moments, 16-bit weights, gradients, step counts."""
-    number, places, mask = _place(table, coefficient, aligned)
+    number, places, mask = _place(programs, table, coefficient, aligned)
     steps = tl.load(_at(table, 6 * count, number, dtypes[5], False)).to(tl.float64)
     weights = _at(table, count, number, dtypes[0], aligned) + places
     firsts = _at(table, 2 * count, number, dtypes[1], aligned) + places
@@ -131,46 +150,52 @@ def adam(table, count, coefficient, numbers, dtypes: tl.constexpr, aligned: tl.c
         tl.store(_at(table, 4 * count, number, dtypes[3], aligned) + places, rounded, mask=mask)
 
 
+@lru_cache(maxsize=128)
+def _programs(device: torch.device, counts: tuple[int, ...]) -> Tensor:
+    """Return the table of programs, given the number of blocks of each tensor."""
+    number = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+    firsts = np.cumsum(counts, dtype=np.int64) - counts
+    block = np.arange(len(number)) - np.repeat(firsts, counts)
+    return gpu.uploaded(np.stack([number, block.astype(np.int32)]), device)
+
+
 @lru_cache(maxsize=1024)
-def _table(
-    device: torch.device, sizes: tuple[int, ...], addresses: tuple[int, ...]
-) -> tuple[Tensor, int]:
-    """Return the table on a device and the number of programs; both follow from addresses."""
-    counts = -(-np.array(sizes, np.int64) // BLOCK.value)
-    number = np.repeat(np.arange(len(sizes)), counts)
-    block = np.arange(len(number)) - np.repeat(np.cumsum(counts) - counts, counts)
-    values = torch.from_numpy(np.concatenate([number, block, sizes, addresses]))
-    if device.type == "cuda":
-        values = values.pin_memory()
-    return values.to(device, non_blocking=True), len(number)
+def _table(device: torch.device, sizes_and_addresses: tuple[int, ...]) -> Tensor:
+    return gpu.uploaded(np.array(sizes_and_addresses, np.int64), device)
 
 
 def launch(
-    kernel: Any,
+    name: str,
     lists: Sequence[Sequence[Tensor]],
     coefficient: Tensor | None,
     numbers: Sequence[float],
 ) -> None:
-    """Launch a kernel over lists of tensors; all but the first list may be empty.
+    """Launch the kernel of this name over lists of tensors; all but the first list may be empty.
 
-    Tensors at the same index have one size, and those of a list one dtype.
+    Tensors at the same index have one size, and those of a list one dtype; sums are as many as the
+    blocks. Tensors that are not aligned get a launch of their own, since they need narrow loads.
     """
-    sizes = tuple(tensor.numel() for tensor in lists[0])
-    # a kernel does not read the addresses of an empty list
-    addresses = [[t.data_ptr() for t in some] or [0] * len(sizes) for some in lists]
-    flat = tuple(address for some in addresses for address in some)
-    table, programs = _table(lists[0][0].device, sizes, flat)
-    if not programs:
-        return
     dtypes = tuple(_TYPES[some[0].dtype] if some else None for some in lists)
-    aligned = not any(number % 16 for number in sizes + flat)
-    kernel[(programs,)](
-        table,
-        len(sizes),
-        coefficient,
-        tuple(np.array(numbers, np.float32).tolist()),  # kernels take float32
-        dtypes,
-        aligned,
-        num_warps=8,
-        enable_fp_fusion=False,
-    )
+    # a kernel does not read the addresses of an empty list
+    columns = [[tensor.data_ptr() for tensor in some] or [0] * len(lists[0]) for some in lists]
+    parts: dict[bool, list[tuple[int, ...]]] = {}
+    for tensor, *addresses in zip(lists[0], *columns, strict=True):
+        row = (tensor.numel(), *addresses)
+        parts.setdefault(not any(number % 16 for number in row), []).append(row)
+    device = lists[0][0].device
+    for aligned, rows in parts.items():
+        counts = tuple(-(-row[0] // BLOCK.value) for row in rows)
+        if not any(counts):
+            continue
+        table = _table(device, tuple(chain(*zip(*rows, strict=True))))
+        globals()[name][(sum(counts),)](
+            _programs(device, counts),
+            table,
+            len(rows),
+            coefficient,
+            tuple(np.array(numbers, np.float32).tolist()),  # kernels take float32
+            dtypes,
+            aligned,
+            num_warps=8,
+            enable_fp_fusion=False,
+        )

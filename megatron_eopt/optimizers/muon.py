@@ -310,7 +310,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
         Args:
             shards: The shards.
-            engine_config: Gives the mode, device, team size and windows; all else is as here.
+            engine_config: Gives the mode, device, team size, windows and whether waves grow; all
+                else is as here.
         """
         windows = engine_config.windows
         engine_config = replace(
@@ -318,6 +319,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             mode=engine_config.mode,
             device=engine_config.device,
             max_ranks_per_matrix=engine_config.max_ranks_per_matrix,
+            grows=engine_config.grows,
         )
         if windows:
             return WindowedMuonRule(self, shards, engine_config, windows)

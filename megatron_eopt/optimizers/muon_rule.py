@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_eopt.base.names import MOMENTUM, MOMENTUM_SCALE, STEP
 from megatron_eopt.math.newton_schulz import ReduceT
-from megatron_eopt.math.passes import MomentumMixing, mix_, update_
+from megatron_eopt.math.passes import MomentumMixing, empty_sums, mix_, update_
 from megatron_eopt.optimizers.engine import EngineConfig, MatrixEngine
 from megatron_eopt.optimizers.modes import Schedule
 from megatron_eopt.optimizers.momentum import RoundedMomentum
@@ -75,6 +75,7 @@ class MuonRule(UpdateRule):
         self._totals: MatrixSums | None = None
         if self.sums_per_matrix:
             self._totals = MatrixSums(shards, self.engine.device, self.engine.sharing)
+        self._squares: dict[str, Tensor] = {}  # sums of squares of matrices that are in place
 
     @functools.cached_property
     def shapes(self) -> list[list[tuple[int, int]]]:
@@ -312,10 +313,33 @@ class MuonRule(UpdateRule):
             decay = group["weight_decay"] if is_l2 else 0.0
             how = MomentumMixing(group["momentum"], nesterov, decay)
             grads: list[Any] = [item.param.grad for item in members]
-            mix_(mine, outs, grads, [item.param for item in members], self.coefficient, how)
+            sums = [
+                None if places is None else self._empty_sums(item.number, out, places[item.number])
+                for item, out in zip(members, outs, strict=True)
+            ]
+            weights = [item.param for item in members]
+            mix_(mine, outs, grads, weights, self.coefficient, how, sums)
             for item, kept, out in zip(members, mine, outs, strict=True):
                 found[item.number] = kept if out is None else out.view(kept.shape)
         return found
+
+    def _empty_sums(self, number: int, out: Tensor | None, place: Tensor | None) -> Tensor | None:
+        """Return the tensor for the sums of squares of a matrix that is written to its place."""
+        names = self.shards[number].matrix_names
+        if out is None or out is not place or len(names) > 1:
+            return None
+        sums = empty_sums(out)
+        if sums is not None:
+            self._squares[names[0]] = sums
+        return sums
+
+    def _squares_of(self, matrices: Sequence[int]) -> Tensor | None:
+        """Return known sums of squares ``(batch, parts)``, which are then forgotten."""
+        found = [self._squares.pop(self.engine.names[matrix], None) for matrix in matrices]
+        known = [sums for sums in found if sums is not None]
+        if len(known) < len(found):
+            return None
+        return known[0].unsqueeze(0) if len(known) == 1 else torch.stack(known)
 
     def _apply(self, stepped: Sequence[Stepped], updates: Mapping[int, Tensor]) -> None:
         """Apply weight decay, and subtract the updates."""
@@ -352,11 +376,12 @@ class MuonRule(UpdateRule):
     ) -> None:
         """Replace a stack of matrices by orthogonal factors times ``scales``."""
         compute = self.optimizer.orthogonalization
+        squares = self._squares_of(matrices)
         if self._stats is None:
-            compute.factors_(stack, reduce, shape, scales)
+            compute.factors_(stack, reduce, shape, scales, squares)
             return
         with self._stats.meter.span(ORTHOGONALIZATION):
-            compute.factors_(stack, reduce, shape, scales)
+            compute.factors_(stack, reduce, shape, scales, squares)
         self._stats.look_at(self.engine, matrices, stack, reduce, shape, math.prod(scales))
 
 
@@ -373,10 +398,10 @@ def _out(
     """Return the tensor to write a direction to: its place in a stack, if dtype and size fit.
 
     The direction is rounded to ``dtype`` if that is narrower than the momentum's. None means that
-    the momentum itself is the direction (without Nesterov and without a place).
+    the momentum itself is the direction (without Nesterov, a place and rounding).
     """
     narrower = dtype is not None and dtype.itemsize < kept.dtype.itemsize
     wanted = dtype if narrower else kept.dtype
     if place is not None and (place.dtype, place.numel()) == (wanted, kept.numel()):
         return place
-    return torch.empty_like(kept, dtype=wanted) if nesterov else None
+    return torch.empty_like(kept, dtype=wanted) if nesterov or narrower else None

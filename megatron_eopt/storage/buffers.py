@@ -14,7 +14,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_pg_rank, get_pg_size
 from torch import Tensor, distributed
 
-from megatron_eopt.base.agreement import any_rank, group_ranks_in, ranks_of
+from megatron_eopt.base.agreement import any_rank, group_of_members, group_ranks_in, ranks_of
 from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
 from megatron_eopt.storage.all_reduced import AllReducedBuffer
 from megatron_eopt.storage.shard import Ranks
@@ -36,6 +36,20 @@ def data_parallel_only(grid: RankGrid, group: Any) -> RankGrid:
     size = distributed.get_world_size(group)
     mine = grid.tensor_ranks[grid.ranks.rank]
     return RankGrid(Ranks.of(group), (mine,) * size, tuple(range(size)), grid.tensor_size)
+
+
+def with_own_group(grid: RankGrid) -> RankGrid:
+    """Return the grid with a process group of its own; collective over its ranks.
+
+    Calls of one group run one after another. So what waits for a computation would also hold up
+    Megatron's reductions, if they used the same group.
+    """
+    shared = grid.ranks.group
+    if shared is None:
+        return grid
+    made = group_of_members(ranks_of(shared), shared.group_desc)
+    assert ranks_of(made) == ranks_of(shared), "Megatron's groups are in the order of ranks"
+    return grid._replace(ranks=Ranks.of(made))
 
 
 def redistribution_grids(groups: Sequence[tuple[Any, Any, Any]]) -> list[RankGrid]:

@@ -173,8 +173,11 @@ class OptimizerChain(ChainedOptimizer):
         norms = self._norms(None if self._overlap is None else self._overlap.join())
         late = self._may_read_late(norms)
         found: Any = norms[None].value if late else self._read(norms)
-        if self._overlap is not None and (bool(norms[None].flag) or not self._keeps(found)):
-            self._overlap.forget()
+        if self._overlap is not None and self._overlap.has_looked:
+            # with the verdict on the norm, the host launches one of two ways to step
+            norm, changed = norms[None].with_flag()
+            if changed or not self._keeps(norm):
+                self._overlap.forget()
         with clipped(self.links, self.settings.clip_grad, norms, fold=len(norms) == 1):
             zeros = self.count_zeros() if self.settings.log_num_zeros_in_grad else None
             if not late and self.is_above_skip_threshold(found):

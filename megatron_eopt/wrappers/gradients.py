@@ -103,7 +103,12 @@ class GradNorm:
 
     def read(self) -> float:
         """Return the norm; blocks the host."""
-        return float(self.value) if self._sent is None else self._sent.read()
+        return float(self.value if self._sent is None else self._sent.read())
+
+    def with_flag(self) -> tuple[float, float]:
+        """Return the norm and :attr:`flag`; blocks the host, once."""
+        norm, flag = HostCopy(torch.stack([self.value, self.flag.to(self.value.dtype)])).read()
+        return norm, flag
 
     def non_finite(self) -> set[int]:
         """Return the addresses of this rank's gradients whose norms are not finite."""

@@ -80,6 +80,7 @@ class Overlap:
         ]
         storages = (link.storage for link in links)
         self._storages = [item for item in storages if isinstance(item, Zero1Optimizer)]
+        self.has_looked = False  # whether updates were computed ahead; the same on all ranks
         self._begun: set[Any] = set()  # bucket groups whose reduction has begun
         self._waiting: list[Any] = []  # those of them whose updates are not computed yet
         self._stream = torch.cuda.Stream() if gpu.is_there() else None  # type: ignore[no-untyped-call]
@@ -119,10 +120,11 @@ class Overlap:
     def _look_at(self, group: Any) -> None:
         if not self._may_look(_MARGIN):
             return
+        self.has_looked = True
         # the stream waits for the last step, and for gradients that are already reduced
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            if self._stream is not None:
-                self._stream.wait_stream(torch.cuda.default_stream())
             if group.grad_reduce_handle is not None:
                 group.grad_reduce_handle.wait()
             for window in self._windows[group]:
@@ -134,6 +136,7 @@ class Overlap:
 
     def forget(self) -> None:
         """Discard all updates computed ahead."""
+        self.has_looked = False
         self._begun.clear()
         self._waiting.clear()
         for update_rule in self._update_rules:
@@ -153,6 +156,7 @@ class Overlap:
 
     def step(self) -> None:
         """Step all parameters, and start to gather each bucket as soon as it is complete."""
+        self.has_looked = False
         # gathers of the last step may still run if there was no forward pass
         finish_gathers(self._chunks)
         with ExitStack() as stack:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_eopt.base.address import address_of
 from megatron_eopt.base.agreement import raise_together, raise_together_in
+from megatron_eopt.base.names import DEFAULT_MATRIX_BUFFER_MB
 from megatron_eopt.config.checks import refuse_for_overlap
 from megatron_eopt.config.settings import RunSettings
 from megatron_eopt.matrices import Split, whole
@@ -21,7 +22,12 @@ from megatron_eopt.optimizers.host_memory import OffloadSettings, on_device
 from megatron_eopt.optimizers.muon import declared_split
 from megatron_eopt.optimizers.update_rule import CompositeOptimizer, ParamGroup, UpdateRule, bind
 from megatron_eopt.storage import zero1
-from megatron_eopt.storage.buffers import BufferSet, check_buffers, data_parallel_only
+from megatron_eopt.storage.buffers import (
+    BufferSet,
+    check_buffers,
+    data_parallel_only,
+    with_own_group,
+)
 from megatron_eopt.storage.interface import Storage
 from megatron_eopt.wrappers.overlap import windows_of
 from megatron_eopt.wrappers.specs import OptimizerSpec, update_rule_over
@@ -177,8 +183,9 @@ def _driver(
     slabs = spec.layout == "matrix_update" and spec.optimizer.tp_mode == "blockwise"
     if slabs:
         grid = data_parallel_only(grid, buffers.data)
+    overlaps = settings.config.muon_overlap_dp_comm and spec.name == "muon"
     split_of = functools.partial(sharding.split_of, spec.optimizer)
-    members = grid
+    members = with_own_group(grid) if overlaps else grid
     shards = raise_together_in(
         grid.ranks.group,
         lambda: {
@@ -186,14 +193,16 @@ def _driver(
             for param, place in places.items()
         },
     )
+    is_usual = settings.config.matrix_buffer_mb >= DEFAULT_MATRIX_BUFFER_MB
     # with owners, a rank sends and receives its share of a matrix twice, however many ranks
-    overlaps = settings.config.muon_overlap_dp_comm and spec.name == "muon"
     engine_config = EngineConfig(
         "exchange",
         matrix_buffer_mb=settings.config.matrix_buffer_mb,
         device=torch.device("cuda", torch.cuda.current_device()),
         max_ranks_per_matrix=settings.config.muon_max_ranks_per_matrix,
         windows=windows_of(list(shards), sharding.chunks) if overlaps else (),
+        # a smaller wave saves memory on purpose, and off-loading needs small ones
+        grows=is_usual and not settings.offload_fraction,
     )
     return update_rule_over(spec, groups, shards, engine_config, settings.config)
 

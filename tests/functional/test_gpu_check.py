@@ -8,11 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.gpu_check.context import Context
 from benchmarks.gpu_check.plan import SECTIONS
+from benchmarks.gpu_check.profile import split_of
 from benchmarks.gpu_check.section import outcome_of
-from benchmarks.gpu_check.sections import newton_schulz
+from benchmarks.gpu_check.sections import newton_schulz, step
 from benchmarks.machine import ROOT
 from tests.harness import run_ranks
 
@@ -47,6 +49,38 @@ def test_every_back_end_has_its_row(context, monkeypatch):
     row = rows[0]
     flops = 5 * (4 * 256 * 64**2 + 2 * 64**3)
     assert row["tflops"] == pytest.approx(flops / row["milliseconds"] / 1e9)
+
+
+def test_what_runs_on_a_gpu_has_been_rehearsed_on_a_cpu(tmp_path):
+    """With Triton's interpreter; of the other sections the long tier runs all."""
+    command = [sys.executable, "-P", "-m", "benchmarks.gpu_check", "--rehearse"]
+    command += ["--out", str(tmp_path), "--only", "kernels", "step", "overlap", "off_load"]
+    environment = {**os.environ, "MEGATRON_EOPT_DEVICE": "cpu", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert done.stdout.count(": passed after ") == 4
+
+
+@pytest.mark.parametrize("backends", [0, 2])
+def test_contestants_of_a_step_fit_an_h100(monkeypatch, backends):
+    every = [*step.ARMS, *step.ARMS[:1] * backends]
+    monkeypatch.setattr(step, "arms", lambda: every)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int(78.5 * 2**30), 0))
+    assert step._no_room(step.LARGE) is None
+    assert step._no_room(step.LARGE | {"layers": 32}) is not None
+
+
+def test_arms_hold_their_weights_gradients_and_state():
+    of_muon, of_adam = (step.bytes_of(arm, step.LARGE) for arm in (step.ARMS[0], step.ARMS[-1]))
+    matrices, others = 8 * 11 * 2048**2, 2 * 32768 * 2048
+    assert of_muon == 14 * matrices + 18 * others
+    assert of_adam == 18 * (matrices + others)
+
+
+def test_a_step_s_time_is_split_by_kind():
+    events = [("nvjet_gemm", 0, 40), ("mix", 30, 60), ("Memcpy DtoD", 50, 70), ("adam", 90, 100)]
+    split = split_of((name, 1e3 * begin, 1e3 * end) for name, begin, end in events)
+    assert split == {"products": 40, "passes": 30, "copies": 10, "idle": 20}
 
 
 def canned(context: Context, results: list) -> Context:

@@ -15,7 +15,12 @@ from triton.runtime.jit import JITFunction
 
 from megatron_eopt.base import gpu
 
-NAMES = ("megatron_eopt.math.triton_passes", "megatron_eopt.math.triton_normalize")
+NAMES = (
+    "megatron_eopt.math.triton_passes",
+    "megatron_eopt.math.triton_normalize",
+    "megatron_eopt.math.triton_products",
+    "megatron_eopt.layouts.block_copies",
+)
 
 
 @contextmanager
@@ -36,6 +41,19 @@ def interpreted_kernels() -> Iterator[None]:
         flat = torch.from_numpy(np.ascontiguousarray(values)).bfloat16()
         return flat.view(torch.int16).numpy().view(np.uint16)
 
+    dot = interpreter.InterpreterBuilder.create_dot
+
+    def widened(builder: Any, left: Any, right: Any, *args: Any) -> Any:
+        # the interpreter multiplies the bits of bfloat16 as integers
+        sides = [
+            interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+            if x.dtype.scalar == tl.bfloat16
+            else x
+            for x in (left, right)
+        ]
+        return dot(builder, *sides, *args)
+
+    multiplied = mock.patch.object(interpreter.InterpreterBuilder, "create_dot", widened)
     served = mock.patch.object(gpu, "runs_kernels", return_value=True)
 
     def call(function: Any, *args: Any) -> Any:
@@ -43,7 +61,7 @@ def interpreted_kernels() -> Iterator[None]:
         return interpreter.InterpretedFunction(function.fn)(*args)
 
     called = mock.patch.object(JITFunction, "__call__", call)
-    with mock.patch.object(interpreter, "_convert_float", to_nearest), served, called:
+    with mock.patch.object(interpreter, "_convert_float", to_nearest), served, called, multiplied:
         yield
     for name in NAMES:
         del sys.modules[name]

@@ -193,7 +193,7 @@ def _figures(
     difference = compute(stack).to(torch.float32).sub_(expected)
     deviation = float(difference.norm() / expected.norm())
     del difference
-    times = milliseconds_of(lambda: compute(stack))
+    times = milliseconds_of(lambda: compute(stack), ROW_S)
     median = statistics.median(times)
     flops = x.shape[0] * standard_flops(x.shape[-2], x.shape[-1], STEPS)
     row: dict[str, Any] = {
@@ -210,11 +210,11 @@ def _figures(
     return row
 
 
-def milliseconds_of(work: Callable[[], object]) -> list[float]:
-    """Return the times of at least five calls, over about :data:`ROW_S` seconds."""
+def milliseconds_of(work: Callable[[], object], seconds: float) -> list[float]:
+    """Return the times of at least five calls, over about this number of seconds."""
     times: list[float] = []
     began = time.perf_counter()
-    while len(times) < 5 or (time.perf_counter() - began < ROW_S and len(times) < 50):
+    while len(times) < 5 or (time.perf_counter() - began < seconds and len(times) < 50):
         times.append(_milliseconds(work))
     return times
 

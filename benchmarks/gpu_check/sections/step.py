@@ -12,18 +12,22 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from benchmarks.gpu_check.context import Context, Outcome
 from benchmarks.gpu_check.models import LARGE, give_gradients, gpt, settings, with_rates
+from benchmarks.gpu_check.profile import split_of_step
 from benchmarks.optimizer_step.arms import OURS, STOCK, Arm, wrapped_for
 from benchmarks.rounds import measured, milliseconds, ratios, slowest
 from megatron_eopt import EmergingOptimizerConfig
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.math.backends import get_backend
+from megatron_eopt.math.backends import automatic, get_backend
 from tests.harness.megatron import initialize_megatron
 
-SMALL = LARGE | {"layers": 2, "hidden": 64, "heads": 8, "query_groups": 4, "vocabulary": 32}
-ROUNDS, SMALL_ROUNDS, WARM_UP = 20, 3, 3
+SMALL = LARGE | {"layers": 1, "hidden": 32, "heads": 4, "query_groups": 2, "vocabulary": 32}
+ROUNDS, SMALL_ROUNDS, WARM_UP = 20, 2, 3
 
-BYTES_OF_A_WEIGHT = 2 + 4 + 4 + 4 + 4
-"""Weight in 16 bits; gradient, main weight and two moments in 32 bits."""
+BYTES_OF_A_WEIGHT = 2 + 4 + 4
+"""Weight in 16 bits; gradient and main weight in 32 bits."""
+
+BYTES_OF_A_MOMENT = 4
+_SPARE = 6 * 2**30  # for stacks of matrices, temporary lists and libraries
 
 TOLERANCE = 0.05
 """Largest difference of a weight from megatron-core's, relative to the change by the steps, for
@@ -44,8 +48,9 @@ ARMS = (
 def arms() -> list[Arm]:
     """Return all contestants, with Muon on every installed back end that supports this GPU."""
     found = list(ARMS)
-    # without syrk, whose kernels take minutes to compile
-    for name in ("torch", "gram_newton_schulz", "transformer_engine"):
+    # without syrk, whose kernels take minutes to compile, and without what ``auto`` means here
+    others = ("torch", "gram_newton_schulz", "transformer_engine")
+    for name in (other for other in others if other != automatic()):
         with contextlib.suppress(ConfigurationError, ImportError):
             get_backend(name)
             own = (OURS, EmergingOptimizerConfig, "auto", "fragments")
@@ -56,28 +61,42 @@ def arms() -> list[Arm]:
 def run(context: Context) -> Outcome:
     """Time all contestants in turn; compare the weights of those with the same iteration."""
     outcome = Outcome()
-    model = SMALL if context.small else LARGE
+    large = SMALL if context.small else LARGE
+    for groups in (large["query_groups"], large["heads"]):
+        with outcome.noting(f"{groups} query groups"):
+            _time(large | {"query_groups": groups}, context, outcome)
+    return outcome
+
+
+def _time(model: dict[str, Any], context: Context, outcome: Outcome) -> None:
     if context.device == "cuda" and (why := _no_room(model)):
-        return Outcome(skipped=why)
+        outcome.skipped = why
+        return
     rounds = SMALL_ROUNDS if context.small else ROUNDS
     ranks = context.on_ranks(context.ranks, times_and_weights, model, rounds)
     names = list(ranks[0]["times"])
     times = {name: slowest([rank["times"][name] for rank in ranks]) for name in names}
     difference = _largest([rank["difference"] for rank in ranks])
-    outcome.figures = {
+    figures = {
         "milliseconds": {name: statistics.median(times[name]) for name in names},
         "of ours": {name: ratios(times[name], times[MUON]) for name in names[1:]},
         "all": times,
         "difference": difference,
+        "split": ranks[0]["split"],
     }
+    # the first model's figures are those of the page
+    if outcome.figures:
+        outcome.figures[f"{model['query_groups']} query groups"] = figures
+    else:
+        outcome.figures = figures
     # in this form, nan is a problem too
     if not difference <= TOLERANCE:
         outcome.problems.append(
             f"{SAME}: weights differ from megatron-core's by {difference:.1e} of their way"
         )
     told = (f"{name} {statistics.median(times[name]):.3g}" for name in names)
-    outcome.headline = f"ms of a step: {', '.join(told)}"
-    return outcome
+    headline = f"{model['query_groups']} query groups, ms of a step: {', '.join(told)}"
+    outcome.headline = "; ".join(filter(None, (outcome.headline, headline)))
 
 
 def times_and_weights(model: dict[str, Any], rounds: int) -> dict[str, Any]:
@@ -95,9 +114,10 @@ def times_and_weights(model: dict[str, Any], rounds: int) -> dict[str, Any]:
             for gap, moved in zip(gaps, way, strict=True)
         ]
     )
+    split = split_of_step(partial(steps[MUON], rounds))
     del made, steps
     gc.collect()
-    return {"times": times, "difference": difference}
+    return {"times": times, "difference": difference, "split": split}
 
 
 def _made(arm: Arm, model: dict[str, Any]) -> tuple[Any, Any]:
@@ -105,7 +125,7 @@ def _made(arm: Arm, model: dict[str, Any]) -> tuple[Any, Any]:
     model_parallel_cuda_manual_seed(1234)
     torch.manual_seed(1234)
     chunk = wrapped_for(arm.storage, gpt(model))
-    return chunk, with_rates(arm.optimizer_of(chunk, **settings(model, clip_grad=0.0)))
+    return chunk, with_rates(arm.optimizer_of(chunk, **settings(model, clip_grad=1.0)))
 
 
 def _step(chunk: Any, optimizer: Any, round_: int) -> float:
@@ -122,11 +142,19 @@ def _largest(numbers: list[float]) -> float:
     return float(torch.tensor(numbers, dtype=torch.float64).max())
 
 
+def bytes_of(arm: Arm, model: dict[str, Any]) -> int:
+    """Return the bytes of a contestant's weights, gradients and optimizer state."""
+    hidden, groups = model["hidden"], model["query_groups"] / model["heads"]
+    matrices = model["layers"] * int((10 + 2 * groups) * hidden**2)
+    others = 2 * model["vocabulary"] * hidden
+    moments = 2 * others + (1 if arm.optimizer == "muon" else 2) * matrices
+    return BYTES_OF_A_WEIGHT * (matrices + others) + BYTES_OF_A_MOMENT * moments
+
+
 def _no_room(model: dict[str, Any]) -> str | None:
     """Return the reason if the contestants do not fit into free memory, else None."""
-    layer = 12 * model["hidden"] ** 2
-    weights = model["layers"] * layer + 2 * model["vocabulary"] * model["hidden"]
-    needed, free = (len(ARMS) + 3) * weights * BYTES_OF_A_WEIGHT, torch.cuda.mem_get_info()[0]
+    needed = sum(bytes_of(arm, model) for arm in arms()) + _SPARE
+    free = torch.cuda.mem_get_info()[0]
     if needed < free:
         return None
     return f"{free / 2**30:.0f} GiB free of {needed / 2**30:.0f}"

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry
 from megatron_eopt.base.live_bytes import LiveBytes
 from megatron_eopt.optimizers.modes import Schedule
 from megatron_eopt.optimizers.update_rule import UpdateRule
-from megatron_eopt.tools.dry_run.kernels import moved_by
+from megatron_eopt.tools.dry_run.kernels import copied_addend, moved_by
 from megatron_eopt.wrappers.memory import Memory
 
 _WITH_OUTPUT = ("gather", "scatter", "alltoall")
@@ -46,6 +46,7 @@ _PHASES = {
     "megatron_eopt.math.newton_schulz": "orthogonalization",
     "megatron_eopt.math.orthogonalize": "orthogonalization",
     "megatron_eopt.math.norms": "orthogonalization",
+    "megatron_eopt.math.products": "orthogonalization",
     "megatron_eopt.math.backends": "orthogonalization",
     "megatron_eopt.optimizers.momentum": "momentum's rounding",
     "megatron_eopt.optimizers.muon_rule._apply": "weights",
@@ -83,9 +84,9 @@ class Phase(NamedTuple):
 class Amount:
     """Work of the device."""
 
-    kernels: int = 0  # except matrix products
+    kernels: int = 0  # except matrix products, but with the copies of their addends
     bytes: int = 0  # read and written by these kernels
-    flops: int = 0  # of matrix products, by torch's formulas
+    flops: int = 0  # of matrix products, by torch's formulas; half for mirrored triangles
     kernels_in_all: int = 0  # including one per matrix product, whose bytes are not counted
     host_waits: int = 0  # how often the host waits for a value
 
@@ -120,7 +121,9 @@ class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.host_reads[place] += 1
             amount = Amount(host_waits=1)
         elif (formula := flop_registry.get(func.overloadpacket)) is not None:
-            amount = Amount(flops=formula(*args, **kwargs, out_val=result), kernels_in_all=1)
+            kernels, moved = copied_addend(func, args, kwargs, result)
+            flops = formula(*args, **kwargs, out_val=result)
+            amount = Amount(kernels, moved, flops, kernels_in_all=kernels + 1)
         elif func.namespace in ("aten", "megatron_eopt"):
             kernels, moved = moved_by(func, args, kwargs, result)
             amount = Amount(kernels, moved, kernels_in_all=kernels)

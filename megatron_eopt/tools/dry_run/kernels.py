@@ -7,6 +7,7 @@ It follows torch's rules, so that fake and CPU tensors are counted as on a GPU:
   launches as in torch's ``MultiTensorApply``, or launch one kernel per tensor if dtypes or strides
   differ.
 * Each distinct input is read once and each output written once; overwritten tensors are not read.
+* A matrix product with an addend first copies it to its output, unless that is the addend itself.
 
 Traffic between the kernels of one operator is not counted.
 """
@@ -24,6 +25,7 @@ CHUNK, BLOCKS = 65_536, 320
 TENSORS = (110, 64, 48, 36, 30)
 """Most tensors per launch for one to five tensor lists."""
 
+_WITH_ADDEND = {torch.ops.aten.addmm, torch.ops.aten.baddbmm}
 _NOTHING = {"_unsafe_view", "detach_", "resize_", "set_", "squeeze_", "t_", "unsqueeze_"}
 _OVERWRITING = {"copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_"}
 _COUNTS = torch.ops.aten._foreach_add_.Tensor
@@ -65,6 +67,17 @@ def moved_by(
     moved = sum(tensor.nbytes for tensor in (*distinct.values(), *written))
     is_of_lists = func.namespace == "aten" and ("_foreach_" in name or "_fused_" in name)
     return (_kernels(func, given, result) if is_of_lists else 1), moved
+
+
+def copied_addend(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+) -> tuple[int, int]:
+    """Return the number of kernels and the bytes of the addend's copy in a matrix product."""
+    if func.overloadpacket not in _WITH_ADDEND or not kwargs.get("beta", 1):
+        return 0, 0
+    add, is_empty = args[0], not result.numel()
+    in_place = result.untyped_storage()._cdata == add.untyped_storage()._cdata
+    return (0, 0) if is_empty or in_place else (1, add.nbytes + result.nbytes)
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megatron_eopt.math.newton_schulz import symmetric
 from megatron_eopt.tools.dry_run.counting import Amount, Counts, Phase, Report
 from megatron_eopt.tools.dry_run.kernels import BLOCKS, CHUNK
 
@@ -56,8 +57,33 @@ def test_one_operator_is_one_kernel(name):
 
 
 def test_products_and_waits_are_apart():
-    found = counted(lambda: (torch.addmm(SQUARE, SQUARE, SQUARE), float(A[0]), A.add(1)))
+    found = counted(lambda: (torch.mm(SQUARE, SQUARE), float(A[0]), A.add(1)))
     assert found == Amount(kernels=1, bytes=80, flops=128, kernels_in_all=2, host_waits=1)
+
+
+STACK, INTO = torch.ones(2, 4, 4), torch.ones(2, 4, 4)
+ADDENDS: dict[str, tuple[Callable[[], Any], int, int]] = {
+    "a new result": (lambda: torch.addmm(SQUARE, SQUARE, SQUARE), 1, 64 + 64),
+    "into another": (lambda: torch.baddbmm(STACK, STACK, STACK, out=INTO), 1, 128 + 128),
+    "a row": (lambda: torch.addmm(SQUARE[0], SQUARE, SQUARE), 1, 16 + 64),
+    "in place": (lambda: torch.baddbmm(INTO, STACK, STACK, out=INTO), 0, 0),
+    "times zero": (lambda: torch.addmm(SQUARE, SQUARE, SQUARE, beta=0), 0, 0),
+}
+
+
+@pytest.mark.parametrize("name", ADDENDS)
+def test_the_addend_of_a_product_is_copied_unless_it_is_the_result(name):
+    function, kernels, moved = ADDENDS[name]
+    found = counted(function)
+    assert (found.kernels, found.bytes) == (kernels, moved)
+
+
+def test_half_products_count_half_and_copy_nothing():
+    half = SQUARE.half()
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        left = fake.from_tensor(half)
+        found = counted(symmetric, left, left.mT, left, beta=2.0)
+    assert found == Amount(flops=4 * 4 * 5, kernels_in_all=1)
 
 
 def strided(count: int) -> list[Tensor]:

@@ -43,6 +43,9 @@ def figures(report: Report) -> tuple[Any, ...]:
     return report.elements, plans, report.collectives, phases
 
 
+KERNELS = ("passes", "normalize", "products")
+
+
 class NoKernels:
     """A module whose functions do nothing, but copy: memory must have values.
 
@@ -63,7 +66,7 @@ def as_on_gpus() -> Iterator[None]:
 
     Their kernels, which no CPU has, do nothing: what is counted does not depend on values.
     """
-    kernels = ("math.triton_passes", "math.triton_normalize", "layouts.block_copies")
+    kernels = (*(f"math.triton_{name}" for name in KERNELS), "layouts.block_copies")
     with (
         patch.object(newton_schulz, "is_widened", lambda matrix: False),
         patch.object(scalar, "detect_fake_mode", lambda: True),

@@ -29,6 +29,26 @@ def test_an_absent_package_is_named_with_its_install_command(name):
         orthogonalize(gaussian(4, 6), backend=name)
 
 
+def refuse(*_):
+    raise RuntimeError("not compiled with cuSolverMp")
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_transformer_engine_without_its_library_is_refused(monkeypatch, late):
+    """Some wheels have the functions, but not the library that these call."""
+    context = (lambda group: object()) if late else refuse
+    module = SimpleNamespace(CusolverMpCtx=context, newton_schulz_tp=refuse)
+    monkeypatch.setattr(backends, "find_spec", lambda name: module)
+    monkeypatch.setattr(backends, "import_module", lambda name: module)
+    monkeypatch.setattr(gpu, "is_there", lambda: True)
+    monkeypatch.setattr(backends.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(backends.dist, "get_world_size", lambda group: 1)
+    eye = torch.eye
+    monkeypatch.setattr(torch, "eye", lambda *args, device, **kwargs: eye(*args, **kwargs))
+    with pytest.raises(ConfigurationError, match=r"'transformer_engine'.*cuSolverMp"):
+        backends.transformer_engine()
+
+
 @pytest.mark.skipif(NO_GPU, reason="needs a GPU")
 def test_syrk_equals_torch():
     x = gaussian(256, 512).cuda()

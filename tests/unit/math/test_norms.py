@@ -15,15 +15,15 @@ def test_no_block_adds_up_more_than_the_most_parts(m: int, n: int, parts: int) -
     with FakeTensorMode():
         x = torch.empty(3, m, n, dtype=torch.bfloat16)
         assert norms.serves(x)
-        sums = norms.sums_of_squares(x, careful=False)
+        sums = norms.sums_of_squares(x)
         assert sums.shape == (3, parts)
-        assert sums.dtype == torch.float32
+        assert sums.dtype == torch.float64
         assert normalize(x, 1e-7, torch.float16).dtype == torch.float16
     assert not norms.serves(torch.empty(4, 4))
 
 
 @pytest.mark.parametrize(
-    ("batch", "n", "kernels", "bytes_an_element"), [(4, 2048, 2, 6), (1, 8192, 8, 10)]
+    ("batch", "n", "kernels", "bytes_an_element"), [(4, 2048, 2, 6), (1, 8192, 4, 6)]
 )
 def test_few_kernels_and_bytes_are_beside_the_products(
     batch: int, n: int, kernels: int, bytes_an_element: int

@@ -1,12 +1,15 @@
 """The passes of a step: Triton's kernels do to the bit what torch does."""
 
 import math
+import sys
+from unittest import mock
 
 import pytest
 import torch
 from torch.optim.adam import adam
 
-from megatron_eopt.math.passes import MomentumMixing, adam_, mix_, update_
+from megatron_eopt.base import gpu
+from megatron_eopt.math.passes import BLOCK, MomentumMixing, adam_, empty_sums, mix_, update_
 from tests.harness.kernels import interpreted_kernels
 
 SIZES = ((5000,), (1,), (0,), (33,), (7, 11), (64, 32))
@@ -55,6 +58,62 @@ def test_mixing_has_the_bits_of_torch(momentum, dtypes, coefficient):
         assert all(map(torch.equal, found, expected))
         unwritten = coefficient is not None and math.isnan(coefficient)
         assert torch.equal(found[0], tensors(dtypes[1], 1)[0]) == unwritten
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_mixing_sums_the_squares_of_rounded_directions(nesterov):
+    momenta, grads, outs = tensors(F32, 1), tensors(F32, 2), tensors(BF16, 3)
+    with interpreted_kernels():
+        sums = list(map(empty_sums, outs))
+        how = MomentumMixing(0.95, nesterov)
+        mix_(momenta, [out.view(-1) for out in outs], grads, momenta, None, how, sums)
+    assert empty_sums(outs[0]) is None
+    for out, found in zip(outs, sums, strict=True):
+        blocks = [block.double().square().sum() for block in out.view(-1).split(BLOCK)]
+        assert len(found) == (len(blocks) if out.numel() else 0)
+        if len(found):
+            assert torch.equal(found, torch.stack(blocks))
+
+
+def launched(momenta, grads):
+    """Return how many tensors each launch of the directions' pass had, and if it was aligned."""
+    with interpreted_kernels():
+        kernels = sys.modules["megatron_eopt.math.triton_passes"]
+        seen = []
+
+        class Kernel:
+            def __getitem__(self, grid):
+                return lambda programs, table, count, *rest, **_: seen.append((count, rest[-1]))
+
+        with mock.patch.object(kernels, "mix", Kernel()):
+            mix_(momenta, [None] * len(grads), grads, momenta, None, MomentumMixing(0.9, False))
+        return seen, kernels
+
+
+def test_one_odd_tensor_narrows_no_launch_but_its_own():
+    sizes = ((4096,), (1,), (64, 32))
+    seen, _ = launched(tensors(F32, 1, sizes), tensors(F32, 2, sizes))
+    assert sorted(seen) == [(1, False), (2, True)]
+
+
+def test_gradients_that_move_upload_addresses_alone():
+    momenta = tensors(F32, 1, ((4096,),))
+    with interpreted_kernels():
+        kernels = sys.modules["megatron_eopt.math.triton_passes"]
+        uploads = []
+        upload = gpu.uploaded
+
+        def uploaded(values, device):
+            uploads.append(values)
+            return upload(values, device)
+
+        with mock.patch.object(gpu, "uploaded", uploaded):
+            kept = [tensors(F32, seed, ((4096,),)) for seed in range(3)]
+            for grads in kept:
+                mix_(momenta, [None], grads, momenta, None, MomentumMixing(0.9, False))
+            # a size and five addresses
+            assert [values.size for values in uploads] == [6, 2 * 2, 6, 6]
+            assert kernels._programs.cache_info().currsize == 1
 
 
 def updated(weights, copies, updates, coefficient, decay):

@@ -105,3 +105,13 @@ def test_medium_computes_in_bfloat16() -> None:
     error = relative_error(orthogonalize(x, precision="medium"), orthogonalize(x))
     # bfloat16 keeps 8 bits: far from float32's 1e-6 and still a good update
     assert 1e-3 < error < 3e-2
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_products_of_float16_are_summed_in_float32(before):
+    cuda = torch.backends.cuda.matmul
+    cuda.allow_fp16_reduced_precision_reduction = before
+    with matmul_precision("highest"):
+        assert not cuda.allow_fp16_reduced_precision_reduction
+    assert cuda.allow_fp16_reduced_precision_reduction is before
+    cuda.allow_fp16_reduced_precision_reduction = True

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron_eopt import ConfigurationError, EmergingOptimizerConfig
 from megatron_eopt.tools.dry_run import Collective
-from megatron_eopt.tools.plan.architectures import Architecture
+from megatron_eopt.tools.plan.architectures import Architecture, from_flags
 from megatron_eopt.tools.plan.cost import _exposed, collective_seconds
 from megatron_eopt.tools.plan.machine import MACHINES
 from megatron_eopt.tools.plan.model import Layout
@@ -68,8 +68,8 @@ def test_a_plan_is_of_the_busiest_rank(architecture, layout):
     rank = found["busiest_rank"]
     first = min(found["stages"], key=lambda stage: -stage["estimated_flops"])
     assert rank["rank"] == first["busiest"]
-    # small matrices are computed by the book
-    assert found["counted"]["in_all"]["flops"] == first["estimated_flops"]
+    # small matrices are computed by the book, but half of symmetric products
+    assert 0.6 < found["counted"]["in_all"]["flops"] / first["estimated_flops"] < 0.8
     assert sum(len(stage["stages"]) for stage in found["stages"]) == layout.pipeline
     assert rank["host_reads"] == {}
     assert 0 < found["share_of_iteration"] < 1
@@ -94,7 +94,8 @@ def test_where_ranks_outnumber_matrices_teams_have_less_to_do(name, layout, reco
     record_property("counted FLOPs", f"{counted:.2f} times less")
     predicted = whole["seconds"]["step"] / teams["seconds"]["step"]
     record_property("predicted step", f"{predicted:.2f} times faster")
-    assert counted >= 1.8
+    # a team computes small matrices whole, by rows
+    assert counted >= 1.5
     assert predicted > 1.2
 
 
@@ -143,3 +144,27 @@ def test_a_step_beside_communication_ends_with_adams():
     assert apart["seconds"]["tail"] > 1.1 * adams
     assert beside["seconds"]["gather"] < beside["seconds"]["tail"] < 1.03 * adams
     assert apart["adam_seconds"] == beside["adam_seconds"]
+
+
+GPT_0_5B = from_flags(
+    {
+        "num_layers": 8,
+        "hidden_size": 2048,
+        "ffn_hidden_size": 8192,
+        "num_attention_heads": 16,
+        "vocab_size": 32768,
+        "untie_embeddings_and_output_weights": True,
+    }
+)
+
+
+@pytest.mark.parametrize(("groups", "tflop"), [(None, 11.0), (8, 8.8)])
+def test_a_gpu_s_step_stays_below_its_bars(groups, tflop):
+    fields = GPT_0_5B.fields | ({"num_query_groups": groups} if groups else {})
+    counted = in_a_process(replace(GPT_0_5B, fields=fields), Layout())["counted"]
+    total, moved = counted["in_all"], counted["bytes_per_element"]
+    assert total["flops"] <= tflop * 1e12
+    assert total["kernels"] <= 200
+    assert total["host_waits"] == 0
+    assert moved["TensorParallelMuon"] <= 38
+    assert moved["AdamW"] <= 34.1

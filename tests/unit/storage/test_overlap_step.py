@@ -196,6 +196,25 @@ def test_the_bits_are_those_of_a_step_after_communication(dtype, layout):
         assert one == log[0].count("all-to-all") <= before[0].count("all-to-all") + 2 * windows
 
 
+def groups() -> tuple[set[str], set[str]]:
+    """Return the names of the groups of matrices, and of those that reduce gradients."""
+    initialize_megatron()
+    chunk, optimizer = build(torch.float32, True, {})
+    rules = [rule for link in optimizer.links for rule in link.update_rules]
+    engines = [e for rule in rules if isinstance(rule, WindowedMuonRule) for e in rule.engines]
+    reducing = [value for group in chunk.bucket_groups for value in vars(group).values()]
+    of_matrices = {engine.ranks.group.group_name for engine in engines}
+    return of_matrices, {g.group_name for g in reducing if isinstance(g, dist.ProcessGroup)}
+
+
+def test_matrices_do_not_queue_with_reductions():
+    # calls of one group run one after another, in NCCL
+    for of_matrices, reducing in run_ranks(2, groups):
+        assert len(of_matrices) == 1
+        assert reducing
+        assert not of_matrices & reducing
+
+
 @pytest.mark.parametrize("dtype", mostly_long([torch.float32, torch.bfloat16], torch.bfloat16))
 def test_updates_of_weights_that_change_before_the_step_are_computed_again(dtype):
     serial = run_ranks(2, train, dtype, "DP 2", False, READ_WITH_L2, True)

@@ -1,0 +1,121 @@
+"""The Triton kernel of :mod:`megatron_eopt.math.products`.
+
+Each program computes one tile of the result and finishes it in float32: factor, addend, diagonal.
+For symmetric results there is one program for each tile of the lower triangle. It also stores its
+tile mirrored, so that the result is symmetric to the bit.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_DEPTH = 64  # entries of the inner dimension that are loaded at once
+_SIDE = 128  # rows and columns of a tile: two programs fit a multiprocessor of an H100
+_ODD_SIDE = 64  # where sizes are no multiples, and masks need registers
+_NEIGHBOURS = tl.constexpr(8)  # rows of tiles that programs visit together, so that caches serve
+
+
+@triton.jit
+def _lower_tile(number):
+    """Return row and column of a tile, counted along the rows of the lower triangle."""
+    row = ((tl.sqrt(8.0 * number + 1.0) - 1.0) / 2.0).to(tl.int32)
+    # the root may be off by one where float32 rounds it
+    row = tl.where(row * (row + 1) // 2 > number, row - 1, row)
+    row = tl.where((row + 1) * (row + 2) // 2 <= number, row + 1, row)
+    return row, number - row * (row + 1) // 2
+
+
+@triton.jit
+def _any_tile(number, height, width):
+    """Return row and column of a tile, in groups of neighbouring rows."""
+    group = number // (_NEIGHBOURS * width)
+    rows = tl.minimum(height - group * _NEIGHBOURS, _NEIGHBOURS)
+    within = number % (_NEIGHBOURS * width)
+    return group * _NEIGHBOURS + within % rows, within // rows
+
+
+@triton.jit
+def _multiply(
+    left, right, add, out, alpha, beta, diagonal, m, n, k,
+    left_batch, left_row, left_column, right_batch, right_row, right_column,
+    add_batch, add_row, add_column, out_batch, out_row, out_column,
+    symmetric: tl.constexpr, even: tl.constexpr, side: tl.constexpr, depth: tl.constexpr,
+):  # fmt: skip
+    """Write one tile of ``alpha left right + beta add + diagonal I``."""
+    if symmetric:
+        tile_row, tile_column = _lower_tile(tl.program_id(0))
+    else:
+        height, width = tl.cdiv(m, side), tl.cdiv(n, side)
+        tile_row, tile_column = _any_tile(tl.program_id(0), height, width)
+    batch = tl.program_id(1).to(tl.int64)
+    rows = tile_row * side + tl.arange(0, side)
+    columns = tile_column * side + tl.arange(0, side)
+    inner = tl.arange(0, depth)
+    # what is loaded for rows and columns outside is not stored
+    read_rows = rows if even else tl.minimum(rows, m - 1)
+    read_columns = columns if even else tl.minimum(columns, n - 1)
+    lefts = left + batch * left_batch + read_rows[:, None].to(tl.int64) * left_row
+    lefts += inner[None, :] * left_column
+    rights = right + batch * right_batch + read_columns[None, :].to(tl.int64) * right_column
+    rights += inner[:, None] * right_row
+    total = tl.zeros((side, side), tl.float32)
+    for start in range(0, k, depth):
+        if even:
+            one, other = tl.load(lefts), tl.load(rights)
+        else:
+            one = tl.load(lefts, mask=inner[None, :] < k - start, other=0.0)
+            other = tl.load(rights, mask=inner[:, None] < k - start, other=0.0)
+        total = tl.dot(one, other, total)
+        lefts += depth * left_column
+        rights += depth * right_row
+    total = total * alpha
+    rows, columns = rows[:, None], columns[None, :]
+    inside = None if even else (rows < m) & (columns < n)
+    if add is not None:
+        place = add + batch * add_batch + rows.to(tl.int64) * add_row + columns * add_column
+        total += beta * tl.load(place, mask=inside).to(tl.float32)
+    if diagonal != 0.0:
+        total = tl.where(rows == columns, total + diagonal, total)
+    value = total.to(out.dtype.element_ty)
+    place = out + batch * out_batch + rows.to(tl.int64) * out_row + columns * out_column
+    if not symmetric:
+        tl.store(place, value, mask=inside)
+        return
+    mirror = out + batch * out_batch
+    mirror += tl.trans(columns).to(tl.int64) * out_row + tl.trans(rows) * out_column
+    if tile_row == tile_column:
+        within = rows < m
+        tl.store(place, value, mask=within & (rows >= columns))
+        tl.store(mirror, tl.trans(value), mask=tl.trans(within & (rows > columns)))
+    else:
+        tl.store(place, value, mask=inside)
+        tl.store(mirror, tl.trans(value), mask=None if inside is None else tl.trans(inside))
+
+
+def launch(
+    left: Tensor,
+    right: Tensor,
+    add: Tensor | None,
+    out: Tensor,
+    numbers: tuple[float, float, float],
+    symmetric: bool,
+) -> None:
+    """Write ``alpha left right + beta add + diagonal I`` to ``out``; 3-D tensors of any strides.
+
+    ``numbers`` are alpha, beta and the diagonal's addend.
+    """
+    batch, m, k = left.shape
+    n = right.shape[-1]
+    even = m % _SIDE == 0 and n % _SIDE == 0 and k % _DEPTH == 0
+    side = _SIDE if even else _ODD_SIDE
+    tiles = (triton.cdiv(m, side), triton.cdiv(n, side))
+    count = tiles[0] * (tiles[0] + 1) // 2 if symmetric else tiles[0] * tiles[1]
+    strides = [
+        number for t in (left, right, out if add is None else add, out) for number in t.stride()
+    ]
+    _multiply[(count, batch)](
+        *(left, right, add, out, *numbers, m, n, k, *strides),
+        *(symmetric, even, side, _DEPTH),
+        num_warps=8 if side == _SIDE else 4,
+        num_stages=3,
+    )

@@ -1,0 +1,143 @@
+"""Products that finish themselves and compute half of symmetric results, against torch."""
+
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from types import SimpleNamespace
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from megatron_eopt.math import products, triton_products
+from megatron_eopt.math.newton_schulz import multiply_add, symmetric
+from megatron_eopt.math.orthogonalize import orthogonalize
+from tests.harness.kernels import interpreted_kernels
+from tests.unit.math.spectra import NAMED, relative_error
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+SIZES = [(1, 1), (5, 3), (70, 33), (128, 64), (130, 200), (256, 128)]
+
+
+def integers(seed, *shape, dtype=F16):
+    """Return small integers, of which every sum of products is exact in float32."""
+    numbers = torch.Generator().manual_seed(seed)
+    return torch.randint(-3, 4, shape, generator=numbers).to(dtype)
+
+
+def by_kernel(function, *args, **kwargs):
+    with interpreted_kernels():
+        return function(*args, **kwargs)
+
+
+def exact(left, right, add, alpha, beta, diagonal):
+    total = alpha * (left.double() @ right.double()) + beta * add.double()
+    total.diagonal(0, -2, -1).add_(diagonal)
+    return total.to(left.dtype)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("batch", [(), (3,)])
+@pytest.mark.parametrize(("m", "k"), SIZES)
+def test_a_symmetric_product_has_the_bits_of_the_whole_one(m, k, batch, dtype):
+    wide = integers(1, *batch, m, k, dtype=dtype)
+    tall = integers(1, *batch, k, m, dtype=dtype)
+    square = integers(2, *batch, m, m, dtype=dtype)
+    square = square + square.mT
+    numbers = {"alpha": 0.5, "beta": 2.0, "diagonal": 4.0}
+    for left in (wide, tall.mT):
+        found = by_kernel(symmetric, left, left.mT, square, **numbers)
+        assert torch.equal(found, exact(left, left.mT, square, 0.5, 2.0, 4.0))
+        assert torch.equal(symmetric(left, left.mT, square, **numbers), found)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize(("m", "k"), SIZES)
+def test_an_addend_and_a_factor_join_any_product(m, k, dtype):
+    left, right = integers(1, 2, m, k, dtype=dtype), integers(2, 2, k, m + 7, dtype=dtype)
+    add = integers(3, 2, m, m + 7, dtype=dtype)
+    found = by_kernel(multiply_add, left, right, add, beta=0.5, alpha=2.0)
+    assert torch.equal(found, exact(left, right, add, 2.0, 0.5, 0.0))
+    out = torch.empty(2, m, m + 7, dtype=F32)
+    by_kernel(products.multiply, left, right, out, alpha=0.25)
+    assert torch.equal(out, 0.25 * (left.float() @ right.float()))
+
+
+def compiled(is_symmetric, kind, out):
+    """Return the PTX of the kernel for an H100, and the bytes of shared memory it needs."""
+    kernel = triton_products._multiply
+    constants = {"symmetric": is_symmetric, "even": True, "side": 128, "depth": 64}
+    constants |= {"left_column": 1, "right_row": 1, "add_column": 1, "out_column": 1}
+    signature = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(constants, "constexpr")
+    signature |= dict.fromkeys(("alpha", "beta", "diagonal"), "fp32")
+    signature |= dict.fromkeys(("left", "right", "add"), f"*{kind}") | {"out": f"*{out}"}
+    multiples = {
+        (place,): [["tt.divisibility", 16]]
+        for place, type_ in enumerate(signature.values())
+        if type_ == "i32" or type_.startswith("*")
+    }
+    source = ASTSource(kernel, signature, constants, multiples)
+    options = {"num_warps": 8, "num_stages": 3}
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return made.asm["ptx"], made.metadata.shared
+
+
+def test_the_kernel_compiles_for_the_matrix_units_of_an_h100():
+    # in a process of its own, since the interpreter changes Triton in this one
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        for case in ((True, "fp16", "fp16"), (False, "fp16", "bf16")):
+            text, shared = process.submit(compiled, *case).result()
+            assert "wgmma.mma_async" in text
+            assert "st.global.v4" in text
+            # no register is kept in memory, and two programs fit a multiprocessor
+            assert ".local" not in text
+            assert shared <= 113 * 1024
+
+
+def test_rounded_symmetric_products_are_symmetric():
+    # which whole ones are only in exact arithmetic
+    left, right = (torch.randn(200, 200).half() for _ in range(2))
+    found = by_kernel(symmetric, left, right)
+    assert torch.equal(found, found.mT)
+    lower = (left.float() @ right.float()).tril()
+    torch.testing.assert_close(found.tril().float(), lower, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("shape", [(256, 256), (256, 768), (768, 256)])
+def test_iterations_by_half_products_are_as_accurate_as_by_whole_ones(name, shape):
+    x = NAMED[name](*shape, 3)
+    reference = orthogonalize(x.double())
+    whole = relative_error(orthogonalize(x, precision="medium"), reference)
+    halves = relative_error(by_kernel(orthogonalize, x, precision="medium"), reference)
+    # what mirroring may add to the rounding of Gram's form; the standard form gains 3 bits
+    assert halves <= (1.1 if shape[0] != shape[1] else 0.2) * whole
+
+
+@pytest.mark.parametrize(
+    ("capability", "size", "taken"), [(9, 64, True), (8, 64, False), (9, 60, False)]
+)
+def test_quack_computes_what_it_supports(monkeypatch, capability, size, taken):
+    calls = []
+
+    def gemm_symmetric_out(left, right, out, add, *, alpha, beta):
+        calls.append((alpha, beta))
+        out.copy_(exact(left, right, add, alpha, beta, 0.0))
+
+    quack = SimpleNamespace(gemm_symmetric_out=gemm_symmetric_out)
+    real = products.import_module
+    monkeypatch.setattr(
+        products, "import_module", lambda name: quack if name.startswith("quack") else real(name)
+    )
+    monkeypatch.setattr(products, "find_spec", lambda name: quack)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
+    monkeypatch.setattr(products, "_is_on_gpu", lambda tensor: True)
+    products._has_quack.cache_clear()
+    left = integers(1, size, 128)
+    add = integers(2, size, size)
+    add = add + add.mT
+    found = by_kernel(symmetric, left, left.mT, add, beta=2.0, alpha=0.5, diagonal=4.0)
+    products._has_quack.cache_clear()
+    assert torch.equal(found, exact(left, left.mT, add, 0.5, 2.0, 4.0))
+    assert calls == ([(0.5, 2.0)] if taken else [])
