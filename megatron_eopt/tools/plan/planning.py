@@ -116,7 +116,7 @@ def plan(
         rank=worst.busiest,
         report=busiest.report,
         times=busiest.times,
-        adam=busiest.adam,
+        adam=runs.adam_of(worst.busiest),
         fullest=(fullest.busiest, memory),
         tokens=tokens,
         train_step=operations / (layout.world_size * machine.flops * _UTILIZATION),
@@ -129,7 +129,7 @@ class _Steps:
 
     report: Report
     times: Times
-    adam: Times  # Adam's on the same weights
+    adam: Times | None  # Adam's on the same weights; None if it is not counted yet
 
 
 class _DryRuns:
@@ -175,6 +175,13 @@ class _DryRuns:
                 self._steps[rank] = self._stepped(rank, *self._built())
         return self._steps[rank]
 
+    def adam_of(self, rank: int) -> Times:
+        """Return how long Adam's step takes on a rank's weights."""
+        if (known := self.steps_of(rank).adam) is not None:
+            return known
+        with dry_world(rank, self._layout.world_size):
+            return self._adam_on(build_stage(self._architecture, self._layout))
+
     def memory(self, rank: int) -> Memory:
         """Return a rank's memory, with the peak of a step."""
         self._tell(f"building rank {rank}, which holds most")
@@ -189,16 +196,15 @@ class _DryRuns:
     def _stepped(self, rank: int, model: DistributedDataParallel, optimizer: Any) -> _Steps:
         self._tell(f"counting the step of rank {rank}")
         report = report_of(optimizer, lambda: None)
+        # without overlap, Adam needs another model
+        adam = None if self._overlaps else self._adam_on(model)
+        return _Steps(report, times(report, self._machine, overlaps=self._overlaps), adam)
+
+    def _adam_on(self, model: DistributedDataParallel) -> Times:
         self._tell("counting Adam's step")
         changes: dict[str, Any] = {"optimizer": "adam", "muon_overlap_step": False}
-        if self._overlaps:
-            model = build_stage(self._architecture, self._layout)
         adam = get_megatron_optimizer(replace(self._config, **changes), [model])
-        return _Steps(
-            report,
-            times(report, self._machine, overlaps=self._overlaps),
-            times(report_of(adam, lambda: None), self._machine),
-        )
+        return times(report_of(adam, lambda: None), self._machine)
 
 
 def _stage(optimizer: Any, layout: Layout, kind: tuple[int, ...], gpus: int) -> Stage:

@@ -1,5 +1,6 @@
 """Equal stacks of a dry run are computed once, and counted as if each were computed."""
 
+from importlib import import_module
 from typing import Any
 from unittest.mock import patch
 
@@ -7,23 +8,22 @@ import torch
 import torch.distributed as dist
 
 from megatron_eopt.base.live_bytes import LiveBytes
-from megatron_eopt.math import orthogonalize
 from megatron_eopt.math.orthogonalize import Orthogonalization
 from megatron_eopt.tools.dry_run import dry_world
 from megatron_eopt.tools.dry_run.counting import Counts
 from tests.harness import run_ranks
 
 SHAPES = [(2, 8, 16), (2, 8, 16), (1, 8, 16), (2, 16, 8), (2, 8, 16)]
+MODULE: Any = import_module("megatron_eopt.math.orthogonalize")
 PLAIN = Orthogonalization.factors_
 
 
 def counted(*, once: bool) -> tuple[dict[Any, Any], int, int]:
     """Return what is counted, the growth of memory, and how many stacks were computed."""
     compute = Orthogonalization(steps=3)
-    iterate = orthogonalize._iterate
     with (
         dry_world(0, 1),
-        patch.object(orthogonalize, "_iterate", side_effect=iterate) as computed,
+        patch.object(MODULE, "_iterate", side_effect=MODULE._iterate) as computed,
         patch.object(Orthogonalization, "factors_", Orthogonalization.factors_ if once else PLAIN),
     ):
         stacks = [torch.empty(shape) for shape in SHAPES]
