@@ -16,13 +16,19 @@ from rich.console import Console
 from tqdm import tqdm
 
 from megatron_eopt.arguments import add_arguments, config_from_args
-from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError, check_integer
+from megatron_eopt.base.errors import (
+    ConfigurationError,
+    ConfigurationTypeError,
+    check_integer,
+    check_number,
+)
 from megatron_eopt.tools.explain import explain, show
 from megatron_eopt.tools.plan.architectures import LEFT_OUT, Architecture, add_flags, from_flags
 from megatron_eopt.tools.plan.machine import MACHINES
 from megatron_eopt.tools.plan.model import SIZES, Layout
 from megatron_eopt.tools.plan.planning import Plan, plan
-from megatron_eopt.tools.plan.tables import Sources, as_dict, show_plan, show_sweep
+from megatron_eopt.tools.plan.tables import Sources, as_dict, show_plan, show_rates, show_sweep
+from megatron_eopt.tools.rates import MODES, TP_MODES, Scale, carried, suggested, weights_of
 from megatron_eopt.tools.recipe import NAMES, Recipe, recipe
 
 _NUMBERS = {
@@ -99,6 +105,23 @@ def command_parser(published: Recipe | None = None) -> argparse.ArgumentParser:
     made.add_argument("name", nargs="?", type=str.lower, choices=NAMES, metavar="NAME", help=text)
     made.add_argument("--small", action="store_true", help="shrink the model for a test on a CPU")
     made.set_defaults(run=_recipe)
+    text = "turn a learning rate between scale modes and tensor-parallel modes"
+    usage = "megatron-eopt rate RATE --from MODE --to MODE [--model NAME] [FLAG ...]"
+    rate = commands.add_parser("rate", usage=usage, help=text, description=f"{text.capitalize()}.")
+    rate.add_argument("rate", type=float, metavar="RATE", help="learning rate of the old run")
+    for side, what in (("from", "old"), ("to", "new")):
+        mode = f"scale mode of the {what} run: {', '.join(MODES)} (default: spectral)"
+        rate.add_argument(f"--{side}", dest=side, choices=MODES, default="spectral", help=mode)
+        extra = f"--muon-extra-scale-factor of the {what} run (default: 1)"
+        rate.add_argument(f"--{side}-extra", type=float, default=1.0, metavar="X", help=extra)
+        cut = f"--muon-tp-mode of the {what} run (default: duplicated, whole matrices)"
+        rate.add_argument(f"--{side}-tp-mode", choices=TP_MODES, default="duplicated", help=cut)
+    rate.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel size")
+    text = f"recipe whose weights are converted: {', '.join(NAMES)}"
+    rate.add_argument("--model", type=str.lower, choices=NAMES, metavar="NAME", help=text)
+    add_flags(rate)
+    rate.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    rate.set_defaults(run=_rate)
     return parser
 
 
@@ -241,6 +264,30 @@ def _recipe(arguments: argparse.Namespace, _: Console) -> None:
         # lines for a reader; one line for $(...), which would take backslashes as words
         separator = " \\\n    --" if sys.stdout.isatty() else " --"
         sys.stdout.write(words.replace(" --", separator) + "\n")
+
+
+def _rate(arguments: argparse.Namespace, console: Console) -> None:
+    check_number("RATE", arguments.rate, above=0)
+    given = {name: value for name, value in vars(arguments).items() if value is not None}
+    published = arguments.model and recipe(arguments.model)
+    model = published.architecture(**given) if published else from_flags(given)
+    old = Scale(given["from"], arguments.from_extra)
+    new = Scale(arguments.to, arguments.to_extra)
+    with _progress() as tell:
+        tell(f"building one layer of each kind of {model.name}")
+        before, after = (
+            weights_of(model, arguments.tp, mode)
+            for mode in (arguments.from_tp_mode, arguments.to_tp_mode)
+        )
+    rates = {
+        name: carried(arguments.rate, old, new, before[name].block, weights.block)
+        for name, weights in after.items()
+    }
+    mean = suggested(rates, after)
+    if arguments.json:
+        console.print_json(json.dumps({"rates": rates, "one_rate": mean}))
+    else:
+        show_rates(rates, after, mean, console)
 
 
 def _explain(arguments: argparse.Namespace, console: Console) -> None:

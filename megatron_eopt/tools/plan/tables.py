@@ -1,6 +1,6 @@
 """Print plans as tables, or return them as plain values for JSON."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_eopt.tools.plan.planning import Plan
+from megatron_eopt.tools.rates import Weights
 from megatron_eopt.wrappers.memory import Memory
 
 _GIB = 2**30
@@ -135,6 +136,30 @@ def show_sweep(plans: Sequence[Plan], gpu: str, sources: Sources, console: Conso
     columns = ("tp", "pp", "dp", "ep", "TFLOP", "step ms", "of an iteration", "GiB")
     title = f"{plans[0].architecture.name} on {plans[0].layout.world_size} x {gpu}, busiest ranks"
     _print(console, title, columns, rows)
+
+
+def show_rates(
+    rates: Mapping[str, float], weights: Mapping[str, Weights], mean: float, console: Console
+) -> None:
+    """Print the new rate of each kind of weight, and one for all."""
+    rows = [
+        (
+            name.rpartition("layers.*.")[2],
+            " x ".join(map(str, weights[name].block)),
+            f"{rate:.4g}",
+            f"{rate / mean:.3f}",
+        )
+        for name, rate in rates.items()
+    ]
+    _print(console, "New rates", ("weight", "matrix", "rate", "lr_mult"), rows)
+    spread = max(rates.values()) / min(rates.values())
+    if spread < 1 + 1e-9:
+        console.print(f"All updates stay the same with --muon-lr {mean:.4g}")
+        return
+    console.print(
+        f"No rate keeps all updates: they would differ by a factor of {spread:.2f}. "
+        f"--muon-lr {mean:.4g} keeps their mean. With it, overrides with these lr_mult keep each."
+    )
 
 
 def _show_sources(sources: Sources, console: Console) -> None:
