@@ -10,6 +10,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+_DEVICE = torch.ops.prim.device.default
+
 _FOLLOWED = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 
 
@@ -33,9 +35,16 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Bytes of live storages now, less those at the start."""
         return self._bytes() - self._before
 
+    def rise(self, more: int) -> None:
+        """Note that the live storages grow by ``more`` bytes for a moment."""
+        if self._noted - self._before + more > self.peak:
+            self.peak = max(self.peak, self.grown + more)
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func is _DEVICE:  # asked for more often than anything else of a fake tensor
+            return args[0].device
         # a storage first seen as an argument is older than the block, unless torch.tensor made it
         if func is not torch.ops.aten.lift_fresh.default:
             for item in tree_iter((args, kwargs)):
@@ -43,8 +52,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         # looking for freed storages is slow, so do it only for a possible new peak
         fresh = sum(self._note(item) for item in tree_iter(result))
-        if fresh and self._noted - self._before > self.peak:
-            self.peak = max(self.peak, self.grown)
+        if fresh:
+            self.rise(0)
         return result
 
     def _note(self, item: Any) -> int:

@@ -210,8 +210,8 @@ class Redistribution:
     def _stack(self, wave: int) -> Tensor:
         """Return the flat tensor in which a wave is computed."""
         turn = wave % len(self._stack_sizes)
-        stack = self._buffer(f"compute {turn}", self._stack_sizes[turn])
-        return stack[: self.plan.waves[wave].compute_elements]
+        elements = self.plan.waves[wave].compute_elements
+        return self._buffer(f"compute {turn}", elements, at_least=self._stack_sizes[turn])
 
     def _is_placed(self, name: str, tensor: Tensor) -> bool:
         """Return whether a tensor is in its place."""
@@ -261,21 +261,22 @@ class Redistribution:
     def _start(
         self, exchange: Exchange, direction: str, packed: FlatT, stored: FlatT
     ) -> "_InFlight":
+        if not exchange.collective:
+            return _InFlight(stored, None, None)
         send = self._buffer(f"send {direction}", sum(exchange.send_sizes))
         recv = self._buffer(f"recv {direction}", sum(exchange.recv_sizes))
         run_copies(exchange.pack, packed, [send])
-        work = None
-        if exchange.collective:
-            sizes = (list(exchange.recv_sizes), list(exchange.send_sizes))
-            work = dist.all_to_all_single(recv, send, *sizes, group=self._group, async_op=True)
+        sizes = (list(exchange.recv_sizes), list(exchange.send_sizes))
+        work = dist.all_to_all_single(recv, send, *sizes, group=self._group, async_op=True)
         return _InFlight(stored, recv, work)
 
-    def _buffer(self, purpose: str, elements: int) -> Tensor:
-        buffer = self.buffers.get(purpose)
-        if buffer is None or buffer.numel() < elements:
-            buffer = torch.empty(elements, dtype=self._dtype, device=self._device)
+    def _buffer(self, purpose: str, elements: int, *, at_least: int = 0) -> Tensor:
+        """Return so many elements of a buffer, which has ``at_least`` a number of them."""
+        buffer, size = self.buffers.get(purpose), max(elements, at_least)
+        if buffer is None or buffer.numel() < size:
+            buffer = torch.empty(size, dtype=self._dtype, device=self._device)
             self.buffers[purpose] = buffer
-        return buffer[:elements]
+        return buffer.narrow(0, 0, elements)
 
     def _flat(self, tensors: Mapping[str, Tensor]) -> dict[int, Tensor]:
         """Return flat views of tensors, by their index in the plan."""
@@ -293,10 +294,10 @@ class _InFlight:
     """A wave in transit in one direction."""
 
     stored: FlatT  # this rank's storage tensors
-    recv: Tensor
-    work: dist.Work | None  # None if no rank of the group sends anything
+    recv: Tensor | None  # None if no rank of the group sends anything
+    work: dist.Work | None
 
     def finish(self, exchange: Exchange, sinks: FlatT) -> None:
-        if self.work is not None:
+        if self.recv is not None and self.work is not None:
             self.work.wait()
             run_copies(exchange.unpack, [self.recv], sinks)

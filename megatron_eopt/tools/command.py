@@ -1,26 +1,35 @@
 """The command ``megatron-eopt``: plan training runs, explain checkpoints, print recipes."""
 
 import argparse
+import contextlib
 import dataclasses
 import itertools
 import json
 import logging
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from tqdm import tqdm
 
 from megatron_eopt.arguments import add_arguments, config_from_args
-from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError, check_integer
+from megatron_eopt.base.errors import (
+    ConfigurationError,
+    ConfigurationTypeError,
+    check_integer,
+    check_number,
+)
 from megatron_eopt.tools.explain import explain, show
-from megatron_eopt.tools.plan.architectures import add_flags, from_flags
+from megatron_eopt.tools.plan.architectures import LEFT_OUT, Architecture, add_flags, from_flags
 from megatron_eopt.tools.plan.machine import MACHINES
 from megatron_eopt.tools.plan.model import SIZES, Layout
 from megatron_eopt.tools.plan.planning import Plan, plan
-from megatron_eopt.tools.plan.tables import as_dict, show_plan, show_sweep
-from megatron_eopt.tools.recipe import NAMES, recipe
+from megatron_eopt.tools.plan.tables import Sources, as_dict, show_plan, show_rates, show_sweep
+from megatron_eopt.tools.rates import MODES, TP_MODES, Scale, carried, suggested, weights_of
+from megatron_eopt.tools.recipe import NAMES, Recipe, recipe
 
 _NUMBERS = {
     "flops": (float, "peak FLOP/s, dense bfloat16"),
@@ -32,13 +41,21 @@ _NUMBERS = {
 }
 
 
+_TOKENS = 2**22
+"""Tokens per step of models whose batch size is not known."""
+
+_SILENT = 2.0
+"""Seconds after which a command says what it is doing."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status; ``argv`` defaults to the process's arguments."""
-    arguments = argparse.Namespace()
     # building the optimizer logs its settings, which are not part of the answer
     logging.disable(logging.WARNING)
     try:
-        command_parser().parse_args(argv, arguments)
+        arguments = command_parser().parse_args(argv)
+        if getattr(arguments, "model", None) is not None:
+            arguments = command_parser(recipe(arguments.model)).parse_args(argv)
         arguments.run(arguments, Console())
     except (ConfigurationError, ConfigurationTypeError) as error:
         sys.stderr.write(f"megatron-eopt: {error}\n")
@@ -48,8 +65,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def command_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command's arguments."""
+def command_parser(published: Recipe | None = None) -> argparse.ArgumentParser:
+    """Return the parser of the command's arguments.
+
+    Args:
+        published: The recipe of ``--model``, whose optimizer is the default.
+    """
     parser = argparse.ArgumentParser(
         prog="megatron-eopt",
         description="Plan training runs, inspect checkpoints and print recipes, without GPUs.",
@@ -62,7 +83,7 @@ def command_parser() -> argparse.ArgumentParser:
     sizes = one.add_argument_group("layout (sizes default to 1; without any, the recipe's)")
     for field, (short, flag, text) in SIZES.items():
         sizes.add_argument(f"--{short}", f"--{flag}", dest=field, type=int, metavar="N", help=text)
-    _add_common(one)
+    _add_common(one, published)
     one.set_defaults(run=_plan)
     text = "compare layouts of the same number of GPUs"
     usage = "megatron-eopt sweep --ranks N [--model NAME] [--tp N ...] [--pp N ...] [FLAG ...]"
@@ -71,7 +92,7 @@ def command_parser() -> argparse.ArgumentParser:
     sizes.add_argument("--ranks", type=int, required=True, metavar="N", help="number of GPUs")
     for short, _, text in (SIZES[field] for field in ("tensor", "pipeline", "expert")):
         sizes.add_argument(f"--{short}", type=int, nargs="+", default=[1], metavar="N", help=text)
-    _add_common(many)
+    _add_common(many, published)
     many.set_defaults(run=_sweep)
     text = "show what a checkpoint contains and where it can be loaded"
     shown = commands.add_parser("explain", help=text, description=f"{text.capitalize()}.")
@@ -84,6 +105,23 @@ def command_parser() -> argparse.ArgumentParser:
     made.add_argument("name", nargs="?", type=str.lower, choices=NAMES, metavar="NAME", help=text)
     made.add_argument("--small", action="store_true", help="shrink the model for a test on a CPU")
     made.set_defaults(run=_recipe)
+    text = "turn a learning rate between scale modes and tensor-parallel modes"
+    usage = "megatron-eopt rate RATE --from MODE --to MODE [--model NAME] [FLAG ...]"
+    rate = commands.add_parser("rate", usage=usage, help=text, description=f"{text.capitalize()}.")
+    rate.add_argument("rate", type=float, metavar="RATE", help="learning rate of the old run")
+    for side, what in (("from", "old"), ("to", "new")):
+        mode = f"scale mode of the {what} run: {', '.join(MODES)} (default: spectral)"
+        rate.add_argument(f"--{side}", dest=side, choices=MODES, default="spectral", help=mode)
+        extra = f"--muon-extra-scale-factor of the {what} run (default: 1)"
+        rate.add_argument(f"--{side}-extra", type=float, default=1.0, metavar="X", help=extra)
+        cut = f"--muon-tp-mode of the {what} run (default: duplicated, whole matrices)"
+        rate.add_argument(f"--{side}-tp-mode", choices=TP_MODES, default="duplicated", help=cut)
+    rate.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel size")
+    text = f"recipe whose weights are converted: {', '.join(NAMES)}"
+    rate.add_argument("--model", type=str.lower, choices=NAMES, metavar="NAME", help=text)
+    add_flags(rate)
+    rate.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    rate.set_defaults(run=_rate)
     return parser
 
 
@@ -95,7 +133,7 @@ def _about(text: str) -> str:
     )
 
 
-def _add_common(parser: argparse.ArgumentParser) -> None:
+def _add_common(parser: argparse.ArgumentParser, published: Recipe | None) -> None:
     text = f"recipe to take the model from: {', '.join(NAMES)}"
     parser.add_argument("--model", type=str.lower, choices=NAMES, metavar="NAME", help=text)
     add_flags(parser)
@@ -103,16 +141,60 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     gpus.add_argument("--gpu", choices=MACHINES, default="H100", help="(default: H100)")
     for name, (kind, text) in _NUMBERS.items():
         gpus.add_argument(f"--gpu-{name}", type=kind, metavar="X", help=text)
-    text = "tokens per global batch (default: 4194304), for the time of an iteration"
-    parser.add_argument("--tokens", type=int, default=2**22, metavar="N", help=text)
+    text = "tokens per step (default: the recipe's batch, or 4194304), for an iteration's time"
+    parser.add_argument("--tokens", type=int, metavar="N", help=text)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument("--optimizer", default="muon", help="matrix optimizer (default: muon)")
     add_arguments(parser)
+    if published is not None:
+        parser.set_defaults(**published.optimizer_settings)
 
 
-def _planner(arguments: argparse.Namespace) -> Callable[[Layout], Plan]:
-    """Check the arguments and return a function that plans a layout."""
-    check_integer("--tokens", arguments.tokens)
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """Yield a function that says on stderr what is being done, unless it is done in seconds."""
+    console, start = Console(stderr=True), time.monotonic()
+
+    def tell(text: str) -> None:
+        if console.is_terminal:
+            status.update(f"{text} ...")
+        elif time.monotonic() > start + _SILENT:
+            sys.stderr.write(f"megatron-eopt: {text} ...\n")
+
+    with console.status("...") as status:
+        yield tell
+
+
+def _sources(arguments: argparse.Namespace, architecture: Architecture) -> Sources:
+    """Return the tokens of a step, and where they and the optimizer's settings come from."""
+    if arguments.tokens is not None:
+        check_integer("--tokens", arguments.tokens)
+    published = recipe(arguments.model) if arguments.model else None
+    flags = published.flags if published else {}
+    batch, length = flags.get("global-batch-size"), architecture.seq_length
+    where = f"recipe {arguments.model}"
+    if arguments.tokens is not None:
+        tokens, source = arguments.tokens, "--tokens"
+    elif batch is not None:
+        tokens, source = batch * length, f"{batch:,} sequences of {length:,}, {where}"
+    else:
+        text = "no batch size was published" if published else "no recipe"
+        tokens, source = _TOKENS, f"the default, since {text}"
+    changed = [name for name in ("seq_length",) if vars(arguments)[name] is not None]
+    if batch is not None and changed and arguments.tokens is None:
+        source += " with your --seq-length"
+    settings = published.optimizer_settings if published else {}
+    kept = {n: v for n, v in settings.items() if vars(arguments)[n] == v}
+    from_recipe = ", ".join(f"{name} {value}" for name, value in kept.items())
+    left_out = [text for flag, text in LEFT_OUT.items() if flags.get(flag)]
+    optimizer = f"{where}: {from_recipe}" if kept else "flags and recommended defaults"
+    return Sources(tokens, {"tokens": source, "optimizer": optimizer}, left_out)
+
+
+def _planner(
+    arguments: argparse.Namespace, tell: Callable[[str], None]
+) -> tuple[Callable[[Layout], Plan], Sources]:
+    """Check the arguments, and return a function that plans a layout, and what it is based on."""
     flags = vars(arguments)
     given = {name: value for name, value in flags.items() if value is not None}
     published = arguments.model and recipe(arguments.model)
@@ -126,23 +208,33 @@ def _planner(arguments: argparse.Namespace) -> Callable[[Layout], Plan]:
     # a step's cost does not depend on the learning rate
     needed = {"lr": 1e-3, "bf16": True, "use_distributed_optimizer": True}
     config, _ = config_from_args(argparse.Namespace(**flags | needed))
-    return lambda layout: plan(architecture, layout, machine, config, tokens=arguments.tokens)
+    sources = _sources(arguments, architecture)
+    how: Any = {"tokens": sources.tokens, "tell": tell}
+    return lambda layout: plan(architecture, layout, machine, config, **how), sources
 
 
 def _plan(arguments: argparse.Namespace, console: Console) -> None:
     given = {field: size for field in SIZES if (size := vars(arguments)[field]) is not None}
-    layout = Layout(**given) if given or not arguments.model else recipe(arguments.model).planned()
-    found = _planner(arguments)(layout)
-    if arguments.json:
-        console.print_json(json.dumps(as_dict(found)))
+    if given or not arguments.model:
+        layout = Layout(**given)
+        source = "flags; sizes that are not given are 1" if given else "one GPU, without flags"
     else:
-        show_plan(found, arguments.gpu, console)
+        layout, source = recipe(arguments.model).planned(), f"recipe {arguments.model}"
+    with _progress() as tell:
+        planned, sources = _planner(arguments, tell)
+        sources.taken["layout"] = source
+        found = planned(layout)
+    if arguments.json:
+        console.print_json(json.dumps(as_dict(found) | dataclasses.asdict(sources)))
+    else:
+        show_plan(found, arguments.gpu, sources, console)
 
 
 def _sweep(arguments: argparse.Namespace, console: Console) -> None:
-    planned, found, errors = _planner(arguments), [], {}
+    found, errors = [], {}
+    planned, sources = _planner(arguments, lambda _: None)
     sizes = list(itertools.product(arguments.tp, arguments.pp, arguments.ep))
-    for tp, pp, ep in tqdm(sizes, desc="layouts", disable=None):
+    for tp, pp, ep in tqdm(sizes, desc="layouts", delay=_SILENT):
         try:
             check_integer("--tp x --pp", tp * pp)
             if arguments.ranks % (tp * pp):
@@ -158,7 +250,7 @@ def _sweep(arguments: argparse.Namespace, console: Console) -> None:
     if arguments.json:
         console.print_json(json.dumps([as_dict(item) for item in found]))
     else:
-        show_sweep(found, arguments.gpu, console)
+        show_sweep(found, arguments.gpu, sources, console)
 
 
 def _recipe(arguments: argparse.Namespace, _: Console) -> None:
@@ -169,7 +261,33 @@ def _recipe(arguments: argparse.Namespace, _: Console) -> None:
             sys.stdout.write(f"{name:17}{one.title:18}{one.optimizer:31}{paper}\n")
     else:
         words = " ".join(recipe(arguments.name).words(small=arguments.small))
-        sys.stdout.write(words.replace(" --", "\n--") + "\n")
+        # lines for a reader; one line for $(...), which would take backslashes as words
+        separator = " \\\n    --" if sys.stdout.isatty() else " --"
+        sys.stdout.write(words.replace(" --", separator) + "\n")
+
+
+def _rate(arguments: argparse.Namespace, console: Console) -> None:
+    check_number("RATE", arguments.rate, above=0)
+    given = {name: value for name, value in vars(arguments).items() if value is not None}
+    published = arguments.model and recipe(arguments.model)
+    model = published.architecture(**given) if published else from_flags(given)
+    old = Scale(given["from"], arguments.from_extra)
+    new = Scale(arguments.to, arguments.to_extra)
+    with _progress() as tell:
+        tell(f"building one layer of each kind of {model.name}")
+        before, after = (
+            weights_of(model, arguments.tp, mode)
+            for mode in (arguments.from_tp_mode, arguments.to_tp_mode)
+        )
+    rates = {
+        name: carried(arguments.rate, old, new, before[name].block, weights.block)
+        for name, weights in after.items()
+    }
+    mean = suggested(rates, after)
+    if arguments.json:
+        console.print_json(json.dumps({"rates": rates, "one_rate": mean}))
+    else:
+        show_rates(rates, after, mean, console)
 
 
 def _explain(arguments: argparse.Namespace, console: Console) -> None:

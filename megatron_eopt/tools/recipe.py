@@ -35,11 +35,29 @@ class Recipe:
     notes: Sequence[str]  # what the flags do not cover
     base: str | None = None  # name of the recipe whose fields this one changes
 
-    def words(self, *, small: bool = False) -> list[str]:
-        """Return the trainer's flags for the model, or for a ``small`` one of its kind."""
+    @property
+    def flags(self) -> dict[str, Any]:
+        """The flags of model, optimizer and schedule, without those of the layout."""
         flags: dict[str, Any] = {}
         for group in (*self.published, *self.ours):
             flags |= group["flags"]
+        return flags
+
+    @property
+    def optimizer_settings(self) -> dict[str, Any]:
+        """The matrix optimizer and its settings, by Megatron's names with underscores."""
+        return {
+            flag.replace("-", "_"): value
+            for flag, value in self.flags.items()
+            if flag.startswith(("optimizer", "muon-")) and flag != "optimizer-defaults"
+        }
+
+    def words(self, *, small: bool = False) -> list[str]:
+        """Return the trainer's flags for the model, or for a ``small`` one of its kind.
+
+        None of them has a meaning for a shell, so they need no quotes.
+        """
+        flags = self.flags
         flags |= _read("_small") | self.small if small else self.layout["flags"]
         flags["data-parallel-size"] = None  # follows from the number of processes
         given = {f"--{flag}": value for flag, value in flags.items() if value is not None}

@@ -3,11 +3,15 @@
 import contextlib
 import io
 import json
+import subprocess
+import sys
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
 
 from megatron_eopt.tools.command import main
+from megatron_eopt.tools.recipe import NAMES, recipe
 from tests.harness import run_ranks
 
 SMALL = (
@@ -38,6 +42,57 @@ def test_plans_are_printed():
     assert "on 4 x H100" in many[1]
     assert "left out: tp 8" in many[2]
     assert one[0] == many[0] == 0
+
+
+SHORT = "--num-layers 16 --moe-layer-freq [0]*1+[1]*15 --num-experts 16 --hidden-size 256"
+
+
+def test_plans_of_recipes_take_what_the_recipe_says():
+    recipe = ["plan", "--model", "kimi-k2", *SHORT.split()]
+    longer = [*recipe, "--seq-length", "8192", "--pp", "16"]
+    other = ["plan", *SMALL, "--json"]
+    given = [*recipe, "--pp", "16", "--tokens", "5000", "--json"]
+    texts = run_ranks(1, printed, recipe, [*longer, "--json"], other, given, cpu=False)[0]
+    assert [status for status, *_ in texts] == [0] * 4, texts
+    shown = " ".join(texts[0][1].split())
+    for words in (
+        "tokens per step: 67,108,864 tokens from: 16,384 sequences of 4,096, recipe kimi-k2",
+        "layout from: recipe kimi-k2",
+        "muon_coefficient_type simple",
+        "left out: QK-clip",
+        "holds most memory",
+    ):
+        assert words in shown
+    pipeline, unknown, few = (json.loads(text[1]) for text in texts[1:])
+    assert pipeline["tokens"] == 16384 * 8192
+    assert pipeline["layout"]["data"] == 1
+    assert "not given are 1" in pipeline["taken"]["layout"]
+    held = pipeline["fullest_rank"]["memory"]["weights"]
+    assert held >= pipeline["busiest_rank"]["memory"]["weights"]
+    assert (unknown["tokens"], few["tokens"]) == (2**22, 5000)
+    assert "no recipe" in unknown["taken"]["tokens"]
+    # a smaller batch, a larger share
+    assert few["share_of_iteration"] > 100 * pipeline["share_of_iteration"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("small", [False, True], ids=["whole", "small"])
+def test_recipes_can_be_pasted_and_substituted(name, small, capsys, tmp_path):
+    words = recipe(name).words(small=small)
+    flags = ["--small"] if small else []
+    for terminal in (True, False):
+        with patch.object(sys.stdout, "isatty", return_value=terminal):
+            assert main(["recipe", name, *flags]) == 0
+        text = capsys.readouterr().out
+        commands = [f"printf '%s\\n' {text}"]
+        if not terminal:
+            (tmp_path / "flags").write_text(text)
+            commands.append("printf '%s\\n' $(cat flags)")
+        for command in commands:
+            done = subprocess.run(
+                ["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True
+            )
+            assert done.stdout.split("\n")[:-1] == words
 
 
 GPT = (

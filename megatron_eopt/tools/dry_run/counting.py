@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from traceback import walk_stack
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -109,6 +110,13 @@ class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Floating-point operations of all matrix products."""
         return sum(amount.flops for amount in self.phases.values())
 
+    def add(self, others: "Counts") -> None:
+        """Count work again that other counts have seen."""
+        self.collectives.update(others.collectives)
+        self.host_reads.update(others.host_reads)
+        for phase, amount in others.phases.items():
+            self.phases[phase] += amount
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -153,11 +161,26 @@ def _phase() -> Phase:
     for frame, _ in walk_stack(sys._getframe(2)):
         module, function = frame.f_globals.get("__name__", ""), frame.f_code.co_name
         name = name or _phase_of(f"{module}.{function}")
-        # f_locals keeps variables alive, so read those of step functions only
-        steps = function.startswith(("step", "look_ahead")) and "eopt.optimizers." in module
-        if steps and isinstance(update_rule := frame.f_locals.get("self"), UpdateRule):
-            optimizer = update_rule.name
+        optimizer = _stepped_in(frame) or optimizer
     return Phase(optimizer, name or who_reads() or "?")
+
+
+def updating_optimizer() -> str | None:
+    """Return the optimizer whose step the current call stack belongs to, if it is in one."""
+    return next(
+        filter(None, (_stepped_in(frame) for frame, _ in walk_stack(sys._getframe(1)))), None
+    )
+
+
+def _stepped_in(frame: FrameType) -> str | None:
+    """Return the optimizer whose step function a frame runs."""
+    function = frame.f_code.co_name
+    if not function.startswith(("step", "look_ahead")):
+        return None
+    # f_locals keeps variables alive, so read those of step functions only
+    is_ours = "eopt.optimizers." in frame.f_globals.get("__name__", "")
+    update_rule = frame.f_locals.get("self") if is_ours else None
+    return update_rule.name if isinstance(update_rule, UpdateRule) else None
 
 
 @cache

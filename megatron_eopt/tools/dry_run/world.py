@@ -11,7 +11,12 @@ import torch
 from megatron.core import parallel_state
 from torch import distributed
 from torch._C._distributed_c10d import FakeWork
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+    unset_fake_temporarily,
+)
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -22,6 +27,19 @@ from megatron_eopt.base.agreement import GroupRank, answered_by, group_rank_in
 from megatron_eopt.base.errors import ConfigurationError, check_integer
 from megatron_eopt.cpu.patches import Patch, patched
 from megatron_eopt.tools.dry_run.counting import READ
+from megatron_eopt.tools.dry_run.repeats import counting_once
+
+DEVICE: Any = torch.ops.prim.device.default
+"""The operator that tells the device of a fake tensor, called more often than all others."""
+
+_VIEWS = {
+    torch.ops.aten.as_strided.default,
+    torch.ops.aten.detach.default,
+    torch.ops.aten.expand.default,
+    torch.ops.aten.slice.Tensor,
+    torch.ops.aten.view.default,
+}
+"""The operators that are called most, whose results share their first argument's memory."""
 
 _COALESCED = ("allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_")
 """Collectives for which torch has no implementation with fake tensors."""
@@ -63,6 +81,7 @@ def dry_world(
         # device meshes read rank numbers, so their tensors must be real
         Patch(DeviceMesh, "from_group", staticmethod(_with_values(DeviceMesh.from_group))),
         Patch(DeviceMesh, "__init__", _with_values(DeviceMesh.__init__)),
+        counting_once(),
     ]
     # real tensors from before the block, or from outside torch, may occur
     fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -91,6 +110,13 @@ class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func is DEVICE:
+            return args[0].device
+        if func in _VIEWS and isinstance(args[0], FakeTensor) and args[0].constant is None:
+            # torch's own way finds out how to, which takes most of a dry run's time
+            mode, device = args[0].fake_mode, args[0].fake_device
+            with in_kernel_invocation_manager(mode):
+                return FakeTensor(mode, func(*args, **(kwargs or {})), device)
         if func is READ and isinstance(args[0], FakeTensor) and args[0].constant is None:
             kind = bool if args[0].dtype == torch.bool else int
             return 1.0 if args[0].is_floating_point() else kind(0)

@@ -1,7 +1,7 @@
 """Describe decoder-only language models by Megatron's flags.
 
 All models have RMSNorm and rotary positions. Linear layers have no bias, except that of Q, K and V
-with ``--add-qkv-bias``. Multi-token prediction layers are left out.
+with ``--add-qkv-bias``. :data:`LEFT_OUT` names what is not described.
 """
 
 import argparse
@@ -17,6 +17,12 @@ from megatron_eopt.base.errors import ConfigurationError
 
 SEQ_LENGTH = 4096
 """Default sequence length in tokens."""
+
+LEFT_OUT = {
+    "mtp-num-layers": "multi-token prediction layers",
+    "qk-clip": "QK-clip, which scales query and key weights after the step",
+}
+"""What flags of a model turn on that plans leave out."""
 
 
 @dataclass(frozen=True)

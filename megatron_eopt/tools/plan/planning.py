@@ -4,11 +4,12 @@ Only one rank of each kind of pipeline stage is built. It knows the work of all 
 which shows the busiest one. All expert-parallel groups are assumed to do the same work.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from megatron.core.distributed import DistributedDataParallel
 from torch import distributed
 
 from megatron_eopt.base.agreement import group_ranks_in, ranks_of
@@ -20,8 +21,15 @@ from megatron_eopt.tools.dry_run import Report, dry_world, report_of, schedules_
 from megatron_eopt.tools.plan.architectures import Architecture
 from megatron_eopt.tools.plan.cost import Times, times
 from megatron_eopt.tools.plan.machine import Machine
-from megatron_eopt.tools.plan.model import Layout, build_stage, stage_kinds, train_flops
+from megatron_eopt.tools.plan.model import (
+    Layout,
+    build_stage,
+    stage_kinds,
+    stages,
+    train_flops,
+)
 from megatron_eopt.wrappers.factory import get_megatron_optimizer
+from megatron_eopt.wrappers.memory import Memory
 
 _AS_BUSY = 0.999
 """A rank with at least this share of the busiest rank's FLOPs counts as equally busy."""
@@ -37,6 +45,7 @@ class Stage:
     stages: tuple[int, ...]  # their pipeline ranks
     busiest: int  # global rank with the most FLOPs in the first of these stages
     loads: Float64Array  # estimated FLOPs of each rank of the first of these stages
+    held: int  # bytes of weights, gradients and optimizer state of its first rank
 
     @property
     def imbalance(self) -> float:
@@ -50,11 +59,14 @@ class Plan:
 
     architecture: Architecture  # the model
     layout: Layout  # the parallel sizes
-    stages: tuple[Stage, ...]  # one entry for each kind of pipeline stage
+    stages: tuple[Stage, ...]  # one entry for each kind of pipeline stage, in pipeline order
     rank: int  # global rank with the most FLOPs
     report: Report  # counts of that rank's step
     times: Times  # predicted times of that rank's step
     adam: Times  # the same for Adam on the same weights
+    # of the ranks that compute most in their stage, the one with the most memory, and its memory
+    fullest: tuple[int, Memory]
+    tokens: int  # tokens per global batch
     train_step: float  # predicted seconds of the forward and backward pass
 
     @property
@@ -70,6 +82,7 @@ def plan(
     config: EmergingOptimizerConfig,
     *,
     tokens: int,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> Plan:
     """Dry-run the busiest rank's optimizer step and predict its time. Needs no GPU.
 
@@ -79,53 +92,136 @@ def plan(
         machine: The GPU and its links.
         config: The optimizer; it must use the distributed optimizer.
         tokens: Tokens per global batch.
+        tell: Gets a sentence when another part of the work begins.
 
     Raises:
         ConfigurationError: If the model does not fit the layout, or the configuration is invalid.
     """
-    kinds = stage_kinds(architecture, layout)
-    stages = tuple(_stage(architecture, layout, config, kind, machine.gpus) for kind in kinds)
-    worst = max(stages, key=lambda stage: stage.loads.max())
-    with dry_world(worst.busiest, layout.world_size):
-        report = report_of(_built(architecture, layout, config), lambda: None)
-        settings = resolve(config)
-        predicted = times(report, machine, overlaps=settings.config.muon_overlap_dp_comm)
-    changes: dict[str, Any] = {"optimizer": "adam", "muon_overlap_dp_comm": False}
-    other = replace(config, **changes)
-    with dry_world(worst.busiest, layout.world_size):
-        adam = report_of(_built(architecture, layout, other), lambda: None)
+    runs = _DryRuns(architecture, layout, machine, config, tell)
+    # the largest stage is probably the busiest one, whose step can then be run at once
+    kinds = sorted(stage_kinds(architecture, layout), key=lambda k: runs.size(k[0]), reverse=True)
+    found = [runs.stage(kind) for kind in kinds]
+    worst = max(found, key=lambda stage: stage.loads.max())
+    fullest = max(found, key=lambda stage: stage.held)
+    busiest = runs.steps_of(worst.busiest)
+    memory = busiest.report.memory
+    if fullest is not worst:
+        memory = runs.memory(fullest.busiest)
+    with dry_world(0, layout.world_size):
         operations = train_flops(architecture, tokens)
-    adams, rate = times(adam, machine), layout.world_size * machine.flops * _UTILIZATION
-    train = operations / rate
-    return Plan(architecture, layout, stages, worst.busiest, report, predicted, adams, train)
+    return Plan(
+        architecture=architecture,
+        layout=layout,
+        stages=tuple(sorted(found, key=lambda stage: stage.stages)),
+        rank=worst.busiest,
+        report=busiest.report,
+        times=busiest.times,
+        adam=runs.adam_of(worst.busiest),
+        fullest=(fullest.busiest, memory),
+        tokens=tokens,
+        train_step=operations / (layout.world_size * machine.flops * _UTILIZATION),
+    )
 
 
-def _built(architecture: Architecture, layout: Layout, config: EmergingOptimizerConfig) -> Any:
-    settings = resolve(config)
-    stage = build_stage(architecture, layout, overlaps=settings.config.muon_overlap_dp_comm)
-    return get_megatron_optimizer(config, [stage])
+@dataclass(frozen=True)
+class _Steps:
+    """What a rank's step does, and how long it takes."""
+
+    report: Report
+    times: Times
+    adam: Times | None  # Adam's on the same weights; None if it is not counted yet
 
 
-def _stage(
-    architecture: Architecture,
-    layout: Layout,
-    config: EmergingOptimizerConfig,
-    kind: tuple[int, ...],
-    gpus: int,
-) -> Stage:
+class _DryRuns:
+    """Builds and steps ranks of one layout; a rank that is the first of its stage only once."""
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        layout: Layout,
+        machine: Machine,
+        config: EmergingOptimizerConfig,
+        tell: Callable[[str], None],
+    ) -> None:
+        self._architecture, self._layout = architecture, layout
+        self._machine, self._config = machine, config
+        settings = resolve(config)
+        self._overlaps = settings.config.muon_overlap_dp_comm
+        self._tell = tell
+        self._most = 0.0  # FLOPs of the busiest rank so far
+        self._steps: dict[int, _Steps] = {}
+
+    def size(self, stage: int) -> tuple[int, int]:
+        """Return how many layers of a pipeline stage have experts, and how many it has."""
+        layers = stages(self._architecture, self._layout)[stage]
+        return sum(self._architecture.moe_layers[layer] for layer in layers), len(layers)
+
+    def stage(self, kind: tuple[int, ...]) -> Stage:
+        """Return what the ranks of equal stages do, and run the step if it is the busiest's."""
+        first = self._layout.first_rank(kind[0])
+        self._tell(f"building a rank of stage {kind[0]}")
+        with dry_world(first, self._layout.world_size):
+            model, optimizer = self._built()
+            stage = _stage(optimizer, self._layout, kind, self._machine.gpus)
+            if stage.busiest == first and stage.loads.max() > self._most:
+                self._steps[first] = self._stepped(first, model, optimizer)
+        self._most = max(self._most, stage.loads.max())
+        return stage
+
+    def steps_of(self, rank: int) -> _Steps:
+        """Return what a rank's step does."""
+        if rank not in self._steps:
+            self._tell(f"building rank {rank}, the busiest")
+            with dry_world(rank, self._layout.world_size):
+                self._steps[rank] = self._stepped(rank, *self._built())
+        return self._steps[rank]
+
+    def adam_of(self, rank: int) -> Times:
+        """Return how long Adam's step takes on a rank's weights."""
+        if (known := self.steps_of(rank).adam) is not None:
+            return known
+        with dry_world(rank, self._layout.world_size):
+            return self._adam_on(build_stage(self._architecture, self._layout))
+
+    def memory(self, rank: int) -> Memory:
+        """Return a rank's memory, with the peak of a step."""
+        self._tell(f"building rank {rank}, which holds most")
+        with dry_world(rank, self._layout.world_size):
+            _, optimizer = self._built()
+            return report_of(optimizer, lambda: None).memory
+
+    def _built(self) -> tuple[DistributedDataParallel, Any]:
+        model = build_stage(self._architecture, self._layout, overlaps=self._overlaps)
+        return model, get_megatron_optimizer(self._config, [model])
+
+    def _stepped(self, rank: int, model: DistributedDataParallel, optimizer: Any) -> _Steps:
+        self._tell(f"counting the step of rank {rank}")
+        report = report_of(optimizer, lambda: None)
+        # without overlap, Adam needs another model
+        adam = None if self._overlaps else self._adam_on(model)
+        return _Steps(report, times(report, self._machine, overlaps=self._overlaps), adam)
+
+    def _adam_on(self, model: DistributedDataParallel) -> Times:
+        self._tell("counting Adam's step")
+        changes: dict[str, Any] = {"optimizer": "adam", "muon_overlap_dp_comm": False}
+        adam = get_megatron_optimizer(replace(self._config, **changes), [model])
+        return times(report_of(adam, lambda: None), self._machine)
+
+
+def _stage(optimizer: Any, layout: Layout, kind: tuple[int, ...], gpus: int) -> Stage:
     first = layout.first_rank(kind[0])
-    with dry_world(first, layout.world_size):
-        optimizer = _built(architecture, layout, config)
-        loads, coming = np.zeros(layout.world_size), np.zeros(layout.world_size)
-        for _, schedule in schedules_of(optimizer):
-            loads += _of_all_groups(schedule, schedule.loads)
-            computers = [rank // gpus for rank in ranks_of(schedule.ranks.group)]
-            coming += _of_all_groups(schedule, schedule.arrivals(computers))
+    loads, coming = np.zeros(layout.world_size), np.zeros(layout.world_size)
+    for _, schedule in schedules_of(optimizer):
+        loads += _of_all_groups(schedule, schedule.loads)
+        computers = [rank // gpus for rank in ranks_of(schedule.ranks.group)]
+        coming += _of_all_groups(schedule, schedule.arrivals(computers))
     mine = slice(first, first + layout.stage_size)
     # among equally busy ranks, take the one that receives most from other nodes
     busy = loads[mine] >= _AS_BUSY * loads[mine].max()
     busiest = int(np.where(busy, coming[mine], -1).argmax())
-    return Stage(kind, first + busiest, loads[mine])
+    memory = optimizer.memory()
+    held = memory.weights + memory.gradients + memory.main_weights + memory.state
+    return Stage(kind, first + busiest, loads[mine], held)
 
 
 def _of_all_groups(schedule: Schedule, values: Sequence[float]) -> Float64Array:

@@ -1,16 +1,27 @@
 """Print plans as tables, or return them as plain values for JSON."""
 
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from megatron_eopt.tools.plan.planning import Plan
+from megatron_eopt.tools.rates import Weights
+from megatron_eopt.wrappers.memory import Memory
 
 _GIB = 2**30
 _TERA = 1e12
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What a plan is based on."""
+
+    tokens: int  # tokens per step
+    taken: dict[str, str]  # where tokens, layout and optimizer come from
+    left_out: list[str]  # what the model has that the plan leaves out
 
 
 def as_dict(plan: Plan) -> dict[str, Any]:
@@ -38,6 +49,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
             "host_reads": dict(report.host_reads),
             "memory": asdict(report.memory),
         },
+        "fullest_rank": {"rank": plan.fullest[0], "memory": asdict(plan.fullest[1])},
         "counted": {
             "elements": report.elements,
             "bytes_per_element": report.bytes_per_element,
@@ -52,13 +64,19 @@ def as_dict(plan: Plan) -> dict[str, Any]:
     }
 
 
-def show_plan(plan: Plan, gpu: str, console: Console) -> None:
-    """Print the tables of one plan."""
+def show_plan(plan: Plan, gpu: str, sources: Sources, console: Console) -> None:
+    """Print what a plan is based on, and its tables."""
     cuts = plan.layout
     console.print(
         f"[bold]{plan.architecture.name}[/bold] on {cuts.world_size} x {gpu}: tp {cuts.tensor}, "
         f"pp {cuts.pipeline}, dp {cuts.data}, ep {cuts.expert}, etp {cuts.expert_tensor}"
     )
+    _show_sources(sources, console)
+    fullest, most = plan.fullest
+    whose = (
+        "computes most, and holds" if fullest == plan.rank else f"computes most; {fullest} holds"
+    )
+    console.print(f"Rank {plan.rank} {whose} most memory: {_gib(most):.2f} GiB without activations")
     rows: list[tuple[str, ...]] = [
         (
             " .. ".join(str(number) for number in sorted({stage.stages[0], stage.stages[-1]})),
@@ -86,9 +104,14 @@ def show_plan(plan: Plan, gpu: str, console: Console) -> None:
     ]
     columns = ("phase", "kernels", "GB", "TFLOP", "waits")
     _print(console, "Kernels and GB except matrix products, and waits of the host", columns, rows)
-    memory = asdict(report.memory)
-    rows = [(name, f"{size / _GIB:.2f}") for name, size in memory.items() if size is not None]
-    _print(console, "Memory", ("kind", "GiB"), rows)
+    held = {plan.rank: report.memory, fullest: most}
+    kinds = asdict(most)
+    rows = [
+        (name, *(f"{(getattr(memory, name) or 0) / _GIB:.2f}" for memory in held.values()))
+        for name in kinds
+    ]
+    rows.append(("total", *(f"{_gib(memory):.2f}" for memory in held.values())))
+    _print(console, "Memory in GiB", ("kind", *(f"rank {rank}" for rank in held)), rows)
     rows = [(name, _ms(seconds)) for name, seconds in asdict(times).items()]
     rows += [("step, without gather", _ms(times.step))]
     rows += [("share of an iteration", f"{plan.share:.2%}")]
@@ -96,8 +119,9 @@ def show_plan(plan: Plan, gpu: str, console: Console) -> None:
     _print(console, f"Predicted for {gpu}", ("", "ms"), rows)
 
 
-def show_sweep(plans: Sequence[Plan], gpu: str, console: Console) -> None:
-    """Print a table with one line for each plan."""
+def show_sweep(plans: Sequence[Plan], gpu: str, sources: Sources, console: Console) -> None:
+    """Print what plans are based on, and a table with one line for each."""
+    _show_sources(sources, console)
     rows = [
         (
             *(str(size) for size in (plan.layout.tensor, plan.layout.pipeline, plan.layout.data)),
@@ -105,13 +129,49 @@ def show_sweep(plans: Sequence[Plan], gpu: str, console: Console) -> None:
             _flops(plan.report.total.flops),
             _ms(plan.times.step),
             f"{plan.share:.2%}",
-            f"{sum(size or 0 for size in asdict(plan.report.memory).values()) / _GIB:.1f}",
+            f"{_gib(plan.fullest[1]):.1f}",
         )
         for plan in plans
     ]
     columns = ("tp", "pp", "dp", "ep", "TFLOP", "step ms", "of an iteration", "GiB")
     title = f"{plans[0].architecture.name} on {plans[0].layout.world_size} x {gpu}, busiest ranks"
     _print(console, title, columns, rows)
+
+
+def show_rates(
+    rates: Mapping[str, float], weights: Mapping[str, Weights], mean: float, console: Console
+) -> None:
+    """Print the new rate of each kind of weight, and one for all."""
+    rows = [
+        (
+            name.rpartition("layers.*.")[2],
+            " x ".join(map(str, weights[name].block)),
+            f"{rate:.4g}",
+            f"{rate / mean:.3f}",
+        )
+        for name, rate in rates.items()
+    ]
+    _print(console, "New rates", ("weight", "matrix", "rate", "lr_mult"), rows)
+    spread = max(rates.values()) / min(rates.values())
+    if spread < 1 + 1e-9:
+        console.print(f"All updates stay the same with --muon-lr {mean:.4g}")
+        return
+    console.print(
+        f"No rate keeps all updates: they would differ by a factor of {spread:.2f}. "
+        f"--muon-lr {mean:.4g} keeps their mean. With it, overrides with these lr_mult keep each."
+    )
+
+
+def _show_sources(sources: Sources, console: Console) -> None:
+    console.print(f"tokens per step: {sources.tokens:,}")
+    for kind, source in sources.taken.items():
+        console.print(f"{kind} from: {source}")
+    for text in sources.left_out:
+        console.print(f"left out: {text}")
+
+
+def _gib(memory: Memory) -> float:
+    return sum(size or 0 for size in asdict(memory).values()) / _GIB
 
 
 def _print(
