@@ -96,9 +96,11 @@ def numbers(name: str) -> str:
     """Return a table row: memory, communication and time of a recipe's optimizer at its layout."""
     one, machine = recipe(name), MACHINES["H100"]
     config = EmergingOptimizerConfig(
-        optimizer="muon", lr=1e-3, bf16=True, use_distributed_optimizer=True
+        lr=1e-3, bf16=True, use_distributed_optimizer=True, **one.optimizer_settings
     )
-    found = plan(one.architecture(), one.planned(), machine, config, tokens=2**22)
+    model = one.architecture()
+    tokens = one.flags["global-batch-size"] * model.seq_length
+    found = plan(model, one.planned(), machine, config, tokens=tokens)
     memory, calls = found.report.memory, found.report.collectives
     sent = sum(bytes_sent(call) * count for call, count in calls.items())
     sizes = (memory.weights + memory.gradients, memory.main_weights + memory.state, sent)

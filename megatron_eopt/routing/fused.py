@@ -81,6 +81,10 @@ def fused_weight(owner: nn.Module, child: str, linear: nn.Module) -> FusedWeight
         return _latent_attention(owner.config, child)
     if isinstance(owner, MLP | TEGroupedMLP) and child == "linear_fc1":
         return _gated_linear_unit(owner)
+    if (latent := _latent_attention_elsewhere(owner, child)) is not None:
+        return latent
+    if (groups := getattr(linear, "n_groups", 0)) and isinstance(linear, nn.Linear):
+        return FusedWeight("mla", None, partial(_in_groups, groups=groups), {})
     if child == "in_proj":
         return _linear_attention(owner, linear)
     if child == GATE_UP:
@@ -166,6 +170,36 @@ def _latent_attention(config: Any, child: str) -> FusedWeight | None:
             rows = sum(section.rows for section in sections)
             return FusedWeight("mla", rows, partial(Split, "mla", sections=sections), {})
     return None
+
+
+def _latent_attention_elsewhere(owner: nn.Module, child: str) -> FusedWeight | None:
+    """MLA in transformers: the parts of megatron-core's, under DeepSeek's names."""
+    config = getattr(owner, "config", None)
+    sizes = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
+    nope, rotary, value, latent = (_number((name,), owner, config) for name in sizes)
+    heads = _number(_HEADS, owner, config)
+    if heads and child == "q_b_proj" and hasattr(owner, "o_a_proj"):
+        # DeepSeek-V4's queries, whose heads rotate in their last rows only
+        rows = _shape_of(getattr(owner, child))[0]
+        return FusedWeight("per_head", rows, partial(per_head, head_dim=rows // heads), {})
+    if not (hasattr(owner, "kv_b_proj") and nope and rotary and value and latent and heads):
+        return None
+    match child:
+        case "q_b_proj" | "q_proj":
+            lengths = {"q_nope": nope, "q_pos": rotary}
+        case "kv_b_proj":
+            lengths = {"k_nope": nope, "v": value}
+        case "kv_a_proj_with_mqa":
+            return _repeated("mla", {"kv": latent, "k_pos": rotary}, 1)
+        case _:
+            return None
+    return _repeated("mla", lengths, heads, lengths)
+
+
+def _in_groups(shape: tuple[int, ...], *, groups: int) -> Split:
+    """Projection whose groups of outputs read inputs of their own: one matrix for each group."""
+    rows = shape[-2]
+    return periodic("mla", shape, {"group": rows}, units={"group": rows // groups})
 
 
 def _gated_linear_unit(owner: Any) -> FusedWeight | None:

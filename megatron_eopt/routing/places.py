@@ -31,6 +31,9 @@ NO_LAYER = "not the weight of a layer"
 _NORM = re.compile(r"Norm(?!.*(Linear|MLP))")
 """Classes whose weight is a gain for each element, such as Cohere's norms of ``(heads, dim)``."""
 
+_HYPER = re.compile(r"Hyper(Connection|Head)")
+"""Classes of hyper-connections, whose projection ``fn`` is no layer of its own."""
+
 
 @dataclass(frozen=True)
 class Place:
@@ -72,9 +75,10 @@ class Place:
         if _NORM.search(kind):
             return "weight of a norm"
         if _WEIGHT.fullmatch(self.leaf):
-            is_layer = isinstance(self.module, nn.Linear) or of_megatron(self.module)
-            has_one = min(whole_shape(self.param), default=1) == 1 and not is_layer
+            has_one = min(whole_shape(self.param), default=1) == 1 and not of_megatron(self.module)
             return "one row or column" if has_one else None
+        if _HYPER.search(kind) and self.leaf.endswith("fn"):
+            return None
         return None if self.is_of_experts else NO_LAYER
 
 

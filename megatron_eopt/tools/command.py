@@ -9,8 +9,8 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from tqdm import tqdm
@@ -22,14 +22,24 @@ from megatron_eopt.base.errors import (
     check_integer,
     check_number,
 )
+from megatron_eopt.config.config import EmergingOptimizerConfig
 from megatron_eopt.tools.explain import explain, show
 from megatron_eopt.tools.plan.architectures import LEFT_OUT, Architecture, add_flags, from_flags
-from megatron_eopt.tools.plan.machine import MACHINES
+from megatron_eopt.tools.plan.machine import MACHINES, Machine
 from megatron_eopt.tools.plan.model import SIZES, Layout
 from megatron_eopt.tools.plan.planning import Plan, plan
-from megatron_eopt.tools.plan.tables import Sources, as_dict, show_plan, show_rates, show_sweep
+from megatron_eopt.tools.plan.tables import (
+    Sources,
+    as_dict,
+    replay_as_dict,
+    show_plan,
+    show_rates,
+    show_replay,
+    show_sweep,
+)
 from megatron_eopt.tools.rates import MODES, TP_MODES, Scale, carried, suggested, weights_of
 from megatron_eopt.tools.recipe import NAMES, Recipe, recipe
+from megatron_eopt.tools.replay import replay, scaled
 
 _NUMBERS = {
     "flops": (float, "peak FLOP/s, dense bfloat16"),
@@ -85,6 +95,20 @@ def command_parser(published: Recipe | None = None) -> argparse.ArgumentParser:
         sizes.add_argument(f"--{short}", f"--{flag}", dest=field, type=int, metavar="N", help=text)
     _add_common(one, published)
     one.set_defaults(run=_plan)
+    text = "run the real optimizer step of one rank here, and compare it with the plan"
+    usage = "megatron-eopt replay [--model NAME] [--rank N] [--scale 1/64] [FLAG ...]"
+    real = commands.add_parser(
+        "replay", usage=usage, help=text, description=f"{text[0].upper()}{text[1:]}."
+    )
+    sizes = real.add_argument_group("layout (sizes default to 1; without any, the recipe's)")
+    for field, (short, flag, about) in SIZES.items():
+        sizes.add_argument(f"--{short}", f"--{flag}", dest=field, type=int, metavar="N", help=about)
+    about = "the rank to run (default: the one that computes most)"
+    real.add_argument("--rank", type=_rank, metavar="N", help=about)
+    about = "elements of each weight, as a part of the model's: 1/4, 1/16, 1/64 (default: 1)"
+    real.add_argument("--scale", type=Fraction, default=Fraction(1), metavar="1/N", help=about)
+    _add_common(real, published)
+    real.set_defaults(run=_replay)
     text = "compare layouts of the same number of GPUs"
     usage = "megatron-eopt sweep --ranks N [--model NAME] [--tp N ...] [--pp N ...] [FLAG ...]"
     many = commands.add_parser("sweep", usage=usage, help=text, description=_about(text))
@@ -191,10 +215,27 @@ def _sources(arguments: argparse.Namespace, architecture: Architecture) -> Sourc
     return Sources(tokens, {"tokens": source, "optimizer": optimizer}, left_out)
 
 
-def _planner(
-    arguments: argparse.Namespace, tell: Callable[[str], None]
-) -> tuple[Callable[[Layout], Plan], Sources]:
-    """Check the arguments, and return a function that plans a layout, and what it is based on."""
+def _rank(text: str) -> int | None:
+    return None if text == "busiest" else int(text)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Request:
+    """What the arguments ask for."""
+
+    architecture: Architecture
+    machine: Machine
+    config: EmergingOptimizerConfig
+    sources: Sources
+
+    def plan(self, layout: Layout, tell: Callable[[str], None]) -> Plan:
+        """Plan one layout."""
+        tokens = self.sources.tokens
+        return plan(self.architecture, layout, self.machine, self.config, tokens=tokens, tell=tell)
+
+
+def _request(arguments: argparse.Namespace) -> _Request:
+    """Check the arguments of plans and replays."""
     flags = vars(arguments)
     given = {name: value for name, value in flags.items() if value is not None}
     published = arguments.model and recipe(arguments.model)
@@ -208,31 +249,50 @@ def _planner(
     # a step's cost does not depend on the learning rate
     needed = {"lr": 1e-3, "bf16": True, "use_distributed_optimizer": True}
     config, _ = config_from_args(argparse.Namespace(**flags | needed))
-    sources = _sources(arguments, architecture)
-    how: Any = {"tokens": sources.tokens, "tell": tell}
-    return lambda layout: plan(architecture, layout, machine, config, **how), sources
+    return _Request(architecture, machine, config, _sources(arguments, architecture))
+
+
+def _layout(arguments: argparse.Namespace, sources: Sources) -> Layout:
+    """Return the layout of the flags, or else of the recipe, and note which."""
+    given = {field: size for field in SIZES if (size := vars(arguments)[field]) is not None}
+    if not given and arguments.model:
+        sources.taken["layout"] = f"recipe {arguments.model}"
+        return recipe(arguments.model).planned()
+    text = "flags; sizes that are not given are 1" if given else "one GPU, without flags"
+    sources.taken["layout"] = text
+    return Layout(**given)
 
 
 def _plan(arguments: argparse.Namespace, console: Console) -> None:
-    given = {field: size for field in SIZES if (size := vars(arguments)[field]) is not None}
-    if given or not arguments.model:
-        layout = Layout(**given)
-        source = "flags; sizes that are not given are 1" if given else "one GPU, without flags"
-    else:
-        layout, source = recipe(arguments.model).planned(), f"recipe {arguments.model}"
     with _progress() as tell:
-        planned, sources = _planner(arguments, tell)
-        sources.taken["layout"] = source
-        found = planned(layout)
+        request = _request(arguments)
+        found = request.plan(_layout(arguments, request.sources), tell)
     if arguments.json:
-        console.print_json(json.dumps(as_dict(found) | dataclasses.asdict(sources)))
+        console.print_json(json.dumps(as_dict(found) | dataclasses.asdict(request.sources)))
     else:
-        show_plan(found, arguments.gpu, sources, console)
+        show_plan(found, arguments.gpu, request.sources, console)
+
+
+def _replay(arguments: argparse.Namespace, console: Console) -> None:
+    with _progress() as tell:
+        request = _request(arguments)
+        if arguments.scale != 1:
+            smaller = scaled(request.architecture, arguments.scale)
+            request = dataclasses.replace(request, architecture=smaller)
+        layout = _layout(arguments, request.sources)
+        planned = request.plan(layout, tell)
+        rank = planned.rank if arguments.rank is None else arguments.rank
+        done = replay(request.architecture, layout, request.config, rank, tell)
+    if arguments.json:
+        console.print_json(json.dumps(replay_as_dict(done, planned)))
+    else:
+        show_replay(done, planned, request.sources, console)
 
 
 def _sweep(arguments: argparse.Namespace, console: Console) -> None:
-    found, errors = [], {}
-    planned, sources = _planner(arguments, lambda _: None)
+    found: list[Plan] = []
+    errors: dict[str, ConfigurationError] = {}
+    request = _request(arguments)
     sizes = list(itertools.product(arguments.tp, arguments.pp, arguments.ep))
     for tp, pp, ep in tqdm(sizes, desc="layouts", delay=_SILENT):
         try:
@@ -240,17 +300,18 @@ def _sweep(arguments: argparse.Namespace, console: Console) -> None:
             if arguments.ranks % (tp * pp):
                 rule = f"must be a multiple of tp x pp, here {tp} x {pp}"
                 raise ConfigurationError("--ranks", arguments.ranks, rule, "Choose other sizes")
-            found.append(planned(Layout(tp, pp, arguments.ranks // (tp * pp), ep)))
+            layout = Layout(tp, pp, arguments.ranks // (tp * pp), ep)
+            found.append(request.plan(layout, lambda _: None))
         except ConfigurationError as error:
             errors[f"tp {tp}, pp {pp}, ep {ep}"] = error
     if not found:
         raise next(iter(errors.values()))
-    for layout, reason in errors.items():
-        sys.stderr.write(f"left out: {layout}: {reason}\n")
+    for sizes_text, reason in errors.items():
+        sys.stderr.write(f"left out: {sizes_text}: {reason}\n")
     if arguments.json:
         console.print_json(json.dumps([as_dict(item) for item in found]))
     else:
-        show_sweep(found, arguments.gpu, sources, console)
+        show_sweep(found, arguments.gpu, request.sources, console)
 
 
 def _recipe(arguments: argparse.Namespace, _: Console) -> None:

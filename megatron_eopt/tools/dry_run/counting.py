@@ -136,7 +136,7 @@ class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kernels, moved = moved_by(func, args, kwargs, result)
             amount = Amount(kernels, moved, kernels_in_all=kernels)
         if amount != Amount():
-            self.phases[_phase()] += amount
+            self.phases[current_phase()] += amount
         return result
 
     def _note(self, name: str, args: Any) -> None:
@@ -155,7 +155,7 @@ def _groups(args: Any) -> Iterator[Any]:
             yield distributed.ProcessGroup.unbox(item)
 
 
-def _phase() -> Phase:
+def current_phase() -> Phase:
     """Return the phase that the current call stack belongs to."""
     name = optimizer = None
     for frame, _ in walk_stack(sys._getframe(2)):

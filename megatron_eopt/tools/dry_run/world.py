@@ -4,12 +4,12 @@ import functools
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from torch import distributed
+from torch import Tensor, distributed
 from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import (
     FakeTensor,
@@ -21,11 +21,15 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 from megatron_eopt import cpu
+from megatron_eopt.base import gpu
 from megatron_eopt.base.agreement import GroupRank, answered_by, group_rank_in
 from megatron_eopt.base.errors import ConfigurationError, check_integer
 from megatron_eopt.cpu.patches import Patch, patched
+from megatron_eopt.math import newton_schulz
+from megatron_eopt.optimizers import scalar
 from megatron_eopt.tools.dry_run.counting import READ
 from megatron_eopt.tools.dry_run.repeats import counting_once
 
@@ -41,13 +45,31 @@ _VIEWS = {
 }
 """The operators that are called most, whose results share their first argument's memory."""
 
+_RECEIVING = {"alltoall_base_", "_allgather_base_"}
+"""Collectives that fill tensors without values."""
+
+_OF_DTYPE = {dtype: torch.empty(0, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)}
+_widens = newton_schulz.is_widened
+_LIKE_CPUS = [
+    Patch(gpu, "runs_kernels", lambda _: False),
+    Patch(
+        newton_schulz, "is_widened", lambda x: x.dtype in _OF_DTYPE and _widens(_OF_DTYPE[x.dtype])
+    ),
+    Patch(scalar, "detect_fake_mode", lambda: None),
+]
+
 _COALESCED = ("allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_")
 """Collectives for which torch has no implementation with fake tensors."""
 
 
 @contextmanager
 def dry_world(
-    rank: int, world_size: int, *, cuda: AbstractContextManager[None] | None = None
+    rank: int,
+    world_size: int,
+    *,
+    cuda: AbstractContextManager[None] | None = None,
+    like_cpus: bool = False,
+    real: bool = False,
 ) -> Iterator[None]:
     """Act as one rank of a simulated job inside a ``with`` block, and clean up afterwards.
 
@@ -58,6 +80,8 @@ def dry_world(
         rank: The rank to act as.
         world_size: Number of ranks.
         cuda: Context that stands in for GPUs; by default the CPU back end.
+        like_cpus: Whether fake tensors take the way of tensors on a CPU, instead of a GPU's.
+        real: Whether tensors are real; what other ranks would send is then random.
 
     Raises:
         ConfigurationError: If the rank is out of range, ``torch.distributed`` is initialized, or
@@ -81,27 +105,43 @@ def dry_world(
         # device meshes read rank numbers, so their tensors must be real
         Patch(DeviceMesh, "from_group", staticmethod(_with_values(DeviceMesh.from_group))),
         Patch(DeviceMesh, "__init__", _with_values(DeviceMesh.__init__)),
-        counting_once(),
+        *([] if real else [counting_once()]),
+        *(_LIKE_CPUS if like_cpus else []),
     ]
     # real tensors from before the block, or from outside torch, may occur
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    modes: list[Any] = [FakeTensorMode(allow_non_fake_inputs=True), _Values()]  # type: ignore[no-untyped-call]
     try:
         with (
             patched(patches),
             torch.library._scoped_library("c10d", "IMPL") as library,
             cuda or cpu.enabled(),
             answered_by(peers),
-            fake,
-            _Values(),  # type: ignore[no-untyped-call]
+            ExitStack() as active,
         ):
             for name in _COALESCED:
                 library.impl(name, lambda *_, **__: FakeWork().boxed(), "Meta")
+            for mode in [_Arrivals()] if real else modes:  # type: ignore[no-untyped-call]
+                active.enter_context(mode)
             yield
     finally:
         parallel_state.destroy_model_parallel()
         distributed.destroy_process_group()
         os.environ.clear()
         os.environ.update(environment)
+
+
+class _Arrivals(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Fills what other ranks would send with small random numbers."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "c10d" and func.overloadpacket.__name__ in _RECEIVING:
+            for received in tree_iter(args[0]):
+                if isinstance(received, Tensor) and received.is_floating_point():
+                    received.normal_(std=1e-3)
+        return result
 
 
 class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]

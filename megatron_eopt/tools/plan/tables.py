@@ -9,6 +9,7 @@ from rich.table import Table
 
 from megatron_eopt.tools.plan.planning import Plan
 from megatron_eopt.tools.rates import Weights
+from megatron_eopt.tools.replay import Replayed
 from megatron_eopt.wrappers.memory import Memory
 
 _GIB = 2**30
@@ -136,6 +137,45 @@ def show_sweep(plans: Sequence[Plan], gpu: str, sources: Sources, console: Conso
     columns = ("tp", "pp", "dp", "ep", "TFLOP", "step ms", "of an iteration", "GiB")
     title = f"{plans[0].architecture.name} on {plans[0].layout.world_size} x {gpu}, busiest ranks"
     _print(console, title, columns, rows)
+
+
+def replay_as_dict(done: Replayed, plan: Plan) -> dict[str, Any]:
+    """Return a replayed step beside the plan's, as plain values."""
+    return {
+        "rank": done.rank,
+        "device": done.device,
+        "counts_agree": done.agrees,
+        "counted": asdict(done.report.total),
+        "expected": asdict(done.expected.total),
+        "memory": asdict(done.report.memory),
+        "expected_memory": asdict(done.expected.memory),
+        "allocator_peak": done.peak,
+        "seconds": {"step": done.step, **done.parts},
+        "share_of_iteration": done.step / (done.step + plan.train_step),
+        "planned": {**asdict(plan.times), "step": plan.times.step},
+        "planned_share": plan.share,
+    }
+
+
+def show_replay(done: Replayed, plan: Plan, sources: Sources, console: Console) -> None:
+    """Print a replayed step beside the plan's."""
+    _show_sources(sources, console)
+    counts = "those of the plan" if done.agrees else "NOT those of the plan"
+    console.print(f"rank {done.rank} on this {done.device}: kernels, bytes and calls are {counts}")
+    times = plan.times
+    figures = {"products": times.products, "passes": times.elements, "copies": None}
+    figures |= {"waiting": times.exposed + times.teams}
+    rows = [
+        (name, _ms(done.parts.get(name, 0.0)), "" if planned is None else _ms(planned))
+        for name, planned in figures.items()
+    ]
+    rows.append(("step", _ms(done.step), _ms(times.step)))
+    share = done.step / (done.step + plan.train_step)
+    rows.append(("share of an iteration", f"{share:.2%}", f"{plan.share:.2%}"))
+    here, dry = _gib(done.report.memory), _gib(done.expected.memory)
+    rows.append(("memory, GiB", f"{here:.3f}", f"{dry:.3f}"))
+    columns = ("", "here, ms", "plan, ms")
+    _print(console, "Replayed step; the plan's passes include copies", columns, rows)
 
 
 def show_rates(

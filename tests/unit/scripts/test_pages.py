@@ -31,7 +31,7 @@ def checked(name: str) -> int:
     "name", ["routing_tables", pytest.param("recipe_pages", marks=pytest.mark.long)]
 )
 def test_pages_of_scripts(name):
-    assert run_ranks(1, checked, name) == [0]
+    assert run_ranks(1, checked, name, timeout=500) == [0]
 
 
 def test_recipes_but_for_their_plans():

@@ -1,0 +1,185 @@
+"""Runs the real optimizer step of one rank of a large job on this machine, and times it.
+
+The rank's shards, state and buffers are real. Collectives send nothing: what other ranks would send
+is random, and the time to make it up counts as waiting.
+"""
+
+import math
+import os
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from megatron_eopt.base import gpu
+from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.config.config import EmergingOptimizerConfig
+from megatron_eopt.tools.dry_run import Report, dry_world, report_of
+from megatron_eopt.tools.dry_run.counting import current_phase
+from megatron_eopt.tools.plan.architectures import Architecture
+from megatron_eopt.tools.plan.model import Layout, build_stage
+from megatron_eopt.wrappers.factory import get_megatron_optimizer
+
+_SIZES = (
+    "hidden_size",
+    "ffn_hidden_size",
+    "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size",
+    "kv_channels",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
+)
+"""Fields that are sides of weights."""
+
+_COPIES = {"exchange", "copies to the model"}
+"""Phases whose kernels only move data."""
+
+_STEPS = 3
+"""Steps that are timed as a whole."""
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What a rank's step did on this machine, and what the dry run said."""
+
+    rank: int
+    device: str
+    report: Report  # counted while the real step ran
+    expected: Report  # of the dry run
+    step: float  # seconds of a step, the median of several
+    parts: Mapping[str, float]  # seconds by part, of a step whose parts waited for each other
+    peak: int | None  # bytes at the peak that the GPU's allocator saw, None on a CPU
+
+    @property
+    def agrees(self) -> bool:
+        """Whether kernels, bytes, FLOPs, waits and collectives are those of the dry run."""
+        return figures(self.report) == figures(self.expected)
+
+
+def figures(report: Report) -> tuple[Any, ...]:
+    """Return all that a dry run must foresee exactly."""
+    return report.elements, report.phases, report.collectives, report.host_reads
+
+
+def scaled(architecture: Architecture, scale: Fraction) -> Architecture:
+    """Return a model whose weights have ``scale`` as many elements, by shorter sides.
+
+    Raises:
+        ConfigurationError: If a side cannot be divided evenly.
+    """
+    divisor = math.isqrt(scale.denominator)
+    if scale.numerator != 1 or divisor**2 != scale.denominator:
+        rule = "must be 1 over a square number, since both sides of a weight become shorter"
+        raise ConfigurationError("--scale", str(scale), rule, "Use 1/4, 1/16 or 1/64")
+    sizes = {name: architecture.fields[name] for name in _SIZES if architecture.fields.get(name)}
+    if "kv_channels" not in sizes and "kv_lora_rank" not in sizes:
+        sizes["kv_channels"] = (
+            architecture.fields["hidden_size"] // architecture.fields["num_attention_heads"]
+        )
+    odd = {name: size for name, size in sizes.items() if size % divisor}
+    if odd:
+        name, size = next(iter(odd.items()))
+        rule = f"must divide all sides of weights by {divisor}, but {name} is {size}"
+        raise ConfigurationError("--scale", str(scale), rule, "Choose a larger scale")
+    fields = {**architecture.fields, **{name: size // divisor for name, size in sizes.items()}}
+    vocab = -(-architecture.vocab_size // divisor // 128) * 128
+    return replace(architecture, fields=fields, vocab_size=vocab)
+
+
+def replay(
+    architecture: Architecture,
+    layout: Layout,
+    config: EmergingOptimizerConfig,
+    rank: int,
+    tell: Callable[[str], None] = lambda _: None,
+) -> Replayed:
+    """Run a rank's optimizer step on this machine's GPU, or on its CPU if there is none.
+
+    Raises:
+        ConfigurationError: If the rank does not fit into memory.
+    """
+    on_gpu = gpu.is_there()
+    tell(f"counting the step of rank {rank}")
+    with dry_world(rank, layout.world_size, like_cpus=not on_gpu):
+        optimizer = get_megatron_optimizer(config, [build_stage(architecture, layout)])
+        expected = report_of(optimizer, lambda: None)
+    needed = sum(size or 0 for size in asdict(expected.memory).values())
+    free = torch.cuda.mem_get_info()[0] if on_gpu else _free_memory()
+    tell(f"rank {rank} needs {needed / 2**30:.2f} GiB of {free / 2**30:.2f} GiB")
+    if needed > free:
+        rule = f"needs {needed / 2**30:.1f} GiB, but {free / 2**30:.1f} GiB are free"
+        raise ConfigurationError("rank", rank, rule, "Use --scale 1/64, or a larger layout")
+    cuda = nullcontext() if on_gpu else None
+    with dry_world(rank, layout.world_size, cuda=cuda, real=True):
+        model = build_stage(architecture, layout)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.normal_(std=0.02)
+                # so small that clipping, which would be counted, has nothing to do
+                param.main_grad.normal_(std=1e-9)
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        tell(f"running the step of rank {rank}")
+        optimizer = get_megatron_optimizer(config, [model])
+        report = report_of(optimizer, lambda: None)
+        seconds = [_timed(optimizer) for _ in range(_STEPS)]
+        with _Clock() as clock:
+            optimizer.step()
+    return Replayed(
+        rank=rank,
+        device=torch.cuda.get_device_name() if on_gpu else "CPU",
+        report=report,
+        expected=expected,
+        step=statistics.median(seconds),
+        parts=dict(clock.seconds),
+        peak=torch.cuda.max_memory_allocated() if on_gpu else None,
+    )
+
+
+def _timed(optimizer: Any) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    optimizer.step()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def _free_memory() -> int:
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+class _Clock(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Times each operator; the device finishes it before the next begins."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        result = func(*args, **(kwargs or {}))
+        torch.cuda.synchronize()
+        self.seconds[_part(func)] += time.perf_counter() - start
+        return result
+
+
+def _part(func: Any) -> str:
+    if func.namespace == "c10d":
+        return "waiting"
+    if func.overloadpacket in flop_registry:
+        return "products"
+    return "copies" if current_phase().name in _COPIES else "passes"
