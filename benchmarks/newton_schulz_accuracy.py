@@ -47,6 +47,7 @@ FORMS = {
     "float32, standard": ("standard", torch.float32),
     "float32, Gram": ("gram", torch.float32),
     "bfloat16, standard": ("standard", torch.bfloat16),
+    "float16, standard": ("standard", torch.float16),
     "float16, Gram": ("gram", torch.float16),
 }
 
@@ -150,7 +151,7 @@ def in_form(x: Tensor, schedule: tuple[Triple, ...], form: str) -> Tensor:
         schedule, scale = rescaled(schedule, norm := FLOAT16_NORM)
     x = normalize(x, 1e-7, dtype, norm=norm)
     if algorithm == "standard":
-        return iterate_standard(x, schedule)
+        return iterate_standard(x, schedule).float() / scale
     restarts = tuple(range(2, len(schedule), 2))
     return iterate_gram(x, schedule, Plan("gram", restarts, dtype)).float() / scale
 

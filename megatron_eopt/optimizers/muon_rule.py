@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from megatron_eopt.base.gpu import SideStream
 from megatron_eopt.base.names import MOMENTUM, MOMENTUM_SCALE, STEP
 from megatron_eopt.math.newton_schulz import ReduceT
 from megatron_eopt.math.passes import MomentumMixing, empty_sums, mix_, update_
@@ -68,6 +69,7 @@ class MuonRule(UpdateRule):
             self.rounding = RoundedMomentum(optimizer.momentum_dtype, shards, engine_config.device)
             self.optional_state = frozenset({MOMENTUM_SCALE, STEP})
         self._stats: StepStats | None = None
+        self._side = SideStream()  # for the directions of the next wave
         self._squares: dict[str, Tensor] = {}  # sums of squares of matrices that are in place
 
     @property
@@ -176,7 +178,10 @@ class MuonRule(UpdateRule):
             updates = {self._numbers[name]: update for name, update in results.items()}
             self._apply([stepped[n] for n in updates if n in stepped], updates)
 
-        self._run_waves(self.engine.run, load, store, params, state)
+        # off-loaded tensors have streams of their own
+        side = self._side if self.host is None else None
+        run = functools.partial(self.engine.run, side=side)
+        self._run_waves(run, load, store, params, state)
 
     def _input(self, number: int, inputs: Mapping[int, Tensor]) -> Tensor:
         if number in inputs:
