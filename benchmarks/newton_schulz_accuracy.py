@@ -47,7 +47,6 @@ FORMS = {
     "float32, standard": ("standard", torch.float32),
     "float32, Gram": ("gram", torch.float32),
     "bfloat16, standard": ("standard", torch.bfloat16),
-    "float16, standard": ("standard", torch.float16),
     "float16, Gram": ("gram", torch.float16),
 }
 
@@ -151,7 +150,7 @@ def in_form(x: Tensor, schedule: tuple[Triple, ...], form: str) -> Tensor:
         schedule, scale = rescaled(schedule, norm := FLOAT16_NORM)
     x = normalize(x, 1e-7, dtype, norm=norm)
     if algorithm == "standard":
-        return iterate_standard(x, schedule).float() / scale
+        return iterate_standard(x, schedule)
     restarts = tuple(range(2, len(schedule), 2))
     return iterate_gram(x, schedule, Plan("gram", restarts, dtype)).float() / scale
 
