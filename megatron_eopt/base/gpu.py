@@ -1,6 +1,9 @@
 """Detects GPUs and tensors that GPU kernels can process, and copies values to the host."""
 
 import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -53,6 +56,37 @@ def uploaded(values: Any, device: torch.device) -> Tensor:
     if device.type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
+
+
+SIDE_STREAM = "MEGATRON_EOPT_SIDE_STREAM"
+"""Environment variable; 0 makes all work of a step run on one stream."""
+
+
+class SideStream:
+    """A stream whose work runs beside that of the current one; on a CPU, in the same order.
+
+    Memory that its block allocates may be freed while the current stream still uses it: later
+    blocks wait for that.
+    """
+
+    def __init__(self) -> None:
+        is_wanted = os.environ.get(SIDE_STREAM, "1") != "0" and is_there()
+        self._stream: Any = torch.cuda.Stream() if is_wanted else None  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Run a block after what has been launched, beside what will be launched."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def join(self) -> None:
+        """Let the current stream wait for all blocks."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
 
 
 class HostCopy:

@@ -172,8 +172,12 @@ class Redistribution:
         wave, start, size = self._places[name]
         return self._stack(wave).narrow(0, start, size)
 
-    def run(self, load: LoadT, compute: ComputeT, store: StoreT) -> None:
+    def run(
+        self, load: LoadT, compute: ComputeT, store: StoreT, side: gpu.SideStream | None = None
+    ) -> None:
         """Run all waves, and load tensors when they are needed; collective over the group.
+
+        If nothing is sent, ``load`` runs on the ``side`` stream, beside computing the wave before.
 
         Tensors that ``load`` returned are released after their last wave. Results are new tensors,
         or are in the tensors' :meth:`place` if they were loaded there.
@@ -181,17 +185,21 @@ class Redistribution:
         for tensors in (self._sources, self._results, self._placed):
             tensors.clear()
         waves = self.plan.waves
+        side = side if self._group is None else None
         coming = self._start_in(0, load) if waves else None
         leaving: _InFlight | None = None
         for number, wave in enumerate(waves):
             assert coming is not None
             stack = self._stack(number)
+            if side is not None:
+                side.join()
             with self._timed():
                 kept = [copy for copy in wave.inward.keep if copy.source in coming.stored]
                 run_copies(kept, coming.stored, [stack])
                 coming.finish(wave.inward, [stack])
             if number + 1 < len(waves):
-                coming = self._start_in(number + 1, load)
+                with nullcontext() if side is None else side.beside():
+                    coming = self._start_in(number + 1, load)
             for batch in wave.batches:
                 shape = (len(batch.matrices), *batch.shape)
                 local = stack.narrow(0, batch.offset, math.prod(shape)).view(shape)

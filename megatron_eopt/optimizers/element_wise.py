@@ -66,6 +66,7 @@ class ElementWiseRule(UpdateRule):
         self._optimizer: Any = optimizer
         self._coefficient: Tensor | None = None
         self.folds_clipping = isinstance(optimizer, (Adam, AdamW))
+        self.fits_beside = self.folds_clipping
         self._init_state_fn = init_state_fn
         self._config = config
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_eopt.base.agreement import group_of_members
+from megatron_eopt.base.gpu import SideStream
 from megatron_eopt.base.names import DEFAULT_MATRIX_BUFFER_MB, TpModeT
 from megatron_eopt.layouts import Matrix, Redistribution, WaveBatch
 from megatron_eopt.layouts.assignment import Float64Array, first_uses
@@ -167,13 +168,13 @@ class MatrixEngine:
         return (shape[1], shape[0]) if self.transposed[matrix] else shape
 
     @torch.no_grad()
-    def run(self, load: LoadT, store: StoreT) -> None:
+    def run(self, load: LoadT, store: StoreT, side: SideStream | None = None) -> None:
         """Compute all matrices wave by wave; collective over the group.
 
         ``load`` returns contiguous directions by shard name. ``store`` takes their updates, in the
-        same shapes and dtypes.
+        same shapes and dtypes. ``side`` is as in :meth:`Redistribution.run`.
         """
-        self.redistribution.run(load, self._compute, store)
+        self.redistribution.run(load, self._compute, store, side)
 
     def updates(self, directions: Sequence[Tensor]) -> list[Tensor]:
         """Return every shard's update, float32 in the shape of its direction; collective.

@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from megatron_eopt.base.gpu import SideStream
 from megatron_eopt.base.names import MOMENTUM, MOMENTUM_SCALE, STEP
 from megatron_eopt.math.newton_schulz import ReduceT
 from megatron_eopt.math.passes import MomentumMixing, empty_sums, mix_, update_
@@ -75,6 +76,7 @@ class MuonRule(UpdateRule):
         self._totals: MatrixSums | None = None
         if self.sums_per_matrix:
             self._totals = MatrixSums(shards, self.engine.device, self.engine.sharing)
+        self._side = SideStream()  # for the directions of the next wave
         self._squares: dict[str, Tensor] = {}  # sums of squares of matrices that are in place
 
     @functools.cached_property
@@ -208,7 +210,10 @@ class MuonRule(UpdateRule):
             held.update(updates)
             mine.update({n: self.partial_sums(stepped[n], updates[n]) for n in updates})
 
-        self._run_waves(self.engine.run, load, store, params, state)
+        # off-loaded tensors have streams of their own
+        side = self._side if self.host is None else None
+        run = functools.partial(self.engine.run, side=side)
+        self._run_waves(run, load, store, params, state)
         if self._totals is not None:
             totals = self._totals.totals(range(len(self.shards)), mine, self.sums_per_matrix)
             self._apply_held({stepped[n].param: stepped[n] for n in held}, held, totals, state)

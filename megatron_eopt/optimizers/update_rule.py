@@ -46,7 +46,7 @@ Note [Lifetimes]
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -54,6 +54,7 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
+from megatron_eopt.base.gpu import SideStream
 from megatron_eopt.base.names import STEP
 from megatron_eopt.layouts import Redistribution
 from megatron_eopt.layouts.redistribution import LoadT, StoreT
@@ -99,6 +100,7 @@ class UpdateRule:
     reports_updates = False  # whether it reports its updates to step statistics
     counts_matrices = False  # whether steps are counted per matrix, not per parameter
     is_clipped = True  # whether gradient clipping applies to its gradients
+    fits_beside = False  # whether its passes may run beside the matrix products of other rules
     folds_clipping = False  # whether it applies clipping itself, by :attr:`coefficient`
     coefficient: Tensor | None = None  # factor on gradients; nan skips the step, None is 1
     optional_state: frozenset[str] = frozenset()  # kinds of state that a checkpoint may lack
@@ -226,6 +228,7 @@ class CompositeOptimizer(torch.optim.Optimizer):
         self.update_rules = [update_rule for update_rule, _ in served]
         self._served = dict(served)
         self._count = len(self.param_groups)
+        self._side = SideStream()
         self._complete = True
 
     def init_state(self) -> None:
@@ -287,7 +290,15 @@ class CompositeOptimizer(torch.optim.Optimizer):
         """
         if len(self.param_groups) != self._count:
             raise _fixed("param_groups", f"{len(self.param_groups)} groups")
-        for update_rule in self.update_rules:
+        fits = [rule for rule in self.update_rules if rule.fits_beside and rule.host is None]
+        others = [rule for rule in self.update_rules if rule not in fits]
+        with self._side.beside() if others else nullcontext():
+            self._step_rules(fits)
+        self._step_rules(others)
+        self._side.join()
+
+    def _step_rules(self, update_rules: Iterable[UpdateRule]) -> None:
+        for update_rule in update_rules:
             with self.groups_and_state(update_rule) as (groups, state):
                 update_rule.step(groups, state)
 

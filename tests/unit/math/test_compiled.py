@@ -11,18 +11,19 @@ from triton.runtime import driver
 from triton.runtime.jit import MockTensor
 
 from megatron_eopt.layouts import block_copies
-from megatron_eopt.math import triton_normalize, triton_passes
+from megatron_eopt.math import triton_normalize, triton_passes, triton_products
 
-FP32, BF16 = tl.float32, tl.bfloat16
-TABLE, NUMBER = MockTensor(torch.int64), MockTensor(torch.float32)
-X, OUT, SUMS = MockTensor(torch.bfloat16), MockTensor(torch.float16), MockTensor(torch.float32)
+FP32, FP64, BF16 = tl.float32, tl.float64, tl.bfloat16
+TABLES, NUMBER = (MockTensor(torch.int32), MockTensor(torch.int64)), MockTensor(torch.float32)
+X, OUT, SUMS = MockTensor(torch.bfloat16), MockTensor(torch.float16), MockTensor(torch.float64)
 ROUNDED: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": False}
+MIX = (FP32, BF16, FP32, None, FP64)
 ADAM = (FP32, FP32, FP32, BF16, FP32, FP32)
 KERNELS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
-    "mix": (triton_passes.mix, (TABLE, 5, NUMBER, (0.5,) * 3, (FP32, BF16, FP32, None)), ROUNDED),
-    "update": (triton_passes.update, (TABLE, 5, NUMBER, (0.5,) * 2, (FP32, BF16, BF16)), ROUNDED),
-    "adam": (triton_passes.adam, (TABLE, 5, NUMBER, (0.5,) * 8, ADAM), ROUNDED),
-    "copy": (block_copies._copy, (TABLE, FP32, BF16), {"num_warps": 8}),
+    "mix": (triton_passes.mix, (*TABLES, 5, NUMBER, (0.5,) * 3, MIX), ROUNDED),
+    "update": (triton_passes.update, (*TABLES, 5, NUMBER, (0.5,) * 2, (FP32, BF16, BF16)), ROUNDED),
+    "adam": (triton_passes.adam, (*TABLES, 5, NUMBER, (0.5,) * 8, ADAM), ROUNDED),
+    "copy": (block_copies._copy, (*TABLES, FP32, BF16), {"num_warps": 8}),
 }
 
 
@@ -48,5 +49,19 @@ def test_lists_are_read_16_bytes_at_a_time_where_they_are_aligned(name, aligned)
 
 
 def test_normalisation_compiles():
-    assert compiled(triton_normalize._sum_squares, X, SUMS, 64, 32, FP32, 32)["cubin"]
+    assert compiled(triton_normalize._sum_squares, X, SUMS, 64, 32, 32)["cubin"]
     assert compiled(triton_normalize._divide, X, SUMS, OUT, (0.5, 64.0), 64, 2, (2, 64))["cubin"]
+
+
+@pytest.mark.parametrize(("is_symmetric", "out"), [(True, OUT), (False, X)])
+def test_products_use_the_matrix_units(is_symmetric, out):
+    strides = [number for _ in range(4) for number in (2048 * 2048, 2048, 1)]
+    sizes, numbers = (2048, 2048, 2048), (0.5, 2.0, 4.0)
+    flags = (is_symmetric, True, 128, 64)
+    given = (OUT, OUT, OUT, out, *numbers, *sizes, *strides, *flags)
+    asm = compiled(triton_products._multiply, *given, num_warps=8, num_stages=3)
+    assert asm["cubin"]
+    assert "wgmma.mma_async" in asm["ptx"]
+    assert "st.global.v4" in asm["ptx"]
+    # no register is kept in memory
+    assert ".local" not in asm["ptx"]

@@ -1,16 +1,11 @@
 """Products that finish themselves and compute half of symmetric results, against torch."""
 
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from types import SimpleNamespace
 
 import pytest
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
-from megatron_eopt.math import products, triton_products
+from megatron_eopt.math import products
 from megatron_eopt.math.newton_schulz import multiply_add, symmetric
 from megatron_eopt.math.orthogonalize import orthogonalize
 from tests.harness.kernels import interpreted_kernels
@@ -62,37 +57,6 @@ def test_an_addend_and_a_factor_join_any_product(m, k, dtype):
     out = torch.empty(2, m, m + 7, dtype=F32)
     by_kernel(products.multiply, left, right, out, alpha=0.25)
     assert torch.equal(out, 0.25 * (left.float() @ right.float()))
-
-
-def compiled(is_symmetric, kind, out):
-    """Return the PTX of the kernel for an H100, and the bytes of shared memory it needs."""
-    kernel = triton_products._multiply
-    constants = {"symmetric": is_symmetric, "even": True, "side": 128, "depth": 64}
-    constants |= {"left_column": 1, "right_row": 1, "add_column": 1, "out_column": 1}
-    signature = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(constants, "constexpr")
-    signature |= dict.fromkeys(("alpha", "beta", "diagonal"), "fp32")
-    signature |= dict.fromkeys(("left", "right", "add"), f"*{kind}") | {"out": f"*{out}"}
-    multiples = {
-        (place,): [["tt.divisibility", 16]]
-        for place, type_ in enumerate(signature.values())
-        if type_ == "i32" or type_.startswith("*")
-    }
-    source = ASTSource(kernel, signature, constants, multiples)
-    options = {"num_warps": 8, "num_stages": 3}
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    return made.asm["ptx"], made.metadata.shared
-
-
-def test_the_kernel_compiles_for_the_matrix_units_of_an_h100():
-    # in a process of its own, since the interpreter changes Triton in this one
-    with ProcessPoolExecutor(1, get_context("spawn")) as process:
-        for case in ((True, "fp16", "fp16"), (False, "fp16", "bf16")):
-            text, shared = process.submit(compiled, *case).result()
-            assert "wgmma.mma_async" in text
-            assert "st.global.v4" in text
-            # no register is kept in memory, and two programs fit a multiprocessor
-            assert ".local" not in text
-            assert shared <= 113 * 1024
 
 
 def test_rounded_symmetric_products_are_symmetric():

@@ -109,3 +109,16 @@ def test_which_group_cuts_a_parameter():
         "Transformer Engine's duplicate": (-1, False),
         "rematerialized over one rank": (0, True),
     }
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_where_nothing_is_sent_waves_grow_to_a_share_of_all_matrices(grows):
+    shards = [
+        StoredParameter(str(n), whole((32, 32)), -1, 1, (Fragment(0, 0, 1024),)).shard()
+        for n in range(8)
+    ]
+    small = EngineConfig(wave_mb=1024 * 4 / 2**20, grows=grows)
+    waves = MatrixEngine(shards, newton_schulz, small).work.waves
+    assert [len(wave) for wave in waves] == ([2] * 4 if grows else [1] * 8)
+    large = EngineConfig(wave_mb=1.0, grows=grows)
+    assert len(MatrixEngine(shards, newton_schulz, large).work.waves) == 1
