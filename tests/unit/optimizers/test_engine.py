@@ -117,8 +117,8 @@ def test_where_nothing_is_sent_waves_grow_to_a_share_of_all_matrices(grows):
         StoredParameter(str(n), whole((32, 32)), -1, 1, (Fragment(0, 0, 1024),)).shard()
         for n in range(8)
     ]
-    small = EngineConfig(wave_mb=1024 * 4 / 2**20, grows=grows)
+    small = EngineConfig(matrix_buffer_mb=1024 * 4 / 2**20, grows=grows)
     waves = MatrixEngine(shards, newton_schulz, small).work.waves
     assert [len(wave) for wave in waves] == ([2] * 4 if grows else [1] * 8)
-    large = EngineConfig(wave_mb=1.0, grows=grows)
+    large = EngineConfig(matrix_buffer_mb=1.0, grows=grows)
     assert len(MatrixEngine(shards, newton_schulz, large).work.waves) == 1
