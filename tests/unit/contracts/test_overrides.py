@@ -30,7 +30,7 @@ def overrides() -> Iterator[Any]:
     for cls in classes():
         found: set[str] = {"__init__"}
         for above in (c for c in cls.__mro__ if c.__module__.startswith(UPSTREAM)):
-            for name in vars(above).keys() - found:
+            for name in (name for name in vars(above) if name not in found):
                 ours, theirs = inspect.getattr_static(cls, name), vars(above)[name]
                 found.add(name)
                 mine = inspect.isfunction(ours) and ours.__module__.startswith("megatron_eopt")
