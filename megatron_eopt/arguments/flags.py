@@ -68,7 +68,7 @@ _STORE_TRUE = {"action": "store_true", "default": False}
 _OPTIONS: dict[str, dict[str, Any]] = {
     "optimizer-defaults": {"choices": get_args(OptimizerDefaultsT), "default": "recommended"},
     "optimizer-config": {"metavar": "FILE"},
-    "import": {"metavar": "FILE", "action": "append", "default": []},
+    "import": {"metavar": "FILE", "action": "append"},
     "print-optimizer-routing": _STORE_TRUE,
     "log-optimizer-memory": _STORE_TRUE,
     "log-optimizer-stats": _STORE_TRUE,

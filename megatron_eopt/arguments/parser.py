@@ -76,7 +76,7 @@ def _import_files(argv: Sequence[str] | None) -> None:
     """Import the files of ``--import``; ``argv`` is None for ``sys.argv``."""
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--import", **options("import"))
-    for path in vars(early.parse_known_args(argv)[0])["import"]:
+    for path in vars(early.parse_known_args(argv)[0])["import"] or ():
         import_file(path)
 
 
