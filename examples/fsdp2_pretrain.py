@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 examples/fsdp2_pretrain.py --config examples/muon_on_fsdp2.yaml
 
 It saves a checkpoint at the end. With --resume it continues from there, also on another number of
-processes. By default it reads the source code of Python's standard library, as the quickstart does. It runs on
-GPUs if each process finds one, and otherwise on the CPU.
+processes. By default it reads the source code of Python's standard library, as the quickstart does.
+It runs on GPUs if each process finds one, and otherwise on the CPU.
 """
 
 import argparse
@@ -106,7 +106,7 @@ def read_tokens(folder: Path, suffix: str, most: int) -> Tensor:
 
 
 def batch(tokens: Tensor, step: int, size: int, length: int) -> tuple[Tensor, Tensor]:
-    """Return a step's (inputs, labels) of shape (size, length), the same on any number of ranks."""
+    """Return a step's (inputs, labels) of shape (size, length), for all ranks together."""
     generator = torch.Generator().manual_seed(1234 + step)
     starts = torch.randint(len(tokens) - length - 1, (size,), generator=generator)
     windows = torch.stack([tokens[start : start + length + 1] for start in starts.tolist()])

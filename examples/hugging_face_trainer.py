@@ -8,6 +8,7 @@ The model has random weights and the data is generated, so nothing is downloaded
 
 import argparse
 import os
+from typing import ClassVar
 
 import torch
 import transformers
@@ -20,7 +21,7 @@ from megatron_eopt.fsdp2 import build_optimizer
 class MuonTrainer(transformers.Trainer):
     """A Trainer whose optimizer is built on the sharded model."""
 
-    overrides: dict[ParamKey, dict] = {}  # settings of single parameters
+    overrides: ClassVar[dict[ParamKey, dict]] = {}  # settings of single parameters
 
     def create_optimizer(self, model=None):
         """Return an empty optimizer, because accelerate needs one when it shards the model."""
