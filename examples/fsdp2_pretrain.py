@@ -2,20 +2,22 @@
 
     torchrun --nproc-per-node 2 examples/fsdp2_pretrain.py --config examples/muon_on_fsdp2.yaml
 
-By default it reads the source code of Python's standard library, as the quickstart does. It runs on
-GPUs if each process finds one, and otherwise on the CPU.
+It saves a checkpoint at the end. With --resume it continues from there, also on another number of
+processes. By default it reads the source code of Python's standard library, as the quickstart does.
+It runs on GPUs if each process finds one, and otherwise on the CPU.
 """
 
 import argparse
 import math
 import os
 import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
@@ -103,13 +105,29 @@ def read_tokens(folder: Path, suffix: str, most: int) -> Tensor:
     return torch.cat(pieces)[:most]
 
 
-def batches(tokens: Tensor, size: int, length: int, rank: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (inputs, labels) of shape (size, length) without end, different ones on each rank."""
-    generator = torch.Generator().manual_seed(1234 + rank)
-    while True:
-        starts = torch.randint(len(tokens) - length - 1, (size,), generator=generator)
-        windows = torch.stack([tokens[start : start + length + 1] for start in starts.tolist()])
-        yield windows[:, :-1], windows[:, 1:]
+def batch(tokens: Tensor, step: int, size: int, length: int) -> tuple[Tensor, Tensor]:
+    """Return a step's (inputs, labels) of shape (size, length), for all ranks together."""
+    generator = torch.Generator().manual_seed(1234 + step)
+    starts = torch.randint(len(tokens) - length - 1, (size,), generator=generator)
+    windows = torch.stack([tokens[start : start + length + 1] for start in starts.tolist()])
+    return windows[:, :-1], windows[:, 1:]
+
+
+def save(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, folder: Path) -> None:
+    """Write weights, optimizer state and the number of steps."""
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state, "step": step}, checkpoint_id=folder)
+
+
+def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> int:
+    """Load what :func:`save` has written, and return the number of steps."""
+    weights, state = get_state_dict(model, optimizer)
+    saved = {"model": weights, "optimizer": state, "step": 0}
+    dcp.load(saved, checkpoint_id=folder)
+    set_state_dict(
+        model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"]
+    )
+    return int(saved["step"])
 
 
 def schedule(step: int, steps: int) -> float:
@@ -132,12 +150,21 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
 
     config = load_optimizer_config(args.config)
     optimizer = build_optimizer(model, config)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: schedule(n, args.steps))
+    rates = [group["lr"] for group in optimizer.param_groups]
+    done = load(model, optimizer, args.checkpoint) if args.resume else 0
+    # loaded groups have the rates of the checkpoint; this run uses those of its own file
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = group["initial_lr"] = rate
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda n: schedule(n + done, args.steps)
+    )
 
     tokens = read_tokens(args.text, args.suffix, args.tokens)
-    data = batches(tokens, args.batch_size, args.seq_length, rank)
-    for step in range(1, args.steps + 1):
-        inputs, labels = (part.to(device) for part in next(data))
+    for step in range(done + 1, args.steps + 1):
+        inputs, labels = (
+            part.chunk(world)[rank].to(device)
+            for part in batch(tokens, step, args.batch_size, args.seq_length)
+        )
         logits = model(inputs)
         loss = functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
         loss.backward()
@@ -150,6 +177,9 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
         dist.all_reduce(mean)
         if rank == 0:
             print(f"step {step}/{args.steps}: loss {mean.item():.4f}", flush=True)
+        if step == args.stop or step == args.steps:
+            save(model, optimizer, step, args.checkpoint)
+            return
 
 
 def main() -> None:
@@ -161,6 +191,9 @@ def main() -> None:
         "--config", required=True, type=Path, help="YAML file with the optimizer's settings"
     )
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--stop", type=int, help="step after which to save and stop earlier")
+    parser.add_argument("--checkpoint", type=Path, default=Path("runs/fsdp2"), help="its folder")
+    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint")
     parser.add_argument("--text", type=Path, default=Path(sysconfig.get_paths()["stdlib"]))
     parser.add_argument("--suffix", default=".py", help="suffix of the files to read")
     parser.add_argument(
@@ -170,7 +203,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--seq-length", type=int, default=128)
-    parser.add_argument("--batch-size", type=int, default=8, help="sequences per process")
+    parser.add_argument("--batch-size", type=int, default=16, help="sequences per step")
     args = parser.parse_args()
     local_rank, local_world = (int(os.environ[f"LOCAL_{name}"]) for name in ("RANK", "WORLD_SIZE"))
     on_gpu = torch.cuda.device_count() >= local_world

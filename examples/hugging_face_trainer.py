@@ -1,15 +1,18 @@
-"""Train a small Llama or Qwen3-MoE with Muon and the Trainer of transformers.
+"""Train a small Llama, Qwen3 or Qwen3-MoE with Muon and the Trainer of transformers.
 
     python examples/hugging_face_trainer.py --model qwen3_moe
-    torchrun --nproc-per-node 8 examples/hugging_face_trainer.py --fsdp
+    torchrun --nproc-per-node 2 examples/hugging_face_trainer.py --fsdp
 
 The model has random weights and the data is generated, so nothing is downloaded.
 """
 
 import argparse
+import os
+from typing import ClassVar
 
 import torch
 import transformers
+from megatron.core.optimizer import ParamKey, get_standard_config_overrides
 
 from megatron_eopt import EmergingOptimizerConfig
 from megatron_eopt.fsdp2 import build_optimizer
@@ -17,6 +20,8 @@ from megatron_eopt.fsdp2 import build_optimizer
 
 class MuonTrainer(transformers.Trainer):
     """A Trainer whose optimizer is built on the sharded model."""
+
+    overrides: ClassVar[dict[ParamKey, dict]] = {}  # settings of single parameters
 
     def create_optimizer(self, model=None):
         """Return an empty optimizer, because accelerate needs one when it shards the model."""
@@ -31,9 +36,17 @@ class MuonTrainer(transformers.Trainer):
             lr=self.args.learning_rate,
             weight_decay=self.args.weight_decay,
         )
+        overrides = {**get_standard_config_overrides(config), **self.overrides}
+        optimizer = build_optimizer(self.model, config, config_overrides=overrides)
         self.accelerator._optimizers.clear()
-        self.optimizer = self.accelerator.prepare_optimizer(build_optimizer(self.model, config))
+        self.optimizer = self.accelerator.prepare_optimizer(optimizer)
         return super().create_scheduler(num_training_steps, self.optimizer)
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        """Resume with this run's learning rates and overrides, not those of the checkpoint."""
+        rates = self.lr_scheduler.base_lrs
+        super()._load_optimizer_and_scheduler(checkpoint)
+        self.lr_scheduler.base_lrs = rates
 
 
 def make_model(kind: str) -> torch.nn.Module:
@@ -43,6 +56,8 @@ def make_model(kind: str) -> torch.nn.Module:
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
     if kind == "llama":
         return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    if kind == "qwen3":
+        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes, head_dim=8))
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     config = transformers.Qwen3MoeConfig(**sizes, **experts, head_dim=8)
     return transformers.Qwen3MoeForCausalLM(config)
@@ -76,12 +91,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", choices=["llama", "qwen3_moe"], default="llama")
+    parser.add_argument("--model", choices=["llama", "qwen3", "qwen3_moe"], default="llama")
     parser.add_argument(
         "--output", default="runs/hugging_face_trainer", help="folder for checkpoints"
     )
-    parser.add_argument("--fsdp", action="store_true", help="shard the model over GPUs")
+    parser.add_argument("--fsdp", action="store_true", help="shard the model over the processes")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        # accelerate shards on GPUs only, unless it is told to use the CPU
+        os.environ["ACCELERATE_USE_CPU"] = "true"
     options = {"fsdp": True, "fsdp_config": {"version": 2}} if args.fsdp else {}
     losses = train(make_model(args.model), args.output, **options)
     print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")

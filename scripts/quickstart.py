@@ -10,6 +10,7 @@ import collections
 import contextlib
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -23,7 +24,7 @@ from tqdm import tqdm
 
 from megatron_eopt.base.errors import ConfigurationError, check_choice
 
-PROCESSES = 2
+PROCESSES, STEPS = 2, 360
 
 SCRIPTS = Path(__file__).resolve().parent
 # the processes share one pipe, so another's output can follow a number at once
@@ -289,7 +290,17 @@ def plot(curves: dict[str, dict[int, float]], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def report(out: Path) -> None:
+def with_adam(args: argparse.Namespace, flags: list[str]) -> str:
+    """Return the command that repeats a run with Adam, in a folder of its own."""
+    defaults = {"steps": STEPS, "processes": PROCESSES}
+    values = {name: getattr(args, name) for name in defaults}
+    own = [f"--{name}={value}" for name, value in values.items() if value != defaults[name]]
+    out = args.out.with_name(f"{args.out.name}-adam")
+    given = [*own, *flags, "--optimizer", "adam", "--out", str(out)]
+    return shlex.join(["./scripts/quickstart.sh", *given])
+
+
+def report(out: Path, next_command: str) -> None:
     """Print the held-out loss and where to look next, and draw the loss curve."""
     curves = scalars(out / "tensorboard")
     plot(curves, out / "loss.png")
@@ -299,7 +310,7 @@ def report(out: Path) -> None:
         last = max(held_out)
         print(f"Held-out loss: {held_out[last]:.4f} (nats per byte, step {last})")
     print(f"Loss curve: {out / 'loss.png'}    TensorBoard: tensorboard --logdir {out}")
-    print("Next: the same run with Adam: ./scripts/quickstart.sh --optimizer adam --out runs/adam")
+    print(f"Next: the same run with Adam: {next_command}")
 
 
 def check_steps(steps: int, checkpoints: Path, flags: list[str]) -> None:
@@ -317,7 +328,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="./scripts/quickstart.sh", description=__doc__, allow_abbrev=False
     )
-    parser.add_argument("--steps", type=int, default=360, help="training steps (default: 360)")
+    parser.add_argument("--steps", type=int, default=STEPS, help="training steps (default: 360)")
     parser.add_argument("--processes", type=int, default=PROCESSES, help="of training (default: 2)")
     parser.add_argument(
         "--out",
@@ -356,7 +367,7 @@ def main() -> int:
         print(*reasons(lines[:-SHOWN]), *lines[-SHOWN:], sep="\n")
         print(f"Training failed (exit code {code}). The lines above are the end of {log}")
         return code
-    report(out)
+    report(out, with_adam(args, flags))
     return 0
 
 

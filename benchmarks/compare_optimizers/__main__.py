@@ -25,6 +25,7 @@ from benchmarks.compare_optimizers.summary import summaries
 from benchmarks.compare_optimizers.trainings import Settings, claim, train_all
 from benchmarks.quickstart_runs import RunError
 from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.imports import import_file
 from scripts.quickstart import chosen_device
 
 DEFAULT_GRID = ",".join(f"{rate:g}" for rate in LEARNING_RATES)
@@ -49,6 +50,14 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME=a,b,c",
         help=f"peak learning rates to try for an optimizer (default: {DEFAULT_GRID})",
     )
+    made.add_argument(
+        "--import",
+        dest="imports",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="Python file that registers an optimizer",
+    )
     made.add_argument("--seeds", nargs="*", type=int, default=[1, 2, 3], help="(default: 1 2 3)")
     made.add_argument("--steps", type=int, default=360, help="steps per run (default: %(default)s)")
     made.add_argument(
@@ -72,6 +81,10 @@ def checked(arguments: argparse.Namespace, flags: list[str]) -> tuple[Grid, Sett
     # imported late because they import torch, which makes --help slow
     from megatron_eopt.config.registry import optimizer_names
     from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
+
+    for path in arguments.imports:
+        import_file(path)
+        flags = [*flags, "--import", path]
 
     for name in ("steps", "processes"):
         if getattr(arguments, name) < 1:

@@ -26,11 +26,12 @@ def choices_of_trainer_flags() -> dict[str, tuple[str, ...]]:
 _OF_NO_FIELD = {
     "optimizer-defaults": "Default values of the flags: the recommended ones, or Megatron's.",
     "optimizer-config": "YAML file with optimizer settings; its keys are the names of flags.",
+    "import": "Python file that registers an optimizer. It is imported before flags are read.",
 }
 """Help texts of flags that are not fields of the configuration."""
 
 _GROUPS = {
-    "optimizer layer": ("optimizer-", "fused-", "matrix-", "print-", "log-"),
+    "optimizer layer": ("optimizer-", "import", "fused-", "matrix-", "print-", "log-"),
     "checkpoints": ("ckpt-", "checkpoint-"),
     "muon": ("muon-",),
     "adaptive muon": ("adaptive-muon-",),
@@ -67,6 +68,7 @@ _STORE_TRUE = {"action": "store_true", "default": False}
 _OPTIONS: dict[str, dict[str, Any]] = {
     "optimizer-defaults": {"choices": get_args(OptimizerDefaultsT), "default": "recommended"},
     "optimizer-config": {"metavar": "FILE"},
+    "import": {"metavar": "FILE", "action": "append"},
     "print-optimizer-routing": _STORE_TRUE,
     "log-optimizer-memory": _STORE_TRUE,
     "log-optimizer-stats": _STORE_TRUE,

@@ -14,6 +14,7 @@ from megatron.core import optimizer as megatron_optimizer
 
 from megatron_eopt.arguments.flags import OURS, choices_of_trainer_flags, groups, options
 from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.imports import import_file
 from megatron_eopt.base.renamed import SETTINGS, new_names
 from megatron_eopt.config.config import EmergingOptimizerConfig, default_values
 from megatron_eopt.config.config_file import ALLOWED, read_optimizer_file
@@ -37,9 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     known = {action.dest: action for action in parser._actions}
     if "optimizer_defaults" in known:
         return parser
-    for dest, choices in choices_of_trainer_flags().items():
-        if dest in known:
-            known[dest].choices = choices
+    _set_choices(parser)
     for title, flags in groups().items():
         group = parser.add_argument_group(title=f"{title} (megatron-eopt)")
         for name, text in flags.items():
@@ -67,6 +66,20 @@ def config_from_args(args: argparse.Namespace) -> tuple[EmergingOptimizerConfig,
     return config, megatron_optimizer.get_standard_config_overrides(config)
 
 
+def _set_choices(parser: argparse.ArgumentParser) -> None:
+    choices = choices_of_trainer_flags()
+    for action in parser._actions:
+        action.choices = choices.get(action.dest, action.choices)
+
+
+def _import_files(argv: Sequence[str] | None) -> None:
+    """Import the files of ``--import``; ``argv`` is None for ``sys.argv``."""
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early.add_argument("--import", **options("import"))
+    for path in vars(early.parse_known_args(argv)[0])["import"] or ():
+        import_file(path)
+
+
 def _fill_after_parsing(parser: argparse.ArgumentParser) -> None:
     """Make ``parser`` set the defaults of flags that were not given after parsing."""
     actions = [action for action in parser._actions if action.dest in _FILLED]
@@ -77,6 +90,8 @@ def _fill_after_parsing(parser: argparse.ArgumentParser) -> None:
 
     def parse(args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
         argv = None if args is None else list(args)
+        _import_files(argv)
+        _set_choices(parser)
         preset = {} if namespace is None else dict(vars(namespace))
         parsed, rest = parse_known_args(argv, namespace)
         parsed.__dict__ = new_names(vars(parsed))

@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_eopt.base.agreement import (
     CheckpointError,
-    any_rank,
     from_rank_0,
     gather_unique,
     raise_together,
@@ -26,6 +25,7 @@ from megatron_eopt.base.agreement import (
 from megatron_eopt.base.upstream import require_upstream
 from megatron_eopt.checkpoint.contents import Shapes
 from megatron_eopt.checkpoint.requests import StateRequests
+from megatron_eopt.checkpoint.vocabulary import fill_new_rows
 from megatron_eopt.optimizers.continuation import Policy, log_notes
 from megatron_eopt.optimizers.saved_groups import Groups, groups_in
 
@@ -33,14 +33,12 @@ logger = logging.getLogger(__name__)
 
 
 def match(sharded_state_dict: Any, folder: Path, policy: Policy) -> None:
-    """Adapt the optimizers' requests to the checkpoint in ``folder`` (torch_dist), in place.
+    """Adapt what is requested to the checkpoint in ``folder`` (torch_dist), in place.
 
     Collective over the world; all ranks raise the same error. megatron-core checks the model's
     tensors.
     """
     requests = list(_requests(sharded_state_dict))
-    if not any_rank(bool(requests)):
-        return
     shapes, groups = from_rank_0(lambda: _content(folder))
     policy = functools.reduce(operator.or_, (item.policy for item in requests), policy)
     notes = raise_together(
@@ -48,6 +46,7 @@ def match(sharded_state_dict: Any, folder: Path, policy: Policy) -> None:
     )
     # a parameter may be on some ranks only
     log_notes(gather_unique(notes))
+    fill_new_rows(sharded_state_dict, shapes)
 
 
 def _content(folder: Path) -> tuple[Shapes, Groups]:

@@ -19,12 +19,14 @@ class LoadPlan:
         self._policy = policy
         self._contents = contents
         self._report = Report()
+        self._in_other_buckets = False
 
     def choose(self, values: Mapping[int, StateValue]) -> None:
         """Choose the sources of all values of one parameter."""
         where = next(iter(values.values())).where
         in_bucket = self._is_in_bucket(values)
         saved = self._contents.state_of(where.space, where.reader.name, in_bucket=in_bucket)
+        self._in_other_buckets |= bool(self._contents.in_buckets) and not saved.keys
 
         @functools.cache
         def source(place: int, kind: str) -> StateValue | None:
@@ -67,8 +69,9 @@ class LoadPlan:
 
     def refuse(self) -> None:
         """Raise a ConfigurationError if state is missing, or should start fresh after a step."""
-        by_bucket = bool(self._contents.in_buckets)
-        self._report.refuse("checkpoint", has_stepped=self._has_stepped, by_bucket=by_bucket)
+        self._report.refuse(
+            "checkpoint", has_stepped=self._has_stepped, by_bucket=self._in_other_buckets
+        )
 
     def _is_in_bucket(self, values: Mapping[int, StateValue]) -> bool:
         """Return whether the checkpoint has a bucket with the parameter."""

@@ -230,7 +230,7 @@ def missing_state(
 
     Args:
         missing: The state.
-        by_bucket: Whether the checkpoint has state by bucket.
+        by_bucket: Whether the checkpoint has the state in buckets of another layout.
         reason: What the checkpoint has instead.
     """
     keys = sorted({item.rpartition(": ")[2] for item in missing})
@@ -238,10 +238,14 @@ def missing_state(
     if reason:
         rule += f" ({reason})"
     if by_bucket:
-        rule += (
-            "; its state by bucket (dp_reshardable) loads only with the same tensor and pipeline "
-            "parallelism and the same buckets. With these, load it and save it by parameter "
-            "(--dist-ckpt-optim-fully-reshardable)"
+        return ConfigurationError(
+            "checkpoint",
+            "dp_reshardable",
+            "this form of Adam's state loads only at the tensor, pipeline and expert parallelism "
+            "and with the buckets that wrote it",
+            "Load it at that layout, also into another optimizer, and save once: Adam with "
+            "--dist-ckpt-optim-fully-reshardable, others as they are. That checkpoint loads at any "
+            "layout",
         )
     return ConfigurationError(
         "checkpoint",

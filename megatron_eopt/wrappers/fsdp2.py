@@ -108,7 +108,7 @@ def build_optimizer(
         routing = _route(settings, named, config_overrides, outputs)
         frozen = Frozen([named])
     log_routing(settings, routing)
-    if settings.clip_grad:
+    if settings.clip_grad and is_rank_0():
         clip = "optimizer.clip_grad_norm" if managing else "torch.nn.utils.clip_grad_norm_"
         text = "clip_grad=%s is not applied. Call %s in your training loop, or set clip_grad=0."
         logger.info(text, settings.clip_grad, clip)

@@ -21,7 +21,10 @@ class Rule:
     why: str = ""  # why no more, where the command itself is not run
 
 
+_FIRST_DAYS = "tests/functional/long/test_first_days.py runs them in order"
+
 RULES = (
+    Rule(r".*(runs/(adam|muon)\b|--stop|--resume|hugging_face|--import).*", "parse", _FIRST_DAYS),
     Rule(r"\./scripts/quickstart\.sh\b.*", "long"),
     Rule(
         r"\./scripts/compare_optimizers\.sh\b.*",

@@ -30,18 +30,22 @@ def test_the_page_shows_the_examples_as_they_are():
         assert len([block for _, block in page if block in text]) == 1
 
 
-def fsdp2_pretrain(lines):
-    sizes = {"steps": 20, "layers": 1, "hidden": 48, "heads": 4, "seq_length": 32, "batch_size": 8}
+def fsdp2_pretrain(folder, stop=None, resume=False):
+    sizes = {"steps": 20, "layers": 1, "hidden": 48, "heads": 4, "seq_length": 32, "batch_size": 16}
+    sizes |= {"checkpoint": Path(folder), "stop": stop, "resume": resume}
     text = {"text": Path(sysconfig.get_paths()["stdlib"]), "suffix": ".py", "tokens": 20000}
-    module = example("fsdp2_pretrain")
+    module, lines = example("fsdp2_pretrain"), []
     module.print = lambda line, **_: lines.append(line)
     args = argparse.Namespace(config=ROOT / "examples/muon_on_fsdp2.yaml", **sizes, **text)
     module.train(args, torch.device("cpu"))
     return [float(re.search(r"loss (\S+)", line)[1]) for line in lines]
 
 
-def test_the_plain_loop_trains():
-    losses, _ = run_ranks(2, fsdp2_pretrain, [], cpu=False)
+def test_the_plain_loop_trains_and_resumes_on_another_number_of_ranks(tmp_path):
+    losses, _ = run_ranks(2, fsdp2_pretrain, str(tmp_path / "whole"), cpu=False)
+    first, _ = run_ranks(2, fsdp2_pretrain, str(tmp_path / "half"), 10, cpu=False)
+    (second,) = run_ranks(1, fsdp2_pretrain, str(tmp_path / "half"), None, True, cpu=False)
+    assert [*first, *second] == pytest.approx(losses, rel=1e-3)
     assert 5.4 < losses[0] < 5.7  # ln 257 at the start
     assert losses[-1] < losses[0] - 1
     text = (ROOT / "examples" / "fsdp2_pretrain.py").read_text()

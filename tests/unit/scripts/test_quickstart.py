@@ -1,8 +1,10 @@
 """What the quickstart shows of a training, and checks before it."""
 
+import argparse
 import io
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from torch.utils.tensorboard import SummaryWriter
@@ -16,10 +18,17 @@ def test_the_validation_set_is_held_out_and_not_the_test_set(tmp_path, capsys):
             writer.add_scalar("lm loss", 5.0 - step, step)
         for loss in (3.25, 3.5, 9.0):
             writer.add_scalar("lm loss validation", loss, 2)
-    quickstart.report(tmp_path)
+    quickstart.report(tmp_path, "./scripts/quickstart.sh")
     said = capsys.readouterr().out
     assert "Held-out loss: 3.2500 (nats per byte, step 2)" in said
     assert (tmp_path / "loss.png").exists()
+
+
+def test_the_next_command_repeats_the_flags_that_were_given():
+    args = argparse.Namespace(steps=100, processes=2, out=Path("runs/a"))
+    command = quickstart.with_adam(args, ["--lr", "1e-3"])
+    expected = "--steps=100 --lr 1e-3 --optimizer adam --out runs/a-adam"
+    assert command == f"./scripts/quickstart.sh {expected}"
 
 
 def test_reasons_are_found_before_the_launchers_report():
