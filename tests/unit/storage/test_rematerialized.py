@@ -7,17 +7,21 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_eopt.base.errors import ConfigurationError
 from tests.harness import run_ranks
+from tests.harness.collectives import counted
 from tests.harness.scene import forget_megatron
 from tests.unit.storage.full_state import Case, build, differences, save_one, steps
 from tests.unit.storage.runs import (
     DENSE,
     MOE,
     NORMUON,
+    OVERLAP,
     PLAIN,
     REPLICATED,
     Result,
     deviation,
+    inject,
     weights,
 )
 from tests.unit.storage.test_layouts import TOLERANCE
@@ -164,3 +168,36 @@ def begin(cases: list[Case], folder: str, count: int = 2) -> list[dict[str, Any]
 
 def of_optimizer(state: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in state.items() if key.startswith("optimizer")}
+
+
+def collectives(case: Case) -> tuple[list[str], int]:
+    """Return those of a later step, and how many gather weights, which Megatron calls itself."""
+    chunk, optimizer = build(case)
+    steps(case, chunk, optimizer, 0, 1)
+    inject(case.run, chunk, 1)
+    with counted() as calls:
+        optimizer.step()
+    return [name for name, *_ in calls], len(chunk.bucket_groups)
+
+
+def test_a_step_has_four_collectives():
+    """One for the norm, two for all matrices, and one that gathers the weights."""
+    model = {**DENSE, "layers": 1, "hidden": 64, "vocabulary": 128}
+    case = Case("muon", model, {"gtp": 2, "tp": 2}, config={"clip_grad": 1.0})
+    found = run_ranks(8, collectives, case, timeout=300)
+    assert found == [(["all_reduce", "all_to_all_single", "all_to_all_single"], 1)] * 8
+
+
+def refused(case: Case) -> str:
+    with pytest.raises(ConfigurationError) as error:
+        build(case)
+    return error.value.argument
+
+
+@pytest.mark.parametrize(
+    ("argument", "ddp"), [("muon_overlap_step", OVERLAP), ("tp_mode", {})], ids=["overlap", "mode"]
+)
+def test_what_needs_whole_slabs_is_refused(argument, ddp):
+    config = {"muon_overlap_step": True} if ddp else {"muon_tp_mode": "blockwise"}
+    case = Case("muon", parallel={"gtp": 2}, ddp=ddp, config=config)
+    assert run_ranks(2, refused, case) == [argument] * 2
