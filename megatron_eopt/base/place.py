@@ -1,4 +1,8 @@
-"""Which box of the whole parameter a plain tensor is, as the code that cut the model declares."""
+"""Which part of a parameter a plain tensor is, as the code that cut the model declares.
+
+A custom model declares a box. Megatron's weight rematerialization (GTP) declares that consecutive
+rows of a tensor-parallel slab are cut evenly over a group, after padding rows at the slab's end.
+"""
 
 from typing import NamedTuple
 
@@ -6,6 +10,9 @@ from torch import Tensor
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import PLACE_ATTRIBUTE
+from megatron_eopt.base.upstream import require_upstream
+
+_EXPERT_SIZE = "get_expert_gtp_weight_remat_world_size"
 
 
 class Place(NamedTuple):
@@ -37,12 +44,35 @@ def place_of(param: Tensor, name: str = "parameter") -> Place | None:
     return place
 
 
-def whole_shape(param: Tensor) -> tuple[int, ...]:
-    """Return the shape of the whole parameter, if it has a place; otherwise the tensor's shape."""
-    place = place_of(param)
-    return tuple(param.shape) if place is None else place.shape
-
-
 def is_part(param: Tensor) -> bool:
-    """Return whether a plain tensor is declared to be only a part of its parameter."""
-    return whole_shape(param) != tuple(param.shape)
+    """Return whether a plain tensor is declared to be only a box of its parameter."""
+    place = place_of(param)
+    return place is not None and place.shape != tuple(param.shape)
+
+
+class RowCut(NamedTuple):
+    """How weight rematerialization cuts the rows of a slab."""
+
+    size: int = 1  # number of ranks, each with equally many rows
+    padding: int = 0  # rows at the end of the last ranks that are not part of the slab
+
+
+def row_cut(param: Tensor) -> RowCut:
+    """Return how weight rematerialization cuts a parameter."""
+    if not getattr(param, "is_gtp_weight_remat", False):
+        return RowCut()
+    size = getattr(param, "gtp_remat_size", None)
+    if size is None:
+        is_dense = getattr(param, "allreduce", True)
+        name = "get_gtp_weight_remat_world_size" if is_dense else _EXPERT_SIZE
+        size = require_upstream(name)()
+    return RowCut(size or 1, getattr(param, "pad_length", 0))
+
+
+def whole_shape(param: Tensor) -> tuple[int, ...]:
+    """Return the shape of the parameter, if it has a place, or of its tensor-parallel slab."""
+    if (place := place_of(param)) is not None:
+        return place.shape
+    size, padding = row_cut(param)
+    rows, *others = param.shape or (1,)
+    return (rows * size - padding, *others) if size > 1 else tuple(param.shape)

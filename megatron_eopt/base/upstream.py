@@ -20,6 +20,8 @@ TESTED = {"megatron-core": "0.19.2", "emerging-optimizers": "0.3.0"}
 _PACKAGES = {"megatron-core": "megatron.core", "emerging-optimizers": "emerging_optimizers"}
 
 _NAMES: dict[str, str] = {
+    "megatron.core.parallel_state": "get_gtp_weight_remat_world_size "
+    "get_expert_gtp_weight_remat_world_size",
     "megatron.core.optimizer": "get_megatron_optimizer _get_param_groups",
     "megatron.core.optimizer.optimizer": "ChainedOptimizer GRAD_NORM_GROUP_ATTR "
     "SEPARATE_GRAD_NORM_GROUPS param_group_identifier_keys",

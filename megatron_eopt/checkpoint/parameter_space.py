@@ -9,6 +9,7 @@ it needs, and checkpoints do not depend on the layout of the run.
 import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from megatron.core.dist_checkpointing import ShardedTensor
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.place import row_cut, whole_shape
 from megatron_eopt.checkpoint.keys import key_apart, state_key, tensors
 
 type _Cut = tuple[tuple[int, ...], tuple[int, ...]]
@@ -134,8 +136,44 @@ def parameter_spaces(
                 "saved in the same form",
                 "Save without optimizer state (--no-save-optim)",
             )
+        if row_cut(held).size > 1:
+            pieces = _rows_without_padding(held, pieces)
         spaces[param] = ParameterSpace(key, held, pieces)
     return spaces
+
+
+def _rows_without_padding(held: Tensor, pieces: Sequence[ShardedTensor]) -> list[ShardedTensor]:
+    """Return the entries of rows that weight rematerialization has cut, at their true offsets.
+
+    megatron-core counts padding rows, and halves gate and up as if each rank had a part of both.
+    """
+    first, axis, height = pieces[0], pieces[0].prepend_axis_num, held.shape[0]
+    per_key = sum(piece.key == first.key for piece in pieces)
+    number, cuts = first.global_offset[axis] // first.local_shape[0], row_cut(held).size
+    slab, cut_number = divmod(number, cuts)
+    slabs = first.axis_fragmentations[axis] // (cuts * per_key)
+    section = whole_shape(held)[0] // len(pieces)  # rows of the slab in each entry
+    begin = cut_number * height
+    found: list[ShardedTensor] = []
+    for index, piece in enumerate(pieces):
+        low = max(begin, index * section)
+        high = min(begin + height, (index + 1) * section)
+        if low < high or (index + 1 == len(pieces) and not found):
+            data = held.detach()[low - begin : max(low, high) - begin]
+            row = (index % per_key * slabs + slab) * section + low - index * section
+            whole, offset = list(piece.global_shape), list(piece.global_offset)
+            whole[axis], offset[axis] = section * slabs * per_key, row
+            found.append(
+                replace(
+                    piece,
+                    data=data,
+                    local_shape=tuple(data.shape),
+                    global_shape=tuple(whole),
+                    global_offset=tuple(offset),
+                    axis_fragmentations=None,
+                )
+            )
+    return found
 
 
 def cut(sizes: Sequence[int], strides: Sequence[int], start: int, stop: int) -> Iterator[_Cut]:

@@ -193,7 +193,7 @@ class StateRequests:
             self.spaces_of.setdefault((place, in_group), []).append(space)
             where = saved_state.ParameterLocation(
                 space,
-                storage.replica_of(space.sharded.replica_id),
+                storage.replica_of(item.param, space.sharded.replica_id),
                 Reader(names[update_rule], all_groups[in_group].get("momentum")),
                 states[update_rule, number],
                 item,
@@ -209,7 +209,7 @@ class StateRequests:
                 state = its.container
             if its.path[0] == OF_GROUPS:
                 state = None
-            replica = storage.replica_of_matrix(spaces[param].sharded.replica_id)
+            replica = storage.replica_of_matrix(param, spaces[param].sharded.replica_id)
             count = len(update_rule.shards[its.shard].layouts) if update_rule.shards else 1
             group = link.groups_of(update_rule)[update_rule.group_of[its.shard]]
             reader = Reader(names[update_rule], group.get("momentum"))

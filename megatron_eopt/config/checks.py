@@ -94,6 +94,9 @@ _FOR_BUCKETS = {
     "fp4_param_gather": False,
     "num_distributed_optimizer_instances": 1,
     "calculate_per_token_loss": False,
+    # gradients of parameters that it does not cut are summed over its ranks only afterwards
+    "gtp_weight_remat_size": 1,
+    "expert_gtp_weight_remat_size": 1,
 }
 """Values of the DDP and model configurations that ``muon_overlap_dp_comm`` needs."""
 

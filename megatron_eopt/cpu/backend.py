@@ -19,6 +19,7 @@ from megatron_eopt.cpu.hybrid import hybrid_patches
 from megatron_eopt.cpu.megatron_parts import megatron_patches
 from megatron_eopt.cpu.mode import CudaIsCpu, mode_patches, put_on_stack, take_off_stack
 from megatron_eopt.cpu.patches import patched
+from megatron_eopt.cpu.rematerialized import rematerialization_patches
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ def enable() -> None:
                 *gloo_patches(),
                 *megatron_patches(),
                 *hybrid_patches(),
+                *rematerialization_patches(),
                 *mode_patches(_MODE),
             ]
             _UNDO.enter_context(patched(patches))

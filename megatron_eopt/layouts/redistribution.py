@@ -94,7 +94,7 @@ type ComputeT = Callable[[WaveBatch], None]
 
 type StoreT = Callable[[Mapping[str, Tensor]], None]
 """Takes results, each shaped like the loaded tensor, after the last wave that writes to them.
-Elements that belong to no matrix are undefined."""
+Elements after the last one of a matrix are zero, other elements of no matrix are undefined."""
 
 
 class Redistribution:
@@ -250,7 +250,9 @@ class Redistribution:
         for name in names:
             if name not in self._results:
                 shape, dtype = self._alike.pop(name)
-                self._results[name] = torch.empty(shape, dtype=dtype, device=self._device)
+                result = torch.empty(shape, dtype=dtype, device=self._device)
+                result.view(-1)[self.plan.tensors[name][1] :].zero_()
+                self._results[name] = result
         stored = self._flat({name: self._results[name] for name in names})
         with self._timed():
             travelling = self._start(wave.outward, "out", [stack], stored)

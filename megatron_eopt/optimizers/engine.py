@@ -186,7 +186,7 @@ class MatrixEngine:
         results: dict[str, Tensor] = {}
         self.run(lambda _, wanted: {name: inputs[name] for name in wanted}, results.update)
         return [
-            results[name] if name in results else torch.empty_like(d, dtype=torch.float32)
+            results[name] if name in results else torch.zeros_like(d, dtype=torch.float32)
             for name, d in zip(names, directions, strict=True)
         ]
 

@@ -79,7 +79,7 @@ class RoundedMomentum:
             return codes.to(torch.float32)
         rows = self._rows[number]
         # off-loaded momentum may be on the host
-        momentum = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
+        momentum = torch.zeros(codes.shape, dtype=torch.float32, device=codes.device)
         flat, kept = momentum.view(-1), codes.view(-1)
         for elements, _, _, blocks in rows.parts():
             scales = values[MOMENTUM_SCALE][blocks]

@@ -23,7 +23,7 @@ from megatron_eopt.optimizers.engine import EngineConfig, MatrixEngine
 from megatron_eopt.optimizers.muon_rule import WEIGHT_DECAY_METHODS, MuonRule, WeightDecayT
 from megatron_eopt.optimizers.update_rule import loss_of
 from megatron_eopt.optimizers.windows import WindowedMuonRule
-from megatron_eopt.storage.replicated import slab, tensor_parallel_cut
+from megatron_eopt.storage.replicated import SlabRanks, row_group, slab, tensor_parallel_cut
 from megatron_eopt.storage.shard import Shard, group_by_ranks
 
 _ARGUMENTS = {
@@ -288,8 +288,13 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies contain: no plan and, as in all torch optimizers, no hooks."""
         own = {k: v for k, v in vars(self).items() if not k.startswith("_optimizer_")}
-        plan = ("_planned", "_update_rules", "_alone", "_model_of", "step")
+        plan = ("_planned", "_update_rules", "_alone", "_model_of", "_slab_ranks", "step")
         return {k: v for k, v in own.items() if k not in plan}
+
+    @functools.cached_property
+    def _slab_ranks(self) -> SlabRanks:
+        """Keeps the groups over which tensor parallelism and weight rematerialization both cut."""
+        return SlabRanks()
 
     @property
     def _engine_config(self) -> EngineConfig:
@@ -345,7 +350,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         """Return this rank's shard of a parameter, with its logical matrices."""
         model = self._model_of.get(param, param)
         cut = tensor_parallel_cut(model, self.pg_collection, self.tp_mode)
-        return slab(name, model, functools.partial(self.split_of, name=name), cut)
+        rows = row_group(model, self.pg_collection, self.tp_mode)
+        split_of = functools.partial(self.split_of, name=name)
+        return slab(name, model, split_of, cut, rows, self._slab_ranks)
 
     def _init_group(self, group: dict[str, Any], skip_non_grad_params: bool = True) -> None:
         """Create the state of all parameters, which loading needs."""

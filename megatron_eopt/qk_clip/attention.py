@@ -15,9 +15,11 @@ from megatron.core.transformer.utils import (
     get_default_causal_mask,
     get_sliding_window_causal_mask,
 )
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.nn.functional import pad
 
 from megatron_eopt.base.errors import ConfigurationError, check_number
+from megatron_eopt.base.place import row_cut, whole_shape
 from megatron_eopt.config.arguments import qkv_split_shapes
 
 _WAY_OUT = "use megatron-core's SelfAttention or MLASelfAttention with its DotProductAttention"
@@ -41,8 +43,13 @@ class Projection:
         """
         factor = of_heads.view(self.blocks, -1).amin(1, keepdim=True)
         rows = [factor.pow(power).expand(-1, count) for count, power in self.parts]
-        local = self.weight.shape[0]
-        return torch.cat(rows, dim=1).reshape(-1)[rank * local : (rank + 1) * local]
+        slab, local = whole_shape(self.weight)[0], self.weight.shape[0]
+        mine = torch.cat(rows, dim=1).reshape(-1)[rank * slab : (rank + 1) * slab]
+        if row_cut(self.weight).size > 1:
+            first = distributed.get_rank(self.weight.group) * local  # type: ignore[attr-defined]
+            mine = mine[first : first + local]
+        # padding rows are zero, whatever their factor
+        return pad(mine, (0, local - len(mine)), value=1.0)
 
 
 def attentions(chunk: nn.Module) -> Iterator[Any]:

@@ -13,6 +13,7 @@ from megatron_eopt.base.agreement import gather_objects, gather_unique, is_rank_
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.log import inform
 from megatron_eopt.base.names import STANDARD_OPTIMIZERS
+from megatron_eopt.base.place import whole_shape
 from megatron_eopt.config.arguments import qkv_split_shapes
 from megatron_eopt.config.checks import check_values, warn_of_unused
 from megatron_eopt.config.registry import Overrides, state_layout_of
@@ -218,7 +219,7 @@ def _tag_as_megatron_does(
             param.expert_tp = True  # type: ignore[attr-defined]
         if "linear_qkv.weight" in name and param.dim() == 2 and declared_qkv(param) is None:
             shapes = qkv_split_shapes(model_chunks[parameter.chunk].config)
-            if sum(shapes) and param.shape[0] % sum(shapes) == 0:
+            if sum(shapes) and whole_shape(param)[0] % sum(shapes) == 0:
                 param.is_qkv = True  # type: ignore[attr-defined]
                 param.qkv_split_shapes = shapes  # type: ignore[attr-defined]
                 setattr(param, QKV_TAG, shapes)

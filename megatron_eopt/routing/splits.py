@@ -87,8 +87,7 @@ def find_splits(
         Splits of *unsharded* shapes, always with 3-D expert weights. All others are one matrix.
 
     Raises:
-        ConfigurationError: If a weight and its split do not fit, or weight rematerialization
-            shards a fused weight.
+        ConfigurationError: If a weight and its split do not fit.
     """
     unknown: list[str] = []
     weights = list(_weights(model_chunks, flattened))
@@ -198,10 +197,6 @@ def _fitted(
 ) -> Split:
     """Build a split for the unsharded shape (``rows`` rows, if given); check this rank's shard."""
     local = _seen_shape(weight)
-    if getattr(weight.param, "is_gtp_weight_remat", False):
-        rule = "cannot be split, because weight rematerialization also shards it"
-        hint = "Turn off weight rematerialization, or this kind of split"
-        raise ConfigurationError(weight.name, local, rule, hint)
     size, dim = tensor_parallel_cut(weight.param, weight.linear, weight.owner)
     shape = list(local)
     if dim != -1:

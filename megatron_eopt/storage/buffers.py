@@ -1,6 +1,7 @@
 """Dense and expert buffers of Megatron's DDP, and the process groups that share them.
 
-The tensor-parallel x data-parallel ranks together store a whole matrix. Megatron has this group for
+The tensor-parallel x data-parallel ranks together store a whole matrix. Weight rematerialization
+cuts the rows of a tensor-parallel slab over one more group. Megatron has this group for
 dense parameters and one instance of the distributed optimizer. For several instances, and for
 experts with tensor parallelism, all ranks create it here.
 """
@@ -23,19 +24,21 @@ _REUSE = "reuse_grad_buf_for_mxfp8_param_ag"
 
 
 class RankGrid(NamedTuple):
-    """A group, with the tensor-parallel rank and fragment index of each member, in group order."""
+    """A group, with three coordinates of each member, in group order."""
 
     ranks: Ranks
-    tensor_ranks: tuple[int, ...]
-    data_ranks: tuple[int, ...]
+    tensor_ranks: tuple[int, ...]  # tensor-parallel rank
+    row_ranks: tuple[int, ...]  # piece of the rows that weight rematerialization cuts
+    data_ranks: tuple[int, ...]  # index of the fragment
     tensor_size: int
 
 
 def data_parallel_only(grid: RankGrid, group: Any) -> RankGrid:
     """Return the grid of a data-parallel group, whose ranks share one tensor-parallel shard."""
     size = distributed.get_world_size(group)
-    mine = grid.tensor_ranks[grid.ranks.rank]
-    return RankGrid(Ranks.of(group), (mine,) * size, tuple(range(size)), grid.tensor_size)
+    tensor, rows = (ranks[grid.ranks.rank] for ranks in (grid.tensor_ranks, grid.row_ranks))
+    data = tuple(range(size))
+    return RankGrid(Ranks.of(group), (tensor,) * size, (rows,) * size, data, grid.tensor_size)
 
 
 def with_own_group(grid: RankGrid) -> RankGrid:
@@ -52,22 +55,22 @@ def with_own_group(grid: RankGrid) -> RankGrid:
     return grid._replace(ranks=Ranks.of(made))
 
 
-def redistribution_grids(groups: Sequence[tuple[Any, Any, Any]]) -> list[RankGrid]:
+def redistribution_grids(groups: Sequence[tuple[Any, Any, Any, Any]]) -> list[RankGrid]:
     """Return the grids spanned by the given groups; collective over the world.
 
     Args:
-        groups: For each grid: the tensor-parallel group, the group over which buffers are cut into
-            fragments, and a group of Megatron's that may be the grid already. Any may be None.
+        groups: For each grid: the tensor-parallel group, the group over which weight
+            rematerialization cuts rows, the group over which buffers are cut into fragments, and a
+            group of Megatron's that may be the grid already. Any may be None.
     """
-    places = group_ranks_in([group for tensor, data, _ in groups for group in (tensor, data)])
+    places = group_ranks_in([group for *spanning, _ in groups for group in spanning])
     grids = []
-    for (_, data_group, existing), tensor, data in zip(
-        groups, places[::2], places[1::2], strict=True
-    ):
+    for number, (*_, data_group, existing) in enumerate(groups):
+        tensor, rows, data = places[3 * number : 3 * number + 3]
         classes: dict[int, list[int]] = {}
         for rank, place in enumerate(tensor):
-            # all members of a tensor-parallel group use the key of its first rank
-            classes.setdefault(data[place.first].first, []).append(rank)
+            # all members of a group use the key of its first rank
+            classes.setdefault(data[rows[place.first].first].first, []).append(rank)
         mine = next(ranks for ranks in classes.values() if distributed.get_rank() in ranks)
         known = (group for group in (data_group, existing) if group is not None)
         group = next((group for group in known if sorted(ranks_of(group)) == mine), None)
@@ -75,9 +78,12 @@ def redistribution_grids(groups: Sequence[tuple[Any, Any, Any]]) -> list[RankGri
             made = [distributed.new_group(ranks) for ranks in classes.values()]
             group = made[list(classes.values()).index(mine)] if len(mine) > 1 else None
         # fragments are numbered by the rank in the data-parallel group
-        tensor_ranks = tuple(tensor[rank].number for rank in ranks_of(group))
-        data_ranks = tuple(data[rank].number for rank in ranks_of(group))
-        grids.append(RankGrid(Ranks.of(group), tensor_ranks, data_ranks, max(tensor_ranks) + 1))
+        tensor_ranks, row_ranks, data_ranks = (
+            tuple(places[rank].number for rank in ranks_of(group))
+            for places in (tensor, rows, data)
+        )
+        tensor_size = max(tensor_ranks) + 1
+        grids.append(RankGrid(Ranks.of(group), tensor_ranks, row_ranks, data_ranks, tensor_size))
     return grids
 
 
@@ -92,6 +98,7 @@ class BufferSet(NamedTuple):
     grid: RankGrid | None  # the redistribution group; None if nothing is redistributed
     stats: Any  # group over which gradient statistics are summed
     instance: int  # index of this rank's instance of the distributed optimizer
+    copy: int  # index of this rank's copy of parameters whose rows are not cut
     collection: Any  # the model's process groups
 
     @property
@@ -149,9 +156,10 @@ def buffer_sets(
         "collection": collection,
     }
     existing = getattr(collection, "tp_dp_cp", None)
-    wanted = [(collection.tp, found["intra_dp_cp_group"], existing)]
+    rows = [getattr(collection, name, None) for name in ("gtp_remat", "expt_gtp_remat")]
+    wanted = [(collection.tp, rows[0], found["intra_dp_cp_group"], existing)]
     if any_rank(any(chunk.expert_parallel_buffers for chunk in model_chunks)):
-        wanted.append((collection.expt_tp, found["intra_expt_dp_group"], None))
+        wanted.append((collection.expt_tp, rows[1], found["intra_expt_dp_group"], None))
     grids = redistribution_grids(wanted) if redistributed else [None] * len(wanted)
     return [
         BufferSet(
@@ -160,6 +168,7 @@ def buffer_sets(
             data=found[data],
             data_gloo=_gloo_twin(found[data], is_expert) if use_gloo else None,
             model_rank=get_pg_rank(found[model]),
+            copy=get_pg_rank(rows[is_expert]),
             grid=grid,
             **shared,
         )

@@ -250,7 +250,7 @@ class LocalShards:
         tensors = super().tensors_of(item)  # type: ignore[misc]
         return {kind: local_of(value) for kind, value in tensors.items()}
 
-    def replica_of_matrix(self, replica: Any) -> tuple[int, ...]:
+    def replica_of_matrix(self, param: Tensor, replica: Any) -> tuple[int, ...]:
         """Return the same on all ranks, because there are no copies of such state."""
         return (0, 0, 0)
 

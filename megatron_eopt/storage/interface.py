@@ -143,13 +143,13 @@ class Storage:
             mains, copies = zip(*pairs, strict=True)
             torch._foreach_copy_(copies, mains)
 
-    def replica_of(self, replica: Any) -> tuple[int, ...]:
-        """Return the replica id of stored state, given that of the model's parameter."""
+    def replica_of(self, param: Tensor, replica: Any) -> tuple[int, ...]:
+        """Return the replica id of stored state of a model's parameter, given the parameter's."""
         return replica if isinstance(replica, tuple) else (replica,)
 
-    def replica_of_matrix(self, replica: Any) -> tuple[int, ...]:
+    def replica_of_matrix(self, param: Tensor, replica: Any) -> tuple[int, ...]:
         """Return the replica id of state that is not sharded like the parameter."""
-        return self.replica_of(replica)
+        return self.replica_of(param, replica)
 
 
 def model_copy_of(main: Tensor) -> Tensor | None:

@@ -8,8 +8,10 @@ import torch.distributed as dist
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 from torch import Tensor
 
+from megatron_eopt.base.agreement import gather_objects, group_of_members
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import MAIN_OF_REPLICATED, TpModeT
+from megatron_eopt.base.place import whole_shape
 from megatron_eopt.matrices import Split
 from megatron_eopt.routing.parameters import cut_dimension
 from megatron_eopt.storage.interface import MainShard, Storage
@@ -28,50 +30,116 @@ def tensor_parallel_cut(
     belong to experts and use the group ``expt_tp`` instead of ``tp``.
 
     Raises:
-        ConfigurationError: If the parameter is cut and the group is missing, or weight
-            rematerialization cuts its rows again.
+        ConfigurationError: If the parameter is cut and the group is missing.
     """
-    is_expert = getattr(param, "expert_tp", False) or not getattr(param, "allreduce", True)
-    remat = getattr(pg_collection, "expt_gtp_remat" if is_expert else "gtp_remat", None)
-    refuse_rematerialized(f"a parameter of shape {tuple(param.shape)}", param, remat)
     dim = cut_dimension(param)
     if dim == -1:
         return -1, None
-    name = "expt_tp" if is_expert else "tp"
-    group = getattr(pg_collection, name, None)
+    group = _group_of(param, pg_collection, "tp", mode)
+    return (-1, None) if _size(group) == 1 else (dim, group)
+
+
+def row_group(
+    param: Tensor, pg_collection: Any, mode: TpModeT = "blockwise"
+) -> dist.ProcessGroup | None:
+    """Return the group over which weight rematerialization cuts the rows of a parameter, or None.
+
+    Raises:
+        ConfigurationError: If rows are cut and the group is missing.
+    """
+    if not getattr(param, "is_gtp_weight_remat", False):
+        return None
+    own: dist.ProcessGroup | None = getattr(param, "group", None)
+    group = _group_of(param, pg_collection, "gtp_remat", mode) if own is None else own
+    if not hasattr(param, "gtp_remat_size"):
+        param.gtp_remat_size = _size(group)  # type: ignore[attr-defined]
+    return None if _size(group) == 1 else group
+
+
+def _group_of(
+    param: Tensor, pg_collection: Any, kind: str, mode: TpModeT
+) -> dist.ProcessGroup | None:
+    is_expert = getattr(param, "expert_tp", False) or not getattr(param, "allreduce", True)
+    name = f"expt_{kind}" if is_expert else kind
+    group: dist.ProcessGroup | None = getattr(pg_collection, name, None)
     if group is None and mode != "blockwise":
         shape = tuple(param.shape)
         rule = f"must have the group {name!r}, because a parameter of shape {shape} is cut"
         hint = "Pass the model's process groups, or set partition_dim to -1 if nothing is cut"
         raise ConfigurationError("pg_collection", pg_collection, rule, hint)
-    if group is None or dist.get_world_size(group) == 1:
-        return -1, None
-    return dim, group
+    return group
 
 
-def refuse_rematerialized(name: str, param: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Raise a ConfigurationError if weight rematerialization cuts rows again (over ``group``)."""
-    cuts = group is None or dist.get_world_size(group) > 1
-    if cuts and getattr(param, "is_gtp_weight_remat", False):
-        rule = f"cuts the rows of {name} once more, which is not supported"
-        hint = "Turn weight rematerialization off for the parameters that Muon trains"
-        raise ConfigurationError("is_gtp_weight_remat", True, rule, hint)
+def _size(group: dist.ProcessGroup | None) -> int:
+    return 1 if group is None else dist.get_world_size(group)
+
+
+class SlabRanks:
+    """The ranks that store one parameter: tensor-parallel ranks, and pieces of their rows.
+
+    Where both cut, the group of all of them is created once, by its members.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[Any, Any], tuple[Any, list[tuple[int, int]]]] = {}
+
+    def of(
+        self, tensor: dist.ProcessGroup | None, rows: dist.ProcessGroup | None
+    ) -> tuple[Ranks, list[tuple[int, int]]]:
+        """Return the ranks, and the tensor-parallel rank and piece of each; collective."""
+        if _size(rows) == 1:
+            ranks = Ranks.of(tensor)
+            return ranks, [(rank, 0) for rank in range(ranks.size)]
+        if _size(tensor) == 1:
+            ranks = Ranks.of(rows)
+            return ranks, [(0, piece) for piece in range(ranks.size)]
+        if (tensor, rows) not in self._made:
+            members = gather_objects(dist.get_process_group_ranks(tensor), rows)
+            places = {
+                rank: (number, piece)
+                for piece, its in enumerate(members)
+                for number, rank in enumerate(its)
+            }
+            group = group_of_members(sorted(places))
+            self._made[tensor, rows] = group, [places[rank] for rank in sorted(places)]
+        group, found = self._made[tensor, rows]
+        return Ranks.of(group), found
 
 
 def slab(
-    name: str, param: Tensor, split_of: SplitOf, cut: tuple[int, dist.ProcessGroup | None]
+    name: str,
+    param: Tensor,
+    split_of: SplitOf,
+    cut: tuple[int, dist.ProcessGroup | None],
+    rows: dist.ProcessGroup | None = None,
+    slab_ranks: SlabRanks | None = None,
 ) -> Shard:
-    """Return the shard of a local parameter, cut as :func:`tensor_parallel_cut` returned."""
+    """Return the shard of a local parameter, cut as :func:`tensor_parallel_cut` returned.
+
+    ``rows`` is its :func:`row_group`; ``slab_ranks`` keeps groups for several parameters.
+    """
     dim, group = cut
-    ranks = Ranks.of(group)
-    shape = list(param.shape)
+    ranks, places = (slab_ranks or SlabRanks()).of(group, rows)
+    size = _size(group)
+    shape = list(whole_shape(param) if rows is not None else param.shape)
     if dim != -1:
-        shape[dim - 2] *= ranks.size
+        shape[dim - 2] *= size
     split = split_of(param, tuple(shape))
-    fragments = [Fragment(rank, 0, param.numel()) for rank in range(ranks.size)]
-    layouts = fragment_layouts(split, dim, ranks.size, fragments)
+    held = param.numel()
+    fragments = [Fragment(rank, 0, held) for rank, _ in places]
+    if rows is not None:
+        cuts = zip(fragments, places, strict=True)
+        fragments = [fragment.of_rows(param, piece) for fragment, (_, piece) in cuts]
+    layouts = fragment_layouts(split, dim, size, fragments)
+    mine = fragments[ranks.rank]
     return Shard(
-        name, split, layouts, ranks, tuple(param.shape), global_name=global_name(param, name)
+        name,
+        split,
+        layouts,
+        ranks,
+        tuple(param.shape),
+        global_name=global_name(param, name),
+        padding=held - (mine.stop - mine.start),
     )
 
 

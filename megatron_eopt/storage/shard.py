@@ -8,6 +8,7 @@ Note [Shards]
     that what this rank holds of all matrices adds up to its tensor.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import GLOBAL_NAME_ATTRIBUTE
+from megatron_eopt.base.place import row_cut, whole_shape
 from megatron_eopt.layouts import Layout
 from megatron_eopt.layouts.boxes import Boxes
 from megatron_eopt.matrices import Split, matrix_columns, matrix_rows, whole
@@ -58,10 +60,11 @@ class Shard:
     shape: tuple[int, ...]  # of this rank's tensor, or any shape with as many elements
     slab: tuple[int, int] | None = None  # tensor-parallel rank and size, if split is one slab's
     global_name: str = ""  # the parameter's name in the whole model, the same at every layout
+    padding: int = 0  # elements at the end of this rank's tensor that belong to no matrix
 
     def __post_init__(self) -> None:
         held = int(self.pieces.area.sum())
-        if held != self.numel:
+        if held + self.padding != self.numel:
             rule = (
                 f"rank {self.ranks.rank} stores {self.numel} elements, but the {self.split.kind} "
                 f"split {self.split.describe()} covers {held}"
@@ -102,6 +105,17 @@ class Fragment(NamedTuple):
     start: int
     stop: int
 
+    def of_rows(self, param: Tensor, number: int) -> "Fragment":
+        """Return the same range of the ``number``-th piece of a slab's rows, without its padding.
+
+        A piece, which weight rematerialization has cut off, is like ``param``; see
+        :func:`~megatron_eopt.base.place.row_cut`.
+        """
+        if row_cut(param).size == 1:
+            return self
+        before, end = number * param.numel(), math.prod(whole_shape(param))
+        return self._replace(start=min(before + self.start, end), stop=min(before + self.stop, end))
+
 
 def fragment_layouts(
     split: Split, partition_dim: int, tensor_size: int, fragments: Sequence[Fragment]
@@ -109,8 +123,8 @@ def fragment_layouts(
     """Return where each logical matrix of a parameter is stored.
 
     Tensor parallelism cuts first, then flat ranges of its slabs are taken. Without ZeRO-1, a rank's
-    fragment is its whole slab; with it, a range of the slab. Of ranks with equal fragments the
-    first is the source.
+    fragment is its whole slab, or its rows of the slab with weight rematerialization. With ZeRO-1
+    it is a range of these. Of ranks with equal fragments the first is the source.
 
     Args:
         split: The parameter's logical matrices.

@@ -12,12 +12,13 @@ from torch import Tensor
 from megatron_eopt.base.address import address_of
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import GLOBAL_NAME_ATTRIBUTE, MOMENTUM, STEP
+from megatron_eopt.base.place import row_cut, whole_shape
 from megatron_eopt.matrices import Split
 from megatron_eopt.routing.parameters import cut_dimension
 from megatron_eopt.storage.all_reduced import AllReducedBuffer
 from megatron_eopt.storage.buffers import BufferSet, RankGrid
 from megatron_eopt.storage.interface import MainShard, Storage, gather_buckets
-from megatron_eopt.storage.replicated import SplitOf, refuse_rematerialized
+from megatron_eopt.storage.replicated import SplitOf
 from megatron_eopt.storage.shard import Fragment, Shard, fragment_layouts, global_name
 
 BUFFER_PARAMS = "buffer_params"
@@ -60,31 +61,43 @@ def fragment_of(
     With ``slabs``, each tensor-parallel slab is a parameter of its own, and ``grid`` is its grid.
 
     Raises:
-        ConfigurationError: If weight rematerialization cuts the parameter again, or a slab does not
-            consist of whole blocks of its split.
+        ConfigurationError: If a slab does not consist of whole blocks of its split, or weight
+            rematerialization cuts a slab.
     """
-    refuse_rematerialized(place.name, param, None)
     dim = cut_dimension(param)
     size = 1 if dim == -1 else grid.tensor_size
+    whole = whole_shape(param)
     # unsharded rows and columns; the trailing dimensions count as columns
-    unsharded = [param.shape[0] if param.dim() else 1, math.prod(param.shape[1:])]
+    unsharded = [whole[0] if whole else 1, math.prod(whole[1:])]
     if dim != -1:
         unsharded[dim] *= size
     split = split_of(param, tuple(unsharded))
     slab = None
+    if slabs and row_cut(param).size > 1:
+        rule = f"needs whole slabs on each rank, but weight rematerialization cuts {place.name}"
+        raise ConfigurationError("tp_mode", "blockwise", rule, "Choose another tp_mode")
     if slabs and size > 1:
         split = _slab_of(split, size, dim, place.name)
         slab = (grid.tensor_ranks[grid.ranks.rank], size)
     if slabs or size == 1:
         size, dim = 1, -1
+    coordinates = zip(grid.tensor_ranks, grid.row_ranks, grid.data_ranks, strict=True)
     fragments = [
-        Fragment(tensor_rank if size > 1 else 0, *place.held_by(data_rank))
-        for tensor_rank, data_rank in zip(grid.tensor_ranks, grid.data_ranks, strict=True)
+        Fragment(tensor if size > 1 else 0, *place.held_by(data)).of_rows(param, rows)
+        for tensor, rows, data in coordinates
     ]
     mine = fragments[grid.ranks.rank]
-    layouts = fragment_layouts(split, dim, size, fragments)
-    held, known_as = (mine.stop - mine.start,), global_name(param, place.name)
-    return Shard(place.name, split, layouts, grid.ranks, held, slab, known_as)
+    start, stop = place.held_by(grid.data_ranks[grid.ranks.rank])
+    return Shard(
+        place.name,
+        split,
+        fragment_layouts(split, dim, size, fragments),
+        grid.ranks,
+        (stop - start,),
+        slab,
+        global_name(param, place.name),
+        padding=(stop - start) - (mine.stop - mine.start),
+    )
 
 
 def _slab_of(split: Split, size: int, dim: int, name: str) -> Split:
@@ -111,6 +124,7 @@ class Zero1Optimizer(Storage, DistributedOptimizer):
     """Stores main weights and state of a buffer set in fragments, which a torch optimizer steps."""
 
     _is_quantized = False  # whether the model's weights are fp8 or fp4
+    copy = 0  # index of this rank's copy of parameters whose rows are not cut
 
     def __init__(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         # megatron-core can create only Adam's state; ours exists before it asks
@@ -183,11 +197,16 @@ class Zero1Optimizer(Storage, DistributedOptimizer):
         tensors = self._get_main_param_and_optimizer_states(item.param)
         return {kind: value.detach() for kind, value in tensors.items()}
 
-    def replica_of(self, replica: Any) -> tuple[int, ...]:
-        """Return the replica id: only optimizer instances hold copies of a fragment."""
-        return (*replica[:-1], self.distributed_optimizer_instance_id)
+    def replica_of(self, param: Tensor, replica: Any) -> tuple[int, ...]:
+        """Return the replica id: copies of a fragment are in other optimizer instances.
 
-    def replica_of_matrix(self, replica: Any) -> tuple[int, ...]:
+        With weight rematerialization there is one instance, and the ranks over which it cuts other
+        parameters have copies of this one.
+        """
+        copy = self.copy if row_cut(param).size == 1 else 0
+        return (*replica[:-1], self.distributed_optimizer_instance_id + copy)
+
+    def replica_of_matrix(self, param: Tensor, replica: Any) -> tuple[int, ...]:
         """Return the replica id, the same on all ranks of one instance."""
         return (0, 0, self.distributed_optimizer_instance_id)
 

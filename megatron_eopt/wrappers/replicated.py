@@ -24,7 +24,6 @@ from megatron_eopt.routing.parameters import check_dtypes
 from megatron_eopt.storage import replicated
 from megatron_eopt.storage.interface import Storage
 from megatron_eopt.storage.placed import refuse_part
-from megatron_eopt.storage.shard import Ranks
 from megatron_eopt.wrappers.builders import OptimizerBuildContext
 from megatron_eopt.wrappers.chain import OptimizerChain
 from megatron_eopt.wrappers.gradients import make_scaler
@@ -128,8 +127,9 @@ def _link(
         # this state is for the model's parameters, which the wrapper may replace by main weights
         optimizer.state.clear()
     storage = storage_of(optimizer, settings.config, init_state_fn=spec.init_state_fn)
-    name = "tp_ep_pp" if spec.is_expert else "mp"
-    storage.count_in(getattr(collection, name, collection.mp), collection)
+    names = ("tp_ep_pp_with_egtp_remat", "tp_ep_pp") if spec.is_expert else ("mp",)
+    groups = (getattr(collection, name, None) for name in (*names, "mp"))
+    storage.count_in(next(group for group in groups if group is not None), collection)
     if optimizer is None:
         return ChainLink(storage)
     if spec.layout == "matrix_state":
@@ -161,7 +161,14 @@ def _update_rules(
     if spec.layout == "element_wise":
         update_rule = ElementWiseRule(optimizer, init_state_fn, settings.config)
     else:
-        ranks = [Ranks.of(replicated.tensor_parallel_cut(param, collection)[1]) for param in params]
+        slab_ranks = replicated.SlabRanks()
+        ranks = [
+            slab_ranks.of(
+                replicated.tensor_parallel_cut(param, collection)[1],
+                replicated.row_group(param, collection),
+            )[0]
+            for param in params
+        ]
         update_rule = LocalShardRule(optimizer, init_state_fn, settings.config, ranks=ranks)
     count = itertools.count()
     update_rule.attach([[next(count) for _ in group["params"]] for group in optimizer.param_groups])

@@ -10,7 +10,10 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.tensor_parallel import (
+    param_is_not_gtp_duplicate,
+    param_is_not_tensor_parallel_duplicate,
+)
 from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor, distributed
 from torch.distributed.tensor import DTensor
@@ -219,6 +222,7 @@ def _share(storage: Storage, item: MainShard) -> float:
         return _shards_of(item.main) / item.main.device_mesh.size()
     groups = {name: getattr(storage, name, None) for name in ("tp_group", "expert_tp_group")}
     is_first = param_is_not_tensor_parallel_duplicate(item.param, **groups)
+    is_first = is_first and param_is_not_gtp_duplicate(item.param)
     if not (is_first and param_is_not_shared(item.param)):
         return 0.0
     stats: Any = storage

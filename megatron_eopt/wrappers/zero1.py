@@ -59,6 +59,7 @@ class Sharding:
             distributed_optimizer_instance_id=buffers.instance,
         )
         storage.count_in(buffers.stats, buffers.collection)
+        storage.copy = buffers.copy
         return storage
 
     def split_of(self, optimizer: Any, param: Tensor, shape: tuple[int, ...]) -> Split:

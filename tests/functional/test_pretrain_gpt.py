@@ -23,3 +23,27 @@ def test_a_run_asks_for_the_rates_of_the_checkpoint(tmp_path, storage):
 
 def rates(output):
     return [float(rate) for rate in re.findall(r"learning rate: (\S+)", output)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("storage", [[], ["--use-distributed-optimizer"]], ids=len)
+def test_rows_are_cut_once_more_from_one_run_to_the_next(tmp_path, storage):
+    """Weight rematerialization over two ranks, over none, and over two again."""
+    flags = ["--optimizer", "muon", *storage, "--untie-embeddings-and-output-weights"]
+    flags += ["--hidden-dropout", "0", "--attention-dropout", "0", "--bf16"]
+    files = [
+        "--save",
+        str(tmp_path),
+        "--load",
+        str(tmp_path),
+        "--save-interval",
+        "2",
+        "--exit-interval",
+        "2",
+    ]
+    expected = [float(loss) for loss in losses(train(*flags))]
+    for stop, shards in ((2, "2"), (4, "1"), (6, "2")):
+        its = train(*flags, *files, "--tensor-parallel-num-weight-shards", shards)
+        # Megatron prints the mean over all steps before the first line
+        last = sum(expected[stop - 2 : stop]) / 2 if stop > 2 else expected[1]
+        assert float(losses(its)[-1]) == pytest.approx(last, rel=2e-3)

@@ -11,6 +11,8 @@ def initialize_megatron(
     etp: int | None = None,
     *,
     virtual_pp: int | None = None,
+    gtp: int = 1,
+    expert_gtp: int = 1,
     optimizer_instances: int = 1,
     seed: int = 123,
 ) -> None:
@@ -21,6 +23,8 @@ def initialize_megatron(
         virtual_pipeline_model_parallel_size=virtual_pp,
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=etp,
+        gtp_remat_size=gtp,
+        expert_gtp_remat_size=expert_gtp,
         num_distributed_optimizer_instances=optimizer_instances,
     )
     model_parallel_cuda_manual_seed(seed)

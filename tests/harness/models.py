@@ -124,6 +124,8 @@ def _config(sizes: dict[str, Any], dtype: torch.dtype) -> TransformerConfig:
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+        "gtp_weight_remat_size": parallel_state.get_gtp_weight_remat_world_size(),
+        "expert_gtp_weight_remat_size": parallel_state.get_expert_gtp_weight_remat_world_size(),
         "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
         "virtual_pipeline_model_parallel_size": (
             parallel_state.get_virtual_pipeline_model_parallel_world_size()

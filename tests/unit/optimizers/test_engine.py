@@ -10,7 +10,7 @@ from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.math import orthogonalize
 from megatron_eopt.matrices import qkv, whole
 from megatron_eopt.optimizers.engine import EngineConfig, MatrixEngine
-from megatron_eopt.storage.replicated import tensor_parallel_cut
+from megatron_eopt.storage.replicated import row_group, tensor_parallel_cut
 from megatron_eopt.storage.shard import Fragment
 from tests.harness import run_ranks
 from tests.harness.shards import StoredParameter
@@ -91,23 +91,23 @@ def cuts():
         "not cut": parameter(partition_dim=-1),
         "Transformer Engine's duplicate": parameter(partition_dim=0, tensor_model_parallel=False),
         "rematerialized over one rank": parameter(partition_dim=0, is_gtp_weight_remat=True),
+        "rematerialized expert": parameter(is_gtp_weight_remat=True, allreduce=False),
     }.items():
         dim, group = tensor_parallel_cut(param, collection, "auto")
-        result[name] = (dim, group is both)
-    with pytest.raises(ConfigurationError, match="is_gtp_weight_remat"):
-        tensor_parallel_cut(
-            parameter(is_gtp_weight_remat=True, allreduce=False), collection, "auto"
-        )
+        result[name] = (dim, group is both, row_group(param, collection, "auto") is both)
+    with pytest.raises(ConfigurationError, match="gtp_remat"):
+        row_group(parameter(is_gtp_weight_remat=True), None, "auto")
     return result
 
 
 def test_which_group_cuts_a_parameter():
     assert run_ranks(2, cuts)[0] == {
-        "dense": (1, True),
-        "expert": (-1, False),
-        "not cut": (-1, False),
-        "Transformer Engine's duplicate": (-1, False),
-        "rematerialized over one rank": (0, True),
+        "dense": (1, True, False),
+        "expert": (-1, False, False),
+        "not cut": (-1, False, False),
+        "Transformer Engine's duplicate": (-1, False, False),
+        "rematerialized over one rank": (0, True, False),
+        "rematerialized expert": (-1, False, True),
     }
 
 

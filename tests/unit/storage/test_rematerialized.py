@@ -1,0 +1,203 @@
+"""Weight rematerialization (GTP) cuts rows once more: the same update as in one process."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_eopt.base.errors import ConfigurationError
+from tests.harness import run_ranks
+from tests.harness.collectives import counted
+from tests.harness.scene import forget_megatron
+from tests.unit.storage.full_state import Case, build, differences, save_one, steps
+from tests.unit.storage.runs import (
+    DENSE,
+    MOE,
+    NORMUON,
+    OVERLAP,
+    PLAIN,
+    REPLICATED,
+    Result,
+    deviation,
+    inject,
+    weights,
+)
+from tests.unit.storage.test_layouts import TOLERANCE
+from tests.unit.storage.test_resharding import one_further
+
+EXACT = {"muon_fp32_matmul_prec": "highest", "clip_grad": 1.0, "log_num_zeros_in_grad": True}
+PADDED = {**DENSE, "hidden": 24, "heads": 4, "query_groups": 4}
+"""Megatron pads each piece to a multiple of 16 rows: some ranks have nothing but padding."""
+
+
+def trained(cases: list[Case]) -> list[Result]:
+    found = []
+    for case in cases:
+        chunk, optimizer = build(case)
+        returned = []
+        for step in range(3):
+            steps(case, chunk, _Recording(optimizer, returned), step, step + 1)
+        found.append(Result(weights(case.run, chunk), returned))
+        forget_megatron()
+    return found
+
+
+class _Recording:
+    def __init__(self, optimizer: Any, returned: list[Any]) -> None:
+        self.zero_grad, self._optimizer, self._returned = optimizer.zero_grad, optimizer, returned
+
+    def step(self) -> None:
+        self._returned.append(self._optimizer.step())
+
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "muon": {"muon_tp_mode": "duplicated"},
+    "muon distributed": {"muon_tp_mode": "distributed"},
+    "muon exchange": {"muon_tp_mode": "exchange"},
+    "muon int8": {"muon_momentum_dtype": "int8"},
+    "adaptive_muon": NORMUON,
+    "soap": {"clip_grad": 0.0},  # it amplifies the rounding of the norm
+    "adam": {},
+}
+
+
+def cases_of(model: dict[str, Any], storage: dict[str, Any], names: list[str]) -> list[Case]:
+    return [
+        Case(
+            name.split()[0],
+            model,
+            ddp=storage.get("ddp", {}),
+            config=EXACT | OPTIMIZERS[name] | storage.get("config", {}),
+        )
+        for name in names
+    ]
+
+
+@pytest.mark.parametrize("storage", ["sharded", "replicated"])
+@pytest.mark.parametrize(
+    ("model", "world", "parallel"),
+    [
+        (PADDED, 2, {"gtp": 2}),
+        (DENSE, 4, {"gtp": 2, "tp": 2}),
+        (MOE, 4, {"gtp": 2, "expert_gtp": 2, "ep": 2}),
+    ],
+    ids=["padded", "tp", "experts"],
+)
+def test_a_cut_of_rows_changes_no_update(storage, model, world, parallel):
+    fields = REPLICATED if storage == "replicated" else {}
+    names = [name for name in OPTIMIZERS if storage == "sharded" or name != "soap"]
+    cases = cases_of(model, fields, names)
+    references = run_ranks(1, trained, cases)[0]
+    cut = [replace(case, parallel=parallel) for case in cases]
+    ranks = run_ranks(world, trained, cut, timeout=300)
+    for number, (case, reference) in enumerate(zip(cases, references, strict=True)):
+        results = [its[number] for its in ranks]
+        assert deviation(results, reference) < TOLERANCE, case
+        for result in results:
+            for (_, norm, _), (_, expected, _) in zip(result.steps, reference.steps, strict=True):
+                assert norm == pytest.approx(expected, rel=1e-6), case
+
+
+# one layer; Megatron needs no padding up to four pieces of two slabs
+BF16 = {**DENSE, "layers": 1, "hidden": 64, "vocabulary": 64, "dtype": torch.bfloat16}
+UNCLIPPED = EXACT | {"clip_grad": 0.0}
+GOING_ON: dict[str, tuple[list[Case], list[tuple[int, dict[str, int]]]]] = {
+    "sharded": (
+        [
+            Case("muon", BF16, config=UNCLIPPED),
+            Case("adaptive_muon", BF16, config=UNCLIPPED | NORMUON),
+            Case("adam", BF16),
+            Case("soap", BF16),
+        ],
+        [(2, {"gtp": 2}), (4, {"gtp": 2, "tp": 2}), (2, {"tp": 2})],
+    ),
+    "replicated": (
+        [
+            Case("muon", BF16, ddp=PLAIN, config=PLAIN | UNCLIPPED),
+            Case("adam", BF16, ddp=PLAIN, config=PLAIN),
+        ],
+        [(4, {"gtp": 2, "tp": 2}), (4, {"gtp": 4})],
+    ),
+    "padded": (
+        [Case("muon", PADDED, config=UNCLIPPED), Case("muon", PADDED, ddp=PLAIN, config=PLAIN)],
+        [(2, {"gtp": 2}), (4, {"gtp": 4})],
+    ),
+    "experts": (
+        [Case("muon", MOE, config=UNCLIPPED), Case("adam", MOE)],
+        [(2, {"gtp": 2, "expert_gtp": 2}), (2, {"ep": 2, "gtp": 2})],
+    ),
+}
+"""Runs, and the layouts at which each goes on; Megatron cannot take padding out of weights."""
+
+
+@pytest.mark.parametrize("name", GOING_ON)
+def test_state_goes_on_at_other_cuts(tmp_path, name):
+    """Optimizer state is saved by the unsharded parameter, without padding rows."""
+    cases, layouts = GOING_ON[name]
+    folders = [str(tmp_path / str(number)) for number in range(len(layouts) + 1)]
+    for folder in folders:
+        Path(folder).mkdir()
+    begun = [replace(case, parallel=layouts[0][1]) for case in cases]
+    saved = run_ranks(layouts[0][0], begin, begun, folders[0])[0]
+    expected = run_ranks(1, begin, cases, str(tmp_path), 1 + len(layouts))[0]
+    for place, (world, parallel) in enumerate(layouts[1:]):
+        own = [replace(case, parallel=parallel) for case in cases]
+        loaded, after = run_ranks(
+            world, one_further, own, *folders[place : place + 2], 2 + place, timeout=300
+        )[0]
+        for before, now, case in zip(saved, loaded, own, strict=True):
+            assert not differences(of_optimizer(before), of_optimizer(now)), case
+        saved = after
+    for case, state, other in zip(cases, saved, expected, strict=True):
+        for key, value in of_optimizer(other).items():
+            if isinstance(value, torch.Tensor) and "eigenbas" not in key:
+                far = float((state[key] - value).norm() / value.norm().clamp(min=1e-30))
+                assert far < TOLERANCE, (case, key)
+
+
+def begin(cases: list[Case], folder: str, count: int = 2) -> list[dict[str, Any]]:
+    """Do some steps of each run and save it; return the whole states."""
+    states = []
+    for number, case in enumerate(cases):
+        states.append(save_one(case, Path(folder, str(number)), count))
+        forget_megatron()
+    return states
+
+
+def of_optimizer(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in state.items() if key.startswith("optimizer")}
+
+
+def collectives(case: Case) -> tuple[list[str], int]:
+    """Return those of a later step, and how many gather weights, which Megatron calls itself."""
+    chunk, optimizer = build(case)
+    steps(case, chunk, optimizer, 0, 1)
+    inject(case.run, chunk, 1)
+    with counted() as calls:
+        optimizer.step()
+    return [name for name, *_ in calls], len(chunk.bucket_groups)
+
+
+def test_a_step_has_four_collectives():
+    """One for the norm, two for all matrices, and one that gathers the weights."""
+    model = {**DENSE, "layers": 1, "hidden": 64, "vocabulary": 128}
+    case = Case("muon", model, {"gtp": 2, "tp": 2}, config={"clip_grad": 1.0})
+    found = run_ranks(8, collectives, case, timeout=300)
+    assert found == [(["all_reduce", "all_to_all_single", "all_to_all_single"], 1)] * 8
+
+
+def refused(case: Case) -> str:
+    with pytest.raises(ConfigurationError) as error:
+        build(case)
+    return error.value.argument
+
+
+@pytest.mark.parametrize(
+    ("argument", "ddp"), [("muon_overlap_dp_comm", OVERLAP), ("tp_mode", {})], ids=["overlap", "mode"]
+)
+def test_what_needs_whole_slabs_is_refused(argument, ddp):
+    config = {"muon_overlap_dp_comm": True} if ddp else {"muon_tp_mode": "blockwise"}
+    case = Case("muon", parallel={"gtp": 2}, ddp=ddp, config=config)
+    assert run_ranks(2, refused, case) == [argument] * 2
