@@ -13,7 +13,12 @@ from megatron_eopt.base.errors import (
     check_number,
     naming,
 )
-from megatron_eopt.base.names import SMALLEST_MATRIX_BUFFER_MB, STANDARD_OPTIMIZERS, TpModeT
+from megatron_eopt.base.names import (
+    SMALLEST_MATRIX_BUFFER_MB,
+    STANDARD_OPTIMIZERS,
+    CheckActionT,
+    TpModeT,
+)
 from megatron_eopt.config.fields import consumed_fields, unconsumed
 from megatron_eopt.config.registry import entry_of, is_muon, prefixes_of
 from megatron_eopt.math import (
@@ -48,6 +53,7 @@ _BOUNDS: dict[str, dict[str, float]] = {
     "optimizer_offload_fraction": {"at_least": 0.0, "at_most": 1.0},
     "matrix_buffer_mb": {"at_least": SMALLEST_MATRIX_BUFFER_MB},
     "muon_max_ranks_per_matrix": {"at_least": 1.0},
+    "muon_check_fraction": {"at_least": 0.0, "at_most": 1.0},
 }
 """Bounds of numeric fields; a field with an optimizer's prefix is checked if that one is used."""
 
@@ -57,6 +63,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "muon_fp32_matmul_prec": get_args(PrecisionT),
     "muon_algorithm": get_args(AlgorithmT),
     "muon_momentum_dtype": MOMENTUM_DTYPES,
+    "muon_check_action": get_args(CheckActionT),
     "adaptive_muon_moment2_method": get_args(Moment2MethodT),
 }
 
@@ -118,7 +125,7 @@ _OF_THE_MAIN_MUON = {
 }
 """Defaults of fields that have an effect only if a Muon variant is the main optimizer."""
 
-_OF_ANY_MUON = {"muon_lr": None, "muon_min_lr": None}
+_OF_ANY_MUON = {"muon_lr": None, "muon_min_lr": None, "muon_check_fraction": 0.0}
 
 
 def check_values(config: Any, optimizers: Collection[str]) -> None:

@@ -19,6 +19,7 @@ from megatron_eopt.base.names import (
     DEFAULT_MATRIX_BUFFER_MB,
     DEFAULT_MAX_RANKS_PER_MATRIX,
     STANDARD_OPTIMIZERS,
+    CheckActionT,
     OptimizerDefaultsT,
     TpModeT,
 )
@@ -97,6 +98,14 @@ class EmergingOptimizerConfig(OptimizerConfig, metaclass=TakesOldNames):
     muon_overlap_dp_comm: bool = False
     """Overlap Muon's step with gradient reduction and parameter gathering; results do not change.
     Needs ``overlap_grad_reduce``, ``overlap_param_gather`` and 2 more bytes per weight."""
+
+    muon_check_fraction: float = 0.0
+    """Share of Muon's matrices that a second rank computes too, in turn, before a step changes
+    weights. Different bits show a faulty device or a corrupted message; 0 turns this off."""
+
+    muon_check_action: CheckActionT = "continue"
+    """What to do if they differ: "continue" with the update that a third rank confirms, "skip" the
+    step, or "stop" all ranks before anything changes."""
 
     muon_momentum_dtype: MomentumDtypeT = "fp32"
     """How Muon and adaptive Muon store momentum: "fp32", "bf16" (2 bytes, stochastic rounding), or

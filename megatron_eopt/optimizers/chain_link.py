@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_eopt.optimizers.update_rule import CompositeOptimizer, ParamGroup, State, UpdateRule
 from megatron_eopt.storage.interface import Storage
@@ -17,6 +18,7 @@ class ChainLink:
     storage: Storage
     update_rules: Sequence[UpdateRule] = ()
     params: Sequence[Sequence[Tensor]] = ()  # each update rule's model parameters, in shard order
+    replicas: ProcessGroup | None = None  # ranks that store and compute the same as this one
 
     def groups_of(self, update_rule: UpdateRule) -> list[ParamGroup]:
         """Return the parameter groups that an update rule updates, as schedulers see them."""

@@ -22,6 +22,7 @@ from megatron_eopt.layouts import Plan
 from megatron_eopt.math.precision import matmul_precision
 from megatron_eopt.optimizers.continuation import Policy, Reader
 from megatron_eopt.optimizers.saved_groups import take_settings
+from megatron_eopt.optimizers.spot_checks import SpotChecks
 from megatron_eopt.optimizers.state_dicts import Loaded, StateDictMatch, Target, named
 from megatron_eopt.optimizers.update_rule import (
     CompositeOptimizer,
@@ -64,6 +65,7 @@ class DTensorOptimizer(CompositeOptimizer):
     collects_stats = False  # whether to measure the next steps; the same on all ranks
     steps = 0  # number of steps done
     _observer: StepObserver | None = None
+    checks: SpotChecks | None = None  # see Note [Spot checks]; those of a chain are the chain's
     frozen: Frozen | None = None  # notices what is unfrozen later, in your own loop
 
     def __init__(
@@ -170,6 +172,8 @@ class DTensorOptimizer(CompositeOptimizer):
         self._attach()
         observer = self._observer if self.collects_stats else None
         with observer.collecting() if observer else nullcontext(), matmul_precision():
+            if self.checks is not None and not self.checks.passes(self.steps):
+                return
             super()._step()
             self.steps += 1
 

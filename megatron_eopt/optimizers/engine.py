@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Any
 
 import numpy as np
@@ -81,6 +81,9 @@ class MatrixEngine:
         busy: FLOPs of each rank, including engines before this one; float64 ``(ranks,)``.
         arrivals: For each wave, the shards that it is the first to need; the same on all ranks.
         blockwise: Whether each rank's piece counts as a matrix of its own.
+        dtype: Dtype of stacks and of what is sent.
+        wave_elements: Most elements of a wave that one owner holds.
+        skipped: Matrices that the next runs leave as they are; the same on all ranks.
 
     Raises:
         ConfigurationError: If shards do not add up to their matrices, or ranks disagree on them.
@@ -98,8 +101,11 @@ class MatrixEngine:
         self.ranks: Ranks = shards[0].ranks
         self.device = torch.device(engine_config.device)
         self.blockwise = engine_config.mode == "blockwise" and self.ranks.size > 1
+        self.skipped: Collection[int] = frozenset()
         self._update = update
         self._batched = engine_config.batched
+        self.dtype = engine_config.dtype
+        self.wave_elements = engine_config.wave_bytes // engine_config.dtype.itemsize
         self._shards = list(shards)
         layouts = [layout for shard in shards for layout in shard.layouts]
         self.names = tuple(name for shard in shards for name in shard.matrix_names)
@@ -190,7 +196,20 @@ class MatrixEngine:
             for name, d in zip(names, directions, strict=True)
         ]
 
+    def compute_alone(self, stack: Tensor, matrix: int) -> None:
+        """Replace a stack ``(1, rows, cols)`` of one whole matrix by its update; on this rank."""
+        rows, cols = stack.shape[-2:]
+        self._update(stack, (matrix,), None, (rows, cols))
+
     def _compute(self, batch: WaveBatch) -> None:
+        computed = [matrix not in self.skipped for matrix in batch.matrices]
+        for is_computed, places in groupby(range(len(computed)), computed.__getitem__):
+            if is_computed:
+                first, *_, last = (*places,) * 2
+                matrices = batch.matrices[first : last + 1]
+                self._compute_stack(WaveBatch(matrices, batch.tensor[first : last + 1]))
+
+    def _compute_stack(self, batch: WaveBatch) -> None:
         first = batch.matrices[0]
         reduce = self._reduce_of[first]
         rows, cols = batch.tensor.shape[-2:]

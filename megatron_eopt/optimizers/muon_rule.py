@@ -6,8 +6,8 @@ shards. Only directions are sent to other ranks, and updates are sent back.
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -44,6 +44,17 @@ class Stepped:
     state: dict[str, Any]
 
 
+@dataclass
+class Held:
+    """Parameters whose weights a step may have to leave as they are."""
+
+    numbers: frozenset[int]  # indices of their shards
+    passed: Tensor  # a factor on the coefficient; nan if weights stay
+    # what the step would have done: parameters with the settings of this step, and their updates
+    items: list[Stepped] = field(default_factory=list)
+    updates: dict[int, Tensor] = field(default_factory=dict)
+
+
 class MuonRule(UpdateRule):
     """Drives Muon; see Note [Phases of a step] of engine.py and Note [Lifetimes] of update_rule.py.
 
@@ -72,6 +83,9 @@ class MuonRule(UpdateRule):
         if optimizer.momentum_dtype != "fp32":
             self.rounding = RoundedMomentum(optimizer.momentum_dtype, shards, engine_config.device)
             self.optional_state = frozenset({MOMENTUM_SCALE, STEP})
+        # writes updates that were computed before the step over those of the waves
+        self.insert_checked: Callable[[Mapping[int, Tensor]], None] | None = None
+        self.held: Held | None = None
         self._stats: StepStats | None = None
         self._totals: MatrixSums | None = None
         if self.sums_per_matrix:
@@ -186,6 +200,34 @@ class MuonRule(UpdateRule):
             if param.grad is not None
         }
 
+    def look_ahead(
+        self, numbers: Sequence[int], groups: Sequence[ParamGroup], state: State
+    ) -> dict[int, Tensor]:
+        """Return the directions of some shards, as they are sent, and leave momenta as they are."""
+        stepped = {n: item for n, item in self._stepped(groups, state).items() if n in numbers}
+        if self.host is not None:
+            self.host.fetch([item.param for item in stepped.values()], state)
+        momenta = {
+            n: item.state[MOMENTUM].clone()
+            if self.rounding is None
+            else self.rounding.read(n, item.state).clone()
+            for n, item in stepped.items()
+        }
+        found = self._mixed(stepped, momenta, self.optimizer.nesterov, self._dtype)
+        return {n: self._input(n, found).to(self._dtype) for n in numbers}
+
+    def compute_alone(self, engine: MatrixEngine, stack: Tensor, matrix: int) -> None:
+        """Compute one whole matrix of an engine on this rank, without measuring it."""
+        self.engine, before = engine, self._stats
+        self._stats = None
+        engine.compute_alone(stack, matrix)
+        self._stats = before
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether statistics are collected in this step."""
+        return self._stats is not None
+
     def _run(self, stepped: Mapping[int, Stepped], state: State) -> None:
         """Update the parameters whose matrices the current engine computes."""
 
@@ -204,6 +246,8 @@ class MuonRule(UpdateRule):
         def store(results: Mapping[str, Tensor]) -> None:
             updates = {self._numbers[name]: update for name, update in results.items()}
             updates = {n: update for n, update in updates.items() if n in stepped}
+            if self.insert_checked is not None:
+                self.insert_checked(updates)
             if self._totals is None:
                 self._apply([stepped[n] for n in updates], updates)
                 return
@@ -351,6 +395,26 @@ class MuonRule(UpdateRule):
         if self._stats is not None:
             numbers = [item.number for item in stepped]
             self._stats.count_updates(numbers, [updates[number] for number in numbers])
+        held = self.held.numbers if self.held is not None else ()
+        self._write([item for item in stepped if item.number not in held], updates)
+        late = [item for item in stepped if item.number in held]
+        if self.held is not None and late:
+            before = self.coefficient
+            self.coefficient = self.held.passed if before is None else before * self.held.passed
+            self._write(late, updates)
+            self.coefficient = before
+            self.held.items += [replace(item, group=dict(item.group)) for item in late]
+            self.held.updates |= {item.number: updates[item.number].clone() for item in late}
+
+    def apply_held(self) -> None:
+        """Update the weights that the last step left as they were."""
+        held, self.held = self.held, None
+        if held is not None and held.items:
+            if self.insert_checked is not None:
+                self.insert_checked(held.updates)
+            self._write(held.items, held.updates)
+
+    def _write(self, stepped: Sequence[Stepped], updates: Mapping[int, Tensor]) -> None:
         for group, members in _by_group(stepped):
             params = [item.param for item in members]
             method = self.optimizer.weight_decay_method

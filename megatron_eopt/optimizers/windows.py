@@ -123,6 +123,8 @@ class WindowedMuonRule(MuonRule):
             return
         momenta = {number: item.state[MOMENTUM] for number, item in stepped.items()}
         self._mixed(stepped, momenta, nesterov=False)
+        if self.insert_checked is not None:
+            self.insert_checked(updates)
         self._apply(list(stepped.values()), updates)
 
     def _stepped_in(

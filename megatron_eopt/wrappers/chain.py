@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -18,7 +19,12 @@ from torch import Tensor
 
 from megatron_eopt.base import gpu
 from megatron_eopt.base.agreement import raise_together
-from megatron_eopt.base.errors import ConfigurationError, NonFiniteError, check_number
+from megatron_eopt.base.errors import (
+    ConfigurationError,
+    NonFiniteError,
+    SpotCheckError,
+    check_number,
+)
 from megatron_eopt.base.live_bytes import LiveBytes
 from megatron_eopt.base.log import inform
 from megatron_eopt.base.upstream import require_upstream
@@ -28,6 +34,7 @@ from megatron_eopt.config.settings import RunSettings, Settings
 from megatron_eopt.optimizers.chain_link import ChainLink
 from megatron_eopt.optimizers.continuation import Policy
 from megatron_eopt.optimizers.saved_groups import check_state_dict
+from megatron_eopt.optimizers.spot_checks import SpotChecks
 from megatron_eopt.optimizers.update_rule import CompositeOptimizer, check_may_step, refuse_copy
 from megatron_eopt.qk_clip import remember
 from megatron_eopt.routing.frozen import Frozen
@@ -86,6 +93,14 @@ class OptimizerChain(ChainedOptimizer):
         self._overlap: Overlap | None = None
         if settings.config.muon_overlap_dp_comm:
             self._overlap = Overlap(self.links, self._named_chunks, self._expects_no_clipping)
+        self._checks = SpotChecks.of(
+            settings.config,
+            (
+                (rule, partial(link.groups_and_state, rule), link.replicas)
+                for link in links
+                for rule in link.update_rules
+            ),
+        )
         self._frozen = Frozen(model_chunks)
         self._last_norm = math.inf
         # norms of the last step, until the host reads them
@@ -183,21 +198,34 @@ class OptimizerChain(ChainedOptimizer):
             if not late and self.is_above_skip_threshold(found):
                 self.skipped_steps += 1
                 return False, found, zeros
+            if self._checks is not None and not self._checks.passes(self._steps_done, late=late):
+                self.skipped_steps += 1
+                return False, found, zeros
             done = self.step_with_ready_grads()
         if late:
             norms[None].send()
             self._unread = norms
         return done, found, zeros
 
+    @property
+    def _steps_done(self) -> int:
+        return max((link.storage.steps for link in self.links), default=0)
+
     def _read_late(self) -> None:
         """Read the norms of the last step, which changed nothing if one is not finite."""
         try:
             if self._unread:
                 self._read(self._unread)
-        except NonFiniteError:
-            for link in self.links:
-                link.storage.steps -= 1
+            if self._checks is not None and not self._checks.read_late():
+                self.skipped_steps += 1
+                self._uncount_step()
+        except (NonFiniteError, SpotCheckError):
+            self._uncount_step()
             raise
+
+    def _uncount_step(self) -> None:
+        for link in self.links:
+            link.storage.steps -= 1
 
     def _may_read_late(self, norms: Mapping[str | None, GradNorm]) -> bool:
         """Return whether a step can run before the host knows its norms."""
@@ -342,6 +370,8 @@ class OptimizerChain(ChainedOptimizer):
                 state is missing or does not fit.
         """
         self._unread = {}
+        if self._checks is not None:
+            self._checks.forget()
         if self._overlap is not None:
             self._overlap.forget()
         finish_gathers(self.model_chunks)

@@ -27,6 +27,7 @@ from megatron_eopt.config.settings import Settings
 from megatron_eopt.config.values import read_value
 from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
 from megatron_eopt.optimizers.dtensor_optimizer import DTensorOptimizer, sparse_gradient
+from megatron_eopt.optimizers.spot_checks import SpotChecks
 from megatron_eopt.routing.frozen import Frozen
 from megatron_eopt.routing.model import (
     Routing,
@@ -121,6 +122,13 @@ def build_optimizer(
     optimizer.collects_stats = settings.config.log_optimizer_stats
     optimizer.observe(stats_of(optimizer))
     optimizer.frozen = frozen
+    optimizer.checks = SpotChecks.of(
+        settings.config,
+        (
+            (rule, partial(optimizer.groups_and_state, rule), None)
+            for rule in optimizer.update_rules
+        ),
+    )
     return optimizer
 
 

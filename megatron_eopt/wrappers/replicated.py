@@ -148,7 +148,8 @@ def _link(
             [model_of[main] for _, main, _ in update_rule.numbered(optimizer.param_groups)]
         )
     optimizer.add_param_group = refuse_group
-    return ChainLink(storage, update_rules, params)
+    replicas = getattr(collection, "expt_dp" if spec.is_expert else "dp_cp", None)
+    return ChainLink(storage, update_rules, params, replicas)
 
 
 def _update_rules(

@@ -1,0 +1,156 @@
+"""Spot checks: a flipped bit never gets into the weights, and clean steps raise no alarm."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+import megatron_eopt
+from megatron_eopt.base.errors import SpotCheckError
+from megatron_eopt.config.config import EmergingOptimizerConfig
+from tests.harness import run_ranks
+from tests.harness.flips import KINDS, PLACES, Flip, flipping
+from tests.harness.tiers import mostly_long
+from tests.unit.storage.runs import (
+    BF16,
+    MOE,
+    OVERLAP,
+    PLAIN,
+    SHARDED,
+    Run,
+    gradients,
+    make_chunk,
+    set_lr,
+)
+
+BESIDE = {"muon_overlap_dp_comm": True}
+OFFLOADED = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "sharded": (3, {"ddp": SHARDED, "config": SHARDED}),
+    "sharded and cut": (4, {"ddp": SHARDED, "config": SHARDED, "parallel": {"tp": 2}}),
+    "replicated": (3, {"ddp": PLAIN, "config": PLAIN}),
+    "in 16 bits": (3, {"ddp": SHARDED, **BF16, "config": SHARDED | BF16["config"]}),
+    "beside communication": (3, {"ddp": SHARDED | OVERLAP, "config": SHARDED | BESIDE}),
+    "off-loaded": (3, {"ddp": SHARDED, "config": SHARDED | OFFLOADED}),
+    "in 8 bits": (3, {"ddp": SHARDED, "config": SHARDED | {"muon_momentum_dtype": "int8"}}),
+    "experts": (4, {"ddp": SHARDED, "config": SHARDED, "parallel": {"ep": 2}, "model": MOE}),
+    "replicated and cut": (4, {"ddp": PLAIN, "config": PLAIN, "parallel": {"tp": 4}}),
+}
+
+
+def build(run: Run, **fields: Any) -> tuple[Any, Any]:
+    chunk = make_chunk(run)
+    checked = {"muon_check_fraction": 1.0} | run.config | fields
+    config = EmergingOptimizerConfig(optimizer="muon", lr=0.01, min_lr=0.001, **checked)
+    optimizer = megatron_eopt.get_megatron_optimizer(config, [chunk])
+    set_lr(optimizer, config)
+    return chunk, optimizer
+
+
+def held(optimizer: Any) -> list[torch.Tensor]:
+    """Copy weights and state."""
+    tensors = list(optimizer.get_parameters())
+    for child in optimizer.chained_optimizers:
+        states = child.optimizer.state.values()
+        tensors += [v for state in states for v in state.values() if isinstance(v, torch.Tensor)]
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def put_back(optimizer: Any, tensors: list[torch.Tensor]) -> None:
+    source = iter(tensors)
+    with torch.no_grad():
+        for param in optimizer.get_parameters():
+            param.copy_(next(source))
+        for child in optimizer.chained_optimizers:
+            for state in child.optimizer.state.values():
+                for value in state.values():
+                    if isinstance(value, torch.Tensor):
+                        value.copy_(next(source))
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(map(torch.equal, a, b))
+
+
+class Lines(logging.Handler):
+    """Collects what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def stepped(run: Run, flips: list[Flip | None], late: bool = False) -> list[dict[str, Any]]:
+    """Do the same step once for each flip; return what this rank saw.
+
+    If it is read ``late``, the norm of the next step is asked for.
+    """
+    chunk, optimizer = build(run)
+    optimizer.reads_norms_late = late
+    gradients(run, chunk, optimizer, 0)
+    assert optimizer.step()[0]
+    start, after = held(optimizer), []
+    lines = Lines()
+    logging.getLogger("megatron_eopt").addHandler(lines)
+    results = []
+    for flip in [None, *flips]:
+        put_back(optimizer, start)
+        gradients(run, chunk, optimizer, 1)
+        lines.lines.clear()
+        result: dict[str, Any] = {"error": None, "done": None}
+        with flipping(flip) as done:
+            try:
+                result["done"] = optimizer.step()[0]
+                optimizer.get_grad_norm()
+            except SpotCheckError as error:
+                result["error"] = str(error)
+        now = held(optimizer)
+        after = after or now
+        result |= {"right": same(now, after), "unchanged": same(now, start)}
+        results.append(result | {"lines": list(lines.lines), "flipped": bool(done)})
+    logging.getLogger("megatron_eopt").removeHandler(lines)
+    return results
+
+
+def flips_of(ranks: int, calls: int) -> list[Flip | None]:
+    """Return a flip of each kind, in each place and on each rank."""
+    cases = [(place, kind, rank) for place in PLACES for kind in KINDS for rank in range(ranks)]
+    return [Flip(*case, call=n % calls, seed=n) for n, case in enumerate(cases)]
+
+
+@pytest.mark.parametrize("layout", mostly_long(LAYOUTS, "sharded", "replicated"))
+def test_a_flipped_bit_does_not_get_into_the_weights(layout):
+    ranks, fields = LAYOUTS[layout]
+    flips = flips_of(ranks, 2)
+    clean, *outcomes = zip(
+        *run_ranks(ranks, stepped, Run(**fields), flips, timeout=300), strict=True
+    )
+    assert all(o["right"] and o["done"] and not o["lines"] for o in clean)
+    for flip, of_ranks in zip(flips, outcomes, strict=True):
+        lines = of_ranks[0]["lines"]
+        assert all(o["right"] and o["done"] for o in of_ranks), (flip, lines)
+        if flip.place == "product":
+            assert f"rank {flip.rank} (" in lines[0], (flip, lines)
+    # a rank that sends no messages gets none; a low bit of a direction may round away
+    seen = sum(bool(of_ranks[0]["lines"]) for of_ranks in outcomes)
+    assert seen >= 0.6 * len(flips)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("action", ["continue", "skip", "stop"])
+def test_each_action_does_what_it_says(action, late):
+    ranks, fields = LAYOUTS["sharded"]
+    config = fields["config"] | {"muon_check_action": action}
+    flips: list[Flip | None] = [Flip("product", "sign", 1, 0, 0), None]
+    run = Run(**fields | {"config": config})
+    clean, wrong, again = zip(*run_ranks(ranks, stepped, run, flips, late), strict=True)
+    for outcome in (*clean, *again):
+        assert (outcome["done"], outcome["right"]) == (True, True)
+    for outcome in wrong:
+        assert outcome["right"] == (action == "continue")
+        assert outcome["unchanged"] == (action != "continue")
+        assert bool(outcome["error"]) == (action == "stop")
