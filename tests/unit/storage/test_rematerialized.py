@@ -195,7 +195,9 @@ def refused(case: Case) -> str:
 
 
 @pytest.mark.parametrize(
-    ("argument", "ddp"), [("muon_overlap_dp_comm", OVERLAP), ("tp_mode", {})], ids=["overlap", "mode"]
+    ("argument", "ddp"),
+    [("muon_overlap_dp_comm", OVERLAP), ("tp_mode", {})],
+    ids=["overlap", "mode"],
 )
 def test_what_needs_whole_slabs_is_refused(argument, ddp):
     config = {"muon_overlap_dp_comm": True} if ddp else {"muon_tp_mode": "blockwise"}
