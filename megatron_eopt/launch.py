@@ -20,7 +20,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, NamedTuple
 
-from megatron_eopt.base.quiet import ignore_useless_warnings
+from megatron_eopt.base.quiet import ignore_useless_warnings, report_errors_once
 
 _PROGRAM = "python -m megatron_eopt.launch"
 
@@ -83,6 +83,7 @@ def _module(name: str) -> _Program:
 def _prepare(target: str) -> _Program:
     """Prepare Megatron's modules, then return the program that ``target`` names."""
     ignore_useless_warnings()
+    report_errors_once()
     # imported late, because the module path decides which Megatron these find
     from megatron_eopt import cpu, megatron_lm
 

@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
-from megatron_eopt.base.quiet import ignore_useless_warnings
+from megatron_eopt.base.quiet import ignore_useless_warnings, report_errors_once
 
 ignore_useless_warnings()
+report_errors_once()
 
 from megatron_eopt import cpu, megatron_lm
 

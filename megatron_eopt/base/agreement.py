@@ -90,7 +90,7 @@ def from_rank_0[T](function: Callable[[], T]) -> T:
             error = caught
     data, report = _broadcast((data, _report(error)))
     if report is not None:
-        _raise(0, report, error)
+        _raise(0, report, error, is_on_all_ranks=True)
     return cast(T, result if is_rank_0() else pickle.loads(data))
 
 
@@ -117,7 +117,8 @@ def raise_together[T](
     first = torch.tensor(world if error is None else rank, device=device_of_collectives())
     distributed.all_reduce(first, distributed.ReduceOp.MIN, group=group)
     if (failed := int(first)) < world:
-        _raise(failed, _broadcast(_report(error), failed, group), error)
+        report = _broadcast(_report(error), failed, group)
+        _raise(failed, report, error, is_on_all_ranks=group is None)
     return cast(T, result)
 
 
@@ -203,12 +204,13 @@ def _report(error: Exception | None) -> tuple[type, str, str, str] | str | None:
     return None if error is None else f"{type(error).__name__}: {error}"
 
 
-def _raise(rank: int, report: Any, own: Exception | None) -> NoReturn:
+def _raise(rank: int, report: Any, own: Exception | None, *, is_on_all_ranks: bool) -> NoReturn:
     if isinstance(report, str):
         raise RuntimeError(f"rank {rank} failed: {report}") from own
     kind, argument, value, text = report
     error = kind.__new__(kind, text)
     error.args, error.argument, error.value = (text,), argument, value
+    error.is_on_all_ranks = is_on_all_ranks
     raise error from own
 
 

@@ -25,6 +25,8 @@ class ConfigurationError(ValueError):
         hint: What to do about it, without a full stop.
     """
 
+    is_on_all_ranks = False  # whether every rank of the job raises it
+
     def __init__(self, argument: str, value: object, rule: str, hint: str) -> None:
         super().__init__(f"{argument}={value!r}: {rule}. {_sentence(hint)}")
         self.argument = argument

@@ -1,9 +1,12 @@
 """Hides warnings of upstream that are of no use to who trains a model."""
 
 import logging
+import os
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 _OF_NO_USE = (
     # megatron-core says so in a dozen modules; layers that need a package raise an error
@@ -33,6 +36,17 @@ def ignore_useless_warnings() -> None:
         warnings.filterwarnings("once", message=r".*Falling back to Torch optimizers")
     # of a machine with CUDA's compiler but no GPU
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+
+
+def report_errors_once() -> None:
+    """Let rank 0 alone print a configuration error that ends all ranks of a job."""
+    others = sys.excepthook
+
+    def report(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if not getattr(error, "is_on_all_ranks", False) or os.environ.get("RANK", "0") == "0":
+            others(kind, error, trace)
+
+    sys.excepthook = report
 
 
 @contextmanager

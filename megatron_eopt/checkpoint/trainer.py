@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron.core import parallel_state
 from megatron.core.msc_utils import MultiStorageClientFeature
@@ -30,7 +30,7 @@ from megatron_eopt.checkpoint.gpt_layers import forget_layers, noting_layers
 from megatron_eopt.checkpoint.matching import match
 from megatron_eopt.checkpoint.saving import finishing_later, replacing_a_folder
 from megatron_eopt.checkpoint.unfinished import complete_folder, read_tracker
-from megatron_eopt.optimizers.continuation import Policy, log_notes
+from megatron_eopt.optimizers.continuation import Policy, in_other_buckets, log_notes
 from megatron_eopt.optimizers.saved_groups import find_group, kind_of_group
 from megatron_eopt.routing.groups import GROUP_ID
 
@@ -87,6 +87,11 @@ def _handing_over(
         _check_tracked(folder, args)
         try:
             return original(ddp_model, optimizer, opt_param_scheduler, load_arg, *rest, **kwargs)
+        except RuntimeError as error:
+            if "(TP, PP) mismatch" not in str(error):
+                raise
+            # megatron-core advises a flag that does not help
+            raise_together(_refuse_other_buckets)
         except SystemExit as ended:
             # --exit-on-missing-checkpoint asks for this where there is none
             asked = args.exit_on_missing_checkpoint and not trainer.checkpoint_exists(folder)
@@ -94,6 +99,10 @@ def _handing_over(
                 raise
             rule = "cannot be loaded, for the reason that Megatron has printed above"
             raise damaged(folder, rule) from ended
+
+
+def _refuse_other_buckets() -> NoReturn:
+    raise in_other_buckets()
 
 
 @dataclass

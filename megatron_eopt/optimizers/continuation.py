@@ -238,15 +238,7 @@ def missing_state(
     if reason:
         rule += f" ({reason})"
     if by_bucket:
-        return ConfigurationError(
-            "checkpoint",
-            "dp_reshardable",
-            "this form of Adam's state loads only at the tensor, pipeline and expert parallelism "
-            "and with the buckets that wrote it",
-            "Load it at that layout, also into another optimizer, and save once: Adam with "
-            "--dist-ckpt-optim-fully-reshardable, others as they are. That checkpoint loads at any "
-            "layout",
-        )
+        return in_other_buckets()
     return ConfigurationError(
         "checkpoint",
         shortened(list(dict.fromkeys(missing))),
@@ -256,6 +248,20 @@ def missing_state(
         f"fresh: --ckpt-allow-missing-optim-state {' '.join(keys)} "
         f"(ckpt_allow_missing_optim_state={keys})",
     )
+
+
+def in_other_buckets() -> ConfigurationError:
+    """Return the error for state that Megatron's Adam has saved by bucket at another layout."""
+    rule = (
+        "this form of Adam's state loads only at the tensor, pipeline and expert parallelism and "
+        "with the buckets that wrote it"
+    )
+    hint = (
+        "Load it at that layout, also into another optimizer, and save once: Adam with "
+        "--dist-ckpt-optim-fully-reshardable, others as they are. That checkpoint loads at any "
+        "layout"
+    )
+    return ConfigurationError("checkpoint", "dp_reshardable", rule, hint)
 
 
 def shortened(names: list[str]) -> str:

@@ -55,4 +55,5 @@ def test_files_of_another_optimizer_are_refused(tmp_path):
 def test_buckets_of_another_layout_are_refused(tmp_path, present):
     save(tmp_path, *ADAM)
     error = refused(tmp_path, *present, "--tensor-model-parallel-size", "2")
-    assert re.search("dp_reshardable|dp_zero|buckets", error)
+    # the cause comes first, not a list of parameters, nor a flag that does not help
+    assert error.startswith("ConfigurationError: checkpoint='dp_reshardable': this form of Adam's")

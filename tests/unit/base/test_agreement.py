@@ -1,5 +1,7 @@
 """What one rank refuses, all refuse alike; none waits for another, or holds more than it must."""
 
+import os
+import sys
 import threading
 from typing import Any
 
@@ -8,6 +10,7 @@ from torch import distributed
 
 from megatron_eopt.base.agreement import CheckpointError, from_rank_0, gather_unique, raise_together
 from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.quiet import report_errors_once
 from tests.harness import run_ranks
 
 
@@ -77,3 +80,28 @@ def test_alone_nothing_is_communicated():
 
 def _refuse() -> None:
     raise CheckpointError("a", 1, "b", "C")
+
+
+def _printed_by_the_hook(group: bool) -> bool:
+    """Return whether a configuration error of all ranks, or of a group, would be printed."""
+    shown: list[BaseException] = []
+    original, sys.excepthook = sys.excepthook, lambda _kind, error, _trace: shown.append(error)
+    try:
+        report_errors_once()
+        peers = distributed.new_group([0, 1]) if group else None
+        os.environ["RANK"] = str(distributed.get_rank())
+        with pytest.raises(ConfigurationError) as caught:
+            raise_together(_refuse, peers)
+        sys.excepthook(caught.type, caught.value, None)
+    finally:
+        sys.excepthook = original
+    return bool(shown)
+
+
+def _refuse() -> None:
+    raise ConfigurationError("a", 1, "b", "C")
+
+
+def test_rank_0_alone_prints_an_error_of_all_ranks():
+    assert run_ranks(2, _printed_by_the_hook, False) == [True, False]
+    assert run_ranks(2, _printed_by_the_hook, True) == [True, True]
