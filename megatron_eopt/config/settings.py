@@ -67,6 +67,7 @@ class RunSettings:
     wave_mb: float  # MiB of full matrices that a rank assembles at a time
     team_size: int  # most ranks that share a matrix in sharded storage
     overlaps_step: bool  # whether Muon's step overlaps communication
+    reuses_gradient_buffers: bool  # whether weights in 8 bits are gathered there
     exempt_from_clipping: bool  # whether Muon's gradients are never clipped
 
     # like megatron-core's, steps read the present values of the caller's configuration
@@ -227,6 +228,9 @@ def _of_the_run(config: Any, original: Any) -> dict[str, Any]:
         "wave_mb": getattr(config, "muon_wave_mb", DEFAULT_WAVE_MB),
         "team_size": getattr(config, "muon_team_size", DEFAULT_TEAM_SIZE),
         "overlaps_step": bool(getattr(config, "muon_overlap_step", False)),
+        "reuses_gradient_buffers": bool(
+            getattr(config, "reuse_grad_buf_for_mxfp8_param_ag", False)
+        ),
     }
 
 

@@ -173,7 +173,8 @@ def _sharded(context: OptimizerBuildContext) -> OptimizerChain | None:
     collection = context.collection
 
     def checked() -> list[OptimizerSpec]:
-        check_model_chunks(model_chunks, mixed=mixed)
+        reuses = settings.reuses_gradient_buffers if mixed else None
+        check_model_chunks(model_chunks, reuses=reuses)
         for param, name in routing.names.items():
             refuse_part(param, name)
         check_dtypes(routing.names, "The distributed optimizer")
