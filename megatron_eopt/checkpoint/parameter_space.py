@@ -12,9 +12,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.fp8_utils import is_float8tensor
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -103,11 +105,14 @@ def parameter_spaces(
     parts: dict[int, list[tuple[str, ShardedTensor]]] = {}
     for item in nested_values(model_state):
         if isinstance(item, ShardedTensorFactory):
-            parts[id(item.data)] = [(item.key, part) for part in tensors({"built": item.build()})]
+            built = replace(item, data=_unquantized(item.data)).build()
+            parts[id(_owner(item.data))] = [(item.key, part) for part in tensors({"built": built})]
         elif isinstance(item, ShardedTensor) and item.data is not None:
+            entry = replace(item, data=_unquantized(item.data))
             # a view also belongs to its base tensor
-            for owner in (item.data, *([item.data._base] if item.data._is_view() else ())):
-                parts.setdefault(id(owner), []).append((item.key, item))
+            bases = [item.data._base] if item.data._is_view() else []
+            for owner in (_owner(item.data), *bases):
+                parts.setdefault(id(owner), []).append((item.key, entry))
     spaces = {}
     for param in params:
         # a DTensor's entry has this tensor as data; to_local() returns another object
@@ -124,8 +129,11 @@ def parameter_spaces(
                 "themselves as data (keep_vars=True)",
             )
         key, pieces = found[0][0], [piece for _, piece in found]
+        stored = held
+        if is_float8tensor(held):
+            stored = pieces[0].data if pieces[0].data._base is None else pieces[0].data._base
         if sum(piece.data.numel() for piece in pieces) != held.numel() or not all(
-            piece.data.untyped_storage()._cdata == held.untyped_storage()._cdata
+            piece.data.untyped_storage()._cdata == stored.untyped_storage()._cdata
             and list(piece.data.stride()) == sorted(piece.data.stride(), reverse=True)
             for piece in pieces
         ):
@@ -137,12 +145,30 @@ def parameter_spaces(
                 "Save without optimizer state (--no-save-optim)",
             )
         if row_cut(held).size > 1:
-            pieces = _rows_without_padding(held, pieces)
-        spaces[param] = ParameterSpace(key, held, pieces)
+            pieces = _rows_without_padding(held, stored, pieces)
+        spaces[param] = ParameterSpace(key, stored, pieces)
     return spaces
 
 
-def _rows_without_padding(held: Tensor, pieces: Sequence[ShardedTensor]) -> list[ShardedTensor]:
+def _unquantized(tensor: Tensor) -> Tensor:
+    """Return a tensor without memory in the place of an 8-bit weight, of which there are no views.
+
+    Only shapes and strides of the model's entries matter for state.
+    """
+    if not is_float8tensor(tensor):
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def _owner(data: Tensor) -> Tensor:
+    """Return the parameter that an entry's data belongs to."""
+    owner: Tensor = getattr(data, "_gtp_dequant_src", data)
+    return owner
+
+
+def _rows_without_padding(
+    held: Tensor, stored: Tensor, pieces: Sequence[ShardedTensor]
+) -> list[ShardedTensor]:
     """Return the entries of rows that weight rematerialization has cut, at their true offsets.
 
     megatron-core counts padding rows, and halves gate and up as if each rank had a part of both.
@@ -159,7 +185,7 @@ def _rows_without_padding(held: Tensor, pieces: Sequence[ShardedTensor]) -> list
         low = max(begin, index * section)
         high = min(begin + height, (index + 1) * section)
         if low < high or (index + 1 == len(pieces) and not found):
-            data = held.detach()[low - begin : max(low, high) - begin]
+            data = stored.detach()[low - begin : max(low, high) - begin]
             row = (index % per_key * slabs + slab) * section + low - index * section
             whole, offset = list(piece.global_shape), list(piece.global_offset)
             whole[axis], offset[axis] = section * slabs * per_key, row

@@ -71,7 +71,6 @@ _OPTIMIZER_PREFIXES = ("muon", "adaptive_muon", "lion", "soap", "adam", "sgd")
 
 _FOR_MATRICES = {
     "use_precision_aware_optimizer": "keeps main weights inside Transformer Engine's Adam",
-    "reuse_grad_buf_for_mxfp8_param_ag": "overwrites gradients before all optimizers have stepped",
     "optimizer_cuda_graph": "cannot capture the collectives that assemble matrices",
     "overlap_param_gather_with_optimizer_step": "gathers parameters before all are updated",
 }

@@ -1,11 +1,14 @@
 """Collectives that gloo lacks compared with NCCL, and process groups and meshes on CPUs."""
 
+import contextlib
 import functools
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.distributed import param_and_grad_buffer
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -53,8 +56,30 @@ def _all_gather_of_any_sizes(
     return work  # a gloo group works in order, so the last broadcast ends last
 
 
+def _coalescing_by_dtype(plain: Function) -> Function:
+    """Return a ``_coalescing_manager`` for gloo, which mixes up bytes of different dtypes."""
+
+    @contextlib.contextmanager
+    def manage(group: Any = None, device: Any = None, async_ops: bool = False) -> Iterator[Any]:
+        group = group or distributed_c10d._get_default_group()
+        together, waiting = distributed_c10d._CoalescingManager(), distributed_c10d._world
+        waiting.pg_coalesce_state.setdefault(group, [])
+        yield together
+        found = waiting.pg_coalesce_state.pop(group)
+        for dtype in dict.fromkeys(one.tensor.dtype for one in found):
+            with plain(group, device, async_ops) as works:
+                alike = [one for one in found if one.tensor.dtype == dtype]
+                waiting.pg_coalesce_state[group].extend(alike)
+            together.works.extend(works.works)
+
+    return manage
+
+
 def gloo_patches() -> list[Patch]:
     """Return the patches; each collective has two names in torch."""
+    manager = _coalescing_by_dtype(distributed_c10d._coalescing_manager)
+    owners = (dist, distributed_c10d, param_and_grad_buffer)
+    coalescing = [Patch(owner, "_coalescing_manager", manager) for owner in owners]
     functions = (
         _all_to_all_with_tensor_sizes(distributed_c10d.all_to_all_single),
         _all_gather_of_any_sizes(distributed_c10d.all_gather),
@@ -65,7 +90,7 @@ def gloo_patches() -> list[Patch]:
         for function in functions
     ]
     mesh = Patch(DeviceMesh, "from_group", staticmethod(_on_cpu(DeviceMesh.from_group)))
-    return [*both, *group_patches(), mesh]
+    return [*both, *coalescing, *group_patches(), mesh]
 
 
 def group_patches() -> list[Patch]:

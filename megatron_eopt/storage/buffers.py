@@ -176,14 +176,15 @@ def buffer_sets(
     ]
 
 
-def check_model_chunks(model_chunks: Sequence[Any], *, mixed: bool = True) -> None:
+def check_model_chunks(model_chunks: Sequence[Any], *, reuses: bool | None = None) -> None:
     """Raise unless the model is wrapped in Megatron's DDP in a supported mode.
 
-    ``mixed`` says whether several optimizers step the parameters of its buffers.
+    ``reuses`` says whether the optimizer's configuration gathers weights in gradient buffers; None
+    if DDP's may differ.
 
     Raises:
         ConfigurationTypeError: If it is not wrapped.
-        ConfigurationError: If it is wrapped in another mode.
+        ConfigurationError: If only one of both configurations gathers weights there.
     """
     for chunk in model_chunks:
         # without the wrapper, `buffers` is torch's method
@@ -191,10 +192,10 @@ def check_model_chunks(model_chunks: Sequence[Any], *, mixed: bool = True) -> No
             rule = "must be wrapped in megatron.core.distributed.DistributedDataParallel"
             hint = "Wrap it in DDP with use_distributed_optimizer=True"
             raise ConfigurationTypeError("model_chunks", chunk, rule, hint)
-        if mixed and getattr(chunk.ddp_config, _REUSE, False):
-            rule = "overwrites gradients before all optimizers have stepped"
-            name = f"DistributedDataParallelConfig.{_REUSE}"
-            raise ConfigurationError(name, True, rule, f"Set {_REUSE}=False")
+        if reuses not in (None, getattr(chunk.ddp_config, _REUSE, False)):
+            rule = "is set for only one of optimizer and DDP, so gradients would become weights"
+            name = _REUSE if reuses else f"DistributedDataParallelConfig.{_REUSE}"
+            raise ConfigurationError(name, True, rule, "Set it for both, or for neither")
 
 
 def has_frozen(model_chunk: Any) -> bool:

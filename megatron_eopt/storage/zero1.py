@@ -243,6 +243,12 @@ class Zero1Optimizer(Storage, DistributedOptimizer):
         else:
             self.copy_mains()
 
+    def _stage_model_params_from_main_params(self) -> None:
+        if self.ddp_config.reuse_grad_buf_for_mxfp8_param_ag and not self.is_stub_optimizer:
+            self._copy_main_params_to_param_buffer()
+        else:
+            super()._stage_model_params_from_main_params()
+
     def write_model_copies(self, params: Iterable[Tensor]) -> None:
         """Copy the main weights of some parameters to the model, if this step has not yet."""
         self.copy_mains([self.main_of[param] for param in params if param in self.main_of])

@@ -176,7 +176,8 @@ def _sharded(context: OptimizerBuildContext) -> OptimizerChain | None:
     collection = context.collection
 
     def checked() -> list[OptimizerSpec]:
-        check_model_chunks(model_chunks, mixed=mixed)
+        reuses = settings.config.reuse_grad_buf_for_mxfp8_param_ag if mixed else None
+        check_model_chunks(model_chunks, reuses=reuses)
         for param, name in routing.names.items():
             refuse_part(param, name)
         check_dtypes(routing.names, "The distributed optimizer")

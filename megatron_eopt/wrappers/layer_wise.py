@@ -67,7 +67,7 @@ class LayerWiseDistributedOptimizer(OptimizerChain):
                 params = [p for o in optimizers for g in o.param_groups for p in g["params"]]
                 trained = [param for param in params if param.requires_grad]
                 chunks = [AllReducedChunk(trained, process_groups(pg_collection))]
-            check_model_chunks(chunks)
+            check_model_chunks(chunks, reuses=settings.config.reuse_grad_buf_for_mxfp8_param_ag)
             qk_clip.prepare(chunks)
             name_parameters(chunks)
             exempt = bool(settings.first_field("skip_grad_clip"))
@@ -105,8 +105,8 @@ class LayerWiseDistributedOptimizer(OptimizerChain):
 
     @torch.no_grad()
     def allgather_params(self) -> None:
-        """Gather the stepped weights to all ranks now; collective."""
-        self.gather_params(now=True)
+        """Copy main weights to the model's weights on all ranks now; collective."""
+        self.quantize_and_sync_model_params_from_main_params()
 
     broadcast_params = allgather_params  # megatron-core also uses this name
 

@@ -1,0 +1,111 @@
+"""Weights in 8 bits: what a step gathers is exactly the quantized main weight."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.harness import run_ranks
+from tests.harness.models import wrap_ddp
+from tests.harness.quantized import QuantizedTensor, quantize_weights, quantized_weights
+from tests.harness.scene import forget_megatron
+from tests.unit.storage.full_state import Case, build, optimizer_over, resume, steps, write
+from tests.unit.storage.runs import DENSE, make_chunk, slab_of
+
+MODEL = {**DENSE, "layers": 1, "bias": False, "dtype": torch.bfloat16}
+EXACT = {"muon_fp32_matmul_prec": "highest"}
+CASES = [Case("muon", MODEL, config=EXACT), Case("soap", MODEL), Case("adam", MODEL)]
+WORDS = ["linear_"]
+MODES: dict[str, dict[str, Any]] = {
+    "gathered": {"fp8_param_gather": True},
+    "in gradient buffers": {
+        "fp8_param_gather": True,
+        "reuse_grad_buf_for_mxfp8_param_ag": True,
+    },
+}
+
+
+def quantized(case: Case, mode: str) -> Case:
+    flags = MODES[mode]
+    reuses = "reuse_grad_buf_for_mxfp8_param_ag"
+    own = {"fp8_recipe": "mxfp8", reuses: True} if reuses in flags else {}
+    return replace(case, ddp=flags, config=case.config | own)
+
+
+def make(case: Case) -> tuple[Any, Any]:
+    def wrap(model: Any, **flags: Any) -> Any:
+        quantize_weights(model, WORDS)
+        return wrap_ddp(model, **flags)
+
+    chunk = make_chunk(case.run, wrap)
+    return chunk, optimizer_over(case, [chunk])
+
+
+def in_8_bits(cases: list[Case], folder: str) -> list[tuple[dict[str, Any], set[int]]]:
+    """Train and save; return each quantized weight, and the bytes of one gathered element."""
+    found = []
+    for number, case in enumerate(cases):
+        reuses = "reuse_grad_buf_for_mxfp8_param_ag" in case.ddp
+        with quantized_weights(scaled_in_blocks=reuses):
+            chunk, optimizer = make(case)
+            steps(case, chunk, optimizer, 0, 2)
+            codes = {
+                name: (slab_of(name, param, True), param._data.clone())
+                for name, param in chunk.named_parameters()
+                if isinstance(param, QuantizedTensor)
+            }
+            sizes = {buffer.param_data.element_size() for buffer in chunk.buffers}
+            write(case, chunk, optimizer, Path(folder, str(number)))
+            found.append((codes, sizes))
+        forget_megatron()
+    return found
+
+
+def mains(cases: list[Case]) -> list[dict[str, torch.Tensor]]:
+    """Return the main weights of each case in one process without 8 bits."""
+    found = []
+    for case in cases:
+        chunk, optimizer = build(case)
+        steps(case, chunk, optimizer, 0, 2)
+        found.append(mains_of(chunk, optimizer))
+        forget_megatron()
+    return found
+
+
+def loaded(cases: list[Case], folder: str) -> list[dict[str, torch.Tensor]]:
+    """Load what was saved without 8 bits; return the main weights."""
+    found = []
+    for number, case in enumerate(cases):
+        found.append(mains_of(*resume(case, Path(folder, str(number)))))
+        forget_megatron()
+    return found
+
+
+def mains_of(chunk: Any, optimizer: Any) -> dict[str, torch.Tensor]:
+    names = {param: name for name, param in chunk.named_parameters()}
+    items = [item for link in optimizer.links for item in link.storage.main_shards()]
+    return {names[i.param]: i.main.detach().view(i.param.shape).clone() for i in items}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("world", "parallel"), [(2, {}), (2, {"tp": 2})], ids=["dp", "tp"])
+def test_weights_are_quantized_main_weights(tmp_path, mode, world, parallel):
+    cases = [replace(quantized(case, mode), parallel=parallel) for case in CASES]
+    expected = run_ranks(1, mains, CASES)[0]
+    for found in run_ranks(world, in_8_bits, cases, str(tmp_path)):
+        for (codes, sizes), main, case in zip(found, expected, cases, strict=True):
+            assert len(codes) == 4
+            assert sizes == ({1, 2} if mode == "gathered" else {2})
+            for name, (slab, code) in codes.items():
+                exact = slab.of(main[name])
+                # gradient buffers hold bfloat16 for the gather
+                sent = exact if mode == "gathered" else exact.bfloat16()
+                wanted = QuantizedTensor.of(sent)._data
+                assert torch.equal(code, wanted), (case.optimizer, name)
+    for its, main, case in zip(
+        run_ranks(1, loaded, CASES, str(tmp_path))[0], expected, CASES, strict=True
+    ):
+        for name, value in main.items():
+            assert (its[name] - value).norm() <= 2e-6 * value.norm(), (case.optimizer, name)
