@@ -11,9 +11,10 @@ from megatron.core import dist_checkpointing
 from megatron_eopt import checkpoints
 from megatron_eopt.base.errors import ConfigurationError
 from tests.harness import run_ranks
+from tests.harness.scene import forget_megatron
 from tests.harness.tiers import mostly_long
-from tests.unit.storage.full_state import Case, build, save_one, sharded, steps
-from tests.unit.storage.runs import REPLICATED, set_lr
+from tests.unit.storage.full_state import Case, build, resume, save_one, sharded, steps
+from tests.unit.storage.runs import DENSE, REPLICATED, set_lr
 
 
 def switched(folder: str, before: str, after: str) -> tuple[str, float]:
@@ -93,3 +94,21 @@ def refused_after_steps(folder: str, fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize("fields", [{}, REPLICATED], ids=["sharded", "plain"])
 def test_an_optimizer_that_has_stepped_does_not_start_state_fresh(tmp_path, fields):
     run_ranks(2, refused_after_steps, str(tmp_path), fields)
+
+
+def mains_after_load(folder: str) -> tuple[int, list[float]]:
+    """Return the number of main weights, and how far each is from the model's weight."""
+    save_one(Case("muon", **REPLICATED), folder)
+    forget_megatron()
+    case = Case("muon", {**DENSE, "dtype": torch.bfloat16}, **REPLICATED)
+    _, optimizer = resume(case, folder)
+    items = [item for link in optimizer.links for item in link.storage.main_shards()]
+    assert any(item.param.abs().max() > 0 for item in items)
+    return len(items), [float((i.main - i.param.float()).abs().max()) for i in items]
+
+
+def test_main_weights_that_a_checkpoint_lacks_are_the_models(tmp_path):
+    """Weights in float32 are their own main weights, and are saved once."""
+    count, distances = run_ranks(1, mains_after_load, str(tmp_path))[0]
+    assert count > 10
+    assert distances == [0.0] * count
