@@ -16,9 +16,10 @@ from megatron_eopt.config.config import EmergingOptimizerConfig
 from megatron_eopt.config.settings import resolve
 from megatron_eopt.layouts.assignment import Float64Array
 from megatron_eopt.optimizers.modes import Schedule
+from megatron_eopt.optimizers.spot_checks import Cost
 from megatron_eopt.tools.dry_run import Report, dry_world, report_of, schedules_of
 from megatron_eopt.tools.plan.architectures import Architecture
-from megatron_eopt.tools.plan.cost import Times, times
+from megatron_eopt.tools.plan.cost import Times, bytes_sent, times
 from megatron_eopt.tools.plan.machine import Machine
 from megatron_eopt.tools.plan.model import Layout, build_stage, stage_kinds, train_flops
 from megatron_eopt.wrappers.factory import get_megatron_optimizer
@@ -45,6 +46,16 @@ class Stage:
 
 
 @dataclass(frozen=True)
+class Checks:
+    """What spot checks add to a step, on average over steps and ranks, and as shares of a step."""
+
+    cost: Cost
+    products: float  # share of the matrix products of a mean rank
+    bytes: float  # share of the bytes that the planned rank sends, without gradients
+    calls: float  # share of its collective calls
+
+
+@dataclass(frozen=True)
 class Plan:
     """What an optimizer step does at one layout, and how long it takes."""
 
@@ -56,6 +67,7 @@ class Plan:
     times: Times  # predicted times of that rank's step
     adam: Times  # the same for Adam on the same weights
     train_step: float  # predicted seconds of the forward and backward pass
+    checks: Checks | None  # what spot checks add, if they are on
 
     @property
     def share(self) -> float:
@@ -87,17 +99,36 @@ def plan(
     stages = tuple(_stage(architecture, layout, config, kind, machine.gpus) for kind in kinds)
     worst = max(stages, key=lambda stage: stage.loads.max())
     with dry_world(worst.busiest, layout.world_size):
-        report = report_of(_built(architecture, layout, config), lambda: None)
+        optimizer = _built(architecture, layout, config)
+        report = report_of(optimizer, lambda: None)
+        checks = _checks(optimizer, report, worst)
         settings = resolve(config)
         predicted = times(report, machine, overlaps=settings.config.muon_overlap_dp_comm)
     changes: dict[str, Any] = {"optimizer": "adam", "muon_overlap_dp_comm": False}
+    changes["muon_check_fraction"] = 0.0
     other = replace(config, **changes)
     with dry_world(worst.busiest, layout.world_size):
         adam = report_of(_built(architecture, layout, other), lambda: None)
         operations = train_flops(architecture, tokens)
     adams, rate = times(adam, machine), layout.world_size * machine.flops * _UTILIZATION
     train = operations / rate
-    return Plan(architecture, layout, stages, worst.busiest, report, predicted, adams, train)
+    return Plan(
+        architecture, layout, stages, worst.busiest, report, predicted, adams, train, checks
+    )
+
+
+def _checks(optimizer: Any, report: Report, stage: Stage) -> Checks | None:
+    if optimizer.spot_checks is None:
+        return None
+    cost = optimizer.spot_checks.cost()
+    sent = sum(bytes_sent(call) * count for call, count in report.collectives.items())
+    calls = sum(report.collectives.values())
+    return Checks(
+        cost,
+        cost.flops / max(float(stage.loads.mean()), 1.0),
+        cost.bytes / max(sent, 1.0),
+        cost.calls / max(calls, 1),
+    )
 
 
 def _built(architecture: Architecture, layout: Layout, config: EmergingOptimizerConfig) -> Any:
